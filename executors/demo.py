@@ -178,8 +178,7 @@ class Stages:
         self._heading("a first plan and its simulated step, from data sheets alone")
         profile = profile_for(topology, topology.compute_devices[0].id)
         chosen = choose(self._request(topology, profile, pretrained, None)).chosen
-        assert chosen.prediction is not None
-        stderr.print(simulation_view(chosen.subject, chosen.prediction))
+        stderr.print(simulation_view(chosen.subject))
 
     def _calibrate(self, topology: Topology) -> Profile:
         from executors.calibration.calibrating import calibrated

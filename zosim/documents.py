@@ -4,51 +4,81 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from topology.errors import MachineError, ZosimError
 from topology.reading import read_json_object
 
 
-def read_document(
-    path: str | Path,
-    what: str,
-    version: int,
-    error: type[ZosimError],
-    *,
-    make: str,
-    oldest: int | None = None,
-) -> dict[str, Any]:
-    """Return the JSON object in a file.
+@dataclass(frozen=True)
+class DocumentKind:
+    """What is known of a kind of file.
 
-    Parameters
+    Attributes
     ----------
-    path : path
-    what : str
-        What the file should be, such as ``"plan"``.
-    version : int
-        The newest that can be read.
+    name : str
+        Such as ``"plan"``.
+    version, oldest : int
+        The newest and the oldest that can be read.
     error : type
-        Raised with a message and a hint.
+        Raised where a file is none.
     make : str
         How to make such a file, for a path that is empty.
-    oldest : int, optional
-        That can be read; by default `version` alone.
-
-    Raises
-    ------
-    ZosimError
-        Of type `error`, if the file is missing, is not a JSON object, or is of another version.
     """
-    data = read_json_object(path, what, error, hint=make)
-    if data.get("version") not in range(version if oldest is None else oldest, version + 1):
-        raise error(
-            f"{path} is a {what} of version {data.get('version')!r}, this zosim reads {version}",
-            hint=make,
-        )
-    return data
+
+    name: str
+    version: int
+    oldest: int
+    error: type[ZosimError]
+    make: str
+
+
+class Document(ABC):
+    """What is kept as a JSON file, perhaps edited there, and read again."""
+
+    document: ClassVar[DocumentKind]
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """Return it as JSON."""
+
+    @classmethod
+    @abstractmethod
+    def from_data(cls, data: dict[str, Any], where: str) -> Self:
+        """Return what an object of JSON holds; `where` is for messages.
+
+        Raises
+        ------
+        ZosimError
+            Of the kind's own type, if it holds something else.
+        """
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what :meth:`save` wrote, perhaps edited since.
+
+        Raises
+        ------
+        ZosimError
+            Of the kind's own type, if the file is missing, is no JSON object, is of a version that is not read, or holds
+            something else.
+        """
+        kind = cls.document
+        data = read_json_object(path, kind.name, kind.error, hint=kind.make)
+        if data.get("version") not in range(kind.oldest, kind.version + 1):
+            raise kind.error(
+                f"{path} is a {kind.name} of version {data.get('version')!r}, this zosim reads {kind.version}",
+                hint=kind.make,
+            )
+        return cls.from_data(data, str(path))
 
 
 def check_writable(path: Path | None) -> None:

@@ -16,14 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from topology.errors import ProgramError
 from topology.validation import raise_readable
-from zosim.documents import json_by_lines, read_document
+from zosim.documents import Document, DocumentKind, json_by_lines
 from zosim.instructions import PARTS, Access, Buffer, Instruction, Part
 from zosim.unrolling import Placed, unrolled
 
@@ -32,8 +31,13 @@ OLDEST_VERSION = 1
 """Of the files that can be read. In version 1, what an operand holds stood in two fields, ``what`` and ``point``."""
 
 
+PROGRAM_FILE = DocumentKind(
+    "program", PROGRAM_VERSION, OLDEST_VERSION, ProgramError, "write one with `zosim lower plan.json`"
+)
+
+
 @dataclass(frozen=True)
-class Program:
+class Program(Document):
     """The step graph of one rank.
 
     Attributes
@@ -59,6 +63,8 @@ class Program:
     flush: tuple[Instruction, ...] = ()
     groups: Mapping[str, int] = field(default_factory=dict)
     version: Literal[2] = PROGRAM_VERSION
+
+    document = PROGRAM_FILE
 
     @property
     def is_alone(self) -> bool:
@@ -124,13 +130,7 @@ class Program:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any], where: str) -> Program:
-        """Return the program that :meth:`to_data` made; `where` is for messages.
-
-        Raises
-        ------
-        ProgramError
-            If it is none.
-        """
+        """Return the program that :meth:`to_data` made."""
         try:
             return _ADAPTER.validate_python(_upgraded(data) if data.get("version") == 1 else data)
         except ValidationError as error:
@@ -139,29 +139,6 @@ class Program:
     def to_json(self) -> str:
         """Return the program as JSON, one instruction to a line so that it can be edited by hand."""
         return json_by_lines(self.to_data())
-
-    def save(self, path: str | Path) -> None:
-        """Write the program as JSON."""
-        Path(path).write_text(self.to_json())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Program:
-        """Read a program written by :meth:`save`, perhaps edited since.
-
-        Raises
-        ------
-        ProgramError
-            If the file is missing, is not JSON, or is not a program of this version.
-        """
-        data = read_document(
-            path,
-            "program",
-            PROGRAM_VERSION,
-            ProgramError,
-            make="write one with `zosim lower plan.json`",
-            oldest=OLDEST_VERSION,
-        )
-        return cls.from_data(data, str(path))
 
 
 def _upgraded(data: Any) -> Any:

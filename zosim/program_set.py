@@ -6,16 +6,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from topology.errors import ProgramError
-from zosim.documents import read_document
-from zosim.program import OLDEST_VERSION, PROGRAM_VERSION, Program
+from zosim.documents import Document
+from zosim.program import PROGRAM_FILE, PROGRAM_VERSION, Program
 
 
 @dataclass(frozen=True)
-class ProgramSet:
+class ProgramSet(Document):
     """What every rank does.
 
     Attributes
@@ -36,6 +35,8 @@ class ProgramSet:
     programs: tuple[Program, ...]
     roles: tuple[int, ...] = (0,)
     groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+
+    document = PROGRAM_FILE
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.roles) - set(range(len(self.programs))))
@@ -105,38 +106,9 @@ class ProgramSet:
         programs = ",\n".join(program.to_json() for program in self.programs)
         return "{\n" + head + ',\n  "programs": [\n' + programs + "]\n}\n"
 
-    def save(self, path: str | Path) -> None:
-        """Write the set as JSON."""
-        Path(path).write_text(self.to_json())
-
-    @classmethod
-    def load(cls, path: str | Path) -> ProgramSet:
-        """Read what :meth:`save` wrote, perhaps edited since, or a single program.
-
-        Raises
-        ------
-        ProgramError
-            If the file is missing, is not JSON, or is neither.
-        """
-        data = read_document(
-            path,
-            "program",
-            PROGRAM_VERSION,
-            ProgramError,
-            make="write one with `zosim lower plan.json`",
-            oldest=OLDEST_VERSION,
-        )
-        return cls.from_data(data, str(path))
-
     @classmethod
     def from_data(cls, data: Mapping[str, Any], where: str) -> ProgramSet:
-        """Return the set that the object of :meth:`to_json` describes, or a single program; `where` is for messages.
-
-        Raises
-        ------
-        ProgramError
-            If it is neither.
-        """
+        """Return the set that the object of :meth:`to_json` describes, or a single program."""
         if "programs" not in data:
             return cls.alone(Program.from_data(data, where))
         try:

@@ -15,15 +15,14 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import PositiveFloat, TypeAdapter, ValidationError
 
 from topology.errors import TimelineError
 from topology.validation import raise_readable
-from zosim.documents import json_by_lines, read_document
+from zosim.documents import Document, DocumentKind, json_by_lines
 from zosim.instructions import Space, Stream
 from zosim.spans import MemorySample, Peak, Repeat, Span
 
@@ -32,7 +31,7 @@ _STREAM_ORDER = {stream: number for number, stream in enumerate(Stream)}
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Document):
     """Spans of a run, predicted or measured, with the memory beside them.
 
     Attributes
@@ -71,6 +70,14 @@ class Timeline:
     repeat: Repeat | None = None
     reference_s: PositiveFloat | None = None
     version: Literal[1] = TIMELINE_VERSION
+
+    document = DocumentKind(
+        "timeline",
+        TIMELINE_VERSION,
+        TIMELINE_VERSION,
+        TimelineError,
+        "`zosim simulate` and `zosim run` write one",
+    )
 
     def __post_init__(self) -> None:
         for span in self.spans:
@@ -236,30 +243,13 @@ class Timeline:
         """Return the timeline as JSON, one span and one memory sample to a line."""
         return json_by_lines(_ADAPTER.dump_python(self, mode="json"))
 
-    def save(self, path: str | Path) -> None:
-        """Write the timeline as JSON."""
-        Path(path).write_text(self.to_json())
-
     @classmethod
-    def load(cls, path: str | Path) -> Timeline:
-        """Read a timeline written by :meth:`save`.
-
-        Raises
-        ------
-        TimelineError
-            If the file is missing, is not JSON, or is not a timeline of this version.
-        """
-        data = read_document(
-            path,
-            "timeline",
-            TIMELINE_VERSION,
-            TimelineError,
-            make="`zosim simulate` and `zosim run` write one",
-        )
+    def from_data(cls, data: dict[str, Any], where: str) -> Timeline:
+        """Return the timeline that the object of :meth:`to_json` describes."""
         try:
             return _ADAPTER.validate_python(data)
         except ValidationError as error:
-            raise_readable(error, f"timeline {path}", TimelineError)
+            raise_readable(error, f"timeline {where}", TimelineError)
 
 
 _ADAPTER: TypeAdapter[Timeline] = TypeAdapter(Timeline)

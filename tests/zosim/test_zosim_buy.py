@@ -45,7 +45,7 @@ def test_offers_are_what_the_planner_predicts_at_the_tables_prices():
     chosen = market()
     offers, refused = offers_of(chosen, "h200-1x", num_simulated=2)
     assert not refused
-    best = choose(chosen.job.request("h200-1x", load_preset("h200-1x"), 1)).chosen
+    best = choose(chosen.job.request("h200-1x", load_preset("h200-1x"), 1))
     hours = best.prediction.step_time_s * 1000 / 3600
     costs = job_costs(PRICES, "h200-1x", load_preset("h200-1x"), 1, Range.exactly(hours))
     assert {offer.payment for offer in offers} == {"rent", "own"}

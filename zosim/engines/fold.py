@@ -169,12 +169,14 @@ def _refined(world: World, plain: _RankKinds) -> _Partition:
     for rank, names in enumerate(plain.resources):
         for place, name in enumerate(names):
             users[name].append((rank, place))
-    apart = _ranks_in_queues(world, users)
+    # Equal arrivals at a queue are served in the order of ranks, so those who share one are not alike.
+    queues = [{rank for rank, _ in users[name]} for name in users if name in world.fifo]
+    apart = set().union(*(ranks for ranks in queues if len(ranks) > 1))
     places = _places(world)
     partition = _Partition(
         _numbered(
             [
-                (kind, rank if rank in apart else -1, _joint(names), places[rank])
+                (kind, rank if rank in apart else -1, tuple(map(names.index, names)), places[rank])
                 for rank, (kind, names) in enumerate(zip(plain.kind, plain.resources, strict=True))
             ]
         ),
@@ -206,11 +208,6 @@ def _places(world: World) -> list[tuple[int, ...]]:
     return [tuple(of[rank] for of in place) for rank in range(world.size)]
 
 
-def _ranks_in_queues(world: World, users: dict[str, list[tuple[int, int]]]) -> set[int]:
-    queues = [{rank for rank, _ in users[name]} for name in users if name in world.fifo]
-    return set().union(*(ranks for ranks in queues if len(ranks) > 1))
-
-
 def _finer(
     world: World, plain: _RankKinds, users: dict[str, list[tuple[int, int]]], partition: _Partition
 ) -> _Partition:
@@ -235,11 +232,6 @@ def _finer(
         for rank, colour in enumerate(partition.ranks)
     ]
     return _Partition(_numbered(seen_by_rank), resources)
-
-
-def _joint(names: tuple[str, ...]) -> tuple[int, ...]:
-    """Return which of a rank's places are one resource."""
-    return tuple(names.index(name) for name in names)
 
 
 def _numbered(keys: Sequence[Hashable]) -> tuple[int, ...]:

@@ -111,8 +111,8 @@ class Peers:
     """A group as arrays over the ranks in the engine's order."""
 
     def __init__(self, group: Group, ranks: Ints) -> None:
-        self.part = np.array([group.part_of[rank] for rank in ranks], dtype=np.intp)
-        self.sizes = np.bincount(self.part, minlength=len(group.parts))
+        all_meet = Parties(group, 0, ranks)
+        self.part, self.sizes = all_meet.of[False], all_meet.sizes
         self.is_doubled = np.array([rank in group.doubled for rank in ranks], dtype=bool)
         # How many finish before a rank may go on, its own included or not.
         self.awaited = self.sizes[self.part] - ~self.is_doubled

@@ -22,7 +22,6 @@ from zosim.engines.rows import Ints
 from zosim.engines.sharing import SAME_INSTANT
 from zosim.engines.steady import Cycle, SteadyDetector, shortened_steps
 from zosim.engines.world import World
-from zosim.instructions import Part
 from zosim.places import Meeting
 from zosim.spans import Span
 from zosim.timeline import Timeline
@@ -208,8 +207,10 @@ class Lockstep:
         self, kind: Kind, position: int, meeting: Meeting, cols: Ints, phase: str
     ) -> Iterator[tuple[Kind, int, Ints]]:
         """Take in ranks that have come to a collective or message, and yield all of the parties that are complete."""
-        parties = self._parties_of(meeting)
-        key = meeting.shared, position, phase
+        channel = meeting.group, meeting.offset
+        if channel not in self._parties:
+            self._parties[channel] = Parties(self.world.groups[meeting.group], meeting.offset, self._order)
+        parties, key = self._parties[channel], (meeting.shared, position, phase)
         if key not in self._met:
             self._met[key] = np.zeros(len(parties.sizes), dtype=np.intp)
         there = self._met[key]
@@ -226,12 +227,6 @@ class Lockstep:
                     who = np.flatnonzero(complete[party[other.first : other.first + len(other)]])
                     if who.size:
                         yield other, own, who
-
-    def _parties_of(self, meeting: Meeting) -> Parties:
-        key = meeting.group, meeting.offset
-        if key not in self._parties:
-            self._parties[key] = Parties(self.world.groups[meeting.group], meeting.offset, self._order)
-        return self._parties[key]
 
     # -- ending ------------------------------------------------------------------------------------------------
 
@@ -300,16 +295,10 @@ class Lockstep:
                 own = ready[(ready >= other.first) & (ready < other.first + len(other))] - other.first
                 if own.size:
                     for wanted, part, distance, number in other.wiring.watchers.get(name, ()):
-                        if wanted == group:
-                            self._notify(other, part, position, (group, distance, name), number, own)
-
-    def _notify(
-        self, kind: Kind, part: Part, position: int, need: tuple[str, int, str], number: int, cols: Ints
-    ) -> None:
-        target = position + need[1]
-        is_there = target <= self.num_steps + 1 and kind.wiring.order.part(target) == part
-        if is_there and need in kind.wiring.needs(target).peers[number]:
-            self._take_need(kind, target, number, cols)
+                        need, target = (group, distance, name), position + distance
+                        is_there = target <= self.num_steps + 1 and other.wiring.order.part(target) == part
+                        if wanted == group and is_there and need in other.wiring.needs(target).peers[number]:
+                            self._take_need(other, target, number, own)
 
     def _now_done(self, group: str, position: int, name: str, ranks: Ints) -> Ints:
         """Note that an instruction has finished on ranks, and return those whose peers all have by now."""
@@ -341,10 +330,7 @@ class Lockstep:
                     for field in (kind.times[position].start_s, kind.times[position].end_s)
                 ]
             )
-            if times.min() < self._others_until_s:
-                self._detector.restart()
-            else:
-                self.cycle = self._detector.completed(times, self._entered - step)
+            self.cycle = self._detector.completed(times, self._entered - step, self._others_until_s)
             if self.cycle is not None:
                 self.shortened = shortened_steps(self.cycle, self.num_steps, self._entered, self._depth)
         self._close(position)

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from zosim.instructions import Buffer, Instruction, Space
+from zosim.instructions import Instruction, Space
 from zosim.operations import Allocate, Free
 from zosim.places import Order, Place
 from zosim.program import Program
@@ -102,14 +102,10 @@ def _dynamic(program: Program, listed: list[tuple[Span, Instruction]]) -> Iterat
 
 def _allocated(program: Program, listed: list[tuple[Span, Instruction]]) -> Iterator[Change]:
     for span, instruction in listed:
-        if isinstance(instruction.op, Allocate):
-            yield _change(span.start_s, program.buffer(instruction.op.buffer), +1)
-        elif isinstance(instruction.op, Free):
-            yield _change(span.end_s, program.buffer(instruction.op.buffer), -1)
-
-
-def _change(time_s: float, buffer: Buffer, sign: int) -> Change:
-    return time_s, buffer.space, buffer.role, sign * buffer.size_bytes
+        if isinstance(instruction.op, Allocate | Free):
+            buffer, takes = program.buffer(instruction.op.buffer), isinstance(instruction.op, Allocate)
+            size = buffer.size_bytes if takes else -buffer.size_bytes
+            yield span.start_s if takes else span.end_s, buffer.space, buffer.role, size
 
 
 def _accumulated(changes: list[Change], rank: int) -> Iterator[MemorySample]:

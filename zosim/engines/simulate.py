@@ -132,17 +132,10 @@ class _SimpyRun:
             return
         entered = max(rank.max_step for rank in self.ranks)
         times = np.concatenate([rank.step_times(step) for rank in self.ranks])
-        if times.min() < self._others_until_s():
-            # Prologue and flush share resources, too: what runs beside them says nothing about later steps.
-            self.detector.restart()
-            return
-        self.cycle = self.detector.completed(times, entered - step)
+        others_until_s = max(rank.others_until_s for rank in self.ranks)
+        self.cycle = self.detector.completed(times, entered - step, others_until_s)
         if self.cycle is not None:
             self.shortened = shortened_steps(self.cycle, self.num_steps, entered, self.depth)
-
-    def _others_until_s(self) -> float:
-        """Return when the last instruction that is of no step ended, infinity while one is running."""
-        return max(rank.others_until_s for rank in self.ranks)
 
     def spans(self) -> dict[int, list[Span]]:
         """Return the spans of all ranks."""

@@ -60,7 +60,7 @@ class SteadyDetector:
         self._max_ahead = 0
         self._first_step = 0
 
-    def completed(self, times: Array, run_ahead: int = 0) -> Cycle | None:
+    def completed(self, times: Array, run_ahead: int = 0, others_until_s: float = 0.0) -> Cycle | None:
         """Take in the next step, and return the cycle that it completes, if any.
 
         Parameters
@@ -69,7 +69,14 @@ class SteadyDetector:
             Starts and ends of the step's instructions, in seconds, always in the same order.
         run_ahead : int
             How many steps later the latest step is of which anything has started.
+        others_until_s : float
+            When the last instruction that is of no step ended, infinity while one is running: prologue and flush share resources,
+            too, so what runs beside them says nothing about later steps, and the run is taken to begin after it.
         """
+        if times.min() < others_until_s:
+            self._first_step += len(self._times) + 1
+            self._times.clear()
+            return None
         self._times.append(times)
         self._max_ahead = max(self._max_ahead, run_ahead)
         last = len(self._times) - 1
@@ -79,11 +86,6 @@ class SteadyDetector:
                 period_s = float(self._times[last].max() - self._times[last - num_steps].max())
                 return Cycle(self._first_step + last, num_steps, period_s)
         return None
-
-    def restart(self) -> None:
-        """Forget the steps until now, and the one just completed, as if the run began after it."""
-        self._first_step += len(self._times) + 1
-        self._times.clear()
 
     def _repeats(self, last: int, num_steps: int, needed: int) -> bool:
         period_s = self._times[last].max() - self._times[last - num_steps].max()

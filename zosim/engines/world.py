@@ -15,7 +15,7 @@ from types import MappingProxyType
 from costmodel.profile import Bound
 from topology.errors import ProgramError
 from zosim.hardware.machine import Activity, Machine
-from zosim.instructions import Instruction, Part
+from zosim.instructions import Part
 from zosim.operations import Collective, Recv, Send
 from zosim.places import Meeting
 from zosim.program import Program
@@ -50,20 +50,15 @@ class Template:
         by_stream: dict[tuple[str, str], float] = defaultdict(float)
         for part, item in self.program.instructions():
             activity = self.activities[part, item.id]
-            for name, asked in asked_at_full_speed(activity).items():
-                by_stream[name, item.stream] = max(by_stream[name, item.stream], asked)
+            asked: dict[str, float] = defaultdict(float)
+            for name, use in activity.uses:
+                asked[name] += use * activity.bound
+            for name, amount in asked.items():
+                by_stream[name, item.stream] = max(by_stream[name, item.stream], amount)
         total: dict[str, float] = defaultdict(float)
-        for (name, _), asked in by_stream.items():
-            total[name] += asked
+        for (name, _), amount in by_stream.items():
+            total[name] += amount
         return dict(total)
-
-
-def asked_at_full_speed(activity: Activity) -> dict[str, float]:
-    """Return what an activity alone takes of each resource."""
-    asked: dict[str, float] = defaultdict(float)
-    for name, use in activity.uses:
-        asked[name] += use * activity.bound
-    return dict(asked)
 
 
 @dataclass(frozen=True)
@@ -151,28 +146,8 @@ class World:
         if len(machines) != programs.world_size or not machines:
             message = f"{len(machines)} machines for {programs.world_size} ranks"
             raise ProgramError(message, hint="give one machine per rank")
-        numbers_by_key: dict[object, int] = {}
-        templates: list[Template] = []
-        template_of = []
-        for role, machine in zip(programs.roles, machines, strict=True):
-            key = role, machine.shape
-            if key not in numbers_by_key:
-                numbers_by_key[key] = len(templates)
-                templates.append(_template(programs.programs[role], machine, bound))
-            template_of.append(numbers_by_key[key])
         groups = {name: Group(tuple(parts)) for name, parts in programs.groups.items()}
-        world_size = programs.world_size
-        world = cls(
-            tuple(templates),
-            tuple(template_of),
-            tuple(tuple(machine.capacities) for machine in machines),
-            _merged_capacities(machines),
-            frozenset().union(*(machine.fifo for machine in machines)),
-            MappingProxyType(groups),
-            tuple(range(world_size)),
-            (1,) * world_size,
-        )
-        return world.with_limits_alone()
+        return cls._made(programs.programs, programs.roles, machines, groups, bound)
 
     @classmethod
     def of_one(cls, program: Program, machine: Machine, bound: Bound = "central") -> World:
@@ -183,20 +158,39 @@ class World:
         ProfileError
             If the profile has no rate for an instruction's formats.
         """
-        template = _template(program, machine, bound)
         groups = {
             name: Group(((0,),), frozenset({0}) if size > 1 else frozenset())
             for name, size in program.groups.items()
         }
+        return cls._made((program,), (0,), (machine,), groups, bound)
+
+    @classmethod
+    def _made(
+        cls,
+        programs: Sequence[Program],
+        roles: Sequence[int],
+        machines: Sequence[Machine],
+        groups: dict[str, Group],
+        bound: Bound,
+    ) -> World:
+        templates: dict[object, Template] = {}
+        capacities: dict[str, float] = {}
+        keys = [(role, machine.shape) for role, machine in zip(roles, machines, strict=True)]
+        for key, machine in zip(keys, machines, strict=True):
+            if key not in templates:
+                templates[key] = _template(programs[key[0]], machine, bound)
+            for name, capacity in machine.capacities.items():
+                capacities[name] = max(capacity, capacities.get(name, 0.0))
+        numbers = {key: number for number, key in enumerate(templates)}
         world = cls(
-            (template,),
-            (0,),
-            (template.resources,),
-            dict(machine.capacities),
-            machine.fifo,
+            tuple(templates.values()),
+            tuple(numbers[key] for key in keys),
+            tuple(tuple(machine.capacities) for machine in machines),
+            capacities,
+            frozenset().union(*(machine.fifo for machine in machines)),
             MappingProxyType(groups),
-            (0,),
-            (1,),
+            tuple(range(len(machines))),
+            (1,) * len(machines),
         )
         return world.with_limits_alone()
 
@@ -261,21 +255,10 @@ def _template(program: Program, machine: Machine, bound: Bound) -> Template:
     known: dict[object, Activity] = {}
     activities = {}
     for part, item in program.instructions():
-        key = item.work, machine.direction(program, item), _meets_as(item)
+        # Of operations on links, the cost depends on whom they reach.
+        reached = item.op if isinstance(item.op, Collective | Send | Recv) else None
+        key = item.work, machine.direction(program, item), reached
         if key not in known:
             known[key] = machine.activity(program, item, bound)
         activities[part, item.id] = known[key]
     return Template(program, activities, tuple(machine.capacities), machine.step_s(bound))
-
-
-def _meets_as(item: Instruction) -> object:
-    """Return what tells apart what operations on links cost."""
-    return item.op if isinstance(item.op, Collective | Send | Recv) else None
-
-
-def _merged_capacities(machines: Sequence[Machine]) -> dict[str, float]:
-    capacities: dict[str, float] = {}
-    for machine in machines:
-        for name, capacity in machine.capacities.items():
-            capacities[name] = max(capacity, capacities.get(name, 0.0))
-    return capacities

@@ -30,7 +30,7 @@ from topology.units import format_bytes
 from zosim.hardware.isomorphic_hosts import IsomorphicHosts
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import KnownPaths, machines_for
-from zosim.planning.footprint import Footprints, host_footprint
+from zosim.planning.footprint import Footprints, HostFootprint
 from zosim.planning.request import Request, profiles_of
 from zosim.planning.sketch import Sketch, Sketcher
 from zosim.plans import Mesh, Placement, Plan
@@ -91,10 +91,18 @@ class Bounds:
 
     def of(self, plan: Plan) -> Bound:
         """Return the bound of a plan for the request."""
-        site = self._site(plan)
+        key = (plan.mesh, plan.placement)
+        if key not in self._sites:
+            self._sites[key] = self._kinds(plan)
+        site = self._sites[key]
         machines = self._machines(plan)
         sketches = [self._sketcher.sketch(plan, rank, machines[rank]) for rank in site.ranks]
-        taken = _footprints(site, sketches)
+        of_kind = [sketch.footprint for sketch in sketches]
+        hosts = [
+            HostFootprint.of(host, [rank for rank, _ in members], [of_kind[kind] for _, kind in members])
+            for host, members in site.hosts.items()
+        ]
+        taken = Footprints(tuple(of_kind), tuple(hosts))
         longest = max(sketches, key=lambda sketch: sketch.period_s)
         lacks = list(self._missing(plan, site, taken))
         return Bound(
@@ -119,12 +127,6 @@ class Bounds:
                 request.topology, placement.devices, profiles, plan.groups, known=self._paths
             )
         return self._known[key]
-
-    def _site(self, plan: Plan) -> _PlacementKinds:
-        key = (plan.mesh, plan.placement)
-        if key not in self._sites:
-            self._sites[key] = self._kinds(plan)
-        return self._sites[key]
 
     def _kinds(self, plan: Plan) -> _PlacementKinds:
         machines, topology = self._machines(plan), self._request.topology
@@ -174,15 +176,6 @@ class Bounds:
             if host.size_bytes > limit:
                 yield _lacking("host", host.size_bytes, limit, host.describe())
                 break
-
-
-def _footprints(site: _PlacementKinds, sketches: Sequence[Sketch]) -> Footprints:
-    of_kind = [sketch.footprint for sketch in sketches]
-    hosts = [
-        host_footprint(host, tuple(rank for rank, _ in members), [of_kind[kind] for _, kind in members])
-        for host, members in site.hosts.items()
-    ]
-    return Footprints(tuple(of_kind), tuple(hosts))
 
 
 def _lacking(where: str, needed: int, limit: int, parts: str) -> tuple[str, int]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from topology.units import format_bytes, format_seconds
 from zosim.planning.pipelining import about_stages
 from zosim.planning.predict import Contention, Prediction
-from zosim.plans import Mesh, Plan
+from zosim.plans import Plan
 
 if TYPE_CHECKING:
     from zosim.planning.planner import Candidate
+
+_Value = TypeVar("_Value", bound=Hashable)
 
 ALIKE = 5e-4
 """Step times that differ by less than this part are called as fast."""
@@ -47,22 +49,15 @@ def reasons(
 
 def _about_codes(chosen: Candidate, others: Sequence[Candidate]) -> Iterator[str]:
     """Yield what plans do whose linear layers are kept in another format: the best with each, and what they move."""
-    best: dict[str, Candidate] = {}
-    for candidate in others:
-        best.setdefault(candidate.plan.linear_format, candidate)
-    for linears, candidate in best.items():
-        if linears != chosen.plan.linear_format:
-            ranks = candidate.plan.mesh.describe() or "one rank"
-            blocks = "offloaded" if candidate.plan.is_offloaded else "resident"
-            yield f"with {linears} linear layers: {ranks}, blocks {blocks}, {_slower(candidate, chosen.seconds)}"
+    for linears, candidate in _best_of_others(chosen, others, lambda plan: plan.linear_format).items():
+        ranks = candidate.plan.mesh.describe() or "one rank"
+        blocks = "offloaded" if candidate.plan.is_offloaded else "resident"
+        yield f"with {linears} linear layers: {ranks}, blocks {blocks}, {_slower(candidate, chosen.seconds)}"
 
 
 def _about_points(chosen: Candidate, others: Sequence[Candidate]) -> Iterator[str]:
     """Yield how plans do whose weights come to their points in another way, and what one forward of all points saves and takes."""
-    best: dict[str, Candidate] = {}
-    for candidate in others:
-        best.setdefault(candidate.plan.perturbation, candidate)
-    best.pop(chosen.plan.perturbation, None)
+    best = _best_of_others(chosen, others, lambda plan: plan.perturbation)
     for perturbation, candidate in best.items():
         yield f"with --weights {perturbation}: {candidate.describe()}, {_slower(candidate, chosen.seconds)}"
     if best and chosen.plan.points_are_adapters:
@@ -75,11 +70,8 @@ def _about_points(chosen: Candidate, others: Sequence[Candidate]) -> Iterator[st
 
 def about_cuts(chosen: Candidate, others: Sequence[Candidate], printed: tuple[str, ...]) -> Iterator[str]:
     """Yield how the best plans with other cuts compare, SparQ's own choice among them."""
-    best: dict[tuple[str, ...], Candidate] = {}
-    for candidate in others:
-        if candidate.plan.mesh == chosen.plan.mesh:
-            best.setdefault(candidate.plan.cuts, candidate)
-    best.pop(chosen.plan.cuts, None)
+    of_mesh = [candidate for candidate in others if candidate.plan.mesh == chosen.plan.mesh]
+    best = _best_of_others(chosen, of_mesh, lambda plan: plan.cuts)
     for cuts, candidate in list(best.items())[:1]:
         yield f"second best cut: {' and '.join(cuts)}, {_slower(candidate, chosen.seconds)}"
     if printed and printed == chosen.plan.cuts:
@@ -121,13 +113,7 @@ def contention_words(item: Contention) -> str:
 
 def _about_meshes(chosen: Candidate, prediction: Prediction, others: Sequence[Candidate]) -> Iterator[str]:
     """Yield how the best plans of the other meshes compare."""
-    best: dict[Mesh, Candidate] = {}
-    for candidate in others:
-        best.setdefault(candidate.plan.mesh, candidate)
-    best.pop(chosen.plan.mesh, None)
-    if not best:
-        return
-    listed = list(best.values())
+    listed = list(_best_of_others(chosen, others, lambda plan: plan.mesh).values())
     alone = next((c for c in listed if c.plan.mesh.world_size == 1), None)
     if alone is not None and alone is not others[0]:
         word = "" if alone.is_simulated else "at least "
@@ -144,6 +130,17 @@ def _about_meshes(chosen: Candidate, prediction: Prediction, others: Sequence[Ca
             for c in (*rivals[:3], *((staged,) if staged else ()))
         )
         yield f"other meshes at their best: {shown}"
+
+
+def _best_of_others(
+    chosen: Candidate, others: Sequence[Candidate], value: Callable[[Plan], _Value]
+) -> dict[_Value, Candidate]:
+    """Return the first plan for each value that the chosen one does not have, the best first."""
+    best: dict[_Value, Candidate] = {}
+    for candidate in others:
+        if value(candidate.plan) != value(chosen.plan):
+            best.setdefault(value(candidate.plan), candidate)
+    return best
 
 
 def _slower(candidate: Candidate, seconds: float) -> str:

@@ -6,7 +6,7 @@ Two ranks of one host, each with 8 bytes of its own there and 64 that both share
 
 >>> parts = (MemoryPart("rng", 8, "host"), MemoryPart("weights", 64, "host"))
 >>> rank = Footprint(parts, shared=parts[1:])
->>> host_footprint("host0", (0, 1), (rank, rank)).size_bytes
+>>> HostFootprint.of("host0", (0, 1), (rank, rank)).size_bytes
 80
 """
 
@@ -76,6 +76,23 @@ class HostFootprint:
     host: str
     ranks: tuple[int, ...]
     parts: tuple[MemoryPart, ...]
+
+    @classmethod
+    def of(cls, host: str, ranks: Sequence[int], taken: Sequence[Footprint]) -> HostFootprint:
+        """Return the memory that ranks, each of which takes so much, take of their host together."""
+        sizes: Counter[str] = Counter()
+        arenas = 0
+        once: dict[str, int] = {}
+        for one, count in Counter(taken).items():
+            shared = {part.name: part.size_bytes for part in one.shared}
+            for part in one.parts:
+                if part.where == "host":
+                    sizes[part.name] += count * (part.size_bytes - shared.get(part.name, 0))
+            once |= {name: max(size, once.get(name, 0)) for name, size in shared.items()}
+            arenas += count * one.device_bytes if one.is_cpu else 0
+        parts = [MemoryPart(name, size + once.get(name, 0), "host") for name, size in sizes.items()]
+        parts += [MemoryPart(ARENAS, arenas, "host")] if arenas else []
+        return cls(host, tuple(ranks), tuple(parts))
 
     @property
     def size_bytes(self) -> int:
@@ -161,31 +178,10 @@ def footprints(ranks: Sequence[Footprint], hosts: Mapping[str, Sequence[int]]) -
     hosts : mapping of str to sequence of int
         Ranks of each host.
     """
-    of_hosts = (
-        host_footprint(host, tuple(members), [ranks[rank] for rank in members])
-        for host, members in hosts.items()
-    )
+    of_hosts = [
+        HostFootprint.of(host, members, [ranks[rank] for rank in members]) for host, members in hosts.items()
+    ]
     return Footprints(tuple(ranks), tuple(of_hosts))
-
-
-def host_footprint(host: str, ranks: tuple[int, ...], taken: Sequence[Footprint]) -> HostFootprint:
-    """Return the memory that ranks, each of which takes so much, take of their host together."""
-    return HostFootprint(host, ranks, _host_parts(taken))
-
-
-def _host_parts(ranks: Sequence[Footprint]) -> tuple[MemoryPart, ...]:
-    sizes: Counter[str] = Counter()
-    arenas = 0
-    once: dict[str, int] = {}
-    for taken, count in Counter(ranks).items():
-        shared = {part.name: part.size_bytes for part in taken.shared}
-        for part in taken.parts:
-            if part.where == "host":
-                sizes[part.name] += count * (part.size_bytes - shared.get(part.name, 0))
-        once |= {name: max(size, once.get(name, 0)) for name, size in shared.items()}
-        arenas += count * taken.device_bytes if taken.is_cpu else 0
-    parts = [MemoryPart(name, size + once.get(name, 0), "host") for name, size in sizes.items()]
-    return (*parts, *((MemoryPart(ARENAS, arenas, "host"),) if arenas else ()))
 
 
 def _parts_by_role(buffers: Iterable[Buffer]) -> Iterator[MemoryPart]:

@@ -44,7 +44,7 @@ from zosim.lowering.hazards import connected_by_conflicts
 from zosim.lowering.schedule import StepWriter
 from zosim.operations import Collective, Decode, Recv, Send
 from zosim.planning.footprint import Footprint, footprint_of
-from zosim.planning.visits import STREAMS, Item, Stage, Visit, chained_s, period_s, pipelined_s
+from zosim.planning.visits import STREAMS, Item, Visit, chained_s, period_s, pipelined_s
 from zosim.plans import Plan
 from zosim.points import BASE
 from zosim.program import Program
@@ -95,7 +95,7 @@ class Sketcher:
         if not plan.copies_overlap:
             return 0.0
         stages = [
-            Stage(self._visits_of(_part(plan, rank), plan, rank, machines[rank]), machines[rank].step_s())
+            (self._visits_of(_part(plan, rank), plan, rank, machines[rank]), machines[rank].step_s())
             for rank in ranks
         ]
         return pipelined_s(stages, plan.residency.num_slots)
@@ -118,22 +118,17 @@ class Sketcher:
         key = part, machine.shape
         if key not in self._visits:
             if part not in self._outlines:
-                self._outlines[part] = self._outlined(plan, rank)
+                small, standing = self._shortened(plan, rank)
+                program = unordered(small, rank)
+                workspace_bytes = max((item.work.workspace_bytes for item in program.step), default=0)
+                self._outlines[part] = _Outline(
+                    program, tuple(_stretches(program, standing)), workspace_bytes
+                )
             outline, costs = self._outlines[part], _KnownActivities(machine, self._activities)
             self._visits[key] = tuple(
                 _priced(stretch, outline.program, costs) for stretch in outline.stretches
             )
         return self._visits[key]
-
-    def _outlined(self, plan: Plan, rank: int) -> _Outline:
-        """Return what the machine does not change."""
-        small, standing = self._shortened(plan, rank)
-        program = unordered(small, rank)
-        return _Outline(
-            program,
-            tuple(_stretches(program, standing)),
-            max((item.work.workspace_bytes for item in program.step), default=0),
-        )
 
     def _shortened(self, plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
         """Return a plan with fewer blocks, and the blocks that each of those left stands for."""

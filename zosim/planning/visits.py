@@ -88,12 +88,8 @@ def period_s(visits: Sequence[Visit], num_slots: int, step_s: float) -> float:
     return ends[-1] - ends[-2]
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One rank of a pipeline."""
-
-    visits: tuple[Visit, ...]
-    step_s: float
+Stage = tuple[Sequence[Visit], float]
+"""The visits of one rank of a pipeline, and the host's own seconds of a step."""
 
 
 @dataclass
@@ -138,10 +134,10 @@ def pipelined_s(stages: Sequence[Stage], num_slots: int) -> float:
             arrivals: list[float] = []
             after = [clock.copy() for clock in clocks]
             came: list[float] = []
-            for stage, clock in zip(stages, after, strict=True):
+            for (visits, step_s), clock in zip(stages, after, strict=True):
                 peers = _Arrivals(arrivals, exchange_s if is_known else 0.0)
-                clock.begin_step(stage.step_s)
-                for visit in stage.visits:
+                clock.begin_step(step_s)
+                for visit in visits:
                     clock.run(visit, peers)
                 arrivals = peers.sent
                 came.append(peers.came_s)
@@ -200,14 +196,13 @@ class _Clock:
                 now = [a - b for a, b in zip(state, before, strict=True)] if before else []
                 rounds = (last - block) // len(self._slots)
                 if now and rounds and _is_uniform(now, shifts):
-                    self._shift(max(now) * rounds, now)
+                    moved = [
+                        at + max(now) * rounds if moves > 0 else at
+                        for at, moves in zip(state, now, strict=True)
+                    ]
+                    self.streams, self._slots = moved[: len(self.streams)], moved[len(self.streams) :]
                     block += rounds * len(self._slots)
                 before, shifts = state, now
-
-    def _shift(self, seconds: float, moving: Sequence[float]) -> None:
-        state = [*self.streams, *self._slots]
-        moved = [at + seconds if moves > 0 else at for at, moves in zip(state, moving, strict=True)]
-        self.streams, self._slots = moved[: len(self.streams)], moved[len(self.streams) :]
 
     def _run_items(self, visit: Visit, slot_s: float, peers: _Arrivals | None) -> float:
         """Run a visit once, in a slot that is free from `slot_s` on, and return when it is free again."""

@@ -8,8 +8,7 @@ to a step is decided once, in :mod:`zosim.lowering`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ValidationError, model_validator
 
@@ -20,7 +19,7 @@ from costmodel.roundings import RoundedDirection
 from topology.errors import PlanError
 from topology.limits import Extent
 from topology.validation import raise_readable
-from zosim.documents import read_document
+from zosim.documents import Document, DocumentKind
 from zosim.plans.axis import Axis, Conflict
 from zosim.plans.directions import Directions
 from zosim.plans.estimator import Estimator
@@ -71,7 +70,7 @@ Method = Literal["auto", "mezo", "zo2", "pertp", "ddp", "2d", "sparq"]
 """Presets that papers name, each a part of the space of plans; ``"auto"`` is all of it."""
 
 
-class Plan(Axis):
+class Plan(Axis, Document):
     """What was chosen, complete enough to be simulated or run anywhere.
 
     Attributes
@@ -82,6 +81,10 @@ class Plan(Axis):
     seq : int
         Tokens per sequence, padding included.
     """
+
+    document: ClassVar = DocumentKind(
+        "plan", PLAN_VERSION, 1, PlanError, "make one with `zosim plan ... -o plan.json`"
+    )
 
     version: Literal[2] = PLAN_VERSION
     model: ModelSpec
@@ -306,31 +309,17 @@ class Plan(Axis):
         staged = "+stages" if self.mesh.is_staged else "+codec" if self.split.cuts else ""
         return alone + staged + shared + sliced
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(self.model_dump_json(indent=2) + "\n")
+    def to_json(self) -> str:
+        """Return the plan as JSON."""
+        return self.model_dump_json(indent=2) + "\n"
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Read a plan written by :meth:`save`.
-
-        Raises
-        ------
-        PlanError
-            If the file is missing, is not JSON, is of another version, or contradicts itself.
-        """
-        data = read_document(
-            path,
-            "plan",
-            PLAN_VERSION,
-            PlanError,
-            make="make one with `zosim plan ... -o plan.json`",
-            oldest=1,
-        )
+    def from_data(cls, data: dict[str, Any], where: str) -> Plan:
+        """Return the plan that an object of JSON describes; one that contradicts itself is refused."""
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise_readable(error, f"plan {path}", PlanError)
+            raise_readable(error, f"plan {where}", PlanError)
 
 
 AXES: Mapping[str, type[Axis]] = {
