@@ -15,10 +15,9 @@ from proofs_checks.placements import tiny_model, tiny_plan
 from topology.errors import Hazard, PlanError, ProgramError
 from zosim.instructions import Access, Dependency, Instruction, Part, Stream
 from zosim.lowering import lower
-from zosim.order import HappensBefore
+from zosim.order import HappensBefore, Placed
 from zosim.plans import Plan, Residency, Schedule
 from zosim.program import Program
-from zosim.unrolling import Placed
 from zosim.validate import validate
 
 _NUM_STEPS = 3

@@ -11,10 +11,9 @@ from functools import cached_property
 from topology.errors import Hazard, ProgramError
 from zosim.instructions import Access, Stream
 from zosim.operations import Collective, Operation, Recv, Send
-from zosim.order import HappensBefore
+from zosim.order import HappensBefore, Placed
 from zosim.program import Program
 from zosim.program_set import ProgramSet
-from zosim.unrolling import Placed
 from zosim.validate import NUM_UNROLLED_STEPS, absolute, name_of
 
 _STREAMS = tuple(Stream)

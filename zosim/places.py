@@ -6,7 +6,7 @@ step, one past the last step the flush), and a dependency reaches back by its di
 
 Examples
 --------
-The same two instructions as in :mod:`zosim.unrolling`, in a run of ten thousand steps. What the last step's load waits for is
+The same two instructions as in :mod:`zosim.order`, in a run of ten thousand steps. What the last step's load waits for is
 known without listing the others:
 
 >>> from zosim.instructions import Dependency

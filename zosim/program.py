@@ -24,7 +24,7 @@ from topology.errors import ProgramError
 from topology.validation import raise_readable
 from zosim.documents import Document, DocumentKind, json_by_lines
 from zosim.instructions import PARTS, Access, Buffer, Instruction, Part
-from zosim.unrolling import Placed, unrolled
+from zosim.order import Placed, unrolled
 
 PROGRAM_VERSION: Literal[2] = 2
 OLDEST_VERSION = 1

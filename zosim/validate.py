@@ -50,10 +50,9 @@ from dataclasses import dataclass, field
 from topology.errors import Hazard, ProgramError
 from zosim.instructions import Access, Instruction, Stream
 from zosim.operations import Allocate, Collective, Free
-from zosim.order import HappensBefore
+from zosim.order import HappensBefore, Placed
 from zosim.program import Program
 from zosim.ranges import Ranges
-from zosim.unrolling import Placed
 
 NUM_UNROLLED_STEPS = 3
 

@@ -37,8 +37,7 @@ from zosim.instructions import Stream
 from zosim.lowering import lower
 from zosim.plans import Placement, Plan
 from zosim.program import Program
-from zosim.spans import Span
-from zosim.timeline import Timeline
+from zosim.timeline import Span, Timeline
 
 COVERAGE = 0.9
 DISTURBING_CORES = 0.15

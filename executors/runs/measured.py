@@ -10,8 +10,7 @@ from executors.ranks.communicator import Communicator
 from executors.steps.interpreter import Interpreter
 from executors.steps.memory import MemoryReport
 from executors.steps.ops.codec import Crossings
-from zosim.spans import Span
-from zosim.timeline import Timeline
+from zosim.timeline import Span, Timeline
 
 
 def measured_timeline(

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from executors.devices import device_module
 from zosim.instructions import Space
-from zosim.spans import MemorySample
+from zosim.timeline import MemorySample
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from executors.ranks.host_memory import HostMemory
 from executors.steps.heap import keep_freed_memory
 from topology.errors import RunError, ZosimError
 from zosim.instructions import Buffer, Instruction, Part, Stream
-from zosim.spans import Span
+from zosim.timeline import Span
 
 
 class Ticket(ABC):

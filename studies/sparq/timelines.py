@@ -22,7 +22,7 @@ from zosim.applications.first_order.report import baseline_subject
 from zosim.planning.predict import Subject
 from zosim.plans import Directions, Estimator, Mesh, Placement, Plan, Schedule, Split, Weights
 from zosim.report import Bullets, Table
-from zosim.spans import Span
+from zosim.timeline import Span
 
 PRESET = "a100-80gb-3x4"
 DEVICES = ("node0/gpu0", "node1/gpu0")

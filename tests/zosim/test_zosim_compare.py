@@ -20,7 +20,7 @@ from zosim.engines.simulate import simulate
 from zosim.instructions import Space
 from zosim.planning.predict import Subject
 from zosim.plans import Placement, Plan
-from zosim.spans import MemorySample
+from zosim.timeline import MemorySample
 
 WHOLE = pipeline(3, 1e-3, 3e-3, 1e-3, num_slots=3)
 

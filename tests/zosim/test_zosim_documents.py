@@ -11,17 +11,18 @@ from typer.testing import CliRunner
 import zosim
 from topology.errors import MachineError, PlanError
 from zosim.cli import app
-from zosim.documents import check_writable, read_document
+from zosim.documents import check_writable
+from zosim.plans import Plan
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{", b"[]", b'{"version": 2}'])
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{", b"[]", b'{"version": 3}'])
 def test_every_refusal_of_a_file_says_how_to_make_one(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(content)
     for asked in (path, tmp_path, tmp_path / "missing.json"):
         with pytest.raises(PlanError) as refusal:
-            read_document(asked, "plan", 1, PlanError, make="make one")
-        assert refusal.value.hint == "make one"
+            Plan.load(asked)
+        assert refusal.value.hint == Plan.document.make
         assert str(asked) in refusal.value.message
 
 

@@ -16,10 +16,9 @@ from zosim.contents import Named
 from zosim.instructions import Access, Buffer, Instruction, Space, Stream
 from zosim.lowering.hazards import connect, without_implied
 from zosim.operations import Scalar
-from zosim.order import HappensBefore
+from zosim.order import HappensBefore, Placed
 from zosim.program import Program
 from zosim.ranges import Ranges
-from zosim.unrolling import Placed
 from zosim.validate import NUM_UNROLLED_STEPS, validate
 
 SIZE = 6

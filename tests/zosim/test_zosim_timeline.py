@@ -9,8 +9,7 @@ from tests.support.builders import instruction, pipeline, program, unshared
 from topology.errors import TimelineError
 from zosim.engines.simulate import simulate
 from zosim.instructions import Space, Stream
-from zosim.spans import MemorySample, Span
-from zosim.timeline import Timeline, merged
+from zosim.timeline import MemorySample, Span, Timeline, merged
 
 
 def span(name, step, start_s, end_s, *, part="step", stream=Stream.COMPUTE, rank=0, label=None):

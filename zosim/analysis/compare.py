@@ -19,8 +19,7 @@ from zosim.analysis.critical_path import CriticalPath, PathSegment, bottleneck, 
 from zosim.instructions import Space
 from zosim.program import Program
 from zosim.report import Report, Table
-from zosim.spans import Span
-from zosim.timeline import Timeline
+from zosim.timeline import Span, Timeline
 
 _MS = 1e3
 _MIB = 2**20

@@ -21,8 +21,7 @@ from topology.errors import TimelineError
 from zosim.instructions import Stream
 from zosim.places import Order, Place
 from zosim.program import Program
-from zosim.spans import Repeat, Span
-from zosim.timeline import Timeline
+from zosim.timeline import Repeat, Span, Timeline
 
 DISPATCH = "dispatch"
 WAIT = "wait"

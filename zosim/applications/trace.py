@@ -27,8 +27,7 @@ from topology.errors import TimelineError
 from zosim.instructions import Space, Stream
 from zosim.places import Order, Place
 from zosim.program import Program
-from zosim.spans import Span
-from zosim.timeline import Timeline
+from zosim.timeline import Span, Timeline
 
 HOST_THREAD = 0
 # HTA takes streams above 0 for device streams.

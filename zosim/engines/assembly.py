@@ -11,8 +11,7 @@ from topology.errors import ProgramError
 from zosim.engines.memory_curve import memory_samples
 from zosim.engines.steady import Cycle
 from zosim.engines.world import World
-from zosim.spans import Repeat, Span
-from zosim.timeline import Timeline
+from zosim.timeline import Repeat, Span, Timeline
 
 # Steps after which a run that never becomes periodic is cut, where the caller names no number of steps.
 MAX_UNLIKE_STEPS = 32

@@ -11,7 +11,7 @@ Examples
 Two copies of 3 s over one link, each of which could fill it; the second starts a second later. They share the link from 1 s
 to 5 s, when the first has had its 3 s; the second then has 1 s left.
 
->>> from zosim.hardware.activity import Activity
+>>> from zosim.hardware.machine import Activity
 >>> env, copy = simpy.Environment(), Activity(3.0, uses=(("link", 1.0),))
 >>> fluid, ends = Fluid(env, {"link": 1.0}), []
 >>> def copies(number):
@@ -37,7 +37,7 @@ import simpy
 from simpy.events import EventPriority
 
 from zosim.engines.sharing import SAME_INSTANT, fill
-from zosim.hardware.activity import Activity
+from zosim.hardware.machine import Activity
 
 # Solutions kept; a network in which no set of flows comes twice must not fill the memory with them.
 _MAX_REMEMBERED = 1 << 14

@@ -29,7 +29,7 @@ from zosim.instructions import Instruction, Space
 from zosim.operations import Allocate, Free
 from zosim.places import Order, Place
 from zosim.program import Program
-from zosim.spans import MemorySample, Span
+from zosim.timeline import MemorySample, Span
 
 WORKSPACE = "workspace"
 

@@ -33,8 +33,7 @@ from zosim.hardware.machine import Activity, Machine
 from zosim.instructions import PARTS, Stream
 from zosim.places import Order, Place
 from zosim.program import Program
-from zosim.spans import Span
-from zosim.timeline import Timeline
+from zosim.timeline import Span, Timeline
 
 
 def simulate(

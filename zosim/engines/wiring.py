@@ -7,7 +7,7 @@ validator ask by name; an engine on arrays asks by number, a thousand times for 
 
 Examples
 --------
-The load and the mean of :mod:`zosim.unrolling`, numbers 0 and 1, in a run of ten steps. Each of both needs two: the load the mean
+The load and the mean of :mod:`zosim.order`, numbers 0 and 1, in a run of ten steps. Each of both needs two: the load the mean
 of the position before, and the load before on its stream; the mean this position's load, and the mean before. Followers are
 the same pairs seen from the other end.
 

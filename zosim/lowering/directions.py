@@ -47,8 +47,7 @@ from costmodel.work import Matmul, Work
 from zosim.contents import Contents, Direction, DirectionFactors, DirectionRows, GeneratorState, is_scaled
 from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.buckets import bucket_bytes
-from zosim.lowering.listing import Listing
-from zosim.lowering.rank import AxisWriter, Rank, is_edge
+from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
 from zosim.operations import Draw
 from zosim.plans import Directions as DirectionsAxis
 from zosim.plans import Plan

@@ -27,9 +27,8 @@ from costmodel.sweeps import copy_work
 from costmodel.work import Attention, Matmul, Work
 from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.directions import Directions
-from zosim.lowering.listing import Listing
 from zosim.lowering.mesh import Losses
-from zosim.lowering.rank import AxisWriter, Rank
+from zosim.lowering.rank import AxisWriter, Listing, Rank
 from zosim.lowering.split import Cuts
 from zosim.lowering.weights import Points
 from zosim.operations import Forward, Load

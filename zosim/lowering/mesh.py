@@ -33,8 +33,7 @@ from costmodel.model_spec import HEAD
 from costmodel.work import Work
 from zosim.contents import GATHERED_LOSSES, PACKED_LOSSES, Loss, ProjectedGradient
 from zosim.instructions import Access, Buffer, Space, Stream
-from zosim.lowering.listing import Listing
-from zosim.lowering.rank import AxisWriter, Rank
+from zosim.lowering.rank import AxisWriter, Listing, Rank
 from zosim.operations import Collective, Scalar
 from zosim.points import Point, points_of_query
 

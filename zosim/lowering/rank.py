@@ -1,4 +1,4 @@
-"""What one rank of a plan holds and forwards, which all axes ask for.
+"""What one rank of a plan holds and forwards, which all axes ask for, and the list that they write into.
 
 Examples
 --------
@@ -23,9 +23,10 @@ from costmodel.distributions import DISTRIBUTIONS, Distribution
 from costmodel.formats import DType
 from costmodel.forward import activation_bytes
 from costmodel.model_spec import EMBED, HEAD, ModelSpec, ParameterGroup
+from costmodel.work import Work
 from zosim.contents import BATCH, Hidden
-from zosim.instructions import Access
-from zosim.lowering.listing import Listing
+from zosim.instructions import Access, Instruction, Stream
+from zosim.operations import Operation
 from zosim.plans import Plan
 from zosim.points import Point
 
@@ -204,6 +205,33 @@ class Rank:
     def batch(self) -> Access:
         """Return the access to the batch."""
         return Access("batch", BATCH, 0, 3 * 8 * self.num_tokens)
+
+
+class Listing:
+    """Instructions of one part of one rank's program, in an order that would be right on a single stream."""
+
+    def __init__(self) -> None:
+        self.instructions: list[Instruction] = []
+        self._named: dict[str, int] = {}
+
+    def emit(
+        self,
+        name: str,
+        op: Operation,
+        stream: Stream,
+        label: str,
+        segment: str,
+        reads: tuple[Access, ...],
+        writes: tuple[Access, ...],
+        work: Work,
+    ) -> None:
+        """Add an instruction; a name that stands already is numbered."""
+        count = self._named.get(name, 0) + 1
+        self._named[name] = count
+        unique = name if count == 1 else f"{name}#{count}"
+        self.instructions.append(
+            Instruction(unique, op, stream, label, segment, reads=reads, writes=writes, work=work)
+        )
 
 
 class AxisWriter:

@@ -37,8 +37,7 @@ from costmodel.work import Work
 from zosim.contents import FREED, UNSET, FrozenWeights, GroupWeights
 from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.buckets import ALIGNMENT_BYTES, bucket_bytes, coded_bucket_bytes
-from zosim.lowering.listing import Listing
-from zosim.lowering.rank import AxisWriter, Rank, is_edge
+from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
 from zosim.operations import Allocate, Cast, Collective, Copy, Free
 from zosim.points import BASE, Point
 

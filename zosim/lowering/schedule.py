@@ -31,9 +31,8 @@ from costmodel.model_spec import ParameterGroup
 from zosim.instructions import Access, Buffer, Instruction
 from zosim.lowering.directions import Directions
 from zosim.lowering.forward import Forwards
-from zosim.lowering.listing import Listing
 from zosim.lowering.mesh import Losses
-from zosim.lowering.rank import Rank
+from zosim.lowering.rank import Listing, Rank
 from zosim.lowering.residency import Homes
 from zosim.lowering.split import Cuts
 from zosim.lowering.weights import Leap, Points

@@ -41,9 +41,8 @@ from costmodel.work import Work
 from zosim.contents import UPDATE_SUM, GroupWeights, Named, is_scaled
 from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.directions import Directions
-from zosim.lowering.listing import Listing
 from zosim.lowering.mesh import Losses
-from zosim.lowering.rank import AxisWriter, Rank, is_edge
+from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
 from zosim.lowering.residency import Homes
 from zosim.operations import Perturb, Update
 from zosim.points import BASE, Point

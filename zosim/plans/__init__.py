@@ -20,7 +20,6 @@ from topology.errors import PlanError
 from topology.limits import Extent
 from topology.validation import raise_readable
 from zosim.documents import Document, DocumentKind
-from zosim.plans.axis import Axis, Conflict
 from zosim.plans.directions import Directions
 from zosim.plans.estimator import Estimator
 from zosim.plans.forward import ForwardPass
@@ -29,7 +28,7 @@ from zosim.plans.mesh import Coordinates, Mesh
 from zosim.plans.placement import Placement
 from zosim.plans.residency import Residency, TransferDType
 from zosim.plans.schedule import Schedule
-from zosim.plans.setting import ANY, Setting, fields_of, is_decisive
+from zosim.plans.setting import ANY, Axis, Conflict, Setting, fields_of, is_decisive
 from zosim.plans.split import INSIDE, Split, check_cut_names, cut_behind, last_before
 from zosim.plans.upgrade import PLAN_VERSION, upgrade
 from zosim.plans.weights import StorageDType, Weights

@@ -9,8 +9,7 @@ from pydantic import Field, model_validator
 
 from costmodel.distributions import DISTRIBUTIONS, Distribution, DistributionName
 from topology.limits import Rank
-from zosim.plans.axis import Axis, Conflict
-from zosim.plans.setting import Setting
+from zosim.plans.setting import Axis, Conflict, Setting
 
 if TYPE_CHECKING:
     from zosim.plans import Plan

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from topology.limits import Queries
-from zosim.plans.axis import Axis, Conflict
-from zosim.plans.setting import Setting
+from zosim.plans.setting import Axis, Conflict, Setting
 from zosim.points import Difference, points_of_step
 
 if TYPE_CHECKING:

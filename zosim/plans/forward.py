@@ -9,8 +9,7 @@ from pydantic import BeforeValidator
 
 from costmodel.formats import DType
 from topology.limits import Extent
-from zosim.plans.axis import Axis, Conflict
-from zosim.plans.setting import Setting
+from zosim.plans.setting import Axis, Conflict, Setting
 from zosim.plans.weights import in_full
 
 if TYPE_CHECKING:

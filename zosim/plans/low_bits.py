@@ -11,8 +11,7 @@ from costmodel.formats import CANDIDATES, FORMATS, CodeFormat, DType, ScaleScope
 from costmodel.low_bits import Coding, Fit
 from costmodel.roundings import EstimatorName, RoundedDirection
 from topology.errors import PlanError
-from zosim.plans.axis import Axis, Conflict
-from zosim.plans.setting import Setting
+from zosim.plans.setting import Axis, Conflict, Setting
 
 if TYPE_CHECKING:
     from zosim.plans import Plan

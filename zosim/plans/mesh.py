@@ -25,8 +25,7 @@ from pydantic import model_validator
 from topology.errors import PlanError
 from topology.limits import MAX_RANKS, Ranks, whole_number
 from topology.validation import did_you_mean
-from zosim.plans.axis import Axis, Conflict
-from zosim.plans.setting import Setting
+from zosim.plans.setting import Axis, Conflict, Setting
 
 if TYPE_CHECKING:
     from zosim.plans import Plan

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field, model_validator
 
 from topology.errors import PlanError
-from zosim.plans.axis import Axis
-from zosim.plans.setting import Setting
+from zosim.plans.setting import Axis, Setting
 
 if TYPE_CHECKING:
     from zosim.plans import Plan

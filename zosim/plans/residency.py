@@ -9,8 +9,7 @@ from pydantic import BeforeValidator
 
 from costmodel.formats import FORMATS
 from topology.limits import Slots
-from zosim.plans.axis import Axis, Conflict
-from zosim.plans.setting import Changes, Setting
+from zosim.plans.setting import Axis, Changes, Conflict, Setting
 from zosim.plans.weights import in_full
 
 if TYPE_CHECKING:

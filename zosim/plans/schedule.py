@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from zosim.plans.axis import Axis, Conflict
-from zosim.plans.setting import Setting
+from zosim.plans.setting import Axis, Conflict, Setting
 
 if TYPE_CHECKING:
     from zosim.plans import Plan

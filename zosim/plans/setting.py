@@ -1,4 +1,4 @@
-"""What is known of a field beside its type: said once, where the field is declared.
+"""What all axes of a plan have in common, and what is known of a field beside its type: said once, where it is declared.
 
 The options of ``zosim plan`` and ``zosim run``, what ``--resume`` lays over what was recorded, what two runs must have in
 common to be the same run, and what the planner may choose are read from here.
@@ -14,12 +14,15 @@ Examples
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from zosim.plans import Plan
 
 Changes = Literal["numbers", "speed", "numbers where transfers round", "numbers where codecs round"]
 """What another value changes: losses and weights, or how fast they come about alone, or losses and weights where
@@ -68,6 +71,29 @@ class Setting:
     may_be_any: bool = False
     typed: Any = None
     parse: Callable[[Any], object] | None = None
+
+
+Conflict = tuple[str, str]
+"""What cannot stand together in a plan, and what to do about it."""
+
+
+class Axis(BaseModel):
+    """Fields that are chosen together."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    setting: ClassVar[Setting | None] = None
+    """Of an axis that is named as a whole, with one option for all of its fields; its class method ``parse`` reads what was typed."""
+
+    def words(self, plan: Plan) -> Iterator[str]:
+        """Yield what :meth:`~zosim.plans.Plan.describe` says of these values in `plan`, where they differ from MeZO's."""
+        del plan
+        return iter(())
+
+    def conflicts(self, plan: Plan) -> Iterator[Conflict]:
+        """Yield every reason why these values cannot stand in `plan`, with its remedy."""
+        del plan
+        return iter(())
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from costmodel.codecs import codec_spec
 from costmodel.model_spec import BACK, FRONT, block_index
 from costmodel.symbols import CutSymbols, TensorSymbols
 from topology.errors import PlanError
-from zosim.plans.axis import Axis, Conflict
-from zosim.plans.setting import Setting
+from zosim.plans.setting import Axis, Conflict, Setting
 
 if TYPE_CHECKING:
     from zosim.plans import Plan

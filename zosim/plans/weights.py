@@ -9,8 +9,7 @@ from pydantic import BeforeValidator
 
 from costmodel.distributions import DISTRIBUTIONS
 from costmodel.formats import format_name
-from zosim.plans.axis import Axis, Conflict
-from zosim.plans.setting import Setting
+from zosim.plans.setting import Axis, Conflict, Setting
 
 if TYPE_CHECKING:
     from zosim.plans import Plan

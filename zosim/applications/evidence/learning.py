@@ -15,8 +15,7 @@ from zosim.applications.evidence.file import Evidence, EvidenceError, check
 from zosim.instructions import Instruction, Space, Stream
 from zosim.program import Program
 from zosim.program_set import ProgramSet
-from zosim.spans import Span
-from zosim.timeline import Timeline
+from zosim.timeline import Span, Timeline
 
 OVERLAP = 0.05
 """Part of a span beside which another stream may have run before the span counts as contended."""

@@ -14,7 +14,7 @@ from costmodel.work import Work
 from zosim.applications.first_order.layout import ID_BYTES, FirstOrderLayout, Phase, Side
 from zosim.applications.first_order.settings import FirstOrder, turns
 from zosim.instructions import Access, Stream
-from zosim.lowering.listing import Listing
+from zosim.lowering.rank import Listing
 from zosim.lowering.split import coding_work, expected_message_bytes
 from zosim.operations import Backward, Collective, Copy, Decode, Encode, Forward, Load, Optimize, Recv, Send
 from zosim.plans import Plan
