@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,12 +11,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from topology.errors import TopologyError
-from topology.routing import NoRoute, RouteHop, find_path
+from topology.routing import DirectedLink, NoRoute, RouteHop, find_path
 from topology.schema import FORWARDING_KINDS, Link, Node
 
 if TYPE_CHECKING:
-    import networkx as nx
-
     from topology.schema import MeasuredBandwidth
 
 
@@ -73,6 +71,12 @@ class Route:
     latency_s: float
     staged_in: str | None = None
 
+    @property
+    def narrowest_kind(self) -> str:
+        """Kind of the narrowest link; ``memory`` where no link is passed."""
+        link = min(self.links, key=lambda link: link.bandwidth_bytes_per_s, default=None)
+        return "memory" if link is None else link.type.kind
+
 
 class Routable(Protocol):
     """What routes are found in: a :class:`topology.graph.Topology`, which asks for them."""
@@ -90,8 +94,8 @@ class Routable(Protocol):
         """End-to-end bandwidths that were measured."""
 
     @property
-    def graph(self) -> nx.MultiDiGraph[str]:
-        """Nodes and links, an edge for each direction."""
+    def links_from(self) -> Mapping[str, Sequence[DirectedLink]]:
+        """Links by the node that they are entered at, each for both directions."""
 
     def node(self, node_id: str) -> Node:
         """Return the node of that id."""

@@ -134,7 +134,14 @@ class HappensBefore:
         self._before_on_stream: list[int | None] = []
         last: dict[Stream, int] = {}
         for item in placed:
-            _refuse_waiting_for_later(name, item, placed)
+            for index in item.after:
+                if index >= item.index:
+                    message = (
+                        f"program {name}: {item.part}/{item.instruction.id} waits for "
+                        f"{placed[index].instruction.id}, which is listed after it"
+                    )
+                    hint = "list instructions in an order that respects their dependencies"
+                    raise ProgramError(message, hint=hint)
             self._append(item, last.get(item.instruction.stream))
             last[item.instruction.stream] = item.index
 
@@ -164,13 +171,3 @@ class HappensBefore:
         self._clocks.append(clock)
         self._places.append((position, count))
         self._before_on_stream.append(previous)
-
-
-def _refuse_waiting_for_later(name: str, item: Placed, placed: Sequence[Placed]) -> None:
-    for index in item.after:
-        if index >= item.index:
-            message = (
-                f"program {name}: {item.part}/{item.instruction.id} waits for "
-                f"{placed[index].instruction.id}, which is listed after it"
-            )
-            raise ProgramError(message, hint="list instructions in an order that respects their dependencies")

@@ -201,7 +201,8 @@ class Timeline(Document):
     def __post_init__(self) -> None:
         for span in self.spans:
             _check_span(span, self.num_steps)
-        object.__setattr__(self, "spans", tuple(sorted(self.spans, key=_span_order)))
+        in_order = sorted(self.spans, key=lambda s: (s.start_s, s.rank, _STREAM_ORDER[s.stream], s.end_s))
+        object.__setattr__(self, "spans", tuple(in_order))
         object.__setattr__(self, "memory", tuple(sorted(self.memory, key=lambda sample: sample.time_s)))
 
     @cached_property
@@ -394,10 +395,6 @@ def merged(timelines: Sequence[Timeline]) -> Timeline:
         spans=tuple(span for item in timelines for span in item.spans),
         memory=tuple(sample for item in timelines for sample in item.memory),
     )
-
-
-def _span_order(span: Span) -> tuple[float, int, int, float]:
-    return span.start_s, span.rank, _STREAM_ORDER[span.stream], span.end_s
 
 
 def _check_span(span: Span, num_steps: int) -> None:

@@ -243,8 +243,13 @@ class Lockstep:
             if math.isinf(now_s):
                 break
             rows = self.table.take_ended(now_s + SAME_INSTANT * now_s)
-            for batch, cols in self._grouped(rows):
-                self._flow_ended(*batch, cols, now_s)
+            for (kind, position, number), cols in self._grouped(rows):
+                meeting = kind.wiring.meeting_of[kind.wiring.order.part(position)][number]
+                if meeting is None:
+                    self._end(kind, position, number, cols, now_s)
+                else:  # wait for the others' flows
+                    for other, there, who in self._meet(kind, position, meeting, cols, "end"):
+                        self._end(other, position, there, who, now_s)
         if self.shortened is None and any(self._unfinished.values()):
             # The other engine words what goes in a circle.
             from zosim.engines.simulate import simulate_world
@@ -351,15 +356,6 @@ class Lockstep:
         for begin, end in pairwise(cuts):
             batch = self._batches[batches[begin]]
             yield batch, ranks[begin:end] - batch[0].first
-
-    def _flow_ended(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
-        """End an instruction, or wait for the others' flows if it is a collective or message."""
-        meeting = kind.wiring.meeting_of[kind.wiring.order.part(position)][number]
-        if meeting is None:
-            self._end(kind, position, number, cols, now_s)
-            return
-        for other, there, who in self._meet(kind, position, meeting, cols, "end"):
-            self._end(other, position, there, who, now_s)
 
     def _end(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
         part, num_ended = kind.wiring.order.part(position), len(cols)

@@ -27,7 +27,7 @@ the same pairs seen from the other end.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,13 +75,10 @@ class Wiring:
             part: [item.id for item in getattr(template.program, part)] for part in PARTS
         }
         self.number = {part: {name: number for number, name in enumerate(self.ids[part])} for part in PARTS}
-        self.opener = self._opener() if template.step_s > 0 else None
+        places = [Place(1, name) for name in self.ids["step"]] if template.step_s > 0 and num_steps else []
+        self.opener = next((n for n, place in enumerate(places) if self.order.opens_step(place)), None)
         self._needs: dict[int, Needs] = {}
         self._followers: dict[int, list[list[Follower]]] = {}
-
-    def _opener(self) -> int | None:
-        places = [Place(1, name) for name in self.ids["step"]] if self.num_steps else []
-        return next((n for n, place in enumerate(places) if self.order.opens_step(place)), None)
 
     @property
     def host(self) -> int:
@@ -201,8 +198,11 @@ class Wiring:
                 distance, source = before[0]
                 if distance == 0 and count[source] == 1 and source not in awaited and is_fixed[source]:
                     links[source] = number
-        followers = set(links.values())
-        return [_run(links, number) for number in links if number not in followers]
+        chains = [[number] for number in links if number not in set(links.values())]
+        for chain in chains:
+            while chain[-1] in links:
+                chain.append(links[chain[-1]])
+        return chains
 
     @cached_property
     def watchers(self) -> dict[str, list[Watcher]]:
@@ -230,10 +230,3 @@ class Wiring:
             part: {meeting: number for number, meeting in enumerate(met) if meeting is not None}
             for part, met in self.meeting_of.items()
         }
-
-
-def _run(links: Mapping[int, int], first: int) -> list[int]:
-    run = [first]
-    while run[-1] in links:
-        run.append(links[run[-1]])
-    return run

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from topology.graph import Topology
-from topology.schema import Link
 
 
 class IsomorphicHosts:
@@ -23,7 +22,9 @@ class IsomorphicHosts:
         places = {name: (host, place) for host, names in members.items() for place, name in enumerate(names)}
         joined: dict[str, list[Hashable]] = {host: [] for host in members}
         for link in topology.links:
-            _join(joined, places, link.source, link.target, _link_key(link))
+            kind = link.type
+            key = kind.kind, link.bandwidth_bytes_per_s, link.latency_s, kind.duplex, kind.sharing
+            _join(joined, places, link.source, link.target, key)
         for entry in topology.measured:
             measured = entry.bandwidth.in_si("bandwidth")
             _join(joined, places, entry.source, entry.target, ("measured", measured))
@@ -57,8 +58,3 @@ def _node_key(topology: Topology, name: str) -> Hashable:
     figures = (node.capacity, node.bandwidth, node.efficiency)
     sizes = tuple(None if figure is None else (figure.value, figure.unit) for figure in figures)
     return node.kind, None if node.spec is None else node.spec.id, node.index, sizes
-
-
-def _link_key(link: Link) -> Hashable:
-    kind = link.type
-    return kind.kind, link.bandwidth_bytes_per_s, link.latency_s, kind.duplex, kind.sharing

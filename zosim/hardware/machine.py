@@ -303,7 +303,7 @@ class Machine:
             MappingProxyType(capacities),
             frozenset(fifo),
             MappingProxyType(taken),
-            MappingProxyType({direction: _narrowest(routes[direction]) for direction in taken}),
+            MappingProxyType({direction: routes[direction].narrowest_kind for direction in taken}),
             kernels=kernels,
             cores=cores,
         )
@@ -454,11 +454,6 @@ class Machine:
             if name and demand > 0
         )
         return Activity(cost.seconds, uses=uses, limiter=cost.limiter)
-
-
-def _narrowest(route: Route) -> str:
-    link = min(route.links, key=lambda link: link.bandwidth_bytes_per_s, default=None)
-    return "memory" if link is None else link.type.kind
 
 
 def _copy_rate(profile: Profile, direction: str, bound: Bound = "central") -> float:

@@ -77,16 +77,13 @@ def machines_for(
         for part in parts:
             if len(part) > 1:
                 for rank, ring in zip(part, builder.rings(part), strict=True):
-                    machines[rank] = _with_ring(machines[rank], name, ring, topology)
+                    machine = _reaching(machines[rank], [item for item, _ in ring.uses], topology)
+                    rings = MappingProxyType({**machine.rings, name: ring})
+                    machines[rank] = replace(machine, rings=rings)
             if name == _LINE:
                 for rank, offset, sent, received in builder.messages(part):
                     machines[rank] = _with_neighbour(machines[rank], name, offset, (sent, received), topology)
     return tuple(machines)
-
-
-def _with_ring(machine: Machine, group: str, ring: Ring, topology: Topology) -> Machine:
-    machine = _reaching(machine, [name for name, _ in ring.uses], topology)
-    return replace(machine, rings=MappingProxyType({**machine.rings, group: ring}))
 
 
 def _with_neighbour(
@@ -141,7 +138,6 @@ class _Builder:
         self._topology = topology
         self._devices = devices
         self._profiles = [profiles] * len(devices) if isinstance(profiles, Profile) else profiles
-        self._machines, self._hops, self._board_rings = known.machines, known.hops, known.board_rings
         self._known = known
         self._num_beside = Counter(topology.host_of(device).id for device in devices)
 
@@ -150,10 +146,10 @@ class _Builder:
         device, profile = self._devices[rank], self._profiles[rank]
         is_crowded = self._num_beside[self._topology.host_of(device).id] > 1
         key = device, id(profile), is_crowded
-        if key not in self._machines:
+        if key not in self._known.machines:
             machine = Machine.from_topology(self._topology, device, profile)
-            self._machines[key] = machine.among_ranks() if is_crowded else machine
-        return self._machines[key]
+            self._known.machines[key] = machine.among_ranks() if is_crowded else machine
+        return self._known.machines[key]
 
     def rings(self, part: Sequence[int]) -> list[Ring]:
         """Return the place of each member of a part in its ring."""
@@ -188,16 +184,15 @@ class _Builder:
         return Communicator(
             num_ranks=len(devices),
             num_hosts=len(hosts),
-            wire="nvlink" if any(self._has_nvlink(hop) for hop in hops) else "pcie",
+            wire="nvlink"
+            if any(self._kind_of(name) == "nvlink" for hop in hops for name, _ in hop.uses)
+            else "pcie",
             generation="volta" if known is None else known.nccl,
             bandwidth_bytes_per_s=bandwidth,
             in_switch_sums=any(
                 node.in_switch_sums for node in self._topology.of_kind("nvswitch") if node.host in hosts
             ),
         )
-
-    def _has_nvlink(self, hop: Hop) -> bool:
-        return any(self._kind_of(name) == "nvlink" for name, _ in hop.uses)
 
     def _kind_of(self, resource: str) -> str:
         """Return the kind of the link that a resource is a direction of; nothing of a memory."""
@@ -270,9 +265,9 @@ class _Builder:
         if profile.device_kind == "cpu":
             return (direct,)
         key = -id(profile), here, there
-        if key not in self._hops:
-            self._hops[key] = self._between_hosts(here, there)
-        return direct, self._hops[key]
+        if key not in self._known.hops:
+            self._known.hops[key] = self._between_hosts(here, there)
+        return direct, self._known.hops[key]
 
     def _between_hosts(self, here: str, there: str) -> Hop:
         """Return the hop of gloo's messages, whose ends are processes of the hosts."""
@@ -281,19 +276,18 @@ class _Builder:
             return Hop(MESSAGE_S["cpu"], LOOPBACK_BYTES_PER_S)
         route = topology.route(topology.host_memory(here).id, topology.host_memory(there).id)
         uses = tuple((name, 1.0) for name in route.resource_ids)
-        narrowest = min(route.links, key=lambda link: link.bandwidth_bytes_per_s)
         bandwidth = min(route.bandwidth_bytes_per_s, LOOPBACK_BYTES_PER_S)
-        return Hop(MESSAGE_S["cpu"] + route.latency_s, bandwidth, uses, narrowest.type.kind)
+        return Hop(MESSAGE_S["cpu"] + route.latency_s, bandwidth, uses, route.narrowest_kind)
 
     def _over_nvlinks(self, devices: Sequence[str]) -> list[Hop] | None:
         """Return each GPU's sends over the rings of NVLinks that join them all, None where there are none."""
         key = tuple(devices)
-        if key not in self._board_rings:
+        if key not in self._known.board_rings:
             nodes = [self._topology.node(device) for device in devices]
             is_board = all(node.kind == "gpu" and node.host == nodes[0].host for node in nodes)
             is_apart = len(set(devices)) == len(devices)
-            self._board_rings[key] = self._nvlink_hops(key) if is_board and is_apart else None
-        return self._board_rings[key]
+            self._known.board_rings[key] = self._nvlink_hops(key) if is_board and is_apart else None
+        return self._known.board_rings[key]
 
     def _nvlink_hops(self, devices: tuple[str, ...]) -> list[Hop] | None:
         rings, links = self._rings_of(devices)
@@ -303,8 +297,9 @@ class _Builder:
         for ring in rings.rings:
             part = ring.bandwidth_bytes_per_s / rings.both_ways_bytes_per_s
             order = (*ring.gpu_ids, ring.gpu_ids[0])
-            hops = list(zip(itertools.pairwise(order), _link_ids(ring.link_ids, len(devices)), strict=True))
-            for (here, there), link_id in hops:
+            # Two GPUs go there and back over one link.
+            link_ids = ring.link_ids * 2 if len(devices) == 2 else ring.link_ids
+            for (here, there), link_id in zip(itertools.pairwise(order), link_ids, strict=True):
                 for sender in (here, there)[: rings.num_directions]:
                     name = link_resource_id(links[link_id], sender)
                     sends[sender][name] = sends[sender].get(name, 0.0) + part
@@ -363,9 +358,9 @@ class _Builder:
 
     def _hop(self, profile: Profile, here: str, there: str) -> Hop:
         key = id(profile), here, there
-        if key not in self._hops:
-            self._hops[key] = self._looked_up_hop(profile, here, there)
-        return self._hops[key]
+        if key not in self._known.hops:
+            self._known.hops[key] = self._looked_up_hop(profile, here, there)
+        return self._known.hops[key]
 
     def _looked_up_hop(self, profile: Profile, here: str, there: str) -> Hop:
         topology, message_s = self._topology, profile.values()["message_s"]
@@ -393,8 +388,3 @@ class _Builder:
             nominal = hop.bandwidth_bytes_per_s / reached.in_si("ratio")
             nccl = replace(nccl, message_bytes_per_s=nominal * NVLINK_MESSAGE_PART)
         return replace(hop, nccl=nccl)
-
-
-def _link_ids(link_ids: tuple[str, ...], num_gpus: int) -> tuple[str, ...]:
-    """Return the link of each hop; two GPUs go there and back over one."""
-    return link_ids * 2 if num_gpus == 2 else link_ids

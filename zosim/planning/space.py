@@ -72,7 +72,10 @@ def placements(request: Request) -> Iterator[Plan]:
     points = _PlansOf(request)
     for mesh in meshes(request):
         for placement in layouts(request, mesh.world_size):
-            for cut in _splits(request, mesh, placement, points.costs):
+            cuts: Iterable[tuple[ModelSpec, Split]] = [(request.model, Split())]
+            if mesh.stage > 1:
+                cuts = splits(site_of(request, mesh, placement), request.cutting, points.costs)
+            for cut in cuts:
                 yield from points.plans(mesh, placement, cut)
     points.check_any()
     if not points.seen and not request.seeks_stages:
@@ -157,7 +160,7 @@ def meshes(request: Request) -> Iterator[Mesh]:
     if request.mesh is not None:
         yield request.mesh
         return
-    points, is_uniform = num_points(request), _is_uniform(request)
+    points, is_uniform = request.axis(Estimator).num_points, _is_uniform(request)
     admitted = [mesh for mesh in shares(request, stage=1) if request.admits(mesh)]
     for mesh in sorted(admitted, key=lambda mesh: (mesh.world_size, -mesh.perturb)):
         yield mesh
@@ -169,23 +172,13 @@ def meshes(request: Request) -> Iterator[Mesh]:
 
 def shares(request: Request, *, stage: int) -> Iterator[Mesh]:
     """Yield the meshes of so many stages that share a step out among as many ranks as are worth a try."""
-    limit, points, sizes = request.max_ranks // stage, num_points(request), _sizes(request)
+    limit, points, sizes = request.max_ranks // stage, request.axis(Estimator).num_points, _sizes(request)
     for data in range(1, min(request.batch, limit) + 1):
         for perturb in range(1, min(points, limit // data) + 1):
             # A part more helps only if the largest part gets smaller.
             helps = perturb == 1 or ceil(points / perturb) < ceil(points / (perturb - 1))
             if helps and stage * data * perturb in sizes:
                 yield Mesh(data=data, perturb=perturb, stage=stage)
-
-
-def _splits(
-    request: Request, mesh: Mesh, placement: Placement, costs: Costs
-) -> Iterator[tuple[ModelSpec, Split]]:
-    """Yield the model, cut as a mesh needs it, with where and how."""
-    if mesh.stage == 1:
-        yield request.model, Split()
-    else:
-        yield from splits(site_of(request, mesh, placement), request.cutting, costs)
 
 
 def site_of(request: Request, mesh: Mesh, placement: Placement) -> CutSite:
@@ -209,8 +202,10 @@ def site_of(request: Request, mesh: Mesh, placement: Placement) -> CutSite:
 def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
     """Yield the placements of so many ranks: on as few hosts as can be first, then spread out."""
     hosts = _devices_by_host(request)
-    if num_ranks > sum(map(len, hosts.values())):
-        hosts = _with_shared_cpus(hosts, num_ranks)
+    num_devices = sum(map(len, hosts.values()))
+    if num_ranks > num_devices:  # every CPU is named as often as it takes
+        times = ceil(num_ranks / num_devices)
+        hosts = {host: [cpu for cpu in devices for _ in range(times)] for host, devices in hosts.items()}
     listed = list(hosts.values())
     picks: list[tuple[str, ...]] = []
     for per_host in range(min(num_ranks, max(map(len, listed))), 0, -1):
@@ -221,7 +216,8 @@ def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
     if not picks:
         picks.append(tuple(device for devices in listed for device in devices)[:num_ranks])
     for picked in picks:
-        yield _placement(request, picked)
+        on = tuple(request.topology.host_of(device).id for device in picked)
+        yield Placement(topology=request.hardware, devices=picked, hosts=on if len(set(on)) > 1 else ())
 
 
 def _picks(request: Request, hosts: list[list[str]], per_host: int) -> Iterator[tuple[str, ...]]:
@@ -232,24 +228,15 @@ def _picks(request: Request, hosts: list[list[str]], per_host: int) -> Iterator[
         for step in (1, max(stride, 1))
     )
     yield first
-    if first != apart and _num_links(request, apart) > _num_links(request, first):
-        yield apart
-
-
-def _num_links(request: Request, devices: tuple[str, ...]) -> int:
-    """Return how many shared resources lie between these devices and their hosts' memories."""
     topology = request.topology
-    links = {
-        name
-        for device in devices
-        for name in topology.route(topology.host_memory(device).id, device).resource_ids
-    }
-    return len(links)
 
+    def num_links(devices: tuple[str, ...]) -> int:
+        """Return how many shared resources lie between devices and their hosts' memories."""
+        routes = (topology.route(topology.host_memory(device).id, device) for device in devices)
+        return len({name for route in routes for name in route.resource_ids})
 
-def _placement(request: Request, devices: tuple[str, ...]) -> Placement:
-    hosts = tuple(request.topology.host_of(device).id for device in devices)
-    return Placement(topology=request.hardware, devices=devices, hosts=hosts if len(set(hosts)) > 1 else ())
+    if first != apart and num_links(apart) > num_links(first):
+        yield apart
 
 
 def _devices_by_host(request: Request) -> dict[str, list[str]]:
@@ -288,17 +275,6 @@ def _check_devices(request: Request) -> None:
             f"{moving[0]}={request.fixed['residency'][moving[0]]} is about offloaded blocks, and these are resident",
             hint="leave it out, or use --residency offloaded",
         )
-
-
-def _with_shared_cpus(hosts: dict[str, list[str]], num_ranks: int) -> dict[str, list[str]]:
-    """Return the devices with every CPU named as often as it takes."""
-    times = ceil(num_ranks / sum(map(len, hosts.values())))
-    return {host: [cpu for cpu in devices for _ in range(times)] for host, devices in hosts.items()}
-
-
-def num_points(request: Request) -> int:
-    """Return the evaluation points of a step."""
-    return request.axis(Estimator).num_points
 
 
 def _sizes(request: Request) -> frozenset[int]:

@@ -7,7 +7,8 @@ to a step is decided once, in :mod:`zosim.lowering`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ValidationError, model_validator
@@ -28,7 +29,7 @@ from zosim.plans.mesh import Coordinates, Mesh
 from zosim.plans.placement import Placement
 from zosim.plans.residency import Residency, TransferDType
 from zosim.plans.schedule import Schedule
-from zosim.plans.setting import ANY, Axis, Conflict, Setting, fields_of, is_decisive
+from zosim.plans.setting import ANY, Axis, Setting, fields_of, is_decisive
 from zosim.plans.split import INSIDE, Split, check_cut_names, cut_behind, last_before
 from zosim.plans.upgrade import PLAN_VERSION, upgrade
 from zosim.plans.weights import StorageDType, Weights
@@ -112,18 +113,14 @@ class Plan(Axis, Document):
 
     @model_validator(mode="after")
     def _axes_agree(self) -> Plan:
-        for complaint, hint in self._all_conflicts():
+        if self.seq > self.model.max_positions:
+            complaint = (
+                f"seq={self.seq} exceeds the {self.model.max_positions} positions of {self.model.name}"
+            )
+            raise PlanError(complaint, hint=f"use --seq {self.model.max_positions} or less")
+        for complaint, hint in chain.from_iterable(axis.conflicts(self) for axis in self.axes.values()):
             raise PlanError(complaint, hint=hint)
         return self
-
-    def _all_conflicts(self) -> Iterator[Conflict]:
-        if self.seq > self.model.max_positions:
-            yield (
-                f"seq={self.seq} exceeds the {self.model.max_positions} positions of {self.model.name}",
-                f"use --seq {self.model.max_positions} or less",
-            )
-        for axis in self.axes.values():
-            yield from axis.conflicts(self)
 
     @property
     def axes(self) -> dict[str, Axis]:
