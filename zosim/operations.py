@@ -167,13 +167,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The gradients of one segment for one microbatch, from what its forward kept. Simulated only.
-
-    Attributes
-    ----------
-    segment : str
-    microbatch : int
-    """
+    """The gradients of one segment for one microbatch, from what its forward kept. Simulated only."""
 
     segment: str
     microbatch: int = 0
@@ -182,13 +176,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Optimize:
-    """A first-order optimizer's update of one parameter group. Simulated only.
-
-    Attributes
-    ----------
-    group : str
-    optimizer : str
-    """
+    """A first-order optimizer's update of one parameter group. Simulated only."""
 
     group: str
     optimizer: Literal["sgd", "momentum", "adam"] = "sgd"

@@ -75,11 +75,6 @@ def channel_of(instruction: Instruction) -> tuple[str, int, bool] | None:
 class Order:
     """The two rules of a program's order, for a run of `num_steps` steps.
 
-    Parameters
-    ----------
-    program : Program
-    num_steps : int
-
     Raises
     ------
     ProgramError

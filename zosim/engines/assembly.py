@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 from topology.errors import ProgramError
 from zosim.engines.memory_curve import memory_samples
-from zosim.engines.steady import Cycle
 from zosim.engines.world import World
 from zosim.timeline import Repeat, Span, Timeline
 
@@ -22,13 +22,13 @@ class Playing(Protocol):
 
     Attributes
     ----------
-    cycle : Cycle or None
-        How steps repeat, once that is known.
+    cycle : Repeat or None
+        How steps repeat from now on, once that is known.
     shortened : int or None
         Steps of a run that shows all there is to see, where some may be left out; the run then stops.
     """
 
-    cycle: Cycle | None
+    cycle: Repeat | None
     shortened: int | None
 
     def go(self) -> None:
@@ -75,20 +75,18 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def _assembled(
-    world: World, run: Playing, num_steps: int, cycle: Cycle | None, num_omitted: int = 0
+    world: World, run: Playing, num_steps: int, cycle: Repeat | None, num_omitted: int = 0
 ) -> Timeline:
     """Return the timeline of a run of so many steps, with further steps of a cycle put after its last step."""
-    repeat, spans_by_rank = None, run.spans()
-    if cycle is not None:
-        rounds = num_omitted // cycle.num_steps
-        repeat = Repeat(cycle.first_step, cycle.num_steps, rounds, cycle.period_s)
+    repeat = cycle and replace(cycle, num_rounds=num_omitted // cycle.num_steps)
+    spans_by_rank = run.spans()
     # A flush instruction that waits for no step has run before steps became steady, and stays there.
     steady_s = max(
         (
             span.end_s
             for spans in spans_by_rank.values()
             for span in spans
-            if cycle is not None and (span.part, span.step) == ("step", cycle.last_step)
+            if cycle is not None and (span.part, span.step) == ("step", cycle.first_omitted_step - 1)
         ),
         default=0.0,
     )

@@ -20,12 +20,12 @@ from zosim.engines.assembly import MAX_UNLIKE_STEPS, played, without_garbage_col
 from zosim.engines.flows import STREAM_NUMBER, Counts, FlowTable
 from zosim.engines.rows import Floats, Ints
 from zosim.engines.sharing import SAME_INSTANT
-from zosim.engines.steady import Cycle, SteadyDetector, shortened_steps
+from zosim.engines.steady import SteadyDetector, shortened_steps
 from zosim.engines.wiring import Wiring
 from zosim.engines.world import Group, World
 from zosim.instructions import PARTS, Part, Stream
 from zosim.places import Meeting
-from zosim.timeline import Span, Timeline
+from zosim.timeline import Repeat, Span, Timeline
 
 
 def simulate_many(
@@ -198,7 +198,7 @@ class Lockstep:
         self.world = world
         self.num_steps = num_steps
         self.num_events = 0
-        self.cycle: Cycle | None = None
+        self.cycle: Repeat | None = None
         self.shortened: int | None = None
         by_template = np.argsort(world.template_of, kind="stable")
         self.table = FlowTable(world, by_template)

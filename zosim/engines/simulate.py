@@ -27,13 +27,13 @@ from costmodel.profile import Bound
 from topology.errors import ProgramError
 from zosim.engines.assembly import played
 from zosim.engines.fluid import Fluid
-from zosim.engines.steady import Cycle, SteadyDetector, shortened_steps
+from zosim.engines.steady import SteadyDetector, shortened_steps
 from zosim.engines.world import World
 from zosim.hardware.machine import Activity, Machine
 from zosim.instructions import PARTS, Stream
 from zosim.places import Order, Place
 from zosim.program import Program
-from zosim.timeline import Span, Timeline
+from zosim.timeline import Repeat, Span, Timeline
 
 
 def simulate(
@@ -84,7 +84,7 @@ class _SimpyRun:
         self.ranks = [_SimulatedRank(self, rank) for rank in range(world.size)]
         self.depth = max(rank.order.max_distance for rank in self.ranks)
         self.detector = SteadyDetector(self.depth)
-        self.cycle: Cycle | None = None
+        self.cycle: Repeat | None = None
         self.shortened: int | None = None
         self._meetings: dict[tuple[object, ...], tuple[simpy.Event, list[int]]] = {}
 

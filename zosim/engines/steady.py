@@ -8,15 +8,15 @@ One instruction that takes 2 s in the first step and 3 s in all later ones, by s
 
 >>> detector = SteadyDetector()
 >>> [detector.completed(np.array(times)) for times in ([0.0, 2.0], [2.0, 5.0], [5.0, 8.0])]
-[None, None, Cycle(last_step=2, num_steps=1, period_s=3.0)]
+[None, None, Repeat(first_step=2, num_steps=1, num_rounds=0, period_s=3.0)]
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
+
+from zosim.timeline import Repeat
 
 Array = npt.NDArray[np.float64]
 
@@ -24,20 +24,6 @@ Array = npt.NDArray[np.float64]
 TOLERANCE = 1e-12
 # Longest cycle looked for: two critical circuits of different lengths can make steps alternate.
 MAX_CYCLE = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Cycle:
-    """Steps ``last_step - num_steps + 1 .. last_step`` repeat every `period_s` from now on."""
-
-    last_step: int
-    num_steps: int
-    period_s: float
-
-    @property
-    def first_step(self) -> int:
-        """First step of the cycle."""
-        return self.last_step - self.num_steps + 1
 
 
 class SteadyDetector:
@@ -60,7 +46,7 @@ class SteadyDetector:
         self._max_ahead = 0
         self._first_step = 0
 
-    def completed(self, times: Array, run_ahead: int = 0, others_until_s: float = 0.0) -> Cycle | None:
+    def completed(self, times: Array, run_ahead: int = 0, others_until_s: float = 0.0) -> Repeat | None:
         """Take in the next step, and return the cycle that it completes, if any.
 
         Parameters
@@ -84,7 +70,7 @@ class SteadyDetector:
             needed = self._max_ahead + self._depth - 1 + num_steps
             if last - needed - num_steps + 1 >= 0 and self._repeats(last, num_steps, needed):
                 period_s = float(self._times[last].max() - self._times[last - num_steps].max())
-                return Cycle(self._first_step + last, num_steps, period_s)
+                return Repeat(self._first_step + last - num_steps + 1, num_steps, 0, period_s)
         return None
 
     def _repeats(self, last: int, num_steps: int, needed: int) -> bool:
@@ -96,12 +82,12 @@ class SteadyDetector:
         )
 
 
-def shortened_steps(cycle: Cycle, num_steps: int, entered: int, depth: int) -> int | None:
+def shortened_steps(cycle: Repeat, num_steps: int, entered: int, depth: int) -> int | None:
     """Return the steps of a run that shows all there is to see, None if none can be left out.
 
     Parameters
     ----------
-    cycle : Cycle
+    cycle : Repeat
     num_steps : int
         Of the whole run.
     entered : int

@@ -61,11 +61,6 @@ class Wiring:
     """The order of one template's run of `num_steps` steps.
 
     Host time before a step's first computation is an instruction of its own, the last of the step's list.
-
-    Parameters
-    ----------
-    template : Template
-    num_steps : int
     """
 
     def __init__(self, template: Template, num_steps: int) -> None:

@@ -21,7 +21,7 @@ meanwhile.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -66,6 +66,10 @@ class Activity:
     weight: float = 1.0
     uses: tuple[tuple[str, float], ...] = ()
     limiter: str = ""
+
+    def loads(self) -> Iterator[tuple[str, float]]:
+        """Yield what it takes of every resource in all, by name: seconds times rate."""
+        return ((name, use * self.bound * self.seconds) for name, use in self.uses)
 
 
 @dataclass(frozen=True, slots=True)

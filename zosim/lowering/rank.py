@@ -38,13 +38,7 @@ def is_edge(segment: str) -> bool:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a plan.
-
-    Attributes
-    ----------
-    plan : Plan
-    number : int
-    """
+    """One rank of a plan."""
 
     plan: Plan
     number: int = 0

@@ -41,13 +41,7 @@ from zosim.points import BASE
 
 
 class StepWriter:
-    """Writes the instructions of one part of a program, in an order that would be right on a single stream.
-
-    Parameters
-    ----------
-    plan : Plan
-    rank : int
-    """
+    """Writes the instructions of one part of a program, in an order that would be right on a single stream."""
 
     def __init__(self, plan: Plan, rank: int = 0) -> None:
         self._plan = plan

@@ -301,7 +301,11 @@ def contention(programs: ProgramSet, machines: Sequence[Machine], step_time_s: f
     for rank, (role, machine) in enumerate(zip(programs.roles, machines, strict=True)):
         key = (role, machine.shape)
         if key not in loads:
-            loads[key] = _loads(programs.programs[role], machine)
+            taken = dict.fromkeys(machine.capacities, 0.0)
+            for instruction in programs.programs[role].step:
+                for name, amount in machine.activity(programs.programs[role], instruction).loads():
+                    taken[name] += amount
+            loads[key] = list(taken.values())
         # Machines of one shape differ in the names of their resources alone.
         for amount, (name, capacity) in zip(loads[key], machine.capacities.items(), strict=True):
             if amount:
@@ -312,13 +316,3 @@ def contention(programs: ProgramSet, machines: Sequence[Machine], step_time_s: f
         if len(by_rank) > 1
     ]
     return sorted(shared, key=lambda item: -item.share)
-
-
-def _loads(program: Program, machine: Machine) -> list[float]:
-    """Return what a step takes of every resource, in their order: seconds times rate."""
-    taken = dict.fromkeys(machine.capacities, 0.0)
-    for instruction in program.step:
-        activity = machine.activity(program, instruction)
-        for name, use in activity.uses:
-            taken[name] += use * activity.bound * activity.seconds
-    return list(taken.values())

@@ -111,7 +111,13 @@ class Costs:
     def _worked_out(self, site: CutSite) -> SegmentSeconds:
         small = self._small
         plan = site.plan.model_copy(update={"model": small, "batch": site.num_sequences})
-        forward, once = _compute_seconds(plan, site.machines[0])
+        program, machine = unordered(plan), site.machines[0]
+        forward: dict[str, float] = defaultdict(float)
+        once: dict[str, float] = defaultdict(float)
+        for item in program.step:
+            if item.stream == Stream.COMPUTE:
+                seconds = forward if item.label == "forward" else once
+                seconds[item.segment] += machine.activity(program, item).seconds
         # Blocks that were left out are like the last of those that were not.
         like = [_standing_for(segment, small) for segment in self.whole.segments]
         points = len(plan.points)
@@ -151,18 +157,6 @@ def _standing_for(segment: str, small: ModelSpec) -> str:
         return segment
     end = next((part for part in (FRONT, BACK) if segment.endswith(part)), "")
     return block_segment(min(block_index(segment), small.num_blocks - 1)) + end
-
-
-def _compute_seconds(plan: Plan, machine: Machine) -> tuple[dict[str, float], dict[str, float]]:
-    """Return each segment's seconds of forwards, and of all else on the compute stream."""
-    program = unordered(plan)
-    forward: dict[str, float] = defaultdict(float)
-    once: dict[str, float] = defaultdict(float)
-    for item in program.step:
-        if item.stream == Stream.COMPUTE:
-            seconds = forward if item.label == "forward" else once
-            seconds[item.segment] += machine.activity(program, item).seconds
-    return forward, once
 
 
 def _walk_s(num_elements: int, site: CutSite) -> float:

@@ -242,6 +242,6 @@ def _priced(stretch: _Stretch, program: Program, costs: _KnownActivities) -> Vis
     for instruction in stretch.instructions:
         activity = costs.activity(program, instruction)
         seconds.append(activity.seconds)
-        for name, use in activity.uses:
-            loads[name] += use * activity.bound * activity.seconds
+        for name, amount in activity.loads():
+            loads[name] += amount
     return Visit(stretch.block, stretch.count, stretch.items, tuple(seconds), dict(loads))

@@ -124,7 +124,12 @@ class SettingField:
 @cache
 def fields_of(kind: type) -> Mapping[str, SettingField]:
     """Return the fields of an axis, or of another class of fields, that have a setting, by name."""
-    defaults = _defaults(kind)
+    if issubclass(kind, BaseModel):
+        declared = {name: field for name, field in kind.model_fields.items() if not field.is_required()}
+        defaults = {name: field.get_default(call_default_factory=True) for name, field in declared.items()}
+    else:
+        defaults = {field.name: field.default for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        defaults = {name: value for name, value in defaults.items() if value is not dataclasses.MISSING}
     fields = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if get_origin(hint) is not Annotated:
@@ -145,17 +150,3 @@ def is_decisive(field: SettingField, *, transfers_round: bool = False, codecs_ro
         "numbers where transfers round": transfers_round,
         "numbers where codecs round": codecs_round,
     }[field.setting.changes]
-
-
-def _defaults(kind: type) -> dict[str, Any]:
-    if issubclass(kind, BaseModel):
-        return {
-            name: field.get_default(call_default_factory=True)
-            for name, field in kind.model_fields.items()
-            if not field.is_required()
-        }
-    return {
-        field.name: field.default
-        for field in dataclasses.fields(kind)  # type: ignore[arg-type]
-        if field.default is not dataclasses.MISSING
-    }
