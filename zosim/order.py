@@ -142,7 +142,16 @@ class HappensBefore:
                     )
                     hint = "list instructions in an order that respects their dependencies"
                     raise ProgramError(message, hint=hint)
-            self._append(item, last.get(item.instruction.stream))
+            previous = last.get(item.instruction.stream)
+            clock = [0] * len(self._position)
+            for index in (*item.after, *(() if previous is None else (previous,))):
+                clock = list(map(max, clock, self._clocks[index]))
+            position = self._position[item.instruction.stream]
+            count = 1 if previous is None else self._places[previous][1] + 1
+            clock[position] = count
+            self._clocks.append(clock)
+            self._places.append((position, count))
+            self._before_on_stream.append(previous)
             last[item.instruction.stream] = item.index
 
     def ordered(self, earlier: int, later: int) -> bool:
@@ -159,15 +168,3 @@ class HappensBefore:
             if index == implied_by or any(self.ordered(index, other) for other in others):
                 kept.remove(index)
         return kept
-
-    def _append(self, item: Placed, previous: int | None) -> None:
-        before = [*item.after, *([] if previous is None else [previous])]
-        clock = [0] * len(self._position)
-        for index in before:
-            clock = list(map(max, clock, self._clocks[index]))
-        position = self._position[item.instruction.stream]
-        count = 1 if previous is None else self._places[previous][1] + 1
-        clock[position] = count
-        self._clocks.append(clock)
-        self._places.append((position, count))
-        self._before_on_stream.append(previous)

@@ -166,8 +166,8 @@ def _words(label: str, limiter: str, is_copy: bool) -> str:
     return f"{label} over {limiter}" if is_copy else f"{label} ({limiter})"
 
 
-def step_path(timeline: Timeline, program: Program, rank: int | None = None) -> CriticalPath:
-    """Return the critical circuit of the steady steps.
+def step_path(timeline: Timeline, program: Program, rank: int = 0) -> CriticalPath:
+    """Return the critical circuit of a rank's steady steps.
 
     Where the timeline says how steps repeat, the circuit takes exactly as long as the steps that it spans.
     Otherwise it is the longest stretch between two visits of the walk to one instruction; its length is the
@@ -179,7 +179,6 @@ def step_path(timeline: Timeline, program: Program, rank: int | None = None) -> 
     TimelineError
         If the rank has no spans, or spans of another program.
     """
-    rank = _last_rank(timeline) if rank is None else rank
     if timeline.repeat is not None:
         return _circuit(timeline, timeline.repeat, program, rank)
     return _longest_recurrence(timeline, program, rank)
@@ -320,10 +319,3 @@ def _latest(spans: dict[Place, Span], timeline: Timeline, rank: int, step: int |
         message = f"timeline of {timeline.program} has no spans of step {step} of rank {rank}"
         raise TimelineError(message, hint="every rank needs spans in every step")
     return max(chosen, key=lambda item: item[1].end_s)[0]
-
-
-def _last_rank(timeline: Timeline) -> int:
-    if not timeline.spans:
-        message = f"timeline of {timeline.program} has no spans"
-        raise TimelineError(message, hint="simulate or run at least one step")
-    return max(timeline.spans, key=lambda span: span.end_s).rank

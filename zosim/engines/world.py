@@ -45,8 +45,9 @@ class Template:
     resources: tuple[str, ...]
     step_s: float
 
+    @cached_property
     def most_asked(self) -> dict[str, float]:
-        """Return the most that one rank asks of each resource at any time, its streams taken as independent."""
+        """The most that one rank asks of each resource at any time, its streams taken as independent."""
         by_stream: dict[tuple[str, str], float] = defaultdict(float)
         for part, item in self.program.instructions():
             activity = self.activities[part, item.id]
@@ -238,10 +239,9 @@ class World:
     def with_limits_alone(self) -> World:
         """Return the same world without the resources of which there is always enough for all who ask."""
         asked: dict[str, float] = defaultdict(float)
-        most = [template.most_asked() for template in self.templates]
-        for rank, number in enumerate(self.template_of):
-            own = dict(zip(self.templates[number].resources, self.resources[rank], strict=True))
-            for name, amount in most[number].items():
+        for rank, resources in enumerate(self.resources):
+            own = dict(zip(self.template(rank).resources, resources, strict=True))
+            for name, amount in self.template(rank).most_asked.items():
                 asked[own[name]] += amount
         limits = {
             name: capacity

@@ -315,7 +315,11 @@ class Directions(AxisWriter):
         if step < 0 or position < self._walked.get(query, 0):
             return (self.state_before(group, query, step),), ()
         while self._walked.get(query, 0) < position:
-            self._walk_past(self.walk_order[self._walked.get(query, 0)], query)
+            passed = self.walk_order[self._walked.get(query, 0)]
+            accesses = self._walking_accesses(self._walked.get(query, 0), query)
+            op, work = self._operation(passed, query, 0, "none"), self._work(passed, "none")
+            name = f"{passed.name}/walk[q{query}]"
+            self._emit(name, op, self._stream, "draw", passed.segments[0], *accesses, work)
         return self._walking_accesses(position, query)
 
     def _walking_accesses(self, position: int, query: int) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
@@ -324,13 +328,6 @@ class Directions(AxisWriter):
         reads = (self._state_after(self.walk_order[position - 1], query),) if position else ()
         before = (self.state_before(group, query, 0),) if group.name in self._kept_states else ()
         return reads, (*before, self._state_after(group, query))
-
-    def _walk_past(self, group: ParameterGroup, query: int) -> None:
-        reads, writes = self._walking_accesses(self._walked.get(query, 0), query)
-        op = self._operation(group, query, 0, "none")
-        work = self._work(group, "none")
-        name = f"{group.name}/walk[q{query}]"
-        self._emit(name, op, self._stream, "draw", group.segments[0], reads, writes, work)
 
     def _work(
         self, group: ParameterGroup, keep: Keep, *, is_again: bool = False, is_scaled: bool = False

@@ -127,20 +127,6 @@ class Cutting:
         """Codecs of MLP activations and of the residual stream to try: those that may be used, or plain numbers."""
         return self.codecs or ("none",), self.residual_codecs or ("none",)
 
-    def check_loss(self, *, allowed: bool) -> None:
-        """Raise if a codec loses precision without leave.
-
-        Raises
-        ------
-        PlanError
-        """
-        if self.is_lossy and not allowed:
-            raise PlanError(
-                f"codecs {', '.join(dict.fromkeys((*self.codecs, *self.residual_codecs)))} change what arrives at the "
-                "next stage",
-                hint="add --allow-lossy if that is meant",
-            )
-
     def cut(self, model: ModelSpec, cuts: Sequence[str]) -> ModelSpec:
         """Return `model` with the blocks cut that these cuts are inside.
 

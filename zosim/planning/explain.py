@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from topology.units import format_bytes, format_seconds
+from topology.units import format_seconds
 from zosim.planning.pipelining import about_stages
 from zosim.planning.predict import Contention, Prediction
 from zosim.plans import Plan
@@ -148,10 +148,3 @@ def _slower(candidate: Candidate, seconds: float) -> str:
     if slower < ALIKE:
         return "as fast" if candidate.is_simulated else "perhaps as fast"
     return f"{'' if candidate.is_simulated else 'at least '}{slower:.1%} slower"
-
-
-def host_memory_words(prediction: Prediction) -> str:
-    """Return what the fullest host gives, and to how many ranks."""
-    host = prediction.host
-    several = f", for {len(host.ranks)} ranks" if len(host.ranks) > 1 else ""
-    return f"{format_bytes(host.size_bytes)}  ({host.describe()}{several})"

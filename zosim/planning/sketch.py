@@ -88,7 +88,7 @@ class Sketcher:
         self._visits: dict[Hashable, tuple[Visit, ...]] = {}
         self._outlines: dict[Hashable, _Outline] = {}
         self._buffers: dict[Hashable, tuple[Buffer, ...]] = {}
-        self._activities: dict[Hashable, tuple[Machine, Activity]] = {}
+        self._activities: dict[Hashable, tuple[Machine, Program, Activity]] = {}
 
     def pipeline_s(self, plan: Plan, ranks: Sequence[int], machines: Sequence[Machine]) -> float:
         """Return the seconds per step of stages that wait for each other's messages and losses, at least."""
@@ -124,11 +124,28 @@ class Sketcher:
                 self._outlines[part] = _Outline(
                     program, tuple(_stretches(program, standing)), workspace_bytes
                 )
-            outline, costs = self._outlines[part], _KnownActivities(machine, self._activities)
+            outline = self._outlines[part]
             self._visits[key] = tuple(
-                _priced(stretch, outline.program, costs) for stretch in outline.stretches
+                self._priced(stretch, outline.program, machine) for stretch in outline.stretches
             )
         return self._visits[key]
+
+    def _priced(self, stretch: _Stretch, program: Program, machine: Machine) -> Visit:
+        """Return a stretch as a machine does it; activities of equal work are looked up."""
+        loads: dict[str, float] = defaultdict(float)
+        seconds = []
+        for instruction in stretch.instructions:
+            key: Hashable = id(machine), machine.direction(program, instruction), instruction.work
+            if isinstance(instruction.op, Send | Recv | Collective):
+                key = id(machine), instruction.id, id(program)
+            if key not in self._activities:
+                # With the machine and the program that the key names, which so stay alive.
+                self._activities[key] = machine, program, machine.activity(program, instruction)
+            activity = self._activities[key][-1]
+            seconds.append(activity.seconds)
+            for name, amount in activity.loads():
+                loads[name] += amount
+        return Visit(stretch.block, stretch.count, stretch.items, tuple(seconds), dict(loads))
 
     def _shortened(self, plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
         """Return a plan with fewer blocks, and the blocks that each of those left stands for."""
@@ -195,23 +212,6 @@ class _Outline:
     workspace_bytes: int
 
 
-@dataclass(frozen=True)
-class _KnownActivities:
-    """Activities of a machine, those of equal work looked up; each keeps the machine that its key names."""
-
-    machine: Machine
-    known: dict[Hashable, tuple[Machine, Activity]]
-
-    def activity(self, program: Program, instruction: Instruction) -> Activity:
-        """Return an instruction's activity."""
-        if isinstance(instruction.op, Send | Recv | Collective):
-            return self.machine.activity(program, instruction)
-        key = id(self.machine), self.machine.direction(program, instruction), instruction.work
-        if key not in self.known:
-            self.known[key] = self.machine, self.machine.activity(program, instruction)
-        return self.known[key][1]
-
-
 def _stretches(program: Program, standing: Mapping[str, range]) -> Iterable[_Stretch]:
     """Yield the stretches of a step, in order."""
     for segment, grouped in groupby(program.step, key=lambda item: item.segment):
@@ -233,15 +233,3 @@ def _items(program: Program, instructions: Sequence[Instruction]) -> Iterable[It
             any(program.buffer(access.buffer).role in _SLOT_ROLES for access in accesses),
             type(instruction.op) if meets else None,
         )
-
-
-def _priced(stretch: _Stretch, program: Program, costs: _KnownActivities) -> Visit:
-    """Return a stretch as a machine does it."""
-    loads: dict[str, float] = defaultdict(float)
-    seconds = []
-    for instruction in stretch.instructions:
-        activity = costs.activity(program, instruction)
-        seconds.append(activity.seconds)
-        for name, amount in activity.loads():
-            loads[name] += amount
-    return Visit(stretch.block, stretch.count, stretch.items, tuple(seconds), dict(loads))

@@ -112,7 +112,13 @@ def check(request: Request) -> None:
             f"{stored} and loses precision at every offload",
             hint="add --allow-lossy if that is meant",
         )
-    request.cutting.check_loss(allowed=request.allow_lossy)
+    cutting = request.cutting
+    if cutting.is_lossy and not request.allow_lossy:
+        codecs = dict.fromkeys((*cutting.codecs, *cutting.residual_codecs))
+        raise PlanError(
+            f"codecs {', '.join(codecs)} change what arrives at the next stage",
+            hint="add --allow-lossy if that is meant",
+        )
     _check_devices(request)
 
 

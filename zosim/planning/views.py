@@ -6,7 +6,7 @@ from typing import Any
 
 from topology.units import format_bytes, format_seconds
 from zosim.analysis.counts import step_counts
-from zosim.planning.explain import about_ranks, contention_words, host_memory_words
+from zosim.planning.explain import about_ranks, contention_words
 from zosim.planning.pipelining import about_stages, pipelining
 from zosim.planning.planner import Candidate, Decision
 from zosim.planning.predict import Prediction, Subject
@@ -41,7 +41,8 @@ def decision_data(decision: Decision) -> dict[str, Any]:
 def prediction_view(subject: Subject) -> Table:
     """Return a prediction: time, throughput, bottleneck, memory by parts, seconds by label."""
     plan, prediction = subject.plan, subject.prediction
-    limit, device = prediction.bottleneck, prediction.footprint
+    limit, device, host = prediction.bottleneck, prediction.footprint, prediction.host
+    among = f", for {len(host.ranks)} ranks" if len(host.ranks) > 1 else ""
     several = plan.placement.world_size > 1
     facts = [
         ("plan", f"{plan.model.name}, batch {plan.batch} x {plan.seq} tokens, {plan.describe()}"),
@@ -58,7 +59,7 @@ def prediction_view(subject: Subject) -> Table:
             f"{format_bytes(device.device_bytes)}  ({device.describe()}"
             + (f"; rank {prediction.footprints.largest_rank}, the most of any)" if several else ")"),
         ),
-        ("host memory", host_memory_words(prediction)),
+        ("host memory", f"{format_bytes(host.size_bytes)}  ({host.describe()}{among})"),
         (
             "busy per step",
             ", ".join(f"{name} {format_seconds(s)}" for name, s in prediction.seconds_by_label),
