@@ -119,12 +119,9 @@ class Side:
         shared = {buffer.name for buffer in self.program.buffers if buffer.shared}
         by_buffer: dict[str, list[Touch]] = defaultdict(list)
         for item in self.placed:
-            for access in item.instruction.reads:
-                if access.buffer in shared:
-                    by_buffer[access.buffer].append(Touch(item, absolute(access, item.step), writes=False))
-            for access in item.instruction.writes:
-                if access.buffer in shared:
-                    by_buffer[access.buffer].append(Touch(item, absolute(access, item.step), writes=True))
+            for accesses, writes in ((item.instruction.reads, False), (item.instruction.writes, True)):
+                for access in (access for access in accesses if access.buffer in shared):
+                    by_buffer[access.buffer].append(Touch(item, absolute(access, item.step), writes))
         return by_buffer
 
     def refuse_unordered_collectives(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
 
@@ -142,7 +142,16 @@ class Comparison:
 
     def report(self) -> Report:
         """Return the comparison as people read it: the step, and what its error is made of."""
-        return Report("", self.summary_table(), self.line_table("label", self.labels))
+        columns: dict[str, Callable[[ComparedLine], str]] = {
+            "label": lambda line: line.name,
+            "predicted": lambda line: _ms(line.predicted_s),
+            "measured": lambda line: _ms(line.measured_s),
+            "error": lambda line: _percent(line.error),
+            "of the step's error": lambda line: f"{line.contribution_s * _MS:+.3f}",
+        }
+        return Report(
+            "", self.summary_table(), Table.of(self.labels, columns, title="per label, ms per step")
+        )
 
     def summary_table(self) -> Table:
         """Return step time, bottleneck and peak memory as a table."""
@@ -158,17 +167,6 @@ class Comparison:
         title = f"{self.program}, rank {self.rank}: median of {self.num_steps} steady steps"
         columns = ("", "predicted", "measured", "error")
         return Table(columns, rows, title=title, numeric=columns[1:])
-
-    def line_table(self, kind: str, lines: Sequence[ComparedLine]) -> Table:
-        """Return lines as a table."""
-        columns: dict[str, Callable[[ComparedLine], str]] = {
-            kind: lambda line: line.name,
-            "predicted": lambda line: _ms(line.predicted_s),
-            "measured": lambda line: _ms(line.measured_s),
-            "error": lambda line: _percent(line.error),
-            "of the step's error": lambda line: f"{line.contribution_s * _MS:+.3f}",
-        }
-        return Table.of(lines, columns, title=f"per {kind}, ms per step")
 
 
 def compare(

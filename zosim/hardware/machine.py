@@ -38,7 +38,6 @@ from zosim.program import Program
 
 if TYPE_CHECKING:
     from topology.graph import Topology
-    from topology.routes import Route
 
 _HOST_TERMS = ("dispatch", "overhead")
 
@@ -274,20 +273,8 @@ class Machine:
             capacities[cores] = max(float(profile.num_threads), profile.num_cores / max(1.0, slowdown))
             return cls(profile, MappingProxyType(capacities), cores=cores, memory=memory)
         routes = {"h2d": topology.route(memory, device), "d2h": topology.route(device, memory)}
-        return cls._gpu(topology, device, profile, routes, cores, spec.num_copy_engines)
-
-    @classmethod
-    def _gpu(
-        cls,
-        topology: Topology,
-        device: str,
-        profile: Profile,
-        routes: Mapping[str, Route],
-        cores: str,
-        num_copy_engines: int,
-    ) -> Machine:
         kernels, engine = f"{device}:kernels", f"{device}:copy_engine"
-        capacities = {cores: float(profile.num_cores), kernels: 1.0}
+        capacities[kernels] = 1.0
         taken: dict[CopyDirection, tuple[str, ...]] = {}
         for direction in ("h2d", "d2h"):
             taken[direction] = routes[direction].resource_ids
@@ -298,7 +285,7 @@ class Machine:
         fifo = {
             name for route in taken.values() for name in route if topology.resources[name].sharing == "fifo"
         }
-        if num_copy_engines == 1:
+        if spec.num_copy_engines == 1:
             capacities[engine] = math.inf
             fifo.add(engine)
             taken = {direction: (*route, engine) for direction, route in taken.items()}

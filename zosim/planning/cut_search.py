@@ -229,11 +229,8 @@ class Ranking:
         known = self._cutting.densities.get(cut, 1.0)
         # Cuts of one kind and density take the same.
         key = f"{cut.endswith(INSIDE)} {known}" if isinstance(known, float) else cut, codecs
-        if key not in self._crossings:
-            self._crossings[key] = self._crossing_s(cut, codecs)
-        return self._crossings[key]
-
-    def _crossing_s(self, cut: str, codecs: Codecs) -> tuple[float, float, float]:
+        if key in self._crossings:
+            return self._crossings[key]
         profile = self._site.machines[0].profile
         values, kind, width = profile.values(), profile.device_kind, self._element_bytes
         encode_s = decode_s = size = 0.0
@@ -246,7 +243,8 @@ class Ranking:
             encode_s += sum(coding_terms(encode, values, kind).values())
             decode_s += sum(coding_terms(decode, values, kind).values())
         hop = self._plain_hop if all(codec_spec(name).is_lossless for name in codecs) else self._coded_hop
-        return encode_s, hop.latency_s + size / hop.bandwidth_bytes_per_s, decode_s
+        self._crossings[key] = encode_s, hop.latency_s + size / hop.bandwidth_bytes_per_s, decode_s
+        return self._crossings[key]
 
     @cached_property
     def _plain_hop(self) -> Hop:

@@ -22,7 +22,7 @@ from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.hardware.profiles import Profiles
 from zosim.lowering import lower_all
-from zosim.planning.footprint import Footprint, Footprints, HostFootprint, footprint, footprints
+from zosim.planning.footprint import Footprint, Footprints, footprint, footprints
 from zosim.planning.request import profiles_of
 from zosim.plans import Plan
 from zosim.program import Program
@@ -88,16 +88,6 @@ class Prediction:
     seconds_by_label: tuple[tuple[str, float], ...]
     contention: tuple[Contention, ...]
     profile_origin: str
-
-    @property
-    def footprint(self) -> Footprint:
-        """Memory of the rank that takes most of its device."""
-        return self.footprints.largest
-
-    @property
-    def host(self) -> HostFootprint:
-        """Memory of the host of which most is taken."""
-        return self.footprints.fullest
 
     @property
     def interval(self) -> str:

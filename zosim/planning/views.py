@@ -41,7 +41,7 @@ def decision_data(decision: Decision) -> dict[str, Any]:
 def prediction_view(subject: Subject) -> Table:
     """Return a prediction: time, throughput, bottleneck, memory by parts, seconds by label."""
     plan, prediction = subject.plan, subject.prediction
-    limit, device, host = prediction.bottleneck, prediction.footprint, prediction.host
+    limit, device, host = prediction.bottleneck, prediction.footprints.largest, prediction.footprints.fullest
     among = f", for {len(host.ranks)} ranks" if len(host.ranks) > 1 else ""
     several = plan.placement.world_size > 1
     facts = [
@@ -95,9 +95,9 @@ def prediction_data(prediction: Prediction) -> dict[str, Any]:
         "step_time_high_s": prediction.high_s,
         "tokens_per_s": prediction.tokens_per_s,
         "bottleneck": prediction.bottleneck,
-        "device_bytes": prediction.footprint.device_bytes,
-        "host_bytes": prediction.host.size_bytes,
-        "memory_parts": list(prediction.footprint.parts),
+        "device_bytes": prediction.footprints.largest.device_bytes,
+        "host_bytes": prediction.footprints.fullest.size_bytes,
+        "memory_parts": list(prediction.footprints.largest.parts),
         "seconds_by_label": dict(prediction.seconds_by_label),
         "profile_origin": prediction.profile_origin,
         "num_ranks": len(prediction.footprints.ranks),

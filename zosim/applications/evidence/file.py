@@ -73,8 +73,8 @@ class Predicted(FrozenModel):
             step_time_s=prediction.step_time_s,
             low_s=prediction.low_s,
             high_s=prediction.high_s,
-            device_bytes=prediction.footprint.device_bytes,
-            host_bytes=prediction.host.size_bytes,
+            device_bytes=prediction.footprints.largest.device_bytes,
+            host_bytes=prediction.footprints.fullest.size_bytes,
             bottleneck=prediction.bottleneck.words,
         )
 

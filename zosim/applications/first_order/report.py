@@ -65,10 +65,10 @@ def _facts(subject: Subject) -> dict[str, str]:
         "scalars": _messages(counts.num_scalars, counts.scalar_bytes),
         "gradients summed": format_bytes(counts.reduced_bytes),
         "sent in all": format_bytes(counts.size_bytes),
-        "device memory, fullest rank": format_bytes(prediction.footprint.device_bytes),
-        "": prediction.footprint.describe(),
+        "device memory, fullest rank": format_bytes(prediction.footprints.largest.device_bytes),
+        "": prediction.footprints.largest.describe(),
         "device memory, all ranks": format_bytes(_total_bytes(subject)),
-        "host memory, fullest host": format_bytes(prediction.host.size_bytes),
+        "host memory, fullest host": format_bytes(prediction.footprints.fullest.size_bytes),
     }
 
 
