@@ -41,7 +41,7 @@ def test_gpus_that_rings_of_nvlinks_join_spread_what_they_send_over_all_of_them(
     seconds, machines = exchange(SIZE, devices, DGX)
     rings = edge_disjoint_rings(DGX, devices)
     # Every flow has its links to itself: the simulation agrees with the closed form.
-    assert seconds == pytest.approx(machines[0].rings["world"].all_gather_s(SIZE), rel=1e-6)
+    assert seconds == pytest.approx(machines[0].rings["world"].seconds("all_gather", SIZE), rel=1e-6)
     least_s = SIZE * (num_gpus - 1) / num_gpus / rings.both_ways_bytes_per_s
     assert least_s < seconds < 1.05 * least_s
     for machine in machines:
@@ -55,7 +55,7 @@ def test_gpus_that_rings_of_nvlinks_join_spread_what_they_send_over_all_of_them(
 def test_five_gpus_of_a_dgx_1v_fall_back_to_pcie_and_share_it():
     seconds, machines = exchange(SIZE, [f"gpu{number}" for number in range(5)], DGX)
     assert {machine.rings["world"].wire for machine in machines} & {"pcie", "socket"}
-    assert seconds >= machines[0].rings["world"].all_gather_s(SIZE) * (1 - 1e-9)
+    assert seconds >= machines[0].rings["world"].seconds("all_gather", SIZE) * (1 - 1e-9)
     assert seconds > 5 * exchange(SIZE, [f"gpu{number}" for number in range(4)], DGX)[0]
 
 
@@ -230,6 +230,6 @@ def test_rings_over_several_hosts_leave_by_every_adapter_and_stay_on_nvlinks_wit
     assert ring.bandwidth_bytes_per_s == pytest.approx(min(min(8, len(adapters)) * one, within))
     assert ring.nccl is not None
     assert (ring.nccl.num_ranks, ring.nccl.num_hosts, ring.nccl.wire) == (16, 2, "nvlink")
-    assert seconds == pytest.approx(ring.all_gather_s(SIZE), rel=1e-6)
+    assert seconds == pytest.approx(ring.seconds("all_gather", SIZE), rel=1e-6)
     alone, _ = exchange(SIZE, [devices[0], devices[8]], topology)
     assert seconds < alone

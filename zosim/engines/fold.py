@@ -40,15 +40,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from costmodel.profile import Bound
 from zosim.engines.assembly import without_garbage_collection
 from zosim.engines.lockstep import simulate_many
 from zosim.engines.world import Group, Template, World
-from zosim.hardware.machine import Activity, Machine
-from zosim.instructions import Part
+from zosim.hardware.machine import Machine
 from zosim.places import channel_of
 from zosim.program_set import ProgramSet
 from zosim.timeline import Timeline
@@ -253,18 +252,13 @@ def _multiplied(world: World, plain: _RankKinds, partition: _Partition, rank: in
         for place, name in enumerate(plain.resources[other])
     )
     times = {name: sharers[place, name] for place, name in enumerate(names)}
-    changed: dict[int, Activity] = {}
-    for activity in template.activities.values():
-        if id(activity) not in changed:
-            uses = tuple(
-                (representative[partition.resources[own[name]]], use * times[own[name]])
-                for name, use in activity.uses
-                if own[name] in times
-            )
-            changed[id(activity)] = replace(activity, uses=uses)
-    activities: dict[tuple[Part, str], Activity] = {
-        place: changed[id(activity)] for place, activity in template.activities.items()
-    }
+    activities = template.taking(
+        lambda activity: tuple(
+            (representative[partition.resources[own[name]]], use * times[own[name]])
+            for name, use in activity.uses
+            if own[name] in times
+        )
+    )
     listed = tuple(dict.fromkeys(representative[partition.resources[name]] for name in names))
     return Template(template.program, MappingProxyType(activities), listed, template.step_s)
 

@@ -7,7 +7,7 @@ thousand ranks cost little more than one. :mod:`zosim.engines.fold` goes further
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -44,6 +44,16 @@ class Template:
     activities: Mapping[tuple[Part, str], Activity]
     resources: tuple[str, ...]
     step_s: float
+
+    def taking(
+        self, uses_of: Callable[[Activity], tuple[tuple[str, float], ...]]
+    ) -> dict[tuple[Part, str], Activity]:
+        """Return the activities with other uses of resources; what was one object stays one."""
+        changed: dict[int, Activity] = {}
+        for activity in self.activities.values():
+            if id(activity) not in changed:
+                changed[id(activity)] = replace(activity, uses=uses_of(activity))
+        return {place: changed[id(activity)] for place, activity in self.activities.items()}
 
     @cached_property
     def most_asked(self) -> dict[str, float]:
@@ -214,12 +224,7 @@ class World:
         if self.resources[rank] == template.resources:
             return dict(template.activities)
         own = dict(zip(template.resources, self.resources[rank], strict=True))
-        renamed: dict[int, Activity] = {}
-        for activity in template.activities.values():
-            if id(activity) not in renamed:
-                uses = tuple((own[name], use) for name, use in activity.uses)
-                renamed[id(activity)] = replace(activity, uses=uses)
-        return {place: renamed[id(activity)] for place, activity in template.activities.items()}
+        return template.taking(lambda activity: tuple((own[name], use) for name, use in activity.uses))
 
     def party(self, rank: int, meeting: Meeting) -> tuple[tuple[int, ...], Hashable]:
         """Return who meets where `rank` does, and what tells this meeting from others at its position.

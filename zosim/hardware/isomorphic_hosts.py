@@ -21,13 +21,20 @@ class IsomorphicHosts:
                 members.setdefault(node.host, []).append(node.id)
         places = {name: (host, place) for host, names in members.items() for place, name in enumerate(names)}
         joined: dict[str, list[Hashable]] = {host: [] for host in members}
+
+        def join(source: str, target: str, key: Hashable) -> None:
+            """Note what joins two nodes, by their places, if they are of one host."""
+            one, other = places.get(source), places.get(target)
+            if one and other and one[0] == other[0]:
+                joined[one[0]].append((one[1], other[1], key))
+
         for link in topology.links:
             kind = link.type
             key = kind.kind, link.bandwidth_bytes_per_s, link.latency_s, kind.duplex, kind.sharing
-            _join(joined, places, link.source, link.target, key)
+            join(link.source, link.target, key)
         for entry in topology.measured:
             measured = entry.bandwidth.in_si("bandwidth")
-            _join(joined, places, entry.source, entry.target, ("measured", measured))
+            join(entry.source, entry.target, ("measured", measured))
         first: dict[Hashable, str] = {}
         self._representative: dict[str, str] = {}
         for host, names in members.items():
@@ -38,19 +45,6 @@ class IsomorphicHosts:
     def representative(self, device: str) -> str:
         """Return the first device that is placed as `device` is, itself perhaps."""
         return self._representative.get(device, device)
-
-
-def _join(
-    joined: dict[str, list[Hashable]],
-    places: dict[str, tuple[str, int]],
-    source: str,
-    target: str,
-    key: Hashable,
-) -> None:
-    """Note what joins two nodes, by their places, if they are of one host."""
-    ends = places.get(source), places.get(target)
-    if ends[0] and ends[1] and ends[0][0] == ends[1][0]:
-        joined[ends[0][0]].append((ends[0][1], ends[1][1], key))
 
 
 def _node_key(topology: Topology, name: str) -> Hashable:

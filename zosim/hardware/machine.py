@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from costmodel.collectives import all_gather_s, all_reduce_s, point_to_point_s
 from costmodel.estimate import CopyDirection, OperationCost, estimate
@@ -131,27 +131,15 @@ class Ring(Hop):
 
     num_ranks: int = field(kw_only=True)
 
-    def all_reduce_s(self, size_bytes: float, bound: Bound = "central") -> float:
-        """Return the seconds of a sum over buffers of so many bytes."""
+    def seconds(
+        self, function: Literal["all_reduce", "all_gather"], size_bytes: float, bound: Bound = "central"
+    ) -> float:
+        """Return the seconds of a sum over buffers of so many bytes, or until every rank has all shares of so many bytes together."""
         if self.nccl is not None:
-            return self.nccl.seconds("all_reduce", size_bytes, bound)
-        return all_reduce_s(
-            size_bytes,
-            self.num_ranks,
-            latency_s=self.latency_s,
-            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
-        )
-
-    def all_gather_s(self, size_bytes: float, bound: Bound = "central") -> float:
-        """Return the seconds until every rank has all shares, so many bytes together."""
-        if self.nccl is not None:
-            return self.nccl.seconds("all_gather", size_bytes, bound)
-        return all_gather_s(
-            size_bytes,
-            self.num_ranks,
-            latency_s=self.latency_s,
-            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
-        )
+            return self.nccl.seconds(function, size_bytes, bound)
+        by_messages = all_reduce_s if function == "all_reduce" else all_gather_s
+        latency_s, bandwidth = self.latency_s, self.bandwidth_bytes_per_s
+        return by_messages(size_bytes, self.num_ranks, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
 
 
 @dataclass(frozen=True)
@@ -379,7 +367,11 @@ class Machine:
         # one share, and then the other shares.
         whole = size_bytes * ring.num_ranks / (ring.num_ranks - 1)
         is_sum = instruction.op.function == "all_reduce"
-        exchange_s = ring.all_reduce_s(whole / 2, bound) if is_sum else ring.all_gather_s(whole, bound)
+        exchange_s = (
+            ring.seconds("all_reduce", whole / 2, bound)
+            if is_sum
+            else ring.seconds("all_gather", whole, bound)
+        )
         return self._on_link(replace(cost, seconds=cost.seconds + exchange_s), size_bytes, ring, bound)
 
     def _message(

@@ -58,13 +58,13 @@ def message(row: MeasuredRow, site: Site) -> Forecast:
 def all_reduce(row: MeasuredRow, site: Site) -> Forecast:
     """Return the seconds of a sum over the first ranks' buffers."""
     ring, size_bytes = ring_of(row, site), row.count("bytes")
-    return bounded(lambda bound: _call_s(site, bound) + ring.all_reduce_s(size_bytes, bound))
+    return bounded(lambda bound: _call_s(site, bound) + ring.seconds("all_reduce", size_bytes, bound))
 
 
 def all_gather(row: MeasuredRow, site: Site) -> Forecast:
     """Return the seconds until the first ranks have all shares, or each its sum of them: so many bytes together."""
     ring, size_bytes = ring_of(row, site), row.count("bytes")
-    return bounded(lambda bound: _call_s(site, bound) + ring.all_gather_s(size_bytes, bound))
+    return bounded(lambda bound: _call_s(site, bound) + ring.seconds("all_gather", size_bytes, bound))
 
 
 def _call_s(site: Site, bound: Bound) -> float:
