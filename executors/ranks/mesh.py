@@ -64,7 +64,7 @@ def stage_of(plan: Plan, rank: int) -> str:
     num_stages, cuts = plan.num_stages, plan.cuts
     if num_stages == 1:
         return ""
-    stage = plan.stage_of(rank)
+    stage = plan.mesh.coordinates(rank).stage
     behind = [f"behind cut {cuts[stage - 1]}"] if stage else []
     before = [f"before cut {cuts[stage]}"] if stage + 1 < num_stages else []
     return f"stage {stage + 1} of {num_stages}, {', '.join(behind + before)}"

@@ -83,7 +83,7 @@ def shortened_stages(plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
     kept: list[int] = []
     halves: list[str] = []
     standing: dict[int, range] = {}
-    pipeline = next(part for part in plan.pipelines if rank in part)
+    pipeline = next(part for part in plan.mesh.pipelines if rank in part)
     for member in pipeline:
         blocks = [segment for segment in plan.segments_of(member) if segment not in (EMBED, HEAD)]
         whole = [block_index(segment) for segment in blocks if not segment.endswith((FRONT, BACK))]

@@ -118,11 +118,8 @@ def profile_for(
         profile.check_device(device_name=sheet.device_name, device_kind=sheet.device_kind)
         return profile
     kept = host_profile_path(sheet.device_name, sheet.num_threads)
-    return _kept_or(sheet, kept) if is_host and kept.exists() else sheet
-
-
-def _kept_or(sheet: Profile, kept: Path) -> Profile:
-    """Return the calibration that was kept, or the data sheet's where it cannot be read any more."""
+    if not (is_host and kept.exists()):
+        return sheet
     try:
         return load_profile(kept)
     except ProfileError as error:

@@ -108,7 +108,9 @@ class Bounds:
         return Bound(
             max(
                 longest.period_s,
-                self._sketcher.pipeline_s(plan, plan.pipelines[0], machines) if plan.num_stages > 1 else 0.0,
+                self._sketcher.pipeline_s(plan, plan.mesh.pipelines[0], machines)
+                if plan.num_stages > 1
+                else 0.0,
                 self._shared_s(plan, site, sketches),
             ),
             longest.num_instructions,
@@ -134,7 +136,7 @@ class Bounds:
         ranks: list[int] = []
         on_host: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for rank, device in enumerate(plan.placement.devices):
-            stage = plan.stage_of(rank)
+            stage = plan.mesh.coordinates(rank).stage
             points = plan.points_of(rank)
             kind = (len(points), BASE in points, len(plan.rows_of(rank)), stage, machines[rank].shape)
             if kind not in number_of:

@@ -79,15 +79,15 @@ class Ranking:
         self._costs = costs or Costs(site.plan.model, cutting)
         self._crossings: dict[tuple[str, Codecs], tuple[float, float, float]] = {}
 
-    @property
-    def names(self) -> list[str]:
-        """All cuts of the model, in its order."""
-        return self._costs.names
-
     @cached_property
     def codecs(self) -> list[Codecs]:
         """Pairs of codecs that are worth a simulation: plain numbers, and the best of what was asked for."""
-        asked = list(dict.fromkeys(itertools.product(*self._cutting.choices)))
+        cutting = self._cutting
+        asked = list(
+            dict.fromkeys(
+                itertools.product(cutting.codecs or ("none",), cutting.residual_codecs or ("none",))
+            )
+        )
         asked = [pair for pair in asked if pair != PLAIN]
         if len(asked) > _NUM_CODECS:
             bounds = {pair: self.best_of_all(pair).bound_s for pair in asked}
@@ -97,19 +97,19 @@ class Ranking:
     def best(self, codecs: Codecs) -> list[tuple[str, ...]]:
         """Return the cuts worth a simulation: the best inside blocks, the best between them, and SparQ's own choice."""
         num_cuts = self._site.num_stages - 1
-        inside = [name for name in self.names if name.endswith(INSIDE)]
-        between = [name for name in self.names if not name.endswith(INSIDE)]
+        inside = [name for name in self._costs.names if name.endswith(INSIDE)]
+        between = [name for name in self._costs.names if not name.endswith(INSIDE)]
         candidates = [cuts for names in (between, inside) for cuts in self._best_of(names, num_cuts, codecs)]
         if num_cuts > 1:
-            candidates += self._best_of(self.names, num_cuts, codecs)
-        candidates.append(sparsest_near_the_middle(self.names, self._cutting.densities, num_cuts + 1))
+            candidates += self._best_of(self._costs.names, num_cuts, codecs)
+        candidates.append(sparsest_near_the_middle(self._costs.names, self._cutting.densities, num_cuts + 1))
         return [cuts for cuts in dict.fromkeys(candidates) if len(cuts) == num_cuts]
 
     def best_of_all(self, codecs: Codecs, limit_bytes: float = np.inf) -> BoundedCuts:
         """Return the best cuts of any kind, of whose stages none has more bytes of weights, if there are any."""
         if self._cutting.cuts:
             return BoundedCuts(self._cutting.cuts, codecs, self.bound_s(self._cutting.cuts, codecs))
-        cuts = self._spread(self.names, self._site.num_stages - 1, codecs, limit_bytes)
+        cuts = self._spread(self._costs.names, self._site.num_stages - 1, codecs, limit_bytes)
         return BoundedCuts(cuts, codecs, self.bound_s(cuts, codecs) if cuts else np.inf)
 
     def _best_of(self, names: Sequence[str], num_cuts: int, codecs: Codecs) -> list[tuple[str, ...]]:

@@ -122,11 +122,6 @@ class Cutting:
         """Whether a codec that is asked for changes numbers."""
         return any(not codec_spec(name).is_lossless for name in (*self.codecs, *self.residual_codecs))
 
-    @property
-    def choices(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Codecs of MLP activations and of the residual stream to try: those that may be used, or plain numbers."""
-        return self.codecs or ("none",), self.residual_codecs or ("none",)
-
     def cut(self, model: ModelSpec, cuts: Sequence[str]) -> ModelSpec:
         """Return `model` with the blocks cut that these cuts are inside.
 

@@ -63,7 +63,7 @@ def pipelining(subject: Subject) -> Pipelining:
     for number, cut in enumerate(plan.cuts):
         sends = [
             item
-            for part in plan.pipelines
+            for part in plan.mesh.pipelines
             for item in subject.programs.program_of(part[number]).step
             if isinstance(item.op, Send)
         ]
@@ -75,7 +75,7 @@ def pipelining(subject: Subject) -> Pipelining:
                 sum(access.size_bytes for item in sends for access in item.reads),
             )
         )
-    first = plan.pipelines[0]
+    first = plan.mesh.pipelines[0]
     bubbles = tuple(1 - _working(subject, rank) for rank in first)
     return Pipelining(bubbles, tuple(traffic), len(plan.points))
 

@@ -223,15 +223,6 @@ class Plan(Axis, Document):
         return self.mesh.stage
 
     @property
-    def pipelines(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each pipeline, by stage."""
-        return self.mesh.pipelines
-
-    def stage_of(self, rank: int) -> int:
-        """Return the part of the model that `rank` runs."""
-        return self.mesh.coordinates(rank).stage
-
-    @property
     def coded_in_place(self) -> dict[str, int]:
         """Number of each cut within one stage, by the segment before it: the same rank encodes and decodes what crosses.
 

@@ -46,7 +46,7 @@ def baseline_plan(plan: Plan) -> Plan:
         placement=plan.placement,
         batch=plan.batch,
         seq=plan.seq,
-        mesh=Mesh(data=len(plan.pipelines), stage=plan.num_stages),
+        mesh=Mesh(data=len(plan.mesh.pipelines), stage=plan.num_stages),
         split=plan.split.model_copy(update={"codec": "none", "residual_codec": "none", "densities": ()}),
         residency=Residency(),
         weights=Weights(dtype=plan.storage_dtype),
