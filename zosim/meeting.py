@@ -34,11 +34,6 @@ class Pair:
     ranks: tuple[int, int]
     offsets: Mapping[str, int]
 
-    @property
-    def groups(self) -> frozenset[str]:
-        """Groups in which the two are together."""
-        return frozenset(self.offsets)
-
     def meets(self, side: int, op: Operation) -> bool:
         """Whether `op`, on the first (0) or the second rank, takes the other of the two."""
         if isinstance(op, Collective):
@@ -243,7 +238,7 @@ class Joint:
             *(self._clocks[number].get(index) for index in item.after),
         ]
         for group, index in item.after_peers:
-            if group in self._pair.groups:
+            if group in self._pair.offsets:
                 clocks.append(self._clocks[1 - number].get(self._namesake(number, index)))
         known = [clock for clock in clocks if clock is not None]
         if len(known) < len(clocks):

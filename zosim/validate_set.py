@@ -64,13 +64,13 @@ def _refuse_messages_to_nobody(programs: ProgramSet) -> None:
 
 
 def _check(first: Side, second: Side, pair: Pair) -> None:
-    for group in sorted(pair.groups):
+    for group in sorted(pair.offsets):
         _refuse_unlike_collectives(first, second, group, pair)
     for sender, receiver, flipped in ((first, second, False), (second, first, True)):
         _refuse_unlike_messages(sender, receiver, pair, flipped=flipped)
     joint = Joint((first, second), pair)
     joint.run()
-    if "host" in pair.groups:
+    if "host" in pair.offsets:
         for mine, other, flipped in ((first, second, False), (second, first, True)):
             _refuse_shared_hazards(mine, other, joint, flipped=flipped, pair=pair)
     left, right = _versions(first.program), _versions(second.program)

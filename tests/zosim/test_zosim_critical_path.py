@@ -40,7 +40,7 @@ def test_a_steady_step_is_its_slowest_stage_alone(times, slots, label, words):
     for timeline in (simulate(whole, unshared()), as_measured(simulate(whole, unshared(), num_steps=8))):
         path = step_path(timeline, whole)
         assert seconds_by_label(path) == pytest.approx({label: path.duration_s})
-        assert path.seconds_per_step == pytest.approx(12.0)
+        assert path.duration_s / path.num_steps == pytest.approx(12.0)
         found = bottleneck(path)
         assert (found.words, found.share) == (words, pytest.approx(1.0))
         assert found.seconds_per_step == pytest.approx(12.0)
@@ -68,7 +68,7 @@ def test_segments_tile_steady_steps_exactly(whole, is_shared, step_s):
     circuit = step_path(timeline, whole)
     assert sum(seconds_by_label(circuit).values()) == pytest.approx(circuit.duration_s, rel=1e-12, abs=1e-15)
     if timeline.repeat is not None and circuit.segments:
-        assert circuit.seconds_per_step == pytest.approx(timeline.step_time_s, rel=1e-9)
+        assert circuit.duration_s / circuit.num_steps == pytest.approx(timeline.step_time_s, rel=1e-9)
 
 
 @given(programs(), st.lists(st.floats(0.0, 3e-3), min_size=40, max_size=40))

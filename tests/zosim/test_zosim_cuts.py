@@ -198,7 +198,7 @@ def test_a_step_sends_as_many_activations_as_print_counts(difference, per_cut):
     subject = decision.chosen.subject
     found = pipelining(subject)
     # (P + 1)(M - 1) and 2P(M - 1), for P = 2 and M = 3.
-    assert found.num_activations == 2 * per_cut
+    assert sum(cut.num_messages for cut in found.cuts) == 2 * per_cut
     assert any(f"{2 * per_cut} by SparQ's count" in reason for reason in decision.reasons)
     # The residual stream, 4 sequences of 64 tokens in float32, and a header.
     least = 4 * 64 * subject.plan.model.hidden_size * 4

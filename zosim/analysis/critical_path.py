@@ -107,11 +107,6 @@ class CriticalPath:
         """Length of the interval in seconds."""
         return self.end_s - self.begin_s
 
-    @property
-    def seconds_per_step(self) -> float:
-        """Length of the interval over the steps in it."""
-        return self.duration_s / max(self.num_steps, 1)
-
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:

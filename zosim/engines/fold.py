@@ -110,11 +110,6 @@ class _Partition:
     ranks: tuple[int, ...]
     resources: dict[str, int]
 
-    @property
-    def num_colours(self) -> int:
-        """Classes of both."""
-        return len(set(self.ranks)) + len(set(self.resources.values()))
-
 
 class _RankKinds:
     """What of each rank matters: its activities' numbers, and the resources that can limit them.
@@ -187,11 +182,10 @@ def _refined(world: World, plain: _RankKinds) -> _Partition:
             )
         ),
     )
-    while True:
-        finer = _finer(world, plain, users, partition)
-        if finer.num_colours == partition.num_colours:
-            return finer
+    # Colours are numbered as they first appear, so what is not refined keeps its numbers.
+    while (finer := _finer(world, plain, users, partition)) != partition:
         partition = finer
+    return partition
 
 
 def _places(world: World) -> list[tuple[int, ...]]:

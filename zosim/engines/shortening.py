@@ -26,8 +26,13 @@ NUM_BLOCKS = 2
 """Blocks of a shortened model."""
 
 
-def are_alike(model: ModelSpec) -> bool:
-    """Whether all blocks of a model are built alike, and none is cut."""
+def shortened(model: ModelSpec) -> ModelSpec:
+    """Return a model of which only the first two blocks are left, cut inside as they were."""
+    return with_blocks(model, range(NUM_BLOCKS))
+
+
+def shortest(model: ModelSpec) -> ModelSpec:
+    """Return a model of two blocks that tell all others, the model itself where blocks are unlike, cut or as few."""
     blocks: dict[str, list[ParameterGroup]] = defaultdict(list)
     for group in model.groups:
         for segment in group.segments:
@@ -37,17 +42,8 @@ def are_alike(model: ModelSpec) -> bool:
         for index in range(model.num_blocks)
     }
     are_whole = set(model.segments) == {"embed", "head", *map(block_segment, range(model.num_blocks))}
-    return are_whole and len(kinds) == 1
-
-
-def shortened(model: ModelSpec) -> ModelSpec:
-    """Return a model of which only the first two blocks are left, cut inside as they were."""
-    return with_blocks(model, range(NUM_BLOCKS))
-
-
-def shortest(model: ModelSpec) -> ModelSpec:
-    """Return a model of two blocks that tell all others, the model itself where blocks are unlike or as few."""
-    return shortened(model) if model.num_blocks > NUM_BLOCKS and are_alike(model) else model
+    are_alike = are_whole and len(kinds) == 1
+    return shortened(model) if model.num_blocks > NUM_BLOCKS and are_alike else model
 
 
 def with_blocks(model: ModelSpec, kept: Sequence[int]) -> ModelSpec:

@@ -50,11 +50,6 @@ class Pipelining:
     cuts: tuple[CutTraffic, ...]
     num_losses: int
 
-    @property
-    def num_activations(self) -> int:
-        """Messages of activations in a step."""
-        return sum(cut.num_messages for cut in self.cuts)
-
 
 def pipelining(subject: Subject) -> Pipelining:
     """Return the figures of a plan with several stages."""
@@ -93,7 +88,7 @@ def _working(subject: Subject, rank: int) -> float:
 
 def about_stages(subject: Subject) -> Iterator[str]:
     """Yield how long stages idle and what crosses, in words."""
-    plan, figures = subject.plan, pipelining(subject)
+    plan, figures, counts = subject.plan, pipelining(subject), step_counts(subject.programs)
     idle = ", ".join(f"{max(share, 0.0):.0%}" for share in figures.bubbles)
     yield f"bubble: the stages' compute is idle for {idle} of a step"
     for cut in figures.cuts:
@@ -106,8 +101,8 @@ def about_stages(subject: Subject) -> Iterator[str]:
     num_cuts = pipelines * (plan.num_stages - 1)
     formula = f"{plan.estimator.points_formula}(M - 1)"
     each = f" for each of {pipelines} shards" if pipelines > 1 else ""
-    yield f"{figures.num_activations} activations a step forward, {plan.estimator.num_points * num_cuts} by SparQ's count {formula}{each}"
+    yield f"{counts.num_activations} activations a step forward, {plan.estimator.num_points * num_cuts} by SparQ's count {formula}{each}"
     yield (
-        f"back go {figures.num_losses} losses, in one all_gather: {step_counts(subject.programs).num_scalars} scalars that "
+        f"back go {figures.num_losses} losses, in one all_gather: {counts.num_scalars} scalars that "
         f"another rank gets, where SparQ counts P(M - 1) differences, {plan.estimator.num_queries * num_cuts}"
     )
