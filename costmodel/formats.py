@@ -16,6 +16,9 @@ DType = Literal["float64", "float32", "tf32", "float16", "bfloat16", "float8_e4m
 
 COMPUTE_FORMATS: tuple[DType, ...] = get_args(DType)
 
+TransferFormat = Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3"]
+"""Formats that offloaded blocks are kept in on the host, and cross the bus in."""
+
 CodeFormat = Literal[
     "int8",
     "int7",

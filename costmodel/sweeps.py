@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from costmodel.distributions import DrawClass
-from costmodel.formats import FORMATS, DType
+from costmodel.formats import COMPUTE_FORMATS, FORMATS, DType, TransferFormat
 from costmodel.work import SHARED_ELEMENTS, Work
 
 Arithmetic = Literal["fused", "scaled", "literal", "pieces"]
@@ -204,9 +204,13 @@ def update_work(
     )
 
 
-def cast_work(num_elements: int, *, source: DType, target: DType, num_tensors: int = 1) -> Work:
+def cast_work(
+    num_elements: int, *, source: TransferFormat, target: TransferFormat, num_tensors: int = 1
+) -> Work:
     """Return the work of rewriting `num_elements` in another format: one read, one write."""
-    wider = max(source, target, key=lambda name: FORMATS[name].bits)
+    # Of the two at least the weights' own is one that is computed in.
+    computed: list[DType] = [name for name in COMPUTE_FORMATS if name in (source, target)]
+    wider = max(sorted(computed, key=(source, target).index), key=lambda name: FORMATS[name].bits)
     return Work(
         dtype=wider,
         num_casts=num_elements,

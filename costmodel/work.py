@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from costmodel.distributions import DrawClass
-from costmodel.formats import DType
+from costmodel.formats import DType, TransferFormat
 
 ModelCode = Literal["batch", "embed", "block", "head"]
 
@@ -171,8 +171,8 @@ class Work(_FrozenCounts):
     num_kept_rows: NonNegativeInt = 0
     num_rounded: NonNegativeInt = 0
     num_casts: NonNegativeInt = 0
-    cast_dtype: DType = "float32"
-    cast_target: DType = "float32"
+    cast_dtype: TransferFormat = "float32"
+    cast_target: TransferFormat = "float32"
     draw_dtype: DType = "float32"
     distribution: DrawClass = "normal"
     num_kernels: NonNegativeInt = 0

@@ -30,7 +30,7 @@ from itertools import product
 from math import ceil
 from typing import Literal, get_args
 
-from costmodel.formats import FORMATS
+from costmodel.formats import FORMATS, TransferFormat
 from costmodel.model_spec import ModelSpec
 from topology.errors import PlanError
 from topology.validation import readable
@@ -44,7 +44,6 @@ Transfers = Literal["private", "shared", "sliced"]
 Point = Mapping[str, Mapping[str, object]]
 """Values of fields, by axis and name."""
 _SLOTS = (1, 2, 3)
-_LOSSY_TRANSFERS: tuple[TransferDType, ...] = ("float16", "bfloat16", "float8_e4m3")
 _CODINGS: tuple[Mapping[str, object], ...] = (
     {"weights": "int8", "activations": "int8-token"},
     {"weights": "int4", "scales": "group"},
@@ -413,6 +412,6 @@ def _transfer_formats(request: Request) -> Iterator[TransferDType | None]:
     if request.allow_lossy and fixed in (None, stored):
         yield from (
             dtype
-            for dtype in _LOSSY_TRANSFERS
+            for dtype in get_args(TransferFormat)
             if FORMATS[dtype].element_bytes < FORMATS[stored].element_bytes
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from costmodel.formats import FORMATS
+from costmodel.formats import FORMATS, TransferFormat
 from topology.limits import Slots
 from zosim.plans.setting import Axis, Changes, Conflict, Setting
 from zosim.plans.weights import in_full
@@ -15,10 +15,7 @@ from zosim.plans.weights import in_full
 if TYPE_CHECKING:
     from zosim.plans import Plan
 
-TransferDType = Annotated[
-    Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3"], BeforeValidator(in_full)
-]
-
+TransferDType = Annotated[TransferFormat, BeforeValidator(in_full)]
 
 _ROUNDING: Changes = "numbers where transfers round"
 
