@@ -11,7 +11,7 @@ from typing import Literal
 
 from costmodel.collectives import LOOPBACK_BYTES_PER_S, MESSAGE_S
 from costmodel.distributions import DrawClass
-from costmodel.formats import COMPUTE_FORMATS, FORMATS, DType
+from costmodel.formats import CAST_FORMATS, CAST_PAIRS, COMPUTE_FORMATS, FORMATS, DType
 from costmodel.gpus import (
     architecture_of,
     clocks_per_s,
@@ -98,12 +98,6 @@ _CPU_JUMP: Spread = (0.7e-3, 0.2e-3, 4e-3)
 _CPU_JUMP_SOURCE = "measured on one x86-64 core: a jump of the Mersenne Twister takes 0.65 ms"
 _CPU_CASTS: Spread = (0.8e9, 0.1e9, 4e9)
 _CPU_CASTS_SOURCE = "assumed: one core between memory and a conversion"
-_CPU_CAST_PAIRS: tuple[tuple[DType, DType], ...] = (
-    ("float32", "float16"),
-    ("float32", "bfloat16"),
-    ("bfloat16", "float8_e4m3"),
-)
-"""Formats that offloaded blocks are cast between, there and back."""
 
 _CPU_HALF_DIMS: dict[str, Spread] = {"m": (8.0, 0.5, 64.0), "n": (8.0, 0.5, 64.0), "k": (32.0, 2.0, 160.0)}
 _CPU_HALF_DIM_SOURCE = "assumed: rows of a few registers; short sums write their products often"
@@ -359,7 +353,7 @@ def _gpu_constants(spec: DeviceSpec) -> Iterator[Constant]:
     cache = _CACHE_MIB if architecture is None else architecture.cache_mib
     yield _constant("cache_bytes", (0.6 * cache, 0.3 * cache, cache), _CACHE_GPU_SOURCE, scale=2**20)
     yield _constant("exponential_rate", _GPU_EXPONENTIALS, _GPU_EXPONENTIALS_SOURCE, scale=memory)
-    for dtype in COMPUTE_FORMATS:
+    for dtype in CAST_FORMATS:
         width = FORMATS[dtype].element_bytes
         yield _constant(f"cast_rate.{dtype}", _STREAM, source, scale=memory / (3 * width))
     for name in ("elementwise_cache_bandwidth", "sweep_cache_bandwidth"):
@@ -459,8 +453,8 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
             widened = (value * factor, low * factor, high)
             yield _constant(f"{name}.{dtype}", widened, f"{source}; widened to compute with", scale=scale)
     yield from _cpu_products(threads)
-    pairs = [f"{one}.{other}" for pair in _CPU_CAST_PAIRS for one, other in (pair, pair[::-1])]
-    for formats in (*COMPUTE_FORMATS, *pairs):
+    pairs = [f"{one}.{other}" for pair in CAST_PAIRS for one, other in (pair, pair[::-1])]
+    for formats in (*CAST_FORMATS, *pairs):
         yield _constant(f"cast_rate.{formats}", _CPU_CASTS, _CPU_CASTS_SOURCE, scale=threads)
     for dtype, normals in _CPU_NORMALS.items():
         for distribution, part in _CPU_SKIPPED.items():

@@ -19,6 +19,18 @@ COMPUTE_FORMATS: tuple[DType, ...] = get_args(DType)
 TransferFormat = Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3"]
 """Formats that offloaded blocks are kept in on the host, and cross the bus in."""
 
+CAST_FORMATS: tuple[DType | TransferFormat, ...] = tuple(
+    dict.fromkeys((*COMPUTE_FORMATS, *get_args(TransferFormat)))
+)
+"""All that something is cast from or to."""
+
+CAST_PAIRS: tuple[tuple[TransferFormat, TransferFormat], ...] = (
+    ("float32", "float16"),
+    ("float32", "bfloat16"),
+    ("bfloat16", "float8_e4m3"),
+)
+"""Formats of which both casts, there and back, have rates of their own on CPUs."""
+
 CodeFormat = Literal[
     "int8",
     "int7",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import torch
 
-from costmodel.formats import COMPUTE_FORMATS, FORMATS, DType, TransferFormat
+from costmodel.formats import CAST_FORMATS, COMPUTE_FORMATS, FORMATS, DType
 from topology.errors import PlanError
 
 _NAMES_IN_TORCH = {"tf32": "float32", "float8_e4m3": "float8_e4m3fn"}
@@ -15,7 +13,7 @@ _NAMES_IN_TORCH = {"tf32": "float32", "float8_e4m3": "float8_e4m3fn"}
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, _NAMES_IN_TORCH.get(name, name))
     for name, declared in FORMATS.items()
-    if name in (*COMPUTE_FORMATS, *get_args(TransferFormat), "float8_e5m2", "int8", "int64", "uint8")
+    if name in (*CAST_FORMATS, "float8_e5m2", "int8", "int64", "uint8")
 }
 """What a tensor's elements are, by format; narrower ones than a byte lie packed in bytes."""
 

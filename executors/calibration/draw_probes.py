@@ -15,7 +15,7 @@ from costmodel.distributions import (
     NUM_RNG_MARKS,
     DrawClass,
 )
-from costmodel.formats import DType
+from costmodel.formats import CAST_PAIRS
 from costmodel.sweeps import cast_work, draw_work, perturb_work
 from executors.calibration.probing import MEMORY_BYTES, Probe, format_named, kind_of, random_tensor
 from executors.formats import TORCH_DTYPES
@@ -117,17 +117,10 @@ def _jumps(device: torch.device) -> Iterator[Probe]:
     yield Probe(f"jump over {num}", work, lambda: jumped(state, num))
 
 
-_CASTS: tuple[tuple[DType, DType], ...] = (
-    ("float32", "float16"),
-    ("float32", "bfloat16"),
-    ("bfloat16", "float8_e4m3"),
-)
-
-
 def _casts(device: torch.device) -> Iterator[Probe]:
     """Yield conversions as offloaded blocks of a narrower format meet them, there and back."""
     num = MEMORY_BYTES[kind_of(device)] // 32
-    for wider, narrower in _CASTS:
+    for wider, narrower in CAST_PAIRS:
         for source, target in ((wider, narrower), (narrower, wider)):
             of, to = random_tensor(device, source, num), random_tensor(device, target, num)
 
