@@ -129,7 +129,7 @@ def test_cuts_found_one_after_the_other_are_the_best_of_all(num_stages):
     cutting = cutting_of(MODEL)
     ranked = ranking("dgx-h100", cutting, Mesh(stage=num_stages))
     codecs = ("none", "none")
-    between = [name for name in ranked.names if not name.endswith(".mlp")]
+    between = [name for name in ranked._costs.names if not name.endswith(".mlp")]
     all_of_them = itertools.combinations(between, num_stages - 1)
     least = min(ranked.bound_s(cuts, codecs) for cuts in all_of_them)
     found = min(ranked.bound_s(cuts, codecs) for cuts in ranked.best(codecs))
