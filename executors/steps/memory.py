@@ -14,7 +14,6 @@ import psutil
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from executors.devices import device_module
 from zosim.instructions import Space
@@ -82,19 +81,22 @@ class LiveTensors(TorchDispatchMode):
         self.peak_bytes = 0
         self._known: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from wrapping what follows for its compiler, which sees no step: that took longer than what follows."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operation and note the storages that are new."""
         result = func(*args, **(kwargs or {}))
-        borrowed = {
-            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)
-        }
-        for leaf in tree_leaves(result):
-            if _has_storage(leaf):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in borrowed and storage._cdata not in self._known:
-                    self._note(storage)
+        made = {storage._cdata: storage for storage in _storages_of(result)}
+        if made.keys() <= self._known:
+            return result
+        borrowed = {storage._cdata for storage in _storages_of((args, kwargs))}
+        for key in made.keys() - self._known - borrowed:
+            self._note(made[key])
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -141,5 +143,13 @@ def report(
     return MemoryReport(dict(arena_bytes), live_bytes, slack, rss, max(peak, rss))
 
 
-def _has_storage(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.device.type != "meta"
+def _storages_of(tree: object) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of the tensors in an operation's arguments or results: lists, tuples and keywords of them, no more."""
+    if isinstance(tree, Tensor):
+        if tree.layout == torch.strided and tree.device.type != "meta":
+            yield tree.untyped_storage()
+    elif isinstance(tree, list | tuple):
+        for part in tree:
+            yield from _storages_of(part)
+    elif isinstance(tree, dict):
+        yield from _storages_of(list(tree.values()))

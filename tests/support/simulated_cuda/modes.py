@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.support.simulated_cuda.device import DEVICE, Device, Generator
 
@@ -146,14 +145,18 @@ class Kernels(TorchDispatchMode):
         super().__init__()
         self._device = device
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from wrapping what follows for its compiler, which takes longer than the kernel."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, device = kwargs or {}, self._device
+        if _is_view(func):
+            return func(*args, **kwargs)
         name, schema = str(func.overloadpacket), func._schema
         given = _tensors((args, kwargs))
-        is_there = device.host.makes_on_device or any(device.kind_of(t) == "device" for t in given)
-        if any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns):
-            return func(*args, **kwargs)  # a view
-        if not is_there:
+        if not (device.host.makes_on_device or any(device.kind_of(t) == "device" for t in given)):
             for tensor, writes in _operands(schema, args, kwargs):
                 if device.kind_of(tensor) == "pinned":
                     device.touch(tensor, name, writes=writes, stream=None)
@@ -263,8 +266,19 @@ def _device(wanted: Any) -> torch.device:
     return torch.device("cuda", wanted) if isinstance(wanted, int) else torch.device(wanted)
 
 
+@cache
+def _is_view(func: Any) -> bool:
+    results = func._schema.returns
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in results)
+
+
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """Return the tensors among an operation's arguments or results: lists, tuples and keywords of them, no more."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    return [tensor for part in tree for tensor in _tensors(part)] if isinstance(tree, list | tuple) else []
 
 
 def _operands(schema: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool]]:
