@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
@@ -80,6 +81,7 @@ class CommandGroup(TyperGroup):
         raise typer.Exit(EXIT_USER_ERROR)
 
 
+@cache
 def build(name: str, registered: Any) -> Any:
     """Command object of a registered function, or group of a registered ``typer.Typer``."""
     if isinstance(registered, typer.Typer):
@@ -142,6 +144,12 @@ def root(
     """Plan, simulate and run zeroth-order fine-tuning of large language models."""
 
 
+@cache
+def command() -> Any:
+    """Root command, made once in a process: its options and those of its subcommands take a while to read."""
+    return typer.main.get_command(app)
+
+
 def main() -> None:
     """Run the command line. Entry point of ``zosim`` and of ``python -m zosim``."""
-    typer.main.get_command(app)(prog_name="zosim")
+    command()(prog_name="zosim")

@@ -38,6 +38,7 @@ def folder(tmp_path_factory):
     return folder, weights_digest(model, "bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.usefixtures("fresh_ranks")  # a copy has memory to spare, and what it takes of that does not show

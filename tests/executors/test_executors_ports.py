@@ -34,6 +34,8 @@ pytestmark = pytest.mark.dist
 
 NOBODY = 65534
 STEPS = 100
+LOOKS_EVERY_S = 0.1
+"""A look at all connections takes a tenth of this; what listens does so until the run ends."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,7 @@ def said_by(command, each_turn):
     """Do something again and again until a command has ended; return what it wrote to stderr."""
     while command.is_running:
         each_turn()
-        time.sleep(0.02)
+        time.sleep(LOOKS_EVERY_S)
     return command.end()
 
 
@@ -140,7 +142,7 @@ def test_ranks_that_torchrun_starts_on_one_host_join_and_listen_there_alone(inpu
                 with contextlib.suppress(psutil.Error):
                     for rank in psutil.Process(run.pid).children():
                         places.update(listening(rank))
-                time.sleep(0.02)
+                time.sleep(LOOKS_EVERY_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(run.pid, signal.SIGKILL)
@@ -209,7 +211,7 @@ def test_a_stranger_who_writes_to_every_port_runs_no_code(inputs, tmp_path, stra
     """Who comes while ranks connect can take a rank's place, which is noticed; later it is too late for that."""
     out, alone = tmp_path / "out", tmp_path / "alone"
     # Only who waits for a stranger at the start waits in vain.
-    more = ("--method", "pertp", "--timeout", 15 if begins == "at the start" else 600)
+    more = ("--method", "pertp", "--timeout", 5 if begins == "at the start" else 600)
     with Command(*options(inputs, out, *more)) as run:
         process = psutil.Process(run.pid)
 
@@ -237,7 +239,7 @@ def test_a_stranger_who_writes_under_every_key_runs_no_code(inputs, tmp_path, st
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
     }
-    words = options(inputs, tmp_path / "out", "--method", "pertp", "--timeout", 15)
+    words = options(inputs, tmp_path / "out", "--method", "pertp", "--timeout", 5)
     ended = threading.Event()
 
     def write():

@@ -11,8 +11,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import typer
-
 from tests.fuzz import seeds
 from tests.fuzz.cases import Case, Target
 from tests.fuzz.mutations import STRINGS, mutated, resigned
@@ -164,7 +162,7 @@ def command(
         return (resigned if signed else mutated)(generator, case)
 
     def call(case: Case, _folder: Path) -> None:
-        typer.main.get_command(cli.app).main(list(case.argv), prog_name="zosim")
+        cli.command().main(list(case.argv), prog_name="zosim")
 
     return Target(f"zosim {words}", make_seeds, call, mutate, quick)
 

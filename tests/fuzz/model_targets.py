@@ -12,7 +12,6 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import typer
 
 from costmodel.configs import read_model_spec
 from executors.datasets.data import Limits, open_dataset
@@ -452,7 +451,7 @@ def _quantised() -> list[Case]:
 
 def _tuned(_folder: Path) -> None:
     words = "run --model model --data data.jsonl --steps 1 --batch 2 --out out --no-launch --no-tensorboard --allow-lossy"
-    typer.main.get_command(cli.app).main(words.split(), prog_name="zosim")
+    cli.command().main(words.split(), prog_name="zosim")
 
 
 MODEL_READERS: tuple[Target, ...] = (

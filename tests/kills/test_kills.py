@@ -43,15 +43,24 @@ def test_a_schedule_follows_from_its_seed_and_spares_nobody():
 
 
 @pytest.mark.dist
-def test_runs_of_every_kind_that_are_killed_end_as_if_nobody_had(tmp_path):
+@pytest.mark.parametrize("kind", ["data-shared", pytest.param("stage", marks=pytest.mark.slow)])
+def test_runs_that_are_killed_end_as_if_nobody_had(tmp_path, kind):
     """Forked, as new Pythons take seconds each."""
-    kinds = ["data-shared", "stage"]
-    command = [sys.executable, "-m", "tests.kills", "--new-python-every", "0", "--count", "2"]
-    command += [word for kind in kinds for word in ("--placement", kind)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.kills",
+        "--new-python-every",
+        "0",
+        "--count",
+        "1",
+        "--placement",
+        kind,
+    ]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["failures"] for row in rows] == [[], []], done.stderr
+    assert [row["failures"] for row in rows] == [[]], done.stderr
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.glob("zosim-*"))
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import torch
-import typer
 from transformers import AutoModelForCausalLM
 
 from tests.support.tiny import model_of
@@ -15,9 +14,8 @@ from zosim import cli
 
 def zosim(*arguments) -> int:
     """Run one command in this process and return its exit code."""
-    command = typer.main.get_command(cli.app)
     try:
-        command([str(argument) for argument in arguments], prog_name="zosim")
+        cli.command()([str(argument) for argument in arguments], prog_name="zosim")
     except SystemExit as exit_:
         return exit_.code or 0
     return 0

@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-import typer
-
 from costmodel import calibration
 from executors.calibration import calibrating, probes, probing
 from studies.first_hour.hour import contents_of, in_this_process, spend
@@ -34,9 +32,8 @@ class _OneProcess(Processes):
         return int(not Path(words[-1]).exists()), words[-1]
 
     def zosim(self, *words: str) -> tuple[int, str]:
-        command = typer.main.get_command(cli.app)
         try:
-            command(list(words), prog_name="zosim")
+            cli.command()(list(words), prog_name="zosim")
         except SystemExit as exit_:
             return int(exit_.code or 0), ""
         return 0, ""
