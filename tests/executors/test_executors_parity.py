@@ -21,8 +21,8 @@ from executors.runs.session import Session
 from tests.support.reference_mezo import CachedPrefix, LiteralMezo, differing
 from tests.support.tiny import batches, model_of, plan_of
 
-NUM_STEPS, NUM_STEPS_OF_EVERY = 52, 6
-WARMUP_STEPS = 3
+NUM_STEPS, NUM_STEPS_OF_EVERY = 52, 4
+WARMUP_STEPS = 2
 AXES = {
     "shape": ("opt", "opt-untied", "llama", "llama-tied"),
     "dtype": ("float32", "bfloat16", "float64"),
