@@ -26,6 +26,8 @@ _FILLED_ROWS = 32
 
 _LARGEST: dict[InputFormat, float] = {"int8": 127.0, "float8": torch.finfo(torch.float8_e4m3fn).max}
 
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
 
 class Beside(NamedTuple):
     """A multiple of a direction that is added to a weight.
@@ -185,7 +187,7 @@ class _DirectionProduct:
     def __init__(self, codes: Tensor, scales: Tensor, beside: Beside) -> None:
         direction, factor, rows = beside
         self._codes, self._scales, self._moved = codes, scales * factor, rows
-        self._direction = direction if rows is None else direction[rows]
+        self._direction = direction if rows is None else direction.index_select(0, rows)
         if codes.dtype != torch.int8:
             self._direction = self._direction.to(codes.dtype)  # exact: codes of 5 bits at most
         # That of a few rows is made at once. Zeros fill their number up: oneDNN compiles a kernel for every number that it meets.
@@ -207,7 +209,7 @@ class _DirectionProduct:
             ):  # the only device of several tiles; asking others would wait for them
                 first, last = torch.searchsorted(moved, torch.tensor([columns.start, columns.stop])).tolist()
                 moved, product = moved[first:last] - columns.start, product[:, first:last]
-            sums[:, moved] += product
+            sums.index_add_(1, moved, product)
 
 
 def _tiles(num_rows: int, num_columns: int, device: str) -> Iterator[tuple[slice, slice]]:
@@ -223,24 +225,45 @@ def _tiles(num_rows: int, num_columns: int, device: str) -> Iterator[tuple[slice
 
 def coded_inputs(inputs: Tensor, scope: InputScales, kind: InputFormat = "int8") -> tuple[Tensor, Tensor]:
     """Return inputs as int8 or e4m3 numbers, to the nearest, and the float32 scales of tokens or of all."""
-    # Without temporaries as large as the inputs: fresh memory costs more than another pass.
-    least, most = (
-        (inputs.amin(-1, keepdim=True), inputs.amax(-1, keepdim=True))
-        if scope == "token"
-        else (inputs.amin().view(1, 1), inputs.amax().view(1, 1))
-    )
-    largest = torch.maximum(-least, most).float()
-    scales = largest.div_(_LARGEST[kind]).clamp_(min=torch.finfo(torch.float32).tiny)
+    num_rows, width = inputs.shape
+    by_token = scope == "token"
     codes = torch.empty_like(inputs, dtype=torch.int8 if kind == "int8" else torch.float8_e4m3fn)
-    rows = max(1, TILE_ELEMENTS // inputs.shape[1]) if inputs.device.type == "cpu" else len(inputs)
-    for begin in range(0, len(inputs), rows):
-        part = inputs[begin : begin + rows]
-        by = scales[begin : begin + rows] if len(scales) > 1 else scales
+    scales = torch.empty((num_rows if by_token else 1, 1), dtype=torch.float32, device=inputs.device)
+    # Without temporaries as large as the inputs: fresh memory costs more than another pass.
+    length = max(1, TILE_ELEMENTS // width) if inputs.device.type == "cpu" else num_rows
+    pieces = [slice(begin, begin + length) for begin in range(0, num_rows, length)]
+    if not by_token:
+        largest = torch.stack([_largest(inputs[rows]).amax(0, keepdim=True) for rows in pieces])
+        scales.copy_(_scales_of(_as_numbers(largest.amax(0), inputs.dtype), kind))
+    for rows in pieces:
+        part = inputs[rows]
+        if by_token:
+            scales[rows] = _scales_of(_as_numbers(_largest(part), inputs.dtype), kind)
+        by = scales[rows] if by_token else scales
         quotients = part / by if part.dtype == torch.float32 else part.float().div_(by)
         # The largest integer is 127 and a rounding, so nothing has to be clamped.
-        rounded = quotients.round_() if kind == "int8" else quotients.clamp_(-_LARGEST[kind], _LARGEST[kind])
-        codes[begin : begin + rows] = rounded
+        codes[rows] = (
+            quotients.round_() if kind == "int8" else quotients.clamp_(-_LARGEST[kind], _LARGEST[kind])
+        )
     return codes, scales
+
+
+def _largest(part: Tensor) -> Tensor:
+    """Return the bits, as integers, of the largest magnitude of each row: without their sign, bits are in the order of numbers.
+
+    A vectorised pass over integers takes a fifth of the time of two over 16-bit numbers. The largest of all is what is no number.
+    """
+    integer = _INTEGERS[part.element_size()]
+    return part.view(integer).bitwise_and(torch.iinfo(integer).max).amax(-1, keepdim=True)
+
+
+def _as_numbers(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    return bits.view(dtype).float()
+
+
+def _scales_of(largest: Tensor, kind: InputFormat) -> Tensor:
+    """Return the scale with which a magnitude, which is lost, becomes the largest code."""
+    return largest.div_(_LARGEST[kind]).clamp_(min=torch.finfo(torch.float32).tiny)
 
 
 def byte_product(inputs: Tensor, weights: Tensor, scales: Tensor) -> Tensor:

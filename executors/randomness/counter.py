@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor
 
 from costmodel.distributions import COUNTER_BLOCK_ELEMENTS
-from executors.randomness.directions import Direction
+from executors.randomness.directions import WORD_BITS, Direction, Rademacher, sign_words
 from executors.randomness.rng import MASK32, drawn, mixed
 from executors.randomness.walks import keep_of, keep_rows, rows_between
 from executors.threads import DrawThreads, even_ranges
@@ -126,8 +126,11 @@ class CounterDraws:
         self, out: Tensor, rows: Tensor, parameter: int, key: CounterKey, direction: Direction
     ) -> None:
         """Fill `out` (kept rows, width) with rows of a table's direction; `rows`, of the host, ascends."""
-        wanted = rows.tolist()
         width, length = out.shape[1], self.block_elements(direction)
+        if isinstance(direction, Rademacher) and self.has_row_words(width):
+            direction.spread(self.row_words(rows, width, parameter, key, direction).view(-1), out)
+            return
+        wanted = rows.tolist()
         numel = self._numels[parameter]
         touched = sorted(
             {block for row in wanted for block in _blocks(row * width, (row + 1) * width, length)}
@@ -147,6 +150,30 @@ class CounterDraws:
                     keep_rows(out, wanted, begin, end, direction, generator, to_the_end=False)
 
         self._share(fill, len(touched), direction)
+
+    def has_row_words(self, width: int) -> bool:
+        """Whether signs of rows of this width are bits of random numbers of their own."""
+        return self._device.type == "cpu" and width % WORD_BITS == 0
+
+    def row_words(
+        self, rows: Tensor, width: int, parameter: int, key: CounterKey, direction: Rademacher
+    ) -> Tensor:
+        """Return the random numbers, int64, whose bits are the signs of ascending rows of a table, shape (rows, width / 64)."""
+        per_row, per_block = width // WORD_BITS, self.block_elements(direction) // WORD_BITS
+        places = (rows[:, None] * per_row + torch.arange(per_row)).view(-1)
+        words = torch.empty_like(places)
+        blocks, counts = (
+            part.tolist() for part in torch.unique_consecutive(places // per_block, return_counts=True)
+        )
+        generator = Generator()
+        seeds = self._seeds(parameter, blocks, key, direction)
+        for block, seed, of_block, made in zip(
+            blocks, seeds, places.split(counts), words.split(counts), strict=True
+        ):
+            here = of_block - block * per_block
+            whole = sign_words((int(here[-1]) + 1) * WORD_BITS, generator.manual_seed(seed))
+            torch.index_select(whole, 0, here, out=made)
+        return words.view(-1, per_row)
 
     def seeds(self, parameter: int, key: CounterKey, direction: Direction) -> list[int]:
         """Return the seeds of all blocks of a parameter."""

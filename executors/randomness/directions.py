@@ -115,29 +115,28 @@ class Rademacher(Direction):
             self._fill_piece(flat[begin : begin + length], generator)
 
     def _fill_piece(self, flat: Tensor, generator: Generator) -> None:
-        words = torch.empty(-(-flat.numel() // _WORD_BITS), dtype=torch.int64, device=flat.device)
-        words.random_(-(2**63), None, generator=generator)
-        whole = flat.numel() // _WORD_BITS
-        self._spread(words[:whole], flat[: whole * _WORD_BITS])
+        words = sign_words(flat.numel(), generator)
+        whole = flat.numel() // WORD_BITS
+        self.spread(words[:whole], flat[: whole * WORD_BITS])
         if whole < words.numel():
-            last = torch.empty(_WORD_BITS, dtype=flat.dtype, device=flat.device)
-            self._spread(words[whole:], last)
-            flat[whole * _WORD_BITS :].copy_(last[: flat.numel() - whole * _WORD_BITS])
+            last = torch.empty(WORD_BITS, dtype=flat.dtype, device=flat.device)
+            self.spread(words[whole:], last)
+            flat[whole * WORD_BITS :].copy_(last[: flat.numel() - whole * WORD_BITS])
 
     def skip(self, numel: int, like: Tensor, generator: Generator) -> None:
         """Pass over the random words of a draw; on a CPU without making signs of them."""
         if like.device.type != "cpu":
             super().skip(numel, like, generator)
             return
-        skip_words(2 * -(-numel // _WORD_BITS), generator)
+        skip_words(2 * -(-numel // WORD_BITS), generator)
 
     def energy(self, shape: Sequence[int]) -> float:
         """Return ``d``, the least that any direction of unit elements can have."""
         return float(prod(shape))
 
     @staticmethod
-    def _spread(words: Tensor, out: Tensor) -> None:
-        """Turn every bit of `words` into an element of `out`."""
+    def spread(words: Tensor, out: Tensor) -> None:
+        """Turn every bit of `words` into an element of `out`, which is contiguous and has 64 for each of them."""
         integer, width = _INTEGERS[out.element_size()], 8 * out.element_size()
         signs = out.view(integer).view(-1, width)
         shifts = _shifts(width, integer, out.device)
@@ -154,7 +153,9 @@ _EXACTLY_SCALED = (torch.float32, torch.float64)
 _ALONE_ELEMENTS = (1 << 15) - 64
 """Elements that torch sweeps on the calling thread alone."""
 
-_WORD_BITS = 64
+WORD_BITS = 64
+"""Signs that are made of one random number."""
+
 _PIECE_ELEMENTS = 1 << 19
 """Signs made at a time: their passes find them in cache, and are long against what calling them takes."""
 
@@ -171,6 +172,12 @@ def _shifts(width: int, integer: torch.dtype, device: torch.device) -> Tensor:
 def _bits(value: float, dtype: torch.dtype) -> int:
     """Return the bits of `value` as a signed integer of its width."""
     return int(torch.tensor(value, dtype=dtype).view(_INTEGERS[dtype.itemsize]).item())
+
+
+def sign_words(num_signs: int, generator: Generator) -> Tensor:
+    """Return the generator's next int64 numbers, of whose bits so many signs are made."""
+    words = torch.empty(-(-num_signs // WORD_BITS), dtype=torch.int64, device=generator.device)
+    return words.random_(-(2**63), None, generator=generator)
 
 
 def skip_words(num_words: int, generator: Generator) -> None:

@@ -8,7 +8,7 @@ the direction's first copy, its second one, the update, and which rows of a spar
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,7 +18,14 @@ from costmodel.distributions import Distribution
 from costmodel.roundings import RoundedDirection
 from executors.low_bits.grids import Integers
 from executors.randomness.counter import CounterDraws, CounterKey
-from executors.randomness.directions import Direction, direction_named, skip_words
+from executors.randomness.directions import (
+    WORD_BITS,
+    Direction,
+    Rademacher,
+    direction_named,
+    sign_words,
+    skip_words,
+)
 from executors.randomness.rng import mixed
 from executors.randomness.walks import Walk
 from executors.threads import DrawThreads, even_ranges
@@ -51,8 +58,17 @@ class Uniform(Direction):
 
 
 _UNIFORM = Uniform()
-_SIGNS_AT_ONCE = 1 << 14
-"""On a CPU; a multiple of the signs that one random word makes."""
+_SIGNS_AT_ONCE, _ALONE_SIGNS = 1 << 17, 1 << 14
+"""On a CPU, multiples of the signs that one random number makes: looked up where they go, and copied there. Draw threads do both."""
+
+_EIGHT = 8
+
+
+@cache
+def _code_table(highest: int) -> Tensor:
+    """Return for each byte the codes of eight signs, the highest bit first, as one int64; a bit that is set makes ``-highest``."""
+    bits = torch.arange(256)[:, None] >> torch.arange(7, -1, -1) & 1
+    return (highest * (1 - 2 * bits)).to(torch.int8).view(torch.int64).view(-1)
 
 
 class Chances:
@@ -183,14 +199,16 @@ class RoundedDraws:
     ) -> None:
         """Fill flat int8 `views` with whole parameters' directions of the ``counter`` discipline."""
         jobs: list[Callable[[Generator], None]] = []
+        is_whole = True
         for view, parameter in zip(views, parameters, strict=True):
             if (rows := self.moved.of(parameter, keys.rows)) is not None:
                 jobs.append(partial(self._fill_rows, view, rows, parameter, key, keys))
+                is_whole = False
                 continue
             # Seeds of all blocks at once: asking for them block by block takes as long as drawing.
             pieces = view.split(self._numbers.block_elements(self._direction))
             seeds = self._numbers.seeds(parameter, key, self._direction)
-            if self._direction.distribution.is_sign:
+            if isinstance(self._direction, Rademacher):
                 jobs += [partial(self._fill_signs, *of) for of in zip(pieces, seeds, strict=True)]
                 continue
             chances = self._numbers.seeds(parameter, keys.rounding, _UNIFORM)
@@ -201,7 +219,8 @@ class RoundedDraws:
             for job in jobs[share.start : share.stop]:
                 job(generator)
 
-        is_shared = self._direction.distribution.is_drawn_alone
+        # Signs of a few rows take less than threads that share them.
+        is_shared = self._direction.distribution.is_drawn_alone or (is_whole and self._device.type == "cpu")
         shares = even_ranges(len(jobs), self._threads.num_threads if is_shared else 1)
         self._threads.run([partial(fill, share) for share in shares])
 
@@ -215,12 +234,26 @@ class RoundedDraws:
     def _fill_signs(self, piece: Tensor, seed: int, generator: Generator) -> None:
         """Fill a block with signs: on a CPU, whose generator goes on from part to part, in parts that stay in cache."""
         generator.manual_seed(seed)
-        length = _SIGNS_AT_ONCE if self._device.type == "cpu" else piece.numel()
-        signs = torch.empty(min(length, piece.numel()), dtype=torch.float32, device=self._device)
-        for part in piece.split(length):
-            made = signs[: part.numel()]
-            self._direction.fill(made, generator)
-            part.copy_(made.mul_(self._rounding.scale))
+        if self._device.type != "cpu":
+            signs = torch.empty(piece.numel(), dtype=torch.float32, device=self._device)
+            self._direction.fill(signs, generator)
+            piece.copy_(signs.mul_(self._rounding.scale))
+            return
+        whole = piece.numel() // WORD_BITS * WORD_BITS if piece.storage_offset() % _EIGHT == 0 else 0
+        for part in piece[:whole].split(_SIGNS_AT_ONCE) if whole else ():
+            self._sign_codes(sign_words(part.numel(), generator), out=part.view(torch.int64))
+        for part in piece[whole:].split(_ALONE_SIGNS):
+            part.copy_(self._sign_codes(sign_words(part.numel(), generator))[: part.numel()])
+
+    def _sign_codes(self, words: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the codes of the signs that :class:`Rademacher` makes of random numbers on a CPU.
+
+        Eight are one number of 64 bits, which is looked up in a table; `out` is of as many.
+        """
+        # A number of 32 bits is a sign for each bit, from its highest one down.
+        highest_first = words.view(torch.uint8).view(-1, 4).flip(1).view(-1)
+        codes = torch.index_select(_code_table(self._rounding.highest), 0, highest_first.int(), out=out)
+        return codes.view(torch.int8)
 
     def _fill_rows(
         self,
@@ -237,7 +270,11 @@ class RoundedDraws:
 
     def _rows_of(self, rows: Tensor, parameter: int, key: CounterKey, keys: DrawKeys) -> Tensor:
         """Return the codes of some rows of a matrix, in the ``counter`` discipline."""
-        numbers = torch.empty((len(rows), self._shapes[parameter][1]), device=self._device)
+        width = self._shapes[parameter][1]
+        if isinstance(self._direction, Rademacher) and self._numbers.has_row_words(width):
+            words = self._numbers.row_words(rows, width, parameter, key, self._direction)
+            return self._sign_codes(words.view(-1)).view(len(rows), width)
+        numbers = torch.empty((len(rows), width), device=self._device)
         if len(rows):
             self._numbers.fill_rows(numbers, rows, parameter, key, self._direction)
         return self.rows(numbers, rows, parameter, keys)

@@ -30,6 +30,14 @@ CASES: dict[str, dict[str, Any]] = {
         "low_bits": {"sparsity": _SPARSITY},
         "directions": {"distribution": "rademacher"},
     },
+    f"W8A8, {_SPARSITY:.0%} zeros, kept": {
+        "low_bits": {"sparsity": _SPARSITY},
+        "directions": {"kept": True},
+    },
+    f"W8A8, signs, {_SPARSITY:.0%} zeros, kept": {
+        "low_bits": {"sparsity": _SPARSITY},
+        "directions": {"distribution": "rademacher", "kept": True},
+    },
     "W8A16": {"low_bits": {"activations": "none"}, "directions": {}},
     f"W8A16, {_SPARSITY:.0%} zeros": {
         "low_bits": {"activations": "none", "sparsity": _SPARSITY},
@@ -83,12 +91,12 @@ def main(
     print(f"OPT-{shape} shape, batch {batch} x {seq}, {threads} thread(s), medians of {rounds} rounds")
     print(f"two forwards: {1e3 * narrow:.1f} ms in bfloat16, {1e3 * wide:.1f} ms in float32")
     print(
-        f"{'':24s}{'step':>10s}{'forwards':>11s}{'/ bfloat16':>12s}{'/ float32':>11s}{'step / forwards':>17s}"
+        f"{'':30s}{'step':>10s}{'forwards':>11s}{'/ bfloat16':>12s}{'/ float32':>11s}{'step / forwards':>17s}"
     )
     for name in sessions:
         step, own = median(steps[name]), median(forwards[name])
         print(
-            f"{name:24s}{1e3 * step:8.1f}ms{1e3 * own:9.1f}ms{own / narrow:12.2f}{own / wide:11.2f}{step / own:17.2f}"
+            f"{name:30s}{1e3 * step:8.1f}ms{1e3 * own:9.1f}ms{own / narrow:12.2f}{own / wide:11.2f}{step / own:17.2f}"
         )
 
 

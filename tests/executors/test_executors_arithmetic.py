@@ -112,3 +112,18 @@ def test_projected_gradient_is_computed_in_the_format_of_the_losses():
     plus, minus = torch.tensor(2.3456789), torch.tensor(2.3451234)
     assert projected_gradient(plus, minus, 1e-3, central=True) == (plus - minus) / (2 * 1e-3)
     assert projected_gradient(plus, minus, 1e-3, central=False) == (plus - minus) / 1e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_are_multiplied_as_one_pass_over_both_formats_does(dtype):
+    """Every code of a byte, by factors of all sizes: as numbers of the parameters first, and at once."""
+    z = torch.arange(-128, 128).to(torch.int8).repeat(3)
+    theta = torch.randn(z.numel(), generator=torch.Generator().manual_seed(0)).to(dtype)
+    factors = (10.0 ** torch.linspace(-12, 4, 60, dtype=torch.float64)).tolist()
+    for factor in (*factors, -3.3e-6, 0.0, 1e-45):
+        product = torch.mul(z, factor, out=torch.empty_like(theta))
+        swept = theta.clone()
+        Sweeper(100).perturb(swept, z, 1, factor)
+        assert _same_bits(swept, theta + product)
+        Sweeper(100).update(swept, z, gradient=factor, learning_rate=1e-3, weight_decay=None)
+        assert _same_bits(swept, theta + product - product * 1e-3)

@@ -270,6 +270,48 @@ def test_codes_of_a_direction_are_its_numbers_and_chances_block_by_block():
             assert torch.equal(view, draws.codes(numbers, lambda chances=chances: chances))
 
 
+@pytest.mark.parametrize("bits", [2, 8])
+@pytest.mark.parametrize("sparsity", [0.0, 0.9])
+def test_codes_of_signs_are_those_of_the_signs_drawn_as_numbers(bits, sparsity):
+    """Looked up eight at a time: several blocks, ends within a random number, views at odd addresses, rows of odd widths."""
+    shapes = [torch.Size(of) for of in ((1500, 768), (90, 50), (131,), (1,))]
+    numels, key, keys = [of.numel() for of in shapes], CounterKey.of(5, 6, 0), DrawKeys.of(5, 6, 0)
+    rounding, moved = RoundedDirection("rademacher", bits, sparsity), MovedRows(sparsity, shapes, (0, 1), CPU)
+    draws = RoundedDraws(rounding, shapes, moved, CPU, DrawThreads(2))
+    memory = torch.empty(1 + sum(numels), dtype=torch.int8)
+    views = list(memory[1:].split(numels))
+    assert {view.storage_offset() % 8 for view in views} > {1}
+    aligned = [torch.empty(numel, dtype=torch.int8) for numel in numels]
+    for into in (views, aligned):
+        draws.fill_counted(into, range(4), key, keys)
+    for parameter, shape in enumerate(shapes):
+        signs = torch.empty(shape.numel())
+        CounterDraws(numels, CPU).fill(signs, parameter, 0, key, direction_named("rademacher"))
+        wanted = (signs * rounding.highest).to(torch.int8).view(shape)
+        if (rows := moved.of(parameter, keys.rows)) is not None:
+            assert 0 < len(rows) < shape[0] / 5
+            wanted = torch.zeros_like(wanted).index_copy_(0, rows, wanted[rows])
+        assert torch.equal(views[parameter].view(shape), wanted)
+        assert torch.equal(aligned[parameter].view(shape), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [768, 50])
+def test_rows_of_signs_are_those_of_the_whole_table(dtype, width):
+    """Rows of several blocks, of which some are split between two."""
+    draws, key = CounterDraws([7, 3000 * width], CPU), CounterKey.of(5, 6, 0)
+    table, signs = torch.empty(3000 * width, dtype=dtype), direction_named("rademacher")
+    draws.fill(table, 1, 0, key, signs)
+    for rows in (
+        torch.tensor([0, 1, 681, 682, 683, 1365, 2999]),
+        torch.arange(0, 3000, 7),
+        torch.tensor([5]),
+    ):
+        kept = torch.empty((len(rows), width), dtype=dtype)
+        draws.fill_rows(kept, rows, 1, key, signs)
+        assert torch.equal(kept, table.view(-1, width)[rows])
+
+
 def test_chances_that_are_passed_over_are_those_that_would_have_been_drawn():
     whole = Chances([20000], CPU).between(0, 20000, 0, key := rounding_key(1, 2, 0, "update"))
     assert torch.equal(Chances([20000], CPU).between(1237, 16390, 0, key), whole[1237:16390])
@@ -351,6 +393,28 @@ def test_outputs_made_part_by_part_are_those_made_at_once(monkeypatch, scope, ro
     monkeypatch.setattr(linear, "tile_columns", lambda *_: 64)
     assert len(list(linear._tiles(70, 192, "cpu"))) == 9
     assert torch.equal(layer(inputs.clone()), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("scope", ["token", "tensor"])
+@pytest.mark.parametrize("special", [0.0, math.inf, -math.inf, math.nan])
+def test_inputs_are_divided_by_their_largest_magnitude(monkeypatch, dtype, scope, special):
+    """Found among bits as integers: the same scales and codes as by comparing numbers, also of what is no number."""
+    monkeypatch.setattr(linear, "TILE_ELEMENTS", 96)
+    inputs = torch.randn(70, 32, generator=torch.Generator().manual_seed(5)).to(dtype)
+    inputs[1], inputs[2], inputs[3] = 0.0, -0.0, -inputs[3].abs()
+    inputs[4] = torch.finfo(dtype).tiny / 2
+    inputs[5, 7] = special
+    codes, scales = linear.coded_inputs(inputs.T.contiguous().T, scope)
+    largest = torch.maximum(-inputs.amin(-1, keepdim=True), inputs.amax(-1, keepdim=True))
+    if scope == "tensor":
+        largest = largest.amax().view(1, 1)
+    wanted = largest.float().div_(127.0).clamp_(min=torch.finfo(torch.float32).tiny)
+    assert torch.equal(scales.nan_to_num(7e7), wanted.nan_to_num(7e7))
+    finite = wanted.isfinite().expand(70, 1).view(-1)
+    quotients = (inputs.float() / wanted).round_()[finite]
+    assert torch.equal(codes[finite], quotients.to(torch.int8))
+    assert quotients.numel() == 0 or quotients.abs().max() == 127
 
 
 def test_inputs_that_several_layers_read_are_coded_once(monkeypatch):
