@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Annotated, Any
@@ -15,9 +16,14 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from costmodel.profile import load_profile
 from executors.runs.session import Session
 from studies.speed.__main__ import SHAPES, model_of_shape, session_of
 from studies.speed.reference import two_forwards
+from topology import detect
+from zosim.engines.simulate import simulate
+from zosim.hardware.machine import Machine
+from zosim.lowering import lower
 from zosim.plans import Directions, LowBits
 
 _SPARSITY = 0.98
@@ -53,6 +59,9 @@ def main(
     seq: Annotated[int, typer.Option(min=1)] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="Turns that all take, one after the other.")] = 3,
     cases: Annotated[str, typer.Option(help="Their names, with semicolons between.")] = ";".join(CASES),
+    profile: Annotated[
+        Path | None, typer.Option(help="Rates of `zosim calibrate -o`, to predict the steps with.")
+    ] = None,
 ) -> None:
     """Time the cases in turns, and print ratios of medians."""
     torch.set_num_threads(threads)
@@ -93,11 +102,19 @@ def main(
     print(
         f"{'':30s}{'step':>10s}{'forwards':>11s}{'/ bfloat16':>12s}{'/ float32':>11s}{'step / forwards':>17s}"
     )
-    for name in sessions:
+    machine = None if profile is None else _this_machine(profile)
+    for name, session in sessions.items():
         step, own = median(steps[name]), median(forwards[name])
-        print(
-            f"{name:30s}{1e3 * step:8.1f}ms{1e3 * own:9.1f}ms{own / narrow:12.2f}{own / wide:11.2f}{step / own:17.2f}"
-        )
+        line = f"{name:30s}{1e3 * step:8.1f}ms{1e3 * own:9.1f}ms{own / narrow:12.2f}{own / wide:11.2f}{step / own:17.2f}"
+        if machine is not None:
+            predicted_s = simulate(lower(session.plan), machine).step_time_s
+            line += f", predicted {1e3 * predicted_s:.1f} ms ({predicted_s / step - 1:+.1%})"
+        print(line)
+
+
+def _this_machine(profile: Path) -> Machine:
+    topology = detect()
+    return Machine.from_topology(topology, topology.of_kind("cpu")[0].id, load_profile(profile))
 
 
 def _seconds(work: Callable[[], object]) -> float:
