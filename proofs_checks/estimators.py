@@ -395,13 +395,13 @@ CLAIMS = (
                 _WRONG_STEP,
                 Mutant(
                     "signs that are one three times in four",
-                    "executors.randomness.directions:Rademacher._fill_piece",
+                    "executors.randomness.directions:sign_words",
                     "words.random_(-(2**63), None, generator=generator)",
                     "words.random_(-(2**63), None, generator=generator).bitwise_and_(0x5555555555555555)",
                 ),
                 Mutant(
                     "one sign of a word turned over",
-                    "executors.randomness.directions:Rademacher._fill_piece",
+                    "executors.randomness.directions:sign_words",
                     "words.random_(-(2**63), None, generator=generator)",
                     "words.random_(-(2**63), None, generator=generator).bitwise_xor_(1 << 62)",
                 ),
@@ -452,7 +452,7 @@ CLAIMS = (
                 _both(partial(check_applied, "rademacher"), partial(check_energy, "rademacher")),
                 Mutant(
                     "signs of one word for all",
-                    "executors.randomness.directions:Rademacher._spread",
+                    "executors.randomness.directions:Rademacher.spread",
                     "torch.bitwise_left_shift(words.view(integer).view(-1, 1), shifts, out=signs)",
                     "torch.bitwise_left_shift(words.view(integer).view(-1, 1), shifts * 0, out=signs)",
                 ),

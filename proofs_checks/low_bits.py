@@ -972,7 +972,7 @@ CLAIMS = (
                 ),
                 Mutant(
                     "scales 3 % wide",
-                    f"{_LINEAR}:coded_inputs",
+                    f"{_LINEAR}:_scales_of",
                     "largest.div_(_LARGEST[kind])",
                     "largest.div_(_LARGEST[kind] / 1.03)",
                 ),

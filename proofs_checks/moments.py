@@ -162,7 +162,7 @@ _UNIFORM = Mutant(
 )
 _UNSET = Mutant(
     "a sign bit that is never set",
-    "executors.randomness.directions:Rademacher._fill_piece",
+    "executors.randomness.directions:sign_words",
     "words.random_(-(2**63), None, generator=generator)",
     "words.random_(generator=generator)",
 )

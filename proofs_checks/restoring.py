@@ -207,8 +207,8 @@ CLAIMS = (
                 Mutant(
                     "every perturbation in two halves",
                     "executors.steps.arithmetic:Sweeper.perturb",
-                    "torch.mul(z[begin:end], scale * epsilon, out=product)",
-                    "torch.mul(z[begin:end], scale * epsilon / 2, out=product); theta[begin:end].add_(product)",
+                    "_multiplied(z[begin:end], scale * epsilon, product)",
+                    "_multiplied(z[begin:end], scale * epsilon / 2, product); theta[begin:end].add_(product)",
                 ),
                 Mutant(
                     "a second forward at +2ε",
