@@ -10,7 +10,8 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
@@ -18,6 +19,7 @@ import typer
 
 from costmodel.profile import load_profile
 from executors.runs.session import Session
+from executors.steps import streams
 from studies.speed.__main__ import SHAPES, model_of_shape, session_of
 from studies.speed.reference import two_forwards
 from topology import detect
@@ -59,12 +61,19 @@ def main(
     seq: Annotated[int, typer.Option(min=1)] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="Turns that all take, one after the other.")] = 3,
     cases: Annotated[str, typer.Option(help="Their names, with semicolons between.")] = ";".join(CASES),
+    core_time: Annotated[
+        bool, typer.Option(help="Time that one thread spends on its core, which others at work change less.")
+    ] = False,
     profile: Annotated[
         Path | None, typer.Option(help="Rates of `zosim calibrate -o`, to predict the steps with.")
     ] = None,
 ) -> None:
     """Time the cases in turns, and print ratios of medians."""
+    if core_time and threads != 1:
+        raise typer.BadParameter(f"--core-time is of one thread, not of {threads}: add --threads 1")
     torch.set_num_threads(threads)
+    clock = process_time if core_time else perf_counter
+    vars(streams)["time"] = SimpleNamespace(perf_counter=clock)  # of the spans of a timeline
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, SHAPES[shape]["vocab_size"], (batch, seq), generator=generator)
     data = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
@@ -88,11 +97,11 @@ def main(
     for turn in range(rounds + 1):  # the first is thrown away: sessions observe their memory in it
         for name, model in models.items():
             two_forwards(model, data)
-            seconds = _seconds(lambda model=model: two_forwards(model, data))  # type: ignore[misc]
+            seconds = _seconds(lambda model=model: two_forwards(model, data), clock)  # type: ignore[misc]
             plain[name] += [seconds] if turn else []
         for name, session in sessions.items():
             session.step(data)
-            seconds = _seconds(lambda session=session: session.step(data))  # type: ignore[misc]
+            seconds = _seconds(lambda session=session: session.step(data), clock)  # type: ignore[misc]
             if turn:
                 steps[name].append(seconds)
     forwards = {name: _forward_seconds(session) for name, session in sessions.items()}
@@ -117,10 +126,10 @@ def _this_machine(profile: Path) -> Machine:
     return Machine.from_topology(topology, topology.of_kind("cpu")[0].id, load_profile(profile))
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    begin = perf_counter()
+def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    begin = clock()
     work()
-    return perf_counter() - begin
+    return clock() - begin
 
 
 def _forward_seconds(session: Session) -> list[float]:
