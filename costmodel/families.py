@@ -24,13 +24,14 @@ class TensorSpec(NamedTuple):
     """One stored tensor: its name, its shape and the segments that read it.
 
     ``linear`` holds (inputs, outputs) where the tensor is the weight of a linear layer, which is what an
-    adapter can be put on.
+    adapter can be put on; ``is_table`` says whether tokens are looked up in it.
     """
 
     name: str
     shape: tuple[int, ...]
     segments: tuple[str, ...]
     linear: tuple[int, int] | None = None
+    is_table: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -77,6 +78,10 @@ class Architecture:
         return (EMBED, HEAD) if self.tied_head else (EMBED,)
 
 
+def _token_table(name: str, arch: Architecture) -> TensorSpec:
+    return TensorSpec(name, (arch.vocab_size, arch.embed_dim), arch.token_segments, is_table=True)
+
+
 def _linear(
     name: str, inputs: int, outputs: int, segment: str, *, bias: bool, transposed: bool = False
 ) -> Iterator[TensorSpec]:
@@ -98,7 +103,7 @@ _OPT_POSITION_OFFSET = 2
 
 def _opt_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     root, hidden = "model.decoder", arch.hidden_size
-    yield TensorSpec(f"{root}.embed_tokens.weight", (arch.vocab_size, arch.embed_dim), arch.token_segments)
+    yield _token_table(f"{root}.embed_tokens.weight", arch)
     rows = arch.max_positions + _OPT_POSITION_OFFSET
     yield TensorSpec(f"{root}.embed_positions.weight", (rows, hidden), (EMBED,))
     if arch.embed_dim != hidden:
@@ -124,7 +129,7 @@ def _opt_block(arch: Architecture, root: str, segment: str) -> Iterator[TensorSp
 
 def _gpt2_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     root, hidden = "transformer", arch.hidden_size
-    yield TensorSpec(f"{root}.wte.weight", (arch.vocab_size, hidden), arch.token_segments)
+    yield _token_table(f"{root}.wte.weight", arch)
     yield TensorSpec(f"{root}.wpe.weight", (arch.max_positions, hidden), (EMBED,))
     for i in range(arch.num_blocks):
         yield from _gpt2_block(arch, f"{root}.h.{i}", block_segment(i))
@@ -145,7 +150,7 @@ def _gpt2_block(arch: Architecture, root: str, segment: str) -> Iterator[TensorS
 
 def _llama_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     root, hidden = "model", arch.hidden_size
-    yield TensorSpec(f"{root}.embed_tokens.weight", (arch.vocab_size, hidden), arch.token_segments)
+    yield _token_table(f"{root}.embed_tokens.weight", arch)
     for i in range(arch.num_blocks):
         yield from _llama_block(arch, f"{root}.layers.{i}", block_segment(i))
     yield TensorSpec(f"{root}.norm.weight", (hidden,), (HEAD,))
@@ -171,7 +176,7 @@ def _llama_block(arch: Architecture, root: str, segment: str) -> Iterator[Tensor
 
 def _roberta_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     root, hidden = "roberta.embeddings", arch.hidden_size
-    yield TensorSpec(f"{root}.word_embeddings.weight", (arch.vocab_size, hidden), arch.token_segments)
+    yield _token_table(f"{root}.word_embeddings.weight", arch)
     yield TensorSpec(f"{root}.token_type_embeddings.weight", (arch.num_token_types, hidden), (EMBED,))
     yield from _layer_norm(f"{root}.LayerNorm", hidden, EMBED)
     rows = arch.max_positions + arch.num_unused_positions

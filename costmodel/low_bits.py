@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from costmodel.formats import CANDIDATES, FORMATS, CodeFormat, ScaleScope
+from costmodel.formats import CANDIDATES, FORMATS, CodedParts, CodeFormat, DType, ScaleScope
 from costmodel.model_spec import ParameterGroup
 from costmodel.work import Work
 from topology.errors import PlanError
@@ -30,13 +30,16 @@ TILE_ELEMENTS = 3 << 17
 TILE_ROWS = 1024
 """Most rows of them: weights are laid out anew for every product."""
 
+OUTER_TILE_ELEMENTS = 1 << 20
+"""Weights of a matrix outside the blocks, as large as the vocabulary, that are made of codes at a time."""
+
 _TILE_COLUMNS = 64
 """Columns come in multiples of so many."""
 
 _MOVED_TEMPORARIES = 7
 """Numbers in float32 that are alive for each of them; of outliers, a byte more."""
 
-_FLOAT_TEMPORARIES = 4
+_FLOAT_TEMPORARIES = 3
 """As many more where the distance between neighbours on the grid is each number's own."""
 
 _CONTAINERS = (2, 4, 8)
@@ -71,6 +74,8 @@ class Coding:
         Format of the A and B of adapters beside these layers, one scale for each; None where they are numbers.
     adapter_span : float
         Largest entry of A and B that has a code, over the largest that A begins with.
+    parts : str
+        Whose matrices are codes.
 
     Examples
     --------
@@ -89,6 +94,7 @@ class Coding:
     outlier_share: float = 0.0
     adapters: CodeFormat | None = None
     adapter_span: float = 2.0
+    parts: CodedParts = "blocks"
 
     @property
     def of_adapters(self) -> Coding | None:
@@ -96,14 +102,20 @@ class Coding:
         return None if self.adapters is None else Coding(self.adapters, "tensor", dtype=self.dtype)
 
     def tuned(self, group: ParameterGroup) -> list[CodedMatrix]:
-        """Return the matrices of a group that are codes and are tuned: of its linear layers, or of adapters beside them."""
+        """Return the matrices of a group that are codes and are tuned: of its layers, or of adapters beside them."""
         beside = self.of_adapters
         adapters = [] if beside is None else [(one, beside) for one in group.trainable_matrices]
-        return [*((one, self) for one in group.linears), *adapters]
+        outer = group.outer_matrices if self.parts == "all" else ()
+        return [*((one, self) for one in (*group.linears, *outer)), *adapters]
 
     def frozen(self, group: ParameterGroup) -> list[CodedMatrix]:
         """Return the matrices of a group that are codes and stay as they are."""
-        return [(one, self) for one in group.frozen_linears]
+        outer = group.frozen_outer_matrices if self.parts == "all" else ()
+        return [(one, self) for one in (*group.frozen_linears, *outer)]
+
+    def matrices(self, group: ParameterGroup) -> list[CodedMatrix]:
+        """Return all matrices of a group that are codes."""
+        return [*self.tuned(group), *self.frozen(group)]
 
     @property
     def container_bits(self) -> int:
@@ -199,7 +211,7 @@ def tile_columns(rows: int, outputs: int) -> int:
 
 def stored_bytes(group: ParameterGroup, coding: Coding | None, dtype: str) -> int:
     """Return the bytes of a group's parameters, those of linear layers as codes where there are any."""
-    matrices = [] if coding is None else [*coding.tuned(group), *coding.frozen(group)]
+    matrices = [] if coding is None else coding.matrices(group)
     codes = sum(how.size_bytes([one]) for one, how in matrices)
     return FORMATS[dtype].bytes(group.num_parameters - num_elements(matrices)) + codes
 
@@ -219,6 +231,7 @@ def coded_forward_work(
     is_beside: bool,
     moved_share: float = 1.0,
     kept_bytes: int = 0,
+    is_outer: bool = False,
 ) -> Work:
     """Return the work of a segment's forward whose linear layers are codes, from that with plain weights.
 
@@ -237,8 +250,10 @@ def coded_forward_work(
     moved_share : float
         Share of its rows that are not 0, for which alone something is added.
     kept_bytes : int
-        What of the segment is alive beside a layer: the sum that residuals are added to. What products of bytes are bounded by has
-        room for it.
+        What of the segment is alive beside a layer: the sum that residuals are added to.
+    is_outer : bool
+        Whether they lie outside the blocks, where weights are made of codes, or parted, for some outputs after the other
+        (:func:`outputs_at_once`).
 
     Notes
     -----
@@ -256,16 +271,19 @@ def coded_forward_work(
         if product is None:
             continue
         plain.remove(product)
-        rows, elements = product.m, outputs * inputs
+        # A product that is made for some tokens after the other makes weights of codes as often.
+        rows, elements, times = product.m, outputs * inputs, product.num
+        at_once = outputs_at_once(outputs, inputs) if is_outer else outputs
+        num_tiles = times * -(-outputs // at_once)
         is_parted = coding.container_bits < 8
         parting = coding.code_bytes((outputs, inputs)) + elements if is_parted else 0
-        sweep_bytes += parting
-        num_kernels += 4 * is_parted
+        sweep_bytes += times * parting
+        num_kernels += 4 * num_tiles * is_parted
         alive = rows * inputs * width
-        levels = elements * (is_parted + 4 * coding.has_zero_point + bool(coding.outlier_share))
+        levels = at_once * inputs * (is_parted + 4 * coding.has_zero_point + bool(coding.outlier_share))
         if are_inputs_coded:
-            elementwise_bytes += rows * inputs * (4 * width + 1)
-            num_kernels += 5
+            elementwise_bytes += times * rows * inputs * (4 * width + 1)
+            num_kernels += 5 * times
             alive += rows * inputs
         if kernel != "dequantise":
             moved = round(outputs * moved_share) * is_beside
@@ -274,26 +292,34 @@ def coded_forward_work(
             if moved:
                 products.append(product.model_copy(update={"n": moved, "format": kind}))
             cast = moved * inputs * (kernel == "scaled_mm")
-            sweep_bytes += 2 * cast
-            num_kernels += bool(cast)
-            elementwise_bytes += rows * (outputs + moved) * (4 + 2 * width)
-            num_kernels += 3 * (1 + is_beside)
-            sums, most = rows * outputs * 4, _most_rows(outputs, moved_share)
+            sweep_bytes += 2 * times * cast
+            num_kernels += times * bool(cast)
+            elementwise_bytes += times * rows * (outputs + moved) * (4 + 2 * width)
+            num_kernels += 3 * num_tiles * (1 + is_beside)
+            sums, most = rows * at_once * 4, _most_rows(outputs, moved_share)
             is_gathered = most < outputs
-            beside = sums + (2 + is_gathered) * rows * most * 4 + is_gathered * most * inputs + cast
-            alive += max(2 * sums + levels, beside if is_beside else 0, sums + rows * outputs * width)
+            made = most if is_gathered else at_once
+            beside = sums + (2 + is_gathered) * rows * made * 4 + is_gathered * most * inputs + cast
+            alive += max(
+                2 * sums + levels,
+                beside + levels * is_outer if is_beside else 0,
+                sums + rows * at_once * width,
+            )
+            alive += rows * outputs * width * is_outer
         else:
             products.append(product)
             moved = round(outputs * moved_share) * inputs * is_beside
-            sweep_bytes += elements * (1 + width) + moved * (1 + 2 * width)
-            num_kernels += 1 + is_beside
-            most = _most_rows(outputs, moved_share)
-            gathered = most * inputs * (1 + width) if is_beside and most < outputs else 0
+            sweep_bytes += times * (elements * (1 + width) + moved * (1 + 2 * width))
+            num_kernels += num_tiles * (1 + is_beside)
+            most = _most_rows(at_once, moved_share)
+            gathered = most * inputs * (1 + width) if is_beside and most < at_once else 0
             if FORMATS[coding.format].is_float:
-                levels = elements * max(4, is_parted * (9 - width))
-            alive += elements * width + max(levels, gathered, rows * outputs * width)
+                levels = at_once * inputs * max(4, is_parted * (9 - width))
+            output = rows * outputs * width
+            alive += at_once * inputs * width
+            alive += output + max(levels, gathered) if is_outer else max(levels, gathered, output)
             alive += rows * inputs * width if are_inputs_coded else 0
-        largest = max(largest, alive + kept_bytes * (kernel == "dequantise"))
+        largest = max(largest, alive + kept_bytes)
     return work.model_copy(
         update={
             "matmuls": (*plain, *products),
@@ -302,6 +328,30 @@ def coded_forward_work(
             "num_kernels": work.num_kernels + num_kernels,
             "workspace_bytes": max(work.workspace_bytes, largest),
         }
+    )
+
+
+def outputs_at_once(outputs: int, inputs: int) -> int:
+    """Return of how many outputs of a matrix outside the blocks the weights are made of codes at a time.
+
+    Examples
+    --------
+    >>> outputs_at_once(50272, 768), outputs_at_once(768, 768)
+    (1365, 768)
+    """
+    return min(outputs, max(1, OUTER_TILE_ELEMENTS // inputs))
+
+
+def coded_lookup_work(num_tokens: int, width: int, coding: Coding, dtype: DType, *, is_beside: bool) -> Work:
+    """Return the work of making numbers of the rows that tokens name of a table of codes, of `width` columns."""
+    elements, size = num_tokens * width, FORMATS[dtype].element_bytes
+    level_bytes = 4 if FORMATS[coding.format].is_float else 1
+    codes = coding.code_bytes((num_tokens, width)) + coding.scale_bytes((num_tokens, width))
+    beside = elements * (1 + 2 * size) * is_beside
+    return Work(
+        dtype=dtype,
+        elementwise_bytes=2 * codes + elements * (2 * level_bytes + size) + beside,
+        num_kernels=8 + 2 * is_beside,
     )
 
 
@@ -321,6 +371,11 @@ def coded_update_work(linears: Sequence[Linear], coding: Coding, moved_share: fl
         num_kernels=10 * len(linears),
         workspace_bytes=(4 * num_temporaries + bool(coding.outlier_share)) * min(most, MOVED_ELEMENTS),
     )
+
+
+def moved_rows_bytes(linears: Iterable[Linear], share: float) -> int:
+    """Return the most bytes, in hardly any step more, of the numbers of the rows that move of some matrices."""
+    return 8 * sum(_most_rows(outputs, share) for outputs, _ in linears) if share < 1 else 0
 
 
 def _most_rows(num: int, share: float) -> int:

@@ -78,6 +78,9 @@ class ParameterGroup(BaseModel):
         Elements of the largest trainable tensor.
     linears, frozen_linears : tuple of (int, int)
         Outputs and inputs of every linear layer of a block whose weight is in it, by whether that is tuned.
+    outer_matrices, frozen_outer_matrices : tuple of (int, int)
+        Rows and columns of the token table and of every linear layer before or behind the blocks that is in it, by whether
+        that is tuned. Empty in files of earlier versions.
     trainable_matrices : tuple of (int, int)
         Rows and columns of those trainable tensors that have two dimensions. Empty in files of earlier versions.
     """
@@ -93,6 +96,8 @@ class ParameterGroup(BaseModel):
     largest_trainable_tensor: ElementsOrNone
     linears: tuple[tuple[Extent, Extent], ...] = ()
     frozen_linears: tuple[tuple[Extent, Extent], ...] = ()
+    outer_matrices: tuple[tuple[Extent, Extent], ...] = ()
+    frozen_outer_matrices: tuple[tuple[Extent, Extent], ...] = ()
     trainable_matrices: tuple[tuple[Extent, Extent], ...] = ()
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
-from costmodel.formats import CodeFormat, ScaleScope
+from costmodel.formats import CodedParts, CodeFormat, ScaleScope
 from topology.errors import ModelError, PlanError
 from topology.validation import readable
 
@@ -53,7 +53,7 @@ class StoredCodes(BaseModel):
     ----------
     layout : str
         See :data:`Layout`.
-    weights, scales, group_elements, zero_point, full_range, outliers, activations
+    weights, parts, scales, group_elements, zero_point, full_range, outliers, activations
         As of :class:`zosim.plans.LowBits`, which has to have the same.
     """
 
@@ -61,6 +61,7 @@ class StoredCodes(BaseModel):
 
     layout: Layout
     weights: CodeFormat
+    parts: CodedParts = "blocks"
     scales: ScaleScope
     group_elements: PositiveInt = 128
     zero_point: bool = False
@@ -290,6 +291,7 @@ def said_of_own(coding: Coding) -> dict[str, Any]:
     stored = StoredCodes(
         layout="zosim",
         weights=coding.format,
+        parts=coding.parts,
         scales=coding.scales,
         group_elements=coding.group_elements,
         zero_point=coding.has_zero_point,
@@ -318,6 +320,11 @@ def refuse_unwritable(coding: Coding) -> None:
     ------
     PlanError
     """
+    if coding.parts == "all":
+        raise PlanError(
+            "a directory of codes has no place for a token table and a head in codes that transformers would load",
+            hint="write it in zosim's own layout (--save-as zosim-codes), or as numbers (--save-as numbers)",
+        )
     if coding.outlier_share:
         raise PlanError(
             "a directory of codes has no place for outliers beside them that compressed-tensors knows",

@@ -18,7 +18,7 @@ from costmodel.low_bits import Coding
 from costmodel.roundings import RoundedDirection
 from executors.low_bits.coded import Coded, Moved
 from executors.low_bits.grids import grid_of
-from executors.low_bits.linear import Beside, CodedLinear, code_linears
+from executors.low_bits.linear import Beside, CodedLinear, code_layers
 from executors.randomness.counter import CounterKey
 from executors.randomness.rounded import Chances, DrawKeys, MovedRows, RoundedDraws, rounding_key
 from executors.threads import DrawThreads
@@ -252,7 +252,7 @@ def check_beside_codes(_context: Context) -> Outcome:
     The smallest multiple is that of ε = 1e-5 beside a scale of 0.02; the largest takes every weight beyond the range of codes.
     """
     scale, layer = 0.02, torch.nn.Linear(6, 4, bias=False)
-    code_linears([torch.nn.Sequential(layer)], LowBits(weights="int4"), _CPU)
+    code_layers([torch.nn.Sequential(layer)], LowBits(weights="int4"), _CPU)
     assert isinstance(layer, CodedLinear)
     generator = np.random.default_rng(6)
     levels = generator.integers(-7, 8, size=(4, 6))

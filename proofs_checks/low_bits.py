@@ -19,7 +19,7 @@ from costmodel.formats import CANDIDATES, CodeFormat, ScaleScope
 from costmodel.low_bits import Coding
 from costmodel.roundings import RoundedDirection
 from executors.low_bits.coded import Coded, Moved
-from executors.low_bits.linear import Beside, CodedLinear, code_linears
+from executors.low_bits.linear import Beside, CodedLinear, code_layers
 from executors.randomness.counter import CounterKey
 from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rounded import Chances, DrawKeys, MovedRows, RoundedDraws, rounding_key
@@ -594,7 +594,7 @@ def check_products_of_bytes(context: Context) -> Outcome:
     for scope in ("token", "tensor"):
         layer = torch.nn.Linear(24, 16, bias=False)
         low_bits = LowBits.model_validate({"weights": "int8", "activations": f"int8-{scope}"})
-        code_linears([torch.nn.Sequential(layer)], low_bits, _CPU)
+        code_layers([torch.nn.Sequential(layer)], low_bits, _CPU)
         assert isinstance(layer, CodedLinear)
         layer.coded = shipped(weights, Coding("int8", "channel"))
         layer.beside = Beside(torch.from_numpy(along), 1e-3)

@@ -189,7 +189,7 @@ class Coded:
         symbols = _parted(self.codes[rows], self.coding.container_bits, self.shape[1])
         return self.grid.values(symbols)
 
-    def values(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+    def values(self, dtype: torch.dtype, rows: Rows = slice(None)) -> Tensor:
         """Return the weights of some rows."""
         levels = self.levels(rows)
         grouped = levels.view(levels.shape[0], -1, self._group)
@@ -364,49 +364,51 @@ class Coded:
         by = factor.factor(torch.float32) if isinstance(factor, DeviceScalar) else factor
         num_rows, width = self.shape if rows is None else (len(rows), self.shape[1])
 
+        def take_piece(piece: slice, counted: Moved | None) -> None:
+            chosen = piece if rows is None else rows[piece]
+            levels = self.levels(chosen).float()
+            columns = None if self.outliers is None else self._outlier_columns(levels)
+            if columns is not None:
+                levels.scatter_(1, columns, self._outlier_values(chosen) / self._scales_at(chosen, columns))
+            grouped = levels.view(len(levels), -1, self._group)
+            # A number divided by a tensor is, to the last bit, its reciprocal times the number.
+            change = direction[chosen].view(grouped.shape) * (
+                self._of(self.scales, chosen).float().reciprocal() * by
+            )
+            if decay:
+                origin = self._of(self.zeros, chosen) if self.zeros is not None else 0.0
+                change += decay * (grouped - origin)
+            change = change.view(levels.shape)
+            chance = chances(piece.start * width, piece.stop * width).view(levels.shape)
+            num = None if counted is None else torch.count_nonzero(change)
+            outliers = None
+            if columns is not None:
+                outliers = self._move_outliers(chosen, columns, change, chance)
+                for here in (levels, change):
+                    here.scatter_(1, columns, 0)
+            if isinstance(self.grid, Integers):
+                # Away from 0 where the change and its chance reach the next whole number together.
+                wanted = levels - chance.copysign_(change).add_(change).trunc_()
+                moved = self.grid.clamped(wanted)
+            else:
+                wanted = levels - change
+                moved = self.grid.at_random(wanted, chance)
+            if counted is not None and num is not None:
+                beyond = wanted - self.grid.clamped(wanted)
+                saturated = torch.count_nonzero(beyond)
+                # What saturates would have moved.
+                unmoved = num - torch.count_nonzero((moved - levels).add_(beyond))
+                if outliers is not None:  # which were counted as unmoved
+                    unmoved, saturated = unmoved - outliers[0], saturated + outliers[1]
+                counted.add(num, unmoved, saturated)
+            if columns is not None:
+                moved.scatter_(1, columns, _OUTLIER)
+            self._write(chosen, moved)
+
         def take(pieces: Iterable[slice], counted: Moved | None) -> None:
             for piece in pieces:
-                chosen = piece if rows is None else rows[piece]
-                levels = self.levels(chosen).float()
-                columns = None if self.outliers is None else self._outlier_columns(levels)
-                if columns is not None:
-                    levels.scatter_(
-                        1, columns, self._outlier_values(chosen) / self._scales_at(chosen, columns)
-                    )
-                grouped = levels.view(len(levels), -1, self._group)
-                # A number divided by a tensor is, to the last bit, its reciprocal times the number.
-                change = direction[chosen].view(grouped.shape) * (
-                    self._of(self.scales, chosen).float().reciprocal() * by
-                )
-                if decay:
-                    origin = self._of(self.zeros, chosen) if self.zeros is not None else 0.0
-                    change += decay * (grouped - origin)
-                change = change.view(levels.shape)
-                chance = chances(piece.start * width, piece.stop * width).view(levels.shape)
-                num = None if counted is None else torch.count_nonzero(change)
-                outliers = None
-                if columns is not None:
-                    outliers = self._move_outliers(chosen, columns, change, chance)
-                    for here in (levels, change):
-                        here.scatter_(1, columns, 0)
-                if isinstance(self.grid, Integers):
-                    # Away from 0 where the change and its chance reach the next whole number together.
-                    wanted = levels - chance.copysign_(change).add_(change).trunc_()
-                    moved = self.grid.clamped(wanted)
-                else:
-                    wanted = levels - change
-                    moved = self.grid.at_random(wanted, chance)
-                if counted is not None and num is not None:
-                    beyond = wanted - self.grid.clamped(wanted)
-                    saturated = torch.count_nonzero(beyond)
-                    # What saturates would have moved.
-                    unmoved = num - torch.count_nonzero(moved - levels + beyond)
-                    if outliers is not None:  # which were counted as unmoved
-                        unmoved, saturated = unmoved - outliers[0], saturated + outliers[1]
-                    counted.add(num, unmoved, saturated)
-                if columns is not None:
-                    moved.scatter_(1, columns, _OUTLIER)
-                self._write(chosen, moved)
+                # A call each, so that the temporaries of one are gone before those of the next are made.
+                take_piece(piece, counted)
 
         draw_threads = threads if threads is not None and self.device.type == "cpu" else DrawThreads()
         elements = min(_ALONE_ELEMENTS, MOVED_ELEMENTS // draw_threads.num_threads)

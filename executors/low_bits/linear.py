@@ -1,4 +1,4 @@
-"""Linear layers whose weights are codes, and the products that they are made of.
+"""Linear layers and token tables whose weights are codes, and the products that they are made of.
 
 At an evaluation point the weights stay where they are: with a direction ``û`` of one byte an element, ``θ + ε·û`` is made for
 one layer at a time, or its part of the output is a product of its own.
@@ -7,12 +7,14 @@ one layer at a time, or its part of the output is a product of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from costmodel.low_bits import TILE_ELEMENTS, TILE_ROWS, tile_columns
+from costmodel.low_bits import TILE_ELEMENTS, TILE_ROWS, outputs_at_once, tile_columns
 from executors.low_bits.coded import Coded
 from topology.errors import PlanError
 from zosim.plans import LowBits
@@ -46,10 +48,22 @@ class Beside(NamedTuple):
     rows: Tensor | None = None
 
 
-class CodedLinear(nn.Linear):
-    """A linear layer that multiplies by codes, once it holds any.
+@dataclass
+class Holder:
+    """What the layers of one weight have in common: a token table, and a head that is tied to it.
 
-    Its parameter ``weight`` then has a shape and no memory.
+    Attributes
+    ----------
+    coded : Coded, callable or None
+    beside : Beside or None
+    """
+
+    coded: Coded | Callable[[], Coded] | None = None
+    beside: Beside | None = None
+
+
+class CodedLayer(nn.Module):
+    """A layer whose weight is codes, once it holds any. Its parameter ``weight`` then has a shape and no memory.
 
     Attributes
     ----------
@@ -57,25 +71,37 @@ class CodedLinear(nn.Linear):
         May be given as a function that reads it, which then is called whenever the codes are asked for.
     beside : Beside or None
         What is added to the weight at the evaluation point that is forwarded.
-    product : str
-        See :data:`zosim.plans.low_bits.KernelName`.
-    input_scales, input_format : str
-        As of :class:`zosim.plans.LowBits`.
     was : type
-        Class of the layer before: ``torch.nn.Linear``, or transformers' ``Conv1D``, whose weight is of shape (inputs, outputs).
+        Class of the layer before: ``torch.nn.Linear``, ``torch.nn.Embedding``, or transformers' ``Conv1D``, whose weight is of
+        shape (inputs, outputs).
     """
 
-    _coded: Coded | Callable[[], Coded] | None
-    beside: Beside | None
-    product: KernelName
-    input_scales: InputScales
-    input_format: InputFormat
+    weight: Tensor
+    holder: Holder
     was: type[nn.Module]
 
     @property
     def is_transposed(self) -> bool:
         """Whether files have the weight transposed."""
-        return self.was is not nn.Linear
+        return self.was not in (nn.Linear, nn.Embedding)
+
+    @property
+    def beside(self) -> Beside | None:
+        """What is added to the weight."""
+        return self.holder.beside
+
+    @beside.setter
+    def beside(self, given: Beside | None) -> None:
+        self.holder.beside = given
+
+    @property
+    def coded(self) -> Coded | None:
+        """The codes."""
+        return self.holder.coded() if callable(self.holder.coded) else self.holder.coded
+
+    @coded.setter
+    def coded(self, given: Coded | Callable[[], Coded] | None) -> None:
+        self.holder.coded = given
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """Return what the codes stand for, in the shape that files have."""
@@ -83,34 +109,6 @@ class CodedLinear(nn.Linear):
         assert coded is not None
         values = coded.values(dtype)
         return values.T.contiguous() if self.is_transposed else values
-
-    @property
-    def coded(self) -> Coded | None:
-        """The codes."""
-        return self._coded() if callable(self._coded) else self._coded
-
-    @coded.setter
-    def coded(self, given: Coded | Callable[[], Coded] | None) -> None:
-        self._coded = given
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Return the layer's output."""
-        coded = self.coded
-        if coded is None:  # numbers may be in their file's format until they become codes
-            return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
-        if self.product != "dequantise":
-            return self._multiplied_by_codes(input, coded)
-        weight = coded.values(coded.scales.dtype)
-        if self.beside is not None:
-            direction, factor, rows = self.beside
-            if rows is None:
-                weight.add_(direction, alpha=factor)
-            else:
-                weight[rows] = weight[rows].add_(direction[rows], alpha=factor)
-        if self.input_scales:
-            codes, scales = self._inputs_of(input)
-            input = (codes.float() * scales).to(input.dtype).view_as(input)  # noqa: A001
-        return nn.functional.linear(input, weight, self.bias)
 
     def become_plain(self) -> None:
         """Hold numbers in place of codes, as the layer that it was."""
@@ -120,15 +118,117 @@ class CodedLinear(nn.Linear):
             self.coded = None
             self.__class__ = self.was  # type: ignore[assignment]
 
+
+class CodedTable(CodedLayer, nn.Embedding):
+    """A token table: the rows that tokens name are made of codes."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Return the rows of tokens."""
+        coded = self.coded
+        if coded is None:
+            return nn.functional.embedding(input, self.weight)
+        tokens = input.reshape(-1)
+        along = None
+        if self.beside is not None:
+            along = self.beside.direction.index_select(0, tokens), self.beside.factor
+        return table_rows(coded, tokens, along).view(*input.shape, -1)
+
+
+def table_rows(coded: Coded, tokens: Tensor, along: tuple[Tensor, float] | None = None) -> Tensor:
+    """Return the rows that tokens name of a table of codes.
+
+    Parameters
+    ----------
+    coded : Coded
+    tokens : torch.Tensor
+        Shape (tokens,).
+    along : (torch.Tensor, float), optional
+        The same rows of a direction, int8, and what they are multiplied by.
+    """
+    rows = coded.values(coded.scales.dtype, tokens)
+    return rows if along is None else rows.add_(along[0], alpha=along[1])
+
+
+class CodedLinear(CodedLayer, nn.Linear):
+    """A linear layer that multiplies by codes.
+
+    Attributes
+    ----------
+    product : str
+        See :data:`zosim.plans.low_bits.KernelName`.
+    input_scales, input_format : str
+        As of :class:`zosim.plans.LowBits`.
+    is_outer : bool
+        Whether it lies outside the blocks, and is as large as a vocabulary may make it: weights are then made of codes for some
+        outputs after the other.
+    """
+
+    product: KernelName
+    input_scales: InputScales
+    input_format: InputFormat
+    is_outer: bool
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Return the layer's output."""
+        coded = self.coded
+        if coded is None:  # numbers may be in their file's format until they become codes
+            return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
+        if self.product != "dequantise":
+            return self._multiplied_by_codes(input, coded)
+        if self.input_scales:
+            codes, scales = self._inputs_of(input)
+            input = (codes.float() * scales).to(input.dtype).view_as(input)  # noqa: A001
+        if self.is_outer:
+            return self._by_tiles(input, coded)
+        weight = coded.values(coded.scales.dtype)
+        if self.beside is not None:
+            direction, factor, rows = self.beside
+            if rows is None:
+                weight.add_(direction, alpha=factor)
+            else:
+                weight[rows] = weight[rows].add_(direction[rows], alpha=factor)
+        return nn.functional.linear(input, weight, self.bias)
+
+    def _by_tiles(self, inputs: Tensor, coded: Coded) -> Tensor:
+        """Return the output, made for some outputs after the other of weights that are forgotten again."""
+        outputs, width = coded.shape
+        at_once = outputs_at_once(outputs, width)
+        ends = [*range(0, outputs, at_once), outputs]
+        moved = None if self.beside is None else self.beside.rows
+        # Which rows of a sparse direction are of which tile.
+        places = None if moved is None else torch.searchsorted(moved, moved.new_tensor(ends)).tolist()
+        made: Tensor | None = None
+        for number, (begin, end) in enumerate(pairwise(ends)):
+            weight = coded.values(coded.scales.dtype, slice(begin, end))
+            if self.beside is not None:
+                direction, factor, _ = self.beside
+                if moved is None or places is None:
+                    weight.add_(direction[begin:end], alpha=factor)
+                else:
+                    rows = moved[places[number] : places[number + 1]]
+                    weight[rows - begin] = weight[rows - begin].add_(direction[rows], alpha=factor)
+            bias = None if self.bias is None else self.bias[begin:end]
+            part = nn.functional.linear(inputs, weight, bias)
+            if made is None:
+                made = part.new_empty((*part.shape[:-1], outputs))
+            made[..., begin:end] = part
+        assert made is not None
+        return made
+
     def _multiplied_by_codes(self, inputs: Tensor, coded: Coded) -> Tensor:
         codes, scales = self._inputs_of(inputs)
         is_integer = self.product == "int_mm"
-        levels = coded.levels() if is_integer else coded.codes.view(torch.float8_e4m3fn)
+
+        def levels_of(columns: slice) -> Tensor:
+            return coded.levels(columns) if is_integer else coded.codes[columns].view(torch.float8_e4m3fn)
+
+        all_levels = None if self.is_outer else levels_of(slice(None))
         weight_scales = coded.scales.float().T
         beside = None if self.beside is None else _DirectionProduct(codes, scales, self.beside)
 
         def sums_of(rows: slice, columns: slice) -> Tensor:
-            sums = byte_product(codes[rows], levels[columns], scales[rows] if len(scales) > 1 else scales)
+            levels = levels_of(columns) if all_levels is None else all_levels[columns]
+            sums = byte_product(codes[rows], levels, scales[rows] if len(scales) > 1 else scales)
             sums.mul_(weight_scales if weight_scales.shape[1] == 1 else weight_scales[:, columns])
             if beside is not None:
                 beside.add_to(sums, rows, columns)
@@ -136,11 +236,13 @@ class CodedLinear(nn.Linear):
                 sums += self.bias[columns]
             return sums
 
-        tiles = list(_tiles(len(codes), len(levels), inputs.device.type))
+        outputs, width = coded.shape
+        most = outputs_at_once(outputs, width) if self.is_outer else outputs
+        tiles = list(_tiles(len(codes), outputs, inputs.device.type, most))
         if len(tiles) == 1:
             output = sums_of(*tiles[0]).to(inputs.dtype)
         else:
-            output = inputs.new_empty((len(codes), len(levels)))
+            output = inputs.new_empty((len(codes), outputs))
             for rows, columns in tiles:
                 output[rows, columns] = sums_of(rows, columns)
         return output.view(*inputs.shape[:-1], -1)
@@ -186,6 +288,7 @@ class _DirectionProduct:
 
     def __init__(self, codes: Tensor, scales: Tensor, beside: Beside) -> None:
         direction, factor, rows = beside
+        self._num_outputs = len(direction)
         self._codes, self._scales, self._moved = codes, scales * factor, rows
         self._direction = direction if rows is None else direction.index_select(0, rows)
         if codes.dtype != torch.int8:
@@ -204,20 +307,20 @@ class _DirectionProduct:
             sums += byte_product(self._codes[rows], self._direction[columns], scales)
         elif self._product is not None:
             moved, product = self._moved, self._product[rows]
-            if (
-                sums.device.type == "cpu"
-            ):  # the only device of several tiles; asking others would wait for them
+            if columns != slice(
+                0, self._num_outputs
+            ):  # of one tile alone nothing is asked, which would wait for a GPU
                 first, last = torch.searchsorted(moved, torch.tensor([columns.start, columns.stop])).tolist()
                 moved, product = moved[first:last] - columns.start, product[:, first:last]
             sums.index_add_(1, moved, product)
 
 
-def _tiles(num_rows: int, num_columns: int, device: str) -> Iterator[tuple[slice, slice]]:
+def _tiles(num_rows: int, num_columns: int, device: str, most_columns: int) -> Iterator[tuple[slice, slice]]:
     """Yield rows and columns of an output that is made part by part: on a CPU such that a part's sums stay in cache."""
-    rows, columns = num_rows, num_columns
+    rows, columns = num_rows, most_columns
     if device == "cpu":
         rows = min(num_rows, TILE_ROWS)
-        columns = tile_columns(rows, num_columns)
+        columns = min(tile_columns(rows, num_columns), most_columns)
     for begin in range(0, num_columns, columns):
         for first in range(0, num_rows, rows):
             yield slice(first, min(first + rows, num_rows)), slice(begin, min(begin + columns, num_columns))
@@ -283,46 +386,61 @@ def byte_product(inputs: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
     return product[: len(inputs), : len(weights)].mul_(scales)
 
 
-def code_linears(blocks: Iterable[nn.Module], low_bits: LowBits, device: torch.device) -> None:
-    """Let the linear layers of blocks take codes, and multiply by them as a plan says.
+def code_layers(parts: Iterable[nn.Module], low_bits: LowBits, device: torch.device) -> None:
+    """Let the layers of some parts of a model take codes, as :func:`make_codable`, and multiply by them as a plan says.
 
     Raises
     ------
     PlanError
         If the device lacks the kernel, and no other may take its place.
     """
-    product = present_product(low_bits, device)
-    for block in blocks:
-        make_codable([block])
-        for path, module in block.named_modules():
+    product, parts = present_product(low_bits, device), list(parts)
+    make_codable(parts)
+    for part in parts:
+        for path, module in part.named_modules():
             if isinstance(module, CodedLinear) and not is_of_adapter(path):
                 module.product, module.input_scales = product, low_bits.input_scales
                 module.input_format = low_bits.input_format
 
 
-def make_codable(blocks: Iterable[nn.Module]) -> None:
-    """Let the linear layers of blocks take codes; until they are given any, they compute what they did.
+def make_codable(parts: Iterable[nn.Module]) -> None:
+    """Let the linear layers of some parts of a model take codes, and token tables; until they are given any, they compute what they did.
 
-    The weight of a layer that keeps it transposed (GPT-2's) is turned, without being copied.
+    Parameters
+    ----------
+    parts : iterable of torch.nn.Module
+        Blocks; and layers outside them, which are parts by themselves.
+
+    Notes
+    -----
+    The weight of a layer that keeps it transposed (GPT-2's) is turned, without being copied. Layers of one weight share its codes.
     """
     from transformers.pytorch_utils import Conv1D
 
-    for block in blocks:
-        for path, module in list(block.named_modules()):
-            if type(module) in (nn.Linear, Conv1D) and not is_of_adapter(path):
+    holders: dict[int, Holder] = {}
+    for part in parts:
+        for path, module in list(part.named_modules()):
+            is_outer = not path
+            if type(module) is nn.Embedding and is_outer:
+                table: Any = module
+                table.was, table.__class__ = nn.Embedding, CodedTable
+                table.holder = holders.setdefault(id(module.weight), Holder())
+            elif type(module) in (nn.Linear, Conv1D) and not is_of_adapter(path):
                 if type(module) is Conv1D:
                     module.weight.data = module.weight.data.T
-                become_codable(module)
+                layer = become_codable(module, holders.setdefault(id(module.weight), Holder()))
+                layer.is_outer = is_outer
 
 
-def become_codable(module: nn.Module) -> CodedLinear:
+def become_codable(module: nn.Module, holder: Holder | None = None) -> CodedLinear:
     """Let a linear layer take codes, in place, so that hooks and adapters stay where they are."""
     layer: Any = module
     layer.was = type(module)
     layer.__class__ = CodedLinear
     layer.out_features, layer.in_features = layer.weight.shape
-    layer.coded = layer.beside = None
+    layer.holder = holder or Holder()
     layer.product, layer.input_scales, layer.input_format = "dequantise", "", ""
+    layer.is_outer = False
     return layer  # type: ignore[no-any-return]
 
 
@@ -331,10 +449,12 @@ def is_of_adapter(name: str) -> bool:
     return any(part.startswith("lora_") for part in name.rsplit(".", 2)[-2:])
 
 
-def coded_linears(model: nn.Module) -> Iterator[tuple[str, CodedLinear]]:
-    """Yield the name of the weight and the layer of all that can take codes."""
+def coded_layers(model: nn.Module) -> Iterator[tuple[str, CodedLayer]]:
+    """Yield the name of the weight and the layer of all that can take codes: of those of one weight the first."""
+    weights = set()
     for name, module in model.named_modules():
-        if isinstance(module, CodedLinear):
+        if isinstance(module, CodedLayer) and id(module.weight) not in weights:
+            weights.add(id(module.weight))
             yield f"{name}.weight", module
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from costmodel.low_bits import Coding
 from costmodel.model_spec import ParameterGroup
-from executors.low_bits.linear import code_linears
+from executors.low_bits.linear import code_layers
 from executors.models.batched import BatchedModel
-from executors.models.blocks import find_blocks
+from executors.models.blocks import coded_parts_of
 from executors.models.halves import Handed
 from executors.models.model import Batch, CutModel, LossDType, Objective, TextObjective
 from executors.models.parameters import NamedTensor
@@ -95,7 +95,7 @@ def engine_for(
         If the device lacks what multiplies by the plan's codes.
     """
     if plan.coding is not None:
-        code_linears(find_blocks(model), plan.low_bits, device)
+        code_layers(coded_parts_of(model, plan.low_bits.parts), plan.low_bits, device)
     if plan.points_are_adapters:
         if objective is not None:
             raise ModelError(

@@ -143,8 +143,8 @@ class CutModel:
         self.tensors = named_tensors(model)
         self.device = self.tensors[0].values.device
         self._segments_of = self._read_segments(blocks_path)
-        self.groups = self._group()
         self.embedding = self._token_embedding()
+        self.groups = self._group()
 
     # -- running -----------------------------------------------------------------------------------------------
 
@@ -313,7 +313,7 @@ class CutModel:
         if module.weight is not tensor.parameter:
             raise ModelError("only the input token table can be read through gathered rows")
         # padding_idx matters to gradients alone, but torch checks it against the number of rows.
-        table, padding = tensor.values, module.padding_idx
+        table, padding = tensor.held, module.padding_idx
         tensor.hold(rows)
         module.padding_idx = None
         hook = module.register_forward_pre_hook(lambda _module, _args: (positions,))
@@ -344,10 +344,15 @@ class CutModel:
 
     def entries(self) -> list[ParameterEntry]:
         """Return every stored parameter in registration order, for grouping."""
-        linears = self._linears()
+        linears, table = self._linears(), self.embedding.weight
         entries = [
             ParameterEntry(
-                t.name, self._segments_of[t.name], tuple(t.shape), t.trainable, linears.get(id(t.parameter))
+                t.name,
+                self._segments_of[t.name],
+                tuple(t.shape),
+                t.trainable,
+                linears.get(id(t.parameter)),
+                t.parameter is table,
             )
             for t in self.tensors
         ]
@@ -358,12 +363,8 @@ class CutModel:
         )
 
     def _linears(self) -> dict[int, tuple[int, int]]:
-        """Return outputs and inputs of the blocks' linear layers, adapters left out, by their weights' identities."""
-        return {
-            id(module.weight): (outputs, inputs)
-            for block in self.blocks
-            for _, module, inputs, outputs in linears_of(block)
-        }
+        """Return outputs and inputs of all linear layers, adapters left out, by their weights' identities."""
+        return {id(module.weight): (outputs, inputs) for _, module, inputs, outputs in linears_of(self.model)}
 
     def tensors_of(self, group: str) -> tuple[NamedTensor, ...]:
         """Return the parameters of a group in registration order.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from costmodel.low_bits import Coding
 from executors.low_bits.coded import Coded
-from executors.low_bits.linear import CodedLinear, coded_linears, is_of_adapter
+from executors.low_bits.linear import CodedLayer, coded_layers, is_of_adapter
 from topology.errors import ModelError
 
 Held = Tensor | Coded
@@ -41,8 +41,8 @@ class NamedTensor:
     index : int
         Position among all trainable parameters, or -1 where it is frozen.
     decays : bool
-    layer : CodedLinear or None
-        Where the parameter may be codes, the layer whose weight it is.
+    layer : CodedLayer or None
+        Where the parameter may be codes, the layer whose weight it is; of several the first.
     """
 
     name: str
@@ -50,7 +50,7 @@ class NamedTensor:
     shape: torch.Size
     index: int
     decays: bool
-    layer: CodedLinear | None = None
+    layer: CodedLayer | None = None
 
     @property
     def num_elements(self) -> int:
@@ -125,7 +125,7 @@ def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
     ModelError
         If none is trainable.
     """
-    layers = dict(coded_linears(model))
+    layers = dict(coded_layers(model))
     tensors = []
     num_trainable = 0
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Model directories whose linear layers are codes: those that other tools wrote, read as they are, and such written.
+"""Model directories whose matrices are codes: those that other tools wrote, read as they are, and such written.
 
 A weight's tensors stay mapped from their files until the codes are asked for, one layer at a time. Codes of a
 byte are never copied before they move into a program's buffers; no weight is ever a matrix of floating-point numbers.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.configs import stored_codes_in
-from costmodel.formats import CANDIDATES, FORMATS
+from costmodel.formats import CANDIDATES, FORMATS, CodedParts
 from costmodel.low_bits import Coding
 from costmodel.stored_codes import (
     CODE_SUFFIXES,
@@ -28,8 +28,8 @@ from costmodel.stored_codes import (
 )
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.coded import Coded, shapes_of
-from executors.low_bits.linear import CodedLinear, coded_linears, make_codable
-from executors.models.blocks import block_list, find_blocks, linears_of
+from executors.low_bits.linear import CodedLayer, coded_layers, make_codable
+from executors.models.blocks import coded_parts_of, linears_of
 from executors.models.loading import load_config, model_class, opened_weights, quietly_loading
 from executors.models.weight_files import (
     WEIGHTS_NAME,
@@ -46,7 +46,7 @@ _PIECE_ELEMENTS = 1 << 20
 
 
 def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
-    """Return a model whose blocks' linear layers hold the codes of a directory that is quantised already.
+    """Return a model whose layers hold the codes of a directory that is quantised already.
 
     Parameters
     ----------
@@ -77,20 +77,16 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
         skeleton = kind(config)
     tensors = opened_weights(directory, OWN_WEIGHTS_NAME if stored.layout == "zosim" else WEIGHTS_NAME)
     files = _Files(directory, stored.layout, coding, tensors)
-    _, _, path = block_list(skeleton)
-    linears = {
-        f"{path}.{i}.{name}": (outputs, inputs)
-        for i, block in enumerate(find_blocks(skeleton))
-        for name, _, inputs, outputs in linears_of(block)
-    }
+    layers = _shapes_of_layers(skeleton, coding.parts)
     parameters = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
-    rest = {name: tensor for name, tensor in tensors.items() if not files.is_of(name, linears)}
+    rest = {name: tensor for name, tensor in tensors.items() if not files.is_of(name, layers)}
     _refuse_codes_elsewhere(source, rest)
     storage = TORCH_DTYPES[coding.dtype]
-    for name in linears:
+    for name in layers:
         if f"{name}.weight" in tensors and not files.has_codes(name):
             raise ModelError(
-                f"{source}: {name} is no codes, and the plan has codes in all linear layers of blocks",
+                f"{source}: {name} is no codes, and the plan has codes in all its layers"
+                + (" of blocks" if coding.parts == "blocks" else ""),
                 hint="give the model in 16 bits, and a --weight-format",
             )
         rest[f"{name}.weight"] = torch.zeros((), dtype=storage).expand(parameters[f"{name}.weight"])
@@ -110,13 +106,29 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
             f"{source}: {min(wrong)} is missing, or of another shape than its config.json says",
             hint="copy the model again",
         )
-    make_codable(find_blocks(loaded))
+    make_codable(coded_parts_of(loaded, coding.parts))
     modules = dict(loaded.named_modules())
-    for name, shape in linears.items():
+    for name, shape in layers.items():
         files.check(name, shape)
         modules[name].coded = partial(files.read, name, shape)
     model: nn.Module = loaded.eval()
     return model
+
+
+def _shapes_of_layers(model: nn.Module, parts: CodedParts) -> dict[str, tuple[int, int]]:
+    """Return outputs and inputs of the layers whose weights are codes, by name; of layers of one weight, the first."""
+    shapes: dict[nn.Module, tuple[int, int]] = {}
+    for part in coded_parts_of(model, parts):
+        if isinstance(part, nn.Embedding):
+            shapes[part] = part.num_embeddings, part.embedding_dim
+        shapes |= {module: (outputs, inputs) for _, module, inputs, outputs in linears_of(part)}
+    named: dict[str, tuple[int, int]] = {}
+    weights = set()
+    for name, module in model.named_modules():
+        if module in shapes and id(module.weight) not in weights:
+            weights.add(id(module.weight))
+            named[name] = shapes[module]
+    return named
 
 
 def _refuse_codes_elsewhere(source: str | Path, names: Mapping[str, Tensor]) -> None:
@@ -124,8 +136,8 @@ def _refuse_codes_elsewhere(source: str | Path, names: Mapping[str, Tensor]) -> 
     for name, tensor in names.items():
         if name.rpartition(".")[2] in CODE_SUFFIXES or not tensor.dtype.is_floating_point:
             raise ModelError(
-                f"{source}: {name} belongs to codes outside the linear layers of blocks, which zosim keeps as numbers",
-                hint="quantise the model with its head and embedding left out",
+                f"{source}: {name} belongs to codes of another layer than quantization_config says zosim keeps as codes",
+                hint="quantise the model with its head and embedding left out, or write it with --save-as zosim-codes",
             )
 
 
@@ -155,10 +167,10 @@ class _Files:
             and self.tensors[code].dtype in (torch.float32, torch.float16, torch.bfloat16)
         )
 
-    def is_of(self, name: str, linears: Mapping[str, object]) -> bool:
-        """Whether a tensor belongs to the weight of a linear layer of a block."""
+    def is_of(self, name: str, layers: Mapping[str, object]) -> bool:
+        """Whether a tensor belongs to the weight of one of these layers."""
         layer, _, last = name.rpartition(".")
-        return layer in linears and (last == "weight" or last in CODE_SUFFIXES)
+        return layer in layers and (last == "weight" or last in CODE_SUFFIXES)
 
     def check(self, layer: str, shape: tuple[int, int]) -> None:
         """Raise where a tensor of a layer is missing, or of a shape or format that cannot be, before any is read.
@@ -305,7 +317,7 @@ def save_quantised(model: nn.Module, directory: str | Path, dtype: str) -> None:
     Parameters
     ----------
     model : torch.nn.Module
-        Its blocks' linear layers hold codes.
+        Its blocks' linear layers hold codes, and no other ones.
     directory : path
     dtype : str
         Format of what is no code.
@@ -315,7 +327,7 @@ def save_quantised(model: nn.Module, directory: str | Path, dtype: str) -> None:
     A layer is packed when it is written. Integers of 8 bits, those with a zero point, and e4m3 lie in a byte each; other integers
     side by side in words.
     """
-    codes = {name.removesuffix(".weight"): layer for name, layer in coded_linears(model)}
+    codes = {name.removesuffix(".weight"): layer for name, layer in coded_layers(model)}
     first = next(iter(codes.values())).coded
     assert first is not None
     coding, kind = first.coding, FORMATS[first.coding.format]
@@ -350,7 +362,7 @@ def save_own(model: nn.Module, directory: str | Path, dtype: str) -> None:
     :func:`executors.low_bits.coded.shapes_of`, their suffixes behind its name. Codes of less than a byte share one, the
     lowest bits the first part of a row.
     """
-    codes = {name: layer.coded for name, layer in coded_linears(model)}
+    codes = {name: layer.coded for name, layer in coded_layers(model)}
     first = next(iter(codes.values()))
     assert first is not None
     tensors: dict[str, Tensor | Deferred] = {}
@@ -386,7 +398,7 @@ def _said(model: nn.Module, coding: Coding, layout: str, codes: set[str]) -> dic
     }
 
 
-def _written(layer: CodedLinear, layout: str) -> dict[str, Tensor | Deferred]:
+def _written(layer: CodedLayer, layout: str) -> dict[str, Tensor | Deferred]:
     """Return the tensors of a layer, those of codes to be packed when they are written."""
     coded = layer.coded
     assert coded is not None

@@ -17,7 +17,7 @@ from costmodel.configs import CONFIG_NAME
 from executors.files import replacing, write_atomically
 from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES
 from executors.low_bits.coded import Coded
-from executors.low_bits.linear import coded_linears
+from executors.low_bits.linear import coded_layers
 
 WEIGHTS_NAME = "model.safetensors"
 
@@ -53,7 +53,7 @@ def weights_digest(
         Leave adapters out.
     """
     digest = hashlib.blake2b(digest_size=16)
-    layers = dict(coded_linears(model))
+    layers = dict(coded_layers(model))
     for name, parameter in model.named_parameters():
         if (trainable_only and not is_tuned(name, parameter)) or (base_only and ".lora_" in name):
             continue
@@ -73,7 +73,7 @@ def is_tuned(name: str, parameter: nn.Parameter) -> bool:
 
 def coded_weights(model: nn.Module) -> dict[str, Coded]:
     """Return the weights of a model that are codes at the moment, by name."""
-    return {name: layer.coded for name, layer in coded_linears(model) if layer.coded is not None}
+    return {name: layer.coded for name, layer in coded_layers(model) if layer.coded is not None}
 
 
 def update_digest(digest: hashlib.blake2b, name: str, tensor: Tensor) -> None:
@@ -121,7 +121,7 @@ def save_weights(
 def numbers_of_codes(model: nn.Module, dtype: str | None = None) -> dict[str, Tensor | Deferred]:
     """Return what the weights of a model that are codes stand for, by name: rounded once, to the format that they are written in."""
     named: dict[str, Tensor | Deferred] = {}
-    for name, layer in coded_linears(model):
+    for name, layer in coded_layers(model):
         if (coded := layer.coded) is not None:
             to = TORCH_DTYPES[dtype] if dtype else coded.scales.dtype
             shape = coded.shape[::-1] if layer.is_transposed else coded.shape

@@ -277,7 +277,7 @@ class RoundedDraws:
         numbers = torch.empty((len(rows), width), device=self._device)
         if len(rows):
             self._numbers.fill_rows(numbers, rows, parameter, key, self._direction)
-        return self.rows(numbers, rows, parameter, keys)
+        return self._coded_rows(numbers, rows, parameter, keys)
 
     def fill_walked(
         self,
@@ -307,7 +307,13 @@ class RoundedDraws:
         return states
 
     def rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: DrawKeys) -> Tensor:
-        """Return the codes of some rows of a table, whose float32 numbers are lost."""
+        """Return the codes of some rows of a table, whose float32 numbers are lost; 0 where a sparse direction is."""
+        codes = self._coded_rows(numbers, rows, parameter, keys)
+        if (moved := self.moved.of(parameter, keys.rows)) is not None:
+            codes.mul_(torch.isin(rows.to(moved.device), moved).unsqueeze(1))
+        return codes
+
+    def _coded_rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: DrawKeys) -> Tensor:
         width = numbers.shape[1]
         return self.codes(numbers, lambda: self._chances.rows(rows, width, parameter, keys.rounding))
 

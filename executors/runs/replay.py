@@ -19,8 +19,8 @@ from torch import nn
 from costmodel.configs import Prefix, stored_codes_in
 from executors.devices import device_name
 from executors.formats import TORCH_DTYPES
-from executors.low_bits.linear import coded_linears, make_codable
-from executors.models.blocks import find_blocks
+from executors.low_bits.linear import coded_layers, make_codable
+from executors.models.blocks import coded_parts_of
 from executors.models.loading import load_model
 from executors.models.mapped import moves_mapped, own_format
 from executors.models.quantised import load_quantised
@@ -144,9 +144,9 @@ def load_base(
         allow_download=allow_download,
     )
     if plan.coding is not None:
-        make_codable(find_blocks(model))
-    # Linear layers stay as they lie in their files until they become codes, one after the other.
-    mapped = [layer.weight for _, layer in coded_linears(model)] if is_mapped else []
+        make_codable(coded_parts_of(model, plan.coding.parts))
+    # What becomes codes stays as it lies in its files until then, one weight after the other.
+    mapped = [layer.weight for _, layer in coded_layers(model)] if is_mapped else []
     if is_mapped:
         model.config.dtype = TORCH_DTYPES[storage]  # what is saved of it
     if plan.coding is not None or not is_mapped:

@@ -38,7 +38,7 @@ from executors.runs.runlog import header_of
 from executors.runs.windows import lazy_windows_of
 from executors.steps.graphs import refuse_graphs
 from executors.steps.interpreter import Hyperparameters, Interpreter, StepFrame
-from executors.steps.memory import MemoryReport, observed, report
+from executors.steps.memory import MemoryReport, ObservedSteps, report
 from executors.steps.preparing import autocast_dtype, move_module_buffers, own_device, prepare
 from executors.steps.present import PresentWeights
 from executors.steps.streams import backend_for
@@ -220,7 +220,7 @@ class Session:
         if self._windows is not None:
             self._refuse_shared_slots()
             self._windows.stand_at(0)
-        self._live_bytes = 0
+        self._observed = ObservedSteps(self.device)
         self._first_timed = 0
         self._verified_steps = 0
         self._inputs = StepInputs()
@@ -426,11 +426,8 @@ class Session:
             self.communicator.on_rank_0(action, what)
 
     def _observed_step(self, batch: Batch, seeds: tuple[int, ...], rate: float) -> StepFrame:
-        peaks: list[int] = []
-        with observed(self.device, peaks):
-            frame = self.interpreter.step(batch, seeds, rate)
-        self._live_bytes = max(self._live_bytes, *peaks)
-        return frame
+        with self._observed.step():
+            return self.interpreter.step(batch, seeds, rate)
 
     # -- the model as it stands --------------------------------------------------------------------------------
 
@@ -492,7 +489,7 @@ class Session:
 
     def memory(self) -> MemoryReport:
         """Return what has been measured of memory."""
-        return report(self.device, self.interpreter.store.peak_bytes, self._live_bytes)
+        return report(self.device, self.interpreter.store.peak_bytes, self._observed.peak_bytes)
 
     def timeline(self) -> Timeline:
         """Return the measured spans of the steps that were timed, on all ranks, and their memory.

@@ -15,9 +15,9 @@ from executors.datasets.batches import pad
 from executors.datasets.prompts import Example
 from executors.formats import format_of
 from executors.low_bits.coded import Coded
-from executors.low_bits.linear import code_linears
+from executors.low_bits.linear import code_layers
 from executors.models.batched import BatchedModel, SidePath
-from executors.models.blocks import find_blocks
+from executors.models.blocks import coded_parts_of
 from executors.models.model import IGNORED_LABEL
 from executors.models.packing import Packing, joined
 from executors.models.parameters import named_tensors
@@ -80,7 +80,7 @@ class Runtime:
     def _encode(self, low_bits: LowBits) -> None:
         coding = low_bits.coding(format_of(next(self._model.parameters()).dtype))
         assert coding is not None
-        code_linears(find_blocks(self._model), low_bits, torch.device("cpu"))
+        code_layers(coded_parts_of(self._model, low_bits.parts), low_bits, torch.device("cpu"))
         for tensor in named_tensors(self._model):
             if tensor.layer is not None:
                 codes = Coded.empty(coding, tensor.shape, torch.device("cpu"))

@@ -111,22 +111,40 @@ class LiveTensors(TorchDispatchMode):
         self.live_bytes -= size
 
 
-@contextmanager
-def observed(device: torch.device, peaks: list[int]) -> Iterator[None]:
-    """Append to `peaks` the peak of live tensors on `device` while the block runs.
+class ObservedSteps:
+    """The peak of live tensors on a device in some steps; what one leaves alive counts in those behind it.
 
-    On an accelerator this is what the allocator handed out beyond what it had handed out before.
+    Parameters
+    ----------
+    device : torch.device
+
+    Attributes
+    ----------
+    peak_bytes : int
+        On an accelerator what the allocator handed out beyond what it had handed out before the first.
     """
-    if device.type != "cpu":
-        counters = device_module(device)
-        counters.reset_peak_memory_stats(device)
-        before = counters.memory_allocated(device)
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensors = LiveTensors()
+        self._before: int | None = None
+        self.peak_bytes = 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Observe what runs meanwhile."""
+        if self._device.type == "cpu":
+            with self._tensors:
+                yield
+            self.peak_bytes = self._tensors.peak_bytes
+            return
+        counters = device_module(self._device)
+        counters.reset_peak_memory_stats(self._device)
+        if self._before is None:
+            self._before = counters.memory_allocated(self._device)
         yield
-        peaks.append(counters.max_memory_allocated(device) - before)
-        return
-    with LiveTensors() as tensors:
-        yield
-    peaks.append(tensors.peak_bytes)
+        peak = counters.max_memory_allocated(self._device) - self._before
+        self.peak_bytes = max(self.peak_bytes, peak)
 
 
 def report(

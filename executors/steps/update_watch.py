@@ -89,13 +89,14 @@ class UpdateWatch:
             if isinstance(access.what, GroupWeights)
             and not any(tensor.layer for tensor in store.trainable(access.what.group).tensors)
         }
-        self._kept_in = min(formats.values(), key=lambda name: FORMATS[name].bits)
+        # None where all groups hold codes, of which others keep count.
+        self._kept_in = min(formats.values(), key=lambda name: FORMATS[name].bits, default="")
         self._updated_in = self._kept_in
         groups = [store.trainable(group) for group, kept_in in formats.items() if kept_in == self._kept_in]
         self._groups = {part.what.group for part in groups}
         num_elements = sum(tensor.num_elements for part in groups for tensor in part.tensors)
         # An odd stride does not stay in one column of a matrix.
-        self._stride = (num_elements // (SAMPLED_ELEMENTS * len(groups))) | 1
+        self._stride = (num_elements // (SAMPLED_ELEMENTS * max(1, len(groups)))) | 1
 
     def watched(self, instruction: Instruction, action: Action) -> Action:
         """Return `action`, its lost updates counted if it is an update."""

@@ -18,7 +18,7 @@ from costmodel.roundings import RoundedDirection
 from executors.low_bits import linear
 from executors.low_bits.coded import Coded, Moved
 from executors.low_bits.grids import grid_of
-from executors.low_bits.linear import Beside, CodedLinear, code_linears
+from executors.low_bits.linear import Beside, CodedLinear, code_layers
 from executors.models.lora import attach_lora
 from executors.models.weight_files import save_pretrained
 from executors.randomness.counter import CounterDraws, CounterKey
@@ -333,7 +333,7 @@ def coded_linear(coding, low_bits, values=None):
     block = torch.nn.Sequential(layer)
     with torch.no_grad():
         layer.weight.copy_(weight() if values is None else values)
-    code_linears([block], low_bits, CPU)
+    code_layers([block], low_bits, CPU)
     assert isinstance(layer, CodedLinear)
     layer.coded = coded(coding, layer.weight.data)
     return layer
@@ -381,7 +381,7 @@ def test_outputs_made_part_by_part_are_those_made_at_once(monkeypatch, scope, ro
     coding = Coding("int8", dtype="bfloat16")
     layer = torch.nn.Linear(32, 192).bfloat16()
     low_bits = LowBits(weights="int8", activations=f"int8-{scope}")
-    code_linears([torch.nn.Sequential(layer)], low_bits, CPU)
+    code_layers([torch.nn.Sequential(layer)], low_bits, CPU)
     layer.coded = coded(coding, weight(192))
     generator = torch.Generator().manual_seed(5)
     direction = torch.randint(-127, 128, (192, 32), dtype=torch.int8, generator=generator)
@@ -486,6 +486,55 @@ def test_a_step_in_e4m3_is_run_where_the_kernel_is_and_refused_where_it_cannot_b
 
 # -- steps -----------------------------------------------------------------------------------------------------
 
+
+@pytest.fixture
+def few_outputs_at_once(monkeypatch):
+    """Heads as small as a test's are made in several parts, too."""
+    monkeypatch.setattr("costmodel.low_bits.OUTER_TILE_ELEMENTS", 1000)
+
+
+@pytest.mark.parametrize("low_bits", [{"weights": "int4"}, {"weights": "int8", "activations": "int8-token"}])
+@pytest.mark.parametrize("moved", [None, [0, 3, 4, 30, 39]])
+def test_a_head_made_in_parts_is_the_one_made_at_once(monkeypatch, low_bits, moved):
+    codes = coded(Coding(low_bits["weights"]), weight(40, 32))
+    inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
+    direction = torch.randint(-9, 9, (40, 32), dtype=torch.int8, generator=torch.Generator().manual_seed(3))
+    rows = None if moved is None else torch.tensor(moved)
+    if rows is not None:
+        direction[[row for row in range(40) if row not in moved]] = 0
+    made = []
+    for elements in (1 << 20, 300):
+        monkeypatch.setattr("costmodel.low_bits.OUTER_TILE_ELEMENTS", elements)
+        layer = torch.nn.Linear(32, 40)
+        torch.nn.init.constant_(layer.bias, 0.5)
+        code_layers([layer], LowBits(**low_bits), CPU)
+        assert layer.is_outer
+        layer.coded, layer.beside = codes, Beside(direction, 1e-3, rows)
+        made.append(layer(inputs))
+    exact = inputs.double() @ (codes.values(torch.float64) + 1e-3 * direction).T + 0.5
+    assert torch.allclose(made[0], made[1], atol=1e-6)
+    assert torch.allclose(made[0].double(), exact, atol=2e-3 if "activations" in low_bits else 1e-5)
+
+
+@pytest.mark.parametrize(
+    "coding", [Coding("int4", "group", group_elements=16), Coding("int8", outlier_share=0.05)]
+)
+def test_a_table_of_codes_is_read_row_by_row_and_its_head_shares_them(coding):
+    table, head = torch.nn.Embedding(40, 32), torch.nn.Linear(32, 40, bias=False)
+    head.weight = table.weight
+    code_layers([table, head], LowBits(weights=coding.format), CPU)
+    table.coded = codes = coded(coding, weight(40, 32))
+    assert head.coded is codes
+    assert [name for name, _ in linear.coded_layers(torch.nn.Sequential(table, head))] == ["0.weight"]
+    tokens = torch.tensor([[7, 0, 7], [39, 1, 2]])
+    values = codes.values(torch.float32)
+    assert torch.equal(table(tokens), values[tokens])
+    direction = torch.randint(-9, 9, (40, 32), dtype=torch.int8)
+    table.beside = Beside(direction, 1e-3)
+    assert torch.allclose(table(tokens), (values + 1e-3 * direction)[tokens], atol=1e-7)
+    assert torch.allclose(head(values[:2]), values[:2] @ (values + 1e-3 * direction).T, atol=1e-5)
+
+
 PLACEMENTS = {
     "resident": {},
     "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
@@ -533,9 +582,18 @@ def tuned(
             "counter",
         ),
         ({"weights": "int4", "scales": "group", "group_elements": 16}, "gpt2", "counter"),
+        ({"weights": "int8", "parts": "all", "activations": "int8-token"}, "opt", "mezo"),
+        ({"weights": "int4", "parts": "all", "sparsity": 0.6, "direction_bits": 3}, "gpt2", "mezo"),
+        ({"weights": "int8", "parts": "all", "outliers": 0.05, "sparsity": 0.6}, "roberta", "counter"),
+        pytest.param(
+            {"weights": "int4", "parts": "all", "zero_point": True, "estimator": "q-rge1"},
+            "opt-projected",
+            "counter",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_every_placement_computes_the_same(low_bits, shape, rng):
+def test_every_placement_computes_the_same(low_bits, shape, rng, few_outputs_at_once):
     # Weights that decay do so in all rows, those that do not only in the rows that a direction moves.
     decay = 0.0 if "sparsity" in low_bits else 0.1
     found = {
@@ -545,6 +603,17 @@ def test_every_placement_computes_the_same(low_bits, shape, rng):
         for name in PLACEMENTS
     }
     assert all(one == found["resident"] for one in found.values())
+
+
+@pytest.mark.parametrize("rng", ["mezo", "counter"])
+def test_tables_and_heads_of_codes_that_pass_through_a_slot_compute_the_same(rng, few_outputs_at_once):
+    stated = {"weights": "int4", "parts": "all", "sparsity": 0.5}
+    offloaded = {"blocks": "offloaded", "edges": "offloaded"}
+    one, other = (
+        tuned(stated, num_steps=2, shape="llama", rng=rng, decay=0.0, residency=residency)
+        for residency in ({}, offloaded)
+    )
+    assert one == other
 
 
 def test_a_second_rounding_is_another_one():
@@ -557,16 +626,28 @@ def test_a_second_rounding_is_another_one():
 
 
 @pytest.mark.parametrize(
-    ("estimator", "sparsity"), [("normalised", 0), ("q-rge1", 0), ("q-rge2", 0), ("normalised", 0.75)]
+    ("estimator", "sparsity", "shape", "parts"),
+    [
+        ("normalised", 0, "opt-untied", "blocks"),
+        ("q-rge1", 0, "opt-untied", "blocks"),
+        ("q-rge2", 0, "opt-untied", "blocks"),
+        ("normalised", 0.75, "opt-untied", "blocks"),
+        ("q-rge2", 0, "llama", "all"),
+        ("normalised", 0.5, "opt", "all"),
+        ("normalised", 0, "roberta", "all"),
+    ],
 )
-def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity):
+def test_a_step_is_what_a_loop_that_writes_it_out_makes(
+    estimator, sparsity, shape, parts, few_outputs_at_once
+):
     bits, epsilon, decay = 3, 1e-2, 0.0 if sparsity else 0.1
-    model = model_of("opt-untied", num_hidden_layers=2)
+    model = model_of(shape, num_hidden_layers=2)
     literal = copy.deepcopy(model)
     plan = plan_of(
         model,
         low_bits={
             "weights": "int8",
+            "parts": parts,
             "direction_bits": bits,
             "estimator": estimator,
             "sparsity": sparsity,
@@ -579,6 +660,8 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity):
         tensors = {tensor.name: tensor for tensor in session.engine.tensors}
         left = {name: tensor.held for name, tensor in tensors.items()}
         after = session.state_dict()
+    tables = [name for name, held in left.items() if isinstance(held, Coded)]
+    assert any("embed" in name or name == "lm_head.weight" for name in tables) == (parts == "all")
     seed = record.seeds[0]
     rounding = RoundedDirection("gaussian", bits)
     chances = Chances([p.numel() for p in literal.parameters()], CPU)
@@ -640,6 +723,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity):
         {"weights": "int4", "estimator": "q-rge2"},
         {"weights": "best4", "fit": "least-error"},
         {"weights": "int8", "outliers": 0.05},
+        {"weights": "int4", "parts": "all", "sparsity": 0.5},
     ],
 )
 def test_replayed_steps_leave_the_same_codes(low_bits):
@@ -654,10 +738,12 @@ def test_replayed_steps_leave_the_same_codes(low_bits):
         session.close()
 
 
-def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path):
+@pytest.mark.parametrize("parts", ["blocks", "all"])
+def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path, parts):
     inputs = saved_inputs(tmp_path)
     # The tiny model's MLP has 52 inputs, which no group divides.
     stated = ("--weight-format", "best4", "--estimator", "q-rge2", "--sparsity", 0.5, "--checkpoint-every", 5)
+    stated = (*stated, "--coded-parts", parts)
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert zosim(*options(inputs, whole, *stated)) == 0
     assert zosim(*options(inputs, run, *stated, *OFFLOADED)) == 0
@@ -667,6 +753,7 @@ def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path):
     assert same(run, whole)
     names = load_file(run / "checkpoints" / "step-00000010.safetensors").keys()
     assert "model.decoder.layers.0.fc1.weight_scale" in names
+    assert ("model.decoder.embed_tokens.weight_scale" in names) == (parts == "all")
     assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "again") == 0
     again, first = loaded(tmp_path / "again"), loaded(whole)
     assert all(torch.equal(p, q) for p, q in zip(again.parameters(), first.parameters(), strict=True))
@@ -684,6 +771,9 @@ def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path):
         {"weights": "int4", "adapters": "int8"},
         {"weights": "float8_e4m3"},
         pytest.param({"weights": "best4", "scales": "group", "group_elements": 64}, marks=pytest.mark.slow),
+        {"weights": "int4", "parts": "all"},
+        {"weights": "int8", "parts": "all", "activations": "int8-token", "sparsity": 0.9},
+        {"weights": "float8_e4m3", "parts": "all"},
     ],
 )
 def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits):
@@ -711,10 +801,11 @@ def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits):
     assert predicted <= 1.05 * measured
 
 
+@pytest.mark.parametrize("parts", ["blocks", "all"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])  # GPT-2 keeps its layers transposed
-def test_what_is_written_are_the_numbers_that_codes_stand_for(tmp_path, name):
+def test_what_is_written_are_the_numbers_that_codes_stand_for(tmp_path, name, parts):
     model = model_of(name, num_hidden_layers=2)
-    plan = plan_of(model, low_bits={"weights": "int8"})
+    plan = plan_of(model, low_bits={"weights": "int8", "parts": parts})
     (batch,) = batches(1)
     with Session(plan, model, learning_rate=RATE) as session:
         session.step(batch)
@@ -730,7 +821,7 @@ def test_adapters_are_tuned_beside_codes_that_stay():
     attach_lora(model, LoRA(rank=2, target_modules=("q_proj", "v_proj"), seed=3))
     plan = plan_of(model, low_bits={"weights": "int4"})
     with Session(plan, model, learning_rate=1e-1) as session:
-        layers = dict(linear.coded_linears(model))
+        layers = dict(linear.coded_layers(model))
         before = {name: layer.coded.codes.clone() for name, layer in layers.items()}
         adapters = [p.detach().clone() for name, p in model.named_parameters() if "lora_" in name]
         for batch in batches(2):
@@ -755,7 +846,7 @@ def updated(rounding, rate, placement="resident", *, decay=0.0, num_steps=2):
         for batch in batches(num_steps):
             session.step(batch)
         digest = session.digest()
-        levels = {name: layer.coded.levels().int() for name, layer in linear.coded_linears(model)}
+        levels = {name: layer.coded.levels().int() for name, layer in linear.coded_layers(model)}
         return digest, levels, session.moved_codes()
 
 
@@ -789,7 +880,7 @@ def adapted(low_bits, placement="resident", *, num_steps=3):
     with Session(plan, again, learning_rate=1e-2, seed=SEED) as session:
         records = [session.step(batch) for batch in batches(num_steps)]
         session.flush()
-        held = {name: layer.coded for name, layer in linear.coded_linears(again) if "lora_" in name}
+        held = {name: layer.coded for name, layer in linear.coded_layers(again) if "lora_" in name}
         values = {name: coded.values(torch.float32) for name, coded in held.items()}
         return [r.projected_gradients for r in records], session.digest(), values, session.moved_codes()
 

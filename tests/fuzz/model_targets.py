@@ -356,7 +356,7 @@ def _prefix() -> list[Case]:
 def _checkpoint(folder: Path) -> None:
     import torch
 
-    from executors.low_bits.linear import code_linears
+    from executors.low_bits.linear import code_layers
     from executors.models.blocks import find_blocks
     from executors.runs.checkpoint import newest_checkpoint
     from executors.runs.history import read_history
@@ -367,7 +367,7 @@ def _checkpoint(folder: Path) -> None:
     checkpoint = newest_checkpoint(history, model, refusals.append)
     if checkpoint is not None:
         if history.plan.coding is not None:
-            code_linears(find_blocks(model), history.plan.low_bits, torch.device("cpu"))
+            code_layers(find_blocks(model), history.plan.low_bits, torch.device("cpu"))
         checkpoint.load(model, history.plan.coding)
     print(*refusals)
 

@@ -41,6 +41,7 @@ from costmodel.distributions import (
     SHARED_DRAW_ELEMENTS,
 )
 from costmodel.formats import FORMATS, DType
+from costmodel.low_bits import moved_rows_bytes, num_elements
 from costmodel.model_spec import EMBED, ParameterGroup
 from costmodel.sweeps import draw_work
 from costmodel.work import Matmul, Work
@@ -147,6 +148,15 @@ class Directions(AxisWriter):
             return rights
         return rights + max((self._factor_bytes((group,), rights=False) for group in groups), default=0)
 
+    @cached_property
+    def _moved_rows_bytes(self) -> int:
+        """Bytes of the numbers of the rows that a step's sparse directions move, which stay from draw to update."""
+        coding, rounded = self._plan.coding, self._plan.rounding
+        if coding is None or rounded is None:
+            return 0
+        matrices = (one for group in self._rank.groups for one, _ in coding.tuned(group))
+        return moved_rows_bytes(matrices, 1 - rounded.sparsity)
+
     def state_before(self, group: ParameterGroup, query: int, step: int) -> Access:
         """Return the access to the kept generator states before `group` and on the way through it."""
         size = NUM_RNG_MARKS * RNG_STATE_BYTES
@@ -191,6 +201,8 @@ class Directions(AxisWriter):
             if any(rank.gathers(group, EMBED) for group in rank.groups):
                 rows = self._rows_bytes * len(queries)
                 yield Buffer(_ROWS, Space.DEVICE, rows, "directions", dtype)
+        if size := self._moved_rows_bytes:
+            yield Buffer("moved_rows", Space.DEVICE, size, "directions", "int64", dynamic=True)
         if size := self._passing_factor_bytes:
             yield Buffer(_FACTORS, Space.DEVICE, size, "directions", rank.draw_format)
         for query in queries if self._plan.directions.rng == "mezo" else ():
@@ -368,11 +380,10 @@ class Directions(AxisWriter):
         length = distribution.counter_elements
         num_kernels, made, skipped = group.num_trainable_tensors, total, 0
         num_blocks = float(-(-total // length) + num_kernels - 1)
-        if (
-            rounded := self._plan.rounding
-        ) is not None:  # rows that a sparse direction leaves alone are not drawn
-            num_coded = sum(outputs * inputs for outputs, inputs in group.linears)
-            made = total - round(rounded.sparsity * num_coded)
+        rounded, coding = self._plan.rounding, self._plan.coding
+        if rounded is not None and coding is not None:
+            # Rows that a sparse direction leaves alone are not drawn.
+            made = total - round(rounded.sparsity * num_elements(coding.tuned(group)))
         if keep == "rows":
             num_kernels, num_blocks, made, skipped = self._counted_rows(total, length)
         return draw_work(

@@ -21,14 +21,14 @@ from dataclasses import replace
 
 from costmodel.formats import FORMATS
 from costmodel.forward import forward_work, shared_activation_bytes
-from costmodel.low_bits import coded_forward_work
+from costmodel.low_bits import coded_forward_work, coded_lookup_work
 from costmodel.model_spec import EMBED, HEAD, ParameterGroup
 from costmodel.sweeps import copy_work
 from costmodel.work import Attention, Matmul, Work
 from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.directions import Directions
 from zosim.lowering.mesh import Losses
-from zosim.lowering.rank import AxisWriter, Listing, Rank
+from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
 from zosim.lowering.split import Cuts
 from zosim.lowering.weights import Points
 from zosim.operations import Forward, Load
@@ -111,12 +111,11 @@ class Forwards(AxisWriter):
                 reads += self._points.weights(group, rank.readers(group)[0], point)
         # Rows go through what the table itself goes through later in the step: earlier queries leave their rounding,
         # unless they are over, or leave the table alone.
-        by_query = self._plan.schedule.traversal == "querywise"
-        first = point.query if by_query or self._points.are_copies else 0
+        by_query = self._plan.schedule.traversal == "querywise" or self._points.are_copies
         reads += [
             self._directions.rows(group, visited)
             for group in gathered
-            for visited in range(first, point.query + 1)
+            for visited in range(point.query if by_query or rank.is_beside(group) else 0, point.query + 1)
         ]
         if segment in (EMBED, HEAD):
             reads.append(rank.batch())
@@ -127,7 +126,7 @@ class Forwards(AxisWriter):
         beside = [
             group.name
             for group in rank.model.groups_of(segment)
-            if point.is_perturbed and rank.is_beside(group)
+            if point.is_perturbed and rank.is_beside(group) and group not in gathered
         ]
         op = Forward(
             segment,
@@ -266,6 +265,12 @@ class Forwards(AxisWriter):
                 is_beside=is_moved,
                 moved_share=1 - low_bits.sparsity,
                 kept_bytes=self._rank.hidden_bytes(segment),
+                is_outer=is_edge(segment),
+            )
+        if segment == EMBED and plan.coding.parts == "all":
+            model, num_tokens = plan.model, self._rank.num_tokens
+            work += coded_lookup_work(
+                num_tokens, model.embed_dim, plan.coding, work.dtype, is_beside=bool(tuned)
             )
         return work
 

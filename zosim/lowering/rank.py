@@ -131,16 +131,19 @@ class Rank:
         return not self.is_swept and group.num_trainable > 0 and len(readers) > 1 and segment == readers[0]
 
     def is_coded(self, group: ParameterGroup) -> bool:
-        """Whether linear layers of `group` are kept as codes."""
-        return self.plan.coding is not None and bool(group.linears or group.frozen_linears)
+        """Whether matrices of `group` are kept as codes."""
+        return self.plan.coding is not None and bool(self.plan.coding.matrices(group))
 
     def is_beside(self, group: ParameterGroup) -> bool:
         """Whether `group` stays as it is at every point, and forwards add its direction.
 
-        Of blocks with codes that is all that is tuned, whatever it is kept as; where points are forwarded together, everything.
+        Of blocks with codes, and of other groups that hold any, that is all that is tuned, whatever it is kept as; where points
+        are forwarded together, everything.
         """
-        is_coded_block = self.plan.coding is not None and not is_edge(group.segments[0])
-        return group.num_trainable > 0 and (is_coded_block or self.is_together)
+        has_codes = self.plan.coding is not None and (
+            not is_edge(group.segments[0]) or bool(self.plan.coding.tuned(group))
+        )
+        return group.num_trainable > 0 and (has_codes or self.is_together)
 
     # -- what several axes look at -----------------------------------------------------------------------------
 

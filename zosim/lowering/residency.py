@@ -183,7 +183,8 @@ class Homes(AxisWriter):
             kept_in = CODED if self._rank.is_coded(group) else dtype
             yield Buffer(self.home(group), space, size, "weights", kept_in, shared=shared)
         for name, size in self._slot_sizes.items():
-            has_codes = plan.coding is not None and name != self.slot(EMBED)
+            is_edge_slot = name == self.slot(EMBED)
+            has_codes = plan.coding is not None and (not is_edge_slot or plan.coding.parts == "all")
             yield Buffer(name, Space.DEVICE, size, "slots", CODED if has_codes else plan.weights.dtype)
         if plan.is_transfer_lossy:
             for name, size in self._largest(self.staging, plan.transfer_dtype).items():

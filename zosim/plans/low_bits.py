@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from costmodel.formats import CANDIDATES, FORMATS, CodeFormat, DType, ScaleScope
+from costmodel.formats import CANDIDATES, FORMATS, CodedParts, CodeFormat, DType, ScaleScope
 from costmodel.low_bits import Coding, Fit
 from costmodel.roundings import EstimatorName, RoundedDirection
 from topology.errors import PlanError
@@ -37,9 +37,9 @@ InputScales = Literal["", "token", "tensor"]
 
 
 class LowBits(Axis):
-    """Blocks whose linear layers are kept as codes of few bits, and trained there (QuZO).
+    """Matrices that are kept as codes of few bits, and trained there (QuZO): those of the blocks' linear layers, or all.
 
-    Embedding, norms, biases and head stay in :attr:`Weights.dtype`, as do scales. The codes are never moved to an evaluation
+    Norms, biases and positions stay in :attr:`Weights.dtype`, as do scales. The codes are never moved to an evaluation
     point: forwards read them and the direction, and add ``ε·x·Ûᵀ`` to ``x·Wᵀ``, or multiply by ``W + ε·Û``. Updates are
     rounded at random onto the grid.
 
@@ -47,6 +47,9 @@ class LowBits(Axis):
     ----------
     weights : str
         Format of the codes; ``"none"`` for linear layers that are kept as all others.
+    parts : str
+        ``"blocks"`` for codes in the blocks alone; ``"all"`` for the token table, the head, tied or not, and other linear layers
+        around the blocks, too.
     scales : str
         What shares a scale.
     group_elements : int
@@ -95,6 +98,15 @@ class LowBits(Axis):
             recorded_as="weight_format",
         ),
     ] = "none"
+    parts: Annotated[
+        CodedParts,
+        Setting(
+            "--coded-parts",
+            "Whose matrices are codes: the blocks', or all, with token table and head.",
+            "numbers",
+            recorded_as="coded_parts",
+        ),
+    ] = "blocks"
     scales: Annotated[
         ScaleScope,
         Setting(
@@ -242,7 +254,8 @@ class LowBits(Axis):
         if not self.are_codes:
             return
         scale = f"group of {self.group_elements}" if self.scales == "group" else self.scales
-        yield f"{self.weights} linears (a scale per {scale}), the rest {plan.weights.dtype}"
+        kept = "linears" if self.parts == "blocks" else "linears, token table and head"
+        yield f"{self.weights} {kept} (a scale per {scale}), the rest {plan.weights.dtype}"
         if self.outliers:
             yield f"{self.outliers:.2%} outliers in fp8"
         if self.adapters != "none":
@@ -272,7 +285,8 @@ class LowBits(Axis):
         yield from self._conflicts_of_kernel()
         if self.product == "scaled_mm":
             yield from self._conflicts_of_float8(plan)
-        if self.sparsity and not any(group.linears for group in plan.model.groups):
+        assert plan.coding is not None
+        if self.sparsity and not any(map(plan.coding.tuned, plan.model.groups)):
             yield (
                 f"sparsity={self.sparsity:g} of coded weights, none of which is trained",
                 "leave --sparsity out, or train the linear layers",
@@ -319,12 +333,15 @@ class LowBits(Axis):
                 return
 
     def _conflicts_of_model(self, plan: Plan) -> Iterator[Conflict]:
-        linears = [one for group in plan.model.groups for one in (*group.linears, *group.frozen_linears)]
-        if not linears:
-            yield f"{plan.model.name} states no linear layers that could be coded", "read the model again"
         assert plan.coding is not None
+        groups = plan.model.groups
+        linears = [one for group in groups for one in (*group.linears, *group.frozen_linears)]
+        outer = [one for group in groups for one in (*group.outer_matrices, *group.frozen_outer_matrices)]
+        if not linears or (self.parts == "all" and not outer):
+            missing = "linear layers" if not linears else "token table"
+            yield f"{plan.model.name} states no {missing} that could be coded", "read the model again"
         try:
-            plan.coding.check(linears)
+            plan.coding.check(linears + (outer if self.parts == "all" else []))
         except PlanError as error:
             yield error.message, error.hint or ""
 
@@ -389,8 +406,9 @@ class LowBits(Axis):
                 f"kernel=scaled_mm adds directions in e4m3, which does not hold codes of direction_bits={self.direction_bits}",
                 f"use --direction-bits {_FLOAT8_DIRECTION_BITS} or fewer",
             )
-        linears = (one for group in plan.model.groups for one in (*group.linears, *group.frozen_linears))
-        odd = next((inputs for _, inputs in linears if inputs % _FLOAT8_MULTIPLE), None)
+        assert plan.coding is not None
+        matrices = (one for group in plan.model.groups for one, _ in plan.coding.matrices(group))
+        odd = next((inputs for _, inputs in matrices if inputs % _FLOAT8_MULTIPLE), None)
         if odd is not None:
             yield (
                 f"kernel=scaled_mm multiplies rows of multiples of {_FLOAT8_MULTIPLE}, not of {odd} inputs",
@@ -412,6 +430,7 @@ class LowBits(Axis):
             self.outliers,
             None if self.adapters == "none" else self.adapters,
             self.adapter_span,
+            self.parts,
         )
 
     def rounding(self, plan: Plan) -> RoundedDirection | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from costmodel.distributions import DISTRIBUTIONS
 from costmodel.model_spec import BACK, EMBED, FRONT, HEAD, block_index
 from executors.low_bits.coded import Coded
-from executors.low_bits.linear import Beside
+from executors.low_bits.linear import Beside, table_rows
 from executors.models.batched import BatchedModel
 from executors.models.halves import Handed, as_tensor
 from executors.models.model import Batch
@@ -222,13 +222,18 @@ class Forwards:
         direction = only(of_group(group, Direction, instruction.reads), f"read of a direction of {group}")
         return _ForwardBeside(self._context, weights, direction, op.point)
 
-    def _gathered_table(self, instruction: Instruction, op: Forward, group: str) -> _GatheredTable:
+    def _gathered_table(
+        self, instruction: Instruction, op: Forward, group: str
+    ) -> _GatheredTable | _GatheredCodes:
         table = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
         rows = {
             what.query: access
             for access in instruction.reads
             if isinstance(what := access.what, Direction | DirectionRows) and what.group == group
         }
+        tensor = self._context.store.trainable(group).tensors[0]
+        if tensor.layer is not None:
+            return _GatheredCodes(self._context, table, rows[op.point.query], op.point)
         path = self._paths.get((instruction.id, group))
         if path is None:
             raise Unfit(f"gathers {group} at {op.point}, where no later perturbation of the program leads")
@@ -248,6 +253,31 @@ class Forwards:
 
 
 @dataclass(frozen=True)
+class _GatheredCodes:
+    """A token table of codes, which stays as it is, read through the rows of a direction that the batch names."""
+
+    context: Context
+    access: Access
+    direction: Access
+    point: Point
+
+    def enter(self, stack: ExitStack, part: MicroBatch) -> None:
+        """Put the rows in the table's place for as long as `stack` lasts."""
+        context = self.context
+        assert part.positions is not None
+        placed, wanted = context.store.placed(self.access), context.rows
+        tensor, table = placed.part.tensors[0], placed.held[0]
+        assert isinstance(table, Coded)
+        factor = self.point.sign * context.hyperparameters.epsilon
+        factor *= context.codes_drawn[placed.part.what.group].unit
+        along = _direction_rows(context, self.direction, wanted)
+        rows = table_rows(table, wanted, (along, factor))
+        context.bind([placed])
+        positions = context.backend.borrow(part.positions)
+        stack.enter_context(context.engine.gathered_rows(tensor, rows, positions))
+
+
+@dataclass(frozen=True)
 class _GatheredTable:
     """A token table read through rows that are perturbed as the table itself will be, later in the step."""
 
@@ -263,18 +293,18 @@ class _GatheredTable:
         placed, wanted = context.store.placed(self.access), context.rows
         rows = placed.views[0].index_select(0, wanted)
         for direction, scales in self.path:
-            rows = gathered(rows, self._direction_rows(direction, wanted), scales, self.epsilon)
+            rows = gathered(rows, _direction_rows(context, direction, wanted), scales, self.epsilon)
         positions = context.backend.borrow(part.positions)
         context.bind([placed])
         stack.enter_context(context.engine.gathered_rows(placed.part.tensors[0], rows, positions))
 
-    def _direction_rows(self, direction: Access, wanted: Tensor) -> Tensor:
-        """Return rows of a direction: those that were drawn, or out of the whole where it is kept."""
-        store = self.context.store
-        if isinstance(direction.what, Direction):
-            return store.placed(direction).views[0].index_select(0, wanted)
-        drawn: Tensor = self.context.backend.borrow(store.values[place_of(direction)])
-        return drawn
+
+def _direction_rows(context: Context, direction: Access, wanted: Tensor) -> Tensor:
+    """Return rows of a direction: those that were drawn, or out of the whole where it is kept."""
+    if isinstance(direction.what, Direction):
+        return context.store.placed(direction).views[0].index_select(0, wanted)
+    drawn: Tensor = context.backend.borrow(context.store.values[place_of(direction)])
+    return drawn
 
 
 @dataclass(frozen=True)
