@@ -33,6 +33,9 @@ TILE_ROWS = 1024
 OUTER_TILE_ELEMENTS = 1 << 20
 """Weights of a matrix outside the blocks, as large as the vocabulary, that are made of codes at a time."""
 
+FILLED_ROWS = 32
+"""Rows of a sparse direction are filled up to a multiple of so many before they are multiplied."""
+
 _TILE_COLUMNS = 64
 """Columns come in multiples of so many."""
 
@@ -281,6 +284,7 @@ def coded_forward_work(
         num_kernels += 4 * num_tiles * is_parted
         alive = rows * inputs * width
         levels = at_once * inputs * (is_parted + 4 * coding.has_zero_point + bool(coding.outlier_share))
+        levels += 8 * at_once * coding.num_outliers(inputs)
         if are_inputs_coded:
             elementwise_bytes += times * rows * inputs * (4 * width + 1)
             num_kernels += 5 * times
@@ -298,11 +302,12 @@ def coded_forward_work(
             num_kernels += 3 * num_tiles * (1 + is_beside)
             sums, most = rows * at_once * 4, _most_rows(outputs, moved_share)
             is_gathered = most < outputs
-            made = most if is_gathered else at_once
-            beside = sums + (2 + is_gathered) * rows * made * 4 + is_gathered * most * inputs + cast
-            alive += max(
+            # That of a sparse direction's rows is made first, and stays.
+            made = most + -most % FILLED_ROWS if is_gathered else at_once
+            kept = (rows * made * 4 + most * inputs) * is_gathered * is_beside + cast
+            alive += kept + max(
                 2 * sums + levels,
-                beside + levels * is_outer if is_beside else 0,
+                (sums + 2 * rows * made * 4 + levels * is_outer) * is_beside,
                 sums + rows * at_once * width,
             )
             alive += rows * outputs * width * is_outer

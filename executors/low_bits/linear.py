@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from costmodel.low_bits import TILE_ELEMENTS, TILE_ROWS, outputs_at_once, tile_columns
+from costmodel.low_bits import FILLED_ROWS, TILE_ELEMENTS, TILE_ROWS, outputs_at_once, tile_columns
 from executors.low_bits.coded import Coded
 from topology.errors import PlanError
 from zosim.plans import LowBits
@@ -22,9 +22,6 @@ from zosim.plans.low_bits import InputFormat, InputScales, KernelName
 
 _MULTIPLE = {"cuda": 32}
 """Rows that a device's products of matrices of bytes want a multiple of."""
-
-_FILLED_ROWS = 32
-"""Rows of a sparse direction are filled up to a multiple of so many."""
 
 _LARGEST: dict[InputFormat, float] = {"int8": 127.0, "float8": torch.finfo(torch.float8_e4m3fn).max}
 
@@ -297,7 +294,7 @@ class _DirectionProduct:
         num = 0 if rows is None else rows.numel()
         self._product: Tensor | None = None
         if num:
-            filled = nn.functional.pad(self._direction, (0, 0, 0, -num % _FILLED_ROWS))
+            filled = nn.functional.pad(self._direction, (0, 0, 0, -num % FILLED_ROWS))
             self._product = byte_product(codes, filled, self._scales)[:, :num]
 
     def add_to(self, sums: Tensor, rows: slice, columns: slice) -> None:

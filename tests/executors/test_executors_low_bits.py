@@ -513,7 +513,10 @@ def test_a_head_made_in_parts_is_the_one_made_at_once(monkeypatch, low_bits, mov
         made.append(layer(inputs))
     exact = inputs.double() @ (codes.values(torch.float64) + 1e-3 * direction).T + 0.5
     assert torch.allclose(made[0], made[1], atol=1e-6)
-    assert torch.allclose(made[0].double(), exact, atol=2e-3 if "activations" in low_bits else 1e-5)
+    # Inputs are off by half a code at most, and so their products by the sum of the sizes of a row's weights times as much.
+    weights = codes.values(torch.float64).abs() + 1e-3 * direction.abs()
+    off = 0.5 * inputs.abs().amax() / 127 * weights.sum(1).amax() if "activations" in low_bits else 1e-6
+    assert (made[0] - exact).abs().max() <= off
 
 
 @pytest.mark.parametrize(
@@ -798,6 +801,8 @@ def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits):
         measured = session.memory().device_bytes
     mask = 2 * 64 * 64  # of a batch that is padded
     assert measured <= predicted + mask
+    if "update_rounding" in low_bits:  # hidden states are gone when a block's sums are there
+        predicted -= sum(b.size_bytes for b in program.buffers if b.role == "activations")
     assert predicted <= 1.05 * measured
 
 
@@ -957,6 +962,7 @@ def test_a_run_of_adapters_in_codes_is_resumed_and_replayed(tmp_path):
             "as they are",
         ),
         ({"weights": "float4_e2m1", "zero_point": True}, {}, "zero_point"),
+        ({"parts": "all"}, {}, "without coded weights"),
     ],
 )
 def test_what_codes_do_not_do_is_refused_in_words(low_bits, axes, complaint):

@@ -320,6 +320,7 @@ def test_what_has_no_layout_is_refused_before_a_step(tmp_path, capsys):
     for more, reason in (
         (("--weight-format", "float4_e2m1"), "no format that compressed-tensors knows"),
         (("--weight-format", "int8", "--outliers", 0.05), "no place for outliers"),
+        (("--weight-format", "int8", "--coded-parts", "all"), "no place for a token table and a head"),
         ((), "a plan without them has none"),
         (
             ("--weight-format", "int4", "--lora-rank", 2, "--lora-targets", "q_proj"),
@@ -352,12 +353,15 @@ def test_gpt2_is_resumed_from_a_checkpoint_of_its_transposed_layers(tmp_path, ca
     [
         ("opt-untied", ("int8", "--outliers", 0.05)),
         ("gpt2", ("best4", "--weight-scales", "group", "--weight-group", 16)),
+        ("opt", ("int4", "--zero-point", "--coded-parts", "all")),
         *(
             pytest.param(name, form, marks=pytest.mark.slow)
             for name, form in (
                 ("opt", ("float4_e2m1",)),
                 ("llama", ("float8_e5m2", "--weight-scales", "tensor")),
                 ("opt", ("best8",)),
+                ("llama", ("int8", "--coded-parts", "all")),
+                ("roberta", ("int8", "--coded-parts", "all")),
                 ("gpt2", ("int3", "--zero-point")),
             )
         ),
