@@ -95,7 +95,7 @@ def engine_for(
         If the device lacks what multiplies by the plan's codes.
     """
     if plan.coding is not None:
-        code_layers(coded_parts_of(model, plan.low_bits.parts), plan.low_bits, device)
+        code_layers(coded_parts_of(model, plan.coding.parts), plan.low_bits, device)
     if plan.points_are_adapters:
         if objective is not None:
             raise ModelError(

@@ -80,7 +80,7 @@ class Runtime:
     def _encode(self, low_bits: LowBits) -> None:
         coding = low_bits.coding(format_of(next(self._model.parameters()).dtype))
         assert coding is not None
-        code_layers(coded_parts_of(self._model, low_bits.parts), low_bits, torch.device("cpu"))
+        code_layers(coded_parts_of(self._model, coding.parts), low_bits, torch.device("cpu"))
         for tensor in named_tensors(self._model):
             if tensor.layer is not None:
                 codes = Coded.empty(coding, tensor.shape, torch.device("cpu"))
