@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,31 @@ def test_planning_needs_no_torch(arguments: list[str]) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout
+
+
+@pytest.mark.parametrize(
+    ("statement", "not_loaded"),
+    [
+        ("import zosim", {"pydantic", "typer", "numpy"}),
+        ("import zosim.commands", {"numpy", "zosim.planning.planner", "zosim.engines.lockstep"}),
+        ("import zosim.planning.views", {"scipy", "networkx", "simpy"}),
+    ],
+)
+def test_what_takes_long_to_import_waits_until_it_is_needed(statement: str, not_loaded: set[str]) -> None:
+    code = f"{statement}, sys; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert not not_loaded & set(result.stdout.split())
+
+
+@pytest.mark.parametrize("package", ["topology", "costmodel", "zosim"])
+def test_every_name_that_a_package_offers_is_there(package: str) -> None:
+    module = importlib.import_module(package)
+    offered = {name: getattr(module, name) for name in module.__all__ if (package, name) != ("zosim", "run")}
+    assert all(value is not None for value in offered.values())
+    with pytest.raises(AttributeError, match=f"{package}.*nothing_of_the_kind"):
+        _ = module.nothing_of_the_kind
 
 
 def test_decisions_are_numbered_without_gaps() -> None:
