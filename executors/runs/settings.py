@@ -333,10 +333,10 @@ class RunSettings:
             raise PlanError(
                 "a reward is of generated text, and the plan generates none", hint="add --max-new-tokens"
             )
-        if self.objective != "loss" or self.loss_dtype != "model" or self.accumulate > 1:
+        if self.objective != "loss" or self.loss_dtype != "model":
             raise PlanError(
-                "a reward is of the texts of a whole batch, in place of any other objective",
-                hint="leave --objective, --loss-dtype and --accumulate out",
+                "a reward is of texts, in place of any other objective",
+                hint="leave --objective and --loss-dtype out",
             )
         if not self.reward_timeout_s > 0:
             raise RunError(f"reward_timeout={self.reward_timeout_s} must be above 0")

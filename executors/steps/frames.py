@@ -36,8 +36,8 @@ class MicroBatch:
     Attributes
     ----------
     tensors : mapping
-    num_labels : int
-        Labels that count towards the loss.
+    num_averaged : int
+        What its loss is the mean over: labels, or texts of a reward.
     positions : torch.Tensor or None
         Place of each token among the loaded rows, in the micro-batch's shape.
     cache : StepCache
@@ -45,7 +45,7 @@ class MicroBatch:
     """
 
     tensors: Batch
-    num_labels: int
+    num_averaged: int
     positions: Tensor | None = None
     cache: StepCache = field(default_factory=StepCache)
 
@@ -91,7 +91,7 @@ class StepFrame:
     replayed : bool
         Whether the gradients are known beforehand, so that nothing is forwarded.
     packed, gathered : torch.Tensor or None
-        Losses with their labels, this rank's and all ranks'.
+        Losses with what each is the mean over, this rank's and all ranks'.
     """
 
     step: int

@@ -12,8 +12,12 @@ from executors.steps.frames import MicroBatch
 from topology.errors import RunError
 
 
-def micro_batches(batch: Batch, positions: Tensor | None, count: int) -> list[MicroBatch]:
+def micro_batches(
+    batch: Batch, positions: Tensor | None, count: int, *, is_of_texts: bool = False
+) -> list[MicroBatch]:
     """Return a batch in `count` parts of as many sequences each.
+
+    A loss is the mean over labels, or that of texts over sequences.
 
     Raises
     ------
@@ -33,12 +37,13 @@ def micro_batches(batch: Batch, positions: Tensor | None, count: int) -> list[Mi
         tensors = {name: pieces[i] for name, pieces in chunks.items()}
         # The first label is not asked for: nothing predicts it.
         num_labels = int((tensors["labels"][:, 1:] != IGNORED_LABEL).sum())
-        parts.append(MicroBatch(tensors, num_labels, places[i]))
+        num_averaged = num_sequences // count if is_of_texts else num_labels
+        parts.append(MicroBatch(tensors, num_averaged, places[i]))
     return parts
 
 
 def accumulated(losses: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-    """Return the mean over all labels, given each micro-batch's mean over its own.
+    """Return the mean over all labels (or texts), given each micro-batch's mean over its own.
 
     Notes
     -----

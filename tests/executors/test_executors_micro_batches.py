@@ -32,7 +32,7 @@ def test_unequal_parts_are_no_bias(asked, count):
     parts = micro_batches({"input_ids": labels, "labels": labels}, None, count)
     rows = zip(parts, logits.chunk(count), strict=True)
     losses = [loss_of(own, part.tensors["labels"]) for part, own in rows]
-    found = accumulated(losses, [part.num_labels for part in parts])
+    found = accumulated(losses, [part.num_averaged for part in parts])
     # The same terms in another order, in float64.
     torch.testing.assert_close(found, loss_of(logits, labels), rtol=1e-12, atol=0)
 

@@ -11,6 +11,7 @@ import torch
 
 from executors.datasets.generation import Generation
 from executors.datasets.rewards import objective_of_text
+from executors.models.model import TextObjective
 from executors.runs.session import Session
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
 from tests.support.reference_mezo import LiteralMezo, differing
@@ -86,6 +87,25 @@ def test_each_point_is_rewarded_for_what_the_model_there_says(name, weights, dif
         assert differing(session.model, literal) == []
 
 
+@pytest.mark.parametrize("estimate", [{}, {"difference": "forward"}, {"num_queries": 2}])
+def test_text_beside_codes_is_of_the_whole_model_at_its_point(estimate):
+    """At the head every layer adds its direction: the loss of the whole model, called once more, is that of the blocks in turn."""
+    losses, codes = [], {"low_bits": {"weights": "int8"}}
+    for axes in (
+        codes,
+        codes | SWEPT | {"directions": {"kept": True}},
+    ):
+        model = model_of("opt", num_hidden_layers=2)
+        plan = plan_of(model, **axes, estimator={"epsilon": EPSILON, **estimate})
+        whole = TextObjective(lambda model, _logits, batch: model(**batch).loss.item())
+        objective = whole if plan.forward.num_new_tokens else None
+        with Session(plan, model, learning_rate=1e-4, seed=4, objective=objective) as session:
+            record = session.step(asked(0))
+            losses.append([*record.losses_plus, *(record.losses_minus or (record.loss_base,))])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)  # float32, batches laid out otherwise
+    assert max(losses[0]) > 1.05 * min(losses[0])
+
+
 # -- what is planned ---------------------------------------------------------------------------------------------
 
 
@@ -125,8 +145,10 @@ def test_the_head_reads_all_weights_at_its_point_and_takes_a_forward_for_every_f
             {"schedule": {"traversal": "sweep"}, "forward": {"num_new_tokens": 2, "loss_chunk_tokens": 4}},
             "chunks",
         ),
+        ({"residency": {"blocks": "offloaded"}}, "would cross the bus 4 times a step"),
+        ({**SWEPT, "low_bits": {"weights": "int8"}}, "--keep-directions|forgets a direction"),
     ],
-    ids=["blockwise", "adapters", "chunks"],
+    ids=["blockwise", "adapters", "chunks", "offloaded", "forgotten"],
 )
 def test_what_generates_no_text_is_refused(axes, complaint):
     with pytest.raises(PlanError, match=complaint):
@@ -149,6 +171,9 @@ def fond(prompts, texts):
 
 def other(prompts, texts):
     return [0.0] * len(texts)
+
+def lengthy(prompts, texts):
+    return [(len(prompt) + sum(text)) / 97 for prompt, text in zip(prompts, texts)]
 """
 
 
@@ -160,13 +185,13 @@ def inputs(tmp_path, monkeypatch):
     return saved_model("opt", tmp_path, num_hidden_layers=1), tmp_path / "data.jsonl"
 
 
-def run(inputs, out, steps, *more, reward="rewarding_of_runs:fond"):
+def run(inputs, out, steps, *more, reward="rewarding_of_runs:fond", launched=False):
     model, data = inputs
     command = [
-        "run", "--model", model, "--data", data, "--steps", steps, "--batch", 3, "--no-launch", "--no-tensorboard",
+        "run", "--model", model, "--data", data, "--steps", steps, "--batch", 3, "--no-tensorboard",
         "--lr", 1e-3, "--eps", EPSILON, "--out", out, "--reward", reward, "--max-new-tokens", NEW, *more,
     ]  # fmt: skip
-    return zosim(*command)
+    return zosim(*command, *(() if launched else ("--no-launch",)))
 
 
 def test_a_reward_that_fails_loses_nothing_and_a_replay_needs_none(inputs, tmp_path, capsys):
@@ -194,12 +219,48 @@ def test_a_reward_that_fails_loses_nothing_and_a_replay_needs_none(inputs, tmp_p
     assert json.loads((whole / "plan.json").read_text())["schedule"]["traversal"] == "sweep"
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("mesh", ["data=2", "perturb=2"])
+@pytest.mark.parametrize("codes", [False, True], ids=["numbers", "codes"])
+def test_ranks_are_rewarded_for_their_own_texts(inputs, tmp_path, mesh, codes):
+    """Parts of a batch by turns or side by side, gone on with by as many ranks or by one, and replayed: the same bits."""
+    alone, ranks = tmp_path / "alone", tmp_path / "ranks"
+    more = ("--weight-format", "int8", "--keep-directions", "--allow-lossy") if codes else ()
+    more = ("--batch", 4, "--residency", "resident", "--threads", 1, *more)
+    parts = 2 if mesh == "data=2" else 1
+    by = {"reward": "rewarding_of_runs:lengthy"}
+    assert run(inputs, alone, 4, *more, "--accumulate", parts, **by) == 0
+    assert run(inputs, ranks, 2, *more, "--mesh", mesh, launched=True, **by) == 0
+    one, two = ("--resume", "--no-launch", "--mesh", "data=1"), ("--resume", "--mesh", mesh)
+    assert zosim("run", "--out", ranks, *one, "--steps", 3) == 0
+    assert zosim("run", "--out", ranks, *two, "--steps", 4) == 0
+    losses = [[(row["loss_plus"], row["loss_minus"]) for row in rows_of(folder)] for folder in (alone, ranks)]
+    assert losses[0] == losses[1]
+    assert any(plus != minus for plus, minus in losses[0])
+    assert zosim("replay", ranks, "--model", inputs[0], "-o", tmp_path / "again") == 0
+    for folder in (ranks, tmp_path / "again"):
+        assert (folder / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
+
+
+@pytest.mark.dist
+def test_a_reward_that_fails_a_rank_ends_all_in_its_words(inputs, tmp_path, capfd):
+    out = tmp_path / "out"
+    more = ("--batch", 4, "--residency", "resident", "--threads", 1, "--mesh", "data=2", "--timeout", 60)
+    (tmp_path / "broken").write_text("5")
+    assert run(inputs, out, 6, *more, launched=True) != 0
+    told = " ".join(capfd.readouterr().err.split())
+    assert "reward rewarding_of_runs:fond gave nan for text" in told
+    assert "Traceback" not in told
+    assert 0 < len(rows_of(out)) < 6
+
+
 def test_what_a_reward_does_not_go_with_is_refused(inputs, tmp_path, capsys):
     refused = {
         ("--objective", "accuracy"): "in place of any other objective",
         ("--reward-timeout", "0"): "must be above 0",
         ("--residency", "offloaded"): "--residency resident",
-        ("--weight-format", "int8", "--residency", "resident"): "traversal=sweep forgets a direction",
+        ("--weight-format", "int8", "--residency", "resident"): "--keep-directions",
+        ("--mesh", "stage=2", "--cut", "block.0.mlp"): "the first of which would wait",
     }
     for more, complaint in refused.items():
         assert run(inputs, tmp_path / "out", 1, *more) != 0

@@ -123,9 +123,10 @@ class Forwards(AxisWriter):
             previous = rank.model.segments[rank.model.segments.index(segment) - 1]
             reads.append(rank.hidden(point, previous))
         left = self._losses.left_by_head(point) if segment == HEAD else rank.hidden(point, segment)
+        taking_part = rank.groups if num_new_tokens else rank.model.groups_of(segment)
         beside = [
             group.name
-            for group in rank.model.groups_of(segment)
+            for group in taking_part
             if point.is_perturbed and rank.is_beside(group) and group not in gathered
         ]
         op = Forward(
@@ -137,7 +138,7 @@ class Forwards(AxisWriter):
         )
         name, work = f"{segment}/forward[{point}]", self._work(segment, is_beside=bool(beside))
         if num_new_tokens:
-            work += self._generated(num_new_tokens)
+            work += self._generated(num_new_tokens, is_beside=bool(beside))
         self._emit(name, op, Stream.COMPUTE, "forward", segment, tuple(reads), (left,), work)
         self._cuts.after(segment, point)
 
@@ -227,12 +228,15 @@ class Forwards(AxisWriter):
             }
         )
 
-    def _generated(self, num_new_tokens: int) -> Work:
+    def _generated(self, num_new_tokens: int, *, is_beside: bool) -> Work:
         """Return the work of all new tokens but the first: forwards of the sequences as they are by then, about."""
         plan = self._plan
         longest = min(plan.seq + num_new_tokens - 1, plan.model.max_positions)
         seq = (plan.seq + longest + 1) // 2
-        *blocks, head = (self._counted(segment, seq=seq) for segment in self._rank.segments)
+        *blocks, head = (
+            self._coded(self._counted(segment, seq=seq), segment, is_beside=is_beside)
+            for segment in self._rank.segments
+        )
         # Logits are compared, and no loss is made of them.
         once = sum(blocks, head.model_copy(update={"elementwise_bytes": 0, "num_exponentials": 0}))
         return once.repeated(num_new_tokens - 1)

@@ -168,7 +168,7 @@ class StepWriter:
                 segment = self._rank.readers(group)[0]
                 self._directions.forget()
                 self._directions.draw(group, query, scaled=True, segment=segment)
-                for leap in leaps:
+                for leap in () if self._rank.is_beside(group) else leaps:
                     self._points.perturb((group,), segment, query, leap)
         self._directions.forget()
 

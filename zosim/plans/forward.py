@@ -123,21 +123,24 @@ class ForwardPass(Axis):
 
     def _conflicts_of_text(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what does not go with forwards of the whole model at one point, one for each token."""
+        num_crossings = len(plan.points) * (self.num_new_tokens or 0)
         for is_stated, words, remedy in (
-            (plan.residency.blocks == "offloaded", "offloaded blocks", "use --residency resident"),
+            (
+                plan.residency.blocks == "offloaded",
+                f"offloaded blocks, which would cross the bus {num_crossings} times a step, for every token at each point",
+                "use --residency resident, with codes (--weight-format int4 --keep-directions) where numbers do not fit",
+            ),
             (
                 plan.schedule.traversal != "sweep",
                 f"traversal={plan.schedule.traversal}, which has no point at which all blocks are",
                 "use --traversal sweep",
             ),
-            (bool(plan.split.cuts), "cuts or stages", "leave them out"),
-            (plan.mesh.data > 1, "parts of a batch (data)", "use --mesh perturb=N"),
-            (plan.points_are_adapters, "weights=adapters", "use --weights serial or copies"),
             (
-                plan.coding is not None,
-                "coded weights, perturbed within products",
-                "leave --weight-format out",
+                bool(plan.split.cuts),
+                "cuts or stages, the first of which would wait for the last before every token",
+                "share the step out otherwise: --mesh data=N or perturb=N",
             ),
+            (plan.points_are_adapters, "weights=adapters", "use --weights serial or copies"),
             (not plan.model.is_causal, f"{plan.model.name}, which fills in masks", "use a causal model"),
             (self.loss_chunk_tokens is not None, "a loss in chunks", "leave --loss-chunk-tokens out"),
         ):

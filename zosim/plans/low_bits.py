@@ -296,10 +296,10 @@ class LowBits(Axis):
                 "update_rounding=step adds up the updates of a step's queries, of which there is one",
                 "ask for more (--queries), or leave it out",
             )
-        if plan.schedule.traversal == "sweep":
+        if plan.schedule.traversal == "sweep" and not plan.directions.kept:
             yield (
                 "traversal=sweep forgets a direction before the forward that adds it to coded weights",
-                "use traversal=blockwise",
+                "use traversal=blockwise, or keep directions (--keep-directions), a byte for each number that is tuned",
             )
         if plan.directions.kept and self.estimator == "q-rge2":
             yield (

@@ -19,7 +19,7 @@ from zosim.operations import Collective, Scalar
 from zosim.points import BASE, Point
 
 _ELSEWHERE = -1.0
-"""Stands for the number of labels of a loss that another rank forwards."""
+"""Stands for what a loss is the mean over, of one that another rank forwards."""
 
 
 class Exchanges:
@@ -145,12 +145,12 @@ class Exchanges:
         def pack(frame: StepFrame) -> None:
             if frame.replayed:
                 return
-            num_labels = sum(part.num_labels for part in self._context.loaded.parts)
+            num_averaged = sum(part.num_averaged for part in self._context.loaded.parts)
             # Numbers of the host: by gloo a rank that is gone can be named. The host waits for its own losses here.
             packed = torch.tensor([[0.0, _ELSEWHERE]], dtype=torch.float64).repeat(len(places), 1)
             losses = torch.stack([frame.losses[point].double() for point in own]).cpu() if own else ()
             for point, loss in zip(own, losses, strict=True):
-                packed[places[point], 0], packed[places[point], 1] = loss, num_labels
+                packed[places[point], 0], packed[places[point], 1] = loss, num_averaged
             frame.packed = packed
 
         return pack
@@ -178,21 +178,21 @@ def _points_of(losses: Sequence[Access]) -> list[Point]:
 
 
 def _mean_of(rows: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Return the mean over all labels of the ranks' losses of one point; None if there are none.
+    """Return the mean over all labels (or texts) of the ranks' losses of one point; None if there are none.
 
     Parameters
     ----------
     rows : torch.Tensor
-        By rank, a loss and the labels that it is the mean over, negative where another rank forwards the point.
+        By rank, a loss and the number that it is the mean over, negative where another rank forwards the point.
     dtype : torch.dtype
         Format that ranks compute losses in. The only loss of a point keeps it, so that the projected gradient
         is that of a rank alone to the last bit.
     """
-    labels = [int(number) for number in rows[:, 1].tolist()]
-    holders = [rank for rank, number in enumerate(labels) if number >= 0]
+    counts = [int(number) for number in rows[:, 1].tolist()]
+    holders = [rank for rank, number in enumerate(counts) if number >= 0]
     if not holders:
         return None
     if len(holders) == 1:
         return rows[holders[0], 0].to(device, dtype, non_blocking=True)
     losses = [rows[rank, 0].to(device, non_blocking=True) for rank in holders]
-    return accumulated(losses, [labels[rank] for rank in holders])
+    return accumulated(losses, [counts[rank] for rank in holders])

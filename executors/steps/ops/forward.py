@@ -39,6 +39,8 @@ class Forwards:
         self._context = context
         self._gathers = any(_needs_rows(instruction) for _, instruction in context.program.instructions())
         self._paths = _paths_to_gathered_points(context.program)
+        forwards = [i.op for _, i in context.program.instructions() if isinstance(i.op, Forward)]
+        self._is_of_texts = any(op.num_new_tokens for op in forwards)
 
     def load(self, instruction: Instruction) -> Action:
         """Return what puts a batch where the forwards read it."""
@@ -54,7 +56,9 @@ class Forwards:
             rows = positions = None
             if self._gathers:
                 rows, positions = torch.unique(frame.batch["input_ids"], return_inverse=True)
-            parts = micro_batches(frame.batch, positions, context.num_micro_batches)
+            parts = micro_batches(
+                frame.batch, positions, context.num_micro_batches, is_of_texts=self._is_of_texts
+            )
             context.loaded = LoadedBatch(
                 tuple(self._on_device(part) for part in parts),
                 None if rows is None else self._to_device(rows),
@@ -66,7 +70,7 @@ class Forwards:
     def _on_device(self, part: MicroBatch) -> MicroBatch:
         return MicroBatch(
             {name: self._to_device(tensor) for name, tensor in part.tensors.items()},
-            part.num_labels,
+            part.num_averaged,
             None if part.positions is None else self._to_device(part.positions),
             StepCache(host=part.tensors),
         )
@@ -115,7 +119,7 @@ class Forwards:
                     outputs.append(context.engine.run(op.segment, self._borrowed(part), part.cache, before))
             values[output] = outputs
             if op.segment == HEAD:
-                counts = [part.num_labels for part in context.loaded.parts]
+                counts = [part.num_averaged for part in context.loaded.parts]
                 frame.losses[op.point] = accumulated([as_tensor(loss) for loss in outputs], counts)
 
         return forward
@@ -195,7 +199,7 @@ class Forwards:
             if op.segment != HEAD:
                 values[output] = outputs
                 return
-            counts = [part.num_labels for part in context.loaded.parts]
+            counts = [part.num_averaged for part in context.loaded.parts]
             for number, (point, access) in enumerate(zip(op.together, instruction.writes, strict=True)):
                 losses = [loss[number] for loss in outputs]
                 values[place_of(access)] = losses
