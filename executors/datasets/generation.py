@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +78,17 @@ def continued(
     first : sequence of int, optional
         The first token of each, where it is known already.
     """
+    return continued_by(partial(_next_tokens, model), prompts, generation, first=first)
+
+
+def continued_by(
+    next_tokens: Callable[[Sequence[tuple[int, ...]]], Sequence[int]],
+    prompts: Sequence[tuple[int, ...]],
+    generation: Generation,
+    *,
+    first: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Return continuations as :func:`continued`, made of what `next_tokens` says follows on each of some sequences."""
     answers: list[list[int]] = [[] for _ in prompts]
     stops, longest = set(generation.stop_tokens), generation.max_length
     going = list(range(len(prompts)))
@@ -84,10 +96,11 @@ def continued(
         going = [at for at in going if longest is None or len(prompts[at]) + len(answers[at]) < longest]
         if not going:
             break
+        tokens: Sequence[int]
         if number == 0 and first is not None:
             tokens = [first[at] for at in going]
         else:
-            tokens = _next_tokens(model, [(*prompts[at], *answers[at]) for at in going])
+            tokens = next_tokens([(*prompts[at], *answers[at]) for at in going])
         for at, token in zip(going, tokens, strict=True):
             answers[at].append(token)
         going = [at for at in going if answers[at][-1] not in stops]

@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 
 from costmodel.formats import DType
 from executors.formats import SAFETENSORS_NAMES, format_of
+from executors.models.loading import load_model
+from executors.models.weight_files import weights_digest
 from zosim.plans import Plan
 
 
@@ -35,3 +37,17 @@ def own_format(source: str | Path) -> DType | None:
         return None  # whoever loads the model says what is wrong with it
     kept_in = next((dtype for dtype, name in SAFETENSORS_NAMES.items() if names == {name}), None)
     return format_of(kept_in) if kept_in is not None and kept_in.is_floating_point else None
+
+
+def digest_of_files(source: str | Path, dtype: str | None = None) -> str | None:
+    """Return the digest of the weights in a directory, read in `dtype` (by default their own); None where there are none to read.
+
+    Raises
+    ------
+    ModelError
+        If the weights cannot be read.
+    """
+    if not (Path(source).is_dir() and any(Path(source).glob("*.safetensors"))):
+        return None
+    own = own_format(source) or "float32"
+    return weights_digest(load_model(source, dtype=own), dtype or own)

@@ -37,6 +37,10 @@ class ServingEngine(Protocol):
     def base_digest(self) -> str | None:
         """Hash of the base's weights; None where the engine does not tell."""
 
+    @property
+    def base_dtype(self) -> str | None:
+        """Format that :attr:`base_digest` reads them in; None for that of their files."""
+
     def load(self, name: str, directory: Path) -> None:
         """Take an adapter as PEFT writes it, in place of one of the same name.
 

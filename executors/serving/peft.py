@@ -111,6 +111,8 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
                 f"{directory} is an adapter of another base: its factors beside {path} are {tuple(outer.shape)} and "
                 f"{tuple(inner.shape)}, the linear maps {inputs} numbers to {outputs}"
             )
+        if not (inner.isfinite().all() and outer.isfinite().all()):
+            raise ModelError(f"{directory} has factors beside {path} that are not finite")
         factors[path] = inner, outer * scale
     if not factors:
         raise ModelError(f"{directory} has no factors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from costmodel.model_spec import HEAD
 from executors.datasets.batches import pad
+from executors.datasets.generation import Generation, continued_by
 from executors.datasets.prompts import Example
 from executors.formats import format_of
 from executors.low_bits.coded import Coded
@@ -64,6 +66,7 @@ class Runtime:
         )
         self._model = model
         self.shapes = linear_shapes(model)
+        self.base_dtype = format_of(next(model.parameters()).dtype)
         attach(model, "linears")
         if low_bits is not None and low_bits.are_codes:
             self.base_digest  # noqa: B018 - of the numbers, before they are codes
@@ -78,7 +81,7 @@ class Runtime:
         return weights_digest(self._model)
 
     def _encode(self, low_bits: LowBits) -> None:
-        coding = low_bits.coding(format_of(next(self._model.parameters()).dtype))
+        coding = low_bits.coding(self.base_dtype)
         assert coding is not None
         code_layers(coded_parts_of(self._model, coding.parts), low_bits, torch.device("cpu"))
         for tensor in named_tensors(self._model):
@@ -155,20 +158,27 @@ class Runtime:
         self, prompts: Sequence[Sequence[int]], adapter: str | None, *, max_new_tokens: int
     ) -> list[list[int]]:
         """Return continuations, as :meth:`executors.serving.engine.ServingEngine.generate`; a forward for every token."""
-        texts: list[list[int]] = [[] for _ in prompts]
-        going = list(range(len(prompts)))
-        for _ in range(max_new_tokens):
-            going = [at for at in going if len(prompts[at]) + len(texts[at]) < self.max_positions]
-            if not going:
-                break
-            whole = [
-                (*prompts[at], *texts[at], 0) for at in going
-            ]  # what the last token predicts is asked for
-            order, logits, _ = self._logits([Request(tokens, len(tokens) - 1, adapter) for tokens in whole])
-            for place, token in zip(order, logits.argmax(-1).tolist(), strict=True):
-                texts[going[place]].append(token)
-            going = [at for at in going if texts[at][-1] not in self.stop_tokens]
-        return [text[:-1] if text and text[-1] in self.stop_tokens else text for text in texts]
+        return continued_by(
+            lambda sequences: self.next_tokens([Request(tokens, 1, adapter) for tokens in sequences]),
+            list(map(tuple, prompts)),
+            self.generation(max_new_tokens),
+        )
+
+    def generation(self, max_new_tokens: int) -> Generation:
+        """Return how text is made: where it ends, and how long it is at most."""
+        return Generation(list, self.stop_tokens, max_new_tokens, self.max_positions)
+
+    def next_tokens(self, requests: Sequence[Request]) -> list[int]:
+        """Return the most probable token behind those of each request; which of these are asked for is left aside."""
+        longer = [replace(one, tokens=(*one.tokens, 0), first=len(one.tokens)) for one in requests]
+        for request in longer:
+            if request.first < 1:
+                raise DataError("a prompt has no token, and nothing says what is most probable behind none")
+        order, logits, _ = self._logits(longer)
+        tokens = [0] * len(requests)
+        for place, token in zip(order, logits.argmax(-1).tolist(), strict=True):
+            tokens[place] = token
+        return tokens
 
     @torch.no_grad()
     def _logits(self, requests: Sequence[Request]) -> tuple[list[int], Tensor, Packing]:

@@ -3,7 +3,8 @@
 Of the protocol there is what steps need: ``/v1/completions`` with prompts of tokens, ``echo`` and ``logprobs``, or greedy text; ``/v1/models``; ``/health``;
 and, as vLLM has them, ``/v1/load_lora_adapter``, ``/v1/unload_lora_adapter``, and a ``priority``, lower ones first.
 
-Scorings that wait together run in one forward, whichever adapters they are for. Those of another priority wait until none of a lower one does.
+Scorings that wait together run in one forward, whichever adapters they are for; so do texts, token by token. Those of another priority wait
+until none of a lower one does.
 """
 
 from __future__ import annotations
@@ -11,18 +12,19 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from executors.datasets.generation import continued_by
 from executors.serving.engine import Request
 from executors.serving.runtime import Runtime
 from topology.errors import DataError, RunError, ZosimError
@@ -56,16 +58,20 @@ class _Load(BaseModel):
     lora_path: str = ""
 
 
+_Kind = Literal["scores", "next tokens"]
+
+
 @dataclass(order=True)
 class _Waiting:
     priority: int
     number: int
+    kind: _Kind = field(compare=False)
     requests: list[Request] = field(compare=False)
-    scores: Future[list[list[float]]] = field(compare=False)
+    answers: Future[list[Any]] = field(compare=False)
 
 
 class Batcher:
-    """Runs the scorings that wait, those of the lowest priority together, on a thread of its own.
+    """Runs the forwards that wait, those of one kind and of the lowest priority together, on a thread of its own.
 
     Parameters
     ----------
@@ -85,12 +91,29 @@ class Batcher:
 
     def score(self, requests: list[Request], priority: int) -> list[list[float]]:
         """Return scores once their turn has come."""
+        return self._wait("scores", requests, priority)
+
+    def generate(
+        self, prompts: list[list[int]], adapter: str | None, priority: int, *, max_new_tokens: int
+    ) -> list[list[int]]:
+        """Return continuations, each token of which waits for its turn."""
+        return continued_by(
+            lambda sequences: self._wait(
+                "next tokens", [Request(tokens, 1, adapter) for tokens in sequences], priority
+            ),
+            list(map(tuple, prompts)),
+            self.runtime.generation(max_new_tokens),
+        )
+
+    def _wait(self, kind: _Kind, requests: list[Request], priority: int) -> list[Any]:
         with self._changed:
+            if self._is_over:
+                raise ConnectionAbortedError("the server has ended")
             self._number += 1
-            entry = _Waiting(priority, self._number, requests, Future())
+            entry = _Waiting(priority, self._number, kind, requests, Future())
             self._waiting.append(entry)
             self._changed.notify()
-        return entry.scores.result()
+        return entry.answers.result()
 
     def alone(self, action: Callable[[], Any]) -> Any:
         """Do something with the runtime between two forwards."""
@@ -104,7 +127,7 @@ class Batcher:
             self._changed.notify()
         self._thread.join()
         for entry in self._waiting:
-            entry.scores.set_exception(ConnectionAbortedError("the server has ended"))
+            entry.answers.set_exception(ConnectionAbortedError("the server has ended"))
 
     def _work(self) -> None:
         while (chosen := self._next()) is not None:
@@ -120,31 +143,44 @@ class Batcher:
             chosen: list[_Waiting] = []
             num_tokens = 0
             for entry in sorted(self._waiting):
+                if (entry.priority, entry.kind) != (first.priority, first.kind):
+                    continue
                 num_tokens += sum(len(request.tokens) for request in entry.requests)
-                if entry.priority == first.priority and (not chosen or num_tokens <= _MOST_TOKENS):
+                if not chosen or num_tokens <= _MOST_TOKENS:
                     chosen.append(entry)
             self._waiting = [entry for entry in self._waiting if entry not in chosen]
             return chosen
 
     def _answer(self, chosen: list[_Waiting]) -> None:
+        make = self.runtime.score if chosen[0].kind == "scores" else self.runtime.next_tokens
+        requests = [request for entry in chosen for request in entry.requests]
         try:
-            scores = self.runtime.score([request for entry in chosen for request in entry.requests])
-        except ZosimError as error:
+            answers = [answer for part in _in_parts(requests) for answer in make(part)]
+        except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
             if len(chosen) == 1:
-                chosen[0].scores.set_exception(error)
+                chosen[0].answers.set_exception(error)
                 return
             for entry in chosen:  # whose mistake it was
                 self._answer([entry])
             return
-        except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
-            for entry in chosen:
-                entry.scores.set_exception(error)
-            return
         begin = 0
         for entry in chosen:
             end = begin + len(entry.requests)
-            entry.scores.set_result(scores[begin:end])
+            entry.answers.set_result(answers[begin:end])
             begin = end
+
+
+def _in_parts(requests: Sequence[Request]) -> Iterator[list[Request]]:
+    """Yield requests in parts of which a forward has memory: one of very many is several forwards."""
+    part: list[Request] = []
+    num_tokens = 0
+    for request in requests:
+        num_tokens += len(request.tokens)
+        if part and num_tokens > _MOST_TOKENS:
+            yield part
+            part, num_tokens = [], len(request.tokens)
+        part.append(request)
+    yield part
 
 
 class ScoringServer(ThreadingHTTPServer):
@@ -201,6 +237,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "id": self.server.model,
                 "object": "model",
                 "base_digest": self.server.runtime.base_digest,
+                "base_dtype": self.server.runtime.base_dtype,
             }
             adapters = [{"id": name, "object": "model"} for name in self.server.runtime.adapters()]
             self._answer({"object": "list", "data": [base, *adapters]})
@@ -233,6 +270,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         except LookupError as error:
             self._refuse(HTTPStatus.NOT_FOUND, str(error.args[0]))
+        except Exception as error:  # noqa: BLE001 - a failure here is no reason to hang up on whoever asked
+            words = f"the server failed: {type(error).__name__}: {error}"
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, words[:300])
 
     def _is_for_this_machine(self) -> bool:
         with suppress(ValueError):  # no host at all
@@ -258,8 +298,8 @@ class _Handler(BaseHTTPRequestHandler):
                 for index, (tokens, score) in enumerate(zip(asked.prompt, scores, strict=True))
             ]
         elif not asked.echo and asked.logprobs is None:
-            texts = self.server.batcher.alone(
-                lambda: self.server.runtime.generate(asked.prompt, adapter, max_new_tokens=asked.max_tokens)
+            texts = self.server.batcher.generate(
+                asked.prompt, adapter, asked.priority, max_new_tokens=asked.max_tokens
             )
             choices = [
                 {"index": index, "text": "", "token_ids": text, "finish_reason": "stop"}

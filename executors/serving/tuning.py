@@ -21,6 +21,7 @@ from executors.datasets.prompts import Example
 from executors.datasets.rewards import Reward, mean_cost
 from executors.files import locked, write_atomically
 from executors.models.loading import load_config
+from executors.models.mapped import digest_of_files
 from executors.models.model import IGNORED_LABEL
 from executors.models.slots import AdapterState, Slots
 from executors.randomness.rng import mixed
@@ -74,7 +75,7 @@ class Tuning:
     ----------
     engine : ServingEngine
     model : str
-        Directory of the base, of which the configuration alone is read.
+        Directory of the base. Of weights in it the digest is compared with the engine's; else the configuration alone is read.
     directory : Path
         Of the log; a tuning that is there already goes on.
     settings : TuningSettings
@@ -92,7 +93,7 @@ class Tuning:
     Raises
     ------
     RunError
-        If the directory has another tuning's log, or one that is damaged.
+        If the directory has another tuning's log, or one that is damaged, or the engine serves other weights than the base's.
     """
 
     def __init__(self, engine: ServingEngine, model: str, directory: Path, settings: TuningSettings) -> None:
@@ -117,8 +118,19 @@ class Tuning:
         directory.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:
             opened.enter_context(locked(directory))
+            self._check_base(model)
             self._begin(model)
             self._opened = opened.pop_all()
+
+    def _check_base(self, model: str) -> None:
+        """Refuse an engine that serves other weights than those in the directory of the base, where both can be known."""
+        served = self.engine.base_digest
+        own = None if served is None else digest_of_files(model, self.engine.base_dtype)
+        if own not in (None, served):
+            raise RunError(
+                f"{model} has weights of digest {own}, the engine serves a base of digest {served}",
+                hint="give --model the directory that is served, or serve that one",
+            )
 
     def _begin(self, model: str) -> None:
         path = self.directory / SETTINGS_NAME

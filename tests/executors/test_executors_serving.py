@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import socket
 import threading
@@ -15,16 +16,18 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from costmodel.configs import LoRA
 from executors import files
 from executors.datasets.prompts import Example
 from executors.datasets.rewards import reward_named
 from executors.models.lora import merge_lora, save_adapters
+from executors.models.weight_files import weights_digest
 from executors.runs.adapters import attach
 from executors.serving.client import RemoteEngine
 from executors.serving.engine import Request
-from executors.serving.peft import linear_shapes, read_adapter
+from executors.serving.peft import Adapter, linear_shapes, read_adapter
 from executors.serving.runtime import Runtime
 from executors.serving.server import ScoringServer
 from executors.serving.tuning import Tuning, TuningSettings
@@ -295,6 +298,29 @@ def test_adapters_of_another_base_are_refused(folder, tmp_path):
     assert runtime.adapters() == ("x",)
 
 
+def test_factors_that_are_no_numbers_are_refused_and_would_reach_nobody_else(folder, tmp_path):
+    """A tenant's NaN stays among its own tokens, whether or not the door lets it in."""
+    runtime, prompts = Runtime(base()), tokens_of(3)
+    runtime.load("one", folder / "one")
+    wanted = runtime.score([Request(tokens, 1, name) for name in (None, "one") for tokens in prompts])
+    spoilt = carrying(1)
+    with torch.no_grad():
+        next(p for name, p in spoilt.named_parameters() if ".lora_B" in name)[0, 0] = torch.nan
+    save_adapters(spoilt, tmp_path / "spoilt")
+    with pytest.raises(ModelError, match="not finite"):
+        runtime.load("spoilt", tmp_path / "spoilt")
+    factors = read_adapter(folder / "two", runtime.shapes).factors
+    runtime._adapters["spoilt"] = Adapter(
+        {path: (inner * torch.nan, outer) for path, (inner, outer) in factors.items()}, {}
+    )
+    mixed = runtime.score(
+        [Request(tokens, 1, name) for name in ("spoilt", None, "one") for tokens in prompts]
+    )
+    assert all(math.isnan(score) for scores in mixed[:3] for score in scores)
+    for mine, before in zip(mixed[3:], wanted, strict=True):
+        assert mine == pytest.approx(before, abs=1e-5)
+
+
 def test_requests_that_cannot_be_are_refused():
     runtime = Runtime(base())
     with pytest.raises(DataError, match="no token stands before"):
@@ -303,6 +329,8 @@ def test_requests_that_cannot_be_are_refused():
         runtime.score([Request((5, 96))])
     with pytest.raises(ModelError, match="'nobody'"):
         runtime.score([Request((5, 6), 1, "nobody")])
+    with pytest.raises(DataError, match="a prompt has no token"):
+        runtime.generate([()], None, max_new_tokens=2)
 
 
 # -- what answers at an address ----------------------------------------------------------------------------------
@@ -461,6 +489,62 @@ def test_live_requests_go_before_probes():
     assert [order[0], *map(sorted, order[1:])] == [[3], [5, 7], [4, 6]]
 
 
+def test_a_text_lets_live_requests_pass_at_every_token():
+    runtime, order = Runtime(base()), []
+    scored, followed = runtime.score, runtime.next_tokens
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def watched(requests):
+        order.append("token")
+        begun.set()
+        may_go_on.wait(60)
+        return followed(requests)
+
+    runtime.next_tokens = watched
+    runtime.score = lambda requests: (order.append("live"), scored(requests))[1]
+    with ScoringServer(runtime, "base") as server:
+        texts = []
+        probe = threading.Thread(
+            target=lambda: texts.extend(server.batcher.generate([[5, 6], [7]], None, 9, max_new_tokens=4))
+        )
+        probe.start()
+        assert begun.wait(60)
+        live = threading.Thread(target=server.batcher.score, args=([Request((3, 9))], 0))
+        live.start()
+        while not server.batcher._waiting:
+            time.sleep(0.005)
+        may_go_on.set()
+        live.join()
+        probe.join()
+    assert order == ["token", "live", "token", "token", "token"]
+    assert texts == Runtime(base()).generate([(5, 6), (7,)], None, max_new_tokens=4)
+
+
+def test_one_tenants_failure_is_its_own(monkeypatch):
+    """What runs out of memory is refused in words; those who waited beside it, and a request of very many tokens, are answered."""
+    monkeypatch.setattr("executors.serving.server._MOST_TOKENS", 8)
+    runtime = Runtime(base())
+    real, most = runtime.score, []
+
+    def scarce(requests):
+        if any(request.tokens[0] == 66 for request in requests):
+            raise MemoryError("no room")
+        most.append(sum(len(request.tokens) for request in requests))
+        return real(requests)
+
+    runtime.score = scarce
+    with ScoringServer(runtime, "base") as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        engine, prompts = RemoteEngine(server.url), [(5, *range(3, 6)) for _ in range(7)]
+        with pytest.raises(RunError, match=r"\(500\): the server failed: MemoryError: no room"):
+            engine.score([Request((66, 7))])
+        (alone,) = real([Request(prompts[0])])
+        for scores in engine.score(list(map(Request, prompts))):
+            assert scores == pytest.approx(alone, abs=1e-5)
+        server.shutdown()
+    assert most == [8, 8, 8, 4]
+
+
 # -- tuning, rewards, versions -----------------------------------------------------------------------------------
 
 
@@ -505,14 +589,20 @@ def test_tenants_tune_beside_each_other_on_one_server(folder, tmp_path):
     tenants = {f"tenant-{seed}": TuningSettings(**(vars(SETTINGS) | {"seed": seed})) for seed in (1, 2)}
     gradients = {}
 
-    def tuned(name, engine, place):
-        with Tuning(engine, str(folder / "base"), tmp_path / place / name, tenants[name]) as tuning:
-            gradients[place, name] = [tuning.step(lines)["projected_grad"] for _ in range(4)]
+    def begun(name, engine, place):
+        return Tuning(engine, str(folder / "base"), tmp_path / place / name, tenants[name])
+
+    def tuned(tuning, *key):
+        with tuning:
+            gradients[key] = [tuning.step(lines)["projected_grad"] for _ in range(4)]
 
     with ScoringServer(Runtime(base()), "base") as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         threads = [
-            threading.Thread(target=tuned, args=(name, RemoteEngine(server.url), "together"))
+            threading.Thread(
+                target=tuned,
+                args=(begun(name, RemoteEngine(server.url), "together"), "together", name),
+            )
             for name in tenants
         ]
         for thread in threads:
@@ -522,7 +612,7 @@ def test_tenants_tune_beside_each_other_on_one_server(folder, tmp_path):
         assert RemoteEngine(server.url).adapters() == ()
         server.shutdown()
     for name in tenants:
-        tuned(name, Runtime(base()), "alone")
+        tuned(begun(name, Runtime(base()), "alone"), "alone", name)
         # A loss around 4.6 is rounded to 5e-7, its difference over 2·ε of 2e-3 to 3e-4.
         assert gradients["together", name] == pytest.approx(gradients["alone", name], abs=5e-3)
     assert gradients["alone", "tenant-1"] != pytest.approx(gradients["alone", "tenant-2"], abs=5e-3)
@@ -543,13 +633,40 @@ def test_a_tuning_with_other_numbers_is_not_gone_on_with(folder, tmp_path):
         Tuning(
             Runtime(base()), str(folder / "base"), tmp_path, TuningSettings(**(vars(SETTINGS) | {"seed": 5}))
         )
+    other = model_of("opt", seed=1, num_hidden_layers=2)
+    other.save_pretrained(tmp_path / "other")
     with pytest.raises(RunError, match="tuned beside weights of digest"):
-        Tuning(
-            Runtime(model_of("opt", seed=1, num_hidden_layers=2)), str(folder / "base"), tmp_path, SETTINGS
-        )
+        Tuning(Runtime(copy.deepcopy(other)), str(tmp_path / "other"), tmp_path, SETTINGS)
+    with pytest.raises(RunError, match=r"has weights of digest .* the engine serves a base of digest"):
+        Tuning(Runtime(other), str(folder / "base"), tmp_path / "new", SETTINGS)
     (tmp_path / "steps.jsonl").write_text('{"step": 1, "projected_grad": 0.1}\n')
     with pytest.raises(RunError, match="not step 0"):
         Tuning(Runtime(base()), str(folder / "base"), tmp_path, SETTINGS)
+
+
+@pytest.mark.parametrize("told", ["digest", "root"])
+def test_a_base_that_is_exchanged_behind_a_tuning_is_noticed(folder, tmp_path, told):
+    """By its digest where zosim serves it, and where vLLM does by the directory that it names."""
+    model_of("opt", seed=1, num_hidden_layers=2).save_pretrained(tmp_path / "other")
+    entry = {
+        "digest": lambda path, model: {"base_digest": weights_digest(model), "base_dtype": "float32"},
+        "root": lambda path, model: {"root": str(path), "parent": None},
+    }[told]
+    entries = [
+        {"id": "base"} | entry(path, AutoModelForCausalLM.from_pretrained(path))
+        for path in (folder / "base", tmp_path / "other")
+    ]
+    served = [entries[0]]
+    with Answering(lambda _path: (200, {"data": served})) as other:
+        engine = RemoteEngine(other.url)
+        Tuning(engine, str(folder / "base"), tmp_path / "out", SETTINGS).close()
+        with pytest.raises(RunError, match="has weights of digest"):
+            Tuning(engine, str(tmp_path / "other"), tmp_path / "new", SETTINGS)
+        served[0] = entries[1]
+        with pytest.raises(RunError, match="has another base than it had"):
+            engine.load("x", folder / "one")
+        with pytest.raises(RunError, match="has weights of digest"):
+            Tuning(RemoteEngine(other.url), str(folder / "base"), tmp_path / "out", SETTINGS)
 
 
 def small_tokens(_prompts, texts):
