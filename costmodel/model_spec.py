@@ -213,6 +213,15 @@ class ModelSpec(BaseModel):
         """Elements that are perturbed and updated."""
         return sum(group.num_trainable for group in self.groups)
 
+    def describe(self) -> str:
+        """Return the model's name, and what is tuned of it where that is not all."""
+        if self.adapter_rank:
+            return f"{self.name} beside adapters of rank {self.adapter_rank}"
+        if self.num_prefix_tokens:
+            return f"{self.name} behind a prefix of {self.num_prefix_tokens} tokens"
+        share = self.num_trainable / self.num_parameters
+        return self.name if share == 1 else f"{self.name}, {share:.3g} of whose parameters are tuned"
+
     @property
     def tunes_left_factors(self) -> bool:
         """Whether all that is tuned are the left factors B of adapters, whose right factors stay as they are in a step."""

@@ -16,10 +16,10 @@ from zosim.applications.first_order.options import FIRST_ORDER_SECTIONS, FirstOr
 from zosim.console import emit, stderr
 from zosim.options import PlanFile
 from zosim.report import Report
-from zosim.stated import PLAN_SECTIONS, Json, options_of, with_settings
+from zosim.stated import Json, options_of, with_settings
 
 
-@with_settings(PLAN_SECTIONS, like=face.plan)
+@with_settings(face.PLANNED_SECTIONS, like=face.plan)
 def plan(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the chosen plan here.")] = None,
     as_json: Json = False,

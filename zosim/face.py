@@ -15,12 +15,14 @@ True
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from topology.errors import PlanError, TimelineError
 from topology.reading import read_json_object
 from topology.validation import readable
+from zosim.adapters import AdapterSettings, adapters_of, tuned_by
 from zosim.options import (
     HOST,
     Densities,
@@ -49,6 +51,9 @@ if TYPE_CHECKING:
     from zosim.planning.predict import Subject
 
 # Each function imports what it works with: a command's help page, which takes its options from here, needs none of it.
+
+PLANNED_SECTIONS: Mapping[str, type] = {**PLAN_SECTIONS, "adapters": AdapterSettings}
+"""What `zosim plan` has settings of: a plan, and what is tuned beside the model."""
 
 
 def plan(
@@ -94,8 +99,8 @@ def plan(
     tune : {"all", "matrices", "linears"}
         What is tuned of the model's parameters.
     **settings
-        Any setting of a plan, by the name of its option: ``batch=4``, ``seq=2048``, ``dtype="bfloat16"``, ``slots=2``,
-        ``mesh="data=2,perturb=2"`` and so on.
+        Any setting of a plan, or of what is tuned beside the model, by the name of its option: ``batch=4``, ``seq=2048``,
+        ``dtype="bfloat16"``, ``slots=2``, ``mesh="data=2,perturb=2"``, ``lora_rank=8`` and so on.
 
     Raises
     ------
@@ -108,7 +113,8 @@ def plan(
     from zosim.planning.cuts import cutting_of
     from zosim.planning.planner import Request, choose
 
-    stated = stated_in(settings, PLAN_SECTIONS)
+    stated = stated_in(settings, PLANNED_SECTIONS)
+    tuned = tuned_by(tune, *adapters_of(stated.pop("adapters", {})))
     topology = resolve(hardware)
     node = device or topology.compute_devices[0].id
     profiles = Profiles(topology, path=profile, num_threads=threads, is_host=hardware == HOST)
@@ -116,9 +122,9 @@ def plan(
     sizes = {"batch": 1, "seq": 2048} | stated.pop("plan", {})
     mesh = Mesh(**stated.pop("mesh")) if "mesh" in stated else None
     measured = None if densities is None else Path(densities)
-    cutting = cutting_of(model, **stated.pop("split", {}), densities=measured, tuned=tune)
+    cutting = cutting_of(model, **stated.pop("split", {}), densities=measured, tuned=tuned)
     request = Request(
-        model=read_model_spec(model, trainable=tune),
+        model=read_model_spec(model, trainable=tuned),
         topology=topology,
         hardware=hardware,
         device=node,

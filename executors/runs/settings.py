@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeFloat, PositiveInt
-
 from costmodel.configs import LoRA, Prefix, Subset
 from costmodel.model_spec import Part
 from costmodel.stored_codes import refuse_unwritable
@@ -14,6 +12,7 @@ from executors.ranks.launch import DEFAULT_TIMEOUT_S
 from executors.runs.learning_rate import LearningRate
 from topology.errors import PlanError, RunError
 from topology.limits import MAX_SEED, MAX_THREADS, Seed, Threads
+from zosim.adapters import AdapterSettings, tuned_by
 from zosim.plans import AXES, Plan, Setting, fields_of, is_decisive
 from zosim.program import Program
 from zosim.program_set import ProgramSet
@@ -298,15 +297,7 @@ class RunSettings:
                 hint="leave --accumulate and the mesh's data axis out",
             )
         self._refuse_other_objectives()
-        if self.lora is not None and self.prefix is not None:
-            raise PlanError(
-                "a run tunes adapters or a prefix, not both", hint="leave --lora-rank or --prefix out"
-            )
-        if self.tuned != "all" and (self.lora or self.prefix):
-            raise PlanError(
-                f"adapters and prefixes are tuned in place of the model's own parameters, --tune {self.tuned} is part of these",
-                hint="leave one of the two out",
-            )
+        tuned_by(self.tuned, self.lora, self.prefix)
         if not 0 <= self.seed <= MAX_SEED:
             raise RunError(f"seed={self.seed} must be from 0 to {MAX_SEED}")
         if self.save_as != "numbers":
@@ -449,50 +440,6 @@ class RunSettings:
             "save_as": self.save_as,
             "edited_program": self.program is not None,
         }
-
-
-@dataclass(frozen=True)
-class AdapterSettings:
-    """What is tuned beside a frozen base, as options say it; a run keeps it as LoRA or Prefix."""
-
-    lora_rank: Annotated[
-        PositiveInt | None, Setting("--lora-rank", "Tune adapters of this rank alone.", "numbers")
-    ] = None
-    lora_targets: Annotated[
-        tuple[str, ...] | None,
-        Setting(
-            "--lora-targets",
-            "Linears that get one, such as q_proj,v_proj.",
-            "numbers",
-            typed=str,
-            parse=lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
-        ),
-    ] = None
-    lora_alpha: Annotated[
-        NonNegativeFloat | None,
-        Setting("--lora-alpha", "They add alpha over rank times B A x.", "numbers", usual="twice the rank"),
-    ] = None
-    lora_lazy_steps: Annotated[
-        PositiveInt | None,
-        Setting(
-            "--lora-lazy-steps",
-            "Steps after which A is drawn anew; B alone is tuned, and what was learnt stays as a slot beside the base.",
-            "numbers",
-        ),
-    ] = None
-    lora_max_rank: Annotated[
-        PositiveInt | None,
-        Setting(
-            "--lora-max-rank",
-            "Rank that slots are compacted to where they would pass it.",
-            "numbers",
-            usual="64, or 4 ranks",
-        ),
-    ] = None
-    prefix: Annotated[
-        PositiveInt | None,
-        Setting("--prefix", "Tune this many virtual tokens before every block's keys alone.", "numbers"),
-    ] = None
 
 
 RUN_SECTIONS: dict[str, type] = {

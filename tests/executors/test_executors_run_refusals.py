@@ -58,6 +58,17 @@ def test_what_cannot_be_is_refused_in_words(inputs, tmp_path, capsys, options, s
         assert says in capsys.readouterr().err
 
 
+def test_a_plan_for_adapters_is_not_run_on_the_whole_model(inputs, tmp_path, capsys):
+    model, data = inputs
+    adapters = ["--lora-rank", 2, "--lora-targets", "q_proj"]
+    plan = tmp_path / "plan.json"
+    assert zosim("plan", "--model", model, "--seq", 16, *adapters, "-o", plan) == 0
+    assert train(model, data, tmp_path / "out", plan) == 2
+    assert "the plan is for" in (said := " ".join(capsys.readouterr().err.split()))
+    assert "--lora-rank and --lora-targets" in said
+    assert train(model, data, tmp_path / "out", plan, "--batch", BATCH, *adapters) == 0
+
+
 def test_missing_files_are_named(inputs, tmp_path, capsys):
     model, data = inputs
     assert train(tmp_path / "nowhere", data, tmp_path / "out") == 2

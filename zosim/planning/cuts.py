@@ -20,8 +20,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from costmodel.codecs import CodecSpec, codec_spec
-from costmodel.configs import read_model_spec
-from costmodel.model_spec import ModelSpec, Part, block_index
+from costmodel.configs import Trainable, read_model_spec
+from costmodel.model_spec import ModelSpec, block_index
 from costmodel.symbols import CutSymbols, TensorSymbols
 from topology.errors import PlanError, ZosimError
 from topology.reading import read_json_object
@@ -148,7 +148,7 @@ def cutting_of(
     codec: str = "none",
     residual_codec: str = "none",
     densities: Path | None = None,
-    tuned: Part = "all",
+    tuned: Trainable = "all",
 ) -> Cutting:
     """Return where options let the model be cut."""
 

@@ -45,7 +45,7 @@ def prediction_view(subject: Subject) -> Table:
     among = f", for {len(host.ranks)} ranks" if len(host.ranks) > 1 else ""
     several = plan.placement.world_size > 1
     facts = [
-        ("plan", f"{plan.model.name}, batch {plan.batch} x {plan.seq} tokens, {plan.describe()}"),
+        ("plan", f"{plan.model.describe()}, batch {plan.batch} x {plan.seq} tokens, {plan.describe()}"),
         ("devices" if several else "device", f"{_devices(plan)} ({prediction.profile_origin} figures)"),
         ("step time", prediction.interval),
         ("throughput", f"{prediction.tokens_per_s:,.4g} tokens/s"),

@@ -1,0 +1,127 @@
+"""What is tuned beside a frozen base, of a plan and of a run: options, and the adapters or the prefix that they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import NonNegativeFloat, PositiveInt
+
+from topology.errors import PlanError
+from topology.validation import readable
+from zosim.plans.setting import Setting
+
+if TYPE_CHECKING:
+    from costmodel.configs import LoRA, Prefix, Trainable
+    from costmodel.model_spec import Part
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """What is tuned beside a frozen base, as options say it; what it is then is a LoRA or a Prefix."""
+
+    lora_rank: Annotated[
+        PositiveInt | None, Setting("--lora-rank", "Tune adapters of this rank alone.", "numbers")
+    ] = None
+    lora_targets: Annotated[
+        tuple[str, ...] | None,
+        Setting(
+            "--lora-targets",
+            "Linears that get one, such as q_proj,v_proj.",
+            "numbers",
+            typed=str,
+            parse=lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
+        ),
+    ] = None
+    lora_alpha: Annotated[
+        NonNegativeFloat | None,
+        Setting("--lora-alpha", "They add alpha over rank times B A x.", "numbers", usual="twice the rank"),
+    ] = None
+    lora_lazy_steps: Annotated[
+        PositiveInt | None,
+        Setting(
+            "--lora-lazy-steps",
+            "Steps after which A is drawn anew; B alone is tuned, and what was learnt stays as a slot beside the base.",
+            "numbers",
+        ),
+    ] = None
+    lora_max_rank: Annotated[
+        PositiveInt | None,
+        Setting(
+            "--lora-max-rank",
+            "Rank that slots are compacted to where they would pass it.",
+            "numbers",
+            usual="64, or 4 ranks",
+        ),
+    ] = None
+    prefix: Annotated[
+        PositiveInt | None,
+        Setting("--prefix", "Tune this many virtual tokens before every block's keys alone.", "numbers"),
+    ] = None
+
+
+_FIELD_OF_LORA = {
+    "lora_rank": "rank",
+    "lora_targets": "target_modules",
+    "lora_alpha": "alpha",
+    "lora_lazy_steps": "lazy_steps",
+    "lora_max_rank": "max_rank",
+}
+
+
+def adapters_of(
+    stated: Mapping[str, Any], recorded: Mapping[str, Any] | None = None, *, seed: int = 0
+) -> tuple[LoRA | None, Prefix | None]:
+    """Return the adapters or the prefix that options mean; what was recorded stays where nothing is stated.
+
+    Parameters
+    ----------
+    stated : mapping
+        Fields of :class:`AdapterSettings`.
+    recorded : mapping, optional
+        ``lora`` and ``prefix`` of a run that is gone on with.
+    seed : int
+        Of the numbers that they begin with.
+
+    Raises
+    ------
+    PlanError
+        If adapters lack a rank or targets, or a value is none of theirs.
+    """
+    from costmodel.configs import LoRA, Prefix
+
+    lora, prefix = ((recorded or {}).get(name) for name in ("lora", "prefix"))
+    if "prefix" in stated:
+        prefix = {"seed": seed} | (prefix or {}) | {"num_tokens": stated["prefix"]}
+    changed = {_FIELD_OF_LORA[name]: value for name, value in stated.items() if name in _FIELD_OF_LORA}
+    if changed:
+        lora = (lora or {"seed": seed}) | changed
+        if not {"rank", "target_modules"} <= set(lora):
+            raise PlanError(
+                "adapters need a rank and the linears that they stand beside",
+                hint="such as --lora-rank 8 --lora-targets q_proj,v_proj",
+            )
+    with readable("the adapters", PlanError):
+        return (
+            LoRA.model_validate(lora) if lora else None,
+            Prefix.model_validate(prefix) if prefix else None,
+        )
+
+
+def tuned_by(part: Part, lora: LoRA | None, prefix: Prefix | None) -> Trainable:
+    """Return the one thing that is tuned.
+
+    Raises
+    ------
+    PlanError
+        If there are several.
+    """
+    if lora is not None and prefix is not None:
+        raise PlanError("adapters or a prefix are tuned, not both", hint="leave --lora-rank or --prefix out")
+    if part != "all" and (lora or prefix):
+        raise PlanError(
+            f"adapters and prefixes are tuned in place of the model's own parameters, --tune {part} is part of these",
+            hint="leave one of the two out",
+        )
+    return lora or prefix or part
