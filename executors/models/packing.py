@@ -8,7 +8,7 @@ tokens. All of them lie in one row, where products, norms and activations need n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -206,6 +206,38 @@ def pack(batch: Mapping[str, Tensor], *, least_saved: float = LEAST_SAVED, bucke
         ends[:, 0].contiguous(),
         ends[:, 1].contiguous(),
         batch["input_ids"].numel(),
+    )
+
+
+def facts_of(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, int]:
+    """Return what batches hold for a packed forward, as the fields of :class:`zosim.plans.forward.ForwardPass`: means, rounded.
+
+    Parameters
+    ----------
+    batches : iterable of mapping
+        As of :func:`pack`.
+    """
+    num_batches = num_sequences = num_labels = num_rows = num_tokens = num_computed = 0
+    for batch in batches:
+        labels, tokens = batch["labels"].tolist(), batch["input_ids"].tolist()
+        asked = [[at for at in range(1, len(row)) if row[at] != _IGNORED] for row in labels]
+        rows = {tuple(row[: at[-1]]) for row, at in zip(tokens, asked, strict=True) if at}
+        num_batches += 1
+        num_sequences += len(tokens)
+        num_labels += sum(map(len, asked))
+        num_rows += len(rows)
+        num_tokens += sum(map(len, rows))
+        num_computed += pack(batch).num_tokens
+    saved = num_tokens - num_computed
+    length = max(1, round(num_tokens / num_rows))
+    return {
+        "num_labels": max(1, round(num_labels / num_sequences)),
+        "num_tokens": length,
+        "num_answers": max(1, round(num_sequences / num_rows)),
+    } | (
+        {"num_shared": min(length - 1, round(saved / (num_rows - num_batches)))}
+        if saved and length > 1
+        else {}
     )
 
 

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from costmodel.configs import LoRA, Prefix
+from costmodel.model_spec import ModelSpec
+from executors.datasets.batches import Batches
+from executors.models.packing import facts_of
 from executors.ranks.rank_info import RankInfo, is_launched
+from executors.runs.inputs import open_data, refuse_missing_data
 from executors.runs.learning_rate import LearningRate
 from executors.runs.planning import Asked, longest_example, plan_for, refuse_too_large, spec_for
 from executors.runs.programs import recorded_programs
@@ -22,13 +25,16 @@ from executors.runs.runlog import HEADER_NAME, read_header
 from executors.runs.settings import RUN_SECTIONS, DataSettings, EvaluationSettings, RunSettings
 from topology.errors import PlanError, RunError
 from topology.limits import whole_number
-from topology.validation import readable
+from zosim.adapters import adapters_of, tuned_by
 from zosim.planning.visibility import about_epsilon
 from zosim.plans import Plan, fields_of
 from zosim.plans.forward import USUAL_NEW_TOKENS
 from zosim.program_set import ProgramSet
 from zosim.stated import Stated
 from zosim.validate_set import validate_set
+
+_NUM_COUNTED = 4
+"""Batches whose tokens are counted for predictions."""
 
 Recorded = Mapping[str, Any]
 """The header of a run, or a part of it."""
@@ -63,7 +69,7 @@ def settings_from(
         )
     model = _required(run.get("model"), "a model", "--model DIR")
     _required(fields["data"].get("path"), "data", "--data FILE (JSON lines)")
-    lora, prefix = _adapters(fields["adapters"], header, seed=run.get("seed", 0))
+    lora, prefix = adapters_of(fields["adapters"], header.get("run"), seed=run.get("seed", 0))
     base = _base_plan(plan_file, header)
     ranks = _num_ranks(asked, base, has_plan=plan_file is not None)
     asked = replace(
@@ -76,7 +82,9 @@ def settings_from(
     if run.get("reward") is not None and (base is None or base.forward.num_new_tokens is None):
         asked = replace(asked, stated=_with_text(asked.stated))
     loading = {name: run.get(name, False) for name in ("allow_download", "random_weights")}
-    spec = spec_for(model, lora or prefix or run.get("tuned", "all"), asked, base, **loading)
+    spec = spec_for(model, tuned_by(run.get("tuned", "all"), lora, prefix), asked, base, **loading)
+    if plan_file is not None and base is not None:
+        _refuse_other_tuned(base, spec, is_stated="tuned" in stated.get("run", {}) or bool(lora or prefix))
     plan = plan_for(asked, spec, base, longest_example(fields["data"]["path"]))
     _required(fields["learning_rate"].get("num_steps"), "a number of steps", "--steps N")
     program = _program_by_hand(program_file) or _recorded_program(out, header, plan)
@@ -93,8 +101,23 @@ def settings_from(
         prefix=prefix,
         evaluation=_evaluation(fields["evaluation"]),
     )
+    settings = _with_facts(settings)
     large = refuse_too_large(plan, program, random_weights=settings.random_weights)
     return settings, [*about_epsilon(plan), *large]
+
+
+def _with_facts(settings: RunSettings) -> RunSettings:
+    """Return settings whose plan, where batches are packed and nothing is said of them, has what the first of them hold."""
+    plan = settings.plan
+    if not plan.points_are_adapters or plan.forward.has_facts:
+        return settings
+    refuse_missing_data(settings)
+    data = open_data(settings, settings.data)
+    batches = Batches(data, plan.batch, shuffle=settings.data.shuffle, seed=settings.seed)
+    first = range(min(_NUM_COUNTED, settings.learning_rate.num_steps))
+    facts = facts_of(asdict(batches.batch(number)) for number in first)
+    forward = plan.forward.model_copy(update=facts)
+    return replace(settings, plan=plan.model_copy(update={"forward": forward}))
 
 
 def default_threads(num_ranks: int = 1) -> int:
@@ -196,31 +219,12 @@ def _num_micro_batches(header: Recorded, plan: Plan) -> int:
     return num_parts // num_shards if is_even else recorded
 
 
-def _adapters(stated: Mapping[str, Any], header: Recorded, *, seed: int) -> tuple[LoRA | None, Prefix | None]:
-    """Return the adapters or the prefix that a run tunes; what was recorded stays where nothing is stated."""
-    run = header.get("run", {})
-    lora, prefix = run.get("lora"), run.get("prefix")
-    if "prefix" in stated:
-        prefix = {"seed": seed} | (prefix or {}) | {"num_tokens": stated["prefix"]}
-    named = {
-        "lora_rank": "rank",
-        "lora_targets": "target_modules",
-        "lora_alpha": "alpha",
-        "lora_lazy_steps": "lazy_steps",
-        "lora_max_rank": "max_rank",
-    }
-    changed = {named[name]: value for name, value in stated.items() if name in named}
-    if changed:
-        lora = (lora or {"seed": seed}) | changed
-        if not {"rank", "target_modules"} <= set(lora):
-            raise PlanError(
-                "adapters need a rank and the linears that they stand beside",
-                hint="such as --lora-rank 8 --lora-targets q_proj,v_proj",
-            )
-    with readable("the adapters", PlanError):
-        return (
-            LoRA.model_validate(lora) if lora else None,
-            Prefix.model_validate(prefix) if prefix else None,
+def _refuse_other_tuned(base: Plan, spec: ModelSpec, *, is_stated: bool) -> None:
+    """Refuse a plan for a part of a model, or for what lies beside it, where no option says what is tuned."""
+    if not is_stated and base.model.num_trainable < base.model.num_parameters:
+        raise PlanError(
+            f"the plan is for {base.model.describe()}, and this run would tune all of {spec.name}",
+            hint="say what the plan was made with: --lora-rank and --lora-targets, --prefix, or --tune",
         )
 
 

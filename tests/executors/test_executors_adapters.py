@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from executors.models.packing import pack
 from executors.models.recording_blocks import StepCache
 from executors.runs.adapters import attach
 from executors.runs.session import Session
+from tests.support.command import saved_model, zosim
 from tests.support.reference_mezo import differing
 from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import DataError, ModelError, PlanError
+from zosim.lowering import lower
+from zosim.operations import Forward
 from zosim.plans import Plan
 
 LOZO = {"distribution": "lozo", "lazy_steps": 3}
@@ -138,8 +142,6 @@ def test_what_cannot_be_adapters_is_refused():
         plan_of(model, **adapters)
     with pytest.raises(PlanError, match="traversal=sweep"):
         plan_of(model, directions=LOZO, schedule={"traversal": "sweep"}, **adapters)
-    with pytest.raises(PlanError, match="labels-per-sequence 1 is of packed"):
-        plan_of(model, forward={"num_labels": 1})
     plan = plan_of(model, directions=LOZO, **adapters)
     with pytest.raises(ModelError, match="objective"):
         Session(plan, model, objective=lambda logits, _batch: logits.sum())
@@ -184,3 +186,35 @@ def test_two_answers_behind_a_short_prompt_are_one_row():
     packing = pack({"input_ids": tokens, "labels": labels})
     assert packing.tokens.tolist() == [[5, 6, 7, 5, 6, 8]]
     assert packing.predictors.tolist() == [2, 2, 5]
+
+
+def test_a_run_counts_what_its_batches_hold_for_predictions(tmp_path):
+    model, data, out = saved_model("opt", tmp_path), tmp_path / "data.jsonl", tmp_path / "out"
+    lines = []
+    for number, length in enumerate((14, 16, 18, 20)):  # behind ten tokens that are the same
+        prompt = [*range(10, 20), *[20 + number] * (length - 10)]
+        lines += [{"input_ids": [*prompt, answer], "labels": [-100] * length + [answer]} for answer in (5, 6)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [
+        "run", "--model", model, "--data", data, "--steps", 2, "--batch", 8, "--no-launch", "--no-tensorboard", "--out", out,
+        "--tune", "linears", "--direction", "lozo", "--weights", "adapters",
+    ]  # fmt: skip
+    assert zosim(*command) == 0
+    plan = Plan.load(out / "plan.json")
+    assert plan.forward.num_labels == 1
+    assert (plan.forward.num_tokens, plan.forward.num_answers, plan.forward.num_shared) == (17, 2, 10)
+    packing = pack({name: torch.tensor(rows) for name, rows in padded(lines).items()})
+    block = next(i.work for i in lower(plan).step if isinstance(i.op, Forward) and i.op.segment == "block.0")
+    assert max(one.m for one in block.matmuls) == 2 * packing.num_tokens == 2 * (10 + 4 * 7)
+    assert zosim(*command, "--resume", "--steps", 3) == 0
+    command[command.index(out)] = tmp_path / "told"
+    assert zosim(*command, "--tokens-per-sequence", 12) == 0
+    assert Plan.load(tmp_path / "told" / "plan.json").forward.num_answers is None
+
+
+def padded(lines):
+    columns = max(len(line["input_ids"]) for line in lines)
+    fill = {"input_ids": 0, "labels": -100}
+    return {
+        name: [line[name] + [fill[name]] * (columns - len(line[name])) for line in lines] for name in fill
+    }

@@ -13,6 +13,7 @@ from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 import zosim
+from costmodel.configs import LoRA, read_model_spec
 from zosim.cli import app
 from zosim.report import Bullets, Code, Picture, Report, Table
 
@@ -52,6 +53,32 @@ def test_planning_from_python_is_the_command(tmp_path: Path) -> None:
     assert zosim.simulate(tmp_path / "plan.json").step_time_s == decision.prediction.step_time_s
     assert len(repr(decision)) < 200
     assert "<table>" in decision._repr_html_()
+
+
+def test_what_is_tuned_beside_a_model_is_planned_as_it_is_run() -> None:
+    where = {"hardware": "a100-80gb-milan", "batch": 2, "seq": 64}
+    lora = LoRA(rank=2, target_modules=("q_proj", "fc1"), lazy_steps=50, max_rank=8)
+    stated = {"lora_rank": 2, "lora_targets": "q_proj,fc1", "lora_lazy_steps": 50, "lora_max_rank": 8}
+    decision = zosim.plan("opt-125m", **where, **stated, weights="any")
+    assert decision.plan.model == read_model_spec("opt-125m", trainable=lora)
+    assert decision.plan.points_are_adapters
+    assert "opt-125m beside adapters of rank 8" in repr(decision._repr_html_())
+    assert zosim.plan("opt-125m", **where, prefix=5).plan.model.num_prefix_tokens == 5
+    with pytest.raises(zosim.ZosimError, match="need a rank and the linears"):
+        zosim.plan("opt-125m", **where, lora_rank=2)
+    with pytest.raises(zosim.ZosimError, match="not both"):
+        zosim.plan("opt-125m", **where, prefix=5, **stated)
+
+
+def test_facts_of_a_batch_leave_all_ways_to_a_point_comparable() -> None:
+    """What only a packed forward saves is counted there alone; that nobody has said what there is to save is told."""
+    options = {"hardware": "a100-80gb-milan", "batch": 16, "seq": 128, "tune": "linears", "direction": "lozo"}
+    told = zosim.plan("opt-125m", **options, weights="any", tokens_per_sequence=40, labels_per_sequence=1)
+    untold = zosim.plan("opt-125m", **options, weights="any")
+    assert told.prediction.step_time_s < untold.prediction.step_time_s
+    assert {other.plan.perturbation for other in told.others} == {"adapters", "serial", "copies"}
+    assert not any("--tokens-per-sequence" in reason for reason in told.reasons)
+    assert any("--tokens-per-sequence" in reason for reason in untold.reasons)
 
 
 def test_a_setting_that_there_is_not_is_named_with_its_neighbour() -> None:

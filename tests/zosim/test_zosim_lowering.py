@@ -327,6 +327,8 @@ def test_packed_batches_count_what_they_compute() -> None:
     assert rows("block.0", num_tokens=20) == 2 * 8 * 20
     assert rows("block.0", **told) == 2 * (12 + 8 * (20 - 12))
     assert rows("head", **told) == 2 * 8 * 2
+    assert rows("block.0", **told, num_answers=3) == 2 * (12 + 3 * (20 - 12))
+    assert rows("head", **told, num_answers=3) == 2 * 8 * 2
     pairs = sum(one.num * one.query * one.key for one in work("block.0", **told).attention)
     # What is shared sees itself, the rest itself and what is shared: at 2 points, 12 heads.
     assert pairs == 2 * 12 * (12 * 12 + 8 * (8 * 8 + 8 * 12))

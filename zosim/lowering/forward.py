@@ -179,19 +179,23 @@ class Forwards(AxisWriter):
         """Return the work of `segment` at all points: embedded once, read once, no padding, logits of labelled tokens alone."""
         plan, num_points = self._plan, len(self._rank.own_points)
         num_copies = 1 if segment == EMBED else num_points
-        num_sequences = self._rank.num_sequences * num_copies
+        num_rows = self._rank.num_sequences
+        if segment != HEAD:
+            num_rows = -(-num_rows // (plan.forward.num_answers or 1))
+        num_sequences = num_rows * num_copies
         shared = 0 if segment == HEAD else plan.forward.num_shared or 0
         seq = plan.forward.num_tokens or plan.seq
         seq = min(plan.forward.num_labels or seq, seq) if segment == HEAD else seq - shared
         work = self._counted(segment, num_sequences=num_sequences, seq=seq)
         num_tokens = num_sequences * seq
         if shared:
-            work = self._with_shared(work, segment, num_copies, shared, seq)
+            work = self._with_shared(work, segment, num_copies, num_rows, shared, seq)
             num_tokens += num_copies * shared
         work = self._coded(work, segment, is_beside=False)
         if plan.model.tunes_left_factors:
+            # Open slot and closed ones are one pair of factors; of these there are as many in the end as they are bound to.
             linears = [(outputs, inputs) for _ in tuned for inputs, outputs in plan.model.adapter_shapes]
-            rank = tuned[0].trainable_matrices[0][1] if tuned else 0
+            rank = plan.model.adapter_rank
         else:
             linears = [one for group in tuned for one in group.linears]
             rank = plan.directions.rank or 0
@@ -207,7 +211,9 @@ class Forwards(AxisWriter):
             num_kernels=2 * len(linears),
         )
 
-    def _with_shared(self, work: Work, segment: str, num_copies: int, shared: int, seq: int) -> Work:
+    def _with_shared(
+        self, work: Work, segment: str, num_copies: int, num_rows: int, shared: int, seq: int
+    ) -> Work:
         """Return `work` of a segment on what sequences go on with, and on what all of them begin with, in the same kernels."""
         model = self._plan.model
         begun = self._counted(segment, num_sequences=num_copies, seq=shared)
@@ -216,7 +222,7 @@ class Forwards(AxisWriter):
             for one, other in zip(work.matmuls, begun.matmuls, strict=True)
         ]
         rows = () if segment == EMBED else (
-            Attention(num=num_copies * self._rank.num_sequences * model.num_heads, query=seq, key=shared, head_dim=model.head_dim),
+            Attention(num=num_copies * num_rows * model.num_heads, query=seq, key=shared, head_dim=model.head_dim),
         )  # fmt: skip
         return work.model_copy(
             update={
@@ -279,9 +285,11 @@ class Forwards(AxisWriter):
         return work
 
     def _counted(self, segment: str, *, num_sequences: int | None = None, seq: int | None = None) -> Work:
-        plan = self._plan
+        plan, model = self._plan, self._plan.model
+        if self._rank.is_together:  # what stands beside a linear is added at all points at once
+            model = model.model_copy(update={"adapter_shapes": ()})
         work = forward_work(
-            plan.model,
+            model,
             segment,
             batch=num_sequences or self._rank.num_sequences,
             seq=seq or plan.seq,

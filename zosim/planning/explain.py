@@ -66,6 +66,11 @@ def _about_points(chosen: Candidate, others: Sequence[Candidate]) -> Iterator[st
             f"one forward of all {count} points reads the weights once and neither perturbs nor restores them; it has {count} times the "
             "rows of a batch in memory"
         )
+    if chosen.plan.points_are_adapters and not chosen.plan.forward.has_facts:
+        yield (
+            "that forward computes no padding, logits of labelled tokens alone, and what sequences begin with once: say how many there are "
+            "(--tokens-per-sequence, --labels-per-sequence, --shared-tokens, --answers-per-prompt), and the prediction counts on it"
+        )
 
 
 def about_cuts(chosen: Candidate, others: Sequence[Candidate], printed: tuple[str, ...]) -> Iterator[str]:

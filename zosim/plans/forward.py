@@ -35,10 +35,12 @@ class ForwardPass(Axis):
     num_new_tokens : int or None
         Tokens that every sequence is continued by at each point, the most probable ones, for a reward of that text to be
         minimised in place of the loss. None for the loss of the sequences themselves.
-    num_labels, num_tokens, num_shared : int or None
-        Of a batch, for predictions of a forward that is packed (``weights=adapters``): tokens of a sequence that have a label, of
-        which alone it makes logits; tokens of a sequence on average, padding left out; and tokens that all sequences begin
-        with, which it computes once. None for all, for the sequence length, and for none.
+    num_labels, num_tokens, num_shared, num_answers : int or None
+        Facts of a batch, for predictions of a forward that is packed (``weights=adapters``; others compute all of it): tokens of
+        a sequence that have a label, of which alone it makes logits; tokens of a sequence on average, padding left out;
+        tokens that all sequences begin with, and sequences that differ in the answer to their prompt alone, both of which it
+        computes once. None for all, for the sequence length, for none and for one. A run that is told none of them counts
+        them in its data.
     """
 
     compute_dtype: Annotated[
@@ -79,7 +81,7 @@ class ForwardPass(Axis):
         Extent | None,
         Setting(
             "--labels-per-sequence",
-            "Labelled tokens of a sequence, for predictions of --weights adapters.",
+            "Labelled tokens of a sequence, of which alone --weights adapters makes logits, for predictions.",
             usual="all",
         ),
     ] = None
@@ -88,7 +90,7 @@ class ForwardPass(Axis):
         Extent | None,
         Setting(
             "--tokens-per-sequence",
-            "Tokens of a sequence on average, for predictions of --weights adapters, which computes no padding.",
+            "Tokens of a sequence on average: --weights adapters computes no padding, for predictions.",
             usual="--seq",
         ),
     ] = None
@@ -96,10 +98,24 @@ class ForwardPass(Axis):
         Extent | None,
         Setting(
             "--shared-tokens",
-            "Tokens that all sequences begin with, for predictions of --weights adapters, which computes them once.",
+            "Tokens that all sequences begin with, which --weights adapters computes once, for predictions.",
             usual="none",
         ),
     ] = None
+
+    num_answers: Annotated[
+        Extent | None,
+        Setting(
+            "--answers-per-prompt",
+            "Sequences of a batch that differ in the answer to their prompt alone, which --weights adapters computes once, for predictions.",
+            usual="1",
+        ),
+    ] = None
+
+    @property
+    def has_facts(self) -> bool:
+        """Whether anything is known of what batches hold."""
+        return any((self.num_labels, self.num_tokens, self.num_shared, self.num_answers))
 
     def words(self, plan: Plan) -> Iterator[str]:
         """Yield how the loss is taken, where it is not that of all tokens at once."""

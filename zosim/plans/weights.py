@@ -70,15 +70,6 @@ class Weights(Axis):
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what cannot be an adapter beside a linear layer, and what a forward of all points does not do."""
         if self.perturbation != "adapters":
-            stated = {
-                "--labels-per-sequence": plan.forward.num_labels,
-                "--tokens-per-sequence": plan.forward.num_tokens,
-                "--shared-tokens": plan.forward.num_shared,
-            }
-            for flag, count in stated.items():
-                if count is not None:
-                    complaint = f"{flag} {count} is of packed batches, which weights=adapters alone makes"
-                    yield complaint, f"leave {flag} out, or add --weights adapters"
             return
         if plan.model.tunes_left_factors:
             if plan.directions.rank is not None:

@@ -1,0 +1,191 @@
+"""Hold predicted against measured times of packed steps: ``python -m studies.zoinfer.predicting --threads 1``.
+
+Each case is a batch of prompts, answers behind each of them, and perhaps an instruction that all begin with, scored as adapters along factors (``lozo``)
+and with what is learnt as slots beside a frozen base. What batches hold is counted in them, as ``zosim run`` does. The machine is calibrated first, unless
+``--profile`` names what `zosim calibrate -o` wrote. At last comes what a compaction of slots takes, which no prediction counts: it is one in as many
+steps as ``V`` stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from costmodel.configs import LoRA
+from costmodel.profile import Profile
+from executors.calibration.calibrating import calibrated
+from executors.models.packing import facts_of
+from executors.models.slots import Slots
+from executors.models.spec import spec_of_model
+from executors.runs.adapters import attach
+from executors.runs.session import Session
+from studies.zoinfer.__main__ import Data, batch_of, model_of
+from topology.graph import Topology
+from topology.hardware import resolve
+from zosim.engines.simulate import simulate
+from zosim.hardware.machine import Machine
+from zosim.hardware.profiles import Profiles
+from zosim.lowering import lower
+from zosim.plans import Plan
+
+_NODE = "cpu0"
+_RANK, _LAZY_STEPS, _BOUND = 2, 50, 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts, and the answers behind each.
+
+    Attributes
+    ----------
+    shape : str
+    batch, answers, instruction : int
+        Prompts; answers of one token behind each; tokens that all prompts begin with.
+    """
+
+    shape: str
+    batch: int
+    answers: int = 1
+    instruction: int = 0
+
+    def batches(self, model: nn.Module, count: int) -> list[Data]:
+        """Return batches of the case."""
+        options = argparse.Namespace(tokens=26, spread=0.4, longest=128, options=self.answers, device="cpu")
+        batches = [batch_of(model, self.batch, number, options) for number in range(count)]
+        for batch in batches:
+            begun = slice(1, self.instruction)
+            kept = batch["labels"][:, begun] == -100  # an answer stays where it is
+            common = 7 * batch["attention_mask"][:, begun]
+            batch["input_ids"][:, begun] = torch.where(kept, common, batch["input_ids"][:, begun])
+        return batches
+
+
+CASES = (
+    Case("1m", 16),
+    Case("1m", 64),
+    Case("1m", 16, answers=2),
+    Case("1m", 16, answers=5, instruction=12),
+    Case("1m", 64, instruction=12),
+    Case("125m", 16),
+    Case("125m", 64),
+    Case("125m", 16, answers=2),
+    Case("125m", 16, answers=5, instruction=12),
+)
+
+
+def measured_s(session: Session, batches: list[Data]) -> float:
+    """Return the median time of a step, the first two left out."""
+    seconds = []
+    for batch in batches:
+        begin = time.perf_counter()
+        session.step(batch)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[2:])
+
+
+def session_of(case: Case, model: nn.Module, batches: list[Data], way: str) -> Session:
+    """Return a session whose plan knows what batches hold."""
+    if way == "slots":
+        attach(
+            model,
+            LoRA(
+                rank=_RANK,
+                target_modules=("q_proj", "v_proj"),
+                lazy_steps=_LAZY_STEPS,
+                max_rank=2 * _RANK,
+            ),
+        )
+    num_sequences = len(batches[0]["input_ids"])
+    directions: dict[str, Any] = {"distribution": "lozo", "rank": _RANK, "lazy_steps": _LAZY_STEPS}
+    plan = Plan.model_validate(
+        {
+            "model": spec_of_model(model, name=case.shape),
+            "placement": {"topology": "host", "devices": [_NODE]},
+            "batch": num_sequences,
+            "seq": max(batch["input_ids"].shape[1] for batch in batches),
+            "weights": {"perturbation": "adapters"},
+            "directions": {} if way == "slots" else directions,
+            "forward": facts_of(batches),
+        }
+    )
+    return Session(plan, model, learning_rate=1e-7, num_draw_threads=torch.get_num_threads())
+
+
+def compaction_s(model: nn.Module) -> float:
+    """Return what compacting the slots beside queries and values takes, from two ranks above the bound."""
+    generator = torch.Generator().manual_seed(0)
+    slots = [
+        Slots(*([torch.randn(side, _BOUND + _RANK, generator=generator)] for side in module.weight.shape))
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in ("q_proj", "v_proj")
+    ]
+    begin = time.perf_counter()
+    for one in slots:
+        one.compact(_BOUND)
+    return time.perf_counter() - begin
+
+
+def _profile(path: Path | None, topology: Topology, threads: int, budget_s: float) -> Profile:
+    if path is not None:
+        return Profiles(topology, path=path, num_threads=threads).of(_NODE)
+    return calibrated(topology, _NODE, num_threads=threads, budget_s=budget_s)[0]
+
+
+def main() -> None:
+    """Calibrate, and print a line for each case and way."""
+    options = _options()
+    topology = resolve("host")
+    profile = _profile(options.profile, topology, options.threads, options.calibration_s)
+    torch.set_num_threads(options.threads)
+    machine = Machine.from_topology(topology, _NODE, profile)
+    errors = []
+    print(f"{'':42s}{'predicted':>11s}{'measured':>11s}{'error':>8s}")
+    for case in CASES:
+        if options.shape and case.shape != options.shape:
+            continue
+        base = model_of(case.shape, torch.float32, "cpu")
+        count = options.steps if case.shape == "125m" else 5 * options.steps
+        batches = case.batches(base, count)
+        for way in ("adapters", "slots"):
+            with session_of(case, copy.deepcopy(base), batches, way) as session:
+                predicted = simulate(lower(session.plan), machine).step_time_s
+                measured = measured_s(session, batches)
+            errors.append(predicted / measured - 1)
+            name = f"{case.shape}, {case.batch} x {case.answers}, {case.instruction} shared, {way}"
+            print(f"{name:42s}{predicted * 1e3:9.1f}ms{measured * 1e3:9.1f}ms{errors[-1]:+8.1%}")
+    sizes = sorted(map(abs, errors))
+    print(
+        f"median error {statistics.median(sizes):.1%}, signed {statistics.median(errors):+.1%}, largest {sizes[-1]:.1%}"
+    )
+    for shape in dict.fromkeys(case.shape for case in CASES):
+        if options.shape in (None, shape):
+            seconds = compaction_s(model_of(shape, torch.float32, "cpu"))
+            print(
+                f"{shape}: compacting slots of rank {_BOUND} takes {seconds * 1e3:.0f} ms, once in {_LAZY_STEPS} steps"
+            )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m studies.zoinfer.predicting", description=__doc__)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--shape", choices=sorted({case.shape for case in CASES}), default=None)
+    parser.add_argument(
+        "--steps", type=int, default=6, help="of each case at 125m; of smaller shapes five times as many"
+    )
+    parser.add_argument("--profile", type=Path, default=None, help="in place of a calibration")
+    parser.add_argument(
+        "--calibration-s", type=float, default=20.0, help="seconds that a calibration measures"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
