@@ -66,9 +66,10 @@ def _about_points(chosen: Candidate, others: Sequence[Candidate]) -> Iterator[st
             f"one forward of all {count} points reads the weights once and neither perturbs nor restores them; it has {count} times the "
             "rows of a batch in memory"
         )
-    if chosen.plan.points_are_adapters and not chosen.plan.forward.has_facts:
+    has_adapters = chosen.plan.points_are_adapters or "adapters" in best
+    if has_adapters and not chosen.plan.forward.has_facts:
         yield (
-            "that forward computes no padding, logits of labelled tokens alone, and what sequences begin with once: say how many there are "
+            "with --weights adapters a forward computes no padding, logits of labelled tokens alone, and what sequences begin with once: say how many there are "
             "(--tokens-per-sequence, --labels-per-sequence, --shared-tokens, --answers-per-prompt), and the prediction counts on it"
         )
 
