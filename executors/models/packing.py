@@ -24,7 +24,7 @@ LEAST_SAVED = 64
 Attention takes one more group of runs for it, which long beginnings, of which every prompt has one, share.
 """
 
-_BUCKET = 16
+_BUCKET = 8
 """Runs whose lengths differ by less share a call of attention, padded there alone."""
 
 
