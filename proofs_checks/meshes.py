@@ -184,7 +184,7 @@ CLAIMS = (
                 Mutant(
                     "losses of shards averaged without their labels",
                     "executors.steps.ops.exchange:_mean_of",
-                    "[labels[rank] for rank in holders]",
+                    "[counts[rank] for rank in holders]",
                     "[1 for rank in holders]",
                 ),
                 Mutant(
