@@ -122,11 +122,13 @@ def session_of(case: Case, model: nn.Module, batches: list[Data], way: str) -> S
 def compaction_s(model: nn.Module) -> float:
     """Return what compacting the slots beside queries and values takes, from two ranks above the bound."""
     generator = torch.Generator().manual_seed(0)
-    slots = [
-        Slots(*([torch.randn(side, _BOUND + _RANK, generator=generator)] for side in module.weight.shape))
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] in ("q_proj", "v_proj")
-    ]
+    slots = []
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in ("q_proj", "v_proj"):
+            left, right = (
+                torch.randn(side, _BOUND + _RANK, generator=generator) for side in module.weight.shape
+            )
+            slots.append(Slots([left], [right]))
     begin = time.perf_counter()
     for one in slots:
         one.compact(_BOUND)
