@@ -162,7 +162,7 @@ def main() -> None:
                 measured = measured_s(session, batches)
             errors.append(predicted / measured - 1)
             name = f"{case.shape}, {case.batch} x {case.answers}, {case.instruction} shared, {way}"
-            print(f"{name:42s}{predicted * 1e3:9.1f}ms{measured * 1e3:9.1f}ms{errors[-1]:+8.1%}")
+            print(f"{name:42s}{predicted * 1e3:9.1f}ms{measured * 1e3:9.1f}ms{errors[-1]:+8.1%}", flush=True)
     sizes = sorted(map(abs, errors))
     print(
         f"median error {statistics.median(sizes):.1%}, signed {statistics.median(errors):+.1%}, largest {sizes[-1]:.1%}"
