@@ -58,7 +58,7 @@ class RemoteEngine:
         self.timeout_s = timeout_s
         self.priority = priority
         self.base_dtype: str | None = None
-        self._told_digest: str | None = None
+        self._stated_digest: str | None = None
         self._root: str | None = None
         served = self._models()
         if model is not None and model not in served:
@@ -71,7 +71,7 @@ class RemoteEngine:
         answer = self._call("GET", "/v1/models")
         try:
             names = tuple(str(entry["id"]) for entry in answer["data"])
-            told: Mapping[str, Any] = next(
+            stated: Mapping[str, Any] = next(
                 (entry for entry in answer["data"] if isinstance(entry.get("base_digest"), str)), {}
             )
             roots = [entry.get("root") for entry in answer["data"] if entry.get("parent") is None]
@@ -79,21 +79,21 @@ class RemoteEngine:
             raise self._strange("/v1/models", answer) from error
         if not names:
             raise RunError(f"the engine at {self.url} serves no model")
-        digest, root = told.get("base_digest"), roots[0] if roots else None
-        known = self._told_digest or self._root
+        digest, root = stated.get("base_digest"), roots[0] if roots else None
+        known = self._stated_digest or self._root
         if known not in (None, digest or root):
             raise RunError(
                 f"the engine at {self.url} has another base than it had: {digest or root} in place of {known}",
                 hint="start it again with the base that the tuning began with; the log has the steps until here",
             )
-        self._told_digest, self.base_dtype = digest, told.get("base_dtype")
+        self._stated_digest, self.base_dtype = digest, stated.get("base_dtype")
         self._root = root if isinstance(root, str) else None
         return names
 
     @cached_property
     def base_digest(self) -> str | None:
         """Hash of the base's weights: what zosim's server tells, or of the directory that vLLM says it serves."""
-        return self._told_digest or (digest_of_files(self._root) if self._root else None)
+        return self._stated_digest or (digest_of_files(self._root) if self._root else None)
 
     # -- what an engine does -----------------------------------------------------------------------------------
 
