@@ -39,7 +39,7 @@ class ForwardPass(Axis):
         Facts of a batch, for predictions of a forward that is packed (``weights=adapters``; others compute all of it): tokens of
         a sequence that have a label, of which alone it makes logits; tokens of a sequence on average, padding left out;
         tokens that all sequences begin with, and sequences that differ in the answer to their prompt alone, both of which it
-        computes once. None for all, for the sequence length, for none and for one. A run that is told none of them counts
+        computes once. None for all, for the sequence length, for none and for one. A run to which none is given counts
         them in its data.
     """
 
