@@ -206,6 +206,7 @@ class CodedLinear(CodedLayer, nn.Linear):
                     weight[rows - begin] = weight[rows - begin].add_(direction[rows], alpha=factor)
             bias = None if self.bias is None else self.bias[begin:end]
             part = nn.functional.linear(inputs, weight, bias)
+            del weight  # before the next one is made
             if made is None:
                 made = part.new_empty((*part.shape[:-1], outputs))
             made[..., begin:end] = part

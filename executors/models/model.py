@@ -294,6 +294,7 @@ class CutModel:
             total += nn.functional.cross_entropy(
                 logits, targets[begin : begin + chunk], ignore_index=IGNORED_LABEL, reduction="sum"
             )
+            del logits  # before the next ones are made
         return total / (targets != IGNORED_LABEL).sum()
 
     @contextmanager

@@ -71,6 +71,10 @@ def _code_table(highest: int) -> Tensor:
     return (highest * (1 - 2 * bits)).to(torch.int8).view(torch.int64).view(-1)
 
 
+_ROW_ELEMENTS_AT_ONCE = 1 << 18
+"""Numbers of a sparse direction's rows that are there at once before they are codes."""
+
+
 class Chances:
     """Makes the random numbers that roundings are decided by.
 
@@ -266,7 +270,10 @@ class RoundedDraws:
     ) -> None:
         """Fill a matrix that is 0 but in some rows, for which alone numbers are drawn."""
         view.zero_()
-        view.view(self._shapes[parameter])[rows] = self._rows_of(rows, parameter, key, keys)
+        matrix = view.view(self._shapes[parameter])
+        # Of a token table the numbers of all rows that move would be larger than its codes.
+        for some in rows.split(max(1, _ROW_ELEMENTS_AT_ONCE // matrix.shape[1])):
+            matrix[some] = self._rows_of(some, parameter, key, keys)
 
     def _rows_of(self, rows: Tensor, parameter: int, key: CounterKey, keys: DrawKeys) -> Tensor:
         """Return the codes of some rows of a matrix, in the ``counter`` discipline."""
