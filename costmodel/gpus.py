@@ -151,7 +151,7 @@ ARCHITECTURES = (
     Architecture(
         "blackwell", r"\bG?B(100|200|300)\b", 256, "blackwell", _HOPPER, flop_j=0.6e-12, cache_mib=126
     ),
-    Architecture("cdna3", r"MI3\d\dX\b", 256, "ampere", {}, flop_j=0.97e-12, cache_mib=256),
+    Architecture("cdna3", r"MI3\d\dX\b", 256, "ampere", {}, flop_j=1.02e-12, cache_mib=256),
     Architecture(
         "blackwell-graphics",
         r"RTX 50[5-9]\d|RTX PRO \d{4}\b",
@@ -213,15 +213,16 @@ def sustained_flop_per_s(spec: DeviceSpec) -> float:
     memory, links. Clocks that products on random numbers would drive beyond the limit are lowered within milliseconds; short
     kernels, and products of zeros, do not show it: products of 8192 on an A100 of 400 W run at 295 Tflop/s with zeros and at 258
     with normal numbers [1]_, which is A100's energy. H100's is fitted: training steps on 700 W end near 660 where single
-    products reach 790 (llm-foundry's tables of training throughput). AMD's MI300X multiplies bfloat16 at about 620 of 1,307 Tflop/s on
+    products reach 790 (llm-foundry's tables of training throughput). AMD's MI300X reaches about 45 % of its peak of 1,307 Tflop/s in half precision on
     750 W [2]_; its collectives are taken to be as NCCL's on A100s. Those of other designs are assumed from their processes.
 
     References
     ----------
     .. [1] H. He, "Strangely, matrix multiplications on GPUs run faster when given predictable data", 2024,
        https://www.thonking.ai/p/strangely-matrix-multiplications
-    .. [2] D. Patel et al., "MI300X vs H100 vs H200 benchmark part 1: training", SemiAnalysis, 2024; quoted from memory,
-       https://semianalysis.com/2024/12/22/mi300x-vs-h100-vs-h200-benchmark-part-1-training/
+    .. [2] Ambati et al., "AMD MI300X GPU performance analysis", arXiv:2510.27583, 2025, of products in FP8, BF16 and FP16, and
+       81 % of its memory's bandwidth; as https://aiweekly.co/alerts/amd-mi300x-hits-only-45-of-peak-flops-in-practice reports it
+       (read on 2026-11-23; the paper's own figures were not at hand).
     """
     architecture, watts = architecture_of(spec), spec.tdp_watts
     if architecture is None or not architecture.flop_j or watts is None:
@@ -230,3 +231,4 @@ def sustained_flop_per_s(spec: DeviceSpec) -> float:
 
 
 _IDLE_PART = 0.2
+"""Assumed. Energies were taken from measured rates with it: where it is wrong they are too, and the rates at that power stay."""

@@ -85,6 +85,7 @@ _NETWORK_PLATEAU = {"volta": 1.9, "ampere": 1.4, "hopper": 1.4, "blackwell": 1.4
 
 _NVLS: Way = ("nvls", "Simple")
 _NVLS_US = 25.0
+"""Latency of a sum in the switches of a host, which has no base besides (the same tables)."""
 _NVLS_PART: dict[Generation, float] = {"hopper": 0.85, "blackwell": 0.74}
 """Part of the links' bandwidth that sums in switches reach (``nvlsEfficiency``). Bus bandwidths of nccl-tests on eight GPUs, without and
 with: 370 and 480 GB/s on H100, 695 and 845 on B300 (https://github.com/NVIDIA/nccl/issues/2140), for 474 and 806 by this."""

@@ -73,6 +73,8 @@ CONSTANT_UNITS: dict[str, str] = {
     "pace": "1",
     "pace_part": "1",
     "message_s": "s",
+    "busy_latency_s": "s",
+    "busy_core_s": "s",
     "loopback_bandwidth": "byte/s",
     "codec_s": "s",
     "allocation_s": "s",
@@ -137,9 +139,9 @@ CONSTANT_UNITS: dict[str, str] = {
 ``pace_s``, ``pace``, ``pace_part.<kind of work>``
     What a reference computation takes at full pace, how many times as long it took at the pace that the rates are for, and
     the part of that slowing that a kind of work sees: see :mod:`costmodel.pace`.
-``message_s``, ``loopback_bandwidth``
+``message_s``, ``loopback_bandwidth``, ``busy_latency_s``, ``busy_core_s``
     Of exchanges among ranks: time of a small message besides a link's latency, and what passes per second between
-    two CPU ranks of one host.
+    two CPU ranks of one host; what a message within a host takes besides while all its cores compute, and what their work loses to it.
 ``allocation_s``, ``allocation_s_per_byte``
     Of a call that the allocator's cache cannot serve, page faults included.
 ``codec_s.<constant>``
@@ -153,6 +155,8 @@ _OPTIONAL_KINDS = frozenset(
     {
         "codec_s",
         "ranks_slowdown",
+        "busy_latency_s",
+        "busy_core_s",
         "jump_s",
         "split_s",
         "seed_s",
@@ -164,12 +168,14 @@ _OPTIONAL_KINDS = frozenset(
         "multiprocessors",
     }
 )
-"""Without them, those codec constants count that come with the package, ranks do not slow each other down, generators
-do not jump, and are shared and seeded in no time, there is one pace, a causal mask halves attention, power limits
+"""Without them, those codec constants count that come with the package, ranks do not slow each other down, their messages
+wait for no core, generators do not jump, and are shared and seeded in no time, there is one pace, a causal mask halves attention, power limits
 nothing, and the efficiency of products is smooth."""
 
 _MEMORY_KINDS = frozenset({"context_bytes", "allocator_slack", "allocation_granularity"})
-_UNTRIED_KINDS = frozenset({"ranks_slowdown", "message_s", "loopback_bandwidth", "codec_s"})
+_UNTRIED_KINDS = frozenset(
+    {"ranks_slowdown", "busy_latency_s", "busy_core_s", "message_s", "loopback_bandwidth", "codec_s"}
+)
 """What no step of one rank tells of, and so not how wide intervals have to be."""
 
 

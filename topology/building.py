@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -165,15 +166,31 @@ def assumed_memory(
 
 
 def find_device(name: str) -> DeviceSpec | None:
-    """The catalogue's device of that id or product name; None if it has none."""
+    """The catalogue's device of that id or product name, however it is spelt; None if it has none.
+
+    Examples
+    --------
+    >>> [
+    ...     find_device(name).id
+    ...     for name in ("RTX 3090", "geforce rtx3090", "NVIDIA A100-SXM4-80GB", "Instinct MI300X")
+    ... ]
+    ['rtx3090', 'rtx3090', 'a100-80gb-sxm', 'mi300x']
+    >>> find_device("A100") is None  # 40 or 80 GB, on a board or a card?
+    True
+    """
     devices = catalogue().devices
     if name in devices:
         return devices[name]
-    wanted = name.casefold().removeprefix("nvidia ").strip()
-    for spec in devices.values():
-        if spec.name.casefold().removeprefix("nvidia ") == wanted:
-            return spec
-    return None
+    wanted = _bare(name)
+    return next((spec for spec in devices.values() if wanted in (_bare(spec.id), _bare(spec.name))), None)
+
+
+_BRANDS = re.compile(r"\b(nvidia|geforce|tesla|amd|instinct)\b")
+
+
+def _bare(name: str) -> str:
+    """A name's letters and digits without its maker's brands."""
+    return re.sub(r"[^a-z0-9]", "", _BRANDS.sub("", name.casefold()))
 
 
 def require_device(name: str | None, kind: str, where: str) -> DeviceSpec:

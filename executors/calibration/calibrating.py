@@ -16,7 +16,7 @@ from costmodel.pace import Pace, off_pace, with_pace
 from costmodel.profile import Profile
 from executors.calibration.calibrate import DEFAULT_BUDGET_S, calibrate, calibrate_exchanges, threads_set
 from executors.calibration.codec_calibration import with_codec_constants
-from executors.calibration.core_contention import slowdowns, with_slowdown
+from executors.calibration.core_contention import crowded_cores, with_crowded_cores
 from executors.calibration.whole_steps import (
     STEP_SHAPES,
     StepShape,
@@ -100,7 +100,7 @@ def calibrated(
     # A GPU's profile has one thread; those of its host are as torch has them.
     threads = base.num_threads if device == "cpu" else num_threads
     # Before, between and after: how much two cores do at once changes within seconds.
-    slowdowns_before = slowdowns() if device == "cpu" and budget_s >= _LONG_S else []
+    crowded = crowded_cores() if device == "cpu" and budget_s >= _LONG_S else []
 
     def kernels() -> tuple[list[Measurement], Pace | None]:
         return calibrate(
@@ -124,13 +124,13 @@ def calibrated(
             )
 
     measurements, pace, steps, disturbances = at_one_pace(kernels, whole_steps)
-    slowdowns_before += slowdowns() if device == "cpu" and budget_s >= _LONG_S else []
+    crowded += crowded_cores() if device == "cpu" and budget_s >= _LONG_S else []
     if device == "cpu":
         num_threads = threads or torch.get_num_threads()
         measurements += calibrate_exchanges(num_threads, budget_s=_EXCHANGES_SHARE * budget_s)
     profile, fit = fitted(topology, node, base, measurements, steps, pace)
     if device == "cpu":
-        profile = with_slowdown(profile, [*slowdowns_before, *slowdowns()])
+        profile = with_crowded_cores(profile, [*crowded, *crowded_cores()])
     return with_codec_constants(profile), replace(fit, disturbances=disturbances)
 
 

@@ -1,4 +1,4 @@
-"""How much work ranks of one thread do at once on the cores of a host: less than each of them alone would."""
+"""What ranks of one thread take from each other on the cores of a host: they do less work at once, and their messages wait."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import pairwise
-from statistics import median
+from pathlib import Path
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from costmodel.profile import Constant, Profile
+from costmodel.profile import CONSTANT_UNITS, Constant, Profile
+from executors.calibration.exchange_probes import loopback_pair
 from executors.ranks.gloo import gloo_group
 from executors.ranks.leftovers import held_directory
 from executors.steps.heap import keep_freed_memory
@@ -28,22 +31,45 @@ from topology.errors import RunError
 Gather = Callable[[float], Sequence[float]]
 """Tells all ranks' numbers, in rank order, to all of them."""
 
+Latest = Callable[[Sequence[float]], Sequence[float]]
+"""Tells of moments, as this rank's clock has them, the later of its own and its neighbour's: clocks of one machine agree."""
+
 _NUM_BURSTS = 8
 _BURST_S = 0.1
 """Seconds of computing between two exchanges, as between two losses of a step."""
 _NUM_TURNS, _NUM_TOGETHER = 6, 3
 _NUM_EXCHANGES = 50
 _NUM_ROUNDS = 3
-_NUM_MEASURED = 1
+_NUM_MESSAGES, _MESSAGE_BYTES, _PIECES_AHEAD = 40, 1 << 15, 2
+"""Beside work: as long as slices of weights that small models gather, for which threads are woken and hardly a byte is copied."""
 _MOST_RANKS = 16
-_TIMEOUT_S = 60.0
-_SOURCE = (
-    "bursts of draws and products on every core at once, an exchange after each, against one core's alone"
-)
+_TIMEOUT_S = 120.0
+_SOURCES = {
+    "ranks_slowdown": "bursts of draws and products on every core at once, an exchange after each, against one core's alone",
+    "busy_latency_s": "messages of 32 KiB between processes while every core computes, against as many while none does",
+    "busy_core_s": "work on every core beside these messages, against as much without",
+}
 
 
-def slowdowns() -> list[float]:
-    """Return how many times as long work takes on all cores at once, as measured now; nothing where there is one core.
+@dataclass(frozen=True)
+class CrowdedCores:
+    """What ranks take from each other where every core of a host has one, as measured once.
+
+    Attributes
+    ----------
+    ranks_slowdown : float
+        How many times as long work takes.
+    busy_latency_s, busy_core_s : float
+        How much longer a message takes, and what work loses to it.
+    """
+
+    ranks_slowdown: float
+    busy_latency_s: float
+    busy_core_s: float
+
+
+def crowded_cores() -> list[CrowdedCores]:
+    """Return what ranks take from each other now; nothing where there is one core.
 
     Raises
     ------
@@ -51,26 +77,23 @@ def slowdowns() -> list[float]:
         If the ranks cannot be started.
     """
     world_size = min(len(os.sched_getaffinity(0)), _MOST_RANKS)
-    return [] if world_size == 1 else [world_size / cores for cores in _measured(world_size)]
+    return [] if world_size == 1 else [_measured(world_size)]
 
 
-def with_slowdown(profile: Profile, slowdowns: Sequence[float]) -> Profile:
+def with_crowded_cores(profile: Profile, measured: Sequence[CrowdedCores]) -> Profile:
     """Return a CPU's profile with what ranks on all its cores take from each other, as it was at various times."""
-    if not slowdowns:
+    if not measured:
         return profile
-    constant = Constant(
-        name="ranks_slowdown",
-        value=median(slowdowns),
-        low=min(slowdowns),
-        high=max(slowdowns),
-        unit="1",
-        source=_SOURCE,
-    )
-    return profile.with_constants(constant, origin=profile.origin)
+    constants = []
+    for name, source in _SOURCES.items():
+        values = [getattr(item, name) for item in measured]
+        ends = {"value": median(values), "low": min(values), "high": max(values)}
+        constants.append(Constant(name=name, **ends, unit=CONSTANT_UNITS[name], source=source))
+    return profile.with_constants(*constants, origin=profile.origin)
 
 
-def _measured(world_size: int) -> list[float]:
-    """Return what :func:`cores_together` finds, time and again, among new processes of one thread."""
+def _measured(world_size: int) -> CrowdedCores:
+    """Return what new processes of one thread find."""
     with held_directory("zosim-crowd-") as directory:
         store = str(directory / "store")
         words = [sys.executable, "-m", __name__, store, str(world_size)]
@@ -85,7 +108,7 @@ def _measured(world_size: int) -> list[float]:
         ]
         try:
             said, _ = ranks[0].communicate(timeout=_TIMEOUT_S)
-            return [float(cores) for cores in json.loads(said)]
+            return CrowdedCores(**json.loads(said))
         except (subprocess.TimeoutExpired, json.JSONDecodeError) as error:
             raise RunError(
                 f"{world_size} processes did not measure what they take from each other: {error}",
@@ -196,6 +219,70 @@ def _lost(
     return gather(lost)[0], span_s
 
 
+def costs_beside(message: Callable[[], object], latest: Latest, gather: Gather) -> tuple[float, float]:
+    """Return by how much longer a message takes where all ranks compute, and what their work loses to it, in seconds.
+
+    Parameters
+    ----------
+    message : callable
+        Exchanges one with a neighbour.
+    latest, gather : callable
+
+    Notes
+    -----
+    All ranks call it together. As in a step whose blocks' weights come ahead, a thread beside the one that computes exchanges a
+    message whenever a piece of work begins, and work stops where it would be more than two pieces ahead. A message counts from
+    when both ranks have asked for it. Means, as steps are sums. The scheduler lets a thread that was woken wait
+    for its turn on a core that another one keeps busy, and a message wakes several: who asks for it, gloo's own, and those of the
+    other rank. Work loses a core to them, and where they bring two ranks onto one core for a while, half of it.
+    """
+    piece = _piece()
+    for action in (piece, message):
+        action()
+    alone_s, _ = _beside(message, latest, lambda: None, ahead=0)
+    undisturbed_s = []
+    beside: list[tuple[list[float], float]] = []
+    for _ in range(_NUM_ROUNDS):
+        gather(0.0)
+        undisturbed_s += _timed(piece, _NUM_MESSAGES)
+        gather(0.0)
+        beside.append(_beside(message, latest, piece, ahead=_PIECES_AHEAD))
+    wait_s = fmean(second for seconds, _ in beside for second in seconds) - fmean(alone_s)
+    lost_s = fmean(worked_s for _, worked_s in beside) - fmean(undisturbed_s)
+    return max(0.0, wait_s), max(0.0, lost_s)
+
+
+def _beside(
+    message: Callable[[], object], latest: Latest, piece: Callable[[], None], *, ahead: int
+) -> tuple[list[float], float]:
+    """Return the seconds of messages, each from when both ranks had asked for it and had the one before, and those of a piece."""
+    asked, done = threading.Semaphore(0), threading.Semaphore(0)
+    asked_s: list[float] = []
+    ends_s = [0.0]
+    worked_s = 0.0
+
+    def exchange() -> None:
+        for _ in range(_NUM_MESSAGES):
+            asked.acquire()
+            message()
+            ends_s.append(time.perf_counter())
+            done.release()
+
+    thread = threading.Thread(target=exchange, name="zosim-messages")
+    thread.start()
+    for number in range(_NUM_MESSAGES):
+        asked_s.append(time.perf_counter())
+        asked.release()
+        piece()
+        worked_s += time.perf_counter() - asked_s[number]
+        if number >= ahead:
+            done.acquire()
+    thread.join()
+    begins_s = latest([max(moments) for moments in zip(asked_s, ends_s, strict=False)])
+    seconds = [end - begin for begin, end in zip(begins_s, ends_s[1:], strict=True)]
+    return seconds, worked_s / _NUM_MESSAGES
+
+
 def _piece() -> Callable[[], None]:
     """Return a little work of random numbers and products, on more than a core's caches hold."""
     a, b = torch.ones(128, 512), torch.ones(512, 2048)
@@ -245,9 +332,28 @@ def _main(store: str, world_size: int, rank: int) -> None:
         group._allgather_base(whole, own).wait()  # type: ignore[attr-defined]
         return [float(each) for each in whole]
 
-    cores = [cores_together(gather, rank, world_size, in_turn=True) for _ in range(_NUM_MEASURED)]
+    cores = cores_together(gather, rank, world_size, in_turn=True)
+    own, whole = (torch.zeros(num * _MESSAGE_BYTES, dtype=torch.uint8) for num in (1, 2))
+    # One that is left over computes, and has nobody to tell.
+    first, place = rank - rank % 2, rank % 2
+    pair = None if first + 1 == world_size else loopback_pair(Path(f"{store}-{first}"), place)
+
+    def message() -> None:
+        if pair is not None:
+            pair.all_gather(whole, own)
+
+    def latest(moments_s: Sequence[float]) -> Sequence[float]:
+        own_s = torch.tensor(moments_s, dtype=torch.float64)
+        both_s = torch.stack((own_s, own_s))
+        if pair is not None:
+            pair.all_gather(both_s, own_s)
+        return [float(moment) for moment in both_s.amax(0)]
+
+    gather(0.0)
+    wait_s, lost_s = costs_beside(message, latest, gather)
     if rank == 0:
-        print(json.dumps(cores))
+        measured = CrowdedCores(world_size / cores, wait_s, lost_s)
+        print(json.dumps(asdict(measured)))
 
 
 if __name__ == "__main__":

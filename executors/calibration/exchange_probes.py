@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from costmodel.work import Work
 from executors.calibration.probing import Probe
+from executors.ranks.gloo import DuplexPair, gloo_group
 from executors.ranks.leftovers import held_directory
 
 SIZES = {8: 40, 1 << 16: 10, 1 << 22: 2}
@@ -36,10 +36,7 @@ class _ProbeRank:
     """
 
     def __init__(self, store: Path, rank: int) -> None:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = _TIMEOUT
-        self._group = dist.ProcessGroupGloo(FileStore(str(store), 2), rank, 2, options)
+        self._pair = loopback_pair(store, rank)
         self._command = torch.zeros(1, dtype=torch.int64)
         self._commands = torch.zeros(2, dtype=torch.int64)
         self._own = {size: torch.zeros(size, dtype=torch.uint8) for size in SIZES}
@@ -48,16 +45,21 @@ class _ProbeRank:
     def agree(self, command: int) -> int:
         """Tell the other what comes next, and return what rank 0 said."""
         self._command.fill_(command)
-        self._gather(self._commands, self._command)
+        self._pair.all_gather(self._commands, self._command)
         return int(self._commands[0])
 
     def exchange(self, size: int) -> None:
         """Gather both ranks' `size` bytes as often as a sample takes."""
         for _ in range(SIZES[size]):
-            self._gather(self._gathered[size], self._own[size])
+            self._pair.all_gather(self._gathered[size], self._own[size])
 
-    def _gather(self, gathered: Tensor, own: Tensor) -> None:
-        self._group._allgather_base(gathered, own).wait()  # type: ignore[attr-defined]
+
+def loopback_pair(store: Path, rank: int) -> DuplexPair:
+    """Return what two processes of this host exchange over, as two ranks of a run do."""
+    device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    stores = (FileStore(f"{store}-{direction}", 2) for direction in range(2))
+    groups = [gloo_group(each, rank, 2, _TIMEOUT, lambda: [device]) for each in stores]
+    return DuplexPair(rank, groups)
 
 
 @contextmanager

@@ -139,18 +139,17 @@ class DuplexPair:
 
     Parameters
     ----------
-    ranks : sequence of int
-        The two, this one among them.
     place : int
         Of this rank among the two.
     groups : sequence of torch.distributed.ProcessGroup
         Of both ranks: over the first the first rank sends, over the second the second.
     """
 
-    def __init__(self, ranks: Sequence[int], place: int, groups: Sequence[dist.ProcessGroup]) -> None:
-        self._peer = ranks[1 - place]
+    def __init__(self, place: int, groups: Sequence[Any]) -> None:
         self._place = place
+        # Their own messages, not those of `torch.distributed`: calibration has no other groups.
         self._sending, self._receiving = groups[place], groups[1 - place]
+        self._peer = 1 - self._sending.rank()
 
     @classmethod
     def among(
@@ -165,19 +164,18 @@ class DuplexPair:
             for _ in range(_PAIR)
         ]
         own = next((pair for pair in pairs if rank in pair), None)
-        return None if own is None else cls(own, own.index(rank), groups)
+        return None if own is None else cls(own.index(rank), groups)
 
     def all_gather(self, gathered: Tensor, own: Tensor) -> None:
         """Fill `gathered`, of the host, with both ranks' `own`, which may be this rank's half of it."""
         rows = gathered.view(_PAIR, -1)
-        coming = dist.irecv(rows[1 - self._place], self._peer, group=self._receiving)
-        going = dist.isend(own.view(-1), self._peer, group=self._sending)
+        coming = self._receiving.recv([rows[1 - self._place]], self._peer, 0)
+        going = self._sending.send([own.view(-1)], self._peer, 0)
         mine = rows[self._place]
         if mine.data_ptr() != own.data_ptr():
             mine.copy_(own.view(-1))
-        for work in (coming, going):
-            assert work is not None  # this rank is a member of both groups
-            work.wait()
+        coming.wait()
+        going.wait()
 
 
 def doubling_all_gather(

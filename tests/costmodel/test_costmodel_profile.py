@@ -19,7 +19,15 @@ def test_every_processor_of_every_preset_has_a_profile(name):
         if node.kind in {"gpu", "cpu"}:
             profile = datasheet_profile(topology, node.id)
             # Codecs are measured, or cost what comes with the package; so are ranks and the pace, or there is no slowing.
-            absent = {"codec_s", "ranks_slowdown", "pace_s", "pace", "pace_part"}
+            absent = {
+                "codec_s",
+                "ranks_slowdown",
+                "busy_latency_s",
+                "busy_core_s",
+                "pace_s",
+                "pace",
+                "pace_part",
+            }
             # A GPU's generators count: they are seeded, shared and moved ahead in no time.
             absent |= (
                 {"jump_s", "split_s", "seed_s"}

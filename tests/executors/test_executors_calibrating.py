@@ -19,7 +19,7 @@ from costmodel.work import Matmul, Work
 from executors.calibration import whole_steps
 from executors.calibration.calibrate import threads_set
 from executors.calibration.calibrating import at_one_pace, fitted
-from executors.calibration.core_contention import with_slowdown
+from executors.calibration.core_contention import CrowdedCores, with_crowded_cores
 from executors.calibration.whole_steps import (
     STEP_SHAPES,
     WholeStep,
@@ -231,6 +231,12 @@ def test_steps_beside_a_stranger_do_not_count() -> None:
 
 
 def test_what_ranks_take_from_each_other_is_the_middle_of_what_was_found() -> None:
-    constant = with_slowdown(PROFILE, [1.9, 1.1, 1.2]).constant("ranks_slowdown")
-    assert (constant.low, constant.value, constant.high) == (1.1, 1.2, 1.9)
-    assert with_slowdown(PROFILE, []) == PROFILE
+    found = [CrowdedCores(1.9, 2e-3, 1e-4), CrowdedCores(1.1, 1e-3, 3e-4), CrowdedCores(1.2, 5e-3, 2e-4)]
+    profile = with_crowded_cores(PROFILE, found)
+    slowdown, wait, lost = (
+        profile.constant(name) for name in ("ranks_slowdown", "busy_latency_s", "busy_core_s")
+    )
+    assert (slowdown.low, slowdown.value, slowdown.high) == (1.1, 1.2, 1.9)
+    assert (wait.low, wait.value, wait.high) == (1e-3, 2e-3, 5e-3)
+    assert (lost.low, lost.value, lost.high) == (1e-4, 2e-4, 3e-4)
+    assert with_crowded_cores(PROFILE, []) == PROFILE

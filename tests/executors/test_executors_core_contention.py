@@ -2,13 +2,20 @@
 
 import os
 import threading
+import time
 
 import pytest
 import torch
 
 from costmodel.datasheet import datasheet_profile
 from executors.calibration import core_contention
-from executors.calibration.core_contention import cores_together, lost_beside, slowdowns, with_slowdown
+from executors.calibration.core_contention import (
+    cores_together,
+    costs_beside,
+    crowded_cores,
+    lost_beside,
+    with_crowded_cores,
+)
 from tests.support.waiting import wait_until
 from topology import detect
 
@@ -86,14 +93,46 @@ def test_what_is_lost_beside_exchanges_is_what_bursts_take_longer(monkeypatch, b
     wait_until(is_measured, "a moment in which both threads run")
 
 
+@pytest.mark.parametrize(("waited_s", "lost_s"), [(0.0, 0.0), (0.004, 0.0), (0.002, 0.003)])
+def test_what_a_message_costs_is_what_it_and_work_take_longer_together(monkeypatch, waited_s, lost_s):
+    computes, asks = threading.Event(), threading.Event()
+
+    def message():
+        asks.set()
+        time.sleep(0.001)
+        time.sleep(waited_s * computes.is_set())
+
+    def piece():
+        computes.set()
+        time.sleep(0.008)
+        time.sleep(lost_s * asks.is_set())
+        asks.clear()
+        computes.clear()
+
+    monkeypatch.setattr(core_contention, "_NUM_MESSAGES", 15)
+    monkeypatch.setattr(core_contention, "_piece", lambda: piece)
+
+    def is_measured():
+        asks.clear()
+        found = costs_beside(message, lambda moments_s: moments_s, lambda number: [number])
+        return found == pytest.approx((waited_s, lost_s), abs=0.001)
+
+    # Sleeping threads are woken late where other tests keep the cores.
+    wait_until(is_measured, "a moment in which threads wake in time")
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="ranks of one core have nobody beside them")
 @pytest.mark.slow
 def test_processes_measure_what_they_take_from_each_other():
     threads = torch.get_num_threads()
     machine = detect()
-    profile = with_slowdown(datasheet_profile(machine, machine.of_kind("cpu")[0].id), slowdowns())
-    constant = profile.constant("ranks_slowdown")
+    profile = with_crowded_cores(datasheet_profile(machine, machine.of_kind("cpu")[0].id), crowded_cores())
+    slowdown, wait, lost = (
+        profile.constant(name) for name in ("ranks_slowdown", "busy_latency_s", "busy_core_s")
+    )
     # With other tests beside them they may be slow, but not faster than alone by more than clocks tell.
-    assert 0.5 < constant.low <= constant.value <= constant.high < 9.0
-    assert constant.unit == "1"
+    assert 0.5 < slowdown.low <= slowdown.value <= slowdown.high < 9.0
+    assert 0.0 <= wait.low <= wait.value <= wait.high < 1.0
+    assert 0.0 <= lost.low <= lost.value <= lost.high < 1.0
+    assert (slowdown.unit, wait.unit, lost.unit) == ("1", "s", "s")
     assert torch.get_num_threads() == threads

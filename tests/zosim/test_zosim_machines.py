@@ -11,12 +11,15 @@ from topology.documents import load_preset, preset_names
 from topology.errors import ProfileError, TopologyError
 from topology.rings import edge_disjoint_rings
 from zosim.applications.closed_form.recurrence import step_time_bound_of
+from zosim.contents import GroupWeights, Loss
 from zosim.engines.fold import fold
 from zosim.engines.lockstep import simulate_many
 from zosim.engines.world import World
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
+from zosim.instructions import Access, Buffer, Space
 from zosim.operations import Collective
+from zosim.points import Point
 from zosim.program_set import ProgramSet
 
 SIZE = 8 * 10**9
@@ -233,3 +236,53 @@ def test_rings_over_several_hosts_leave_by_every_adapter_and_stay_on_nvlinks_wit
     assert seconds == pytest.approx(ring.seconds("all_gather", SIZE), rel=1e-6)
     alone, _ = exchange(SIZE, [devices[0], devices[8]], topology)
     assert seconds < alone
+
+
+WEIGHTS = GroupWeights("block.0")
+
+
+def gathered_beside_work(size_bytes, *, num_cores=2, what=WEIGHTS, **values):
+    """What a gather takes where two CPU ranks have 10 s of work each, and what that work takes.
+
+    A message takes 0.1 s, and a byte a nanosecond.
+    """
+    laptop, groups = load_preset("cpu-laptop"), {"world": ((0, 1),)}
+    profile = make_profile("cpu", num_cores=num_cores, message_s=0.1, loopback_bandwidth=1e9, **values)
+    gather = instruction(
+        "gather",
+        "link",
+        0.0,
+        op=Collective("all_gather", "world"),
+        writes=(Access("slot.0", what, 0, size_bytes),),
+        work=Work(link_bytes=size_bytes),
+    )
+    work = instruction("work", "compute", 10.0)
+    slot = Buffer("slot.0", Space.DEVICE, size_bytes, "slots", "float32")
+    one = replace(program([gather, work], buffers=[slot]), groups={"world": 2})
+    machines = machines_for(laptop, ["cpu0"] * 2, profile, groups)
+    timeline = simulate_ranks(ProgramSet((one,), (0, 0), groups), machines, num_steps=1)
+    return tuple(
+        max(span.end_s for span in timeline.spans if span.instruction == name) for name in ("gather", "work")
+    )
+
+
+BUSY = {"busy_latency_s": 0.4, "busy_core_s": 0.2}
+
+
+def test_weights_that_come_ahead_wait_for_cores_and_take_them_where_all_compute():
+    # Unless it was measured, they wait for nothing and take nothing.
+    assert gathered_beside_work(8) == pytest.approx((0.1, 10.0))
+    # Two ranks and two messages want 2 (1 + 0.2 / 0.5) cores of two for half a second.
+    assert gathered_beside_work(8, **BUSY) == pytest.approx((0.5 * 1.4, 10.2))
+    # With cores to spare threads wake on those.
+    assert gathered_beside_work(8, num_cores=4, **BUSY) == pytest.approx((0.1, 10.0))
+    # Losses are waited for: nobody computes beside them.
+    assert gathered_beside_work(8, what=Loss(Point(0, 1)), **BUSY) == pytest.approx((0.1, 10.0))
+
+
+def test_bytes_that_are_copied_within_a_host_wait_by_sharing_its_cores():
+    seconds, worked_s = gathered_beside_work(10**9, busy_latency_s=0.4)
+    # 0.1 s of message, whose part of the wait is a tenth of it, and a second of copying, beside as much work.
+    alone_s = 1.1 + 0.4 * 0.1 / 1.1
+    assert seconds == pytest.approx(alone_s * (1 + 1 / alone_s))
+    assert worked_s == pytest.approx(11.0)

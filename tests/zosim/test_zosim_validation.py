@@ -13,6 +13,7 @@ from costmodel.profile import load_profile
 from topology.documents import load_preset, preset_names
 from topology.errors import ZosimError
 from zosim.applications.validation.learning import learned_from_rows
+from zosim.applications.validation.models import model_of
 from zosim.applications.validation.predicting import PREDICTORS, outcome
 from zosim.applications.validation.rows import Forecast, MeasuredRow, columns_of, read_rows
 from zosim.applications.validation.scoring import scores
@@ -56,6 +57,9 @@ ROWS = {
 }  # fmt: skip
 
 
+LIKE_MIXTRAL = {"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
 def _row(kind: str, /, **changes: str) -> MeasuredRow:
     return MeasuredRow({"kind": kind, "hardware": PRESET, **ROWS[kind], **changes}, "here")
 
@@ -87,7 +91,9 @@ def test_what_a_row_does_not_say_is_assumed_and_named(tmp_path: Path) -> None:
     assert _forecast("matmul", m="4096.0", n="8.192e3").predicted == _forecast("matmul").predicted
 
 
-@pytest.mark.parametrize("name", ["NVIDIA L4", "l40s", "mi300x", "8x a100-40gb-sxm", "2 x rtx-a6000"])
+@pytest.mark.parametrize(
+    "name", ["NVIDIA L4", "l40s", "mi300x", "8x a100-40gb-sxm", "2 x rtx-a6000", "GeForce RTX 3090"]
+)
 def test_gpus_are_hardware_by_their_names(name: str) -> None:
     assert _forecast("matmul", hardware=name).predicted > 0
     if name[0].isdigit():
@@ -117,12 +123,80 @@ def test_a_row_does_not_need_what_was_measured() -> None:
         ("step", {"seq": "0"}, "seq is '0'"),
         ("first_order_step", {"data_parallel": "64"}, "64"),
         ("first_order_step", {"optimizer": "lion"}, "lion"),
+        ("forward", {"model_config": json.dumps({**LIKE_MIXTRAL, "num_local_experts": 8})}, "experts"),
+        ("forward", {"model_config": '{"model_type": "mamba", "hidden_size": 64}'}, "mamba"),
+        ("forward", {"model_config": '{"model_type": "phi", "hidden_size": 64}'}, "heads"),
     ],
 )
 def test_what_cannot_be_predicted_says_why(kind: str, changes: dict[str, str], word: str) -> None:
     said = outcome(_row(kind, **changes), Sites())
     assert isinstance(said, str)
     assert word in said
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [
+        ({"model_type": "phi", "vocab_size": 51200, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 32,
+          "num_attention_heads": 32}, 2.78),
+        ({"model_type": "phi3", "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
+          "num_attention_heads": 32, "num_key_value_heads": 32}, 3.82),
+        ({"model_type": "gemma", "vocab_size": 256000, "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18,
+          "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256}, 2.51),
+        ({"model_type": "gemma2", "vocab_size": 256000, "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42,
+          "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256}, 9.24),
+        ({"model_type": "gpt_neox", "vocab_size": 50432, "hidden_size": 6144, "intermediate_size": 24576, "num_hidden_layers": 44,
+          "num_attention_heads": 64}, 20.55),
+        ({"model_type": "gptj", "vocab_size": 50400, "n_embd": 4096, "n_layer": 28, "n_head": 16, "n_positions": 2048}, 6.05),
+        ({"model_type": "bloom", "vocab_size": 250880, "hidden_size": 4096, "n_layer": 30, "n_head": 32}, 7.07),
+        ({"model_type": "falcon", "vocab_size": 65024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71}, 6.92),
+        ({"model_type": "falcon", "vocab_size": 65024, "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128,
+          "num_kv_heads": 8, "new_decoder_architecture": True}, 41.3),
+        ({"model_type": "mpt", "vocab_size": 50432, "d_model": 4096, "n_heads": 32, "n_layers": 32, "expansion_ratio": 4}, 6.65),
+        ({"model_type": "starcoder2", "vocab_size": 49152, "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 30,
+          "num_attention_heads": 24, "num_key_value_heads": 2}, 3.03),
+        ({"model_type": "gpt_bigcode", "vocab_size": 49152, "n_embd": 6144, "n_layer": 40, "n_head": 48, "n_inner": 24576}, 15.5),
+        ({"model_type": "qwen", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 24,
+          "num_attention_heads": 16, "kv_channels": 128}, 1.84),
+        ({"model_type": "stablelm", "vocab_size": 50304, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 32,
+          "num_attention_heads": 32, "num_key_value_heads": 32}, 2.80),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else str(value),
+)  # fmt: skip
+def test_families_that_do_not_run_here_are_predicted_with_the_sizes_that_their_cards_print(
+    config: dict[str, object], billions: float
+) -> None:
+    changes = {"model": "other", "model_config": json.dumps(config)}
+    model = model_of(_row("forward", **changes))
+    # Cards print three digits; positions, norms and biases are a part of what is left out or put in.
+    assert model.num_parameters == pytest.approx(1e9 * billions, rel=0.015)
+    said = _forecast("forward", **changes)
+    assert said.assumed == (f"model_type {config['model_type']} as {model.family} of its sizes",)
+    assert _forecast("forward").assumed == ()
+
+
+def test_formats_and_optimizers_go_by_the_names_that_others_use() -> None:
+    assert _forecast("matmul", dtype="torch.float16") == _forecast("matmul")
+    hopper = {"hardware": "dgx-h100"}
+    assert _forecast("matmul", dtype="float8_e5m2", **hopper) == _forecast("matmul", dtype="fp8", **hopper)
+    assert (
+        _forecast("matmul", dtype="fp8", **hopper).predicted
+        < _forecast("matmul", dtype="int8", **hopper).predicted
+        < _forecast("matmul", **hopper).predicted
+    )
+    assert _forecast("first_order_step", optimizer="AdamW") == _forecast(
+        "first_order_step", optimizer="fused_adam"
+    )
+    assert _forecast("first_order_step", optimizer="AdamW") == _forecast("first_order_step")
+
+
+@pytest.mark.parametrize("kind", ["step", "first_order_step"])
+def test_steps_in_tf32_keep_float32_and_multiply_faster(kind: str) -> None:
+    large = {"model": "opt-1.3b", "model_config": "", "batch": "16", "seq": "512"}
+    half, tf32, wide = (
+        _forecast(kind, dtype=dtype, **large).predicted for dtype in ("float16", "tf32", "float32")
+    )
+    assert half < tf32 < wide
 
 
 def test_the_command_writes_the_columns_of_the_rows_and_four_more(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ meanwhile.
   the scheduler is taken to be fair among threads: all slow down alike.
 * A collective is what this rank sends to the next one of its ring: a flow over the route between their devices, or,
   between CPU ranks of one host, a copy in its memory. A payload that takes less time than the messages' latency
-  occupies nothing. Between hosts of CPU ranks the cores carry the bytes in and out of the network, and what runs beside
+  occupies nothing, but for weights that come ahead within a host whose cores all have a rank: those messages wait for cores, and take
+  them, as the profile says. Between hosts of CPU ranks the cores carry the bytes in and out of the network, and what runs beside
   them gets the rest: the kernel's own work comes first.
 * A message is a flow, too, and takes its path at the sender's; the receiver of one within a CPU's memory copies as much.
 """
@@ -32,6 +33,7 @@ from costmodel.estimate import CopyDirection, OperationCost, estimate
 from costmodel.nccl import Communicator
 from costmodel.profile import Bound, Profile
 from topology.errors import ProfileError
+from zosim.contents import FrozenWeights, GroupWeights
 from zosim.instructions import Instruction, Space, Stream
 from zosim.operations import Collective, Recv, Send
 from zosim.program import Program
@@ -89,7 +91,10 @@ class Hop:
         Seconds of a host's core for a byte that is sent and one that comes, where cores carry them; 0 within one host's memory
         says that it is a core all the time.
     busy_latency_s : float
-        Seconds that a large exchange, beside which ranks compute, takes beyond that: its threads wait for their turns on a core.
+        Seconds that an exchange takes beyond that where ranks compute: its threads wait for their turns on a core. Between hosts of
+        a large one, within a host's memory of each message that brings weights.
+    busy_core_s : float
+        Seconds that such a message within a host takes of a core.
     nccl : Communicator, optional
         Of GPUs: what chooses an algorithm and says what it takes. Without it, the better of ring and recursive doubling.
     """
@@ -100,6 +105,7 @@ class Hop:
     wire: str = "memory"
     core_s_per_byte: float = 0.0
     busy_latency_s: float = 0.0
+    busy_core_s: float = 0.0
     nccl: Communicator | None = None
 
     def message_s(self, size_bytes: float, bound: Bound = "central") -> float:
@@ -372,6 +378,10 @@ class Machine:
             if is_sum
             else ring.seconds("all_gather", whole, bound)
         )
+        # Weights come ahead of the blocks that need them, while ranks compute; losses are what ranks wait for.
+        is_ahead = any(isinstance(item.what, GroupWeights | FrozenWeights) for item in instruction.writes)
+        if is_ahead and ring.wire == "memory" and ring.busy_latency_s:
+            return self._beside_work(cost, exchange_s, size_bytes, ring)
         return self._on_link(replace(cost, seconds=cost.seconds + exchange_s), size_bytes, ring, bound)
 
     def _message(
@@ -400,7 +410,8 @@ class Machine:
         seconds, transfer_s = cost.seconds, size_bytes / path.bandwidth_bytes_per_s
         if transfer_s <= seconds - transfer_s:
             return Activity(seconds, limiter="latency")
-        cost = replace(cost, seconds=(seconds := seconds + path.busy_latency_s))
+        waits_s = 0.0 if path.wire == "memory" else path.busy_latency_s
+        cost = replace(cost, seconds=(seconds := seconds + waits_s))
         # One thread sends and receives: a core at most, which does not slow the exchange down when nothing runs beside it.
         core_s = min(path.core_s_per_byte, seconds / size_bytes)
         if path.wire == "memory":
@@ -410,6 +421,25 @@ class Machine:
             return self._demanding(replace(cost, limiter="memory"), demands)
         uses = (*path.uses, (self.cores, core_s)) if core_s else path.uses
         return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), uses, path.wire)
+
+    def _beside_work(self, call: OperationCost, exchange_s: float, size_bytes: int, ring: Ring) -> Activity:
+        """Return an exchange of CPU ranks of one host on whose cores all of them compute.
+
+        Notes
+        -----
+        A message wakes threads, which wait for their turn on a core, and take it from what computes there. What is copied
+        waits as all work does that shares cores: by being slower.
+        """
+        transfer_s = size_bytes / ring.bandwidth_bytes_per_s
+        num_rounds = (exchange_s - transfer_s) / ring.latency_s if ring.latency_s else 1.0
+        copied_s = min(exchange_s, ring.core_s_per_byte * size_bytes)
+        waits_s = num_rounds * ring.busy_latency_s * (1 - copied_s / exchange_s)
+        seconds = call.seconds + exchange_s + waits_s
+        busy_s = copied_s + num_rounds * ring.busy_core_s
+        demands = {self.cores: min(1.0, busy_s / seconds), self.memory: 2 * size_bytes / seconds}
+        is_short = transfer_s <= exchange_s - transfer_s
+        limiter = "latency" if is_short else "memory"
+        return self._demanding(replace(call, seconds=seconds, limiter=limiter), demands)
 
     def _flow_weight(self, bound: Bound) -> float:
         """Flows share links evenly whatever their own bounds, so all of a device's flows weigh the same."""

@@ -118,7 +118,7 @@ class KnownPaths:
     """Machines and hops of one topology, each looked up once; profiles must outlive it."""
 
     machines: dict[tuple[str, int, bool], Machine] = field(default_factory=dict)
-    hops: dict[tuple[int, str, str], Hop] = field(default_factory=dict)
+    hops: dict[tuple[int, str, str, bool], Hop] = field(default_factory=dict)
     board_rings: dict[tuple[str, ...], list[Hop] | None] = field(default_factory=dict)
     rings_alike: dict[Hashable, tuple[RingSet, tuple[Link, ...]]] = field(default_factory=dict)
     nvlinks: dict[str, list[Link]] = field(default_factory=dict)
@@ -167,7 +167,15 @@ class _Builder:
         nccl = self._communicator(devices, hops, bandwidth)
         return [
             Ring(
-                latency_s, bandwidth, hop.uses, hop.wire, hop.core_s_per_byte, nccl=nccl, num_ranks=len(part)
+                latency_s,
+                bandwidth,
+                hop.uses,
+                hop.wire,
+                hop.core_s_per_byte,
+                hop.busy_latency_s,
+                hop.busy_core_s,
+                nccl=nccl,
+                num_ranks=len(part),
             )
             for hop in hops
         ]
@@ -264,7 +272,7 @@ class _Builder:
         direct = self._hop(profile, here, there)
         if profile.device_kind == "cpu":
             return (direct,)
-        key = -id(profile), here, there
+        key = -id(profile), here, there, False
         if key not in self._known.hops:
             self._known.hops[key] = self._between_hosts(here, there)
         return direct, self._known.hops[key]
@@ -356,8 +364,15 @@ class _Builder:
                     by_host.setdefault(host_of, []).append(link)
         return by_host.get(host, [])
 
+    def _is_full(self, profile: Profile, device: str) -> bool:
+        """Whether the ranks of a CPU's host have threads for all its cores."""
+        if profile.device_kind != "cpu":
+            return False
+        num_ranks = self._num_beside[self._topology.host_of(device).id]
+        return num_ranks * profile.num_threads >= profile.num_cores
+
     def _hop(self, profile: Profile, here: str, there: str) -> Hop:
-        key = id(profile), here, there
+        key = id(profile), here, there, self._is_full(profile, here)
         if key not in self._known.hops:
             self._known.hops[key] = self._looked_up_hop(profile, here, there)
         return self._known.hops[key]
@@ -367,7 +382,11 @@ class _Builder:
         is_cpu = profile.device_kind == "cpu"
         if here == there or (is_cpu and topology.host_of(here) == topology.host_of(there)):
             bandwidth = profile.values()["loopback_bandwidth"]
-            return Hop(message_s, bandwidth, core_s_per_byte=1 / bandwidth)
+            hop = Hop(message_s, bandwidth, core_s_per_byte=1 / bandwidth)
+            if not self._is_full(profile, here):
+                return hop
+            waits_s, core_s = (profile.values().get(name, 0.0) for name in ("busy_latency_s", "busy_core_s"))
+            return replace(hop, busy_latency_s=waits_s, busy_core_s=core_s)
         if is_cpu:
             here, there = topology.host_memory(here).id, topology.host_memory(there).id
         route = topology.route(here, there)

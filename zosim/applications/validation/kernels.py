@@ -20,6 +20,9 @@ def kernel(row: MeasuredRow, site: Site) -> Forecast:
 
 def _matmul(row: MeasuredRow) -> Work:
     m, n, k = (row.count(name) for name in "mnk")
+    if row["dtype"].lower() == "int8":
+        # Integers are a format of products alone: what they make is read as numbers that a device computes in.
+        return Work(dtype="float16", matmuls=(Matmul(m=m, n=n, k=k, format="int8"),), num_kernels=1)
     return Work(dtype=row.dtype, matmuls=(Matmul(m=m, n=n, k=k),), num_kernels=1)
 
 

@@ -12,9 +12,10 @@ from costmodel.profile import Bound, Profile
 from costmodel.sweeps import copy_work
 from costmodel.work import Work
 from zosim.applications.validation.codes import code_of
+from zosim.applications.validation.models import model_of
 from zosim.applications.validation.rows import Forecast, MeasuredRow
 from zosim.applications.validation.site import Site, bounded
-from zosim.applications.validation.steps import attention_of, model_of
+from zosim.applications.validation.steps import attention_of
 
 
 def forward(row: MeasuredRow, site: Site) -> Forecast:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from topology.errors import ZosimError
 from topology.validation import did_you_mean
 from zosim.applications.validation import kernels, links, passes, steps
+from zosim.applications.validation.models import likeness
 from zosim.applications.validation.rows import Forecast, MeasuredRow
 from zosim.applications.validation.site import Site, Sites
 
@@ -29,6 +30,15 @@ PREDICTORS: dict[str, Predictor] = {
     "first_order_memory": steps.first_order_memory,
 }
 """By the kind of a row."""
+
+_OF_MODELS = frozenset(PREDICTORS.values()) - {
+    kernels.kernel,
+    links.copy,
+    links.message,
+    links.all_reduce,
+    links.all_gather,
+}
+"""Those that predict what models do."""
 
 _ASSUMED: Mapping[str, Mapping[str, str]] = {
     "attention": {"batch": "1"},
@@ -56,7 +66,10 @@ def outcome(row: MeasuredRow, sites: Sites) -> Forecast | str:
         site = sites.of(row["hardware"])
         missing = {column: value for column, value in _likely(row["kind"], site).items() if not row[column]}
         said = predictor(MeasuredRow({**row.fields, **missing}, row.where), site)
-        return replace(said, assumed=tuple(f"{column} {value}" for column, value in missing.items()))
+        assumed = [f"{column} {value}" for column, value in missing.items()]
+        if predictor in _OF_MODELS and (like := likeness(row)):
+            assumed.append(like)
+        return replace(said, assumed=tuple(assumed))
     except ZosimError as error:
         return " ".join(error.message.split())
     except (ValueError, ArithmeticError, LookupError) as error:

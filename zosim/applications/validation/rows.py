@@ -18,6 +18,11 @@ ADDED = ("predicted", "low", "high", "why")
 """Columns that predictions append."""
 
 
+_EIGHT_BITS: DType = "float8_e4m3"
+_EIGHT_BIT_FLOATS = ("float8", "fp8", "e4m3", "e5m2")
+"""What floats of 8 bits are called, of whose formats devices multiply one as fast as the other."""
+
+
 class Unpredictable(ZosimError):  # noqa: N818 - reads as the statement it makes
     """A row that says too little, or measures what is not modelled, with the reason."""
 
@@ -71,7 +76,8 @@ class MeasuredRow(TableRow):
         Unpredictable
             If it is none, or none that computes.
         """
-        name = format_name(self["dtype"])
+        name = format_name(self["dtype"].removeprefix("torch."))
+        name = _EIGHT_BITS if name.startswith(_EIGHT_BIT_FLOATS) else name
         known = next((dtype for dtype in COMPUTE_FORMATS if dtype == name), None)
         if known is None:
             raise Unpredictable(f"dtype {self['dtype']!r} is none of {', '.join(COMPUTE_FORMATS)}")

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Literal
 
-from costmodel.configs import read_model_spec, spec_of_config
 from costmodel.formats import DType
 from costmodel.memory import CONTEXT, SLACK
 from costmodel.model_spec import ModelSpec
 from costmodel.profile import Bound
-from topology.errors import ModelError
-from topology.reading import parse_json
 from zosim.applications.first_order.programs import FirstOrder, lower_first_order
 from zosim.applications.published_code import all_as_published, with_kernels
 from zosim.applications.validation.codes import code_of
+from zosim.applications.validation.models import model_of
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
 from zosim.applications.validation.site import Site, bounded
 from zosim.lowering import lower_all
@@ -23,31 +20,6 @@ from zosim.options import axis
 from zosim.planning.footprint import footprint
 from zosim.planning.predict import Subject
 from zosim.plans import ForwardPass, Mesh, Placement, Plan, Residency, Schedule, Split
-
-
-def model_of(row: MeasuredRow) -> ModelSpec:
-    """Return the model of a row, with position tables long enough for its sequences.
-
-    Raises
-    ------
-    ModelError
-        If it is no known size, and the row has no configuration.
-    """
-    model = _model(row["model"], row["model_config"])
-    longest = row.count_or("seq", 1) + row.count_or("generated_tokens", 1)
-    if longest <= model.max_positions:
-        return model
-    return model.model_copy(update={"max_positions": longest})
-
-
-@cache
-def _model(name: str, config: str) -> ModelSpec:
-    if not config:
-        return read_model_spec(name)
-    data = parse_json(config, f"the configuration of {name}", ModelError)
-    if not isinstance(data, dict):
-        raise ModelError(f"the configuration of {name} is no JSON object")
-    return spec_of_config(data, name=name)
 
 
 def attention_of(row: MeasuredRow) -> Literal["eager", "sdpa"]:
@@ -72,7 +44,8 @@ def host_memory(row: MeasuredRow, site: Site) -> Forecast:
     size = float(sum(host.size_bytes for host in subject.footprints.hosts))
     if not size:
         raise Unpredictable("nothing of the plan is in host memory")
-    return Forecast(size, size, size)
+    # torch's allocator of pinned memory rounds each block up to a power of two (c10, CachingHostAllocator).
+    return Forecast(size, size, 2 * size)
 
 
 def first_order_step(row: MeasuredRow, site: Site) -> Forecast:
@@ -125,13 +98,13 @@ def _zeroth_order(row: MeasuredRow, site: Site) -> Subject:
         batch=row.count("batch"),
         seq=row.count("seq"),
         mesh=Mesh(data=len(devices)),
-        weights={"dtype": dtype},
+        weights={"dtype": _stored(dtype)},
         residency=Residency(blocks="offloaded" if is_offloaded else "resident"),
         schedule=Schedule(
             traversal="blockwise" if is_offloaded else "sweep",
             update="delayed" if is_offloaded else "immediate",
         ),
-        forward=ForwardPass(attention=attention_of(row)),
+        forward=ForwardPass(attention=attention_of(row), compute_dtype=dtype if dtype == "tf32" else None),
     )
     programs = lower_all(plan)
     if row["code"] == "published":
@@ -146,7 +119,7 @@ def _first_order(row: MeasuredRow, site: Site) -> Subject:
     model = model_of(row)
     dtype: DType = row.dtype
     code = code_of(row["code"])
-    stored: DType = code.stored or dtype
+    stored: DType = code.stored or _stored(dtype)
     plan = axis(
         Plan,
         model=model,
@@ -160,7 +133,7 @@ def _first_order(row: MeasuredRow, site: Site) -> Subject:
     )
     settings = axis(
         FirstOrder,
-        optimizer=row["optimizer"] or "adam",
+        optimizer=_optimizer(row["optimizer"] or "adam"),
         schedule="1f1b",
         num_microbatches=row.count_or("num_micro_batches", 1),
         dropout=code.dropout,
@@ -176,6 +149,23 @@ def _first_order(row: MeasuredRow, site: Site) -> Subject:
         ),
     )
     return Subject(plan, site.topology, code.profile(site.profile), programs)
+
+
+def _stored(dtype: DType) -> DType:
+    """Return the format that weights are kept in: TF32 is one of products alone."""
+    return "float32" if dtype == "tf32" else dtype
+
+
+_ADAMS = frozenset(
+    {"adam", "adamw", "fusedadam", "fusedadamw", "adamwtorch", "adamwtorchfused", "decoupledadamw"}
+)
+"""Names of Adam in float32 without and with decoupled weight decay, which costs no time of its own."""
+
+
+def _optimizer(name: str) -> str:
+    """Return what the simulator calls an optimizer."""
+    plain = name.lower().replace("_", "").replace("-", "").replace(".", "")
+    return "adam" if plain in _ADAMS else plain
 
 
 def _even_cuts(model: ModelSpec, num_stages: int) -> tuple[str, ...]:

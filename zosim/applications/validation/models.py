@@ -1,0 +1,157 @@
+"""The model of a row: a known size, or the configuration that the row brings, whatever its family calls things.
+
+A prediction needs a model's shapes and no code that runs it. So a family that zosim cannot run stands as one of two that it
+can, with the same sizes: a Llama, or a GPT-2 where MLPs are not gated and every head has keys of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from costmodel.configs import read_model_spec, spec_of_config
+from costmodel.families import FAMILIES
+from costmodel.model_spec import ModelSpec
+from topology.errors import ModelError
+from topology.reading import parse_json
+from zosim.applications.validation.rows import MeasuredRow, Unpredictable
+
+_GATED = frozenset(
+    {
+        "baichuan", "cohere", "deepseek", "exaone", "gemma", "gemma2", "glm", "glm4", "granite", "internlm", "internlm2",
+        "minicpm", "olmo", "olmo2", "orion", "phi3", "qwen", "smollm3", "stablelm", "xverse", "yi",
+    }
+)  # fmt: skip
+_PLAIN = frozenset(
+    {
+        "bloom",
+        "codegen",
+        "falcon",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "mpt",
+        "nemotron",
+        "persimmon",
+        "phi",
+        "starcoder2",
+    }
+)
+"""Values of ``model_type`` by their MLP: three matrices, or two."""
+
+_TIED = frozenset(
+    {"bloom", "cohere", "falcon", "gemma", "gemma2", "gpt_bigcode", "gpt_neo", "mpt", "starcoder2"}
+)
+"""Whose classes in transformers have one table for tokens and head, unless a configuration says otherwise."""
+
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "blocks": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "multi_query_group_num"),
+    "inner": ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim"),
+    "vocab": ("vocab_size", "padded_vocab_size"),
+    "positions": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+    "head_dim": ("head_dim", "kv_channels"),
+}
+"""What families call a size."""
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def model_of(row: MeasuredRow) -> ModelSpec:
+    """Return the model of a row, with position tables long enough for its sequences.
+
+    Raises
+    ------
+    ModelError
+        If it is no known size, and the row has no configuration.
+    Unpredictable
+        If it has experts, or a configuration does not tell its sizes.
+    """
+    model = _model(row["model"], row["model_config"])
+    longest = row.count_or("seq", 1) + row.count_or("generated_tokens", 1)
+    if longest <= model.max_positions:
+        return model
+    return model.model_copy(update={"max_positions": longest})
+
+
+def likeness(row: MeasuredRow) -> str:
+    """Return in words as what a row's model is predicted, where that is another family; else nothing."""
+    family = _config(row["model"], row["model_config"]).get("model_type", "") if row["model_config"] else ""
+    if family in FAMILIES or family not in _GATED | _PLAIN:
+        return ""
+    return f"model_type {family} as {_model(row['model'], row['model_config']).family} of its sizes"
+
+
+@cache
+def _model(name: str, config: str) -> ModelSpec:
+    if not config:
+        return read_model_spec(name)
+    data = _config(name, config)
+    family = data.get("model_type")
+    if family in FAMILIES:
+        return spec_of_config(data, name=name)
+    if any(data.get(key) for key in _EXPERTS):
+        raise Unpredictable(f"model {name} has experts, which are not modelled")
+    if family in _GATED or family in _PLAIN:
+        return spec_of_config(_translated(data, family, name), name=name)
+    return spec_of_config(data, name=name)
+
+
+def _config(name: str, config: str) -> dict[str, Any]:
+    data = parse_json(config, f"the configuration of {name}", ModelError)
+    if not isinstance(data, dict):
+        raise ModelError(f"the configuration of {name} is no JSON object")
+    return data
+
+
+def _translated(data: Mapping[str, Any], family: str, name: str) -> dict[str, Any]:
+    """Return the configuration of a Llama or a GPT-2 with the sizes of another family's."""
+
+    def size(what: str, default: int | None = None) -> int:
+        for key in _NAMES[what]:
+            if isinstance(value := data.get(key), int) and value > 0:
+                return value
+        if default is None:
+            raise Unpredictable(
+                f"the configuration of {name} does not say its {what}: none of {', '.join(_NAMES[what])}"
+            )
+        return default
+
+    hidden, heads = size("hidden"), size("heads")
+    kv_heads = _num_key_value_heads(data, family, heads, size)
+    # Qwen's first generation states both matrices of a gate together, MPT a factor.
+    inner = size("inner", int(data.get("expansion_ratio", 4)) * hidden) // (2 if family == "qwen" else 1)
+    common = {
+        "vocab_size": size("vocab"),
+        "max_position_embeddings": size("positions", 2048),
+        "hidden_size": hidden,
+        "num_hidden_layers": size("blocks"),
+        "num_attention_heads": heads,
+        "tie_word_embeddings": bool(data.get("tie_word_embeddings", family in _TIED)),
+    }
+    head_dim = size("head_dim", hidden // heads)
+    if family in _PLAIN and kv_heads == heads and head_dim * heads == hidden:
+        return {**common, "model_type": "gpt2", "n_inner": inner}
+    return {
+        **common,
+        "model_type": "llama",
+        # Two matrices multiply and weigh as much as three of two thirds.
+        "intermediate_size": inner if family in _GATED else -(-2 * inner // 3),
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def _num_key_value_heads(data: Mapping[str, Any], family: str, heads: int, size: Any) -> int:
+    attention = data.get("attn_config")
+    if isinstance(attention, dict) and isinstance(shared := attention.get("kv_n_heads"), int):
+        return shared
+    if family == "falcon" and not data.get("new_decoder_architecture"):
+        return 1 if data.get("multi_query", True) else heads
+    if family == "gpt_bigcode":
+        return 1 if data.get("multi_query", True) else heads
+    return int(size("kv_heads", heads))
