@@ -16,6 +16,7 @@ def main(out: Annotated[Path, typer.Option(help="Folder of the report.")] = OUT)
     from studies.against_print.report import written
 
     path = out / f"{datetime.datetime.now(tz=datetime.UTC).date()}-against-print.md"
+    out.mkdir(parents=True, exist_ok=True)
     path.write_text(written(), encoding="utf-8")
     print(f"report: {path}")
 
