@@ -391,7 +391,7 @@ def test_outputs_made_part_by_part_are_those_made_at_once(monkeypatch, scope, ro
     monkeypatch.setattr(linear, "TILE_ELEMENTS", 96)
     monkeypatch.setattr(linear, "TILE_ROWS", 32)
     monkeypatch.setattr(linear, "tile_columns", lambda *_: 64)
-    assert len(list(linear._tiles(70, 192, "cpu"))) == 9
+    assert len(list(linear._tiles(70, 192, "cpu", 192))) == 9
     assert torch.equal(layer(inputs.clone()), whole)
 
 
