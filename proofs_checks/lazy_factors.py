@@ -341,8 +341,8 @@ RATE_OFF = Mutant("an update that is 3 % long", _ADD, "alpha=factor", "alpha=1.0
 BESIDE_SPAN = Mutant(
     "a millionth beside the span",
     "executors.randomness.low_rank:product_tiles",
-    "left[begin : begin + num_rows] @ across",
-    "left[begin : begin + num_rows] @ across + 1e-6",
+    "out=None if out is None else out[rows])",
+    "out=None if out is None else out[rows]).add_(1e-6)",
 )
 BY_RANK = Mutant(
     "divided by r, not by its root", "executors.randomness.low_rank:divisor_of", "sqrt(rank)", "float(rank)"

@@ -13,6 +13,7 @@ from executors.codecs.codec import (
     decode_quantised,
     encode_quantised,
     encoding_of,
+    messages_of,
 )
 from executors.codecs.quantising import Quantised, dequantise, quantise
 
@@ -28,5 +29,6 @@ __all__ = [
     "dequantise",
     "encode_quantised",
     "encoding_of",
+    "messages_of",
     "quantise",
 ]

@@ -6,7 +6,8 @@ Messages describe themselves, so there is one :func:`decode` for all.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from topology.errors import CodecError
 
 Message = Tensor | bytes | bytearray | memoryview
 
+_ALIGNMENT_BYTES = 8
+"""At which numbers of any format may begin."""
+
 
 class Codec(ABC):
     """Makes messages of tensors.
@@ -34,7 +38,6 @@ class Codec(ABC):
     def __init__(self, spec: CodecSpec) -> None:
         self.spec = spec
 
-    @abstractmethod
     def encode(self, tensor: Tensor, generator: Generator | None = None) -> Tensor:
         """Return the message of `tensor`: uint8, one-dimensional, on the CPU; its length is what it takes on a wire.
 
@@ -50,6 +53,18 @@ class Codec(ABC):
         CodecError
             If the codec cannot represent the values, or the format is unknown.
         """
+        (message,) = messages_of([self.quantised(tensor, generator)])
+        return message
+
+    @abstractmethod
+    def quantised(self, tensor: Tensor, generator: Generator | None = None) -> Quantised | Tensor:
+        """Return what a message of `tensor` holds, where that is: symbols, or the numbers themselves.
+
+        Raises
+        ------
+        CodecError
+            If the format is unknown, or of values of the host if the codec cannot represent them.
+        """
 
     def bytes_max(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """Return the bytes that no message of such a tensor exceeds."""
@@ -63,20 +78,19 @@ class Plain(Codec):
     def __init__(self) -> None:
         super().__init__(CodecSpec())
 
-    def encode(self, tensor: Tensor, generator: Generator | None = None) -> Tensor:  # noqa: ARG002 - nothing is rounded
-        """Return the message of `tensor`."""
+    def quantised(self, tensor: Tensor, generator: Generator | None = None) -> Quantised | Tensor:  # noqa: ARG002 - nothing is rounded
+        """Return `tensor`."""
         dtype_number(tensor.dtype)
-        raw = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-        return torch.from_numpy(assemble(Header(tensor.dtype, tuple(tensor.shape)), [raw]))
+        return tensor.detach()
 
 
 class QuantisedCodec(Codec):
     """Symbols of few bits, in an encoding that is given, or the smallest for each tensor."""
 
-    def encode(self, tensor: Tensor, generator: Generator | None = None) -> Tensor:
-        """Return the message of `tensor`."""
+    def quantised(self, tensor: Tensor, generator: Generator | None = None) -> Quantised | Tensor:
+        """Return the symbols of `tensor`."""
         dtype_number(tensor.dtype)
-        return encode_quantised(quantise(tensor, self.spec, generator))
+        return quantise(tensor, self.spec, generator)
 
 
 def codec_of(spec: CodecSpec) -> Codec:
@@ -84,17 +98,58 @@ def codec_of(spec: CodecSpec) -> Codec:
     return Plain() if spec.bits is None else QuantisedCodec(spec)
 
 
+def messages_of(contents: Sequence[Quantised | Tensor]) -> list[Tensor]:
+    """Return the messages of tensors, quantised or plain, as :meth:`Codec.encode` does; a device is waited for once.
+
+    Raises
+    ------
+    CodecError
+        If a codec cannot represent the values.
+    """
+    parts = [
+        [each.symbols, *each.parameters, *(doubt.is_there for doubt in each.doubts)]
+        if isinstance(each, Quantised)
+        else [each]
+        for each in contents
+    ]
+    raw = iter(_on_host([part for own in parts for part in own]))
+    return [_assembled(each, [next(raw) for _ in own]) for each, own in zip(contents, parts, strict=True)]
+
+
 def encode_quantised(quantised: Quantised) -> Tensor:
     """Return the message of a tensor that has been quantised."""
-    spec = quantised.spec
+    (message,) = messages_of([quantised])
+    return message
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Bytes]:
+    """Return the bytes of tensors, which a device sends in one piece."""
+    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    if not flat or flat[0].device.type == "cpu":
+        return [piece.numpy() for piece in flat]
+    ends = list(accumulate(piece.numel() for piece in flat))
+    whole = torch.cat(flat).cpu().numpy()
+    return [whole[end - piece.numel() : end] for end, piece in zip(ends, flat, strict=True)]
+
+
+def _assembled(content: Quantised | Tensor, raw: Sequence[Bytes]) -> Tensor:
+    """Return the message of a tensor whose parts are these bytes of the host."""
+    if isinstance(content, Tensor):
+        return torch.from_numpy(assemble(Header(content.dtype, tuple(content.shape)), raw))
+    own, *more = raw
+    num_parameters = len(content.parameters)
+    for doubt, answer in zip(content.doubts, more[num_parameters:], strict=True):
+        if answer.any():
+            raise doubt.error()
+    spec = content.spec
     assert spec.bits is not None
-    symbols = Symbols(quantised.symbols.cpu().numpy().reshape(-1), _num_columns(quantised.shape), spec.bits)
+    symbols = Symbols(own, _num_columns(content.shape), spec.bits)
     payload = (
         encode_smallest(symbols) if spec.encoding == "smallest" else BY_NAME[spec.encoding].encode(symbols)
     )
     header = Header(
-        quantised.dtype,
-        quantised.shape,
+        content.dtype,
+        content.shape,
         spec.bits,
         GRIDS.index(spec.grid),
         SCOPES.index(spec.scope),
@@ -103,11 +158,7 @@ def encode_quantised(quantised: Quantised) -> Tensor:
         payload.gap_bits,
         payload.num_items,
     )
-    parameters = [
-        parameter.cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
-        for parameter in quantised.parameters
-    ]
-    return torch.from_numpy(assemble(header, [*parameters, payload.body]))
+    return torch.from_numpy(assemble(header, [*more[:num_parameters], payload.body]))
 
 
 def decode(
@@ -134,7 +185,8 @@ def decode(
     expected = header.num_elements * header.dtype.itemsize
     if len(body) != expected:
         raise CodecError(f"plain numbers take {len(body)} bytes where {expected} are due")
-    return torch.from_numpy(body.copy()).view(header.dtype).reshape(header.shape).to(device)
+    (numbers,) = _on_device([body.copy()], torch.device(device))
+    return numbers.view(header.dtype).reshape(header.shape)
 
 
 def encoding_of(message: Message) -> str:
@@ -172,8 +224,25 @@ def _quantised(header: Header, body: Bytes, device: torch.device) -> Quantised:
     symbols = BY_NAME[payload.encoding].decode(
         payload, MessageLayout(header.num_elements, columns, header.bits)
     )
-    rows = torch.from_numpy(symbols).reshape(-1, columns or 1).to(device)
-    return Quantised(spec, header.shape, header.dtype, rows, tuple(p.to(device) for p in parameters))
+    raw = [parameter.view(-1).view(torch.uint8).numpy() for parameter in parameters]
+    rows, *there = _on_device([symbols, *raw], device)
+    kept = (own.view(here.dtype).view(here.shape) for own, here in zip(there, parameters, strict=True))
+    return Quantised(spec, header.shape, header.dtype, rows.reshape(-1, columns or 1), tuple(kept))
+
+
+def _on_device(pieces: Sequence[Bytes], device: torch.device) -> Iterator[Tensor]:
+    """Yield bytes of the host on a device, which gets them in one piece, from pinned memory, and is not waited for."""
+    if device.type == "cpu":
+        yield from map(torch.from_numpy, pieces)
+        return
+    sizes = [-(-len(piece) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for piece in pieces]
+    staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    begins = list(accumulate(sizes, initial=0))
+    for begin, piece in zip(begins, pieces, strict=False):
+        staged[begin : begin + len(piece)] = torch.from_numpy(piece)
+    there = staged.to(device, non_blocking=True)
+    for begin, piece in zip(begins, pieces, strict=False):
+        yield there[begin : begin + len(piece)]
 
 
 def _parameters(header: Header, spec: CodecSpec, body: Bytes) -> tuple[tuple[Tensor, ...], Bytes]:

@@ -5,6 +5,7 @@ Shapes: N elements; R rows of C columns; G groups that share a grid, laid out so
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,32 @@ from torch import Tensor
 
 from costmodel.codecs import CodecSpec, Scope
 from topology.errors import CodecError
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Something that a codec cannot represent, if it is there.
+
+    Attributes
+    ----------
+    is_there : torch.Tensor
+        A boolean of no axes, on the device of the values.
+    error : callable
+        Makes the error that says so.
+    """
+
+    is_there: Tensor
+    error: Callable[[], CodecError]
+
+
+Doubting = Callable[[Doubt], None]
+"""Takes a doubt: asks at once, or keeps it until the host reads from the device anyway."""
+
+
+def ask_at_once(doubt: Doubt) -> None:
+    """Raise the error of a doubt that is justified; whoever asks a device waits for it."""
+    if bool(doubt.is_there):
+        raise doubt.error()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +78,9 @@ class Fitted:
         return bool((ends.abs() > largest).any())
 
 
-def fit(rows: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def fit(
+    rows: Tensor, spec: CodecSpec, dtype: torch.dtype, doubt: Doubting = ask_at_once
+) -> tuple[Tensor, ...]:
     """Return the parameters of the grids that span `rows`, as a message carries them.
 
     Parameters
@@ -61,25 +90,32 @@ def fit(rows: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, ...]
     spec : CodecSpec
     dtype : torch.dtype
         Format of the parameters.
+    doubt : callable
+        Told of values that are not finite, of signs that the grid cannot hold, and of spans that the format does not: parameters
+        then mean nothing.
 
     Raises
     ------
     CodecError
-        If a value is not finite, the grid cannot hold values of both signs, or spans more than the format does.
+        As `doubt` does.
     """
     assert spec.bits is not None
     least, most = (extreme.to(dtype) for extreme in _extremes(rows, spec.scope))
-    if not bool(torch.isfinite(least).all() & torch.isfinite(most).all()):
+
+    def infinite() -> CodecError:
         num = rows.numel() - int(torch.isfinite(rows).sum())
-        raise CodecError(
+        return CodecError(
             f"{num} of {rows.numel()} values are infinite or not numbers, and {spec.name} has no code for them",
             hint='find out what diverged, or send plain numbers with the codec "none"',
         )
+
+    largest = torch.maximum(-least, most)
+    doubt(Doubt(~torch.isfinite(largest).all(), infinite))
     if spec.grid == "symmetric":
-        return (_symmetric_step(rows, spec, least, most, dtype),)
+        return (_symmetric_step(rows, spec, largest, dtype, doubt),)
     if spec.grid == "affine-zero":
-        return _zero_point(least, most, spec)
-    _refuse_wide(torch.maximum(-least, most))
+        return _zero_point(least, most, spec, doubt)
+    _refuse_wide(largest, doubt)
     return least, _divisible((most - least) / (2**spec.bits - 1))
 
 
@@ -109,17 +145,18 @@ def _extremes(rows: Tensor, scope: Scope) -> tuple[Tensor, Tensor]:
     return least, most
 
 
-def _symmetric_step(rows: Tensor, spec: CodecSpec, least: Tensor, most: Tensor, dtype: torch.dtype) -> Tensor:
+def _symmetric_step(
+    rows: Tensor, spec: CodecSpec, largest: Tensor, dtype: torch.dtype, doubt: Doubting
+) -> Tensor:
     """Return the distance of codes, or the value itself where there are only two signs.
 
     Two values ``±s`` hold every ``x`` on average if ``s`` is the largest; nearest to ``x`` they are if it is the mean.
     """
     assert spec.bits is not None
-    largest = torch.maximum(-least, most)
     codes = 2 ** (spec.bits - 1) - 1
     if codes:
         return _divisible(largest / codes)
-    _refuse_wide(largest)
+    _refuse_wide(largest, doubt)
     if spec.rounding == "stochastic":
         return largest
     magnitudes = rows.abs()
@@ -127,7 +164,7 @@ def _symmetric_step(rows: Tensor, spec: CodecSpec, least: Tensor, most: Tensor, 
     return magnitudes.mean(dim=dim, keepdim=True, dtype=dtype)
 
 
-def _zero_point(least: Tensor, most: Tensor, spec: CodecSpec) -> tuple[Tensor, Tensor]:
+def _zero_point(least: Tensor, most: Tensor, spec: CodecSpec, doubt: Doubting) -> tuple[Tensor, Tensor]:
     """Return the smallest step, and how many codes lie below 0, with which the grid spans 0 and all values."""
     assert spec.bits is not None
     codes = 2**spec.bits - 1
@@ -140,11 +177,15 @@ def _zero_point(least: Tensor, most: Tensor, spec: CodecSpec) -> tuple[Tensor, T
     needed = torch.maximum(_spread(below, candidates), _spread(above, codes - candidates))
     best = needed.argmin(dim=0, keepdim=True)
     step, zero_point = (torch.take_along_dim(values, best, dim=0)[0] for values in (needed, candidates))
-    if bool(torch.isinf(step).any()):
-        raise CodecError(
-            f"one bit and a 0 leave one other value, and values of both signs need two ({spec.name})",
-            hint="take two bits, or the symmetric grid",
-        )
+    if spec.bits == 1:
+
+        def has_both_signs() -> CodecError:
+            return CodecError(
+                f"one bit and a 0 leave one other value, and values of both signs need two ({spec.name})",
+                hint="take two bits, or the symmetric grid",
+            )
+
+        doubt(Doubt(torch.isinf(step).any(), has_both_signs))
     return _divisible(step), zero_point.to(torch.uint8)
 
 
@@ -158,10 +199,13 @@ def _divisible(step: Tensor) -> Tensor:
     return step.clamp(min=torch.finfo(step.dtype).tiny)
 
 
-def _refuse_wide(largest: Tensor) -> None:
+def _refuse_wide(largest: Tensor, doubt: Doubting) -> None:
     """Refuse values whose differences cannot be written."""
-    if bool((largest > torch.finfo(largest.dtype).max / 2).any()):
-        raise CodecError(
+
+    def wide() -> CodecError:
+        return CodecError(
             f"values up to {largest.max().item():.3g} are too far apart for a grid between the smallest and the largest",
             hint="take the grid affine-zero, or symmetric with two bits or more",
         )
+
+    doubt(Doubt((largest > torch.finfo(largest.dtype).max / 2).any(), wide))

@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor
 
 from costmodel.codecs import CodecSpec
-from executors.codecs.grids import Fitted, fit, fitted
+from executors.codecs.grids import Doubt, Fitted, ask_at_once, fit, fitted
 from executors.randomness.quantisers import rounded_at_random
 from topology.errors import CodecError
 
@@ -34,6 +34,8 @@ class Quantised:
         uint8, shape (R, C), each below ``2^bits``.
     parameters : tuple of torch.Tensor
         Of the grids, as :func:`executors.codecs.grids.fit` returns them; none for an empty tensor.
+    doubts : tuple of Doubt
+        Whether the codec can represent the values, where nobody has asked yet: symbols mean nothing where it cannot.
     """
 
     spec: CodecSpec
@@ -41,6 +43,7 @@ class Quantised:
     dtype: torch.dtype
     symbols: Tensor
     parameters: tuple[Tensor, ...]
+    doubts: tuple[Doubt, ...] = ()
 
 
 def quantise(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None) -> Quantised:
@@ -58,7 +61,8 @@ def quantise(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None
     Raises
     ------
     CodecError
-        If the codec cannot represent the values, or stochastic rounding has no generator.
+        If the codec cannot represent the values, or stochastic rounding has no generator. Of values on a device the first is
+        left in doubt, as asking would wait for it.
 
     Notes
     -----
@@ -74,7 +78,9 @@ def quantise(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None
     if not rows.numel():
         return Quantised(spec, shape, tensor.dtype, symbols, ())
     grid_dtype = grid_format(tensor.dtype)
-    parameters = fit(rows, spec, grid_dtype)
+    doubts: list[Doubt] = []
+    asks = ask_at_once if rows.device.type == "cpu" else doubts.append
+    parameters = fit(rows, spec, grid_dtype, asks)
     grids = fitted(parameters, spec)
     source, target = _laid_out(rows, spec), _laid_out(symbols, spec)
     for piece, part in _pieces(grids, source):
@@ -82,7 +88,7 @@ def quantise(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None
         codes = scaled.round_() if spec.rounding == "nearest" else _at_random(scaled, generator)
         clamped = torch.clamp(codes, part.low, part.high)
         target[piece] = clamped.to(torch.int16).bitwise_and_(2**spec.bits - 1).to(torch.uint8)
-    return Quantised(spec, shape, tensor.dtype, symbols, parameters)
+    return Quantised(spec, shape, tensor.dtype, symbols, parameters, tuple(doubts))
 
 
 def dequantise(quantised: Quantised) -> Tensor:
@@ -94,7 +100,8 @@ def dequantise(quantised: Quantised) -> Tensor:
         grids = fitted(quantised.parameters, spec)
         source, target = _laid_out(symbols, spec), _laid_out(out, spec)
         largest = torch.finfo(quantised.dtype).max
-        exceeds = grids.exceeds(largest)
+        # Clamping changes no number that does not exceed; a device is not asked, as that would wait for it.
+        exceeds = symbols.device.type != "cpu" or grids.exceeds(largest)
         for piece, part in _pieces(grids, source):
             values = part.values(source[piece].to(grids.step.dtype), spec.bits)
             target[piece] = values.clamp_(-largest, largest) if exceeds else values

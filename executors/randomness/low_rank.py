@@ -22,6 +22,9 @@ from executors.randomness.directions import Gaussian
 from executors.randomness.rng import generator_on, mixed
 from executors.threads import DrawThreads
 
+Places = Sequence[Tensor] | None
+"""Of every tensor of a group where its direction is to be: what has no factors is drawn there."""
+
 _NORMALS = Gaussian()
 _RIGHT = 0x56
 """Part of the key of every ``V``, which tells it from the key of the ``U`` of the same step."""
@@ -77,8 +80,8 @@ def _right_numel(shape: Sequence[int], rank: int) -> int:
 
 def fill_product(out: Tensor, left: Tensor, right: Tensor, divisor: float = 1.0) -> None:
     """Fill a matrix with ``U·Vᵀ``, divided by `divisor`."""
-    for begin, tile in product_tiles(left, right, divisor):
-        out[begin : begin + tile.shape[0]] = tile
+    for _ in product_tiles(left, right, divisor, out):
+        pass
 
 
 def fill_product_rows(out: Tensor, rows: Tensor, left: Tensor, right: Tensor, divisor: float = 1.0) -> None:
@@ -91,11 +94,14 @@ def fill_product_rows(out: Tensor, rows: Tensor, left: Tensor, right: Tensor, di
             torch.index_select(tile, 0, chosen, out=out[kept[0] : kept[-1] + 1])
 
 
-def product_tiles(left: Tensor, right: Tensor, divisor: float) -> Iterator[tuple[int, Tensor]]:
-    """Yield ``U·Vᵀ``, divided by `divisor`, as rows from some row on."""
+def product_tiles(
+    left: Tensor, right: Tensor, divisor: float, out: Tensor | None = None
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield ``U·Vᵀ``, divided by `divisor`, as rows from some row on: of `out`, or else of memory of their own."""
     across, num_rows = right.T, max(16, _TILE_ELEMENTS // right.shape[0])
     for begin in range(0, left.shape[0], num_rows):
-        tile = left[begin : begin + num_rows] @ across
+        rows = slice(begin, begin + num_rows)
+        tile = torch.mm(left[rows], across, out=None if out is None else out[rows])
         yield begin, tile if divisor == 1 else tile.div_(divisor)
 
 
@@ -145,19 +151,21 @@ class FactorDraws:
 
     # -- mezo --------------------------------------------------------------------------------------------------
 
-    def walked(self, group: str, query: int, step: int, window: Window, generator: Generator) -> Factors:
+    def walked(
+        self, group: str, query: int, step: int, window: Window, generator: Generator, places: Places = None
+    ) -> Factors:
         """Return the factors that the generator's next numbers make of `group`, in `step` of `window`."""
         opens = step == window.first
-        lefts, rights = self._draw(group, generator, with_rights=opens)
+        lefts, rights = self._draw(group, generator, with_rights=opens, places=places)
         if opens:
             self._keep(group, query, window, rights)
         return Factors(lefts, self._rights(group, query, window))
 
-    def redrawn(self, group: str, query: int, seed: int, window: Window) -> Factors:
+    def redrawn(self, group: str, query: int, seed: int, window: Window, places: Places = None) -> Factors:
         """Return factors as the released loop draws them for an update: a walk from the seed that passes no ``V``."""
         generator = generator_on(self._like.device, seed)
         self._walk_to(group, query, generator, with_rights=False)
-        lefts, _ = self._draw(group, generator, with_rights=False)
+        lefts, _ = self._draw(group, generator, with_rights=False, places=places)
         return Factors(lefts, self._rights(group, query, window))
 
     def pass_over(self, group: str, step: int, window: Window, generator: Generator) -> None:
@@ -174,20 +182,28 @@ class FactorDraws:
         return kept
 
     def _draw(
-        self, group: str, generator: Generator, *, with_rights: bool
+        self, group: str, generator: Generator, *, with_rights: bool, places: Places = None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        lefts: list[Tensor] = []
+        lefts = self._lefts(group, places)
         rights: list[Tensor | None] = []
-        for shape in self._shapes_of(group):
+        for shape, left in zip(self._shapes_of(group), lefts, strict=True):
             has_right = with_rights and is_matrix(shape)
-            rights.append(self._normals((shape[1], self._rank), generator) if has_right else None)
-            lefts.append(self._normals(_left_shape(shape, self._rank), generator))
-        return tuple(lefts), tuple(rights)
+            rights.append(self._like.new_empty((shape[1], self._rank)) if has_right else None)
+            for out in (rights[-1], left):
+                if out is not None:
+                    _NORMALS.fill(out, generator)
+        return lefts, tuple(rights)
 
-    def _normals(self, shape: tuple[int, ...], generator: Generator) -> Tensor:
-        out = self._like.new_empty(shape)
-        _NORMALS.fill(out, generator)
-        return out
+    def _lefts(self, group: str, places: Places) -> tuple[Tensor, ...]:
+        """Return memory for what is drawn in every step: of matrices for ``U``, of others where they are wanted."""
+        shapes = self._shapes_of(group)
+        wanted: Sequence[Tensor | None] = places or [None] * len(shapes)
+        return tuple(
+            place
+            if place is not None and not is_matrix(shape)
+            else self._like.new_empty(_left_shape(shape, self._rank))
+            for shape, place in zip(shapes, wanted, strict=True)
+        )
 
     def _walk_to(self, group: str, query: int, generator: Generator, *, with_rights: bool) -> None:
         order = self._walk_order(query)
@@ -202,17 +218,18 @@ class FactorDraws:
 
     # -- counter -----------------------------------------------------------------------------------------------
 
-    def counted(self, group: str, query: int, key: CounterKey, window: Window) -> Factors:
+    def counted(
+        self, group: str, query: int, key: CounterKey, window: Window, places: Places = None
+    ) -> Factors:
         """Return the factors of `group` under a step's key."""
-        shapes = self._shapes_of(group)
-        lefts = [self._like.new_empty(_left_shape(shape, self._rank)) for shape in shapes]
+        lefts = self._lefts(group, places)
         views = [left.view(-1) for left in lefts]
         self._left_counter.fill_parameters(views, self._groups[group], key, _NORMALS)
         kept = self._kept.get((group, query), {}).get(window)
         if kept is None:
             kept = self._counted_rights(group, query, window)
             self._keep(group, query, window, kept)
-        return Factors(tuple(lefts), kept)
+        return Factors(lefts, kept)
 
     def _counted_rights(self, group: str, query: int, window: Window) -> tuple[Tensor | None, ...]:
         key = CounterKey.of(mixed(window.seeds[query], _RIGHT), window.first, query)

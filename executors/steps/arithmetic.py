@@ -15,7 +15,8 @@ parameter. Here the same operations run in place, with fewer multiplications:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from math import frexp
 
 import torch
@@ -26,6 +27,9 @@ from executors.device_scalars import DeviceScalar
 PIECE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Elements of all temporaries of a sweep together. On a CPU these stay in a shared cache, and each operation is long
 against what it takes to call it and to gather torch's threads for it; on a GPU the piece bounds them."""
+
+_LAUNCHED_ALONE_ELEMENTS = 1 << 22
+"""Elements of which an accelerator's pass takes longer than to launch it: smaller tensors share kernels."""
 
 
 class Sweeper:
@@ -145,6 +149,78 @@ class Sweeper:
         with torch.no_grad():
             theta.add_(z, alpha=-step)
 
+    def perturb_several(
+        self,
+        thetas: Sequence[Tensor],
+        zs: Sequence[Tensor],
+        scale: int,
+        epsilon: float,
+        outs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Do to each of several tensors what :meth:`perturb` does to one; on an accelerator, small ones share kernels."""
+        _check_scale(scale)
+        with torch.no_grad():
+            for places in _batches(thetas):
+                lefts = [(thetas if outs is None else outs)[place] for place in places]
+                here, along = _chosen(places, thetas, zs)
+                if len(places) == 1:
+                    self.perturb(here[0], along[0], scale, epsilon, lefts[0])
+                    continue
+                sums = _products(along, here[0].dtype, [scale * epsilon] * len(places))[1]
+                torch._foreach_add_(sums, here)
+                torch._foreach_copy_(lefts, sums)
+
+    def update_several(
+        self,
+        thetas: Sequence[Tensor],
+        zs: Sequence[Tensor],
+        *,
+        gradients: Sequence[float | DeviceScalar],
+        learning_rate: float,
+        weight_decay: float | None,
+        decaying: Sequence[bool],
+    ) -> None:
+        """Do to each of several tensors what :meth:`update` does to one; on an accelerator, small ones share kernels.
+
+        Parameters
+        ----------
+        thetas, zs : sequence of torch.Tensor
+            One-dimensional; `thetas` of one format, `zs` of that one or of whole numbers of a byte.
+        gradients : sequence of float or DeviceScalar
+            By tensor.
+        learning_rate : float
+        weight_decay : float or None
+        decaying : sequence of bool
+            By tensor.
+        """
+        dtype = thetas[0].dtype if thetas else torch.float32
+        factors = {
+            id(gradient): gradient.factor(dtype) if isinstance(gradient, DeviceScalar) else gradient
+            for gradient in gradients
+        }
+        with torch.no_grad():
+            for chosen in _batches(thetas):
+                if len(chosen) == 1:
+                    (place,) = chosen
+                    self.update(
+                        thetas[place],
+                        zs[place],
+                        gradient=gradients[place],
+                        learning_rate=learning_rate,
+                        weight_decay=weight_decay if decaying[place] else None,
+                    )
+                    continue
+                # Those of one projected gradient become neighbours.
+                places = sorted(chosen, key=lambda place: id(gradients[place]))
+                here, along = _chosen(places, thetas, zs)
+                flat, products = _products(along, dtype, [factors[id(gradients[place])] for place in places])
+                parts = [number for number, place in enumerate(places) if weight_decay and decaying[place]]
+                if parts and weight_decay:
+                    decays = torch._foreach_mul([here[number] for number in parts], weight_decay)
+                    torch._foreach_add_([products[number] for number in parts], decays)
+                flat.mul_(learning_rate)
+                torch._foreach_sub_(here, products)
+
     def _sweep(self, theta: Tensor, sweep: Callable[..., None], *, num_temporaries: int) -> None:
         total = theta.numel()
         most = PIECE_ELEMENTS.get(theta.device.type, 1 << 20)
@@ -181,6 +257,62 @@ def _multiplied(z: Tensor, factor: float | Tensor, out: Tensor) -> None:
 
 def _check_scale(scale: int) -> None:
     assert abs(frexp(scale)[0]) == 0.5, "the product with z must be exact"
+
+
+def _batches(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the places of tensors that share kernels: on a CPU one at a time, elsewhere small ones together."""
+    shared: list[int] = []
+    elements = 0
+    for place, tensor in enumerate(tensors):
+        if tensor.device.type == "cpu" or tensor.numel() > _LAUNCHED_ALONE_ELEMENTS:
+            yield [place]
+            continue
+        if elements + tensor.numel() > PIECE_ELEMENTS.get(tensor.device.type, 1 << 20):
+            yield shared
+            shared, elements = [], 0
+        shared.append(place)
+        elements += tensor.numel()
+    if shared:
+        yield shared
+
+
+def _chosen(places: Sequence[int], *lists: Sequence[Tensor]) -> list[list[Tensor]]:
+    return [[tensors[place] for place in places] for tensors in lists]
+
+
+def _products(
+    zs: Sequence[Tensor], dtype: torch.dtype, factors: Sequence[float | Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Return ``z`` times its factor of several tensors, rounded once, side by side; and each of them.
+
+    Whole numbers of a byte are numbers of any format, so that it does not matter that they become these first.
+    """
+    sizes = [z.numel() for z in zs]
+    flat = zs[0].new_empty(sum(sizes), dtype=dtype)
+    products, begin = list(flat.split(sizes)), 0
+    torch._foreach_copy_(products, list(zs))
+    for _, group in groupby(range(len(zs)), key=lambda number: id(factors[number])):
+        numbers = list(group)
+        end = begin + sum(sizes[number] for number in numbers)
+        flat[begin:end].mul_(factors[numbers[0]])
+        begin = end
+    return flat, products
+
+
+def gathered_several(thetas: Sequence[Tensor], zs: Sequence[Tensor], step: float) -> list[Tensor]:
+    """Return copies of tensors after a perturbation by `step` times their directions; on an accelerator in few kernels."""
+    copies = list(thetas)
+    for places in _batches(thetas):
+        here, along = _chosen(places, thetas, zs)
+        if len(places) == 1:
+            copies[places[0]] = gathered(here[0], along[0], (1,), step)
+            continue
+        flat = [[tensor.reshape(-1) for tensor in tensors] for tensors in (here, along)]
+        sums = _products(flat[1], here[0].dtype, [step] * len(places))[1]
+        torch._foreach_add_(sums, flat[0])
+        for place, theta, total in zip(places, here, sums, strict=True):
+            copies[place] = total.view_as(theta)
+    return copies
 
 
 def gathered(theta: Tensor, z: Tensor, scales: tuple[int, ...], epsilon: float) -> Tensor:

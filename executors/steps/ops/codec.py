@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 from costmodel.codecs import codec_spec
 from costmodel.model_spec import FRONT
-from executors.codecs import codec_of, decode
+from executors.codecs import codec_of, decode, messages_of
 from executors.codecs.container import length_of
 from executors.models.halves import Halfway, Handed
 from executors.randomness.rng import generator_on, mixed
@@ -64,19 +64,19 @@ class Crossings:
         def encode(frame: StepFrame) -> None:
             if frame.replayed:
                 return
-            messages: list[Tensor] = []
             parts = self._store.values.pop(place_of(source))
             if stays:
                 packed = pack([tensor for handed in parts for tensor in _each(handed)])
                 self._made(wire, packed, packed.num_bytes)
                 return
-            for number, handed in enumerate(parts):
-                generator = self._generator(frame, wire, number)
-                tensors = _each(handed)
-                with _errors_say(where):
+            with _errors_say(where):
+                contents = []
+                for number, handed in enumerate(parts):
+                    generator = self._generator(frame, wire, number)
+                    tensors = _each(handed)
                     for tensor, used in zip(tensors, codecs[-len(tensors) :], strict=True):
-                        messages.append(used.encode(tensor, generator))
-            message = torch.cat(messages)
+                        contents.append(used.quantised(tensor, generator))
+                message = torch.cat(messages_of(contents))
             self._made(wire, message, message.numel())
 
         return encode

@@ -17,6 +17,7 @@ from executors.randomness.directions import Direction, direction_named
 from executors.randomness.low_rank import (
     FactorDraws,
     Factors,
+    Places,
     divisor_of,
     fill_product,
     fill_product_rows,
@@ -223,10 +224,10 @@ class Draws:
         source, before, after = _states(op, instruction)
         generator = Generator(device=self._device)
 
-        def walked(frame: StepFrame) -> Factors | None:
+        def walked(frame: StepFrame, places: Places) -> Factors | None:
             assert frame.window is not None
             if op.for_update and frame.step == frame.window.first:
-                return draws.redrawn(op.group, op.query, frame.seeds[op.query], frame.window)
+                return draws.redrawn(op.group, op.query, frame.seeds[op.query], frame.window, places)
             if source:
                 generator.set_state(values[source[0]][0])
             else:
@@ -236,7 +237,7 @@ class Draws:
             if op.keep == "none":
                 draws.pass_over(op.group, frame.step, frame.window, generator)
             else:
-                factors = draws.walked(op.group, op.query, frame.step, frame.window, generator)
+                factors = draws.walked(op.group, op.query, frame.step, frame.window, generator, places)
             for key in before:
                 values[key] = states
             for key in after:
@@ -248,11 +249,12 @@ class Draws:
             if seeded is None:
                 return
             factors: Factors | None = None
+            places = self._store.placed(wanted[0]).views if op.keep == "all" else None
             if op.generator == "mezo":
-                factors = walked(seeded)
+                factors = walked(seeded, places)
             elif op.keep != "none":
                 assert seeded.window is not None
-                factors = draws.counted(op.group, op.query, counter_key(frame, op), seeded.window)
+                factors = draws.counted(op.group, op.query, counter_key(frame, op), seeded.window, places)
             if factors is not None and op.keep == "factors":
                 values[place_of(wanted[0])] = factors
             elif factors is not None:
@@ -272,9 +274,7 @@ class Draws:
             return
         views = self._store.placed(target).views
         for view, left, right in zip(views, factors.lefts, factors.rights, strict=True):
-            if right is None:
-                view.copy_(left)
-            else:
+            if right is not None:  # others have been drawn there
                 fill_product(view, left, right, divisor)
 
     def _factor_draws(self, op: Draw) -> FactorDraws:

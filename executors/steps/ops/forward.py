@@ -19,7 +19,7 @@ from executors.models.halves import Handed, as_tensor
 from executors.models.model import Batch
 from executors.models.recording_blocks import StepCache
 from executors.randomness.low_rank import divisor_of
-from executors.steps.arithmetic import gathered
+from executors.steps.arithmetic import gathered, gathered_several
 from executors.steps.frames import LoadedBatch, MicroBatch, StepFrame
 from executors.steps.graphs import Arguments
 from executors.steps.micro_batches import accumulated, micro_batches
@@ -336,8 +336,12 @@ class _ForwardBeside:
                 assert tensor.layer is not None
                 rows = self.context.moved_rows(group, tensor.index, frame, query)
                 tensor.layer.beside = Beside(along, step * rounding.unit, rows)
-            else:
-                tensor.hold(gathered(held, along, (1,), step / rounding.scale))
+        numbers = [(tensor, held, along) for tensor, held, along in pairs if not isinstance(held, Coded)]
+        moved = gathered_several(
+            [held for _, held, _ in numbers], [along for *_, along in numbers], step / rounding.scale
+        )
+        for (tensor, _, _), own in zip(numbers, moved, strict=True):
+            tensor.hold(own)
         try:
             yield
         finally:

@@ -83,10 +83,10 @@ class Sweeps:
         """Return what perturbs a group by a direction of codes, one tensor after the other."""
 
         def perturb(_frame: StepFrame) -> None:
-            for theta, out, z in zip(
-                *(self._context.store.placed(access).views for access in accesses), strict=True
-            ):
-                self.sweeper.perturb(theta.view(-1), z.view(-1), op.scale, epsilon, out.view(-1))
+            thetas, outs, zs = (
+                [view.view(-1) for view in self._context.store.placed(access).views] for access in accesses
+            )
+            self.sweeper.perturb_several(thetas, zs, op.scale, epsilon, outs)
 
         return perturb
 
@@ -144,6 +144,17 @@ class Sweeps:
                     learning_rate=rate,
                     weight_decay=weight_decay,
                     decaying=decaying,
+                )
+                return
+            if is_launched and not is_uniform:
+                of_divisor = {divisor: gradient / divisor for divisor in (1.0, matrix_divisor)}
+                sweeper.update_several(
+                    [theta.flat[begin:end] for begin, end, _ in runs],
+                    [z.flat[begin:end] for begin, end, _ in runs],
+                    gradients=[of_divisor[divisor] for _, _, (_, divisor) in runs],
+                    learning_rate=rate,
+                    weight_decay=weight_decay,
+                    decaying=[decays for _, _, (decays, _) in runs],
                 )
                 return
             for begin, end, (decays, divisor) in runs:
@@ -212,8 +223,9 @@ class Sweeps:
             key = rounding_key(source.seeds[op.query], source.step, op.query, "update")
             summed = iter(values.pop(before) if before is not None else ())
             kept: list[Tensor] = []
+            numbers: list[tuple[Tensor, Tensor, bool]] = []
             for tensor, held, along in zip(theta.part.tensors, theta.held, z.views, strict=True):
-                decay = (codes_decay if isinstance(held, Coded) else numbers_decay) if tensor.decays else 0.0
+                decay = codes_decay if tensor.decays else 0.0
                 if isinstance(held, Coded) and (before is not None or after is not None):
                     # Of the host, as what a sum adds is multiplied by: it may have to wait for it.
                     factor = float(rate * gradient * rounding.unit)
@@ -247,13 +259,16 @@ class Sweeps:
                         threads=self._context.threads,
                     )
                 else:
-                    self.sweeper.update(
-                        held.view(-1),
-                        along.view(-1),
-                        gradient=gradient / rounding.scale,
-                        learning_rate=rate,
-                        weight_decay=decay or None,
-                    )
+                    numbers.append((held.view(-1), along.view(-1), tensor.decays))
+            of_numbers = gradient / rounding.scale
+            self.sweeper.update_several(
+                [held for held, _, _ in numbers],
+                [along for _, along, _ in numbers],
+                gradients=[of_numbers] * len(numbers),
+                learning_rate=rate,
+                weight_decay=numbers_decay,
+                decaying=[decays for _, _, decays in numbers],
+            )
             if after is not None:
                 values[after] = kept
 
