@@ -328,8 +328,8 @@ CLAIMS = (
                 Mutant(
                     "a walk that passes V again",
                     "executors.randomness.low_rank:FactorDraws.redrawn",
-                    "lefts, _ = self._draw(group, generator, with_rights=False)",
-                    "lefts, _ = self._draw(group, generator, with_rights=True)",
+                    "lefts, _ = self._draw(group, generator, with_rights=False, places=places)",
+                    "lefts, _ = self._draw(group, generator, with_rights=True, places=places)",
                 ),
                 Mutant(
                     "groups before it passed with their V",

@@ -192,7 +192,7 @@ class Coded:
     def values(self, dtype: torch.dtype, rows: Rows = slice(None)) -> Tensor:
         """Return the weights of some rows."""
         levels = self.levels(rows)
-        grouped = levels.view(levels.shape[0], -1, self._group)
+        grouped = levels.view(levels.shape[0], -1, self.group_elements)
         if self.zeros is not None:
             grouped = grouped - self._of(self.zeros, rows)
         values = torch.mul(
@@ -288,7 +288,7 @@ class Coded:
         least = torch.full(widest.shape, torch.inf, device=part.device)
         for step in range(_FIT_STEPS):
             self.scales[scope] = widest * (1 - step / (1.5 * _FIT_STEPS))
-            levels = self.grid.nearest(self._scaled(part, rows)).view(len(part), -1, self._group)
+            levels = self.grid.nearest(self._scaled(part, rows)).view(len(part), -1, self.group_elements)
             origin = 0.0 if self.zeros is None else self._of(self.zeros, rows).float()
             values = (levels - origin) * self._of(self.scales, rows).float()
             errors = (values - part.view(values.shape)).square_().sum(-1)
@@ -303,7 +303,7 @@ class Coded:
         grouped = (
             part.reshape(1, 1, -1)
             if self.coding.scales == "tensor"
-            else part.view(len(part), -1, self._group)
+            else part.view(len(part), -1, self.group_elements)
         )
         least, most = grouped.amin(-1), grouped.amax(-1)
         if self.zeros is None:
@@ -321,7 +321,7 @@ class Coded:
 
     def _scaled(self, part: Tensor, rows: slice) -> Tensor:
         """Return where on the grid the weights of some rows lie."""
-        grouped = part.view(len(part), -1, self._group) / self._of(self.scales, rows).float()
+        grouped = part.view(len(part), -1, self.group_elements) / self._of(self.scales, rows).float()
         if self.zeros is not None:
             grouped = grouped + self._of(self.zeros, rows)
         return grouped.view(part.shape)
@@ -370,7 +370,7 @@ class Coded:
             columns = None if self.outliers is None else self._outlier_columns(levels)
             if columns is not None:
                 levels.scatter_(1, columns, self._outlier_values(chosen) / self._scales_at(chosen, columns))
-            grouped = levels.view(len(levels), -1, self._group)
+            grouped = levels.view(len(levels), -1, self.group_elements)
             # A number divided by a tensor is, to the last bit, its reciprocal times the number.
             change = direction[chosen].view(grouped.shape) * (
                 self._of(self.scales, chosen).float().reciprocal() * by
@@ -436,7 +436,7 @@ class Coded:
         """Return the scales of some columns of each of some rows, in float32."""
         if self.coding.scales == "tensor":
             return self.scales.float().expand(columns.shape)
-        return self.scales[rows].float().gather(1, columns // self._group)
+        return self.scales[rows].float().gather(1, columns // self.group_elements)
 
     def _move_outliers(
         self, rows: Rows, columns: Tensor, change: Tensor, chance: Tensor
@@ -459,12 +459,17 @@ class Coded:
         return torch.count_nonzero(after - before + beyond), torch.count_nonzero(beyond)
 
     def _write(self, rows: Rows, levels: Tensor) -> None:
-        self.codes[rows] = _joined(self.grid.symbols(levels), self.coding.container_bits)
+        self.codes[rows] = self.joined(self.grid.symbols(levels))
+
+    def joined(self, symbols: Tensor) -> Tensor:
+        """Return codes of a byte each with as many in a byte as have room."""
+        return _joined(symbols, self.coding.container_bits)
 
     # -- pieces ------------------------------------------------------------------------------------------------
 
     @property
-    def _group(self) -> int:
+    def group_elements(self) -> int:
+        """Neighbours in a row that share a scale."""
         return self.coding.group_elements if self.coding.scales == "group" else self.shape[1]
 
     def _of(self, scales: Tensor, rows: Rows) -> Tensor:

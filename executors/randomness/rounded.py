@@ -7,8 +7,9 @@ the direction's first copy, its second one, the update, and which rows of a spar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache, partial
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 import torch
@@ -154,6 +155,14 @@ class MovedRows:
         return rows
 
 
+class _Block(NamedTuple):
+    """Part of a direction that has a generator of its own, and the seeds of its numbers and of their rounding, if there is any."""
+
+    piece: Tensor
+    seed: int
+    chance_seed: int | None
+
+
 class RoundedDraws:
     """Draws directions as codes.
 
@@ -203,7 +212,8 @@ class RoundedDraws:
     ) -> None:
         """Fill flat int8 `views` with whole parameters' directions of the ``counter`` discipline."""
         jobs: list[Callable[[Generator], None]] = []
-        is_whole = True
+        blocks: list[_Block] = []
+        is_sign, is_whole = isinstance(self._direction, Rademacher), True
         for view, parameter in zip(views, parameters, strict=True):
             if (rows := self.moved.of(parameter, keys.rows)) is not None:
                 jobs.append(partial(self._fill_rows, view, rows, parameter, key, keys))
@@ -212,11 +222,12 @@ class RoundedDraws:
             # Seeds of all blocks at once: asking for them block by block takes as long as drawing.
             pieces = view.split(self._numbers.block_elements(self._direction))
             seeds = self._numbers.seeds(parameter, key, self._direction)
-            if isinstance(self._direction, Rademacher):
-                jobs += [partial(self._fill_signs, *of) for of in zip(pieces, seeds, strict=True)]
-                continue
-            chances = self._numbers.seeds(parameter, keys.rounding, _UNIFORM)
-            jobs += [partial(self._fill_block, *of) for of in zip(pieces, seeds, chances, strict=True)]
+            chances = [] if is_sign else self._numbers.seeds(parameter, keys.rounding, _UNIFORM)
+            blocks += [_Block(*of) for of in zip_longest(pieces, seeds, chances)]
+        if is_sign and self._device.type == "cpu":
+            jobs += [partial(self._fill_signs, block.piece, block.seed) for block in blocks]
+        else:
+            jobs += [partial(self._fill_blocks, batch) for batch in self._batches(blocks)]
 
         def fill(share: range) -> None:
             generator = Generator(device=self._device)
@@ -228,21 +239,32 @@ class RoundedDraws:
         shares = even_ranges(len(jobs), self._threads.num_threads if is_shared else 1)
         self._threads.run([partial(fill, share) for share in shares])
 
-    def _fill_block(self, piece: Tensor, seed: int, chance_seed: int, generator: Generator) -> None:
-        """Fill a block, whose roundings are a block of chances as long."""
-        numbers, chances = torch.empty((2, piece.numel()), dtype=torch.float32, device=self._device)
-        self._direction.fill(numbers, generator.manual_seed(seed))
-        _UNIFORM.fill(chances, generator.manual_seed(chance_seed))
-        piece.copy_(self._levels(numbers, lambda: chances))
+    def _batches(self, blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
+        """Yield blocks that share passes: on a CPU each alone, elsewhere as many as are no more than a whole one."""
+        most = 0 if self._device.type == "cpu" else self._numbers.block_elements(self._direction)
+        batch: list[_Block] = []
+        for block in blocks:
+            if batch and sum(each.piece.numel() for each in (*batch, block)) > most:
+                yield batch
+                batch = []
+            batch.append(block)
+        if batch:
+            yield batch
+
+    def _fill_blocks(self, blocks: Sequence[_Block], generator: Generator) -> None:
+        """Fill blocks, the roundings of each being a block of chances as long."""
+        sizes = [block.piece.numel() for block in blocks]
+        numbers, chances = torch.empty((2, sum(sizes)), dtype=torch.float32, device=self._device)
+        for block, own, chance in zip(blocks, numbers.split(sizes), chances.split(sizes), strict=True):
+            self._direction.fill(own, generator.manual_seed(block.seed))
+            if block.chance_seed is not None:
+                _UNIFORM.fill(chance, generator.manual_seed(block.chance_seed))
+        levels = self._levels(numbers, lambda: chances)
+        torch._foreach_copy_([block.piece for block in blocks], list(levels.split(sizes)))
 
     def _fill_signs(self, piece: Tensor, seed: int, generator: Generator) -> None:
-        """Fill a block with signs: on a CPU, whose generator goes on from part to part, in parts that stay in cache."""
+        """Fill a block with signs on a CPU, whose generator goes on from part to part, in parts that stay in cache."""
         generator.manual_seed(seed)
-        if self._device.type != "cpu":
-            signs = torch.empty(piece.numel(), dtype=torch.float32, device=self._device)
-            self._direction.fill(signs, generator)
-            piece.copy_(signs.mul_(self._rounding.scale))
-            return
         whole = piece.numel() // WORD_BITS * WORD_BITS if piece.storage_offset() % _EIGHT == 0 else 0
         for part in piece[:whole].split(_SIGNS_AT_ONCE) if whole else ():
             self._sign_codes(sign_words(part.numel(), generator), out=part.view(torch.int64))

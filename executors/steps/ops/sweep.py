@@ -9,6 +9,7 @@ from torch import Tensor
 from costmodel.distributions import DISTRIBUTIONS
 from costmodel.formats import FORMATS
 from executors.low_bits.coded import Coded, Moved
+from executors.low_bits.moving import Move, move_together, shares_passes
 from executors.models.parameters import NamedTensor
 from executors.randomness.low_rank import divisor_of, is_matrix, product_tiles
 from executors.randomness.rounded import Chances, rounding_key
@@ -224,6 +225,7 @@ class Sweeps:
             summed = iter(values.pop(before) if before is not None else ())
             kept: list[Tensor] = []
             numbers: list[tuple[Tensor, Tensor, bool]] = []
+            together: dict[float, list[Move]] = {}
             for tensor, held, along in zip(theta.part.tensors, theta.held, z.views, strict=True):
                 decay = codes_decay if tensor.decays else 0.0
                 if isinstance(held, Coded) and (before is not None or after is not None):
@@ -249,6 +251,9 @@ class Sweeps:
                     rows = (
                         None if decay else self._context.moved_rows(op.group, tensor.index, source, op.query)
                     )
+                    if rows is None and shares_passes(held):
+                        together.setdefault(decay, []).append(Move(held, along, chances))
+                        continue
                     held.move(
                         along,
                         rate * gradient * rounding.unit,
@@ -260,6 +265,8 @@ class Sweeps:
                     )
                 else:
                     numbers.append((held.view(-1), along.view(-1), tensor.decays))
+            for decay, moves in together.items():
+                move_together(moves, rate * gradient * rounding.unit, decay=rate * decay, counted=self.moved)
             of_numbers = gradient / rounding.scale
             self.sweeper.update_several(
                 [held for held, _, _ in numbers],

@@ -277,14 +277,14 @@ class Device:
             self.host.clock.get(agent, 0) >= number for agent, number in clock.items() if agent in names
         )
 
-    def launch(self) -> Stream:
-        """Launch a kernel on the calling thread's stream, which comes after all that the thread knows."""
+    def launch(self, num: int = 1) -> Stream:
+        """Launch kernels on the calling thread's stream, which come after all that the thread knows."""
         stream = self.current_stream()
         with self._lock:
             merge(stream.clock, self.host.clock)
             self._numbers[stream.name] += 1
             stream.clock[stream.name] = self._numbers[stream.name]
-            self.launches[self.host.instruction] += 1
+            self.launches[self.host.instruction] += num
         return stream
 
     # -- memory ------------------------------------------------------------------------------------------------

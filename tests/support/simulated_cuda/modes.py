@@ -178,7 +178,7 @@ class Kernels(TorchDispatchMode):
                 device.hold_host({}, "a number")
             graph.note(name, compute, args, kwargs, made, operands)
             return result
-        stream = device.launch()
+        stream = device.launch(_num_launches(name, args, made))
         for tensor, writes in operands:
             device.touch(tensor, name, writes=writes, stream=stream)
         for tensor in made:
@@ -216,6 +216,33 @@ class Kernels(TorchDispatchMode):
                     "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
                     f"({name}, {tuple(tensor.shape)})"
                 )
+
+
+_CHUNK_ELEMENTS, _MOST_CHUNKS = 65536, 320
+_MOST_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
+"""What one launch of a kernel over lists of tensors takes, by how many lists it is given (torch's ``MultiTensorApply.cuh``)."""
+
+
+def _num_launches(name: str, args: Sequence[Any], made: Sequence[Tensor]) -> int:
+    """Return how many kernels CUDA launches for an operation: over lists of tensors one for many, or one for each.
+
+    One for each where shapes or strides differ between lists, or formats do; copies may change them all alike.
+    """
+    if not name.startswith("aten._foreach_"):
+        return 1
+    lists = [value for value in args if isinstance(value, list | tuple) and isinstance(value[0], Tensor)]
+    formats = [{tensor.dtype for tensor in each} for each in lists]
+    is_one_format = all(len(each) == 1 for each in formats) and (
+        name == "aten._foreach_copy_"
+        or (len(set.union(*formats)) == 1
+        and all(tensor.is_floating_point() for tensor in lists[0]))
+    )
+    layouts = [[(tensor.shape, tensor.stride()) for tensor in each] for each in lists]
+    num_tensors = len(lists[0])
+    if not is_one_format or any(each != layouts[0] for each in layouts):
+        return num_tensors
+    chunks = sum(-(-tensor.numel() // _CHUNK_ELEMENTS) for tensor in lists[0])
+    return max(-(-num_tensors // _MOST_TENSORS[len(lists) + bool(made)]), -(-chunks // _MOST_CHUNKS))
 
 
 def made_there(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
