@@ -155,11 +155,11 @@ def _is_in_range(version: str) -> bool:
     )
     bounds = re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", requirement)
     assert bounds is not None, requirement
-    lowest, above = (_release(bound) for bound in bounds.groups())
-    return lowest <= _release(version) < above
+    lowest, above = (release(bound) for bound in bounds.groups())
+    return lowest <= release(version) < above
 
 
-def _release(version: str) -> tuple[int, ...]:
+def release(version: str) -> tuple[int, ...]:
     """First two numbers of a version: "2.13.0+cu128" gives (2, 13)."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 

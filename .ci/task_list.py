@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import environment
+import here
 
 ROOT = environment.ROOT
 HERE = "--here"
@@ -89,11 +90,13 @@ def kills(arguments: Sequence[str]) -> int:
 def gpu(arguments: Sequence[str]) -> int:
     """Check a CUDA device: parity, tests, kills, calibration, speed (`--simulated`: rehearse; `--here`: install nothing)."""
     rest = [argument for argument in arguments if argument not in ("--simulated", HERE)]
+    if HERE in arguments:
+        rest = here.prepared(rest)
     module = "tests.support.simulated_cuda.first_hour" if "--simulated" in arguments else "studies.first_hour"
     if HERE not in arguments:
         return _tool(["python", "-m", module, *rest])
     # With the packages of this Python, where there is no index to install from: from the source tree alone.
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(here.PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", module, *rest]
     return subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-_MORE_TO_DO = 75
+MORE_TO_DO = 75
+"""Exit status of a command that is to be run again."""
 
 
 def main(
@@ -47,12 +48,19 @@ def main(
         return
     words = ["--device", device, "--hardware", hardware, "--folder", str(folder)]
     run = in_processes([sys.executable, "-m", "studies.first_hour", *words], folder, part_s)
-    is_done = spend(setting, run, stop_after_s=stop_after_s, say=lambda text: print(text, file=sys.stderr))
-    path = write(contents_of(setting), out, "python -m studies.first_hour " + " ".join(words))
-    print(f"report: {path}")
+
+    def written() -> Path:
+        return write(contents_of(setting), out, "python -m studies.first_hour " + " ".join(words))
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+        written()  # after every part: whoever ends this process has a report
+
+    is_done = spend(setting, run, stop_after_s=stop_after_s, say=say)
+    print(f"report: {written()}")
     if not is_done:
         print("there is more to do: run the same command again", file=sys.stderr)
-        raise typer.Exit(_MORE_TO_DO)
+        raise typer.Exit(MORE_TO_DO)
 
 
 if __name__ == "__main__":

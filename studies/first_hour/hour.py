@@ -26,26 +26,40 @@ def spend(setting: Setting, run: Run, *, stop_after_s: float, say: Callable[[str
     setting : Setting
     run : callable
     stop_after_s : float
-        What has not been found by then is left for another time.
+        What has not been found by then is left for another time. A part that had all of it and needs more is given up, unless
+        there is more another time: those behind it have their turn.
     say : callable
-        Told how far it is.
+        Told how far it is, whenever something more has been kept.
     """
     setting.folder.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+    began, is_first = time.monotonic(), True
     for part in parts_of(setting):
         path = setting.folder / f"{part.name}.json"
-        if path.exists():
-            continue
         start = time.monotonic()
         left_s = stop_after_s - (start - began)
+        if path.exists() and not _deserves_more(path, left_s):
+            continue
         content = run(part, left_s) if left_s > 0 else None
+        if content is None and is_first and left_s > 0:
+            content = {"error": f"not done in {left_s:.0f} s, which is all that it had", _HAD_S: left_s}
         if content is None:
             return False
+        is_first = False
         seconds = time.monotonic() - start
         kept = {"commit": commit(), "seconds": round(seconds, 1), **content}
         _write(path, kept)
         say(f"{part.title}: {_verdict(kept)}, {seconds:.0f} s")
     return True
+
+
+_HAD_S = "had_s"
+"""Seconds that a part was given up after."""
+
+
+def _deserves_more(path: Path, left_s: float) -> bool:
+    """Whether a part was given up for want of time, and has more now."""
+    kept = read_json_object(path, "what a part found", ZosimError, hint="remove it, and it is made again")
+    return left_s > kept.get(_HAD_S, float("inf")) + 1
 
 
 def contents_of(setting: Setting) -> dict[str, Content]:

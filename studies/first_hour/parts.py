@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -79,7 +80,9 @@ def facts(setting: Setting) -> Content:
 
 
 def cuda_tests(setting: Setting) -> Content:
-    """Return how the tests ended that need a device."""
+    """Return how the tests ended that need a device, or that there is nothing to run them with."""
+    if find_spec("pytest") is None:
+        return {"left_out": "pytest is not installed"}
     words = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
     status, output = setting.processes.run([*words, "tests/executors/test_executors_cuda.py"])
     return {"is_right": status == 0, "output": output}

@@ -11,7 +11,7 @@ import pytest
 import torch
 import typer
 
-from studies.first_hour import hour, steps
+from studies.first_hour import hour, parts, steps
 from studies.first_hour.__main__ import main
 from studies.first_hour.parts import Part
 from studies.first_hour.report import report
@@ -26,7 +26,8 @@ def rehearsed(tmp_path_factory):
 
 
 def test_every_part_runs_and_leaves_nothing_to_chance(rehearsed):
-    contents, findings, path = rehearsed
+    contents, findings, path, is_done = rehearsed
+    assert is_done
     assert findings == []
     assert [name for name, content in contents.items() if "error" in content or "left_out" in content] == []
     assert all(content.get("is_right", True) for content in contents.values())
@@ -87,9 +88,36 @@ def test_a_part_that_has_too_little_time_left_is_left_for_another(tmp_path, monk
     assert not (tmp_path / "one.json").exists()
 
 
+def test_a_part_that_had_all_the_time_there_was_is_given_up_until_there_is_more(tmp_path, monkeypatch):
+    slow_and_quick = [Part("slow", "slow", lambda _: {}), Part("quick", "quick", lambda _: {})]
+    monkeypatch.setattr(hour, "parts_of", lambda _: slow_and_quick)
+    setting, told = Setting(folder=tmp_path), []
+
+    def run(part, left_s):
+        return {"left_s": left_s} if part.name == "quick" or left_s > 1000 else None
+
+    def spent(stop_after_s):
+        done = hour.spend(setting, run, stop_after_s=stop_after_s, say=told.append)
+        return done, hour.contents_of(setting)["slow"]
+
+    is_done, slow = spent(60)
+    assert is_done
+    assert slow["error"] == "not done in 60 s, which is all that it had"
+    assert len(told) == 2
+    assert spent(60)[0]
+    assert len(told) == 2
+    assert "error" not in spent(2000)[1]
+    assert len(told) == 3
+
+
+def test_the_tests_are_left_out_where_pytest_is_not_there(monkeypatch):
+    monkeypatch.setattr(parts, "find_spec", lambda _: None)
+    assert parts.cuda_tests(Setting()) == {"left_out": "pytest is not installed"}
+
+
 def test_what_is_done_is_not_done_again(tmp_path, monkeypatch):
-    parts = [Part("one", "one", lambda _: {}), Part("two", "two", lambda _: {})]
-    monkeypatch.setattr(hour, "parts_of", lambda _: parts)
+    both = [Part("one", "one", lambda _: {}), Part("two", "two", lambda _: {})]
+    monkeypatch.setattr(hour, "parts_of", lambda _: both)
     setting, done = Setting(folder=tmp_path), []
 
     def run(part, left_s):

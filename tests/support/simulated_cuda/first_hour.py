@@ -1,10 +1,11 @@
-"""``python -m tests.support.simulated_cuda.first_hour [FOLDER]``: every part of a first hour on a device, on one that is simulated.
+"""``python -m tests.support.simulated_cuda.first_hour``: every part of a first hour on a device, on one that is simulated.
 
-With a folder, what has been done stays there, and is not done again.
+With ``--folder``, what has been done stays there, and is not done again; with ``--stop-after-s``, no part begins after so long.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from unittest.mock import patch
 
 from costmodel import calibration
 from executors.calibration import calibrating, probes, probing
+from studies.first_hour.__main__ import MORE_TO_DO
 from studies.first_hour.hour import contents_of, in_this_process, spend
 from studies.first_hour.report import write
 from studies.first_hour.setting import Content, Processes, Setting
@@ -60,8 +62,10 @@ def small_probes() -> Iterator[None]:
         yield
 
 
-def rehearse(folder: Path) -> tuple[dict[str, Content], list[Finding], Path]:
-    """Return what every part found, what the device found of them, and the report."""
+def rehearse(
+    folder: Path, stop_after_s: float = float("inf")
+) -> tuple[dict[str, Content], list[Finding], Path, bool]:
+    """Return what every part found, what the device found of them, the report, and whether that is all."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     setting = Setting(
         hardware="a100-80gb-milan",
@@ -70,29 +74,37 @@ def rehearse(folder: Path) -> tuple[dict[str, Content], list[Finding], Path]:
         calibration_s=0.1,
         processes=_OneProcess(),
     )
+
+    def written() -> Path:
+        return write(contents_of(setting), folder, "python3 .ci/tasks.py gpu --simulated")
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+        written()
+
     with simulated() as device, small_probes():
-        spend(
-            setting,
-            in_this_process(setting),
-            stop_after_s=float("inf"),
-            say=lambda text: print(text, file=sys.stderr),
-        )
-        contents = contents_of(setting)
-    return contents, device.findings, write(contents, folder, "python3 .ci/tasks.py gpu --simulated")
+        is_done = spend(setting, in_this_process(setting), stop_after_s=stop_after_s, say=say)
+    return contents_of(setting), device.findings, written(), is_done
 
 
 def main() -> int:
-    """Rehearse, print the report, and return 1 if a part failed."""
+    """Rehearse, print the report, and return 1 if a part failed, 75 if there is more to do."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--stop-after-s", type=float, default=float("inf"))
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="zosim-first-hour-") as temporary:
-        contents, findings, path = rehearse(Path(sys.argv[1] if sys.argv[1:] else temporary))
+        contents, findings, path, is_done = rehearse(given.folder or Path(temporary), given.stop_after_s)
         print(path.read_text())
     failed = [
         name for name, content in contents.items() if "error" in content or content.get("is_right") is False
     ]
     for finding in findings:
         print(finding, file=sys.stderr)
-    print(f"failed: {', '.join(failed)}" if failed else "every part ran", file=sys.stderr)
-    return 1 if failed or findings else 0
+    if not is_done:
+        print("there is more to do: run the same command again", file=sys.stderr)
+    print(f"failed: {', '.join(failed)}" if failed else "nothing failed", file=sys.stderr)
+    return 1 if failed or findings else 0 if is_done else MORE_TO_DO
 
 
 if __name__ == "__main__":

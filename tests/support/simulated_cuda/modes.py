@@ -26,6 +26,9 @@ _WITHOUT_KERNEL = {
     "aten.alias", "aten.set_", "aten.is_pinned", "aten.lift_fresh", "aten.resize_",
 }  # fmt: skip
 
+_READ_WITHOUT_KERNEL = ("numpy", "tolist", "__array__")
+"""Methods that read memory of the host, and call no kernel that could be seen."""
+
 _TAKES_BOTH_DEVICES = {
     "aten.copy_", "aten._to_copy", "aten.index", "aten.index_put_", "aten.index_put", "aten._index_put_impl_",
 }  # fmt: skip
@@ -55,8 +58,8 @@ class Devices(TorchFunctionMode):
                 return device.kind_of(args[0]) == "pinned"
             if func is torch.Tensor.numpy and is_there:
                 raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
-            if func is torch.Tensor.numpy and device.kind_of(args[0]) == "pinned":
-                device.touch(args[0], "numpy", writes=False, stream=None)
+            if name in _READ_WITHOUT_KERNEL and device.kind_of(args[0]) == "pinned":
+                device.touch(args[0], name, writes=False, stream=None)
             if func is torch.Tensor.tolist and is_there:
                 return self._moved(args[0], _HOST, None).tolist()
             if func is torch.Tensor.cpu:
@@ -135,6 +138,8 @@ class Devices(TorchFunctionMode):
             moved = made_there(self._device, torch.empty_like, (tensor,), {})
         else:
             moved = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if non_blocking:  # torch then takes pinned memory, and does not wait
+                self._device.allocate(moved, "pinned")
         return moved.copy_(tensor, non_blocking=non_blocking)
 
 
@@ -234,8 +239,7 @@ def _num_launches(name: str, args: Sequence[Any], made: Sequence[Tensor]) -> int
     formats = [{tensor.dtype for tensor in each} for each in lists]
     is_one_format = all(len(each) == 1 for each in formats) and (
         name == "aten._foreach_copy_"
-        or (len(set.union(*formats)) == 1
-        and all(tensor.is_floating_point() for tensor in lists[0]))
+        or (len(set.union(*formats)) == 1 and all(tensor.is_floating_point() for tensor in lists[0]))
     )
     layouts = [[(tensor.shape, tensor.stride()) for tensor in each] for each in lists]
     num_tensors = len(lists[0])
