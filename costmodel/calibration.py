@@ -39,6 +39,7 @@ _NOT_FITTED = frozenset(
         "cache_bytes",
         "copy_cores",
         "context_bytes",
+        "pin_bandwidth",
         "allocator_slack",
         "allocation_granularity",
         "step_s",

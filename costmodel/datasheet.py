@@ -119,6 +119,11 @@ _GPU_DRAW_SOURCE = (
     "multiprocessors (https://github.com/flagos-ai/FlagGems, pull requests 1247 and 1562); signs assumed twice as fast"
 )
 _CONTEXT: Spread = (0.60e9, 0.30e9, 1.15e9)
+_PINNING: Spread = (2.8e9, 1e9, 8e9)
+_PINNING_SOURCE = (
+    "32 MB of pinned memory took 11.6 ms beside 1.4 ms of pageable (https://github.com/rapidsai/dask-cuda/issues/106); what a page "
+    "takes depends on the host, so that the interval is assumed"
+)
 _CONTEXT_SOURCE = (
     "the stacks of all threads, and besides what an A10 showed: 707 MB of a process, 542 MB more that the driver reserves and old "
     "tools count (https://github.com/mayooot/detect-gpu/issues/3); the least is that of kernels loaded when needed "
@@ -351,6 +356,7 @@ def _gpu_constants(spec: DeviceSpec) -> Iterator[Constant]:
     stacks = stacks_bytes(spec)
     value, low, high = _CONTEXT
     yield _constant("context_bytes", (value + stacks, low + stacks, high + stacks), _CONTEXT_SOURCE)
+    yield _constant("pin_bandwidth", _PINNING, _PINNING_SOURCE)
     units = float(spec.num_cores)
     yield _constant("multiprocessors", (units, units, units), f"data sheet of {spec.name}")
     memory = spec.memory_bandwidth_bytes_per_s

@@ -174,6 +174,11 @@ def pinned_slabs(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
     return min(in_one, in_several, key=lambda slabs: sum(size for size, _ in slabs))
 
 
+def pinned_bytes(own: Sequence[int], shared: Sequence[int] = ()) -> int:
+    """Return the memory that one process pins for buffers of these sizes: its own in slabs, shared ones as they are."""
+    return sum(size for size, _ in pinned_slabs(own)) + sum(shared)
+
+
 def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 

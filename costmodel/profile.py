@@ -67,6 +67,7 @@ CONSTANT_UNITS: dict[str, str] = {
     "copy_d2h_bandwidth": "byte/s",
     "copy_cache_bandwidth": "byte/s",
     "copy_latency_s": "s",
+    "pin_bandwidth": "byte/s",
     "copy_cores": "core",
     "ranks_slowdown": "1",
     "pace_s": "s",
@@ -132,6 +133,8 @@ CONSTANT_UNITS: dict[str, str] = {
     program (to issue it, to begin and to end it), per training step.
 ``copy_*``
     Host to device and back, the first ``cache_bytes`` of each copy at the cache's bandwidth; on a CPU a copy is a thread that takes ``copy_cores`` cores.
+``pin_bandwidth``
+    At which new memory of the host is pinned for a GPU's copies, before the first step.
 ``ranks_slowdown``
     How many times as long work takes where every core of a host has a rank of one thread, which meets the others now and
     then: they share caches and memory, and wait for the slowest. Operations of one process that leave each other a core count
@@ -166,11 +169,12 @@ _OPTIONAL_KINDS = frozenset(
         "attention_diagonal_len",
         "burst",
         "multiprocessors",
+        "pin_bandwidth",
     }
 )
 """Without them, those codec constants count that come with the package, ranks do not slow each other down, their messages
 wait for no core, generators do not jump, and are shared and seeded in no time, there is one pace, a causal mask halves attention, power limits
-nothing, and the efficiency of products is smooth."""
+nothing, the efficiency of products is smooth, and nothing is said of the time that pinning takes."""
 
 _MEMORY_KINDS = frozenset({"context_bytes", "allocator_slack", "allocation_granularity"})
 _UNTRIED_KINDS = frozenset(

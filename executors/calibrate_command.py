@@ -101,10 +101,10 @@ def calibrate(
         )
     facts = None
     if device != "cpu":
-        from executors.calibration.device_facts import device_facts, with_context
+        from executors.calibration.device_facts import device_facts, with_facts
 
         facts = device_facts(device)
-        profile = with_context(profile, facts)
+        profile = with_facts(profile, facts)
     kept = save_host_profile(profile) if save else None
     _show_fit(profile, fit, (), output=output, kept=kept, as_json=as_json, facts=facts)
 

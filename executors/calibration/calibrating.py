@@ -50,6 +50,7 @@ _HEED_ALONE = 0.5
 _NO_DURATION_TELLS = {
     "cache_bytes": "assumed; durations depend on it together with the bandwidths of cache and memory",
     "context_bytes": "memory, not time",
+    "pin_bandwidth": "of no step; measured by itself",
     "allocator_slack": "memory, not time",
     "allocation_granularity": "memory, not time",
 }

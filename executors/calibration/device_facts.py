@@ -1,6 +1,7 @@
 """What an accelerator does beside the kernels that a profile is fitted to: launches, waits, copies both ways, pinning.
 
-These figures are shown beside the profile. One of them is a constant of it: the memory that the device's runtime takes.
+These figures are shown beside the profile. Two of them are constants of it: the memory that the device's runtime takes, and how
+fast memory of the host is pinned.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ _KERNELS = {
     "products": SDPBackend.MATH,
 }
 _EXCHANGED_BYTES = (8, 1 << 16, 1 << 22, 1 << 26)
+_PIN_REACH = 1.5
+"""How fast memory is pinned depends on how the host's is fragmented: the ends of the interval are so many times apart from it."""
+
 _CONTEXT_REACH = 1.25
 """Memory that the runtime takes grows as kernels are loaded; the upper end of its interval."""
 
@@ -96,17 +100,25 @@ def device_facts(name: str) -> DeviceFacts:
     return facts
 
 
-def with_context(profile: Profile, facts: DeviceFacts) -> Profile:
-    """Return `profile` with the memory that the device's runtime takes, as it was measured."""
-    measured = Constant(
-        name="context_bytes",
-        value=facts.context_bytes,
-        low=facts.context_bytes,
-        high=_CONTEXT_REACH * facts.context_bytes,
-        unit=CONSTANT_UNITS["context_bytes"],
-        source="memory of the device that was not free, less what torch's allocator held",
-    )
-    return profile.with_constants(measured, origin="calibrated") if facts.context_bytes else profile
+def with_facts(profile: Profile, facts: DeviceFacts) -> Profile:
+    """Return `profile` with what no step tells, as it was measured: memory of the device's runtime, and how fast memory is pinned."""
+    pinned, context = facts.pin_bytes_per_s, float(facts.context_bytes)
+    measured = {
+        "pin_bandwidth": (
+            (pinned, pinned / _PIN_REACH, pinned * _PIN_REACH),
+            "a large buffer of torch's pinned memory, once",
+        ),
+        "context_bytes": (
+            (context, context, _CONTEXT_REACH * context),
+            "memory of the device that was not free, less what torch's allocator held",
+        ),
+    }
+    constants = [
+        Constant(name=name, value=value, low=low, high=high, unit=CONSTANT_UNITS[name], source=source)
+        for name, ((value, low, high), source) in measured.items()
+        if value
+    ]
+    return profile.with_constants(*constants, origin="calibrated")
 
 
 def _host_s(action: Callable[[], object], device: torch.device) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from costmodel.configs import Trainable, read_model_spec
 from costmodel.formats import FORMATS
-from costmodel.memory import pinned_slabs, preflight_host
+from costmodel.memory import preflight_host
 from costmodel.model_spec import ModelSpec
 from executors.datasets.data import LineFile
 from executors.devices import check_device
@@ -22,6 +22,7 @@ from zosim.instructions import Space
 from zosim.lowering import lower_all
 from zosim.planning.planner import Request, choose
 from zosim.planning.request import with_stored_codes, without_any
+from zosim.planning.starting import pinned_by
 from zosim.plans import ANY, AXES, Mesh, Method, Plan, Residency, Split, fields_of
 from zosim.program_set import ProgramSet
 from zosim.stated import Stated
@@ -410,14 +411,7 @@ def _held(programs: ProgramSet, ranks: Sequence[int], *, on_cpu: bool) -> tuple[
     once = {b.name: b.size_bytes for b in held if b.shared}
     own = sum(b.size_bytes for b in held if not b.shared)
     if not on_cpu:
-        by_rank = [
-            [
-                b.size_bytes
-                for b in programs.program_of(rank).buffers
-                if b.space is Space.HOST and not b.shared
-            ]
-            for rank in ranks
-        ]
-        slabs = [sum(size for size, _ in pinned_slabs(sizes)) for sizes in by_rank]
-        return once, sum(slabs) + sum(once.values()), max(slabs) + sum(once.values())
+        each = [pinned_by(programs.program_of(rank)) for rank in ranks]
+        shared = sum(once.values())
+        return once, sum(each) - (len(each) - 1) * shared, max(each)
     return once, own + sum(once.values()), 0

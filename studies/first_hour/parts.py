@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from executors.calibration.calibrating import calibrated
-from executors.calibration.device_facts import device_facts, with_context
+from executors.calibration.device_facts import device_facts, with_facts
 from executors.calibration.device_state import device_state
 from executors.calibration.whole_steps import STEP_SHAPES
 from executors.devices import device_module
@@ -99,7 +99,7 @@ def calibration(setting: Setting) -> Content:
         step_shapes=shapes,
     )
     figures = device_facts(setting.device)
-    profile = with_context(profile, figures)
+    profile = with_facts(profile, figures)
     profile.save(setting.kept_profile)
     return {
         "median_error": fit.median_error,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from executors.calibration import calibrating
-from executors.calibration.device_facts import device_facts, with_context
+from executors.calibration.device_facts import device_facts, with_facts
 from executors.calibration.device_state import device_state
 from executors.devices import check_device, device_named
 from executors.ranks.accelerators import backends_of, own_accelerator, refuse_shared, watchdog_settings
@@ -112,7 +112,8 @@ def test_figures_of_a_device_are_measured_on_its_streams():
     figures = (facts.launch_s, facts.synchronise_s, facts.pin_bytes_per_s, *facts.copy_bytes_per_s.values())
     assert min(figures) > 0
     sheet = make_profile("gpu")
-    assert with_context(sheet, facts).constant("context_bytes").value == CONTEXT_BYTES
+    known = with_facts(sheet, facts).values()
+    assert (known["context_bytes"], known["pin_bandwidth"]) == (CONTEXT_BYTES, facts.pin_bytes_per_s)
     assert len(facts_table(facts).rows) >= 9
 
 

@@ -7,10 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
+from costmodel.codecs import codec_spec
 from costmodel.configs import LoRA
+from executors.codecs import codec_of, decode, messages_of
+from executors.low_bits import moving
+from executors.randomness.rng import generator_on
+from executors.randomness.rounded import RoundedDraws
 from executors.runs.adapters import attach
 from executors.runs.session import Session
+from executors.steps import arithmetic
 from executors.steps.streams_accelerator import AcceleratorBackend
 from proofs_checks.mutation import Mutant
 from proofs_checks.ranks import on_all_ranks
@@ -22,6 +29,7 @@ from tests.support.simulated_cuda import seen_by, simulated
 from tests.support.simulated_cuda.clocks import Shadow, Use
 from tests.support.simulated_cuda.device import Stream
 from tests.support.tiny import batches, model_of, plan_of
+from topology.errors import CodecError
 
 AHEAD = {"directions": {"drawn_ahead": True}}
 FRESH = {"residency": {"blocks": "offloaded", "reuse_slots": False}, "schedule": {"update": "delayed"}}
@@ -196,6 +204,68 @@ def test_stages_on_one_device_leave_nothing_to_chance(codec):
     assert device.findings == []
 
 
+SHARED_PASSES = {
+    "int8": {"low_bits": {"weights": "int8"}, "directions": {"rng": "counter"}},
+    "int4 in groups, two queries": {
+        "low_bits": {"weights": "int4", "scales": "group", "group_elements": 16},
+        "directions": {"rng": "counter"},
+        "estimator": {"num_queries": 2},
+    },
+    "factors": {"directions": {"distribution": "lozo", "rank": 3}},
+}
+
+
+@pytest.mark.parametrize("placement", SHARED_PASSES)
+def test_tensors_that_share_passes_have_the_bits_of_those_that_do_not(placement, monkeypatch):
+    def bits():
+        with simulated() as device:
+            model = model_of("opt-untied", torch.bfloat16, num_hidden_layers=2)
+            plan = plan_of(model, dtype="bfloat16", **SHARED_PASSES[placement])
+            with Session(plan, model, learning_rate=1e-2, weight_decay=0.1, device="cuda:0") as session:
+                numbers = [session.step(batch).projected_gradients for batch in batches(3)]
+                return numbers, session.digest(), device.launches.total(), device.findings
+
+    *together, launches, findings = bits()
+    monkeypatch.setattr(arithmetic, "_LAUNCHED_ALONE_ELEMENTS", -1)
+    monkeypatch.setattr(moving, "_SHARED_ELEMENTS", -1)
+    monkeypatch.setattr(RoundedDraws, "_batches", lambda _, blocks: ([block] for block in blocks))
+    *alone, more, _ = bits()
+    assert together == alone
+    assert launches < 0.8 * more
+    assert findings == []
+
+
+@pytest.mark.parametrize(
+    "name", ["none", "q8:affine-zero:token", "q4", "q1:affine", "q2:affine:channel:stochastic"]
+)
+def test_a_message_of_a_device_is_waited_for_once_and_taken_apart_without_waiting(name):
+    codec, numbers = (
+        codec_of(codec_spec(name)),
+        torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0)),
+    )
+    with simulated() as device:
+        messages = messages_of([codec.quantised(numbers.cuda(), generator_on("cuda", 1)) for _ in range(2)])
+        assert device.synchronisations.total() == 1
+        there = decode(messages[0], shape=(3, 5, 8), device="cuda:0")
+        assert device.synchronisations.total() == 1
+        assert there.is_cuda
+        assert torch.equal(there.cpu(), decode(messages[1]))
+    assert device.findings == []
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [("q8:token", [1.0, torch.inf]), ("q1:affine-zero", [-1.0, 1.0]), ("q1:affine", [3e38, -3e38])],
+)
+def test_what_a_codec_cannot_represent_is_refused_on_a_device_in_the_words_of_the_host(name, numbers):
+    codec, values = codec_of(codec_spec(name)), torch.tensor([numbers])
+    with pytest.raises(CodecError) as of_host:
+        codec.encode(values)
+    with simulated(), pytest.raises(CodecError) as of_device:
+        codec.encode(values.cuda())
+    assert of_device.value.message == of_host.value.message
+
+
 # -- faults that are planted -----------------------------------------------------------------------------------------
 
 
@@ -333,6 +403,15 @@ def test_every_dependency_between_streams_that_is_cut_is_found(placement):
     assert len(silent) < max(len(edges), 1)
 
 
+@pytest.mark.parametrize("read", [Tensor.tolist, Tensor.numpy, torch.clone])
+def test_pinned_memory_that_is_read_before_its_copy_is_over_is_found(read):
+    with simulated() as device:
+        here = torch.ones(4, device="cuda").to("cpu", non_blocking=True)
+        assert device.synchronisations.total() == 0
+        read(here)
+        assert [finding.kind for finding in device.findings] == ["race"]
+
+
 # -- what it counts --------------------------------------------------------------------------------------------------
 
 
@@ -368,6 +447,22 @@ def test_records_that_are_read_late_are_those_that_are_read_at_once():
                 numbers += [replace(step.record(), seconds=0.0) for step in begun]
                 numbers.append(session.digest())
     assert late == at_once
+
+
+def test_an_operation_on_lists_of_tensors_is_as_many_kernels_as_cuda_makes_of_it():
+    def counted(operation, *lists):
+        launches = device.launches.total()
+        operation(*lists)
+        return device.launches.total() - launches
+
+    with simulated() as device:
+        floats, others, bytes_ = ([torch.zeros(3, dtype=dtype, device="cuda") for _ in range(4)] for dtype in (torch.float32, torch.float32, torch.int8))  # fmt: skip
+        assert counted(torch._foreach_add_, floats, others) == 1
+        assert counted(torch._foreach_copy_, floats, bytes_) == 1
+        assert counted(torch._foreach_mul_, bytes_, 2) == 4
+        assert counted(torch._foreach_add_, floats, [other[:1] for other in others]) == 4
+        large = [torch.zeros(65536 * 321, device="cuda")]
+        assert counted(torch._foreach_mul_, large, 2.0) == 2
 
 
 def test_memory_is_counted_as_the_allocator_does():

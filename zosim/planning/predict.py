@@ -24,6 +24,7 @@ from zosim.hardware.profiles import Profiles
 from zosim.lowering import lower_all
 from zosim.planning.footprint import Footprint, Footprints, footprint, footprints
 from zosim.planning.request import profiles_of
+from zosim.planning.starting import Pinning, pinning
 from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program_set import ProgramSet
@@ -76,6 +77,8 @@ class Prediction:
         What several ranks share, the busiest first.
     profile_origin : str
         ``calibrated`` or ``datasheet``.
+    pinning : Pinning or None
+        What pinning memory takes before the first step, where any is pinned.
     """
 
     step_time_s: float
@@ -88,6 +91,7 @@ class Prediction:
     seconds_by_label: tuple[tuple[str, float], ...]
     contention: tuple[Contention, ...]
     profile_origin: str
+    pinning: Pinning | None = None
 
     @property
     def interval(self) -> str:
@@ -281,6 +285,7 @@ class Subject:
             seconds_by_label=tuple(self.timeline.seconds_by_label(rank).items()),
             contention=tuple(contention(self.programs, self.machines, step_time_s)),
             profile_origin=self.rank_profiles[rank].origin,
+            pinning=pinning(self.programs, self.rank_profiles[rank]),
         )
 
 

@@ -15,6 +15,7 @@ from zosim.report import Bullets, Report, Table
 
 _NUM_SHARED = 3
 _WORTH_SAYING = 0.05
+_WORTH_WAITING_S = 1.0
 _NUM_FITTING = 16
 _NUM_REJECTED = 8
 
@@ -43,7 +44,7 @@ def prediction_view(subject: Subject) -> Table:
     plan, prediction = subject.plan, subject.prediction
     limit, device, host = prediction.bottleneck, prediction.footprints.largest, prediction.footprints.fullest
     among = f", for {len(host.ranks)} ranks" if len(host.ranks) > 1 else ""
-    several = plan.placement.world_size > 1
+    several, pinned = plan.placement.world_size > 1, prediction.pinning
     facts = [
         ("plan", f"{plan.model.describe()}, batch {plan.batch} x {plan.seq} tokens, {plan.describe()}"),
         ("devices" if several else "device", f"{_devices(plan)} ({prediction.profile_origin} figures)"),
@@ -60,6 +61,7 @@ def prediction_view(subject: Subject) -> Table:
             + (f"; rank {prediction.footprints.largest_rank}, the most of any)" if several else ")"),
         ),
         ("host memory", f"{format_bytes(host.size_bytes)}  ({host.describe()}{among})"),
+        *([("start-up", pinned.words)] if pinned is not None and pinned.high_s >= _WORTH_WAITING_S else []),
         (
             "busy per step",
             ", ".join(f"{name} {format_seconds(s)}" for name, s in prediction.seconds_by_label),
@@ -97,6 +99,7 @@ def prediction_data(prediction: Prediction) -> dict[str, Any]:
         "bottleneck": prediction.bottleneck,
         "device_bytes": prediction.footprints.largest.device_bytes,
         "host_bytes": prediction.footprints.fullest.size_bytes,
+        "pinning": None if prediction.pinning is None else prediction.pinning._asdict(),
         "memory_parts": list(prediction.footprints.largest.parts),
         "seconds_by_label": dict(prediction.seconds_by_label),
         "profile_origin": prediction.profile_origin,
