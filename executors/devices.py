@@ -68,6 +68,11 @@ def device_module(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
+def select_device(device: torch.device) -> None:
+    """Let this thread's kernels go to a device: by its kind, since torch 2.6 has another name for it than later ones."""
+    device_module(device).set_device(device)
+
+
 @contextmanager
 def on_stream(stream: torch.Stream) -> Iterator[None]:
     """Let kernels of this thread go to a stream for a while."""

@@ -99,6 +99,7 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
     import torch
     import torch.distributed as dist
 
+    from executors.devices import select_device
     from executors.ranks.accelerators import backends_of, own_accelerator, watchdog_settings
     from executors.ranks.gloo import shared_gloo
     from executors.ranks.missing_ranks import MissingRanks, answering
@@ -111,7 +112,7 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
         os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
     backend = shared_gloo()
     if device_type != "cpu":
-        torch.accelerator.set_device_index(own_accelerator(device_type, info))
+        select_device(own_accelerator(device_type, info))
         os.environ |= watchdog_settings(timeout_s)
     store = _store(info, timeout)
     # Whoever comes late, or never, is named by those who came: the roll is called in the store, before there is a group.

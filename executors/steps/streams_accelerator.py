@@ -12,7 +12,7 @@ from torch import Tensor
 
 from costmodel.memory import pinned_slabs
 from executors.device_scalars import DeviceScalar, ScalarReading
-from executors.devices import device_module, device_named, on_stream
+from executors.devices import device_module, device_named, on_stream, select_device
 from executors.steps.streams import Backend, Measured, Task, Ticket, failure_of
 from topology.errors import RunError, ZosimError
 from zosim.instructions import Buffer, Instruction, Part, Space, Stream
@@ -72,7 +72,7 @@ class _Thread(threading.Thread):
         done.wait()
 
     def run(self) -> None:
-        torch.accelerator.set_device_index(self._device)
+        select_device(self._device)
         with torch.no_grad():
             while (job := self._jobs.get()) is not None:
                 job()
@@ -96,7 +96,7 @@ class AcceleratorBackend(Backend):
 
     def __init__(self, device: str) -> None:
         self.device = device_named(device)
-        torch.accelerator.set_device_index(self.device)
+        select_device(self.device)
         self._streams = {
             # What a model's own code launches without a word goes where compute does.
             stream: torch.accelerator.current_stream(self.device)

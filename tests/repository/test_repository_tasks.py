@@ -133,3 +133,62 @@ def test_full_adds_the_slow_tests_to_all_or_to_those_named(
     quick, full, *named = [command for command in commands if command[0] == "pytest"]
     assert full == [*quick, "--run-slow"]
     assert named == [["pytest", "tests/zosim"], ["pytest", "--run-slow", "tests/zosim"]]
+
+
+@pytest.fixture
+def here(environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module ``.ci/here.py``, beside a Python whose packages the test names, by version."""
+    monkeypatch.delitem(sys.modules, "here", raising=False)
+    import here as module
+
+    has = {
+        "torch": "2.11.0+cu130",
+        "pydantic": "2.9",
+        "simpy": "4.1",
+        "numpy": "2.1",
+        "rich": "13.7",
+        "typer": "0.12",
+    }
+    has |= {"scipy": "1.12", "psutil": "6.0", "pyyaml": "6.0", "networkx": "3.4", "transformers": "5.0"}
+    has |= {"safetensors": "0.5", "tokenizers": "0.22"}
+    monkeypatch.setattr(module, "_version_of", has.get)
+    monkeypatch.setattr(module, "PACKAGES", tmp_path / "packages")
+    module.has = has  # type: ignore[attr-defined]
+    return module
+
+
+def test_what_this_python_lacks_is_said_at_once_and_how_to_bring_it(here: ModuleType) -> None:
+    here.has["pydantic"] = "2.6"
+    with pytest.raises(here.environment.SetupError) as raised:
+        here.prepared(["--stop-after-s", "580"])
+    assert "lacks pydantic>=2.7, without" in raised.value.message
+    assert "pip download --dest wheels 'pydantic>=2.7'" in raised.value.hint
+    here.has["pydantic"] = "2.7"
+    assert here.prepared(["--stop-after-s", "580"]) == ["--stop-after-s", "580"]
+    here.has["torch"] = "2.14.0"
+    assert here.missing() == ["torch>=2.6,<2.14"]
+
+
+def test_wheels_of_a_folder_are_put_beside_the_tree_but_for_what_is_there(
+    here: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del here.has["simpy"]
+    for name in ("simpy-4.1.1", "torch-2.13.0", "markdown_it_py-3.0", "pydantic-2.9"):
+        (tmp_path / f"{name}-py3-none-any.whl").touch()
+    commands: list[list[str]] = []
+
+    def pip(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        here.has["simpy"] = "4.1.1"
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(here.subprocess, "run", pip)
+    assert here.prepared(["--find-links", str(tmp_path), "--folder", "x"]) == ["--folder", "x"]
+    (command,) = commands
+    assert "--no-index" in command
+    assert [Path(word).name.split("-")[0] for word in command if word.endswith(".whl")] == [
+        "markdown_it_py",
+        "simpy",
+    ]
+    with pytest.raises(here.environment.SetupError, match="is no folder"):
+        here.prepared(["--find-links", str(tmp_path / "none")])

@@ -167,7 +167,6 @@ def _torch_accelerator(device: Device) -> dict[str, Any]:
         "is_available": lambda: True,
         "current_accelerator": lambda **_: torch.device("cuda"),
         "device_count": lambda: 1,
-        "set_device_index": lambda _: None,
         "current_device_index": lambda: 0,
         "current_stream": device.current_stream,
         "set_stream": device.set_stream,
