@@ -244,10 +244,12 @@ def test_a_message_of_a_device_is_waited_for_once_and_taken_apart_without_waitin
         torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0)),
     )
     with simulated() as device:
-        messages = messages_of([codec.quantised(numbers.cuda(), generator_on("cuda", 1)) for _ in range(2)])
-        assert device.synchronisations.total() == 1
+        there = [numbers.cuda() for _ in range(2)]
+        before = device.synchronisations.total()
+        messages = messages_of([codec.quantised(each, generator_on("cuda", 1)) for each in there])
+        assert device.synchronisations.total() == before + 1
         there = decode(messages[0], shape=(3, 5, 8), device="cuda:0")
-        assert device.synchronisations.total() == 1
+        assert device.synchronisations.total() == before + 1
         assert there.is_cuda
         assert torch.equal(there.cpu(), decode(messages[1]))
     assert device.findings == []

@@ -82,10 +82,16 @@ def test_zo2s_own_step_is_timed_where_its_package_is(tmp_path, monkeypatch):
 
 
 def test_a_part_that_has_too_little_time_left_is_left_for_another(tmp_path, monkeypatch):
-    monkeypatch.setattr(hour, "parts_of", lambda _: [Part("one", "one", lambda _: {})])
-    run = hour.in_processes([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, 600)
+    both = [Part("quick", "quick", lambda _: {}), Part("slow", "slow", lambda _: {})]
+    monkeypatch.setattr(hour, "parts_of", lambda _: both)
+    slow = hour.in_processes([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, 600)
+
+    def run(part, left_s):
+        return {} if part.name == "quick" else slow(part, left_s)
+
     assert not hour.spend(Setting(folder=tmp_path), run, stop_after_s=0.2, say=print)
-    assert not (tmp_path / "one.json").exists()
+    assert (tmp_path / "quick.json").exists()
+    assert not (tmp_path / "slow.json").exists()
 
 
 def test_a_part_that_had_all_the_time_there_was_is_given_up_until_there_is_more(tmp_path, monkeypatch):
