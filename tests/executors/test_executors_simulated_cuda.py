@@ -184,22 +184,28 @@ def test_a_run_is_resumed_from_its_log(tmp_path):
         assert [row[name] for row in rows] == [row[name] for row in rows_of(tmp_path / "parts")]
 
 
-@pytest.mark.parametrize("codec", ["none", "q8:affine-zero:token"])
-def test_stages_on_one_device_leave_nothing_to_chance(codec):
-    case = staged.Case(("block.0.mlp",), codec=codec) if codec != "none" else staged.Case(("block.0",))
+STAGES = {
+    "stages": staged.Case(("block.0",)),
+    "stages, inputs of 8 bits": staged.Case(("block.0.mlp",), codec="q8:affine-zero:token"),
+}
+
+
+def all_stages(device, case):
+    """Return what the stages of a case find on one device."""
     plan, models = case.plan(), [case.made() for _ in range(2)]
+
+    def rank(number, communicator):
+        options = {"communicator": communicator, "learning_rate": 1e-2, "device": "cuda:0"}
+        with seen_by(device), Session(plan, models[number], **options) as session:
+            return [session.step(batch).projected_gradients for batch in batches(3, size=staged.SIZE)]
+
+    return on_all_ranks(plan, rank)
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_stages_on_one_device_leave_nothing_to_chance(case):
     with simulated() as device:
-
-        def rank(number, communicator):
-            with (
-                seen_by(device),
-                Session(
-                    plan, models[number], communicator=communicator, learning_rate=1e-2, device="cuda:0"
-                ) as session,
-            ):
-                return [session.step(batch).projected_gradients for batch in batches(3, size=staged.SIZE)]
-
-        first, last = on_all_ranks(plan, rank)
+        first, last = all_stages(device, STAGES[case])
     assert first == last
     assert device.findings == []
 
@@ -302,6 +308,9 @@ def test_buffers_that_are_given_back_too_soon_are_found(monkeypatch):
 
 BACKEND = "executors.steps.streams_accelerator:AcceleratorBackend"
 INTERPRETER = "executors.steps.interpreter:Interpreter"
+READING = "executors.device_scalars:ScalarReading"
+CROSSINGS = "executors.steps.ops.codec:Crossings"
+EXCHANGES = "executors.steps.ops.exchange:Exchanges"
 UNTIED = {"residency": {"blocks": "offloaded", "edges": "offloaded"}, "schedule": {"update": "delayed"}}
 FAULTS = {
     "an event is recorded on another stream": ("offloaded", f"{BACKEND}._issue", "end.record(stream)", "end.record(self._streams[Stream.COMPUTE])"),
@@ -319,15 +328,44 @@ FAULTS = {
     "a number is read before it has come": ("resident", "executors.device_scalars:ScalarReading.numbers", "self._copied.synchronize()", "pass"),
     "a number's event is recorded elsewhere": ("resident", "executors.device_scalars:ScalarReading.__init__", "torch.accelerator.current_stream(numbers.device)", "torch.cuda.Stream()"),
     "others are not waited for": ("data, shared", f"{BACKEND}._issue", "            ticket.wait()", "            pass"),
+    "a message is read before it has come": ("stages, inputs of 8 bits", "executors.codecs.codec:_on_host", ".cpu()", ".to('cpu', non_blocking=True)"),
+    "a staging buffer is used again": ("stages, inputs of 8 bits", "executors.codecs.codec:_on_device", "staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)", "staged = globals().setdefault(f'kept {sum(sizes)}', torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True))"),
+    "shares are gathered on another stream": ("perturb, sliced", f"{EXCHANGES}._gather_shares", "ranks.all_gather(", "torch.accelerator.set_stream(torch.Stream()); ranks.all_gather("),
+    "slots of one size share memory": ("offloaded", f"{BACKEND}.allocate", "memory = torch.empty(num_elements, dtype=dtype, device=self.device)", "memory = self.__dict__.setdefault((num_elements, dtype), torch.empty(num_elements, dtype=dtype, device=self.device))"),
+}  # fmt: skip
+MORE_FAULTS = {
+    "kernels go to another stream than their event": ("offloaded", f"{BACKEND}._issue", "with on_stream(stream):", "with on_stream(torch.Stream(self.device)):"),
+    "an event is made anew before it is handed on": ("offloaded", f"{BACKEND}._issue", "issued.issue(end)", "issued.issue(torch.Event(self.device))"),
+    "every copy has a stream of its own": ("offloaded", f"{BACKEND}.copy", "target.copy_(source, non_blocking=True)", "with on_stream(torch.Stream(self.device)): target.copy_(source, non_blocking=True)"),
+    "a number is copied on a stream of its own": ("resident", f"{READING}.__init__", "self._here.copy_(", "torch.accelerator.set_stream(torch.Stream()); self._here.copy_("),
+    "a number is copied behind its event": ("resident", f"{READING}.__init__", "self._copied.record(torch.accelerator.current_stream(numbers.device))", "self._copied.record(torch.accelerator.current_stream(numbers.device)); self._here.copy_(numbers, non_blocking=True)"),
+    "a flush does not drain": ("offloaded", f"{INTERPRETER}.flush", "self.backend.drain()", "pass"),
+    "nothing of the same step is waited for": ("offloaded", f"{INTERPRETER}._task", "[now[name] for name in item.waits]", "[]"),
+    "losses are read before they have come": ("perturb", f"{EXCHANGES}._pack", ".cpu() if own", ".to('cpu', non_blocking=True) if own"),
+    "an update goes to a stream beside": ("resident", "executors.steps.arithmetic:Sweeper.update", "self._sweep(", "torch.accelerator.set_stream(torch.Stream()); self._sweep("),
+    "a direction is drawn beside its stream": ("offloaded, ahead", "executors.steps.ops.draw:Draws._scaling", 'self._device.type == "cpu"', "torch.accelerator.set_stream(torch.Stream()) is not None"),
+    "others are told when work is issued": ("data, shared", f"{BACKEND}._issue", 'self._thread(f"{task.instruction.stream}-done").put(partial(_tell, end, task.done))', "task.done()"),
+}  # fmt: skip
+FREED = {
+    "memory goes back when one stream is through": ("offloaded, fresh slots", f"{BACKEND}.free", "torch.accelerator.synchronize(self.device)", "self._streams[Stream.COMPUTE].synchronize()"),
+    "what is received is not borrowed": ("stages", f"{CROSSINGS}._tensors", "self._backend.borrow(message.data)", "pass"),
+    "what is sent is not borrowed": ("stages", f"{CROSSINGS}.send", "self._backend.borrow(message.data)", "pass"),
+}  # fmt: skip
+WAITING = {
+    "buffers of the host are not pinned": ("offloaded", f"{BACKEND}.reserve", "pin_memory=True", "pin_memory=False"),
+    "a number's place is not pinned": ("resident", f"{READING}.__init__", "pin_memory=True", "pin_memory=False"),
+    "what ranks share is pinned in part": ("data, shared", "executors.ranks.host_memory:HostMemory.pin", "address, self.size_bytes, 0", "address, self.size_bytes // 2, 0"),
+    "an update takes its number from the host": ("resident", "executors.steps.arithmetic:Sweeper.update", "gradient.factor(theta.dtype) if isinstance(gradient, DeviceScalar) else gradient", "float(gradient)"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_streams_events_or_buffers_is_found(fault):
-    placement, *where = FAULTS[fault]
-    with Mutant(fault, *where).apply(), simulated() as device:
+def ran(placement):
+    """Return the device on which a placement has trained."""
+    with simulated() as device:
         if placement in SEVERAL:
             all_ranks(device, SEVERAL[placement])
+        elif placement in STAGES:
+            all_stages(device, STAGES[placement])
         else:
             model = model_of("opt-untied" if placement == "edges" else "opt", num_hidden_layers=2)
             plan = plan_of(model, **(PLACEMENTS | {"edges": UNTIED})[placement])
@@ -335,7 +373,36 @@ def test_a_fault_in_streams_events_or_buffers_is_found(fault):
                 begun = [session.begin_step(batch) for batch in batches(3)]
                 assert all(step.record() for step in begun)
                 session.digest()
-    assert {finding.kind for finding in device.findings} == {"race"}
+    return device
+
+
+@pytest.mark.parametrize(
+    "fault", [*FAULTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_FAULTS)]
+)
+def test_a_fault_in_streams_events_or_buffers_is_found(fault):
+    placement, *where = (FAULTS | MORE_FAULTS)[fault]
+    with Mutant(fault, *where).apply():
+        device = ran(placement)
+    assert "race" in {finding.kind for finding in device.findings}
+
+
+@pytest.mark.parametrize("fault", FREED)
+def test_memory_that_is_given_back_too_soon_is_found(fault):
+    placement, *where = FREED[fault]
+    with Mutant(fault, *where).apply():
+        device = ran(placement)
+    assert {finding.kind for finding in device.findings} == {"freed"}
+
+
+@pytest.mark.parametrize("fault", [pytest.param(name, marks=pytest.mark.slow) for name in WAITING])
+def test_a_fault_that_only_makes_the_host_wait_is_counted(fault):
+    placement, *where = WAITING[fault]
+    right = ran(placement)
+    with Mutant(fault, *where).apply():
+        wrong = ran(placement)
+    counts = [(device.synchronisations.total(), device.standstills.total()) for device in (right, wrong)]
+    assert counts[0] < counts[1]
+    assert wrong.findings == []
 
 
 WRONG_NUMBERS = {

@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from executors.randomness import directions
 from executors.ranks.host_memory import HostMemory
+from executors.ranks.messages import Packed
 from executors.steps import streams_accelerator
 from executors.steps.streams import Task
 from proofs_checks import ranks
@@ -44,7 +46,15 @@ __all__ = ["Device", "Finding", "seen_by", "simulated"]
 
 @contextlib.contextmanager
 def seen_by(device: Device) -> Iterator[None]:
-    """Let the calling thread find the device: every thread of a test that uses torch has to ask for it."""
+    """Let the calling thread, which is a rank, find the device, and a default stream of its own as if it were another."""
+    device.host.default = device.new_stream()
+    with _seen_by(device):
+        yield
+
+
+@contextlib.contextmanager
+def _seen_by(device: Device) -> Iterator[None]:
+    """Let the calling thread find the device."""
     with Devices(device), Kernels(device):
         yield
     device.end_thread()
@@ -61,7 +71,7 @@ def simulated() -> Iterator[Device]:
         for cached in directions_known:  # tensors of the device, by formats
             cached.cache_clear()
             stack.callback(cached.cache_clear)
-        with seen_by(device):
+        with _seen_by(device):
             yield device
 
 
@@ -144,7 +154,7 @@ def _torch_cuda(device: Device) -> dict[str, Any]:
         "CUDAGraph": lambda *args, **kwargs: Graph(device, *args, **kwargs),
         "graph_pool_handle": lambda: (0, next(POOLS)),
         "stream": device.on_stream,
-        "default_stream": lambda _=None: device.streams[0],
+        "default_stream": device.default_stream,
         "current_stream": device.current_stream,
         "synchronize": device.synchronize,
         "empty_cache": lambda: None,
@@ -187,25 +197,38 @@ def _draws(device: Device, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Queue:
-    """A queue between threads: who takes something knows what its putter knew, and its stream what that one's had come to."""
+    """A queue between threads: who takes something knows what its putter knew.
+
+    Numbers that go from device to device are sent and received by kernels, as NCCL does it: one reads them on the sender's stream,
+    and another, which waits for it, writes them to memory of the receiver.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._queue: SimpleQueue[tuple[Clock, Clock, Any]] = SimpleQueue()
 
     def put(self, item: Any) -> None:
-        device = self._device
-        memory = device.memory_of(item) if isinstance(item, torch.Tensor) else None
-        if memory is not None:
-            memory.recorded.update(stream.name for stream in device.streams)
-        self._queue.put((dict(device.host.clock), dict(device.current_stream().clock), item))
+        clock: Clock = {}
+        if isinstance(item, Packed):
+            stream = self._device.launch()
+            self._device.touch(item.data, "a message that is sent", writes=False, stream=stream)
+            clock, item = dict(stream.clock), Packed(_copied(item.data), item.formats)
+        self._queue.put((dict(self._device.host.clock), clock, item))
 
     def get(self, timeout: float | None = None) -> Any:
-        host, stream, item = self._queue.get(timeout=timeout)
+        host, clock, item = self._queue.get(timeout=timeout)
         merge(self._device.host.clock, host)
-        if isinstance(item, torch.Tensor):  # received, as NCCL does, by a kernel that waits for the sender's
-            merge(self._device.current_stream().clock, stream)
+        if isinstance(item, Packed):
+            stream = self._device.launch()
+            merge(stream.clock, clock)
+            self._device.allocate(item.data, "device")
+            self._device.touch(item.data, "a message that is received", writes=True, stream=stream)
         return item
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return tensor.clone()
 
 
 def _threads(device: Device) -> Iterator[tuple[Any, str, Any]]:
@@ -231,7 +254,7 @@ def _threads(device: Device) -> Iterator[tuple[Any, str, Any]]:
     real_run, real_issue = streams_accelerator._Thread.run, streams_accelerator.AcceleratorBackend._issue
 
     def run(self: Any) -> None:
-        with seen_by(device):
+        with _seen_by(device):
             real_run(self)
 
     def issue(self: Any, task: Task, issued: Any) -> None:

@@ -189,6 +189,7 @@ class HostThread(threading.local):
     def __init__(self) -> None:
         self.clock: Clock = {}
         self.stream: Stream | None = None
+        self.default: Stream | None = None
         self.instruction: str | None = None
         self.makes_on_device = False
         self.graph: Any = None
@@ -205,7 +206,7 @@ class Device:
     synchronisations : Counter
         How often the host waited for the device, by instruction and by what it waited for.
     standstills : Counter
-        Those of them after which the stream of the computation, the first, had nothing left to do.
+        Those of them after which the stream of the computation, the thread's default one, had nothing left to do.
     allocated_bytes, peak_bytes : int
         As the caching allocator counts them.
     pinned_bytes, pinned_taken_bytes : int
@@ -234,8 +235,11 @@ class Device:
 
     # -- streams -----------------------------------------------------------------------------------------------
 
+    def default_stream(self, _: object = None) -> Stream:
+        return self.host.default or self.streams[0]
+
     def current_stream(self, _: object = None) -> Stream:
-        return self.host.stream or self.streams[0]
+        return self.host.stream or self.default_stream()
 
     def new_stream(self, *_: object, **__: object) -> Stream:
         with self._lock:
@@ -266,7 +270,7 @@ class Device:
         merge(self.host.clock, clock)
         with self._lock:
             self.synchronisations[self.host.instruction, why] += 1
-            computing = self.streams[0].name
+            computing = self.default_stream().name
             if clock.get(computing, 0) >= self._numbers[computing]:
                 self.standstills[self.host.instruction, why] += 1
 

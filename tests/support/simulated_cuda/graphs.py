@@ -70,7 +70,7 @@ class Graph:
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         del capture_error_mode
-        if self._simulated.current_stream() is self._simulated.streams[0]:
+        if self._simulated.current_stream() is self._simulated.default_stream():
             raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
         self._pool = pool if pool is not None else (0, next(POOLS))
         self._generators = [(generator, generator.get_state()) for generator, _ in self._generators]
