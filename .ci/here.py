@@ -18,11 +18,19 @@ PACKAGES = environment.ROOT / "build" / "here"
 _UNUSED = {"markdown-it-py", "matplotlib", "constriction"}
 """Dependencies that no part of a first hour imports."""
 
+_WITHOUT = {
+    "nvidia-ml-py": "clocks and power are not read",
+    "pytest": "the tests that need a device are left out",
+}
+"""What is missing where a package is that no part has to have."""
+
 _FIND_LINKS = "--find-links"
 
 
 def prepared(arguments: list[str]) -> list[str]:
     """Return the other arguments, once this Python has what a first hour needs: out of a folder of wheels, if one is named.
+
+    What it can do without is said, too.
 
     Raises
     ------
@@ -43,13 +51,16 @@ def prepared(arguments: list[str]) -> list[str]:
     if folder is not None and missing():
         _install_from(folder.resolve())
     if lacking := missing():
-        words = " ".join(f"'{requirement}'" for requirement in lacking)
+        words = " ".join([*(f"'{requirement}'" for requirement in lacking), *_WITHOUT])
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise environment.SetupError(
             f"{sys.executable} lacks {', '.join(lacking)}, without which no part can begin",
             f"with Python {version} on a machine like this one that has an index: pip download --dest wheels {words}\n"
             f"      then bring that folder here: python3 .ci/tasks.py gpu --here {_FIND_LINKS} wheels",
         )
+    for name, consequence in _WITHOUT.items():
+        if _version_of(name) is None:
+            print(f"== without {name}: {consequence}", file=sys.stderr, flush=True)
     return rest
 
 

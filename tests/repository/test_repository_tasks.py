@@ -157,14 +157,18 @@ def here(environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return module
 
 
-def test_what_this_python_lacks_is_said_at_once_and_how_to_bring_it(here: ModuleType) -> None:
+def test_what_this_python_lacks_is_said_at_once_and_how_to_bring_it(
+    here: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     here.has["pydantic"] = "2.6"
     with pytest.raises(here.environment.SetupError) as raised:
         here.prepared(["--stop-after-s", "580"])
     assert "lacks pydantic>=2.7, without" in raised.value.message
     assert "pip download --dest wheels 'pydantic>=2.7'" in raised.value.hint
     here.has["pydantic"] = "2.7"
+    here.has["nvidia-ml-py"] = "13.0"
     assert here.prepared(["--stop-after-s", "580"]) == ["--stop-after-s", "580"]
+    assert capsys.readouterr().err == "== without pytest: the tests that need a device are left out\n"
     here.has["torch"] = "2.14.0"
     assert here.missing() == ["torch>=2.6,<2.14"]
 
