@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor
 
 from costmodel.codecs import CodecSpec
-from executors.codecs.grids import Doubt, Fitted, ask_at_once, fit, fitted
+from executors.codecs.grids import Doubt, Doubting, Fitted, ask_at_once, fit, fitted
 from executors.randomness.quantisers import rounded_at_random
 from topology.errors import CodecError
 
@@ -79,7 +79,7 @@ def quantise(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None
         return Quantised(spec, shape, tensor.dtype, symbols, ())
     grid_dtype = grid_format(tensor.dtype)
     doubts: list[Doubt] = []
-    asks = ask_at_once if rows.device.type == "cpu" else doubts.append
+    asks: Doubting = ask_at_once if rows.device.type == "cpu" else doubts.append
     parameters = fit(rows, spec, grid_dtype, asks)
     grids = fitted(parameters, spec)
     source, target = _laid_out(rows, spec), _laid_out(symbols, spec)

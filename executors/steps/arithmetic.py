@@ -194,7 +194,7 @@ class Sweeper:
             By tensor.
         """
         dtype = thetas[0].dtype if thetas else torch.float32
-        factors = {
+        factors: dict[int, float | Tensor] = {
             id(gradient): gradient.factor(dtype) if isinstance(gradient, DeviceScalar) else gradient
             for gradient in gradients
         }

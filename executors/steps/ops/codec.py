@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 from costmodel.codecs import codec_spec
 from costmodel.model_spec import FRONT
-from executors.codecs import codec_of, decode, messages_of
+from executors.codecs import Quantised, codec_of, decode, messages_of
 from executors.codecs.container import length_of
 from executors.models.halves import Halfway, Handed
 from executors.randomness.rng import generator_on, mixed
@@ -70,7 +70,7 @@ class Crossings:
                 self._made(wire, packed, packed.num_bytes)
                 return
             with _errors_say(where):
-                contents = []
+                contents: list[Quantised | Tensor] = []
                 for number, handed in enumerate(parts):
                     generator = self._generator(frame, wire, number)
                     tensors = _each(handed)
