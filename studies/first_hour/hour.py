@@ -59,7 +59,7 @@ _HAD_S = "had_s"
 def _deserves_more(path: Path, left_s: float) -> bool:
     """Whether a part was given up for want of time, and has more now."""
     kept = read_json_object(path, "what a part found", ZosimError, hint="remove it, and it is made again")
-    return left_s > kept.get(_HAD_S, float("inf")) + 1
+    return left_s > float(kept.get(_HAD_S, float("inf"))) + 1
 
 
 def contents_of(setting: Setting) -> dict[str, Content]:
