@@ -91,7 +91,7 @@ def fit(
     dtype : torch.dtype
         Format of the parameters.
     doubt : callable
-        Told of values that are not finite, of signs that the grid cannot hold, and of spans that the format does not: parameters
+        Gets a doubt about values that are not finite, signs that the grid cannot hold, and spans that the format does not: parameters
         then mean nothing.
 
     Raises
