@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from costmodel import group_parameters, spec_of_config
 from costmodel.families import FAMILIES, Activation, RopeType
+from costmodel.groups import ParameterEntry
 
 SMALL = {
     "hidden_size": 48,
@@ -70,8 +71,15 @@ def test_groups_are_those_of_the_real_model(family, overrides):
         (module, module.weight.shape[::-1]) for module in model.modules() if isinstance(module, Conv1D)
     ]
     linears = {id(module.weight): tuple(shape) for module, shape in layers}
+    table = model.get_input_embeddings().weight
     real = group_parameters(
-        (name, _segments(name, tied=spec.tied_head), tuple(p.shape), True, linears.get(id(p)))
+        ParameterEntry(
+            name,
+            _segments(name, tied=spec.tied_head),
+            tuple(p.shape),
+            linear=linears.get(id(p)),
+            is_table=p is table,
+        )
         for name, p in registered
     )
     assert spec.groups == real

@@ -10,11 +10,11 @@ from topology import (
     from_hwloc_xml,
     from_nccl_xml,
     from_nvidia_smi_topo,
-    lint,
     load_preset,
     loads,
 )
 from topology.importers.smi import parse_topo_matrix
+from topology.lint import lint
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -6,7 +6,7 @@ A slot of 64 bytes for the whole run, and a hidden state of 8 that is there from
 last:
 
 >>> from zosim.contents import Named
->>> from zosim.instructions import Access, Stream
+>>> from zosim.instructions import Access, Buffer, Stream
 >>> from zosim.operations import Load
 >>> slot = Buffer("slot.0", Space.DEVICE, 64, "slots", "float32")
 >>> hidden = Buffer("hidden", Space.DEVICE, 8, "activations", "float32", dynamic=True)
