@@ -138,8 +138,8 @@ def matrix(claims: tuple[Claim, ...], context: Context) -> Iterator[FaultRow]:
 
     Notes
     -----
-    A claim that does not call the changed function cannot notice: which functions claims call is recorded while they run
-    without a fault, and the others are not run. A fault of a constant is tried on all.
+    A claim that neither calls the changed function, nor one that names the changed constant, cannot notice: which functions
+    claims call is recorded while they run without a fault, and the others are not run.
     """
     planted = replace(context, size="quick")
     sound = {}
@@ -149,13 +149,13 @@ def matrix(claims: tuple[Claim, ...], context: Context) -> Iterator[FaultRow]:
     for mutant in dict.fromkeys(mutant for claim in claims for mutant in claim.mutants):
         verdicts: dict[str, FaultVerdict]
         try:
-            changed = mutant.code
+            reached = {name for name, (_, codes) in sound.items() if mutant.is_reached_by(codes)}
             with mutant.apply():
                 verdicts = {
-                    claim.name: _noticed(claim.run(planted), verdict)
-                    if changed is None or changed in codes
+                    claim.name: _noticed(claim.run(planted), sound[claim.name][0])
+                    if claim.name in reached
                     else "not reached"
-                    for claim, (verdict, codes) in zip(claims, sound.values(), strict=True)
+                    for claim in claims
                 }
         except MutantError:
             verdicts = dict.fromkeys(sound, "does not apply")

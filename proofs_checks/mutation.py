@@ -12,6 +12,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -48,11 +49,13 @@ class Mutant:
         """The change in words."""
         return f"{self.target}: `{self.old}` becomes `{self.new}`"
 
-    @property
-    def code(self) -> CodeType | None:
-        """What is changed while the fault is not in force: a function's code, None of a constant."""
+    def is_reached_by(self, codes: AbstractSet[CodeType]) -> bool:
+        """Return whether functions that were called, while the fault was not in force, run or read what it changes."""
         shipped = _target(self.target)
-        return shipped.__code__ if isinstance(shipped, FunctionType) else None
+        if isinstance(shipped, FunctionType):
+            return shipped.__code__ in codes
+        name = self.target.rpartition(":")[2]
+        return any(name in code.co_names for code in codes)
 
     def apply(self) -> AbstractContextManager[None]:
         """Return a context in which the shipped function has the fault.

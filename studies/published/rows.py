@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 
+from proofs_checks.printed_cells import REQUIRED, printed_rows
 from zosim.applications.validation.tables import RowsError, TableRow, read_table, write_table
 
 __all__ = ["PublishedRow", "RowsError", "read_rows", "shipped_rows", "write_rows"]
-
-REQUIRED = (
-    "paper", "table", "model", "method", "gpus", "gpu_type", "batch_size", "seq_len", "precision", "quantity", "unit",
-)  # fmt: skip
-"""Columns without which a row says too little; `value` and `note` may be left out like any other."""
 
 QUANTITIES = ("throughput", "memory", "memory_per_gpu", "upload_rate", "offload_rate")
 """What can be predicted."""
@@ -93,13 +88,11 @@ def read_rows(path: str | Path) -> list[PublishedRow]:
 
 def shipped_rows(paper: str | None = None) -> list[PublishedRow]:
     """Return the rows that ship with the project, of one paper or of all, tables in order."""
-    folder = resources.files("studies.published") / "data"
-    names = sorted(item.name for item in folder.iterdir() if item.name.endswith(".csv"))
-    rows: list[PublishedRow] = []
-    for name in names:
-        with resources.as_file(folder / name) as path:
-            rows += read_rows(path)
-    return [row for row in rows if paper is None or row["paper"] == paper]
+    return [
+        PublishedRow(row.fields, row.where)
+        for row in printed_rows()
+        if paper is None or row["paper"] == paper
+    ]
 
 
 def write_rows(path: str | Path, rows: Sequence[PublishedRow], added: Sequence[Mapping[str, str]]) -> None:
