@@ -164,7 +164,7 @@ def buy(
     Raises
     ------
     ZosimError
-        If a machine, model or price table cannot be read, or a limit is none.
+        If a machine, model or price table cannot be read, or a budget is no sum of money, a deadline no time.
     """
     table = shipped_prices() if prices is None else load_prices(prices)
     job = Job(

@@ -232,7 +232,13 @@ class Market:
 
 
 def plain(value: float) -> str:
-    """Return three digits of a number at least, without an exponent."""
+    """Return a number in words: three digits of it, more where it is 1,000 or larger, never an exponent.
+
+    Examples
+    --------
+    >>> plain(0.12345), plain(12345.6)
+    ('0.123', '12,346')
+    """
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -93,7 +93,13 @@ class MemoryRoom:
 
 
 def percent(times: float) -> str:
-    """Return a factor as what it adds or takes away."""
+    """Return a factor as what it adds or takes away.
+
+    Examples
+    --------
+    >>> percent(2.0), percent(0.91), percent(0.997)
+    ('+100%', '-9%', '-0.3%')
+    """
     change = times - 1
     return f"{change:+.0%}" if abs(change) >= _WORTH_SAYING else f"{change:+.1%}"
 

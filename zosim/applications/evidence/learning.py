@@ -170,7 +170,7 @@ def _with_company(spans: Iterable[Span], *, is_cpu: bool) -> Iterator[tuple[Span
 
 
 def _near(listed: list[Span], number: int) -> Iterator[Span]:
-    """Yield the spans that overlap one of a list in the order of their starts."""
+    """Yield the spans that overlap the one at `number`; `listed` is in the order of starts."""
     span = listed[number]
     for later in listed[number + 1 :]:
         if later.start_s >= span.end_s:

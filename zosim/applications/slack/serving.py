@@ -158,6 +158,22 @@ def closed_mean_s(server: Server, rate_per_s: float, policy: Policy) -> float | 
     """Return the mean latency of requests that arrive at random, each served alone; None where no formula is known.
 
     A cancelled probe takes nothing from them. Infinite where more arrives than is served.
+
+    Parameters
+    ----------
+    server : Server
+    rate_per_s : float
+        Requests a second, on average.
+    policy : {"none", "whole", "parts", "cancel"}
+
+    Examples
+    --------
+    Requests of 10 ms keep the server busy for half of its time, so they wait 5 ms for each other. Beside probes of 40 ms that are
+    done to their ends they wait half a probe more:
+
+    >>> server = Server(batch_s=0.0, request_s=0.01, max_batch=1, probe_s=0.04)
+    >>> [round(closed_mean_s(server, 50.0, policy), 6) for policy in ("none", "whole")]
+    [0.015, 0.035]
     """
     if server.max_batch != 1:
         return None
@@ -170,7 +186,22 @@ def closed_mean_s(server: Server, rate_per_s: float, policy: Policy) -> float | 
 
 
 def closed_steps_per_hour(server: Server, rate_per_s: float, policy: Policy) -> float | None:
-    """Return the probes that fit into an hour beside requests served alone; None where no formula is known."""
+    """Return the probes that fit into an hour beside requests served alone; None where no formula is known.
+
+    Parameters
+    ----------
+    server : Server
+    rate_per_s : float
+        Requests a second, on average.
+    policy : {"none", "whole", "parts", "cancel"}
+
+    Examples
+    --------
+    Half of an hour is left, in probes of 40 ms:
+
+    >>> closed_steps_per_hour(Server(batch_s=0.0, request_s=0.01, max_batch=1, probe_s=0.04), 50.0, "whole")
+    45000.0
+    """
     if server.max_batch != 1 or policy == "cancel":
         return None
     idle = max(0.0, 1 - rate_per_s * server.service_s(1))

@@ -155,7 +155,7 @@ def finish_times(flows: Sequence[Flow], links: Mapping[str, NetworkLink]) -> lis
 
 
 class _FlowParts(Rows):
-    """Legs of flows: a row each, in the order of the flows."""
+    """Parts of flows: a row each, in the order of the flows."""
 
     def __init__(self, flows: Sequence[Flow], links: Mapping[str, NetworkLink]) -> None:
         number = {name: place for place, name in enumerate(links)}

@@ -13,7 +13,21 @@ from zosim.applications.validation.site import Site, bounded
 
 
 def kernel(row: MeasuredRow, site: Site) -> Forecast:
-    """Return the seconds of a kernel."""
+    """Return the seconds of a kernel, on the first device of a machine.
+
+    Parameters
+    ----------
+    row : MeasuredRow
+        Of a kind that ``WORKS`` has.
+    site : Site
+
+    Raises
+    ------
+    RowsError
+        If a cell that its kind needs is empty, or no number.
+    Unpredictable
+        If its format is none that computes.
+    """
     work, profile = WORKS[row["kind"]](row), site.burst_profile
     return bounded(lambda bound: device_s(estimate(work, profile, bound=bound), profile.device_kind))
 

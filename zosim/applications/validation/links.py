@@ -23,7 +23,15 @@ _DIRECTIONS = {
 
 
 def copy(row: MeasuredRow, site: Site) -> Forecast:
-    """Return the seconds of a transfer between a device and its host's memory, or another device."""
+    """Return the seconds of a transfer between a device and its host's memory, or another device.
+
+    Raises
+    ------
+    RowsError
+        If a cell that it needs is empty, or no number.
+    Unpredictable
+        If its direction is unknown, or the machine has one device where two are needed.
+    """
     direction = _DIRECTIONS.get(row["direction"].lower(), row["direction"])
     size_bytes = row.count("bytes")
     if direction == "d2d":
@@ -46,7 +54,15 @@ def copy(row: MeasuredRow, site: Site) -> Forecast:
 
 
 def message(row: MeasuredRow, site: Site) -> Forecast:
-    """Return the seconds of a message between two ranks; where there are several hosts, of two of them."""
+    """Return the seconds of a message between two ranks, on two hosts where there are several.
+
+    Raises
+    ------
+    RowsError
+        If a cell that it needs is empty, or no number.
+    Unpredictable
+        If the machine has one device.
+    """
     hosts = {site.topology.host_of(device).id: device for device in reversed(site.devices)}
     pair = tuple(reversed(hosts.values()))[:2] if len(hosts) > 1 else site.devices_of(row, 2)
     machines = machines_for(site.topology, pair, site.profile, {"pipeline": ((0, 1),)})
@@ -56,13 +72,31 @@ def message(row: MeasuredRow, site: Site) -> Forecast:
 
 
 def all_reduce(row: MeasuredRow, site: Site) -> Forecast:
-    """Return the seconds of a sum over the first ranks' buffers."""
+    """Return the seconds until each of the first ranks has the sum of their buffers.
+
+    Raises
+    ------
+    RowsError
+        If a cell that it needs is empty, or no number.
+    Unpredictable
+        If there is one rank, or there are more than devices.
+    """
     ring, size_bytes = ring_of(row, site), row.count("bytes")
     return bounded(lambda bound: _call_s(site, bound) + ring.seconds("all_reduce", size_bytes, bound))
 
 
 def all_gather(row: MeasuredRow, site: Site) -> Forecast:
-    """Return the seconds until the first ranks have all shares, or each its sum of them: so many bytes together."""
+    """Return the seconds until each of the first ranks has all shares (``all_gather``), or the sum of its own (``reduce_scatter``).
+
+    The row's bytes are those of all shares together.
+
+    Raises
+    ------
+    RowsError
+        If a cell that it needs is empty, or no number.
+    Unpredictable
+        If there is one rank, or there are more than devices.
+    """
     ring, size_bytes = ring_of(row, site), row.count("bytes")
     return bounded(lambda bound: _call_s(site, bound) + ring.seconds("all_gather", size_bytes, bound))
 
@@ -73,7 +107,15 @@ def _call_s(site: Site, bound: Bound) -> float:
 
 
 def ring_of(row: MeasuredRow, site: Site) -> Ring:
-    """Return the ring of a row's ranks."""
+    """Return the ring of a row's ranks.
+
+    Raises
+    ------
+    RowsError
+        If a cell that it needs is empty, or no number.
+    Unpredictable
+        If there is one rank, or there are more than devices.
+    """
     num_ranks = row.count("ranks")
     if num_ranks < 2:
         raise Unpredictable("a collective of one rank takes no time")

@@ -31,6 +31,14 @@ class Score:
         Of these, measured within the interval.
     widths : tuple of float
         High end over low end of each interval.
+
+    Examples
+    --------
+    Two predictions that are a tenth too large, and one that is half of what was measured, outside its interval:
+
+    >>> score = Score("copies", 3, 0, errors=(0.1, 0.1, -0.5), num_inside=2, widths=(1.2, 1.4, 1.3))
+    >>> score.median, score.signed, round(score.coverage, 2), score.width
+    (0.1, 0.1, 0.67, 1.3)
     """
 
     name: str

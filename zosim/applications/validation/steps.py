@@ -29,7 +29,17 @@ def attention_of(row: MeasuredRow) -> Literal["eager", "sdpa"]:
 
 
 def step(row: MeasuredRow, site: Site) -> Forecast:
-    """Return the seconds of a zeroth-order step."""
+    """Return the seconds of a zeroth-order step, simulated with both ends of the profile's intervals beside.
+
+    Raises
+    ------
+    RowsError
+        If a cell that it needs is empty, or no number.
+    Unpredictable
+        If its method or format is none that is predicted, or it needs more devices than there are.
+    ModelError
+        If it names no model, and brings no configuration.
+    """
     return _timed(_zeroth_order(row, site))
 
 
@@ -39,7 +49,17 @@ def device_memory(row: MeasuredRow, site: Site) -> Forecast:
 
 
 def host_memory(row: MeasuredRow, site: Site) -> Forecast:
-    """Return the bytes that a zeroth-order step takes of its hosts."""
+    """Return the bytes that a zeroth-order step takes of its hosts.
+
+    Raises
+    ------
+    RowsError
+        If a cell that it needs is empty, or no number.
+    Unpredictable
+        If its method or format is none that is predicted, it needs more devices than there are, or nothing of it lies in host memory.
+    ModelError
+        If it names no model, and brings no configuration.
+    """
     subject = _zeroth_order(row, site)
     size = float(sum(host.size_bytes for host in subject.footprints.hosts))
     if not size:
