@@ -36,6 +36,12 @@ OUTER_TILE_ELEMENTS = 1 << 20
 FILLED_ROWS = 32
 """Rows of a sparse direction are filled up to a multiple of so many before they are multiplied."""
 
+EXACT_TERMS = 1 << 10
+"""Products of two bytes, 2**14 at most, whose sum float32 holds exactly: every integer up to 2**24."""
+
+FLOAT_TILE_COLUMNS = 256
+"""Outputs of a product of bytes that is made of numbers, on a CPU without instructions for integers, at a time."""
+
 _TILE_COLUMNS = 64
 """Columns come in multiples of so many."""
 
@@ -305,9 +311,10 @@ def coded_forward_work(
             # That of a sparse direction's rows is made first, and stays.
             made = most + -most % FILLED_ROWS if is_gathered else at_once
             kept = (rows * made * 4 + most * inputs) * is_gathered * is_beside + cast
+            numbers = _numbers_bytes(rows, at_once, inputs) if kernel == "int_mm" else 0
             alive += kept + max(
-                2 * sums + levels,
-                (sums + 2 * rows * made * 4 + levels * is_outer) * is_beside,
+                sums + max(sums, numbers) + levels,
+                (sums + rows * made * 4 + max(rows * made * 4, numbers) + levels * is_outer) * is_beside,
                 sums + rows * at_once * width,
             )
             alive += rows * outputs * width * is_outer
@@ -334,6 +341,12 @@ def coded_forward_work(
             "workspace_bytes": max(work.workspace_bytes, largest),
         }
     )
+
+
+def _numbers_bytes(rows: int, outputs: int, inputs: int) -> int:
+    """Return what numbers made of bytes take at a time where a CPU multiplies them in float32."""
+    at_once, terms, columns = min(rows, TILE_ROWS), min(inputs, EXACT_TERMS), min(outputs, FLOAT_TILE_COLUMNS)
+    return 4 * (at_once * terms + columns * terms + 2 * at_once * columns)
 
 
 def outputs_at_once(outputs: int, inputs: int) -> int:

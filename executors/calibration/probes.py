@@ -26,6 +26,7 @@ from executors.calibration.probing import (
 )
 from executors.devices import device_module
 from executors.formats import TORCH_DTYPES
+from executors.low_bits.exact_products import exact_sums
 from executors.randomness.rng import generator_on
 from executors.steps.arithmetic import Sweeper
 
@@ -111,13 +112,15 @@ def _integer_matmuls(device: torch.device) -> Iterator[Probe]:
         return torch.randint(-127, 128, shape, dtype=torch.int8, device=device, generator=generator)
 
     for m, n, k in INTEGER_SHAPES:
-        x, out = codes(m, k), torch.empty((m, n), dtype=torch.int32, device=device)
+        x = codes(m, k)
         weights = cycle(cold_copies(lambda n=n, k=k: codes(n, k), device))  # type: ignore[misc]
 
-        def run(x: Tensor = x, weights: Iterator[Tensor] = weights, out: Tensor = out) -> None:
-            torch._int_mm(x, next(weights).t(), out=out)
+        def run(x: Tensor = x, weights: Iterator[Tensor] = weights) -> None:
+            exact_sums(x, next(weights))
 
-        work = Work(matmuls=(Matmul(m=m, n=n, k=k, format="int8"),), num_kernels=1)
+        work = Work(
+            matmuls=(Matmul(m=m, n=n, k=k, format="int8"),), elementwise_bytes=8 * m * n, num_kernels=2
+        )
         yield Probe(f"matmul {m}x{n}x{k} int8", work, run)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from costmodel.low_bits import FILLED_ROWS, TILE_ELEMENTS, TILE_ROWS, outputs_at_once, tile_columns
 from executors.low_bits.coded import Coded
+from executors.low_bits.exact_products import exact_sums
 from topology.errors import PlanError
 from zosim.plans import LowBits
 from zosim.plans.low_bits import InputFormat, InputScales, KernelName
@@ -378,7 +379,7 @@ def byte_product(inputs: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
         for matrix in (inputs, weights)
     )
     if inputs.dtype == torch.int8:
-        return torch._int_mm(left, right.T)[: len(inputs), : len(weights)].float().mul_(scales)
+        return exact_sums(left, right)[: len(inputs), : len(weights)].mul_(scales)
     one = torch.ones((), dtype=torch.float32, device=inputs.device)
     product = torch._scaled_mm(left, right.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
     return product[: len(inputs), : len(weights)].mul_(scales)

@@ -18,6 +18,7 @@ import typer
 from torch import Tensor
 from torch.nn.functional import linear
 
+from executors.low_bits.exact_products import exact_sums
 from executors.low_bits.linear import byte_product, coded_inputs
 from executors.steps.heap import keep_freed_memory
 from zosim.console import stdout
@@ -65,7 +66,6 @@ def milliseconds(
     onednn = torch.ops.onednn
     laid_out = cycle([onednn.qlinear_prepack(weight, None) for weight in weights])
     unit, zero = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int64)
-    sums = torch.empty((rows, outputs), dtype=torch.int32)
     # Without AMX oneDNN has no such kernel for inputs with a sign, and takes a second for each product.
     without_sign = codes.to(torch.int16).add_(128).to(torch.uint8)
 
@@ -78,7 +78,7 @@ def milliseconds(
     ways: dict[str, Callable[[], object]] = {
         "float32": lambda: linear(x, next(wide)),
         "bfloat16": lambda: linear(narrow, next(bfloat16)),
-        "int_mm": lambda: torch._int_mm(codes, next(int8).T, out=sums),
+        "int_mm": lambda: exact_sums(codes, next(int8)),
         "qlinear": scaled_inside,
         "laid out": lambda: onednn.qlinear_prepack(next(int8), None),
         "inputs coded": lambda: coded_inputs(narrow, "token"),

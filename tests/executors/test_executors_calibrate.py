@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from costmodel.work import Work
 from executors import pace
 from executors.calibration import calibrate, draw_probes, probes, probing, quiet
 from executors.calibration.exchange_probes import exchange_probes
+from executors.low_bits.exact_products import exact_sums
 from tests.support.waiting import wait_until
 from topology.errors import RunError
 
@@ -74,17 +76,22 @@ def test_products_do_the_flops_they_state(all_probes: list[probing.Probe]) -> No
         assert counter.get_total_flops() == probe.work.flops * probe.num_done, probe.name
 
 
-def test_products_of_integers_are_exact(all_probes: list[probing.Probe]) -> None:
-    calls: list[tuple[Any, ...]] = []
-    patch, real = pytest.MonkeyPatch(), torch._int_mm
-    patch.setattr(torch, "_int_mm", lambda *given, out: calls.append((*given, real(*given, out=out))))
+def test_products_of_integers_are_exact(
+    all_probes: list[probing.Probe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def noted(inputs: Tensor, weights: Tensor) -> Tensor:
+        calls.append((inputs, weights, exact_sums(inputs, weights)))
+        return calls[-1][2]
+
+    monkeypatch.setattr(probes, "exact_sums", noted)
     integers = [p for p in all_probes if p.work.matmuls and p.work.matmuls[0].format == "int8"]
     for probe in integers:
         probe.run()
-    patch.undo()
     assert len(calls) == len(integers) == 2
     for probe, (codes, weights, product) in zip(integers, calls, strict=True):
-        assert torch.equal(product, (codes.double() @ weights.double()).int())
+        assert torch.equal(product, (codes.double() @ weights.double().T).float())
         assert (*product.shape, codes.shape[1]) == tuple(getattr(probe.work.matmuls[0], dim) for dim in "mnk")
 
 
