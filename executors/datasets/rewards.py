@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
 import importlib
-import ipaddress
-import json
 import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +15,12 @@ from torch import Tensor, nn
 from executors.datasets.generation import Generation, continued, prompt_of
 from executors.datasets.objectives import working_directory_importable
 from executors.datasets.prompts import Example
+from executors.json_server import JsonServer, checked_limit_s, late
 from executors.models.model import Batch, TextObjective
 from topology.errors import RunError, ZosimError
-from topology.reading import parse_json
 
 Text = str | list[int]
 """What was generated: text where the model has a tokenizer, tokens elsewhere."""
-
-_MOST_BYTES = 64 << 20
-"""Of an endpoint's answer."""
 
 Reward = Callable[[Sequence[Text], Sequence[Text]], list[float]]
 """Called with prompts and what was made of them; higher is better."""
@@ -50,7 +43,7 @@ def reward_named(name: str, timeout_s: float) -> Reward:
         If there is no such function, or the address is another machine's. The reward raises it for what is late, gone, no number or
         not one number for each text.
     """
-    ask = _in_time(name, _endpoint(name, timeout_s) if "//" in name else _function(name), timeout_s)
+    ask = _endpoint(name, timeout_s) if "//" in name else _in_time(name, _function(name), timeout_s)
 
     def reward(prompts: Sequence[Text], texts: Sequence[Text]) -> list[float]:
         return _checked(name, ask(list(prompts), list(texts)), len(texts))
@@ -125,6 +118,7 @@ def _function(name: str) -> Callable[..., Any]:
 
 def _in_time(name: str, function: Callable[..., Any], timeout_s: float) -> Callable[..., Any]:
     """Return `function`, given up after a while. Its thread cannot be ended, and is left behind."""
+    checked_limit_s(timeout_s, "reward")
 
     def ask(prompts: list[Text], texts: list[Text]) -> Any:
         answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
@@ -139,7 +133,7 @@ def _in_time(name: str, function: Callable[..., Any], timeout_s: float) -> Calla
         try:
             answer, error = answers.get(timeout=timeout_s)
         except queue.Empty:
-            raise _late(name, timeout_s) from None
+            raise late("reward", f"reward {name}", timeout_s) from None
         if isinstance(error, ZosimError):
             raise error
         if error is not None:
@@ -150,50 +144,18 @@ def _in_time(name: str, function: Callable[..., Any], timeout_s: float) -> Calla
 
 
 def _endpoint(url: str, timeout_s: float) -> Callable[..., Any]:
-    try:
-        parts = urlsplit(url)
-        port = parts.port or 80
-    except ValueError as error:  # a host in half a bracket, a port beyond all
-        raise RunError(f"reward {url} is no address: {error}") from None
-    if parts.scheme != "http" or not _is_loopback(parts.hostname or ""):
-        raise RunError(
-            f"reward {url} is not on this machine", hint="an endpoint is http://127.0.0.1:PORT/PATH"
-        )
+    server = JsonServer.at(url, "reward", timeout_s, is_local=True)
 
     def ask(prompts: list[Text], texts: list[Text]) -> Any:
-        connection = http.client.HTTPConnection(parts.hostname or "", port, timeout=timeout_s)
-        try:
-            body = json.dumps({"prompts": prompts, "texts": texts})
-            connection.request("POST", parts.path or "/", body, {"Content-Type": "application/json"})
-            with connection.getresponse() as response:
-                status, raw = response.status, response.read(_MOST_BYTES)
-        except TimeoutError:
-            raise _late(url, timeout_s) from None
-        except (OSError, http.client.HTTPException, UnicodeError) as error:
+        status, answer = server.ask("POST", body={"prompts": prompts, "texts": texts})
+        if status >= 400 or not isinstance(answer, dict) or "rewards" not in answer:
             raise RunError(
-                f"reward {url} cannot be reached: {error or type(error).__name__}",
-                hint="start it; a run (--resume) or a tuning goes on from its log",
-            ) from error
-        finally:
-            connection.close()
-        try:
-            if status >= 400:
-                raise ValueError
-            return parse_json(raw.decode(), "that is no JSON", RunError)["rewards"]
-        except (RunError, ValueError, KeyError, TypeError):
-            raise RunError(
-                f"reward {url} answered ({status}) {raw[:120].decode(errors='replace')!r}",
+                f"{server.name} answered ({status}) {str(answer)[:120]!r}",
                 hint='it answers {"rewards": [...]}',
-            ) from None
+            )
+        return answer["rewards"]
 
     return ask
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _checked(name: str, answer: object, num: int) -> list[float]:
@@ -209,9 +171,3 @@ def _checked(name: str, answer: object, num: int) -> list[float]:
                 f"reward {name} gave {value} for text {number}", hint="a reward is a finite number"
             )
     return rewards
-
-
-def _late(name: str, timeout_s: float) -> RunError:
-    return RunError(
-        f"reward {name} did not answer within {timeout_s:g} s", hint="a longer --reward-timeout waits for it"
-    )

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+from executors.json_server import JsonServer
 from executors.models.mapped import digest_of_files
 from executors.serving.engine import Request
 from topology.errors import ModelError, RunError
-from topology.reading import parse_json
 
 _NUM_CONNECTIONS = 8
 
@@ -44,18 +42,9 @@ class RemoteEngine:
     def __init__(
         self, url: str, model: str | None = None, *, timeout_s: float = 60.0, priority: int | None = None
     ) -> None:
-        try:
-            parts = urlsplit(url if "//" in url else f"//{url}")
-            port = parts.port
-        except ValueError:  # a host in half a bracket, a port beyond all
-            parts, port = urlsplit(""), None
-        if parts.scheme not in ("", "http", "https") or not parts.hostname:
-            raise RunError(f"{url!r} is no address of an engine", hint="such as http://127.0.0.1:8000")
-        self._is_secure = parts.scheme == "https"
-        self._host, self._port = parts.hostname, port or (443 if self._is_secure else 80)
-        self._base_path = parts.path.rstrip("/").removesuffix("/v1")
+        server = JsonServer.at(url, "engine", timeout_s)
+        self._server = replace(server, path=server.path.rstrip("/").removesuffix("/v1"))
         self.url = url
-        self.timeout_s = timeout_s
         self.priority = priority
         self.base_dtype: str | None = None
         self._stated_digest: str | None = None
@@ -195,32 +184,9 @@ class RemoteEngine:
         return [float(value) for value in values]
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=self.timeout_s)
-        try:
-            data = None if body is None else json.dumps(body)
-            connection.request(method, self._base_path + path, data, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            status, raw = response.status, response.read()
-        except TimeoutError as error:
-            raise RunError(
-                f"the engine at {self.url} did not answer {path} within {self.timeout_s:g} s",
-                hint="it may be overloaded; a longer --timeout waits for it",
-            ) from error
-        except (OSError, http.client.HTTPException, UnicodeError) as error:
-            raise RunError(
-                f"the engine at {self.url} cannot be reached: {error or type(error).__name__}",
-                hint="start it, or give another --engine; a tuning goes on from its log",
-            ) from error
-        finally:
-            connection.close()
-        return self._read(path, status, raw)
+        return self._read(path, *self._server.ask(method, path, body))
 
-    def _read(self, path: str, status: int, raw: bytes) -> Any:
-        try:
-            answer: Any = parse_json(raw.decode(), "that is no JSON", RunError) if raw.strip() else {}
-        except (RunError, ValueError):
-            answer = raw.decode(errors="replace")
+    def _read(self, path: str, status: int, answer: Any) -> Any:
         if status < 400:
             return answer
         message = answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -379,8 +380,24 @@ MODELS = {"data": [{"id": "base"}]}
         (b'{"choices": [{"index": Infinity}]}', "no engine of this protocol"),
         (b"[" * 9000, "no engine of this protocol"),
         ({"model": "other", "choices": []}, "asked for 'base' and answered for 'other'"),
+        (b'{"choices": [{"index": 0, "logprobs": {"tok', "no engine of this protocol"),
+        (
+            b'{"choices": [{"index": 0, "logprobs": {"token_logprobs": [null, NaN, -1]}}]}',
+            "no engine of this",
+        ),
     ],
-    ids=["page", "none", "fewer", "nan", "no-scores", "infinity", "deep", "another-model"],
+    ids=[
+        "page",
+        "none",
+        "fewer",
+        "nan",
+        "no-scores",
+        "infinity",
+        "deep",
+        "another-model",
+        "half",
+        "nan-json",
+    ],
 )
 def test_answers_that_cannot_be_are_refused_in_words(completion, complaint):
     with (
@@ -423,6 +440,47 @@ def test_engines_that_are_gone_late_or_others_are_named():
             reward_named(url, 1.0)
     with pytest.raises(RunError, match="cannot be reached"):
         RemoteEngine("http://127.0.0.1:1/\u00e9")
+
+
+@pytest.mark.parametrize(
+    "header", [b"", b"HTTP/1.0 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n"]
+)
+def test_the_time_limit_is_of_the_whole_answer_however_it_drips(header):
+    """A byte every 20 ms keeps a socket awake for ever."""
+    is_over = threading.Event()
+
+    def drip(listening):
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(header)
+            while not is_over.wait(0.02):
+                connection.sendall(b"[" if header else b"H")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=drip, args=(listening,), daemon=True).start()
+        begin = time.monotonic()
+        with pytest.raises(RunError, match=r"did not answer /v1/models within 0\.3 s"):
+            RemoteEngine(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=0.3)
+        assert time.monotonic() - begin < 3
+        is_over.set()
+
+
+@pytest.mark.parametrize("limit_s", [math.nan, math.inf, 0.0, -1.0, 1e9])
+def test_time_limits_that_nobody_waits_for_are_refused(limit_s):
+    with pytest.raises(RunError, match=r"--timeout .* is no time to wait"):
+        RemoteEngine("http://127.0.0.1:1", timeout_s=limit_s)
+    for name in ("http://127.0.0.1:1/", f"{__name__}:small_tokens"):
+        with pytest.raises(RunError, match=r"--reward-timeout .* is no time to wait"):
+            reward_named(name, limit_s)
+
+
+def test_an_answer_without_end_is_not_kept(monkeypatch):
+    monkeypatch.setattr("executors.json_server._MOST_BYTES", 1 << 20)
+    with (
+        Answering(lambda _path: (200, b"[" + b"1," * (1 << 20))) as other,
+        pytest.raises(RunError, match="more than 1 MiB"),
+    ):
+        RemoteEngine(other.url)
 
 
 def test_a_port_that_is_taken_is_refused_and_leaves_no_thread():

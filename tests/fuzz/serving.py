@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from executors.json_server import read_answer
 from executors.serving.client import RemoteEngine
 from executors.serving.engine import Request
 from executors.serving.peft import linear_shapes, read_adapter
@@ -96,9 +97,9 @@ _ANSWERS: tuple[Mapping[str, Any], ...] = (
 
 def _answered(case: Case, folder: Path) -> None:
     engine = object.__new__(RemoteEngine)
-    engine.url, engine.model, engine.priority, engine.timeout_s = "http://127.0.0.1:1", "base", None, 1.0
+    engine.url, engine.model, engine.priority = "http://127.0.0.1:1", "base", None
     raw = (folder / "answer.json").read_bytes()
-    engine._call = lambda _method, path, _body=None: engine._read(path, int(case.argv[0]), raw)  # type: ignore[method-assign]
+    engine._call = lambda _method, path, _body=None: engine._read(path, int(case.argv[0]), read_answer(raw))  # type: ignore[method-assign]
     for ask in (
         engine.adapters,
         lambda: engine.score([Request((5, 4, 7), 1, None), Request((9, 4, 7), 1, None)]),

@@ -1,0 +1,178 @@
+"""Asking a server in JSON over HTTP: a time limit on the whole of an answer, and an error in words for each way to fail."""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
+
+from topology.errors import RunError
+from topology.reading import parse_json
+
+Kind = Literal["engine", "reward"]
+
+_MOST_BYTES = 64 << 20
+"""Of an answer."""
+
+_MOST_SECONDS = 86_400.0
+_FLAGS: dict[Kind, str] = {"engine": "--timeout", "reward": "--reward-timeout"}
+
+
+@dataclass(frozen=True)
+class JsonServer:
+    """What answers at an address.
+
+    Attributes
+    ----------
+    kind : {"engine", "reward"}
+        What it is for.
+    url : str
+    host, port, path, query : str, int, str, str
+        Parts of the address.
+    is_secure : bool
+    timeout_s : float
+        Most seconds for an answer, its last byte included.
+    """
+
+    kind: Kind
+    url: str
+    host: str
+    port: int
+    path: str
+    query: str
+    is_secure: bool
+    timeout_s: float
+
+    @classmethod
+    def at(cls, url: str, kind: Kind, timeout_s: float, *, is_local: bool = False) -> Self:
+        """Return the server at an address, which is not asked yet.
+
+        Raises
+        ------
+        RunError
+            If that is no address, or one of another machine where `is_local` asks for this one; or nobody waits that long.
+        """
+        try:
+            parts = urlsplit(url if "//" in url else f"//{url}")
+            port = parts.port
+        except ValueError:  # a host in half a bracket, a port beyond all
+            parts, port = urlsplit(""), None
+        if parts.scheme not in ("", "http", "https") or not parts.hostname:
+            raise RunError(f"{url!r} is no address of the {kind}", hint="such as http://127.0.0.1:8000")
+        if is_local and not _is_loopback(parts.hostname):
+            raise RunError(
+                f"the {kind} at {url} is not on this machine",
+                hint="its address is http://127.0.0.1:PORT/PATH",
+            )
+        is_secure = parts.scheme == "https"
+        query = f"?{parts.query}" if parts.query else ""
+        port = port or (443 if is_secure else 80)
+        limit_s = checked_limit_s(timeout_s, kind)
+        return cls(kind, url, parts.hostname, port, parts.path, query, is_secure, limit_s)
+
+    @property
+    def name(self) -> str:
+        """How errors call it."""
+        return f"the {self.kind} at {self.url}"
+
+    def ask(self, method: str, path: str = "", body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
+        """Return the status of an answer, and what it says: a value of JSON, or text where it is none.
+
+        Raises
+        ------
+        RunError
+            If nothing answers, the whole of it does not arrive in time, or it is too long.
+        """
+        connection_of = http.client.HTTPSConnection if self.is_secure else http.client.HTTPConnection
+        connection = connection_of(self.host, self.port, timeout=self.timeout_s)
+        data = None if body is None else json.dumps(body)
+        try:
+            with self._in_time(connection, path):
+                connection.request(
+                    method, (self.path + path or "/") + self.query, data, {"Content-Type": "application/json"}
+                )
+                with connection.getresponse() as response:
+                    status, raw = response.status, response.read(_MOST_BYTES + 1)
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            raise RunError(
+                f"{self.name} cannot be reached: {error or type(error).__name__}",
+                hint="start it, or give another address; a tuning, and a run with --resume, goes on from its log",
+            ) from error
+        finally:
+            connection.close()
+        if len(raw) > _MOST_BYTES:
+            raise RunError(f"{self.name} answers with more than {_MOST_BYTES >> 20} MiB")
+        return status, read_answer(raw)
+
+    @contextmanager
+    def _in_time(self, connection: http.client.HTTPConnection, path: str) -> Iterator[None]:
+        """Connect, and hang up when time is over: what a socket limits is the wait for each byte."""
+        end, is_over = time.monotonic() + self.timeout_s, threading.Event()
+
+        def hang_up() -> None:
+            is_over.set()
+            with suppress(OSError):
+                socket.socket.shutdown(reached, socket.SHUT_RDWR)
+
+        timer = None
+        try:
+            connection.connect()
+            reached = connection.sock
+            timer = threading.Timer(end - time.monotonic(), hang_up)
+            timer.daemon = True
+            timer.start()
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            if not is_over.is_set() and not isinstance(error, TimeoutError):
+                raise
+            is_over.set()
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if is_over.is_set():
+            raise late(self.kind, self.name, self.timeout_s, path)
+
+
+def read_answer(raw: bytes) -> Any:
+    """Return the value of an answer in JSON, nothing where it is empty, or its text where it is no JSON."""
+    try:
+        return parse_json(raw.decode(), "that is no JSON", RunError) if raw.strip() else {}
+    except (RunError, ValueError):
+        return raw.decode(errors="replace")
+
+
+def checked_limit_s(timeout_s: float, kind: Kind) -> float:
+    """Return a time limit.
+
+    Raises
+    ------
+    RunError
+        If nothing can be waited for as long.
+    """
+    if not 0 < timeout_s <= _MOST_SECONDS:
+        message = f"{_FLAGS[kind]} {timeout_s:g} is no time to wait for an answer"
+        raise RunError(message, hint=f"use seconds, {_MOST_SECONDS:g} at most")
+    return timeout_s
+
+
+def late(kind: Kind, name: str, timeout_s: float, path: str = "") -> RunError:
+    """Return the error of what has not answered in time."""
+    return RunError(
+        f"{name} did not answer {path + ' ' if path else ''}within {timeout_s:g} s",
+        hint=f"it may have too much to do; a longer {_FLAGS[kind]} waits for it",
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
