@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from pydantic import (
 from topology.errors import ProfileError
 from topology.limits import Ranks
 from topology.reading import read_json_object
-from topology.signed import with_digest, without_digest
+from topology.signed import save_signed, without_digest
 from topology.validation import readable
 
 Bound = Literal["central", "low", "high"]
@@ -342,13 +341,7 @@ class Profile(BaseModel):
         ProfileError
             If the file cannot be written.
         """
-        content = self.model_dump(mode="json")
-        text = json.dumps(with_digest(content), indent=1)
-        try:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            message = f"the profile cannot be written to {path}: {error}"
-            raise ProfileError(message) from error
+        save_signed(self.model_dump(mode="json"), path, "profile", ProfileError)
 
     def check_device(self, *, device_name: str, device_kind: DeviceKind) -> None:
         """Refuse a profile of another device.

@@ -16,6 +16,7 @@ from executors.threads import DrawThreads
 from proofs_checks import literal
 from proofs_checks.claims import Claim, printed
 from proofs_checks.executed import Case, against_literal, random_cases
+from proofs_checks.faults import GROUPS_FROM_THE_SEED
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.placements import OFFLOADED, num_unlike, same_bits, train
@@ -249,12 +250,7 @@ CLAIMS = (
                     "for loss, n in pairs:",
                     "for loss, n in pairs[:-1]:",
                 ),
-                Mutant(
-                    "every group starts from the seed",
-                    "executors.steps.ops.draw:Draws._walked",
-                    "generator.set_state(values[source[0]][0])",
-                    "generator.manual_seed(seeded.seeds[op.query])",
-                ),
+                GROUPS_FROM_THE_SEED,
                 Mutant(
                     "a delayed update draws from the present step",
                     "executors.steps.ops.draw:counter_key",

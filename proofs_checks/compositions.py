@@ -13,6 +13,7 @@ from executors.randomness.rng import generator_on
 from executors.steps.micro_batches import accumulated
 from proofs_checks.claims import Claim, printed
 from proofs_checks.exact import equal, exceeds, mean_estimate, normal_nodes
+from proofs_checks.faults import CENTRAL_BY_EPSILON, LOSSES_ADDED, NEAREST
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.statements import query_error, rounded_square_excess
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -205,24 +206,6 @@ def check_queries_and_shards(_context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-_NEAREST = Mutant(
-    "rounding to the nearest",
-    "executors.randomness.quantisers:rounded_at_random",
-    "chance < numbers - below",
-    "0.5 < numbers - below",
-)
-_DIFFERENCE = Mutant(
-    "a central difference divided by ε",
-    "executors.steps.arithmetic:projected_gradient",
-    "(2 * epsilon if central else epsilon)",
-    "epsilon",
-)
-_SUMMED = Mutant(
-    "shards' losses added, not averaged",
-    "executors.steps.micro_batches:accumulated",
-    "total / sum(counts)",
-    "total",
-)
 CLAIMS = (
     Claim(
         name="mesh-cut-and-quantised-weights",
@@ -231,7 +214,7 @@ CLAIMS = (
         quotation="Is 2D of a split of quantised weights still unbiased, and for which loss?",
         statement="It is, for the smoothed loss of the quantised weights, if activations are rounded at random and the rest is linear in them: data, perturbation and stage axes add no bias of their own. It is not an estimate at the weights before quantisation.",
         hypotheses="shards alike in labels; roundings independent of z; two weights of 4 bits; Gauss-Hermite nodes, exact",
-        checks=(printed(check_mesh_of_quantised_halves, _DIFFERENCE, _SUMMED),),
+        checks=(printed(check_mesh_of_quantised_halves, CENTRAL_BY_EPSILON, LOSSES_ADDED),),
         references="DistZO2 Sec. 6.2; SparQ Alg. 1; QuZO Eq. 8; zoinfer Eq. 19",
         derivation="compositions.md#mesh-cut-and-quantised-weights",
     ),
@@ -245,7 +228,7 @@ CLAIMS = (
         checks=(
             printed(
                 check_curved_rest,
-                _DIFFERENCE,
+                CENTRAL_BY_EPSILON,
                 Mutant(
                     "a step that is not squared",
                     "proofs_checks.oracles.statements:rounded_square_excess",
@@ -253,7 +236,7 @@ CLAIMS = (
                     "step",
                 ),
             ),
-            printed(check_shipped_interpolation, _NEAREST),
+            printed(check_shipped_interpolation, NEAREST),
         ),
         references="SparQ Lemma 1; Jensen's inequality with both sides",
         derivation="compositions.md#a-rounded-cut",
@@ -286,7 +269,7 @@ CLAIMS = (
         quotation="Weights that are rounded at random for each evaluation.",
         statement="g spreads as 1/ε if each evaluation rounds with numbers of its own, and as 1/√ε if both use the same: a smaller radius makes it worse.",
         hypotheses="64 weights, 8 bits, linear loss; closed form fitted, and held against samples",
-        checks=(printed(check_noise_of_rounded_weights, _NEAREST),),
+        checks=(printed(check_noise_of_rounded_weights, NEAREST),),
         references="QuZO Eq. 5 for weights; codec-gradient-noise for activations",
         derivation="compositions.md#rounded-weights",
     ),

@@ -18,6 +18,7 @@ from executors.codecs.fidelity import received, relative_error
 from executors.randomness.rng import generator_on
 from proofs_checks.claims import Claim, printed
 from proofs_checks.exact import equal
+from proofs_checks.faults import NEAREST, SHORT_GRID
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.cuts import codec_gradient_variance
 from proofs_checks.outcomes import Context, Outcome, everything_holds, worst
@@ -253,19 +254,6 @@ def check_blindness(context: Context) -> Outcome:
     )
 
 
-_NEAREST = Mutant(
-    "rounding to the nearest",
-    "executors.randomness.quantisers:rounded_at_random",
-    "chance < numbers - below",
-    "0.5 < numbers - below",
-)
-_SHORT = Mutant(
-    "a symmetric grid that ends before the largest value",
-    "executors.codecs.grids:_symmetric_step",
-    "largest / codes",
-    "largest / (codes + 1)",
-)
-
 CLAIMS = (
     Claim(
         name="codec-stochastic-unbiased",
@@ -283,7 +271,7 @@ CLAIMS = (
         checks=(
             printed(
                 check_stochastic,
-                _NEAREST,
+                NEAREST,
                 Mutant(
                     "an affine grid that starts at 0",
                     "executors.codecs.grids:Fitted.scaled",
@@ -296,7 +284,7 @@ CLAIMS = (
                     "parameters[1].to(step.dtype)",
                     "parameters[1].to(step.dtype) + 1",
                 ),
-                _SHORT,
+                SHORT_GRID,
             ),
         ),
     ),
@@ -316,7 +304,7 @@ CLAIMS = (
         checks=(
             printed(
                 check_contraction,
-                _SHORT,
+                SHORT_GRID,
                 Mutant(
                     "codes of which the highest is cut off",
                     "executors.codecs.grids:fitted",
@@ -343,7 +331,7 @@ CLAIMS = (
         ),
         hypotheses=("symmetric grid per tensor, 2 to 8 bits, normals"),
         references=("SparQ assumption 5, whose title asks for what its inequality forbids at few bits"),
-        checks=(printed(check_expansion, _NEAREST, _SHORT),),
+        checks=(printed(check_expansion, NEAREST, SHORT_GRID),),
     ),
     Claim(
         name="codec-encodings-lossless",
@@ -420,7 +408,7 @@ CLAIMS = (
             "SparQ equation 4 with assumption 5; its lemma 1 bounds a bias that does not depend on the smoothing radius"
         ),
         checks=(
-            printed(check_gradient_noise, _NEAREST, _SHORT),
+            printed(check_gradient_noise, NEAREST, SHORT_GRID),
             printed(
                 check_gradient_noise_orders,
                 Mutant(
@@ -443,6 +431,6 @@ CLAIMS = (
         ),
         hypotheses=("no activation on the border between two codes; symmetric grid per tensor; float64"),
         references=("SparQ theorem 1 asks for ε <= 1/((d + 6)√T), which is such an ε"),
-        checks=(printed(check_blindness, _SHORT),),
+        checks=(printed(check_blindness, SHORT_GRID),),
     ),
 )

@@ -15,6 +15,7 @@ from executors.steps.micro_batches import accumulated
 from proofs_checks.claims import Claim, conditioned, corrected, counterexample, printed
 from proofs_checks.exact import at_most, equal, exceeds, is_true, normal_nodes
 from proofs_checks.executed import Case, differences
+from proofs_checks.faults import ALL_SLICES, CENTRAL_BY_EPSILON, SENT_TO_ITSELF
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.statements import exchange_share, pair_speedup
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -383,11 +384,12 @@ _UNWEIGHTED = Mutant(
     "total += loss * n",
     "total += loss * (sum(counts) / len(counts))",
 )
-_DIFFERENCE = Mutant(
-    "a central difference divided by ε",
-    "executors.steps.arithmetic:projected_gradient",
-    "(2 * epsilon if central else epsilon)",
-    "epsilon",
+
+_POINTS_OF_ALL_RANKS = Mutant(
+    "points that all ranks evaluate",
+    "zosim.plans:Plan.points_of",
+    "_share(len(self.points), self.mesh.perturb, part)",
+    "_share(len(self.points), 1, 0)",
 )
 
 CLAIMS = (
@@ -447,8 +449,8 @@ CLAIMS = (
         statement="The mean over ranks is the batch's projected gradient if all shards have as many labels; with 3 and 1 it is not, and the shipped ranks weigh losses by labels.",
         hypotheses="losses that are means over labels; linear in θ",
         checks=(
-            conditioned(check_like_shards, _DIFFERENCE),
-            counterexample(check_unlike_shards, _UNWEIGHTED, _DIFFERENCE),
+            conditioned(check_like_shards, CENTRAL_BY_EPSILON),
+            counterexample(check_unlike_shards, _UNWEIGHTED, CENTRAL_BY_EPSILON),
         ),
         amendment="Shards are alike in labels, or their losses are weighed by them.",
         breaks="A mean of means is the mean of all for groups of one size.",
@@ -482,7 +484,7 @@ CLAIMS = (
         quotation="g_i = (L⁺ - L⁻)/2ε. ... The projected gradients {g_i} from all n_b groups are synchronized across all devices using all_reduce, yielding the final global gradient g",
         statement="The mean of pairs' differences is the difference of means: PertP inside DDP and DDP inside PertP make one estimate.",
         hypotheses="shards alike; the shipped meshes against a literal loop",
-        checks=(printed(check_both_orders, _UNWEIGHTED, _DIFFERENCE),),
+        checks=(printed(check_both_orders, _UNWEIGHTED, CENTRAL_BY_EPSILON),),
         derivation="distzo2-2d.md",
     ),
     Claim(
@@ -492,17 +494,7 @@ CLAIMS = (
         quotation="No GPU computes both directions. ... each device executes only a single forward pass per step",
         statement="On a pair, and on a 2D mesh, each rank forwards every block once a step and query; without the perturbation axis twice.",
         hypotheses="one query, central differences; shipped programs",
-        checks=(
-            printed(
-                check_single_forwards,
-                Mutant(
-                    "points that all ranks evaluate",
-                    "zosim.plans:Plan.points_of",
-                    "_share(len(self.points), self.mesh.perturb, part)",
-                    "_share(len(self.points), 1, 0)",
-                ),
-            ),
-        ),
+        checks=(printed(check_single_forwards, _POINTS_OF_ALL_RANKS),),
         derivation="distzo2-2d.md#forwards",
     ),
     Claim(
@@ -515,18 +507,8 @@ CLAIMS = (
         checks=(
             printed(
                 check_lane_load,
-                Mutant(
-                    "every rank uploads all slices",
-                    "zosim.lowering.residency:Homes._upload_sliced",
-                    "copy_work(share_bytes)",
-                    "copy_work(total)",
-                ),
-                Mutant(
-                    "a share sent to itself as well",
-                    "zosim.lowering.residency:Homes._upload_sliced",
-                    "link_bytes=total - share_bytes",
-                    "link_bytes=total",
-                ),
+                ALL_SLICES,
+                SENT_TO_ITSELF,
             ),
         ),
         derivation="distzo2-slices.md#what-is-sent",
@@ -593,12 +575,7 @@ CLAIMS = (
         checks=(
             printed(
                 check_pair_speedup,
-                Mutant(
-                    "points that all ranks evaluate",
-                    "zosim.plans:Plan.points_of",
-                    "_share(len(self.points), self.mesh.perturb, part)",
-                    "_share(len(self.points), 1, 0)",
-                ),
+                _POINTS_OF_ALL_RANKS,
                 Mutant(
                     "a bound of 1.8",
                     "proofs_checks.oracles.statements:pair_speedup",
@@ -619,7 +596,7 @@ CLAIMS = (
         checks=(
             printed(
                 check_algorithm_1,
-                _DIFFERENCE,
+                CENTRAL_BY_EPSILON,
                 Mutant(
                     "no way back from a perturbed copy",
                     "executors.steps.arithmetic:Sweeper.perturb_scaled",

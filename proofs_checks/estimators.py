@@ -22,6 +22,13 @@ from torch import Tensor
 from proofs_checks import literal
 from proofs_checks.analytic import DIMENSION, estimates
 from proofs_checks.claims import Claim, printed
+from proofs_checks.faults import (
+    CENTRAL_BY_EPSILON,
+    CLIMBING,
+    FORWARD_BY_TWO_EPSILON,
+    SECOND_BY_EPSILON,
+    WIDE_NORMALS,
+)
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.estimates import estimate_moments
 from proofs_checks.oracles.smoothing import Loss, rademacher_expected_gradient, smoothed_loss
@@ -281,29 +288,11 @@ def _title(function: Callable[[Context], Outcome]) -> str:
     return (inner.__doc__ or "").partition("\n")[0]
 
 
-_WRONG_STEP = Mutant(
-    "a central difference divided by ε",
-    "executors.steps.arithmetic:projected_gradient",
-    "(2 * epsilon if central else epsilon)",
-    "epsilon",
-)
-_FORWARD_STEP = Mutant(
-    "a forward difference divided by 2ε",
-    "executors.steps.arithmetic:projected_gradient",
-    "(2 * epsilon if central else epsilon)",
-    "(2 * epsilon)",
-)
 _THREE_PERCENT = Mutant(
     "an estimate 3 % too large",
     "executors.steps.arithmetic:projected_gradient",
     "(loss_plus - loss_other)",
     "1.03 * (loss_plus - loss_other)",
-)
-_WRONG_SIGN = Mutant(
-    "an update that climbs",
-    "executors.steps.arithmetic:Sweeper.update",
-    "piece.sub_(product)",
-    "piece.add_(product)",
 )
 _SUMMED = Mutant(
     "queries summed, not averaged",
@@ -317,12 +306,6 @@ _STALE = Mutant(
     "source.gradients[op.query] / self.num_queries",
     "source.gradients[0] / self.num_queries",
 )
-_HALF_WAY = Mutant(
-    "second perturbation by -ε, not -2ε",
-    "executors.steps.arithmetic:Sweeper.perturb",
-    "scale * epsilon",
-    "(1 if scale > 0 else -1) * epsilon",
-)
 _SHORT_STEP = Mutant(
     "perturbations 3 % short",
     "executors.steps.arithmetic:Sweeper.perturb",
@@ -334,12 +317,6 @@ _ROUNDED_G = Mutant(
     "executors.steps.arithmetic:projected_gradient",
     "return (loss_plus - loss_other)",
     "return (loss_plus - loss_other).float()",
-)
-_WIDE = Mutant(
-    "normals 3 % too wide",
-    "executors.randomness.directions:Gaussian.fill",
-    "out.normal_(0.0, 1.0,",
-    "out.normal_(0.0, 1.03,",
 )
 _ONE_LOSS = Mutant(
     "a central difference that leaves out its second loss",
@@ -363,16 +340,16 @@ CLAIMS = (
         checks=(
             printed(
                 partial(check_applied, "gaussian"),
-                _WRONG_STEP,
-                _FORWARD_STEP,
+                CENTRAL_BY_EPSILON,
+                FORWARD_BY_TWO_EPSILON,
                 _THREE_PERCENT,
-                _WRONG_SIGN,
+                CLIMBING,
                 _SUMMED,
                 _STALE,
-                _HALF_WAY,
+                SECOND_BY_EPSILON,
                 _SHORT_STEP,
                 _ROUNDED_G,
-                _WIDE,
+                WIDE_NORMALS,
             ),
             printed(check_smoothing),
             printed(check_order),
@@ -392,7 +369,7 @@ CLAIMS = (
         checks=(
             printed(
                 partial(check_applied, "rademacher"),
-                _WRONG_STEP,
+                CENTRAL_BY_EPSILON,
                 Mutant(
                     "signs that are one three times in four",
                     "executors.randomness.directions:sign_words",
@@ -430,7 +407,7 @@ CLAIMS = (
         checks=(
             printed(
                 _both(partial(check_applied, "gaussian"), partial(check_energy, "gaussian")),
-                _WIDE,
+                WIDE_NORMALS,
                 _ONE_LOSS,
                 _THREE_PERCENT,
             ),

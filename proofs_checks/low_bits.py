@@ -728,6 +728,13 @@ _CODED = "executors.low_bits.coded"
 _ROUNDED = "executors.randomness.rounded"
 _LINEAR = "executors.low_bits.linear"
 
+_LONGER_BY_ROWS = Mutant(
+    "as much longer as rows are fewer",
+    "costmodel.roundings:RoundedDirection.unit",
+    "math.sqrt(1 - self.sparsity)",
+    "(1 - self.sparsity)",
+)
+
 CLAIMS = (
     Claim(
         name="quzo-format-of-least-error",
@@ -886,12 +893,7 @@ CLAIMS = (
                     ">= self._sparsity",
                     ">= 1.03 * self._sparsity",
                 ),
-                Mutant(
-                    "as much longer as rows are fewer",
-                    "costmodel.roundings:RoundedDirection.unit",
-                    "math.sqrt(1 - self.sparsity)",
-                    "(1 - self.sparsity)",
-                ),
+                _LONGER_BY_ROWS,
                 Mutant("rows of a second rounding's own", f"{_ROUNDED}:DrawKeys.of", '"rows"', "purpose"),
                 Mutant("rows by the chances of elements", f"{_ROUNDED}:_KEYS", "'rows': 4", "'rows': 1"),
                 Mutant(
@@ -904,12 +906,7 @@ CLAIMS = (
             ),
             printed(
                 check_sparse_updates,
-                Mutant(
-                    "as much longer as rows are fewer",
-                    "costmodel.roundings:RoundedDirection.unit",
-                    "math.sqrt(1 - self.sparsity)",
-                    "(1 - self.sparsity)",
-                ),
+                _LONGER_BY_ROWS,
                 Mutant(
                     "updates by the chances of the direction",
                     f"{_ROUNDED}:_KEYS",

@@ -15,6 +15,7 @@ from executors.runs.session import Session
 from proofs_checks.analytic import DIMENSION, PER_SEGMENT, AnalyticModel, plan_of
 from proofs_checks.claims import Claim, printed
 from proofs_checks.executed import Case, against_literal, random_cases
+from proofs_checks.faults import LOSSES_ADDED
 from proofs_checks.literal import directions_of_steps
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome
@@ -216,12 +217,7 @@ CLAIMS = (
                     "self.mesh.coordinates(rank).data",
                     "rank % self.mesh.data",
                 ),
-                Mutant(
-                    "shards' losses added, not averaged",
-                    "executors.steps.micro_batches:accumulated",
-                    "total / sum(counts)",
-                    "total",
-                ),
+                LOSSES_ADDED,
             ),
         ),
     ),

@@ -15,6 +15,7 @@ from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rng import generator_on
 from proofs_checks import literal
 from proofs_checks.claims import Claim, printed
+from proofs_checks.faults import WIDE_NORMALS
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.directions import direction_moments
 from proofs_checks.outcomes import Context, Outcome, worst
@@ -148,12 +149,6 @@ def _numbers(
     return out.double()
 
 
-_WIDE = Mutant(
-    "normals 3 % too wide",
-    "executors.randomness.directions:Gaussian.fill",
-    "out.normal_(0.0, 1.0,",
-    "out.normal_(0.0, 1.03,",
-)
 _UNIFORM = Mutant(
     "uniform numbers of variance 1 for normals",
     "executors.randomness.directions:Gaussian.fill",
@@ -188,7 +183,7 @@ CLAIMS = (
         checks=(
             printed(
                 check_families,
-                _WIDE,
+                WIDE_NORMALS,
                 Mutant(
                     "a sphere of radius 1",
                     "executors.randomness.families:Sphere.fill",

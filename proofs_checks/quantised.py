@@ -12,6 +12,7 @@ from executors.randomness.families import QuantisedGaussian
 from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rng import generator_on
 from proofs_checks.claims import Claim, conditioned, counterexample, printed
+from proofs_checks.faults import CLAMPED_TOO_FAR, NEAREST, NO_ZERO_POINT, ONE_ROUNDING
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.estimates import quantised_estimate_factor
 from proofs_checks.outcomes import Context, Outcome, worst
@@ -97,12 +98,6 @@ def check_rounding(numbers: tuple[float, ...], context: Context) -> Outcome:
     return worst(outcomes)
 
 
-_NEAREST = Mutant(
-    "rounding to the nearest",
-    "executors.randomness.quantisers:rounded_at_random",
-    "chance < numbers - below",
-    "0.5 < numbers - below",
-)
 _TOWARDS_ZERO = Mutant(
     "cutting off towards zero before the chance is drawn",
     "executors.randomness.quantisers:rounded_at_random",
@@ -110,12 +105,6 @@ _TOWARDS_ZERO = Mutant(
     "numbers.trunc()",
 )
 
-_CLAMPED_FAR = Mutant(
-    "codes clamped one too far",
-    "executors.randomness.quantisers:StochasticRounding.codes",
-    "clamp_(-self.highest, self.highest)",
-    "clamp_(-self.highest - 1, self.highest)",
-)
 
 CLAIMS = (
     Claim(
@@ -134,16 +123,11 @@ CLAIMS = (
         checks=(
             conditioned(
                 partial(check_rounding, _WITHIN),
-                _NEAREST,
+                NEAREST,
                 _TOWARDS_ZERO,
-                Mutant(
-                    "a zero point that is forgotten",
-                    "executors.randomness.quantisers:StochasticRounding.values",
-                    "(codes - self.zero_point)",
-                    "codes",
-                ),
+                NO_ZERO_POINT,
             ),
-            counterexample(partial(check_rounding, _BEYOND), _CLAMPED_FAR),
+            counterexample(partial(check_rounding, _BEYOND), CLAMPED_TOO_FAR),
         ),
         amendment="No number lies beyond the largest level.",
         breaks="Equation 5 clamps to the range of the format, and the mean of a clamped number is the clamped number.",
@@ -164,14 +148,9 @@ CLAIMS = (
         checks=(
             printed(
                 check_estimators,
-                _NEAREST,
+                NEAREST,
                 _TOWARDS_ZERO,
-                Mutant(
-                    "one rounding where two are due",
-                    "executors.randomness.families:QuantisedGaussian.fill_pair",
-                    "second.copy_(self.rounding.rounded(first, generator))\n    first.copy_(self.rounding.rounded(first, generator))",
-                    "first.copy_(self.rounding.rounded(first, generator))\n    second.copy_(first)",
-                ),
+                ONE_ROUNDING,
                 Mutant(
                     "the second rounding rounds the first",
                     "executors.randomness.families:QuantisedGaussian.fill_pair",

@@ -16,6 +16,7 @@ from executors.runs.session import Session
 from proofs_checks.analytic import BATCH, DIMENSION, PER_SEGMENT, AnalyticModel, estimates, plan_of
 from proofs_checks.claims import Claim, corrected, counterexample, printed
 from proofs_checks.estimators import normal_nodes
+from proofs_checks.faults import ROUNDING_UP, SHORT_GRID
 from proofs_checks.literal import directions_of_steps
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.bounds import sparq_stationarity_bound
@@ -275,14 +276,6 @@ def _estimates_through(
     return (plus - minus) * u / (2 * radius)
 
 
-_SHORT = Mutant(
-    "a symmetric grid that ends before the largest value",
-    "executors.codecs.grids:_symmetric_step",
-    "largest / codes",
-    "largest / (codes + 1)",
-)
-_UP = Mutant("rounding up", "executors.codecs.quantising:quantise", "scaled.round_()", "scaled.ceil_()")
-
 CLAIMS = (
     Claim(
         name="lemma-4-needs-the-activation",
@@ -298,7 +291,10 @@ CLAIMS = (
             "linear S₁, quadratic rest; ∇f̂ as the proof has it: the rest's gradient at C(a), S₁'s own"
         ),
         references=("SparQ lemma 4 (lemma 1 of the main text), assumption 3"),
-        checks=(corrected(check_lemma, _SHORT, _UP), counterexample(check_lemma_without_activation)),
+        checks=(
+            corrected(check_lemma, SHORT_GRID, ROUNDING_UP),
+            counterexample(check_lemma_without_activation),
+        ),
         amendment="L₂ is the Lipschitz constant of ∇(F∘S₂) in activation and parameters together.",
         breaks="The proof applies assumption 3, which compares two parameters, to two activations.",
         consequence="A bound computed from the smoothness in the weights alone says nothing of a quantised cut.",
@@ -339,7 +335,7 @@ CLAIMS = (
         ),
         hypotheses=("rounding to the nearest, 4 bits, central differences; the shipped executor and codec"),
         references=("SparQ theorem 1, inequalities (34) and (41)"),
-        checks=(counterexample(check_stall, _SHORT, _UP),),
+        checks=(counterexample(check_stall, SHORT_GRID, ROUNDING_UP),),
         breaks="The proof applies (15), which asks for a smooth function, to f̂; a rounded activation is a step function.",
         consequence=(
             "With rounding to the nearest and a small smoothing radius, training can stand still far from a minimum: "
@@ -363,7 +359,7 @@ CLAIMS = (
         checks=(
             printed(
                 check_radius,
-                _UP,
+                ROUNDING_UP,
                 Mutant(
                     "rounding to the nearest in place of stochastic",
                     "executors.randomness.quantisers:rounded_at_random",

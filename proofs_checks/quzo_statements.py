@@ -37,6 +37,14 @@ from proofs_checks.exact import (
     sign_nodes,
 )
 from proofs_checks.executed import Case, against_literal, differences
+from proofs_checks.faults import (
+    CENTRAL_BY_EPSILON,
+    CLAMPED_TOO_FAR,
+    NEAREST,
+    NO_ZERO_POINT,
+    ONE_ROUNDING,
+    QUERIES_SUMMED,
+)
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.statements import one_point_error, query_error
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -855,35 +863,11 @@ def check_drawn_codes(context: Context) -> Outcome:
     return compare_means("û₁², û₂², û₁û₂, û₁²û₂²", columns, expected)
 
 
-_NEAREST = Mutant(
-    "rounding to the nearest",
-    "executors.randomness.quantisers:rounded_at_random",
-    "chance < numbers - below",
-    "0.5 < numbers - below",
-)
 _NO_SCALE = Mutant(
     "the paper's equation 5: the scale is not divided out",
     "executors.randomness.quantisers:StochasticRounding.values",
     " / self.scale",
     "",
-)
-_NO_ZERO = Mutant(
-    "a zero point that is forgotten",
-    "executors.randomness.quantisers:StochasticRounding.values",
-    "(codes - self.zero_point)",
-    "codes",
-)
-_SAME = Mutant(
-    "one rounding where two are due",
-    "executors.randomness.families:QuantisedGaussian.fill_pair",
-    "second.copy_(self.rounding.rounded(first, generator))\n    first.copy_(self.rounding.rounded(first, generator))",
-    "first.copy_(self.rounding.rounded(first, generator))\n    second.copy_(first)",
-)
-_DIFFERENCE = Mutant(
-    "a central difference divided by ε",
-    "executors.steps.arithmetic:projected_gradient",
-    "(2 * epsilon if central else epsilon)",
-    "epsilon",
 )
 _UP_MORE = Mutant(
     "a second moment that is 3 % high",
@@ -922,8 +906,12 @@ _WHOLE_RATE = Mutant(
     "",
 )
 
-_SUMMED = Mutant(
-    "queries summed, not averaged", "executors.steps.ops.sweep:Sweeps.update", "/ self.num_queries", "/ 1"
+
+_SECOND_BY_MINUS = Mutant(
+    "a second evaluation by -ε",
+    "proofs_checks.quzo_statements:algorithm_1",
+    "now - 2 * epsilon * first",
+    "now - epsilon * first",
 )
 
 CLAIMS = (
@@ -934,7 +922,7 @@ CLAIMS = (
         quotation="in full-precision ZO-SGD, the gradient is computed in (1), and the model parameters are updated as w_{t+1} = w_t - η_t·∇L̂(w_t)",
         statement="Steps at rates η_t that change subtract η_t times the mean over queries of g·u, all evaluated at w_t: bit for bit what a literal loop makes.",
         hypotheses="three queries, both differences, float32; a tiny language model through the shipped executor",
-        checks=(printed(check_full_precision_update, _SUMMED),),
+        checks=(printed(check_full_precision_update, QUERIES_SUMMED),),
         derivation="quzo-updates.md",
     ),
     Claim(
@@ -945,8 +933,8 @@ CLAIMS = (
         statement="E[uuᵀ] = I for unit variance, mean 0 and no correlation; around a mean m it is I + mmᵀ.",
         hypotheses="linear loss, d = 3; normals, Gauss-Hermite nodes, exact, through the shipped arithmetic",
         checks=(
-            conditioned(partial(check_unit_variance, 0.0), _DIFFERENCE),
-            counterexample(partial(check_unit_variance, 1.0), _DIFFERENCE),
+            conditioned(partial(check_unit_variance, 0.0), CENTRAL_BY_EPSILON),
+            counterexample(partial(check_unit_variance, 1.0), CENTRAL_BY_EPSILON),
         ),
         amendment="The elements of u have mean 0 and are uncorrelated.",
         breaks="E[uuᵀ] = Cov(u) + E[u]E[u]ᵀ.",
@@ -969,7 +957,7 @@ CLAIMS = (
             ),
             counterexample(
                 check_unbiased_diverges,
-                _DIFFERENCE,
+                CENTRAL_BY_EPSILON,
                 Mutant(
                     "three percent",
                     "proofs_checks.quzo_statements:contraction",
@@ -1027,8 +1015,8 @@ CLAIMS = (
         statement="Equation 5 makes codes: E[Q(u)|u] = s_u·u + z₀, so that E[u₁u₂ᵀ|u] = (s_u·u + z₀)(s_u·u + z₀)ᵀ and the mean of (8) is s_u² of the gradient and more. With the value (code - z₀)/s_u of a code it is u, and uuᵀ.",
         hypotheses="8 bits, s_u = 20, z₀ = 3, nothing clamped: enumeration of both roundings, and the shipped rounding by samples",
         checks=(
-            corrected(partial(check_scaled_outer_product, "values"), _NO_SCALE, _NO_ZERO, _ROUNDS),
-            corrected(check_shipped_mean, _NO_SCALE, _NO_ZERO, _NEAREST),
+            corrected(partial(check_scaled_outer_product, "values"), _NO_SCALE, NO_ZERO_POINT, _ROUNDS),
+            corrected(check_shipped_mean, _NO_SCALE, NO_ZERO_POINT, NEAREST),
             counterexample(partial(check_scaled_outer_product, "codes"), _ROUNDS),
         ),
         amendment="u_{i,1} and u_{i,2} are the values (Q(u_i) - z₀)/s_u.",
@@ -1095,8 +1083,8 @@ CLAIMS = (
         checks=(
             printed(
                 check_relative_squares,
-                _SAME,
-                _NEAREST,
+                ONE_ROUNDING,
+                NEAREST,
                 Mutant(
                     "plans that leave out the clamp",
                     "costmodel.roundings:RoundedDirection.relative_energy",
@@ -1214,25 +1202,9 @@ CLAIMS = (
         statement="Line 13 stands inside the loop over queries. If w̄_t stays as it was, only the last query's 1/n is left; if the weights move, later queries are evaluated elsewhere. Neither is equation 15; with the updates behind the loop it is.",
         hypotheses="n = 3 queries, quadratic loss, the update's rounding left out; n = 1 is right either way",
         checks=(
-            corrected(
-                check_update_behind_loop,
-                Mutant(
-                    "a second evaluation by -ε",
-                    "proofs_checks.quzo_statements:algorithm_1",
-                    "now - 2 * epsilon * first",
-                    "now - epsilon * first",
-                ),
-            ),
+            corrected(check_update_behind_loop, _SECOND_BY_MINUS),
             corrected(check_shipped_queries, _LAST_GRADIENT, _WHOLE_RATE),
-            counterexample(
-                check_update_within_loop,
-                Mutant(
-                    "a second evaluation by -ε",
-                    "proofs_checks.quzo_statements:algorithm_1",
-                    "now - 2 * epsilon * first",
-                    "now - epsilon * first",
-                ),
-            ),
+            counterexample(check_update_within_loop, _SECOND_BY_MINUS),
         ),
         amendment="The updates of all queries are applied behind the loop.",
         breaks="The loop's end is printed one line too late.",
@@ -1314,7 +1286,7 @@ CLAIMS = (
         checks=(
             printed(
                 check_queries,
-                _DIFFERENCE,
+                CENTRAL_BY_EPSILON,
                 Mutant(
                     "d + 2 for d + 1",
                     "proofs_checks.oracles.statements:query_error",
@@ -1384,17 +1356,7 @@ CLAIMS = (
         quotation="we designate the binary code 10000000₂ as an outlier label ... Consequently, the valid data range becomes [-127, 127]",
         statement="Symmetric codes of 8 bits are the 255 from -127 to 127; -128 is never made.",
         hypotheses="shipped rounding",
-        checks=(
-            printed(
-                check_outlier_code,
-                Mutant(
-                    "codes clamped one too far",
-                    "executors.randomness.quantisers:StochasticRounding.codes",
-                    "clamp_(-self.highest, self.highest)",
-                    "clamp_(-self.highest - 1, self.highest)",
-                ),
-            ),
-        ),
+        checks=(printed(check_outlier_code, CLAMPED_TOO_FAR),),
         derivation="quzo-updates.md#codes",
     ),
 )

@@ -15,6 +15,7 @@ from executors.steps.arithmetic import Sweeper
 from proofs_checks.analytic import BATCH, DIMENSION, AnalyticModel, plan_of
 from proofs_checks.claims import Claim, corrected, counterexample, printed
 from proofs_checks.executed import Case, against_literal, random_cases
+from proofs_checks.faults import EMPTY_FLUSH, PRESENT_RATE
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.placements import (
@@ -183,6 +184,13 @@ def _unlike_decay(axes: Mapping[str, Any]) -> int:
     return int((weights - expected).abs().gt(1e-12).sum())
 
 
+_FUSED = Mutant(
+    "a fused multiply-add",
+    "executors.steps.arithmetic:Sweeper.perturb",
+    "torch.add(theta[begin:end], product, out=left[begin:end])",
+    "torch.add(theta[begin:end], z[begin:end], alpha=scale * epsilon, out=left[begin:end])",
+)
+
 CLAIMS = (
     Claim(
         name="perturb-sequence",
@@ -198,12 +206,7 @@ CLAIMS = (
         checks=(
             printed(
                 check_sequence,
-                Mutant(
-                    "a fused multiply-add",
-                    "executors.steps.arithmetic:Sweeper.perturb",
-                    "torch.add(theta[begin:end], product, out=left[begin:end])",
-                    "torch.add(theta[begin:end], z[begin:end], alpha=scale * epsilon, out=left[begin:end])",
-                ),
+                _FUSED,
                 Mutant(
                     "every perturbation in two halves",
                     "executors.steps.arithmetic:Sweeper.perturb",
@@ -246,15 +249,7 @@ CLAIMS = (
                     "(scale if scale > 0 else -1) * epsilon",
                 ),
             ),
-            counterexample(
-                check_unrestored,
-                Mutant(
-                    "a fused multiply-add",
-                    "executors.steps.arithmetic:Sweeper.perturb",
-                    "torch.add(theta[begin:end], product, out=left[begin:end])",
-                    "torch.add(theta[begin:end], z[begin:end], alpha=scale * epsilon, out=left[begin:end])",
-                ),
-            ),
+            counterexample(check_unrestored, _FUSED),
         ),
         amendment="Up to rounding: |θ₃ - θ₀| <= u·(|θ₁| + |θ₂| + |θ₃|) for every weight.",
         breaks="Three rounded additions: (θ + εz) - 2εz + εz is θ only in exact arithmetic.",
@@ -306,24 +301,14 @@ CLAIMS = (
         checks=(
             printed(
                 check_delayed,
-                Mutant(
-                    "the present step's learning rate",
-                    "executors.steps.ops.sweep:Sweeps.update",
-                    "rate = source.learning_rate",
-                    "rate = frame.learning_rate or source.learning_rate",
-                ),
+                PRESENT_RATE,
                 Mutant(
                     "no update where g = 0",
                     "executors.steps.ops.sweep:Sweeps.update",
                     "if source is None:",
                     "if source is None or not source.gradients[op.query]:",
                 ),
-                Mutant(
-                    "a flush that applies nothing",
-                    "executors.steps.interpreter:Interpreter.flush",
-                    'self._run("flush", StepFrame(self._next_step, previous=self._frame))',
-                    'self._run("flush", StepFrame(self._next_step))',
-                ),
+                EMPTY_FLUSH,
             ),
         ),
     ),

@@ -32,6 +32,7 @@ from executors.serving.runtime import Runtime
 from executors.serving.versions import Versions
 from proofs_checks.claims import Claim, printed
 from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, moments_of_estimate, normal_nodes
+from proofs_checks.faults import CENTRAL_BY_EPSILON
 from proofs_checks.literal import chained, drawn
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -552,12 +553,7 @@ CLAIMS = (
                     "return math",
                 ),
                 Mutant("a sum for a mean", "executors.datasets.rewards:mean_cost", "/ len(made)", "/ 1"),
-                Mutant(
-                    "a central difference divided by ε",
-                    "executors.steps.arithmetic:projected_gradient",
-                    "(2 * epsilon if central else epsilon)",
-                    "epsilon",
-                ),
+                CENTRAL_BY_EPSILON,
             ),
         ),
         derivation="zoinfer-slots.md#rewards",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from proofs_checks.claims import Claim, conditioned, corrected, counterexample
+from proofs_checks.faults import ALL_SLICES, SENT_TO_ITSELF
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.step_time import NUM_BLOCKS, block_bytes, machine, model, seconds
@@ -182,13 +183,6 @@ def check_no_worse(context: Context) -> Outcome:
     )
 
 
-_WHOLE_UPLOAD = Mutant(
-    "every rank uploads all slices",
-    "zosim.lowering.residency:Homes._upload_sliced",
-    "copy_work(share_bytes)",
-    "copy_work(total)",
-)
-
 CLAIMS = (
     Claim(
         name="sliced-step-is-a-pipeline",
@@ -207,21 +201,16 @@ CLAIMS = (
         checks=(
             corrected(
                 check_sliced,
-                _WHOLE_UPLOAD,
+                ALL_SLICES,
                 Mutant(
                     "exchanges on the uploads' stream",
                     "zosim.lowering.residency:Homes._upload_sliced",
                     "Stream.LINK",
                     "Stream.H2D",
                 ),
-                Mutant(
-                    "a share sent to itself as well",
-                    "zosim.lowering.residency:Homes._upload_sliced",
-                    "link_bytes=total - share_bytes",
-                    "link_bytes=total",
-                ),
+                SENT_TO_ITSELF,
             ),
-            counterexample(check_printed_sum, _WHOLE_UPLOAD),
+            counterexample(check_printed_sum, ALL_SLICES),
         ),
         amendment="Upload and exchange of different blocks overlap: a step takes u + g + c + (N - 1)·max(u, g, c, o).",
         breaks="Section 6.1 says that both kinds of streams run concurrently; equation 3 adds them.",
@@ -238,7 +227,7 @@ CLAIMS = (
         ),
         hypotheses=("a lane to the host for each device; transfers limit the step"),
         references=("DistZO2 appendix C, hardware generality and performance bounds"),
-        checks=(conditioned(check_no_worse, _WHOLE_UPLOAD), counterexample(check_slow_links, _WHOLE_UPLOAD)),
+        checks=(conditioned(check_no_worse, ALL_SLICES), counterexample(check_slow_links, ALL_SLICES)),
         amendment="Links between devices carry more than (n - 1)/n of what a lane to the host does.",
         breaks="Equation 3 has no term that a slow link does not reach: (n - 1)M/nB_NVLink exceeds M/B_PCIe there.",
         consequence="Where devices meet over slow links (or over the host), choose whole uploads: --transfers private.",

@@ -20,6 +20,7 @@ from proofs_checks.exact import (
     normal_nodes,
     shipped_estimate,
 )
+from proofs_checks.faults import CENTRAL_BY_EPSILON, CLIMBING, FORWARD_BY_TWO_EPSILON, SECOND_BY_EPSILON
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.smoothing import smoothing_bounds
 from proofs_checks.oracles.statements import sharp_smoothing_bounds, smoothed_gradient_bounds
@@ -372,30 +373,6 @@ def check_assumption_two(_context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-_HALVED = Mutant(
-    "a central difference divided by ε",
-    "executors.steps.arithmetic:projected_gradient",
-    "(2 * epsilon if central else epsilon)",
-    "epsilon",
-)
-_FORWARD_HALVED = Mutant(
-    "a forward difference divided by 2ε",
-    "executors.steps.arithmetic:projected_gradient",
-    "(2 * epsilon if central else epsilon)",
-    "(2 * epsilon)",
-)
-_CLIMBING = Mutant(
-    "an update that climbs",
-    "executors.steps.arithmetic:Sweeper.update",
-    "piece.sub_(product)",
-    "piece.add_(product)",
-)
-_HALF_WAY = Mutant(
-    "second perturbation by -ε, not -2ε",
-    "executors.steps.arithmetic:Sweeper.perturb",
-    "scale * epsilon",
-    "(1 if scale > 0 else -1) * epsilon",
-)
 _THREE_PERCENT = Mutant(
     "perturbations three percent long",
     "executors.steps.arithmetic:Sweeper.perturb",
@@ -411,7 +388,15 @@ CLAIMS = (
         quotation="Eq. (3) represents a biased forward difference approach. We distribute the content about unbiased central difference approach to Sec. C.2.",
         statement="E[g·u] = ∇f_μ for the forward and for the central difference alike, u ~ N(0, I): both are biased by ∇f_μ - ∇f, of order μ² for a quartic, and both are unbiased for f_μ. They differ in g itself, by O(μ) against O(μ²), and in what they cost.",
         hypotheses="f = Σx⁴/4, for which f_μ is known; Gauss-Hermite nodes through the shipped arithmetic, exact",
-        checks=(counterexample(check_bias_of_both, _HALVED, _FORWARD_HALVED, _HALF_WAY, _THREE_PERCENT),),
+        checks=(
+            counterexample(
+                check_bias_of_both,
+                CENTRAL_BY_EPSILON,
+                FORWARD_BY_TWO_EPSILON,
+                SECOND_BY_EPSILON,
+                _THREE_PERCENT,
+            ),
+        ),
         breaks="E[f(x)u] = 0 and u and -u are alike, so that ½E[(f(x + μu) - f(x - μu))u] = E[(f(x + μu) - f(x))u].",
         consequence="Choose the difference by what it costs and by the variance of g; neither removes the bias of a finite ε.",
         references="Nesterov and Spokoiny (2017), section 2",
@@ -425,8 +410,8 @@ CLAIMS = (
         statement="With u uniform in a ball of radius R, E[Ĝ] -> R²/(d + 2)·∇f: the estimate is that of the gradient for R = √(d + 2) (for a sphere, R = √d), and 1/(d + 2) of it for the unit ball.",
         hypotheses="linear f, d = 2, quadrature that is exact for polynomials, through the shipped arithmetic",
         checks=(
-            conditioned(partial(check_radial, 2.0, 1.0), _FORWARD_HALVED, _CLIMBING),
-            counterexample(partial(check_radial, 1.0, 0.25), _FORWARD_HALVED),
+            conditioned(partial(check_radial, 2.0, 1.0), FORWARD_BY_TWO_EPSILON, CLIMBING),
+            counterexample(partial(check_radial, 1.0, 0.25), FORWARD_BY_TWO_EPSILON),
         ),
         amendment="The ball has radius √(d + 2).",
         breaks="E[uuᵀ] = R²/(d + 2)·I in a ball, which is I for normals alone.",
@@ -441,7 +426,7 @@ CLAIMS = (
         quotation="the projected gradient, which is a scalar, is approximated as g = (L(θ + εz) - L(θ - εz))/2ε",
         statement="g -> z·∇L(θ) as ε -> 0 where L is differentiable: the error is of order ε² where L is three times differentiable, and of order ε where its second derivative jumps.",
         hypotheses="float64, ε from 0.0016 to 0.025; shipped arithmetic along given directions",
-        checks=(printed(check_pathwise_orders, _HALVED, _HALF_WAY),),
+        checks=(printed(check_pathwise_orders, CENTRAL_BY_EPSILON, SECOND_BY_EPSILON),),
         derivation="sparq-differences.md#one-direction",
     ),
     Claim(
@@ -451,7 +436,7 @@ CLAIMS = (
         quotation="It is important to note that the variable z in Equation 2 should be identical to the z in Equation 1.",
         statement="E[g·z] = ∇L for a linear loss if the update uses the z of g, and E[g·z'] = 0 if it uses another draw.",
         hypotheses="linear loss; all pairs of Gauss-Hermite nodes, exact",
-        checks=(printed(check_shared_direction, _HALVED, _CLIMBING),),
+        checks=(printed(check_shared_direction, CENTRAL_BY_EPSILON, CLIMBING),),
         derivation="zo2-estimator.md#one-direction-for-both",
     ),
     Claim(
@@ -481,7 +466,9 @@ CLAIMS = (
         quotation="The gradient of f_μ is L_μ-Lipschitz continuous where L_μ ≤ L. ∇f_μ(x) = (2π)^(-d/2)∫(f(x + μu) - f(x))/μ·u·e^(-‖u‖²/2)du",
         statement="∇f_μ = E[(f(x + μu) - f(x))u/μ], equal to the central form, and L_μ <= L. What Lemma 3 states does not depend on the forward difference, as appendix D.1 says that it does.",
         hypotheses="f in C^{1,1} with an integrable growth; quartics, sines and a square on one side",
-        checks=(printed(check_smoothed_gradient, _FORWARD_HALVED, _HALVED, _THREE_PERCENT),),
+        checks=(
+            printed(check_smoothed_gradient, FORWARD_BY_TWO_EPSILON, CENTRAL_BY_EPSILON, _THREE_PERCENT),
+        ),
         derivation="sparq-lemma-3.md",
     ),
     Claim(
@@ -553,7 +540,7 @@ CLAIMS = (
                     "epsilon**2 / 2",
                     "epsilon**2 / 9",
                 ),
-                _FORWARD_HALVED,
+                FORWARD_BY_TWO_EPSILON,
             ),
         ),
         references="Nesterov and Spokoiny (2017), theorem 4",
@@ -612,7 +599,7 @@ CLAIMS = (
         quotation="Unbiased Zeroth-Order Stochastic Gradients with Bounded Variance: E[∇̂f(ξ_k; x_k)] = ∇f(x_k) (∇̂f is the zeroth-order gradient)",
         statement="The mean of the zeroth-order gradient is ∇f_μ, by the paper's own (13). For sin it is exp(-μ²/2) of the gradient; with bounded gradients, as assumption 3 has them, only affine f satisfy assumption 2. Its σ² would also have to be (d + 1)‖∇f‖² at least, which hides a factor of d in the rate. What the proof uses is a first-order stochastic gradient.",
         hypotheses="assumptions 1 and 3: smooth, bounded gradients; normal u",
-        checks=(counterexample(check_assumption_two, _FORWARD_HALVED),),
+        checks=(counterexample(check_assumption_two, FORWARD_BY_TWO_EPSILON),),
         breaks="∇f_μ = ∇f everywhere leaves no frequency but 0 in ∇f: lemma 3 and assumption 2 exclude each other.",
         consequence="σ² in the rate is the noise of data alone; noise of directions is in the factor d, and does not go away with exact data.",
         derivation="sparq-assumption-2.md",

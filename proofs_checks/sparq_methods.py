@@ -16,6 +16,12 @@ from executors.randomness.rng import generator_on
 from proofs_checks.claims import Claim, conditioned, corrected, counterexample, printed, reading
 from proofs_checks.exact import at_most, equal, exceeds, is_true, normal_nodes, shipped_estimate
 from proofs_checks.executed import Case, differences
+from proofs_checks.faults import (
+    CENTRAL_BY_EPSILON,
+    FORWARD_BY_TWO_EPSILON,
+    QUERIES_SUMMED,
+    ROUNDING_UP,
+)
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.statistics import fitted_slope
@@ -280,31 +286,6 @@ def check_feedback(_context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-_UP = Mutant("rounding up", "executors.codecs.quantising:quantise", "scaled.round_()", "scaled.ceil_()")
-_SHORT = Mutant(
-    "a symmetric grid that ends before the largest value",
-    "executors.codecs.grids:_symmetric_step",
-    "largest / codes",
-    "largest / (codes + 1)",
-)
-_FORWARD_HALVED = Mutant(
-    "a forward difference divided by 2ε",
-    "executors.steps.arithmetic:projected_gradient",
-    "(2 * epsilon if central else epsilon)",
-    "(2 * epsilon)",
-)
-_CENTRAL_DOUBLED = Mutant(
-    "a central difference divided by ε",
-    "executors.steps.arithmetic:projected_gradient",
-    "(2 * epsilon if central else epsilon)",
-    "epsilon",
-)
-_FORGETS = Mutant(
-    "queries summed, not averaged",
-    "executors.steps.ops.sweep:Sweeps.update",
-    "/ self.num_queries",
-    "/ 1",
-)
 _PLACES = Mutant(
     "places of one bit less",
     "costmodel.codecs:index_bits",
@@ -321,8 +302,8 @@ CLAIMS = (
         statement="Every node resets its generator to the same s, so that u⁽²⁾ repeats u⁽¹⁾ (as far as the shorter goes): each node's mean update is the sum of all nodes' gradients, not its own. With one direction drawn between the nodes (each goes on where the last stopped, or has a key of its own) it is ∇f, as the proof takes it.",
         hypotheses="linear loss, two parameters on each of two nodes; Gauss-Hermite nodes, exact, through the shipped arithmetic",
         checks=(
-            corrected(check_one_direction, _FORWARD_HALVED),
-            counterexample(check_same_seed, _FORWARD_HALVED),
+            corrected(check_one_direction, FORWARD_BY_TWO_EPSILON),
+            counterexample(check_same_seed, FORWARD_BY_TWO_EPSILON),
         ),
         amendment="Node i draws what a single device draws for its parameters.",
         breaks="E[u⁽¹⁾u⁽²⁾ᵀ] = I, not 0, while the proof writes u_t = col[u⁽¹⁾, u⁽²⁾] ~ N(0, I).",
@@ -336,7 +317,9 @@ CLAIMS = (
         quotation="g_{i,t} = (F(a⁺_{i,t}; x⁽²⁾ + μu⁽²⁾) - F(a_{i,t}; x⁽²⁾))/μ, a⁺ = S₁(ξ; x⁽¹⁾ + μu⁽¹⁾), a = S₁(ξ; x⁽¹⁾)",
         statement="f = F∘S₂∘S₁: evaluated on two nodes with activations passed on, the forward difference of P queries is that of the whole model, to the bit.",
         hypotheses="no codec; two queries; two shipped nodes against a literal loop on one device",
-        checks=(printed(partial(check_split_evaluations, "forward"), _FORWARD_HALVED, _FORGETS),),
+        checks=(
+            printed(partial(check_split_evaluations, "forward"), FORWARD_BY_TWO_EPSILON, QUERIES_SUMMED),
+        ),
         derivation="sparq-algorithm-1.md",
     ),
     Claim(
@@ -346,7 +329,7 @@ CLAIMS = (
         quotation="g_{i,t} = (F(a⁺; x⁽²⁾ + μu⁽²⁾) - F(a⁻; x⁽²⁾ - μu⁽²⁾))/2μ",
         statement="With activations at both signs passed on, the central difference of P queries is that of the whole model, to the bit.",
         hypotheses="no codec; two queries; two shipped nodes against a literal loop on one device",
-        checks=(printed(partial(check_split_evaluations, "central"), _CENTRAL_DOUBLED, _FORGETS),),
+        checks=(printed(partial(check_split_evaluations, "central"), CENTRAL_BY_EPSILON, QUERIES_SUMMED),),
         derivation="sparq-algorithm-1.md",
     ),
     Claim(
@@ -389,7 +372,7 @@ CLAIMS = (
         statement="The title asks for E[C(x)] = x, the formula for a contraction; neither implies the other. SparQ's own 4 bits to the nearest contract and are biased; rounding at random is unbiased and expands at 2 bits (codec-stochastic-expands).",
         hypotheses="symmetric grid, 4 bits to the nearest: the codec of the experiments, shipped",
         checks=(
-            reading("a contraction, as the formula says", check_contracts, _UP),
+            reading("a contraction, as the formula says", check_contracts, ROUNDING_UP),
             reading("unbiased, as the title says", check_is_unbiased),
         ),
         derivation="sparq-assumption-5.md",
@@ -427,7 +410,7 @@ CLAIMS = (
         statement="Rounding to the nearest wakes no zero and puts others to sleep if 0 is one of the grid's values (2 bits and more on a symmetric grid, 1 and more with a zero point). One bit of both signs and affine grids have no 0: everything is sent.",
         hypotheses="ReLU of normals, 16 × 64, shipped codecs",
         checks=(
-            conditioned(check_zeros_stay, _UP),
+            conditioned(check_zeros_stay, ROUNDING_UP),
             counterexample(
                 check_zeros_woken,
                 Mutant(
@@ -450,7 +433,7 @@ CLAIMS = (
         quotation="Smoother activation functions, such as SwiGLU and GELU, produce predominantly small but nonzero values, resulting in consistently dense activations with 99% ~ 100% nonzero entries.",
         statement="GELU and SwiGLU of normals have no zeros; 4 bits on a symmetric grid make some of most of them.",
         hypotheses="normals before the activation function, 64 × 256; the part of zeros in real models depends on outliers",
-        checks=(printed(check_gelu, _UP),),
+        checks=(printed(check_gelu, ROUNDING_UP),),
         derivation="sparq-codecs.md#zeros",
     ),
     Claim(
@@ -460,7 +443,7 @@ CLAIMS = (
         quotation="This constant bound could, in principle, be further reduced. For example, AQ-SGD applies a error-feedback technique on the compressed activation",
         statement="Sending C(a - m) and adding it to m on both ends leaves ‖a - m‖ <= κ^t‖a‖ after t messages of an activation that does not move: the constant goes, at the price of one m for each sample on both ends.",
         hypotheses="an activation that stands still; 3 bits to the nearest, shipped",
-        checks=(printed(check_feedback, _UP),),
+        checks=(printed(check_feedback, ROUNDING_UP),),
         derivation="sparq-codecs.md#error-feedback",
     ),
 )

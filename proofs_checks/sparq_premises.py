@@ -16,6 +16,7 @@ from executors.randomness.rng import generator_on
 from executors.steps.arithmetic import projected_gradient
 from proofs_checks.claims import Claim, conditioned, counterexample, printed
 from proofs_checks.exact import at_most, equal, exceeds, is_true
+from proofs_checks.faults import SHORT_GRID
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.smoothing import smoothing_bounds
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -260,12 +261,6 @@ def _own(name: str, function: Callable[..., object], old: str, new: str) -> Muta
     return Mutant(name, f"proofs_checks.sparq_premises:{function.__name__}", old, new)
 
 
-_SHORT = Mutant(
-    "a symmetric grid that ends before the largest value",
-    "executors.codecs.grids:_symmetric_step",
-    "largest / codes",
-    "largest / (codes + 1)",
-)
 _QUARTERED = Mutant(
     "differences over twice their distance",
     "executors.steps.arithmetic:projected_gradient",
@@ -317,7 +312,7 @@ CLAIMS = (
         quotation="= (1 + C²_S₁)L₂²‖(C(S₁), x⁽²⁾) - (S₁, x⁽²⁾)‖² ≤ (1 + C²_S₁)L₂²κ²‖S₁‖² ≤ (1 + C²_S₁)L₂²κ²L²_S₁, where we get (20) by assumption 4",
         statement="The parameters drop out of the difference, assumption 5 bounds the rest by κ‖S₁‖ and assumption 4 that by κL_S₁. What is before them is lemma-4-needs-the-activation.",
         hypotheses="activations of norm at most 3, rounded to the nearest by the shipped codec; κ² = 1 - max²/‖a‖²",
-        checks=(printed(check_last_lines_of_lemma_4, _SHORT),),
+        checks=(printed(check_last_lines_of_lemma_4, SHORT_GRID),),
         derivation="sparq-lemma-4.md",
     ),
     Claim(

@@ -19,6 +19,7 @@ from executors.codecs.fidelity import received
 from executors.steps.arithmetic import projected_gradient
 from proofs_checks.claims import Claim, conditioned, corrected, counterexample, printed
 from proofs_checks.exact import ROUNDING, Array, at_most, equal, exceeds, is_true, normal_nodes
+from proofs_checks.faults import ROUNDING_UP
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.bounds import sparq_stationarity_bound
 from proofs_checks.oracles.smoothing import smoothing_bounds
@@ -697,7 +698,12 @@ def check_theorem_2(context: Context) -> Outcome:
     )
 
 
-_UP = Mutant("rounding up", "executors.codecs.quantising:quantise", "scaled.round_()", "scaled.ceil_()")
+_OTHER_SIGN = Mutant(
+    "a difference of the other sign",
+    "proofs_checks.sparq_theorems:step_from",
+    "rate * (g - coded) * u",
+    "rate * (coded - g) * u",
+)
 
 CLAIMS = (
     Claim(
@@ -742,12 +748,7 @@ CLAIMS = (
         checks=(
             printed(
                 check_virtual_steps,
-                Mutant(
-                    "a difference of the other sign",
-                    "proofs_checks.sparq_theorems:step_from",
-                    "rate * (g - coded) * u",
-                    "rate * (coded - g) * u",
-                ),
+                _OTHER_SIGN,
                 Mutant(
                     "Young's second term too small",
                     "proofs_checks.sparq_theorems:young",
@@ -766,15 +767,7 @@ CLAIMS = (
         statement="The step is along ĝ_μ, as (21), (22) and (26) have it: with g_μ, which (24) defines without compression, it is off by ηΔu.",
         hypotheses="any scalars that a codec changes",
         checks=(
-            corrected(
-                check_virtual_steps,
-                Mutant(
-                    "a difference of the other sign",
-                    "proofs_checks.sparq_theorems:step_from",
-                    "rate * (g - coded) * u",
-                    "rate * (coded - g) * u",
-                ),
-            ),
+            corrected(check_virtual_steps, _OTHER_SIGN),
             counterexample(
                 check_hatless_step,
                 Mutant(
@@ -875,7 +868,7 @@ CLAIMS = (
                     "e * s * d ** 1.5 / 8",
                 ),
             ),
-            counterexample(check_rounded_gap, _UP),
+            counterexample(check_rounded_gap, ROUNDING_UP),
         ),
         amendment="C is differentiable with a Lipschitz derivative.",
         breaks="(15) is a statement of functions with a Lipschitz gradient, and f̂ is a step function of a.",

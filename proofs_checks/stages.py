@@ -11,6 +11,7 @@ from torch import Tensor
 from executors.models.spec import spec_of_model
 from proofs_checks.claims import Claim, printed
 from proofs_checks.executed import Case, against_literal, executed, literally, random_cases
+from proofs_checks.faults import GROUPS_FROM_THE_SEED
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome, worst
 from proofs_checks.placements import Trace, tiny_model, tiny_plan
@@ -118,13 +119,6 @@ def check_scalars(_context: Context) -> Outcome:
     return Outcome(wrong, 0, "counts that are not those stated", tuple(details))
 
 
-_RESET = Mutant(
-    "every group starts from the seed",
-    "executors.steps.ops.draw:Draws._walked",
-    "generator.set_state(values[source[0]][0])",
-    "generator.manual_seed(seeded.seeds[op.query])",
-)
-
 CLAIMS = (
     Claim(
         name="stages-are-one-device",
@@ -140,7 +134,7 @@ CLAIMS = (
         checks=(
             printed(
                 check_one_direction,
-                _RESET,
+                GROUPS_FROM_THE_SEED,
                 Mutant(
                     "losses of the last stage 3 % too large",
                     "executors.steps.ops.exchange:_mean_of",
@@ -166,7 +160,7 @@ CLAIMS = (
         ),
         hypotheses=("normals"),
         references=("SparQ assumption 2; algorithms 1 to 3 reset every node to one seed, which breaks it"),
-        checks=(printed(check_independent, _RESET),),
+        checks=(printed(check_independent, GROUPS_FROM_THE_SEED),),
     ),
     Claim(
         name="stages-send-what-is-counted",

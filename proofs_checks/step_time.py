@@ -8,6 +8,7 @@ from costmodel.configs import spec_of_config
 from costmodel.model_spec import ModelSpec
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from proofs_checks.claims import Claim, printed
+from proofs_checks.faults import UPDATES_THAT_DO_NOT_WAIT
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.steps import zo2_step_seconds
 from proofs_checks.outcomes import Context, Outcome
@@ -248,12 +249,7 @@ CLAIMS = (
         checks=(
             printed(
                 check_traffic,
-                Mutant(
-                    "updates that do not wait for their block's turn",
-                    "zosim.lowering.rank:Rank.is_delayed",
-                    'self.plan.schedule.update == "delayed" and',
-                    "False and",
-                ),
+                UPDATES_THAT_DO_NOT_WAIT,
                 Mutant(
                     "one forward per query",
                     "zosim.lowering.weights:Points.path",

@@ -13,6 +13,7 @@ from torch import Tensor
 from proofs_checks.claims import Claim, conditioned, corrected, counterexample, printed, reading
 from proofs_checks.exact import at_most, equal, exceeds, is_true
 from proofs_checks.executed import Case, differences
+from proofs_checks.faults import EMPTY_FLUSH, PRESENT_RATE, UPDATES_THAT_DO_NOT_WAIT
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.placements import OFFLOADED, same_bits, tiny_model, train
@@ -367,18 +368,6 @@ def check_waiting(_context: Context) -> Outcome:
     return equal(shares, [0.5] * len(shares), what=f"waiting, transfers of {_LOADS[2:]} forwards")
 
 
-_NO_FLUSH = Mutant(
-    "a flush that applies nothing",
-    "executors.steps.interpreter:Interpreter.flush",
-    'self._run("flush", StepFrame(self._next_step, previous=self._frame))',
-    'self._run("flush", StepFrame(self._next_step))',
-)
-_PRESENT_RATE = Mutant(
-    "the present step's learning rate",
-    "executors.steps.ops.sweep:Sweeps.update",
-    "rate = source.learning_rate",
-    "rate = frame.learning_rate or source.learning_rate",
-)
 _ORDER = Mutant(
     "the order of execution for that of registration",
     "zosim.lowering.directions:walk_order",
@@ -391,7 +380,7 @@ _MENDED = (
         Mutant("the print: no update behind the loop", "proofs_checks.zo2_statements:literal_zo2", "if flushed:", "if False:"),
         Mutant("the print: the present learning rate", "proofs_checks.zo2_statements:literal_zo2", "if own_rate and step", "if False"),
     ),
-    corrected(check_shipped_offloading, _NO_FLUSH, _PRESENT_RATE),
+    corrected(check_shipped_offloading, EMPTY_FLUSH, PRESENT_RATE),
     counterexample(
         check_as_printed,
         Mutant("states of this step for the last one's", "proofs_checks.zo2_statements:literal_zo2", "last = buffer.popleft() if step else state", "last = state; buffer.popleft() if step else None"),
@@ -514,12 +503,7 @@ CLAIMS = (
             reading(
                 "bytes for each forward",
                 check_bytes_per_forward,
-                Mutant(
-                    "updates that do not wait for their block's turn",
-                    "zosim.lowering.rank:Rank.is_delayed",
-                    'self.plan.schedule.update == "delayed" and',
-                    "False and",
-                ),
+                UPDATES_THAT_DO_NOT_WAIT,
             ),
             reading(
                 "time that a step waits for transfers",

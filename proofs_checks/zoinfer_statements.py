@@ -31,6 +31,7 @@ from proofs_checks.exact import (
     normal_nodes,
     shipped_estimate,
 )
+from proofs_checks.faults import CENTRAL_BY_EPSILON
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.statements import low_rank_entry_moments
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -494,11 +495,12 @@ _V_FIRST = Mutant(
     "_NORMALS.fill(left, generator)\n    _NORMALS.fill(right, generator)",
     "_NORMALS.fill(right, generator)\n    _NORMALS.fill(left, generator)",
 )
-_DIFFERENCE = Mutant(
-    "a central difference divided by ε",
-    "executors.steps.arithmetic:projected_gradient",
-    "(2 * epsilon if central else epsilon)",
-    "epsilon",
+
+_WIDTHS_BY_ROOT = Mutant(
+    "factors of width 1/√r",
+    "proofs_checks.zoinfer_statements:_factor_nodes",
+    "nodes, weights = normal_nodes((_ROWS + _COLUMNS) * rank, 3)",
+    "nodes, weights = normal_nodes((_ROWS + _COLUMNS) * rank, 3); nodes = nodes / rank**0.25",
 )
 
 CLAIMS = (
@@ -512,7 +514,7 @@ CLAIMS = (
         checks=(
             printed(
                 check_two_points,
-                _DIFFERENCE,
+                CENTRAL_BY_EPSILON,
                 Mutant(
                     "a step against the sign of c",
                     "executors.steps.arithmetic:projected_gradient",
@@ -561,17 +563,9 @@ CLAIMS = (
         statement="E[⟨G, UVᵀ⟩UVᵀ]/r = G: equation 3 estimates ∇F, without bias for quadratics at any ε and with one of order ε² beyond. It is the shipped family UVᵀ/√r at a radius of ε√r, draw by draw.",
         hypotheses="normal U and V; quadrature, exact, for the means; the shipped family and arithmetic",
         checks=(
-            printed(check_same_estimator, _BY_RANK, _V_FIRST, _DIFFERENCE),
-            printed(
-                partial(check_low_rank_mean, True),
-                Mutant(
-                    "factors of width 1/√r",
-                    "proofs_checks.zoinfer_statements:_factor_nodes",
-                    "nodes, weights = normal_nodes((_ROWS + _COLUMNS) * rank, 3)",
-                    "nodes, weights = normal_nodes((_ROWS + _COLUMNS) * rank, 3); nodes = nodes / rank**0.25",
-                ),
-            ),
-            printed(check_bias_order, _DIFFERENCE),
+            printed(check_same_estimator, _BY_RANK, _V_FIRST, CENTRAL_BY_EPSILON),
+            printed(partial(check_low_rank_mean, True), _WIDTHS_BY_ROOT),
+            printed(check_bias_order, CENTRAL_BY_EPSILON),
         ),
         references="Chen et al. (2025), LOZO",
         derivation="zoinfer-low-rank.md#the-low-rank-estimator",
@@ -586,15 +580,7 @@ CLAIMS = (
         checks=(
             printed(partial(check_low_rank_mean, False)),
             printed(lazy.check_shipped_factors_mean, lazy.BY_RANK, lazy.NOT_BY_RANK, lazy.BY_ROOT_OFF),
-            printed(
-                check_unscaled_update,
-                Mutant(
-                    "factors of width 1/√r",
-                    "proofs_checks.zoinfer_statements:_factor_nodes",
-                    "nodes, weights = normal_nodes((_ROWS + _COLUMNS) * rank, 3)",
-                    "nodes, weights = normal_nodes((_ROWS + _COLUMNS) * rank, 3); nodes = nodes / rank**0.25",
-                ),
-            ),
+            printed(check_unscaled_update, _WIDTHS_BY_ROOT),
         ),
         derivation="zoinfer-low-rank.md#one-over-r",
     ),
@@ -747,7 +733,7 @@ CLAIMS = (
         statement="With update and perturbation in a wider side path the estimate is that of ∇L at Q(W₀) + ΔW, no code of the base being changed: of the quantised model's loss, not of the model's. Summed into the base's format a probe of ε = 1e-3 is lost.",
         hypotheses="quadratic loss; 4-bit base by the shipped codec; Gauss-Hermite nodes, exact",
         checks=(
-            printed(check_quantised_base, _DIFFERENCE),
+            printed(check_quantised_base, CENTRAL_BY_EPSILON),
             printed(coded.check_beside_codes, coded.STORED, coded.STORED_BACK, coded.BESIDE_LONG),
         ),
         derivation="zoinfer-slots.md#a-quantised-base",

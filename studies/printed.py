@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from studies.against_print.report import findings_table
+from studies.plots import picture
 from studies.published.audit import audit
 from studies.published.cells import Cell, cells_of
 from studies.published.conventions import MEBIBYTE
@@ -159,25 +160,19 @@ def _answered(
 
 
 def _plot(kind: str, pairs: Sequence[tuple[PublishedRow, CellPrediction]], out: Path) -> Path:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
-    points = [
-        (row["table"], row.value or 0.0, answer.predicted or 0.0) for row, answer in _answered(pairs, kind)
-    ]
-    for table in dict.fromkeys(name for name, _, _ in points):
-        mine = [(printed, predicted) for name, printed, predicted in points if name == table]
-        axes.plot(*zip(*mine, strict=True), linestyle="", marker=".", label=f"Table {table}")
-    ends = [min(printed for _, printed, _ in points), max(printed for _, printed, _ in points)]
-    axes.plot(ends, ends, color="black", linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel=f"printed {_TITLES[kind]}", ylabel="predicted")
-    axes.legend()
     path = out / f"{kind}.png"
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, dpi=120, layout="constrained", figsize=(6, 5)) as (_, axes):
+        points = [
+            (row["table"], row.value or 0.0, answer.predicted or 0.0)
+            for row, answer in _answered(pairs, kind)
+        ]
+        for table in dict.fromkeys(name for name, _, _ in points):
+            mine = [(printed, predicted) for name, printed, predicted in points if name == table]
+            axes.plot(*zip(*mine, strict=True), linestyle="", marker=".", label=f"Table {table}")
+        ends = [min(printed for _, printed, _ in points), max(printed for _, printed, _ in points)]
+        axes.plot(ends, ends, color="black", linewidth=0.8)
+        axes.set(xscale="log", yscale="log", xlabel=f"printed {_TITLES[kind]}", ylabel="predicted")
+        axes.legend()
     return path
 
 

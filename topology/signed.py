@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from topology.errors import ZosimError
 
 _DIGEST = "sha256"
 
@@ -13,6 +16,24 @@ _DIGEST = "sha256"
 def with_digest(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return `content` with its digest."""
     return {**content, _DIGEST: _digest(content)}
+
+
+def save_signed(content: Mapping[str, Any], path: str | Path, what: str, error: type[ZosimError]) -> None:
+    """Write `content` with its digest as a JSON file.
+
+    Parameters
+    ----------
+    content : mapping of str to any
+    path : path
+    what : str
+        What messages call the file, such as ``"profile"``.
+    error : type of ZosimError
+        Raised if the file cannot be written.
+    """
+    try:
+        Path(path).write_text(json.dumps(with_digest(content), indent=1) + "\n", encoding="utf-8")
+    except OSError as reason:
+        raise error(f"the {what} cannot be written to {path}: {reason}") from reason
 
 
 def without_digest(content: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:

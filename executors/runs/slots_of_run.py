@@ -6,7 +6,7 @@ sums in float32 or wider that the run rounded to its weights step by step: they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,12 @@ from executors.randomness.low_rank import FactorDraws, Factors, Window, divisor_
 from executors.runs.adapters import recorded_adapters, save_alone
 from executors.runs.history import History, read_history
 from executors.runs.records import StepRecord
-from executors.runs.replay import advance, check_base, load_base, plan_alone, session_at
+from executors.runs.replay import OnStep, advance, check_base, load_base, plan_alone, session_at
 from executors.runs.windows import lazy_windows_of
 from executors.steps.preparing import prepare
 from topology.errors import RunError
 from zosim.lowering.directions import walk_order
 from zosim.plans import Plan
-
-OnStep = Callable[[int, int], None]
-"""Called with the number of steps done, and how many there are to do."""
 
 
 def write_adapter(

@@ -116,7 +116,7 @@ def profile_values(
     ----------
     paper : {"ZO2", "DistZO2"}
     values : mapping of str to float
-        FittedConstant constants by name.
+        Fitted constants by name.
     hidden_size : int
         Of the model.
     ranks : int

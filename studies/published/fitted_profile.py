@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,13 +14,14 @@ from studies.published.audit import audit, set_apart
 from studies.published.cells import Cell, cells_of
 from studies.published.constants import PAPERS, Domain
 from studies.published.fitting import Solution, conformal_half_width, fit
+from studies.published.posterior import FoundConstant, TableFit
 from studies.published.quzo import QuzoFit, calibrate_quzo
 from studies.published.rows import PublishedRow
 from studies.published.sparq_fit import SparqFit, calibrate_sparq
-from studies.published.zoinfer import ZoinferFit, calibrate_zoinfer
+from studies.published.zoinfer import calibrate_zoinfer
 from topology.errors import ProfileError
 from topology.reading import read_json_object
-from topology.signed import with_digest, without_digest
+from topology.signed import save_signed, without_digest
 from topology.validation import readable
 from zosim.applications.closed_form.maxplus import Floats
 
@@ -35,15 +35,9 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class FoundConstant(_Frozen):
-    """A constant with its value, 95 % interval, and the rows that identify it."""
+class IdentifiedConstant(FoundConstant):
+    """A constant with the rows that identify it."""
 
-    name: str
-    value: float
-    low: float
-    high: float
-    unit: str
-    meaning: str
     identified_by: str
 
 
@@ -54,7 +48,7 @@ class FoundFit(_Frozen):
     ----------
     paper : str
     domain : {"speed", "memory"}
-    constants : tuple of FoundConstant
+    constants : tuple of IdentifiedConstant
     covariance : tuple of tuple of float
         Of the logarithms of the values.
     half_widths : mapping of str to float
@@ -64,7 +58,7 @@ class FoundFit(_Frozen):
 
     paper: str
     domain: Domain
-    constants: tuple[FoundConstant, ...]
+    constants: tuple[IdentifiedConstant, ...]
     covariance: tuple[tuple[float, ...], ...]
     half_widths: dict[str, float]
     num_cells: int
@@ -95,7 +89,7 @@ class PublishedProfile(_Frozen):
         Of SparQ's volumes and memory; None where no row was there to fit it.
     quzo : QuzoFit, optional
         Of QuZO's memory and seconds, likewise.
-    zoinfer : ZoinferFit, optional
+    zoinfer : TableFit, optional
         Of ZOinfer's speed-ups and hours, likewise.
     """
 
@@ -104,7 +98,7 @@ class PublishedProfile(_Frozen):
     fits: tuple[FoundFit, ...]
     sparq: SparqFit | None = None
     quzo: QuzoFit | None = None
-    zoinfer: ZoinferFit | None = None
+    zoinfer: TableFit | None = None
 
     def fit(self, paper: str, domain: Domain) -> FoundFit | None:
         """Return the fit of a paper's domain; None where no row was there to fit it."""
@@ -118,12 +112,7 @@ class PublishedProfile(_Frozen):
         ProfileError
             If the file cannot be written.
         """
-        content = self.model_dump(mode="json")
-        text = json.dumps(with_digest(content), indent=1)
-        try:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ProfileError(f"the profile cannot be written to {path}: {error}") from error
+        save_signed(self.model_dump(mode="json"), path, "profile", ProfileError)
 
 
 def calibrate_on(rows: Sequence[PublishedRow]) -> PublishedProfile:
@@ -171,7 +160,7 @@ def fitted_with_intervals(
             groups.setdefault(cell.group, []).append(residual)
     spread = 2 * np.sqrt(np.diag(solution.covariance))
     constants = tuple(
-        FoundConstant(
+        IdentifiedConstant(
             name=constant.name,
             value=float(np.exp(x)),
             low=float(np.exp(x - half)),
@@ -227,7 +216,7 @@ def load_published_profile(path: str | Path | None = None) -> PublishedProfile:
     content, is_unchanged = without_digest(content)
     if not is_unchanged:
         raise ProfileError(
-            f"the profile {path} is damaged or was edited: its digest does not match its content"
+            f"the profile {source} is damaged or was edited: its digest does not match its content"
         )
     with readable(f"the profile {source}", ProfileError, model=PublishedProfile):
         return PublishedProfile.model_validate(content)

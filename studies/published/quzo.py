@@ -20,23 +20,28 @@ Tables 13 and 15: :func:`formula` and :func:`step_s`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
-from scipy.optimize import least_squares
 
 from costmodel.backward import kept_bytes
 from costmodel.configs import read_model_spec
 from costmodel.forward import forward_work
 from costmodel.model_spec import EMBED, HEAD, ModelSpec, block_segment
+from studies.published.constants import FittedConstant
 from studies.published.fitting import conformal_half_width
+from studies.published.posterior import (
+    FoundConstant,
+    Posterior,
+    TableFit,
+    left_out_errors,
+    log_error,
+    posterior,
+)
 from studies.published.rows import PublishedRow
 from studies.published.sparq import NotPredicted
-from studies.published.sparq_memory import MemoryConstant
 from topology.errors import ZosimError
 
 PAPER = "QuZO"
@@ -60,38 +65,49 @@ _LENGTHS = {"SST-2": 50, "MultiRC": 400, "ReCoRD": 300, "SQuAD": 300, "DROP": 50
 """Tokens of a long prompt by data set."""
 
 
-def _constants() -> dict[str, tuple[str, str, float, float]]:
-    constants: dict[str, tuple[str, str, float, float]] = {}
+def _constants() -> Iterator[FittedConstant]:
     for data in DATASETS:
-        constants |= {
-            f"tokens|{data}": ("token", f"at the peak of a first-order run on {data}", 2000, 1.5),
-            f"length|{data}": ("token", f"of a sequence at that peak on {data}", _LENGTHS[data], 0.3),
-            f"nf4_part|{data}": ("1", f"of them in QLoRA's runs on {data}, others' being 1", 1, 0.3),
-            f"zeroth_order_part|{data}": ("1", f"of them in zeroth-order runs on {data}, beyond the next", 1, 0.5),
-            f"four_bit_part|{data}": ("1", f"of 8-bit QuZO's other bytes at 4 bits on {data}, beyond all's", 1, 0.25),
-        }  # fmt: skip
-    constants |= {
-        "zeroth_order_part": ("1", "tokens of a zeroth-order batch over those of a first-order one", 1, 1.0),
-        "int8_copies": ("1", "what LLM.int8() keeps for a backward over what the products need", 1.4, 0.4),
-        "four_bit_part": (
+        yield FittedConstant(
+            f"tokens|{data}", "token", f"at the peak of a first-order run on {data}", 2000, 1.5
+        )
+        yield FittedConstant(
+            f"length|{data}", "token", f"of a sequence at that peak on {data}", _LENGTHS[data], 0.3
+        )
+        yield FittedConstant(
+            f"nf4_part|{data}", "1", f"of them in QLoRA's runs on {data}, others' being 1", 1, 0.3
+        )
+        yield FittedConstant(
+            f"zeroth_order_part|{data}",
             "1",
-            "of what 8-bit QuZO holds beside weights, at 4 bits (Table 13: 1/2)",
+            f"of them in zeroth-order runs on {data}, beyond the next",
+            1,
             0.5,
-            0.3,
-        ),
-        "context": ("GiB", "CUDA context and libraries", 0.5, 0.5),
-        "logit_copies": ("1", "16-bit copies of the logits in a forward alone", 2, 0.4),
-        "table_part": ("1", "tokens of Table 4's runs over those of Table 14's", 1, 1.5),
-    }
+        )
+        yield FittedConstant(
+            f"four_bit_part|{data}",
+            "1",
+            f"of 8-bit QuZO's other bytes at 4 bits on {data}, beyond all's",
+            1,
+            0.25,
+        )
+    yield FittedConstant(
+        "zeroth_order_part", "1", "tokens of a zeroth-order batch over those of a first-order one", 1, 1.0
+    )
+    yield FittedConstant(
+        "int8_copies", "1", "what LLM.int8() keeps for a backward over what the products need", 1.4, 0.4
+    )
+    yield FittedConstant(
+        "four_bit_part", "1", "of what 8-bit QuZO holds beside weights, at 4 bits (Table 13: 1/2)", 0.5, 0.3
+    )
+    yield FittedConstant("context", "GiB", "CUDA context and libraries", 0.5, 0.5)
+    yield FittedConstant("logit_copies", "1", "16-bit copies of the logits in a forward alone", 2, 0.4)
+    yield FittedConstant("table_part", "1", "tokens of Table 4's runs over those of Table 14's", 1, 1.5)
     for method in ("first order", "zeroth order"):
         for data in DATASETS:
-            meaning = f"the same, {method} on {data}, beyond all's"
-            constants[f"table_part|{method}|{data}"] = ("1", meaning, 1, 0.7)
-    return constants
+            yield FittedConstant(f"table_part|{method}|{data}", "1", f"the same, {method} on {data}, beyond all's", 1, 0.7)  # fmt: skip
 
 
-CONSTANTS = _constants()
-"""Unit, meaning, prior and standard deviation of its logarithm."""
+CONSTANTS = tuple(_constants())
 
 _MODELS = {"OPT": "opt", "LLAMA-2": "llama-2", "LLAMA2": "llama-2", "LLAMA-3": "llama-3", "LLAMA3": "llama-3",
            "LLAMA": "llama-2"}  # fmt: skip
@@ -126,30 +142,21 @@ class QuzoCase:
     value: float | None = None
 
 
-class QuzoFit(BaseModel):
+class QuzoFit(TableFit):
     """Constants of QuZO's tables.
 
     Attributes
     ----------
-    constants : tuple of MemoryConstant
-    half_width : float
-        Of the 90 % interval in logs, from residuals of cells left out one by one.
-    num_cells : int
-    times : tuple of MemoryConstant
+    times : tuple of FoundConstant
         Of the seconds of a step; empty where no row prints them.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    constants: tuple[MemoryConstant, ...]
-    half_width: float
-    num_cells: int
-    times: tuple[MemoryConstant, ...] = ()
+    times: tuple[FoundConstant, ...] = ()
 
     @property
     def values(self) -> dict[str, float]:
-        """Values by name."""
-        return {constant.name: constant.value for constant in (*self.constants, *self.times)}
+        """Values by name, of memory and of seconds."""
+        return super().values | {constant.name: constant.value for constant in self.times}
 
 
 def quzo_case(row: PublishedRow) -> QuzoCase:
@@ -328,48 +335,29 @@ def _tokens(case: QuzoCase, values: Mapping[str, float]) -> float:
 
 def fit_peaks(known: Sequence[QuzoCase]) -> dict[str, float]:
     """Return the constants most probable after these peaks, by name."""
-    return dict(zip(CONSTANTS, np.exp(_fitted(known)[0]).tolist(), strict=True))
+    return _posterior(known).values
 
 
-def _fitted(known: Sequence[QuzoCase]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    prior = np.log([constant[2] for constant in CONSTANTS.values()])
-    sigma = np.array([constant[3] for constant in CONSTANTS.values()])
-
-    def residuals(x: NDArray[np.float64]) -> NDArray[np.float64]:
-        values = dict(zip(CONSTANTS, np.exp(x).tolist(), strict=True))
-        off = [math.log(peak_gib(case, values)[0] / (case.value or 1.0)) / _SCALE for case in known]
-        return np.concatenate([np.array(off), (x - prior) / sigma])
-
+def _posterior(known: Sequence[QuzoCase]) -> Posterior:
     # Lengths are whole tokens, so that steps of a derivative must be wide enough to reach the next.
-    solution = least_squares(residuals, prior, diff_step=1e-3)
-    return solution.x, 2 * np.sqrt(np.diag(np.linalg.inv(solution.jac.T @ solution.jac)))
+    return posterior(
+        CONSTANTS,
+        lambda values: [log_error(case, values, peak_gib) / _SCALE for case in known],
+        diff_step=1e-3,
+    )
 
 
 def calibrate_quzo(rows: Sequence[PublishedRow]) -> QuzoFit | None:
     """Return what rows say about the constants of QuZO's tables; None if too few of them do."""
-    known, steps = printed_peaks(rows), printed_steps(rows)
+    known = printed_peaks(rows)
     if len(known) < 2:
         return None
-    x, spread = _fitted(known)
-    residuals = []
-    for case in known:
-        values = fit_peaks([other for other in known if other is not case])
-        residuals.append(math.log(peak_gib(case, values)[0] / (case.value or 1.0)))
-    constants = (
-        _constant(name, unit, meaning, float(at), float(half))
-        for (name, (unit, meaning, _, _)), at, half in zip(CONSTANTS.items(), x, spread, strict=True)
-    )
     return QuzoFit(
-        constants=tuple(constants),
-        half_width=conformal_half_width(residuals),
+        constants=_posterior(known).found,
+        half_width=conformal_half_width(left_out_errors(known, fit_peaks, peak_gib)),
         num_cells=len(known),
-        times=fit_times(steps),
+        times=fit_times(printed_steps(rows)),
     )
-
-
-def _constant(name: str, unit: str, meaning: str, at: float, half: float) -> MemoryConstant:
-    low, value, high = (math.exp(at + shift) for shift in (-half, 0.0, half))
-    return MemoryConstant(name=name, value=value, low=low, high=high, unit=unit, meaning=meaning)
 
 
 # -- seconds ---------------------------------------------------------------------------------------------------
@@ -381,17 +369,17 @@ _PRODUCTS = 16e12
 _SWEEPS = 0.78 * 1.555e12
 """Bytes/s of passes over the weights: of an A100-40GB's 1555 GB/s (data sheet) the part that ZO2's rows fit."""
 
-TIMES: dict[str, tuple[str, str, float, float]] = {
-    "step_tokens": ("token", "of one forward of Table 15's step", 1000, 1.0),
-    "exchange_rate": (
+TIMES = (
+    FittedConstant("step_tokens", "token", "of one forward of Table 15's step", 1000, 1.0),
+    FittedConstant(
+        "exchange_rate",
         "byte/s",
         "of the shards that the first-order run gathers and reduces, per GPU",
         12e9,
         1.0,
     ),
-    "four_bit_time": ("1", "of a float32 step that its 4-bit one takes", 0.5, 0.5),
-}
-"""Unit, meaning, prior and standard deviation of its logarithm."""
+    FittedConstant("four_bit_time", "1", "of a float32 step that its 4-bit one takes", 0.5, 0.5),
+)
 
 
 def step_s(case: QuzoCase, values: Mapping[str, float]) -> tuple[float, str]:
@@ -415,24 +403,11 @@ def step_s(case: QuzoCase, values: Mapping[str, float]) -> tuple[float, str]:
     return factor * sum(parts.values()), max(parts, key=parts.__getitem__)
 
 
-def fit_times(known: Sequence[QuzoCase]) -> tuple[MemoryConstant, ...]:
+def fit_times(known: Sequence[QuzoCase]) -> tuple[FoundConstant, ...]:
     """Return the constants of the seconds of a step that rows print; none without rows."""
     if not known:
         return ()
-    prior = np.log([constant[2] for constant in TIMES.values()])
-    sigma = np.array([constant[3] for constant in TIMES.values()])
-
-    def residuals(x: NDArray[np.float64]) -> NDArray[np.float64]:
-        values = dict(zip(TIMES, np.exp(x).tolist(), strict=True))
-        off = [math.log(step_s(case, values)[0] / (case.value or 1.0)) / _SCALE for case in known]
-        return np.concatenate([np.array(off), (x - prior) / sigma])
-
-    solution = least_squares(residuals, prior)
-    spread = 2 * np.sqrt(np.diag(np.linalg.inv(solution.jac.T @ solution.jac)))
-    return tuple(
-        _constant(name, unit, meaning, float(at), float(half))
-        for (name, (unit, meaning, _, _)), at, half in zip(TIMES.items(), solution.x, spread, strict=True)
-    )
+    return posterior(TIMES, lambda values: [log_error(case, values, step_s) / _SCALE for case in known]).found
 
 
 # -- formulas --------------------------------------------------------------------------------------------------

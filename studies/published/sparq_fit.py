@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
+from studies.published.posterior import TableFit
 from studies.published.rows import PublishedRow
 from studies.published.sparq import printed_volumes
-from studies.published.sparq_memory import MemoryFit, fit_peaks, printed_peaks
+from studies.published.sparq_memory import fit_peaks, printed_peaks
 from studies.published.sparq_volumes import VolumeFit, fit_volumes
 
 
@@ -18,7 +19,7 @@ class SparqFit(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     volumes: VolumeFit | None = None
-    peaks: MemoryFit | None = None
+    peaks: TableFit | None = None
 
 
 def calibrate_sparq(rows: Sequence[PublishedRow]) -> SparqFit | None:

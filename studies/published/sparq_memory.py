@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
-from scipy.optimize import least_squares
 
 from costmodel.backward import kept_bytes
 from costmodel.configs import read_model_spec, spec_of_config
 from costmodel.model_spec import ModelSpec
+from studies.published.constants import FittedConstant
+from studies.published.posterior import Posterior, TableFit, left_out_errors, posterior
 from studies.published.rows import PublishedRow
 from studies.published.sparq import DATASETS, PAPER, NotPredicted, dataset_of, refuse_other_settings
 
@@ -38,16 +37,15 @@ _NAMES = {f"OPT-{size}": f"opt-{size.lower()}" for size in _SIZES} | {"GPT2": "g
 _HALF_UNIT = 0.5
 _SCALE = 0.02
 
-CONSTANTS: dict[str, tuple[str, str, float, float]] = {
-    "length|SST-2": ("token", "of the longest batch of SST-2", 50, 1.0),
-    "length|WIC": ("token", "of the longest batch of WIC", 80, 1.0),
-    "length|RTE": ("token", "of the longest batch of RTE", 250, 1.0),
-    "logit_copies": ("1", "float32 copies of the logits alive in the loss", 3, 0.5),
-    "context": ("GiB", "of both GPUs' contexts, in every figure", 0.3, 1.0),
-    "part|GPT2": ("1", "of activations and logits, that GPT2's figures show", 1, 0.5),
-    "part|Llama-1B": ("1", "of activations and logits, that Llama-1B's figures show", 1, 0.5),
-}
-"""Unit, meaning, prior and standard deviation of its logarithm."""
+CONSTANTS = (
+    FittedConstant("length|SST-2", "token", "of the longest batch of SST-2", 50, 1.0),
+    FittedConstant("length|WIC", "token", "of the longest batch of WIC", 80, 1.0),
+    FittedConstant("length|RTE", "token", "of the longest batch of RTE", 250, 1.0),
+    FittedConstant("logit_copies", "1", "float32 copies of the logits alive in the loss", 3, 0.5),
+    FittedConstant("context", "GiB", "of both GPUs' contexts, in every figure", 0.3, 1.0),
+    FittedConstant("part|GPT2", "1", "of activations and logits, that GPT2's figures show", 1, 0.5),
+    FittedConstant("part|Llama-1B", "1", "of activations and logits, that Llama-1B's figures show", 1, 0.5),
+)
 
 
 @dataclass(frozen=True)
@@ -65,42 +63,6 @@ class PeakCase:
     dataset: str
     is_first_order: bool
     value: float | None = None
-
-
-class MemoryConstant(BaseModel):
-    """A constant with its value and 95 % interval."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    value: float
-    low: float
-    high: float
-    unit: str
-    meaning: str
-
-
-class MemoryFit(BaseModel):
-    """Constants of the peaks.
-
-    Attributes
-    ----------
-    constants : tuple of MemoryConstant
-    half_width : float
-        Of the 90 % interval in logs: what nine tenths of the residuals are within, each cell left out.
-    num_cells : int
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    constants: tuple[MemoryConstant, ...]
-    half_width: float
-    num_cells: int
-
-    @property
-    def values(self) -> dict[str, float]:
-        """Values by name."""
-        return {constant.name: constant.value for constant in self.constants}
 
 
 def peak_case(row: PublishedRow) -> PeakCase:
@@ -166,51 +128,23 @@ def _blocks_bytes(model: str, length: int) -> int:
     return spec.num_blocks * kept_bytes(spec, "block.0", batch=_BATCH, seq=length, attention="eager")
 
 
-def fit_peaks(known: Sequence[PeakCase]) -> MemoryFit:
+def fit_peaks(known: Sequence[PeakCase]) -> TableFit:
     """Return the constants that explain printed peaks best, under a Cauchy loss."""
-    x, spread = _fitted(known)
-    residuals = [_left_out(known, number) for number in range(len(known))]
-    return MemoryFit(
-        constants=tuple(
-            MemoryConstant(
-                name=name,
-                value=float(np.exp(at)),
-                low=float(np.exp(at - half)),
-                high=float(np.exp(at + half)),
-                unit=CONSTANTS[name][0],
-                meaning=CONSTANTS[name][1],
-            )
-            for name, at, half in zip(CONSTANTS, x, spread, strict=True)
-        ),
-        half_width=float(np.quantile(np.abs(residuals), 0.9)),
+    left_out = left_out_errors(known, lambda others: _posterior(others).values, peak_gib)
+    return TableFit(
+        constants=_posterior(known).found,
+        half_width=float(np.quantile(np.abs(left_out), 0.9)),
         num_cells=len(known),
     )
 
 
-def _left_out(known: Sequence[PeakCase], number: int) -> float:
-    x, _ = _fitted([case for place, case in enumerate(known) if place != number])
-    case = known[number]
-    assert case.value is not None
-    return math.log(peak_gib(case, _values(x))[0] / case.value)
-
-
-def _values(x: NDArray[np.float64]) -> dict[str, float]:
-    return dict(zip(CONSTANTS, np.exp(x).tolist(), strict=True))
-
-
-def _fitted(known: Sequence[PeakCase]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    prior = np.log([constant[2] for constant in CONSTANTS.values()])
-    sigma = np.array([constant[3] for constant in CONSTANTS.values()])
-
-    def residuals(x: NDArray[np.float64]) -> NDArray[np.float64]:
-        values = _values(x)
+def _posterior(known: Sequence[PeakCase]) -> Posterior:
+    def errors(values: Mapping[str, float]) -> list[float]:
         off = []
         for case in known:
             assert case.value is not None
             noise = math.hypot(_SCALE * case.value, _HALF_UNIT / math.sqrt(3))
-            off.append((peak_gib(case, values)[0] - case.value) / noise)
-        return np.concatenate([np.arcsinh(np.array(off)), (x - prior) / sigma])
+            off.append(math.asinh((peak_gib(case, values)[0] - case.value) / noise))
+        return off
 
-    solution = least_squares(residuals, prior)
-    covariance = np.linalg.inv(solution.jac.T @ solution.jac)
-    return solution.x, 2 * np.sqrt(np.diag(covariance))
+    return posterior(CONSTANTS, errors)

@@ -14,31 +14,14 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 from scipy.stats import norm
 
+from studies.published.constants import FittedConstant
+from studies.published.posterior import FoundConstant, found_constants
 from studies.published.sparq import Printed, VolumeCase
 
 _RUN_NOISE = 0.01
 
 
-@dataclass(frozen=True)
-class Term:
-    """A constant, or the effect of one run, with what would have been said of it beforehand.
-
-    Attributes
-    ----------
-    name, unit, meaning : str
-    prior : float
-    sigma : float
-        Standard deviation of the prior's logarithm.
-    """
-
-    name: str
-    unit: str
-    meaning: str
-    prior: float
-    sigma: float
-
-
-def term_of(name: str) -> Term:
+def term_of(name: str) -> FittedConstant:
     """Return the constant or effect called `name`.
 
     Raises
@@ -49,22 +32,24 @@ def term_of(name: str) -> Term:
     kind, *words = name.split("|")
     where = " ".join(words)
     if kind == "tokens":
-        return Term(name, "token", f"sent by first-order runs on {where}", 5e5, 1.5)
+        return FittedConstant(name, "token", f"sent by first-order runs on {where}", 5e5, 1.5)
     if kind == "first_order_part":
-        return Term(name, "1", f"of these tokens, sent by first-order runs of {where}", 1.0, 0.6)
+        return FittedConstant(name, "1", f"of these tokens, sent by first-order runs of {where}", 1.0, 0.6)
     if kind == "zeroth_order_part":
-        return Term(name, "1", f"of these tokens, sent by zeroth-order runs of {where}", 0.2, 0.6)
+        return FittedConstant(name, "1", f"of these tokens, sent by zeroth-order runs of {where}", 0.2, 0.6)
     if kind == "bits":
-        return Term(name, "bit", f"sent for each element of {where} bits", float(words[1]), 0.3)
+        return FittedConstant(name, "bit", f"sent for each element of {where} bits", float(words[1]), 0.3)
     if kind == "kept":
-        return Term(name, "token", f"whose messages AQ-SGD keeps of {where}, 32 bits a number", 1e6, 1.5)
+        return FittedConstant(
+            name, "token", f"whose messages AQ-SGD keeps of {where}, 32 bits a number", 1e6, 1.5
+        )
     if kind == "kept_part":
-        return Term(name, "1", f"of these, kept by {where}", 1.0, 0.3)
+        return FittedConstant(name, "1", f"of these, kept by {where}", 1.0, 0.3)
     if kind == "compressed_part":
-        return Term(name, "1", f"AQ-SGD of 12/32, {where}", 1.0, 0.1)
+        return FittedConstant(name, "1", f"AQ-SGD of 12/32, {where}", 1.0, 0.1)
     sigma, meaning = _EFFECTS[kind]
     is_known_to_vary = words[0] in _VARYING
-    return Term(name, "1", f"{meaning}: {where}", 1.0, _VARIATION if is_known_to_vary else sigma)
+    return FittedConstant(name, "1", f"{meaning}: {where}", 1.0, _VARIATION if is_known_to_vary else sigma)
 
 
 _EFFECTS = {
@@ -82,25 +67,12 @@ _VARYING, _VARIATION = ("GPT2", "Llama-1B", "GELU", "SwiGLU"), 0.25
 """Whose runs contradict each other by tens of percent, where OPT's do by a few."""
 
 
-class FittedTerm(BaseModel):
-    """A constant or effect as fitted: value and 95 % interval."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    value: float
-    low: float
-    high: float
-    unit: str
-    meaning: str
-
-
 class VolumeFit(BaseModel):
     """What rows say about all constants.
 
     Attributes
     ----------
-    terms : tuple of FittedTerm
+    terms : tuple of FoundConstant
     covariance : tuple of tuple of float
         Of the logarithms.
     num_cells : int
@@ -108,12 +80,12 @@ class VolumeFit(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    terms: tuple[FittedTerm, ...]
+    terms: tuple[FoundConstant, ...]
     covariance: tuple[tuple[float, ...], ...]
     num_cells: int
 
     @property
-    def constants(self) -> tuple[FittedTerm, ...]:
+    def constants(self) -> tuple[FoundConstant, ...]:
         """Terms that are not the effect of single runs."""
         return tuple(term for term in self.terms if "_effect|" not in term.name)
 
@@ -150,19 +122,8 @@ def fit_volumes(known: Sequence[Printed]) -> VolumeFit:
     precision = np.diag([term.sigma**-2 for term in terms]) + (matrix.T / variance) @ matrix
     covariance: NDArray[np.float64] = np.linalg.inv(precision)
     x = mean + covariance @ ((matrix.T / variance) @ (seen - matrix @ mean))
-    spread = 2 * np.sqrt(np.diag(covariance))
     return VolumeFit(
-        terms=tuple(
-            FittedTerm(
-                name=term.name,
-                value=float(np.exp(at)),
-                low=float(np.exp(at - half)),
-                high=float(np.exp(at + half)),
-                unit=term.unit,
-                meaning=term.meaning,
-            )
-            for term, at, half in zip(terms, x, spread, strict=True)
-        ),
+        terms=found_constants(terms, x, np.sqrt(np.diag(covariance))),
         covariance=tuple(tuple(row) for row in covariance.tolist()),
         num_cells=len(known),
     )

@@ -17,16 +17,14 @@ from functools import cache
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
-from scipy.optimize import least_squares
 
 from costmodel.configs import read_model_spec
 from costmodel.model_spec import ModelSpec, Part
+from studies.published.constants import FittedConstant
 from studies.published.fitting import conformal_half_width
+from studies.published.posterior import Posterior, TableFit, left_out_errors, log_error, posterior
 from studies.published.rows import PublishedRow
 from studies.published.sparq import NotPredicted
-from studies.published.sparq_memory import MemoryConstant
 from topology.errors import ZosimError
 
 PAPER = "ZOinfer"
@@ -43,19 +41,22 @@ _NUM_SWEEPS = 4
 _KERNELS_PER_SWEEP, _KERNELS_PER_BLOCK = 6, 18
 """Of a tensor: two draws at most, a product, two multiplications, an addition. Of a block's forward in transformers."""
 
+_ALONE = 0.5
+"""Error that a cell is given which has no other, in logs."""
+
 _SCALE = 0.08
 """Spread of printed speed-ups around any model of them, in logs: one decimal is printed, and runs differ."""
 
-CONSTANTS: dict[str, tuple[str, str, float, float]] = {
-    "loop_rate": ("flop/s", "products of a forward of the loop", 1.8e14, 0.4),
-    "serving_rate": ("flop/s", "products of the serving runtime, packed", 2.4e14, 0.4),
-    "bandwidth": ("byte/s", "passes over weights", 1.8e12, 0.4),
-    "launch_s": ("s", "of a kernel from Python", 8e-6, 0.4),
-    "tokens": ("token", "of a prompt with its label, on average", 22, 0.3),
-    "spread": ("1", "deviation of the logarithm of lengths", 0.5, 0.4),
-    "step_s": ("s", "that serving adds to a step", 5e-3, 0.7),
-    "layer_s": ("s", "that serving adds to a step for each block", 3e-4, 0.7),
-}
+CONSTANTS = (
+    FittedConstant("loop_rate", "flop/s", "products of a forward of the loop", 1.8e14, 0.4),
+    FittedConstant("serving_rate", "flop/s", "products of the serving runtime, packed", 2.4e14, 0.4),
+    FittedConstant("bandwidth", "byte/s", "passes over weights", 1.8e12, 0.4),
+    FittedConstant("launch_s", "s", "of a kernel from Python", 8e-6, 0.4),
+    FittedConstant("tokens", "token", "of a prompt with its label, on average", 22, 0.3),
+    FittedConstant("spread", "1", "deviation of the logarithm of lengths", 0.5, 0.4),
+    FittedConstant("step_s", "s", "that serving adds to a step", 5e-3, 0.7),
+    FittedConstant("layer_s", "s", "that serving adds to a step for each block", 3e-4, 0.7),
+)
 """Unit, meaning, prior and standard deviation of its logarithm."""
 
 
@@ -81,29 +82,6 @@ class ZoinferCase:
     quantity: str
     is_full: bool = False
     value: float | None = None
-
-
-class ZoinferFit(BaseModel):
-    """Constants of ZOinfer's tables.
-
-    Attributes
-    ----------
-    constants : tuple of MemoryConstant
-    half_width : float
-        Of the 90 % interval in logs, from residuals of cells left out one by one.
-    num_cells : int
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    constants: tuple[MemoryConstant, ...]
-    half_width: float
-    num_cells: int
-
-    @property
-    def values(self) -> dict[str, float]:
-        """Values by name."""
-        return {constant.name: constant.value for constant in self.constants}
 
 
 def zoinfer_case(row: PublishedRow) -> ZoinferCase:
@@ -202,47 +180,23 @@ def predicted(case: ZoinferCase, values: Mapping[str, float]) -> tuple[float, st
 
 def fit_cells(known: Sequence[ZoinferCase]) -> dict[str, float]:
     """Return the constants most probable after these cells, by name."""
-    return _solved(known)[0]
+    return _posterior(known).values
 
 
-def _solved(known: Sequence[ZoinferCase]) -> tuple[dict[str, float], list[float]]:
-    """Return these constants, and the standard deviations of their logarithms."""
-    names = list(CONSTANTS)
-    priors = np.log([CONSTANTS[name][2] for name in names])
-    sigmas = np.array([CONSTANTS[name][3] for name in names])
-
-    def residuals(x: NDArray[np.float64]) -> NDArray[np.float64]:
-        values = dict(zip(names, np.exp(x).tolist(), strict=True))
-        errors = [math.log(predicted(case, values)[0] / (case.value or 1.0)) / _SCALE for case in known]
-        return np.concatenate([errors, (x - priors) / sigmas])
-
-    solution = least_squares(residuals, priors)
-    covariance = np.linalg.inv(solution.jac.T @ solution.jac)
-    values = dict(zip(names, np.exp(solution.x).tolist(), strict=True))
-    return values, np.sqrt(np.diag(covariance)).tolist()
+def _posterior(known: Sequence[ZoinferCase]) -> Posterior:
+    return posterior(
+        CONSTANTS, lambda values: [log_error(case, values, predicted) / _SCALE for case in known]
+    )
 
 
-def calibrate_zoinfer(rows: Iterable[PublishedRow]) -> ZoinferFit | None:
+def calibrate_zoinfer(rows: Iterable[PublishedRow]) -> TableFit | None:
     """Return what rows say about ZOinfer's GPU and prompts; None where they say nothing."""
     known = printed_cells(rows)
     if not known:
         return None
-    values, deviations = _solved(known)
-    apart = []
-    for number, case in enumerate(known):
-        others = [other for i, other in enumerate(known) if i != number]
-        apart.append(math.log(predicted(case, fit_cells(others))[0] / (case.value or 1.0)) if others else 0.5)
-    constants = tuple(
-        MemoryConstant(
-            name=name,
-            value=values[name],
-            low=values[name] * math.exp(-2 * deviation),
-            high=values[name] * math.exp(2 * deviation),
-            unit=unit,
-            meaning=meaning,
-        )
-        for (name, (unit, meaning, _, _)), deviation in zip(CONSTANTS.items(), deviations, strict=True)
-    )
-    return ZoinferFit(
-        constants=constants, half_width=max(conformal_half_width(apart), _SCALE), num_cells=len(known)
+    errors = left_out_errors(known, fit_cells, predicted) if len(known) > 1 else [_ALONE]
+    return TableFit(
+        constants=_posterior(known).found,
+        half_width=max(conformal_half_width(errors), _SCALE),
+        num_cells=len(known),
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
+from studies.published.posterior import TableFit
 from studies.published.predicting import CellPrediction
 from studies.published.rows import PublishedRow
 from studies.published.sparq import NotPredicted
-from studies.published.zoinfer import HOURS, SPEEDUPS, STEPS, ZoinferFit, predicted, zoinfer_case
+from studies.published.zoinfer import HOURS, SPEEDUPS, STEPS, predicted, zoinfer_case
 
 
-def zoinfer_answer(row: PublishedRow, fit: ZoinferFit) -> CellPrediction:
+def zoinfer_answer(row: PublishedRow, fit: TableFit) -> CellPrediction:
     """Return what is predicted for a row of ZOinfer's tables."""
     if row["quantity"] not in (*SPEEDUPS, HOURS):
         return CellPrediction(note=f"{row['quantity']} is not predicted, only speed-ups and hours")

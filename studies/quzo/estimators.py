@@ -22,6 +22,7 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from costmodel.roundings import EstimatorName, RoundedDirection
+from studies.plots import picture
 
 ESTIMATORS: tuple[EstimatorName, ...] = ("q-rge1", "q-rge2", "normalised")
 BITS = (2, 3, 4, 5, 6, 8)
@@ -235,33 +236,29 @@ def _squared_error(samples: Tensor, gradient: Tensor) -> Tensor:
 
 def plot(measured: Sequence[Estimate], path: Path) -> None:
     """Draw how far each estimator's mean is from the gradient, by bits, with standard errors (QuZO's Figure 3a)."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, all_axes = plt.subplots(1, len(GRIDS), figsize=(9, 4), layout="constrained", sharey=True)
-    for axes, grid in zip(all_axes, GRIDS, strict=True):
-        for number, estimator in enumerate(ESTIMATORS):
-            mine = [one for one in measured if (one.grid, one.estimator) == (grid, estimator)]
-            bits = [one.bits + 0.08 * (number - 1) for one in mine]
-            errors = [one.error_stderr for one in mine]
-            axes.errorbar(
-                bits,
-                [one.error for one in mine],
-                yerr=errors,
-                fmt="o",
-                markersize=3,
-                label=estimator,
-                color=f"C{number}",
-            )
-            axes.plot(bits, [(1 - one.predicted) ** 2 for one in mine], color=f"C{number}", linewidth=0.8)
-        axes.set(title=f"{grid} grid", xlabel="bits")
-        axes.set_yscale("symlog", linthresh=0.1)
-    all_axes[0].set_ylabel("|E ĝ - ∇|² / |∇|², lines: the bias in closed form")
-    all_axes[0].legend()
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    with picture(path, 1, len(GRIDS), dpi=100, layout="constrained", figsize=(9, 4), sharey=True) as (
+        _,
+        all_axes,
+    ):
+        for axes, grid in zip(all_axes, GRIDS, strict=True):
+            for number, estimator in enumerate(ESTIMATORS):
+                mine = [one for one in measured if (one.grid, one.estimator) == (grid, estimator)]
+                bits = [one.bits + 0.08 * (number - 1) for one in mine]
+                errors = [one.error_stderr for one in mine]
+                axes.errorbar(
+                    bits,
+                    [one.error for one in mine],
+                    yerr=errors,
+                    fmt="o",
+                    markersize=3,
+                    label=estimator,
+                    color=f"C{number}",
+                )
+                axes.plot(bits, [(1 - one.predicted) ** 2 for one in mine], color=f"C{number}", linewidth=0.8)
+            axes.set(title=f"{grid} grid", xlabel="bits")
+            axes.set_yscale("symlog", linthresh=0.1)
+        all_axes[0].set_ylabel("|E ĝ - ∇|² / |∇|², lines: the bias in closed form")
+        all_axes[0].legend()
 
 
 def main(

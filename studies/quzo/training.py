@@ -30,6 +30,7 @@ from executors.models.spec import spec_of_model
 from executors.runs.evaluate import evaluate_choices
 from executors.runs.records import seed_of
 from executors.runs.session import Session
+from studies.plots import picture
 from studies.sparq.training import batches_of, data_of, tensors_of
 from zosim.console import stderr, stdout
 from zosim.plans import Directions, Estimator, LowBits, Placement, Plan, Weights
@@ -295,35 +296,30 @@ def summary(rows: list[TrainingRow]) -> Table:
 
 def plot(curves: Path, names: Sequence[str], num_steps: int, path: Path) -> None:
     """Draw the mean training losses of cases over their seeds, with a standard error to both sides (QuZO's Figure 3b)."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     with curves.open(newline="") as file:
         lines = [line for line in csv.DictReader(file) if int(line["num_steps"]) == num_steps]
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for number, name in enumerate(names):
-        losses: dict[int, list[float]] = {}
-        for line in lines:
-            if line["case"] == name:
-                losses.setdefault(int(line["first_step"]) + _CURVE_STEPS // 2, []).append(float(line["loss"]))
-        if not losses:
-            continue
-        means = [fmean(each) for each in losses.values()]
-        errors = [stdev(each) / len(each) ** 0.5 if len(each) > 1 else 0.0 for each in losses.values()]
-        steps, color = list(losses), f"C{number}"
-        axes.plot(
-            steps, means, "--" if "first order" in name else "-", label=name, linewidth=1.2, color=color
-        )
-        low, high = (
-            [mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1)
-        )
-        axes.fill_between(steps, low, high, alpha=0.2, linewidth=0, color=color)
-    axes.set(xlabel="step", ylabel=f"training loss, mean of {_CURVE_STEPS} steps")
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    with picture(path, dpi=100, layout="constrained", figsize=(8, 5)) as (_, axes):
+        for number, name in enumerate(names):
+            losses: dict[int, list[float]] = {}
+            for line in lines:
+                if line["case"] == name:
+                    losses.setdefault(int(line["first_step"]) + _CURVE_STEPS // 2, []).append(
+                        float(line["loss"])
+                    )
+            if not losses:
+                continue
+            means = [fmean(each) for each in losses.values()]
+            errors = [stdev(each) / len(each) ** 0.5 if len(each) > 1 else 0.0 for each in losses.values()]
+            steps, color = list(losses), f"C{number}"
+            axes.plot(
+                steps, means, "--" if "first order" in name else "-", label=name, linewidth=1.2, color=color
+            )
+            low, high = (
+                [mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1)
+            )
+            axes.fill_between(steps, low, high, alpha=0.2, linewidth=0, color=color)
+        axes.set(xlabel="step", ylabel=f"training loss, mean of {_CURVE_STEPS} steps")
+        axes.legend(fontsize="small")
 
 
 def main(

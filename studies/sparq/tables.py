@@ -10,11 +10,12 @@ from costmodel.backward import kept_bytes
 from costmodel.configs import read_model_spec
 from studies.against_print.report import constants_table
 from studies.published.fitted_profile import load_published_profile
+from studies.published.posterior import TableFit
 from studies.published.predicting import CellPrediction
 from studies.published.rows import PublishedRow, shipped_rows
 from studies.published.sparq import DATASETS, FORWARD, KEPT, PAPER, VOLUME, WIDTHS, Printed, printed_volumes
 from studies.published.sparq_fit import SparqFit
-from studies.published.sparq_memory import PEAK, MemoryFit
+from studies.published.sparq_memory import PEAK
 from studies.published.sparq_predicting import sparq_answer
 from studies.published.sparq_volumes import VolumeFit, fit_volumes, predicted_volume
 from studies.sparq.volumes import EncodingFinding, find, findings, printed, read_volumes, tokens
@@ -358,6 +359,6 @@ def _volumes(fit: SparqFit) -> VolumeFit:
     return fit.volumes
 
 
-def _peaks(fit: SparqFit) -> MemoryFit:
+def _peaks(fit: SparqFit) -> TableFit:
     assert fit.peaks is not None
     return fit.peaks

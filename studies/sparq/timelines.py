@@ -13,6 +13,7 @@ from pathlib import Path
 
 from costmodel.configs import read_model_spec
 from costmodel.datasheet import datasheet_profile
+from studies.plots import picture
 from topology import load_preset
 from topology.graph import Topology
 from topology.units import format_bytes, format_seconds
@@ -193,30 +194,26 @@ def _messages(count: int, size_bytes: int) -> str:
 
 def draw(steps: list[MethodStep], out: Path) -> Path:
     """Draw one steady step of every method over one link, and return the picture's path."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
     from matplotlib.patches import Rectangle
 
     mine = [step for step in steps if step.link == DRAWN]
-    figure, axes = plt.subplots(len(mine), 1, figsize=(9, 1.6 * len(mine)), sharex=True, layout="constrained")
-    shown: dict[str, str] = {}
-    for axis, step in zip(axes, mine, strict=True):
-        rows = _rows(step)
-        for number, (_, spans) in enumerate(rows):
-            for label in dict.fromkeys(span[0] for span in spans):
-                colour = shown.setdefault(label, f"C{len(shown) % 10}")
-                bars = [(begin_s, duration_s) for name, begin_s, duration_s in spans if name == label]
-                axis.broken_barh(bars, (number - 0.4, 0.8), color=colour, linewidth=0)
-        axis.set(yticks=range(len(rows)), yticklabels=[name for name, _ in rows], title=step.method.name)
-        axis.invert_yaxis()
-    axes[-1].set_xlabel(f"seconds of one step, {DRAWN}")
-    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in shown.values()]
-    figure.legend(handles, list(shown), loc="outside right upper")
     path = out / "timelines.png"
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with picture(
+        path, len(mine), dpi=110, layout="constrained", figsize=(9, 1.6 * len(mine)), sharex=True
+    ) as (figure, axes):
+        shown: dict[str, str] = {}
+        for axis, step in zip(axes, mine, strict=True):
+            rows = _rows(step)
+            for number, (_, spans) in enumerate(rows):
+                for label in dict.fromkeys(span[0] for span in spans):
+                    colour = shown.setdefault(label, f"C{len(shown) % 10}")
+                    bars = [(begin_s, duration_s) for name, begin_s, duration_s in spans if name == label]
+                    axis.broken_barh(bars, (number - 0.4, 0.8), color=colour, linewidth=0)
+            axis.set(yticks=range(len(rows)), yticklabels=[name for name, _ in rows], title=step.method.name)
+            axis.invert_yaxis()
+        axes[-1].set_xlabel(f"seconds of one step, {DRAWN}")
+        handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in shown.values()]
+        figure.legend(handles, list(shown), loc="outside right upper")
     return path
 
 

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from studies.plots import picture
 from studies.validation.left_out import CHOSEN, HeldOut, all_left_out, held_out, machine_of, source_of
 from topology.errors import MachineError
 from zosim.applications.validation.predicting import outcome
@@ -126,30 +127,22 @@ def _errors(item: HeldOut) -> tuple[str, ...]:
 
 def plot(outcomes: Sequence[Outcome], path: Path) -> None:
     """Draw predicted over measured of every row, a column of dots for each group, coloured by source."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     dots: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row, said in outcomes:
         if row.is_counted and row.measured is not None and isinstance(said, Forecast):
             dots[row.group][row["source"]].append(said.predicted / row.measured)
-    figure, axes = plt.subplots(figsize=(10, 0.35 * len(dots) + 1.5))
-    for place, (_, by_source) in enumerate(dots.items()):
-        for number, ratios in enumerate(by_source.values()):
-            shift = 0.6 * (number + 0.5) / len(by_source) - 0.3
-            axes.plot(ratios, [place + shift] * len(ratios), "o", markersize=3, alpha=0.6)
-        middle = statistics.median(ratio for ratios in by_source.values() for ratio in ratios)
-        axes.plot([middle], [place], "k|", markersize=14)
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xscale("log")
-    axes.set_yticks(range(len(dots)), list(dots))
-    axes.invert_yaxis()
-    axes.set_xlabel("predicted / measured; a bar at the median")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, dpi=120, figsize=(10, 0.35 * len(dots) + 1.5)) as (_, axes):
+        for place, (_, by_source) in enumerate(dots.items()):
+            for number, ratios in enumerate(by_source.values()):
+                shift = 0.6 * (number + 0.5) / len(by_source) - 0.3
+                axes.plot(ratios, [place + shift] * len(ratios), "o", markersize=3, alpha=0.6)
+            middle = statistics.median(ratio for ratios in by_source.values() for ratio in ratios)
+            axes.plot([middle], [place], "k|", markersize=14)
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.set_xscale("log")
+        axes.set_yticks(range(len(dots)), list(dots))
+        axes.invert_yaxis()
+        axes.set_xlabel("predicted / measured; a bar at the median")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -31,6 +31,7 @@ from executors.models.recording_blocks import StepCache
 from executors.models.spec import spec_of_model
 from executors.runs.adapters import attach
 from executors.runs.session import Session
+from studies.plots import picture
 from studies.zoinfer.reference import PlainLoop
 from topology.errors import RunError
 from zosim.plans import Directions, Estimator, Placement, Plan, Weights
@@ -153,11 +154,6 @@ def _write(options: argparse.Namespace, size: int, medians: dict[str, float]) ->
 
 def plot_speedups(rows: Path, path: Path) -> None:
     """Draw how many times as long as each plan's the loop's step takes, over batches, a line for each shape."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     with rows.open(newline="") as file:
         lines = list(csv.DictReader(file))
     took: dict[tuple[str, ...], float] = {
@@ -166,25 +162,25 @@ def plot_speedups(rows: Path, path: Path) -> None:
         )
         for row in lines
     }
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    for shape, threads, answers in sorted({key[:3] for key in took}):
-        batches = sorted(int(key[3]) for key in took if key[:3] == (shape, threads, answers))
-        sizes = [str(size) for size in dict.fromkeys(batches)]
-        for contender, style in ((_ADAPTERS, "o-"), (_SLOTS, "s--")):
-            ratios = [
-                took[shape, threads, answers, size, _LOOP] / took[shape, threads, answers, size, contender]
-                for size in sizes
-            ]
-            label = f"{shape}, {threads} thread(s), {answers} answer(s): {contender.removeprefix('zosim, ')}"
-            axes.plot([int(size) for size in sizes], ratios, style, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("prompts in a batch")
-    axes.set_ylabel("time of the LoZO loop / of the plan")
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    with picture(path, figsize=(7, 4.5)) as (_, axes):
+        for shape, threads, answers in sorted({key[:3] for key in took}):
+            batches = sorted(int(key[3]) for key in took if key[:3] == (shape, threads, answers))
+            sizes = [str(size) for size in dict.fromkeys(batches)]
+            for contender, style in ((_ADAPTERS, "o-"), (_SLOTS, "s--")):
+                ratios = [
+                    took[shape, threads, answers, size, _LOOP]
+                    / took[shape, threads, answers, size, contender]
+                    for size in sizes
+                ]
+                label = (
+                    f"{shape}, {threads} thread(s), {answers} answer(s): {contender.removeprefix('zosim, ')}"
+                )
+                axes.plot([int(size) for size in sizes], ratios, style, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("prompts in a batch")
+        axes.set_ylabel("time of the LoZO loop / of the plan")
+        axes.legend(fontsize=7)
 
 
 def _report_gradients(model: nn.Module, batches: Sequence[Data], options: argparse.Namespace) -> None:

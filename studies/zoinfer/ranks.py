@@ -14,13 +14,12 @@ With all moments of normals taken, a matrix of ``m`` rows and ``n`` columns whos
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -28,8 +27,9 @@ from torch import Tensor
 
 from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
 from executors.runs.evaluate import evaluate_choices
+from studies.plots import picture
 from studies.sparq.training import batches_of, data_of, tensors_of
-from studies.zoinfer.training import Contender, linears_of, loop_of, run_of, session_of
+from studies.zoinfer.training import Contender, linears_of, loop_of, run_of, session_of, write_table
 from zosim.plans import Directions
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -192,28 +192,24 @@ def _print(row: RankRow) -> None:
 
 def plot(rows: Sequence[RankRow], path: Path) -> None:
     """Draw kurtosis, times and losses over ranks, what dense directions have as a line across."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     dense = next(row for row in rows if row.rank == 0)
     own = [row for row in rows if row.rank]
     what = [("kurtosis", "kurtosis of g"), ("milliseconds", "ms a step"), ("loss", "held-out loss")]
     what = [(name, label) for name, label in what if not math.isnan(getattr(dense, name))]
-    figure, grid = plt.subplots(1, len(what), figsize=(4 * len(what), 3.8), squeeze=False)
-    panels = grid[0]
-    for axes, (name, label) in zip(panels, what, strict=True):
-        axes.plot([row.rank for row in own], [getattr(row, name) for row in own], "o-", label="factorised")
-        axes.axhline(getattr(dense, name), color="black", linewidth=0.8, label="dense, MeZO's loop")
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("rank")
-        axes.set_ylabel(label)
-    panels[0].plot([row.rank for row in own], [row.kurtosis_said for row in own], "C1:", label="by formula")
-    panels[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    with picture(path, 1, len(what), figsize=(4 * len(what), 3.8), squeeze=False) as (_, grid):
+        panels = grid[0]
+        for axes, (name, label) in zip(panels, what, strict=True):
+            axes.plot(
+                [row.rank for row in own], [getattr(row, name) for row in own], "o-", label="factorised"
+            )
+            axes.axhline(getattr(dense, name), color="black", linewidth=0.8, label="dense, MeZO's loop")
+            axes.set_xscale("log", base=2)
+            axes.set_xlabel("rank")
+            axes.set_ylabel(label)
+        panels[0].plot(
+            [row.rank for row in own], [row.kurtosis_said for row in own], "C1:", label="by formula"
+        )
+        panels[0].legend(fontsize=8)
 
 
 def main() -> None:
@@ -249,11 +245,8 @@ def main() -> None:
         made.append(RankRow(**(asdict(row) | timed | trained)))
         _print(made[-1])
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        with (options.out / "ranks.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(RankRow)], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({name: round(value, 5) for name, value in asdict(row).items()} for row in made)
+        rounded = [{name: round(value, 5) for name, value in asdict(row).items()} for row in made]
+        write_table(rounded, options.out / "ranks.csv")
         plot(made, options.out / "ranks.svg")
 
 

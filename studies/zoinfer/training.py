@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import csv
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from executors.runs.adapters import attach
 from executors.runs.evaluate import evaluate_choices
 from executors.runs.records import seed_of
 from executors.runs.session import Session
+from studies.plots import picture
 from studies.sparq.training import batches_of, data_of, tensors_of
 from studies.zoinfer.reference import PlainLoop
 from zosim.plans import Directions, Estimator, Placement, Plan, Weights
@@ -185,25 +186,26 @@ def _said(losses: list[dict[str, tuple[float, float]]]) -> str:
 
 def plot(points: list[CurvePoint], path: Path) -> None:
     """Draw held-out losses over seconds and over steps, seeds as lines of one colour."""
-    import matplotlib as mpl
+    with picture(path, 1, 2, figsize=(10, 4), sharey=True) as (_, panels):
+        for axes, name in zip(panels, ("seconds", "step"), strict=True):
+            for number, contender in enumerate(dict.fromkeys(point.contender for point in points)):
+                for seed in sorted({point.seed for point in points}):
+                    own = [point for point in points if (point.contender, point.seed) == (contender, seed)]
+                    label = contender if seed == points[0].seed else None
+                    xs = [getattr(point, name) for point in own]
+                    axes.plot(xs, [point.loss for point in own], f"C{number}", label=label, linewidth=1.2)
+            axes.set_xlabel({"seconds": "seconds of steps", "step": "steps"}[name])
+        panels[0].set_ylabel("held-out loss")
+        panels[1].legend(fontsize=8)
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
-    for axes, name in zip(panels, ("seconds", "step"), strict=True):
-        for number, contender in enumerate(dict.fromkeys(point.contender for point in points)):
-            for seed in sorted({point.seed for point in points}):
-                own = [point for point in points if (point.contender, point.seed) == (contender, seed)]
-                label = contender if seed == points[0].seed else None
-                xs = [getattr(point, name) for point in own]
-                axes.plot(xs, [point.loss for point in own], f"C{number}", label=label, linewidth=1.2)
-        axes.set_xlabel({"seconds": "seconds of steps", "step": "steps"}[name])
-    panels[0].set_ylabel("held-out loss")
-    panels[1].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+def write_table(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write rows that have the same columns as a CSV file, in a folder that is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def main() -> None:
@@ -232,11 +234,7 @@ def main() -> None:
                 f"{last.loss:9.4f} held-out loss{100 * last.accuracy:7.1f} % right"
             )
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        with (options.out / "training.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(CurvePoint)], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(map(asdict, points))
+        write_table([asdict(point) for point in points], options.out / "training.csv")
         plot(points, options.out / "training.svg")
 
 

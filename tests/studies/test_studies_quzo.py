@@ -61,7 +61,7 @@ def test_a_value_that_is_there_does_not_change_a_prediction():
 
 def test_parts_of_a_peak_by_hand():
     """The difference of two peaks is what the tokens between them take."""
-    values = {name: constant[2] for name, constant in CONSTANTS.items()}
+    values = {constant.name: constant.prior for constant in CONSTANTS}
     case = quzo_case(row_of(dataset="SST-2"))
     spec = read_model_spec("opt-1.3b")
     more, _ = peak_gib(case, {**values, "tokens|SST-2": 3000.0})
@@ -74,7 +74,7 @@ def test_parts_of_a_peak_by_hand():
 
 
 def test_qlora_keeps_embeddings_in_16_bits():
-    values = {name: constant[2] for name, constant in CONSTANTS.items()} | {
+    values = {constant.name: constant.prior for constant in CONSTANTS} | {
         "tokens|SST-2": 1e-9,
         "context": 1e-9,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Literal, get_args
 
 from costmodel.collectives import point_to_point_s
 from costmodel.estimate import CopyDirection, device_s, estimate
@@ -10,7 +10,6 @@ from costmodel.profile import Bound
 from costmodel.sweeps import copy_work
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
 from zosim.applications.validation.site import Site, bounded
-from zosim.hardware.machine import Ring
 from zosim.hardware.machines import machines_for
 from zosim.operations import Send
 
@@ -71,8 +70,10 @@ def message(row: MeasuredRow, site: Site) -> Forecast:
     return bounded(lambda bound: call_s(bound)["kernel_s"] + hop.message_s(size_bytes, bound))
 
 
-def all_reduce(row: MeasuredRow, site: Site) -> Forecast:
-    """Return the seconds until each of the first ranks has the sum of their buffers.
+def collective(row: MeasuredRow, site: Site) -> Forecast:
+    """Return the seconds of a collective of the first ranks, from the call until the last has what it is to have.
+
+    Of an ``all_gather`` or a ``reduce_scatter`` the row's bytes are those of all shares together.
 
     Raises
     ------
@@ -81,44 +82,19 @@ def all_reduce(row: MeasuredRow, site: Site) -> Forecast:
     Unpredictable
         If there is one rank, or there are more than devices.
     """
-    ring, size_bytes = ring_of(row, site), row.count("bytes")
-    return bounded(lambda bound: _call_s(site, bound) + ring.seconds("all_reduce", size_bytes, bound))
-
-
-def all_gather(row: MeasuredRow, site: Site) -> Forecast:
-    """Return the seconds until each of the first ranks has all shares (``all_gather``), or the sum of its own (``reduce_scatter``).
-
-    The row's bytes are those of all shares together.
-
-    Raises
-    ------
-    RowsError
-        If a cell that it needs is empty, or no number.
-    Unpredictable
-        If there is one rank, or there are more than devices.
-    """
-    ring, size_bytes = ring_of(row, site), row.count("bytes")
-    return bounded(lambda bound: _call_s(site, bound) + ring.seconds("all_gather", size_bytes, bound))
-
-
-def _call_s(site: Site, bound: Bound) -> float:
-    """Return what calling a collective takes; a CPU's message times hold it."""
-    return site.profile.values(bound).get("call_s.collective", 0.0)
-
-
-def ring_of(row: MeasuredRow, site: Site) -> Ring:
-    """Return the ring of a row's ranks.
-
-    Raises
-    ------
-    RowsError
-        If a cell that it needs is empty, or no number.
-    Unpredictable
-        If there is one rank, or there are more than devices.
-    """
-    num_ranks = row.count("ranks")
+    num_ranks, size_bytes = row.count("ranks"), row.count("bytes")
     if num_ranks < 2:
         raise Unpredictable("a collective of one rank takes no time")
     devices = site.devices_of(row, num_ranks)
     machines = machines_for(site.topology, devices, site.profile, {"world": (tuple(range(num_ranks)),)})
-    return machines[0].rings["world"]
+    # Reducing and scattering shares is gathering them the other way round.
+    function: Literal["all_reduce", "all_gather"] = (
+        "all_reduce" if row["kind"] == "all_reduce" else "all_gather"
+    )
+
+    def seconds(bound: Bound) -> float:
+        # Message times of a CPU hold its calls.
+        call_s = site.profile.values(bound).get("call_s.collective", 0.0)
+        return call_s + machines[0].rings["world"].seconds(function, size_bytes, bound)
+
+    return bounded(seconds)

@@ -14,13 +14,13 @@ from zosim.applications.validation.site import Site, Sites
 
 Predictor = Callable[[MeasuredRow, Site], Forecast]
 
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+
 PREDICTORS: dict[str, Predictor] = {
     **dict.fromkeys(kernels.WORKS, kernels.kernel),
     "copy": links.copy,
     "p2p": links.message,
-    "all_reduce": links.all_reduce,
-    "all_gather": links.all_gather,
-    "reduce_scatter": links.all_gather,
+    **dict.fromkeys(_COLLECTIVES, links.collective),
     "forward": passes.forward,
     "streamed_generation": passes.streamed_generation,
     "step": steps.step,
@@ -31,13 +31,7 @@ PREDICTORS: dict[str, Predictor] = {
 }
 """By the kind of a row."""
 
-_OF_MODELS = frozenset(PREDICTORS.values()) - {
-    kernels.kernel,
-    links.copy,
-    links.message,
-    links.all_reduce,
-    links.all_gather,
-}
+_OF_MODELS = frozenset(PREDICTORS.values()) - {kernels.kernel, links.copy, links.message, links.collective}
 """Those that predict what models do."""
 
 _ASSUMED: Mapping[str, Mapping[str, str]] = {
@@ -51,7 +45,7 @@ _ASSUMED: Mapping[str, Mapping[str, str]] = {
 }
 """What is taken for an empty cell, by kind; beside the format, and all devices where ranks are not counted."""
 
-_ANY_FORMAT = frozenset({"elementwise", "copy", "p2p", "all_reduce", "all_gather", "reduce_scatter"})
+_ANY_FORMAT = frozenset({"elementwise", "copy", "p2p", *_COLLECTIVES})
 """Kinds to which only bytes matter."""
 
 
@@ -84,6 +78,6 @@ def _likely(kind: str, site: Site) -> dict[str, str]:
         device = site.topology.device_spec(site.devices[0])
         on_gpu = "bfloat16" if "bf16" in device.peak_dense else "float16"
         likely["dtype"] = on_gpu if device.kind == "gpu" else "float32"
-    if kind in ("all_reduce", "all_gather", "reduce_scatter"):
+    if kind in _COLLECTIVES:
         likely["ranks"] = str(len(site.devices))
     return likely
