@@ -230,6 +230,7 @@ def spec_of_config(
         **{field: getattr(arch, field) for field in _SHARED_FIELDS},
         adapter_rank=lora.rank + lora.closed_rank if lora else 0,
         adapter_shapes=adapters,
+        adapter_lazy_steps=(lora.lazy_steps or 0) if lora else 0,
         num_prefix_tokens=num_prefix_tokens,
         cut_blocks=cut,
         groups=group_parameters(cut_blocks_inside(entries, cut, norm_after_mlp=arch.norm_after_mlp)),

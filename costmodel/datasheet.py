@@ -154,6 +154,7 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "kept_row_s": (5e-6, 1e-6, 25e-6),
         "sharing_s": (50e-6, 5e-6, 500e-6),
         "seed_s": (5e-6, 0.5e-6, 50e-6),
+        "factor_rate": (12e9, 2e9, 60e9),
         "jump_s": _CPU_JUMP,
         "shared_draw_part": (1.0, 1.0, 1.0),
         "copy_latency_s": (2e-6, 0.2e-6, 50e-6),
@@ -177,6 +178,7 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "call_s.head": (60e-6, 10e-6, 400e-6),
         "call_s.collective": (25e-6, 1e-6, 45e-6),
         "kernel_s": (2e-6, 1e-6, 4e-6),
+        "factor_rate": (10e9, 1e9, 300e9),
         "kernel_s.product": (2e-6, 0.5e-6, 5e-6),
         "dispatch_s": (6e-6, 3e-6, 20e-6),
         "gather_s": (0.0, 0.0, 0.0),
@@ -224,6 +226,7 @@ _HOST_SOURCES = {
     "skip_part": "a GPU makes the numbers that it passes over",
     "seed_s": "assumed: the Mersenne Twister's 624 words, and the calls around them",
     "jump_s": _CPU_JUMP_SOURCE,
+    "factor_rate": "assumed: LAPACK's panels of tens of columns, which few cores share; 8 to 16 Gflop/s on one core of a Zen 5",
     "call_s.collective": "between the time that NCCL's model gives sums below 16 MiB and published ones: the call, its streams' "
     "events, and ranks that come one after the other",
     "call_s.batch": "assumed: tokens looked through for the rows that they name",

@@ -40,7 +40,7 @@ class OperationCost:
         Duration with nothing else running.
     terms : mapping of str to float
         Seconds by cause: ``matmul``, ``attention``, ``elementwise``, ``exponential``, ``sweep``, ``draw``,
-        ``shared_draw``, ``skip``, ``cast``, ``copy``, ``allocation``, ``kernels``, ``gather``, ``dispatch``, ``overhead``,
+        ``shared_draw``, ``skip``, ``factor``, ``cast``, ``copy``, ``allocation``, ``kernels``, ``gather``, ``dispatch``, ``overhead``,
         and those of :func:`~costmodel.codec_time.coding_terms`. On a CPU they add up to `seconds`; on a GPU launches and kernels overlap.
     limiter : str
         The largest term.
@@ -101,6 +101,7 @@ def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection
         "sweep": _sweep_s(work, values),
         **_draw_terms(work, values),
         "rounding": _rounding_s(work, values),
+        "factor": work.num_factor_flops / values.get("factor_rate", math.inf),
         "cast": _cast_s(work, values),
         "copy": _copy_s(work, values, direction),
         "allocation": work.num_allocations * values["allocation_s"]

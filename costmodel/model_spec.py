@@ -146,6 +146,8 @@ class ModelSpec(BaseModel):
         Rank of the LoRA adapters, closed slots among them, 0 where there are none.
     adapter_shapes : tuple of (int, int)
         Inputs and outputs of each linear of one block that carries an adapter.
+    adapter_lazy_steps : int
+        Steps after which what adapters have learnt is closed as a slot, and compacted with the others; 0 where it never is.
     num_prefix_tokens : int
         Virtual tokens that each block's attention sees before the real ones, 0 where there are none.
     cut_blocks : tuple of int
@@ -180,6 +182,7 @@ class ModelSpec(BaseModel):
     is_causal: bool = True
     adapter_rank: ElementsOrNone = 0
     adapter_shapes: tuple[tuple[Extent, Extent], ...] = ()
+    adapter_lazy_steps: ElementsOrNone = 0
     num_prefix_tokens: ElementsOrNone = 0
     cut_blocks: tuple[NonNegativeInt, ...] = ()
     groups: tuple[ParameterGroup, ...]

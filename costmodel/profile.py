@@ -48,6 +48,7 @@ CONSTANT_UNITS: dict[str, str] = {
     "scratch_bandwidth": "byte/s",
     "cache_bytes": "byte",
     "exponential_rate": "number/s",
+    "factor_rate": "flop/s",
     "draw_rate": "number/s",
     "shared_draw_part": "1",
     "sharing_s": "s",
@@ -111,6 +112,8 @@ CONSTANT_UNITS: dict[str, str] = {
     Of temporaries between the passes of one sweep: cached pieces on a CPU, memory on a GPU.
 ``exponential_rate``
     Exponentials per second, beyond the time that reading and writing takes.
+``factor_rate``
+    Of factorisations of thin matrices in float64, as slots are compacted with.
 ``draw_rate.<distribution>.<dtype>``
     Random numbers written per second, by one thread of a CPU.
 ``shared_draw_part[.<distribution>.<dtype>]``, ``sharing_s``
@@ -156,6 +159,7 @@ CONSTANT_UNITS: dict[str, str] = {
 _OPTIONAL_KINDS = frozenset(
     {
         "codec_s",
+        "factor_rate",
         "ranks_slowdown",
         "busy_latency_s",
         "busy_core_s",
@@ -173,7 +177,7 @@ _OPTIONAL_KINDS = frozenset(
 )
 """Without them, those codec constants count that come with the package, ranks do not slow each other down, their messages
 wait for no core, generators do not jump, and are shared and seeded in no time, there is one pace, a causal mask halves attention, power limits
-nothing, the efficiency of products is smooth, and nothing is said of the time that pinning takes."""
+nothing, the efficiency of products is smooth, and nothing is said of the time that pinning and compacting take."""
 
 _MEMORY_KINDS = frozenset({"context_bytes", "allocator_slack", "allocation_granularity"})
 _UNTRIED_KINDS = frozenset(

@@ -231,6 +231,51 @@ def allocation_work(size_bytes: int, *, num_allocations: int = 1) -> Work:
     return Work(num_allocations=num_allocations, allocation_bytes=size_bytes)
 
 
+_CLOSING_KERNELS = 30
+"""Slots joined, two bases, the singular values between, two products, and what is written over: as many again are small."""
+
+
+def closing_work(outputs: int, inputs: int, *, rank: int, closed_rank: int) -> Work:
+    """Return the work of closing a slot beside a linear layer: compacted with the others, whose memory is full, and drawn anew.
+
+    Parameters
+    ----------
+    outputs, inputs : int
+    rank : int
+        Of the slot that was open.
+    closed_rank : int
+        Of what all closed ones are compacted to.
+
+    Notes
+    -----
+    Of factors ``A`` and ``B`` with ``R`` columns a basis each, ``4 m R² - 4/3 R³`` operations with Householder's reflections; the
+    singular values and vectors of the ``R x R`` matrix between, ``22 R³`` [1]_; products of bases and kept vectors, ``2 m R R'``.
+
+    References
+    ----------
+    .. [1] Golub and Van Loan, "Matrix Computations", 4th edition, sections 5.2 and 8.6.
+
+    Examples
+    --------
+    >>> closing_work(4, 4, rank=1, closed_rank=1).num_factor_flops == 2 * (64 - 10) + 16 + 176 + 2 * 16
+    True
+    """
+    joined = rank + closed_rank
+    sides = [(side, min(side, joined)) for side in (outputs, inputs)]
+    bases = sum(4 * side * joined * thin - 4 * thin**3 // 3 for side, thin in sides)
+    between = 2 * sides[0][1] * sides[1][1] * joined + 22 * min(thin for _, thin in sides) ** 3
+    products = sum(2 * side * thin * closed_rank for side, thin in sides)
+    return Work(
+        num_factor_flops=bases + between + products,
+        sweep_bytes=(outputs + inputs)
+        * joined
+        * 6
+        * (4 + 8),  # three times read and written in float32, and in float64
+        num_normals=rank * inputs,
+        num_kernels=_CLOSING_KERNELS,
+    )
+
+
 def _num_shared(num_elements: int, num_kernels: int) -> int:
     """Return how many of the kernels that sweep over `num_elements` in parts a CPU's threads share: the larger ones."""
     return min(num_kernels, num_elements // SHARED_ELEMENTS)

@@ -124,6 +124,8 @@ class Work(_FrozenCounts):
         Rows that are picked one by one out of numbers that are passed over.
     num_rounded : int
         Numbers rounded at random, each with a random number of its own.
+    num_factor_flops : int
+        Floating-point operations of factorisations of thin matrices in float64: orthogonal bases and singular values.
     num_casts : int
         Numbers rewritten in another format.
     cast_dtype, cast_target : str
@@ -170,6 +172,7 @@ class Work(_FrozenCounts):
     num_jumps: NonNegativeInt = 0
     num_kept_rows: NonNegativeInt = 0
     num_rounded: NonNegativeInt = 0
+    num_factor_flops: NonNegativeInt = 0
     num_casts: NonNegativeInt = 0
     cast_dtype: TransferFormat = "float32"
     cast_target: TransferFormat = "float32"
@@ -238,6 +241,17 @@ class Work(_FrozenCounts):
         scaled["coding"] = tuple((name, times * count) for name, count in self.coding)
         return self.model_copy(update=scaled)
 
+    def one_in(self, num_steps: int) -> Work:
+        """Return a step's share of what is done once in so many steps, its counts rounded.
+
+        Examples
+        --------
+        >>> Work(num_kernels=30, sweep_bytes=99).one_in(4).num_kernels
+        8
+        """
+        assert not any((self.matmuls, self.attention, self.calls, self.coding))
+        return self.model_copy(update={name: round(getattr(self, name) / num_steps) for name in _SUMMED})
+
     @property
     def _multiplies(self) -> bool:
         return bool(self.matmuls or self.attention)
@@ -272,6 +286,7 @@ _SUMMED = (
     "num_jumps",
     "num_kept_rows",
     "num_rounded",
+    "num_factor_flops",
     "num_casts",
     "num_kernels",
     "num_shared_kernels",

@@ -51,7 +51,7 @@ _PER_WINDOW = 40
 _ENOUGH = 10
 _LEAST_PART = 0.05
 _KINDS: Mapping[str, WorkKind] = {
-    **dict.fromkeys(("matmul", "attention"), "products"),
+    **dict.fromkeys(("matmul", "attention", "factor"), "products"),
     **dict.fromkeys(("draw", "skip", "jump", "rows"), "draws"),
     **dict.fromkeys(("perturb", "update", "elementwise", "softmax", "cast", "copy", "allocate"), "passes"),
     "dispatch": "calls",

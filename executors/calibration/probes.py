@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from costmodel.sweeps import allocation_work, copy_work, perturb_work, update_work
+from costmodel.sweeps import allocation_work, closing_work, copy_work, perturb_work, update_work
 from costmodel.work import SHARED_ELEMENTS, Attention, Matmul, Work
 from executors.calibration.draw_probes import draw_probes
 from executors.calibration.probing import (
@@ -27,6 +27,7 @@ from executors.calibration.probing import (
 from executors.devices import device_module
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.exact_products import exact_sums
+from executors.models.slots import Slots
 from executors.randomness.rng import generator_on
 from executors.steps.arithmetic import Sweeper
 
@@ -79,6 +80,7 @@ def kernel_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe
         yield from _sweeps(device, dtype)
     yield from _integer_matmuls(device)
     yield from draw_probes(device, dtypes)
+    yield from _factorisations(device)
     yield from _elementwise(device)
     yield from _exponentials(device)
     yield from _dispatch(device)
@@ -162,6 +164,18 @@ def _sweeps(device: torch.device, dtype: str) -> Iterator[Probe]:
         yield Probe(f"perturb {place} {dtype}", work, perturb)
         work = update_work(num, dtype=format_named(dtype), arithmetic="pieces")
         yield Probe(f"update {place} {dtype}", work, update)
+
+
+def _factorisations(device: torch.device) -> Iterator[Probe]:
+    """Yield what a window's end does to the slots beside a linear layer."""
+    for side, columns, kept in ((128, 66, 64), (768, 66, 64), (1024, 16, 14)):
+        slots = [random_tensor(device, "float32", side, columns) for _ in range(2)]
+
+        def run(slots: list[Tensor] = slots, kept: int = kept) -> None:
+            Slots(slots[:1], slots[1:]).compact(kept)
+
+        work = closing_work(side, side, rank=columns - kept, closed_rank=kept)
+        yield Probe(f"factor {side}x{columns}", work.model_copy(update={"num_normals": 0}), run)
 
 
 def _exponentials(device: torch.device) -> Iterator[Probe]:

@@ -29,6 +29,7 @@ _PARTS = (
     "lora_closed_B",
     "lora_lost",
     "lora_used",
+    "lora_lazy_steps",
     "lora_is_beside",
 )
 
@@ -175,7 +176,7 @@ def _attach(
         for name, shape in (("closed_A", (closed, inputs)), ("closed_B", (outputs, closed)), ("lost", (1,))):
             zeros = nn.Parameter(torch.zeros(shape, **like), requires_grad=False)
             module.register_parameter(f"lora_{name}", zeros)
-        module.lora_used = closed
+        module.lora_used, module.lora_lazy_steps = closed, lora.lazy_steps
         module.lora_is_beside = False
         add = _add_slots
     setattr(module, _HOOK, module.register_forward_hook(add))

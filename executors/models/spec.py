@@ -47,6 +47,8 @@ def spec_of_model(
         shape = _usual_fields(cut, config)
     rank, adapters = _adapters(cut)
     shape |= {"name": name, "adapter_rank": rank, "adapter_shapes": adapters}
+    lazy_steps = (getattr(module, "lora_lazy_steps", 0) for module in cut.blocks[0].modules())
+    shape |= {"adapter_lazy_steps": max(lazy_steps)}
     shape |= {"num_prefix_tokens": _num_prefix_tokens(cut), "cut_blocks": cut.cut_blocks}
     return ModelSpec(**shape, groups=cut.groups)
 

@@ -2,8 +2,8 @@
 
 Each case is a batch of prompts, answers behind each of them, and perhaps an instruction that all begin with, scored as adapters along factors (``lozo``)
 and with what is learnt as slots beside a frozen base. What batches hold is counted in them, as ``zosim run`` does. The machine is calibrated first, unless
-``--profile`` names what `zosim calibrate -o` wrote. At last comes what a compaction of slots takes, which no prediction counts: it is one in as many
-steps as ``V`` stays.
+``--profile`` names what `zosim calibrate -o` wrote. At last comes what a compaction of slots takes, of which a prediction counts a step's share: it is one
+in as many steps as ``V`` stays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import torch
 from torch import nn
 
 from costmodel.configs import LoRA
+from costmodel.estimate import estimate
 from costmodel.profile import Profile
+from costmodel.sweeps import closing_work
 from executors.calibration.calibrating import calibrated
 from executors.models.packing import facts_of
 from executors.models.slots import Slots
@@ -38,6 +40,7 @@ from zosim.plans import Plan
 
 _NODE = "cpu0"
 _RANK, _LAZY_STEPS, _BOUND = 2, 50, 64
+_TUNED = ("q_proj", "v_proj")
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def session_of(case: Case, model: nn.Module, batches: list[Data], way: str) -> S
             model,
             LoRA(
                 rank=_RANK,
-                target_modules=("q_proj", "v_proj"),
+                target_modules=_TUNED,
                 lazy_steps=_LAZY_STEPS,
                 max_rank=2 * _RANK,
             ),
@@ -122,17 +125,30 @@ def session_of(case: Case, model: nn.Module, batches: list[Data], way: str) -> S
 def compaction_s(model: nn.Module) -> float:
     """Return what compacting the slots beside queries and values takes, from two ranks above the bound."""
     generator = torch.Generator().manual_seed(0)
-    slots = []
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in ("q_proj", "v_proj"):
-            left, right = (
-                torch.randn(side, _BOUND + _RANK, generator=generator) for side in module.weight.shape
-            )
-            slots.append(Slots([left], [right]))
-    begin = time.perf_counter()
-    for one in slots:
-        one.compact(_BOUND)
-    return time.perf_counter() - begin
+    shapes = _tuned_shapes(model)
+    seconds = []
+    for _ in range(5):
+        drawn = [
+            [torch.randn(side, _BOUND + _RANK, generator=generator) for side in shape] for shape in shapes
+        ]
+        slots = [Slots([left], [right]) for left, right in drawn]
+        begin = time.perf_counter()
+        for one in slots:
+            one.compact(_BOUND)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+def predicted_compaction_s(model: nn.Module, profile: Profile) -> float:
+    """Return what that is predicted to take."""
+    works = (closing_work(*shape, rank=_RANK, closed_rank=_BOUND) for shape in _tuned_shapes(model))
+    return sum(estimate(work, profile).seconds for work in works)
+
+
+def _tuned_shapes(model: nn.Module) -> list[torch.Size]:
+    return [
+        module.weight.shape for name, module in model.named_modules() if name.rpartition(".")[2] in _TUNED
+    ]
 
 
 def _profile(path: Path | None, topology: Topology, threads: int, budget_s: float) -> Profile:
@@ -169,9 +185,11 @@ def main() -> None:
     )
     for shape in dict.fromkeys(case.shape for case in CASES):
         if options.shape in (None, shape):
-            seconds = compaction_s(model_of(shape, torch.float32, "cpu"))
+            model = model_of(shape, torch.float32, "cpu")
+            expected, seconds = predicted_compaction_s(model, profile), compaction_s(model)
             print(
-                f"{shape}: compacting slots of rank {_BOUND} takes {seconds * 1e3:.0f} ms, once in {_LAZY_STEPS} steps"
+                f"{shape}: compacting slots to rank {_BOUND} is predicted to take {expected * 1e3:.1f} ms and takes "
+                f"{seconds * 1e3:.1f} ms, once in {_LAZY_STEPS} steps"
             )
 
 

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from costmodel.configs import LoRA, spec_of_config
+from costmodel.sweeps import closing_work
 from executors.low_bits import linear
 from executors.models.lora import joined_factors
 from executors.models.slots import Slots
@@ -20,11 +21,14 @@ from executors.runs import windows as windows_of_runs
 from executors.runs.adapters import attach
 from executors.runs.session import Session
 from executors.runs.windows import LazyWindows, lazy_windows_of
+from tests.support.builders import unshared
 from tests.support.command import loaded, rows_of, saved_lines, saved_model, zosim
 from tests.support.forked import Command
 from tests.support.reference_mezo import differing
 from tests.support.tiny import CONFIGS, batches, model_of, plan_of
 from topology.errors import ModelError, PlanError
+from zosim.engines.simulate import simulate
+from zosim.lowering import lower
 
 LAZY = LoRA(rank=2, target_modules=("q_proj", "fc2"), seed=3, lazy_steps=3, max_rank=16)
 TIGHT = LAZY.model_copy(update={"max_rank": 4})
@@ -146,6 +150,23 @@ def test_the_configuration_alone_tells_the_parameters(name):
     both = model_of(name)
     attach(both, LoRA(rank=2, target_modules=lora.target_modules))
     assert not plan_of(both).model.tunes_left_factors
+
+
+@pytest.mark.parametrize("axes", [{}, TOGETHER, {"estimator": {"num_queries": 2}}])
+def test_plans_know_the_share_of_a_step_in_closing_windows(axes):
+    """Once in a window, for each linear, from what all slots have room for to what the closed ones have."""
+    widths = {"q_proj": (32, 32), "fc2": (32, 52)}  # outputs, inputs
+    once = 2 * sum(closing_work(*pair, rank=2, closed_rank=14).num_factor_flops for pair in widths.values())
+    machine, times = unshared(factor_rate=1e6), {}
+    for lazy_steps in (1, 50):
+        lora = LAZY.model_copy(update={"lazy_steps": lazy_steps, "target_modules": tuple(widths)})
+        program = lower(plan_of(carrying(lora, torch.float32), **axes))
+        counted = sum(item.work.num_factor_flops for item in program.step)
+        assert counted == pytest.approx(once / lazy_steps, abs=1)  # of each block to the next whole number
+        times[lazy_steps] = simulate(program, machine).step_time_s
+    assert times[1] - times[50] > 0.9 * once * (1 - 1 / 50) / 1e6
+    both_tuned = LoRA(rank=16, target_modules=tuple(widths))
+    assert not any(i.work.num_factor_flops for i in lower(plan_of(carrying(both_tuned))).step)
 
 
 def test_what_cannot_be_is_refused():

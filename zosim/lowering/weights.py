@@ -31,12 +31,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import cycle
 from typing import NamedTuple
 
 from costmodel.formats import FORMATS
 from costmodel.low_bits import coded_update_work, num_elements
 from costmodel.model_spec import ParameterGroup
-from costmodel.sweeps import perturb_work, update_work
+from costmodel.sweeps import closing_work, perturb_work, update_work
 from costmodel.work import Work
 from zosim.contents import UPDATE_SUM, GroupWeights, Named, is_scaled
 from zosim.instructions import Access, Buffer, Space, Stream
@@ -282,7 +283,8 @@ class Points(AxisWriter):
                 segment,
                 (read, direction, self._losses.gradient(query, step), *added),
                 (left, *adding),
-                self._update_work(group, is_added=bool(adding)),
+                self._update_work(group, is_added=bool(adding))
+                + (self._closing_work(group) if is_last else Work()),
             )
 
     def _sum(self, group: ParameterGroup, query: int, step: int) -> tuple[Access, ...]:
@@ -295,6 +297,21 @@ class Points(AxisWriter):
         if plan.coding is None or plan.low_bits.update_rounding == "query":
             return 0
         return FORMATS["float32"].bytes(num_elements(plan.coding.tuned(group)))
+
+    def _closing_work(self, group: ParameterGroup) -> Work:
+        """Return a step's share of closing the slots beside the linears of `group`, once there are as many as there is room for."""
+        model = self._plan.model
+        if not model.adapter_lazy_steps:
+            return Work()
+        left_factors = [(one.name, rank) for one in model.groups for _, rank in one.trainable_matrices]
+        works = (
+            closing_work(outputs, inputs, rank=rank, closed_rank=model.adapter_rank - rank)
+            for (name, rank), (inputs, outputs) in zip(
+                left_factors, cycle(model.adapter_shapes), strict=False
+            )
+            if name == group.name
+        )
+        return sum(works, Work()).one_in(model.adapter_lazy_steps)
 
     def _update_work(self, group: ParameterGroup, *, is_added: bool) -> Work:
         coding = self._plan.coding
