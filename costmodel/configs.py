@@ -119,7 +119,10 @@ Trainable = Part | LoRA | Prefix
 
 
 def shipped_models() -> tuple[str, ...]:
-    """Return the names of the model sizes that come with the package, by family and size."""
+    """Return the names of the model sizes that come with the package, by family and size.
+
+    Those of other families than :data:`~costmodel.families.FAMILIES` come last; their shape is not read from a configuration.
+    """
     return tuple(_shipped())
 
 
@@ -383,10 +386,11 @@ def _saved_spec(
 
 
 def _shipped_name(source: str) -> str:
-    wanted = source.lower()
+    wanted = source.strip().lower()
     names = _shipped_aliases()
-    if wanted in names:
-        return names[wanted]
+    found = next((names[form] for form in _without_variants(wanted) if form in names), None)
+    if found is not None:
+        return found
     close = difflib.get_close_matches(wanted.rsplit("/", 1)[-1], _shipped(), n=3, cutoff=0.5)
     known = "did you mean " + ", ".join(close) if close else "shipped sizes are " + ", ".join(_shipped())
     message = f"there is no model {source!r}: neither a shipped size nor a directory with config.json"
@@ -396,16 +400,28 @@ def _shipped_name(source: str) -> str:
     )
 
 
+_VARIANTS = ("-hf", "-base", "-chat", "-instruct", "-it")
+"""Ends of the names of models that have the sizes of those without: trained further, or in another file format."""
+
+
+def _without_variants(name: str) -> Iterator[str]:
+    """Yield a name, and what is left of it as such ends are taken off."""
+    yield name
+    for end in _VARIANTS:
+        if name.endswith(end):
+            yield from _without_variants(name.removesuffix(end))
+
+
 def _family_files() -> Iterator[dict[str, Any]]:
     folder = resources.files("costmodel") / "data" / "models"
-    for family in FAMILIES:
+    for family in (*FAMILIES, "others"):
         yield shipped_yaml((folder / f"{family}.yaml").read_text(encoding="utf-8"))
 
 
 @cache
 def _shipped() -> dict[str, dict[str, Any]]:
     return {
-        name: {"model_type": data["family"], **data.get("common", {}), **size}
+        name: {"model_type": data.get("family"), **data.get("common", {}), **size}
         for data in _family_files()
         for name, size in data["sizes"].items()
     }
@@ -417,5 +433,5 @@ def _shipped_aliases() -> dict[str, str]:
     for data in _family_files():
         names = {name: name for name in data["sizes"]} | data.get("aliases", {})
         for prefix in ("", *data["prefixes"]):
-            aliases |= {prefix + alias: name for alias, name in names.items()}
+            aliases |= {prefix.lower() + alias: name for alias, name in names.items()}
     return aliases

@@ -15,7 +15,10 @@ from costmodel.formats import CAST_FORMATS, CAST_PAIRS, COMPUTE_FORMATS, FORMATS
 from costmodel.gpus import (
     architecture_of,
     clocks_per_s,
+    float64_part,
     half_lengths,
+    is_widened,
+    multiplies_float8,
     stacks_bytes,
     sustained_flop_per_s,
 )
@@ -40,12 +43,33 @@ _INT8_CPU_SOURCE = (
     "of float32's rate: four int8 products in a lane (VNNI); torch 2.13's `_int_mm` took a tenth of float32's time on one "
     "x86-64 CPU with tiles (AMX); without either, bytes are multiplied as float32, at nine tenths of its rate or less"
 )
+Reach = tuple[float, float]
+"""Factors that take the ends of an interval further from its middle."""
+_AS_DECLARED: Reach = (1.0, 1.0)
 _CPU_HALF = 0.12
-_CPU_HALF_UPWARDS = 9.0
+_CPU_HALF_REACH: Reach = (0.9, 9.0)
 _CPU_HALF_SOURCE = (
     "assumed without AVX512-FP16: torch 2.13 multiplies it at 0.12 of float32's rate, with it at 1.1 (measured on one x86-64 core with "
     "ONEDNN_MAX_CPU_ISA; declare a peak for such a CPU)"
 )
+_WIDENED: dict[DType, tuple[float, Reach, str]] = {
+    "float16": (
+        1.0,
+        (0.7, 1.1),
+        "multiplied in float32, as fast: 6.86 beside 6.76 Tflop/s on a GTX 1080 (https://github.com/kubeedge/ianvs/issues/888)",
+    ),
+    "bfloat16": (
+        0.5,
+        (0.5, 1.6),
+        (
+            "widened as it is read, multiplied in float32: 0.54 of float32's rate on a GTX 1080 (https://github.com/kubeedge/ianvs/issues/888), less "
+            "than half on a T4 (https://github.com/openxla/xla/issues/12429); whole passes took 4.3 times float16's time on a T4 "
+            "(https://earino.github.io/applied-deep-learning/site/blog/05_bf16_on_t4.html), 4.7 times on a V100 "
+            "(https://github.com/huggingface/diffusers/issues/9095)"
+        ),
+    ),
+}
+"""Part of float32's rate at which a GPU without units for a format multiplies it."""
 _ATTENTION_GPU: Spread = (0.45, 0.25, 0.73)
 _ATTENTION_GPU_SOURCE = (
     "FlashAttention-2 reaches 50-73 % of an A100's peak (arXiv:2307.08691, abstract) and 35 % of an H100's "
@@ -302,19 +326,26 @@ def _plain_constants(kind: str) -> Iterator[Constant]:
         yield _constant(name, spread, _HOST_SOURCES[name])
 
 
-def _peak(spec: DeviceSpec, dtype: DType) -> tuple[float, float, str]:
-    """Return a peak in flop/s, how much further its interval reaches down, and a remark on its origin."""
+def _peak(spec: DeviceSpec, dtype: DType) -> tuple[float, Reach, str]:
+    """Return a peak in flop/s, how much further its interval reaches, and a remark on its origin."""
     peak = FORMATS[dtype].peak
     declared = None if peak is None else spec.peak_dense.get(peak)
     if declared is not None:
-        return declared.in_si("compute"), 1.0, f"data sheet peak of {spec.name}"
+        return declared.in_si("compute"), _AS_DECLARED, f"data sheet peak of {spec.name}"
     fp32 = spec.peak_flop_per_s("fp32")
     if dtype == "tf32":
-        return fp32, 1.0, f"{spec.name} has no TF32: multiplied in float32"
-    if dtype == "float16" and spec.kind == "cpu":
-        return fp32 * _CPU_HALF, 0.9, f"{spec.name} declares no peak for float16: {_CPU_HALF_SOURCE}"
-    factor = 0.5 if dtype == "float64" else 0.25
-    return fp32 * factor, 0.25, f"{spec.name} declares no peak for {dtype}: {factor} of float32 assumed"
+        return fp32, _AS_DECLARED, f"{spec.name} has no TF32: multiplied in float32"
+    undeclared = f"{spec.name} declares no peak for {dtype}"
+    if is_widened(spec, dtype):
+        part, reach, source = _WIDENED[dtype]
+        return fp32 * part, reach, f"{undeclared}: {source}"
+    half = spec.peak_dense.get("fp16")
+    if dtype == "float8_e4m3" and half is not None and multiplies_float8(spec):
+        return 2 * half.in_si("compute"), _AS_DECLARED, f"{undeclared}: twice that of float16"
+    if dtype == "float16":
+        return fp32 * _CPU_HALF, _CPU_HALF_REACH, f"{undeclared}: {_CPU_HALF_SOURCE}"
+    part = float64_part(spec) if dtype == "float64" else 0.25
+    return fp32 * part, (0.25, 1.0), f"{undeclared}: {part:.3g} of float32 assumed"
 
 
 def _rates(
@@ -324,9 +355,8 @@ def _rates(
         message = f"device {spec.name!r} declares no fp32 peak, from which the others are judged"
         raise TopologyError(message, hint="add peak_dense.fp32 to its catalogue entry")
     for dtype in COMPUTE_FORMATS:
-        peak, downwards, remark = _peak(spec, dtype)
+        peak, (downwards, upwards), remark = _peak(spec, dtype)
         for name, ((value, low, high), source) in (("matmul_rate", gemm), ("attention_rate", attention)):
-            upwards = _CPU_HALF_UPWARDS if remark.endswith(_CPU_HALF_SOURCE) else 1.0
             spread = (value, low * downwards, high * upwards)
             yield _constant(f"{name}.{dtype}", spread, f"{remark}; {source}", scale=peak * share)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
+from costmodel.formats import FORMATS, DType
 from costmodel.nccl import Generation
 from costmodel.work import AttentionKernel
 from topology.schema import DeviceSpec
@@ -43,6 +44,10 @@ class Architecture:
     threads : int
         Threads that one multiprocessor keeps at a time (CUDA C++ Programming Guide, technical specifications per compute
         capability).
+    float64_part : float
+        Rate of float64 beside float32's, without tensor cores.
+    multiplies_float8 : bool
+        Whether its tensor cores multiply floats of 8 bits, twice as fast as those of 16.
     flop_j : float
         Energy of one operation of a half-precision product on random numbers, what feeds it included, in joules.
     """
@@ -55,6 +60,8 @@ class Architecture:
     cache_mib: float = 4.0
     flop_j: float = 0.0
     threads: int = 2048
+    float64_part: float = 0.5
+    multiplies_float8: bool = False
 
 
 _FA2: Mapping[AttentionWay, tuple[float, float]] = {
@@ -114,7 +121,15 @@ def half_lengths(spec: DeviceSpec) -> dict[AttentionWay, float]:
 
 ARCHITECTURES = (
     Architecture("pascal", r"\bP100\b", 128, "volta", {}, cache_mib=4),
-    Architecture("pascal-graphics", r"\bP(40|4)\b|GTX 10\d\d|TITAN Xp?\b", 256, "volta", {}, cache_mib=3),
+    Architecture(
+        "pascal-graphics",
+        r"\bP(40|4)\b|GTX 10\d\d|TITAN Xp?\b",
+        256,
+        "volta",
+        {},
+        cache_mib=3,
+        float64_part=1 / 32,
+    ),
     Architecture("volta", r"\bV100S?\b|TITAN V\b", 128, "volta", _EARLY, flop_j=1.6e-12, cache_mib=6),
     Architecture(
         "turing",
@@ -125,6 +140,7 @@ ARCHITECTURES = (
         flop_j=1.4e-12,
         cache_mib=6,
         threads=1024,
+        float64_part=1 / 32,
     ),
     Architecture("ampere", r"\bA100\b|\bA800\b|\bA30\b", 128, "ampere", _FA2, flop_j=1.24e-12, cache_mib=40),
     Architecture(
@@ -136,6 +152,7 @@ ARCHITECTURES = (
         flop_j=1.5e-12,
         cache_mib=6,
         threads=1536,
+        float64_part=1 / 64,
     ),
     Architecture(
         "ada",
@@ -146,12 +163,32 @@ ARCHITECTURES = (
         flop_j=0.8e-12,
         cache_mib=72,
         threads=1536,
+        float64_part=1 / 64,
+        multiplies_float8=True,
     ),
-    Architecture("hopper", r"\bG?H(100|200|20|800)\b", 256, "hopper", _HOPPER, flop_j=0.85e-12, cache_mib=50),
     Architecture(
-        "blackwell", r"\bG?B(100|200|300)\b", 256, "blackwell", _HOPPER, flop_j=0.6e-12, cache_mib=126
+        "hopper",
+        r"\bG?H(100|200|20|800)\b",
+        256,
+        "hopper",
+        _HOPPER,
+        flop_j=0.85e-12,
+        cache_mib=50,
+        multiplies_float8=True,
     ),
-    Architecture("cdna3", r"MI3\d\dX\b", 256, "ampere", {}, flop_j=1.02e-12, cache_mib=256),
+    Architecture(
+        "blackwell",
+        r"\bG?B(100|200|300)\b",
+        256,
+        "blackwell",
+        _HOPPER,
+        flop_j=0.6e-12,
+        cache_mib=126,
+        multiplies_float8=True,
+    ),
+    Architecture(
+        "cdna3", r"MI3\d\dX\b", 256, "ampere", {}, flop_j=1.02e-12, cache_mib=256, multiplies_float8=True
+    ),
     Architecture(
         "blackwell-graphics",
         r"RTX 50[5-9]\d|RTX PRO \d{4}\b",
@@ -161,9 +198,12 @@ ARCHITECTURES = (
         flop_j=0.7e-12,
         cache_mib=96,
         threads=1536,
+        float64_part=1 / 64,
+        multiplies_float8=True,
     ),
 )
-"""Known designs. Energies: what sustained products leave of the power limit, see :func:`sustained_flop_per_s`. Lanes: NVIDIA's whitepapers of P100, V100, TU102, GA100, GA102, AD102, H100 and Blackwell."""
+"""Known designs. Energies: what sustained products leave of the power limit, see :func:`sustained_flop_per_s`. Lanes and float64: NVIDIA's
+whitepapers of P100, V100, TU102, GA100, GA102, AD102, H100 and Blackwell."""
 
 
 @cache
@@ -191,6 +231,41 @@ def clocks_per_s(spec: DeviceSpec) -> float:
     """
     architecture = architecture_of(spec)
     return spec.peak_flop_per_s("fp32") / (256 if architecture is None else architecture.float32_per_clock)
+
+
+def is_widened(spec: DeviceSpec, dtype: DType) -> bool:
+    """Whether a GPU has no units for a 16-bit format, so that torch multiplies it in float32; nor has torch a fused attention in bfloat16 then.
+
+    Examples
+    --------
+    >>> from topology.documents import load_preset
+    >>> t4 = load_preset("t4-1x").device_spec("gpu0")
+    >>> is_widened(t4, "bfloat16"), is_widened(t4, "float16")
+    (True, False)
+
+    References
+    ----------
+    .. [1] https://github.com/pytorch/pytorch/pull/116026: the memory-efficient attention takes bfloat16 from compute capability 8.0 on.
+    """
+    peak = FORMATS[dtype].peak
+    return spec.kind == "gpu" and dtype in ("float16", "bfloat16") and peak not in spec.peak_dense
+
+
+def multiplies_float8(spec: DeviceSpec) -> bool:
+    """Whether a device has units for floats of 8 bits; torch refuses to multiply those where it has none [1]_.
+
+    References
+    ----------
+    .. [1] https://github.com/pytorch/pytorch/pull/164251
+    """
+    architecture = architecture_of(spec) if spec.kind == "gpu" else None
+    return "fp8" in spec.peak_dense or (architecture is not None and architecture.multiplies_float8)
+
+
+def float64_part(spec: DeviceSpec) -> float:
+    """Return float64's rate as a part of float32's, where a data sheet does not print it: a half, or what a known GPU has."""
+    architecture = architecture_of(spec) if spec.kind == "gpu" else None
+    return 0.5 if architecture is None else architecture.float64_part
 
 
 _STACK_BYTES = 1024

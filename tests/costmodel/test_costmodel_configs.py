@@ -31,6 +31,27 @@ PUBLISHED_COUNTS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
     "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "llama-7b": 6_738_415_616,
+    "llama-30b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "codellama-34b": 33_743_970_304,
+    "tinyllama-1.1b": 1_100_048_384,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "yi-6b": 6_061_035_520,
+    "yi-34b": 34_388_917_248,
+    "deepseek-llm-7b": 6_910_365_696,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
 }
 
 
@@ -72,10 +93,20 @@ def test_opt_shapes_are_those_of_the_zo2_paper(heads, hidden, layers, name):
         ("meta-llama/Llama-2-7b-hf", "llama-2-7b"),
         ("Qwen/Qwen3-0.6B", "qwen3-0.6b"),
         ("mistralai/Mistral-7B-v0.1", "mistral-7b-v0.1"),
+        ("mistralai/Mistral-7B-Instruct-v0.2", "mistral-7b-v0.1"),
+        ("CodeLlama-34b-Instruct-hf", "codellama-34b"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("FacebookAI/roberta-base", "roberta-base"),
     ],
 )
 def test_sizes_are_found_by_the_names_people_use(alias, name):
     assert read_model_spec(alias) == read_model_spec(name)
+
+
+def test_a_size_of_a_family_that_is_not_read_says_so_and_what_to_do():
+    with pytest.raises(UnknownFamily, match="model phi-2: model_type 'phi'"):
+        read_model_spec("microsoft/phi-2")
+    assert shipped_config("phi-2")["hidden_size"] == 2560
 
 
 def test_a_configuration_file_a_directory_and_a_name_read_alike(tmp_path):

@@ -314,6 +314,15 @@ def test_mistakes_about_ranks_are_answered_in_words(words: list[str], says: str)
     assert says in call(*RANKS, *words, fails=True).stderr
 
 
+def test_a_format_that_a_gpu_has_no_units_for_is_told_when_planning_and_simulating(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    words = ("plan", "--model", "opt-125m", "--hardware", "t4-1x", "--batch", "4", "--seq", "64", "-o", file)
+    told = "Tesla T4 declares no peak for bfloat16: multiplied in float32"
+    assert told in " ".join(call(*words, "--dtype", "bfloat16").stdout.split())
+    assert told in " ".join(call("simulate", file).stdout.split())
+    assert "declares no peak" not in call(*words, "--dtype", "float16").stdout
+
+
 @pytest.mark.parametrize("mesh", ["data=1", "data=2,perturb=2"])
 def test_simulating_by_simpy_says_what_the_fast_engine_says(tmp_path: Path, mesh: str) -> None:
     file = tmp_path / "plan.json"

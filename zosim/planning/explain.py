@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from costmodel.gpus import is_widened
 from topology.units import format_seconds
 from zosim.planning.pipelining import about_stages
-from zosim.planning.predict import Contention, Prediction
+from zosim.planning.predict import Contention, Prediction, Subject
 from zosim.plans import Plan
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def reasons(
         yield from about_ranks(chosen.plan, prediction)
     if chosen.plan.num_stages > 1:
         yield from about_stages(chosen.subject)
+    yield from about_formats(chosen.subject)
     yield from _about_codes(chosen, others)
     yield from _about_points(chosen, others)
     faster = [candidate for candidate in rejected if candidate.seconds < prediction.step_time_s]
@@ -109,6 +111,25 @@ def about_ranks(plan: Plan, prediction: Prediction) -> Iterator[str]:
         yield (
             f"its ranks are on {hosts} hosts: `zosim run` prints the torchrun line to start on each of them"
         )
+
+
+def about_formats(subject: Subject) -> Iterator[str]:
+    """Yield for each device without units for the format of the products what torch does there."""
+    plan, topology = subject.plan, subject.topology
+    dtype = plan.compute_dtype
+    specs = {
+        topology.device_spec(device).name: topology.device_spec(device) for device in plan.placement.devices
+    }
+    for name, spec in specs.items():
+        if is_widened(spec, dtype):
+            other = "; float16 is what it has units for" if "fp16" in spec.peak_dense else ""
+            stored = plan.forward.attention == "sdpa" and dtype == "bfloat16"
+            fused = (
+                ", and torch has no fused attention in it there: its scores come on top of the memory"
+                if stored
+                else ""
+            )
+            yield f"{name} declares no peak for {dtype}: multiplied in float32{fused}{other}"
 
 
 def contention_words(item: Contention) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from topology.units import format_bytes, format_seconds
 from zosim.analysis.counts import step_counts
-from zosim.planning.explain import about_ranks, contention_words
+from zosim.planning.explain import about_formats, about_ranks, contention_words
 from zosim.planning.pipelining import about_stages, pipelining
 from zosim.planning.planner import Candidate, Decision
 from zosim.planning.predict import Prediction, Subject
@@ -76,7 +76,8 @@ def prediction_view(subject: Subject) -> Table:
 def simulation_view(subject: Subject) -> Report:
     """Return a prediction, and what several ranks cost each other."""
     alone = subject.plan.placement.world_size == 1
-    notes = [] if alone else list(about_ranks(subject.plan, subject.prediction))
+    notes = list(about_formats(subject))
+    notes += [] if alone else about_ranks(subject.plan, subject.prediction)
     if subject.plan.num_stages > 1:
         notes += about_stages(subject)
     return Report("", prediction_view(subject), Bullets(notes))

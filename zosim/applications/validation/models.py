@@ -1,4 +1,4 @@
-"""The model of a row: a known size, or the configuration that the row brings, whatever its family calls things.
+"""The model of a row: a known size, or the configuration that the row brings, whatever its family calls its sizes.
 
 A prediction needs a model's shapes and no code that runs it. So a family that zosim cannot run stands as one of two that it
 can, with the same sizes: a Llama, or a GPT-2 where MLPs are not gated and every head has keys of its own.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from costmodel.configs import read_model_spec, spec_of_config
+from costmodel.configs import read_model_spec, shipped_config, spec_of_config
 from costmodel.families import FAMILIES
 from costmodel.model_spec import ModelSpec
 from topology.errors import ModelError
@@ -80,7 +81,9 @@ def model_of(row: MeasuredRow) -> ModelSpec:
 
 def likeness(row: MeasuredRow) -> str:
     """Return in words as what a row's model is predicted, where that is another family; else nothing."""
-    family = _config(row["model"], row["model_config"]).get("model_type", "") if row["model_config"] else ""
+    if _is_file(row["model"], row["model_config"]):
+        return ""
+    family = _config(row["model"], row["model_config"]).get("model_type", "")
     if family in FAMILIES or family not in _GATED | _PLAIN:
         return ""
     return f"model_type {family} as {_model(row['model'], row['model_config']).family} of its sizes"
@@ -88,7 +91,7 @@ def likeness(row: MeasuredRow) -> str:
 
 @cache
 def _model(name: str, config: str) -> ModelSpec:
-    if not config:
+    if _is_file(name, config):
         return read_model_spec(name)
     data = _config(name, config)
     family = data.get("model_type")
@@ -101,7 +104,14 @@ def _model(name: str, config: str) -> ModelSpec:
     return spec_of_config(data, name=name)
 
 
+def _is_file(name: str, config: str) -> bool:
+    """Whether a row names a file or directory with a model's configuration, and brings none itself."""
+    return not config and Path(name).exists()
+
+
 def _config(name: str, config: str) -> dict[str, Any]:
+    if not config:
+        return shipped_config(name)
     data = parse_json(config, f"the configuration of {name}", ModelError)
     if not isinstance(data, dict):
         raise ModelError(f"the configuration of {name} is no JSON object")

@@ -21,7 +21,7 @@ from zosim.applications.validation.steps import attention_of
 def forward(row: MeasuredRow, site: Site) -> Forecast:
     """Return the seconds of one pass over the prompt, with the logits of its last token."""
     profile = code_of(row["code"]).profile(site.burst_profile)
-    works = list(_pass_works(row, model_of(row), num_rows=row.count("seq"), length=row.count("seq")))
+    works = list(_pass_works(row, site, model_of(row), num_rows=row.count("seq"), length=row.count("seq")))
     return bounded(lambda bound: _seconds(works, profile, bound))
 
 
@@ -31,9 +31,9 @@ def streamed_generation(row: MeasuredRow, site: Site) -> Forecast:
     blocks = [group for group in model.groups if group.segments[0].startswith("block")]
     size = FORMATS[row.dtype].element_bytes * sum(group.num_parameters for group in blocks)
     uploaded = min(row.count_or("bytes", size), size)
-    passes = [list(_pass_works(row, model, num_rows=seq, length=seq))]
+    passes = [list(_pass_works(row, site, model, num_rows=seq, length=seq))]
     passes += [
-        list(_pass_works(row, model, num_rows=1, length=seq + number))
+        list(_pass_works(row, site, model, num_rows=1, length=seq + number))
         for number in range(1, row.count_or("generated_tokens", 1))
     ]
     # Accelerate's hooks copy a layer's weights when it is called; the others copy ahead.
@@ -48,9 +48,11 @@ def streamed_generation(row: MeasuredRow, site: Site) -> Forecast:
     return bounded(seconds)
 
 
-def _pass_works(row: MeasuredRow, model: ModelSpec, *, num_rows: int, length: int) -> Iterator[Work]:
+def _pass_works(
+    row: MeasuredRow, site: Site, model: ModelSpec, *, num_rows: int, length: int
+) -> Iterator[Work]:
     """Yield the work of every segment for so many tokens of a sequence, the last of which is number `length`."""
-    batch, dtype, attention = row.count("batch"), row.dtype, attention_of(row)
+    batch, dtype, attention = row.count("batch"), row.dtype, attention_of(row, site)
     for segment in model.segments:
         rows = 1 if segment == HEAD else num_rows
         work = forward_work(model, segment, batch=batch, seq=rows, dtype=dtype, attention=attention)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from costmodel.gpus import is_widened, multiplies_float8
 from topology.errors import ZosimError
 from topology.validation import did_you_mean
 from zosim.applications.validation import kernels, links, passes, steps
@@ -58,9 +59,14 @@ def outcome(row: MeasuredRow, sites: Sites) -> Forecast | str:
         return "the row names no hardware"
     try:
         site = sites.of(row["hardware"])
+        is_float8 = _multiplies(row) and row.dtype == "float8_e4m3"
+        if is_float8 and site.device.kind == "gpu" and not multiplies_float8(site.device):
+            return f"{site.device.name} has no units for floats of 8 bits, and torch does not multiply them there"
         missing = {column: value for column, value in _likely(row["kind"], site).items() if not row[column]}
         said = predictor(MeasuredRow({**row.fields, **missing}, row.where), site)
         assumed = [f"{column} {value}" for column, value in missing.items()]
+        if _multiplies(row) and is_widened(site.device, row.dtype):
+            assumed.append(f"{row.dtype} multiplied in float32")
         if predictor in _OF_MODELS and (like := likeness(row)):
             assumed.append(like)
         return replace(said, assumed=tuple(assumed))
@@ -71,11 +77,16 @@ def outcome(row: MeasuredRow, sites: Sites) -> Forecast | str:
         return f"the row cannot be: {' '.join(str(error).split())[:200]}"
 
 
+def _multiplies(row: MeasuredRow) -> bool:
+    """Whether a row is of products in a format that it names."""
+    return row["kind"] not in _ANY_FORMAT | {"draw"} and row["dtype"].lower() not in ("", "int8")
+
+
 def _likely(kind: str, site: Site) -> dict[str, str]:
     """Return what a row of a kind most likely means where it says nothing."""
     likely = dict(_ASSUMED.get(kind, {}))
     if kind not in _ANY_FORMAT:
-        device = site.topology.device_spec(site.devices[0])
+        device = site.device
         on_gpu = "bfloat16" if "bf16" in device.peak_dense else "float16"
         likely["dtype"] = on_gpu if device.kind == "gpu" else "float32"
     if kind in _COLLECTIVES:

@@ -11,6 +11,7 @@ from costmodel.datasheet import in_bursts
 from costmodel.profile import Bound, Profile
 from topology.graph import Topology
 from topology.hardware import resolve
+from topology.schema import DeviceSpec
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
 from zosim.hardware.profiles import Profiles
 from zosim.options import HOST
@@ -35,6 +36,11 @@ class Site:
     def devices(self) -> tuple[str, ...]:
         """Its GPUs, or its CPUs where it has none."""
         return tuple(node.id for node in self.topology.compute_devices)
+
+    @property
+    def device(self) -> DeviceSpec:
+        """What is known of the first of them."""
+        return self.topology.device_spec(self.devices[0])
 
     @cached_property
     def profile(self) -> Profile:

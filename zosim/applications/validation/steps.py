@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from costmodel.formats import DType
+from costmodel.gpus import is_widened
 from costmodel.memory import CONTEXT, SLACK
 from costmodel.model_spec import ModelSpec
 from costmodel.profile import Bound
@@ -22,10 +23,17 @@ from zosim.planning.predict import Subject
 from zosim.plans import ForwardPass, Mesh, Placement, Plan, Residency, Schedule, Split
 
 
-def attention_of(row: MeasuredRow) -> Literal["eager", "sdpa"]:
-    """Return the implementation of attention: the row's, or else the code's."""
+def attention_of(row: MeasuredRow, site: Site) -> Literal["eager", "sdpa"]:
+    """Return the implementation of attention: the row's, or else the code's; stored scores where torch has no fused kernel."""
+    if stores_scores(row, site):
+        return "eager"
     known: dict[str, Literal["eager", "sdpa"]] = {"eager": "eager", "fused": "sdpa"}
     return known.get(row["attention_kernel"], code_of(row["code"]).attention)
+
+
+def stores_scores(row: MeasuredRow, site: Site) -> bool:
+    """Whether torch has no fused attention in a row's format on a machine's devices."""
+    return row.dtype == "bfloat16" and is_widened(site.device, "bfloat16")
 
 
 def step(row: MeasuredRow, site: Site) -> Forecast:
@@ -124,7 +132,9 @@ def _zeroth_order(row: MeasuredRow, site: Site) -> Subject:
             traversal="blockwise" if is_offloaded else "sweep",
             update="delayed" if is_offloaded else "immediate",
         ),
-        forward=ForwardPass(attention=attention_of(row), compute_dtype=dtype if dtype == "tf32" else None),
+        forward=ForwardPass(
+            attention=attention_of(row, site), compute_dtype=dtype if dtype == "tf32" else None
+        ),
     )
     programs = lower_all(plan)
     if row["code"] == "published":
@@ -149,7 +159,7 @@ def _first_order(row: MeasuredRow, site: Site) -> Subject:
         mesh=Mesh(data=data, stage=stage),
         split=Split(cuts=_even_cuts(model, stage)),
         weights={"dtype": stored},
-        forward={"attention": attention_of(row), "compute_dtype": dtype},
+        forward={"attention": attention_of(row, site), "compute_dtype": dtype},
     )
     settings = axis(
         FirstOrder,
