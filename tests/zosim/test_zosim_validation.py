@@ -122,6 +122,10 @@ def test_a_row_does_not_need_what_was_measured() -> None:
         ("step", {"method": "sgd"}, "sgd"),
         ("step", {"seq": "0"}, "seq is '0'"),
         ("first_order_step", {"data_parallel": "64"}, "64"),
+        ("first_order_step", {"recompute": "selective"}, "selective"),
+        ("attention", {"attention_kernel": "paged"}, "paged"),
+        ("attention", {"kv_heads": "7"}, "kv_heads=7 does not divide heads=16"),
+        ("copy", {"bytes": "1 GB"}, "bytes is '1 GB'; write a whole number above 0"),
         ("first_order_step", {"optimizer": "lion"}, "lion"),
         ("forward", {"model_config": json.dumps({**LIKE_MIXTRAL, "num_local_experts": 8})}, "experts"),
         ("forward", {"model_config": '{"model_type": "mamba", "hidden_size": 64}'}, "mamba"),
@@ -321,6 +325,52 @@ def test_code_has_habits_of_its_own() -> None:
     # Two blocks there and back in each of two microbatches: the host alone takes 0.9 ms a visit.
     assert slow.predicted > 2 * 2 * 2 * 0.9e-3 > plain.predicted
     assert _forecast("forward", code="tensorrt-llm").predicted < _forecast("forward").predicted
+
+
+def test_names_are_known_however_they_are_written() -> None:
+    hopper = {"hardware": "h200-1x", "dtype": "bf16"}
+    assert _forecast("attention", **hopper, code="FA3") == _forecast("attention", **hopper, code="fa3")
+    stored = _forecast("attention", attention_kernel="eager")
+    assert _forecast("attention", code="math") == _forecast("attention", attention_kernel="Eager") == stored
+    assert _forecast("step", method="MeZO").predicted == _forecast("step", method="mezo").predicted
+    full, yes, none = (
+        _forecast("first_order_step", recompute=said).predicted for said in ("full", "True", "")
+    )
+    assert full == yes > none
+
+
+def test_sharding_in_stages_is_a_code_by_its_name_and_unknown_code_is_named() -> None:
+    """ZeRO's third stage keeps a share of weights and moments, and moves weights every pass."""
+    many = {"model": "opt-1.3b", "model_config": "", "data_parallel": "8", "batch": "8"}
+    whole, shared = (
+        (
+            _forecast("first_order_step", **many, hardware="dgx-a100", code=code),
+            _forecast("first_order_memory", **many, hardware="dgx-a100", code=code),
+        )
+        for code in ("axolotl", "DeepSpeed-ZeRO3")
+    )
+    assert "code axolotl does as torch does" in whole[0].assumed
+    assert not shared[0].assumed
+    assert shared[1].predicted < 0.5 * whole[1].predicted
+
+
+def test_a_step_that_no_device_has_room_for_says_so() -> None:
+    large = _forecast("step", model="opt-175b", model_config="")
+    assert "room for 333" in large.assumed[-1]
+    assert "on a device of 80 GiB" in large.assumed[-1]
+    assert not _forecast("step").assumed
+
+
+def test_many_generated_tokens_are_summed_from_some_of_them() -> None:
+    """Few are all computed; of many the sum grows with their number, and a token's time lies between the first's and the last's."""
+    seconds = {
+        n: _forecast("streamed_generation", generated_tokens=str(n)).predicted
+        for n in (17, 18, 19, 40, 100_000)
+    }
+    last = seconds[18] - seconds[17]
+    assert seconds[19] - seconds[18] == pytest.approx(last, rel=0.02)
+    assert (seconds[40] - seconds[18]) / 22 == pytest.approx(last, rel=0.1)
+    assert seconds[100_000] > 99_000 * last
 
 
 def test_memory_that_the_framework_counts_has_no_context() -> None:

@@ -68,10 +68,14 @@ CODES: Mapping[str, SystemCode] = MappingProxyType(
         "": SystemCode(),
         # Hugging Face models and the papers' scripts; what their kernels do is in zosim.applications.published_code.
         "published": SystemCode(attention="eager", host_s={"instruction_s": 0.0}),
-        # FSDP with mixed precision: weights and gradients in shards of float32, gathered in half precision; FlashAttention in
+        # FSDP and ZeRO's third stage with mixed precision: weights and gradients in shards of float32, gathered in half precision; FlashAttention in
         # Triton, which knows ALiBi, at the time of its A100 tables. No dropout.
         "llm-foundry": SystemCode(
             kernel="fa1", sharding="full", stored="float32", host_s={"instruction_s": 0.0}
+        ),
+        **dict.fromkeys(
+            ("fsdp", "zero3", "zero-3", "deepspeed-zero3", "deepspeed-zero-3"),
+            SystemCode(sharding="full", stored="float32"),
         ),
         # Megatron's transformer layer stores scores and drops out. Of its host: checkpointed layers save and restore the
         # states of random number generators around every forward, which is most of what a small layer takes. Fitted to the
@@ -89,9 +93,18 @@ CODES: Mapping[str, SystemCode] = MappingProxyType(
         ),
     }
 )
-"""By what rows call them; others do what torch does by default."""
+"""By what rows call them, in small letters; others do what torch does by default."""
+
+KERNEL_NAMES: Mapping[str, Literal["eager", "sdpa"] | None] = MappingProxyType(
+    {
+        "": None,
+        **dict.fromkeys(("eager", "math"), "eager"),
+        **dict.fromkeys(("fused", "sdpa", "flash", "flash_attention_2", "flash_attention_3"), "sdpa"),
+    }
+)
+"""Implementations of attention by what rows call them; None where they do not say."""
 
 
 def code_of(name: str) -> SystemCode:
     """Return the habits of an implementation."""
-    return CODES.get(name, CODES[""])
+    return CODES.get(name.lower(), CODES[""])

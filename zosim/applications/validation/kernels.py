@@ -8,7 +8,8 @@ from typing import get_args
 from costmodel.estimate import device_s, estimate
 from costmodel.sweeps import draw_work
 from costmodel.work import Attention, AttentionKernel, Matmul, Work
-from zosim.applications.validation.rows import Forecast, MeasuredRow
+from zosim.applications.validation.codes import KERNEL_NAMES
+from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
 from zosim.applications.validation.site import Site, bounded
 
 
@@ -26,7 +27,7 @@ def kernel(row: MeasuredRow, site: Site) -> Forecast:
     RowsError
         If a cell that its kind needs is empty, or no number.
     Unpredictable
-        If its format is none that computes.
+        If its format is none that computes, or heads are not shared evenly.
     """
     work, profile = WORKS[row["kind"]](row), site.burst_profile
     return bounded(lambda bound: device_s(estimate(work, profile, bound=bound), profile.device_kind))
@@ -48,22 +49,28 @@ def _elementwise(row: MeasuredRow) -> Work:
 
 def _attention(row: MeasuredRow) -> Work:
     heads = row.count("heads")
+    shared = row.count_or("kv_heads", heads)
+    if heads % shared:
+        raise Unpredictable(f"kv_heads={shared} does not divide heads={heads}")
+    code = row["code"].lower()
+    said = row.choice("attention_kernel", KERNEL_NAMES)
+    is_stored = said == "eager" or (said is None and code == "math")
     part = Attention(
         num=row.count("batch") * heads,
         query=row.count("seq"),
         key=row.count("seq"),
         head_dim=row.count("head_dim"),
-        materialised=row["attention_kernel"] == "eager",
-        causal_skip=row.flag("causal") and row["attention_kernel"] != "eager",
-        kernel=next((kernel for kernel in get_args(AttentionKernel) if kernel == row["code"]), None),
-        sharing=max(1, heads // row.count_or("kv_heads", heads)),
+        materialised=is_stored,
+        causal_skip=row.flag("causal") and not is_stored,
+        kernel=next((kernel for kernel in get_args(AttentionKernel) if kernel == code), None),
+        sharing=heads // shared,
     )
     return Work(dtype=row.dtype, attention=(part,), num_kernels=1)
 
 
 def _attention_backward(row: MeasuredRow) -> Work:
     forward = _attention(row)
-    if row["attention_kernel"] == "eager":
+    if forward.attention[0].materialised:
         return forward.model_copy(update={"attention": forward.attention * 2})
     parts = tuple(part.model_copy(update={"backward": True}) for part in forward.attention)
     return forward.model_copy(update={"attention": parts})

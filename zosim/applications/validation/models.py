@@ -20,7 +20,7 @@ from zosim.applications.validation.rows import MeasuredRow, Unpredictable
 
 _GATED = frozenset(
     {
-        "baichuan", "cohere", "deepseek", "exaone", "gemma", "gemma2", "glm", "glm4", "granite", "internlm", "internlm2",
+        "baichuan", "cohere", "deepseek", "exaone", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "internlm", "internlm2",
         "minicpm", "olmo", "olmo2", "orion", "phi3", "qwen", "smollm3", "stablelm", "xverse", "yi",
     }
 )  # fmt: skip
@@ -43,7 +43,18 @@ _PLAIN = frozenset(
 """Values of ``model_type`` by their MLP: three matrices, or two."""
 
 _TIED = frozenset(
-    {"bloom", "cohere", "falcon", "gemma", "gemma2", "gpt_bigcode", "gpt_neo", "mpt", "starcoder2"}
+    {
+        "bloom",
+        "cohere",
+        "falcon",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt_bigcode",
+        "gpt_neo",
+        "mpt",
+        "starcoder2",
+    }
 )
 """Whose classes in transformers have one table for tokens and head, unless a configuration says otherwise."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 from costmodel.estimate import estimate
 from costmodel.formats import FORMATS
@@ -31,21 +32,44 @@ def streamed_generation(row: MeasuredRow, site: Site) -> Forecast:
     blocks = [group for group in model.groups if group.segments[0].startswith("block")]
     size = FORMATS[row.dtype].element_bytes * sum(group.num_parameters for group in blocks)
     uploaded = min(row.count_or("bytes", size), size)
-    passes = [list(_pass_works(row, site, model, num_rows=seq, length=seq))]
-    passes += [
-        list(_pass_works(row, site, model, num_rows=1, length=seq + number))
-        for number in range(1, row.count_or("generated_tokens", 1))
-    ]
+    passes = {0: list(_pass_works(row, site, model, num_rows=seq, length=seq))}
+    num_more = row.count_or("generated_tokens", 1) - 1
+    passes |= {
+        number: list(_pass_works(row, site, model, num_rows=1, length=seq + number))
+        for number in _sampled(num_more)
+    }
     # Accelerate's hooks copy a layer's weights when it is called; the others copy ahead.
     overlaps = row["code"] != "hf-accelerate"
 
     def seconds(bound: Bound) -> float:
         # Stages run in turn, and so do their uploads.
         upload_s = estimate(copy_work(uploaded), profile, bound=bound).seconds
-        computed = [_seconds(works, profile, bound) for works in passes]
-        return sum(max(upload_s, one) if overlaps else upload_s + one for one in computed)
+        passed_s = {
+            number: max(upload_s, one) if overlaps else upload_s + one
+            for number, one in ((number, _seconds(works, profile, bound)) for number, works in passes.items())
+        }
+        return passed_s.pop(0) + _summed(passed_s)
 
     return bounded(seconds)
+
+
+_NUM_SAMPLED = 17
+
+
+def _sampled(count: int) -> list[int]:
+    """Return the numbers from 1 to `count`, or as many of them, evenly apart, as are computed."""
+    if count <= _NUM_SAMPLED:
+        return list(range(1, count + 1))
+    return [1 + (count - 1) * step // (_NUM_SAMPLED - 1) for step in range(_NUM_SAMPLED)]
+
+
+def _summed(sampled: Mapping[int, float]) -> float:
+    """Return the sum over all numbers between the sampled ones, between neighbours of which values lie on a line."""
+    numbers = list(sampled)
+    between = (
+        (after - before - 1) * (sampled[before] + sampled[after]) / 2 for before, after in pairwise(numbers)
+    )
+    return sum(sampled.values()) + sum(between)
 
 
 def _pass_works(

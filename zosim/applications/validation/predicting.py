@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from costmodel.gpus import is_widened, multiplies_float8
 from topology.errors import ZosimError
 from topology.validation import did_you_mean
 from zosim.applications.validation import kernels, links, passes, steps
+from zosim.applications.validation.codes import CODES
 from zosim.applications.validation.models import likeness
 from zosim.applications.validation.rows import Forecast, MeasuredRow
 from zosim.applications.validation.site import Site, Sites
+from zosim.applications.validation.tables import RowsError
 
 Predictor = Callable[[MeasuredRow, Site], Forecast]
 
@@ -67,14 +69,24 @@ def outcome(row: MeasuredRow, sites: Sites) -> Forecast | str:
         assumed = [f"{column} {value}" for column, value in missing.items()]
         if _multiplies(row) and is_widened(site.device, row.dtype):
             assumed.append(f"{row.dtype} multiplied in float32")
-        if predictor in _OF_MODELS and (like := likeness(row)):
-            assumed.append(like)
-        return replace(said, assumed=tuple(assumed))
+        if predictor in _OF_MODELS:
+            assumed += _about_model(row)
+        return replace(said, assumed=(*assumed, *said.assumed))
+    except RowsError as error:
+        return "; ".join(filter(None, (error.message, error.hint)))
     except ZosimError as error:
         return " ".join(error.message.split())
     except (ValueError, ArithmeticError, LookupError) as error:
         # Sizes that no model or machine has; one such row does not take the others along.
         return f"the row cannot be: {' '.join(str(error).split())[:200]}"
+
+
+def _about_model(row: MeasuredRow) -> Iterator[str]:
+    """Yield as what a model, and code that is not known, are predicted."""
+    if like := likeness(row):
+        yield like
+    if row["code"].lower() not in CODES:
+        yield f"code {row['code']} does as torch does"
 
 
 def _multiplies(row: MeasuredRow) -> bool:

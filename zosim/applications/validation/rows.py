@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from costmodel.formats import COMPUTE_FORMATS, DType, format_name
 from topology.errors import ZosimError
 from zosim.applications.validation.tables import TableRow, read_table
+
+_Choice = TypeVar("_Choice")
+_YES = ("true", "1", "yes")
 
 REQUIRED = ("kind", "hardware")
 """Columns without which nothing can be predicted."""
@@ -89,7 +93,20 @@ class MeasuredRow(TableRow):
 
     def flag(self, column: str) -> bool:
         """Return whether a cell says ``true``; empty is ``false``."""
-        return self[column].lower() in ("true", "1", "yes")
+        return self[column].lower() in _YES
+
+    def choice(self, column: str, known: Mapping[str, _Choice]) -> _Choice:
+        """Return what a cell means, by what people call it, in small letters.
+
+        Raises
+        ------
+        Unpredictable
+            If it is none of the known names.
+        """
+        name = self[column].lower()
+        if name not in known:
+            raise Unpredictable(f"{column} {self[column]!r} is none of {', '.join(filter(None, known))}")
+        return known[name]
 
 
 def read_rows(path: str | Path) -> list[MeasuredRow]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -10,9 +11,10 @@ from costmodel.gpus import is_widened
 from costmodel.memory import CONTEXT, SLACK
 from costmodel.model_spec import ModelSpec
 from costmodel.profile import Bound
+from topology.units import format_bytes
 from zosim.applications.first_order.programs import FirstOrder, lower_first_order
 from zosim.applications.published_code import all_as_published, with_kernels
-from zosim.applications.validation.codes import code_of
+from zosim.applications.validation.codes import KERNEL_NAMES, code_of
 from zosim.applications.validation.models import model_of
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
 from zosim.applications.validation.site import Site, bounded
@@ -27,8 +29,7 @@ def attention_of(row: MeasuredRow, site: Site) -> Literal["eager", "sdpa"]:
     """Return the implementation of attention: the row's, or else the code's; stored scores where torch has no fused kernel."""
     if stores_scores(row, site):
         return "eager"
-    known: dict[str, Literal["eager", "sdpa"]] = {"eager": "eager", "fused": "sdpa"}
-    return known.get(row["attention_kernel"], code_of(row["code"]).attention)
+    return row.choice("attention_kernel", KERNEL_NAMES) or code_of(row["code"]).attention
 
 
 def stores_scores(row: MeasuredRow, site: Site) -> bool:
@@ -44,7 +45,7 @@ def step(row: MeasuredRow, site: Site) -> Forecast:
     RowsError
         If a cell that it needs is empty, or no number.
     Unpredictable
-        If its method or format is none that is predicted, or it needs more devices than there are.
+        If its method, format or attention is none that is predicted, or it needs more devices than there are.
     ModelError
         If it names no model, and brings no configuration.
     """
@@ -87,7 +88,17 @@ def first_order_memory(row: MeasuredRow, site: Site) -> Forecast:
 
 
 def _timed(subject: Subject) -> Forecast:
-    return Forecast(subject.step_time_s, subject.bounding_step_s("low"), subject.bounding_step_s("high"))
+    ends = subject.bounding_step_s("low"), subject.bounding_step_s("high")
+    return Forecast(subject.step_time_s, *ends, assumed=tuple(_about_room(subject)))
+
+
+def _about_room(subject: Subject) -> Iterator[str]:
+    """Yield that a device's memory would do, where a plan takes more than there is."""
+    taken = subject.footprints
+    spec = subject.topology.device_spec(subject.plan.placement.devices[taken.largest_rank])
+    room_bytes = spec.memory_bytes
+    if spec.kind == "gpu" and taken.largest.device_bytes > room_bytes:
+        yield f"room for {format_bytes(taken.largest.device_bytes)} on a device of {format_bytes(room_bytes)}"
 
 
 def _device_bytes(subject: Subject, row: MeasuredRow) -> Forecast:
@@ -113,10 +124,7 @@ _ALIVE = (0.95, 1.08)
 
 
 def _zeroth_order(row: MeasuredRow, site: Site) -> Subject:
-    method = row["method"]
-    if method not in ("mezo", "zo2"):
-        raise Unpredictable(f"method {method!r} is none of mezo, zo2")
-    is_offloaded = method == "zo2"
+    is_offloaded = row.choice("method", {"mezo": False, "zo2": True})
     dtype = row.dtype
     devices = site.devices_of(row, row.count_or("devices", 1))
     plan = axis(
@@ -167,7 +175,7 @@ def _first_order(row: MeasuredRow, site: Site) -> Subject:
         schedule="1f1b",
         num_microbatches=row.count_or("num_micro_batches", 1),
         dropout=code.dropout,
-        recompute=row["recompute"] == "full",
+        recompute=row.choice("recompute", _RECOMPUTED),
         sharding=code.sharding,
     )
     programs = lower_first_order(plan, settings)
@@ -179,6 +187,13 @@ def _first_order(row: MeasuredRow, site: Site) -> Subject:
         ),
     )
     return Subject(plan, site.topology, code.profile(site.profile), programs)
+
+
+_RECOMPUTED = {
+    **dict.fromkeys(("", "none", "false", "no", "0"), False),
+    **dict.fromkeys(("full", "true", "yes", "1"), True),
+}
+"""Whether activations are computed again, by what rows say."""
 
 
 def _stored(dtype: DType) -> DType:
