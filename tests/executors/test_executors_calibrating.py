@@ -18,7 +18,7 @@ from costmodel.sweeps import copy_work
 from costmodel.work import Matmul, Work
 from executors.calibration import whole_steps
 from executors.calibration.calibrate import threads_set
-from executors.calibration.calibrating import at_one_pace, fitted
+from executors.calibration.calibrating import BETWEEN_CALIBRATIONS, at_one_pace, fitted
 from executors.calibration.core_contention import CrowdedCores, with_crowded_cores
 from executors.calibration.whole_steps import (
     STEP_SHAPES,
@@ -120,6 +120,23 @@ def test_a_profile_is_judged_by_steps_that_it_was_not_fitted_to() -> None:
     assert errors["3"] == min(errors.values())
     assert errors["3"] < -0.4
     assert 0 < profile.interval_scale < 10
+
+
+def test_intervals_hold_what_another_calibration_of_a_cpu_would_have_said(steps: list[WholeStep]) -> None:
+    """Steps that take what the profile says show no error; what all predictions of a calibration share stays."""
+    machine = Machine.from_topology(TOPOLOGY, "cpu0", PROFILE)
+    exact = [
+        replace(step, seconds=simulate(step.program, machine).step_time_s, timeline=None) for step in steps
+    ]
+    exact = [replace(step, name=f"{step.name} {turn}") for turn in range(4) for step in exact]
+    single = Measurement("dispatch", Work(num_kernels=4), 2e-5, 2e-5, 5, 1)
+    profile, _ = fitted(TOPOLOGY, "cpu0", PROFILE, [single], exact)
+    there = Machine.from_topology(TOPOLOGY, "cpu0", profile)
+    low_s, central_s, high_s = (
+        simulate(steps[0].program, there, bound=bound).step_time_s for bound in ("low", "central", "high")
+    )
+    assert math.log(high_s / low_s) > 3 * BETWEEN_CALIBRATIONS
+    assert low_s < central_s < high_s
 
 
 def test_what_the_slower_pace_saw_is_measured_again(steps: list[WholeStep]) -> None:
