@@ -388,9 +388,9 @@ def _saved_spec(
 def _shipped_name(source: str) -> str:
     wanted = source.strip().lower()
     names = _shipped_aliases()
-    found = next((names[form] for form in _without_variants(wanted) if form in names), None)
-    if found is not None:
-        return found
+    known_as = next((names[form] for form in _without_variants(wanted) if form in names), None)
+    if known_as is not None:
+        return known_as
     close = difflib.get_close_matches(wanted.rsplit("/", 1)[-1], _shipped(), n=3, cutoff=0.5)
     known = "did you mean " + ", ".join(close) if close else "shipped sizes are " + ", ".join(_shipped())
     message = f"there is no model {source!r}: neither a shipped size nor a directory with config.json"
