@@ -44,7 +44,7 @@ CASES = (
         distribution="factorised", rank=3, rng="counter", num_queries=2, blocks="offloaded", update="delayed"
     ),
 )
-"""Swept, in one slot, drawn ahead, half precision resumed, in micro-batches, of low rank: each a way of its own through the executor."""
+"""Runs that each take another path through the executor: swept, in one slot, drawn ahead, in half precision and resumed, in micro-batches, of low rank."""
 
 
 def check_placements(context: Context) -> Outcome:
@@ -73,11 +73,11 @@ RELEASED = (
         blocks="offloaded",
     ),
 )
-"""The released LoZO loop: alone, on two ranks and resumed within a window, and with a new V in every step behind delayed updates."""
+"""Directions of the released LoZO loop: on one rank; on two, resumed within a window; and with a new V in every step, updates delayed."""
 
 
 def check_released(context: Context) -> Outcome:
-    """Count what of the released LoZO loop's runs differs in a bit from a literal loop that draws for updates again."""
+    """Count what differs in any bit between runs along the released LoZO loop's directions and a literal loop that draws again for its updates."""
     return against_literal(RELEASED, context.seed)
 
 

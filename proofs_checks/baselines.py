@@ -32,7 +32,7 @@ _CUTS = ((), ("block.1",), ("block.0", "block.1", "block.2"))
 _ROUNDING = 1e-9
 _NO_TIME_S = 1e-12
 _MESSAGES = 2e-3
-"""Of a step in which a forward takes seconds: messages are not quite nothing."""
+"""Part by which messages may lengthen a step whose forwards take seconds."""
 
 
 def _plan(cuts: tuple[str, ...], data: int = 1) -> Plan:

@@ -224,7 +224,7 @@ def check_gradient_noise_orders(_context: Context) -> Outcome:
 def _gradient_errors(
     cut: _CutLayer, plus: Tensor, minus: Tensor, spec: CodecSpec, seed: int, count: int, *, shared: bool
 ) -> Tensor:
-    """Return what each element's roundings add to ``w·(a⁺ - a⁻)``, so many times; rows of one message share their grid."""
+    """Return what roundings add to ``w·(a⁺ - a⁻)``, by sample and element, shape (count, elements); all rows of a message share a grid."""
     first, second = (
         received(a.repeat(count, 1), spec, generator_on(_CPU, number)) - a
         for a, number in ((plus, seed), (minus, seed if shared else seed + 1))

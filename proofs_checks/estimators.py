@@ -22,6 +22,7 @@ from torch import Tensor
 from proofs_checks import literal
 from proofs_checks.analytic import DIMENSION, estimates
 from proofs_checks.claims import Claim, printed
+from proofs_checks.exact import normal_nodes, sign_nodes
 from proofs_checks.faults import (
     CENTRAL_BY_EPSILON,
     CLIMBING,
@@ -99,20 +100,6 @@ def check_applied(direction: str, context: Context) -> Outcome:
 
 
 # -- what that is on average -----------------------------------------------------------------------------------------
-
-
-def normal_nodes(dimension: int, num_nodes: int) -> tuple[Array, Array]:
-    """Return points (N, d) and weights of a quadrature along d standard normals, exact up to degree ``2·num_nodes - 1`` in each."""
-    points, weights = np.polynomial.hermite_e.hermegauss(num_nodes)
-    weights = weights / weights.sum()
-    grid = np.array(list(itertools.product(points, repeat=dimension)))
-    return grid, np.array([math.prod(chosen) for chosen in itertools.product(weights, repeat=dimension)])
-
-
-def sign_nodes(dimension: int) -> tuple[Array, Array]:
-    """Return all sign vectors (2^d, d), each with its probability."""
-    grid = np.array(list(itertools.product((-1.0, 1.0), repeat=dimension)))
-    return grid, np.full(len(grid), 2.0**-dimension)
 
 
 def projected(

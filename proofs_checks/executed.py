@@ -119,7 +119,7 @@ class Case:
         )
 
     def describe(self) -> str:
-        """Return what differs from the usual."""
+        """Return the fields that differ from a resident run, block by block."""
         changed = [
             f"{item.name}={getattr(self, item.name)}"
             for item in fields(self)

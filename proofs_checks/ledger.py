@@ -83,7 +83,7 @@ class Entry:
 
 
 def run(claims: tuple[Claim, ...], context: Context, *, mutate: bool) -> Iterator[Entry]:
-    """Yield an entry for each claim as soon as it is there."""
+    """Yield an entry for each claim as soon as the claim has been checked."""
     planted = replace(context, size="quick")  # a fault shows in small samples, or it is too small a fault
     for claim in claims:
         judged = claim.run(context)
@@ -110,7 +110,7 @@ class FaultRow:
     verdicts: dict[str, FaultVerdict]
 
     def of(self, verdict: FaultVerdict) -> list[str]:
-        """Return the claims of which that came."""
+        """Return the names of the claims on which the fault had this verdict."""
         return [name for name, came in self.verdicts.items() if came == verdict]
 
     @property

@@ -55,7 +55,7 @@ def block_seed(seed: int, step: int, query: int, block: int) -> int:
 
 
 def drawn(shape: Sequence[int], distribution: str, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """Return normals, or signs made of the bits of random words, lowest bit last in a word's run of elements."""
+    """Return a tensor of `shape`: normals, or signs made of the bits of random 64-bit words (see :func:`_signs`)."""
     if distribution == "gaussian":
         return torch.normal(0.0, 1.0, size=tuple(shape), generator=generator, dtype=dtype)
     numel = int(np.prod(shape))
@@ -65,7 +65,10 @@ def drawn(shape: Sequence[int], distribution: str, generator: torch.Generator, d
 
 
 def _signs(words: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """Return a sign for each bit: 64 (32, 16) elements of 8 (4, 2) bytes take one word, the half words in turn."""
+    """Return a sign for each bit of some words, -1 where it is set, the highest bit of each part of a word first.
+
+    A part has as many bits as an element of `dtype`: a whole word for elements of 8 bytes, a half for 4, a quarter for 2.
+    """
     width = 8 * dtype.itemsize
     parts = words.view({64: np.uint64, 32: np.uint32, 16: np.uint16}[width])
     places = np.arange(width - 1, -1, -1, dtype=parts.dtype)
@@ -126,7 +129,7 @@ def directions_of_steps(
 
 _OF_THE_HEAD = ("final_layer_norm.weight", "final_layer_norm.bias", "norm.weight", "lm_head.weight")
 _OF_BACK_HALVES = (".fc2.", ".mlp.down_proj.")
-"""What of a block that is cut inside lies behind the cut."""
+"""Parts of names: the parameters of a block that lie behind a cut inside the block."""
 
 Batch = Mapping[str, Tensor]
 

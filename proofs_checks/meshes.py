@@ -36,7 +36,7 @@ CASES = (
     ),
     Case(perturb=4, num_queries=2, inner="data", traversal="sweep", num_steps=1),
 )
-"""A split batch of unlike shards, the two signs of a query on two devices, both with slices of uploads, queries apart."""
+"""A batch in unlike shards; the two signs of a query on two devices; both at once with sliced uploads; queries on devices of their own."""
 
 
 def check_ranks(context: Context) -> Outcome:

@@ -15,7 +15,7 @@ from executors.randomness.rng import generator_on
 from executors.runs.session import Session
 from proofs_checks.analytic import BATCH, DIMENSION, PER_SEGMENT, AnalyticModel, estimates, plan_of
 from proofs_checks.claims import Claim, corrected, counterexample, printed
-from proofs_checks.estimators import normal_nodes
+from proofs_checks.exact import normal_nodes
 from proofs_checks.faults import ROUNDING_UP, SHORT_GRID
 from proofs_checks.literal import directions_of_steps
 from proofs_checks.mutation import Mutant

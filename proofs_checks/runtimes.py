@@ -148,7 +148,7 @@ _CODED_RUNS: Mapping[str, Mapping[str, Any]] = {
     "q-rge1": {"directions": Directions(rng="counter"), **OFFLOADED},
     "q-rge2": {"directions": Directions(), **OFFLOADED},
 }
-"""By estimator, another way through the executor: resident or offloaded with late updates, in either discipline."""
+"""Axes of the plan by estimator; each takes another path through the executor: resident or offloaded with delayed updates, by either discipline of random numbers."""
 
 
 def _coded_session(

@@ -44,7 +44,7 @@ _AXES: Mapping[str, Mapping[str, Sequence[object]]] = {
 
 
 def plans(rng: random.Random) -> Iterator[Plan]:
-    """Yield random combinations of axes that are a plan, without end."""
+    """Yield plans without end, axes chosen at random; combinations that contradict themselves are left out."""
     models = [tiny_plan(tiny_model(name)).model_dump() for name in ("tied", "untied")]
     while True:
         chosen = {

@@ -144,7 +144,7 @@ def _adapted(seed: int) -> nn.Module:
 
 
 def _merged(seed: int | None) -> nn.Module:
-    """Return the same as one plain model; of no seed the base."""
+    """Return the model of :func:`_adapted` with its adapter added to the weights; without a seed, the model without adapter."""
     if seed is None:
         return tiny_model("tied", _DOUBLE)
     model = _adapted(seed)
@@ -188,7 +188,9 @@ def check_versions(context: Context) -> Outcome:
         versions = Versions(path / "versions", runtime, "served")
         versions.keep("first", path / "adapter-1")
         versions.keep("second", path / "adapter-2")
-        save_adapters(_adapted(3), path / "adapter-1")  # whoever tunes goes on in the same place
+        save_adapters(
+            _adapted(3), path / "adapter-1"
+        )  # tuning goes on and overwrites its files, which no kept version may notice
         before = scores()
         canary = versions.compare("first", lines)
         parts["losses"] = equal(

@@ -18,7 +18,7 @@ from zosim.applications.closed_form.maxplus import Floats
 
 
 @dataclass(frozen=True)
-class Said:
+class PredictedCells:
     """Predictions with their intervals.
 
     Attributes
@@ -69,7 +69,7 @@ def left_out(
     domain: Domain,
     group: Callable[[Cell], Hashable],
     apart: frozenset[str],
-) -> Said:
+) -> PredictedCells:
     """Return what is said about `asked` when each one's group of cells was left out of the fit.
 
     Half widths, too, come from the residuals of the other groups alone.
@@ -83,7 +83,7 @@ def left_out(
     predicted = [cell.printed * np.exp(residuals[index]) for cell, index in zip(asked, indices, strict=True)]
     groups = [group(cell) for cell in solution.cells]
     widths = [_half_width(solution, residuals, index, groups, apart) for index in indices]
-    return Said(np.array(predicted), np.array(widths))
+    return PredictedCells(np.array(predicted), np.array(widths))
 
 
 def _half_width(
@@ -103,14 +103,14 @@ def _half_width(
 
 def beyond(
     known: Sequence[Cell], asked: Sequence[Cell], paper: str, domain: Domain, apart: frozenset[str]
-) -> Said:
+) -> PredictedCells:
     """Return what a profile of the `known` cells says about `asked`."""
     fitted = fitted_with_intervals(fit(known, paper, domain), paper, domain, apart)
     said = [interval(cell, fitted) for cell in asked]
-    return Said(np.array([item[0] for item in said]), np.array([item[1] for item in said]))
+    return PredictedCells(np.array([item[0] for item in said]), np.array([item[1] for item in said]))
 
 
-def coverage_of(said: Said, asked: Sequence[Cell], apart: frozenset[str]) -> Coverage:
+def coverage_of(said: PredictedCells, asked: Sequence[Cell], apart: frozenset[str]) -> Coverage:
     """Return how often the intervals hold what the cells print."""
     printed = np.log([cell.printed for cell in asked])
     holds = np.abs(np.log(said.predicted) - printed) <= said.half_widths

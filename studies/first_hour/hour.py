@@ -15,7 +15,7 @@ from topology.errors import ZosimError
 from topology.reading import read_json_object
 
 Run = Callable[[Part, float], Content | None]
-"""Does a part within some seconds, and returns what it found; None if these were too few, and fewer than a part has."""
+"""Does a part within some seconds and returns its results; None where the seconds ran out, and a later call may have more of them."""
 
 
 def spend(setting: Setting, run: Run, *, stop_after_s: float, say: Callable[[str], None]) -> bool:
@@ -26,10 +26,10 @@ def spend(setting: Setting, run: Run, *, stop_after_s: float, say: Callable[[str
     setting : Setting
     run : callable
     stop_after_s : float
-        What has not been found by then is left for another time. A part that had all of it and needs more is given up, unless
-        there is more another time: those behind it have their turn.
+        Parts that are not done by then wait for the next call. A part that had all these seconds to itself and did not end
+        is recorded as an error, so that the parts behind it get their turn; a call with more seconds tries it again.
     say : callable
-        Told how far it is, whenever something more has been kept.
+        Called with a line about each part that is done.
     """
     setting.folder.mkdir(parents=True, exist_ok=True)
     began, is_first = time.monotonic(), True
@@ -53,7 +53,7 @@ def spend(setting: Setting, run: Run, *, stop_after_s: float, say: Callable[[str
 
 
 _HAD_S = "had_s"
-"""Seconds that a part was given up after."""
+"""Key of the seconds after which a part was given up."""
 
 
 def _deserves_more(path: Path, left_s: float) -> bool:

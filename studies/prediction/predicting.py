@@ -22,7 +22,15 @@ PACE_CHANGED = 0.1
 
 
 class Paced:
-    """What the machine's pace around a case says of it."""
+    """A measured step, with how fast the machine was just before it and just after it.
+
+    Attributes
+    ----------
+    paced_s, measured_s : float
+        Step time predicted for the pace before it, and measured.
+    pace_before, pace_after : float
+        Seconds of a fixed piece of work, over what it takes at full pace: 1 or more.
+    """
 
     paced_s: float
     measured_s: float
@@ -31,12 +39,12 @@ class Paced:
 
     @property
     def paced_error(self) -> float:
-        """The step's error, predicted for the pace before it."""
+        """Step time that was predicted for the pace before it, over the measured one, less 1."""
         return self.paced_s / self.measured_s - 1
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether the machine's pace was another after the case than before it."""
+        """Whether the pace after the step differs from that before it by more than :data:`PACE_CHANGED`."""
         return abs(self.pace_after / self.pace_before - 1) > PACE_CHANGED
 
 

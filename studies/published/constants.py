@@ -110,7 +110,7 @@ def constants_of(paper: str, domain: Domain) -> tuple[FittedConstant, ...]:
 def profile_values(
     paper: str, values: Values, *, hidden_size: int, ranks: int, waits: bool, isolated: str
 ) -> dict[str, float]:
-    """Return what the fitted constants make of a profile's.
+    """Return the constants of a device's profile, by name, as the fitted ones decide them.
 
     Parameters
     ----------
@@ -193,7 +193,7 @@ def _fp32_rate(values: Values, hidden_size: int) -> float:
 
 
 def undecided(paper: str, values: Values, *, hidden_size: int, compute: str) -> tuple[Values, ...]:
-    """Return other sets of constants that rows have nothing to say against, at the ends of what they leave open.
+    """Return other sets of constants that explain the rows as well, at both ends of what the rows leave open.
 
     No row is printed for float32 products between :data:`_WIDTHS`: they may be as fast as those of the narrower models,
     or as slow as those of the widest.

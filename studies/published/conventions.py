@@ -226,7 +226,8 @@ def transfer_case_of(row: PublishedRow) -> PublishedCase:
         raise UnknownRow(f"transfer method {row['method']!r} is neither plain nor CommOpt")
     fields = {**row.fields, "method": "DistZO2(DDP)", "batch_size": row["gpus"], "seq_len": "1"}
     case = case_of(replace(row, fields=fields))
-    return alike(case, residency=case.plan.residency.model_copy(update={"transfers": transfers}))
+    residency = case.plan.residency.model_copy(update={"transfers": transfers})
+    return replace(case, plan=case.plan.model_copy(update={"residency": residency}))
 
 
 def prefetches(case: PublishedCase) -> bool:
@@ -298,8 +299,3 @@ def _topology(preset: str) -> Topology:
 @cache
 def _model(name: str) -> ModelSpec:
     return read_model_spec(name)
-
-
-def alike(case: PublishedCase, **changes: object) -> PublishedCase:
-    """Return `case` with another plan."""
-    return replace(case, plan=case.plan.model_copy(update=changes))

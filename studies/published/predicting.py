@@ -39,7 +39,7 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class CellPrediction:
-    """What is said about one row.
+    """What is predicted for one row.
 
     Attributes
     ----------

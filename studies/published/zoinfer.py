@@ -57,7 +57,6 @@ CONSTANTS = (
     FittedConstant("step_s", "s", "that serving adds to a step", 5e-3, 0.7),
     FittedConstant("layer_s", "s", "that serving adds to a step for each block", 3e-4, 0.7),
 )
-"""Unit, meaning, prior and standard deviation of its logarithm."""
 
 
 @dataclass(frozen=True)

@@ -110,8 +110,8 @@ def _contenders(model: nn.Module, data: Data, dtype: str, device: str) -> dict[s
             hidden = packed.run_together(segment, batch, cache, hidden, {}, 2)
 
     steps: dict[str, Step] = {_LOOP: lambda number, batch: loop.step(number, batch, number)}
-    for name, way in (("zosim, in place", "serial"), (_ADAPTERS, "adapters")):
-        session = _session(copy.deepcopy(model), data, dtype, device, way)
+    for name, perturbation in (("zosim, in place", "serial"), (_ADAPTERS, "adapters")):
+        session = _session(copy.deepcopy(model), data, dtype, device, perturbation)
         steps[name] = lambda number, batch, session=session: session.step(_on_cpu(batch), seeds=(number,))  # type: ignore[misc]
     slots = copy.deepcopy(model)
     attach(slots, LoRA(rank=_RANK, target_modules=_LINEARS, lazy_steps=_LAZY_STEPS))
@@ -221,7 +221,7 @@ def _session(
     data: Data,
     dtype: str,
     device: str,
-    way: str,
+    perturbation: str,
     rate: float = _RATE,
     directions: Directions = _LOZO,
 ) -> Session:
@@ -233,7 +233,7 @@ def _session(
         seq=length,
         estimator=Estimator(epsilon=_EPSILON),
         directions=directions,
-        weights=Weights.model_validate({"dtype": dtype, "perturbation": way}),
+        weights=Weights.model_validate({"dtype": dtype, "perturbation": perturbation}),
     )
     return Session(plan, model, learning_rate=rate, device=device, num_draw_threads=torch.get_num_threads())
 

@@ -1,9 +1,9 @@
 """Loss against wall time: MeZO and LoZO as loops, and LoZO in the runtime, on the embedded task.
 
-``python -m studies.zoinfer.training --out FOLDER`` trains the linears of the embedded model with each in turn, a step of one after a step of the other, so that
-all of them see the same machine. LoZO's loop and its runs take the same directions, the generator's of the released loop, but for slots beside
-the base, which draw their own. What is timed is steps; held-out losses are taken in between. Rows go into ``training.csv``, and
-``training.svg`` draws held-out losses over seconds and over steps.
+``python -m studies.zoinfer.training --out FOLDER`` trains the linears of the embedded model with every contender, one step of each in turn, so that
+all of them see the same machine. LoZO's loop and the runtime's LoZO take the same directions, which the released loop's generator draws; a run that
+tunes slots beside the base draws its own. Steps are timed; held-out losses are taken between them. Rows go into ``training.csv``,
+and ``training.svg`` draws held-out losses over seconds and over steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MEZO, _LOZO, _IN_PLACE, _ADAPTERS, _SLOTS = (
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Where a run stands after some steps: seconds of its steps, and what it says of held-out questions."""
+    """Where a run stands after some steps: seconds that its steps took, and loss and accuracy on held-out questions."""
 
     contender: str
     seed: int
@@ -88,9 +88,9 @@ def linears_of(pretrained: Pretrained) -> nn.Module:
 
 
 def session_of(
-    model: nn.Module, way: Literal["serial", "adapters"], directions: Directions, seed: int
+    model: nn.Module, perturbation: Literal["serial", "adapters"], directions: Directions, seed: int
 ) -> Session:
-    """Return a run with the task's settings."""
+    """Return a run of the runtime with the task's settings, whose weights come to their points in this way."""
     config: Any = model.config
     plan = Plan(
         model=spec_of_model(model, "embedded"),
@@ -99,13 +99,13 @@ def session_of(
         seq=config.max_position_embeddings,
         estimator=Estimator(epsilon=TaskSettings().epsilon),
         directions=directions,
-        weights=Weights(dtype="float32", perturbation=way),
+        weights=Weights(dtype="float32", perturbation=perturbation),
     )
     return Session(plan, model, learning_rate=TaskSettings().learning_rate, seed=seed, num_timed_steps=0)
 
 
 def loop_of(model: nn.Module, rank: int | None, seed: int) -> Contender:
-    """Return a loop with the task's settings."""
+    """Return a plain loop with the task's settings: MeZO's, or LoZO's where a rank is given."""
     settings = TaskSettings()
     loop = PlainLoop(model, rank, LAZY_STEPS, settings.learning_rate, settings.epsilon)
 
@@ -117,7 +117,7 @@ def loop_of(model: nn.Module, rank: int | None, seed: int) -> Contender:
 
 
 def run_of(session: Session) -> Contender:
-    """Return a session as a contender."""
+    """Return a session as a contender, whose steps report their two losses."""
 
     def step(_number: int, batch: Mapping[str, Tensor]) -> tuple[float, float]:
         record = session.step(batch)
