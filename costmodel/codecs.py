@@ -28,6 +28,13 @@ Grid = Literal["symmetric", "affine-zero", "affine"]
     ``2^b`` equidistant values from the smallest number to the largest; 0 is among them only by luck.
 """
 
+GRID_PARAMETERS: dict[Grid, tuple[Literal["number", "byte"], ...]] = {
+    "symmetric": ("number",),
+    "affine-zero": ("number", "byte"),
+    "affine": ("number", "number"),
+}
+"""What a message carries of each grid, in the order of :data:`Grid`: numbers in float32, or float64 for tensors in float64, and bytes."""
+
 Rounding = Literal["nearest", "stochastic"]
 
 Scope = Literal["tensor", "token", "channel"]
@@ -169,7 +176,7 @@ def overhead_bytes(spec: CodecSpec, shape: Sequence[int], element_bytes: int) ->
     if spec.bits is None:
         return header
     real = max(4, element_bytes)
-    per_group = {"symmetric": real, "affine-zero": real + 1, "affine": 2 * real}[spec.grid]
+    per_group = sum(real if kind == "number" else 1 for kind in GRID_PARAMETERS[spec.grid])
     return header + num_groups(shape, spec.scope) * per_group
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from costmodel.codecs import ENCODINGS, CodecSpec, most_bytes, num_groups
+from costmodel.codecs import ENCODINGS, GRID_PARAMETERS, CodecSpec, most_bytes, num_groups
 from executors.codecs.container import GRIDS, SCOPES, Header, assemble, disassemble, dtype_number
 from executors.codecs.encodings import BY_NAME, MessageLayout, Payload, Symbols, encode_smallest
 from executors.codecs.grids import fitted
@@ -251,7 +251,7 @@ def _parameters(header: Header, spec: CodecSpec, body: Bytes) -> tuple[tuple[Ten
     if not groups:
         return (), body
     real = grid_format(header.dtype)
-    formats = {"symmetric": (real,), "affine-zero": (real, torch.uint8), "affine": (real, real)}[spec.grid]
+    formats = [real if kind == "number" else torch.uint8 for kind in GRID_PARAMETERS[spec.grid]]
     layout = (1, groups) if spec.scope == "channel" else (groups, 1)
     parameters = []
     for dtype in formats:

@@ -10,11 +10,12 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import torch
 
-from costmodel.codecs import DIM_BYTES, ENCODINGS, PREAMBLE_BYTES
+from costmodel.codecs import DIM_BYTES, ENCODINGS, PREAMBLE_BYTES, Grid, Scope
 from executors.codecs.packing import Bytes
 from topology.errors import CodecError
 
@@ -31,8 +32,9 @@ _CHECKSUM_AT = 32
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """By their number in a header."""
 
-GRIDS = ("symmetric", "affine-zero", "affine")
-SCOPES = ("tensor", "token", "channel")
+GRIDS: tuple[Grid, ...] = get_args(Grid)
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+"""By their numbers in a header: another one is appended to the list in :mod:`costmodel.codecs`."""
 
 
 @dataclass(frozen=True, slots=True)
