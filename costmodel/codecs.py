@@ -43,7 +43,7 @@ Scope = Literal["tensor", "token", "channel"]
 Encoding = Literal["dense", "index", "bitmap", "run-length", "entropy"]
 """How symbols are written down; see ``docs/codecs.md``."""
 
-EncodingChoice = Literal["dense", "index", "bitmap", "run-length", "entropy", "smallest"]
+EncodingChoice = Literal[Encoding, "smallest"]
 
 ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
 

@@ -46,18 +46,10 @@ class LearningRate:
     [1.0, 0.75, 0.5, 0.25, 0.0]
     """
 
-    kind: Annotated[
-        Kind, Setting("--lr-schedule", "How the learning rate falls.", "numbers", recorded_as="lr_schedule")
-    ] = "constant"
-    learning_rate: Annotated[
-        float, Setting("--lr", "Largest learning rate.", "numbers", recorded_as="lr")
-    ] = 1e-6
-    num_steps: Annotated[
-        int, Setting("--steps", "Steps of the whole run.", "numbers", recorded_as="steps")
-    ] = field(kw_only=True)
-    warmup_steps: Annotated[
-        int, Setting("--warmup", "Steps until the largest rate.", "numbers", recorded_as="warmup")
-    ] = 0
+    kind: Annotated[Kind, Setting("--lr-schedule", "How the learning rate falls.", "numbers")] = "constant"
+    learning_rate: Annotated[float, Setting("--lr", "Largest learning rate.", "numbers")] = 1e-6
+    num_steps: Annotated[int, Setting("--steps", "Steps of the whole run.", "numbers")] = field(kw_only=True)
+    warmup_steps: Annotated[int, Setting("--warmup", "Steps until the largest rate.", "numbers")] = 0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -96,7 +96,6 @@ class EvaluationSettings:
             "Steps between evaluations.",
             "numbers where transfers round",
             usual="only before the first and after the last",
-            recorded_as="eval_every",
         ),
     ] = 0
     num_examples: Annotated[
@@ -218,8 +217,7 @@ class RunSettings:
         float, Setting("--reward-timeout", "Most seconds until a reward has answered.")
     ] = 60.0
     accumulate: Annotated[
-        int,
-        Setting("--accumulate", "Micro-batches that a step's batch is forwarded in.", "numbers"),
+        int, Setting("--accumulate", "Micro-batches that a step's batch is forwarded in.", "numbers")
     ] = 1
     device: Annotated[str, Setting("--device", "cpu, cuda or cuda:N.")] = "cpu"
     num_threads: Annotated[
@@ -236,6 +234,7 @@ class RunSettings:
             "--tune",
             "Tune all parameters, or matrices alone, or of these the linears of the blocks alone.",
             "numbers",
+            recorded_as="tuned",
         ),
     ] = "all"
     lora: LoRA | None = None
@@ -258,8 +257,7 @@ class RunSettings:
         ),
     ] = 0
     checksums: Annotated[
-        bool,
-        Setting("--checksums", "Notice bits of weights that nothing wrote.", usual="on a CPU"),
+        bool, Setting("--checksums", "Notice bits of weights that nothing wrote.", usual="on a CPU")
     ] = False
     graphs: Annotated[
         bool, Setting("--graphs", "Launch draws and blocks as CUDA graphs: for small batches.")

@@ -109,14 +109,12 @@ class Forwards(AxisWriter):
             others = [group for group in rank.groups if segment not in group.segments]
             for group in others:
                 reads += self._points.weights(group, rank.readers(group)[0], point)
-        # Rows go through what the table itself goes through later in the step: earlier queries leave their rounding,
-        # unless they are over, or leave the table alone.
-        by_query = self._plan.schedule.traversal == "querywise" or self._points.are_copies
-        reads += [
-            self._directions.rows(group, visited)
-            for group in gathered
-            for visited in range(point.query if by_query or rank.is_beside(group) else 0, point.query + 1)
-        ]
+        for group in gathered:
+            # Rows go through what the table itself goes through later in the step: earlier queries leave their rounding,
+            # unless they are over, or leave the table alone.
+            is_left_alone = self._points.are_copies or rank.is_beside(group)
+            first = point.query if is_left_alone else self._plan.schedule.first_under_way(point.query)
+            reads += [self._directions.rows(group, visited) for visited in range(first, point.query + 1)]
         if segment in (EMBED, HEAD):
             reads.append(rank.batch())
         if segment != EMBED:

@@ -48,8 +48,7 @@ class Directions(Axis):
     """
 
     distribution: Annotated[
-        DistributionName,
-        Setting("--direction", "Distribution of the directions.", changes="numbers", recorded_as="direction"),
+        DistributionName, Setting("--direction", "Distribution of the directions.", changes="numbers")
     ] = "gaussian"
     rank: Annotated[
         Rank | None,
@@ -58,7 +57,6 @@ class Directions(Axis):
             "Rank of the matrices of factorised and lozo directions.",
             changes="numbers",
             usual=f"{USUAL_RANK} for those",
-            recorded_as="direction_rank",
         ),
     ] = None
     lazy_steps: Annotated[

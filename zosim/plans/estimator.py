@@ -40,11 +40,13 @@ class Estimator(Axis):
             changes="numbers",
         ),
     ] = "central"
-    num_queries: Annotated[Queries, Setting("--queries", "Directions per step.", changes="numbers")] = 1
+    num_queries: Annotated[
+        Queries, Setting("--queries", "Directions per step.", "numbers", recorded_as="num_queries")
+    ] = 1
     epsilon: Annotated[
         float,
         Field(gt=0, allow_inf_nan=False),
-        Setting("--eps", "Smoothing radius epsilon.", changes="numbers"),
+        Setting("--eps", "Smoothing radius epsilon.", "numbers", recorded_as="epsilon"),
     ] = 1e-3
 
     def words(self, plan: Plan) -> Iterator[str]:  # noqa: ARG002 - others look at it

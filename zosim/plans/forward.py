@@ -74,7 +74,6 @@ class ForwardPass(Axis):
             "Tokens generated from each prompt at each point, for a --reward.",
             changes="numbers",
             usual=f"none, or {USUAL_NEW_TOKENS} with --reward",
-            recorded_as="max_new_tokens",
         ),
     ] = None
     num_labels: Annotated[

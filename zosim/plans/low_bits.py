@@ -92,10 +92,7 @@ class LowBits(Axis):
     weights: Annotated[
         Literal["none", CodeFormat],
         Setting(
-            "--weight-format",
-            "Codes that the blocks' linear layers are kept and trained in.",
-            "numbers",
-            recorded_as="weight_format",
+            "--weight-format", "Codes that the blocks' linear layers are kept and trained in.", "numbers"
         ),
     ] = "none"
     parts: Annotated[
@@ -104,32 +101,20 @@ class LowBits(Axis):
             "--coded-parts",
             "Whose matrices are codes: the blocks', or all, with token table and head.",
             "numbers",
-            recorded_as="coded_parts",
         ),
     ] = "blocks"
     scales: Annotated[
-        ScaleScope,
-        Setting(
-            "--weight-scales", "What shares a scale of such codes.", "numbers", recorded_as="weight_scales"
-        ),
+        ScaleScope, Setting("--weight-scales", "What shares a scale of such codes.", "numbers")
     ] = "channel"
     group_elements: Annotated[
         int,
         Field(ge=8, le=1 << 16, multiple_of=8),
-        Setting(
-            "--weight-group",
-            "Inputs that share one, under --weight-scales group.",
-            "numbers",
-            recorded_as="weight_group",
-        ),
+        Setting("--weight-group", "Inputs that share one, under --weight-scales group.", "numbers"),
     ] = 128
     fit: Annotated[
         Fit,
         Setting(
-            "--weight-fit",
-            "Scales that span the largest weight, or have the least squared error.",
-            "numbers",
-            recorded_as="weight_fit",
+            "--weight-fit", "Scales that span the largest weight, or have the least squared error.", "numbers"
         ),
     ] = "range"
     outliers: Annotated[
@@ -154,7 +139,6 @@ class LowBits(Axis):
             "--adapter-format",
             "Codes that the A and B of adapters beside coded weights are kept and trained in.",
             "numbers",
-            recorded_as="adapter_format",
         ),
     ] = "none"
     adapter_span: Annotated[
@@ -198,12 +182,7 @@ class LowBits(Axis):
     ] = 0.0
     activations: Annotated[
         Literal["none", "int8-token", "int8-tensor", "float8-token", "float8-tensor"],
-        Setting(
-            "--activation-format",
-            "Format of the inputs of coded linear layers.",
-            "numbers",
-            recorded_as="activation_format",
-        ),
+        Setting("--activation-format", "Format of the inputs of coded linear layers.", "numbers"),
     ] = "none"
     kernel: Annotated[
         KernelName | None,
@@ -215,13 +194,7 @@ class LowBits(Axis):
         ),
     ] = None
     fallback: Annotated[
-        bool,
-        Setting(
-            "--kernel-fallback",
-            "Dequantise where the device lacks the kernel.",
-            "numbers",
-            recorded_as="kernel_fallback",
-        ),
+        bool, Setting("--kernel-fallback", "Dequantise where the device lacks the kernel.", "numbers")
     ] = False
 
     @property

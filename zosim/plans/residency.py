@@ -52,7 +52,13 @@ class Residency(Axis):
 
     blocks: Annotated[
         Literal["resident", "offloaded"],
-        Setting("--residency", "Where blocks live between their uses.", _ROUNDING, planned=True),
+        Setting(
+            "--residency",
+            "Where blocks live between their uses.",
+            _ROUNDING,
+            planned=True,
+            recorded_as="blocks",
+        ),
     ] = "resident"
     edges: Annotated[
         Literal["resident", "offloaded"],
@@ -60,7 +66,13 @@ class Residency(Axis):
     ] = "resident"
     num_slots: Annotated[
         Slots,
-        Setting("--slots", "Device slots that offloaded blocks pass through.", _ROUNDING, planned=True),
+        Setting(
+            "--slots",
+            "Device slots that offloaded blocks pass through.",
+            _ROUNDING,
+            planned=True,
+            recorded_as="num_slots",
+        ),
     ] = 3
     overlap: Annotated[bool, Setting("--overlap", "Run copies beside compute.", _ROUNDING, planned=True)] = (
         True

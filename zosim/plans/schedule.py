@@ -45,6 +45,10 @@ class Schedule(Axis):
         ),
     ] = "immediate"
 
+    def first_under_way(self, query: int) -> int:
+        """Return the first query that still has segments to visit when `query` visits one: 0, or itself where queries take turns."""
+        return query if self.traversal == "querywise" else 0
+
     def words(self, plan: Plan) -> Iterator[str]:
         """Yield the traversal, which of offloaded blocks goes without saying."""
         if plan.residency.blocks == "resident":

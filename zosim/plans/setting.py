@@ -50,7 +50,7 @@ class Setting:
     usual : str
         What a field that is left out is, in words; by default the default.
     recorded_as : str
-        Name in a run's identity, where it is not the field's.
+        Name in a run's identity, where it is not the option's (the field's, of a field without one).
     aliases : tuple of str
         Earlier spellings of the option, which still work and are not shown.
     may_be_any : bool
@@ -118,7 +118,7 @@ class SettingField:
     @property
     def identity(self) -> str:
         """Name in a run's identity."""
-        return self.setting.recorded_as or self.name
+        return self.setting.recorded_as or self.setting.flag.removeprefix("--").replace("-", "_") or self.name
 
 
 @cache

@@ -65,6 +65,7 @@ class Split(Axis):
             "Where stages begin, in order: block.5 (behind it), block.5.mlp (inside).",
             "numbers where codecs round",
             planned=True,
+            recorded_as="cuts",
             typed=list[str],
             parse=_listed,
         ),

@@ -55,7 +55,6 @@ class Weights(Axis):
             "How weights come to a point: serial, in place and back, with MeZO's drift, copies beside them, or adapters: all points "
             "in one forward, directions of low rank beside the linears; any: the fastest.",
             changes="numbers",
-            recorded_as="weights",
             may_be_any=True,
         ),
     ] = "serial"
