@@ -215,7 +215,7 @@ def _bytes_of(message: Message) -> Bytes:
 
 def _quantised(header: Header, body: Bytes, device: torch.device) -> Quantised:
     grid, scope = GRIDS[header.grid], SCOPES[header.scope]
-    spec = CodecSpec(header.bits, grid, scope=scope, encoding=ENCODINGS[header.encoding - 1])  # type: ignore[arg-type]
+    spec = CodecSpec(header.bits, grid, scope=scope, encoding=ENCODINGS[header.encoding - 1])
     parameters, body = _parameters(header, spec, body)
     payload = Payload(spec.encoding, body, header.background, header.gap_bits, header.num_items)  # type: ignore[arg-type]
     columns = _num_columns(header.shape)
