@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -32,12 +32,15 @@ class Resource:
         One-way latency.
     sharing : {"maxmin", "fifo"}
         How concurrent flows share it.
+    kind : str
+        Of the link that it is a direction of, such as ``"nvlink"``; empty for others.
     """
 
     id: str
     bandwidth_bytes_per_s: float
     latency_s: float
     sharing: Literal["maxmin", "fifo"]
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +214,7 @@ class Routes:
             for start in (link.source, link.target):
                 name = link_resource_id(link, start)
                 resources[name] = Resource(
-                    name, link.bandwidth_bytes_per_s, link.latency_s, link.type.sharing
+                    name, link.bandwidth_bytes_per_s, link.latency_s, link.type.sharing, link.type.kind
                 )
         return MappingProxyType(resources)
 
@@ -224,7 +227,7 @@ class Routes:
             for name in self._declared_resource_ids(source_id, target_id, hops, None):
                 capacities[name] = max(capacities[name], bandwidth_bytes_per_s)
         resources = {
-            name: Resource(name, capacities[name], item.latency_s, item.sharing)
+            name: replace(item, bandwidth_bytes_per_s=capacities[name])
             for name, item in self._declared_resources.items()
         }
         for (source_id, target_id), bandwidth_bytes_per_s in self.measured_by_pair.items():

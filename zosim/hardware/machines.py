@@ -6,8 +6,10 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from types import MappingProxyType
+from typing import Any
 
 from costmodel.collectives import LOOPBACK_BYTES_PER_S, MESSAGE_S
 from costmodel.gpus import architecture_of
@@ -92,16 +94,11 @@ def _with_neighbour(
     """Return a machine with the hops to a neighbour and back, from device to device and from host to host."""
     sent, received = hops
     machine = _reaching(machine, [item for hop in sent for item, _ in hop.uses], topology)
-    by_kind: list[dict[Send | Recv, Hop]] = [
-        {Send(group, offset): there, Recv(group, offset): replace(back, uses=())}
-        for there, back in zip(sent, received, strict=True)
-    ]
-    channels = MappingProxyType({**machine.channels, **by_kind[0]})
-    if len(by_kind) == 1:
-        return replace(machine, channels=channels)
-    return replace(
-        machine, channels=channels, host_channels=MappingProxyType({**machine.host_channels, **by_kind[1]})
-    )
+    for kind, there, back in zip(("channels", "host_channels"), sent, received, strict=False):
+        both = {Send(group, offset): there, Recv(group, offset): replace(back, uses=())}
+        changed: dict[str, Any] = {kind: MappingProxyType({**getattr(machine, kind), **both})}
+        machine = replace(machine, **changed)
+    return machine
 
 
 def _reaching(machine: Machine, names: Sequence[str], topology: Topology) -> Machine:
@@ -119,10 +116,10 @@ class KnownPaths:
 
     machines: dict[tuple[str, int, bool], Machine] = field(default_factory=dict)
     hops: dict[tuple[int, str, str, bool], Hop] = field(default_factory=dict)
+    host_hops: dict[tuple[str, str], Hop] = field(default_factory=dict)
     board_rings: dict[tuple[str, ...], list[Hop] | None] = field(default_factory=dict)
     rings_alike: dict[Hashable, tuple[RingSet, tuple[Link, ...]]] = field(default_factory=dict)
     nvlinks: dict[str, list[Link]] = field(default_factory=dict)
-    kinds: dict[str, str] = field(default_factory=dict)
 
 
 class _Builder:
@@ -165,20 +162,9 @@ class _Builder:
         latency_s = max(hop.latency_s for hop in hops)
         bandwidth = min(hop.bandwidth_bytes_per_s for hop in hops)
         nccl = self._communicator(devices, hops, bandwidth)
-        return [
-            Ring(
-                latency_s,
-                bandwidth,
-                hop.uses,
-                hop.wire,
-                hop.core_s_per_byte,
-                hop.busy_latency_s,
-                hop.busy_core_s,
-                nccl=nccl,
-                num_ranks=len(part),
-            )
-            for hop in hops
-        ]
+        slowest = {"latency_s": latency_s, "bandwidth_bytes_per_s": bandwidth, "nccl": nccl}
+        own = [{item.name: getattr(hop, item.name) for item in fields(Hop)} for hop in hops]
+        return [Ring(**{**hop, **slowest}, num_ranks=len(part)) for hop in own]
 
     def _communicator(
         self, devices: Sequence[str], hops: Sequence[Hop], bandwidth: float
@@ -193,7 +179,7 @@ class _Builder:
             num_ranks=len(devices),
             num_hosts=len(hosts),
             wire="nvlink"
-            if any(self._kind_of(name) == "nvlink" for hop in hops for name, _ in hop.uses)
+            if any(self._topology.resources[name].kind == "nvlink" for hop in hops for name, _ in hop.uses)
             else "pcie",
             generation="volta" if known is None else known.nccl,
             bandwidth_bytes_per_s=bandwidth,
@@ -201,17 +187,6 @@ class _Builder:
                 node.in_switch_sums for node in self._topology.of_kind("nvswitch") if node.host in hosts
             ),
         )
-
-    def _kind_of(self, resource: str) -> str:
-        """Return the kind of the link that a resource is a direction of; nothing of a memory."""
-        kinds = self._known.kinds
-        if not kinds:
-            kinds |= {
-                link_resource_id(link, end): link.type.kind
-                for link in self._topology.links
-                for end in (link.source, link.target)
-            }
-        return kinds.get(resource, "")
 
     def _over_rails(self, part: Sequence[int], devices: Sequence[str]) -> list[Hop] | None:
         """Return each GPU's sends in rings over several hosts, None where a host has but one of them.
@@ -272,10 +247,10 @@ class _Builder:
         direct = self._hop(profile, here, there)
         if profile.device_kind == "cpu":
             return (direct,)
-        key = -id(profile), here, there, False
-        if key not in self._known.hops:
-            self._known.hops[key] = self._between_hosts(here, there)
-        return direct, self._known.hops[key]
+        key = here, there
+        if key not in self._known.host_hops:
+            self._known.host_hops[key] = self._between_hosts(here, there)
+        return direct, self._known.host_hops[key]
 
     def _between_hosts(self, here: str, there: str) -> Hop:
         """Return the hop of gloo's messages, whose ends are processes of the hosts."""
@@ -326,19 +301,8 @@ class _Builder:
             for link in self._nvlinks(self._topology.host_of(devices[0]).id)
             if link.source in place and link.target in place
         )
-        board = (
-            len(devices),
-            tuple(
-                (
-                    place[link.source],
-                    place[link.target],
-                    link.count,
-                    link.bandwidth_bytes_per_s,
-                    link.latency_s,
-                )
-                for link in links
-            ),
-        )
+        figures = attrgetter("count", "bandwidth_bytes_per_s", "latency_s")
+        board = len(devices), tuple((place[link.source], place[link.target], figures(link)) for link in links)
         if board not in self._known.rings_alike:
             self._known.rings_alike[board] = edge_disjoint_rings(self._topology, devices), links
         alike_rings, alike = self._known.rings_alike[board]
