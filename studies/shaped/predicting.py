@@ -89,7 +89,7 @@ def predict(
     ----------
     rate : str
     layout : HostLayout
-    found : NetworkSteps
+    measured_steps : NetworkSteps
         What was measured on it.
     latency_s : float
         Of a small message between hosts, besides what the profile says that one within a host takes.

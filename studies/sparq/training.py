@@ -43,7 +43,7 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True)
 class CodecCase:
-    """Where the model is cut, and what what crosses goes through.
+    """Where the model is cut, and the codecs that what crosses the cut goes through.
 
     Attributes
     ----------

@@ -31,7 +31,7 @@ _INSIDE, _BETWEEN = Cut(1, inside=True), Cut(1)
 
 @dataclass(frozen=True)
 class Seen:
-    """What a codec leaves of a projected gradient.
+    """How a projected gradient through a codec compares with the one without.
 
     Attributes
     ----------

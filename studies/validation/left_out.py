@@ -13,20 +13,17 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
 from types import MappingProxyType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from costmodel import datasheet, gpus, nccl
+from costmodel import datasheet, estimate, gpus, nccl
 from zosim.applications.validation import codes
 from zosim.applications.validation.predicting import outcome
 from zosim.applications.validation.rows import Forecast, MeasuredRow
 from zosim.applications.validation.scoring import Outcome
 from zosim.applications.validation.site import Sites
 from zosim.hardware import machines
-
-_estimating = import_module("costmodel.estimate")  # the package shows a function of that name
 
 FACTORS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.4, 1.6, 2.0)
 """Of the shipped value, among which a fit chooses."""
@@ -145,9 +142,9 @@ def _code(name: str, change: Callable[[codes.SystemCode, float], codes.SystemCod
 def _tiles(factor: float) -> AbstractContextManager[Any]:
     tiles = tuple(
         (rows, columns, min(1.0, factor * reached) if reached < 1 else reached)
-        for rows, columns, reached in _estimating._TILES
+        for rows, columns, reached in estimate._TILES
     )
-    return patch.object(_estimating, "_TILES", tiles)
+    return patch.object(estimate, "_TILES", tiles)
 
 
 def _half_lengths(factor: float) -> AbstractContextManager[Any]:

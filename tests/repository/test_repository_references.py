@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("topology", "costmodel", "zosim", "executors", "proofs_checks", "studies")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 REFERENCE = re.compile(r":(?:mod|class|func|meth|attr|data|exc):`~?([A-Za-z_][\w.]*)`")
+PARAMETERS = re.compile(r"^Parameters\n-+\n(.*?)(?=^\w[^\n]*\n-{3,}|\Z)", re.DOTALL | re.MULTILINE)
 SOURCE_PATH = re.compile(rf"(?<![\w/])((?:{'|'.join((*PACKAGES, 'tests'))})/[\w/]+\.py)\b")
 
 
@@ -99,6 +100,30 @@ def test_references_in_docstrings_lead_somewhere() -> None:
 @pytest.mark.parametrize("gone", ["zosim.validator", "zosim.plans.Plane", "Plan.safe", "PRESETS"])
 def test_a_reference_that_leads_nowhere_is_found(gone: str) -> None:
     assert broken(f'"""See :class:`{gone}`."""\nclass Plan:\n    def save(self): ...\n') == [gone]
+
+
+def unknown_parameters(text: str) -> list[str]:
+    """Return what docstrings of functions describe as parameters that the functions do not have."""
+    unknown = []
+    for function in ast.walk(ast.parse(text)):
+        if isinstance(function, ast.FunctionDef) and (
+            listed := PARAMETERS.search(ast.get_docstring(function) or "")
+        ):
+            heads = [line.partition(" :")[0] for line in listed[1].splitlines() if line[:1].strip()]
+            named = {name.strip(" *") for head in heads for name in head.split(",")}
+            taken = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
+            unknown += [f"{function.name}: {name}" for name in sorted(named - taken)]
+    return unknown
+
+
+def test_docstrings_describe_parameters_that_functions_have() -> None:
+    found = {relative(path): unknown_parameters(path.read_text(encoding="utf-8")) for path in MODULES}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_a_parameter_that_a_function_does_not_have_is_found() -> None:
+    docstring = "First line.\n\n    Parameters\n    ----------\n    old, new : int\n        Both.\n    "
+    assert unknown_parameters(f'def f(new, *, other=1):\n    """{docstring}"""\n') == ["f: old"]
 
 
 def test_paths_of_sources_in_docs_and_comments_are_there() -> None:
