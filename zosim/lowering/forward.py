@@ -113,7 +113,7 @@ class Forwards(AxisWriter):
             # Rows go through what the table itself goes through later in the step: earlier queries leave their rounding,
             # unless they are over, or leave the table alone.
             is_left_alone = self._points.are_copies or rank.is_beside(group)
-            first = point.query if is_left_alone else self._plan.schedule.first_under_way(point.query)
+            first = point.query if is_left_alone else self._plan.schedule.first_unfinished(point.query)
             reads += [self._directions.rows(group, visited) for visited in range(first, point.query + 1)]
         if segment in (EMBED, HEAD):
             reads.append(rank.batch())

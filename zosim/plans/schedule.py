@@ -45,7 +45,7 @@ class Schedule(Axis):
         ),
     ] = "immediate"
 
-    def first_under_way(self, query: int) -> int:
+    def first_unfinished(self, query: int) -> int:
         """Return the first query that still has segments to visit when `query` visits one: 0, or itself where queries take turns."""
         return query if self.traversal == "querywise" else 0
 
