@@ -31,6 +31,7 @@ def forward_work(
     attention: AttentionImpl = "sdpa",
     loss_chunk: int | None = None,
     padded: bool = False,
+    num_kept: int | None = None,
 ) -> Work:
     """Return the work of one forward of `segment` over ``batch x seq`` tokens.
 
@@ -47,6 +48,8 @@ def forward_work(
         Tokens whose logits exist at one time; all of them if not given.
     padded : bool
         Whether a padding mask is passed, with which fused kernels compute the full square.
+    num_kept : int, optional
+        Tokens of a block that go on behind its attention; all of them if not given.
 
     Returns
     -------
@@ -71,7 +74,15 @@ def forward_work(
     if seq > spec.max_positions:
         message = f"seq={seq} is longer than the {spec.max_positions} positions of model {spec.name}"
         raise ModelError(message, hint=f"use a sequence of at most {spec.max_positions} tokens")
-    shape = Pass(batch=batch, seq=seq, dtype=dtype, attention=attention, loss_chunk=loss_chunk, padded=padded)
+    shape = Pass(
+        batch=batch,
+        seq=seq,
+        dtype=dtype,
+        attention=attention,
+        loss_chunk=loss_chunk,
+        padded=padded,
+        num_kept=num_kept,
+    )
     work = _player_of(segment)(spec, shape).model_copy(update={"calls": (_code_of(segment),)})
     stored = storage_dtype or dtype
     if FORMATS[stored].element_bytes == FORMATS[dtype].element_bytes and {stored, dtype} != {
@@ -216,6 +227,8 @@ def _up_to_mlp(
     entry = TapeBuffer(shape.rows * spec.hidden_size, shape.dtype)
     normed = norm(tape, spec, entry)
     attended, kept = attention_part(tape, spec, shape)
+    if shape.num_kept:
+        entry = lookup(tape, shape.kept_rows * spec.hidden_size)
     residual = tape.map(entry, attended, drop=(normed, attended) if spec.family != "gpt2" else (normed,))
     return residual, norm(tape, spec, residual), (kept, attended)
 
@@ -254,7 +267,7 @@ def _added_and_normed(tape: Tape, spec: ModelSpec, residual: TapeBuffer, change:
 
 def _mlp(tape: Tape, spec: ModelSpec, shape: Pass, normed: TapeBuffer) -> TapeBuffer:
     inner = _first_of_mlp(tape, spec, shape, normed)
-    output = tape.linear(shape.rows, spec.intermediate_size, spec.hidden_size)
+    output = tape.linear(shape.kept_rows, spec.intermediate_size, spec.hidden_size)
     tape.free(inner, normed)
     return output
 
@@ -262,11 +275,11 @@ def _mlp(tape: Tape, spec: ModelSpec, shape: Pass, normed: TapeBuffer) -> TapeBu
 def _first_of_mlp(tape: Tape, spec: ModelSpec, shape: Pass, normed: TapeBuffer) -> TapeBuffer:
     """Play the MLP up to the input of its second linear."""
     if spec.mlp == "gated":
-        gate = tape.linear(shape.rows, spec.hidden_size, spec.intermediate_size)
+        gate = tape.linear(shape.kept_rows, spec.hidden_size, spec.intermediate_size)
         gate = _activate(tape, spec, gate)
-        up = tape.linear(shape.rows, spec.hidden_size, spec.intermediate_size)
+        up = tape.linear(shape.kept_rows, spec.hidden_size, spec.intermediate_size)
         return tape.map(gate, up, drop=(gate, up))
-    inner = tape.linear(shape.rows, spec.hidden_size, spec.intermediate_size)
+    inner = tape.linear(shape.kept_rows, spec.hidden_size, spec.intermediate_size)
     if spec.family == "opt":
         tape.free(normed)  # OPT's block overwrites its only name for it; the others keep it in the caller
     return _activate(tape, spec, inner)

@@ -25,11 +25,17 @@ class Pass(BaseModel):
     attention: AttentionImpl
     loss_chunk: PositiveInt | None
     padded: bool
+    num_kept: PositiveInt | None = None
 
     @property
     def rows(self) -> int:
         """Tokens, one row of every product each."""
         return self.batch * self.seq
+
+    @property
+    def kept_rows(self) -> int:
+        """Tokens that go on behind attention."""
+        return self.num_kept or self.rows
 
 
 def lookup(tape: Tape, num_elements: int) -> TapeBuffer:
@@ -68,7 +74,10 @@ def attention_part(tape: Tape, spec: ModelSpec, shape: Pass) -> tuple[TapeBuffer
         mixed, kept = _eager(tape, spec, shape)
     else:
         mixed, kept = _fused(tape, spec, shape, (q, k, v)), TapeBuffer(0, shape.dtype)
-    output = tape.linear(shape.rows, queries, spec.hidden_size)
+    if shape.num_kept:
+        picked = lookup(tape, shape.kept_rows * queries)
+        tape.free(picked)
+    output = tape.linear(shape.kept_rows, queries, spec.hidden_size)
     tape.free(q, k, v, mixed)
     return output, kept
 

@@ -3,7 +3,8 @@
 At the point ``θ + s·ε·U·Vᵀ`` a linear layer returns ``x·Wᵀ + s·ε·(x·V)·Uᵀ``. The first product is the same for all points, whose inputs
 lie side by side; the second takes ``r·(m + n)`` multiplications a token. Weights are neither changed nor copied.
 
-The batch is packed (:mod:`executors.models.packing`), and logits are made of those tokens alone that predict a label.
+The batch is packed (:mod:`executors.models.packing`), and logits are made of those tokens alone that predict a label. Behind the last
+attention nobody looks at the others: where few are left, the rest of the last block is run on these.
 """
 
 from __future__ import annotations
@@ -47,6 +48,39 @@ class SidePath:
     places: slice | None = None
 
 
+@dataclass
+class _Narrowing:
+    """What of a last block's tokens goes on behind its attention.
+
+    Attributes
+    ----------
+    stream : torch.Tensor
+        What the block is given and will add to: the residual stream, narrowed in place.
+    rows : LongTensor
+    is_due, is_done : bool
+        Whether attention is through, and whether the first linear behind it has narrowed its input, and the stream.
+    """
+
+    stream: Tensor
+    rows: Tensor
+    is_due: bool = False
+    is_done: bool = False
+
+    def attended(self) -> None:
+        self.is_due = True
+
+    def narrowed(self, inputs: Tensor) -> Tensor:
+        """Narrow the stream, and return `inputs` of a linear narrowed."""
+        self.is_due, self.is_done = False, True
+        self.stream.data = self.stream.index_select(1, self.rows)
+        return inputs.index_select(1, self.rows)
+
+    def places(self, whole: slice) -> slice:
+        """Return where the rows of a part of the packed row are now; parts have theirs side by side."""
+        begin, end = (int((self.rows < edge).sum()) for edge in (whole.start, whole.stop))
+        return slice(begin, end)
+
+
 class BatchedModel(CutModel):
     """A cut model that also runs its segments at several points at once.
 
@@ -63,8 +97,12 @@ class BatchedModel(CutModel):
         If another parameter is tuned, or the model's losses are others where its batches are packed.
     """
 
+    narrows = True
+    """Whether a last block's tokens that predict nothing are left behind at its attention."""
+
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
+        self._narrowing: _Narrowing | None = None
         self._paths: dict[int, Sequence[SidePath]] = {}
         self._is_transposed: dict[int, bool] = {}
         self._carriers: dict[int, Any] = {}
@@ -86,9 +124,14 @@ class BatchedModel(CutModel):
                 f"{next(iter(tuned.values()))} is tuned, and is no weight of a linear layer of a block",
                 hint="add --tune linears, or tune the B of adapters alone: --lora-lazy-steps",
             )
+        own = set(map(id, self.blocks[-1].modules()))
+        for _, module, _, _ in block_linears(model):
+            if id(module) in own:
+                module.register_forward_pre_hook(self._narrowed)
         sizes = [inputs * outputs for _, _, inputs, outputs in block_linears(model)]
         self._block_elements = sum(sizes) / len(self.blocks)
         self._check_packing()
+        self.narrows = self._can_narrow()
 
     def pack(self, batch: Batch) -> Packing:
         """Return a batch packed; on a CPU a token of a large block takes longer than a call of attention."""
@@ -173,11 +216,16 @@ class BatchedModel(CutModel):
             id(self._carriers[id(parameter)]): (path,) if isinstance(path, SidePath) else path
             for parameter, path in paths.items()
         }
+        kwargs = kwargs | {"packing": packing}
+        if self.narrows and packing.is_sparse and index == len(self.blocks) - 1:
+            hidden = hidden.view_as(hidden)  # the caller's stays as it is
+            self._narrowing = _Narrowing(hidden, packing.predictors)
+            kwargs["on_attended"] = self._narrowing.attended
         try:
             with self._packed_attention(), self.format(), self._slots_left_out(paths):
-                output: Any = self.blocks[index](hidden, *args, **(kwargs | {"packing": packing}))
+                output: Any = self.blocks[index](hidden, *args, **kwargs)
         finally:
-            self._paths = {}
+            self._paths, self._narrowing = {}, None
         states: Tensor = output[0] if isinstance(output, tuple) else output
         return states
 
@@ -186,9 +234,14 @@ class BatchedModel(CutModel):
         with self._packed_attention():
             return self.embed({"input_ids": packing.tokens, "position_ids": packing.positions}, cache)
 
+    @staticmethod
+    def predicting(hidden: Tensor, packing: Packing) -> Tensor:
+        """Return what the last block left of the tokens that predict a label, where it has not left that alone."""
+        return hidden if hidden.shape[1] != packing.num_tokens else hidden.index_select(1, packing.predictors)
+
     def _losses(self, hidden: Tensor, packing: Packing) -> Tensor:
         """Return each point's mean cross-entropy over labels."""
-        logits = self.logits(hidden.index_select(1, packing.predictors))
+        logits = self.logits(self.predicting(hidden, packing))
         wide = torch.float64 if self.loss_dtype == "fp64" else torch.float32
         num_points, num_labels, _ = logits.shape
         targets = packing.targets.repeat(num_points)
@@ -200,10 +253,18 @@ class BatchedModel(CutModel):
             num_points = path.outer.shape[0]
             inputs = arguments[0].reshape(num_points, -1, arguments[0].shape[-1])
             outputs = output.view(num_points, -1, output.shape[-1])
-            if path.places is not None:
-                inputs, outputs = inputs[:, path.places], outputs[:, path.places]
+            if (places := path.places) is not None:
+                if self._narrowing is not None and self._narrowing.is_done:
+                    places = self._narrowing.places(places)
+                inputs, outputs = inputs[:, places], outputs[:, places]
             outputs.baddbmm_(_times(inputs, path.inner).to(output.dtype), path.outer.to(output.dtype))
         return output
+
+    def _narrowed(self, _module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        narrowing = self._narrowing
+        if narrowing is None or not narrowing.is_due:
+            return None
+        return narrowing.narrowed(arguments[0]), *arguments[1:]
 
     @contextmanager
     def _slots_left_out(self, paths: Mapping[nn.Parameter, object]) -> Iterator[None]:
@@ -258,6 +319,29 @@ class BatchedModel(CutModel):
         if not torch.allclose(hidden.double(), padded.double(), rtol=2e-2, atol=1e-3):
             message = f"{kind} has a loss of {hidden.item():.6g} on packed sequences, and of {padded.item():.6g} on padded ones"
             raise ModelError(message, hint="use --weights serial or copies")
+
+    def _can_narrow(self) -> bool:
+        """Whether what stands behind the last attention adds to what the block was given, token by token."""
+        tokens = torch.tensor([[1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 6, 7]], device=self.device)
+        tokens = tokens % self.embedding.num_embeddings
+        labels = tokens.clone()
+        labels[:, :-1] = IGNORED_LABEL
+        batch = {"input_ids": tokens, "labels": labels}
+        packing = self.pack(batch)
+        left: list[Tensor] = []
+        try:
+            for self.narrows in (False, True):
+                cache, hidden = StepCache(packing=packing), None
+                with torch.no_grad():
+                    for segment in self.segments[:-1]:
+                        hidden = self.run_together(segment, batch, cache, hidden, {}, 1)
+                assert hidden is not None
+                left.append(hidden)
+        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError):
+            return False
+        whole, narrowed = self.predicting(left[0], packing), left[1]
+        is_alike = whole.shape == narrowed.shape
+        return is_alike and torch.allclose(whole, narrowed, rtol=2e-2, atol=1e-3, equal_nan=True)
 
     def _padded_loss(self, batch: Batch) -> Tensor:
         cache = StepCache()

@@ -8,7 +8,7 @@ tokens. All of them lie in one row, where products, norms and activations need n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -76,6 +76,11 @@ class Packing:
     def num_tokens(self) -> int:
         """Tokens that are computed at each point."""
         return self.tokens.shape[1]
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether so few tokens predict a label that they are picked out as soon as nothing else is asked for."""
+        return 2 * len(self.predictors) <= self.num_tokens
 
 
 def joined(packings: Sequence[Packing]) -> tuple[Packing, list[slice]]:
@@ -296,6 +301,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    on_attended: Callable[[], None] = lambda: None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Return the attention of packed sequences, as transformers calls it.
@@ -307,6 +313,8 @@ def packed_attention(
     attention_mask : None
         The packing says what sees what.
     packing : Packing
+    on_attended : callable
+        Called at the end.
 
     Returns
     -------
@@ -341,6 +349,7 @@ def packed_attention(
             out.index_copy_(1, group.queries, rows)
         else:
             out.index_copy_(1, group.queries[group.kept], rows.index_select(1, group.kept))
+    on_attended()
     return out, None
 
 

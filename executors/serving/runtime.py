@@ -199,7 +199,7 @@ class Runtime:
                 break
             hidden = self._engine.run_together(segment, {}, cache, hidden, paths, 1)
         assert hidden is not None
-        logits = self._engine.logits(hidden.index_select(1, row.predictors))[0]
+        logits = self._engine.logits(self._engine.predicting(hidden, row))[0]
         return [number for part in by_adapter.values() for number in part], logits, row
 
     def _check(self, request: Request) -> None:

@@ -1,6 +1,6 @@
 """What each part of scoring is worth: forwards of both signs with one part left out at a time, in turns.
 
-``python -m studies.zoinfer.parts`` times the packed forward of two points, as it is and without: logits of labels alone, common beginnings computed once,
+``python -m studies.zoinfer.parts`` times the packed forward of two points, as it is and without: tokens that predict no label left behind at the last attention, logits of labels alone, common beginnings computed once,
 attention by buckets of length, rows without padding, and both signs side by side. All score the same answers behind the same prompts,
 which begin with the same ``--instruction`` tokens, and all have the same loss, to rounding. ``--compiled`` adds the same forward whose blocks went through torch.compile,
 but for attention, whose groups are other ones in every batch; the minute of a compiler is not timed.
@@ -40,7 +40,9 @@ def _packed(
     least_saved: float | None = None,
     bucket: int | None = None,
     scores_all: bool = False,
+    narrows: bool = True,
 ) -> float:
+    engine.narrows = narrows and not scores_all
     how = {"least_saved": least_saved, "bucket": bucket}
     cache = StepCache(packing=pack(batch, **{k: v for k, v in how.items() if v is not None}))  # type: ignore[arg-type]
     hidden: Tensor | None = None
@@ -80,10 +82,11 @@ def _one_by_one(engine: BatchedModel, batch: Data) -> float:
 
 
 def _compiled(engine: BatchedModel) -> BatchedModel:
-    """Let an engine run its blocks compiled."""
+    """Let an engine run its blocks compiled, all but the last, which leaves tokens behind on its way."""
     torch._dynamo.config.recompile_limit = 64  # blocks share their code
     ALL_ATTENTION_FUNCTIONS.register("zosim_packed", torch.compiler.disable(packed_attention))
-    engine.blocks = [torch.compile(block, dynamic=True) for block in engine.blocks]  # type: ignore[misc]
+    *blocks, last = engine.blocks
+    engine.blocks = [*(torch.compile(block, dynamic=True) for block in blocks), last]  # type: ignore[list-item]
     return engine
 
 
@@ -92,6 +95,7 @@ def forwards_of(engine: BatchedModel, plain: CutModel) -> dict[str, Score]:
     return {
         _ALL: partial(_packed, engine),
         "signs one after the other": partial(_one_by_one, engine),
+        "all tokens to the last block's end": partial(_packed, engine, narrows=False),
         "logits of all tokens": partial(_packed, engine, scores_all=True),
         "beginnings for each row": partial(_packed, engine, least_saved=float("inf")),
         "attention padded to the longest": partial(_packed, engine, bucket=1 << 20),

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PhiConfig
 
 from executors.models.batched import BatchedModel
 from executors.models.packing import pack
@@ -67,6 +68,55 @@ def test_losses_at_all_points_are_those_of_perturbed_models(shape):
             assert loss.item() == pytest.approx(moved(**batch).loss.item(), rel=1e-6)
     # The third to the fifth share a run; nothing is computed of padding, nor of a label that nothing follows.
     assert cache.packing.num_tokens == 19 + 15 + 21 + 20 + 19 + 5 + 19 - 7 - 2 * 17
+
+
+def rows_of(tensor):
+    return tensor.numel() // tensor.shape[-1]
+
+
+@pytest.mark.parametrize("shape", ["opt", "opt-projected", "llama", "gpt2", "qwen3"])
+def test_behind_the_last_attention_is_what_predicts_a_label(shape):
+    model = linears_of(shape)
+    engine = BatchedModel(model, loss_dtype="fp64")
+    seen = []
+    behind = {"out_proj", "o_proj", "fc1", "fc2", "c_fc", "c_proj", "gate_proj", "up_proj", "down_proj"}
+    for name, module in engine.blocks[-1].named_modules():
+        if name.rpartition(".")[2] in behind:
+            module.register_forward_hook(lambda _module, inputs, _output: seen.append(rows_of(inputs[0])))
+    losses = {}
+    for num_labels in (2, 15):
+        batch = ragged([19, 15, 21, 20, 19, 5, 19], num_labels=num_labels, shared=0)
+        for engine.narrows in (True, False):
+            seen.clear()
+            cache, hidden, before = StepCache(), None, []
+            with torch.no_grad():
+                for segment in engine.segments:
+                    before.append((hidden, None if hidden is None else hidden.clone()))
+                    hidden = engine.run_together(segment, batch, cache, hidden, {}, 3)
+            packing = cache.packing
+            is_few = engine.narrows and num_labels == 2
+            rows = {3 * (len(packing.predictors) if is_few else packing.num_tokens)}
+            assert set(seen) == rows
+            assert all(torch.equal(given, then) for given, then in before[1:])  # nobody else's is narrowed
+            losses[num_labels, engine.narrows] = hidden
+        assert torch.allclose(losses[num_labels, True], losses[num_labels, False], rtol=1e-13, atol=0)
+
+
+def test_blocks_whose_mlp_reads_what_attention_read_are_run_whole():
+    """Phi's MLP stands beside attention, on the same normalised states of all tokens."""
+    config = PhiConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=96, resid_pdrop=0
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    attach(model, "linears")
+    engine = BatchedModel(model, loss_dtype="fp64")
+    assert not engine.narrows
+    batch, cache, hidden = ragged([19, 15, 21, 20, 19]), StepCache(), None
+    with torch.no_grad():
+        for segment in engine.segments:
+            hidden = engine.run_together(segment, batch, cache, hidden, {}, 1)
+        assert hidden.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,19 @@ def test_a_tenant_never_sees_anothers_slots(folder):
         assert mine == pytest.approx(expected(merged, tokens), abs=1e-4)
 
 
+def test_tenants_of_few_scored_tokens_keep_their_adapters(folder):
+    """Behind the last attention only what is scored is left of the row, and each adapter's part of that."""
+    runtime = Runtime(base())
+    for name in ("one", "two"):
+        runtime.load(name, folder / name)
+    asked = [(tokens, name) for tokens in tokens_of(4) for name in ("one", None, "two")]
+    every = runtime.score([Request(tokens, 1, name) for tokens, name in asked])
+    few = runtime.score([Request(tokens, len(tokens) - 1, name) for tokens, name in asked])
+    for whole, last in zip(every, few, strict=True):
+        assert last == pytest.approx(whole[-1:], abs=1e-5)
+    assert len({round(row[0], 3) for row in few[:3]}) == 3
+
+
 def test_a_base_of_codes_is_served_with_the_same_adapters(folder):
     runtime = Runtime(base(), low_bits=LowBits(weights="int8"))
     runtime.load("one", folder / "one")

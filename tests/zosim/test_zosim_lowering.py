@@ -329,6 +329,14 @@ def test_packed_batches_count_what_they_compute() -> None:
     assert rows("head", **told) == 2 * 8 * 2
     assert rows("block.0", **told, num_answers=3) == 2 * (12 + 3 * (20 - 12))
     assert rows("head", **told, num_answers=3) == 2 * 8 * 2
+    # Behind the last attention there are those that predict a label, where few do.
+    by_width = {one.n: one.m for one in work("block.11", **told).matmuls if min(one.n, one.k) > 2}
+    assert by_width == {768: 2 * 8 * 2, 3072: 2 * 8 * 2}
+    assert [one.m for one in work("block.11", **told).matmuls[:4]] == [2 * (12 + 8 * 8)] * 3 + [2 * 8 * 2]
+    assert (
+        rows("block.11", **told | {"num_labels": 8})
+        == work("block.11", **told | {"num_labels": 8}).matmuls[4].m
+    )
     pairs = sum(one.num * one.query * one.key for one in work("block.0", **told).attention)
     # What is shared sees itself, the rest itself and what is shared: at 2 points, 12 heads.
     assert pairs == 2 * 12 * (12 * 12 + 8 * (8 * 8 + 8 * 12))

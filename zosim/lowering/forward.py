@@ -184,11 +184,11 @@ class Forwards(AxisWriter):
         shared = 0 if segment == HEAD else plan.forward.num_shared or 0
         seq = plan.forward.num_tokens or plan.seq
         seq = min(plan.forward.num_labels or seq, seq) if segment == HEAD else seq - shared
-        work = self._counted(segment, num_sequences=num_sequences, seq=seq)
-        num_tokens = num_sequences * seq
+        num_tokens = num_sequences * seq + num_copies * shared
+        num_kept = self._num_kept(segment, num_tokens)
+        work = self._counted(segment, num_sequences=num_sequences, seq=seq, num_kept=num_kept)
         if shared:
             work = self._with_shared(work, segment, num_copies, num_rows, shared, seq)
-            num_tokens += num_copies * shared
         work = self._coded(work, segment, is_beside=False)
         if plan.model.tunes_left_factors:
             # Open slot and closed ones are one pair of factors; of these there are as many in the end as they are bound to.
@@ -197,26 +197,44 @@ class Forwards(AxisWriter):
         else:
             linears = [one for group in tuned for one in group.linears]
             rank = plan.directions.rank or 0
-        inner = tuple(Matmul(m=num_tokens, n=rank, k=inputs) for _, inputs in linears)
+        rows = [
+            num_kept if num_kept and plan.model.intermediate_size in one else num_tokens for one in linears
+        ]
+        inner = tuple(
+            Matmul(m=count, n=rank, k=inputs) for count, (_, inputs) in zip(rows, linears, strict=True)
+        )
         outer = tuple(
-            Matmul(m=num_tokens // num_points, n=outputs, k=rank, num=num_points) for outputs, _ in linears
+            Matmul(m=count // num_points, n=outputs, k=rank, num=num_points)
+            for count, (outputs, _) in zip(rows, linears, strict=True)
         )
         width = FORMATS[plan.compute_dtype].element_bytes
+        moved = sum(count * outputs for count, (outputs, _) in zip(rows, linears, strict=True))
         return work + Work(
             dtype=work.dtype,
             matmuls=(*inner, *outer),
-            elementwise_bytes=width * num_tokens * sum(outputs for outputs, _ in linears),
+            elementwise_bytes=width * moved,
             num_kernels=2 * len(linears),
         )
+
+    def _num_kept(self, segment: str, num_tokens: int) -> int | None:
+        """Return how many tokens of all points go on behind the last attention, where few predict a label; None for all."""
+        rank = self._rank
+        if segment != rank.model.segments[-2] or not self._plan.forward.num_labels:
+            return None
+        num_kept = len(rank.own_points) * rank.num_sequences * self._plan.forward.num_labels
+        return num_kept if 2 * num_kept <= num_tokens else None
 
     def _with_shared(
         self, work: Work, segment: str, num_copies: int, num_rows: int, shared: int, seq: int
     ) -> Work:
         """Return `work` of a segment on what sequences go on with, and on what all of them begin with, in the same kernels."""
         model = self._plan.model
-        begun = self._counted(segment, num_sequences=num_copies, seq=shared)
+        num_kept = self._num_kept(segment, num_copies * (num_rows * seq + shared))
+        begun = self._counted(segment, num_sequences=num_copies, seq=shared, num_kept=1 if num_kept else None)
         products = [
-            one.model_copy(update={"m": one.m + other.m, "num": 1}) if one.num == 1 else one
+            one.model_copy(update={"m": one.m + other.m, "num": 1})
+            if one.num == 1 and one.m != num_kept
+            else one
             for one, other in zip(work.matmuls, begun.matmuls, strict=True)
         ]
         rows = () if segment == EMBED else (
@@ -282,7 +300,14 @@ class Forwards(AxisWriter):
             )
         return work
 
-    def _counted(self, segment: str, *, num_sequences: int | None = None, seq: int | None = None) -> Work:
+    def _counted(
+        self,
+        segment: str,
+        *,
+        num_sequences: int | None = None,
+        seq: int | None = None,
+        num_kept: int | None = None,
+    ) -> Work:
         plan, model = self._plan, self._plan.model
         if self._rank.is_together:  # what stands beside a linear is added at all points at once
             model = model.model_copy(update={"adapter_shapes": ()})
@@ -295,6 +320,7 @@ class Forwards(AxisWriter):
             storage_dtype="tf32" if plan.compute_dtype == "tf32" else plan.weights.dtype,
             attention=plan.forward.attention,
             loss_chunk=plan.forward.loss_chunk_tokens,
+            num_kept=num_kept,
         )
         if segment == HEAD:
             return work
