@@ -179,7 +179,7 @@ class RemoteEngine:
         if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
             raise RunError(
                 f"the engine at {self.url} answered log-probabilities that are not finite numbers",
-                hint="JSON has no infinity: a token may be impossible to it, or its weights damaged",
+                hint="JSON has no infinity: a token may be impossible to it, its weights or the adapter damaged, or --lr or --epsilon too large",
             )
         return [float(value) for value in values]
 

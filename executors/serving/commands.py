@@ -63,8 +63,11 @@ def serve(
     runtime = Runtime(base, low_bits=low_bits, stop_tokens=stop_tokens)
     for stated in adapter or ():
         called, separator, directory = stated.partition("=")
-        if not separator:
-            raise RunError(f"--adapter {stated!r} names no directory", hint="such as first=adapters/first")
+        if not (separator and called) or called == (name or model):
+            raise RunError(
+                f"--adapter {stated!r} names no directory, or calls it nothing or what the base is called",
+                hint="such as first=adapters/first",
+            )
         runtime.load(called, Path(directory))
     with ScoringServer(runtime, name or model, port) as server:
         stderr.print(f"serving {server.model} at {server.url}", markup=False, soft_wrap=True)
@@ -85,7 +88,7 @@ def adapt(
     served_model: _Served = None,
     targets: Annotated[str, typer.Option(help="Linears that are tuned, by name.")] = "q_proj,v_proj",
     steps: Annotated[int, typer.Option(min=1, help="Steps in all.")] = 100,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, max=65536, help="Sequences of a step.")] = 16,
     rank: Annotated[int, typer.Option(min=1, max=4096, help="Rank of a direction.")] = 2,
     lazy_steps: Annotated[int, typer.Option(min=1, help="Steps that one V stays.")] = 50,
     max_rank: Annotated[

@@ -111,9 +111,17 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
                 f"{directory} is an adapter of another base: its factors beside {path} are {tuple(outer.shape)} and "
                 f"{tuple(inner.shape)}, the linear maps {inputs} numbers to {outputs}"
             )
-        if not (inner.isfinite().all() and outer.isfinite().all()):
-            raise ModelError(f"{directory} has factors beside {path} that are not finite")
-        factors[path] = inner, outer * scale
+        if inner.shape[0] != stated.r:
+            raise ModelError(
+                f"{directory / CONFIG_NAME} says r={stated.r}, the factors beside {path} have rank {inner.shape[0]}",
+                hint="the two files belong to different adapters, or one is damaged: write both again",
+            )
+        scaled = outer * scale
+        if not (inner.isfinite().all() and scaled.isfinite().all()):
+            raise ModelError(
+                f"{directory} has factors beside {path} that are not finite, times {scale:g} (lora_alpha={stated.lora_alpha:g})"
+            )
+        factors[path] = inner, scaled
     if not factors:
         raise ModelError(f"{directory} has no factors")
     return Adapter(factors, facts)

@@ -10,6 +10,7 @@ until none of a lower one does.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -183,6 +184,11 @@ def _in_parts(requests: Sequence[Request]) -> Iterator[list[Request]]:
     yield part
 
 
+def _or_none(score: float) -> float | None:
+    """Return a score, or nothing where it is no number that JSON has."""
+    return score if math.isfinite(score) else None
+
+
 class ScoringServer(ThreadingHTTPServer):
     """Serves a runtime on loopback.
 
@@ -293,7 +299,10 @@ class _Handler(BaseHTTPRequestHandler):
                     "index": index,
                     "text": "",
                     "finish_reason": "length",
-                    "logprobs": {"token_logprobs": [None, *score], "tokens": [str(t) for t in tokens]},
+                    "logprobs": {
+                        "token_logprobs": [None, *map(_or_none, score)],
+                        "tokens": [str(t) for t in tokens],
+                    },
                 }
                 for index, (tokens, score) in enumerate(zip(asked.prompt, scores, strict=True))
             ]

@@ -36,6 +36,7 @@ SETTINGS_NAME = "tuning.json"
 SERVED_NAME = "adapter"
 
 _LEFT, _RIGHT = 1, 2
+_LARGEST = 1e30
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,10 @@ class TuningSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for flag, value in (("--lr", self.learning_rate), ("--epsilon", self.epsilon)):
+            if not 0 <= value <= _LARGEST:
+                message = f"{flag} {value:g} is no size of a step or probe that float32 has numbers for"
+                raise RunError(message, hint="such as --lr 1e-4 --epsilon 1e-3")
         if self.max_rank < 3 * self.rank:
             raise RunError(
                 f"a bound of {self.max_rank} does not hold a closed slot, an open one and a probe of rank {self.rank} each",
@@ -103,10 +108,16 @@ class Tuning:
         self._base = _skeleton(model)
         shapes = linear_shapes(self._base)
         self._names = [path for path in shapes if path.rpartition(".")[2] in settings.targets]
-        if not self._names:
-            known = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in shapes))
+        known = dict.fromkeys(path.rpartition(".")[2] for path in shapes)
+        missing = [name for name in settings.targets if name not in known]
+        if missing or not self._names:
+            message = f"{model} has no linear called {', '.join(missing) or 'nothing at all'}"
+            raise RunError(message, hint="linears are " + ", ".join(known))
+        least, narrow = min((min(shapes[name]), name) for name in self._names)
+        if settings.rank > least:
             raise RunError(
-                f"{model} has no linear called {', '.join(settings.targets)}", hint=f"linears are {known}"
+                f"--rank {settings.rank} is more than {narrow} has: it maps {shapes[narrow][0]} numbers to {shapes[narrow][1]}",
+                hint=f"use --rank {least} or less; 1 to 4 are usual",
             )
         self._shapes = shapes
         self._scale = 1 / math.sqrt(settings.rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -154,6 +155,8 @@ class Versions:
         RunError
             If it does; what was served goes on being served.
         """
+        if math.isnan(tolerance):
+            raise RunError("--tolerance nan allows and forbids nothing", hint="use a number, such as 0.01")
         canary = self.compare(version, examples)
         if not canary.difference <= tolerance:
             raise RunError(

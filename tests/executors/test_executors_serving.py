@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -306,6 +307,16 @@ def test_adapters_of_another_base_are_refused(folder, tmp_path):
         runtime.load("x", tmp_path / "moved")
     save_adapters(carrying(0), tmp_path / "own", facts={"base_digest": runtime.base_digest})
     runtime.load("x", tmp_path / "own")
+    path = tmp_path / "own" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    for change, complaint in (
+        ({"r": 10**12}, "says r=1000000000000, the factors beside .* have rank 3"),
+        ({"lora_alpha": 1e308}, r"not finite, times .* \(lora_alpha=1e\+308\)"),
+    ):
+        path.write_text(json.dumps(config | change))
+        with pytest.raises(ModelError, match=complaint):
+            runtime.load("y", tmp_path / "own")
+    path.write_text(json.dumps(config))
     (tmp_path / "own" / "adapter_model.safetensors").write_bytes(b"damaged")
     with pytest.raises(ModelError, match="cannot be read"):
         runtime.load("y", tmp_path / "own")
@@ -698,6 +709,42 @@ def test_a_tuning_that_another_process_holds_is_refused(folder, tmp_path, monkey
         Tuning(Runtime(base()), str(folder / "base"), tmp_path, SETTINGS)
 
 
+@pytest.mark.parametrize(
+    ("numbers", "complaint"),
+    [
+        ({"learning_rate": math.inf}, "--lr inf"),
+        ({"learning_rate": math.nan}, "--lr nan"),
+        ({"learning_rate": -1.0}, "--lr -1"),
+        ({"epsilon": 1e300}, r"--epsilon 1e\+300"),
+        ({"rank": 33, "max_rank": 99}, "--rank 33 is more than .* has: it maps 32 numbers to 32"),
+        ({"targets": ("q_proj", "nothing")}, "no linear called nothing"),
+        ({"targets": ()}, "no linear called nothing at all"),
+    ],
+)
+def test_numbers_that_make_no_step_are_refused_before_one(folder, tmp_path, numbers, complaint):
+    with pytest.raises(RunError, match=complaint):
+        Tuning(Runtime(base()), str(folder / "base"), tmp_path, replace(SETTINGS, **numbers))
+    assert not list(tmp_path.iterdir())
+
+
+def test_scores_that_are_no_numbers_come_as_none_over_http(folder, tmp_path, monkeypatch):
+    runtime = Runtime(base())
+    monkeypatch.setattr(runtime, "score", lambda requests: [[math.nan, -math.inf] for _ in requests])
+    with ScoringServer(runtime, "base") as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        engine = RemoteEngine(server.url)
+        with pytest.raises(RunError, match="not finite numbers"):
+            engine.score([Request((5, 6, 7))])
+        with (
+            Tuning(engine, str(folder / "base"), tmp_path, SETTINGS) as tuning,
+            pytest.raises(RunError, match="not finite numbers"),
+        ):
+            tuning.step([Example((5, 6, 7), (5, 6, 7))])
+        assert (tmp_path / "steps.jsonl").read_text() == ""
+        assert runtime.adapters() == ()
+        server.shutdown()
+
+
 def test_a_tuning_with_other_numbers_is_not_gone_on_with(folder, tmp_path):
     Tuning(Runtime(base()), str(folder / "base"), tmp_path, SETTINGS).close()
     with pytest.raises(RunError, match="seed=4, this asks for 5"):
@@ -828,6 +875,8 @@ def test_versions_are_compared_served_and_rolled_back(folder, tmp_path):
     assert runtime.adapters() == ()
     with pytest.raises(RunError, match="no version that could be rolled back"):
         versions.roll_back()
+    with pytest.raises(RunError, match="--tolerance nan"):
+        versions.promote("two", lines, tolerance=math.nan)
     with pytest.raises(RunError, match="there already"):
         versions.keep("one", folder / "two")
     with pytest.raises(RunError, match="has no version 'three'"):
@@ -867,6 +916,13 @@ def test_commands_tune_and_compare_on_a_server(tmp_path, capsys):
         server.shutdown()
     assert zosim(*tuned, "--steps", 4) != 0
     assert "cannot be reached" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stated", ["one", "=one", "base=one"])
+def test_adapters_are_served_under_names_of_their_own(folder, capsys, monkeypatch, stated):
+    monkeypatch.chdir(folder)
+    assert zosim("serve", "--model", folder / "base", "--name", "base", "--adapter", stated, "--port", 0) == 2
+    assert f"--adapter '{stated}' names no directory, or calls it nothing" in capsys.readouterr().err
 
 
 def test_models_of_other_layouts_are_served(tmp_path):

@@ -208,3 +208,7 @@ def test_the_command_says_which_policies_keep_the_objective():
     assert policies["parts"]["within_objective"]
     assert policies["parts"]["steps_per_hour"] > 2 * policies["cancel"]["steps_per_hour"]
     assert CliRunner().invoke(app, ["slack", "--request-ms", "20", "--rate", "10"]).exit_code != 0
+    for objective in ("nan", "-1", "0"):
+        refused = CliRunner().invoke(app, [*arguments.split(), "--p99-ms", objective])
+        assert refused.exit_code == 2
+        assert f"--p99-ms {objective} is no latency" in refused.stderr

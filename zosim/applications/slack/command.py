@@ -67,6 +67,11 @@ def slack(
     as_json: Json = False,
 ) -> None:
     """Count the zeroth-order steps that fit between live requests, probe by probe, and what requests wait for them."""
+    if p99_ms is not None and not p99_ms > 0:
+        raise TrafficError(
+            f"--p99-ms {p99_ms:g} is no latency that requests could stay below",
+            hint="use milliseconds above 0",
+        )
     server = _server(plan, probe_ms, parts, batch_ms, request_ms, max_batch, profile)
     arrivals = _arrivals(rate, burst, trace, duration, seed)
     # Machines that take turns are alike: one of them, with every n-th request, stands for all.
