@@ -30,6 +30,9 @@ TILE_ELEMENTS = 3 << 17
 TILE_ROWS = 1024
 """Most rows of them: weights are laid out anew for every product."""
 
+PACKED_ELEMENTS = 1 << 15
+"""Codes of a direction that are taken out of bytes that they share, or put there, at a time on a CPU, in the thread that asks."""
+
 OUTER_TILE_ELEMENTS = 1 << 20
 """Weights of a matrix outside the blocks, as large as the vocabulary, that are made of codes at a time."""
 
@@ -44,6 +47,9 @@ FLOAT_TILE_COLUMNS = 256
 
 _TILE_COLUMNS = 64
 """Columns come in multiples of so many."""
+
+_PACKING_BYTES = 14
+"""Bytes that the passes over a code read and write, in cache, that take it out of a byte that others share, or put it there."""
 
 _MOVED_TEMPORARIES = 7
 """Numbers in float32 that are alive for each of them; of outliers, a byte more."""
@@ -241,6 +247,7 @@ def coded_forward_work(
     moved_share: float = 1.0,
     kept_bytes: int = 0,
     is_outer: bool = False,
+    direction_format: str = "int8",
 ) -> Work:
     """Return the work of a segment's forward whose linear layers are codes, from that with plain weights.
 
@@ -255,11 +262,13 @@ def coded_forward_work(
     are_inputs_coded : bool
         Whether inputs are rounded to a byte before they are multiplied.
     is_beside : bool
-        Whether a direction of one byte an element is added.
+        Whether a direction of codes is added.
     moved_share : float
         Share of its rows that are not 0, for which alone something is added.
     kept_bytes : int
         What of the segment is alive beside a layer: the sum that residuals are added to.
+    direction_format : str
+        That the codes of the direction are kept in.
     is_outer : bool
         Whether they lie outside the blocks, where weights are made of codes, or parted, for some outputs after the other
         (:func:`outputs_at_once`).
@@ -273,7 +282,8 @@ def coded_forward_work(
     is alive at one layer is its input, its output and its temporaries; the segment's other temporaries are smaller then.
     """
     plain, products = list(work.matmuls), []
-    sweep_bytes = elementwise_bytes = num_kernels = largest = 0
+    sweep_bytes = elementwise_bytes = scratch_bytes = num_kernels = largest = 0
+    is_packed = FORMATS[direction_format].bits < 8
     width = FORMATS[work.dtype].element_bytes
     for outputs, inputs in linears:
         product = next((part for part in plain if (part.n, part.k) == (outputs, inputs)), None)
@@ -295,6 +305,9 @@ def coded_forward_work(
             elementwise_bytes += times * rows * inputs * (4 * width + 1)
             num_kernels += 5 * times
             alive += rows * inputs
+        scratch_bytes += (
+            times * _PACKING_BYTES * round(outputs * moved_share) * inputs * (is_beside and is_packed)
+        )
         if kernel != "dequantise":
             moved = round(outputs * moved_share) * is_beside
             kind = "int8" if kernel == "int_mm" else "float8_e4m3"
@@ -312,9 +325,12 @@ def coded_forward_work(
             made = most + -most % FILLED_ROWS if is_gathered else at_once
             kept = (rows * made * 4 + most * inputs) * is_gathered * is_beside + cast
             numbers = _numbers_bytes(rows, at_once, inputs) if kernel == "int_mm" else 0
+            taken = 0 if is_gathered or not is_packed else at_once * inputs
+            passing = taken_out_bytes(taken, direction_format) - taken
             alive += kept + max(
                 sums + max(sums, numbers) + levels,
-                (sums + rows * made * 4 + max(rows * made * 4, numbers) + levels * is_outer) * is_beside,
+                (sums + rows * made * 4 + max(rows * made * 4, numbers, passing) + levels * is_outer + taken)
+                * is_beside,
                 sums + rows * at_once * width,
             )
             alive += rows * outputs * width * is_outer
@@ -324,7 +340,11 @@ def coded_forward_work(
             sweep_bytes += times * (elements * (1 + width) + moved * (1 + 2 * width))
             num_kernels += num_tiles * (1 + is_beside)
             most = _most_rows(at_once, moved_share)
-            gathered = most * inputs * (1 + width) if is_beside and most < at_once else 0
+            is_gathered = is_beside and most < at_once
+            gathered = most * inputs * (width + (not is_packed)) * is_gathered
+            if is_packed and is_beside:  # in pieces, where all rows are added
+                num = most * inputs if is_gathered else min(at_once * inputs, PACKED_ELEMENTS)
+                gathered += taken_out_bytes(num, direction_format)
             if FORMATS[coding.format].is_float:
                 levels = at_once * inputs * max(4, is_parted * (9 - width))
             output = rows * outputs * width
@@ -337,9 +357,32 @@ def coded_forward_work(
             "matmuls": (*plain, *products),
             "sweep_bytes": work.sweep_bytes + sweep_bytes,
             "elementwise_bytes": work.elementwise_bytes + elementwise_bytes,
+            "scratch_bytes": work.scratch_bytes + scratch_bytes,
             "num_kernels": work.num_kernels + num_kernels,
             "workspace_bytes": max(work.workspace_bytes, largest),
         }
+    )
+
+
+def taken_out_bytes(num_elements: int, direction_format: str) -> int:
+    """Return the bytes of some codes of a direction while they are taken out of bytes that they share; none where they share none.
+
+    Examples
+    --------
+    >>> taken_out_bytes(1000, "int4"), taken_out_bytes(1000, "int8")
+    (2500, 0)
+    """
+    kept = FORMATS[direction_format]
+    is_packed = kept.bits < 8
+    return (num_elements + kept.bytes(num_elements) + min(num_elements, PACKED_ELEMENTS)) * is_packed
+
+
+def packing_work(num_elements: float, direction_format: str, *, at_once: int = 0) -> Work:
+    """Return the work of putting codes of a direction into bytes that they share, or of taking them out, `at_once` at a time."""
+    is_packed = FORMATS[direction_format].bits < 8
+    return Work(
+        scratch_bytes=_PACKING_BYTES * round(num_elements) * is_packed,
+        workspace_bytes=taken_out_bytes(at_once, direction_format),
     )
 
 
@@ -373,7 +416,9 @@ def coded_lookup_work(num_tokens: int, width: int, coding: Coding, dtype: DType,
     )
 
 
-def coded_update_work(linears: Sequence[Linear], coding: Coding, moved_share: float = 1.0) -> Work:
+def coded_update_work(
+    linears: Sequence[Linear], coding: Coding, moved_share: float = 1.0, *, direction_format: str = "int8"
+) -> Work:
     """Return the work of moving codes along a direction, rounded at random: in pieces, whose temporaries stay near.
 
     Of the rows, only `moved_share` are touched.
@@ -381,13 +426,15 @@ def coded_update_work(linears: Sequence[Linear], coding: Coding, moved_share: fl
     elements = round(moved_share * sum(outputs * inputs for outputs, inputs in linears))
     num_temporaries = _MOVED_TEMPORARIES + FORMATS[coding.format].is_float * _FLOAT_TEMPORARIES
     most = max((_most_rows(outputs, moved_share) * inputs for outputs, inputs in linears), default=0)
+    at_once = min(most, MOVED_ELEMENTS)
     return Work(
         dtype="float32",
         sweep_bytes=2 * round(moved_share * sum(map(coding.code_bytes, linears))) + elements,
-        scratch_bytes=8 * 4 * elements,
+        scratch_bytes=8 * 4 * elements + packing_work(elements, direction_format).scratch_bytes,
         num_rounded=elements,
         num_kernels=10 * len(linears),
-        workspace_bytes=(4 * num_temporaries + bool(coding.outlier_share)) * min(most, MOVED_ELEMENTS),
+        workspace_bytes=(4 * num_temporaries + bool(coding.outlier_share)) * at_once
+        + taken_out_bytes(at_once, direction_format),
     )
 
 

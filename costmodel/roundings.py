@@ -107,6 +107,11 @@ class RoundedDirection:
         return int(2 ** (self.bits - 1)) - 1
 
     @property
+    def kept_format(self) -> str:
+        """Format that codes are kept in: four or two share a byte where they have room."""
+        return f"int{next(bits for bits in (2, 4, 8) if bits >= self.bits)}"
+
+    @property
     def reach(self) -> float:
         """Largest number that is not clamped: 1 for signs, which are then not rounded at all."""
         return 1.0 if DISTRIBUTIONS[self.distribution].is_sign else REACHES[self.bits]

@@ -17,6 +17,7 @@ from costmodel.low_bits import MOVED_ELEMENTS, Coding
 from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.grids import Floats, Grid, Integers, grid_of
+from executors.low_bits.packed import Codes
 from executors.threads import DrawThreads, even_ranges
 from topology.errors import ModelError
 
@@ -330,7 +331,7 @@ class Coded:
 
     def move(
         self,
-        direction: Tensor,
+        direction: Codes,
         factor: float | DeviceScalar,
         chances: Chances,
         *,
@@ -343,8 +344,8 @@ class Coded:
 
         Parameters
         ----------
-        direction : torch.Tensor
-            int8 or floating-point, in the shape of the weight.
+        direction : torch.Tensor or PackedCodes
+            In the shape of the weight; a tensor is int8 or floating-point.
         factor : float or DeviceScalar
         decay : float
         chances : callable

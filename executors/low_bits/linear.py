@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.low_bits import FILLED_ROWS, TILE_ELEMENTS, TILE_ROWS, outputs_at_once, tile_columns
-from executors.low_bits.coded import Coded
+from executors.low_bits.coded import Coded, Rows
 from executors.low_bits.exact_products import exact_sums
+from executors.low_bits.packed import PIECE_ELEMENTS, Codes
 from topology.errors import PlanError
 from zosim.plans import LowBits
 from zosim.plans.low_bits import InputFormat, InputScales, KernelName
@@ -34,16 +35,41 @@ class Beside(NamedTuple):
 
     Attributes
     ----------
-    direction : torch.Tensor
-        int8, in the shape of the weight.
+    direction : torch.Tensor or PackedCodes
+        In the shape of the weight; a tensor is int8.
     factor : float
     rows : torch.Tensor or None
         Rows of it that are not 0; None for all.
+    rows_on_host : torch.Tensor or None
+        The same on the host, unless `rows` are there.
     """
 
-    direction: Tensor
+    direction: Codes
     factor: float
     rows: Tensor | None = None
+    rows_on_host: Tensor | None = None
+
+    def within(self, outputs: range) -> tuple[Tensor | None, slice]:
+        """Return the numbers of the rows within some outputs, counted from the first of these, and where they stand in `rows`."""
+        if self.rows is None:
+            return None, slice(0, 0)
+        on_host = self.rows if self.rows_on_host is None else self.rows_on_host
+        first, last = torch.searchsorted(on_host, on_host.new_tensor((outputs.start, outputs.stop))).tolist()
+        return self.rows[first:last] - outputs.start, slice(first, last)
+
+    def add_to(self, weight: Tensor, outputs: range) -> None:
+        """Add it to some rows of the weight, which these are."""
+        rows, _ = self.within(outputs)
+        if rows is not None:
+            weight[rows] = weight[rows].add_(self.direction[rows + outputs.start], alpha=self.factor)
+            return
+        # Packed codes are taken out in pieces, which stay in a CPU's cache.
+        most = weight.numel() if isinstance(self.direction, Tensor) else PIECE_ELEMENTS[weight.device.type]
+        num = max(1, most // weight.shape[1])
+        for begin in range(0, len(outputs), num):
+            piece = weight[begin : begin + num]
+            first = outputs.start + begin
+            piece.add_(self.direction[first : first + len(piece)], alpha=self.factor)
 
 
 @dataclass
@@ -128,7 +154,7 @@ class CodedTable(CodedLayer, nn.Embedding):
         tokens = input.reshape(-1)
         along = None
         if self.beside is not None:
-            along = self.beside.direction.index_select(0, tokens), self.beside.factor
+            along = self.beside.direction[tokens], self.beside.factor
         return table_rows(coded, tokens, along).view(*input.shape, -1)
 
 
@@ -180,31 +206,18 @@ class CodedLinear(CodedLayer, nn.Linear):
             return self._by_tiles(input, coded)
         weight = coded.values(coded.scales.dtype)
         if self.beside is not None:
-            direction, factor, rows = self.beside
-            if rows is None:
-                weight.add_(direction, alpha=factor)
-            else:
-                weight[rows] = weight[rows].add_(direction[rows], alpha=factor)
+            self.beside.add_to(weight, range(len(weight)))
         return nn.functional.linear(input, weight, self.bias)
 
     def _by_tiles(self, inputs: Tensor, coded: Coded) -> Tensor:
         """Return the output, made for some outputs after the other of weights that are forgotten again."""
         outputs, width = coded.shape
         at_once = outputs_at_once(outputs, width)
-        ends = [*range(0, outputs, at_once), outputs]
-        moved = None if self.beside is None else self.beside.rows
-        # Which rows of a sparse direction are of which tile.
-        places = None if moved is None else torch.searchsorted(moved, moved.new_tensor(ends)).tolist()
         made: Tensor | None = None
-        for number, (begin, end) in enumerate(pairwise(ends)):
+        for begin, end in pairwise([*range(0, outputs, at_once), outputs]):
             weight = coded.values(coded.scales.dtype, slice(begin, end))
             if self.beside is not None:
-                direction, factor, _ = self.beside
-                if moved is None or places is None:
-                    weight.add_(direction[begin:end], alpha=factor)
-                else:
-                    rows = moved[places[number] : places[number + 1]]
-                    weight[rows - begin] = weight[rows - begin].add_(direction[rows], alpha=factor)
+                self.beside.add_to(weight, range(begin, end))
             bias = None if self.bias is None else self.bias[begin:end]
             part = nn.functional.linear(inputs, weight, bias)
             del weight  # before the next one is made
@@ -286,32 +299,26 @@ class _DirectionProduct:
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, beside: Beside) -> None:
-        direction, factor, rows = beside
-        self._num_outputs = len(direction)
-        self._codes, self._scales, self._moved = codes, scales * factor, rows
-        self._direction = direction if rows is None else direction.index_select(0, rows)
-        if codes.dtype != torch.int8:
-            self._direction = self._direction.to(codes.dtype)  # exact: codes of 5 bits at most
+        rows = beside.rows
+        self._codes, self._scales, self._beside = codes, scales * beside.factor, beside
         # That of a few rows is made at once. Zeros fill their number up: oneDNN compiles a kernel for every number that it meets.
-        num = 0 if rows is None else rows.numel()
         self._product: Tensor | None = None
-        if num:
-            filled = nn.functional.pad(self._direction, (0, 0, 0, -num % FILLED_ROWS))
+        if rows is not None and (num := rows.numel()):
+            filled = nn.functional.pad(self._factors(rows), (0, 0, 0, -num % FILLED_ROWS))
             self._product = byte_product(codes, filled, self._scales)[:, :num]
+
+    def _factors(self, rows: Rows) -> Tensor:
+        """Return some rows of the direction in the format of the inputs, which holds its codes: those of 5 bits at most in e4m3."""
+        return self._beside.direction[rows].to(self._codes.dtype)
 
     def add_to(self, sums: Tensor, rows: slice, columns: slice) -> None:
         """Add it to some rows and columns of the output."""
-        if self._moved is None:
+        moved, places = self._beside.within(range(columns.start, columns.stop))
+        if moved is None:
             scales = self._scales[rows] if len(self._scales) > 1 else self._scales
-            sums += byte_product(self._codes[rows], self._direction[columns], scales)
+            sums += byte_product(self._codes[rows], self._factors(columns), scales)
         elif self._product is not None:
-            moved, product = self._moved, self._product[rows]
-            if columns != slice(
-                0, self._num_outputs
-            ):  # of one tile alone nothing is asked, which would wait for a GPU
-                first, last = torch.searchsorted(moved, torch.tensor([columns.start, columns.stop])).tolist()
-                moved, product = moved[first:last] - columns.start, product[:, first:last]
-            sums.index_add_(1, moved, product)
+            sums.index_add_(1, moved, self._product[rows, places])
 
 
 def _tiles(num_rows: int, num_columns: int, device: str, most_columns: int) -> Iterator[tuple[slice, slice]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from executors.device_scalars import DeviceScalar
 from executors.low_bits.coded import Chances, Coded, Moved
 from executors.low_bits.grids import Integers
+from executors.low_bits.packed import Codes
 
 _SHARED_ELEMENTS = 1 << 22
 """Elements that share passes, which bounds their temporaries."""
@@ -22,14 +23,14 @@ class Move(NamedTuple):
     Attributes
     ----------
     coded : Coded
-    direction : torch.Tensor
-        int8, in the shape of the weight.
+    direction : torch.Tensor or PackedCodes
+        In the shape of the weight; a tensor is int8.
     chances : callable
         As of :meth:`executors.low_bits.coded.Coded.move`.
     """
 
     coded: Coded
-    direction: Tensor
+    direction: Codes
     chances: Chances
 
 
@@ -73,7 +74,7 @@ def _move(moves: Sequence[Move], by: float | Tensor, decay: float, counted: Move
     for move, own, unit in zip(moves, change.split(sizes), of_scales, strict=True):
         scales = move.coded.scales
         grouped = (move.coded.shape[0], -1, move.coded.group_elements)
-        torch.mul(move.direction.view(grouped), unit.view(scales.shape)[..., None], out=own.view(grouped))
+        torch.mul(move.direction[:].view(grouped), unit.view(scales.shape)[..., None], out=own.view(grouped))
     if decay:
         change.add_(levels * decay)
     chance = torch.cat([move.chances(0, numel).view(-1) for move, numel in zip(moves, sizes, strict=True)])

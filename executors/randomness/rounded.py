@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 from costmodel.distributions import Distribution
 from costmodel.roundings import RoundedDirection
 from executors.low_bits.grids import Integers
+from executors.low_bits.packed import Codes
 from executors.randomness.counter import CounterDraws, CounterKey
 from executors.randomness.directions import (
     WORD_BITS,
@@ -141,7 +142,7 @@ class MovedRows:
         self._sparsity = sparsity
         self._num_rows = {parameter: shapes[parameter][0] for parameter in coded} if sparsity else {}
         self._chances = Chances([shape.numel() for shape in shapes], device)
-        self._last: dict[int, tuple[CounterKey, Tensor]] = {}
+        self._last: dict[int, tuple[CounterKey, Tensor, Tensor]] = {}
 
     def of(self, parameter: int, key: CounterKey) -> Tensor | None:
         """Return the ascending numbers of such rows; None for all."""
@@ -150,15 +151,21 @@ class MovedRows:
         if (last := self._last.get(parameter)) is not None and last[0] == key:
             return last[1]
         chances = self._chances.between(0, self._num_rows[parameter], parameter, key)
-        rows = (chances >= self._sparsity).nonzero().view(-1)
-        self._last[parameter] = key, rows
+        # How many they are has to be waited for; so the host learns which, and tells the device.
+        on_host = (chances >= self._sparsity).cpu().nonzero().view(-1)
+        rows = on_host.to(chances.device, non_blocking=True)
+        self._last[parameter] = key, rows, on_host
         return rows
+
+    def on_host(self, parameter: int, key: CounterKey) -> Tensor | None:
+        """Return the same on the host."""
+        return None if self.of(parameter, key) is None else self._last[parameter][2]
 
 
 class _Block(NamedTuple):
     """Part of a direction that has a generator of its own, and the seeds of its numbers and of their rounding, if there is any."""
 
-    piece: Tensor
+    piece: Codes
     seed: int
     chance_seed: int | None
 
@@ -208,9 +215,9 @@ class RoundedDraws:
         return scaled if self._direction.distribution.is_sign else self._grid.at_random(scaled, chances())
 
     def fill_counted(
-        self, views: Sequence[Tensor], parameters: Sequence[int], key: CounterKey, keys: DrawKeys
+        self, views: Sequence[Codes], parameters: Sequence[int], key: CounterKey, keys: DrawKeys
     ) -> None:
-        """Fill flat int8 `views` with whole parameters' directions of the ``counter`` discipline."""
+        """Fill flat `views`, int8 or packed, with whole parameters' directions of the ``counter`` discipline."""
         jobs: list[Callable[[Generator], None]] = []
         blocks: list[_Block] = []
         is_sign, is_whole = isinstance(self._direction, Rademacher), True
@@ -260,16 +267,23 @@ class RoundedDraws:
             if block.chance_seed is not None:
                 _UNIFORM.fill(chance, generator.manual_seed(block.chance_seed))
         levels = self._levels(numbers, lambda: chances)
-        torch._foreach_copy_([block.piece for block in blocks], list(levels.split(sizes)))
+        if tensors := [block.piece for block in blocks if isinstance(block.piece, Tensor)]:
+            torch._foreach_copy_(tensors, list(levels.split(sizes)))
+            return
+        for block, own in zip(blocks, levels.split(sizes), strict=True):
+            block.piece[:] = own
 
-    def _fill_signs(self, piece: Tensor, seed: int, generator: Generator) -> None:
+    def _fill_signs(self, piece: Codes, seed: int, generator: Generator) -> None:
         """Fill a block with signs on a CPU, whose generator goes on from part to part, in parts that stay in cache."""
         generator.manual_seed(seed)
-        whole = piece.numel() // WORD_BITS * WORD_BITS if piece.storage_offset() % _EIGHT == 0 else 0
-        for part in piece[:whole].split(_SIGNS_AT_ONCE) if whole else ():
-            self._sign_codes(sign_words(part.numel(), generator), out=part.view(torch.int64))
-        for part in piece[whole:].split(_ALONE_SIGNS):
-            part.copy_(self._sign_codes(sign_words(part.numel(), generator))[: part.numel()])
+        whole = 0
+        if isinstance(piece, Tensor) and piece.storage_offset() % _EIGHT == 0:
+            whole = piece.numel() // WORD_BITS * WORD_BITS
+            for part in piece[:whole].split(_SIGNS_AT_ONCE) if whole else ():
+                self._sign_codes(sign_words(part.numel(), generator), out=part.view(torch.int64))
+        for begin in range(whole, piece.numel(), _ALONE_SIGNS):
+            end = min(begin + _ALONE_SIGNS, piece.numel())
+            piece[begin:end] = self._sign_codes(sign_words(end - begin, generator))[: end - begin]
 
     def _sign_codes(self, words: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the codes of the signs that :class:`Rademacher` makes of random numbers on a CPU.
@@ -283,7 +297,7 @@ class RoundedDraws:
 
     def _fill_rows(
         self,
-        view: Tensor,
+        view: Codes,
         rows: Tensor,
         parameter: int,
         key: CounterKey,
@@ -292,7 +306,7 @@ class RoundedDraws:
     ) -> None:
         """Fill a matrix that is 0 but in some rows, for which alone numbers are drawn."""
         view.zero_()
-        matrix = view.view(self._shapes[parameter])
+        matrix = view.view(*self._shapes[parameter])
         # Of a token table the numbers of all rows that move would be larger than its codes.
         for some in rows.split(max(1, _ROW_ELEMENTS_AT_ONCE // matrix.shape[1])):
             matrix[some] = self._rows_of(some, parameter, key, keys)
@@ -311,16 +325,18 @@ class RoundedDraws:
     def fill_walked(
         self,
         walk: Walk,
-        views: Sequence[Tensor],
+        views: Sequence[Codes],
         parameters: Sequence[int],
         source: Generator | Sequence[Tensor],
         keys: DrawKeys,
     ) -> list[Tensor]:
-        """Fill flat int8 `views` as a walk goes, from a generator or again from its states; return the states at the marks."""
+        """Fill flat `views`, int8 or packed, as a walk goes, from a generator or again from its states; return the states at the marks."""
 
         def take(tensor: int, begin: int, numbers: Tensor) -> None:
-            piece = views[tensor][begin : begin + numbers.numel()]
-            self._round(piece, numbers, parameters[tensor], begin, keys.rounding)
+            end = begin + numbers.numel()
+            views[tensor][begin:end] = self._levels(
+                numbers, lambda: self._chances.between(begin, end, parameters[tensor], keys.rounding)
+            )
 
         like = torch.empty(0, dtype=torch.float32, device=self._device)
         states: list[Tensor] = []
@@ -330,7 +346,7 @@ class RoundedDraws:
             walk.feed_again(take, like, source)
         for view, parameter in zip(views, parameters, strict=True):
             if (rows := self.moved.of(parameter, keys.rows)) is not None:
-                matrix = view.view(self._shapes[parameter])
+                matrix = view.view(*self._shapes[parameter])
                 kept = matrix[rows]
                 matrix.zero_()[rows] = kept
         return states
@@ -345,7 +361,3 @@ class RoundedDraws:
     def _coded_rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: DrawKeys) -> Tensor:
         width = numbers.shape[1]
         return self.codes(numbers, lambda: self._chances.rows(rows, width, parameter, keys.rounding))
-
-    def _round(self, piece: Tensor, numbers: Tensor, parameter: int, begin: int, key: CounterKey) -> None:
-        end = begin + numbers.numel()
-        piece.copy_(self._levels(numbers, lambda: self._chances.between(begin, end, parameter, key)))

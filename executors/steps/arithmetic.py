@@ -18,11 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from math import frexp
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from executors.device_scalars import DeviceScalar
+from executors.low_bits.packed import Codes
 
 PIECE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Elements of all temporaries of a sweep together. On a CPU these stay in a shared cache, and each operation is long
@@ -30,6 +32,9 @@ against what it takes to call it and to gather torch's threads for it; on a GPU 
 
 _LAUNCHED_ALONE_ELEMENTS = 1 << 22
 """Elements of which an accelerator's pass takes longer than to launch it: smaller tensors share kernels."""
+
+
+_Given = TypeVar("_Given")
 
 
 class Sweeper:
@@ -50,15 +55,14 @@ class Sweeper:
         """Memory that is kept for temporaries."""
         return sum(kept.numel() * kept.element_size() for kept in self._scratch.values())
 
-    def perturb(
-        self, theta: Tensor, z: Tensor, scale: int, epsilon: float, out: Tensor | None = None
-    ) -> None:
+    def perturb(self, theta: Tensor, z: Codes, scale: int, epsilon: float, out: Tensor | None = None) -> None:
         """Write ``θ + (s·z)·ε``.
 
         Parameters
         ----------
         theta, z : torch.Tensor
-            One-dimensional, of one length and format, or `z` the codes of a rounded direction, whose unit is in `epsilon`.
+            One-dimensional, of one length and format, or `z` the codes of a rounded direction, packed or not, whose unit is in
+            `epsilon`.
         scale : int
             ``s``, a power of two with either sign.
         epsilon : float
@@ -91,7 +95,7 @@ class Sweeper:
     def update(
         self,
         theta: Tensor,
-        z: Tensor,
+        z: Codes,
         *,
         gradient: float | DeviceScalar,
         learning_rate: float,
@@ -103,7 +107,7 @@ class Sweeper:
         Parameters
         ----------
         theta, z : torch.Tensor
-            One-dimensional, of one length and format.
+            One-dimensional, of one length and format, or `z` the codes of a rounded direction.
         gradient : float or DeviceScalar
         learning_rate : float
         weight_decay : float or None
@@ -152,7 +156,7 @@ class Sweeper:
     def perturb_several(
         self,
         thetas: Sequence[Tensor],
-        zs: Sequence[Tensor],
+        zs: Sequence[Codes],
         scale: int,
         epsilon: float,
         outs: Sequence[Tensor] | None = None,
@@ -162,7 +166,7 @@ class Sweeper:
         with torch.no_grad():
             for places in _batches(thetas):
                 lefts = [(thetas if outs is None else outs)[place] for place in places]
-                here, along = _chosen(places, thetas, zs)
+                here, along = _chosen(places, thetas), _chosen(places, zs)
                 if len(places) == 1:
                     self.perturb(here[0], along[0], scale, epsilon, lefts[0])
                     continue
@@ -173,7 +177,7 @@ class Sweeper:
     def update_several(
         self,
         thetas: Sequence[Tensor],
-        zs: Sequence[Tensor],
+        zs: Sequence[Codes],
         *,
         gradients: Sequence[float | DeviceScalar],
         learning_rate: float,
@@ -185,7 +189,7 @@ class Sweeper:
         Parameters
         ----------
         thetas, zs : sequence of torch.Tensor
-            One-dimensional; `thetas` of one format, `zs` of that one or of whole numbers of a byte.
+            One-dimensional; `thetas` of one format, `zs` of that one, of whole numbers of a byte, or packed.
         gradients : sequence of float or DeviceScalar
             By tensor.
         learning_rate : float
@@ -212,7 +216,7 @@ class Sweeper:
                     continue
                 # Those of one projected gradient become neighbours.
                 places = sorted(chosen, key=lambda place: id(gradients[place]))
-                here, along = _chosen(places, thetas, zs)
+                here, along = _chosen(places, thetas), _chosen(places, zs)
                 flat, products = _products(along, dtype, [factors[id(gradients[place])] for place in places])
                 parts = [number for number, place in enumerate(places) if weight_decay and decaying[place]]
                 if parts and weight_decay:
@@ -276,21 +280,21 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
         yield shared
 
 
-def _chosen(places: Sequence[int], *lists: Sequence[Tensor]) -> list[list[Tensor]]:
-    return [[tensors[place] for place in places] for tensors in lists]
+def _chosen(places: Sequence[int], given: Sequence[_Given]) -> list[_Given]:
+    return [given[place] for place in places]
 
 
 def _products(
-    zs: Sequence[Tensor], dtype: torch.dtype, factors: Sequence[float | Tensor]
+    zs: Sequence[Codes], dtype: torch.dtype, factors: Sequence[float | Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Return ``z`` times its factor of several tensors, rounded once, side by side; and each of them.
 
     Whole numbers of a byte are numbers of any format, so that it does not matter that they become these first.
     """
     sizes = [z.numel() for z in zs]
-    flat = zs[0].new_empty(sum(sizes), dtype=dtype)
+    flat = torch.empty(sum(sizes), dtype=dtype, device=zs[0].device)
     products, begin = list(flat.split(sizes)), 0
-    torch._foreach_copy_(products, list(zs))
+    torch._foreach_copy_(products, [z[:] for z in zs])
     for _, group in groupby(range(len(zs)), key=lambda number: id(factors[number])):
         numbers = list(group)
         end = begin + sum(sizes[number] for number in numbers)
@@ -303,7 +307,7 @@ def gathered_several(thetas: Sequence[Tensor], zs: Sequence[Tensor], step: float
     """Return copies of tensors after a perturbation by `step` times their directions; on an accelerator in few kernels."""
     copies = list(thetas)
     for places in _batches(thetas):
-        here, along = _chosen(places, thetas, zs)
+        here, along = _chosen(places, thetas), _chosen(places, zs)
         if len(places) == 1:
             copies[places[0]] = gathered(here[0], along[0], (1,), step)
             continue

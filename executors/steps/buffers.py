@@ -19,6 +19,7 @@ from costmodel.formats import FORMATS
 from costmodel.low_bits import CodedMatrix, Coding
 from executors.formats import TORCH_DTYPES, format_of
 from executors.low_bits.coded import Coded, shapes_of
+from executors.low_bits.packed import Codes, PackedCodes, packed_shape_bytes
 from executors.models.engine import ForwardEngine
 from executors.models.parameters import Held, NamedTensor
 from topology.errors import ProgramError
@@ -111,12 +112,20 @@ class PlacedPart:
     part : Part
     held : tuple of torch.Tensor or Coded
         What each parameter is.
+    packed : tuple of PackedCodes
+        Of a direction of which several codes share a byte, those of each parameter, in place of `views` and `held`.
     """
 
     flat: Tensor
     views: tuple[Tensor, ...]
     part: Part
     held: tuple[Held, ...]
+    packed: tuple[PackedCodes, ...] = ()
+
+    @property
+    def codes(self) -> tuple[Codes, ...]:
+        """Of a direction of codes, those of each parameter."""
+        return self.packed or self.views
 
 
 class BufferStore:
@@ -166,10 +175,8 @@ class BufferStore:
     def allocate(self, name: str) -> None:
         """Give a buffer its memory."""
         buffer = self._program.buffer(name)
-        dtype = TORCH_DTYPES[buffer.dtype]
-        self._flat[name] = self._allocate(
-            buffer, FORMATS[buffer.dtype].num_elements(buffer.size_bytes), dtype
-        )
+        dtype = TORCH_DTYPES.get(buffer.dtype, torch.uint8)  # of narrower elements than a byte, bytes
+        self._flat[name] = self._allocate(buffer, buffer.size_bytes // dtype.itemsize, dtype)
         for key, size in self.arena_bytes().items():
             self.peak_bytes[key] = max(size, self.peak_bytes.get(key, 0))
 
@@ -230,6 +237,8 @@ class BufferStore:
                 return _placed_codes(memory[access.offset_bytes : access.end_bytes], part, self._coding)
             dtype = self._coding.dtype
             memory = memory.view(TORCH_DTYPES[dtype])
+        if dtype not in TORCH_DTYPES:
+            return _placed_packed(memory[access.offset_bytes : access.end_bytes], part, FORMATS[dtype].bits)
         begin = FORMATS[dtype].num_elements(access.offset_bytes)
         *starts, end = part.offsets(dtype)
         flat = memory[begin : begin + end]
@@ -288,7 +297,8 @@ class BufferStore:
     def _check_size(self, where: str, access: Access) -> None:
         part = self.part(access)
         buffer = self._program.buffer(access.buffer)
-        wanted = part.size_bytes(buffer.dtype) if buffer.dtype in TORCH_DTYPES else -1
+        is_held = buffer.dtype in TORCH_DTYPES or not self.is_weights(access)
+        wanted = part.size_bytes(buffer.dtype) if is_held else -1
         if buffer.dtype == CODED and self._coding is not None:
             wanted = part.packed_bytes(self._coding)
         if self.is_weights(access):
@@ -343,6 +353,16 @@ def _placed_codes(memory: Tensor, part: Part, coding: Coding) -> PlacedPart:
             held.append(Coded.of_tensors(how, tensor.shape, pieces))
     views = tuple(one.codes if isinstance(one, Coded) else one for one in held)
     return PlacedPart(memory, views, part, tuple(held))
+
+
+def _placed_packed(memory: Tensor, part: Part, bits: int) -> PlacedPart:
+    """Return a direction of which several codes share a byte, every tensor's aligned."""
+    packed, begin = [], 0
+    for tensor in part.tensors:
+        end = begin + packed_shape_bytes(tensor.shape, bits)
+        packed.append(PackedCodes(memory[begin:end], tensor.shape, bits))
+        begin = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return PlacedPart(memory, (), part, (), tuple(packed))
 
 
 def _parts_of(engine: ForwardEngine) -> dict[GroupWeights | FrozenWeights, Part]:

@@ -41,7 +41,7 @@ from costmodel.distributions import (
     SHARED_DRAW_ELEMENTS,
 )
 from costmodel.formats import FORMATS, DType
-from costmodel.low_bits import moved_rows_bytes, num_elements
+from costmodel.low_bits import moved_rows_bytes, num_elements, packing_work
 from costmodel.model_spec import EMBED, ParameterGroup
 from costmodel.sweeps import draw_work
 from costmodel.work import Matmul, Work
@@ -100,7 +100,7 @@ class Directions(AxisWriter):
     @cached_property
     def _rows_bytes(self) -> int:
         rank = self._rank
-        return FORMATS[rank.direction_format].bytes(rank.num_tokens * rank.model.embed_dim)
+        return FORMATS[rank.row_format].bytes(rank.num_tokens * rank.model.embed_dim)
 
     def fresh_offset(self, segment: str) -> int:
         """Return where the next direction goes: alternate halves for blocks that are drawn ahead."""
@@ -200,7 +200,7 @@ class Directions(AxisWriter):
             yield Buffer(_DIRECTIONS, Space.DEVICE, size, "directions", dtype)
             if any(rank.gathers(group, EMBED) for group in rank.groups):
                 rows = self._rows_bytes * len(queries)
-                yield Buffer(_ROWS, Space.DEVICE, rows, "directions", dtype)
+                yield Buffer(_ROWS, Space.DEVICE, rows, "directions", rank.row_format)
         if size := self._moved_rows_bytes:
             yield Buffer("moved_rows", Space.DEVICE, size, "directions", "int64", dynamic=True)
         if size := self._passing_factor_bytes:
@@ -269,7 +269,8 @@ class Directions(AxisWriter):
             segment,
             reads if keep != "rows" else (*reads, self._rank.batch()),
             (target, *writes),
-            self._work(group, keep, is_again=not writes, is_scaled=is_scaled(target.what)),
+            self._work(group, keep, is_again=not writes, is_scaled=is_scaled(target.what))
+            + packing_work(self._num_moved(group) if keep == "all" else 0, self._rank.direction_format),
         )
         self._remember(target)
         return target
@@ -289,7 +290,7 @@ class Directions(AxisWriter):
         distribution = self._rank.distribution
         smallest = self._plan.estimator.epsilon * distribution.smallest
         is_plain = self._plan.rounding is None and not distribution.is_sign
-        return is_plain and smallest >= FORMATS[self._rank.direction_format].smallest_normal
+        return is_plain and smallest >= FORMATS[self._rank.row_format].smallest_normal
 
     def _operation(
         self,
@@ -378,12 +379,9 @@ class Directions(AxisWriter):
         """Return the work of a ``counter`` draw, each of whose blocks has a generator of its own."""
         distribution, total = self._rank.distribution, group.num_trainable
         length = distribution.counter_elements
-        num_kernels, made, skipped = group.num_trainable_tensors, total, 0
+        num_kernels, skipped = group.num_trainable_tensors, 0
         num_blocks = float(-(-total // length) + num_kernels - 1)
-        rounded, coding = self._plan.rounding, self._plan.coding
-        if rounded is not None and coding is not None:
-            # Rows that a sparse direction leaves alone are not drawn.
-            made = total - round(rounded.sparsity * num_elements(coding.tuned(group)))
+        made = self._num_moved(group)
         if keep == "rows":
             num_kernels, num_blocks, made, skipped = self._counted_rows(total, length)
         return draw_work(
@@ -397,6 +395,13 @@ class Directions(AxisWriter):
             is_scaled=is_scaled,
             num_seeds=round(num_blocks),
         )
+
+    def _num_moved(self, group: ParameterGroup) -> int:
+        """Return the elements of a direction but for those in rows that a sparse one leaves alone, which are not drawn."""
+        rounded, coding = self._plan.rounding, self._plan.coding
+        if rounded is None or coding is None:
+            return group.num_trainable
+        return group.num_trainable - round(rounded.sparsity * num_elements(coding.tuned(group)))
 
     def products(self, group: ParameterGroup) -> tuple[Matmul, ...]:
         """Return the products of factors that the matrices of a direction are."""

@@ -292,6 +292,7 @@ class Forwards(AxisWriter):
                 moved_share=1 - low_bits.sparsity,
                 kept_bytes=self._rank.hidden_bytes(segment),
                 is_outer=is_edge(segment),
+                direction_format=self._rank.direction_format if is_moved else "int8",
             )
         if segment == EMBED and plan.coding.parts == "all":
             model, num_tokens = plan.model, self._rank.num_tokens

@@ -173,7 +173,12 @@ class Rank:
 
     @property
     def direction_format(self) -> str:
-        """Format that directions are kept in: that of the weights that they are added to, or a byte for a code."""
+        """Format that directions are kept in: that of the weights that they are added to, or of codes."""
+        return self.plan.weights.dtype if self.plan.rounding is None else self.plan.rounding.kept_format
+
+    @property
+    def row_format(self) -> str:
+        """Format that rows of directions are kept in, and that codes are added in: a byte each."""
         return self.plan.weights.dtype if self.plan.rounding is None else "int8"
 
     @property

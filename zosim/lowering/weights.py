@@ -35,7 +35,7 @@ from itertools import cycle
 from typing import NamedTuple
 
 from costmodel.formats import FORMATS
-from costmodel.low_bits import coded_update_work, num_elements
+from costmodel.low_bits import coded_update_work, num_elements, packing_work
 from costmodel.model_spec import ParameterGroup
 from costmodel.sweeps import closing_work, perturb_work, update_work
 from costmodel.work import Work
@@ -170,9 +170,10 @@ class Points(AxisWriter):
             perturb_work(
                 group.num_trainable,
                 dtype=self._plan.weights.dtype,
-                direction_dtype=self._rank.direction_format,
+                direction_dtype=self._rank.row_format,
                 arithmetic="fused" if is_fused else "pieces",
-            ),
+            )
+            + self._taking_out(group.num_trainable),
         )
 
     @property
@@ -319,7 +320,7 @@ class Points(AxisWriter):
         plain = update_work(
             group.num_trainable - num_elements(tuned),
             dtype=self._plan.weights.dtype,
-            direction_dtype=self._rank.direction_format,
+            direction_dtype=self._rank.row_format,
             num_tensors=group.num_trainable_tensors,
             arithmetic="fused" if self._is_sign else "pieces",
             is_watched=self._plan.loses_updates,
@@ -327,12 +328,23 @@ class Points(AxisWriter):
         if self._rank.adds_factors:  # products are made in pieces that stay in cache
             products = self._directions.products(group)
             plain += Work(dtype=plain.dtype, matmuls=products, num_kernels=len(products))
+        plain += self._taking_out(group.num_trainable - num_elements(tuned))
         if not tuned:
             return plain
         # Of linear layers all, or of adapters.
         linears, how = [one for one, _ in tuned], tuned[0][1]
         total = num_elements(tuned)
         if is_added:  # a direction of a byte an element, and the sum so far
-            return plain + Work(dtype=plain.dtype, sweep_bytes=9 * total, num_kernels=len(linears))
-        coded = coded_update_work(linears, how, 1 - self._plan.low_bits.sparsity)
+            whole = packing_work(
+                total, self._rank.direction_format, at_once=max(rows * columns for rows, columns in linears)
+            )
+            return plain + Work(dtype=plain.dtype, sweep_bytes=9 * total, num_kernels=len(linears)) + whole
+        coded = coded_update_work(
+            linears, how, 1 - self._plan.low_bits.sparsity, direction_format=self._rank.direction_format
+        )
         return plain + coded.model_copy(update={"dtype": plain.dtype})
+
+    def _taking_out(self, num_elements: int) -> Work:
+        """Return the work of taking codes of a direction out of bytes that they share, as many as a sweep's temporaries at a time."""
+        at_once = min(num_elements, SCRATCH_ELEMENTS)
+        return packing_work(num_elements, self._rank.direction_format, at_once=at_once)

@@ -13,6 +13,7 @@ from torch import Tensor
 from costmodel.roundings import RoundedDirection
 from executors.models.engine import ForwardEngine
 from executors.models.parameters import bind
+from executors.randomness.counter import CounterKey
 from executors.randomness.rounded import MovedRows, RoundedDraws, rounding_key
 from executors.ranks.messages import Packed
 from executors.steps.buffers import BufferStore, PlacedPart
@@ -105,8 +106,14 @@ class Context:
 
     def moved_rows(self, group: str, parameter: int, frame: StepFrame, query: int) -> Tensor | None:
         """Return the rows of a parameter that a step's direction moves; None for all."""
-        key = rounding_key(frame.seeds[query], frame.step, query, "rows")
-        return self.draws_of(self.codes_drawn[group]).moved.of(parameter, key)
+        return self._moved(group).of(parameter, _rows_key(frame, query))
+
+    def moved_rows_on_host(self, group: str, parameter: int, frame: StepFrame, query: int) -> Tensor | None:
+        """Return the same on the host."""
+        return self._moved(group).on_host(parameter, _rows_key(frame, query))
+
+    def _moved(self, group: str) -> MovedRows:
+        return self.draws_of(self.codes_drawn[group]).moved
 
     def draws_of(self, rounding: RoundedDirection) -> RoundedDraws:
         """Return what draws directions as codes."""
@@ -133,3 +140,7 @@ class Context:
                 del self._bound[placed.part.what]
                 for tensor in placed.part.tensors:
                     tensor.hold(tensor.values.new_empty(0))
+
+
+def _rows_key(frame: StepFrame, query: int) -> CounterKey:
+    return rounding_key(frame.seeds[query], frame.step, query, "rows")

@@ -12,6 +12,7 @@ from torch import Generator, Tensor
 
 from costmodel.distributions import DISTRIBUTIONS, NUM_RNG_MARKS, SHARED_DRAW_ELEMENTS
 from executors.formats import TORCH_DTYPES
+from executors.low_bits.packed import Codes
 from executors.randomness.counter import CounterDraws, CounterKey
 from executors.randomness.directions import Direction, direction_named
 from executors.randomness.low_rank import (
@@ -87,7 +88,7 @@ class Draws:
                 self._counter.fill_rows(kept, self._context.rows_on_host, indices[0], key, direction)
                 self._store.values[place_of(wanted[0])] = kept
                 return
-            views = self._flat_views(wanted[0])
+            views = [view.view(-1) for view in self._store.placed(wanted[0]).views]
             self._scaling(wanted[0], partial(self._counter.fill_parameters, views, indices, key, direction))
 
         return draw
@@ -110,7 +111,7 @@ class Draws:
                 self._counter.fill_rows(numbers, self._context.rows_on_host, indices[0], key, direction)
                 self._store.values[place_of(wanted[0])] = draws.rows(numbers, rows, indices[0], keys)
                 return
-            draws.fill_counted(self._flat_views(wanted[0]), indices, key, keys)
+            draws.fill_counted(self._flat_codes(wanted[0]), indices, key, keys)
 
         return draw
 
@@ -200,7 +201,7 @@ class Draws:
         )
 
         def fill(frame: StepFrame, source: Generator | list[Tensor]) -> list[Tensor]:
-            views = self._flat_views(wanted[0])
+            views = self._flat_codes(wanted[0])
             return draws.fill_walked(walk, views, indices, source, _draw_keys(frame, op))
 
         return fill
@@ -339,8 +340,8 @@ class Draws:
 
         return views
 
-    def _flat_views(self, target: Access) -> list[Tensor]:
-        return [view.view(-1) for view in self._store.placed(target).views]
+    def _flat_codes(self, target: Access) -> list[Codes]:
+        return [codes.view(-1) for codes in self._store.placed(target).codes]
 
     def _scaling(self, target: Access, fill: Callable[[float | None], _Filled]) -> _Filled:
         """Call `fill` with what multiplies every number, or None: of a group on an accelerator one kernel multiplies all."""

@@ -179,9 +179,9 @@ class Forwards:
                 queries = [point.query if point.is_perturbed else first for point in op.together]
                 accesses = [factors_of[group, query] for query in queries]
                 if isinstance(accesses[0].what, Direction):
-                    views = [store.placed(access).views for access in accesses]
+                    views = [store.placed(access).codes for access in accesses]
                     for number, tensor in enumerate(store.trainable(group).tensors):
-                        along = [of_point[number] for of_point in views]
+                        along = [of_point[number][:] for of_point in views]
                         paths[tensor.parameter] = engine.path_of_left(tensor.parameter, along, scales)
                     continue
                 of_points = [values[place_of(access)] for access in accesses]
@@ -306,7 +306,7 @@ class _GatheredTable:
 def _direction_rows(context: Context, direction: Access, wanted: Tensor) -> Tensor:
     """Return rows of a direction: those that were drawn, or out of the whole where it is kept."""
     if isinstance(direction.what, Direction):
-        return context.store.placed(direction).views[0].index_select(0, wanted)
+        return context.store.placed(direction).codes[0][wanted]
     drawn: Tensor = context.backend.borrow(context.store.values[place_of(direction)])
     return drawn
 
@@ -330,15 +330,16 @@ class _ForwardBeside:
         group, query = theta.part.what.group, self.point.query
         rounding = self.context.codes_drawn[group]
         step = self.point.sign * self.context.hyperparameters.epsilon
-        pairs = list(zip(theta.part.tensors, theta.held, z.views, strict=True))
+        pairs = list(zip(theta.part.tensors, theta.held, z.codes, strict=True))
         for tensor, held, along in pairs:
             if isinstance(held, Coded):
                 assert tensor.layer is not None
-                rows = self.context.moved_rows(group, tensor.index, frame, query)
-                tensor.layer.beside = Beside(along, step * rounding.unit, rows)
+                of = group, tensor.index, frame, query
+                rows, on_host = self.context.moved_rows(*of), self.context.moved_rows_on_host(*of)
+                tensor.layer.beside = Beside(along, step * rounding.unit, rows, on_host)
         numbers = [(tensor, held, along) for tensor, held, along in pairs if not isinstance(held, Coded)]
         moved = gathered_several(
-            [held for _, held, _ in numbers], [along for *_, along in numbers], step / rounding.scale
+            [held for _, held, _ in numbers], [along[:] for *_, along in numbers], step / rounding.scale
         )
         for (tensor, _, _), own in zip(numbers, moved, strict=True):
             tensor.hold(own)

@@ -10,6 +10,7 @@ from costmodel.distributions import DISTRIBUTIONS
 from costmodel.formats import FORMATS
 from executors.low_bits.coded import Coded, Moved
 from executors.low_bits.moving import Move, move_together, shares_passes
+from executors.low_bits.packed import Codes
 from executors.models.parameters import NamedTensor
 from executors.randomness.low_rank import divisor_of, is_matrix, product_tiles
 from executors.randomness.rounded import Chances, rounding_key
@@ -84,9 +85,9 @@ class Sweeps:
         """Return what perturbs a group by a direction of codes, one tensor after the other."""
 
         def perturb(_frame: StepFrame) -> None:
-            thetas, outs, zs = (
-                [view.view(-1) for view in self._context.store.placed(access).views] for access in accesses
-            )
+            read, left, direction = map(self._context.store.placed, accesses)
+            thetas, outs = ([view.view(-1) for view in placed.views] for placed in (read, left))
+            zs = [codes.view(-1) for codes in direction.codes]
             self.sweeper.perturb_several(thetas, zs, op.scale, epsilon, outs)
 
         return perturb
@@ -224,15 +225,17 @@ class Sweeps:
             key = rounding_key(source.seeds[op.query], source.step, op.query, "update")
             summed = iter(values.pop(before) if before is not None else ())
             kept: list[Tensor] = []
-            numbers: list[tuple[Tensor, Tensor, bool]] = []
+            numbers: list[tuple[Tensor, Codes, bool]] = []
             together: dict[float, list[Move]] = {}
-            for tensor, held, along in zip(theta.part.tensors, theta.held, z.views, strict=True):
+            for tensor, held, along in zip(theta.part.tensors, theta.held, z.codes, strict=True):
                 decay = codes_decay if tensor.decays else 0.0
                 if isinstance(held, Coded) and (before is not None or after is not None):
                     # Of the host, as what a sum adds is multiplied by: it may have to wait for it.
                     factor = float(rate * gradient * rounding.unit)
                     total = next(summed, None)
-                    total = along.float().mul_(factor) if total is None else total.add_(along, alpha=factor)
+                    total = (
+                        along[:].float().mul_(factor) if total is None else total.add_(along[:], alpha=factor)
+                    )
                     if after is not None:
                         kept.append(total)
                         continue

@@ -1,0 +1,169 @@
+"""Codes of directions of which several share a byte: in one dimension or by rows, taken out and put in where they are needed.
+
+Neighbours share a byte, the lowest bits the first. So blocks of a direction that threads draw by themselves, each of a multiple
+of four elements, have bytes of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+from costmodel.low_bits import PACKED_ELEMENTS
+
+PIECE_ELEMENTS = {"cpu": PACKED_ELEMENTS, "cuda": 1 << 22}
+"""Codes that are taken out or put in at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
+
+_WIDE = {4: torch.int16, 2: torch.int32}
+"""What holds as many bytes as a byte holds codes."""
+
+_SHIFTS = {4: (4,), 2: (12, 6)}
+"""Shifts, with :data:`_MASKS`, by which the codes of a byte go to the lowest bits of bytes of their own, half of them at a time."""
+
+_MASKS = {4: (0x0F0F,), 2: (0x000F000F, 0x03030303)}
+
+
+@dataclass(frozen=True)
+class PackedCodes:
+    """Codes from ``-2^(bits-1)`` to ``2^(bits-1) - 1``, which read and are written as int8 tensors.
+
+    Attributes
+    ----------
+    memory : torch.Tensor
+        uint8, one-dimensional.
+    shape : torch.Size
+    bits : int
+        2 or 4.
+
+    Examples
+    --------
+    >>> codes = PackedCodes(torch.zeros(3, dtype=torch.uint8), torch.Size((2, 3)), 4)
+    >>> codes[:] = torch.tensor([[1, -2, 3], [-8, 7, 0]], dtype=torch.int8)
+    >>> codes.memory.tolist(), codes[1:].tolist()
+    ([225, 131, 7], [[-8, 7, 0]])
+    """
+
+    memory: Tensor
+    shape: torch.Size
+    bits: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self.memory.device
+
+    def numel(self) -> int:
+        """Return how many codes these are."""
+        return self.shape.numel()
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def view(self, *shape: int) -> PackedCodes:
+        """Return the same codes in another shape; one dimension may be -1."""
+        given = prod(size for size in shape if size >= 0)
+        sizes = (self.numel() // max(1, given) if size < 0 else size for size in shape)
+        return PackedCodes(self.memory, torch.Size(sizes), self.bits)
+
+    def split(self, num: int) -> list[PackedCodes]:
+        """Return the codes of one dimension in pieces of `num`, a multiple of four, and a last one."""
+        ends = [*range(0, self.numel(), num), self.numel()]
+        return [
+            PackedCodes(self._bytes(begin, end), torch.Size((end - begin,)), self.bits)
+            for begin, end in pairwise(ends)
+        ]
+
+    def zero_(self) -> PackedCodes:
+        """Let all codes be 0."""
+        self.memory.zero_()
+        return self
+
+    def __getitem__(self, rows: slice | Tensor) -> Tensor:
+        """Return some rows, or elements where there is one dimension, as a tensor of their own."""
+        if isinstance(rows, slice):
+            first, last, _ = rows.indices(len(self))
+            begin, end = first * self._row_elements, last * self._row_elements
+            kept = begin % self._per_byte
+            codes = self._taken_out(self._bytes(begin, end))[kept : kept + end - begin]
+            return codes.view(last - first, *self.shape[1:])
+        if self._row_elements % self._per_byte:
+            return self[:][rows]
+        chosen = self.memory.view(len(self), -1)[rows]
+        return self._taken_out(chosen.view(-1)).view(len(rows), *self.shape[1:])
+
+    def __setitem__(self, rows: slice | Tensor, codes: Tensor) -> None:
+        """Put codes, or whole numbers that are such, in some rows, or from an element on that begins a byte."""
+        if isinstance(rows, slice):
+            first, last, _ = rows.indices(len(self))
+            begin, end = first * self._row_elements, last * self._row_elements
+            assert begin % self._per_byte == 0
+            assert end % self._per_byte == 0 or end == self.numel()
+            self._put_in(codes.reshape(-1), self._bytes(begin, end))
+        elif self._row_elements % self._per_byte:
+            whole = self[:]
+            whole[rows] = codes.to(torch.int8)
+            self[:] = whole
+        else:
+            packed = self.memory.new_empty((len(rows), self._row_elements // self._per_byte))
+            self._put_in(codes.reshape(-1), packed.view(-1))
+            self.memory.view(len(self), -1)[rows] = packed
+
+    @property
+    def _per_byte(self) -> int:
+        return 8 // self.bits
+
+    @property
+    def _row_elements(self) -> int:
+        return prod(self.shape[1:])
+
+    def _bytes(self, begin: int, end: int) -> Tensor:
+        """Return the bytes that hold some elements."""
+        return self.memory[begin // self._per_byte : -(-end // self._per_byte)]
+
+    def _pieces(self, num_bytes: int) -> Iterator[slice]:
+        length = PIECE_ELEMENTS.get(self.device.type, 1 << 22) // self._per_byte
+        for begin in range(0, num_bytes, length):
+            yield slice(begin, begin + length)
+
+    def _taken_out(self, packed: Tensor) -> Tensor:
+        """Return all codes of some bytes."""
+        codes = packed.new_empty(len(packed) * self._per_byte, dtype=torch.int8)
+        spread, sign = codes.view(_WIDE[self.bits]), 1 << self.bits - 1
+        for piece in self._pieces(len(packed)):
+            here = spread[piece].copy_(packed[piece])
+            for shift, mask in zip(_SHIFTS[self.bits], _MASKS[self.bits], strict=True):
+                here.bitwise_or_(here << shift).bitwise_and_(mask)
+            here.view(torch.int8).bitwise_xor_(sign).sub_(sign)
+        return codes
+
+    def _put_in(self, codes: Tensor, packed: Tensor) -> None:
+        """Let bytes hold codes, and zeros in what is left of the last one."""
+        whole = len(codes) // self._per_byte
+        for piece in self._pieces(whole):
+            self._join(
+                codes[piece.start * self._per_byte : min(piece.stop, whole) * self._per_byte],
+                packed[piece.start : min(piece.stop, whole)],
+            )
+        if missing := -len(codes) % self._per_byte:
+            self._join(torch.nn.functional.pad(codes[whole * self._per_byte :], (0, missing)), packed[whole:])
+
+    def _join(self, codes: Tensor, packed: Tensor) -> None:
+        here = torch.empty_like(codes, dtype=torch.int8).copy_(codes).bitwise_and_((1 << self.bits) - 1)
+        joined = here.view(_WIDE[self.bits])
+        for shift in reversed(_SHIFTS[self.bits]):
+            joined.bitwise_or_(joined >> shift)
+        packed.copy_(joined.bitwise_and_(255))
+
+
+Codes = Tensor | PackedCodes
+"""Codes of a direction: in a byte each, or packed."""
+
+
+def packed_shape_bytes(shape: Sequence[int], bits: int) -> int:
+    """Return the bytes of packed codes in a shape."""
+    return -(-prod(shape) * bits // 8)
