@@ -1,7 +1,7 @@
 """Linear layers and token tables whose weights are codes, and the products that they are made of.
 
-At an evaluation point the weights stay where they are: with a direction ``û`` of one byte an element, ``θ + ε·û`` is made for
-one layer at a time, or its part of the output is a product of its own.
+At an evaluation point the weights stay where they are: with a direction ``û`` of codes, ``θ + ε·û`` is made for one layer at
+a time, or its part of the output is a product of its own.
 """
 
 from __future__ import annotations

@@ -307,12 +307,15 @@ class RoundedDraws:
         """Fill a matrix that is 0 but in some rows, for which alone numbers are drawn."""
         view.zero_()
         matrix = view.view(*self._shapes[parameter])
+        on_host = self.moved.on_host(parameter, keys.rows)
+        assert on_host is not None
         # Of a token table the numbers of all rows that move would be larger than its codes.
-        for some in rows.split(max(1, _ROW_ELEMENTS_AT_ONCE // matrix.shape[1])):
-            matrix[some] = self._rows_of(some, parameter, key, keys)
+        num = max(1, _ROW_ELEMENTS_AT_ONCE // matrix.shape[1])
+        for there, here in zip(rows.split(num), on_host.split(num), strict=True):
+            matrix[there] = self._rows_of(here, parameter, key, keys)
 
     def _rows_of(self, rows: Tensor, parameter: int, key: CounterKey, keys: DrawKeys) -> Tensor:
-        """Return the codes of some rows of a matrix, in the ``counter`` discipline."""
+        """Return the codes of some rows of a matrix, in the ``counter`` discipline; `rows` are of the host."""
         width = self._shapes[parameter][1]
         if isinstance(self._direction, Rademacher) and self._numbers.has_row_words(width):
             words = self._numbers.row_words(rows, width, parameter, key, self._direction)
@@ -352,10 +355,13 @@ class RoundedDraws:
         return states
 
     def rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: DrawKeys) -> Tensor:
-        """Return the codes of some rows of a table, whose float32 numbers are lost; 0 where a sparse direction is."""
+        """Return the codes of some rows of a table, whose float32 numbers are lost; 0 where a sparse direction is.
+
+        `rows` are of the host.
+        """
         codes = self._coded_rows(numbers, rows, parameter, keys)
-        if (moved := self.moved.of(parameter, keys.rows)) is not None:
-            codes.mul_(torch.isin(rows.to(moved.device), moved).unsqueeze(1))
+        if (moved := self.moved.on_host(parameter, keys.rows)) is not None:
+            codes.mul_(torch.isin(rows, moved).unsqueeze(1).to(codes.device, non_blocking=True))
         return codes
 
     def _coded_rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: DrawKeys) -> Tensor:

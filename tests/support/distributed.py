@@ -41,6 +41,15 @@ PAIRS = {
     "pertp-bfloat16": {"mesh": PERTP, "dtype": "bfloat16"},
     "pertp-int8": {"mesh": PERTP, "low_bits": {"weights": "int8", "activations": "int8-token"}},
     "ddp-int4-sliced": {"mesh": DDP, "low_bits": {"weights": "int4", "estimator": "q-rge2"}, **SLICED},
+    "pertp-int4-all": {
+        "mesh": PERTP,
+        "low_bits": {"weights": "int4", "parts": "all", "direction_bits": 4, "sparsity": 0.5},
+    },
+    "ddp-int8-all-sliced": {
+        "mesh": DDP,
+        "low_bits": {"weights": "int8", "activations": "int8-token", "parts": "all", "direction_bits": 2},
+        **SLICED,
+    },
     "ddp-int4-adapters-sliced": {
         "mesh": DDP,
         "lora": {"rank": 2, "target_modules": ("q_proj", "fc2")},

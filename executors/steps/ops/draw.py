@@ -106,9 +106,9 @@ class Draws:
                 return
             key, keys = counter_key(frame, op), _draw_keys(frame, op)
             if op.keep == "rows":
-                rows = self._context.rows
+                rows = self._context.rows_on_host
                 numbers = self._empty_rows(part, rows, torch.float32)
-                self._counter.fill_rows(numbers, self._context.rows_on_host, indices[0], key, direction)
+                self._counter.fill_rows(numbers, rows, indices[0], key, direction)
                 self._store.values[place_of(wanted[0])] = draws.rows(numbers, rows, indices[0], keys)
                 return
             draws.fill_counted(self._flat_codes(wanted[0]), indices, key, keys)
@@ -171,7 +171,8 @@ class Draws:
                 states = walk.rows(kept, rows, generator)
                 if op.bits:
                     index, keys = part.tensors[0].index, _draw_keys(frame, op)
-                    kept = self._context.draws_of(rounding_of(op)).rows(kept, rows, index, keys)
+                    on_host = self._context.rows_on_host
+                    kept = self._context.draws_of(rounding_of(op)).rows(kept, on_host, index, keys)
                 self._store.values[place_of(wanted[0])] = kept
                 return states
 

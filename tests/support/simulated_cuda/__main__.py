@@ -45,6 +45,13 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "rank 2": ("opt", {"directions": {"distribution": "lozo", "rank": 2}}),
     "int8": ("opt-untied", _INT8),
     "int8, offloaded": ("opt-untied", _INT8 | OFFLOADED),
+    "int4, all matrices, sparse": (
+        "opt",
+        {
+            "low_bits": {"weights": "int4", "parts": "all", "direction_bits": 4, "sparsity": 0.5},
+            "directions": {"rng": "counter"},
+        },
+    ),
     "LoRA over int8": ("opt-untied", _LORA | {"low_bits": {"weights": "int8"}}),
     "data 2": ("opt", {"mesh": {"data": 2}}),
     "perturb 2": ("opt", {"mesh": {"perturb": 2}}),
