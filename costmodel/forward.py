@@ -102,14 +102,21 @@ def activation_bytes(
 
 
 def shared_activation_bytes(
-    spec: ModelSpec, *, batch: int, seq: int, dtype: DType = "float32", attention: AttentionImpl = "sdpa"
+    spec: ModelSpec,
+    *,
+    batch: int,
+    seq: int,
+    dtype: DType = "float32",
+    attention: AttentionImpl = "sdpa",
+    is_padded: bool = True,
 ) -> int:
-    """Return the bytes that every block reads and that live for the whole forward: mask and rotary tables.
+    """Return the most bytes that every block reads and that live for the whole forward: mask and rotary tables.
 
-    An unpadded batch has a mask under ``eager`` only; fused attention takes a flag that it is causal.
+    A padded batch has a mask, a number for each pair of positions under ``eager`` and a byte under fused attention; without
+    padding fused attention takes a flag that it is causal.
     """
     width = FORMATS[dtype].element_bytes
-    mask = batch * seq * seq * width if attention == "eager" else 0
+    mask = batch * seq * seq * (width if attention == "eager" else is_padded)
     rotary = 2 * seq * spec.head_dim * width if spec.positions == "rotary" else 0
     return mask + rotary
 

@@ -321,17 +321,22 @@ def coded_forward_work(
             num_kernels += 3 * num_tiles * (1 + is_beside)
             sums, most = rows * at_once * 4, _most_rows(outputs, moved_share)
             is_gathered = most < outputs
-            # That of a sparse direction's rows is made first, and stays.
             made = most + -most % FILLED_ROWS if is_gathered else at_once
-            kept = (rows * made * 4 + most * inputs) * is_gathered * is_beside + cast
-            numbers = _numbers_bytes(rows, at_once, inputs) if kernel == "int_mm" else 0
-            taken = 0 if is_gathered or not is_packed else at_once * inputs
-            passing = taken_out_bytes(taken, direction_format) - taken
-            alive += kept + max(
-                sums + max(sums, numbers) + levels,
-                (sums + rows * made * 4 + max(rows * made * 4, numbers, passing) + levels * is_outer + taken)
-                * is_beside,
-                sums + rows * at_once * width,
+            of_rows, numbers = rows * made * 4, 0
+            if kernel == "int_mm":
+                numbers = _numbers_bytes(rows, at_once, inputs)
+            taken = (most if is_gathered else at_once) * inputs
+            passing = max(taken_out_bytes(taken, direction_format) - taken, 0)
+            along = of_rows + max(of_rows, numbers, passing) + taken * (kernel == "scaled_mm")
+            if is_gathered:  # that of a sparse direction's rows is made first, and stays
+                along += taken + made * inputs
+            else:
+                along += sums + levels * is_outer + taken * is_packed
+            kept = of_rows * is_gathered * is_beside
+            alive += max(
+                kept + sums + max(sums, numbers) + levels,
+                along * is_beside,
+                kept + sums + rows * at_once * width,
             )
             alive += rows * outputs * width * is_outer
         else:

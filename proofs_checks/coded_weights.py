@@ -300,7 +300,7 @@ def drawn_codes(bits: int, count: int, seed: int) -> list[Tensor]:
 
 _MOVE = "executors.low_bits.coded:Coded.move"
 _FORWARD = "executors.low_bits.linear:CodedLinear.forward"
-_ADDED = "weight.add_(direction, alpha=factor)"
+_ADDED = "self.beside.add_to(weight, range(len(weight)))"
 
 MOVE_NEAREST = Mutant(
     "updates rounded to the nearest code",
@@ -339,7 +339,12 @@ STORED = Mutant(
 STORED_BACK = Mutant(
     "a perturbation that is written back", _FORWARD, _ADDED, f"{_ADDED}; self.coded.encode(weight)"
 )
-BESIDE_LONG = Mutant("a perturbation that is 3 % long", _FORWARD, _ADDED, _ADDED.replace("=", "=1.03 * "))
+BESIDE_LONG = Mutant(
+    "a perturbation that is 3 % long",
+    "executors.low_bits.linear:Beside.add_to",
+    "piece.add_(self.direction[first : first + len(piece)], alpha=self.factor)",
+    "piece.add_(self.direction[first : first + len(piece)], alpha=1.03 * self.factor)",
+)
 SAME_KEY = Mutant(
     "one rounding for both copies of a direction",
     "executors.randomness.rounded:_KEYS",

@@ -176,10 +176,11 @@ def test_a_prefix_adds_keys_that_every_token_sees():
 
 def test_hidden_states_and_what_blocks_share():
     assert activation_bytes(SPEC, batch=2, seq=16, dtype="bfloat16") == 2 * 16 * 128 * 2
-    assert shared_activation_bytes(SPEC, batch=2, seq=16) == 0
+    assert shared_activation_bytes(SPEC, batch=2, seq=16) == 2 * 16 * 16
+    assert shared_activation_bytes(SPEC, batch=2, seq=16, is_padded=False) == 0
     assert shared_activation_bytes(SPEC, batch=2, seq=16, attention="eager") == 2 * 16 * 16 * 4
     llama = read_model_spec("llama-1m")
-    assert shared_activation_bytes(llama, batch=2, seq=16) == 2 * 16 * 32 * 4
+    assert shared_activation_bytes(llama, batch=2, seq=16, is_padded=False) == 2 * 16 * 32 * 4
 
 
 def test_forwards_that_cannot_be_are_refused():

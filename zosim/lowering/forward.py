@@ -76,6 +76,7 @@ class Forwards(AxisWriter):
             seq=plan.seq,
             dtype=plan.compute_dtype,
             attention=plan.forward.attention,
+            is_padded=not rank.is_together,
         )
         if shared:
             yield Buffer("shared", Space.DEVICE, shared, "activations", dtype)
