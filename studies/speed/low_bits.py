@@ -7,7 +7,8 @@ included.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -16,6 +17,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch import Tensor, nn
 
 from costmodel.profile import load_profile
 from executors.runs.session import Session
@@ -82,34 +84,13 @@ def main(
     tokens = torch.randint(0, SHAPES[shape]["vocab_size"], (batch, seq), generator=generator)
     data = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
     models = {name: model_of_shape(shape, getattr(torch, name)) for name in ("float32", "bfloat16")}
-    chosen = {name: CASES[name] for name in cases.split(";")}
-    sessions = {
-        name: session_of(
-            copy.deepcopy(models["bfloat16"]),
-            data,
-            "bfloat16",
-            checksums=False,
-            low_bits=LowBits.model_validate(
-                {"weights": "int8", "activations": "int8-token"} | case["low_bits"]
-            ),
-            directions=Directions.model_validate({"rng": "counter"} | case["directions"]),
-        )
-        for name, case in chosen.items()
+    sessions = {name: _session(CASES[name], models["bfloat16"], data) for name in cases.split(";")}
+    works: dict[str, Callable[[], object]] = {
+        **{name: partial(two_forwards, model, data) for name, model in models.items()},
+        **{name: partial(session.step, data) for name, session in sessions.items()},
     }
-    plain: dict[str, list[float]] = {name: [] for name in models}
-    steps: dict[str, list[float]] = {name: [] for name in sessions}
-    for turn in range(rounds + 1):  # the first is thrown away: sessions observe their memory in it
-        for name, model in models.items():
-            two_forwards(model, data)
-            seconds = _seconds(lambda model=model: two_forwards(model, data), clock)  # type: ignore[misc]
-            plain[name] += [seconds] if turn else []
-        for name, session in sessions.items():
-            session.step(data)
-            seconds = _seconds(lambda session=session: session.step(data), clock)  # type: ignore[misc]
-            if turn:
-                steps[name].append(seconds)
-    forwards = {name: _forward_seconds(session) for name, session in sessions.items()}
-    narrow, wide = (median(plain[name]) for name in ("bfloat16", "float32"))
+    seconds = _seconds_in_turns(works, rounds, clock)
+    narrow, wide = median(seconds["bfloat16"]), median(seconds["float32"])
     print(f"OPT-{shape} shape, batch {batch} x {seq}, {threads} thread(s), medians of {rounds} rounds")
     print(f"two forwards: {1e3 * narrow:.1f} ms in bfloat16, {1e3 * wide:.1f} ms in float32")
     print(
@@ -117,7 +98,7 @@ def main(
     )
     machine = None if profile is None else _this_machine(profile)
     for name, session in sessions.items():
-        step, own = median(steps[name]), median(forwards[name])
+        step, own = median(seconds[name]), median(_forward_seconds(session))
         line = f"{name:30s}{1e3 * step:8.1f}ms{1e3 * own:9.1f}ms{own / narrow:12.2f}{own / wide:11.2f}{step / own:17.2f}"
         if machine is not None:
             predicted_s = simulate(lower(session.plan), machine).step_time_s
@@ -130,14 +111,36 @@ def _this_machine(profile: Path) -> Machine:
     return Machine.from_topology(topology, topology.of_kind("cpu")[0].id, load_profile(profile))
 
 
-def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
-    begin = clock()
-    work()
-    return clock() - begin
+def _session(case: Mapping[str, Any], model: nn.Module, data: dict[str, Tensor]) -> Session:
+    """Return a session of a case, with a copy of the model."""
+    low_bits = {"weights": "int8", "activations": "int8-token"} | case["low_bits"]
+    return session_of(
+        copy.deepcopy(model),
+        data,
+        "bfloat16",
+        checksums=False,
+        low_bits=LowBits.model_validate(low_bits),
+        directions=Directions.model_validate({"rng": "counter"} | case["directions"]),
+    )
+
+
+def _seconds_in_turns(
+    works: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Return the seconds of each work by name, one for each round: in its turn a work is done twice, and timed the second time."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds + 1):
+        for name, work in works.items():
+            work()
+            begin = clock()
+            work()
+            seconds[name].append(clock() - begin)
+    # Sessions observe their memory in the first round.
+    return {name: every[1:] for name, every in seconds.items()}
 
 
 def _forward_seconds(session: Session) -> list[float]:
-    """Return the time of the forwards of every second step, which is timed."""
+    """Return the seconds that the forwards take of every second step: of the timed ones."""
     seconds: dict[int, float] = {}
     for span in session.timeline().steady_spans():
         if span.label == "forward":

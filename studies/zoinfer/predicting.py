@@ -94,9 +94,9 @@ def measured_s(session: Session, batches: list[Data]) -> float:
     return statistics.median(seconds[2:])
 
 
-def session_of(case: Case, model: nn.Module, batches: list[Data], way: str) -> Session:
-    """Return a session whose plan knows what batches hold."""
-    if way == "slots":
+def session_of(case: Case, model: nn.Module, batches: list[Data], held_as: str) -> Session:
+    """Return a session whose plan knows what batches hold, and whose factors are held as ``"adapters"`` of a step or in ``"slots"``."""
+    if held_as == "slots":
         attach(
             model,
             LoRA(
@@ -115,7 +115,7 @@ def session_of(case: Case, model: nn.Module, batches: list[Data], way: str) -> S
             "batch": num_sequences,
             "seq": max(batch["input_ids"].shape[1] for batch in batches),
             "weights": {"perturbation": "adapters"},
-            "directions": {} if way == "slots" else directions,
+            "directions": {} if held_as == "slots" else directions,
             "forward": facts_of(batches),
         }
     )
@@ -158,7 +158,7 @@ def _profile(path: Path | None, topology: Topology, threads: int, budget_s: floa
 
 
 def main() -> None:
-    """Calibrate, and print a line for each case and way."""
+    """Calibrate, and print a line for each case and each way to hold factors."""
     options = _options()
     topology = resolve("host")
     profile = _profile(options.profile, topology, options.threads, options.calibration_s)
@@ -172,12 +172,12 @@ def main() -> None:
         base = model_of(case.shape, torch.float32, "cpu")
         count = options.steps if case.shape == "125m" else 5 * options.steps
         batches = case.batches(base, count)
-        for way in ("adapters", "slots"):
-            with session_of(case, copy.deepcopy(base), batches, way) as session:
+        for held_as in ("adapters", "slots"):
+            with session_of(case, copy.deepcopy(base), batches, held_as) as session:
                 predicted = simulate(lower(session.plan), machine).step_time_s
                 measured = measured_s(session, batches)
             errors.append(predicted / measured - 1)
-            name = f"{case.shape}, {case.batch} x {case.answers}, {case.instruction} shared, {way}"
+            name = f"{case.shape}, {case.batch} x {case.answers}, {case.instruction} shared, {held_as}"
             print(f"{name:42s}{predicted * 1e3:9.1f}ms{measured * 1e3:9.1f}ms{errors[-1]:+8.1%}", flush=True)
     sizes = sorted(map(abs, errors))
     print(
