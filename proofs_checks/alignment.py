@@ -173,7 +173,7 @@ def _keys_that_meet(seed: int) -> int:
 
 
 def _unlike_walks(direction: Direction, seed: int) -> int:
-    """Walk past a table, keep rows of another, and draw what follows: all as if everything had been drawn."""
+    """Count what differs from drawing everything where a walk passes one tensor, keeps some rows of a table and draws the next."""
     shapes = [(301,), (2100, 33), (50,)]
     generator = generator_on(_CPU, seed)
     name = direction.distribution.name
@@ -181,9 +181,8 @@ def _unlike_walks(direction: Direction, seed: int) -> int:
     again = generator_on(_CPU, seed)
     walk_past([301], torch.empty(0), direction, again)
     state = again.get_state()
-    rows = torch.tensor(
-        [0, 5, 1986, 2099]
-    )  # one of them lies across two of the pieces that are drawn at once
+    # One of them lies across two of the pieces that are drawn at once.
+    rows = torch.tensor([0, 5, 1986, 2099])
     kept = torch.empty((len(rows), 33))
     draw_rows(kept, rows, 2100, direction, again)
     last = torch.empty(shapes[2])

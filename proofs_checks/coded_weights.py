@@ -33,7 +33,7 @@ _NUM_CHANCES = 256
 
 
 def weights_of(levels: Tensor, scale: float, bits: int) -> Coded:
-    """Return weights whose codes, of 4 or 8 bits, are `levels` (outputs, inputs), with one scale."""
+    """Return weights as codes of 4 or 8 bits with one scale; `levels` are the codes as whole numbers, shape (outputs, inputs)."""
     coded = Coded.empty(Coding("int4" if bits == 4 else "int8", "tensor"), levels.shape, _CPU)
     coded.scales.fill_(scale)
     whole = levels.to(torch.int64)

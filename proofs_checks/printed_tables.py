@@ -75,13 +75,13 @@ def check_fewer_bits(_context: Context) -> Outcome:
 
 
 def check_memory_of_abstract(_context: Context) -> Outcome:
-    """Compare quotients of table 4 with the least that the abstract states."""
+    """Compare quotients of table 4's memory with the least that the abstract states."""
     first_order, own = cells.QUZO_MEMORY["MultiRC"]
     return exceeds(2.94, first_order / own, what="the abstract's least against MultiRC's quotient", factor=2)
 
 
 def check_memory_of_contributions(_context: Context) -> Outcome:
-    """Compare quotients of table 4 with the range among the contributions."""
+    """Compare quotients of table 4's memory with the range that the list of contributions states."""
     said = {"MultiRC": (1.4, 0.05), "SQuAD": (2.94, 0.005)}
     return everything_holds(
         {
@@ -458,7 +458,7 @@ def check_shares_of_872(_context: Context) -> Outcome:
 
 
 def check_shares_of_500(_context: Context) -> Outcome:
-    """Ask the same with 500 examples behind table 3's validation."""
+    """Ask whether every printed accuracy is a share of its examples, 500 for table 3's validation."""
     return everything_holds(
         {
             name: is_true(_is_share(accuracy, 500 if "table 3" in name else count), what=f"{accuracy}")

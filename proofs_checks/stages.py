@@ -30,7 +30,7 @@ _NUM_QUERIES = 2
 
 
 def staged(cuts: tuple[str, ...], traversal: str, **axes: Any) -> Plan:
-    """Return the plan of a tiny tied model cut there."""
+    """Return the plan of a tiny model, its head tied to its token table, in stages that these cuts part."""
     model = tiny_model("tied")
     split, mesh = Split(cuts=cuts), Mesh(stage=len(cuts) + 1)
     whole = tiny_plan(model, schedule=Schedule.model_validate({"traversal": traversal}), **axes)

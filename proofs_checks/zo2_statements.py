@@ -176,7 +176,7 @@ def check_mended(_context: Context) -> Outcome:
 
 
 def check_shipped_offloading(context: Context) -> Outcome:
-    """Count what the shipped offloaded run, updates delayed, has otherwise than a literal loop over MeZO."""
+    """Count what differs in any bit between the shipped offloaded run, its updates delayed, and a literal MeZO loop."""
     case = Case(blocks="offloaded", update="delayed", num_steps=context.samples(4, 3))
     unlike = differences(case, context.seed)
     return is_true(not unlike, what=f"{case.describe()}: {unlike[:3] or 'no bit differs'}")
@@ -194,7 +194,7 @@ def check_tied_table(_context: Context) -> Outcome:
 
 
 def check_registration_order(context: Context) -> Outcome:
-    """Count what the shipped offloaded run of a tied model, drawn in registration order, has otherwise than MeZO's."""
+    """Count what differs in any bit between MeZO and the shipped offloaded run of a tied model that draws in registration order."""
     case = Case(model="tied", blocks="offloaded", update="delayed", num_steps=2)
     unlike = differences(case, context.seed)
     return is_true(not unlike, what=f"{unlike[:3] or 'no bit differs'}")
@@ -288,7 +288,7 @@ _RATE = 1e-7
 
 
 def _stay(transfer: str | None, seed: int, num_steps: int) -> tuple[int, int]:
-    """Return how many weights of blocks a run leaves as they were before it, up to the format of transfers, and of how many."""
+    """Return how many weights of blocks are, in the format of transfers, what they were before a run, and how many there are."""
     axes: dict[str, Any] = {
         **OFFLOADED,
         "residency": Residency.model_validate({"blocks": "offloaded", "transfer_dtype": transfer}),

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from studies.distzo2_ranks.cases import TRANSFERS, apart, behind_one_root, offloaded, perturbed, squares
 from topology import load_preset
-from zosim.console import stdout
 from zosim.planning.predict import Subject
-
-
-def say(text: str) -> None:
-    """Print a line as it is."""
-    stdout.print(text, markup=False, soft_wrap=True)
 
 
 def contention() -> None:
     """Show two GPUs with lanes of their own, and behind one root."""
     alone = offloaded(apart(), 1).step_time_s
-    say(f"one GPU: {alone:.2f} s a step of one sequence")
+    print(f"one GPU: {alone:.2f} s a step of one sequence")
     for name, topology in (("lanes of their own", apart()), ("one root", behind_one_root())):
         seconds = {
             transfers: offloaded(topology, 2, transfers=transfers).step_time_s for transfers in TRANSFERS
         }
         listed = ", ".join(f"{transfers} {seconds[transfers] / alone:.2f}" for transfers in TRANSFERS)
-        say(f"  two GPUs, {name}, two sequences: times as long {listed}")
+        print(f"  two GPUs, {name}, two sequences: times as long {listed}")
 
 
 def slices() -> None:
@@ -35,7 +29,7 @@ def slices() -> None:
         }
         listed = ", ".join(f"{transfers} {seconds[transfers]:.2f} s" for transfers in TRANSFERS)
         best = min(seconds, key=seconds.__getitem__)
-        say(f"{name}, {num_gpus} GPUs: {listed}; {best} is best")
+        print(f"{name}, {num_gpus} GPUs: {listed}; {best} is best")
 
 
 def directions() -> None:
@@ -43,7 +37,7 @@ def directions() -> None:
     for num_queries, num_ranks in ((1, 1), (1, 2), (2, 2), (2, 4)):
         subject = perturbed(num_queries, num_ranks)
         step_s = subject.step_time_s
-        say(
+        print(
             f"P = {num_queries}, hosts: {num_ranks}: draws {_busy(subject, 'draw'):.2f} s a rank, forwards "
             f"{_busy(subject, 'forward'):.2f} s, step {step_s:.2f} s"
         )
@@ -56,7 +50,7 @@ def _busy(subject: Subject, label: str) -> float:
 def pairs() -> None:
     """Show what a pair of signs on two shards does to the estimate."""
     one, two = squares()
-    say(
+    print(
         f"mean square of g·z over that of the gradient: {one:.1f} if both signs see one shard, {two:.1e} if not"
     )
 
@@ -69,7 +63,7 @@ def main() -> None:
         ("directions", directions),
         ("pairs", pairs),
     ):
-        say(f"-- {title}")
+        print(f"-- {title}")
         part()
 
 

@@ -66,7 +66,7 @@ def _parts(setting: Setting) -> Iterator[Part]:
 
 
 def facts(setting: Setting) -> Content:
-    """Return what the device is, and what it says of itself."""
+    """Return the device's name, memory and state as its driver reports it, and the versions of torch, CUDA and Python."""
     properties = device_module(torch.device(setting.device)).get_device_properties(setting.device)
     return {
         "device": properties.name,

@@ -6,37 +6,33 @@ from proofs_checks.oracles.estimates import quantised_estimate_factor
 from proofs_checks.oracles.rounding import rounding_moments
 from proofs_checks.oracles.smoothing import estimate_bias
 from studies.proof_against_code.cases import CodedCut
-from zosim.console import stdout
-
-
-def say(text: str) -> None:
-    """Print a line as it is."""
-    stdout.print(text, markup=False, soft_wrap=True)
 
 
 def in_a_limit() -> None:
     """Show how the bias of an estimate goes with ε."""
     for epsilon in (0.4, 0.2, 0.1):
         bias = estimate_bias("sine", 0.5, epsilon)
-        say(f"sin at 0.5, ε = {epsilon:g}: bias {bias:.5f}, over ε² {bias / epsilon**2:.3f}")
+        print(f"sin at 0.5, ε = {epsilon:g}: bias {bias:.5f}, over ε² {bias / epsilon**2:.3f}")
 
 
 def within_a_range() -> None:
     """Show what stochastic rounding is on average, within its levels and beyond."""
     for value in (0.3, 6.9, 9.0):
         moments = rounding_moments(value, bits=4, scale=1.0)
-        say(f"x = {value:g} in 4 bits up to 7: mean {moments['mean']:g}, variance {moments['variance']:.2f}")
+        print(
+            f"x = {value:g} in 4 bits up to 7: mean {moments['mean']:g}, variance {moments['variance']:.2f}"
+        )
     for limit in (6.0, 2.0, 1.0):
         factor = quantised_estimate_factor("q-rge2", 4, 7 / limit)
-        say(f"directions clamped at ±{limit:g}: E[ĝ] = {factor:.3f}·∇f")
+        print(f"directions clamped at ±{limit:g}: E[ĝ] = {factor:.3f}·∇f")
 
 
 def not_at_all() -> None:
     """Show a cut whose gradient is off where lemma 1 allows nothing."""
     cut = CodedCut.of([[0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]], [1.0, 0.4 / 7], bits=4)
-    say(f"F∘S₂ = a·y: L₂ in y is {cut.rest_smoothness:g}, κ = {cut.kappa:.3f}")
-    say(f"‖∇f - ∇f̂‖² = {cut.gradient_error:.5f}, lemma 1 allows {cut.allowed(cut.rest_smoothness):g}")
-    say(
+    print(f"F∘S₂ = a·y: L₂ in y is {cut.rest_smoothness:g}, κ = {cut.kappa:.3f}")
+    print(f"‖∇f - ∇f̂‖² = {cut.gradient_error:.5f}, lemma 1 allows {cut.allowed(cut.rest_smoothness):g}")
+    print(
         f"with L₂ in activation and parameters, {cut.joint_smoothness:g}, it allows {cut.allowed(cut.joint_smoothness):.5f}"
     )
 
@@ -44,7 +40,7 @@ def not_at_all() -> None:
 def main() -> None:
     """Print all three."""
     for part in (in_a_limit, within_a_range, not_at_all):
-        say(f"-- {part.__name__.replace('_', ' ')}")
+        print(f"-- {part.__name__.replace('_', ' ')}")
         part()
 
 

@@ -7,15 +7,9 @@ from costmodel.profile import Constant, Profile
 from studies.reading_predictions.cases import changed, offloaded, on_cpu, run_on
 from zosim.analysis.compare import compare
 from zosim.applications.buying.levers import levers
-from zosim.console import stdout
 from zosim.planning.predict import Subject
 
 _ALONE = ("draw_rate.normal.float32", "matmul_rate.float32", "sweep_bandwidth.float32")
-
-
-def say(text: str) -> None:
-    """Print a line as it is."""
-    stdout.print(text, markup=False, soft_wrap=True)
 
 
 def with_profile(subject: Subject, profile: Profile) -> Subject:
@@ -34,12 +28,12 @@ def interval() -> None:
     """Show what an interval consists of."""
     subject = on_cpu()
     prediction = subject.prediction
-    say(f"step {prediction.step_time_s:.3f} s, between {prediction.low_s:.3f} and {prediction.high_s:.3f}")
+    print(f"step {prediction.step_time_s:.3f} s, between {prediction.low_s:.3f} and {prediction.high_s:.3f}")
     constants = [subject.profile.constant(name) for name in _ALONE]
     for constant in constants:
         slower = at_worst(subject, constant) / prediction.step_time_s - 1
-        say(f"  {constant.name} alone at its worst: {slower:+.0%}")
-    say(f"  all constants at their worst together: {prediction.high_s / prediction.step_time_s - 1:+.0%}")
+        print(f"  {constant.name} alone at its worst: {slower:+.0%}")
+    print(f"  all constants at their worst together: {prediction.high_s / prediction.step_time_s - 1:+.0%}")
 
 
 def extrapolation() -> None:
@@ -48,7 +42,7 @@ def extrapolation() -> None:
     seconds = {seq: on_cpu("opt-1.3b", seq=seq).timeline.step_time_s for seq in (short, longer, asked)}
     slope = (seconds[longer] - seconds[short]) / (longer - short)
     line = seconds[short] + slope * (asked - short)
-    say(
+    print(
         f"a line through {short} and {longer} tokens, at {asked}: {line / seconds[asked] - 1:+.0%} of the model's step"
     )
 
@@ -57,7 +51,7 @@ def limits() -> None:
     """Show which figures decide a step, and which do not."""
     subject = offloaded()
     prediction = subject.prediction
-    say(
+    print(
         f"step {prediction.step_time_s:.2f} s, {prediction.bottleneck.share:.0%} {prediction.bottleneck.words}; "
         f"forward is busy for {dict(prediction.seconds_by_label)['forward'] / prediction.step_time_s:.0%} of it"
     )
@@ -66,7 +60,7 @@ def limits() -> None:
             topology = lever.apply(subject.topology, 2.0)
             profile = datasheet_profile(topology, subject.plan.placement.devices[0])
             then = Subject(subject.plan, topology, profile, subject.programs).timeline.step_time_s
-            say(f"  {lever.name} doubled: {then / prediction.step_time_s - 1:+.0%}")
+            print(f"  {lever.name} doubled: {then / prediction.step_time_s - 1:+.0%}")
 
 
 def wrong_constant() -> None:
@@ -74,16 +68,16 @@ def wrong_constant() -> None:
     subject = on_cpu()
     measured = run_on(subject, "draw", 3.0)
     comparison = compare(subject.timeline, measured, subject.program)
-    say(
+    print(
         f"predicted {comparison.predicted_step_s:.3f} s, measured {comparison.measured_step_s:.3f} s: {comparison.step_error:+.0%}"
     )
     for line in comparison.labels[:4]:
-        say(
+        print(
             f"  {line.name}: {line.error or 0:+.0%}, {line.contribution_s / comparison.measured_step_s:+.0%} of the step"
         )
     mended = with_profile(subject, changed(subject.profile, ("draw_rate",), 3.0))
     error = mended.timeline.step_time_s / comparison.measured_step_s - 1
-    say(f"with draw_rate divided by 3: {abs(error):.0%}")
+    print(f"with draw_rate divided by 3: {abs(error):.0%}")
 
 
 def main() -> None:
@@ -94,7 +88,7 @@ def main() -> None:
         ("what limits", limits),
         ("a wrong constant", wrong_constant),
     ):
-        say(f"-- {title}")
+        print(f"-- {title}")
         part()
 
 

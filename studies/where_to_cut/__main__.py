@@ -6,15 +6,9 @@ from dataclasses import replace
 
 from studies.sparq.training_epsilon import read_seen
 from studies.where_to_cut.cases import CutCrossing, forward_bytes, same_numbers, slopes
-from zosim.console import stdout
 
 USUAL = CutCrossing(768, 3072, 32, 256, True, 32, 32, 5, "forward")
 """A block of OPT-125M, a batch of 32, five directions."""
-
-
-def say(text: str) -> None:
-    """Print a line as it is."""
-    stdout.print(text, markup=False, soft_wrap=True)
 
 
 def places() -> None:
@@ -24,7 +18,7 @@ def places() -> None:
         for activation, residual in ((32, 32), (4, 32), (4, 4)):
             made = replace(USUAL, inside=inside, activation_bits=activation, residual_bits=residual)
             sizes.append(f"{forward_bytes(made) / 1e6:.0f} MB")
-        say(
+        print(
             f"{words}: {sizes[0]} a step plain, {sizes[1]} with 4-bit activations, {sizes[2]} with all in 4 bits"
         )
 
@@ -33,7 +27,7 @@ def points() -> None:
     """Show what the two estimators send."""
     for difference in ("forward", "central"):
         size = forward_bytes(replace(USUAL, difference=difference))
-        say(
+        print(
             f"{difference} difference, P = {USUAL.num_queries}: {size / forward_bytes(USUAL):.2f} times the bytes"
         )
 
@@ -41,7 +35,7 @@ def points() -> None:
 def numbers() -> None:
     """Show what stages that draw the same numbers estimate."""
     own, same = same_numbers()
-    say(f"gradient 1 beside another stage's -2: own numbers {own:.2f}, the same numbers {same:.2f}")
+    print(f"gradient 1 beside another stage's -2: own numbers {own:.2f}, the same numbers {same:.2f}")
 
 
 def radius() -> None:
@@ -49,7 +43,7 @@ def radius() -> None:
     for size in (0.1, 0.2, 0.5, 1.0):
         nearest = ", ".join(f"{slopes(size, place, stochastic=False)[0]:.2f}" for place in (0.0, 0.25, 0.45))
         mean, deviation = slopes(size, 0.25, stochastic=True)
-        say(
+        print(
             f"radius {size:g} steps: nearest {nearest} of 1; stochastic {mean:.2f} with deviation {deviation:.1f}"
         )
 
@@ -58,7 +52,7 @@ def measured() -> None:
     """Show what was measured on the embedded model."""
     for row in read_seen():
         if row.noise == "nearest" and row.epsilon == 1e-3:
-            say(
+            print(
                 f"{row.cut}, {row.codec}: off by {row.relative_error:.2f} of g, correlation {row.correlation:.2f}"
             )
 
@@ -72,7 +66,7 @@ def main() -> None:
         ("radius", radius),
         ("measured", measured),
     ):
-        say(f"-- {title}")
+        print(f"-- {title}")
         part()
 
 
