@@ -128,6 +128,10 @@ _CPU_HALF_DIMS: dict[str, Spread] = {"m": (8.0, 0.5, 64.0), "n": (8.0, 0.5, 64.0
 _CPU_HALF_DIM_SOURCE = "assumed: rows of a few registers; short sums write their products often"
 _CPU_HALF_LENGTH: Spread = (48.0, 8.0, 400.0)
 _CPU_HALF_LENGTH_SOURCE = "assumed: tiles of short sequences are packed for few products; more so where tiles are a core's own (AMX)"
+_CPU_DIAGONAL: Spread = (32.0, 32.0, 32.0)
+_CPU_DIAGONAL_SOURCE = (
+    "torch's CPU kernel takes 32 queries at a time, 64 from 192 on, and every key up to the last of them"
+)
 _CPU_OUTPUTS: Spread = (5e9, 0.5e9, 50e9)
 _CPU_OUTPUTS_SOURCE = "assumed: outputs are brought into the cache, written and driven out again"
 _CPU_SCORES: Spread = (0.6e9, 0.1e9, 6e9)
@@ -522,6 +526,7 @@ def _cpu_products(threads: int) -> Iterator[Constant]:
             yield _constant(f"matmul_half_dim.{dtype}.{dim}", spread, _CPU_HALF_DIM_SOURCE)
         yield _constant(f"attention_score_rate.{dtype}", _CPU_SCORES, _CPU_SCORES_SOURCE, scale=threads)
         yield _constant(f"attention_half_len.{dtype}", _CPU_HALF_LENGTH, _CPU_HALF_LENGTH_SOURCE)
+    yield _constant("attention_diagonal_len", _CPU_DIAGONAL, _CPU_DIAGONAL_SOURCE)
     yield _constant("attention_score_rate", _CPU_SCORES, _CPU_SCORES_SOURCE, scale=threads)
     gather = _CPU_GATHER if threads > 1 else (0.0, 0.0, 0.0)
     yield _constant("gather_s", gather, _CPU_GATHER_SOURCE)

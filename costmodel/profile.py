@@ -97,7 +97,7 @@ CONSTANT_UNITS: dict[str, str] = {
     A sequence of this length halves the rate of fused attention; scores per second that it normalises besides. They and
     the rate may have ones of their own for a kernel and for backwards: ``[.<fa1|fa2|fa3|cudnn>][.backward]`` behind.
 ``attention_diagonal_len``
-    Positions that a causal kernel computes for a query in vain, because tiles are computed whole.
+    Positions that a causal kernel computes for a query in vain, because tiles are computed whole: of no more queries than a tile all.
 ``memory_bandwidth[.output]``, ``memory_overlap``
     Of matrix products reading their operands and writing what comes out, and the part of that time that passes while they
     multiply: all of it on a GPU, none on a CPU, whose libraries copy operands into panels first.

@@ -222,7 +222,7 @@ def facts_of(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, int]:
     batches : iterable of mapping
         As of :func:`pack`.
     """
-    num_batches = num_sequences = num_labels = num_rows = num_tokens = num_computed = 0
+    num_batches = num_sequences = num_labels = num_rows = num_tokens = num_computed = num_pairs = 0
     for batch in batches:
         labels, tokens = batch["labels"].tolist(), batch["input_ids"].tolist()
         asked = [[at for at in range(1, len(row)) if row[at] != _IGNORED] for row in labels]
@@ -232,13 +232,16 @@ def facts_of(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, int]:
         num_labels += sum(map(len, asked))
         num_rows += len(rows)
         num_tokens += sum(map(len, rows))
-        num_computed += pack(batch).num_tokens
+        packing = pack(batch)
+        num_computed += packing.num_tokens
+        num_pairs += sum(len(one.queries) * len(one.keys) // one.num_runs for one in packing.groups)
     saved = num_tokens - num_computed
     length = max(1, round(num_tokens / num_rows))
     return {
         "num_labels": max(1, round(num_labels / num_sequences)),
         "num_tokens": length,
         "num_answers": max(1, round(num_sequences / num_rows)),
+        "num_attended": round(num_pairs / num_computed),
     } | (
         {"num_shared": min(length - 1, round(saved / (num_rows - num_batches)))}
         if saved and length > 1

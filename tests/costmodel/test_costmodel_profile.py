@@ -32,7 +32,7 @@ def test_every_processor_of_every_preset_has_a_profile(name):
             absent |= (
                 {"jump_s", "split_s", "seed_s"}
                 if node.kind == "gpu"
-                else {"attention_diagonal_len", "multiprocessors", "pin_bandwidth"}
+                else {"multiprocessors", "pin_bandwidth"}
             )
             # Not every device's power limits its products.
             absent |= {"burst"}

@@ -254,6 +254,8 @@ def test_a_run_counts_what_its_batches_hold_for_predictions(tmp_path):
     assert plan.forward.num_labels == 1
     assert (plan.forward.num_tokens, plan.forward.num_answers, plan.forward.num_shared) == (17, 2, 10)
     packing = pack({name: torch.tensor(rows) for name, rows in padded(lines).items()})
+    # The ten that are shared see each other; behind them stand 4, 6, 8 and 10 more, in calls of three and of one.
+    assert plan.forward.num_attended == round((10 * 10 + 3 * 8 * 18 + 10 * 20) / (10 + 4 * 7))
     block = next(i.work for i in lower(plan).step if isinstance(i.op, Forward) and i.op.segment == "block.0")
     assert max(one.m for one in block.matmuls) == 2 * packing.num_tokens == 2 * (10 + 4 * 7)
     assert zosim(*command, "--resume", "--steps", 3) == 0

@@ -340,6 +340,10 @@ def test_packed_batches_count_what_they_compute() -> None:
     pairs = sum(one.num * one.query * one.key for one in work("block.0", **told).attention)
     # What is shared sees itself, the rest itself and what is shared: at 2 points, 12 heads.
     assert pairs == 2 * 12 * (12 * 12 + 8 * (8 * 8 + 8 * 12))
+    longer = sum(one.num * one.query * one.key for one in work("block.0", **told, num_attended=26).attention)
+    assert longer == 2 * 12 * (12 * 14 + 8 * (8 * 14 + 8 * 12)) - 2 * 12 * 12 * (
+        14 - 12
+    )  # what is shared sees itself
     for forward, complaint in (
         ({"num_shared": 20, "num_tokens": 20}, "cannot share 20"),
         ({"num_tokens": 33}, "at most 32"),

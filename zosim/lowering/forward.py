@@ -34,6 +34,9 @@ from zosim.lowering.weights import Points
 from zosim.operations import Forward, Load
 from zosim.points import BASE, Point
 
+_NUM_GATHERED = 5
+"""Passes around the attention of packed rows: queries, keys and values are picked, what comes out is laid side by side and put back."""
+
 
 class Forwards(AxisWriter):
     """Writes the load of a batch, and forwards.
@@ -188,6 +191,8 @@ class Forwards(AxisWriter):
         num_tokens = num_sequences * seq + num_copies * shared
         num_kept = self._num_kept(segment, num_tokens)
         work = self._counted(segment, num_sequences=num_sequences, seq=seq, num_kept=num_kept)
+        if segment not in (EMBED, HEAD):
+            work = self._packed_attention(work, num_tokens, seq, shared)
         if shared:
             work = self._with_shared(work, segment, num_copies, num_rows, shared, seq)
         work = self._coded(work, segment, is_beside=False)
@@ -224,6 +229,15 @@ class Forwards(AxisWriter):
             return None
         num_kept = len(rank.own_points) * rank.num_sequences * self._plan.forward.num_labels
         return num_kept if 2 * num_kept <= num_tokens else None
+
+    def _packed_attention(self, work: Work, num_tokens: int, seq: int, shared: int) -> Work:
+        """Return `work` of a block with keys as they are beside a token on average, and what runs are picked and put back with."""
+        plan, model = self._plan, self._plan.model
+        attended = max(1, (plan.forward.num_attended or seq + shared) - shared)
+        attention = tuple(one.model_copy(update={"key": attended}) for one in work.attention)
+        size = FORMATS[plan.compute_dtype].bytes(num_tokens * model.num_heads * model.head_dim)
+        moved_bytes = work.elementwise_bytes + 2 * _NUM_GATHERED * size
+        return work.model_copy(update={"attention": attention, "elementwise_bytes": moved_bytes})
 
     def _with_shared(
         self, work: Work, segment: str, num_copies: int, num_rows: int, shared: int, seq: int

@@ -72,7 +72,7 @@ def _about_points(chosen: Candidate, others: Sequence[Candidate]) -> Iterator[st
     if has_adapters and not chosen.plan.forward.has_facts:
         yield (
             "with --weights adapters a forward computes no padding, logits of labelled tokens alone, and what sequences begin with once: say how many there are "
-            "(--tokens-per-sequence, --labels-per-sequence, --shared-tokens, --answers-per-prompt), and the prediction counts on it"
+            "(--tokens-per-sequence, --labels-per-sequence, --shared-tokens, --answers-per-prompt, --attended-tokens), and the prediction counts on it"
         )
 
 

@@ -35,12 +35,13 @@ class ForwardPass(Axis):
     num_new_tokens : int or None
         Tokens that every sequence is continued by at each point, the most probable ones, for a reward of that text to be
         minimised in place of the loss. None for the loss of the sequences themselves.
-    num_labels, num_tokens, num_shared, num_answers : int or None
+    num_labels, num_tokens, num_shared, num_answers, num_attended : int or None
         Facts of a batch, for predictions of a forward that is packed (``weights=adapters``; others compute all of it): tokens of
         a sequence that have a label, of which alone it makes logits; tokens of a sequence on average, padding left out;
         tokens that all sequences begin with, and sequences that differ in the answer to their prompt alone, both of which it
-        computes once. None for all, for the sequence length, for none and for one. A run to which none is given counts
-        them in its data.
+        computes once; tokens that attention holds beside one on average, which are more than those of the mean sequence where
+        lengths differ. None for all, for the sequence length, for none, for one, and for those of a sequence. A run to which
+        none is given counts them in its data.
     """
 
     compute_dtype: Annotated[
@@ -111,10 +112,19 @@ class ForwardPass(Axis):
         ),
     ] = None
 
+    num_attended: Annotated[
+        Extent | None,
+        Setting(
+            "--attended-tokens",
+            "Tokens that attention holds beside one on average, filling included, with --weights adapters, for predictions.",
+            usual="those of a sequence",
+        ),
+    ] = None
+
     @property
     def has_facts(self) -> bool:
         """Whether anything is known of what batches hold."""
-        return any((self.num_labels, self.num_tokens, self.num_shared, self.num_answers))
+        return any((self.num_labels, self.num_tokens, self.num_shared, self.num_answers, self.num_attended))
 
     def words(self, plan: Plan) -> Iterator[str]:
         """Yield how the loss is taken, where it is not that of all tokens at once."""
