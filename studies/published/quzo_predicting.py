@@ -18,7 +18,7 @@ from studies.published.quzo import (
     quzo_case,
     step_s,
 )
-from studies.published.rows import PublishedRow
+from studies.published.rows import PublishedRow, RowsError
 from studies.published.sparq import NotPredicted
 
 _LEAST_CHANCE = 0.05
@@ -37,7 +37,7 @@ def quzo_answer(row: PublishedRow, fit: QuzoFit) -> CellPrediction:
             return _seconds(quzo_case(row), fit)
         if row["quantity"] in FORMULAS:
             return CellPrediction(note=f"formula: {formula(row)}")
-    except NotPredicted as reason:
+    except (NotPredicted, RowsError) as reason:
         return CellPrediction(note=reason.message)
     return CellPrediction(note=f"{row['quantity']} is not predicted, only memory and seconds of a step")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from studies.published.predicting import CellPrediction
-from studies.published.rows import PublishedRow
+from studies.published.rows import PublishedRow, RowsError
 from studies.published.sparq import (
     KEPT,
     MESSAGES,
@@ -26,7 +26,7 @@ def sparq_answer(row: PublishedRow, fit: SparqFit) -> CellPrediction:
             return _volume_answer(volume_case(row), fit)
         if row["quantity"] == PEAK:
             return _peak_answer(row, fit)
-    except NotPredicted as reason:
+    except (NotPredicted, RowsError) as reason:
         return CellPrediction(note=reason.message)
     return CellPrediction(note=f"{row['quantity']} is not predicted, only communication volumes and memory")
 

@@ -6,7 +6,7 @@ import math
 
 from studies.published.posterior import TableFit
 from studies.published.predicting import CellPrediction
-from studies.published.rows import PublishedRow
+from studies.published.rows import PublishedRow, RowsError
 from studies.published.sparq import NotPredicted
 from studies.published.zoinfer import HOURS, SPEEDUPS, STEPS, predicted, zoinfer_case
 
@@ -17,7 +17,7 @@ def zoinfer_answer(row: PublishedRow, fit: TableFit) -> CellPrediction:
         return CellPrediction(note=f"{row['quantity']} is not predicted, only speed-ups and hours")
     try:
         case = zoinfer_case(row)
-    except NotPredicted as reason:
+    except (NotPredicted, RowsError) as reason:
         return CellPrediction(note=reason.message)
     number, largest = predicted(case, fit.values)
     number *= STEPS / 3600 if row["quantity"] == HOURS else 1

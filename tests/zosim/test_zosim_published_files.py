@@ -122,6 +122,7 @@ TEXTS = st.sampled_from(
     changes=st.dictionaries(st.sampled_from(list(ROWS[0].fields)), TEXTS, max_size=3),
 )
 @example(index=409, changes={})  # a peak that is printed as 1 GiB
+@example(index=241, changes={"gpus": "x"})  # a row of QuZO that says nothing of its GPUs
 def test_every_row_is_predicted_or_left_empty_with_the_reason(index, changes):
     (said,) = answers_of_all([PublishedRow({**ROWS[index].fields, **changes}, "a test")], PROFILE)
     if said.predicted is None:
