@@ -16,7 +16,7 @@ from costmodel.formats import CANDIDATES
 from costmodel.low_bits import MOVED_ELEMENTS, Coding
 from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
-from executors.low_bits.grids import Floats, Grid, Integers, grid_of
+from executors.low_bits.grids import Floats, Grid, Integers, grid_of, num_nonzero, towards_zero
 from executors.low_bits.packed import Codes
 from executors.threads import DrawThreads, even_ranges
 from topology.errors import ModelError
@@ -381,7 +381,7 @@ class Coded:
                 change += decay * (grouped - origin)
             change = change.view(levels.shape)
             chance = chances(piece.start * width, piece.stop * width).view(levels.shape)
-            num = None if counted is None else torch.count_nonzero(change)
+            num = None if counted is None else num_nonzero(change)
             outliers = None
             if columns is not None:
                 outliers = self._move_outliers(chosen, columns, change, chance)
@@ -389,16 +389,16 @@ class Coded:
                     here.scatter_(1, columns, 0)
             if isinstance(self.grid, Integers):
                 # Away from 0 where the change and its chance reach the next whole number together.
-                wanted = levels - chance.copysign_(change).add_(change).trunc_()
+                wanted = levels - towards_zero(chance.copysign_(change).add_(change))
                 moved = self.grid.clamped(wanted)
             else:
                 wanted = levels - change
                 moved = self.grid.at_random(wanted, chance)
             if counted is not None and num is not None:
                 beyond = wanted - self.grid.clamped(wanted)
-                saturated = torch.count_nonzero(beyond)
+                saturated = num_nonzero(beyond)
                 # What saturates would have moved.
-                unmoved = num - torch.count_nonzero((moved - levels).add_(beyond))
+                unmoved = num - num_nonzero((moved - levels).add_(beyond))
                 if outliers is not None:  # which were counted as unmoved
                     unmoved, saturated = unmoved - outliers[0], saturated + outliers[1]
                 counted.add(num, unmoved, saturated)
@@ -457,7 +457,7 @@ class Coded:
         after = _OUTLIER_GRID.at_random(wanted, chance.gather(1, columns))
         self.outliers[rows] = _OUTLIER_GRID.symbols(after)
         beyond = wanted - _OUTLIER_GRID.clamped(wanted)
-        return torch.count_nonzero(after - before + beyond), torch.count_nonzero(beyond)
+        return num_nonzero(after - before + beyond), num_nonzero(beyond)
 
     def _write(self, rows: Rows, levels: Tensor) -> None:
         self.codes[rows] = self.joined(self.grid.symbols(levels))

@@ -18,6 +18,19 @@ from torch import Tensor
 from costmodel.formats import FORMATS, CodeFormat
 
 
+def towards_zero(numbers: Tensor) -> Tensor:
+    """Round each of `numbers` to the next whole number towards 0, in its place.
+
+    The numbers are those of ``trunc_``, which takes thirty times as long on a CPU.
+    """
+    return numbers.div_(1, rounding_mode="trunc")
+
+
+def num_nonzero(numbers: Tensor) -> Tensor:
+    """Count those that are not 0: on a CPU as Booleans, which it counts several times as fast."""
+    return torch.count_nonzero(numbers.bool() if numbers.device.type == "cpu" else numbers)
+
+
 class Grid(ABC):
     """Values that codes stand for, in ascending order, symmetric about 0 or not.
 

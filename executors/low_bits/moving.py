@@ -10,7 +10,7 @@ from torch import Tensor
 
 from executors.device_scalars import DeviceScalar
 from executors.low_bits.coded import Chances, Coded, Moved
-from executors.low_bits.grids import Integers
+from executors.low_bits.grids import Integers, num_nonzero, towards_zero
 from executors.low_bits.packed import Codes
 
 _SHARED_ELEMENTS = 1 << 22
@@ -78,12 +78,12 @@ def _move(moves: Sequence[Move], by: float | Tensor, decay: float, counted: Move
     if decay:
         change.add_(levels * decay)
     chance = torch.cat([move.chances(0, numel).view(-1) for move, numel in zip(moves, sizes, strict=True)])
-    num = torch.count_nonzero(change)
-    wanted = levels - chance.copysign_(change).add_(change).trunc_()
+    num = num_nonzero(change)
+    wanted = levels - towards_zero(chance.copysign_(change).add_(change))
     moved = grid.clamped(wanted)
     beyond = wanted.sub_(moved)
     counted.add(
-        num, num - torch.count_nonzero(levels.neg_().add_(moved).add_(beyond)), torch.count_nonzero(beyond)
+        num, num - num_nonzero(levels.neg_().add_(moved).add_(beyond)), num_nonzero(beyond)
     )
     symbols = [
         own.view(coded.shape) for own, coded in zip(grid.symbols(moved).split(sizes), weights, strict=True)
