@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from costmodel.distributions import COUNTER_BLOCK_ELEMENTS
 from costmodel.formats import CANDIDATES, FORMATS, CodedParts, CodeFormat, DType, ScaleScope
 from costmodel.model_spec import ParameterGroup
 from costmodel.work import Work
@@ -53,6 +54,9 @@ _PACKING_BYTES = 14
 
 _MOVED_TEMPORARIES = 7
 """Numbers in float32 that are alive for each of them; of outliers, a byte more."""
+
+_MOVED_BYTES, _MOVED_KERNELS = 120, 28
+"""Bytes of such temporaries that are read and written for each code, and passes over a piece, the counts of what moved among them."""
 
 _FLOAT_TEMPORARIES = 3
 """As many more where the distance between neighbours on the grid is each number's own."""
@@ -428,19 +432,48 @@ def coded_update_work(
 
     Of the rows, only `moved_share` are touched.
     """
-    elements = round(moved_share * sum(outputs * inputs for outputs, inputs in linears))
+    moved = [(round(moved_share * outputs * inputs), inputs) for outputs, inputs in linears]
+    elements = sum(num for num, _ in moved)
     num_temporaries = _MOVED_TEMPORARIES + FORMATS[coding.format].is_float * _FLOAT_TEMPORARIES
     most = max((_most_rows(outputs, moved_share) * inputs for outputs, inputs in linears), default=0)
     at_once = min(most, MOVED_ELEMENTS)
+    num_blocks, num_passed = passed_for_rows(linears, moved_share, COUNTER_BLOCK_ELEMENTS)
+    num_pieces = sum(max(1, -(-num // MOVED_ELEMENTS)) for num, _ in moved)
     return Work(
         dtype="float32",
+        draw_dtype="float32",
         sweep_bytes=2 * round(moved_share * sum(map(coding.code_bytes, linears))) + elements,
-        scratch_bytes=8 * 4 * elements + packing_work(elements, direction_format).scratch_bytes,
+        scratch_bytes=_MOVED_BYTES * elements + packing_work(elements, direction_format).scratch_bytes,
         num_rounded=elements,
-        num_kernels=10 * len(linears),
+        num_skipped=num_passed,
+        num_seeds=num_blocks,
+        num_kernels=_MOVED_KERNELS * num_pieces,
         workspace_bytes=(4 * num_temporaries + bool(coding.outlier_share)) * at_once
         + taken_out_bytes(at_once, direction_format),
     )
+
+
+def passed_for_rows(linears: Iterable[Linear], share: float, block_elements: int) -> tuple[int, int]:
+    """Return how many blocks of random numbers hold rows that move, and how many numbers those are passed over for.
+
+    Each row moves with the chance `share`, and a block is walked up to the last one that does.
+
+    Examples
+    --------
+    >>> passed_for_rows([(3072, 768)], 1.0, 16384)
+    (144, 0)
+    >>> passed_for_rows([(3072, 768)], 0.02, 16384)
+    (50, 414724)
+    """
+    num_blocks = num_passed = 0.0
+    for outputs, inputs in linears:
+        rows = min(float(outputs), max(1.0, block_elements / inputs))
+        blocks, rests = outputs / rows, (1 - share) ** rows
+        # The sum, over a block's rows, of the chance that one of those from it on moves.
+        last = rows - (1 - share) * (1 - rests) / share if share else 0.0
+        num_blocks += blocks * (1 - rests)
+        num_passed += blocks * (last - share * rows) * inputs
+    return round(num_blocks), round(num_passed)
 
 
 def moved_rows_bytes(linears: Iterable[Linear], share: float) -> int:

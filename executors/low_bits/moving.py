@@ -82,9 +82,7 @@ def _move(moves: Sequence[Move], by: float | Tensor, decay: float, counted: Move
     wanted = levels - towards_zero(chance.copysign_(change).add_(change))
     moved = grid.clamped(wanted)
     beyond = wanted.sub_(moved)
-    counted.add(
-        num, num - num_nonzero(levels.neg_().add_(moved).add_(beyond)), num_nonzero(beyond)
-    )
+    counted.add(num, num - num_nonzero(levels.neg_().add_(moved).add_(beyond)), num_nonzero(beyond))
     symbols = [
         own.view(coded.shape) for own, coded in zip(grid.symbols(moved).split(sizes), weights, strict=True)
     ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from costmodel.datasheet import datasheet_profile
 from costmodel.estimate import estimate
+from costmodel.low_bits import passed_for_rows
 from costmodel.work import Matmul, Work
 from topology.documents import load_preset
 
@@ -45,3 +47,22 @@ def test_a_cpu_without_a_declared_peak_has_an_honest_interval():
     cpu = datasheet_profile(topology, topology.of_kind("cpu")[0].id, num_threads=2)
     rate = cpu.constant("matmul_rate.int8")
     assert rate.low < cpu.constant("matmul_rate.float32").value < rate.value < rate.high
+
+
+@pytest.mark.parametrize(
+    ("shape", "share", "block"), [((384, 64), 0.02, 2048), ((96, 768), 0.1, 16384), ((10, 64), 0.5, 2048)]
+)
+def test_rows_that_move_are_reached_past_as_many_numbers_as_chance_has_it(shape, share, block):
+    """Against 400 draws of which rows move: blocks that hold any, and what lies before the last of each but does not move."""
+    outputs, inputs = shape
+    generator, rows_of_block = np.random.default_rng(0), block // inputs
+    num_blocks, num_passed = [], []
+    for _ in range(400):
+        moved = generator.random(outputs) < share
+        blocks = [moved[begin : begin + rows_of_block] for begin in range(0, outputs, rows_of_block)]
+        lasts = [int(part.nonzero()[0][-1]) + 1 for part in blocks if part.any()]
+        num_blocks.append(len(lasts))
+        num_passed.append((sum(lasts) - int(moved.sum())) * inputs)
+    predicted_blocks, predicted_passed = passed_for_rows([shape], share, block)
+    assert predicted_blocks == pytest.approx(np.mean(num_blocks), rel=0.06, abs=0.6)
+    assert predicted_passed == pytest.approx(np.mean(num_passed), rel=0.06)

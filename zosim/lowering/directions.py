@@ -41,7 +41,7 @@ from costmodel.distributions import (
     SHARED_DRAW_ELEMENTS,
 )
 from costmodel.formats import FORMATS, DType
-from costmodel.low_bits import moved_rows_bytes, num_elements, packing_work
+from costmodel.low_bits import moved_rows_bytes, num_elements, packing_work, passed_for_rows
 from costmodel.model_spec import EMBED, ParameterGroup
 from costmodel.sweeps import draw_work
 from costmodel.work import Matmul, Work
@@ -382,6 +382,15 @@ class Directions(AxisWriter):
         num_kernels, skipped = group.num_trainable_tensors, 0
         num_blocks = float(-(-total // length) + num_kernels - 1)
         made = self._num_moved(group)
+        rounded, coding = self._plan.rounding, self._plan.coding
+        if rounded is not None and rounded.sparsity and coding is not None:
+            # Rows that a sparse direction leaves alone are not drawn, but passed over.
+            linears = [one for one, _ in coding.tuned(group)]
+            num_blocks -= sum(outputs * inputs for outputs, inputs in linears) / length
+            # Of the numbers, and of the chances that those are rounded by.
+            for block in (length, COUNTER_BLOCK_ELEMENTS)[: 2 if self._rank.num_rounded(made) else 1]:
+                of_rows, passed = passed_for_rows(linears, 1 - rounded.sparsity, block)
+                num_blocks, skipped = num_blocks + of_rows, skipped + passed
         if keep == "rows":
             num_kernels, num_blocks, made, skipped = self._counted_rows(total, length)
         return draw_work(

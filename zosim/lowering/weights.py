@@ -342,7 +342,7 @@ class Points(AxisWriter):
         coded = coded_update_work(
             linears, how, 1 - self._plan.low_bits.sparsity, direction_format=self._rank.direction_format
         )
-        return plain + coded.model_copy(update={"dtype": plain.dtype})
+        return coded + plain  # in the format of the first
 
     def _taking_out(self, num_elements: int) -> Work:
         """Return the work of taking codes of a direction out of bytes that they share, as many as a sweep's temporaries at a time."""
