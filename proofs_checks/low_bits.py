@@ -979,8 +979,8 @@ CLAIMS = (
                 Mutant(
                     "what is held back is not counted",
                     f"{_CODED}:Coded.move",
-                    "saturated = torch",
-                    "saturated = 0 * torch",
+                    "saturated = num_nonzero",
+                    "saturated = 0 * num_nonzero",
                 ),
             ),
         ),
