@@ -35,6 +35,11 @@ _SPARSITY = 0.98
 CASES: dict[str, dict[str, Any]] = {
     "W8A8": {"low_bits": {}, "directions": {}},
     "W8A8, signs": {"low_bits": {}, "directions": {"distribution": "rademacher"}},
+    "W8A8, signs, 4 bits": {"low_bits": {"direction_bits": 4}, "directions": {"distribution": "rademacher"}},
+    f"W8A8, signs, 4 bits, {_SPARSITY:.0%} zeros": {
+        "low_bits": {"direction_bits": 4, "sparsity": _SPARSITY},
+        "directions": {"distribution": "rademacher"},
+    },
     f"W8A8, {_SPARSITY:.0%} zeros": {"low_bits": {"sparsity": _SPARSITY}, "directions": {}},
     f"W8A8, signs, {_SPARSITY:.0%} zeros": {
         "low_bits": {"sparsity": _SPARSITY},
