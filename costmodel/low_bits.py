@@ -55,8 +55,8 @@ _PACKING_BYTES = 14
 _MOVED_TEMPORARIES = 7
 """Numbers in float32 that are alive for each of them; of outliers, a byte more."""
 
-_MOVED_BYTES, _MOVED_KERNELS = 120, 28
-"""Bytes of such temporaries that are read and written for each code, and passes over a piece, the counts of what moved among them."""
+_MOVED_BYTES, _MOVED_KERNELS = 100, 24
+"""Bytes of such temporaries that are read and written for each code, and passes, the counts of what moved among them."""
 
 _FLOAT_TEMPORARIES = 3
 """As many more where the distance between neighbours on the grid is each number's own."""
@@ -432,13 +432,11 @@ def coded_update_work(
 
     Of the rows, only `moved_share` are touched.
     """
-    moved = [(round(moved_share * outputs * inputs), inputs) for outputs, inputs in linears]
-    elements = sum(num for num, _ in moved)
+    elements = round(moved_share * sum(outputs * inputs for outputs, inputs in linears))
     num_temporaries = _MOVED_TEMPORARIES + FORMATS[coding.format].is_float * _FLOAT_TEMPORARIES
     most = max((_most_rows(outputs, moved_share) * inputs for outputs, inputs in linears), default=0)
     at_once = min(most, MOVED_ELEMENTS)
     num_blocks, num_passed = passed_for_rows(linears, moved_share, COUNTER_BLOCK_ELEMENTS)
-    num_pieces = sum(max(1, -(-num // MOVED_ELEMENTS)) for num, _ in moved)
     return Work(
         dtype="float32",
         draw_dtype="float32",
@@ -447,7 +445,7 @@ def coded_update_work(
         num_rounded=elements,
         num_skipped=num_passed,
         num_seeds=num_blocks,
-        num_kernels=_MOVED_KERNELS * num_pieces,
+        num_kernels=_MOVED_KERNELS * len(linears),
         workspace_bytes=(4 * num_temporaries + bool(coding.outlier_share)) * at_once
         + taken_out_bytes(at_once, direction_format),
     )

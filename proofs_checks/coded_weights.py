@@ -314,8 +314,8 @@ MOVE_CHANCES = Mutant(
 MOVE_AWAY = Mutant(
     "an update away from the minimum",
     _MOVE,
-    "levels - towards_zero(chance.copysign_(change)",
-    "levels + towards_zero(chance.copysign_(change)",
+    "wanted = levels - whole",
+    "wanted = levels + whole",
 )
 MOVE_AS_PRINTED = Mutant(
     "the paper's equation 12: a step by codes, not by weights",

@@ -389,16 +389,21 @@ class Coded:
                     here.scatter_(1, columns, 0)
             if isinstance(self.grid, Integers):
                 # Away from 0 where the change and its chance reach the next whole number together.
-                wanted = levels - towards_zero(chance.copysign_(change).add_(change))
+                whole = towards_zero(chance.copysign_(change).add_(change))
+                wanted = levels - whole
                 moved = self.grid.clamped(wanted)
             else:
                 wanted = levels - change
                 moved = self.grid.at_random(wanted, chance)
             if counted is not None and num is not None:
-                beyond = wanted - self.grid.clamped(wanted)
-                saturated = num_nonzero(beyond)
                 # What saturates would have moved.
-                unmoved = num - num_nonzero((moved - levels).add_(beyond))
+                if isinstance(self.grid, Integers):
+                    beyond, tried = wanted - moved, whole
+                else:
+                    beyond = wanted - self.grid.clamped(wanted)
+                    tried = (moved - levels).add_(beyond)
+                saturated = num_nonzero(beyond)
+                unmoved = num - num_nonzero(tried)
                 if outliers is not None:  # which were counted as unmoved
                     unmoved, saturated = unmoved - outliers[0], saturated + outliers[1]
                 counted.add(num, unmoved, saturated)

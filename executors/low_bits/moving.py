@@ -79,10 +79,10 @@ def _move(moves: Sequence[Move], by: float | Tensor, decay: float, counted: Move
         change.add_(levels * decay)
     chance = torch.cat([move.chances(0, numel).view(-1) for move, numel in zip(moves, sizes, strict=True)])
     num = num_nonzero(change)
-    wanted = levels - towards_zero(chance.copysign_(change).add_(change))
+    whole = towards_zero(chance.copysign_(change).add_(change))
+    wanted = levels - whole
     moved = grid.clamped(wanted)
-    beyond = wanted.sub_(moved)
-    counted.add(num, num - num_nonzero(levels.neg_().add_(moved).add_(beyond)), num_nonzero(beyond))
+    counted.add(num, num - num_nonzero(whole), num_nonzero(wanted.sub_(moved)))
     symbols = [
         own.view(coded.shape) for own, coded in zip(grid.symbols(moved).split(sizes), weights, strict=True)
     ]
