@@ -21,13 +21,13 @@ from costmodel.formats import FORMATS, CodeFormat
 def towards_zero(numbers: Tensor) -> Tensor:
     """Round each of `numbers` to the next whole number towards 0, in its place.
 
-    The numbers are those of ``trunc_``, which takes thirty times as long on a CPU.
+    The numbers are those of ``trunc_``, which torch does not vectorise on every CPU.
     """
     return numbers.div_(1, rounding_mode="trunc")
 
 
 def num_nonzero(numbers: Tensor) -> Tensor:
-    """Count those that are not 0: on a CPU as Booleans, which it counts several times as fast."""
+    """Count those that are not 0: on a CPU as Booleans, which it counts faster."""
     return torch.count_nonzero(numbers.bool() if numbers.device.type == "cpu" else numbers)
 
 
