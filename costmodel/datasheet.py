@@ -17,6 +17,7 @@ from costmodel.gpus import (
     clocks_per_s,
     float64_part,
     half_lengths,
+    int8_peak,
     is_widened,
     multiplies_float8,
     stacks_bytes,
@@ -367,10 +368,10 @@ def _rates(
 
 def _int8_rate(spec: DeviceSpec, share: float = 1.0) -> Iterator[Constant]:
     """Yield the rate of products of int8 matrices, where a device is known to have them; others multiply as they compute."""
-    declared = spec.peak_dense.get("int8")
-    if declared is not None:
-        peak, remark = declared.in_si("compute") * share, f"data sheet peak of {spec.name}"
-        yield _constant("matmul_rate.int8", _INT8_GPU, f"{remark}; {_INT8_GPU_SOURCE}", scale=peak)
+    known = int8_peak(spec)
+    if known is not None:
+        peak, remark = known
+        yield _constant("matmul_rate.int8", _INT8_GPU, f"{remark}; {_INT8_GPU_SOURCE}", scale=peak * share)
     elif spec.kind == "cpu":
         peak = spec.peak_flop_per_s("fp32") * share * _GEMM_CPU[0]
         yield _constant(

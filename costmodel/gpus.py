@@ -46,8 +46,8 @@ class Architecture:
         capability).
     float64_part : float
         Rate of float64 beside float32's, without tensor cores.
-    multiplies_float8 : bool
-        Whether its tensor cores multiply floats of 8 bits, twice as fast as those of 16.
+    multiplies_float8, multiplies_int8 : bool
+        Whether its tensor cores multiply floats or integers of 8 bits, twice as fast as floats of 16.
     flop_j : float
         Energy of one operation of a half-precision product on random numbers, what feeds it included, in joules.
     """
@@ -62,6 +62,7 @@ class Architecture:
     threads: int = 2048
     float64_part: float = 0.5
     multiplies_float8: bool = False
+    multiplies_int8: bool = True
 
 
 _FA2: Mapping[AttentionWay, tuple[float, float]] = {
@@ -120,7 +121,7 @@ def half_lengths(spec: DeviceSpec) -> dict[AttentionWay, float]:
 
 
 ARCHITECTURES = (
-    Architecture("pascal", r"\bP100\b", 128, "volta", {}, cache_mib=4),
+    Architecture("pascal", r"\bP100\b", 128, "volta", {}, cache_mib=4, multiplies_int8=False),
     Architecture(
         "pascal-graphics",
         r"\bP(40|4)\b|GTX 10\d\d|TITAN Xp?\b",
@@ -129,11 +130,21 @@ ARCHITECTURES = (
         {},
         cache_mib=3,
         float64_part=1 / 32,
+        multiplies_int8=False,
     ),
-    Architecture("volta", r"\bV100S?\b|TITAN V\b", 128, "volta", _EARLY, flop_j=1.6e-12, cache_mib=6),
+    Architecture(
+        "volta",
+        r"\bV100S?\b|TITAN V\b",
+        128,
+        "volta",
+        _EARLY,
+        flop_j=1.6e-12,
+        cache_mib=6,
+        multiplies_int8=False,
+    ),
     Architecture(
         "turing",
-        r"\bT4\b|TITAN RTX|RTX 20\d\d|Quadro RTX",
+        r"\bT4\b|TITAN RTX|RTX 20\d\d(?! Ada)|Quadro RTX",
         128,
         "volta",
         _EARLY,
@@ -260,6 +271,20 @@ def multiplies_float8(spec: DeviceSpec) -> bool:
     """
     architecture = architecture_of(spec) if spec.kind == "gpu" else None
     return "fp8" in spec.peak_dense or (architecture is not None and architecture.multiplies_float8)
+
+
+def int8_peak(spec: DeviceSpec) -> tuple[float, str] | None:
+    """Return a device's peak of int8 products in 1/s with a remark on its origin, None where it has no units for them.
+
+    GeForce cards multiply integers four times as fast as 16-bit floats that are added up in 32 bits, but their peaks are declared.
+    """
+    declared, half = spec.peak_dense.get("int8"), spec.peak_dense.get("fp16")
+    if declared is not None:
+        return declared.in_si("compute"), f"data sheet peak of {spec.name}"
+    architecture = architecture_of(spec) if spec.kind == "gpu" else None
+    if architecture is None or half is None or not architecture.multiplies_int8:
+        return None
+    return 2 * half.in_si("compute"), f"{spec.name} declares no peak for int8: twice that of float16"
 
 
 def float64_part(spec: DeviceSpec) -> float:

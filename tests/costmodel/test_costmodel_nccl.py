@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import log2
 
 import pytest
 
@@ -111,3 +112,25 @@ def test_rings_across_hosts_post_every_step_to_the_network() -> None:
 def test_lanes_and_peaks_tell_the_boost_clocks_of_the_data_sheets(preset: str, boost_hz: float) -> None:
     spec = load_preset(preset).device_spec("gpu0")
     assert clocks_per_s(spec) / spec.num_cores == pytest.approx(boost_hz, rel=0.01)
+
+
+GPUS = [spec for spec in catalogue().devices.values() if spec.kind == "gpu"]
+
+
+@pytest.mark.parametrize("spec", GPUS, ids=lambda spec: spec.id)
+def test_peaks_of_a_data_sheet_are_a_power_of_two_of_operations_per_clock(spec) -> None:
+    """A figure that was mistyped, or is of the sparse peak, is none, or leaves no clock that a GPU runs at.
+
+    Tensor cores are rated at a lower boost clock than float32 on Hopper and Blackwell, which is a sixth of an octave.
+    """
+    clocks = clocks_per_s(spec)
+    assert 1.0e9 < clocks / spec.num_cores < 2.7e9
+    for name in ("fp16", "int8"):
+        declared = spec.peak_dense.get(name)
+        if declared is not None:
+            octaves = log2(declared.in_si("compute") / clocks)
+            assert abs(octaves - round(octaves)) < 0.25
+    if "int8" in spec.peak_dense:
+        # GeForce cards halve products of floats that are added up in 32 bits; A10G, L40 and others do not print that.
+        times = spec.peak_flop_per_s("int8") / spec.peak_flop_per_s("fp16")
+        assert times == pytest.approx(4 if spec.name.startswith("NVIDIA GeForce") else 2, rel=0.02)

@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from costmodel.profile import load_profile
-from topology.documents import load_preset, preset_names
+from topology.clusters import cluster
+from topology.documents import dump, load_preset, preset_names
 from topology.errors import ZosimError
 from zosim.applications.validation.learning import learned_from_rows
 from zosim.applications.validation.models import model_of
@@ -230,8 +232,37 @@ def test_a_gpu_without_units_for_bfloat16_multiplies_it_in_float32_and_stores_sc
 def test_floats_of_8_bits_need_units_for_them() -> None:
     assert "no units for floats of 8 bits" in str(outcome(_row("matmul", dtype="fp8"), Sites()))
     half = _forecast("matmul", hardware="h100-80gb-pcie").predicted
-    # The catalogue has no peak of the PCIe card in float8: as for its siblings, it is twice that of float16.
     assert 1.4 < half / _forecast("matmul", hardware="h100-80gb-pcie", dtype="fp8").predicted <= 2
+
+
+def test_integers_of_8_bits_are_multiplied_faster_where_there_are_units_for_them(tmp_path: Path) -> None:
+    for name in ("t4", "a40", "rtx-a6000", "rtx3090", "l4", "rtx5090", "mi300x"):
+        half, bytes_ = (_forecast("matmul", hardware=name, dtype=dtype) for dtype in ("float16", "int8"))
+        assert half.predicted > 1.2 * bytes_.predicted
+        assert bytes_.assumed == ()
+    volta = _forecast("matmul", hardware="v100-32gb-sxm2", dtype="int8")
+    assert volta.assumed == ("int8 multiplied as float16",)
+    assert volta.predicted == _forecast("matmul", hardware="v100-32gb-sxm2").predicted
+    # A topology file that leaves the peak out.
+    machine = yaml.safe_load(dump(load_preset("t4-1x")))
+    device = machine["devices"]["t4"]
+    del device["peak_dense"]["int8"]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(machine), encoding="utf-8")
+    mine = outcome(_row("matmul", hardware="mine.yaml", dtype="int8"), Sites(folder=tmp_path))
+    assert isinstance(mine, Forecast)
+    assert mine.predicted == _forecast("matmul", hardware="t4", dtype="int8").predicted
+
+
+def test_hosts_with_fewer_ranks_let_fewer_rings_through(tmp_path: Path) -> None:
+    """Twelve of sixteen GPUs: the second host has four adapters for four GPUs, half of what eight have."""
+    (tmp_path / "two.yaml").write_text(dump(cluster(load_preset("dgx-h100"), 2)), encoding="utf-8")
+    times = {}
+    for ranks in (8, 12, 16):
+        row = _row("all_reduce", hardware="two.yaml", ranks=str(ranks), bytes="1073741824")
+        said = outcome(row, Sites(folder=tmp_path))
+        assert isinstance(said, Forecast), said
+        times[ranks] = said.predicted
+    assert times[8] < times[16] < times[12] < 2.1 * times[16]
 
 
 def test_formats_and_optimizers_go_by_the_names_that_others_use() -> None:

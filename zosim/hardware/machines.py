@@ -192,7 +192,8 @@ class _Builder:
         """Return each GPU's sends in rings over several hosts, None where a host has but one of them.
 
         NCCL makes a ring for each network adapter, which leaves a host by it and passes all its GPUs. So every adapter
-        carries a part of the bytes; on NVLinks or PCIe a rank sends all of them to its neighbour.
+        carries a part of the bytes; on NVLinks or PCIe a rank sends all of them to its neighbour. Hosts with fewer of the GPUs
+        than others let fewer rings through.
         """
         hosts: dict[str, list[int]] = {}
         for place, device in enumerate(devices):
@@ -200,17 +201,15 @@ class _Builder:
                 return None
             hosts.setdefault(self._topology.host_of(device).id, []).append(place)
         members = list(hosts.values())
-        if len(members) == 1 or any(len(places) != len(members[0]) for places in members):
-            return None
-        num_beside = len(members[0])
-        if num_beside == 1:
+        num_rings = min(len(places) for places in members)
+        if len(members) == 1 or num_rings == 1:
             return None
         sends: list[dict[str, float]] = [{} for _ in devices]
         latency_s, bandwidth = 0.0, math.inf
         for number, places in enumerate(members):
             following = members[(number + 1) % len(members)]
             rails: dict[str, float] = {}
-            for here, there in zip(places, following, strict=True):
+            for here, there in zip(places[:num_rings], following[:num_rings], strict=True):
                 across = self._hop(self._profiles[part[here]], devices[here], devices[there])
                 narrowest = min(
                     (name for name, _ in across.uses),
@@ -219,7 +218,7 @@ class _Builder:
                 rails[narrowest] = across.bandwidth_bytes_per_s
                 latency_s = max(latency_s, across.latency_s)
                 for name, _ in across.uses:
-                    sends[here][name] = sends[here].get(name, 0.0) + 1 / num_beside
+                    sends[here][name] = sends[here].get(name, 0.0) + 1 / num_rings
             bandwidth = min(bandwidth, sum(rails.values()))
             ring = [devices[place] for place in places]
             within = self._over_nvlinks(ring) or [

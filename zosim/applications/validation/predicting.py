@@ -69,6 +69,8 @@ def outcome(row: MeasuredRow, sites: Sites) -> Forecast | str:
         assumed = [f"{column} {value}" for column, value in missing.items()]
         if _multiplies(row) and is_widened(site.device, row.dtype):
             assumed.append(f"{row.dtype} multiplied in float32")
+        if row["kind"] == "matmul" and row["dtype"].lower() == "int8" and not site.multiplies_int8:
+            assumed.append("int8 multiplied as float16")
         if predictor in _OF_MODELS:
             assumed += _about_model(row)
         return replace(said, assumed=(*assumed, *said.assumed))

@@ -47,6 +47,11 @@ class Site:
         """What operations cost on the first of them."""
         return self.profiles.of(self.devices[0])
 
+    @property
+    def multiplies_int8(self) -> bool:
+        """Whether it has a rate for products of integers of 8 bits."""
+        return "matmul_rate.int8" in self.profile.values()
+
     @cached_property
     def burst_profile(self) -> Profile:
         """The same for what is too short for the device's power limit."""
