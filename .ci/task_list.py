@@ -6,7 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO
 
 import environment
 import here
@@ -33,7 +36,22 @@ def test(arguments: Sequence[str]) -> int:
     chosen = [argument for argument in arguments if argument != "--full"]
     if chosen:
         return _tool(["pytest", *full, *chosen])
-    failed = [name for name in STATIC_CHECKS if _static(name) != 0]
+    failed = [name for name in STATIC_CHECKS if name != "types" and _static(name) != 0]
+    # Types beside the tests: without its cache, as in a fresh clone, mypy takes one core for most of a minute.
+    with ThreadPoolExecutor(1) as pool, tempfile.TemporaryFile("w+", encoding="utf-8") as said:
+        types = pool.submit(_tool, STATIC_CHECKS["types"], said)
+        if not _tests(full):
+            failed.append("tests")
+        if types.result() != 0:
+            failed.append("types")
+        _title("types")
+        said.seek(0)
+        print(said.read(), end="")
+    return _verdict(failed)
+
+
+def _tests(full: Sequence[str]) -> bool:
+    """Whether all tests pass."""
     _title("tests, and the commands of the README")
     # Files stay together: many of them train one model for all their tests. The order is that of the folders, as the
     # files with few tests are the long ones, which must not come last. No limit in time: pyproject.toml has one for
@@ -41,13 +59,11 @@ def test(arguments: Sequence[str]) -> int:
     # minute, in which it works.
     num_workers = min(4, (os.cpu_count() or 1) + 1)
     parallel = ["-n", str(num_workers), "--dist", "loadfile", "--no-loadscope-reorder"]
-    if _tool(["pytest", *parallel, *full]) != 0:
-        failed.append("tests")
-    return _verdict(failed)
+    return _tool(["pytest", *parallel, *full]) == 0
 
 
 def check(_: Sequence[str]) -> int:
-    """Format, lint, types and imports: what `test` does before the tests, in seconds."""
+    """Format, lint, types and imports: what `test` does besides the tests."""
     return _verdict([name for name in STATIC_CHECKS if _static(name) != 0])
 
 
@@ -107,6 +123,8 @@ def clean(_: Sequence[str]) -> int:
     caches = [".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache", "build"]
     for name in [environment.VENV.name, *caches, "zosim.egg-info"]:
         shutil.rmtree(ROOT / name, ignore_errors=True)
+    for folder in list(ROOT.rglob("__pycache__")):
+        shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
@@ -161,13 +179,16 @@ def _title(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
-def _tool(command: Sequence[str]) -> int:
-    """Exit code of a program of the environment, run at the top of the clone."""
+def _tool(command: Sequence[str], said: IO[str] | None = None) -> int:
+    """Exit code of a program of the environment, run at the top of the clone; what it says goes to a file, if one is given."""
     program, *arguments = command
     path = os.pathsep.join([str(environment.BIN), os.environ.get("PATH", "")])
     variables = {**os.environ, "PATH": path, "VIRTUAL_ENV": str(environment.VENV)}
+    # Some machines switch bytecode off. Every worker and every command of a test would compile all the sources then.
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    command = [str(environment.BIN / program), *arguments]
     return subprocess.run(
-        [str(environment.BIN / program), *arguments], cwd=ROOT, env=variables, check=False
+        command, cwd=ROOT, env=variables, stdout=said, stderr=said and subprocess.STDOUT, check=False
     ).returncode
 
 

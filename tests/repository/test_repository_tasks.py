@@ -127,7 +127,7 @@ def test_full_adds_the_slow_tests_to_all_or_to_those_named(
     import task_list
 
     commands: list[list[str]] = []
-    monkeypatch.setattr(task_list, "_tool", lambda command: commands.append([*command]) or 0)
+    monkeypatch.setattr(task_list, "_tool", lambda command, *_: commands.append([*command]) or 0)
     for arguments in ([], ["--full"], ["tests/zosim"], ["--full", "tests/zosim"]):
         task_list.test(arguments)
     quick, full, *named = [command for command in commands if command[0] == "pytest"]
