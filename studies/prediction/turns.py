@@ -21,7 +21,7 @@ from studies.prediction.cases import Case
 from studies.prediction.measuring import STEPS_PER_ROUND, MeasuredSteps, Turn
 from topology.errors import RunError
 
-NUM_ROUNDS = 9
+NUM_ROUNDS = 27
 _LOOK_EVERY_S = 0.01
 _LONGEST_TURN_S = 240.0
 
