@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
@@ -386,7 +387,7 @@ def _saved_spec(
 
 
 def _shipped_name(source: str) -> str:
-    wanted = source.strip().lower()
+    wanted = re.sub(r"[\s:]+", "-", source.strip().lower())
     names = _shipped_aliases()
     known_as = next((names[form] for form in _without_variants(wanted) if form in names), None)
     if known_as is not None:

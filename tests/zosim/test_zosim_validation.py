@@ -187,6 +187,11 @@ def test_families_that_do_not_run_here_are_predicted_with_the_sizes_that_their_c
         ("phi-2", 2.780), ("microsoft/phi-1_5", 1.418), ("gemma-2b", 2.506), ("google/gemma-7b-it", 8.538), ("gemma-2-9b", 9.242),
         ("falcon-7b", 6.922), ("EleutherAI/pythia-6.9b", 6.857), ("gpt-neox-20b", 20.555), ("gpt-j-6b", 6.051), ("mpt-7b", 6.649),
         ("bloom-7b1", 7.069), ("Qwen-72B", 72.288), ("internlm2-20b", 19.861), ("phi-4", 14.660),
+        ("mosaicml/mpt-30b", 29.97), ("tiiuae/falcon-40b", 41.30), ("bigscience/bloom", 176.25), ("EleutherAI/gpt-neo-2.7B", 2.651),
+        ("baichuan-inc/Baichuan2-7B-Base", 7.506), ("internlm-20b", 20.09), ("stabilityai/stablelm-2-1_6b", 1.645),
+        ("bigcode/starcoder2-7b", 7.174 + 0.226), ("starcoder2-15b", 15.957), ("allenai/OLMo-7B", 6.888),
+        ("ibm-granite/granite-3.1-8b-base", 8.171), ("THUDM/glm-4-9b", 9.40), ("chatglm3-6b", 6.244), ("google/gemma-3-1b-it", 1.000),
+        ("google/gemma-3-27b-it", 27.01), ("togethercomputer/RedPajama-INCITE-7B-Base", 6.857), ("c4ai-command-r-v01", 34.98),
     ],
 )  # fmt: skip
 def test_common_names_are_models_with_as_many_parameters_as_were_published(
@@ -196,6 +201,23 @@ def test_common_names_are_models_with_as_many_parameters_as_were_published(
         1e9 * billions, rel=0.005
     )
     assert "of its sizes" in _forecast("forward", model=name, model_config="").assumed[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("GPT-3 175B", 174.6), ("gpt3-6.7b", 6.66), ("cerebras/Cerebras-GPT-13B", 12.85), ("mt-nlg-530b", 530), ("gpt2-1.5b", 1.558),
+        ("Llama 2 7B", 6.738), ("llama3.1:8b", 8.030), ("HuggingFaceH4/zephyr-7b-beta", 7.242), ("mistral-large", 122.6),
+        ("openlm-research/open_llama_3b", 3.426), ("tiiuae/Falcon3-7B-Base", 7.456), ("upstage/SOLAR-10.7B-v1.0", 10.73),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", 7.616), ("Qwen/Qwen1.5-14B-Chat", 14.167), ("deepseek-coder-33b-instruct", 33.34),
+    ],
+)  # fmt: skip
+def test_names_of_families_that_run_here_are_models_with_as_many_parameters_as_were_published(
+    name: str, billions: float
+) -> None:
+    assert model_of(_row("forward", model=name, model_config="")).num_parameters == pytest.approx(
+        1e9 * billions, rel=0.005
+    )
 
 
 def test_a_known_name_with_experts_says_that_they_are_not_modelled() -> None:
@@ -267,6 +289,7 @@ def test_hosts_with_fewer_ranks_let_fewer_rings_through(tmp_path: Path) -> None:
 
 def test_formats_and_optimizers_go_by_the_names_that_others_use() -> None:
     assert _forecast("matmul", dtype="torch.float16") == _forecast("matmul")
+    assert _forecast("first_order_step", dtype="amp_bf16") == _forecast("first_order_step", dtype="bf16")
     hopper = {"hardware": "dgx-h100"}
     assert _forecast("matmul", dtype="float8_e5m2", **hopper) == _forecast("matmul", dtype="fp8", **hopper)
     assert (

@@ -80,7 +80,7 @@ class MeasuredRow(TableRow):
         Unpredictable
             If it is none, or none that computes.
         """
-        name = format_name(self["dtype"].removeprefix("torch."))
+        name = format_name(self["dtype"].lower().removeprefix("torch.").removeprefix("amp_"))
         name = _EIGHT_BITS if name.startswith(_EIGHT_BIT_FLOATS) else name
         known = next((dtype for dtype in COMPUTE_FORMATS if dtype == name), None)
         if known is None:
