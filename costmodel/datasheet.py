@@ -17,6 +17,7 @@ from costmodel.gpus import (
     clocks_per_s,
     float64_part,
     half_lengths,
+    has_half_warp_lanes,
     int8_peak,
     is_widened,
     multiplies_float8,
@@ -33,6 +34,23 @@ Spread = tuple[float, float, float]
 
 _GEMM_GPU: Spread = (0.77, 0.62, 0.90)
 _GEMM_GPU_SOURCE = "products whose tiles fill all multiprocessors reach 70-90 % of the dense peak in cuBLAS"
+_LANES_GPU: dict[bool, tuple[Spread, str]] = {
+    True: (
+        (0.95, 0.70, 1.0),
+        (
+            "products in float32 leave every other clock of a scheduler to loads, so cuBLAS reaches 0.90 to 0.98 of an A100's peak from 2048 on "
+            "(https://github.com/triton-lang/triton/issues/2491); 0.71 is what ZO2 prints for its widest models"
+        ),
+    ),
+    False: (
+        (0.70, 0.55, 0.92),
+        (
+            "products in float32 take every clock of a scheduler, loads among them: about 20 of an A10's 31.2 Tflop/s "
+            "(https://github.com/NVIDIA/cutlass/issues/941); other designs assumed as it"
+        ),
+    ),
+}
+"""Of products without tensor cores, by whether a scheduler has lanes for half a warp."""
 _GEMM_CPU: Spread = (0.70, 0.35, 1.60)
 _GEMM_CPU_SOURCE = "oneDNN and MKL reach 60-90 % of the peak at base clock; turbo clocks exceed it"
 _INT8_GPU: Spread = (0.60, 0.35, 0.85)
@@ -353,6 +371,12 @@ def _peak(spec: DeviceSpec, dtype: DType) -> tuple[float, Reach, str]:
     return fp32 * part, (0.25, 1.0), f"{undeclared}: {part:.3g} of float32 assumed"
 
 
+def _in_lanes(spec: DeviceSpec, dtype: DType) -> bool:
+    """Whether a GPU multiplies a format in float32's lanes."""
+    is_float32 = dtype == "float32" or (dtype == "tf32" and "tf32" not in spec.peak_dense)
+    return spec.kind == "gpu" and (is_float32 or is_widened(spec, dtype))
+
+
 def _rates(
     spec: DeviceSpec, share: float, gemm: tuple[Spread, str], attention: tuple[Spread, str]
 ) -> Iterator[Constant]:
@@ -361,7 +385,8 @@ def _rates(
         raise TopologyError(message, hint="add peak_dense.fp32 to its catalogue entry")
     for dtype in COMPUTE_FORMATS:
         peak, (downwards, upwards), remark = _peak(spec, dtype)
-        for name, ((value, low, high), source) in (("matmul_rate", gemm), ("attention_rate", attention)):
+        products = _LANES_GPU[has_half_warp_lanes(spec)] if _in_lanes(spec, dtype) else gemm
+        for name, ((value, low, high), source) in (("matmul_rate", products), ("attention_rate", attention)):
             spread = (value, low * downwards, high * upwards)
             yield _constant(f"{name}.{dtype}", spread, f"{remark}; {source}", scale=peak * share)
 

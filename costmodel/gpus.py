@@ -244,6 +244,12 @@ def clocks_per_s(spec: DeviceSpec) -> float:
     return spec.peak_flop_per_s("fp32") / (256 if architecture is None else architecture.float32_per_clock)
 
 
+def has_half_warp_lanes(spec: DeviceSpec) -> bool:
+    """Whether a multiprocessor has 64 lanes of float32 for its four schedulers, so that an instruction of a warp of 32 takes two clocks."""
+    architecture = architecture_of(spec)
+    return architecture is not None and architecture.float32_per_clock == 128
+
+
 def is_widened(spec: DeviceSpec, dtype: DType) -> bool:
     """Whether a GPU has no units for a 16-bit format, so that torch multiplies it in float32; nor has torch a fused attention in bfloat16 then.
 

@@ -158,6 +158,7 @@ def profile_values(
             "copy_cache_bandwidth": rate,
             "allocation_s_per_byte": values["allocation_s_per_byte"],
         }
+    constants |= _FITTED_ATTENTION
     constants |= {f"attention_rate.{dtype}": values["attention_rate"] for dtype in ("float16", "bfloat16")}
     upload = min(values["host_upload_rate"] / ranks, LANE)
     offload = min(values["host_offload_rate"] / ranks, LANE) if isolated else LANE
@@ -208,16 +209,15 @@ def undecided(paper: str, values: Values, *, hidden_size: int, compute: str) -> 
 _WIDTHS = (5120, 9216)
 """Hidden sizes of OPT-13B and OPT-66B, which rows of the ZO2 tables are printed for."""
 
-BESIDE_THE_FIT = {
-    "cache_bytes": 24.0 * 2**20,
+BESIDE_THE_FIT = {"cache_bytes": 24.0 * 2**20, "multiprocessors": 0.0, "kernel_s.product": 0.0}
+"""What the rows do not decide, as it was when the constants were fitted."""
+
+_FITTED_ATTENTION = {
     "attention_half_len": 128.0,
     "attention_diagonal_len": 0.0,
-    "multiprocessors": 0.0,
-    "kernel_s.product": 0.0,
     **{f"attention_score_rate.{dtype}": 1e18 for dtype in ("float16", "bfloat16")},
 }
-"""What the rows do not decide, as it was when the constants were fitted: a fitted rate of attention holds all that its kernel
-does, where data sheets' profiles count scores and diagonals apart."""
+"""Beside a fitted rate of attention, which holds all that its kernel does, where data sheets count scores and diagonals apart."""
 
 LANE = 0.9 * 31.5 * GIGA
 """What a PCIe 4.0 x16 slot carries each way, of which pinned copies reach nine tenths (data sheet)."""
