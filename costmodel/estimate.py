@@ -93,6 +93,8 @@ def estimate(
 def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection = "h2d") -> dict[str, float]:
     """Return the seconds of each cause, for constants given by name (see :data:`~costmodel.profile.CONSTANT_UNITS`)."""
     width = FORMATS[work.dtype].element_bytes
+    # What a CPU's threads share in pieces is a kernel for each of them.
+    num_kernels = max(work.num_kernels, work.num_shared_kernels if values["gather_s"] else 0)
     terms = {
         "matmul": sum(_matmul_s(part, work.dtype, width, values) for part in work.matmuls),
         "attention": sum(_attention_s(part, work.dtype, width, values) for part in work.attention),
@@ -108,7 +110,7 @@ def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection
         + work.allocation_bytes * values["allocation_s_per_byte"],
         "kernels": work.num_kernels * values["kernel_s"],
         "gather": (work.num_shared_kernels + work.num_products + len(work.attention)) * values["gather_s"],
-        "dispatch": work.num_kernels * values["dispatch_s"]
+        "dispatch": num_kernels * values["dispatch_s"]
         + work.num_products * _by_format("product_s", work.dtype, values)
         + sum(values.get(f"call_s.{code}", values.get("call_s", 0.0)) for code in work.calls),
         "overhead": values["instruction_s"],
@@ -258,7 +260,7 @@ def _sweep_s(work: Work, values: Mapping[str, float]) -> float:
 
 def _draw_terms(work: Work, values: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of what one thread draws, of what all draw at once, and of what is passed over."""
-    if work.num_normals == work.num_skipped == 0:
+    if not any((work.num_normals, work.num_skipped, work.num_shared_draws, work.num_seeds)):
         return {}
     number_s = 1 / _rate(f"draw_rate.{work.distribution}", work.draw_dtype, values)
     kind = f"{work.distribution}.{work.draw_dtype}"
@@ -280,8 +282,11 @@ def _draw_terms(work: Work, values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _rounding_s(work: Work, values: Mapping[str, float]) -> float:
-    """Return the time of random numbers to round with: no more than that of as many normals, drawn by one thread."""
-    return work.num_rounded / _rate("draw_rate.normal", "float32", values) if work.num_rounded else 0.0
+    """Return the time of random numbers to round with: no more than that of as many normals, by all threads where they draw together."""
+    if not work.num_rounded:
+        return 0.0
+    part = _by_format("shared_draw_part", "normal.float32", values) if work.num_shared_draws else 1.0
+    return part * work.num_rounded / _rate("draw_rate.normal", "float32", values)
 
 
 def _copy_s(work: Work, values: Mapping[str, float], direction: CopyDirection) -> float:

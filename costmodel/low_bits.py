@@ -25,6 +25,15 @@ Linear = tuple[int, int]
 MOVED_ELEMENTS = 1 << 16
 """Codes that an update moves at a time on a CPU, whose cache their temporaries fit into."""
 
+CHANCES_AT_ONCE = 1 << 20
+"""Random numbers that a CPU's threads draw for updates before torch's threads pass over them."""
+
+SHARED_CHANCES = 1 << 17
+"""Random numbers that take longer than to get threads together that share them."""
+
+ROUNDED_AT_ONCE = 1 << 19
+"""Numbers of a direction that are drawn there, and as many to round them by, before they become codes."""
+
 TILE_ELEMENTS = 3 << 17
 """Outputs of a product of bytes that are summed and scaled at a time on a CPU, whose cache their temporaries fit into."""
 
@@ -52,14 +61,20 @@ _TILE_COLUMNS = 64
 _PACKING_BYTES = 14
 """Bytes that the passes over a code read and write, in cache, that take it out of a byte that others share, or put it there."""
 
-_MOVED_TEMPORARIES = 7
-"""Numbers in float32 that are alive for each of them; of outliers, a byte more."""
+_MOVED_TEMPORARY_BYTES = 22
+"""Bytes of temporaries that are alive for each of them beside the random numbers; of outliers, a byte more."""
 
 _MOVED_BYTES, _MOVED_KERNELS = 100, 24
 """Bytes of such temporaries that are read and written for each code, and passes, the counts of what moved among them."""
 
+_ROUNDED_EXPONENTIALS: dict[CodeFormat, int] = {"float8_e4m3": 27, "float8_e5m2": 27, "float4_e2m1": 52}
+"""What rounding to formats of numbers takes besides, where torch does not vectorise it, in exponentials: measured on a CPU."""
+
+_CHANCE_PART = 0.5
+"""Part of a random number's time that passing over one takes."""
+
 _FLOAT_TEMPORARIES = 3
-"""As many more where the distance between neighbours on the grid is each number's own."""
+"""Numbers in float32 besides where the distance between neighbours on the grid is each number's own."""
 
 _CONTAINERS = (2, 4, 8)
 """Bits that a code takes in memory: a byte holds one, two or four."""
@@ -430,24 +445,26 @@ def coded_update_work(
 ) -> Work:
     """Return the work of moving codes along a direction, rounded at random: in pieces, whose temporaries stay near.
 
-    Of the rows, only `moved_share` are touched.
+    Of the rows, only `moved_share` are touched. Pieces are kernels of their own on a CPU, whose threads share them.
     """
     elements = round(moved_share * sum(outputs * inputs for outputs, inputs in linears))
-    num_temporaries = _MOVED_TEMPORARIES + FORMATS[coding.format].is_float * _FLOAT_TEMPORARIES
+    temporaries = _MOVED_TEMPORARY_BYTES + 4 * FORMATS[coding.format].is_float * _FLOAT_TEMPORARIES
     most = max((_most_rows(outputs, moved_share) * inputs for outputs, inputs in linears), default=0)
     at_once = min(most, MOVED_ELEMENTS)
     num_blocks, num_passed = passed_for_rows(linears, moved_share, COUNTER_BLOCK_ELEMENTS)
+    moved = [round(moved_share * outputs * inputs) for outputs, inputs in linears]
     return Work(
         dtype="float32",
         draw_dtype="float32",
         sweep_bytes=2 * round(moved_share * sum(map(coding.code_bytes, linears))) + elements,
         scratch_bytes=_MOVED_BYTES * elements + packing_work(elements, direction_format).scratch_bytes,
-        num_rounded=elements,
-        num_skipped=num_passed,
+        num_rounded=elements + round(_CHANCE_PART * num_passed),
+        num_shared_draws=sum(-(-num // CHANCES_AT_ONCE) for num in moved if num >= SHARED_CHANCES),
         num_seeds=num_blocks,
+        num_exponentials=_ROUNDED_EXPONENTIALS.get(coding.format, 0) * elements,
         num_kernels=_MOVED_KERNELS * len(linears),
-        workspace_bytes=(4 * num_temporaries + bool(coding.outlier_share)) * at_once
-        + taken_out_bytes(at_once, direction_format),
+        num_shared_kernels=_MOVED_KERNELS * sum(-(-num // MOVED_ELEMENTS) for num in moved),
+        workspace_bytes=(temporaries + bool(coding.outlier_share)) * at_once + 4 * min(most, CHANCES_AT_ONCE),
     )
 
 

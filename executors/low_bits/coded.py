@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from costmodel.formats import CANDIDATES
-from costmodel.low_bits import MOVED_ELEMENTS, Coding
+from costmodel.low_bits import CHANCES_AT_ONCE, MOVED_ELEMENTS, Coding
 from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.grids import Floats, Grid, Integers, grid_of, num_nonzero, towards_zero
 from executors.low_bits.packed import Codes
-from executors.threads import DrawThreads, even_ranges
 from topology.errors import ModelError
 
 Chances = Callable[[int, int], Tensor]
@@ -29,9 +27,6 @@ Rows = slice | Tensor
 
 _PIECE_ELEMENTS = {"cpu": MOVED_ELEMENTS, "cuda": 1 << 22}
 """Elements that are coded or moved at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
-
-_ALONE_ELEMENTS = (1 << 15) - 64
-"""Elements whose passes torch leaves to the thread that asks."""
 
 SUFFIXES = ("", "_scale", "_zero", "_format", "_outliers", "_outlier_scale")
 """Of the names of a weight's codes, scales, zero points, format and outliers in files."""
@@ -73,12 +68,6 @@ class Moved:
             self._take(counts)
         else:
             self._there = counts if self._there is None else self._there + counts
-
-    def merge(self, other: Moved) -> None:
-        """Count what another one has counted on a CPU."""
-        self.num += other.num
-        self.unmoved += other.unmoved
-        self.saturated += other.saturated
 
     def read(self) -> Moved:
         """Return this, once the device's sums are in it."""
@@ -338,7 +327,6 @@ class Coded:
         rows: Tensor | None = None,
         decay: float = 0.0,
         counted: Moved | None = None,
-        threads: DrawThreads | None = None,
     ) -> None:
         """Change the weights by ``-factor·direction - decay·weights``, rounded at random to the grid, scales as they are.
 
@@ -354,18 +342,18 @@ class Coded:
             Numbers of the rows that change; by default all.
         counted : Moved, optional
             Is added to.
-        threads : DrawThreads, optional
-            Share the rows on a CPU, where drawing `chances` is most of the work and takes one thread.
 
         Notes
         -----
-        The mean of the change is exact but for codes that saturate, and for the resolution of `chances`. On integers the
-        change is rounded by itself, so that one of a millionth of a step is not lost in the float32 of the code.
+        On a CPU `chances` are asked for many at a time, since to draw them in several threads and to pass over them in torch's
+        takes turns that cost a part of a millisecond. The mean of the change is exact but for codes that saturate, and for the
+        resolution of `chances`. On integers the change is rounded by itself, so that one of a millionth of a step is not lost
+        in the float32 of the code.
         """
         by = factor.factor(torch.float32) if isinstance(factor, DeviceScalar) else factor
         num_rows, width = self.shape if rows is None else (len(rows), self.shape[1])
 
-        def take_piece(piece: slice, counted: Moved | None) -> None:
+        def take_piece(piece: slice, chance: Tensor) -> None:
             chosen = piece if rows is None else rows[piece]
             levels = self.levels(chosen).float()
             columns = None if self.outliers is None else self._outlier_columns(levels)
@@ -380,7 +368,6 @@ class Coded:
                 origin = self._of(self.zeros, chosen) if self.zeros is not None else 0.0
                 change += decay * (grouped - origin)
             change = change.view(levels.shape)
-            chance = chances(piece.start * width, piece.stop * width).view(levels.shape)
             num = None if counted is None else num_nonzero(change)
             outliers = None
             if columns is not None:
@@ -411,28 +398,14 @@ class Coded:
                 moved.scatter_(1, columns, _OUTLIER)
             self._write(chosen, moved)
 
-        def take(pieces: Iterable[slice], counted: Moved | None) -> None:
-            for piece in pieces:
-                # A call each, so that the temporaries of one are gone before those of the next are made.
-                take_piece(piece, counted)
-
-        draw_threads = threads if threads is not None and self.device.type == "cpu" else DrawThreads()
-        elements = min(_ALONE_ELEMENTS, MOVED_ELEMENTS // draw_threads.num_threads)
-        if draw_threads.num_threads == 1 or width > elements or num_rows * width <= MOVED_ELEMENTS:
-            take(self._pieces(num_rows), counted)
-            return
-        pieces = list(self._pieces(num_rows, elements=elements))
-        shares = even_ranges(len(pieces), draw_threads.num_threads)
-        tallies = [Moved() if counted is not None else None for _ in shares]
-        draw_threads.run(
-            [
-                partial(take, pieces[share.start : share.stop], tally)
-                for share, tally in zip(shares, tallies, strict=True)
-            ]
-        )
-        for tally in tallies:
-            if counted is not None and tally is not None:
-                counted.merge(tally)
+        at_once = CHANCES_AT_ONCE if self.device.type == "cpu" else None
+        for stretch in self._pieces(num_rows, elements=at_once):
+            drawn = chances(stretch.start * width, stretch.stop * width).view(-1, width)
+            # A call each, so that the temporaries of one are gone before those of the next are made.
+            for piece in self._pieces(len(drawn)):
+                here = slice(stretch.start + piece.start, stretch.start + piece.stop)
+                take_piece(here, drawn[piece])
+            del drawn
 
     def _outlier_columns(self, levels: Tensor) -> Tensor:
         """Return where the outliers of some rows are, shape (rows, outliers)."""

@@ -16,6 +16,7 @@ import torch
 from torch import Generator, Tensor
 
 from costmodel.distributions import Distribution
+from costmodel.low_bits import ROUNDED_AT_ONCE, SHARED_CHANCES
 from costmodel.roundings import RoundedDirection
 from executors.low_bits.grids import Integers
 from executors.low_bits.packed import Codes
@@ -65,6 +66,9 @@ _SIGNS_AT_ONCE, _ALONE_SIGNS = 1 << 17, 1 << 14
 
 _EIGHT = 8
 
+_PASSED_BLOCKS = 8
+"""Blocks whose numbers become codes together on a CPU, in its caches."""
+
 
 @cache
 def _code_table(highest: int) -> Tensor:
@@ -85,16 +89,22 @@ class Chances:
     numels : sequence of int
         Elements of every trainable parameter, in registration order; the same on every rank.
     device : torch.device
+    threads : DrawThreads, optional
+        Share what is long on a CPU.
     """
 
-    def __init__(self, numels: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, numels: Sequence[int], device: torch.device, threads: DrawThreads | None = None
+    ) -> None:
         self._draws = CounterDraws(numels, device)
+        self._shared = CounterDraws(numels, device, threads=threads)
         self._device = device
 
     def between(self, begin: int, end: int, parameter: int, key: CounterKey) -> Tensor:
         """Return those of elements `begin` to `end` of a parameter, in float32."""
         chances = torch.empty(end - begin, dtype=torch.float32, device=self._device)
-        self._draws.fill(chances, parameter, begin, key, _UNIFORM)
+        draws = self._shared if end - begin >= SHARED_CHANCES else self._draws
+        draws.fill(chances, parameter, begin, key, _UNIFORM)
         return chances
 
     def rows(self, rows: Tensor, width: int, parameter: int, key: CounterKey) -> Tensor:
@@ -233,8 +243,7 @@ class RoundedDraws:
             blocks += [_Block(*of) for of in zip_longest(pieces, seeds, chances)]
         if is_sign and self._device.type == "cpu":
             jobs += [partial(self._fill_signs, block.piece, block.seed) for block in blocks]
-        else:
-            jobs += [partial(self._fill_blocks, batch) for batch in self._batches(blocks)]
+            blocks = []
 
         def fill(share: range) -> None:
             generator = Generator(device=self._device)
@@ -245,10 +254,13 @@ class RoundedDraws:
         is_shared = self._direction.distribution.is_drawn_alone or (is_whole and self._device.type == "cpu")
         shares = even_ranges(len(jobs), self._threads.num_threads if is_shared else 1)
         self._threads.run([partial(fill, share) for share in shares])
+        for batch in self._batches(blocks):
+            self._fill_blocks(batch)
 
     def _batches(self, blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
-        """Yield blocks that share passes: on a CPU each alone, elsewhere as many as are no more than a whole one."""
-        most = 0 if self._device.type == "cpu" else self._numbers.block_elements(self._direction)
+        """Yield blocks that are drawn before they are passed over: on an accelerator as many as are no more than a whole one."""
+        on_cpu = self._device.type == "cpu"
+        most = ROUNDED_AT_ONCE if on_cpu else self._numbers.block_elements(self._direction)
         batch: list[_Block] = []
         for block in blocks:
             if batch and sum(each.piece.numel() for each in (*batch, block)) > most:
@@ -258,20 +270,40 @@ class RoundedDraws:
         if batch:
             yield batch
 
-    def _fill_blocks(self, blocks: Sequence[_Block], generator: Generator) -> None:
-        """Fill blocks, the roundings of each being a block of chances as long."""
+    def _fill_blocks(self, blocks: Sequence[_Block]) -> None:
+        """Fill blocks, the roundings of each being a block of chances as long.
+
+        Draw threads make random numbers alone: passes are shared among torch's threads, since those of Python's hand the
+        interpreter to each other between any two passes, which takes longer than short ones.
+        """
         sizes = [block.piece.numel() for block in blocks]
-        numbers, chances = torch.empty((2, sum(sizes)), dtype=torch.float32, device=self._device)
-        for block, own, chance in zip(blocks, numbers.split(sizes), chances.split(sizes), strict=True):
-            self._direction.fill(own, generator.manual_seed(block.seed))
-            if block.chance_seed is not None:
-                _UNIFORM.fill(chance, generator.manual_seed(block.chance_seed))
-        levels = self._levels(numbers, lambda: chances)
-        if tensors := [block.piece for block in blocks if isinstance(block.piece, Tensor)]:
-            torch._foreach_copy_(tensors, list(levels.split(sizes)))
-            return
-        for block, own in zip(blocks, levels.split(sizes), strict=True):
-            block.piece[:] = own
+        total, on_cpu = sum(sizes), self._device.type == "cpu"
+        numbers, chances = torch.empty((2, total), dtype=torch.float32, device=self._device)
+        parts = list(zip(blocks, numbers.split(sizes), chances.split(sizes), strict=True))
+
+        def draw(share: range) -> None:
+            generator = Generator(device=self._device)
+            for block, own, chance in parts[share.start : share.stop]:
+                self._direction.fill(own, generator.manual_seed(block.seed))
+                if block.chance_seed is not None:
+                    _UNIFORM.fill(chance, generator.manual_seed(block.chance_seed))
+
+        is_shared = on_cpu and total >= SHARED_CHANCES
+        shares = even_ranges(len(blocks), self._threads.num_threads if is_shared else 1)
+        self._threads.run([partial(draw, share) for share in shares])
+        length, begin = _PASSED_BLOCKS if on_cpu else len(blocks), 0
+        for first in range(0, len(blocks), length):
+            here = blocks[first : first + length]
+            of_here = sizes[first : first + length]
+            end = begin + sum(of_here)
+            own_chances = chances[begin:end]
+            levels = self._levels(numbers[begin:end], lambda own=own_chances: own).split(of_here)  # type: ignore[misc]
+            begin = end
+            if tensors := [block.piece for block in here if isinstance(block.piece, Tensor)]:
+                torch._foreach_copy_(tensors, list(levels))
+                continue
+            for block, level in zip(here, levels, strict=True):
+                block.piece[:] = level
 
     def _fill_signs(self, piece: Codes, seed: int, generator: Generator) -> None:
         """Fill a block with signs on a CPU, whose generator goes on from part to part, in parts that stay in cache."""

@@ -235,18 +235,17 @@ def test_a_decay_moves_codes_towards_zero_and_not_towards_the_least():
     "coding", [Coding("int4", "group", group_elements=16), Coding("int8", outlier_share=0.03)]
 )
 def test_several_threads_move_codes_as_one_does(coding):
-    values = weight(1100, 64)
+    values = weight(2100, 64)
     direction = torch.randint(
         -127, 128, values.shape, dtype=torch.int8, generator=torch.Generator().manual_seed(1)
     )
-    chances = partial(
-        Chances([values.numel()], CPU).between, parameter=0, key=rounding_key(1, 2, 0, "update")
-    )
     moved, held = [], []
     for threads in (None, DrawThreads(2)):
+        drawn = Chances([values.numel()], CPU, threads)
+        chances = partial(drawn.between, parameter=0, key=rounding_key(1, 2, 0, "update"))
         held.append(coded(coding, values))
         moved.append(Moved())
-        held[-1].move(direction, 3e-5, chances, decay=1e-3, counted=moved[-1], threads=threads)
+        held[-1].move(direction, 3e-5, chances, decay=1e-3, counted=moved[-1])
     assert moved[0] == moved[1] != Moved()
     for one, other in zip(held[0].tensors.values(), held[1].tensors.values(), strict=True):
         assert torch.equal(one, other)

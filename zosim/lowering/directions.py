@@ -41,7 +41,7 @@ from costmodel.distributions import (
     SHARED_DRAW_ELEMENTS,
 )
 from costmodel.formats import FORMATS, DType
-from costmodel.low_bits import moved_rows_bytes, num_elements, packing_work, passed_for_rows
+from costmodel.low_bits import ROUNDED_AT_ONCE, moved_rows_bytes, num_elements, packing_work, passed_for_rows
 from costmodel.model_spec import EMBED, ParameterGroup
 from costmodel.sweeps import draw_work
 from costmodel.work import Matmul, Work
@@ -403,7 +403,7 @@ class Directions(AxisWriter):
             is_shared=distribution.is_drawn_alone and keep == "all" and total > COUNTER_BLOCK_ELEMENTS,
             is_scaled=is_scaled,
             num_seeds=round(num_blocks),
-        )
+        ) + Work(workspace_bytes=8 * min(self._rank.num_rounded(made), ROUNDED_AT_ONCE))
 
     def _num_moved(self, group: ParameterGroup) -> int:
         """Return the elements of a direction but for those in rows that a sparse one leaves alone, which are not drawn."""

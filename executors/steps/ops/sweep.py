@@ -45,7 +45,7 @@ class Sweeps:
         # Of groups whose directions are codes.
         self._roundings = context.codes_drawn
         trainable = [tensor.num_elements for tensor in context.engine.tensors if tensor.trainable]
-        self._chances = Chances(trainable, context.backend.device)
+        self._chances = Chances(trainable, context.backend.device, context.threads)
         self.moved = Moved()
         self._matrix_divisors = {
             group: divisor_of(op.rank, DISTRIBUTIONS[op.distribution].update_rank_power)
@@ -246,7 +246,6 @@ class Sweeps:
                         chances,
                         decay=rate * decay,
                         counted=self.moved,
-                        threads=self._context.threads,
                     )
                 elif isinstance(held, Coded):
                     chances = partial(self._chances.between, parameter=tensor.index, key=key)
@@ -264,7 +263,6 @@ class Sweeps:
                         rows=rows,
                         decay=rate * decay,
                         counted=self.moved,
-                        threads=self._context.threads,
                     )
                 else:
                     numbers.append((held.view(-1), along.view(-1), tensor.decays))
