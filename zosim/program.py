@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from topology.errors import ProgramError
-from topology.validation import raise_readable
+from topology.validation import readable
 from zosim.documents import Document, DocumentKind, json_by_lines
 from zosim.instructions import PARTS, Access, Buffer, Instruction, Part
 from zosim.order import Placed, unrolled
@@ -65,11 +65,6 @@ class Program(Document):
     version: Literal[2] = PROGRAM_VERSION
 
     document = PROGRAM_FILE
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether nothing in it takes another rank."""
-        return all(size == 1 for size in self.groups.values())
 
     def share_bytes(self, access: Access) -> int:
         """Return the bytes that `access` really touches on one rank."""
@@ -131,10 +126,8 @@ class Program(Document):
     @classmethod
     def from_data(cls, data: Mapping[str, Any], where: str) -> Program:
         """Return the program that :meth:`to_data` made."""
-        try:
+        with readable(f"program {where}", ProgramError):
             return _ADAPTER.validate_python(_upgraded(data) if data.get("version") == 1 else data)
-        except ValidationError as error:
-            raise_readable(error, f"program {where}", ProgramError)
 
     def to_json(self) -> str:
         """Return the program as JSON, one instruction to a line so that it can be edited by hand."""

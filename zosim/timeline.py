@@ -18,10 +18,10 @@ from functools import cached_property
 from statistics import median
 from typing import Any, Literal
 
-from pydantic import PositiveFloat, TypeAdapter, ValidationError
+from pydantic import PositiveFloat, TypeAdapter
 
 from topology.errors import TimelineError
-from topology.validation import raise_readable
+from topology.validation import readable
 from zosim.documents import Document, DocumentKind, json_by_lines
 from zosim.instructions import Part, Space, Stream
 
@@ -366,10 +366,8 @@ class Timeline(Document):
     @classmethod
     def from_data(cls, data: dict[str, Any], where: str) -> Timeline:
         """Return the timeline that the object of :meth:`to_json` describes."""
-        try:
+        with readable(f"timeline {where}", TimelineError):
             return _ADAPTER.validate_python(data)
-        except ValidationError as error:
-            raise_readable(error, f"timeline {where}", TimelineError)
 
 
 _ADAPTER: TypeAdapter[Timeline] = TypeAdapter(Timeline)

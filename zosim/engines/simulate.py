@@ -30,7 +30,7 @@ from zosim.engines.fluid import Fluid
 from zosim.engines.steady import SteadyDetector, shortened_steps
 from zosim.engines.world import World
 from zosim.hardware.machine import Activity, Machine
-from zosim.instructions import PARTS, Stream
+from zosim.instructions import Stream
 from zosim.places import Order, Place
 from zosim.program import Program
 from zosim.timeline import Repeat, Span, Timeline
@@ -205,18 +205,12 @@ class _SimulatedRank:
         return event
 
     def _places(self, stream: Stream) -> Iterator[Place]:
-        own = {
-            part: [item.id for item in getattr(self.program, part) if item.stream == stream] for part in PARTS
-        }
-        for name in own["prologue"]:
-            yield Place(0, name)
-        if own["step"]:
-            for step in range(self.order.num_steps):
-                self.max_step = max(self.max_step, step)
-                for name in own["step"]:
-                    yield Place(step + 1, name)
-        for name in own["flush"]:
-            yield Place(self.order.num_steps + 1, name)
+        for position in range(self.order.num_steps + 2):
+            for item in self.order.instructions(position):
+                if item.stream == stream:
+                    if self.order.part(position) == "step":
+                        self.max_step = max(self.max_step, position - 1)
+                    yield Place(position, item.id)
 
     def _finish(self, place: Place, start_s: float, activity: Activity) -> None:
         instruction, end_s = self.order.instruction(place), self.run.env.now

@@ -202,12 +202,8 @@ class Machine:
     def __post_init__(self) -> None:
         named = {self.kernels, self.cores, self.memory, self.issuer, *self.fifo} - {""}
         named.update(name for route in self.routes.values() for name in route)
-        paths: list[Hop] = [
-            *self.rings.values(),
-            *self.channels.values(),
-            *self.host_channels.values(),
-        ]
-        named.update(name for path in paths for name, _ in path.uses)
+        paths = (self.rings, self.channels, self.host_channels)
+        named.update(name for known in paths for path in known.values() for name, _ in path.uses)
         missing = sorted(named - set(self.capacities))
         if missing:
             message = f"machine {self.profile.device_name} shares {missing[0]!r} but gives it no capacity"
@@ -384,12 +380,10 @@ class Machine:
         # A rank receives what it lacks; with its own part that is the whole buffer. Of a sum it receives the parts of
         # one share, and then the other shares.
         whole = size_bytes * ring.num_ranks / (ring.num_ranks - 1)
-        is_sum = instruction.op.function == "all_reduce"
-        exchange_s = (
-            ring.seconds("all_reduce", whole / 2, bound)
-            if is_sum
-            else ring.seconds("all_gather", whole, bound)
-        )
+        if instruction.op.function == "all_reduce":
+            exchange_s = ring.seconds("all_reduce", whole / 2, bound)
+        else:
+            exchange_s = ring.seconds("all_gather", whole, bound)
         # Weights come ahead of the blocks that need them, while ranks compute; losses are what ranks wait for.
         is_ahead = any(isinstance(item.what, GroupWeights | FrozenWeights) for item in instruction.writes)
         if is_ahead and ring.wire == "memory" and ring.busy_latency_s:

@@ -137,13 +137,19 @@ def connected_by_conflicts(
     before: Sequence[Instruction], part: Sequence[Instruction]
 ) -> tuple[Instruction, ...]:
     """Return `part`, which runs after `before`, with one edge per conflict that streams do not order."""
+    edges = _conflicting(before, part)
+    return tuple(replace(instruction, after=after) for instruction, after in zip(part, edges, strict=True))
+
+
+def _conflicting(
+    before: Iterable[Instruction], part: Iterable[Instruction], *, of_peers: bool = False
+) -> Iterator[tuple[Dependency, ...]]:
+    """Yield for each instruction of `part` what it conflicts with: on other streams of its rank, or on its peers."""
     touched = _Touched(before)
-    connected = []
     for order, instruction in enumerate(part):
-        conflicts = touched.conflicts(instruction)
-        connected.append(replace(instruction, after=_edges(instruction.stream, conflicts)))
+        conflicts = touched.conflicts(instruction, of_peers=of_peers)
+        yield _edges(None if of_peers else instruction.stream, conflicts)
         touched.add(_Listed(1, order, instruction))
-    return tuple(connected)
 
 
 def _edges(stream: Stream | None, conflicts: Iterable[_Listed]) -> tuple[Dependency, ...]:
@@ -167,16 +173,13 @@ def _with_peers(
     """
     if not shared:
         return part
-    touched = _Touched(_only(instruction, shared) for instruction in before)
-    connected = []
-    for order, instruction in enumerate(part):
-        event = _Listed(1, order, _only(instruction, shared))
-        edges = _edges(None, touched.conflicts(event.instruction, of_peers=True))
-        touched.add(event)
-        connected.append(
-            replace(instruction, after=(*instruction.after, *(replace(edge, group=group) for edge in edges)))
-        )
-    return tuple(connected)
+    of_peers = _conflicting(
+        *([_only(item, shared) for item in listed] for listed in (before, part)), of_peers=True
+    )
+    return tuple(
+        replace(item, after=(*item.after, *(replace(edge, group=group) for edge in edges)))
+        for item, edges in zip(part, of_peers, strict=True)
+    )
 
 
 def _only(instruction: Instruction, shared: frozenset[str]) -> Instruction:

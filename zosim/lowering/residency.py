@@ -264,21 +264,26 @@ class Homes(AxisWriter):
             self._free(segment, suffix)
 
     def _widen(self, group: ParameterGroup, segment: str, step: int, suffix: str) -> None:
-        transfer, storage = self._plan.transfer_dtype, self._plan.weights.dtype
-        reads = self.weights(group, self.staging(segment), step, dtype=transfer)
+        reads = self.weights(group, self.staging(segment), step, dtype=self._plan.transfer_dtype)
         writes = self.weights(group, self.slot(segment), step)
-        work = cast_work(group.num_parameters, source=transfer, target=storage)
-        name = f"{group.name}/widen{suffix}"
-        self._emit(name, Cast(), Stream.COMPUTE, "widen", segment, reads, writes, work)
+        work = cast_work(
+            group.num_parameters, source=self._plan.transfer_dtype, target=self._plan.weights.dtype
+        )
+        self._emit(
+            f"{group.name}/widen{suffix}", Cast(), Stream.COMPUTE, "widen", segment, reads, writes, work
+        )
 
     def _narrow(self, group: ParameterGroup, segment: str, step: int, suffix: str) -> None:
-        transfer, storage = self._plan.transfer_dtype, self._plan.weights.dtype
-        what = GroupWeights(group.name)
-        reads = (self.trainable(group, self.slot(segment), step, what),)
-        writes = (self.trainable(group, self.staging(segment), step, what, transfer),)
+        transfer, storage, what = (
+            self._plan.transfer_dtype,
+            self._plan.weights.dtype,
+            GroupWeights(group.name),
+        )
+        read = self.trainable(group, self.slot(segment), step, what)
+        left = self.trainable(group, self.staging(segment), step, what, transfer)
         work = cast_work(group.num_trainable, source=storage, target=transfer)
         name = f"{group.name}/narrow{suffix}"
-        self._emit(name, Cast(), Stream.COMPUTE, "narrow", segment, reads, writes, work)
+        self._emit(name, Cast(), Stream.COMPUTE, "narrow", segment, (read,), (left,), work)
 
     def _allocate(self, segment: str, suffix: str) -> None:
         slot = self.slot(segment)

@@ -68,42 +68,58 @@ def placements(request: Request) -> Iterator[Plan]:
         If there is none.
     """
     check(request)
-    points = _PlansOf(request)
+    is_any = False
+    for plan in plans_of(request, _shapes(request)):
+        is_any = True
+        yield plan
+    if not is_any and not request.seeks_stages:
+        raise _too_few_devices(request)
+
+
+def _shapes(request: Request) -> Iterator[tuple[Mesh, Placement, tuple[ModelSpec, Split]]]:
+    """Yield the meshes that the request admits on the devices that they can lie on, those of several stages with each cut."""
+    costs = Costs(request.model, request.cutting)
     for mesh in meshes(request):
         for placement in layouts(request, mesh.world_size):
             cuts: Iterable[tuple[ModelSpec, Split]] = [(request.model, Split())]
             if mesh.stage > 1:
-                cuts = splits(site_of(request, mesh, placement), request.cutting, points.costs)
-            for cut in cuts:
-                yield from points.plans(mesh, placement, cut)
-    points.check_any()
-    if not points.seen and not request.seeks_stages:
-        raise _too_few_devices(request)
+                cuts = splits(site_of(request, mesh, placement), request.cutting, costs)
+            yield from ((mesh, placement, cut) for cut in cuts)
 
 
 def plans_of(
     request: Request, shapes: Iterable[tuple[Mesh, Placement, tuple[ModelSpec, Split]]]
 ) -> Iterator[Plan]:
-    """Yield every plan of these meshes, devices and cuts that the request admits.
+    """Yield every plan of these meshes, devices and cuts that the request admits, each once.
 
     Raises
     ------
     PlanError
         If all of them contradict the request.
     """
-    points = _PlansOf(request)
-    for shape in shapes:
-        yield from points.plans(*shape)
-    points.check_any()
+    seen: set[str] = set()
+    contradiction: PlanError | None = None
+    for mesh, placement, cut in shapes:
+        points = _points(request, mesh, placement)
+        for point, perturbed, coded in product(points, _perturbations(request), _codings(request, mesh)):
+            try:
+                plan = _plan(request, cut, mesh, placement, {**point, **perturbed, **coded})
+            except PlanError as error:
+                contradiction = error
+                continue
+            chosen = (
+                plan.residency, plan.schedule, plan.directions, plan.weights, plan.forward, plan.low_bits
+            )  # fmt: skip
+            key = repr((mesh, placement, cut[1], chosen))
+            if key not in seen:
+                seen.add(key)
+                yield plan
+    if contradiction is not None and not seen:
+        raise contradiction
 
 
 def check(request: Request) -> None:
-    """Raise if the request cannot be met.
-
-    Raises
-    ------
-    PlanError
-    """
+    """Raise PlanError if the request cannot be met."""
     stored, transferred = request.axis(Weights).dtype, request.axis(Residency).transfer_dtype
     if transferred not in (None, stored) and not request.allow_lossy:
         raise PlanError(
@@ -119,45 +135,6 @@ def check(request: Request) -> None:
             hint="add --allow-lossy if that is meant",
         )
     _check_devices(request)
-
-
-class _PlansOf:
-    """Plans of given meshes, each once."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self.costs = Costs(request.model, request.cutting)
-        self.seen: set[str] = set()
-        self.contradiction: PlanError | None = None
-
-    def plans(self, mesh: Mesh, placement: Placement, cut: tuple[ModelSpec, Split]) -> Iterator[Plan]:
-        """Yield the plans that differ in residency, schedule and how weights come to a point."""
-        points = _points(self._request, mesh, placement)
-        for point, perturbed, coded in product(
-            points, _perturbations(self._request), _codings(self._request, mesh)
-        ):
-            try:
-                plan = _plan(self._request, cut, mesh, placement, {**point, **perturbed, **coded})
-            except PlanError as error:
-                self.contradiction = error
-                continue
-            chosen = (
-                plan.residency, plan.schedule, plan.directions, plan.weights, plan.forward, plan.low_bits
-            )  # fmt: skip
-            key = repr((mesh, placement, cut[1], chosen))
-            if key not in self.seen:
-                self.seen.add(key)
-                yield plan
-
-    def check_any(self) -> None:
-        """Raise what was wrong with the last plan if all of them were refused.
-
-        Raises
-        ------
-        PlanError
-        """
-        if self.contradiction is not None and not self.seen:
-            raise self.contradiction
 
 
 def meshes(request: Request) -> Iterator[Mesh]:
@@ -352,11 +329,19 @@ def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Poin
             yield {"schedule": {"traversal": "querywise"}}
     if "offloaded" in request.blocks and allowed != "resident":
         for transfer_dtype in _transfer_formats(request):
-            for residency in _offloaded(request, mesh, placement):
-                yield {
-                    "residency": {**residency, "transfer_dtype": transfer_dtype},
-                    "schedule": {"update": "delayed"},
+            for transfers, slots in product(_transfers(request, mesh, placement), _SLOTS):
+                residency = {
+                    "blocks": "offloaded",
+                    "num_slots": slots,
+                    "transfers": transfers,
+                    "transfer_dtype": transfer_dtype,
                 }
+                yield {"residency": residency, "schedule": {"update": "delayed"}}
+                if not request.model.tied_head:
+                    yield {
+                        "residency": {**residency, "edges": "offloaded"},
+                        "schedule": {"update": "delayed"},
+                    }
 
 
 def _perturbations(request: Request) -> Iterator[Point]:
@@ -383,15 +368,6 @@ def _codings(request: Request, mesh: Mesh) -> Iterator[Point]:
     if is_open and is_plain and has_linears:
         for coded in _CODINGS:
             yield {"low_bits": coded}
-
-
-def _offloaded(request: Request, mesh: Mesh, placement: Placement) -> Iterator[dict[str, object]]:
-    for transfers in _transfers(request, mesh, placement):
-        for slots in _SLOTS:
-            residency = {"blocks": "offloaded", "num_slots": slots, "transfers": transfers}
-            yield residency
-            if not request.model.tied_head:
-                yield {**residency, "edges": "offloaded"}
 
 
 def _transfers(request: Request, mesh: Mesh, placement: Placement) -> tuple[Transfers, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import model_validator
 
 from costmodel.formats import FORMATS, DType
 from costmodel.low_bits import Coding
@@ -19,7 +19,7 @@ from costmodel.model_spec import ModelSpec
 from costmodel.roundings import RoundedDirection
 from topology.errors import PlanError
 from topology.limits import Extent
-from topology.validation import raise_readable
+from topology.validation import readable
 from zosim.documents import Document, DocumentKind
 from zosim.plans.directions import Directions
 from zosim.plans.estimator import Estimator
@@ -303,10 +303,8 @@ class Plan(Axis, Document):
     @classmethod
     def from_data(cls, data: dict[str, Any], where: str) -> Plan:
         """Return the plan that an object of JSON describes; one that contradicts itself is refused."""
-        try:
+        with readable(f"plan {where}", PlanError):
             return cls.model_validate(data)
-        except ValidationError as error:
-            raise_readable(error, f"plan {where}", PlanError)
 
 
 AXES: Mapping[str, type[Axis]] = {
