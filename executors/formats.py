@@ -17,6 +17,9 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 """What a tensor's elements are, by format; narrower ones than a byte lie packed in bytes."""
 
+WEIGHTS_NAME = "model.safetensors"
+"""File of a model's weights in its directory."""
+
 SAFETENSORS_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",

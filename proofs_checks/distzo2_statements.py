@@ -23,7 +23,9 @@ from proofs_checks.sliced_transfers import programs
 from proofs_checks.step_time import block_bytes, machine, model, seconds
 from proofs_checks.zo2_statements import DISTZO2_COPIES
 from zosim.analysis.counts import step_counts
-from zosim.engines.fold import simulate_set
+from zosim.engines.fold import fold
+from zosim.engines.lockstep import simulate_many
+from zosim.engines.world import World
 from zosim.hardware.machine import Ring
 from zosim.lowering import lower_all
 from zosim.operations import Forward
@@ -333,7 +335,10 @@ def check_pair_speedup(context: Context) -> Outcome:
         one = machine(block_bytes() / (load * compute))
         ring = Ring(0.0, 1e18, num_ranks=2)
         two = [replace(one, rings={"host": ring, "world": ring, "pair": ring}) for _ in range(2)]
-        measured = simulate_set(alone, [one]).step_time_s / simulate_set(pair, two).step_time_s
+        measured = (
+            simulate_many(fold(World.of(alone, [one]))).step_time_s
+            / simulate_many(fold(World.of(pair, two))).step_time_s
+        )
         # The head and the filling of the pipeline dilute it.
         parts[f"transfers of {load:g} forwards"] = equal(
             measured, pair_speedup(load, 1.0), what="speedup", tolerance=0.12

@@ -11,7 +11,9 @@ from proofs_checks.faults import ALL_SLICES, SENT_TO_ITSELF
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.step_time import NUM_BLOCKS, block_bytes, machine, model, seconds
-from zosim.engines.fold import simulate_set
+from zosim.engines.fold import fold
+from zosim.engines.lockstep import simulate_many
+from zosim.engines.world import World
 from zosim.hardware.machine import Machine, Ring
 from zosim.lowering import lower_all
 from zosim.plans import Mesh, Placement, Plan, Residency, Schedule
@@ -89,7 +91,9 @@ def machines(num_ranks: int, lane_bytes_per_s: float, link_bytes_per_s: float) -
 def simulated(num_ranks: int, transfers: str, whole: float, link: float) -> float:
     """Return the seconds of a steady step where a whole block takes `whole` seconds over a lane."""
     lane = block_bytes() / whole
-    return simulate_set(programs(num_ranks, transfers), machines(num_ranks, lane, link * lane)).step_time_s
+    return simulate_many(
+        fold(World.of(programs(num_ranks, transfers), machines(num_ranks, lane, link * lane)))
+    ).step_time_s
 
 
 def parts_of(num_ranks: int, whole: float, link: float) -> TransferParts:

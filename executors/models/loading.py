@@ -21,15 +21,14 @@ from torch import Tensor, nn
 from costmodel.configs import CONFIG_NAME, checked_config, shipped_config, stored_codes_in
 from costmodel.families import FAMILIES
 from costmodel.memory import host_limits
-from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES
+from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES, WEIGHTS_NAME
 from topology.errors import ModelError, ZosimError
 from topology.limits import Blocks, Extent
 from topology.reading import read_json_object
 from topology.units import format_bytes
 from topology.validation import did_you_mean, readable
 
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
+INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _WEIGHT_FORMATS = ("float64", "float32", "float16", "bfloat16")
 _FLOATING = tuple(SAFETENSORS_NAMES[TORCH_DTYPES[name]] for name in _WEIGHT_FORMATS)

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from executors.formats import WEIGHTS_NAME
 from executors.models import corpus as text
 from topology.errors import ModelError, ZosimError
 from topology.reading import read_json_object
@@ -311,7 +312,7 @@ def _fill(recipe: Recipe, folder: Path, on_step: OnStep | None) -> None:
     started = time.perf_counter()
     model = pretrain(recipe, data, on_step=on_step) if shipped is None else _shipped_model(recipe)
     seconds = time.perf_counter() - started if shipped is None else shipped["seconds"]
-    save_file(_own_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_own_weights(model), folder / WEIGHTS_NAME, metadata={"format": "pt"})
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     text.byte_tokenizer().save_pretrained(folder)

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from costmodel.configs import CONFIG_NAME
 from executors.files import replacing, write_atomically
-from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES
+from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES, WEIGHTS_NAME
 from executors.low_bits.coded import Coded
 from executors.low_bits.linear import coded_layers
-
-WEIGHTS_NAME = "model.safetensors"
 
 
 class Deferred(NamedTuple):

@@ -20,9 +20,9 @@ from topology.validation import readable
 from zosim.hardware.profiles import Profiles
 from zosim.instructions import Space
 from zosim.lowering import lower_all
+from zosim.planning.footprint import pinned_by
 from zosim.planning.planner import Request, choose
 from zosim.planning.request import with_stored_codes, without_any
-from zosim.planning.starting import pinned_by
 from zosim.plans import ANY, AXES, Mesh, Method, Plan, Residency, Split, fields_of
 from zosim.program_set import ProgramSet
 from zosim.stated import Stated

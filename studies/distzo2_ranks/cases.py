@@ -16,7 +16,9 @@ from proofs_checks.step_time import block_bytes, machine
 from topology import Topology, load_preset
 from topology.documents import catalogue
 from topology.schema import Link, Node
-from zosim.engines.fold import simulate_set
+from zosim.engines.fold import fold
+from zosim.engines.lockstep import simulate_many
+from zosim.engines.world import World
 from zosim.hardware.machine import Machine, Ring
 from zosim.lowering import lower_all
 from zosim.planning.predict import Subject
@@ -153,7 +155,7 @@ def block_seconds(board: Board, transfers: str) -> float:
     """Return the seconds that one more block adds to a simulated step of many blocks."""
     machines = _machines(board)
     short, long = (
-        simulate_set(lower_all(_plan(count, board, transfers)), machines).step_time_s
+        simulate_many(fold(World.of(lower_all(_plan(count, board, transfers)), machines))).step_time_s
         for count in (_SHORT, _LONG)
     )
     return (long - short) / (_LONG - _SHORT)

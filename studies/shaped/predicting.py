@@ -13,7 +13,9 @@ from studies.shaped.cases import HostLayout, ShapedCase, cases_of
 from studies.shaped.hosts import machines_of, plan_of, topology_of
 from studies.shaped.worker import NetworkSteps
 from topology import Topology
-from zosim.engines.fold import simulate_set
+from zosim.engines.fold import fold
+from zosim.engines.lockstep import simulate_many
+from zosim.engines.world import World
 from zosim.lowering import lower_all
 from zosim.timeline import Timeline
 
@@ -149,7 +151,7 @@ def _simulated(
     plan = plan_of(case, topology.name)
     programs = lower_all(plan)
     machines = machines_of(topology, plan.placement.devices, profile, programs.groups, *cores)
-    return simulate_set(programs, machines, bound=bound)
+    return simulate_many(fold(World.of(programs, machines, bound=bound)))
 
 
 def _labels(predicted: dict[str, float], measured: dict[str, float]) -> tuple[tuple[str, float, float], ...]:

@@ -29,7 +29,9 @@ from studies.shaped.report import figures_of
 from tests.support.waiting import HANG_S, wait_until
 from topology import load_preset
 from topology.errors import RunError
-from zosim.engines.fold import simulate_set
+from zosim.engines.fold import fold
+from zosim.engines.lockstep import simulate_many
+from zosim.engines.world import World
 from zosim.lowering import lower_all
 
 REASON = why_not()
@@ -258,7 +260,7 @@ def seconds(case, *, rate=None, latency_s=1e-4):
     programs = lower_all(plan)
     profile = datasheet_profile(topology, plan.placement.devices[0], num_threads=1)
     machines = machines_of(topology, plan.placement.devices, profile, programs.groups)
-    return simulate_set(programs, machines).step_time_s
+    return simulate_many(fold(World.of(programs, machines))).step_time_s
 
 
 def test_every_strategy_runs_at_every_rate():
@@ -299,7 +301,7 @@ def test_four_hosts_of_two_cores_take_twice_as_long_to_compute():
         profile = profile.model_copy(update={"num_cores": num_cores})
         machines = machines_of(topology, plan.placement.devices, profile, programs.groups)
         assert {name for item in machines for name in item.capacities if "cores" in name} == {"machine:cores"}
-        found[num_cores] = simulate_set(programs, machines).step_time_s
+        found[num_cores] = simulate_many(fold(World.of(programs, machines))).step_time_s
     # All four compute nearly all the time.
     assert found[2] == pytest.approx(2 * found[4], rel=0.05)
 

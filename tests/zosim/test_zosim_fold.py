@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.builders import RATE, host_machine, make_profile, pipeline, rank_sets
-from zosim.engines.fold import fold, simulate_set
+from zosim.engines.fold import fold
 from zosim.engines.lockstep import simulate_many, steady_step_s
 from zosim.engines.world import World
 from zosim.hardware.machine import Machine
@@ -72,7 +72,7 @@ def test_like_ranks_on_like_hosts_are_one_whose_use_counts_for_all_on_its_host()
     uses = {name: use for activity in folded.templates[0].activities.values() for name, use in activity.uses}
     assert uses == {"link0": 1.0, "host0:root": 4.0} or uses == {"host0:root": 4.0}
     # Four ranks share 1.5 of what each could take alone: an upload takes 4 / 1.5 of its time, an offload as well.
-    assert simulate_set(programs, machines).step_time_s == pytest.approx(
+    assert simulate_many(fold(World.of(programs, machines))).step_time_s == pytest.approx(
         simulate_many(World.of(programs, machines)).step_time_s, rel=1e-12
     )
 

@@ -12,8 +12,8 @@ from tests.support.builders import RATE, host_machine, instruction, program, sim
 from topology.errors import ProgramError
 from zosim.analysis.critical_path import bottleneck, step_path
 from zosim.applications.closed_form.recurrence import step_time_bound, step_time_bound_of
-from zosim.engines.fold import fold, simulate_set
-from zosim.engines.lockstep import steady_step_s
+from zosim.engines.fold import fold
+from zosim.engines.lockstep import simulate_many, steady_step_s
 from zosim.engines.simulate import simulate
 from zosim.engines.world import World
 from zosim.hardware.machine import Hop
@@ -134,7 +134,7 @@ def test_a_message_without_receiver_is_a_deadlock():
     with pytest.raises(ProgramError, match="step/s1 of rank 0 waits for a partner that never comes"):
         simulate_ranks(broken, machines)
     with pytest.raises(ProgramError, match="a partner that never comes"):
-        simulate_set(broken, machines)
+        simulate_many(fold(World.of(broken, machines)))
 
 
 def test_messages_that_wait_for_each_other_are_a_deadlock():

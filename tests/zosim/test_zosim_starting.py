@@ -10,7 +10,7 @@ from topology import load_preset
 from zosim.hardware.profiles import profile_for
 from zosim.instructions import Space
 from zosim.lowering import lower_all
-from zosim.planning.starting import pinned_by, pinning
+from zosim.planning.footprint import pinned_by, pinning
 from zosim.plans import Placement, Plan
 
 

@@ -1,4 +1,4 @@
-"""How long programs take: events on a clock by three engines that agree."""
+"""How long programs take: events on a clock, by two engines that agree."""
 
 from __future__ import annotations
 

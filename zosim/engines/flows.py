@@ -5,6 +5,8 @@ One row per rank and stream. Sets of running activities that come again are not 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,7 +24,7 @@ _IDLE = -1
 _MAX_REMEMBERED = 1 << 12
 
 
-class SharedClass:
+class SharedClass(NamedTuple):
     """Activities of one template that take the same of the same resources.
 
     Attributes
@@ -31,13 +33,15 @@ class SharedClass:
     resources : array of shape (num_ranks, num_uses)
         Number of each resource used, by position among the template's ranks; -1 for what never limits.
     uses : array of shape (num_uses,)
+    first_rank : int
+        Where the template's ranks begin.
     """
 
-    def __init__(self, activity: Activity, resources: Ints, uses: Floats) -> None:
-        self.bound = activity.bound
-        self.weight = activity.weight
-        self.resources = resources
-        self.uses = uses
+    bound: float
+    weight: float
+    resources: Ints
+    uses: Floats
+    first_rank: int
 
 
 class FlowTable(Rows):
@@ -63,7 +67,6 @@ class FlowTable(Rows):
         self._class = np.full(len(self.end_s), _IDLE, dtype=np.int32)
         self._names = {name: number for number, name in enumerate(world.capacities)}
         self._classes: list[SharedClass] = []
-        self._first_rank: list[int] = []
         self._known: dict[object, int] = {}
         self._remembered: dict[bytes, Floats] = {}
 
@@ -89,8 +92,7 @@ class FlowTable(Rows):
             self._known[key] = len(self._classes) if is_limited else _IDLE
             if is_limited:
                 uses = np.array([use for _, use in activity.uses], dtype=np.float64)
-                self._classes.append(SharedClass(activity, numbers, uses))
-                self._first_rank.append(first_rank)
+                self._classes.append(SharedClass(activity.bound, activity.weight, numbers, uses, first_rank))
         return self._known[key]
 
     def start(self, rows: Ints, shared_class: int, seconds: float, batch: int, now_s: float) -> None:
@@ -127,7 +129,7 @@ class FlowTable(Rows):
 
     def _entries_of(self, number: int, rows: Ints) -> Entries:
         item = self._classes[number]
-        resources = item.resources[rows % self.num_ranks - self._first_rank[number]]
+        resources = item.resources[rows % self.num_ranks - item.first_rank]
         there = resources >= 0
         shape = len(rows), len(item.uses)
         listed = np.broadcast_to(rows[:, None], shape)[there]
@@ -137,7 +139,7 @@ class FlowTable(Rows):
         rows, resources = [], []
         for number, item in enumerate(self._classes):
             # Whatever a rank does on any stream may be of any of its classes.
-            ranks = np.arange(len(item.resources)) + self._first_rank[number]
+            ranks = np.arange(len(item.resources)) + item.first_rank
             for stream in range(NUM_STREAMS):
                 listed, there, _ = self._entries_of(number, ranks + stream * self.num_ranks)
                 rows.append(listed)

@@ -43,39 +43,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from costmodel.profile import Bound
 from zosim.engines.assembly import without_garbage_collection
-from zosim.engines.lockstep import simulate_many
 from zosim.engines.world import Group, Template, World
-from zosim.hardware.machine import Machine
 from zosim.places import channel_of
-from zosim.program_set import ProgramSet
-from zosim.timeline import Timeline
-
-
-def simulate_set(
-    programs: ProgramSet,
-    machines: Sequence[Machine],
-    *,
-    num_steps: int | None = None,
-    bound: Bound = "central",
-) -> Timeline:
-    """Return the predicted timeline of all ranks; of those that behave alike the first is listed.
-
-    Parameters
-    ----------
-    programs : ProgramSet
-    machines : sequence of Machine
-        One per rank.
-    num_steps, bound
-        As for :func:`~zosim.engines.simulate.simulate`.
-
-    Raises
-    ------
-    ProgramError, ProfileError
-        As for :func:`~zosim.engines.simulate.simulate`.
-    """
-    return simulate_many(fold(World.of(programs, machines, bound)), num_steps=num_steps)
 
 
 @without_garbage_collection()

@@ -119,11 +119,7 @@ class Forwards(AxisWriter):
             is_left_alone = self._points.are_copies or rank.is_beside(group)
             first = point.query if is_left_alone else self._plan.schedule.first_unfinished(point.query)
             reads += [self._directions.rows(group, visited) for visited in range(first, point.query + 1)]
-        if segment in (EMBED, HEAD):
-            reads.append(rank.batch())
-        if segment != EMBED:
-            previous = rank.model.segments[rank.model.segments.index(segment) - 1]
-            reads.append(rank.hidden(point, previous))
+        reads += self._inputs(segment, point)
         left = self._losses.left_by_head(point) if segment == HEAD else rank.hidden(point, segment)
         taking_part = rank.groups if num_new_tokens else rank.model.groups_of(segment)
         beside = [
@@ -156,11 +152,7 @@ class Forwards(AxisWriter):
         queries = dict.fromkeys(point.query for point in points if point.is_perturbed)
         tuned = rank.trainable(segment)
         reads += [self._directions.drawn(group, query) for group in tuned for query in queries]
-        if segment in (EMBED, HEAD):
-            reads.append(rank.batch())
-        if segment != EMBED:
-            previous = rank.model.segments[rank.model.segments.index(segment) - 1]
-            reads.append(self._side_by_side(previous))
+        reads += self._inputs(segment)
         left = (
             tuple(map(self._losses.left_by_head, points))
             if segment == HEAD
@@ -170,6 +162,15 @@ class Forwards(AxisWriter):
         work = self._work_together(segment, tuned)
         name = f"{segment}/forward[{points[0]}..]"
         self._emit(name, op, Stream.COMPUTE, "forward", segment, tuple(reads), left, work)
+
+    def _inputs(self, segment: str, point: Point | None = None) -> Iterator[Access]:
+        """Yield what `segment` reads besides weights: of the batch, and of the segment before, at one point or at all."""
+        if segment in (EMBED, HEAD):
+            yield self._rank.batch()
+        if segment != EMBED:
+            segments = self._rank.model.segments
+            previous = segments[segments.index(segment) - 1]
+            yield self._side_by_side(previous) if point is None else self._rank.hidden(point, previous)
 
     def _side_by_side(self, segment: str) -> Access:
         """Return the access to the hidden states that `segment` leaves at all points."""

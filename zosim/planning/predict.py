@@ -22,9 +22,8 @@ from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.hardware.profiles import Profiles
 from zosim.lowering import lower_all
-from zosim.planning.footprint import Footprint, Footprints, footprint, footprints
+from zosim.planning.footprint import Footprint, Footprints, Pinning, footprint, footprints, pinning
 from zosim.planning.request import profiles_of
-from zosim.planning.starting import Pinning, pinning
 from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program_set import ProgramSet

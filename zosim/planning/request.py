@@ -53,7 +53,7 @@ class Request:
     max_device_bytes, max_host_bytes : int or None
         Limits below what the hardware has.
     allow_lossy : bool
-        Whether plans that compute something else (a narrower transfer format) may be considered.
+        Whether plans that lose precision (narrower transfers, codecs, weights in few bits) may be considered.
     cutting : Cutting
         Where a mesh of several stages may cut the model, and with which codecs.
     fixed : mapping
@@ -99,12 +99,7 @@ class Request:
             raise PlanError(f"--ranks {self.max_ranks} leaves no device", hint="use at least 1")
 
     def _refuse_missing_kernel(self) -> None:
-        """Refuse products of e4m3 matrices on CPUs, and on GPUs whose data sheet has none, or count on others where that is allowed.
-
-        Raises
-        ------
-        PlanError
-        """
+        """Refuse products of e4m3 matrices on CPUs, and on GPUs whose data sheet has none, or count on others where that is allowed."""
         low_bits, spec = self.axis(LowBits), self.topology.device_spec(self.device)
         if low_bits.product != "scaled_mm" or (spec.kind == "gpu" and "fp8" in spec.peak_dense):
             return

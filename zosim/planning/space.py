@@ -35,9 +35,8 @@ from costmodel.model_spec import ModelSpec
 from topology.errors import PlanError
 from topology.validation import readable
 from zosim.hardware.machines import machines_for
-from zosim.planning.cut_search import splits
+from zosim.planning.cut_search import Costs, CutSite, splits
 from zosim.planning.request import Blocks, Request, profiles_of, without_any
-from zosim.planning.segment_costs import Costs, CutSite
 from zosim.plans import ANY, Estimator, Mesh, Placement, Plan, Residency, Split, TransferDType, Weights
 
 Transfers = Literal["private", "shared", "sliced"]

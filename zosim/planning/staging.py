@@ -12,9 +12,8 @@ from math import inf
 
 from costmodel.model_spec import ModelSpec
 from topology.errors import PlanError
-from zosim.planning.cut_search import PLAIN, BoundedCuts, Codecs, Ranking
+from zosim.planning.cut_search import PLAIN, BoundedCuts, Codecs, Costs, Ranking
 from zosim.planning.request import Request
-from zosim.planning.segment_costs import Costs
 from zosim.planning.space import check, layouts, plans_of, shares, site_of
 from zosim.plans import Mesh, Placement, Plan, Split
 

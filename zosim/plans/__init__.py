@@ -165,7 +165,7 @@ class Plan(Axis, Document):
 
     @property
     def coding(self) -> Coding | None:
-        """How the linear layers of blocks are kept; None where they are kept as all other parameters."""
+        """How matrices are kept that are codes, those of the blocks' linear layers or all; None where none is."""
         return self.low_bits.coding(self.storage_dtype)
 
     @property

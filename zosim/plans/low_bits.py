@@ -389,7 +389,7 @@ class LowBits(Axis):
             )
 
     def coding(self, storage: DType) -> Coding | None:
-        """Return how linear layers are kept beside parameters in format `storage`; None where they are no codes."""
+        """Return how matrices are kept that are codes, beside parameters in format `storage`; None where none is."""
         if self.weights == "none":
             return None
         return Coding(
