@@ -26,13 +26,12 @@ from costmodel.stored_codes import (
     refuse_unwritable,
     said_of_own,
 )
-from executors.formats import TORCH_DTYPES
+from executors.formats import TORCH_DTYPES, WEIGHTS_NAME
 from executors.low_bits.coded import Coded, shapes_of
 from executors.low_bits.linear import CodedLayer, coded_layers, make_codable
 from executors.models.blocks import coded_parts_of, linears_of
 from executors.models.loading import load_config, model_class, opened_weights, quietly_loading
 from executors.models.weight_files import (
-    WEIGHTS_NAME,
     Deferred,
     save_configuration,
     saved_tensors,
