@@ -11,7 +11,7 @@ from topology.errors import ProfileError
 from zosim.applications.closed_form.recurrence import step_time_bound
 from zosim.contents import GroupWeights
 from zosim.engines.simulate import simulate
-from zosim.hardware.machine import PCIE_BOTH_WAYS, Machine
+from zosim.hardware.machine import Machine
 from zosim.instructions import Access, Buffer, Space
 
 COPY = instruction("upload", "h2d", 1.0)
@@ -55,20 +55,6 @@ def test_a_datasheets_copy_is_no_faster_than_its_route_and_a_measured_one_is():
         for origin in ("datasheet", "calibrated")
     }
     assert seconds == pytest.approx({"datasheet": 1.0, "calibrated": 0.5})
-
-
-@pytest.mark.parametrize("origin", ["datasheet", "calibrated"])
-def test_copies_both_ways_over_pcie_slow_each_other_down_where_nothing_was_measured(origin):
-    topology, device = of_kind("gpu")
-    memory = topology.host_memory(device).id
-    bandwidth = topology.route(memory, device).bandwidth_bytes_per_s
-    rates = {f"copy_{way}_bandwidth": bandwidth for way in ("h2d", "d2h")}
-    machine = Machine.from_topology(topology, device, make_profile("gpu", **rates, origin=origin))
-    work = Work(copy_bytes=round(bandwidth))
-    there, back = (instruction(name, way, 1.0, work=work) for name, way in (("up", "h2d"), ("down", "d2h")))
-    assert simulate(program([there]), machine, num_steps=1).makespan_s == pytest.approx(1.0)
-    both_s = simulate(program([there, back]), machine, num_steps=1).makespan_s
-    assert both_s == pytest.approx(1 / PCIE_BOTH_WAYS if origin == "datasheet" else 1.0)
 
 
 def test_kernels_take_the_device_and_launches_take_a_core():

@@ -148,12 +148,6 @@ class Ring(Hop):
         return by_messages(size_bytes, self.num_ranks, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
 
 
-PCIE_BOTH_WAYS = 0.72
-"""Part of a copy's bandwidth that is left to it while another goes the other way: NVIDIA's nvbandwidth prints 18.4 to 19.6 for 25.9 to
-26.2 GB/s of each of eight GPUs (https://github.com/NVIDIA/nvbandwidth, README.md, read on 2026-11-23). Requests to read share the wire with
-what is written, and both go through the host's memory."""
-
-
 @dataclass(frozen=True)
 class Machine:
     """One rank's hardware.
@@ -244,8 +238,7 @@ class Machine:
         """Return the machine around one device of a topology.
 
         A calibrated rate is a measurement: where a resource on a copy's route was declared smaller than the copy
-        was measured, its capacity is raised to it. A rate from a datasheet is not, so there the route limits, and copies
-        in both directions at once slow each other down as they do over PCIe (:data:`PCIE_BOTH_WAYS`).
+        was measured, its capacity is raised to it. A rate from a datasheet is not, so there the route limits.
 
         Raises
         ------
@@ -282,11 +275,6 @@ class Machine:
         fifo = {
             name for route in taken.values() for name in route if topology.resources[name].sharing == "fifo"
         }
-        wires = {direction: routes[direction].narrowest_kind for direction in taken}
-        if profile.origin == "datasheet" and set(wires.values()) == {"pcie"}:
-            slower = min(route.bandwidth_bytes_per_s for route in routes.values())
-            capacities[f"{device}:both_ways"] = 2 * PCIE_BOTH_WAYS * slower
-            taken = {direction: (*names, f"{device}:both_ways") for direction, names in taken.items()}
         if spec.num_copy_engines == 1:
             capacities[engine] = math.inf
             fifo.add(engine)
@@ -296,7 +284,7 @@ class Machine:
             MappingProxyType(capacities),
             frozenset(fifo),
             MappingProxyType(taken),
-            MappingProxyType(wires),
+            MappingProxyType({direction: routes[direction].narrowest_kind for direction in taken}),
             kernels=kernels,
             cores=cores,
         )
