@@ -19,9 +19,12 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from costmodel.pace import at_pace, pace_in
 from costmodel.profile import load_profile
+from executors.pace import reference_now_s
 from executors.runs.session import Session
 from executors.steps import streams
+from studies.prediction.measuring import PACE_S
 from studies.speed.__main__ import SHAPES, model_of_shape, session_of
 from studies.speed.reference import two_forwards
 from topology import detect
@@ -94,26 +97,26 @@ def main(
         **{name: partial(two_forwards, model, data) for name, model in models.items()},
         **{name: partial(session.step, data) for name, session in sessions.items()},
     }
-    seconds = _seconds_in_turns(works, rounds, clock)
+    seconds, references_s = _in_turns(works, rounds, clock)
     narrow, wide = median(seconds["bfloat16"]), median(seconds["float32"])
     print(f"OPT-{shape} shape, batch {batch} x {seq}, {threads} thread(s), medians of {rounds} rounds")
     print(f"two forwards: {1e3 * narrow:.1f} ms in bfloat16, {1e3 * wide:.1f} ms in float32")
     print(
         f"{'':30s}{'step':>10s}{'forwards':>11s}{'/ bfloat16':>12s}{'/ float32':>11s}{'step / forwards':>17s}"
     )
-    machine = None if profile is None else _this_machine(profile)
+    rates, topology = None if profile is None else load_profile(profile), detect()
     for name, session in sessions.items():
         step, own = median(seconds[name]), median(_forward_seconds(session))
         line = f"{name:30s}{1e3 * step:8.1f}ms{1e3 * own:9.1f}ms{own / narrow:12.2f}{own / wide:11.2f}{step / own:17.2f}"
-        if machine is not None:
-            predicted_s = simulate(lower(session.plan), machine).step_time_s
-            line += f", predicted {1e3 * predicted_s:.1f} ms ({predicted_s / step - 1:+.1%})"
+        if rates is not None:
+            for words, known in (
+                ("predicted", rates),
+                ("at its pace", at_pace(rates, pace_in(rates, median(references_s[name])))),
+            ):
+                machine = Machine.from_topology(topology, topology.of_kind("cpu")[0].id, known)
+                predicted_s = simulate(lower(session.plan), machine).step_time_s
+                line += f", {words} {1e3 * predicted_s:.1f} ms ({predicted_s / step - 1:+.1%})"
         print(line)
-
-
-def _this_machine(profile: Path) -> Machine:
-    topology = detect()
-    return Machine.from_topology(topology, topology.of_kind("cpu")[0].id, load_profile(profile))
 
 
 def _session(case: Mapping[str, Any], model: nn.Module, data: dict[str, Tensor]) -> Session:
@@ -129,19 +132,24 @@ def _session(case: Mapping[str, Any], model: nn.Module, data: dict[str, Tensor])
     )
 
 
-def _seconds_in_turns(
+def _in_turns(
     works: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Return the seconds of each work by name, one for each round: in its turn a work is done twice, and timed the second time."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return the seconds of each work by name, and those of the reference that tells the machine's pace, one for each round.
+
+    In its turn a work is done twice, and timed the second time.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in works}
+    references_s: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 1):
         for name, work in works.items():
+            references_s[name].append(reference_now_s(PACE_S))
             work()
             begin = clock()
             work()
             seconds[name].append(clock() - begin)
     # Sessions observe their memory in the first round.
-    return {name: every[1:] for name, every in seconds.items()}
+    return {name: every[1:] for name, every in seconds.items()}, references_s
 
 
 def _forward_seconds(session: Session) -> list[float]:
