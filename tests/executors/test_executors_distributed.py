@@ -29,6 +29,12 @@ BROAD = {
     "2d-lozo",
     "2d-two-hosts",
     "ddp-of-4",
+    "pertp-offloaded",
+    "pertp-int8",
+    "ddp-shared",
+    "ddp-unequal-resident",
+    "2d-int4-sliced",
+    "queries-forward-unequal",
 }
 """Each of their choices is in a quick case, too."""
 

@@ -617,7 +617,7 @@ def tuned(
 @pytest.mark.parametrize(
     ("low_bits", "shape", "rng"),
     [
-        ({"weights": "int8", "activations": "int8-token"}, "opt", "mezo"),
+        pytest.param({"weights": "int8", "activations": "int8-token"}, "opt", "mezo", marks=pytest.mark.slow),
         (
             {"weights": "int4", "zero_point": True, "direction_bits": 3, "estimator": "q-rge1"},
             "llama-tied",
@@ -629,13 +629,21 @@ def tuned(
             "mezo",
             marks=pytest.mark.slow,
         ),
-        ({"weights": "int8", "outliers": 0.05, "fit": "least-error", "sparsity": 0.5}, "opt", "counter"),
+        pytest.param(
+            {"weights": "int8", "outliers": 0.05, "fit": "least-error", "sparsity": 0.5},
+            "opt",
+            "counter",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"weights": "best4", "zero_point": False}, "llama-tied", "mezo", marks=pytest.mark.slow),
-        ({"weights": "int4", "sparsity": 0.8, "direction_bits": 3}, "opt", "mezo"),
-        (
+        pytest.param(
+            {"weights": "int4", "sparsity": 0.8, "direction_bits": 3}, "opt", "mezo", marks=pytest.mark.slow
+        ),
+        pytest.param(
             {"weights": "int8", "activations": "int8-token", "sparsity": 0.5},
             "llama-tied",
             "counter",
+            marks=pytest.mark.slow,
         ),
         ({"weights": "int4", "scales": "group", "group_elements": 16}, "gpt2", "counter"),
         ({"weights": "int8", "parts": "all", "activations": "int8-token"}, "opt", "mezo"),
@@ -818,22 +826,27 @@ def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path, part
 @pytest.mark.parametrize(
     "low_bits",
     [
-        {"weights": "int8"},
+        pytest.param({"weights": "int8"}, marks=pytest.mark.slow),
         {"weights": "int8", "activations": "int8-token"},
         {"weights": "int4", "scales": "group", "group_elements": 64},
-        {"weights": "int8", "activations": "int8-token", "sparsity": 0.9},
+        pytest.param(
+            {"weights": "int8", "activations": "int8-token", "sparsity": 0.9}, marks=pytest.mark.slow
+        ),
         {"weights": "int8", "outliers": 0.01},
         {"weights": "int8", "update_rounding": "step"},
         {"weights": "int4", "adapters": "int8"},
         {"weights": "float8_e4m3"},
         pytest.param({"weights": "best4", "scales": "group", "group_elements": 64}, marks=pytest.mark.slow),
-        {"weights": "int4", "parts": "all"},
+        pytest.param({"weights": "int4", "parts": "all"}, marks=pytest.mark.slow),
         {"weights": "int8", "parts": "all", "activations": "int8-token", "sparsity": 0.9},
-        {"weights": "float8_e4m3", "parts": "all"},
-        {"weights": "int4", "direction_bits": 4},
+        pytest.param({"weights": "float8_e4m3", "parts": "all"}, marks=pytest.mark.slow),
+        pytest.param({"weights": "int4", "direction_bits": 4}, marks=pytest.mark.slow),
         {"weights": "int4", "parts": "all", "direction_bits": 4, "update_rounding": "step"},
         {"weights": "int4", "parts": "all", "direction_bits": 2, "sparsity": 0.5},
-        {"weights": "int8", "parts": "all", "activations": "int8-token", "direction_bits": 4},
+        pytest.param(
+            {"weights": "int8", "parts": "all", "activations": "int8-token", "direction_bits": 4},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits, monkeypatch):

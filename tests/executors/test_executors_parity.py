@@ -1,7 +1,8 @@
 """Fifty steps and more against the literal loop: every loss, every projected gradient, every weight, bit for bit.
 
-What a run can be asked for has eight axes here. Quick runs cover every pair of values; the full product is slow, and has
-fewer steps: what a combination gets wrong shows in the first, or in the one after it, whose weights it made.
+What a run can be asked for has eight axes here. Quick runs cover every pair of values, a few for fifty steps; all of them for as
+many, and the full product, are slow. Others have fewer steps: what a combination gets wrong shows in the first, or in the
+one after it, whose weights it made.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from executors.runs.session import Session
 from tests.support.reference_mezo import CachedPrefix, LiteralMezo, differing
 from tests.support.tiny import batches, model_of, plan_of
 
-NUM_STEPS, NUM_STEPS_OF_EVERY = 52, 4
+NUM_STEPS, NUM_STEPS_OF_OTHERS, NUM_STEPS_OF_EVERY = 52, 8, 4
 WARMUP_STEPS = 2
 AXES = {
     "shape": ("opt", "opt-untied", "llama", "llama-tied"),
@@ -125,9 +126,20 @@ def assert_parity(shape, dtype, tuned, placement, order, weights, decay, rate, *
     assert differing(start, model) == [name for name, p in model.named_parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("case", COVERING, ids=words)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=words(case), marks=() if number < 3 else pytest.mark.slow)
+        for number, case in enumerate(COVERING)
+    ],
+)
 def test_fifty_steps_equal_the_literal_loop_bit_for_bit(case):
     assert_parity(*case, num_steps=NUM_STEPS)
+
+
+@pytest.mark.parametrize("case", COVERING[3:], ids=words)
+def test_steps_of_every_pair_of_values_equal_the_literal_loop_bit_for_bit(case):
+    assert_parity(*case, num_steps=NUM_STEPS_OF_OTHERS)
 
 
 @pytest.mark.slow

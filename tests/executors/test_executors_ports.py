@@ -112,7 +112,36 @@ def test_nothing_of_a_launch_listens_beyond_this_host(inputs, tmp_path, more):
     assert {address for address, _ in places if not ipaddress.ip_address(address).is_loopback} == set()
 
 
-@pytest.mark.parametrize("rendezvous", ["static", pytest.param("standalone", marks=pytest.mark.slow)])
+def test_ranks_that_another_launcher_starts_join_and_listen_on_this_host_alone(inputs, tmp_path):
+    """As torchrun does: told by variables, with a store that is the launcher's, here the test's own."""
+    places, port = set(), free_port()
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    words = options(inputs, tmp_path / "out", "--method", "pertp", "--residency", "resident", steps=20)
+    with (
+        Command(*words, **common, RANK=0, LOCAL_RANK=0) as first,
+        Command(*words, **common, RANK=1, LOCAL_RANK=1) as second,
+    ):
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        processes = [psutil.Process(rank.pid) for rank in (first, second)]
+        said = said_by(first, lambda: places.update(*map(listening, processes))) + second.end()
+        del store
+    assert (first.exit_code, second.exit_code) == (0, 0), said
+    assert len(places) >= 2
+    assert {address for address, _ in places} == {"127.0.0.1"}
+    assert (
+        zosim(*options(inputs, tmp_path / "alone", "--no-launch", "--residency", "resident", steps=20)) == 0
+    )
+    assert numbers_of(tmp_path / "out") == numbers_of(tmp_path / "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rendezvous", ["static", "standalone"])
 def test_ranks_that_torchrun_starts_on_one_host_join_and_listen_there_alone(inputs, tmp_path, rendezvous):
     """The static launcher listens everywhere; what it reads there is no pickle. What is left over is a run of one rank."""
     places = set()
