@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+from studies.validation import made_up
 from studies.validation.__main__ import main
 from studies.validation.left_out import CHOSEN, held_out, machine_of, predictions, source_of
+from studies.validation.made_up import Asked
 from zosim.applications.validation.predicting import outcome
-from zosim.applications.validation.rows import MeasuredRow, read_rows
+from zosim.applications.validation.rows import Forecast, MeasuredRow, read_rows
 from zosim.applications.validation.site import Sites
 
 
@@ -81,3 +83,23 @@ def test_every_chosen_constant_changes_something_and_is_put_back() -> None:
                 chosen.name
             )
     assert [outcome(row, sites.renewed()) for row in rows] == before
+
+
+def test_made_up_rows_show_what_no_measurement_is_needed_for(monkeypatch, tmp_path: Path) -> None:
+    sites = Sites(tmp_path)
+    asked = Asked(sites)
+    asked.sweep("copy", "a100-80gb-milan", "bytes", (2**20, 2**21, 2**22), direction="h2d")
+    asked.sweep("matmul", "a100-80gb-milan", "m", (128, 256), dtype="float16", n=4096, k=4096)
+    assert (asked.num_rows, asked.found.total()) == (5, 0)
+    asked.sweep("matmul", "no-such-machine", "m", (128, 256), dtype="float16", n=4096, k=4096)
+    assert +asked.found == {"matmul: no answer": 2}
+    # A prediction that does not see the size, faster than any product.
+    monkeypatch.setattr(made_up, "outcome", lambda row, _: Forecast(1e-9 / row.count("m"), 1.0, 2.0))
+    asked.sweep("matmul", "a100-80gb-milan", "m", (128, 256), dtype="float16", n=4096, k=4096)
+    assert {
+        f"matmul: {what}": asked.found[f"matmul: {what}"] for what in ("falls", "interval", "above the peak")
+    } == {
+        "matmul: falls": 1,
+        "matmul: interval": 2,
+        "matmul: above the peak": 2,
+    }
