@@ -61,7 +61,7 @@ _TILE_COLUMNS = 64
 _PACKING_BYTES = 14
 """Bytes that the passes over a code read and write, in cache, that take it out of a byte that others share, or put it there."""
 
-_MOVED_TEMPORARY_BYTES = 22
+_MOVED_TEMPORARY_BYTES = 23
 """Bytes of temporaries that are alive for each of them beside the random numbers; of outliers, a byte more."""
 
 _MOVED_BYTES, _MOVED_KERNELS = 100, 24

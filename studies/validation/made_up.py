@@ -35,7 +35,7 @@ _HEADS = ((64, 32, 32), (80, 32, 32), (128, 32, 8), (256, 16, 16))
 
 
 @dataclass
-class Asked:
+class Findings:
     """What was found over the rows asked so far.
 
     Attributes
@@ -81,9 +81,9 @@ class Asked:
         return float(2 * m * n * k / peak.in_si("compute"))
 
 
-def ask_all(sites: Sites, machines: Sequence[str]) -> Asked:
+def ask_all(sites: Sites, machines: Sequence[str]) -> Findings:
     """Return what predictions for these machines show."""
-    asked = Asked(sites)
+    asked = Findings(sites)
     for hardware in machines:
         for dtype in ("float16", "float32", "int8"):
             for n, k in _SHAPES:

@@ -5,7 +5,7 @@ from pathlib import Path
 from studies.validation import made_up
 from studies.validation.__main__ import main
 from studies.validation.left_out import CHOSEN, held_out, machine_of, predictions, source_of
-from studies.validation.made_up import Asked
+from studies.validation.made_up import Findings
 from zosim.applications.validation.predicting import outcome
 from zosim.applications.validation.rows import Forecast, MeasuredRow, read_rows
 from zosim.applications.validation.site import Sites
@@ -87,7 +87,7 @@ def test_every_chosen_constant_changes_something_and_is_put_back() -> None:
 
 def test_made_up_rows_show_what_no_measurement_is_needed_for(monkeypatch, tmp_path: Path) -> None:
     sites = Sites(tmp_path)
-    asked = Asked(sites)
+    asked = Findings(sites)
     asked.sweep("copy", "a100-80gb-milan", "bytes", (2**20, 2**21, 2**22), direction="h2d")
     asked.sweep("matmul", "a100-80gb-milan", "m", (128, 256), dtype="float16", n=4096, k=4096)
     assert (asked.num_rows, asked.found.total()) == (5, 0)
