@@ -181,6 +181,11 @@ def test_families_that_do_not_run_here_are_predicted_with_the_sizes_that_their_c
     assert _forecast("forward").assumed == ()
 
 
+def _assert_has_parameters(name: str, billions: float) -> None:
+    model = model_of(_row("forward", model=name, model_config=""))
+    assert model.num_parameters == pytest.approx(1e9 * billions, rel=0.005)
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
@@ -197,9 +202,7 @@ def test_families_that_do_not_run_here_are_predicted_with_the_sizes_that_their_c
 def test_common_names_are_models_with_as_many_parameters_as_were_published(
     name: str, billions: float
 ) -> None:
-    assert model_of(_row("forward", model=name, model_config="")).num_parameters == pytest.approx(
-        1e9 * billions, rel=0.005
-    )
+    _assert_has_parameters(name, billions)
     assert "of its sizes" in _forecast("forward", model=name, model_config="").assumed[-1]
 
 
@@ -215,9 +218,7 @@ def test_common_names_are_models_with_as_many_parameters_as_were_published(
 def test_names_of_families_that_run_here_are_models_with_as_many_parameters_as_were_published(
     name: str, billions: float
 ) -> None:
-    assert model_of(_row("forward", model=name, model_config="")).num_parameters == pytest.approx(
-        1e9 * billions, rel=0.005
-    )
+    _assert_has_parameters(name, billions)
 
 
 def test_a_known_name_with_experts_says_that_they_are_not_modelled() -> None:
