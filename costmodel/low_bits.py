@@ -25,6 +25,9 @@ Linear = tuple[int, int]
 MOVED_ELEMENTS = 1 << 16
 """Codes that an update moves at a time on a CPU, whose cache their temporaries fit into."""
 
+_LEAST_MOVED = 1 << 12
+"""Codes that take about as long to move as to begin the passes over them."""
+
 CHANCES_AT_ONCE = 1 << 20
 """Random numbers that a CPU's threads draw for updates before torch's threads pass over them."""
 
@@ -74,8 +77,8 @@ AMD EPYC, no probe tells it."""
 _CHANCE_PART = 0.5
 """Part of a random number's time that passing over one takes: assumed, no probe tells it."""
 
-_FLOAT_TEMPORARIES = 3
-"""Numbers in float32 besides where the distance between neighbours on the grid is each number's own."""
+_FLOAT_TEMPORARY_BYTES = 13
+"""Bytes of temporaries besides where the distance between neighbours on the grid is each number's own."""
 
 _CONTAINERS = (2, 4, 8)
 """Bits that a code takes in memory: a byte holds one, two or four."""
@@ -325,6 +328,7 @@ def coded_forward_work(
             elementwise_bytes += times * rows * inputs * (4 * width + 1)
             num_kernels += 5 * times
             alive += rows * inputs
+            largest = max(largest, alive + _coding_bytes(rows, inputs, width, kernel) + kept_bytes)
         scratch_bytes += (
             times * _PACKING_BYTES * round(outputs * moved_share) * inputs * (is_beside and is_packed)
         )
@@ -374,7 +378,10 @@ def coded_forward_work(
                 levels = at_once * inputs * max(4, is_parted * (9 - width))
             output = rows * outputs * width
             alive += at_once * inputs * width
-            alive += output + max(levels, gathered) if is_outer else max(levels, gathered, output)
+            if at_once < outputs:  # beside the whole output a part of it
+                alive += output + max(levels, gathered, rows * at_once * width)
+            else:
+                alive += max(levels, gathered, output)
             alive += rows * inputs * width if are_inputs_coded else 0
         largest = max(largest, alive + kept_bytes)
     return work.model_copy(
@@ -387,6 +394,14 @@ def coded_forward_work(
             "workspace_bytes": max(work.workspace_bytes, largest),
         }
     )
+
+
+def _coding_bytes(rows: int, inputs: int, width: int, kernel: str) -> int:
+    """Return what inputs take while they become codes, in float32 a part at a time, and where these become numbers again, whole."""
+    elements = rows * inputs
+    if kernel == "dequantise":
+        return elements * (4 + width * (width != 4))
+    return 4 * min(elements, max(TILE_ELEMENTS, inputs))
 
 
 def taken_out_bytes(num_elements: int, direction_format: str) -> int:
@@ -449,8 +464,8 @@ def coded_update_work(
     Of the rows, only `moved_share` are touched. Pieces are kernels of their own on a CPU, whose threads share them.
     """
     elements = round(moved_share * sum(outputs * inputs for outputs, inputs in linears))
-    temporaries = _MOVED_TEMPORARY_BYTES + 4 * FORMATS[coding.format].is_float * _FLOAT_TEMPORARIES
-    most = max((_most_rows(outputs, moved_share) * inputs for outputs, inputs in linears), default=0)
+    temporaries = _MOVED_TEMPORARY_BYTES + FORMATS[coding.format].is_float * _FLOAT_TEMPORARY_BYTES
+    most = max((moved_at_once(one, moved_share) for one in linears), default=0)
     at_once = min(most, MOVED_ELEMENTS)
     num_blocks, num_passed = passed_for_rows(linears, moved_share, COUNTER_BLOCK_ELEMENTS)
     moved = [round(moved_share * outputs * inputs) for outputs, inputs in linears]
@@ -467,6 +482,20 @@ def coded_update_work(
         num_shared_kernels=_MOVED_KERNELS * sum(-(-num // MOVED_ELEMENTS) for num in moved),
         workspace_bytes=(temporaries + bool(coding.outlier_share)) * at_once + 4 * min(most, CHANCES_AT_ONCE),
     )
+
+
+def moved_at_once(linear: Linear, share: float) -> int:
+    """Return how many codes of a matrix an update moves at once at most, where it moves that share of the rows.
+
+    Weights that decay do so in all rows: with a sparse direction, too, no more of them are moved at a time.
+
+    Examples
+    --------
+    >>> moved_at_once((3072, 768), 1.0), moved_at_once((3072, 768), 0.02), moved_at_once((768, 768), 0.0001)
+    (2359296, 66048, 4096)
+    """
+    outputs, inputs = linear
+    return max(_most_rows(outputs, share) * inputs, min(outputs * inputs, _LEAST_MOVED))
 
 
 def passed_for_rows(linears: Iterable[Linear], share: float, block_elements: int) -> tuple[int, int]:

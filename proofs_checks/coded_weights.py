@@ -110,7 +110,7 @@ def check_grids(context: Context) -> Outcome:
         low, up = levels[above - 1], levels[above]
         given = torch.from_numpy(numbers)
         steps = ((torch.arange(_NUM_CHANCES, dtype=torch.float64) + 0.5) / _NUM_CHANCES)[:, None]
-        chances = steps.expand(-1, len(numbers))
+        chances = steps.repeat(1, len(numbers))
         drawn = grid.at_random(given.expand(_NUM_CHANCES, -1).clone(), chances).double().numpy()
         far = np.abs(drawn - clamped)[np.abs(drawn - low) * np.abs(drawn - up) > 0]
         gap = up - low
@@ -360,6 +360,6 @@ DRAWN_LONG = Mutant(
 DRAWN_NEAREST = Mutant(
     "directions rounded to the nearest",
     "executors.low_bits.grids:Integers.at_random",
-    "numbers.add(chances)",
-    "numbers.add(0.5)",
+    "chances.add_(numbers)",
+    "chances.fill_(0.5).add_(numbers)",
 )

@@ -327,6 +327,7 @@ class Coded:
         rows: Tensor | None = None,
         decay: float = 0.0,
         counted: Moved | None = None,
+        at_once: int | None = None,
     ) -> None:
         """Change the weights by ``-factor·direction - decay·weights``, rounded at random to the grid, scales as they are.
 
@@ -342,6 +343,8 @@ class Coded:
             Numbers of the rows that change; by default all.
         counted : Moved, optional
             Is added to.
+        at_once : int, optional
+            Elements that are moved at a time, if fewer than usual.
 
         Notes
         -----
@@ -398,11 +401,11 @@ class Coded:
                 moved.scatter_(1, columns, _OUTLIER)
             self._write(chosen, moved)
 
-        at_once = CHANCES_AT_ONCE if self.device.type == "cpu" else None
-        for stretch in self._pieces(num_rows, elements=at_once):
+        drawn_at_once = at_once or (CHANCES_AT_ONCE if self.device.type == "cpu" else None)
+        for stretch in self._pieces(num_rows, elements=drawn_at_once):
             drawn = chances(stretch.start * width, stretch.stop * width).view(-1, width)
             # A call each, so that the temporaries of one are gone before those of the next are made.
-            for piece in self._pieces(len(drawn)):
+            for piece in self._pieces(len(drawn), elements=at_once and min(at_once, MOVED_ELEMENTS)):
                 here = slice(stretch.start + piece.start, stretch.start + piece.stop)
                 take_piece(here, drawn[piece])
             del drawn

@@ -108,9 +108,9 @@ class Integers(Grid):
     def at_random(self, numbers: Tensor, chances: Tensor) -> Tensor:
         """Return a neighbour of each number, in fewer passes: up where number and chance reach the next one together.
 
-        The sum is rounded once, so a mean may be off by the last bit of the largest code.
+        The sum is rounded once, so a mean may be off by the last bit of the largest code. The chances are lost.
         """
-        return numbers.add(chances).floor_().clamp_(self.low, self.high)
+        return chances.add_(numbers).floor_().clamp_(self.low, self.high)
 
     def symbols(self, values: Tensor) -> Tensor:
         """Return the low byte of each number."""
@@ -165,8 +165,9 @@ class Floats(Grid):
         wide = self._wide_type
         if wide is not None:
             return values.to(wide).view(torch.uint8)
-        symbols = torch.bucketize(values.abs().contiguous(), self._magnitudes(values)).to(torch.uint8)
-        return symbols.add_(torch.signbit(values) * len(self._levels))
+        magnitudes = values.abs().contiguous()
+        symbols = torch.bucketize(magnitudes, self._magnitudes(values), out_int32=True).to(torch.uint8)
+        return symbols.add_(torch.signbit(values).to(torch.uint8).mul_(len(self._levels)))
 
     def values(self, symbols: Tensor) -> Tensor:
         """Return the numbers, in float32."""

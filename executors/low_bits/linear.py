@@ -201,7 +201,7 @@ class CodedLinear(CodedLayer, nn.Linear):
             return self._multiplied_by_codes(input, coded)
         if self.input_scales:
             codes, scales = self._inputs_of(input)
-            input = (codes.float() * scales).to(input.dtype).view_as(input)  # noqa: A001
+            input = codes.float().mul_(scales).to(input.dtype).view_as(input)  # noqa: A001
         if self.is_outer:
             return self._by_tiles(input, coded)
         weight = coded.values(coded.scales.dtype)
@@ -220,10 +220,13 @@ class CodedLinear(CodedLayer, nn.Linear):
                 self.beside.add_to(weight, range(begin, end))
             bias = None if self.bias is None else self.bias[begin:end]
             part = nn.functional.linear(inputs, weight, bias)
+            if at_once >= outputs:
+                return part
             del weight  # before the next one is made
             if made is None:
                 made = part.new_empty((*part.shape[:-1], outputs))
             made[..., begin:end] = part
+            del part
         assert made is not None
         return made
 

@@ -27,7 +27,7 @@ from executors.low_bits.coded import Moved
 from executors.models.engine import engine_for
 from executors.models.model import Batch, LossDType, Objective, TextObjective
 from executors.models.weight_files import save_pretrained, weights_digest
-from executors.ranks.communicator import Communicator, default_communicator
+from executors.ranks.communicator import PIPELINE, Communicator, default_communicator
 from executors.ranks.mesh import stage_of
 from executors.ranks.rank_info import progress_of_this_rank
 from executors.ranks.whole_model import WholeModel
@@ -470,8 +470,21 @@ class Session:
         return None if watch is None else watch.result()
 
     def moved_codes(self) -> Moved | None:
-        """Return what became of this rank's updates of codes so far; None where no weights are codes."""
-        return None if self.plan.coding is None else self.interpreter.moved_codes.read()
+        """Return what became of updates of codes so far, on all stages; None where no weights are codes.
+
+        All ranks have to ask. A tied table of codes counts on each of the two stages that hold it.
+        """
+        if self.plan.coding is None:
+            return None
+        own = self.interpreter.moved_codes.read()
+        if self.communicator is None or self.plan.num_stages == 1:
+            return own
+        counts = own.num, own.unmoved, own.saturated
+        of_ranks = self.communicator.all_gather_json(
+            counts, "adding up codes that moved", tuple[int, int, int]
+        )
+        stages = [of_ranks[rank] for rank in self.communicator.members(PIPELINE)]
+        return Moved(*map(sum, zip(*stages, strict=True)))
 
     def messages_per_step(self) -> dict[str, float] | None:
         """Return how many messages go between all stages in a step, and the bytes that they had on the wire; flushes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.staged import Case, assert_equal
+from tests.support.staged import STEPS, Case, assert_equal, on_one_device, on_stages
 
 INSIDE, BETWEEN = ("block.1.mlp",), ("block.0",)
 THREE, FOUR = ("block.0", "block.1.mlp"), ("block.0.mlp", "block.1", "block.2.mlp")
@@ -215,3 +215,13 @@ def test_stages_are_one_device(case):
 @pytest.mark.parametrize("case", marked(CODED, QUICK_CODED))
 def test_stages_with_codecs_are_one_device_with_the_same_codecs_at_the_same_cuts(case):
     assert_equal(case)
+
+
+def test_updates_of_codes_are_counted_on_all_stages():
+    def counts(session, lines):
+        for batch in lines[:STEPS]:
+            session.step(batch)
+        return session.moved_codes()
+
+    (whole,) = {str(found) for found in on_stages(CASES["int8"], work=counts)}
+    assert whole == str(on_one_device(CASES["int8"], work=counts))

@@ -96,12 +96,12 @@ def on_stages(case, *, steps=STEPS, work=outcome):
     return on_all_ranks(plan, rank)
 
 
-def on_one_device(case, *, steps=STEPS):
+def on_one_device(case, *, steps=STEPS, work=outcome):
     """Return what one device finds; codecs are applied where the model is cut."""
     lossless = case.codec == case.residual_codec == "none"
     plan = alone(case.plan()) if lossless else case.in_place()
     with Session(plan, case.made(), num_micro_batches=case.num_shards, **SETTINGS) as session:
-        return outcome(session, batches(steps, size=case.size))
+        return work(session, batches(steps, size=case.size))
 
 
 def assert_equal(case, **options):

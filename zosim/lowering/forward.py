@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from costmodel.formats import FORMATS
 from costmodel.forward import forward_work, shared_activation_bytes
-from costmodel.low_bits import coded_forward_work, coded_lookup_work
+from costmodel.low_bits import coded_forward_work, coded_lookup_work, num_elements
 from costmodel.model_spec import EMBED, HEAD, ParameterGroup
 from costmodel.sweeps import copy_work
 from costmodel.work import Attention, Matmul, Work
@@ -315,7 +315,15 @@ class Forwards(AxisWriter):
             work += coded_lookup_work(
                 num_tokens, model.embed_dim, plan.coding, work.dtype, is_beside=bool(tuned)
             )
-        return work
+        # What is no code, such as norms and biases, is copied to the point.
+        copied = sum(
+            group.num_trainable - num_elements(plan.coding.tuned(group))
+            for group in groups
+            if is_beside and self._rank.is_beside(group)
+        )
+        return work.model_copy(
+            update={"workspace_bytes": work.workspace_bytes + FORMATS[plan.weights.dtype].bytes(copied)}
+        )
 
     def _counted(
         self,

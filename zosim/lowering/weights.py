@@ -339,9 +339,10 @@ class Points(AxisWriter):
                 total, self._rank.direction_format, at_once=max(rows * columns for rows, columns in linears)
             )
             return plain + Work(dtype=plain.dtype, sweep_bytes=9 * total, num_kernels=len(linears)) + whole
-        coded = coded_update_work(
-            linears, how, 1 - self._plan.low_bits.sparsity, direction_format=self._rank.direction_format
-        )
+        # What queries add up to is rounded in all rows.
+        low_bits = self._plan.low_bits
+        share = 1.0 if low_bits.update_rounding == "step" else 1 - low_bits.sparsity
+        coded = coded_update_work(linears, how, share, direction_format=self._rank.direction_format)
         return coded + plain  # in the format of the first
 
     def _taking_out(self, num_elements: int) -> Work:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from costmodel.distributions import DISTRIBUTIONS
 from costmodel.formats import FORMATS
+from costmodel.low_bits import moved_at_once
 from executors.low_bits.coded import Coded, Moved
 from executors.low_bits.moving import Move, move_together, shares_passes
 from executors.low_bits.packed import Codes
@@ -249,10 +250,13 @@ class Sweeps:
                     )
                 elif isinstance(held, Coded):
                     chances = partial(self._chances.between, parameter=tensor.index, key=key)
-                    # Where weights decay, all of them do.
-                    rows = (
-                        None if decay else self._context.moved_rows(op.group, tensor.index, source, op.query)
-                    )
+                    rows = self._context.moved_rows(op.group, tensor.index, source, op.query)
+                    at_once = None
+                    if decay and rows is not None:  # all weights decay, in no more memory
+                        rows, at_once = (
+                            None,
+                            moved_at_once((held.shape[0], held.shape[1]), 1 - rounding.sparsity),
+                        )
                     if rows is None and shares_passes(held):
                         together.setdefault(decay, []).append(Move(held, along, chances))
                         continue
@@ -263,6 +267,7 @@ class Sweeps:
                         rows=rows,
                         decay=rate * decay,
                         counted=self.moved,
+                        at_once=at_once,
                     )
                 else:
                     numbers.append((held.view(-1), along.view(-1), tensor.decays))
