@@ -37,6 +37,9 @@ SHARED_CHANCES = 1 << 17
 ROUNDED_AT_ONCE = 1 << 19
 """Numbers of a direction that are drawn there, and as many to round them by, before they become codes."""
 
+FED_ELEMENTS = 1 << 14
+"""Numbers of a walk that are handed on at a time to become codes: few enough that torch leaves what becomes of them to the thread that drew them."""
+
 TILE_ELEMENTS = 3 << 17
 """Outputs of a product of bytes that are summed and scaled at a time on a CPU, whose cache their temporaries fit into."""
 
@@ -308,6 +311,8 @@ def coded_forward_work(
     sweep_bytes = elementwise_bytes = scratch_bytes = num_kernels = largest = 0
     is_packed = FORMATS[direction_format].bits < 8
     width = FORMATS[work.dtype].element_bytes
+    # Codes and scales of a norm's output, which queries, keys and values share, live as long as it does.
+    shared = (kept_bytes // width + 4 * max((one.m for one in plain), default=0)) * are_inputs_coded
     for outputs, inputs in linears:
         product = next((part for part in plain if (part.n, part.k) == (outputs, inputs)), None)
         if product is None:
@@ -321,14 +326,14 @@ def coded_forward_work(
         parting = coding.code_bytes((outputs, inputs)) + elements if is_parted else 0
         sweep_bytes += times * parting
         num_kernels += 4 * num_tiles * is_parted
-        alive = rows * inputs * width
+        alive = max(product.alive_bytes, rows * inputs * width + kept_bytes)
         levels = at_once * inputs * (is_parted + 4 * coding.has_zero_point + bool(coding.outlier_share))
         levels += 8 * at_once * coding.num_outliers(inputs)
         if are_inputs_coded:
             elementwise_bytes += times * rows * inputs * (4 * width + 1)
             num_kernels += 5 * times
-            alive += rows * inputs
-            largest = max(largest, alive + _coding_bytes(rows, inputs, width, kernel) + kept_bytes)
+            alive += rows * (inputs + 4) + shared
+            largest = max(largest, alive + _coding_bytes(rows, inputs, width, kernel))
         scratch_bytes += (
             times * _PACKING_BYTES * round(outputs * moved_share) * inputs * (is_beside and is_packed)
         )
@@ -383,7 +388,7 @@ def coded_forward_work(
             else:
                 alive += max(levels, gathered, output)
             alive += rows * inputs * width if are_inputs_coded else 0
-        largest = max(largest, alive + kept_bytes)
+        largest = max(largest, alive)
     return work.model_copy(
         update={
             "matmuls": (*plain, *products),
@@ -391,7 +396,7 @@ def coded_forward_work(
             "elementwise_bytes": work.elementwise_bytes + elementwise_bytes,
             "scratch_bytes": work.scratch_bytes + scratch_bytes,
             "num_kernels": work.num_kernels + num_kernels,
-            "workspace_bytes": max(work.workspace_bytes, largest),
+            "workspace_bytes": max(work.workspace_bytes + shared, largest),
         }
     )
 

@@ -98,7 +98,7 @@ class Tape:
 
     def linear(self, rows: int, inputs: int, outputs: int) -> TapeBuffer:
         """Return the output of a matrix product with a weight; a bias rides along for free."""
-        self.matmuls.append(Matmul(m=rows, n=outputs, k=inputs))
+        self.matmuls.append(Matmul(m=rows, n=outputs, k=inputs, alive_bytes=self.live_bytes))
         self.num_kernels += 1
         return self.new(rows * outputs)
 

@@ -28,13 +28,30 @@ class _FrozenCounts(BaseModel):
 
 
 class Matmul(_FrozenCounts):
-    """``num`` products of an ``m x k`` by a ``k x n`` matrix: ``2 m n k`` FLOPs each, in the work's format or its own."""
+    """``num`` products of an ``m x k`` by a ``k x n`` matrix: ``2 m n k`` FLOPs each, in the work's format or its own.
+
+    ``alive_bytes`` is what a segment holds while it is made, but for its output, where a tape knows. It is no part of programs'
+    files, nor of what makes two products the same.
+    """
 
     m: PositiveInt
     n: PositiveInt
     k: PositiveInt
     num: PositiveInt = 1
     format: str = ""
+    alive_bytes: int = Field(default=0, exclude=True, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare what is multiplied."""
+        return isinstance(other, Matmul) and self._multiplied == other._multiplied
+
+    def __hash__(self) -> int:
+        """Return the same for the same products."""
+        return hash(self._multiplied)
+
+    @property
+    def _multiplied(self) -> tuple[int, int, int, int, str]:
+        return self.m, self.n, self.k, self.num, self.format
 
     @property
     def flops(self) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 from costmodel.distributions import JUMP_WORDS
+from costmodel.low_bits import FED_ELEMENTS
 from executors.randomness.directions import Direction
 from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import drawn
@@ -21,9 +22,6 @@ _WALK_ELEMENTS = 1 << 16
 
 _CHEAP_ELEMENTS = 1 << 19
 """The same for directions that take less to draw than to choose from."""
-
-_FED_ELEMENTS = 1 << 14
-"""The same where they are handed on: few enough that torch leaves what becomes of them to the thread that drew them."""
 
 _LONGEST_GRANULE = 64
 
@@ -111,7 +109,7 @@ class Walk:
         self._again(like, states, partial(self._feed, take, like))
 
     def _feed(self, take: Take, like: Tensor, span: _Elements, generator: Generator) -> None:
-        for low, high in _pieces(span.end - span.begin, _FED_ELEMENTS):
+        for low, high in _pieces(span.end - span.begin, FED_ELEMENTS):
             numbers = torch.empty(high - low, dtype=like.dtype, device=like.device)
             self._direction.fill(numbers, generator)
             take(span.tensor, span.begin + low, numbers)

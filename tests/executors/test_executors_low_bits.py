@@ -884,6 +884,8 @@ def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits, monkeyp
     [
         ("gpt2", {"weights": "int8", "sparsity": 0.98}, 0.1),  # all rows decay
         ("opt", {"weights": "int4", "sparsity": 0.9, "update_rounding": "step"}, 0.0),  # all rows are rounded
+        ("llama", {"weights": "int8", "activations": "int8-token", "kernel": "dequantise"}, 0.0),
+        ("opt", {"weights": "int8", "activations": "int8-tensor", "kernel": "dequantise"}, 0.0),
         ("opt-untied", {"weights": "int4", "parts": "all"}, 0.0),  # logits of all tokens at once
         ("opt", {"weights": "float4_e2m1"}, 0.0),
         ("gpt2", {"weights": "float8_e5m2"}, 0.1),

@@ -41,7 +41,15 @@ from costmodel.distributions import (
     SHARED_DRAW_ELEMENTS,
 )
 from costmodel.formats import FORMATS, DType
-from costmodel.low_bits import ROUNDED_AT_ONCE, moved_rows_bytes, num_elements, packing_work, passed_for_rows
+from costmodel.low_bits import (
+    FED_ELEMENTS,
+    PACKED_ELEMENTS,
+    ROUNDED_AT_ONCE,
+    moved_rows_bytes,
+    num_elements,
+    packing_work,
+    passed_for_rows,
+)
 from costmodel.model_spec import EMBED, ParameterGroup
 from costmodel.sweeps import draw_work
 from costmodel.work import Matmul, Work
@@ -373,7 +381,7 @@ class Directions(AxisWriter):
             is_shared=is_cut,
             is_scaled=is_scaled,
             num_split_walks=int(is_cut and not is_again),
-        )
+        ) + self._rounding(made, FED_ELEMENTS, has_numbers=True)
 
     def _counted_work(self, group: ParameterGroup, keep: Keep, *, is_scaled: bool) -> Work:
         """Return the work of a ``counter`` draw, each of whose blocks has a generator of its own."""
@@ -403,7 +411,15 @@ class Directions(AxisWriter):
             is_shared=distribution.is_drawn_alone and keep == "all" and total > COUNTER_BLOCK_ELEMENTS,
             is_scaled=is_scaled,
             num_seeds=round(num_blocks),
-        ) + Work(workspace_bytes=8 * min(self._rank.num_rounded(made), ROUNDED_AT_ONCE))
+        ) + self._rounding(made, ROUNDED_AT_ONCE, has_numbers=bool(self._rank.num_rounded(made)))
+
+    def _rounding(self, num: int, at_once: int, *, has_numbers: bool) -> Work:
+        """Return the temporaries of a direction that becomes codes: numbers, chances, and codes on their way into shared bytes."""
+        if self._plan.rounding is None:
+            return Work()
+        packed = 2 * min(num, PACKED_ELEMENTS) * (FORMATS[self._rank.direction_format].bits < 8)
+        numbers = 4 * has_numbers * min(num, at_once) + 4 * min(self._rank.num_rounded(num), at_once)
+        return Work(workspace_bytes=numbers + packed)
 
     def _num_moved(self, group: ParameterGroup) -> int:
         """Return the elements of a direction but for those in rows that a sparse one leaves alone, which are not drawn."""
