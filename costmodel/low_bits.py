@@ -221,9 +221,11 @@ class Coding:
         ------
         PlanError
         """
+        linears = list(linears)
         for outputs, inputs in linears:
             if self.scales == "group" and inputs % self.group_elements:
-                divisors = [size for size in (128, 64, 32, 16, 8) if inputs % size == 0]
+                sizes = (128, 64, 32, 16, 8)
+                divisors = [size for size in sizes if not any(columns % size for _, columns in linears)]
                 raise PlanError(
                     f"groups of {self.group_elements} do not divide the {inputs} inputs of a linear layer "
                     f"with {outputs} outputs",

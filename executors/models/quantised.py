@@ -181,9 +181,10 @@ class _Files:
         for part, (wanted, kinds) in self._expected(shape).items():
             tensor = self.tensor(layer, part)
             if tensor.dtype not in kinds or not _alike(tuple(tensor.shape), wanted):
-                kind = str(tensor.dtype).removeprefix("torch.")
+                kind, *allowed = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, *kinds))
                 raise ModelError(
-                    f"{self.directory}: {layer}.{part} has shape {tuple(tensor.shape)} and format {kind}, not shape {wanted}",
+                    f"{self.directory}: {layer}.{part} has shape {tuple(tensor.shape)} and format {kind}, "
+                    f"not shape {wanted} and format {' or '.join(sorted(allowed))}",
                     hint="the files and quantization_config are of different models, or the size of groups is another",
                 )
         if (

@@ -101,6 +101,12 @@ def test_a_number_is_rounded_to_a_neighbour_and_on_average_to_itself(name):
     assert ((rounded.var(0, correction=0) - grid.variance(numbers)).abs() <= 2 * step**2 / num + 1e-5).all()
 
 
+def test_the_group_that_is_proposed_divides_the_inputs_of_all_layers():
+    with pytest.raises(PlanError) as told:
+        Coding("int4", "group", group_elements=24).check([(32, 32), (32, 48)])
+    assert "--weight-group 16," in told.value.hint
+
+
 @pytest.mark.parametrize("coding", CODINGS)
 def test_codes_are_the_nearest_to_the_weights_and_survive_being_packed(coding):
     made, values = coded(coding), weight()

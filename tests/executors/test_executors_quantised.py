@@ -188,8 +188,13 @@ LAYER = "model.decoder.layers.1.fc1"
             "another order than they come in",
         ),
         ("weight_scale", torch.ones(48, 3, dtype=torch.float16), r"weight_scale has shape \(48, 3\)"),
+        (
+            "weight_packed",
+            torch.zeros(48, 4, dtype=torch.int64),
+            r"int64, not shape \(48, 4\) and format int32",
+        ),
     ],
-    ids=["zero", "nan", "missing", "no codes", "act-order", "groups"],
+    ids=["zero", "nan", "missing", "no codes", "act-order", "groups", "width of words"],
 )
 def test_damaged_codes_are_refused_by_name(tmp_path, part, value, reason):
     compressed("opt-untied", tmp_path, "pack-quantized", **INT4)
