@@ -680,11 +680,11 @@ def test_every_placement_computes_the_same(low_bits, shape, rng, few_outputs_at_
 def test_tables_and_heads_of_codes_that_pass_through_a_slot_compute_the_same(rng, few_outputs_at_once):
     stated = {"weights": "int4", "parts": "all", "sparsity": 0.5}
     offloaded = {"blocks": "offloaded", "edges": "offloaded"}
-    one, other = (
+    one, *others = (
         tuned(stated, num_steps=2, shape="llama", rng=rng, decay=0.0, residency=residency)
-        for residency in ({}, offloaded)
+        for residency in ({}, offloaded, offloaded | {"reuse_slots": False})
     )
-    assert one == other
+    assert all(other == one for other in others)
 
 
 def test_a_second_rounding_is_another_one():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from costmodel.roundings import RoundedDirection
 from executors.models.engine import ForwardEngine
-from executors.models.parameters import bind
+from executors.models.parameters import bind, stand_in
 from executors.randomness.counter import CounterKey
 from executors.randomness.rounded import MovedRows, RoundedDraws, rounding_key
 from executors.ranks.messages import Packed
@@ -139,7 +139,8 @@ class Context:
             if self._bound.get(placed.part.what) is placed:
                 del self._bound[placed.part.what]
                 for tensor in placed.part.tensors:
-                    tensor.hold(tensor.values.new_empty(0))
+                    # The head's forward looks a token up in the table, too.
+                    tensor.hold(stand_in(tensor, self.backend.device))
 
 
 def _rows_key(frame: StepFrame, query: int) -> CounterKey:
