@@ -499,7 +499,7 @@ def moved_at_once(linear: Linear, share: float) -> int:
     Examples
     --------
     >>> moved_at_once((3072, 768), 1.0), moved_at_once((3072, 768), 0.02), moved_at_once((768, 768), 0.0001)
-    (2359296, 66048, 4096)
+    (2359296, 65280, 4096)
     """
     outputs, inputs = linear
     return max(_most_rows(outputs, share) * inputs, min(outputs * inputs, _LEAST_MOVED))
