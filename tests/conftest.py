@@ -18,6 +18,7 @@ import multiprocessing
 import signal
 import socket
 import sys
+from functools import cache
 from typing import Any
 
 import pytest
@@ -129,6 +130,14 @@ def _ranks_begin_as_copies() -> None:
     from tests.support.forked import copy_ranks
 
     copy_ranks()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _memory_is_measured_once() -> None:
+    """Give every plan for this machine the bandwidth that its process measured first, which took all cores a third of a second."""
+    from topology import detection
+
+    detection.measure_copy_bandwidth = cache(detection.measure_copy_bandwidth)
 
 
 @pytest.fixture
