@@ -20,8 +20,9 @@ EXECUTED = {
     "codes-are-alike-on-all-ranks",
     "delayed-equals-immediate",
     "perturb-sequence",
+    "ranks-are-one-device",
 }
-"""Their checks train for seconds, each with choices that quick tests of ``executors`` cross as well."""
+"""Their checks train for seconds, each with choices that quick tests of ``executors`` and `test_proofs_checks_executed.py` cross as well."""
 
 PLANTED = [
     pytest.param(

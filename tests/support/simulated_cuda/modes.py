@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -157,19 +158,19 @@ class Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, device = kwargs or {}, self._device
-        if _is_view(func):
+        operator = _operator(func)
+        if operator.is_view:
             return func(*args, **kwargs)
-        name, schema = str(func.overloadpacket), func._schema
-        given = _tensors((args, kwargs))
+        name, given = operator.name, _tensors((args, kwargs))
         if not (device.host.makes_on_device or any(device.kind_of(t) == "device" for t in given)):
-            for tensor, writes in _operands(schema, args, kwargs):
+            for tensor, writes in operator.operands(args, kwargs):
                 if device.kind_of(tensor) == "pinned":
                     device.touch(tensor, name, writes=writes, stream=None)
             return func(*args, **kwargs)
         if name not in _WITHOUT_KERNEL:
             self._refuse_two_devices(name, given)
         compute = partial(_divided, func) if _divides_by_a_number(name, args, kwargs) else func
-        operands, graph = list(_operands(schema, args, kwargs)), device.host.graph
+        operands, graph = list(operator.operands(args, kwargs)), device.host.graph
         if graph is not None and name not in _WITHOUT_KERNEL:
             graph.keep(operands)
         result = compute(*args, **kwargs)
@@ -297,10 +298,42 @@ def _device(wanted: Any) -> torch.device:
     return torch.device("cuda", wanted) if isinstance(wanted, int) else torch.device(wanted)
 
 
+@dataclass(frozen=True)
+class _Operator:
+    """What is asked of every call of an operator, read once from its schema.
+
+    Attributes
+    ----------
+    arguments : tuple of (str, bool, bool)
+        Name of each, whether it is written, and whether what is written is read, too: it is changed in place.
+    """
+
+    name: str
+    is_view: bool
+    arguments: tuple[tuple[str, bool, bool], ...]
+
+    def operands(self, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool]]:
+        """Yield every tensor that a kernel is given, and whether it writes it; one that is changed in place is read first."""
+        given = [*zip(self.arguments, args, strict=False)]
+        if kwargs:
+            given += [(argument, kwargs[argument[0]]) for argument in self.arguments if argument[0] in kwargs]
+        for (_, writes, reads), value in given:
+            for tensor in _tensors(value):
+                if reads:
+                    yield tensor, False
+                yield tensor, writes
+
+
 @cache
-def _is_view(func: Any) -> bool:
-    results = func._schema.returns
-    return any(result.alias_info is not None and not result.alias_info.is_write for result in results)
+def _operator(func: Any) -> _Operator:
+    schema, arguments = func._schema, []
+    for argument in schema.arguments:
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        reads = writes and not schema.name.endswith("copy_") and not argument.kwarg_only
+        arguments.append((argument.name, writes, reads))
+    results = [result.alias_info for result in schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in results)
+    return _Operator(str(func.overloadpacket), is_view, tuple(arguments))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -310,15 +343,3 @@ def _tensors(tree: Any) -> list[Tensor]:
     if isinstance(tree, dict):
         tree = list(tree.values())
     return [tensor for part in tree for tensor in _tensors(part)] if isinstance(tree, list | tuple) else []
-
-
-def _operands(schema: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool]]:
-    """Yield every tensor that a kernel is given, and whether it writes it; one that is changed in place is read, too."""
-    named = [*zip(schema.arguments, args, strict=False)]
-    named += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
-    for argument, value in named:
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in _tensors(value):
-            if writes and not schema.name.endswith("copy_") and not argument.kwarg_only:
-                yield tensor, False
-            yield tensor, writes
