@@ -33,7 +33,7 @@ from topology.errors import RunError
 pytestmark = pytest.mark.dist
 
 NOBODY = 65534
-STEPS = 100
+STEPS = 50
 LOOKS_EVERY_S = 0.1
 """A look at all connections takes a tenth of this; what listens does so until the run ends."""
 

@@ -17,6 +17,7 @@ import psutil
 
 from executors.ranks import launch
 from tests.support.waiting import HANG_S
+from topology.detection import detect
 
 
 def copy_ranks():
@@ -40,6 +41,7 @@ class Command:
         self._environment = {name: str(value) for name, value in environment.items()}
 
     def __enter__(self):
+        detect()  # what is measured of this machine, once a process, the copy then has
         self._stderr = tempfile.TemporaryFile("w+")
         self._process = multiprocessing.get_context("fork").Process(target=self._run)
         self._process.start()
