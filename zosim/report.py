@@ -17,7 +17,8 @@ A report is a sequence of parts: paragraphs (plain strings), :class:`Table`, :cl
     {'title': 'Steps', 'parts': ['Two plans:', [{'plan': 'zo2', 'ms': 1.5}, {'plan': 'mezo', 'ms': 2}]]}
 
 Whatever is said may name what a stranger's file calls itself. So a text is emphasised (``**``) and quoted (backticks) as Markdown
-does, but it holds neither links, nor images, nor HTML.
+does, but it holds neither links, nor images, nor HTML, and nothing in it reaches what comes after it: in Markdown each text is
+one line, whatever ends of lines it has.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from rich.text import Text
 
 from topology.printable import one_line, printable
 
-_LINKING = re.compile(r"(?<!`)(`+)(?!`)[^\n]+?(?<!`)\1(?!`)|\\(?=[!-/:-@\[-`{-~]|$)|[\[<]", re.MULTILINE)
-"""What is quoted, which stays; or a character that begins a link, an image or a tag, or that takes the next one's meaning."""
+_MARKUP = re.compile(r"(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)|\\(?=[!-/:-@\[-`{-~]|$)|[\[<`]|~(?=~~)")
+"""What is quoted, which stays; or a character that begins a link, an image, a tag, a quotation that does not end or a block of
+code, or that takes the next one's meaning."""
 
 
 class Table:
@@ -216,11 +218,11 @@ def _says_something(part: Part) -> bool:
 
 
 def _in_markdown(text: str) -> str:
-    """Return a text as Markdown has it: what would begin a link, an image or a tag is escaped."""
-    return _LINKING.sub(lambda match: match[0] if match[1] else f"\\{match[0]}", printable(text))
+    """Return a text as Markdown has it: on one line, what would begin a link, an image, a tag or a block of code escaped."""
+    line = one_line(" ".join(text.split("\n")))
+    return _MARKUP.sub(lambda match: match[0] if match[1] else f"\\{match[0]}", line)
 
 
 def _in_cell(cell: Any) -> str:
-    """Return a cell as Markdown has it: on one line, its bars escaped, too."""
-    text = cell.plain if isinstance(cell, Text) else str(cell)
-    return _in_markdown(one_line(" ".join(text.split("\n")))).replace("|", "\\|")
+    """Return a cell as Markdown has it: its bars are escaped, too."""
+    return _in_markdown(cell.plain if isinstance(cell, Text) else str(cell)).replace("|", "\\|")

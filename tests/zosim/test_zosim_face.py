@@ -7,7 +7,7 @@ import pkgutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from typer.testing import CliRunner
@@ -89,13 +89,17 @@ def test_a_setting_that_there_is_not_is_named_with_its_neighbour() -> None:
 
 HOSTILE = st.lists(
     st.sampled_from(
-        ["[a](http://x)", "![a](x.png)", "<http://x>", "<b>", "<!-- -->", "[a]: /x", "[a]", "`", "``", "\\", "|", "\n", " ", "*", "a", "\x1b"]
+        ["[a](http://x)", "![a](x.png)", "<http://x>", "<b>", "<!-- -->", "[a]: /x", "[a]", "`", "``", "\\", "|", "|-|-|", "~~~", "\n", " ", "*", "a", "\x1b"]
     ),
     max_size=9,
 ).map("".join)  # fmt: skip
 
 
 @given(HOSTILE)
+@example("[a](http://x)\n```")
+@example("~~~\n[a](http://x)")
+@example("` \n `[a](http://x)`")
+@example("|a|b|\n|-|-|\n|`|[a](http://x)`|")
 def test_what_a_report_says_brings_no_link_no_image_and_no_tag_of_its_own(text: str) -> None:
     parts = text, Bullets([text]), Code(text), Table((text,), [(text,)], title=text), Picture("a", "p.svg")
     markdown = Report(text, *parts).to_markdown()
