@@ -7,7 +7,7 @@ space, so that ten microseconds and ten seconds weigh alike and constants stay p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from scipy.optimize import least_squares
 
 from costmodel.estimate import combine_terms, work_terms
 from costmodel.measurement import Measurement, Statistic
-from costmodel.profile import Constant, DeviceKind, Profile
+from costmodel.profile import CONSTANT_UNITS, Constant, DeviceKind, Profile
 from topology.errors import ProfileError
 
 Array = NDArray[np.float64]
@@ -120,7 +120,11 @@ class FitReport:
 
 
 def fit_profile(
-    measurements: Sequence[Measurement], base_profile: Profile, *, statistic: Statistic = "median"
+    measurements: Sequence[Measurement],
+    base_profile: Profile,
+    *,
+    statistic: Statistic = "median",
+    kinds: Collection[str] = CONSTANT_UNITS,
 ) -> tuple[Profile, FitReport]:
     """Return the profile that explains `measurements` best, and how well it does.
 
@@ -132,6 +136,8 @@ def fit_profile(
     statistic : {"median", "fastest"}
         Which duration of a measurement to explain. The fastest is the machine's own where other processes
         disturbed the measuring; the median is what runs will meet if they are disturbed alike.
+    kinds : collection of str
+        Of constants that are fitted: others stay as they are.
 
     Raises
     ------
@@ -161,7 +167,7 @@ def fit_profile(
                 f"the profile is for {base_profile.num_threads}"
             )
             raise ProfileError(message, hint="measure with the number of threads that runs will use")
-    problem = _CalibrationProblem.of(fitted, base_profile, statistic)
+    problem = _CalibrationProblem.of(fitted, base_profile, statistic, kinds)
     solution = problem.solve()
     return _outcome(problem, solution, measurements)
 
@@ -181,12 +187,19 @@ class _CalibrationProblem:
 
     @classmethod
     def of(
-        cls, measurements: Sequence[Measurement], profile: Profile, statistic: Statistic
+        cls,
+        measurements: Sequence[Measurement],
+        profile: Profile,
+        statistic: Statistic,
+        kinds: Collection[str],
     ) -> _CalibrationProblem:
         constants = [
             constant
             for constant in profile.constants
-            if constant.kind not in _NOT_FITTED and constant.value > 0 and constant.low < constant.high
+            if constant.kind in kinds
+            and constant.kind not in _NOT_FITTED
+            and constant.value > 0
+            and constant.low < constant.high
         ]
         return cls(
             tuple(measurements),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from costmodel.code_passes import PASSES
 from costmodel.collectives import LOOPBACK_BYTES_PER_S, MESSAGE_S
 from costmodel.distributions import DrawClass
 from costmodel.formats import CAST_FORMATS, CAST_PAIRS, COMPUTE_FORMATS, FORMATS, DType
@@ -142,6 +143,8 @@ _CPU_JUMP: Spread = (0.7e-3, 0.2e-3, 4e-3)
 _CPU_JUMP_SOURCE = "measured on one x86-64 core: a jump of the Mersenne Twister takes 0.65 ms"
 _CPU_CASTS: Spread = (0.8e9, 0.1e9, 4e9)
 _CPU_CASTS_SOURCE = "assumed: one core between memory and a conversion"
+_CPU_CODES: Spread = (1.0, 0.25, 4.0)
+_CPU_CODES_SOURCE = "costmodel.code_passes.PASSES"
 
 _CPU_HALF_DIMS: dict[str, Spread] = {"m": (8.0, 0.5, 64.0), "n": (8.0, 0.5, 64.0), "k": (32.0, 2.0, 160.0)}
 _CPU_HALF_DIM_SOURCE = "assumed: rows of a few registers; short sums write their products often"
@@ -531,6 +534,7 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
             widened = (value * factor, low * factor, high)
             yield _constant(f"{name}.{dtype}", widened, f"{source}; widened to compute with", scale=scale)
     yield from _cpu_products(threads)
+    yield from _code_rates()
     pairs = [f"{one}.{other}" for pair in CAST_PAIRS for one, other in (pair, pair[::-1])]
     for formats in (*CAST_FORMATS, *pairs):
         yield _constant(f"cast_rate.{formats}", _CPU_CASTS, _CPU_CASTS_SOURCE, scale=threads)
@@ -542,6 +546,13 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
         yield _constant(f"draw_rate.normal.{dtype}", normals, _CPU_DRAW_SOURCE)
         name = f"draw_rate.rademacher.{dtype}"
         yield _constant(name, normals, _CPU_DRAW_SOURCE, scale=_CPU_SIGNS_PER_NORMAL)
+
+
+def _code_rates() -> Iterator[Constant]:
+    """Yield how fast passes over codes are, those over numbers in each format that these may be in."""
+    for name, known in PASSES.items():
+        for dtype in (".float32", ".bfloat16", ".float16") if known.num_numbers else ("",):
+            yield _constant(f"code_rate.{name}{dtype}", _CPU_CODES, _CPU_CODES_SOURCE, scale=known.core_rate)
 
 
 def _cpu_products(threads: int) -> Iterator[Constant]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
+from costmodel.code_passes import PASSES, CodePass, Memory, traffic_bytes
 from costmodel.codec_time import coding_terms
 from costmodel.formats import FORMATS
 from costmodel.profile import Bound, DeviceKind, Profile
@@ -98,9 +99,14 @@ def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection
     terms = {
         "matmul": sum(_matmul_s(part, work.dtype, width, values) for part in work.matmuls),
         "attention": sum(_attention_s(part, work.dtype, width, values) for part in work.attention),
-        "elementwise": _cached_s(work.elementwise_bytes, work.num_kernels, "elementwise", values),
+        "elementwise": _cached_s(
+            _bytes_of(work, "elementwise", values), work.num_kernels, "elementwise", values
+        ),
         "exponential": work.num_exponentials / values["exponential_rate"],
         "sweep": _sweep_s(work, values),
+        "codes": sum(
+            num / rate for name, num in work.code_passes if (rate := _code_rate(name, work.dtype, values))
+        ),
         **_draw_terms(work, values),
         "rounding": _rounding_s(work, values),
         "factor": work.num_factor_flops / values.get("factor_rate", math.inf),
@@ -254,8 +260,21 @@ def _cached_bytes(size_bytes: int, num_kernels: int, cache_bytes: float) -> floa
 
 
 def _sweep_s(work: Work, values: Mapping[str, float]) -> float:
-    scratch_s = work.scratch_bytes / _by_format("scratch_bandwidth", work.dtype, values)
-    return scratch_s + _cached_s(work.sweep_bytes, 1, "sweep", values, work.dtype)
+    scratch_s = _bytes_of(work, "scratch", values) / _by_format("scratch_bandwidth", work.dtype, values)
+    return scratch_s + _cached_s(_bytes_of(work, "sweep", values), 1, "sweep", values, work.dtype)
+
+
+def _bytes_of(work: Work, memory: Memory, values: Mapping[str, float]) -> int:
+    """Return the bytes of a work's passes, those over codes among them of which no rate of their own is known."""
+    size_bytes: int = getattr(work, f"{memory}_bytes")
+    unknown = [part for part in work.code_passes if not _code_rate(part[0], work.dtype, values)]
+    return size_bytes + traffic_bytes(unknown, memory, work.dtype)
+
+
+def _code_rate(name: CodePass, dtype: str, values: Mapping[str, float]) -> float | None:
+    """Return the elements that a pass over codes takes per second, in a format or in all; None where nobody has measured it."""
+    rate = values.get(f"code_rate.{name}.{dtype}") if PASSES[name].num_numbers else None
+    return values.get(f"code_rate.{name}") if rate is None else rate
 
 
 def _draw_terms(work: Work, values: Mapping[str, float]) -> dict[str, float]:
@@ -337,11 +356,10 @@ def _cores_of(term: str, profile: Profile) -> float:
 
 def _memory_bytes(work: Work, cache_bytes: float, device_kind: DeviceKind) -> int:
     products = sum(part.elements for part in work.matmuls) * FORMATS[work.dtype].element_bytes
-    activations = work.elementwise_bytes - _cached_bytes(
-        work.elementwise_bytes, work.num_kernels, cache_bytes
-    )
-    parameters = work.sweep_bytes - _cached_bytes(work.sweep_bytes, 1, cache_bytes)
+    activations, parameters = _bytes_of(work, "elementwise", {}), _bytes_of(work, "sweep", {})
+    cached = _cached_bytes(activations, work.num_kernels, cache_bytes)
+    cached += _cached_bytes(parameters, 1, cache_bytes)
     draws = work.num_normals * FORMATS[work.draw_dtype].element_bytes
     casts = work.num_casts * (FORMATS[work.dtype].element_bytes + FORMATS[work.cast_dtype].element_bytes)
     copies = work.copy_bytes * (2 if device_kind == "cpu" else 1)
-    return round(products + activations + parameters + draws + casts + copies)
+    return round(products + activations + parameters - cached + draws + casts + copies)

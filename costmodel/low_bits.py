@@ -6,10 +6,12 @@ Nothing here has a tensor: executors round, pack and multiply.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, cast
 
+from costmodel.code_passes import CodePass
 from costmodel.distributions import COUNTER_BLOCK_ELEMENTS
 from costmodel.formats import CANDIDATES, FORMATS, CodedParts, CodeFormat, DType, ScaleScope
 from costmodel.model_spec import ParameterGroup
@@ -37,8 +39,11 @@ SHARED_CHANCES = 1 << 17
 ROUNDED_AT_ONCE = 1 << 19
 """Numbers of a direction that are drawn there, and as many to round them by, before they become codes."""
 
-FED_ELEMENTS = 1 << 14
-"""Numbers of a walk that are handed on at a time to become codes: few enough that torch leaves what becomes of them to the thread that drew them."""
+WALKED_AT_ONCE = 1 << 18
+"""Numbers of a direction that one generator after the other draws, or threads that share its walk, before they become codes."""
+
+PASSED_ELEMENTS = 1 << 17
+"""Of these, those that become codes together on a CPU, in its caches."""
 
 TILE_ELEMENTS = 3 << 17
 """Outputs of a product of bytes that are summed and scaled at a time on a CPU, whose cache their temporaries fit into."""
@@ -64,18 +69,11 @@ FLOAT_TILE_COLUMNS = 256
 _TILE_COLUMNS = 64
 """Columns come in multiples of so many."""
 
-_PACKING_BYTES = 14
-"""Bytes that the passes over a code read and write, in cache, that take it out of a byte that others share, or put it there."""
-
 _MOVED_TEMPORARY_BYTES = 23
 """Bytes of temporaries that are alive for each of them beside the random numbers; of outliers, a byte more."""
 
-_MOVED_BYTES, _MOVED_KERNELS = 100, 24
-"""Bytes of such temporaries that are read and written for each code, and passes, the counts of what moved among them."""
-
-_ROUNDED_EXPONENTIALS: dict[CodeFormat, int] = {"float8_e4m3": 27, "float8_e5m2": 27, "float4_e2m1": 52}
-"""What rounding to formats of numbers takes besides, where torch does not vectorise it, in exponentials: from updates of one matrix on one
-AMD EPYC, no probe tells it."""
+_MOVED_KERNELS = 24
+"""Passes over such temporaries, the counts of what moved among them."""
 
 _CHANCE_PART = 0.5
 """Part of a random number's time that passing over one takes: assumed, no probe tells it."""
@@ -310,7 +308,8 @@ def coded_forward_work(
     is alive at one layer is its input, its output and its temporaries; the segment's other temporaries are smaller then.
     """
     plain, products = list(work.matmuls), []
-    sweep_bytes = elementwise_bytes = scratch_bytes = num_kernels = largest = 0
+    passes: Counter[CodePass] = Counter()
+    sweep_bytes = num_kernels = largest = 0
     is_packed = FORMATS[direction_format].bits < 8
     width = FORMATS[work.dtype].element_bytes
     # Codes and scales of a norm's output, which queries, keys and values share, live as long as it does.
@@ -325,20 +324,19 @@ def coded_forward_work(
         at_once = outputs_at_once(outputs, inputs) if is_outer else outputs
         num_tiles = times * -(-outputs // at_once)
         is_parted = coding.container_bits < 8
-        parting = coding.code_bytes((outputs, inputs)) + elements if is_parted else 0
-        sweep_bytes += times * parting
+        passes["layers"] += times
+        passes["layers.sparse"] += times * (is_beside and moved_share < 1)
+        passes["parting"] += times * elements * is_parted
         num_kernels += 4 * num_tiles * is_parted
         alive = max(product.alive_bytes, rows * inputs * width + kept_bytes)
         levels = at_once * inputs * (is_parted + 4 * coding.has_zero_point + bool(coding.outlier_share))
         levels += 8 * at_once * coding.num_outliers(inputs)
         if are_inputs_coded:
-            elementwise_bytes += times * rows * inputs * (4 * width + 1)
+            passes["inputs"] += times * rows * inputs
             num_kernels += 5 * times
             alive += rows * (inputs + 4) + shared
             largest = max(largest, alive + _coding_bytes(rows, inputs, width, kernel))
-        scratch_bytes += (
-            times * _PACKING_BYTES * round(outputs * moved_share) * inputs * (is_beside and is_packed)
-        )
+        passes["unpacking"] += times * round(outputs * moved_share) * inputs * (is_beside and is_packed)
         if kernel != "dequantise":
             moved = round(outputs * moved_share) * is_beside
             kind = "int8" if kernel == "int_mm" else "float8_e4m3"
@@ -348,10 +346,11 @@ def coded_forward_work(
             cast = moved * inputs * (kernel == "scaled_mm")
             sweep_bytes += 2 * times * cast
             num_kernels += times * bool(cast)
-            elementwise_bytes += times * rows * (outputs + moved) * (4 + 2 * width)
             num_kernels += 3 * num_tiles * (1 + is_beside)
             sums, most = rows * at_once * 4, _most_rows(outputs, moved_share)
             is_gathered = most < outputs
+            passes["sums"] += times * rows * (outputs + moved * (not is_gathered))
+            passes["gathering"] += times * rows * moved * is_gathered
             made = most + -most % FILLED_ROWS if is_gathered else at_once
             of_rows, numbers = rows * made * 4, 0
             if kernel == "int_mm":
@@ -373,7 +372,10 @@ def coded_forward_work(
         else:
             products.append(product)
             moved = round(outputs * moved_share) * inputs * is_beside
-            sweep_bytes += times * (elements * (1 + width) + moved * (1 + 2 * width))
+            passes[_of_format("levels", coding.format)] += times * elements
+            passes["zeros"] += times * elements * coding.has_zero_point
+            passes["outliers"] += times * elements * bool(coding.outlier_share)
+            passes["beside"] += times * moved
             num_kernels += num_tiles * (1 + is_beside)
             most = _most_rows(at_once, moved_share)
             is_gathered = is_beside and most < at_once
@@ -395,8 +397,7 @@ def coded_forward_work(
         update={
             "matmuls": (*plain, *products),
             "sweep_bytes": work.sweep_bytes + sweep_bytes,
-            "elementwise_bytes": work.elementwise_bytes + elementwise_bytes,
-            "scratch_bytes": work.scratch_bytes + scratch_bytes,
+            "code_passes": (Work(code_passes=_counted(passes)) + work).code_passes,
             "num_kernels": work.num_kernels + num_kernels,
             "workspace_bytes": max(work.workspace_bytes + shared, largest),
         }
@@ -409,6 +410,16 @@ def _coding_bytes(rows: int, inputs: int, width: int, kernel: str) -> int:
     if kernel == "dequantise":
         return elements * (4 + width * (width != 4))
     return 4 * min(elements, max(TILE_ELEMENTS, inputs))
+
+
+def _of_format(name: Literal["levels", "moves"], coded: CodeFormat) -> CodePass:
+    """Return the pass over codes of a format: those of floating-point formats are passes of their own."""
+    stored = FORMATS[coded]
+    return cast("CodePass", f"{name}.float{stored.bits}" if stored.is_float else name)
+
+
+def _counted(passes: Mapping[CodePass, int]) -> tuple[tuple[CodePass, int], ...]:
+    return tuple(sorted((name, num) for name, num in passes.items() if num))
 
 
 def taken_out_bytes(num_elements: int, direction_format: str) -> int:
@@ -424,11 +435,55 @@ def taken_out_bytes(num_elements: int, direction_format: str) -> int:
     return (num_elements + kept.bytes(num_elements) + min(num_elements, PACKED_ELEMENTS)) * is_packed
 
 
-def packing_work(num_elements: float, direction_format: str, *, at_once: int = 0) -> Work:
-    """Return the work of putting codes of a direction into bytes that they share, or of taking them out, `at_once` at a time."""
+def coded_draw_work(
+    num_elements: int,
+    *,
+    is_sign: bool,
+    num_tensors: int,
+    direction_format: str,
+    sparse: Sequence[Linear] = (),
+    walked: int | None = None,
+) -> Work:
+    """Return what making codes of drawn numbers takes besides.
+
+    Parameters
+    ----------
+    num_elements, num_tensors : int
+    is_sign : bool
+    direction_format : str
+        That codes are kept in.
+    sparse : sequence of (int, int)
+        Outputs and inputs of those that are 0 in most of their rows.
+    walked : int, optional
+        Elements of the largest tensor, where one generator draws one after the other.
+    """
+    at_once = min(num_elements, ROUNDED_AT_ONCE)
+    is_packed = FORMATS[direction_format].bits < 8
+    # What is drawn of blocks that have rows which move is there beside these.
+    windows = min(max((outputs * inputs for outputs, inputs in sparse), default=0), ROUNDED_AT_ONCE)
+    numbers_bytes = (8 * at_once + 4 * windows) * (not is_sign)
+    if walked is not None:
+        numbers_bytes = 4 * min(num_elements, WALKED_AT_ONCE)
+        numbers_bytes += 8 * min(walked, PASSED_ELEMENTS) * (not is_sign)
+    return Work(
+        code_passes=_counted(
+            {
+                "draws": 1,
+                "tensors": num_tensors,
+                "tensors.sparse": len(sparse),
+                "signs" if is_sign else "rounding": num_elements,
+                "packing": num_elements * is_packed,
+            }
+        ),
+        workspace_bytes=numbers_bytes + 2 * min(num_elements, PACKED_ELEMENTS) * is_packed,
+    )
+
+
+def unpacking_work(num_elements: float, direction_format: str, *, at_once: int = 0) -> Work:
+    """Return the work of taking codes of a direction out of bytes that they share, `at_once` at a time."""
     is_packed = FORMATS[direction_format].bits < 8
     return Work(
-        scratch_bytes=_PACKING_BYTES * round(num_elements) * is_packed,
+        code_passes=_counted({"unpacking": round(num_elements) * is_packed}),
         workspace_bytes=taken_out_bytes(at_once, direction_format),
     )
 
@@ -474,17 +529,23 @@ def coded_update_work(
     temporaries = _MOVED_TEMPORARY_BYTES + FORMATS[coding.format].is_float * _FLOAT_TEMPORARY_BYTES
     most = max((moved_at_once(one, moved_share) for one in linears), default=0)
     at_once = min(most, MOVED_ELEMENTS)
-    num_blocks, num_passed = passed_for_rows(linears, moved_share, COUNTER_BLOCK_ELEMENTS)
+    chances = drawn_for_rows(linears, moved_share, COUNTER_BLOCK_ELEMENTS)
     moved = [round(moved_share * outputs * inputs) for outputs, inputs in linears]
     return Work(
         dtype="float32",
         draw_dtype="float32",
         sweep_bytes=2 * round(moved_share * sum(map(coding.code_bytes, linears))) + elements,
-        scratch_bytes=_MOVED_BYTES * elements + packing_work(elements, direction_format).scratch_bytes,
-        num_rounded=elements + round(_CHANCE_PART * num_passed),
+        code_passes=_counted(
+            {
+                "matrices": len(linears),
+                _of_format("moves", coding.format): elements,
+                "moves.outliers": elements * bool(coding.outlier_share),
+                "unpacking": elements * (FORMATS[direction_format].bits < 8),
+            }
+        ),
+        num_rounded=chances.num_drawn + round(_CHANCE_PART * chances.num_passed),
         num_shared_draws=sum(-(-num // CHANCES_AT_ONCE) for num in moved if num >= SHARED_CHANCES),
-        num_seeds=num_blocks,
-        num_exponentials=_ROUNDED_EXPONENTIALS.get(coding.format, 0) * elements,
+        num_seeds=chances.num_blocks,
         num_kernels=_MOVED_KERNELS * len(linears),
         num_shared_kernels=_MOVED_KERNELS * sum(-(-num // MOVED_ELEMENTS) for num in moved),
         workspace_bytes=(temporaries + bool(coding.outlier_share)) * at_once + 4 * min(most, CHANCES_AT_ONCE),
@@ -505,27 +566,43 @@ def moved_at_once(linear: Linear, share: float) -> int:
     return max(_most_rows(outputs, share) * inputs, min(outputs * inputs, _LEAST_MOVED))
 
 
-def passed_for_rows(linears: Iterable[Linear], share: float, block_elements: int) -> tuple[int, int]:
-    """Return how many blocks of random numbers hold rows that move, and how many numbers those are passed over for.
+class RowDraws(NamedTuple):
+    """What it takes to draw those rows of matrices that move, from blocks of random numbers.
 
-    Each row moves with the chance `share`, and a block is walked up to the last one that does.
+    Attributes
+    ----------
+    num_blocks : int
+        That hold any of them.
+    num_drawn, num_passed : int
+        Numbers from the first of them to the last in each block, which are drawn, and those before, which are passed over.
+    """
+
+    num_blocks: int
+    num_drawn: int
+    num_passed: int
+
+
+def drawn_for_rows(linears: Iterable[Linear], share: float, block_elements: int) -> RowDraws:
+    """Return what drawing the rows of some matrices takes each of which moves with the chance `share`.
 
     Examples
     --------
-    >>> passed_for_rows([(3072, 768)], 1.0, 16384)
-    (144, 0)
-    >>> passed_for_rows([(3072, 768)], 0.02, 16384)
-    (50, 414724)
+    >>> drawn_for_rows([(3072, 768)], 1.0, 16384)
+    RowDraws(num_blocks=144, num_drawn=2359296, num_passed=0)
+    >>> drawn_for_rows([(3072, 768)], 0.02, 16384)
+    RowDraws(num_blocks=50, num_drawn=103345, num_passed=358565)
     """
-    num_blocks = num_passed = 0.0
+    num_blocks = num_drawn = num_passed = 0.0
     for outputs, inputs in linears:
         rows = min(float(outputs), max(1.0, block_elements / inputs))
         blocks, rests = outputs / rows, (1 - share) ** rows
-        # The sum, over a block's rows, of the chance that one of those from it on moves.
+        # The sum, over a block's rows, of the chance that one of those from it on moves; as many lie before the first as behind the last.
         last = rows - (1 - share) * (1 - rests) / share if share else 0.0
+        before = rows * (1 - rests) - last
         num_blocks += blocks * (1 - rests)
-        num_passed += blocks * (last - share * rows) * inputs
-    return round(num_blocks), round(num_passed)
+        num_drawn += blocks * (last - before) * inputs
+        num_passed += blocks * before * inputs
+    return RowDraws(round(num_blocks), round(num_drawn), round(num_passed))
 
 
 def moved_rows_bytes(linears: Iterable[Linear], share: float) -> int:

@@ -47,6 +47,7 @@ CONSTANT_UNITS: dict[str, str] = {
     "sweep_cache_bandwidth": "byte/s",
     "scratch_bandwidth": "byte/s",
     "cache_bytes": "byte",
+    "code_rate": "number/s",
     "exponential_rate": "number/s",
     "factor_rate": "flop/s",
     "draw_rate": "number/s",
@@ -110,6 +111,8 @@ CONSTANT_UNITS: dict[str, str] = {
     Sweeps differ by format where arithmetic, not memory, limits them, as half precision on a CPU does.
 ``scratch_bandwidth[.<dtype>]``
     Of temporaries between the passes of one sweep: cached pieces on a CPU, memory on a GPU.
+``code_rate.<pass>[.<dtype>]``
+    Elements per second of the passes over codes of :data:`costmodel.code_passes.PASSES`, as all of a CPU's threads share them.
 ``exponential_rate``
     Exponentials per second, beyond the time that reading and writing takes.
 ``factor_rate``
@@ -159,6 +162,7 @@ CONSTANT_UNITS: dict[str, str] = {
 _OPTIONAL_KINDS = frozenset(
     {
         "codec_s",
+        "code_rate",
         "factor_rate",
         "ranks_slowdown",
         "busy_latency_s",
@@ -175,7 +179,7 @@ _OPTIONAL_KINDS = frozenset(
         "pin_bandwidth",
     }
 )
-"""Without them, those codec constants count that come with the package, ranks do not slow each other down, their messages
+"""Without them, those codec constants count that come with the package, passes over codes take as their bytes do, ranks do not slow each other down, their messages
 wait for no core, generators do not jump, and are shared and seeded in no time, there is one pace, a causal mask halves attention, power limits
 nothing, the efficiency of products is smooth, and nothing is said of the time that pinning and compacting take."""
 

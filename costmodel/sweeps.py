@@ -65,7 +65,7 @@ def draw_work(
     num_jumped : int
         Of what is skipped, what a CPU's generator gets past in one jump.
     num_rounded : int
-        Of what is made, what is then rounded to codes of a byte, piece by piece in cache.
+        Random numbers besides, to round by.
     """
     width = FORMATS[dtype].element_bytes
     return Work(
@@ -83,9 +83,7 @@ def draw_work(
         num_kernels=num_tensors,
         num_kept_rows=num_kept_rows,
         num_rounded=num_rounded,
-        scratch_bytes=2 * width * num_elements
-        if is_scaled and width < FORMATS["float32"].element_bytes
-        else 6 * width * num_rounded,
+        scratch_bytes=2 * width * num_elements * (is_scaled and width < FORMATS["float32"].element_bytes),
     )
 
 

@@ -7,12 +7,15 @@ Everything is additive: the work of two operations run one after the other is ``
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
+from costmodel.code_passes import CodePass
 from costmodel.distributions import DrawClass
 from costmodel.formats import DType, TransferFormat
+
+_Counts = tuple[tuple[Any, int], ...]
 
 ModelCode = Literal["batch", "embed", "block", "head"]
 
@@ -162,6 +165,8 @@ class Work(_FrozenCounts):
         Bytes that cross the route between memories.
     coding : tuple of (str, int)
         What a codec does, as counts of the constants of :data:`costmodel.codec_time.CodecWork`.
+    code_passes : tuple of (str, int)
+        Elements that passes over codes take, by kind of pass.
     link_bytes : int
         Bytes that one rank receives from the others of a group, and as many that it sends.
     num_allocations : int
@@ -200,6 +205,7 @@ class Work(_FrozenCounts):
     calls: tuple[ModelCode, ...] = ()
     copy_bytes: NonNegativeInt = 0
     coding: tuple[tuple[str, NonNegativeInt], ...] = ()
+    code_passes: tuple[tuple[CodePass, NonNegativeInt], ...] = ()
     link_bytes: NonNegativeInt = 0
     num_allocations: NonNegativeInt = 0
     allocation_bytes: NonNegativeInt = 0
@@ -236,7 +242,8 @@ class Work(_FrozenCounts):
             matmuls=self.matmuls + other.matmuls,
             attention=self.attention + other.attention,
             calls=self.calls + other.calls,
-            coding=tuple(sorted((Counter(dict(self.coding)) + Counter(dict(other.coding))).items())),
+            coding=_added(self.coding, other.coding),
+            code_passes=_added(self.code_passes, other.code_passes),
             workspace_bytes=max(self.workspace_bytes, other.workspace_bytes),
             **sums,
         )
@@ -255,7 +262,8 @@ class Work(_FrozenCounts):
         scaled["matmuls"] = tuple(one.model_copy(update={"num": times * one.num}) for one in self.matmuls)
         scaled["attention"] = tuple(one.model_copy(update={"num": times * one.num}) for one in self.attention)
         scaled["calls"] = self.calls * times
-        scaled["coding"] = tuple((name, times * count) for name, count in self.coding)
+        for name in ("coding", "code_passes"):
+            scaled[name] = tuple((of, times * count) for of, count in getattr(self, name))
         return self.model_copy(update=scaled)
 
     def one_in(self, num_steps: int) -> Work:
@@ -266,7 +274,7 @@ class Work(_FrozenCounts):
         >>> Work(num_kernels=30, sweep_bytes=99).one_in(4).num_kernels
         8
         """
-        assert not any((self.matmuls, self.attention, self.calls, self.coding))
+        assert not any((self.matmuls, self.attention, self.calls, self.coding, self.code_passes))
         return self.model_copy(update={name: round(getattr(self, name) / num_steps) for name in _SUMMED})
 
     @property
@@ -312,6 +320,10 @@ _SUMMED = (
     "num_allocations",
     "allocation_bytes",
 )
+
+
+def _added(some: _Counts, others: _Counts) -> _Counts:
+    return tuple(sorted((Counter(dict(some)) + Counter(dict(others))).items()))
 
 
 def _cast_kind(work: Work) -> str:

@@ -19,6 +19,7 @@ from executors.calibration.calibrate import DEFAULT_BUDGET_S, calibrate, calibra
 from executors.calibration.codec_calibration import with_codec_constants
 from executors.calibration.core_contention import crowded_cores, with_crowded_cores
 from executors.calibration.whole_steps import (
+    CODED_STEP_SHAPES,
     STEP_SHAPES,
     StepShape,
     WholeStep,
@@ -39,8 +40,11 @@ _STEPS_SHARE = 0.4
 """Part of the time to measure for that goes to whole steps."""
 
 _EXCHANGES_SHARE = 0.05
+_CODES_SHARE, _CODES_ROUNDS = 0.25, 3
+"""Besides, for steps in codes, as often: of each shape the round counts in which it took least."""
+
 _LONG_S = 10.0
-"""Seconds from which processes are started thrice to see what they take from each other."""
+"""Seconds from which processes are started thrice to see what they take from each other, and steps in codes are taken."""
 
 _NUM_PARTS = 2
 _NAMED = 3
@@ -69,6 +73,7 @@ def calibrated(
     num_threads: int | None = None,
     budget_s: float = DEFAULT_BUDGET_S,
     step_shapes: Sequence[StepShape] = STEP_SHAPES,
+    coded_step_shapes: Sequence[StepShape] = CODED_STEP_SHAPES,
     on_share: Callable[[float], None] = lambda _: None,
 ) -> tuple[Profile, FitReport]:
     """Measure a device of this machine, and return what its operations cost, and how well that explains them.
@@ -84,10 +89,12 @@ def calibrated(
     num_threads : int, optional
         Threads of a CPU's kernels; all its cores if not given.
     budget_s : float
-        Seconds to measure for. Building what is measured, the least that is, and the fit take some forty more, and
+        Seconds to measure for. Building what is measured, the least that is, and the fit take some forty more, steps in codes on a CPU as much again, and
         looking for moments without strangers as much as the budget once more.
     step_shapes : sequence of StepShape
         Of which whole steps are measured.
+    coded_step_shapes : sequence of StepShape
+        The same of weights in codes, on a CPU and where there are seconds for it.
     on_share : callable
         Called with the share of the work that is done.
 
@@ -117,24 +124,32 @@ def calibrated(
             on_round=lambda share: on_share((1 - _STEPS_SHARE) * share),
         )
 
-    def whole_steps(fast_s: float | None) -> list[WholeStep]:
+    def taken(shapes: Sequence[StepShape], share: float, fast_s: float | None) -> list[WholeStep]:
         with threads_set(threads or torch.get_num_threads()):
             return measure_steps(
                 topology,
                 node,
                 device=device,
-                budget_s=_STEPS_SHARE * budget_s,
+                budget_s=share * budget_s,
                 fast_s=fast_s,
-                shapes=step_shapes,
-                on_share=lambda share: on_share(1 - _STEPS_SHARE * (1 - share)),
+                shapes=shapes,
+                on_share=lambda done: on_share(1 - _STEPS_SHARE * (1 - done)),
             )
 
+    def whole_steps(fast_s: float | None) -> list[WholeStep]:
+        return taken(step_shapes, _STEPS_SHARE, fast_s)
+
     measurements, pace, steps, disturbances = at_one_pace(kernels, whole_steps)
-    crowded += crowded_cores() if device == "cpu" and budget_s >= _LONG_S else []
+    coded: list[WholeStep] = []
+    if device == "cpu" and budget_s >= _LONG_S:
+        fast_s = pace.fast_s if pace else None
+        rounds = [taken(coded_step_shapes, _CODES_SHARE, fast_s) for _ in range(_CODES_ROUNDS)]
+        coded = [min(alike, key=lambda step: step.seconds) for alike in zip(*rounds, strict=False)]
+        crowded += crowded_cores()
     if device == "cpu":
         num_threads = threads or torch.get_num_threads()
         measurements += calibrate_exchanges(num_threads, budget_s=_EXCHANGES_SHARE * budget_s)
-    profile, fit = fitted(topology, node, base, measurements, steps, pace)
+    profile, fit = fitted(topology, node, base, measurements, steps, pace, coded)
     if device == "cpu":
         profile = with_crowded_cores(profile, [*crowded, *crowded_cores()])
     return with_codec_constants(profile), replace(fit, disturbances=disturbances)
@@ -205,6 +220,7 @@ def fitted(
     measurements: Sequence[Measurement],
     steps: Sequence[WholeStep],
     pace: Pace | None = None,
+    coded: Sequence[WholeStep] = (),
 ) -> tuple[Profile, FitReport]:
     """Return the profile that single operations and whole steps say, and how well it explains them.
 
@@ -216,6 +232,8 @@ def fitted(
     far off it is for steps that it has not seen: that decides the width of its intervals, and is what is reported.
     """
     profile, fit = _fitted(base, measurements, steps)
+    if coded:
+        profile, fit = _with_code_rates(profile, fit, coded)
     ratios: list[float] = []
     residuals: list[Residual] = []
     for number in range(_NUM_PARTS):
@@ -272,6 +290,20 @@ def _fitted(
     measured_apart = ("step_s",) if unknown else ("step_s", "copy_cores")
     profile = with_step_overhead(profile, steps)
     return profile, replace(fit, identified=(*fit.identified, *measured_apart), unidentified=reasons)
+
+
+def _with_code_rates(
+    profile: Profile, fit: FitReport, steps: Sequence[WholeStep]
+) -> tuple[Profile, FitReport]:
+    """Return a profile with the rates of passes over codes that steps in codes tell, all else as it is."""
+    profile, of_codes = fit_profile(_within_steps(profile, steps), profile, kinds=("code_rate",))
+    known = {name: why for name, why in fit.unidentified.items() if not name.startswith("code_rate")}
+    return profile, replace(
+        fit,
+        residuals=(*fit.residuals, *of_codes.residuals),
+        identified=(*fit.identified, *of_codes.identified),
+        unidentified={**known, **of_codes.unidentified},
+    )
 
 
 def _within_steps(base: Profile, steps: Sequence[WholeStep]) -> list[Measurement]:

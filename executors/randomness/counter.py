@@ -15,7 +15,8 @@ from torch import Generator, Tensor
 from costmodel.distributions import COUNTER_BLOCK_ELEMENTS
 from executors.randomness.directions import WORD_BITS, Direction, Rademacher, sign_words
 from executors.randomness.rng import MASK32, drawn, mixed
-from executors.randomness.walks import keep_of, keep_rows, rows_between
+from executors.randomness.row_windows import RowWindow, batches_of, take_rows, touched_parts
+from executors.randomness.walks import keep_rows
 from executors.threads import DrawThreads, even_ranges
 
 BLOCK_ELEMENTS = {"cpu": COUNTER_BLOCK_ELEMENTS, "cuda": 1 << 22}
@@ -130,26 +131,22 @@ class CounterDraws:
         if isinstance(direction, Rademacher) and self.has_row_words(width):
             direction.spread(self.row_words(rows, width, parameter, key, direction).view(-1), out)
             return
-        wanted = rows.tolist()
-        numel = self._numels[parameter]
-        touched = sorted(
-            {block for row in wanted for block in _blocks(row * width, (row + 1) * width, length)}
-        )
-        seeds = self._seeds(parameter, touched, key, direction)
-
-        def fill(share: range) -> None:
-            generator = Generator(device=self._device)
-            for block, seed in zip(
-                touched[share.start : share.stop], seeds[share.start : share.stop], strict=True
-            ):
-                generator.manual_seed(seed)
-                begin, end = block * length, min((block + 1) * length, numel)
-                if direction.distribution.is_drawn_alone:
-                    self._fill_rows_of(out, wanted, begin, end, direction, generator)
-                else:
-                    keep_rows(out, wanted, begin, end, direction, generator, to_the_end=False)
-
-        self._share(fill, len(touched), direction)
+        numel, starts = self._numels[parameter], rows.numpy() * width
+        parts = touched_parts(starts, width, numel, length)
+        seeds = self._seeds(parameter, [block for block, *_ in parts], key, direction)
+        if direction.distribution.is_drawn_alone:
+            windows = []
+            for (block, low, high), seed in zip(parts, seeds, strict=True):
+                begin, end = self._drawn_for(low, high, min(length, numel - block * length), direction)
+                windows.append(RowWindow(block, seed, block * length + begin, begin, end - begin))
+            for batch in batches_of(windows):
+                take_rows(out, starts, batch, self._drawn_windows(batch, out, direction))
+            return
+        wanted, generator = rows.tolist(), Generator(device=self._device)
+        for (block, *_), seed in zip(parts, seeds, strict=True):
+            generator.manual_seed(seed)
+            begin, end = block * length, min((block + 1) * length, numel)
+            keep_rows(out, wanted, begin, end, direction, generator, to_the_end=False)
 
     def has_row_words(self, width: int) -> bool:
         """Whether signs of rows of this width are bits of random numbers of their own."""
@@ -180,22 +177,21 @@ class CounterDraws:
         num_blocks = -(-self._numels[parameter] // self.block_elements(direction))
         return self._seeds(parameter, range(num_blocks), key, direction)
 
-    def _fill_rows_of(
-        self,
-        out: Tensor,
-        wanted: Sequence[int],
-        begin: int,
-        end: int,
-        direction: Direction,
-        generator: Generator,
-    ) -> None:
-        """Fill what one block, from element `begin` to `end` of a table, holds of the wanted rows, in one draw."""
-        width = out.shape[1]
-        first, last = rows_between(wanted, width, begin, end)
-        low, high = max(wanted[first] * width, begin), min((wanted[last - 1] + 1) * width, end)
-        numbers = self._window(high - low, out, low - begin, end - begin, direction, generator)
-        if numbers.numel():
-            keep_of(out, wanted, numbers, low)
+    def _drawn_windows(self, windows: Sequence[RowWindow], like: Tensor, direction: Direction) -> Tensor:
+        """Return the numbers of some windows one after the other."""
+        numbers = torch.empty(sum(window.num for window in windows), dtype=like.dtype, device=like.device)
+        parts = list(zip(windows, numbers.split([window.num for window in windows]), strict=True))
+
+        def draw(share: range) -> None:
+            generator = Generator(device=self._device)
+            for window, part in parts[share.start : share.stop]:
+                generator.manual_seed(window.seed)
+                if window.num_before:
+                    direction.skip(window.num_before, like, generator)
+                direction.fill(part, generator)
+
+        self._share(draw, len(parts), direction)
+        return numbers
 
     def _fill_all(
         self,
@@ -242,13 +238,17 @@ class CounterDraws:
     ) -> Tensor:
         """Return `num` elements of a block from `low` on, drawing as little of the rest as draws can be split."""
         high = low + num
-        on_cpu = self._device.type == "cpu"
-        begin, end = _apart(low, high, total, direction.distribution.granularity) if on_cpu else (0, total)
+        begin, end = self._drawn_for(low, high, total, direction)
         if begin:
             direction.skip(begin, like, generator)
         numbers = torch.empty(end - begin, dtype=like.dtype, device=like.device)
         direction.fill(numbers, generator)
         return numbers[low - begin : high - begin]
+
+    def _drawn_for(self, low: int, high: int, total: int, direction: Direction) -> tuple[int, int]:
+        """Return the part of a block of `total` elements that is drawn for those between `low` and `high`."""
+        on_cpu = self._device.type == "cpu"
+        return _apart(low, high, total, direction.distribution.granularity) if on_cpu else (0, total)
 
     def _seeds(
         self, parameter: int, blocks: Sequence[int], key: CounterKey, direction: Direction

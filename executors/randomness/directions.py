@@ -81,7 +81,8 @@ class Gaussian(Direction):
             super().skip(numel, like, generator)
             return
         skip_words((numel - end) * (2 if like.dtype == torch.float64 else 1), generator)
-        super().skip(end, like, generator)
+        if end:
+            super().skip(end, like, generator)
 
     def num_words(self, numel: int, dtype: torch.dtype) -> int | None:
         """Return a word for every normal, two in float64; a last group that is not a whole one is made anew."""

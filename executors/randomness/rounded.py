@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from costmodel.distributions import Distribution
-from costmodel.low_bits import ROUNDED_AT_ONCE, SHARED_CHANCES
+from costmodel.distributions import COUNTER_BLOCK_ELEMENTS, Distribution
+from costmodel.low_bits import PASSED_ELEMENTS, ROUNDED_AT_ONCE, SHARED_CHANCES
 from costmodel.roundings import RoundedDirection
 from executors.low_bits.grids import Integers
 from executors.low_bits.packed import Codes
@@ -66,8 +66,7 @@ _SIGNS_AT_ONCE, _ALONE_SIGNS = 1 << 17, 1 << 14
 
 _EIGHT = 8
 
-_PASSED_BLOCKS = 8
-"""Blocks whose numbers become codes together on a CPU, in its caches."""
+_PASSED_BLOCKS = PASSED_ELEMENTS // COUNTER_BLOCK_ELEMENTS
 
 
 @cache
@@ -110,7 +109,7 @@ class Chances:
     def rows(self, rows: Tensor, width: int, parameter: int, key: CounterKey) -> Tensor:
         """Return those of some ascending rows of a table."""
         chances = torch.empty((rows.numel(), width), dtype=torch.float32, device=self._device)
-        self._draws.fill_rows(chances, rows, parameter, key, _UNIFORM)
+        self._shared.fill_rows(chances, rows, parameter, key, _UNIFORM)
         return chances
 
 
@@ -211,18 +210,22 @@ class RoundedDraws:
         self.moved = moved
         self._grid = Integers(-rounding.highest, rounding.highest)
         self._direction = direction_named(rounding.distribution)
-        self._numbers = CounterDraws(numels, device)
-        self._chances = Chances(numels, device)
+        self._numbers = CounterDraws(numels, device, threads=threads)
+        self._chances = Chances(numels, device, threads)
         self._device = device
         self._threads = threads
 
-    def codes(self, numbers: Tensor, chances: Callable[[], Tensor]) -> Tensor:
-        """Return the codes of numbers, which are lost; signs need no chance."""
+    def codes(self, numbers: Tensor, chances: Tensor | None) -> Tensor:
+        """Return the codes of numbers, which are lost."""
         return self._levels(numbers, chances).to(torch.int8)
 
-    def _levels(self, numbers: Tensor, chances: Callable[[], Tensor]) -> Tensor:
+    def _levels(self, numbers: Tensor, chances: Tensor | None) -> Tensor:
+        """Return what the codes of numbers, which are lost, stand for; signs need no chances."""
         scaled = numbers.mul_(self._rounding.scale)
-        return scaled if self._direction.distribution.is_sign else self._grid.at_random(scaled, chances())
+        if self._direction.distribution.is_sign:
+            return scaled
+        assert chances is not None
+        return self._grid.at_random(scaled, chances)
 
     def fill_counted(
         self, views: Sequence[Codes], parameters: Sequence[int], key: CounterKey, keys: DrawKeys
@@ -250,8 +253,8 @@ class RoundedDraws:
             for job in jobs[share.start : share.stop]:
                 job(generator)
 
-        # Signs of a few rows take less than threads that share them.
-        is_shared = self._direction.distribution.is_drawn_alone or (is_whole and self._device.type == "cpu")
+        # What is drawn of some rows shares its random numbers among threads; signs of a few take less than that.
+        is_shared = is_sign and is_whole and self._device.type == "cpu"
         shares = even_ranges(len(jobs), self._threads.num_threads if is_shared else 1)
         self._threads.run([partial(fill, share) for share in shares])
         for batch in self._batches(blocks):
@@ -296,8 +299,7 @@ class RoundedDraws:
             here = blocks[first : first + length]
             of_here = sizes[first : first + length]
             end = begin + sum(of_here)
-            own_chances = chances[begin:end]
-            levels = self._levels(numbers[begin:end], lambda own=own_chances: own).split(of_here)  # type: ignore[misc]
+            levels = self._levels(numbers[begin:end], chances[begin:end]).split(of_here)
             begin = end
             if tensors := [block.piece for block in here if isinstance(block.piece, Tensor)]:
                 torch._foreach_copy_(tensors, list(levels))
@@ -368,11 +370,14 @@ class RoundedDraws:
         """Fill flat `views`, int8 or packed, as a walk goes, from a generator or again from its states; return the states at the marks."""
 
         def take(tensor: int, begin: int, numbers: Tensor) -> None:
-            end = begin + numbers.numel()
-            views[tensor][begin:end] = self._levels(
-                numbers, lambda: self._chances.between(begin, end, parameters[tensor], keys.rounding)
-            )
+            for piece in numbers.split(at_once):
+                end, chances = begin + piece.numel(), None
+                if not self._direction.distribution.is_sign:
+                    chances = self._chances.between(begin, end, parameters[tensor], keys.rounding)
+                views[tensor][begin:end] = self._levels(piece, chances)
+                begin = end
 
+        at_once = PASSED_ELEMENTS if self._device.type == "cpu" else ROUNDED_AT_ONCE
         like = torch.empty(0, dtype=torch.float32, device=self._device)
         states: list[Tensor] = []
         if isinstance(source, Generator):
@@ -398,4 +403,6 @@ class RoundedDraws:
 
     def _coded_rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: DrawKeys) -> Tensor:
         width = numbers.shape[1]
-        return self.codes(numbers, lambda: self._chances.rows(rows, width, parameter, keys.rounding))
+        is_sign = self._direction.distribution.is_sign
+        chances = None if is_sign else self._chances.rows(rows, width, parameter, keys.rounding)
+        return self.codes(numbers, chances)

@@ -6,12 +6,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
 from costmodel.distributions import JUMP_WORDS
-from costmodel.low_bits import FED_ELEMENTS
+from costmodel.low_bits import WALKED_AT_ONCE
 from executors.randomness.directions import Direction
 from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import drawn
@@ -87,8 +88,7 @@ class Walk:
 
     def _again(self, like: Tensor, states: Sequence[Tensor], visit: _Visit) -> None:
         """Visit all spans again, from the states at the marks."""
-        num_threads = self._threads.num_threads if self._direction.distribution.is_drawn_alone else 1
-        shares = even_ranges(len(self._spans), num_threads)
+        shares = even_ranges(len(self._spans), self._num_threads)
         self._threads.run([partial(self._from, share, like, states, visit) for share in shares])
 
     def feed(self, take: Take, like: Tensor, generator: Generator) -> list[Tensor]:
@@ -102,17 +102,73 @@ class Walk:
             In whose format, and where, numbers are drawn.
         generator : torch.Generator
         """
-        return self._walked(generator, like, partial(self._feed, take, like))
+        begin = generator.get_state()
+        shares, words = self._shares(like)
+        states: list[list[Tensor]] = [[] for _ in shares]
+        walking = [generator, *(Generator(device=like.device) for _ in shares[1:])]
+
+        def walk(number: int) -> Iterator[list[_Drawn]]:
+            if number:
+                walking[number].set_state(jumped(begin, words[shares[number].start]))
+            yield from self._drawn(shares[number], like, walking[number], len(shares), states[number])
+
+        self._hand_on(take, [walk(number) for number in range(len(shares))])
+        if len(shares) > 1:
+            generator.set_state(walking[-1].get_state())
+        return [state for of_share in states for state in of_share]
 
     def feed_again(self, take: Take, like: Tensor, states: Sequence[Tensor]) -> None:
         """Hand every number on as the walk that left `states` did."""
-        self._again(like, states, partial(self._feed, take, like))
+        shares = even_ranges(len(self._spans), self._num_threads)
 
-    def _feed(self, take: Take, like: Tensor, span: _Elements, generator: Generator) -> None:
-        for low, high in _pieces(span.end - span.begin, FED_ELEMENTS):
-            numbers = torch.empty(high - low, dtype=like.dtype, device=like.device)
-            self._direction.fill(numbers, generator)
-            take(span.tensor, span.begin + low, numbers)
+        def walk(share: range) -> Iterator[list[_Drawn]]:
+            generator = Generator(device=like.device)
+            generator.set_state(states[share.start])
+            yield from self._drawn(share, like, generator, len(shares), [])
+
+        self._hand_on(take, [walk(share) for share in shares])
+
+    def _hand_on(self, take: Take, walks: Sequence[Iterator[list[_Drawn]]]) -> None:
+        """Let each thread draw some numbers of its walk, hand these on, and so forth.
+
+        Threads make random numbers alone: what becomes of them is shared among torch's threads.
+        """
+        batches: list[list[_Drawn]] = [[] for _ in walks]
+
+        def draw(number: int) -> None:
+            batches[number] = next(walks[number], [])
+
+        while True:
+            self._threads.run([partial(draw, number) for number in range(len(walks))])
+            if not any(batches):
+                return
+            for batch in batches:
+                for drawn_piece in batch:
+                    take(*drawn_piece)
+
+    def _drawn(
+        self, share: range, like: Tensor, generator: Generator, num_shares: int, states: list[Tensor]
+    ) -> Iterator[list[_Drawn]]:
+        """Yield the numbers of some stretches, and add the states at their marks to `states`; all shares hold as many at once as become codes."""
+        most = 1 << ((WALKED_AT_ONCE // num_shares).bit_length() - 1)
+        batch: list[_Drawn] = []
+        for spans in self._spans[share.start : share.stop]:
+            states.append(generator.get_state())
+            for span in spans:
+                for low, high in _pieces(span.end - span.begin, most):
+                    if batch and sum(piece.numbers.numel() for piece in batch) + high - low > most:
+                        yield batch
+                        batch = []
+                    numbers = torch.empty(high - low, dtype=like.dtype, device=like.device)
+                    self._direction.fill(numbers, generator)
+                    batch.append(_Drawn(span.tensor, span.begin + low, numbers))
+        if batch:
+            yield batch
+
+    @property
+    def _num_threads(self) -> int:
+        """Threads that draw again: signs are made by torch's own."""
+        return self._threads.num_threads if self._direction.distribution.is_drawn_alone else 1
 
     def skip(self, like: Tensor, generator: Generator) -> list[Tensor]:
         """Advance `generator` as drawing in the format of `like` does, and return its state before."""
@@ -219,6 +275,14 @@ class _Elements:
 
 
 _Visit = Callable[[_Elements, Generator], None]
+
+
+class _Drawn(NamedTuple):
+    """Numbers of a tensor from an element of it on."""
+
+    tensor: int
+    begin: int
+    numbers: Tensor
 
 
 def _spans(numels: Sequence[int], granularity: int, num_marks: int) -> Iterator[list[_Elements]]:

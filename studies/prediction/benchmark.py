@@ -17,6 +17,8 @@ from studies.prediction.cases import (
     REPEATED,
     Case,
     choice_cases,
+    coded_cases,
+    coded_tuning_cases,
     held_out_cases,
     rank_cases,
     tuning_cases,
@@ -38,6 +40,7 @@ def run_benchmark(
     num_rank_cases: int = 10,
     num_choices: int = 3,
     with_tuning: bool = False,
+    in_codes: bool = False,
     threads: Sequence[int] = (1, 2),
     calibration_s: float = DEFAULT_BUDGET_S,
     command: str = "",
@@ -55,6 +58,8 @@ def run_benchmark(
     num_choices : int
         Configurations for which all placements are measured, to see what the predicted choice costs.
     with_tuning : bool
+    in_codes : bool
+        Take the lists of weights that are codes, in one process each, in place of all others.
     threads : sequence of int
         Numbers of threads whose cases are run. Ranks are of one thread: without it they are left out.
     calibration_s : float
@@ -75,10 +80,11 @@ def run_benchmark(
     run = _BenchmarkRun(topology, topology.of_kind("cpu")[0].id, pieces or Pieces(), say)
     for number in threads:
         run.calibrate(number, calibration_s)
-    held_out = run.rows("held-out", held_out_cases(num_held_out))
-    tuning = run.rows("tuning", tuning_cases() if with_tuning else [])
-    ranks = run.rows_of_ranks(rank_cases(num_rank_cases)) if 1 in threads else []
-    choices = choice_cases(num_choices) if {1, 2} <= set(threads) else []
+    unseen, seen = (coded_cases, coded_tuning_cases) if in_codes else (held_out_cases, tuning_cases)
+    held_out = run.rows("held-out", unseen(num_held_out))
+    tuning = run.rows("tuning", seen() if with_tuning else [])
+    ranks = run.rows_of_ranks(rank_cases(num_rank_cases)) if 1 in threads and not in_codes else []
+    choices = choice_cases(num_choices) if {1, 2} <= set(threads) and not in_codes else []
     chosen = [
         choice for number, cases in enumerate(choices) for choice in run.choices(f"choice-{number}", cases)
     ]
@@ -86,6 +92,7 @@ def run_benchmark(
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         command=command or " ".join(sys.argv),
         commit=", ".join(sorted(run.pieces.commits)),
+        is_of_codes=in_codes,
         machine=machine_words(topology.device_spec(run.device).name),
         held_out=tuple(held_out),
         tuning=tuple(tuning),
@@ -185,7 +192,8 @@ def write(benchmark: Benchmark, folder: Path) -> Path:
     """Write the report and the JSON next to it, and return the report's path."""
     folder.mkdir(parents=True, exist_ok=True)
     cores = max(benchmark.profiles.values(), key=lambda profile: profile.num_cores).num_cores
-    report = folder / f"{benchmark.date}-cpu-{cores}core-prediction.md"
+    name = f"{benchmark.date}-cpu-{cores}core-prediction"
+    report = folder / f"{name}{'-codes' * benchmark.is_of_codes}.md"
     report.write_text(benchmark.to_markdown(), encoding="utf-8")
     report.with_suffix(".json").write_text(benchmark.to_json(), encoding="utf-8")
     return report

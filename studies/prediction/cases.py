@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from costmodel.formats import DType
+from studies.prediction.coded import coded_axes, coded_placements
 
 PLACEMENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "sweep": {"schedule": {"traversal": "sweep"}},
@@ -152,7 +153,11 @@ class Case:
     @property
     def axes(self) -> Mapping[str, Mapping[str, Any]]:
         """What its placement sets."""
-        return PLACEMENTS.get(self.placement) or RANK_PLACEMENTS[self.placement]
+        return (
+            PLACEMENTS.get(self.placement)
+            or RANK_PLACEMENTS.get(self.placement)
+            or coded_axes(self.placement)
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -232,8 +237,7 @@ def held_out_cases(num_cases: int = 24, *, seed: int = 20261121, longest_step_s:
 
 def rank_cases(num_cases: int = 10, *, seed: int = 20261121, longest_step_s: float = 0.5) -> list[Case]:
     """Return random cases of several ranks of a thread each, the placements in turn."""
-    drawn = _random_cases(random.Random(seed), list(PLACEMENTS))
-    fitting = (case for case in drawn if case.batch % 2 == 0 and case.rough_step_s <= longest_step_s)
+    fitting = (case for case in _fitting(random.Random(seed), longest_step_s) if case.batch % 2 == 0)
     names = list(RANK_PLACEMENTS)
     return [
         replace(next(fitting), placement=names[number % len(names)], num_threads=1)
@@ -269,14 +273,34 @@ def development_cases(
     return drawn
 
 
+def coded_cases(num_cases: int = 24, *, seed: int = 20261124, longest_step_s: float = 0.5) -> list[Case]:
+    """Return random cases whose weights are codes, each format and each kind of directions equally often."""
+    generator = random.Random(seed)
+    names = coded_placements(generator)
+    return [
+        replace(next(_fitting(generator, longest_step_s)), placement=next(names)) for _ in range(num_cases)
+    ]
+
+
+def coded_tuning_cases() -> list[Case]:
+    """Return the list that predictions of steps in codes may be improved on, of other widths and vocabularies."""
+    generator = random.Random(7101)
+    names = coded_placements(generator)
+    cases = development_cases(12, 1, seed=7102) + development_cases(12, 2, seed=7103)
+    return [replace(case, placement=next(names)) for case in cases]
+
+
 def choice_cases(num: int = 4, *, seed: int = 20261122, longest_step_s: float = 0.15) -> list[list[Case]]:
     """Return random configurations, each under all placements that there are to choose from."""
-    drawn = _random_cases(random.Random(seed), list(PLACEMENTS))
-    fitting = (case for case in drawn if case.batch % 2 == 0 and case.rough_step_s <= longest_step_s)
+    fitting = (case for case in _fitting(random.Random(seed), longest_step_s) if case.batch % 2 == 0)
     return [
         [replace(case, placement=placement, num_threads=threads) for placement, threads in CHOICES.items()]
         for case in (next(fitting) for _ in range(num))
     ]
+
+
+def _fitting(generator: random.Random, longest_step_s: float) -> Iterator[Case]:
+    return (case for case in _random_cases(generator, [*PLACEMENTS]) if case.rough_step_s <= longest_step_s)
 
 
 def _random_cases(generator: random.Random, names: list[str]) -> Iterator[Case]:

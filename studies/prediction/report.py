@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from statistics import median
 
@@ -107,6 +108,7 @@ class Benchmark:
     choices: tuple[Choice, ...]
     profiles: Mapping[int, Profile]
     fits: Mapping[int, FitReport]
+    is_of_codes: bool = False
 
     @property
     def rows(self) -> tuple[PredictedCase, ...]:
@@ -158,7 +160,9 @@ class Benchmark:
     def to_markdown(self) -> str:
         """Return the report."""
         return Report(
-            f"Predicted against measured on {self.machine}",
+            f"Steps in codes, predicted against measured on {self.machine}"
+            if self.is_of_codes
+            else f"Predicted against measured on {self.machine}",
             *self._head(),
             self._figures(),
             self._regret(),
@@ -318,7 +322,18 @@ _DISTURBED = 0.1
 
 def _grouped(rows: Sequence[PredictedCase]) -> Iterator[tuple[str, list[PredictedCase]]]:
     """Yield the rows by number of threads, format, residency and size of step."""
-    groups = {
+    ways = (
+        "; 8 bits",
+        "walked",
+        "; signs;",
+        "; 4 bits",
+        "; 2 bits",
+        "q-rge2",
+        "zeros",
+        "W8A8",
+        "all matrices",
+    )
+    groups: dict[str, Callable[[PredictedCase], bool]] = {
         "1 thread": lambda row: "1 thread," in row.name,
         "2 threads": lambda row: "2 threads," in row.name,
         "float32": lambda row: "fp32" in row.name,
@@ -328,11 +343,16 @@ def _grouped(rows: Sequence[PredictedCase]) -> Iterator[tuple[str, list[Predicte
         "drawn ahead": lambda row: "draw ahead" in row.placement,
         "steps below 100 ms": lambda row: row.measured_s < 0.1,
         "steps of 100 ms and more": lambda row: row.measured_s >= 0.1,
+        **{way.strip("; "): partial(_is_placed, way) for way in ways},
     }
     for name, belongs in groups.items():
         chosen = [row for row in rows if belongs(row)]
         if chosen:
             yield name, chosen
+
+
+def _is_placed(way: str, row: PredictedCase) -> bool:
+    return way in row.placement
 
 
 def _cases(rows: Sequence[PredictedCase]) -> Table:

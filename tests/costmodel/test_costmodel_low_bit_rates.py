@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from costmodel.calibration import fit_profile
+from costmodel.code_passes import PASSES
 from costmodel.datasheet import datasheet_profile
 from costmodel.estimate import estimate
-from costmodel.low_bits import passed_for_rows
+from costmodel.low_bits import drawn_for_rows
+from costmodel.measurement import Measurement
 from costmodel.work import Matmul, Work
 from topology.documents import load_preset
 
@@ -53,16 +56,59 @@ def test_a_cpu_without_a_declared_peak_has_an_honest_interval():
     ("shape", "share", "block"), [((384, 64), 0.02, 2048), ((96, 768), 0.1, 16384), ((10, 64), 0.5, 2048)]
 )
 def test_rows_that_move_are_reached_past_as_many_numbers_as_chance_has_it(shape, share, block):
-    """Against 400 draws of which rows move: blocks that hold any, and what lies before the last of each but does not move."""
+    """Against 400 draws of which rows move: blocks that hold any, and what lies before the first of each, and from it to the last."""
     outputs, inputs = shape
     generator, rows_of_block = np.random.default_rng(0), block // inputs
-    num_blocks, num_passed = [], []
+    num_blocks, num_drawn, num_passed = [], [], []
     for _ in range(400):
         moved = generator.random(outputs) < share
         blocks = [moved[begin : begin + rows_of_block] for begin in range(0, outputs, rows_of_block)]
-        lasts = [int(part.nonzero()[0][-1]) + 1 for part in blocks if part.any()]
-        num_blocks.append(len(lasts))
-        num_passed.append((sum(lasts) - int(moved.sum())) * inputs)
-    predicted_blocks, predicted_passed = passed_for_rows([shape], share, block)
-    assert predicted_blocks == pytest.approx(np.mean(num_blocks), rel=0.06, abs=0.6)
-    assert predicted_passed == pytest.approx(np.mean(num_passed), rel=0.06)
+        ends = [(int(part.nonzero()[0][0]), int(part.nonzero()[0][-1]) + 1) for part in blocks if part.any()]
+        num_blocks.append(len(ends))
+        num_passed.append(sum(first for first, _ in ends) * inputs)
+        num_drawn.append(sum(last - first for first, last in ends) * inputs)
+    predicted = drawn_for_rows([shape], share, block)
+    assert predicted.num_blocks == pytest.approx(np.mean(num_blocks), rel=0.06, abs=0.6)
+    assert predicted.num_drawn == pytest.approx(np.mean(num_drawn), rel=0.06)
+    assert predicted.num_passed == pytest.approx(np.mean(num_passed), rel=0.06)
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    return datasheet_profile(load_preset("cpu-laptop"), "cpu0", num_threads=1)
+
+
+def test_a_cpu_passes_over_codes_at_rates_of_its_own(cpu):
+    work = Work(dtype="bfloat16", code_passes=(("inputs", 1000), ("moves", 3000)))
+    values = cpu.values()
+    expected = 1000 / values["code_rate.inputs.bfloat16"] + 3000 / values["code_rate.moves"]
+    assert estimate(work, cpu).terms["codes"] == pytest.approx(expected)
+    assert values["code_rate.moves"] == PASSES["moves"].core_rate
+
+
+def test_where_no_rate_is_known_bytes_say_what_passes_over_codes_take(cpu, a100):
+    num = 1 << 24
+    passes = Work(dtype="float16", code_passes=(("moves", num),))
+    size_bytes = PASSES["moves"].size_bytes(num, "float16")
+    assert estimate(passes, a100) == estimate(Work(dtype="float16", scratch_bytes=size_bytes), a100)
+    others = [constant for constant in cpu.constants if constant.kind != "code_rate"]
+    without = type(cpu)(**{**dict(cpu), "constants": tuple(others)})
+    terms = estimate(passes, without).terms
+    assert "codes" not in terms
+    assert terms["sweep"] == estimate(Work(dtype="float16", scratch_bytes=size_bytes), without).terms["sweep"]
+
+
+def test_rates_of_passes_are_fitted_with_all_else_as_it_is(cpu):
+    true = {"moves": 0.1e9, "matrices": 2e3}
+    measured = []
+    for number, (moves, matrices) in enumerate([(10**6, 1), (10**7, 40), (10**5, 60)]):
+        work = Work(dtype="float32", code_passes=(("matrices", matrices), ("moves", moves)))
+        rest_s = estimate(work, cpu).seconds - estimate(work, cpu).terms["codes"]
+        seconds = rest_s + moves / true["moves"] + matrices / true["matrices"]
+        measured.append(Measurement(f"{number}", work, seconds, seconds, 3, 1))
+    fitted, report = fit_profile(measured, cpu, kinds=("code_rate",))
+    for name, rate in true.items():
+        assert fitted.values()[f"code_rate.{name}"] == pytest.approx(rate, rel=0.1)
+        assert f"code_rate.{name}" in report.identified
+    changed = {c.kind for c, d in zip(fitted.constants, cpu.constants, strict=True) if c.value != d.value}
+    assert changed == {"code_rate"}

@@ -21,6 +21,7 @@ from executors.calibration.calibrate import threads_set
 from executors.calibration.calibrating import BETWEEN_CALIBRATIONS, at_one_pace, fitted
 from executors.calibration.core_contention import CrowdedCores, with_crowded_cores
 from executors.calibration.whole_steps import (
+    CODED_STEP_SHAPES,
     STEP_SHAPES,
     WholeStep,
     interval_ratios,
@@ -28,7 +29,7 @@ from executors.calibration.whole_steps import (
     with_interval_scale,
     with_step_overhead,
 )
-from studies.prediction.cases import choice_cases, held_out_cases, rank_cases, tuning_cases
+from studies.prediction.cases import choice_cases, coded_cases, held_out_cases, rank_cases, tuning_cases
 from topology import load_preset
 from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
@@ -122,6 +123,27 @@ def test_a_profile_is_judged_by_steps_that_it_was_not_fitted_to() -> None:
     assert 0 < profile.interval_scale < 10
 
 
+def test_steps_in_codes_tell_rates_of_codes_and_nothing_else(steps: list[WholeStep]) -> None:
+    shapes = [
+        replace(shape, hidden=64, head_dim=32, vocab=50, seq=8, batch=1) for shape in CODED_STEP_SHAPES[:2]
+    ]
+    with threads_set(1):
+        coded = measure_steps(TOPOLOGY, "cpu0", device="cpu", budget_s=0.02, shapes=shapes)
+    without, _ = fitted(TOPOLOGY, "cpu0", PROFILE, [], steps)
+    profile, report = fitted(TOPOLOGY, "cpu0", PROFILE, [], steps, coded=coded)
+    changed = {
+        one.name
+        for one, other in zip(profile.constants, without.constants, strict=True)
+        if one.value != other.value
+    }
+    assert {name.partition(".")[0] for name in changed} == {"code_rate"}
+    assert changed & set(report.identified)
+    machines = [Machine.from_topology(TOPOLOGY, "cpu0", each) for each in (without, profile)]
+    for step in coded:
+        errors = [abs(math.log(simulate(step.program, each).step_time_s / step.seconds)) for each in machines]
+        assert errors[1] < errors[0]
+
+
 def test_intervals_hold_what_another_calibration_of_a_cpu_would_have_said(steps: list[WholeStep]) -> None:
     """Steps that take what the profile says show no error; what all predictions of a calibration share stays."""
     machine = Machine.from_topology(TOPOLOGY, "cpu0", PROFILE)
@@ -192,9 +214,10 @@ def test_steps_beside_other_processes_are_bounds_and_judge_nothing(
 
 def test_shapes_of_the_calibration_are_none_that_predictions_are_judged_on() -> None:
     judged = {case.shape.hidden for case in (*held_out_cases(48), *rank_cases(16), *tuning_cases())}
-    judged |= {case.shape.hidden for cases in choice_cases(8) for case in cases}
-    assert not judged & {shape.hidden for shape in STEP_SHAPES}
-    assert all(shape.hidden % shape.head_dim == 0 for shape in STEP_SHAPES)
+    judged |= {case.shape.hidden for cases in (coded_cases(48), *choice_cases(8)) for case in cases}
+    shapes = (*STEP_SHAPES, *CODED_STEP_SHAPES)
+    assert not judged & {shape.hidden for shape in shapes}
+    assert all(shape.hidden % shape.head_dim == 0 for shape in shapes)
 
 
 def test_what_a_copy_takes_comes_from_the_two_together() -> None:

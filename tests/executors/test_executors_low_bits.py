@@ -275,7 +275,7 @@ def test_codes_of_a_direction_are_its_numbers_and_chances_block_by_block():
             numbers = torch.empty(view.numel())
             CounterDraws(numels, CPU).fill(numbers, parameter, 0, key, direction_named(name))
             chances = Chances(numels, CPU).between(0, view.numel(), parameter, keys.rounding)
-            assert torch.equal(view, draws.codes(numbers, lambda chances=chances: chances))
+            assert torch.equal(view, draws.codes(numbers, chances))
 
 
 @pytest.mark.parametrize("bits", [2, 8])

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from executors.randomness import row_windows
 from executors.randomness.counter import BLOCK_ELEMENTS, CounterDraws, CounterKey
 from executors.randomness.directions import DIRECTIONS, Gaussian, Rademacher, direction_named
 from executors.randomness.rng import generator_on
@@ -151,6 +152,22 @@ def test_counter_rows_and_threads_give_the_same_bits(direction, width):
         draws.fill_rows(kept, rows, 1, key, direction)
         assert torch.equal(kept, first.view(num_rows, width)[rows])
     threads.close()
+
+
+@pytest.mark.parametrize("width", [16, 33, 3000, 40_000])
+@pytest.mark.parametrize("at_once", [1, 20_000, 1 << 19])
+def test_rows_in_and_across_blocks_are_those_of_the_whole_table(monkeypatch, width, at_once):
+    monkeypatch.setattr(row_windows, "ROUNDED_AT_ONCE", at_once)
+    num_rows = 200_000 // width
+    draws, key = CounterDraws([7, width * num_rows], CPU, threads=DrawThreads(2)), CounterKey.of(3, 1, 0)
+    whole = torch.empty(width * num_rows)
+    draws.fill(whole, 1, 0, key, Gaussian())
+    generator = torch.Generator().manual_seed(width)
+    for share in (0.0, 0.02, 0.5, 1.0):
+        rows = (torch.rand(num_rows, generator=generator) < share).nonzero().view(-1)
+        kept = torch.full((len(rows), width), torch.nan)
+        draws.fill_rows(kept, rows, 1, key, Gaussian())
+        assert torch.equal(kept, whole.view(num_rows, width)[rows])
 
 
 def test_counter_streams_differ_in_every_part_of_the_key():

@@ -16,6 +16,8 @@ from studies.prediction.cases import (
     Case,
     Shape,
     choice_cases,
+    coded_cases,
+    coded_tuning_cases,
     development_cases,
     held_out_cases,
     rank_cases,
@@ -59,6 +61,27 @@ def test_the_held_out_list_is_fixed_by_its_seed_and_apart_from_the_tuning_list()
     assert cases[:7] == held_out_cases(7)
     counts = [sum(case.placement == name for case in cases) for name in PLACEMENTS]
     assert set(counts) == {3}
+
+
+def test_lists_of_codes_have_every_format_and_nothing_in_common():
+    from studies.prediction.coded import DIRECTIONS, FORMATS, PLACES
+
+    unseen, seen = coded_cases(), coded_tuning_cases()
+    assert unseen == coded_cases()
+    for cases in (unseen, seen):
+        for part, names in enumerate((FORMATS, DIRECTIONS, PLACES)):
+            assert {case.placement.split("; ")[part] for case in cases} == set(names)
+    assert not {case.shape for case in unseen} & {case.shape for case in seen}
+
+
+@pytest.mark.parametrize("case", [*coded_cases(), *coded_tuning_cases()], ids=lambda case: case.placement)
+def test_every_placement_of_codes_is_a_valid_plan(case):
+    from studies.prediction.setting import model_of, plan_of
+    from zosim.lowering import lower_all
+    from zosim.validate_set import validate_set
+
+    tiny = replace(case, shape=Shape(case.shape.family, 64, 2, 50), batch=2, seq=8)
+    validate_set(lower_all(plan_of(tiny, model_of(tiny.shape), topology="host", device="cpu0")))
 
 
 @pytest.mark.parametrize("placement", [*PLACEMENTS, *RANK_PLACEMENTS])

@@ -41,15 +41,7 @@ from costmodel.distributions import (
     SHARED_DRAW_ELEMENTS,
 )
 from costmodel.formats import FORMATS, DType
-from costmodel.low_bits import (
-    FED_ELEMENTS,
-    PACKED_ELEMENTS,
-    ROUNDED_AT_ONCE,
-    moved_rows_bytes,
-    num_elements,
-    packing_work,
-    passed_for_rows,
-)
+from costmodel.low_bits import Linear, coded_draw_work, drawn_for_rows, moved_rows_bytes, num_elements
 from costmodel.model_spec import EMBED, ParameterGroup
 from costmodel.sweeps import draw_work
 from costmodel.work import Matmul, Work
@@ -277,8 +269,7 @@ class Directions(AxisWriter):
             segment,
             reads if keep != "rows" else (*reads, self._rank.batch()),
             (target, *writes),
-            self._work(group, keep, is_again=not writes, is_scaled=is_scaled(target.what))
-            + packing_work(self._num_moved(group) if keep == "all" else 0, self._rank.direction_format),
+            self._work(group, keep, is_again=not writes, is_scaled=is_scaled(target.what)),
         )
         self._remember(target)
         return target
@@ -381,7 +372,7 @@ class Directions(AxisWriter):
             is_shared=is_cut,
             is_scaled=is_scaled,
             num_split_walks=int(is_cut and not is_again),
-        ) + self._rounding(made, FED_ELEMENTS, has_numbers=True)
+        ) + self._coding(made, group.num_trainable_tensors, keep, walked=group.largest_trainable_tensor)
 
     def _counted_work(self, group: ParameterGroup, keep: Keep, *, is_scaled: bool) -> Work:
         """Return the work of a ``counter`` draw, each of whose blocks has a generator of its own."""
@@ -389,37 +380,56 @@ class Directions(AxisWriter):
         length = distribution.counter_elements
         num_kernels, skipped = group.num_trainable_tensors, 0
         num_blocks = float(-(-total // length) + num_kernels - 1)
-        made = self._num_moved(group)
+        made = drawn = self._num_moved(group)
+        num_chances = self._rank.num_rounded(made)
         rounded, coding = self._plan.rounding, self._plan.coding
+        sparse: list[Linear] = []
         if rounded is not None and rounded.sparsity and coding is not None:
-            # Rows that a sparse direction leaves alone are not drawn, but passed over.
-            linears = [one for one, _ in coding.tuned(group)]
-            num_blocks -= sum(outputs * inputs for outputs, inputs in linears) / length
-            # Of the numbers, and of the chances that those are rounded by.
-            for block in (length, COUNTER_BLOCK_ELEMENTS)[: 2 if self._rank.num_rounded(made) else 1]:
-                of_rows, passed = passed_for_rows(linears, 1 - rounded.sparsity, block)
-                num_blocks, skipped = num_blocks + of_rows, skipped + passed
+            # Rows that a sparse direction leaves alone are drawn where they lie between others, or passed over.
+            sparse = [one for one, _ in coding.tuned(group)]
+            num_moved = made - total + sum(outputs * inputs for outputs, inputs in sparse)
+            of_rows = drawn_for_rows(sparse, 1 - rounded.sparsity, length)
+            num_blocks += of_rows.num_blocks - (num_moved + total - made) / length
+            drawn, skipped = drawn + of_rows.num_drawn - num_moved, of_rows.num_passed
+            if num_chances:
+                of_rows = drawn_for_rows(sparse, 1 - rounded.sparsity, COUNTER_BLOCK_ELEMENTS)
+                num_blocks, skipped = num_blocks + of_rows.num_blocks, skipped + of_rows.num_passed
+                num_chances += of_rows.num_drawn - num_moved
         if keep == "rows":
             num_kernels, num_blocks, made, skipped = self._counted_rows(total, length)
+            drawn, num_chances = made, self._rank.num_rounded(made)
         return draw_work(
-            made,
+            drawn,
             dtype=self._rank.draw_format,
             distribution=self._rank.distribution.draw_class,
             num_tensors=num_kernels,
             num_skipped=skipped,
-            num_rounded=self._rank.num_rounded(made),
+            num_rounded=num_chances,
             is_shared=distribution.is_drawn_alone and keep == "all" and total > COUNTER_BLOCK_ELEMENTS,
             is_scaled=is_scaled,
             num_seeds=round(num_blocks),
-        ) + self._rounding(made, ROUNDED_AT_ONCE, has_numbers=bool(self._rank.num_rounded(made)))
+        ) + self._coding(made, group.num_trainable_tensors, keep, sparse=sparse)
 
-    def _rounding(self, num: int, at_once: int, *, has_numbers: bool) -> Work:
-        """Return the temporaries of a direction that becomes codes: numbers, chances, and codes on their way into shared bytes."""
+    def _coding(
+        self,
+        num_elements: int,
+        num_tensors: int,
+        keep: Keep,
+        *,
+        sparse: Sequence[Linear] = (),
+        walked: int | None = None,
+    ) -> Work:
+        """Return what it takes besides to make codes of a direction's numbers, where these are rounded."""
         if self._plan.rounding is None:
             return Work()
-        packed = 2 * min(num, PACKED_ELEMENTS) * (FORMATS[self._rank.direction_format].bits < 8)
-        numbers = 4 * has_numbers * min(num, at_once) + 4 * min(self._rank.num_rounded(num), at_once)
-        return Work(workspace_bytes=numbers + packed)
+        return coded_draw_work(
+            num_elements,
+            is_sign=self._rank.distribution.is_sign,
+            num_tensors=num_tensors,
+            sparse=sparse,
+            walked=walked if keep == "all" else None,
+            direction_format=self._rank.direction_format if keep == "all" else "int8",
+        )
 
     def _num_moved(self, group: ParameterGroup) -> int:
         """Return the elements of a direction but for those in rows that a sparse one leaves alone, which are not drawn."""

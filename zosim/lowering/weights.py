@@ -35,7 +35,7 @@ from itertools import cycle
 from typing import NamedTuple
 
 from costmodel.formats import FORMATS
-from costmodel.low_bits import coded_update_work, num_elements, packing_work
+from costmodel.low_bits import coded_update_work, num_elements, unpacking_work
 from costmodel.model_spec import ParameterGroup
 from costmodel.sweeps import closing_work, perturb_work, update_work
 from costmodel.work import Work
@@ -335,7 +335,7 @@ class Points(AxisWriter):
         linears, how = [one for one, _ in tuned], tuned[0][1]
         total = num_elements(tuned)
         if is_added:  # a direction of a byte an element, and the sum so far
-            whole = packing_work(
+            whole = unpacking_work(
                 total, self._rank.direction_format, at_once=max(rows * columns for rows, columns in linears)
             )
             return plain + Work(dtype=plain.dtype, sweep_bytes=9 * total, num_kernels=len(linears)) + whole
@@ -348,4 +348,4 @@ class Points(AxisWriter):
     def _taking_out(self, num_elements: int) -> Work:
         """Return the work of taking codes of a direction out of bytes that they share, as many as a sweep's temporaries at a time."""
         at_once = min(num_elements, SCRATCH_ELEMENTS)
-        return packing_work(num_elements, self._rank.direction_format, at_once=at_once)
+        return unpacking_work(num_elements, self._rank.direction_format, at_once=at_once)
