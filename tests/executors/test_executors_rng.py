@@ -159,7 +159,8 @@ def test_counter_rows_and_threads_give_the_same_bits(direction, width):
 def test_rows_in_and_across_blocks_are_those_of_the_whole_table(monkeypatch, width, at_once):
     monkeypatch.setattr(row_windows, "ROUNDED_AT_ONCE", at_once)
     num_rows = 200_000 // width
-    draws, key = CounterDraws([7, width * num_rows], CPU, threads=DrawThreads(2)), CounterKey.of(3, 1, 0)
+    threads, key = DrawThreads(2), CounterKey.of(3, 1, 0)
+    draws = CounterDraws([7, width * num_rows], CPU, threads=threads)
     whole = torch.empty(width * num_rows)
     draws.fill(whole, 1, 0, key, Gaussian())
     generator = torch.Generator().manual_seed(width)
@@ -168,6 +169,7 @@ def test_rows_in_and_across_blocks_are_those_of_the_whole_table(monkeypatch, wid
         kept = torch.full((len(rows), width), torch.nan)
         draws.fill_rows(kept, rows, 1, key, Gaussian())
         assert torch.equal(kept, whole.view(num_rows, width)[rows])
+    threads.close()
 
 
 def test_counter_streams_differ_in_every_part_of_the_key():
