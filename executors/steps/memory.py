@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import psutil
@@ -79,7 +80,7 @@ class LiveTensors(TorchDispatchMode):
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._known: set[int] = set()
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -90,24 +91,25 @@ class LiveTensors(TorchDispatchMode):
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operation and note the storages that are new."""
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if _makes_nothing(func):
+            return result
         made = {storage._cdata: storage for storage in _storages_of(result)}
-        if made.keys() <= self._known:
+        if made.keys() <= self._known.keys():
             return result
         borrowed = {storage._cdata for storage in _storages_of((args, kwargs))}
-        for key in made.keys() - self._known - borrowed:
+        for key in made.keys() - self._known.keys() - borrowed:
             self._note(made[key])
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        self._known.add(key)
+        self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
+        del self._known[key]
         self.live_bytes -= size
 
 
@@ -159,6 +161,12 @@ def report(
     peak = largest if sys.platform == "darwin" else 1024 * largest
     rss = psutil.Process().memory_info().rss
     return MemoryReport(dict(arena_bytes), live_bytes, slack, rss, max(peak, rss))
+
+
+@cache
+def _makes_nothing(func: Any) -> bool:
+    """Whether all that an operation returns is said to be its arguments, or views of them, as of most operations of a step."""
+    return all(returned.alias_info is not None for returned in func._schema.returns)
 
 
 def _storages_of(tree: object) -> Iterator[torch.UntypedStorage]:
