@@ -177,7 +177,9 @@ def update_work(
         arithmetic=arithmetic,
         num_tensors=num_tensors,
         largest_tensor=largest_tensor,
-    ) + Work(num_kernels=_WATCH_KERNELS if is_watched else 0)
+    )
+    if is_watched:
+        step += Work(num_kernels=_WATCH_KERNELS)
     if arithmetic == "pieces":
         # p = g·z, (d = wd·θ, p + d,) η·p, θ - p: all but one read of z and θ and one write of θ is scratch.
         # Runs of tensors that decay and of those that do not take turns, at worst after every tensor.

@@ -167,13 +167,15 @@ class Points(AxisWriter):
             segment,
             (read, direction),
             (left,),
-            perturb_work(
+            self._with_taking_out(
                 group.num_trainable,
-                dtype=self._plan.weights.dtype,
-                direction_dtype=self._rank.row_format,
-                arithmetic="fused" if is_fused else "pieces",
-            )
-            + self._taking_out(group.num_trainable),
+                perturb_work(
+                    group.num_trainable,
+                    dtype=self._plan.weights.dtype,
+                    direction_dtype=self._rank.row_format,
+                    arithmetic="fused" if is_fused else "pieces",
+                ),
+            ),
         )
 
     @property
@@ -276,6 +278,7 @@ class Points(AxisWriter):
             left = self._homes.trainable(group, place, step + is_last, after)
             added = self._sum(group, query - 1, step) if query else ()
             adding = () if is_last else self._sum(group, query, step)
+            work = self._update_work(group, is_added=bool(adding))
             self._emit(
                 f"{group.name}/update[q{query}]",
                 Update(group.name, step, query, divisor),
@@ -284,8 +287,7 @@ class Points(AxisWriter):
                 segment,
                 (read, direction, self._losses.gradient(query, step), *added),
                 (left, *adding),
-                self._update_work(group, is_added=bool(adding))
-                + (self._closing_work(group) if is_last else Work()),
+                self._with_closing(group, work) if is_last else work,
             )
 
     def _sum(self, group: ParameterGroup, query: int, step: int) -> tuple[Access, ...]:
@@ -299,11 +301,11 @@ class Points(AxisWriter):
             return 0
         return FORMATS["float32"].bytes(num_elements(plan.coding.tuned(group)))
 
-    def _closing_work(self, group: ParameterGroup) -> Work:
-        """Return a step's share of closing the slots beside the linears of `group`, once there are as many as there is room for."""
+    def _with_closing(self, group: ParameterGroup, work: Work) -> Work:
+        """Return `work` with a step's share of closing the slots beside the linears of `group`, where there is no room for more."""
         model = self._plan.model
         if not model.adapter_lazy_steps:
-            return Work()
+            return work
         left_factors = [(one.name, rank) for one in model.groups for _, rank in one.trainable_matrices]
         works = (
             closing_work(outputs, inputs, rank=rank, closed_rank=model.adapter_rank - rank)
@@ -312,7 +314,7 @@ class Points(AxisWriter):
             )
             if name == group.name
         )
-        return sum(works, Work()).one_in(model.adapter_lazy_steps)
+        return work + sum(works, Work()).one_in(model.adapter_lazy_steps)
 
     def _update_work(self, group: ParameterGroup, *, is_added: bool) -> Work:
         coding = self._plan.coding
@@ -328,7 +330,7 @@ class Points(AxisWriter):
         if self._rank.adds_factors:  # products are made in pieces that stay in cache
             products = self._directions.products(group)
             plain += Work(dtype=plain.dtype, matmuls=products, num_kernels=len(products))
-        plain += self._taking_out(group.num_trainable - num_elements(tuned))
+        plain = self._with_taking_out(group.num_trainable - num_elements(tuned), plain)
         if not tuned:
             return plain
         # Of linear layers all, or of adapters.
@@ -345,7 +347,9 @@ class Points(AxisWriter):
         coded = coded_update_work(linears, how, share, direction_format=self._rank.direction_format)
         return coded + plain  # in the format of the first
 
-    def _taking_out(self, num_elements: int) -> Work:
-        """Return the work of taking codes of a direction out of bytes that they share, as many as a sweep's temporaries at a time."""
-        at_once = min(num_elements, SCRATCH_ELEMENTS)
-        return unpacking_work(num_elements, self._rank.direction_format, at_once=at_once)
+    def _with_taking_out(self, num_elements: int, work: Work) -> Work:
+        """Return `work` with that of taking codes of a direction out of bytes that they share, a sweep's temporaries at a time."""
+        kept = self._rank.direction_format
+        if FORMATS[kept].bits >= 8:
+            return work
+        return work + unpacking_work(num_elements, kept, at_once=min(num_elements, SCRATCH_ELEMENTS))
