@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,14 +55,15 @@ def _overlap(predicted: Tensor, labels: Tensor) -> float:
 _NAMED: dict[str, Objective] = {"accuracy": error_rate, "f1": f1_shortfall}
 
 
-def objective_named(name: str) -> Objective | None:
+def objective_named(name: str, *, from_here: bool = True) -> Objective | None:
     """Return what `name` stands for; None for the model's own loss.
 
     Parameters
     ----------
     name : str
-        ``"loss"``, ``"accuracy"``, ``"f1"``, or ``"module:function"`` of logits and batch, its module perhaps in the
-        working directory.
+        ``"loss"``, ``"accuracy"``, ``"f1"``, or ``"module:function"`` of logits and batch.
+    from_here : bool
+        As of :func:`imported`.
 
     Raises
     ------
@@ -72,21 +74,49 @@ def objective_named(name: str) -> Objective | None:
         return None
     if name in _NAMED:
         return _NAMED[name]
-    module, colon, function = name.partition(":")
-    if not colon:
+    if not names_code(name):
         raise RunError(
             f"there is no objective {name!r}",
             hint=f"objectives are {LOSS}, {', '.join(_NAMED)}, or module:function of logits and batch",
         )
+    return _checked(name, imported("objective", name, from_here=from_here))
+
+
+def names_code(name: str) -> bool:
+    """Whether the name of an objective or a reward is ``module:function``, which is imported and run."""
+    return ":" in name and "//" not in name
+
+
+def imported(what: str, name: str, *, from_here: bool = True) -> Callable[..., Any]:
+    """Return the function that ``module:function`` names.
+
+    Parameters
+    ----------
+    what : str
+        For messages, such as ``"objective"``.
+    name : str
+    from_here : bool
+        Whether the module may lie in the working directory. A resumed run does not look there: people stand in the directory
+        of the run that they go on with, and that may be a stranger's.
+
+    Raises
+    ------
+    RunError
+        If it cannot be imported.
+    """
+    module, _, function = name.partition(":")
     try:
-        with working_directory_importable():
-            objective: Objective = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, SyntaxError) as error:
+        with working_directory_importable() if from_here else nullcontext():
+            found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
+        places = "on PYTHONPATH and among installed packages"
         raise RunError(
-            f"objective {name!r} cannot be imported: {error}",
-            hint="the module is looked for in the working directory, on PYTHONPATH and among installed packages",
+            f"{what} {name!r} cannot be imported: {error}",
+            hint=f"the module is looked for in the working directory, {places}"
+            if from_here
+            else f"a resumed run looks for the module {places}, and not in the working directory",
         ) from error
-    return _checked(name, objective)
+    return found
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import queue
 import threading
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from executors.datasets.generation import Generation, continued, prompt_of
-from executors.datasets.objectives import working_directory_importable
+from executors.datasets.objectives import imported, names_code
 from executors.datasets.prompts import Example
 from executors.json_server import JsonServer, checked_limit_s, late
 from executors.models.model import Batch, TextObjective
@@ -26,16 +25,18 @@ Reward = Callable[[Sequence[Text], Sequence[Text]], list[float]]
 """Called with prompts and what was made of them; higher is better."""
 
 
-def reward_named(name: str, timeout_s: float) -> Reward:
+def reward_named(name: str, timeout_s: float, *, from_here: bool = True) -> Reward:
     """Return the reward that `name` stands for, checked and in time.
 
     Parameters
     ----------
     name : str
-        ``"module:function"``, its module perhaps in the working directory, called with prompts and texts; or the address of an
-        endpoint on this machine, which is sent ``{"prompts": [...], "texts": [...]}`` and answers ``{"rewards": [...]}``.
+        ``"module:function"``, called with prompts and texts; or the address of an endpoint on this machine, which is sent
+        ``{"prompts": [...], "texts": [...]}`` and answers ``{"rewards": [...]}``.
     timeout_s : float
         Most seconds of a call.
+    from_here : bool
+        As of :func:`executors.datasets.objectives.imported`.
 
     Raises
     ------
@@ -43,7 +44,10 @@ def reward_named(name: str, timeout_s: float) -> Reward:
         If there is no such function, or the address is another machine's. The reward raises it for what is late, gone, no number or
         not one number for each text.
     """
-    ask = _endpoint(name, timeout_s) if "//" in name else _in_time(name, _function(name), timeout_s)
+    if "//" in name:
+        ask = _endpoint(name, timeout_s)
+    else:
+        ask = _in_time(name, _function(name, from_here=from_here), timeout_s)
 
     def reward(prompts: Sequence[Text], texts: Sequence[Text]) -> list[float]:
         return _checked(name, ask(list(prompts), list(texts)), len(texts))
@@ -98,22 +102,13 @@ def _examples(batch: Batch) -> list[Example]:
     ]
 
 
-def _function(name: str) -> Callable[..., Any]:
-    module, colon, function = name.partition(":")
-    if not colon:
+def _function(name: str, *, from_here: bool) -> Callable[..., Any]:
+    if not names_code(name):
         raise RunError(
             f"there is no reward {name!r}",
             hint="a reward is module:function of prompts and texts, or http://127.0.0.1:PORT/PATH",
         )
-    try:
-        with working_directory_importable():
-            function_of_text: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise RunError(
-            f"reward {name!r} cannot be imported: {error}",
-            hint="the module is looked for in the working directory, on PYTHONPATH and among installed packages",
-        ) from error
-    return function_of_text
+    return imported("reward", name, from_here=from_here)
 
 
 def _in_time(name: str, function: Callable[..., Any], timeout_s: float) -> Callable[..., Any]:

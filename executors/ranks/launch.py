@@ -57,6 +57,7 @@ _END_S = 3.0
 """For which a rank may take to end when it is asked to; one that is stopped does not hear it."""
 
 _PR_SET_PDEATHSIG = 1
+_SAFE_PATH = "PYTHONSAFEPATH"
 
 
 def launch(function: Callable[..., Any], *arguments: object, world_size: int = 1) -> Any:
@@ -201,7 +202,8 @@ def _launch(
         for rank in range(world_size)
     ]
     try:
-        with _main_left_alone() if function.__module__ != "__main__" else nullcontext():
+        left_alone = _main_left_alone() if function.__module__ != "__main__" else nullcontext()
+        with left_alone, _working_directory_left_out():
             for rank in ranks:
                 rank.start()
         sending.close()
@@ -223,6 +225,20 @@ def _main_left_alone() -> Iterator[None]:
         yield
     finally:
         main.__dict__.update(kept)
+
+
+@contextmanager
+def _working_directory_left_out() -> Iterator[None]:
+    """Keep new Pythons from importing what lies in the working directory before they are given this process's path.
+
+    They begin as ``python -c "from multiprocessing.spawn import ..."``, which finds a ``multiprocessing.py`` there first.
+    """
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_SAFE_PATH) if before is None else os.environ.update({_SAFE_PATH: before})
 
 
 def _result(ranks: Sequence[BaseProcess], receiving: connection.Connection, directory: Path) -> Any:

@@ -138,7 +138,7 @@ def _check_tokenizer_files(directory: Path) -> None:
     if not path.is_file():
         return
     tried = subprocess.run(
-        [sys.executable, "-c", _TRY_TOKENIZER, str(path), _SOME_TEXT],
+        [sys.executable, "-P", "-c", _TRY_TOKENIZER, str(path), _SOME_TEXT],
         capture_output=True,
         text=True,
         check=False,
@@ -202,7 +202,7 @@ def text_objective(settings: RunSettings) -> TextObjective | None:
     num_new_tokens = settings.plan.forward.num_new_tokens
     if settings.reward is None or num_new_tokens is None:
         return None
-    reward = reward_named(settings.reward, settings.reward_timeout_s)
+    reward = reward_named(settings.reward, settings.reward_timeout_s, from_here=not settings.resume)
     tokenizer = tokenizer_for(settings.model, settings.data.path)
     decode = None if tokenizer is None else tokenizer.decode
     longest = settings.plan.model.max_positions

@@ -6,6 +6,7 @@ A value that is stated decides; else what an interrupted run recorded, if it is 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -61,6 +62,7 @@ def settings_from(
     out = _required(stated.get("run", {}).get("out"), "a directory to write to", "--out DIR")
     is_resumed = stated.get("run", {}).get("resume", False)
     header = read_header(out) if is_resumed and (Path(out) / HEADER_NAME).exists() else {}
+    _refuse_unnamed_code(header.get("run") or {}, stated.get("run", {}), out)
     fields = _laid_over(_recorded_fields(header), stated)
     run = fields["run"]
     if is_resumed and not header and "model" not in run:
@@ -144,6 +146,17 @@ def _recorded_fields(header: Recorded) -> Stated:
         "learning_rate": dict(run.get("schedule", {})),
         "evaluation": dict(run.get("evaluation") or {}),
     }
+
+
+def _refuse_unnamed_code(recorded: Recorded, stated: Mapping[str, Any], out: str) -> None:
+    """Refuse code to run, or an address to ask, that a record names and no option does: the record may be a stranger's."""
+    for name, what in (("objective", "code to import"), ("reward", "code to import, or an address to ask")):
+        value = recorded.get(name)
+        if value is not None and ":" in value and name not in stated:
+            raise RunError(
+                f"the record of {out} names {what}: {name}={value!r}, and this command does not",
+                hint=f"where you trust it, name it again: --{name} {shlex.quote(value)}",
+            )
 
 
 def _laid_over(recorded: Stated, stated: Stated) -> Stated:

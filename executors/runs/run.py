@@ -203,7 +203,8 @@ class Run:
             "num_timed_steps": settings.num_timed_steps,
             "num_draw_threads": settings.num_threads,
             "num_micro_batches": settings.accumulate,
-            "objective": text_objective(settings) or objective_named(settings.objective),
+            "objective": text_objective(settings)
+            or objective_named(settings.objective, from_here=not settings.resume),
             "communicator": self.communicator,
             "checksums": settings.checksums,
             "graphs": settings.graphs,

@@ -187,6 +187,7 @@ def lengthy(prompts, texts):
 @pytest.fixture
 def inputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # a resumed run does not look in the working directory
     (tmp_path / "rewarding_of_runs.py").write_text(REWARD)
     saved_lines(tmp_path / "data.jsonl")
     return saved_model("opt", tmp_path, num_hidden_layers=1), tmp_path / "data.jsonl"
@@ -214,8 +215,9 @@ def test_a_reward_that_fails_loses_nothing_and_a_replay_needs_none(inputs, tmp_p
     (tmp_path / "broken").unlink()
     assert run(inputs, cut, 4, "--resume", reward="rewarding_of_runs:other") != 0
     assert "was run with reward='rewarding_of_runs:fond'" in " ".join(capsys.readouterr().err.split())
-    # What was recorded is not asked for again.
-    assert zosim("run", "--out", cut, "--resume", "--no-launch", "--steps", 4) == 0
+    # Code is named again; what else was recorded is not asked for.
+    named = ("--reward", "rewarding_of_runs:fond")
+    assert zosim("run", "--out", cut, "--resume", "--no-launch", "--steps", 4, *named) == 0
     losses = [[(row["loss_plus"], row["loss_minus"]) for row in rows_of(folder)] for folder in (whole, cut)]
     assert losses[0] == losses[1]
     assert any(plus != minus for plus, minus in losses[0])
@@ -238,7 +240,8 @@ def test_ranks_are_rewarded_for_their_own_texts(inputs, tmp_path, mesh, codes):
     by = {"reward": "rewarding_of_runs:lengthy"}
     assert run(inputs, alone, 4, *more, "--accumulate", parts, **by) == 0
     assert run(inputs, ranks, 2, *more, "--mesh", mesh, launched=True, **by) == 0
-    one, two = ("--resume", "--no-launch", "--mesh", "data=1"), ("--resume", "--mesh", mesh)
+    named = ("--resume", "--reward", by["reward"])
+    one, two = (*named, "--no-launch", "--mesh", "data=1"), (*named, "--mesh", mesh)
     assert zosim("run", "--out", ranks, *one, "--steps", 3) == 0
     assert zosim("run", "--out", ranks, *two, "--steps", 4) == 0
     losses = [[(row["loss_plus"], row["loss_minus"]) for row in rows_of(folder)] for folder in (alone, ranks)]
