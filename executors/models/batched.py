@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from costmodel.model_spec import EMBED, HEAD, block_index
 from executors.models.lora import block_linears, joined_factors
 from executors.models.model import IGNORED_LABEL, Batch, CutModel
 from executors.models.packing import LEAST_SAVED, Packing, pack, packed_attention
 from executors.models.recording_blocks import StepCache
+from executors.models.transformers_interface import attention_by, register_attention, states_of
 from topology.errors import ModelError
 
 _ATTENTION = "zosim_packed"
-ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, packed_attention)
+register_attention(_ATTENTION, packed_attention)
 
 
 @dataclass(frozen=True)
@@ -222,16 +222,14 @@ class BatchedModel(CutModel):
             self._narrowing = _Narrowing(hidden, packing.predictors)
             kwargs["on_attended"] = self._narrowing.attended
         try:
-            with self._packed_attention(), self.format(), self._slots_left_out(paths):
-                output: Any = self.blocks[index](hidden, *args, **kwargs)
+            with attention_by(self.model, _ATTENTION), self.format(), self._slots_left_out(paths):
+                return states_of(self.blocks[index](hidden, *args, **kwargs))
         finally:
             self._paths, self._narrowing = {}, None
-        states: Tensor = output[0] if isinstance(output, tuple) else output
-        return states
 
     def _embed_packed(self, batch: Batch, cache: StepCache) -> Tensor:
         cache.packing = packing = cache.packing or self.pack(batch)
-        with self._packed_attention():
+        with attention_by(self.model, _ATTENTION):
             return self.embed({"input_ids": packing.tokens, "position_ids": packing.positions}, cache)
 
     @staticmethod
@@ -278,16 +276,6 @@ class BatchedModel(CutModel):
         finally:
             for module in joined:
                 module.lora_is_beside = False
-
-    @contextmanager
-    def _packed_attention(self) -> Iterator[None]:
-        config: Any = self.model.config.get_text_config()  # type: ignore[operator, union-attr]
-        usual = config._attn_implementation
-        config._attn_implementation = _ATTENTION
-        try:
-            yield
-        finally:
-            config._attn_implementation = usual
 
     def _check_packing(self) -> None:
         """Refuse a model that computes something else of packed sequences than of padded ones.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from executors.models.transformers_interface import states_of
 from topology.errors import ModelError
 
 _NORMS_BEFORE = {
@@ -121,8 +122,7 @@ class HalvedBlock:
         ModelError
             If they are not.
         """
-        whole = self._block(hidden, *args, **kwargs)
-        whole = whole[0] if isinstance(whole, tuple) else whole
+        whole = states_of(self._block(hidden, *args, **kwargs))
         halfway = self.front(hidden, *args, **kwargs)
         if not _alike(self.back(halfway), whole):
             raise ModelError(

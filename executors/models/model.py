@@ -34,6 +34,7 @@ from executors.models.halves import Halfway, HalvedBlock, Handed, as_tensor, nor
 from executors.models.host_twins import host_twins
 from executors.models.parameters import NamedTensor, named_tensors
 from executors.models.recording_blocks import Calls, StandIn, StandInState, StepCache, Stop
+from executors.models.transformers_interface import states_of
 from topology.errors import ModelError
 
 Batch = Mapping[str, Tensor]
@@ -196,8 +197,7 @@ class CutModel:
         """Return the output of block `index`."""
         args, kwargs = cache.calls[index]
         with self.format():
-            output = self.blocks[index](hidden, *args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
+            return states_of(self.blocks[index](hidden, *args, **kwargs))
 
     def between(self, segment: str, handed: Handed, cache: StepCache) -> Handed:
         """Return what `segment`, a block or half of one, makes of what the segment before it handed on."""

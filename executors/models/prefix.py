@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from costmodel.configs import Prefix
 from executors.files import write_atomically
 from executors.models.blocks import fills_masks, find_blocks
+from executors.models.transformers_interface import AttentionArguments, attention_modules, cached_states
 from executors.models.weight_files import write_tensors
 from topology.errors import ModelError
 
@@ -55,10 +56,10 @@ def attach_prefix(model: nn.Module, prefix: Prefix) -> None:
         )
     tokens = torch.randint(0, config.vocab_size, (1, prefix.num_tokens), generator=generator)
     with torch.no_grad():
-        cache = model.eval()(input_ids=tokens, use_cache=True).past_key_values
+        states = cached_states(model.eval(), tokens)
     model.requires_grad_(False)
-    for attention, layer in zip(_attentions(model), cache.layers, strict=True):
-        _attach(attention, _in_rows(layer.keys), _in_rows(layer.values), layer.keys.shape[1])
+    for attention, (keys, values) in zip(_attentions(model), states, strict=True):
+        _attach(attention, _in_rows(keys), _in_rows(values), keys.shape[1])
 
 
 def load_prefix(model: nn.Module, directory: str | Path) -> None:
@@ -111,9 +112,7 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
     """Return the attention of every block."""
     attentions = []
     for index, block in enumerate(find_blocks(model)):
-        inside = [
-            module for module in block.modules() if hasattr(module, "layer_idx") and module is not block
-        ]
+        inside = attention_modules(block)
         if len(inside) != 1:
             raise ModelError(
                 f"block {index} of {type(model).__name__} has {len(inside)} attention modules, a prefix needs one",
@@ -137,24 +136,38 @@ def _in_rows(states: Tensor) -> Tensor:
 def _attach(attention: nn.Module, keys: Tensor, values: Tensor, num_heads: int) -> None:
     for name, part in zip(_PARTS, (keys, values), strict=True):
         attention.register_parameter(name, nn.Parameter(part.detach().clone()))
-    attention.register_forward_pre_hook(_Prepend(num_heads), with_kwargs=True)
+    prepend = _Prepend(num_heads, AttentionArguments(attention))
+    attention.register_forward_pre_hook(prepend, with_kwargs=True)
+    attention.register_forward_hook(prepend.check, with_kwargs=True)
 
 
 class _Prepend:
     """Lets an attention module find the prefix in what it takes for its cache, and see it through its mask."""
 
-    def __init__(self, num_heads: int) -> None:
+    def __init__(self, num_heads: int, arguments: AttentionArguments) -> None:
         self._num_heads = num_heads
+        self._arguments = arguments
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        cache = kwargs.get("past_key_values")
+        named = self._arguments.named(args, kwargs)
+        cache = named.get(self._arguments.cache)
         past = 0 if cache is None else cache.get_seq_length(module.layer_idx)
         keys, values = self._heads(module.prefix_keys), self._heads(module.prefix_values)
-        mask = _extended(kwargs.get("attention_mask"), module.prefix_keys.shape[0], past, hidden)
-        return args, kwargs | {"past_key_values": _PrefixCache(keys, values, cache), "attention_mask": mask}
+        mask = _extended(
+            named.get("attention_mask"), module.prefix_keys.shape[0], past, named["hidden_states"]
+        )
+        seen = {self._arguments.cache: _PrefixCache(keys, values, cache), "attention_mask": mask}
+        return (), named | seen
+
+    def check(self, module: Any, _args: tuple[Any, ...], kwargs: dict[str, Any], _output: object) -> None:
+        """Raise if the attention did not read the prefix."""
+        if not kwargs[self._arguments.cache].was_read:
+            raise ModelError(
+                f"{type(module).__name__} ignores its prefix",
+                hint="install a transformers release that zosim is tested with: its versions are in pyproject.toml",
+            )
 
     def _heads(self, part: Tensor) -> Tensor:
         """Return (tokens, heads · width) as (1, heads, tokens, width)."""
@@ -168,11 +181,13 @@ class _PrefixCache:
     def __init__(self, keys: Tensor, values: Tensor, inner: Any) -> None:
         self._prefix = keys, values
         self._inner = inner
+        self.was_read = False
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *rest: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
         """Return all keys and values that the new tokens may see, the prefix first."""
+        self.was_read = True
         if self._inner is not None:
-            keys, values = self._inner.update(keys, values, layer_idx, *rest)
+            keys, values = self._inner.update(keys, values, *rest, **more)
         first, second = (
             torch.cat([prefix.to(states.dtype).expand(states.shape[0], -1, -1, -1), states], dim=2)
             for prefix, states in zip(self._prefix, (keys, values), strict=True)

@@ -14,9 +14,10 @@ from costmodel.configs import Prefix, spec_of_config
 from executors.models.loading import load_model
 from executors.models.prefix import CONFIG_NAME, WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix
 from executors.models.spec import spec_of_model
+from executors.models.transformers_interface import AttentionArguments
 from executors.runs.session import Session
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
-from tests.support.reference_mezo import CachedPrefix, LiteralMezo, differing
+from tests.support.reference_mezo import CACHE, CachedPrefix, LiteralMezo, differing
 from tests.support.tiny import CONFIGS, SHAPE, SPECIAL, batches, model_of, plan_of
 from topology.errors import ModelError
 
@@ -72,7 +73,7 @@ def test_it_begins_as_what_real_tokens_leave_in_the_cache(name):
     model, _ = prefixed(name)
     tokens = torch.randint(0, 96, (1, 4), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        layers = plain(name)(input_ids=tokens, use_cache=True).past_key_values.layers
+        layers = plain(name)(input_ids=tokens, use_cache=True)[CACHE].layers
     parts = parts_of(model)
     for i, layer in enumerate(layers):
         for part, states in zip(parts[2 * i : 2 * i + 2], (layer.keys, layer.values), strict=True):
@@ -139,6 +140,36 @@ def test_what_cannot_be_a_prefix_is_refused(tmp_path):
     save_prefix(prefixed("llama")[0], tmp_path)
     with pytest.raises(ModelError, match="not one of OPTForCausalLM"):
         load_prefix(plain("opt"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "past_key_value", "layer_past"])
+def test_the_cache_goes_by_the_name_that_an_attention_module_has_for_it(name):
+    class Attention(torch.nn.Module):
+        pass
+
+    Attention.forward = eval(f"lambda self, hidden_states, attention_mask=None, {name}=None, **rest: None")
+    arguments = AttentionArguments(Attention())
+    assert arguments.cache == name
+    assert arguments.named((1, 2), {name: 3}) == {"hidden_states": 1, "attention_mask": 2, name: 3}
+
+
+def test_an_attention_module_that_knows_no_cache_is_refused():
+    class Renamed(torch.nn.Module):
+        def forward(self, hidden_states, attention_mask=None, kept=None, **rest):
+            pass
+
+    with pytest.raises(ModelError, match=r"Renamed of transformers .* takes .*kept, rest\)"):
+        AttentionArguments(Renamed())
+
+
+def test_an_attention_module_that_reads_no_cache_does_not_pass_for_one():
+    model, _ = prefixed("llama")
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, **kwargs: forward(*args, **kwargs | {arguments.cache: None})
+    arguments = AttentionArguments(model.model.layers[0].self_attn)
+    with pytest.raises(ModelError, match="LlamaAttention ignores its prefix"):
+        model(input_ids=torch.tensor([[5]]))
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -608,3 +610,16 @@ def test_codes_are_multiplied_on_the_device_in_any_format(codes):
     # Weights are made of codes wherever there is room, and a product's last bit depends on where; over 2ε it is 2.4e-4. In later
     # steps it decides how inputs and updates are rounded.
     assert numbers[0] == pytest.approx(resident[0], abs=1e-3)
+
+
+def test_transformers_can_be_imported_first_inside():
+    program = (
+        "import torch\n"
+        "from tests.support.simulated_cuda import simulated\n"
+        "with simulated():\n"
+        "    import transformers.generation.continuous_batching.utils\n"
+        "    assert isinstance(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph)\n"
+        "    assert isinstance(torch.cuda.Event(), torch.cuda.Event)\n"
+        "    assert isinstance(torch.cuda.Stream(), torch.cuda.Stream)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

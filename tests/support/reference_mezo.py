@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, OPTForCausalLM
+
+CACHE = "cache" if "cache" in inspect.signature(OPTForCausalLM.forward).parameters else "past_key_values"
+"""What the installed transformers calls a cache."""
 
 
 class LiteralMezo:
@@ -102,8 +107,8 @@ class CachedPrefix(nn.Module):
             input_ids=input_ids,
             attention_mask=seen,
             labels=labels,
-            past_key_values=cache,
             position_ids=positions,
+            **{CACHE: cache},
         )
 
 

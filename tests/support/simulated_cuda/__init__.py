@@ -10,6 +10,7 @@ before the other; and memory that is freed must not be in use on a stream that i
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import types
@@ -37,6 +38,7 @@ from tests.support.simulated_cuda.device import (
     Event,
     Finding,
     Generator,
+    Stream,
 )
 from tests.support.simulated_cuda.graphs import POOLS, Graph
 from tests.support.simulated_cuda.modes import DRAWING, Devices, Kernels, drawn
@@ -47,7 +49,7 @@ __all__ = ["Device", "Finding", "seen_by", "simulated"]
 @contextlib.contextmanager
 def seen_by(device: Device) -> Iterator[None]:
     """Let the calling thread, which is a rank, find the device, and a default stream of its own as if it were another."""
-    device.host.default = device.new_stream()
+    device.host.default = Stream(device)
     with _seen_by(device):
         yield
 
@@ -91,8 +93,8 @@ def _replacements(device: Device) -> Iterator[tuple[Any, str, Any]]:
         yield torch.cuda, name, value
     for name, value in _torch_accelerator(device).items():
         yield torch.accelerator, name, value
-    yield torch, "Stream", device.new_stream
-    yield torch, "Event", lambda _=None, **kwargs: Event(device, **kwargs)
+    yield torch, "Stream", _class_on(device, Stream)
+    yield torch, "Event", _class_on(device, Event)
     yield dist, "get_default_backend_for_device", lambda _: "gloo"
     autocast = torch.autocast
     yield torch, "autocast", lambda _, *args, **kwargs: autocast("cpu", *args, **kwargs)
@@ -149,9 +151,9 @@ def _torch_cuda(device: Device) -> dict[str, Any]:
         "current_device": lambda: 0,
         "get_device_name": lambda _=None: properties.name,
         "get_device_properties": lambda _=None: properties,
-        "Stream": device.new_stream,
-        "Event": lambda **kwargs: Event(device, **kwargs),
-        "CUDAGraph": lambda *args, **kwargs: Graph(device, *args, **kwargs),
+        "Stream": _class_on(device, Stream),
+        "Event": _class_on(device, Event),
+        "CUDAGraph": _class_on(device, Graph),
         "graph_pool_handle": lambda: (0, next(POOLS)),
         "stream": device.on_stream,
         "default_stream": device.default_stream,
@@ -170,6 +172,11 @@ def _torch_cuda(device: Device) -> dict[str, Any]:
         "manual_seed_all": device.generator.manual_seed,
         "cudart": lambda: driver,
     }
+
+
+def _class_on(device: Device, of: type) -> type:
+    """Return a class as torch has one, which knows its device: others derive from it, and name it in annotations."""
+    return type(of.__name__, (of,), {"__init__": functools.partialmethod(of.__init__, device)})
 
 
 def _torch_accelerator(device: Device) -> dict[str, Any]:

@@ -32,11 +32,11 @@ Kind = Literal["device", "pinned", "host"]
 class Stream:
     """A queue of the device. Its kernels run when they are launched; its clock says what they may rely on."""
 
-    def __init__(self, device: Device, number: int) -> None:
+    def __init__(self, device: Device, *_: object, **__: object) -> None:
         self._simulated = device
-        self.name = f"stream {number}"
         self.clock: Clock = {}
-        self.cuda_stream = self.stream_id = number
+        self.cuda_stream = self.stream_id = number = device.added(self)
+        self.name = f"stream {number}"
         self.device = DEVICE
 
     def wait_event(self, event: Event) -> None:
@@ -60,7 +60,7 @@ class Stream:
 class Event:
     """What a stream had come to when it was recorded."""
 
-    def __init__(self, device: Device, *, enable_timing: bool = False, **_: object) -> None:
+    def __init__(self, device: Device, *_: object, enable_timing: bool = False, **__: object) -> None:
         self._simulated = device
         self._is_timed = enable_timing
         self._at_s: float | None = None
@@ -222,8 +222,9 @@ class Device:
         self.pinned_bytes = self.pinned_taken_bytes = 0
         self.generator = Generator()
         self.host = HostThread()
-        self.streams = [Stream(self, 0)]
         self._lock = threading.RLock()
+        self.streams: list[Stream] = []
+        Stream(self)
         self._shadow = Shadow()
         # What threads knew that have ended: whoever collects their garbage comes after them.
         self._ended: Clock = {}
@@ -241,10 +242,11 @@ class Device:
     def current_stream(self, _: object = None) -> Stream:
         return self.host.stream or self.default_stream()
 
-    def new_stream(self, *_: object, **__: object) -> Stream:
+    def added(self, stream: Stream) -> int:
+        """Take up a new stream, and return its number; the first is the default one."""
         with self._lock:
-            self.streams.append(Stream(self, len(self.streams)))
-            return self.streams[-1]
+            self.streams.append(stream)
+            return len(self.streams) - 1
 
     def set_stream(self, stream: Stream) -> None:
         self.host.stream = stream
