@@ -1,4 +1,8 @@
-"""Files that are whole or not there, and directories that one process at a time writes to."""
+"""Files that are whole or not there, and directories that one process at a time writes to.
+
+The directory of a run may be a stranger's: nothing in it is opened that is no regular file, and no link in it is followed. The
+directory itself may be a link, which is the user's.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,38 @@ from types import TracebackType
 from typing import IO
 
 from topology.errors import RunError, refusal_of_machine
+from topology.reading import irregular, refuse_irregular
 
 LOCK_NAME = ".lock"
+RUN_FILES = (
+    LOCK_NAME,
+    "run.json",
+    "steps.jsonl",
+    "steps-refused.jsonl",
+    "metrics.jsonl",
+    "digests.jsonl",
+    "plan.json",
+    "program.json",
+    "timeline.json",
+    "tuning.json",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "codes.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+"""Files that a run, or a tuning, reads or writes in its directory."""
+RUN_FOLDERS = ("checkpoints", "best", "prefix", "adapter", "tensorboard")
+_LINK_HINT = (
+    "a run follows no link in its directory, and opens nothing but files; the directory itself may be a link"
+)
 LOCK_WAIT_S = 10.0
 """How long a writer waits for another to let go: one whose launcher was killed needs a moment to die."""
 
@@ -45,6 +79,48 @@ def refuse_other_names(paths: Iterable[str | Path]) -> None:
             ) from None
 
 
+def refuse_irregular_run(directory: Path) -> None:
+    """Raise if something that a run reads or writes in a directory is no regular file, or no directory of its own.
+
+    Raises
+    ------
+    RunError
+        Naming it.
+    """
+    refuse_irregular((directory / name for name in RUN_FILES), RunError, hint=_LINK_HINT)
+    for name in RUN_FOLDERS:
+        folder = directory / name
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            found = irregular(folder.lstat()) or "a file"
+            raise RunError(f"{folder} is {found}, not a directory of the run", hint=_LINK_HINT)
+        for path, folders, files in os.walk(folder):
+            inside = [name for name in folders if Path(path, name).is_symlink()]
+            refuse_irregular((Path(path, name) for name in (*inside, *files)), RunError, hint=_LINK_HINT)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Return a descriptor of a file in the directory of a run, which is made if need be; no link is followed.
+
+    Raises
+    ------
+    RunError
+        If it is no regular file, or has another name elsewhere that would be written to as well.
+    OSError
+    """
+    # A named pipe without a reader is then refused rather than waited for.
+    flags |= os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    refuse_irregular([path], RunError, hint=_LINK_HINT)
+    file = os.open(path, flags, 0o644)
+    status = os.fstat(file)
+    if irregular(status) is None and status.st_nlink <= 1:
+        return file
+    os.close(file)
+    found = irregular(status) or f"a file of {status.st_nlink} names (hard links)"
+    raise RunError(
+        f"{path} is {found}, not a file of the run alone", hint="copy the directory (cp -r), and use the copy"
+    )
+
+
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Make a directory if need be, and be the only process that writes to it.
@@ -54,11 +130,12 @@ def locked(directory: Path) -> Iterator[None]:
     Raises
     ------
     ZosimError
-        If another process writes to it, or it cannot be written to.
+        If another process writes to it, it cannot be written to, or something in it is no file of a run.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / LOCK_NAME).open("a+")
+        refuse_irregular_run(directory)
+        file = os.fdopen(open_own(directory / LOCK_NAME, os.O_RDWR | os.O_APPEND), "a+")
     except OSError as error:
         raise refusal_of_machine(error) or error from error
     with file:
@@ -104,7 +181,10 @@ class replacing:  # noqa: N801 - reads as the context that it is
         self._partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
 
     def __enter__(self) -> IO[bytes]:
-        self._file = self._partial.open("wb")
+        # Whatever has this name is not written to, a link least of all.
+        with naming(self._path):
+            self._partial.unlink(missing_ok=True)
+        self._file = self._partial.open("xb")
         return self._file
 
     def __exit__(

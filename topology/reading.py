@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -36,6 +38,50 @@ _LONE_SURROGATE = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # the others stand
 
 class _UnreadableError(ValueError):
     """Why a text is not what it should be."""
+
+
+_TYPES = {
+    stat.S_IFLNK: "a link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def irregular(status: os.stat_result) -> str | None:
+    """Return what something in a file system is where it is no regular file, such as ``"a link"``; None for a regular file."""
+    return None if stat.S_ISREG(status.st_mode) else _TYPES.get(stat.S_IFMT(status.st_mode), "no file")
+
+
+def refuse_irregular(
+    paths: Iterable[str | Path], error: type[ZosimError], *, links: bool = False, hint: str | None = None
+) -> None:
+    """Raise for the first path that is there and is no regular file: a pipe has no end, and a link may lead anywhere.
+
+    Files that a user names may be either. What lies in a directory that somebody else may have written is looked at first.
+
+    Parameters
+    ----------
+    paths : iterable of path
+    error : type
+    links : bool
+        Whether a link to a regular file will do.
+    hint : str, optional
+
+    Raises
+    ------
+    ZosimError
+        Of type `error`.
+    """
+    for path in paths:
+        try:
+            found = irregular(Path(path).stat(follow_symlinks=links))
+        except OSError:  # it is not there, or whoever opens it says why it cannot be read
+            continue
+        if found is not None:
+            raise error(f"{path} is {found}, not a regular file", hint=hint)
 
 
 def read_bytes(

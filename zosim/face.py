@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from topology.errors import PlanError, TimelineError
-from topology.reading import read_json_object
+from topology.errors import PlanError, TimelineError, ZosimError
+from topology.reading import read_json_object, refuse_irregular
 from topology.validation import readable
 from zosim.adapters import AdapterSettings, adapters_of, tuned_by
 from zosim.options import (
@@ -255,6 +255,7 @@ def compare(
         raise TimelineError(
             f"{directory} is not the directory of a run", hint="`zosim run --out DIR` writes one"
         )
+    refuse_irregular_run(directory, TimelineError)
     ran = directory / "program.json"
     subject = simulate(
         plan_of_run(directory) if plan is None else plan,
@@ -272,6 +273,18 @@ def compare(
     return compare_timelines(
         predicted, measured, subject.programs.program_of(chosen), chosen, subject.at_pace_of(measured)
     )
+
+
+def refuse_irregular_run(directory: Path, error: type[ZosimError]) -> None:
+    """Raise if what is read of a run, whose directory may be a stranger's, is no regular file.
+
+    Raises
+    ------
+    ZosimError
+        Of type `error`.
+    """
+    names = ("plan.json", "run.json", "program.json", "timeline.json")
+    refuse_irregular((directory / name for name in names), error)
 
 
 def plan_of_run(directory: Path) -> Plan:

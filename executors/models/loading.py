@@ -24,7 +24,7 @@ from costmodel.memory import host_limits
 from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES, WEIGHTS_NAME
 from topology.errors import ModelError, ZosimError
 from topology.limits import Blocks, Extent
-from topology.reading import read_json_object
+from topology.reading import read_json_object, refuse_irregular
 from topology.units import format_bytes
 from topology.validation import did_you_mean, readable
 
@@ -155,6 +155,7 @@ def load_config(source: str | Path, *, allow_download: bool = False, shipped: bo
 def _config_fields(source: str | Path, *, allow_download: bool, shipped: bool) -> dict[str, Any]:
     path = Path(source)
     if path.is_dir():
+        _refuse_irregular(path)
         if not (path / CONFIG_NAME).is_file():
             raise ModelError(
                 f"{source} has no {CONFIG_NAME}",
@@ -167,10 +168,37 @@ def _config_fields(source: str | Path, *, allow_download: bool, shipped: bool) -
         except ModelError:
             pass  # a name that transformers may know
     from transformers import PreTrainedConfig
+    from transformers.utils.peft_utils import find_adapter_config_file
 
     with refusing(source, allow_download=allow_download):
+        if find_adapter_config_file(str(source), local_files_only=not allow_download) is not None:
+            raise _with_adapter(source)
         fields, _ = PreTrainedConfig.get_config_dict(str(source), local_files_only=not allow_download)
         return dict(fields)
+
+
+_ADAPTER_NAME = "adapter_config.json"
+
+
+def _refuse_irregular(directory: Path) -> None:
+    """Raise for a directory in which something is no file to read, or which holds an adapter, that transformers would load too.
+
+    Links are followed: caches and users' own directories are made of them, and nothing is written there.
+    """
+    found = [path for path in directory.iterdir() if path.suffix in _READ or not path.is_dir()]
+    refuse_irregular(found, ModelError, links=True, hint="a model directory holds files, or links to files")
+    if (directory / _ADAPTER_NAME).exists():
+        raise _with_adapter(directory)
+
+
+def _with_adapter(source: str | Path) -> ModelError:
+    return ModelError(
+        f"{source} holds an adapter ({_ADAPTER_NAME}), which transformers would load too, perhaps on another base",
+        hint="give the directory of its base; where base and adapter lie in one directory, move the adapter's files away",
+    )
+
+
+_READ = {".json", ".safetensors", ".txt", ".model", ".jinja"}
 
 
 def _config_class(fields: Mapping[str, Any], where: str) -> Any:

@@ -18,6 +18,8 @@ from executors.files import replacing, write_atomically
 from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES, WEIGHTS_NAME
 from executors.low_bits.coded import Coded
 from executors.low_bits.linear import coded_layers
+from topology.errors import RunError
+from topology.reading import refuse_irregular
 
 
 class Deferred(NamedTuple):
@@ -167,6 +169,7 @@ def save_pretrained(model: nn.Module, directory: str | Path, dtype: str | None =
 def save_configuration(model: nn.Module, directory: Path, more: Mapping[str, Any] | None = None) -> None:
     """Write what describes a model beside its weights, and fields of ``config.json`` that are not the model's own."""
     directory.mkdir(parents=True, exist_ok=True)
+    refuse_irregular((directory / name for name in (CONFIG_NAME, "generation_config.json")), RunError)
     config = model.config
     config.save_pretrained(directory)  # type: ignore[union-attr, operator]
     if getattr(model, "generation_config", None) is not None:

@@ -17,12 +17,14 @@ from executors.datasets.data import Dataset, Limits, LineFile, open_dataset, ref
 from executors.datasets.generation import Generation
 from executors.datasets.prompts import PromptTemplate
 from executors.datasets.rewards import objective_of_text, reward_named
+from executors.files import replacing
 from executors.models.loading import load_config, refusing
 from executors.models.model import TextObjective
 from executors.runs.settings import DataSettings, EvaluationSettings, RunSettings
 from topology.errors import ModelError
 from topology.reading import read_json_object
 from topology.validation import readable
+from zosim.console import stderr
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -232,8 +234,20 @@ def pad_token(settings: RunSettings) -> int:
 
 
 def copy_tokenizer(model: str, out: Path) -> None:
-    """Put a model directory's tokenizer beside weights that were made from it."""
+    """Put a model directory's tokenizer beside weights that were made from it.
+
+    A link that leads out of the directory is not copied, unless into the cache of the Hub that the directory is of: it
+    might lead to anything that the user can read.
+    """
+    directory = Path(model).resolve()
+    homes = [directory, *([directory.parents[1] / "blobs"] if directory.parent.name == "snapshots" else [])]
     for name in _TOKENIZER_FILES:
-        source = Path(model) / name
-        if source.is_file() and source.resolve() != (out / name).resolve():
-            shutil.copyfile(source, out / name)
+        source = (directory / name).resolve()
+        if not source.is_file() or source == (out / name).resolve():
+            continue
+        if not any(source.is_relative_to(home) for home in homes):
+            told = f"warning: {directory / name} leads out of its directory, to {source}, and is not copied"
+            stderr.print(told, markup=False, soft_wrap=True)
+        else:
+            with source.open("rb") as read, replacing(out / name) as file:
+                shutil.copyfileobj(read, file)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from executors.files import naming
+from executors.files import naming, open_own
 from topology.errors import RunError
 from topology.reading import parse_json, read_bytes
 
@@ -91,7 +91,7 @@ class JsonLines:
         self.path = Path(path)
         self._durable = durable
         try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._file = open_own(self.path, os.O_RDWR | os.O_APPEND)
             os.ftruncate(self._file, keep_bytes)
         except OSError as error:
             raise RunError(

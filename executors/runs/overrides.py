@@ -61,7 +61,7 @@ def settings_from(
     stated = asked.stated
     out = _required(stated.get("run", {}).get("out"), "a directory to write to", "--out DIR")
     is_resumed = stated.get("run", {}).get("resume", False)
-    header = read_header(out) if is_resumed and (Path(out) / HEADER_NAME).exists() else {}
+    header = read_header(out) if is_resumed and os.path.lexists(Path(out) / HEADER_NAME) else {}
     _refuse_unnamed_code(header.get("run") or {}, stated.get("run", {}), out)
     fields = _laid_over(_recorded_fields(header), stated)
     run = fields["run"]

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from executors.files import RUN_FOLDERS
 from executors.runs.history import DIGESTS_NAME
 from executors.runs.jsonlines import JsonLines, Line, read_lines
 from executors.runs.records import StepRecord
@@ -136,8 +137,9 @@ def _lines_behind(path: Path, num_steps: int) -> list[Line]:
 
 def remove_partial(out: Path) -> None:
     """Remove what a process that was killed had begun to write."""
-    for partial in out.rglob(".*.partial"):
-        partial.unlink(missing_ok=True)
+    for folder in (out, *(out / name for name in RUN_FOLDERS)):
+        for partial in folder.glob(".*.partial") if folder == out else folder.rglob(".*.partial"):
+            partial.unlink(missing_ok=True)
 
 
 def _metrics_row(record: StepRecord, tokens: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from executors.devices import device_name
-from executors.files import locked, write_atomically
+from executors.files import locked, refuse_irregular_run, write_atomically
 from executors.models.weight_files import weights_digest
 from executors.runs.header import checked
 from executors.runs.jsonlines import JsonLines, read_lines
@@ -112,9 +112,10 @@ def read_header(directory: str | Path) -> dict[str, Any]:
     Raises
     ------
     RunError
-        If there is none, it is damaged, or another version wrote it.
+        If there is none, it is damaged, another version wrote it, or something in the directory is no file of a run.
     """
     path = Path(directory) / HEADER_NAME
+    refuse_irregular_run(Path(directory))
     if not path.exists():
         raise RunError(f"{directory} holds no run ({HEADER_NAME} is missing)")
     text = read_text(path, "run's header", RunError)

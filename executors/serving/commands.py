@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -156,7 +157,8 @@ def canary(
     engine: _Engine = "http://127.0.0.1:8000",
     served_model: _Served = None,
     adapter: Annotated[
-        Path | None, typer.Option(help="Keep this adapter as that version first.", show_default=False)
+        Path | None,
+        typer.Option(help="Keep this adapter as that version, unless it is refused.", show_default=False),
     ] = None,
     name: Annotated[str, typer.Option(help="What the server calls the version that it serves.")] = "served",
     model: Annotated[
@@ -191,14 +193,13 @@ def canary(
             "a canary compares a version on data",
             hint="name the version, and add --data FILE; or --roll-back",
         )
-    if adapter is not None:
-        versions.keep(version, adapter)
     dataset, _ = _examples(model or "", data, template, label_words)
     lines = dataset.examples(list(range(min(examples, len(dataset)))))
-    if promote:
-        outcome = versions.promote(version, lines, tolerance=tolerance)
-    else:
-        outcome = versions.compare(version, lines)
+    with nullcontext() if adapter is None else versions.trying(version, adapter):
+        if promote:
+            outcome = versions.promote(version, lines, tolerance=tolerance)
+        else:
+            outcome = versions.compare(version, lines)
     result = {
         "version": version,
         "loss_served": outcome.served,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from executors.models.lora import PEFT_WEIGHTS, block_linears
 from topology.errors import ModelError
-from topology.reading import read_json_object
+from topology.reading import read_json_object, refuse_irregular
 from topology.validation import readable
 
 CONFIG_NAME = "adapter_config.json"
@@ -74,6 +74,7 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
     import safetensors
 
     directory = Path(directory)
+    refuse_irregular((directory / name for name in (CONFIG_NAME, PEFT_WEIGHTS)), ModelError, links=True)
     config = read_json_object(directory / CONFIG_NAME, "adapter's configuration", ModelError)
     with readable(str(directory / CONFIG_NAME), ModelError, model=_Config):
         stated = _Config.model_validate(config)

@@ -6,7 +6,8 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from executors.files import write_atomically
 from executors.serving.engine import Request, ServingEngine
 from executors.serving.peft import CONFIG_NAME
 from topology.errors import RunError
-from topology.reading import read_json_object
+from topology.reading import read_json_object, refuse_irregular
 
 _STATE_NAME = "served.json"
 _CANDIDATE = "zosim-candidate"
@@ -63,6 +64,7 @@ class Versions:
         self.directory = directory
         self.engine = engine
         self.name = name
+        self._promoted: str | None = None
         directory.mkdir(parents=True, exist_ok=True)
 
     # -- what there is -----------------------------------------------------------------------------------------
@@ -105,10 +107,32 @@ class Versions:
             raise RunError(f"{path} is there already", hint="versions stay as they are: choose another name")
         if not (adapter / CONFIG_NAME).is_file():
             raise RunError(f"{adapter} holds no adapter: it lacks {CONFIG_NAME}")
+        refuse_irregular(
+            (path for path in adapter.rglob("*") if not path.is_dir() or path.is_symlink()),
+            RunError,
+            links=True,
+        )
         partial = self.directory / f".{version}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(adapter, partial)
         partial.rename(path)
+
+    @contextmanager
+    def trying(self, version: str, adapter: Path) -> Iterator[None]:
+        """Keep an adapter as a version, and remove it again if the block fails before it is served.
+
+        Raises
+        ------
+        RunError
+            As :meth:`keep`.
+        """
+        self.keep(version, adapter)
+        try:
+            yield
+        except BaseException:
+            if version not in (self._promoted, *self._history()):
+                shutil.rmtree(self._path(version))
+            raise
 
     # -- serving -----------------------------------------------------------------------------------------------
 
@@ -164,6 +188,7 @@ class Versions:
                 f"{canary.served:.6g}: it is not served",
                 hint=f"a --tolerance above {tolerance:g} would let it pass",
             )
+        self._promoted = version
         self._load(self.name, version)
         self._write([*self._history(), version])
         return canary

@@ -885,6 +885,19 @@ def test_versions_are_compared_served_and_rolled_back(folder, tmp_path):
         versions.keep("../one", folder / "one")
 
 
+def test_a_version_that_is_refused_is_not_kept(folder, tmp_path):
+    lines = [Example(tokens, (-100, *tokens[1:])) for tokens in tokens_of(3)]
+    versions = Versions(tmp_path / "versions", Runtime(base()), "served")
+    with pytest.raises(RunError, match="it is not served"), versions.trying("one", folder / "one"):
+        versions.promote("one", lines, tolerance=-100)
+    assert versions.kept() == ()
+    with versions.trying("one", folder / "two"):
+        versions.promote("one", lines, tolerance=100)
+    with pytest.raises(RunError, match="there already"), versions.trying("one", folder / "one"):
+        pytest.fail("a version stays as it is")
+    assert versions.kept() == ("one",)
+
+
 def loss_of(model, lines):
     scores = [score for line in lines for score in expected(model, line.input_ids)]
     return -sum(scores) / len(scores)

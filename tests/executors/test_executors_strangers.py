@@ -169,7 +169,7 @@ def test_pipes_folders_and_loops_in_place_of_weights_are_not_waited_for(director
     for make in (os.mkfifo, Path.mkdir, lambda at: at.symlink_to(at)):
         path.rmdir() if path.is_dir() else path.unlink()
         make(path)
-        with pytest.raises(ModelError, match="holds no weights"):
+        with pytest.raises(ModelError, match=r"holds no weights|not a regular file"):
             load_model(directory)
         assert own_format(directory) is None
 

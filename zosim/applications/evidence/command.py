@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from zosim import face
-from zosim.applications.evidence.file import Evidence, check, evidence_of, run_header
+from zosim.applications.evidence.file import Evidence, EvidenceError, check, evidence_of, run_header
 from zosim.console import emit, stderr
 from zosim.options import Hardware, ProfileFile, Threads
 from zosim.plans import Plan
@@ -30,6 +30,7 @@ def make(
     as_json: Json = False,
 ) -> None:
     """Save a run with its plan, machine, profile and prediction; names, paths, weights and data stay out."""
+    face.refuse_irregular_run(run, EvidenceError)
     ran = run / "program.json"
     plan = Plan.load(run / "plan.json")
     used = threads or int(run_header(run)["num_threads"])
