@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from executors.files import refuse_other_names
 from executors.report import summary_view
-from executors.runs.settings import RUN_SECTIONS
+from executors.runs.settings import RUN_SECTIONS, DataSettings, check_data, evaluation_in
 from topology.errors import RunError
 from topology.limits import MAX_THREADS
+from zosim.cli import NEEDED_TO_RUN, refuse_without
 from zosim.console import emit, progress, stderr
 from zosim.plans import Method, Plan
 from zosim.stated import (
@@ -150,15 +152,7 @@ def _run(
     launch: bool,
 ) -> dict[str, Any]:
     """Return what a run came to; on other ranks than the first nothing, and for several hosts the lines to start."""
-    from executors.files import refuse_other_names
-    from executors.ranks.launch import launch as launch_ranks
-    from executors.ranks.mesh import launch_lines
-    from executors.ranks.rank_info import RankInfo, is_launched
-    from executors.runs.inputs import refuse_missing_data
-    from executors.runs.overrides import settings_from
-    from executors.runs.planning import Asked
-    from executors.runs.run import run_in_rank
-
+    refuse_without(*NEEDED_TO_RUN)
     named = (
         plan,
         stated.get("run", {}).get("out"),
@@ -167,6 +161,17 @@ def _run(
         stated.get("evaluation", {}).get("path"),
     )
     refuse_other_names(path for path in named if path)
+    # Data are refused before the seconds of importing torch. Those of a resumed run are in its record, which comes later.
+    is_told = "path" in stated.get("data", {}) and not stated.get("run", {}).get("resume", False)
+    if is_told:
+        check_data(DataSettings(**stated["data"]), evaluation_in(stated.get("evaluation", {})))
+    from executors.ranks.launch import launch as launch_ranks
+    from executors.ranks.mesh import launch_lines
+    from executors.ranks.rank_info import RankInfo, is_launched
+    from executors.runs.overrides import settings_from
+    from executors.runs.planning import Asked
+    from executors.runs.run import run_in_rank
+
     asked = Asked(
         stated,
         method=method,
@@ -182,8 +187,8 @@ def _run(
     if len(placement.ranks_by_host) > 1 and not is_launched():
         lines = launch_lines(settings.plan, sys.argv[1:])
         return {"launch": lines}
-    if not is_launched():
-        refuse_missing_data(settings)
+    if not is_told and not is_launched():
+        check_data(settings.data, settings.evaluation)
     world_size = placement.world_size
     if not launch and world_size > 1 and not is_launched():
         raise RunError(f"--no-launch runs one rank, the plan has {world_size}", hint="leave it out")
@@ -265,7 +270,7 @@ def replay(
     recorded = Plan.model_validate(header["plan"])
     base = alone(recorded)
     asked = Asked({"residency": {"blocks": residency}})
-    placed = plan_for(asked, base.model, base, None) if residency else None
+    placed = plan_for(asked, base.model, base, lambda: base.seq) if residency else None
     with progress() as bar:
         task = bar.add_task("replaying", total=None)
         result = replay_run(

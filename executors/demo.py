@@ -16,6 +16,7 @@ import typer
 
 from topology.errors import RunError
 from topology.limits import MAX_SEED, MAX_THREADS
+from zosim.cli import NEEDED_TO_RUN, refuse_without
 
 if TYPE_CHECKING:
     from costmodel.profile import Profile
@@ -134,6 +135,7 @@ class Stages:
 
     def run(self) -> DemoResult:
         """Go through all stages."""
+        refuse_without(*NEEDED_TO_RUN)
         _check_out(self.out)
         topology = self._detect()
         pretrained = self._model()
@@ -226,11 +228,14 @@ class Stages:
     ) -> Any:
         from costmodel.configs import read_model_spec
         from executors.models.pretrain import TaskSettings
-        from executors.runs.planning import longest_example
+        from executors.runs.inputs import longest_line
+        from executors.runs.settings import DataSettings, EvaluationSettings
         from zosim.planning.planner import Request
 
         task = TaskSettings()
         model = read_model_spec(str(pretrained.model))
+        data = DataSettings(str(pretrained.train))
+        evaluation = EvaluationSettings(str(pretrained.validation), num_examples=_NUM_EVALUATED)
         return Request(
             model=model,
             topology=topology,
@@ -238,7 +243,7 @@ class Stages:
             device=topology.compute_devices[0].id,
             profile=profile,
             batch=task.batch,
-            seq=longest_example(pretrained.train) or model.max_positions,
+            seq=longest_line(str(pretrained.model), model, data, evaluation),
             max_device_bytes=limit,
             fixed={"estimator": {"epsilon": task.epsilon}},
         )
@@ -281,7 +286,11 @@ class Stages:
         self._say_duration()
         return DemoResult(
             comparison=compare(
-                subject.timeline, measured, subject.program, at_pace=subject.at_pace_of(measured)
+                subject.timeline,
+                measured,
+                subject.program,
+                at_pace=subject.at_pace_of(measured),
+                planned_tokens=subject.plan.tokens_per_step,
             ),
             summary=summary,
             before=evaluations[0],

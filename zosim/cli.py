@@ -7,6 +7,7 @@ mend, 130 interrupted.
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import sys
 from functools import cache
@@ -33,6 +34,7 @@ EXTRA_OF_PACKAGE = {
     "pynvml": "gpu",
 }
 
+NEEDED_TO_RUN = tuple(package for package, extra in EXTRA_OF_PACKAGE.items() if extra == "run")
 
 UsageError: Any = typer.BadParameter.__base__
 """What is wrong with a command line; typer may bring a click of its own."""
@@ -100,9 +102,25 @@ def missing_extra(error: ModuleNotFoundError) -> ZosimError:
         raise error
     command = f"{sys.executable} -m pip install -e '.[{EXTRA_OF_PACKAGE[package]}]'"
     return ZosimError(
-        f"this command needs {package}, which is not installed",
+        f"this needs {package}, which is not installed",
         hint=f"in a clone of zosim: {command}\n      planning and simulating work without it",
     )
+
+
+def refuse_without(*packages: str) -> None:
+    """Raise for the first of some packages that is not installed, without the seconds that importing them takes.
+
+    Raises
+    ------
+    ZosimError
+    """
+    for package in packages:
+        try:
+            is_there = importlib.util.find_spec(package) is not None
+        except ModuleNotFoundError:
+            is_there = False
+        if not is_there:
+            raise missing_extra(ModuleNotFoundError(name=package))
 
 
 def report(error: ZosimError) -> None:

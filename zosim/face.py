@@ -271,7 +271,12 @@ def compare(
         raise TimelineError(f"the run has no rank {chosen}", hint=f"its ranks: {ranks}")
     predicted = subject.timeline_of(chosen)
     return compare_timelines(
-        predicted, measured, subject.programs.program_of(chosen), chosen, subject.at_pace_of(measured)
+        predicted,
+        measured,
+        subject.programs.program_of(chosen),
+        chosen,
+        subject.at_pace_of(measured),
+        subject.plan.tokens_per_step,
     )
 
 

@@ -173,6 +173,8 @@ class Timeline(Document):
     reference_s : float, optional
         What the reference of the machine's pace took before the first step that was measured
         (:func:`costmodel.pace.pace_in`).
+    tokens_per_step : float, optional
+        Tokens of a measured step's batch on average, without its padding.
 
     Raises
     ------
@@ -188,6 +190,7 @@ class Timeline(Document):
     first_steady_step: int = 1
     repeat: Repeat | None = None
     reference_s: PositiveFloat | None = None
+    tokens_per_step: PositiveFloat | None = None
     version: Literal[1] = TIMELINE_VERSION
 
     document = DocumentKind(

@@ -12,7 +12,7 @@ import torch
 
 from executors.datasets.data import Dataset
 from executors.datasets.prompts import Example
-from executors.models.model import IGNORED_LABEL
+from executors.labels import IGNORED_LABEL
 from topology.errors import DataError
 
 
@@ -29,6 +29,11 @@ class Batch:
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     labels: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, without the padding."""
+        return int(self.attention_mask.sum())
 
 
 def check_batch(batch: Mapping[str, object], max_positions: int) -> None:
@@ -154,6 +159,16 @@ class Batches:
         """
         examples = self.dataset.examples(self.indices(k))
         return pad(examples, length=self.length, pad_token=self.pad_token)
+
+    def num_tokens(self, k: int) -> int:
+        """Return the tokens of batch `k`, without its padding.
+
+        Raises
+        ------
+        DataError
+            As :meth:`batch`.
+        """
+        return sum(map(len, self.dataset.examples(self.indices(k))))
 
     def _line(self, epoch: int, place: int) -> int:
         return int(_permutation(self.seed, epoch, len(self.dataset))[place]) if self.shuffle else place

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,7 +26,7 @@ from executors.datasets.prompts import (
     Question,
     did_you_mean,
 )
-from executors.models.model import IGNORED_LABEL
+from executors.labels import IGNORED_LABEL
 from topology.errors import DataError
 from topology.reading import parse_json
 
@@ -144,11 +145,14 @@ class Limits:
         Longest sequence, in tokens.
     truncate : bool
         Whether longer ones are cut rather than refused.
+    num_positions : int or None
+        Of the model, for the hint to whoever has longer ones.
     """
 
     vocab_size: int | None = None
     max_length: int | None = None
     truncate: bool = False
+    num_positions: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
@@ -164,11 +168,7 @@ class Limits:
         """
         if self.max_length is not None and len(example) > self.max_length:
             if not self.truncate:
-                raise DataError(
-                    f"{where} has {len(example)} tokens, the run's sequences have {self.max_length}",
-                    hint=f"--truncate cuts long examples; --seq {len(example)} reads this one whole, where the model "
-                    "has as many positions",
-                )
+                raise self._too_long(len(example), where)
             example = example.truncated(self.max_length, num_kept=num_kept)
         if self.vocab_size is not None:
             self._check_vocabulary("input_ids", example.input_ids, where)
@@ -179,6 +179,18 @@ class Limits:
                 hint="labels of -100 are ignored, and nothing predicts the first token; give at least one label",
             )
         return example
+
+    def _too_long(self, num_tokens: int, where: str) -> DataError:
+        if self.num_positions is not None and num_tokens > self.num_positions:
+            return DataError(
+                f"{where} has {num_tokens} tokens, the model {self.num_positions} positions",
+                hint="--truncate cuts long examples",
+            )
+        return DataError(
+            f"{where} has {num_tokens} tokens, the run's sequences have {self.max_length}",
+            hint=f"--truncate cuts long examples; --seq {num_tokens} reads this one whole"
+            + ("" if self.num_positions is not None else ", where the model has as many positions"),
+        )
 
     def _check_vocabulary(self, name: str, tokens: Sequence[int], where: str) -> None:
         if tokens and max(tokens) >= (self.vocab_size or 0):
@@ -242,9 +254,23 @@ class Dataset:
         DataError
             As :meth:`examples`.
         """
+        for _ in self._first(num_lines):
+            pass
+
+    def longest(self) -> int:
+        """Return the tokens of the longest candidate on any line, cut as the limits say.
+
+        Raises
+        ------
+        DataError
+            As :meth:`examples`.
+        """
+        return max(len(one) for question in self._first(None) for one in question.candidates)
+
+    def _first(self, num_lines: int | None) -> Iterator[Question]:
         num_lines = len(self) if num_lines is None else min(num_lines, len(self))
         for start in range(0, num_lines, 1000):
-            self.questions(range(start, min(start + 1000, num_lines)))
+            yield from self.questions(range(start, min(start + 1000, num_lines)))
 
     def _question(self, line: JsonObject, where: str) -> Question:
         if self.template is None or self.tokenizer is None:
@@ -252,10 +278,8 @@ class Dataset:
             if self.fills_masks:
                 _refuse_visible(example, where)
             return Question((example,), 0)
-        try:
+        with _named(where):
             question, num_kept = self.template.encode(line, self.tokenizer)
-        except DataError as error:
-            raise DataError(f"{where}: {error.message}", hint=error.hint) from None
         fitted = (self.limits.fit(example, where, num_kept=num_kept) for example in question.candidates)
         if self.fills_masks:
             mask_token = _mask_token(self.tokenizer)
@@ -290,19 +314,12 @@ def open_dataset(
     DataError
         If the file cannot be used; the message names the line where there is one.
     """
-    lines = LineFile.index(path)
-    (first,) = lines.read([0])
-    if "input_ids" in first:
+    lines, template = _lines_and_template(path, template)
+    if template is None:
         dataset = Dataset(lines, limits, fills_masks=fills_masks)
-        if template is not None:
-            raise DataError(
-                f"{path} holds tokens, so the template {template.text!r} has no use", hint="leave it out"
-            )
     else:
-        dataset = Dataset(
-            lines, limits, template or _default_template(first, lines), _usable(tokenizer, path), fills_masks
-        )
-        if fills_masks and not (dataset.template and dataset.template.asks_for_label):
+        dataset = Dataset(lines, limits, template, _usable(tokenizer, path), fills_masks)
+        if fills_masks and not template.asks_for_label:
             raise DataError(
                 f"{path}: a masked model is asked for words at masks, and nothing says which",
                 hint='give a --template with {label}, such as "{text} It was {label}."',
@@ -311,17 +328,45 @@ def open_dataset(
     return dataset
 
 
-def refuse_unreadable(path: str | Path) -> None:
-    """Raise if a file of data cannot be opened.
+def check_lines(path: str | Path, template: PromptTemplate | None) -> None:
+    """Read all lines of a file and raise for one that is no example of any model: no tokenizer is needed.
 
     Raises
     ------
     DataError
+        As :func:`open_dataset`; also for a label that no word stands for, on whichever line.
     """
+    lines, template = _lines_and_template(path, template)
+    for index, line in enumerate(lines.read(range(len(lines)))):
+        if template is None:
+            _tokens_of(line, lines.where(index))
+        else:
+            with _named(lines.where(index)):
+                template.candidates(line)
+
+
+def _lines_and_template(
+    path: str | Path, template: PromptTemplate | None
+) -> tuple[LineFile, PromptTemplate | None]:
+    """Return a file's lines and what makes text of them; None where they are tokens, as the first line shows."""
+    lines = LineFile.index(path)
+    (first,) = lines.read([0])
+    if "input_ids" not in first:
+        return lines, template or _default_template(first, lines)
+    if template is not None:
+        raise DataError(
+            f"{path} holds tokens, so the template {template.text!r} has no use", hint="leave it out"
+        )
+    return lines, None
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Let what cannot be used of a line name it."""
     try:
-        _opened(Path(path)).close()
-    except OSError as error:
-        raise _unreadable(Path(path), error) from None
+        yield
+    except DataError as error:
+        raise DataError(f"{where}: {error.message}", hint=error.hint) from None
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executors.models.model import IGNORED_LABEL, Batch, Objective
+from executors.labels import IGNORED_LABEL
+from executors.models.model import Batch, Objective
 from topology.errors import RunError
 
 LOSS = "loss"

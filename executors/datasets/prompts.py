@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from executors.models.model import IGNORED_LABEL
+from executors.labels import IGNORED_LABEL
 from topology.errors import DataError
-
-"""Label of a position that takes no part in the loss, transformers' convention."""
 
 LABEL_FIELD = "label"
 CHOICES_FIELD = "choices"
@@ -214,8 +212,8 @@ class PromptTemplate:
             raise DataError(f"label {key!r} has no label word", hint=f"label words are {known}")
         return tuple(self.label_words.values()), list(self.label_words).index(key)
 
-    def encode(self, line: JsonObject, tokenizer: OffsetTokenizer) -> tuple[Question, int]:
-        """Return a line as its candidates in tokens, and the number of special tokens that open each.
+    def candidates(self, line: JsonObject) -> tuple[list[tuple[str, tuple[int, int]]], int]:
+        """Return a line's candidates as :meth:`fill` does, and the index of the right one.
 
         Raises
         ------
@@ -223,7 +221,18 @@ class PromptTemplate:
             As :meth:`fill` and :meth:`words`.
         """
         words, answer = self.words(line) if self.asks_for_label else ((None,), 0)
-        encoded = [_tokens(*self.fill(line, word), tokenizer) for word in words]
+        return [self.fill(line, word) for word in words], answer
+
+    def encode(self, line: JsonObject, tokenizer: OffsetTokenizer) -> tuple[Question, int]:
+        """Return a line as its candidates in tokens, and the number of special tokens that open each.
+
+        Raises
+        ------
+        DataError
+            As :meth:`candidates`.
+        """
+        filled, answer = self.candidates(line)
+        encoded = [_tokens(text, span, tokenizer) for text, span in filled]
         return Question(tuple(example for example, _ in encoded), answer), encoded[0][1]
 
 

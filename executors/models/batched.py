@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.model_spec import EMBED, HEAD, block_index
+from executors.labels import IGNORED_LABEL
 from executors.models.lora import block_linears, joined_factors
-from executors.models.model import IGNORED_LABEL, Batch, CutModel
+from executors.models.model import Batch, CutModel
 from executors.models.packing import LEAST_SAVED, Packing, pack, packed_attention
 from executors.models.recording_blocks import StepCache
 from executors.models.transformers_interface import attention_by, register_attention, states_of

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from executors.models.model import IGNORED_LABEL
+from executors.labels import IGNORED_LABEL
 from topology.errors import DataError
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from costmodel.model_spec import (
     block_segment,
     segments_of,
 )
+from executors.labels import IGNORED_LABEL
 from executors.models.blocks import block_list, fills_masks, linears_of, refuse_unsupported
 from executors.models.halves import Halfway, HalvedBlock, Handed, as_tensor, normalises_last
 from executors.models.host_twins import host_twins
@@ -58,7 +59,6 @@ class TextObjective:
 
 
 LossDType = Literal["model", "fp64"]
-IGNORED_LABEL = -100
 
 
 def _concerns_a_user(record: logging.LogRecord) -> bool:

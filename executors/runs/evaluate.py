@@ -19,7 +19,7 @@ import torch
 from executors.datasets.data import Dataset
 from executors.datasets.generation import CausalModel, Generation, continued, logits_of, prompt_of
 from executors.datasets.prompts import Example, Question
-from executors.models.model import IGNORED_LABEL
+from executors.labels import IGNORED_LABEL
 from topology.errors import DataError
 
 MOST_CLASSES = 64

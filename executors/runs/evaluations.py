@@ -17,7 +17,7 @@ from torch import Tensor
 from costmodel.configs import LoRA, Prefix
 from executors.datasets.data import Dataset
 from executors.datasets.generation import Generation
-from executors.models.model import IGNORED_LABEL
+from executors.labels import IGNORED_LABEL
 from executors.models.weight_files import save_pretrained
 from executors.runs.adapters import save_alone
 from executors.runs.evaluate import evaluate_choices, evaluate_generation, evaluate_perplexity

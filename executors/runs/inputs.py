@@ -7,15 +7,16 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from executors.datasets.data import Dataset, Limits, LineFile, open_dataset, refuse_unreadable
+from costmodel.model_spec import ModelSpec
+from executors.datasets.data import Dataset, Limits, LineFile, open_dataset
 from executors.datasets.generation import Generation
-from executors.datasets.prompts import PromptTemplate
 from executors.datasets.rewards import objective_of_text, reward_named
 from executors.files import replacing
 from executors.models.loading import load_config, refusing
@@ -45,27 +46,31 @@ def open_data(settings: RunSettings, data: DataSettings) -> Dataset:
     DataError
         If the file cannot be used.
     """
-    template = PromptTemplate(data.template, data.label_words or {}) if data.template else None
-    limits = Limits(settings.plan.model.vocab_size, settings.plan.seq, data.truncate)
-    return open_dataset(
-        data.path,
-        limits=limits,
-        template=template,
-        tokenizer=tokenizer_for(settings.model, data.path),
-        fills_masks=not settings.plan.model.is_causal,
-    )
+    return _opened(settings.model, settings.plan.model, data, settings.plan.seq)
 
 
-def refuse_missing_data(settings: RunSettings) -> None:
-    """Raise if a file that a run reads cannot be opened, before ranks are started for it.
+def longest_line(
+    model: str, spec: ModelSpec, data: DataSettings, evaluation: EvaluationSettings | None
+) -> int:
+    """Return the tokens of the longest line that a run trains or evaluates on, cut to the model's positions if it cuts lines.
 
     Raises
     ------
     DataError
+        If a line has more tokens than the model has positions and is not to be cut, or cannot be used.
     """
-    refuse_unreadable(settings.data.path)
-    if settings.evaluation is not None:
-        refuse_unreadable(settings.evaluation.path)
+    files = [data] if evaluation is None else [data, replace(data, path=evaluation.path)]
+    return max(_opened(model, spec, file, spec.max_positions).longest() for file in files)
+
+
+def _opened(model: str, spec: ModelSpec, data: DataSettings, max_length: int) -> Dataset:
+    return open_dataset(
+        data.path,
+        limits=Limits(spec.vocab_size, max_length, data.truncate, spec.max_positions),
+        template=data.prompt,
+        tokenizer=tokenizer_for(model, data.path),
+        fills_masks=not spec.is_causal,
+    )
 
 
 def tokenizer_for(model: str, path: str) -> Any:
@@ -173,10 +178,7 @@ def evaluation_data(settings: RunSettings) -> Dataset | None:
     if wanted is None:
         return None
     data = settings.data
-    return open_data(
-        settings,
-        DataSettings(wanted.path, data.template, data.label_words, truncate=data.truncate, shuffle=False),
-    )
+    return open_data(settings, replace(data, path=wanted.path, shuffle=False))
 
 
 def generation_of(settings: RunSettings, wanted: EvaluationSettings) -> Generation:

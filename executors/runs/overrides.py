@@ -18,12 +18,12 @@ from costmodel.model_spec import ModelSpec
 from executors.datasets.batches import Batches
 from executors.models.packing import facts_of
 from executors.ranks.rank_info import RankInfo, is_launched
-from executors.runs.inputs import open_data, refuse_missing_data
+from executors.runs.inputs import longest_line, open_data
 from executors.runs.learning_rate import LearningRate
-from executors.runs.planning import Asked, longest_example, plan_for, refuse_too_large, spec_for
+from executors.runs.planning import Asked, plan_for, refuse_too_large, spec_for
 from executors.runs.programs import recorded_programs
 from executors.runs.runlog import HEADER_NAME, read_header
-from executors.runs.settings import RUN_SECTIONS, DataSettings, EvaluationSettings, RunSettings
+from executors.runs.settings import RUN_SECTIONS, DataSettings, RunSettings, evaluation_in
 from topology.errors import PlanError, RunError
 from topology.limits import whole_number
 from zosim.adapters import adapters_of, tuned_by
@@ -87,7 +87,8 @@ def settings_from(
     spec = spec_for(model, tuned_by(run.get("tuned", "all"), lora, prefix), asked, base, **loading)
     if plan_file is not None and base is not None:
         _refuse_other_tuned(base, spec, is_stated="tuned" in stated.get("run", {}) or bool(lora or prefix))
-    plan = plan_for(asked, spec, base, longest_example(fields["data"]["path"]))
+    data, evaluation = DataSettings(**fields["data"]), evaluation_in(fields["evaluation"])
+    plan = plan_for(asked, spec, base, lambda: longest_line(model, spec, data, evaluation))
     _required(fields["learning_rate"].get("num_steps"), "a number of steps", "--steps N")
     program = _program_by_hand(program_file) or _recorded_program(out, header, plan)
     run.setdefault("num_threads", default_threads(max(map(len, plan.placement.ranks_by_host))))
@@ -96,12 +97,12 @@ def settings_from(
     settings = RunSettings(
         **run,
         plan=plan,
-        data=DataSettings(**fields["data"]),
+        data=data,
         learning_rate=LearningRate(**fields["learning_rate"]),
         program=program,
         lora=lora,
         prefix=prefix,
-        evaluation=_evaluation(fields["evaluation"]),
+        evaluation=evaluation,
     )
     settings = _with_facts(settings)
     large = refuse_too_large(plan, program, random_weights=settings.random_weights)
@@ -113,7 +114,6 @@ def _with_facts(settings: RunSettings) -> RunSettings:
     plan = settings.plan
     if not plan.points_are_adapters or plan.forward.has_facts:
         return settings
-    refuse_missing_data(settings)
     data = open_data(settings, settings.data)
     batches = Batches(data, plan.batch, shuffle=settings.data.shuffle, seed=settings.seed)
     first = range(min(_NUM_COUNTED, settings.learning_rate.num_steps))
@@ -239,11 +239,3 @@ def _refuse_other_tuned(base: Plan, spec: ModelSpec, *, is_stated: bool) -> None
             f"the plan is for {base.model.describe()}, and this run would tune all of {spec.name}",
             hint="say what the plan was made with: --lora-rank and --lora-targets, --prefix, or --tune",
         )
-
-
-def _evaluation(fields: Mapping[str, Any]) -> EvaluationSettings | None:
-    if "path" in fields:
-        return EvaluationSettings(**fields)
-    if fields.get("every") or fields.get("keep_best"):
-        raise RunError("there is nothing to evaluate on", hint="add --eval-data FILE")
-    return None

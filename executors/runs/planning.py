@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -11,10 +11,9 @@ from costmodel.configs import Trainable, read_model_spec
 from costmodel.formats import FORMATS
 from costmodel.memory import preflight_host
 from costmodel.model_spec import ModelSpec
-from executors.datasets.data import LineFile
 from executors.devices import check_device
 from executors.ranks.mesh import fastest_plan, mesh_named, spread, uncut
-from topology.errors import DataError, DoesNotFit, ModelError, PlanError, UnknownFamily
+from topology.errors import DoesNotFit, ModelError, PlanError, UnknownFamily
 from topology.hardware import resolve
 from topology.validation import readable
 from zosim.hardware.profiles import Profiles
@@ -31,6 +30,9 @@ if TYPE_CHECKING:
     from topology.graph import Topology
 
 HOST = "host"
+
+Longest = Callable[[], int]
+"""Reads the data, which takes a while, and is called only where nothing else says how long sequences are."""
 
 _FREE_AXES = tuple(name for name in AXES if name not in ("mesh", "placement", "split"))
 """Axes whose fields options state one by one."""
@@ -141,7 +143,7 @@ class Asked:
         return even_cuts(num_blocks, num_stages) if num_stages > 1 else ()
 
 
-def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | None) -> Plan:
+def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: Longest) -> Plan:
     """Return the plan to run.
 
     Parameters
@@ -151,8 +153,8 @@ def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
         Of the model at hand.
     base : Plan, optional
         What options are laid over.
-    longest : int, optional
-        Tokens of the longest example, the sequence length of a plan made on the spot.
+    longest : callable
+        Returns the tokens of the longest example, the sequence length of a plan that is made on the spot.
 
     Raises
     ------
@@ -241,7 +243,7 @@ def _schedule_beside(residency: str, asked: Asked) -> dict[str, Any]:
     return {"traversal": "blockwise", "update": "delayed" if residency == "offloaded" else "immediate"}
 
 
-def _named_placement(asked: Asked, model: ModelSpec, longest: int | None) -> Plan:
+def _named_placement(asked: Asked, model: ModelSpec, longest: Longest) -> Plan:
     """Return a plan whose residency was named."""
     node = "cpu0" if asked.device == "cpu" else "gpu0"
     residency = asked.residency or "resident"
@@ -251,7 +253,7 @@ def _named_placement(asked: Asked, model: ModelSpec, longest: int | None) -> Pla
                 "model": model.model_dump(mode="json"),
                 "placement": {"topology": HOST, "devices": [node]},
                 "batch": asked.sizes.get("batch", 1),
-                "seq": asked.sizes.get("seq") or _sequence_length(model, longest),
+                "seq": asked.sizes.get("seq") or longest(),
                 "residency": {"blocks": residency},
                 "schedule": _schedule_beside(residency, asked),
                 "low_bits": asked.given("low_bits") if model.stored is not None else {},
@@ -259,7 +261,7 @@ def _named_placement(asked: Asked, model: ModelSpec, longest: int | None) -> Pla
         )
 
 
-def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | None) -> Plan:
+def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: Longest) -> Plan:
     """Return the fastest plan that fits this machine and computes what was asked."""
     topology, node = host_node(asked.device)
     profiles = Profiles(topology, num_threads=asked.num_threads, is_host=True)
@@ -289,7 +291,7 @@ def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
             profile=profiles.of(node),
             profiles=profiles,
             batch=asked.sizes.get("batch") or kept.get("batch", 1),
-            seq=asked.sizes.get("seq") or kept.get("seq") or _sequence_length(model, longest),
+            seq=asked.sizes.get("seq") or kept.get("seq") or longest(),
             method=cast("Method", asked.method or "auto") if asked.seeks_mesh else asked.placing or "auto",
             max_device_bytes=asked.max_device_bytes,
             max_host_bytes=asked.max_host_bytes,
@@ -299,10 +301,6 @@ def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
         if not asked.seeks_mesh:
             return choose(request).chosen.plan
         return fastest_plan(request, asked.ranks or 1)
-
-
-def _sequence_length(model: ModelSpec, longest: int | None) -> int:
-    return min(longest or model.max_positions, model.max_positions)
 
 
 def host_node(device: str) -> tuple[Topology, str]:
@@ -366,15 +364,6 @@ def _spec_for(model: str, tuned: Trainable, cut_blocks: tuple[int, ...], **loadi
     if tuned != "all":
         attach(loaded, tuned)
     return spec_of_model(loaded, cut_blocks=cut_blocks)
-
-
-def longest_example(path: str | Path) -> int | None:
-    """Return the tokens of the longest line of `path`; None where the lines are text, or there is no such file."""
-    try:
-        lines = LineFile.index(path)
-        return max(len(line["input_ids"]) for line in lines.read(range(len(lines)))) or None
-    except (DataError, KeyError, TypeError):
-        return None  # whoever opens the data says what is wrong with it
 
 
 def refuse_too_large(plan: Plan, programs: ProgramSet | None, *, random_weights: bool = False) -> list[str]:

@@ -24,7 +24,6 @@ class Reporter:
         Of the whole run.
     begin : int
         Steps that are behind it already.
-    tokens_per_step : int
     out : Path
         Directory of the run.
     tensorboard : bool
@@ -38,14 +37,12 @@ class Reporter:
         num_steps: int,
         *,
         begin: int,
-        tokens_per_step: int,
         out: Path,
         tensorboard: bool,
         every: int = 1,
     ) -> None:
         self._num_steps = num_steps
         self._every = every
-        self._tokens = tokens_per_step
         self._width = len(str(num_steps))
         self._bar: Progress = progress()
         self._task: TaskID = self._bar.add_task("training", total=num_steps, completed=begin)
@@ -60,10 +57,10 @@ class Reporter:
         if self._writer is not None:
             self._writer.close()
 
-    def step(self, record: StepRecord) -> None:
-        """Tell one step."""
+    def step(self, record: StepRecord, num_tokens: int) -> None:
+        """Tell one step, whose batch has so many tokens."""
         if (record.step + 1) % self._every == 0 or record.step + 1 == self._num_steps:
-            self._print(record)
+            self._print(record, num_tokens)
         self._bar.update(self._task, completed=record.step + 1)
         values = {
             "train/loss": record.loss,
@@ -73,12 +70,12 @@ class Reporter:
         }
         self._scalars(record.step + 1, values)
 
-    def _print(self, record: StepRecord) -> None:
+    def _print(self, record: StepRecord, num_tokens: int) -> None:
         number = f"{record.step + 1:>{self._width}}/{self._num_steps}"
         gradients = " ".join(f"{g:>+11.4e}" for g in record.projected_gradients)
         stderr.print(
             f"step {number}  loss {record.loss:>9.5f}  g {gradients}  lr {record.learning_rate:>9.3e}  "
-            f"{format_seconds(record.seconds):>9}  {self._tokens / record.seconds:>9,.0f} tokens/s",
+            f"{format_seconds(record.seconds):>9}  {num_tokens / record.seconds:>9,.0f} tokens/s",
             markup=False,
             soft_wrap=True,
         )

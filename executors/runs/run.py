@@ -115,6 +115,7 @@ class Run:
             pad_token=pad_token(settings),
         )
         self.records: list[StepRecord] = []
+        self._tokens: dict[int, int] = {}
         self.reference_s: float | None = None
         self.evaluations = Evaluations(settings)
 
@@ -302,17 +303,21 @@ class Run:
         if not self.writes:
             return NoFiles()
         settings = self.settings
-        tokens = settings.plan.tokens_per_step
         reporter = Reporter(
             settings.num_steps,
             begin=begin,
-            tokens_per_step=tokens,
             out=self.out,
             tensorboard=settings.tensorboard,
             every=settings.log_every,
         )
         goes_on = self.history is not None
-        return RunFiles(self.log, reporter, self.records, tokens_per_step=tokens, goes_on=goes_on)
+        return RunFiles(self.log, reporter, self.records, num_tokens=self._num_tokens, goes_on=goes_on)
+
+    def _num_tokens(self, step: int) -> int:
+        """Return the tokens of a step's batch, without its padding; its lines are read again where it was not run here."""
+        if step not in self._tokens:
+            self._tokens[step] = self.batches.num_tokens(step)
+        return self._tokens[step]
 
     def _steps(self, session: Session) -> tuple[int, str] | None:
         watch = DivergenceWatch()
@@ -322,7 +327,9 @@ class Run:
         self._measure_pace(session)
         begun: deque[BegunStep] = deque()
         while (number := session.num_steps) < self.settings.num_steps:
-            begun.append(session.begin_step(asdict(self.batches.batch(number))))
+            batch = self.batches.batch(number)
+            self._tokens[number] = batch.num_tokens
+            begun.append(session.begin_step(asdict(batch)))
             # The log may be one step behind a device that would have to wait for it, but not behind what is due.
             done = session.num_steps
             is_behind = not (begun[-1].is_known or any(self._is_due(done)) or done == self.settings.num_steps)
@@ -419,10 +426,16 @@ class Run:
 
     def _finish(self, session: Session) -> dict[str, Any]:
         summary = self._summary(session)
-        if session.num_steps > session.first_timed_step:
+        first = session.first_timed_step
+        if session.num_steps > first:
             timeline = session.timeline()
             if self.writes:
-                timeline = replace(timeline, reference_s=self.reference_s)
+                steady = [self._num_tokens(first + step) for step in timeline.steady_steps]
+                timeline = replace(
+                    timeline,
+                    reference_s=self.reference_s,
+                    tokens_per_step=statistics.fmean(steady) if steady else None,
+                )
                 write_atomically(self.out / TIMELINE_NAME, timeline.to_json())
         self._verify(session)
 
@@ -440,15 +453,17 @@ class Run:
         session.flush()
         memory, last = session.memory(), self.records[-10:]
         lost, moved = session.lost_updates(), session.moved_codes()
-        recent = [record.seconds for record in self.records[session.first_timed_step + 2 :]]
-        step_time_s = statistics.median(recent or [record.seconds for record in self.records])
+        timed = self.records[session.first_timed_step + 2 :] or self.records
+        step_time_s = statistics.median(record.seconds for record in timed)
+        tokens_per_step = statistics.fmean(self._num_tokens(record.step) for record in timed)
         return {
             "out": str(self.out),
             "num_steps": session.num_steps,
             "first_loss": self.records[0].loss,
             "last_loss": statistics.fmean(record.loss for record in last),
             "step_time_s": step_time_s,
-            "tokens_per_s": self.settings.plan.tokens_per_step / step_time_s,
+            "tokens_per_step": tokens_per_step,
+            "tokens_per_s": tokens_per_step / step_time_s,
             "device_bytes": memory.device_bytes,
             "host_bytes": memory.host_bytes,
             "arena_bytes": {f"{space}/{role}": size for (space, role), size in memory.arena_bytes.items()},

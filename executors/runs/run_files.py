@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -31,7 +31,8 @@ class RunFiles:
         Tells people what is written.
     records : sequence of StepRecord
         Steps that the log has already.
-    tokens_per_step : int
+    num_tokens : callable
+        Returns the tokens of a step's batch.
     goes_on : bool
         Whether an earlier process began them.
     """
@@ -42,13 +43,13 @@ class RunFiles:
         reporter: Reporter,
         records: Sequence[StepRecord],
         *,
-        tokens_per_step: int,
+        num_tokens: Callable[[int], int],
         goes_on: bool,
     ) -> None:
         self._log = log
         self._reporter = reporter
         self._records = records
-        self._tokens = tokens_per_step
+        self._num_tokens = num_tokens
         self._goes_on = goes_on
         self._stack = ExitStack()
 
@@ -64,8 +65,9 @@ class RunFiles:
     def step(self, record: StepRecord) -> None:
         """Write a step: first to the log, and to the disk."""
         self._log.append(record.rows())
-        self._metrics.append([_metrics_row(record, self._tokens)])
-        self._reporter.step(record)
+        num_tokens = self._num_tokens(record.step)
+        self._metrics.append([_metrics_row(record, num_tokens)])
+        self._reporter.step(record, num_tokens)
 
     def digest(self, num_steps: int, digest: str) -> None:
         """Write the hash of the parameters after `num_steps` steps, unless it is there."""
@@ -87,7 +89,8 @@ class RunFiles:
         lines = _lines_behind(path, len(self._records)) if self._goes_on else []
         kept = {line.row["num_steps"] for line in lines if line.row["split"] == "train"}
         with JsonLines(path, keep_bytes=lines[-1].end if lines else 0, durable=False) as file:
-            file.append(_metrics_row(r, self._tokens) for r in self._records if r.step + 1 not in kept)
+            lost = (record for record in self._records if record.step + 1 not in kept)
+            file.append(_metrics_row(record, self._num_tokens(record.step)) for record in lost)
             yield file
 
     @contextmanager
@@ -142,7 +145,7 @@ def remove_partial(out: Path) -> None:
             partial.unlink(missing_ok=True)
 
 
-def _metrics_row(record: StepRecord, tokens: int) -> dict[str, Any]:
+def _metrics_row(record: StepRecord, num_tokens: int) -> dict[str, Any]:
     return {
         "num_steps": record.step + 1,
         "split": "train",
@@ -150,5 +153,5 @@ def _metrics_row(record: StepRecord, tokens: int) -> dict[str, Any]:
         "projected_grad": record.projected_gradients[0],
         "learning_rate": record.learning_rate,
         "seconds": record.seconds,
-        "tokens_per_s": tokens / record.seconds,
+        "tokens_per_s": num_tokens / record.seconds,
     }

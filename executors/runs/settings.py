@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from costmodel.configs import LoRA, Prefix, Subset
 from costmodel.model_spec import Part
 from costmodel.stored_codes import refuse_unwritable
 from executors.ranks.launch import DEFAULT_TIMEOUT_S
 from executors.runs.learning_rate import LearningRate
-from topology.errors import PlanError, RunError
+from topology.errors import DataError, PlanError, RunError
 from topology.limits import MAX_SEED, MAX_THREADS, Seed, Threads
 from zosim.adapters import AdapterSettings, tuned_by
 from zosim.plans import AXES, Plan, Setting, fields_of, is_decisive
 from zosim.program import Program
 from zosim.program_set import ProgramSet
+
+if TYPE_CHECKING:
+    from executors.datasets.prompts import PromptTemplate
 
 LossName = Literal["model", "fp64"]
 
@@ -66,6 +70,26 @@ class DataSettings:
             parse={"on": True, "off": False}.get,
         ),
     ] = True
+
+    @property
+    def prompt(self) -> PromptTemplate | None:
+        """The template with its label words; None where none is named.
+
+        Raises
+        ------
+        DataError
+            If it is not well formed, or label words have no place to go.
+        """
+        from executors.datasets.prompts import PromptTemplate
+
+        if self.template is not None:
+            return PromptTemplate(self.template, self.label_words or {})
+        if self.label_words:
+            raise DataError(
+                "label words are given, but no template says where they go",
+                hint='add --template, such as "{text} It was {label}."',
+            )
+        return None
 
 
 @dataclass(frozen=True)
@@ -118,6 +142,36 @@ class EvaluationSettings:
             raise RunError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if self.every < 0 or (self.num_examples or 1) < 1:
             raise RunError("evaluations are every 1 or more steps, of 1 or more examples")
+
+
+def evaluation_in(fields: Mapping[str, Any]) -> EvaluationSettings | None:
+    """Return what is to be measured on other lines; None where none are named.
+
+    Raises
+    ------
+    RunError
+        If it is said when, but not on what.
+    """
+    if "path" in fields:
+        return EvaluationSettings(**fields)
+    if fields.get("every") or fields.get("keep_best"):
+        raise RunError("there is nothing to evaluate on", hint="add --eval-data FILE")
+    return None
+
+
+def check_data(data: DataSettings, evaluation: EvaluationSettings | None) -> None:
+    """Raise for lines that no model could be fed, before what is slow: torch is not needed.
+
+    Raises
+    ------
+    DataError
+    """
+    from executors.datasets.data import check_lines
+
+    prompt = data.prompt
+    check_lines(data.path, prompt)
+    if evaluation is not None:
+        check_lines(evaluation.path, prompt)
 
 
 @dataclass(frozen=True)

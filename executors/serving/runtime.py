@@ -16,11 +16,11 @@ from executors.datasets.batches import pad
 from executors.datasets.generation import Generation, continued_by
 from executors.datasets.prompts import Example
 from executors.formats import format_of
+from executors.labels import IGNORED_LABEL
 from executors.low_bits.coded import Coded
 from executors.low_bits.linear import code_layers
 from executors.models.batched import BatchedModel, SidePath
 from executors.models.blocks import coded_parts_of
-from executors.models.model import IGNORED_LABEL
 from executors.models.packing import Packing, joined
 from executors.models.parameters import named_tensors
 from executors.models.recording_blocks import StepCache

@@ -20,9 +20,9 @@ from executors.datasets.generation import prompt_of
 from executors.datasets.prompts import Example
 from executors.datasets.rewards import Reward, mean_cost
 from executors.files import locked, write_atomically
+from executors.labels import IGNORED_LABEL
 from executors.models.loading import load_config
 from executors.models.mapped import digest_of_files
-from executors.models.model import IGNORED_LABEL
 from executors.models.slots import AdapterState, Slots
 from executors.randomness.rng import mixed
 from executors.runs.jsonlines import JsonLines, read_lines

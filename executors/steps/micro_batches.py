@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from executors.models.model import IGNORED_LABEL, Batch
+from executors.labels import IGNORED_LABEL
+from executors.models.model import Batch
 from executors.steps.frames import MicroBatch
 from topology.errors import RunError
 

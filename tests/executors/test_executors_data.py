@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from executors.datasets.batches import Batches
 from executors.datasets.data import Dataset, Limits, LineFile, open_dataset
 from executors.datasets.prompts import Example, PromptTemplate, parse_label_words
-from executors.models.model import IGNORED_LABEL
+from executors.labels import IGNORED_LABEL
 from topology.errors import DataError
 
 

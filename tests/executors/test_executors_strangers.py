@@ -12,14 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from executors.datasets import data as data_module
-from executors.datasets.data import Limits, LineFile, open_dataset
+from executors.datasets.data import Limits, LineFile, check_lines, open_dataset
 from executors.datasets.prompts import PromptTemplate
 from executors.models.loading import INDEX_NAME, WEIGHTS_NAME, load_config, load_model
 from executors.models.mapped import own_format
 from executors.models.model import CutModel
 from executors.models.spec import spec_of_model
 from executors.runs.inputs import tokenizer_for
-from executors.runs.planning import longest_example
 from tests.support.tiny import CONFIGS, model_of
 from topology.errors import DataError, ModelError
 
@@ -227,7 +226,8 @@ def test_a_pipe_of_data_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     with pytest.raises(DataError, match="is a pipe or a device, not a file"):
         LineFile.index(pipe)
-    assert longest_example(pipe) is None
+    with pytest.raises(DataError, match="is a pipe or a device, not a file"):
+        check_lines(pipe, None)
 
 
 def test_a_line_without_end_is_refused_before_it_fills_memory(

@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from costmodel.configs import read_model_spec
-from executors.datasets.data import Limits, open_dataset
+from executors.datasets.data import Limits, check_lines, open_dataset
 from executors.datasets.prompts import PromptTemplate, parse_label_words
 from executors.models.loading import load_model
 from executors.models.model import CutModel
 from executors.models.spec import spec_of_model
 from executors.runs.inputs import tokenizer_for
-from executors.runs.planning import longest_example
 from tests.fuzz import seeds
 from tests.fuzz.cases import Case, Target
 from tests.fuzz.mutations import NUMBERS, STRINGS, mutated, mutated_bytes
@@ -265,17 +264,17 @@ def _tokenizer() -> Any:
 
 def _token_lines(folder: Path) -> None:
     path = folder / "data.jsonl"
-    longest_example(path)
-    open_dataset(path, limits=Limits(96, 12, True)).check()
+    check_lines(path, None)
+    open_dataset(path, limits=Limits(96, 12, True)).longest()
 
 
 def _text_lines(folder: Path) -> None:
-    open_dataset(
+    path, template = (
         folder / "data.jsonl",
-        limits=Limits(300, 64, True),
-        template=PromptTemplate("{text} It was {label}.", {"0": "bad", "1": "great"}),
-        tokenizer=_tokenizer(),
-    ).check()
+        PromptTemplate("{text} It was {label}.", {"0": "bad", "1": "great"}),
+    )
+    check_lines(path, template)
+    open_dataset(path, limits=Limits(300, 64, True), template=template, tokenizer=_tokenizer()).longest()
 
 
 def _masked_lines(folder: Path) -> None:

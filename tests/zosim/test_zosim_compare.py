@@ -41,6 +41,15 @@ def test_a_perfect_prediction_has_no_error():
     assert {line.name for line in found.instructions} == {item.id for item in WHOLE.step}
 
 
+def test_tokens_that_were_planned_stand_beside_those_of_the_batches():
+    measured = measurement(WHOLE, unshared(), tokens_per_step=20.5)
+    found = compare(simulate(WHOLE, unshared()), measured, WHOLE, planned_tokens=41)
+    (row,) = [row for row in found.summary_table().rows if row[0] == "tokens per step"]
+    assert row == ("tokens per step", "41", "20.5", "+100.0%")
+    unknown = compare(simulate(WHOLE, unshared()), measurement(WHOLE, unshared()), WHOLE, planned_tokens=41)
+    assert [row for row in unknown.summary_table().rows if row[0] == "tokens per step"] == []
+
+
 def test_a_slow_computation_is_found_under_its_label():
     slow = unshared(sweep_bandwidth=RATE / 2, sweep_cache_bandwidth=RATE / 2)
     found = compare(simulate(WHOLE, unshared()), measurement(WHOLE, slow), WHOLE)

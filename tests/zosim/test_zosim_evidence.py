@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from dataclasses import replace
 
 import pytest
 import typer
@@ -55,7 +56,7 @@ def run_of(subject, folder, *, times=SLOWER, num_steps=6, num_threads=8):
     """Write the directory of a run in which everything takes `times` as long as predicted."""
     folder.mkdir()
     simulated = subject.simulated(num_steps=num_steps).expanded()
-    data = json.loads(simulated.to_json()) | {"source": "measured"}
+    data = json.loads(simulated.to_json()) | {"source": "measured", "tokens_per_step": 20.5}
     for span in data["spans"]:
         span |= {"start_s": span["start_s"] * times, "end_s": span["end_s"] * times, "limiter": ""}
     (folder / "timeline.json").write_text(json.dumps(data))
@@ -83,7 +84,7 @@ def test_evidence_is_read_back_and_holds(made, file):
     assert found == made
     findings = check(found)
     assert all(finding.holds for finding in findings), findings
-    assert len(findings) == 12
+    assert len(findings) == 13
     assert found.measurement.step_time_s == pytest.approx(SLOWER * found.prediction.step_time_s)
     assert found.comparison().step_error == pytest.approx(1 / SLOWER - 1)
 
@@ -272,6 +273,9 @@ def test_spans_that_met_others_are_marked_and_not_learned_from(tmp_path):
 def test_measured_numbers_follow_from_the_spans(made):
     assert made.measurement == MeasuredRun.of(made.timeline)
     assert made.measurement.num_steady_steps == len(made.timeline.steady_steps)
+    assert made.measurement.tokens_per_s == pytest.approx(20.5 / made.timeline.step_time_s)
+    assert made.comparison().measured_tokens == 20.5
+    assert MeasuredRun.of(replace(made.timeline, tokens_per_step=None)).tokens_per_s is None
 
 
 def invoke(*arguments):

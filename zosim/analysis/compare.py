@@ -99,6 +99,8 @@ class Comparison:
     labels, instructions : tuple of ComparedLine
         Largest contribution to the step's error first.
     memory : tuple of MemoryLine
+    planned_tokens, measured_tokens : float, optional
+        Tokens per step: those that the plan has room for, and those that batches had, without padding.
     at_pace : AtPace, optional
         Where the run measured the machine's pace, and the profile knows its own.
     """
@@ -113,6 +115,8 @@ class Comparison:
     labels: tuple[ComparedLine, ...]
     instructions: tuple[ComparedLine, ...]
     memory: tuple[MemoryLine, ...]
+    planned_tokens: float | None = None
+    measured_tokens: float | None = None
     at_pace: AtPace | None = None
 
     @property
@@ -160,6 +164,11 @@ class Comparison:
         if self.at_pace is not None:
             error = _error(self.at_pace.step_s, self.measured_step_s)
             rows.append((self.at_pace.words, _ms(self.at_pace.step_s), "", _percent(error)))
+        if self.planned_tokens is not None and self.measured_tokens is not None:
+            tokens = self.planned_tokens, self.measured_tokens
+            rows.append(
+                ("tokens per step", *(f"{number:,.4g}" for number in tokens), _percent(_error(*tokens)))
+            )
         for line in self.memory:
             sizes = f"{line.predicted_bytes / _MIB:.1f}", f"{line.measured_bytes / _MIB:.1f}"
             rows.append((f"peak {line.space} memory (MiB)", *sizes, _percent(line.error)))
@@ -175,6 +184,7 @@ def compare(
     program: Program,
     rank: int = 0,
     at_pace: AtPace | None = None,
+    planned_tokens: float | None = None,
 ) -> Comparison:
     """Return the two timelines of one rank, joined under the program's names.
 
@@ -185,6 +195,8 @@ def compare(
         The program that both are of.
     rank : int
     at_pace : AtPace, optional
+    planned_tokens : float, optional
+        Tokens of a step's batch as it is planned.
 
     Raises
     ------
@@ -213,6 +225,8 @@ def compare(
             )
             for space in Space
         ),
+        planned_tokens=planned_tokens,
+        measured_tokens=measured.tokens_per_step,
         at_pace=at_pace,
     )
 

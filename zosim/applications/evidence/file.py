@@ -89,19 +89,24 @@ class MeasuredRun(FrozenModel):
     num_steady_steps : int
     device_bytes, host_bytes : int
         Peaks of the first rank.
+    tokens_per_s : float, optional
+        Tokens of the batches, without their padding; None where the timeline does not know how many a step had.
     """
 
     step_time_s: float = Field(gt=0)
     num_steady_steps: int = Field(gt=0)
     device_bytes: int = Field(ge=0)
     host_bytes: int = Field(ge=0)
+    tokens_per_s: float | None = None
 
     @classmethod
     def of(cls, timeline: Timeline) -> MeasuredRun:
         """Return what a measured timeline comes to."""
         rank = timeline.ranks[0] if timeline.ranks else 0
+        tokens = timeline.tokens_per_step
         return cls(
             step_time_s=timeline.step_time_s,
+            tokens_per_s=None if tokens is None else tokens / timeline.step_time_s,
             num_steady_steps=len(timeline.steady_steps),
             device_bytes=timeline.peak_memory(Space.DEVICE, rank).size_bytes,
             host_bytes=timeline.peak_memory(Space.HOST, rank).size_bytes,
@@ -166,7 +171,8 @@ class Evidence(FrozenModel):
         rank = slowest_rank(self.timeline)
         predicted = self.subject.timeline_of(rank)
         at_pace = self.subject.at_pace_of(self.timeline)
-        return compare(predicted, self.timeline, self.program_set.program_of(rank), rank, at_pace)
+        program = self.program_set.program_of(rank)
+        return compare(predicted, self.timeline, program, rank, at_pace, self.plan.tokens_per_step)
 
     def save(self, path: str | Path) -> None:
         """Write the evidence as JSON, with a digest.
