@@ -239,6 +239,7 @@ def spec_of_config(
         cut_blocks=cut,
         groups=group_parameters(cut_blocks_inside(entries, cut, norm_after_mlp=arch.norm_after_mlp)),
         stored=stored_codes(config, source or name),
+        checkpoint_dtype=family.checkpoint_dtype,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from costmodel.formats import StorageFormat
 from costmodel.model_spec import EMBED, HEAD, block_segment
 from topology.limits import MAX_ELEMENTS, Blocks, Extent
 from topology.validation import RuleError, did_you_mean
@@ -209,7 +210,7 @@ Activation = Literal[
 """Names of transformers' activations, but for those that bring parameters of their own (prelu, xielu)."""
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
-WeightFormat = Literal["float64", "float32", "float16", "bfloat16", "auto"]
+WeightFormat = StorageFormat | Literal["auto"]
 Epsilon = Annotated[float, Field(gt=0, le=1)]
 Spread = Annotated[float, Field(ge=0, le=1)]
 """Standard deviation of weights that are drawn at random."""
@@ -246,6 +247,12 @@ class FamilyConfig(BaseModel):
     is_encoder_decoder: bool = False
     add_cross_attention: bool = False
     per_layer_config: Any = None
+
+    @property
+    def checkpoint_dtype(self) -> StorageFormat | None:
+        """Format of the weights in the model's files, where the configuration states one."""
+        stated = self.dtype or self.torch_dtype
+        return None if stated == "auto" else stated
 
     @abstractmethod
     def architecture(self) -> Architecture:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from topology.errors import PlanError
-from topology.schema import Dtype
+from topology.schema import DeviceSpec, Dtype
 
 DType = Literal["float64", "float32", "tf32", "float16", "bfloat16", "float8_e4m3"]
 """Formats that matrix products and sweeps over parameters are modelled in."""
@@ -18,6 +18,9 @@ COMPUTE_FORMATS: tuple[DType, ...] = get_args(DType)
 
 TransferFormat = Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3"]
 """Formats that offloaded blocks are kept in on the host, and cross the bus in."""
+
+StorageFormat = Literal["float64", "float32", "float16", "bfloat16"]
+"""Formats that weights are stored and updated in, where they are not quantized."""
 
 CAST_FORMATS: tuple[DType | TransferFormat, ...] = tuple(
     dict.fromkeys((*COMPUTE_FORMATS, *get_args(TransferFormat)))
@@ -143,3 +146,33 @@ def format_name(text: str) -> str:
     """Return the name of the format that a user calls `text`; `text` in lower case where none is called so."""
     wanted = text.lower()
     return next((name for name, declared in FORMATS.items() if wanted in declared.aliases), wanted)
+
+
+def default_dtype(checkpoint: StorageFormat | None, device: DeviceSpec) -> tuple[StorageFormat, str]:
+    """Return the format of the weights where nobody names one, and the reason in words.
+
+    On a CPU it is float32. On a GPU it is the checkpoint's own, unless that has 16 bits and the GPU has no units for it: torch would
+    compute in float32 then. A checkpoint that states none gets bfloat16 where the GPU has units for it, else float32.
+
+    Parameters
+    ----------
+    checkpoint : str or None
+        Format of the weights in the model's files.
+    device : DeviceSpec
+        What the forwards run on.
+
+    Examples
+    --------
+    >>> from topology.building import require_device
+    >>> default_dtype("float16", require_device("a100-80gb-sxm", "gpu", "the example"))
+    ('float16', 'the checkpoint is in float16')
+    >>> default_dtype("bfloat16", require_device("t4", "gpu", "the example"))
+    ('float32', 'the checkpoint is in bfloat16, and Tesla T4 has no units for bfloat16')
+    """
+    if device.kind == "cpu":
+        return "float32", "CPUs compute in it"
+    wanted = checkpoint or "bfloat16"
+    says = "the checkpoint states no format" if checkpoint is None else f"the checkpoint is in {checkpoint}"
+    if FORMATS[wanted].bits > 16 or FORMATS[wanted].peak in device.peak_dense:
+        return wanted, says
+    return "float32", f"{says}, and {device.name} has no units for {wanted}"

@@ -15,6 +15,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
 
+from costmodel.formats import StorageFormat
 from costmodel.stored_codes import StoredCodes
 from topology.errors import ModelError
 from topology.limits import Blocks, Elements, ElementsOrNone, Extent
@@ -156,6 +157,8 @@ class ModelSpec(BaseModel):
         In registration order.
     stored : StoredCodes or None
         How its files keep the weights of linear layers, where another tool has quantised them.
+    checkpoint_dtype : str or None
+        Format of the weights in its files, where its configuration states one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -187,6 +190,7 @@ class ModelSpec(BaseModel):
     cut_blocks: tuple[NonNegativeInt, ...] = ()
     groups: tuple[ParameterGroup, ...]
     stored: StoredCodes | None = None
+    checkpoint_dtype: StorageFormat | None = None
 
     @model_validator(mode="after")
     def _groups_cover_segments(self) -> ModelSpec:

@@ -16,6 +16,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,8 @@ def plan(
         What is tuned of the model's parameters.
     **settings
         Any setting of a plan, or of what is tuned beside the model, by the name of its option: ``batch=4``, ``seq=2048``,
-        ``dtype="bfloat16"``, ``slots=2``, ``mesh="data=2,perturb=2"``, ``lora_rank=8`` and so on.
+        ``dtype="bfloat16"``, ``slots=2``, ``mesh="data=2,perturb=2"``, ``lora_rank=8`` and so on. Without ``dtype`` the weights
+        have the checkpoint's format (:func:`costmodel.formats.default_dtype`).
 
     Raises
     ------
@@ -108,6 +110,7 @@ def plan(
         If something is unknown, contradicts something else, or nothing fits.
     """
     from costmodel.configs import read_model_spec
+    from costmodel.formats import default_dtype
     from topology.hardware import resolve
     from zosim.hardware.profiles import Profiles
     from zosim.planning.cuts import cutting_of
@@ -121,10 +124,16 @@ def plan(
     # Sizes, mesh and cuts have places of their own in a request; all else that is stated is fixed in every plan.
     sizes = {"batch": 1, "seq": 2048} | stated.pop("plan", {})
     mesh = Mesh(**stated.pop("mesh")) if "mesh" in stated else None
+    spec = read_model_spec(model, trainable=tuned)
+    dtype, why = default_dtype(spec.checkpoint_dtype, topology.device_spec(node))
+    weights = {"dtype": dtype} | stated.get("weights", {})
+    notes = (
+        () if "dtype" in stated.get("weights", {}) else (f"weights in {dtype}: {why}; --dtype names another",)
+    )
     measured = None if densities is None else Path(densities)
     cutting = cutting_of(model, **stated.pop("split", {}), densities=measured, tuned=tuned)
     request = Request(
-        model=read_model_spec(model, trainable=tuned),
+        model=spec,
         topology=topology,
         hardware=hardware,
         device=node,
@@ -138,9 +147,9 @@ def plan(
         max_device_bytes=memory_limit("--max-device-memory", max_device_memory),
         max_host_bytes=memory_limit("--max-host-memory", max_host_memory),
         allow_lossy=allow_lossy,
-        fixed=stated,
+        fixed=stated | {"weights": weights},
     )
-    return choose(request)
+    return replace(choose(request), notes=notes)
 
 
 def _max_ranks(ranks: int | None, mesh: Mesh | None, topology: Topology, device: str | None) -> int:

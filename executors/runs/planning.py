@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from costmodel.configs import Trainable, read_model_spec
-from costmodel.formats import FORMATS
+from costmodel.formats import FORMATS, default_dtype
 from costmodel.memory import preflight_host
 from costmodel.model_spec import ModelSpec
 from executors.devices import check_device
@@ -163,6 +163,7 @@ def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: Longest
     """
     if base is None:
         asked = replace(asked, stated=with_stored_codes(asked.stated, model))
+        asked = replace(asked, stated=_with_dtype(asked, model))
     if asked.seeks_mesh or asked.placing is not None or (base is None and asked.residency is None):
         start = _planned(asked, model, base, longest)
     else:
@@ -198,6 +199,15 @@ def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: Longest
             hint="add --allow-lossy if that is meant",
         )
     return plan
+
+
+def _with_dtype(asked: Asked, model: ModelSpec) -> Stated:
+    """Return what is stated, and a format of the weights if none is; on a CPU that is the plan's own default."""
+    if asked.device == "cpu":
+        return asked.stated
+    topology, node = host_node(asked.device)
+    dtype, _ = default_dtype(model.checkpoint_dtype, topology.device_spec(node))
+    return {**asked.stated, "weights": {"dtype": dtype} | asked.stated.get("weights", {})}
 
 
 def _laid_over(base: Plan, asked: Asked, model: ModelSpec) -> Plan:

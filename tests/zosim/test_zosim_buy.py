@@ -18,16 +18,12 @@ from zosim.applications.buying.machine import Job, machines_named, simulated
 from zosim.applications.buying.offers import BuyerLimits, Market, Refusal
 from zosim.applications.buying.sensitivity import effects, limiter, rooms
 from zosim.planning.planner import choose
-from zosim.plans import Weights
 
-HALF = Weights(dtype="float16")
 PRICES = shipped_prices()
 
 
 def job(model="opt-1.3b", **more):
-    return Job(
-        read_model_spec(model), **({"batch": 2, "seq": 256, "num_steps": 1000, "weights": HALF} | more)
-    )
+    return Job(read_model_spec(model), **({"batch": 2, "seq": 256, "num_steps": 1000} | more))
 
 
 def market(*, limits=None, by="money", pay=None, **more):

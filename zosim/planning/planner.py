@@ -100,12 +100,15 @@ class Decision:
         That do not fit, fastest first.
     printed_cuts : tuple of str
         Where SparQ's own rule would cut for as many stages, if densities are known.
+    notes : tuple of str
+        What the request left open and was filled in before the search, such as the format of the weights.
     """
 
     chosen: Candidate
     others: tuple[Candidate, ...]
     rejected: tuple[Candidate, ...]
     printed_cuts: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         plan, footprint = self.chosen.plan, self.chosen.footprints.largest
@@ -133,9 +136,9 @@ class Decision:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why this one: what limits it, what came second, and what a larger memory would buy."""
+        """Why this one: what was filled in, what limits it, what came second, and what a larger memory would buy."""
         why = reasons(self.chosen, self.prediction, self.others, self.rejected)
-        return (*why, *about_cuts(self.chosen, self.others, self.printed_cuts))
+        return (*self.notes, *why, *about_cuts(self.chosen, self.others, self.printed_cuts))
 
 
 @without_garbage_collection()

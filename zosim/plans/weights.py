@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BeforeValidator
 
 from costmodel.distributions import DISTRIBUTIONS
-from costmodel.formats import format_name
+from costmodel.formats import StorageFormat, format_name
 from zosim.plans.setting import Axis, Conflict, Setting
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def in_full(name: object) -> object:
     return format_name(name) if isinstance(name, str) else name
 
 
-StorageDType = Annotated[Literal["float64", "float32", "float16", "bfloat16"], BeforeValidator(in_full)]
+StorageDType = Annotated[StorageFormat, BeforeValidator(in_full)]
 
 
 class Weights(Axis):

@@ -86,7 +86,7 @@ class Answer:
                 "seq": job.seq,
                 "num_steps": job.num_steps,
                 "method": job.method,
-                "weights": job.weights,
+                "dtype": job.dtype,
             },
             "currency": prices.currency,
             "prices_date": prices.date.isoformat(),
@@ -124,7 +124,7 @@ def buy(
     pay: Payment | None = None,
     by: RankBy = "money",
     method: Method = "auto",
-    dtype: str = "float16",
+    dtype: str | None = None,
     allow_lossy: bool = False,
     explain: int = 2,
     simulate: int = 3,
@@ -153,7 +153,7 @@ def buy(
     method : str
         Only placements of this method.
     dtype : str
-        Format of the weights.
+        Format of the weights; by default the checkpoint's, on machines that have units for it.
     allow_lossy : bool
         Whether placements that lose precision count, too.
     explain : int
@@ -172,7 +172,7 @@ def buy(
         batch=batch,
         seq=seq,
         num_steps=steps,
-        weights=axis(Weights, dtype=dtype),
+        dtype=None if dtype is None else axis(Weights, dtype=dtype).dtype,
         method=method,
         allow_lossy=allow_lossy,
     )
@@ -245,9 +245,8 @@ def _offers_table(market: Market, offers: Sequence[Offer], limiters: Sequence[st
         )
         for number, (offer, limiter) in enumerate(zip(offers, limiters, strict=True), start=1)
     ]
-    title = (
-        f"{job.num_steps:,} steps of {job.model.name}, {job.batch} x {job.seq} tokens, ranked by {market.by}"
-    )
+    formats = " or ".join(sorted({offer.machine.plan.storage_dtype for offer in offers}))
+    title = f"{job.num_steps:,} steps of {job.model.name} in {formats}, {job.batch} x {job.seq} tokens, ranked by {market.by}"
     headings = (*columns, "within limits") if asked else columns
     return Table(headings, rows, title=title, numeric=(*_NUMERIC, money))
 

@@ -68,7 +68,10 @@ def buy(
     ] = PaymentName.EITHER,
     by: Annotated[RankName, typer.Option(help="What to rank by.")] = RankName.MONEY,
     method: Annotated[Method, typer.Option(help="Only placements of this method; by default any.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Format of weights, products and transfers.")] = "float16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Format of weights, products and transfers; by default the checkpoint's."),
+    ] = None,
     allow_lossy: Annotated[
         bool, typer.Option("--allow-lossy", help="Count placements that lose precision, too.")
     ] = False,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from costmodel.formats import StorageFormat, default_dtype
 from costmodel.model_spec import ModelSpec
 from costmodel.prices import Range
 from costmodel.profile import Bound, Profile
 from topology.errors import PlanError
 from topology.graph import Topology
 from topology.hardware import resolve
+from topology.schema import DeviceSpec
 from zosim.applications.buying.levers import Lever, levers
 from zosim.hardware.profiles import Profiles
 from zosim.planning.bounds import Bounds
@@ -19,7 +21,7 @@ from zosim.planning.explain import ALIKE
 from zosim.planning.planner import Candidate
 from zosim.planning.predict import Prediction
 from zosim.planning.request import Request
-from zosim.plans import Mesh, Method, Plan, Weights
+from zosim.plans import Mesh, Method, Plan
 
 _SECONDS_PER_HOUR = 3600.0
 
@@ -32,7 +34,8 @@ class Job:
     ----------
     model : ModelSpec
     batch, seq, num_steps : int
-    weights : Weights
+    dtype : str or None
+        Format of the weights; by default the checkpoint's, where the machine has units for it.
     method : str
         As for the planner.
     allow_lossy : bool
@@ -43,7 +46,7 @@ class Job:
     batch: int
     seq: int
     num_steps: int
-    weights: Weights = field(default_factory=Weights)
+    dtype: StorageFormat | None = None
     method: Method = "auto"
     allow_lossy: bool = False
 
@@ -68,12 +71,16 @@ class Job:
             profiles=profiles,
             batch=self.batch,
             seq=self.seq,
-            fixed={"weights": self.weights.model_dump()},
+            fixed={"weights": {"dtype": self.dtype_on(topology.device_spec(device))}},
             method=self.method,
             allow_lossy=self.allow_lossy,
             mesh=mesh,
             max_ranks=num_devices,
         )
+
+    def dtype_on(self, device: DeviceSpec) -> StorageFormat:
+        """Return the format of the weights on a device."""
+        return self.dtype or default_dtype(self.model.checkpoint_dtype, device)[0]
 
     def hours(self, step_s: Range) -> Range:
         """Return what the job takes at so many seconds a step."""
