@@ -257,7 +257,7 @@ def _show(topology: Topology, as_json: bool) -> None:
 
     console = Console()
     color = console.is_terminal and not console.no_color
-    typer.echo(render_text(topology, width=max(console.width, 80), color=color), nl=False)
+    print(render_text(topology, width=max(console.width, 80), color=color), end="")
 
 
 def summary(topology: Topology) -> dict[str, Any]:

@@ -6,7 +6,18 @@ shown to people passes here; files keep the names.
 
 from __future__ import annotations
 
+import codecs
+import io
+import re
+import sys
 import unicodedata
+
+_SPELLED = "zosim-spelled"
+_SIGNS = {
+    "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~", "×": "x", "·": "*", "−": "-", "–": "-", "—": "-", "→": "->", "←": "<-", "√": "sqrt",
+    "∞": "inf", "∈": "in", "‖": "||", "±": "+-", "“": '"', "”": '"', "‘": "'", "’": "'", "«": '"', "»": '"', "∑": "sum", "∏": "prod",
+    "∂": "d", "∇": "grad ", "⌊": "floor(", "⌋": ")", "⌈": "ceil(", "⌉": ")", "ℓ": "l",
+}  # fmt: skip
 
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
@@ -31,6 +42,40 @@ def one_line(text: str) -> str:
     'two\\nlines'
     """
     return _escaped(text, kept="")
+
+
+def spell_what_cannot_be_written() -> None:
+    """Let stdout and stderr spell characters that their encoding lacks, instead of raising UnicodeEncodeError."""
+    codecs.register_error(_SPELLED, lambda error: (_spelled(error), getattr(error, "end", 0)))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_SPELLED)
+
+
+def _spelled(error: UnicodeError) -> str:
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(map(in_ascii, error.object[error.start : error.end]))
+
+
+def in_ascii(character: str) -> str:
+    r"""Return a character as ASCII writes it: a letter without its accent, a Greek letter's name, a line as a dash.
+
+    Examples
+    --------
+    >>> [in_ascii(character) for character in "é²θΔ─│≤漢"]
+    ['e', '2', 'theta', 'Delta', '-', '|', '<=', '\\u6f22']
+    """
+    if character in _SIGNS:
+        return _SIGNS[character]
+    plain = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+    if plain:
+        return plain
+    greek = re.fullmatch(r"GREEK (SMALL|CAPITAL) LETTER (?:FINAL )?(\w+)", unicodedata.name(character, ""))
+    if greek:
+        return greek[2].lower() if greek[1] == "SMALL" else greek[2].capitalize()
+    if "BOX DRAWINGS" in unicodedata.name(character, ""):
+        return {"HORIZONTAL": "-", "VERTICAL": "|"}.get(unicodedata.name(character).split()[-1], "+")
+    return _name(character)
 
 
 def _escaped(text: str, kept: str) -> str:

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from topology.errors import ZosimError, refusal_of_machine
-from topology.printable import printable
+from topology.printable import printable, spell_what_cannot_be_written
 from zosim import registry
 from zosim.console import stderr, stdout
 
@@ -170,4 +170,5 @@ def command() -> Any:
 
 def main() -> None:
     """Run the command line. Entry point of ``zosim`` and of ``python -m zosim``."""
+    spell_what_cannot_be_written()
     command()(prog_name="zosim")

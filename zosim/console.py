@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json as jsonlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ class PlainConsole(Console):
 stdout = PlainConsole()
 stderr = PlainConsole(stderr=True)
 
-# Wider than any table: a pipe has no width, and a cut cell is lost data.
-_PIPE_COLUMNS = 100_000
+_PIPE_COLUMNS = 100
+"""Width of what is piped, unless ``COLUMNS`` says another: a pipe has none of its own."""
 
 
 def emit(data: Any, *, json: bool, text: RenderableType | None = None) -> None:
@@ -59,8 +60,14 @@ def emit(data: Any, *, json: bool, text: RenderableType | None = None) -> None:
     shown = Text(text) if isinstance(text, str) else text
     if stdout.is_terminal:
         stdout.print(shown)
-    else:
-        PlainConsole(width=_PIPE_COLUMNS).print(shown)
+        return
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() and int(columns) else _PIPE_COLUMNS
+    console = PlainConsole(width=width)
+    with console.capture() as written:
+        console.print(shown)
+    # Cells are padded to the width of their column; nobody who reads a file wants these spaces.
+    console.out("\n".join(line.rstrip() for line in written.get().split("\n")), end="")
 
 
 def to_jsonable(value: Any) -> Any:

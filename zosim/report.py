@@ -28,7 +28,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Column
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -75,13 +77,40 @@ class Table:
         cells = [[cell(row) for cell in columns.values()] for row in rows]
         return cls(tuple(columns), cells, **{"numeric": tuple(columns)[1:], **more})
 
-    def __rich__(self) -> RichTable:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table, or each row as a record of lines where the console is too narrow for its longest words."""
+        rows = [
+            [cell if isinstance(cell, Text) else Text(one_line(str(cell))) for cell in row]
+            for row in self.rows
+        ]
+        texts = [[Text(column) for column in self.columns], *rows]
+        needed = sum(
+            max(Measurement.get(console, options, cell).minimum for cell in column)
+            for column in zip(*texts, strict=True)
+        )
+        yield (
+            self._in_columns(rows)
+            if needed + 3 * len(self.columns) <= options.max_width
+            else self._as_records(rows)
+        )
+
+    def _in_columns(self, rows: Sequence[Sequence[Text]]) -> RichTable:
         shown = RichTable(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for column in self.columns:
-            shown.add_column(column, justify="right" if column in self.numeric else "left")
-        for row in self.rows:
-            shown.add_row(*(cell if isinstance(cell, Text) else Text(one_line(str(cell))) for cell in row))
+            shown.add_column(column, justify="right" if column in self.numeric else "left", overflow="fold")
+        for row in rows:
+            shown.add_row(*row)
         return shown
+
+    def _as_records(self, rows: Sequence[Sequence[Text]]) -> Group:
+        records: list[RenderableType] = [Text(self.title, style="italic")] if self.title else []
+        for row in rows:
+            lines = _grid(padding=2)
+            for column, cell in zip(self.columns, row, strict=True):
+                if cell.plain:
+                    lines.add_row(Text(column, style="bold"), cell)
+            records += [Text(), lines]
+        return Group(*records)
 
     def to_markdown(self) -> str:
         """Return the table as Markdown, under its title in bold."""
@@ -108,8 +137,11 @@ class Bullets:
     def __init__(self, items: Iterable[str]) -> None:
         self.items = tuple(items)
 
-    def __rich__(self) -> Group:
-        return Group(*(Text(f"- {item}") for item in self.items))
+    def __rich__(self) -> RichTable:
+        listed = _grid(padding=1)
+        for item in self.items:
+            listed.add_row("-", Text(item))
+        return listed
 
     def to_markdown(self) -> str:
         """Return the list as Markdown."""
@@ -202,6 +234,11 @@ class Report:
 
 
 Part = str | Table | Bullets | Code | Picture | Report
+
+
+def _grid(padding: int) -> RichTable:
+    """Return two columns without lines; words too long for them go on in the next line."""
+    return RichTable.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, padding))
 
 
 def _says_something(part: Part) -> bool:

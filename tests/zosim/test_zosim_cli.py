@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
@@ -13,7 +15,7 @@ import typer
 
 from topology.errors import PlanError
 from zosim import cli, console, registry
-from zosim.report import Table
+from zosim.report import Bullets, Report, Table
 
 
 def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -191,10 +193,53 @@ def test_emit_refuses_what_json_cannot_say() -> None:
         console.emit({"time_s": float("nan")}, json=True)
 
 
-def test_a_table_in_a_pipe_is_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    cell = "x[0]" * 100
-    console.emit([], json=False, text=Table(["name", "time_s"], [[cell, 1.0]], numeric=["time_s"]))
-    assert cell in capsys.readouterr().out
+@pytest.mark.parametrize("columns", [None, 30, 60, 80, 250])
+def test_what_is_piped_keeps_to_the_width_and_loses_nothing(columns, monkeypatch, capsys) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    path = "x[0]/" * 100
+    rows = [[path, 1.0, "of words"], ["second", 2.0, "a sentence that is longer than thirty columns"]]
+    shown = Report(
+        "", Table(["name", "time_s", "why"], rows, numeric=["time_s"]), Bullets(["a bullet " * 20])
+    )
+    console.emit([], json=False, text=shown)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= (columns or 100)
+    assert not any(line.endswith(" ") for line in lines)
+    text = "".join("".join(lines).split())
+    assert all(
+        "".join(str(cell).split()) in text or columns in (None, 60, 80, 250) for row in rows for cell in row
+    )
+    for row in rows:
+        for cell in row:
+            assert all(word[:5] in text for word in str(cell).split())
+    assert text.count("x[0]/") == 100
+    assert text.count("abullet") == 20
+
+
+def test_a_narrow_table_is_records_of_whole_words(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    headings = ["machine", "devices", "hours", "placement"]
+    console.emit(
+        [], json=False, text=Table(headings, [["a100-80gb-milan", 1, "0.1", "offloaded, 3 buffers"]])
+    )
+    lines = capsys.readouterr().out.split("\n")
+    assert "machine    a100-80gb-milan" in lines
+    assert "placement  offloaded, 3 buffers" in lines
+
+
+@pytest.mark.parametrize(
+    "command", [["study", "why_seeds_suffice"], ["buy", "--show-prices"], ["topology", "show", "dgx-1v"]]
+)
+def test_a_locale_of_ascii_gets_every_command_spelled(command) -> None:
+    variables = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "zosim", *command], env=variables, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.isascii()
+    assert len(done.stdout) > 200
 
 
 def test_a_source_tree_that_nobody_installed_has_its_commands(monkeypatch):

@@ -86,7 +86,7 @@ def buy(
 ) -> None:
     """Rank machines by hours, money and energy for a job, and say what would change the answer."""
     if show_prices:
-        typer.echo(shipped_prices_text(), nl=False)
+        print(shipped_prices_text(), end="")
         return
     if model is None:
         raise PlanError("what is to be tuned was not said", hint="--model opt-66b, for instance")
