@@ -1,13 +1,16 @@
 """Plan, simulate and run zeroth-order fine-tuning of large language models.
 
-Names are loaded when they are first asked for, so that ``import zosim`` costs nothing::
+Five functions do what the commands of their names do, with the same options::
 
     import zosim
 
-    plan = zosim.Plan.load("plan.json")
-    program = zosim.lower(plan)
+    decision = zosim.plan("opt-13b", "a100-80gb-milan")  # the fastest placement that fits, and why
+    zosim.simulate(decision)  # step time and memory of a plan, event by event
+    zosim.run(decision, model="path/to/opt-13b", data="train.jsonl", steps=100, out="runs/first")
+    zosim.compare("runs/first")  # what was predicted beside what was measured
+    zosim.buy("opt-66b", budget="500 USD")  # which machine, and what would change the answer
 
-Functions that bear their module's name are imported from it: ``from zosim.engines.simulate import simulate``.
+Names are loaded when they are first used, so that ``import zosim`` costs nothing.
 """
 
 from __future__ import annotations
@@ -65,3 +68,6 @@ else:
         return load(registered(FUNCTIONS)["run"])
 
     __getattr__, __all__ = lazy_names(__name__, __file__, __version__=_version, run=_run)
+
+    def __dir__() -> list[str]:
+        return __all__

@@ -150,17 +150,18 @@ def simulate(
 @with_settings({}, like=face.compare)
 def compare(
     plan_or_run: Annotated[
-        Path, typer.Argument(help="A run's directory, or the plan to hold it against.", show_default=False)
+        Path, typer.Argument(help="A run's directory, or a plan to compare with.", show_default=False)
     ],
     run: Annotated[
-        Path | None, typer.Argument(help="Directory of the run, after a plan of its own.", show_default=False)
+        Path | None,
+        typer.Argument(help="After a plan, a run's directory or another plan.", show_default=False),
     ] = None,
     as_json: Json = False,
     **asked: Any,
 ) -> None:
-    """Hold a run against its prediction, instruction by instruction.
+    """Compare a run with its prediction, instruction by instruction, or two plans' predictions.
 
-    The plan is the one that is named, or the run's own: DIR/plan.json, or what DIR/run.json says of it.
+    For a run the plan is the one that is named, or the run's own: DIR/plan.json, or what DIR/run.json says of it.
     """
     plan_file, run = (None, plan_or_run) if run is None else (plan_or_run, run)
     comparison = face.compare(run, plan_file, **asked)

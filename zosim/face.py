@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from zosim.analysis.compare import Comparison
     from zosim.planning.planner import Decision
     from zosim.planning.predict import Subject
+    from zosim.planning.views import PlanComparison
 
 # Each function imports what it works with: a command's help page, which takes its options from here, needs none of it.
 
@@ -218,6 +219,7 @@ def simulate(
             f"the plan runs on {missing[0]}, but {name} has no such device",
             hint=f"plan again for this hardware (its devices: {devices}), or name the one it was made for",
         )
+    plan = plan.model_copy(update={"placement": plan.placement.model_copy(update={"topology": name})})
     profiles = Profiles(topology, path=profile, num_threads=threads, is_host=name == HOST)
     first = plan.placement.devices[0]
     rates = profiles.of(first, plan.placement.devices.count(first))
@@ -236,13 +238,13 @@ def compare(
     profile: Profile = None,
     threads: Threads = None,
     rank: RankToCompare = None,
-) -> Comparison:
-    """Hold a run against its prediction, instruction by instruction.
+) -> Comparison | PlanComparison:
+    """Hold a run against its prediction, instruction by instruction, or one plan's prediction against another's.
 
     Parameters
     ----------
     run : path
-        Directory of the run.
+        Directory of the run, or a second plan's file.
     plan : Plan or path, optional
         By default the run's own: its plan.json, or what its run.json says of it.
     hardware, profile, threads
@@ -260,9 +262,17 @@ def compare(
     from zosim.timeline import Timeline
 
     directory = Path(run)
+    if plan is not None and directory.is_file():
+        if rank is not None:
+            raise PlanError("--rank is of a run, and two plans are compared", hint="leave it out")
+        from zosim.planning.views import PlanComparison
+
+        where: dict[str, Any] = {"hardware": hardware, "profile": profile, "threads": threads}
+        return PlanComparison(simulate(plan, **where), simulate(directory, **where))
     if not directory.is_dir():
         raise TimelineError(
-            f"{directory} is not the directory of a run", hint="`zosim run --out DIR` writes one"
+            f"{directory} is not the directory of a run",
+            hint="`zosim run --out DIR` writes one; two plans are compared by naming both files",
         )
     refuse_irregular_run(directory, TimelineError)
     ran = directory / "program.json"

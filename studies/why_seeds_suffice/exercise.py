@@ -53,5 +53,5 @@ def _complaint(answer: object, run: TunedRun) -> str:
         )
     return (
         f"very close, but {differing} elements differ in their last bits: the run also perturbed and restored every "
-        "weight, and (θ + εz) - 2εz + εz is not θ in floating point"
+        "weight, and (θ + εz) - 2εz + εz is not θ in floating point; products are (s · z) · ε and η · (g · z), in this order"
     )

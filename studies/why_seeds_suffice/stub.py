@@ -12,6 +12,9 @@ from studies.why_seeds_suffice.training import LogRow
 def rebuild(base: Mapping[str, Tensor], log: Sequence[LogRow], epsilon: float) -> Mapping[str, Tensor]:
     """Return the weights after the run whose base weights and log these are.
 
+    Every bit counts, so the order of the products does, too: a perturbation adds ``(s * z) * epsilon``, an update subtracts
+    ``learning_rate * (projected_gradient * z)``.
+
     Parameters
     ----------
     base : mapping of str to torch.Tensor

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
+import pydoc
+import re
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,62 @@ def test_every_promised_name_is_there() -> None:
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(AttributeError, match="no attribute 'backward'"):
         zosim.backward  # noqa: B018
+
+
+def test_help_of_the_package_lists_what_can_be_called() -> None:
+    text = pydoc.render_doc(zosim, renderer=pydoc.plaintext)
+    for name in ("plan", "simulate", "run", "compare", "buy"):
+        assert re.search(rf"^    {name}( = \w+)?\(", text, re.MULTILINE), name
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware", "stated", "expected"),
+    [
+        ("opt-13b", "a100-80gb-milan", None, "float16"),
+        ("llama-3-8b", "a100-80gb-milan", None, "bfloat16"),
+        ("llama-3-8b", "t4-1x", None, "float32"),
+        ("gpt2", "a100-80gb-milan", None, "bfloat16"),
+        ("gpt2", "t4-1x", None, "float32"),
+        ("opt-125m", "cpu-laptop", None, "float32"),
+        ("opt-125m", "a100-80gb-milan", "float32", "float32"),
+    ],
+)
+def test_weights_have_the_checkpoints_format_unless_another_is_named(
+    model, hardware, stated, expected
+) -> None:
+    options = {} if stated is None else {"dtype": stated}
+    decision = zosim.plan(model, hardware, seq=16, **options)
+    assert decision.plan.storage_dtype == expected
+    assert decision.reasons[0].startswith(f"weights in {expected}") == (stated is None)
+    if hardware == "t4-1x":
+        return  # the price table has none
+    answer = zosim.buy(
+        model, seq=16, machines=[hardware], steps=1, count=[1], simulate=0, explain=0, **options
+    )
+    assert {offer.machine.plan.storage_dtype for offer in answer.offers} <= {expected}
+
+
+def test_a_plan_simulated_on_other_hardware_says_which() -> None:
+    decision = zosim.plan("opt-125m", "a100-80gb-milan", seq=16)
+    subject = zosim.simulate(decision, "h200-1x")
+    assert subject.plan.placement.topology == "h200-1x"
+    assert subject.step_time_s < decision.prediction.step_time_s
+
+
+def test_two_plans_are_compared_figure_by_figure(tmp_path: Path) -> None:
+    files = [tmp_path / "resident.json", tmp_path / "offloaded.json"]
+    plans = [zosim.plan("opt-125m", "a100-80gb-milan", seq=64, method=method) for method in ("mezo", "zo2")]
+    for decision, file in zip(plans, files, strict=True):
+        decision.plan.save(file)
+    data = json.loads(zosim.compare(files[1], files[0]).to_json())
+    first, second = (decision.prediction.step_time_s for decision in plans)
+    assert data["second_over_first"]["step_time_s"] == pytest.approx(second / first)
+    result = CliRunner().invoke(app, ["compare", *map(str, files)])
+    assert result.exit_code == 0, result.output
+    assert f"{second / first:.3g}" in result.output
+    assert "mezo" in result.output
+    refused = CliRunner().invoke(app, ["compare", *map(str, files), "--rank", "0"])
+    assert refused.exit_code == 2
 
 
 def test_planning_from_python_is_the_command(tmp_path: Path) -> None:

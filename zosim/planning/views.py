@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from typing import Any
 
 from topology.units import format_bytes, format_seconds
 from zosim.analysis.counts import step_counts
+from zosim.console import to_jsonable
 from zosim.planning.explain import about_formats, about_ranks, contention_words
 from zosim.planning.pipelining import about_stages, pipelining
 from zosim.planning.planner import Candidate, Decision
@@ -81,6 +84,68 @@ def simulation_view(subject: Subject) -> Report:
     if subject.plan.num_stages > 1:
         notes += about_stages(subject)
     return Report("", prediction_view(subject), Bullets(notes))
+
+
+@dataclass(frozen=True)
+class PlanComparison:
+    """What two plans are predicted to do, side by side.
+
+    Attributes
+    ----------
+    first, second : Subject
+    """
+
+    first: Subject
+    second: Subject
+
+    def to_json(self) -> str:
+        """Return both predictions, and the second's figures over the first's."""
+        first, second = (prediction_data(subject.prediction) for subject in (self.first, self.second))
+        ratios = {
+            key: second[key] / first[key]
+            for key in ("step_time_s", "tokens_per_s", "device_bytes", "host_bytes")
+            if first[key]
+        }
+        return json.dumps(
+            to_jsonable({"first": first, "second": second, "second_over_first": ratios}), indent=2
+        )
+
+    def __rich__(self) -> Table:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        return Report("", self.table()).to_html()
+
+    def table(self) -> Table:
+        """Return the predictions as columns, and the second over the first."""
+        one, other = self.first.prediction, self.second.prediction
+        rows: list[tuple[str, ...]] = [
+            ("plan", self.first.plan.describe(), self.second.plan.describe(), ""),
+            ("devices", _devices(self.first.plan), _devices(self.second.plan), ""),
+            ("step time", one.interval, other.interval, _times(one.step_time_s, other.step_time_s)),
+            (
+                "throughput",
+                *(f"{p.tokens_per_s:,.4g} tokens/s" for p in (one, other)),
+                _times(one.tokens_per_s, other.tokens_per_s),
+            ),
+            ("bottleneck", *(f"{p.bottleneck.words}, {p.bottleneck.share:.0%}" for p in (one, other)), ""),
+        ]
+        for name, sizes in {
+            "device memory": [p.footprints.largest.device_bytes for p in (one, other)],
+            "host memory": [p.footprints.fullest.size_bytes for p in (one, other)],
+        }.items():
+            rows.append((name, *map(format_bytes, sizes), _times(*sizes)))
+        seconds = [dict(p.seconds_by_label) for p in (one, other)]
+        for label in dict.fromkeys((*seconds[0], *seconds[1])):
+            taken = [by_label.get(label) for by_label in seconds]
+            rows.append(
+                (f"{label}, busy", *("-" if s is None else format_seconds(s) for s in taken), _times(*taken))
+            )
+        return Table(("predicted", "first", "second", "second / first"), rows, numeric=("second / first",))
+
+
+def _times(first: float | None, second: float | None) -> str:
+    return f"{second / first:.3g}" if first and second else ""
 
 
 def stages_data(subject: Subject) -> dict[str, Any]:

@@ -44,7 +44,8 @@ class Weights(Axis):
         StorageDType,
         Setting(
             "--dtype",
-            "Format of the weights, and of products and transfers, if they have none of their own.",
+            "Format of the weights, and of products and transfers, if they have none of their own; by default the checkpoint's on a GPU "
+            "that has units for it, float32 on a CPU.",
             changes="numbers",
         ),
     ] = "float32"

@@ -37,6 +37,16 @@ def generator_reset_for_every_parameter(base, log, epsilon):
     return theta
 
 
+def products_in_another_order(base, log, epsilon):
+    theta = dict(base)
+    for row in log:
+        for name, z in directions(base, row.seed).items():
+            for scale in (1, -2, 1):
+                theta[name] = theta[name] + scale * (z * epsilon)
+            theta[name] = theta[name] - (row.learning_rate * row.projected_gradient) * z
+    return theta
+
+
 def one_rate_for_all_steps(base, log, epsilon):
     shifted = [type(row)(row.seed, row.projected_gradient, log[0].learning_rate) for row in log]
     return right(base, shifted, epsilon)
@@ -44,6 +54,7 @@ def one_rate_for_all_steps(base, log, epsilon):
 
 WRONG = [
     (without_perturbing, "last bits"),
+    (products_in_another_order, "in this order"),
     (generator_reset_for_every_parameter, "which numbers"),
     (one_rate_for_all_steps, "learning rate"),
     (lambda base, log, epsilon: base, "nothing has changed"),
