@@ -169,7 +169,7 @@ def _run(
     from executors.ranks.mesh import launch_lines
     from executors.ranks.rank_info import RankInfo, is_launched
     from executors.runs.overrides import settings_from
-    from executors.runs.planning import Asked
+    from executors.runs.planning import Asked, where_it_runs
     from executors.runs.run import run_in_rank
 
     asked = Asked(
@@ -182,10 +182,11 @@ def _run(
     )
     settings, warnings = settings_from(asked, plan_file=plan, program_file=program)
     is_first, placement = RankInfo.here().rank == 0, settings.plan.placement
-    for warning in warnings if is_first else ():
-        stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)
+    where = where_it_runs(settings.plan, settings.device)
+    for line in (where, *(f"warning: {warning}" for warning in warnings)) if is_first else ():
+        stderr.print(line, markup=False, soft_wrap=True)
     if len(placement.ranks_by_host) > 1 and not is_launched():
-        lines = launch_lines(settings.plan, sys.argv[1:])
+        lines = launch_lines(settings.plan, sys.argv[1:], device=settings.device)
         return {"launch": lines}
     if not is_told and not is_launched():
         check_data(settings.data, settings.evaluation)

@@ -252,6 +252,7 @@ class Stages:
         from executors.models.pretrain import TaskSettings
         from executors.ranks.launch import launch
         from executors.runs.learning_rate import LearningRate
+        from executors.runs.planning import planned_device
         from executors.runs.run import run_in_rank
         from executors.runs.settings import DataSettings, EvaluationSettings, RunSettings
 
@@ -266,6 +267,7 @@ class Stages:
             learning_rate=LearningRate("constant", TaskSettings().learning_rate, num_steps=self.num_steps),
             out=str(self.out),
             seed=self.seed,
+            device=planned_device(plan),
             num_threads=self.num_threads or 1,
             log_every=max(1, self.num_steps // 20),
             evaluation=EvaluationSettings(str(pretrained.validation), num_examples=_NUM_EVALUATED),

@@ -45,6 +45,12 @@ def device_named(name: str) -> torch.device:
 _SPELT = {"cuda": "CUDA", "xpu": "XPU", "npu": "NPU"}
 
 
+def accelerator_kind() -> str:
+    """Return the kind of the accelerators that torch finds, ``cuda`` where it finds none."""
+    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return present.type if present is not None and present.type in ACCELERATORS else "cuda"
+
+
 def num_devices_of(kind: str) -> int:
     """Return how many devices of a kind torch finds; a build of torch is for one kind."""
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -119,7 +119,12 @@ def fastest_plan(request: Request, num_ranks: int) -> Plan:
     )
 
 
-def launch_lines(plan: Plan, arguments: Sequence[str], *, port: int = 29500) -> str:
+_AS_PLANNED = ", as planned; where torch finds no such device it stops, unless --device names another."
+
+
+def launch_lines(
+    plan: Plan, arguments: Sequence[str], *, device: str | None = None, port: int = 29500
+) -> str:
     """Return, to be read and copied, how the ranks of a plan of several hosts are started.
 
     Parameters
@@ -127,6 +132,8 @@ def launch_lines(plan: Plan, arguments: Sequence[str], *, port: int = 29500) -> 
     plan : Plan
     arguments : sequence of str
         Of this command.
+    device : str, optional
+        That every rank is to run on.
     port : int
         Free on the first host.
 
@@ -162,6 +169,9 @@ def launch_lines(plan: Plan, arguments: Sequence[str], *, port: int = 29500) -> 
         "",
         "While it runs, these hosts have open ports: docs/runs.md says which, and how to close them.",
     ]
+    if device is not None:
+        is_named = any(word.partition("=")[0] == "--device" for word in arguments)
+        lines += ["", f"Every rank runs on {device}" + ("." if is_named else _AS_PLANNED)]
     if max(map(len, hosts)) > 1 and "--threads" not in arguments:
         lines += ["", "torchrun gives each of several ranks of a host one thread: --threads N gives it more."]
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from executors.models.packing import facts_of
 from executors.ranks.rank_info import RankInfo, is_launched
 from executors.runs.inputs import longest_line, open_data
 from executors.runs.learning_rate import LearningRate
-from executors.runs.planning import Asked, plan_for, refuse_too_large, spec_for
+from executors.runs.planning import Asked, plan_for, planned_device, refuse_absent, refuse_too_large, spec_for
 from executors.runs.programs import recorded_programs
 from executors.runs.runlog import HEADER_NAME, read_header
 from executors.runs.settings import RUN_SECTIONS, DataSettings, RunSettings, evaluation_in
@@ -74,10 +74,12 @@ def settings_from(
     lora, prefix = adapters_of(fields["adapters"], header.get("run"), seed=run.get("seed", 0))
     base = _base_plan(plan_file, header)
     ranks = _num_ranks(asked, base, has_plan=plan_file is not None)
+    if "device" not in run:
+        run["device"] = _device(header, base, out, has_plan=plan_file is not None)
     asked = replace(
         asked,
         ranks=ranks,
-        device=run.get("device", "cpu"),
+        device=run["device"],
         num_threads=run.get("num_threads") or default_threads(ranks or 1),
         stated=_with_implied_residency(asked, is_open=plan_file is None and not is_resumed),
     )
@@ -105,7 +107,8 @@ def settings_from(
         evaluation=evaluation,
     )
     settings = _with_facts(settings)
-    large = refuse_too_large(plan, program, random_weights=settings.random_weights)
+    on_cpu = settings.device == "cpu"
+    large = refuse_too_large(plan, program, on_cpu=on_cpu, random_weights=settings.random_weights)
     return settings, [*about_epsilon(plan), *large]
 
 
@@ -174,6 +177,30 @@ def _base_plan(path: Path | None, header: Recorded) -> Plan | None:
     if path is not None:
         return Plan.load(path)
     return Plan.model_validate(header["plan"]) if header else None
+
+
+def _device(header: Recorded, base: Plan | None, out: str, *, has_plan: bool) -> str:
+    """Return the device of a run for which no option names one: that of its plan, or on which it was begun; else the CPU.
+
+    Raises
+    ------
+    PlanError
+        If torch finds no such device. Who prints the lines that start ranks of several hosts needs none.
+    """
+    if base is None:
+        return "cpu"
+    placement = base.placement
+    if has_plan:
+        device, why = planned_device(base), f"the plan is for {placement.devices[0]} of {placement.topology}"
+    else:
+        recorded = str(header.get("device", "cpu"))
+        kind, _, number = recorded.partition(":")
+        # Each of several ranks takes the device of its own number.
+        device = recorded if number not in ("", "0") and placement.world_size == 1 else kind
+        why = f"{out} was run on {recorded}"
+    if len(placement.ranks_by_host) == 1 or is_launched():
+        refuse_absent(device, why)
+    return device
 
 
 def _program_by_hand(path: Path | None) -> ProgramSet | None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from costmodel.configs import Trainable, read_model_spec
 from costmodel.formats import FORMATS, default_dtype
 from costmodel.memory import preflight_host
 from costmodel.model_spec import ModelSpec
-from executors.devices import check_device
+from executors.devices import accelerator_kind, check_device, num_devices_of
 from executors.ranks.mesh import fastest_plan, mesh_named, spread, uncut
-from topology.errors import DoesNotFit, ModelError, PlanError, UnknownFamily
+from topology.errors import DoesNotFit, ModelError, PlanError, UnknownFamily, ZosimError
 from topology.hardware import resolve
 from topology.validation import readable
 from zosim.hardware.profiles import Profiles
@@ -313,6 +316,57 @@ def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: Longest
         return fastest_plan(request, asked.ranks or 1)
 
 
+def planned_device(plan: Plan) -> str:
+    """Return the torch device that a plan is for: the CPU, or the kind of accelerator that torch finds, else ``cuda``.
+
+    It has a number where a plan of one rank for this machine names another GPU than the first.
+    """
+    placement = plan.placement
+    first = placement.devices[0]
+    name = first.rpartition("/")[2]
+    kind = "gpu" if name.startswith("gpu") else "cpu"
+    if placement.topology != HOST:
+        # A machine's own names need not say what its nodes are; where the plan was made elsewhere they have to.
+        with suppress(ZosimError):
+            kind = next((n.kind for n in resolve(placement.topology).nodes if n.id == first), kind)
+    if kind != "gpu":
+        return "cpu"
+    accelerator = accelerator_kind()
+    number = name.removeprefix("gpu")
+    is_other = placement.world_size == 1 and placement.topology == HOST and number.isdecimal() and int(number)
+    return f"{accelerator}:{number}" if is_other else accelerator
+
+
+def refuse_absent(device: str, why: str) -> None:
+    """Refuse a device that nobody named on the command line, where torch finds none of its kind.
+
+    Parameters
+    ----------
+    device : str
+    why : str
+        What says that the run belongs there.
+
+    Raises
+    ------
+    PlanError
+    """
+    kind = device.partition(":")[0]
+    if kind != "cpu" and not num_devices_of(kind):
+        raise PlanError(
+            f"{why}, and torch {torch.__version__} finds no {kind} device here",
+            hint="--device cpu runs it on the CPU anyway; its predictions remain those of the hardware that it was planned for",
+        )
+
+
+def where_it_runs(plan: Plan, device: str) -> str:
+    """Return in words on which device the ranks of a run are, and on which they were planned to be."""
+    devices, num_ranks = dict.fromkeys(plan.placement.devices), plan.placement.world_size
+    named = list(devices)
+    planned = " and ".join(named) if len(named) < 3 else f"{named[0]}..{named[-1]}"
+    ranks = "" if num_ranks == 1 else f"{num_ranks} ranks, "
+    return f"{ranks}on {device}, planned for {planned} of {plan.placement.topology}"
+
+
 def host_node(device: str) -> tuple[Topology, str]:
     """Return this machine, and the node of it that stands for a torch device.
 
@@ -376,7 +430,9 @@ def _spec_for(model: str, tuned: Trainable, cut_blocks: tuple[int, ...], **loadi
     return spec_of_model(loaded, cut_blocks=cut_blocks)
 
 
-def refuse_too_large(plan: Plan, programs: ProgramSet | None, *, random_weights: bool = False) -> list[str]:
+def refuse_too_large(
+    plan: Plan, programs: ProgramSet | None, *, on_cpu: bool = True, random_weights: bool = False
+) -> list[str]:
     """Return warnings about this host's memory, before anything is loaded.
 
     Raises
@@ -384,7 +440,6 @@ def refuse_too_large(plan: Plan, programs: ProgramSet | None, *, random_weights:
     DoesNotFit
         If the buffers of the ranks of one host cannot be had.
     """
-    on_cpu = not plan.placement.devices[0].startswith("gpu")
     ranks = plan.placement.ranks_by_host[0]
     # What an edited program has buffers for need not be what the plan's batch takes.
     held = [_held(made, ranks, on_cpu=on_cpu) for made in (lower_all(plan), programs) if made is not None]

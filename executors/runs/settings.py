@@ -273,7 +273,7 @@ class RunSettings:
     accumulate: Annotated[
         int, Setting("--accumulate", "Micro-batches that a step's batch is forwarded in.", "numbers")
     ] = 1
-    device: Annotated[str, Setting("--device", "cpu, cuda or cuda:N.")] = "cpu"
+    device: Annotated[str, Setting("--device", "cpu, cuda or cuda:N.", usual="the plan's, else cpu")] = "cpu"
     num_threads: Annotated[
         Threads,
         Setting(

@@ -165,9 +165,14 @@ class Comparison:
             error = _error(self.at_pace.step_s, self.measured_step_s)
             rows.append((self.at_pace.words, _ms(self.at_pace.step_s), "", _percent(error)))
         if self.planned_tokens is not None and self.measured_tokens is not None:
-            tokens = self.planned_tokens, self.measured_tokens
+            planned, measured = self.planned_tokens, self.measured_tokens
             rows.append(
-                ("tokens per step", *(f"{number:,.4g}" for number in tokens), _percent(_error(*tokens)))
+                (
+                    "tokens per step",
+                    f"{planned:,.4g}",
+                    f"{measured:,.4g}",
+                    _percent(_error(planned, measured)),
+                )
             )
         for line in self.memory:
             sizes = f"{line.predicted_bytes / _MIB:.1f}", f"{line.measured_bytes / _MIB:.1f}"
