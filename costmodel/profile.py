@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     NonNegativeFloat,
     PositiveFloat,
     model_validator,
@@ -190,6 +191,9 @@ _UNTRIED_KINDS = frozenset(
 """What no step of one rank tells of, and so not how wide intervals have to be."""
 
 
+MOST_DISTURBED = 0.25
+"""Largest share of a calibration that others may have disturbed: more, and its profile says more of them than of the machine."""
+
 _SLOWEST, _LARGEST = 1e-3, 1e24
 """No device computes or moves less in a second, or more; durations stay finite."""
 
@@ -281,6 +285,8 @@ class Profile(BaseModel):
     interval_scale : float
         How much of their intervals the constants leave at once in the low and the high end of a prediction. They do not all
         lie at one end together; calibration finds the part that would have held its whole steps 90 times in 100.
+    disturbed_share : float
+        Share of the operations or of the whole steps of the calibration, whichever is larger, that other processes disturbed.
     constants : tuple of Constant
     """
 
@@ -294,6 +300,7 @@ class Profile(BaseModel):
     num_cores: Ranks
     origin: Literal["datasheet", "calibrated"]
     interval_scale: PositiveFloat = 1.0
+    disturbed_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     constants: tuple[Constant, ...]
 
     @model_validator(mode="after")
@@ -307,6 +314,11 @@ class Profile(BaseModel):
             message = f"constants given twice: {twice}, constants missing: {missing}"
             raise ValueError(message)
         return self
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other processes disturbed so much of the calibration that predictions should not rely on it."""
+        return self.disturbed_share > MOST_DISTURBED
 
     @cached_property
     def _by_name(self) -> dict[str, Constant]:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from executors.calibration.device_facts import DeviceFacts
     from zosim.applications.validation.learning import Lesson
 
+EXIT_DISTURBED = 3
+"""Exit status of a calibration that was disturbed too much to be kept."""
+
 
 def calibrate(
     output: Annotated[
@@ -34,6 +37,13 @@ def calibrate(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
     save: Annotated[bool, typer.Option(help="Keep it for this machine's predictions.")] = True,
+    keep_disturbed: Annotated[
+        bool,
+        typer.Option(
+            "--keep-disturbed",
+            help="Keep it even if other processes disturbed it, marked as such. One that nothing disturbed is never replaced by it.",
+        ),
+    ] = False,
     rows: Annotated[
         str | None,
         typer.Option(
@@ -55,7 +65,10 @@ def calibrate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Measure this machine, and fit the rates that predictions use."""
+    """Measure this machine, and fit the rates that predictions use.
+
+    Exit status 3: other processes disturbed the measurements too much, and the profile is not kept.
+    """
     if evidence and rows is not None:
         raise ProfileError(
             "--rows and --evidence are two ways to make a profile", hint="leave one of them out"
@@ -105,8 +118,30 @@ def calibrate(
 
         facts = device_facts(device)
         profile = with_facts(profile, facts)
-    kept = save_host_profile(profile) if save else None
+    kept = save_host_profile(profile, keep_disturbed=keep_disturbed) if save else None
     _show_fit(profile, fit, (), output=output, kept=kept, as_json=as_json, facts=facts)
+    if save and kept is None:
+        _report_not_kept(profile, keep_disturbed=keep_disturbed)
+        raise typer.Exit(EXIT_DISTURBED)
+
+
+def _report_not_kept(profile: Profile, *, keep_disturbed: bool) -> None:
+    """Print why a disturbed profile is not kept, and what can be done about it."""
+    from zosim.hardware.profiles import host_profile_path, undisturbed_host_profile
+
+    path = host_profile_path(profile.device_name, profile.num_threads)
+    reason, force = "", ", or keep this one with --keep-disturbed"
+    if undisturbed_host_profile(profile.device_name, profile.num_threads) is not None:
+        reason, force = f"; {path}, which nothing disturbed, stays", ""
+        if keep_disturbed:
+            force = ", or write this one elsewhere with -o FILE, for --profile FILE"
+    stderr.print(
+        f"not kept: others disturbed {profile.disturbed_share:.0%} of the calibration{reason}",
+        f"hint: stop what else runs and calibrate again{force}",
+        sep="\n",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _show_fit(

@@ -65,6 +65,8 @@ class DemoResult:
     before, after : dict
         Loss and accuracy on held-out questions.
     bottleneck : str
+    disturbed_share : float
+        Share of the calibration behind the prediction that others disturbed, if that is too much to rely on; else 0.
     """
 
     comparison: Comparison
@@ -72,6 +74,7 @@ class DemoResult:
     before: dict[str, float]
     after: dict[str, float]
     bottleneck: str
+    disturbed_share: float = 0.0
 
     def data(self) -> dict[str, Any]:
         """Return the outcome as JSON knows it."""
@@ -83,6 +86,7 @@ class DemoResult:
             "before": self.before,
             "after": self.after,
             "bottleneck": self.bottleneck,
+            "disturbed_share": self.disturbed_share,
         }
 
     def view(self) -> Any:
@@ -97,7 +101,17 @@ class DemoResult:
             ],
             numeric=("before", "after"),
         )
-        return Report("", self.comparison.report(), f"bottleneck, predicted: {self.bottleneck}", learned)
+        disturbed = (
+            f"the prediction rests on a disturbed profile: others disturbed {self.disturbed_share:.0%} of its calibration; on a "
+            "quiet machine `zosim calibrate` makes a better one"
+        )
+        return Report(
+            "",
+            self.comparison.report(),
+            f"bottleneck, predicted: {self.bottleneck}",
+            *([disturbed] if self.disturbed_share else []),
+            learned,
+        )
 
 
 class Stages:
@@ -185,7 +199,7 @@ class Stages:
     def _calibrate(self, topology: Topology) -> Profile:
         from executors.calibration.calibrating import calibrated
         from zosim.console import progress, stderr
-        from zosim.hardware.profiles import save_host_profile
+        from zosim.hardware.profiles import save_host_profile, undisturbed_host_profile
 
         self._heading(
             f"what this machine really does per second: measured for {self.calibration_s:.0f} s, and about a minute for "
@@ -203,8 +217,15 @@ class Stages:
             )
         self.num_threads = profile.num_threads
         path = save_host_profile(profile)
+        outcome = f"kept in {path}"
+        if path is None:
+            outcome = f"not kept: others disturbed {profile.disturbed_share:.0%} of the calibration"
+            if earlier := undisturbed_host_profile(profile.device_name, profile.num_threads):
+                profile, outcome = earlier, f"{outcome}; the earlier one, which nothing disturbed, counts"
+            else:
+                outcome = f"{outcome}; predictions of this demo rest on it, and {self.out}/profile.json will hold it"
         stderr.print(
-            f"{len(fit.residuals)} measurements fitted, median residual {fit.median_error:.0%}; kept in {path}",
+            f"{len(fit.residuals)} measurements fitted, median residual {fit.median_error:.0%}; {outcome}",
             markup=False,
         )
         return profile
@@ -282,6 +303,8 @@ class Stages:
 
         self._heading("predicted and measured")
         subject = decision.chosen.subject
+        if subject.profile.is_disturbed:
+            subject.profile.save(self.out / "profile.json")
         measured = Timeline.load(self.out / "timeline.json")
         rows = [line.row for line in read_lines(self.out / "metrics.jsonl")]
         evaluations = [row for row in rows if row.get("split") == "eval"]
@@ -298,6 +321,7 @@ class Stages:
             before=evaluations[0],
             after=evaluations[-1],
             bottleneck=decision.prediction.bottleneck.words,
+            disturbed_share=decision.prediction.disturbed_share,
         )
 
     def _heading(self, text: str) -> None:

@@ -46,6 +46,9 @@ _CODES_SHARE, _CODES_ROUNDS = 0.25, 3
 _LONG_S = 10.0
 """Seconds from which processes are started thrice to see what they take from each other, and steps in codes are taken."""
 
+_LEAST_LEFT = 0.1
+"""Least part of a machine that others are taken to have left for a step."""
+
 _NUM_PARTS = 2
 _NAMED = 3
 _HEEDED_PART, _LEAST_HEED = 0.1, 0.2
@@ -229,7 +232,8 @@ def fitted(
     Constants are fitted at full pace, and the profile is at the pace of the calibration, if one is given. Intervals hold
     steps as they were taken, strangers or not, as they would have been in its faster and its slower seconds, and, on a CPU,
     as another calibration would have it: all predictions share that error, and the steps of this one cannot show it. The steps are parted in two. What the profile says of either part when it was fitted to the other alone is how
-    far off it is for steps that it has not seen: that decides the width of its intervals, and is what is reported.
+    far off it is for steps that it has not seen: that decides the width of its intervals, and is what is reported. Where others
+    disturbed most steps, intervals reach down to what these would take with the cores that the others had.
     """
     profile, fit = _fitted(base, measurements, steps)
     if coded:
@@ -241,13 +245,22 @@ def fitted(
         seen = [step for step in steps if step not in unseen]
         other, _ = _fitted(base, measurements, seen)
         there = _at_pace(other, pace)
-        taken = _as_taken(_judges(unseen), there, pace)
+        judges = _judges(unseen)
+        taken = [*_as_taken(judges, there, pace), *_as_alone(judges, base.num_cores)]
         if base.device_kind == "cpu":
             taken = _as_calibrated_again(taken)
         ratios += interval_ratios(there, topology, node, taken)
         machine = Machine.from_topology(topology, node, other)
         residuals += [Residual(s.name, s.seconds, simulate(s.program, machine).step_time_s) for s in unseen]
-    return with_interval_scale(_at_pace(profile, pace), ratios), replace(fit, steps=tuple(residuals))
+    profile = with_interval_scale(_at_pace(profile, pace), ratios)
+    share = disturbed_share(measurements, steps)
+    return Profile(**{**dict(profile), "disturbed_share": share}), replace(fit, steps=tuple(residuals))
+
+
+def disturbed_share(measurements: Sequence[Measurement], steps: Sequence[WholeStep]) -> float:
+    """Return the share of operations or of whole steps that others disturbed, whichever is larger."""
+    for_each = [m.is_bound for m in measurements], [step.is_disturbed for step in steps]
+    return max((fmean(are_disturbed) for are_disturbed in for_each if are_disturbed), default=0.0)
 
 
 def _judges(steps: Sequence[WholeStep]) -> Sequence[WholeStep]:
@@ -263,6 +276,15 @@ def _as_taken(steps: Sequence[WholeStep], profile: Profile, pace: Pace | None) -
         slowings += [1 + off_pace(profile, ratio) for ratio in (pace.low, pace.high)]
     return [
         replace(step, seconds=slowing * step.slowing * step.seconds) for step in steps for slowing in slowings
+    ]
+
+
+def _as_alone(steps: Sequence[WholeStep], num_cores: int) -> list[WholeStep]:
+    """Return the steps that others disturbed, as long as they would take at least with the cores that the others had."""
+    return [
+        replace(step, seconds=step.seconds * max(_LEAST_LEFT, 1 - step.foreign_cores / num_cores))
+        for step in steps
+        if step.is_disturbed
     ]
 
 

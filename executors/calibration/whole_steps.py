@@ -44,7 +44,7 @@ DISTURBING_CORES = 0.15
 """Cores in use by others: less is what any machine does besides, and what the clocks of processors can tell."""
 
 _MOST_TRIES = 3
-_LEAST_SCALE = 0.02
+_LEAST_SCALE, _MOST_SCALE = 0.02, 50.0
 _FAR = 3.0
 _WAITS = 10.0
 """A pause that lasts so many times the median one is a wait for another stream."""
@@ -276,7 +276,9 @@ def _measured(
     ) as session:
         others = OtherLoad()
         taken = _steps(session, batch, budget_s, fast_s)
-        spare = max(0, (psutil.cpu_count() or 1) - torch.get_num_threads())
+        # An accelerator's host launches from one thread, whatever torch could use.
+        num_busy = torch.get_num_threads() if device == "cpu" else 1
+        spare = max(0, (psutil.cpu_count() or 1) - num_busy)
         foreign_cores = max(0.0, others.cores() - spare)
         timeline = session.timeline()
     name = f"step of {shape.family} {shape.hidden} wide, {shape.batch}x{shape.seq} {shape.dtype}, {plan.describe()}"
@@ -417,13 +419,14 @@ def with_interval_scale(profile: Profile, ratios: Sequence[float]) -> Profile:
     If the ratios are normal around 0, a new one lies within ``t · sqrt(mean square)`` with probability
     :data:`COVERAGE`, where ``t`` is Student's quantile with as many degrees of freedom as there are steps: few
     steps cannot promise narrow intervals. What lies farther off than :data:`_FAR` medians counts as if it lay there:
-    with several threads, one step that others disturbed would widen every interval without bound.
+    with several threads, one step that others disturbed would widen every interval without bound. Beyond :data:`_MOST_SCALE` an
+    interval says nothing any more, and its ends are no numbers.
     """
     far = _FAR * median(map(abs, ratios))
     ratios = [min(abs(ratio), far) for ratio in ratios]
     quantile = float(student_t.ppf((1 + COVERAGE) / 2, len(ratios)))
     scale = quantile * math.sqrt(sum(ratio**2 for ratio in ratios) / len(ratios))
-    return _with_scale(profile, max(_LEAST_SCALE, scale))
+    return _with_scale(profile, min(_MOST_SCALE, max(_LEAST_SCALE, scale)))
 
 
 def _with_scale(profile: Profile, scale: float) -> Profile:

@@ -22,9 +22,31 @@ def host_profile_path(device_name: str, num_threads: int) -> Path:
     return cache_directory() / "profiles" / f"{slug}-{num_threads}.json"
 
 
-def save_host_profile(profile: Profile) -> Path:
-    """Keep the calibration of a device of this machine for later commands, and return where."""
+def undisturbed_host_profile(device_name: str, num_threads: int) -> Profile | None:
+    """Return the kept calibration of a device of this machine if there is one that can be read and that nothing disturbed."""
+    path = host_profile_path(device_name, num_threads)
+    try:
+        profile = load_profile(path) if path.exists() else None
+    except ProfileError:
+        return None
+    return None if profile is None or profile.is_disturbed else profile
+
+
+def save_host_profile(profile: Profile, *, keep_disturbed: bool = False) -> Path | None:
+    """Keep the calibration of a device of this machine for later commands, and return where, or None if it is not kept.
+
+    Parameters
+    ----------
+    profile : Profile
+        Not kept if other processes disturbed too much of its calibration.
+    keep_disturbed : bool
+        Whether to keep it even then; never in place of one that nothing disturbed.
+    """
     path = host_profile_path(profile.device_name, profile.num_threads)
+    if profile.is_disturbed and (
+        not keep_disturbed or undisturbed_host_profile(profile.device_name, profile.num_threads)
+    ):
+        return None
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     profile.save(partial)
@@ -116,15 +138,27 @@ def profile_for(
     if path is not None:
         profile = load_profile(path)
         profile.check_device(device_name=sheet.device_name, device_kind=sheet.device_kind)
+        _warn_if_disturbed(profile)
         return profile
     kept = host_profile_path(sheet.device_name, sheet.num_threads)
     if not (is_host and kept.exists()):
         return sheet
     try:
-        return load_profile(kept)
+        profile = load_profile(kept)
     except ProfileError as error:
         reason = error.message.splitlines()[0]
         stderr.print(
             f"predicting from data-sheet figures: {reason}; `zosim calibrate` makes a new one", markup=False
         )
         return sheet
+    _warn_if_disturbed(profile)
+    return profile
+
+
+def _warn_if_disturbed(profile: Profile) -> None:
+    if profile.is_disturbed:
+        stderr.print(
+            f"predicting from a disturbed profile: others disturbed {profile.disturbed_share:.0%} of its calibration, and steps "
+            "may take far less; `zosim calibrate` on a quiet machine makes a better one",
+            markup=False,
+        )

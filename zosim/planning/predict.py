@@ -76,6 +76,8 @@ class Prediction:
         What several ranks share, the busiest first.
     profile_origin : str
         ``calibrated`` or ``datasheet``.
+    disturbed_share : float
+        Share of the profile's calibration that others disturbed, if that is too much to rely on; else 0.
     pinning : Pinning or None
         What pinning memory takes before the first step, where any is pinned.
     """
@@ -91,6 +93,7 @@ class Prediction:
     contention: tuple[Contention, ...]
     profile_origin: str
     pinning: Pinning | None = None
+    disturbed_share: float = 0.0
 
     @property
     def interval(self) -> str:
@@ -285,6 +288,9 @@ class Subject:
             contention=tuple(contention(self.programs, self.machines, step_time_s)),
             profile_origin=self.rank_profiles[rank].origin,
             pinning=pinning(self.programs, self.rank_profiles[rank]),
+            disturbed_share=max(
+                (p.disturbed_share for p in self.rank_profiles if p.is_disturbed), default=0.0
+            ),
         )
 
 

@@ -50,7 +50,7 @@ def prediction_view(subject: Subject) -> Table:
     several, pinned = plan.placement.world_size > 1, prediction.pinning
     facts = [
         ("plan", f"{plan.model.describe()}, batch {plan.batch} x {plan.seq} tokens, {plan.describe()}"),
-        ("devices" if several else "device", f"{_devices(plan)} ({prediction.profile_origin} figures)"),
+        ("devices" if several else "device", f"{_devices(plan)} ({_figures(prediction)} figures)"),
         ("step time", prediction.interval),
         ("throughput", f"{prediction.tokens_per_s:,.4g} tokens/s"),
         (
@@ -169,6 +169,7 @@ def prediction_data(prediction: Prediction) -> dict[str, Any]:
         "memory_parts": list(prediction.footprints.largest.parts),
         "seconds_by_label": dict(prediction.seconds_by_label),
         "profile_origin": prediction.profile_origin,
+        "disturbed_share": prediction.disturbed_share,
         "num_ranks": len(prediction.footprints.ranks),
         "slowest_rank": prediction.slowest_rank,
         "exchange_s": prediction.exchange_s,
@@ -179,6 +180,11 @@ def prediction_data(prediction: Prediction) -> dict[str, Any]:
             for host in prediction.footprints.hosts
         ],
     }
+
+
+def _figures(prediction: Prediction) -> str:
+    """Return where the figures of a prediction come from, and whether their calibration was disturbed."""
+    return ("disturbed, " if prediction.disturbed_share else "") + prediction.profile_origin
 
 
 def _devices(plan: Plan) -> str:
