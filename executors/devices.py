@@ -58,6 +58,14 @@ def num_devices_of(kind: str) -> int:
     return torch.accelerator.device_count() if is_known else 0
 
 
+def own_index(kind: str, local_rank: int) -> int:
+    """Return the number of a rank's own device: its own number on its host, or 0 where it is shown a single one.
+
+    Slurm's ``--gpus-per-task=1`` shows each rank one device, all under the number 0.
+    """
+    return 0 if num_devices_of(kind) == 1 else local_rank
+
+
 def check_device(name: str) -> None:
     """Refuse what is no device that runs know, whether torch finds it or not.
 

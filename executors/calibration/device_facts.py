@@ -17,10 +17,11 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
+from executors.calibration import pinning
 from executors.calibration.device_state import DeviceState, device_state
 from executors.calibration.probes import ATTENTION_SHAPES
 from executors.calibration.probing import MEMORY_BYTES, random_tensor
-from executors.devices import device_module, device_named, num_devices_of, on_stream
+from executors.devices import device_module, device_named, num_devices_of, on_stream, own_index
 from executors.ranks.communicator import all_gather_flat
 from executors.ranks.launch import launch, process_group
 
@@ -52,7 +53,7 @@ class DeviceFacts:
     copy_bytes_per_s : mapping
         Of a large copy from and to pinned memory, alone and while another goes the other way.
     pin_bytes_per_s : float
-        At which new memory of the host is pinned.
+        At which new memory of the host is pinned, which no block that torch kept serves.
     context_bytes : int
         Memory of the device that nothing which torch allocated accounts for; other processes' is in it.
     attention_s : mapping
@@ -88,7 +89,7 @@ def device_facts(name: str) -> DeviceFacts:
             launch_s=_launch_s(device),
             synchronise_s=_synchronise_s(device),
             copy_bytes_per_s=_copies(device),
-            pin_bytes_per_s=_pinning(),
+            pin_bytes_per_s=pinning.in_fresh_process(name, MEMORY_BYTES["accelerator"]),
             context_bytes=_context_bytes(device),
             attention_s=dict(_attentions(device)),
             exchange_s=launch(exchange_seconds, name.partition(":")[0], world_size=2)
@@ -106,7 +107,7 @@ def with_facts(profile: Profile, facts: DeviceFacts) -> Profile:
     measured = {
         "pin_bandwidth": (
             (pinned, pinned / _PIN_REACH, pinned * _PIN_REACH),
-            "a large buffer of torch's pinned memory, once",
+            "a large buffer of torch's pinned memory, once, in a process that had pinned none",
         ),
         "context_bytes": (
             (context, context, _CONTEXT_REACH * context),
@@ -181,13 +182,6 @@ def _copies(device: torch.device) -> dict[str, float]:
     return rates
 
 
-def _pinning() -> float:
-    size = MEMORY_BYTES["accelerator"]
-    begin = time.perf_counter()
-    torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    return size / (time.perf_counter() - begin)
-
-
 def _context_bytes(device: torch.device) -> int:
     counters = device_module(device)
     free, total = counters.mem_get_info(device)
@@ -217,7 +211,7 @@ def _attentions(device: torch.device) -> Iterator[tuple[str, float]]:
 def exchange_seconds(device_type: str) -> dict[int, float]:
     """Return, as one of the ranks of a launch, the seconds of an all-gather between their devices, by bytes of each."""
     with process_group(device_type) as info:
-        device = device_named(f"{device_type}:{info.local_rank}")
+        device = device_named(f"{device_type}:{own_index(device_type, info.local_rank)}")
         seconds = {}
         for size in _EXCHANGED_BYTES:
             own = torch.zeros(size, dtype=torch.uint8, device=device)

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from executors.devices import device_module, device_named, num_devices_of
+from executors.devices import device_module, device_named, num_devices_of, own_index
 from executors.ranks.rank_info import RankInfo
 from topology.errors import RunError
 
@@ -25,21 +25,22 @@ def backends_of(device_type: str, host_backend: str) -> str:
 
 
 def own_accelerator(device_type: str, info: RankInfo) -> torch.device:
-    """Return the device of this rank: that of its number among the ranks of its host.
+    """Return the device of this rank: that of its number among the ranks of its host, or the only one that it is shown.
 
     Raises
     ------
     RunError
-        If the host has fewer devices than ranks.
+        If the host shows several devices, and fewer than it has ranks. Whether two ranks are shown the same one is known when
+        they meet: see :func:`refuse_shared`.
     """
-    num_devices = num_devices_of(device_type)
-    if 0 < num_devices <= info.local_rank:
+    num_devices, index = num_devices_of(device_type), own_index(device_type, info.local_rank)
+    if 0 < num_devices <= index:
         raise RunError(
             f"rank {info.rank} is number {info.local_rank} on its host, which shows {num_devices} of {device_type}: every rank "
             "takes a device of its own",
             hint=f"start {num_devices} ranks there (--nproc-per-node {num_devices}), or look at CUDA_VISIBLE_DEVICES",
         )
-    return device_named(f"{device_type}:{info.local_rank}")
+    return device_named(f"{device_type}:{index}")
 
 
 def watchdog_settings(timeout_s: float) -> Mapping[str, str]:
@@ -84,5 +85,6 @@ def refuse_shared(identities: Sequence[str]) -> None:
             host, _, own = device.partition(" ")
             raise RunError(
                 f"ranks {first} and {second} have one device, {own} of {host}",
-                hint="give --device without a number, so that every rank takes its own, and start no more ranks than devices",
+                hint="give --device without a number, so that every rank takes its own, and start no more ranks than devices; a "
+                "launcher that shows each rank one device must show each another",
             )

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from costmodel.formats import FORMATS
-from executors.devices import ACCELERATORS, check_device
+from executors.devices import ACCELERATORS, check_device, own_index
 from executors.formats import TORCH_DTYPES
 from executors.models.mapped import moves_mapped
 from executors.ranks.rank_info import RankInfo
@@ -25,7 +25,7 @@ def own_device(device: str) -> str:
         If it is no device that runs know.
     """
     check_device(device)
-    return f"{device}:{RankInfo.here().local_rank}" if device in ACCELERATORS else device
+    return f"{device}:{own_index(device, RankInfo.here().local_rank)}" if device in ACCELERATORS else device
 
 
 def to_storage(model: nn.Module, plan: Plan, but: Iterable[torch.Tensor] = ()) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from queue import SimpleQueue
 
 import torch
@@ -104,9 +105,10 @@ class AcceleratorBackend(Backend):
             else torch.Stream(self.device)
             for stream in Stream
         }
-        self._origin = torch.Event(self.device, enable_timing=True)
-        self._origin.record(self._streams[Stream.COMPUTE])
-        self._timed: list[tuple[tuple[Instruction, Part, int], torch.Event, torch.Event]] = []
+        self._origins: list[torch.Event] = []
+        self._add_origin()
+        self._was_recording = True
+        self._timed: list[tuple[tuple[Instruction, Part, int], int, torch.Event, torch.Event]] = []
         self._pinned: dict[int, list[Tensor]] = {}
         self._threads: dict[str, _Thread] = {}
         self._lock = threading.Lock()
@@ -160,6 +162,9 @@ class AcceleratorBackend(Backend):
 
     def run(self, tasks: Sequence[Callable[[dict[str, Ticket]], Task]]) -> dict[str, Ticket]:
         """Issue tasks to their streams in the order listed."""
+        if self.recording and not self._was_recording:
+            self._add_origin()
+        self._was_recording = self.recording
         tickets: dict[str, Ticket] = {}
         made: list[tuple[Task, _EventTicket]] = []
         for make in tasks:
@@ -218,10 +223,22 @@ class AcceleratorBackend(Backend):
             end = torch.Event(self.device, enable_timing=self.recording)
             end.record(stream)
         if start is not None:
-            self._timed.append(((task.instruction, task.part, task.step), start, end))
+            what = (task.instruction, task.part, task.step)
+            self._timed.append((what, len(self._origins) - 1, start, end))
         issued.issue(end)
         if task.done is not None:
             self._thread(f"{task.instruction.stream}-done").put(partial(_tell, end, task.done))
+
+    def _add_origin(self) -> None:
+        """Let recorded times count from now.
+
+        Between events the driver tells time in milliseconds of 24 bits: after ten minutes, in steps of 60 us. So each recording
+        has an origin of its own, which comes before all that it records: hence the wait.
+        """
+        torch.accelerator.synchronize(self.device)
+        origin = torch.Event(self.device, enable_timing=True)
+        origin.record(self._streams[Stream.COMPUTE])
+        self._origins.append(origin)
 
     def _thread(self, name: str) -> _Thread:
         with self._lock:
@@ -240,10 +257,13 @@ class AcceleratorBackend(Backend):
 
     def measured(self) -> list[Measured]:
         """Return what was recorded, in seconds since the backend was made."""
-        measured = []
-        for (instruction, part, step), start, end in self._timed:
-            start_s = self._origin.elapsed_time(start) / 1e3
-            end_s = max(start_s, self._origin.elapsed_time(end) / 1e3)
+        began_s, measured = [0.0], []
+        for one, other in pairwise(self._origins):
+            began_s.append(began_s[-1] + one.elapsed_time(other) / 1e3)
+        for (instruction, part, step), number, start, end in self._timed:
+            origin = self._origins[number]
+            start_s = began_s[number] + origin.elapsed_time(start) / 1e3
+            end_s = max(start_s, began_s[number] + origin.elapsed_time(end) / 1e3)
             measured.append(Measured(instruction, part, step, start_s, end_s))
         return measured
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ import torch
 from executors.calibration import calibrating
 from executors.calibration.device_facts import device_facts, with_facts
 from executors.calibration.device_state import device_state
+from executors.calibration.pinning import in_fresh_process
+from executors.calibration.probing import MEMORY_BYTES
 from executors.devices import check_device, device_named
 from executors.ranks.accelerators import backends_of, own_accelerator, refuse_shared, watchdog_settings
 from executors.ranks.launch import launch
@@ -19,15 +23,17 @@ from executors.ranks.mesh import alone
 from executors.ranks.rank_info import RankInfo
 from executors.report import facts_table
 from executors.runs.session import Session
+from executors.steps.preparing import own_device
 from executors.steps.streams_accelerator import AcceleratorBackend
 from tests.support import staged
 from tests.support.builders import make_profile
 from tests.support.command import zosim
+from tests.support.simulated_cuda import device as simulated_device
 from tests.support.simulated_cuda import simulated
 from tests.support.simulated_cuda.device import CONTEXT_BYTES
 from tests.support.simulated_cuda.first_hour import small_probes
 from tests.support.simulated_cuda.hosts import exchange_seconds_on_own_host, steps_on_own_host
-from tests.support.tiny import batches
+from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import PlanError, RunError
 from topology.hardware import resolve
 from zosim.instructions import Buffer, Space
@@ -36,9 +42,54 @@ from zosim.instructions import Buffer, Space
 def test_a_rank_takes_the_device_of_its_number():
     with simulated():
         assert own_accelerator("cuda", RankInfo(5, 0, 8)) == torch.device("cuda:0")
-        with pytest.raises(RunError, match="rank 5 is number 1 on its host, which shows 1 of cuda") as raised:
-            own_accelerator("cuda", RankInfo(5, 1, 8))
-    assert "--nproc-per-node 1" in raised.value.hint
+        with mock.patch.object(torch.accelerator, "device_count", return_value=2):
+            assert own_accelerator("cuda", RankInfo(5, 1, 8)) == torch.device("cuda:1")
+            with pytest.raises(
+                RunError, match="rank 5 is number 2 on its host, which shows 2 of cuda"
+            ) as raised:
+                own_accelerator("cuda", RankInfo(5, 2, 8))
+    assert "--nproc-per-node 2" in raised.value.hint
+
+
+def test_a_rank_that_is_shown_one_device_takes_it_whatever_its_number(monkeypatch):
+    """As Slurm's --gpus-per-task=1 shows them: each rank another device, all called 0."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with simulated():
+        assert own_accelerator("cuda", RankInfo(7, 3, 8)) == torch.device("cuda:0")
+        assert own_device("cuda") == "cuda:0"
+        with mock.patch.object(torch.accelerator, "device_count", return_value=4):
+            assert own_device("cuda") == "cuda:3"
+
+
+def test_spans_of_a_recording_that_begins_late_keep_their_resolution(monkeypatch):
+    """After months the driver's milliseconds of 24 bits go in steps of seconds; a kernel takes microseconds."""
+    ticks, later_s = count(), [0.0]
+
+    def now_s():
+        return later_s[0] + 1e-6 * next(ticks)
+
+    monkeypatch.setattr(simulated_device, "time", SimpleNamespace(perf_counter=now_s))
+    model = model_of("opt")
+    with simulated(), Session(plan_of(model), model, learning_rate=1e-2, device="cuda:0") as session:
+        early, unrecorded, late = batches(3)
+        session.step(early)
+        session._num_timed_steps = 0
+        session.step(unrecorded)
+        later_s[0] = 1e7
+        session._num_timed_steps = 3
+        session.step(late)
+        measured = session.interpreter.backend.measured()
+    by_step = {number: [m for m in measured if m.step == number and m.part == "step"] for number in (0, 2)}
+    first_s, last_s = (by_step[number][0].start_s for number in (0, 2))
+    assert last_s - first_s == pytest.approx(1e7, rel=1e-6)
+    for spans in by_step.values():
+        durations_s = [span.end_s - span.start_s for span in spans]
+        assert all(0 < duration_s < 0.1 for duration_s in durations_s)
+    # As many events and so many ticks lie between them, early or late.
+    names = [{span.instruction.id: span.end_s - span.start_s for span in spans} for spans in by_step.values()]
+    shared = names[0].keys() & names[1].keys()
+    assert shared
+    assert all(names[0][name] == pytest.approx(names[1][name], abs=1e-8) for name in shared)
 
 
 def test_a_device_of_a_kind_that_torch_is_not_built_for_is_refused_in_words():
@@ -115,6 +166,22 @@ def test_figures_of_a_device_are_measured_on_its_streams():
     known = with_facts(sheet, facts).values()
     assert (known["context_bytes"], known["pin_bandwidth"]) == (CONTEXT_BYTES, facts.pin_bytes_per_s)
     assert len(facts_table(facts).rows) >= 9
+
+
+def test_how_fast_memory_is_pinned_is_not_measured_on_blocks_that_torch_kept():
+    with simulated() as device, small_probes():
+        size = MEMORY_BYTES["accelerator"]
+        for _ in range(2):  # what a calibration has pinned and given back
+            torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        before = device.pinned_taken_bytes
+        assert before == size
+        device_facts("cuda:0")
+        assert device.pinned_taken_bytes >= before + size
+
+
+def test_a_process_that_cannot_pin_says_so():
+    with pytest.raises(RunError, match="memory is pinned for cuda:7"):
+        in_fresh_process("cuda:7", 1 << 10)
 
 
 @pytest.mark.dist

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from executors.calibration import pinning
 from executors.randomness import directions
 from executors.ranks.host_memory import HostMemory
 from executors.ranks.messages import Packed
@@ -122,6 +123,7 @@ def _replacements(device: Device) -> Iterator[tuple[Any, str, Any]]:
             and vars(module).get("Generator") is real_generator
         ):
             yield module, "Generator", EitherGenerator
+    yield pinning, "in_fresh_process", _in_fresh_process(device)
     yield from _threads(device)
     yield from _meetings(device)
 
@@ -201,6 +203,14 @@ def _draws(device: Device, real: Callable[..., Any]) -> Callable[..., Any]:
 
     draw.__name__ = real.__name__
     return draw
+
+
+def _in_fresh_process(device: Device) -> Callable[..., float]:
+    def measured(name: str, size_bytes: int) -> float:
+        with device.fresh_process():
+            return pinning.pin_bytes_per_s(name, size_bytes)
+
+    return measured
 
 
 class _Queue:

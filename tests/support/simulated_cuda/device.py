@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,7 +88,8 @@ class Event:
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
         if self._at_s is None or end._at_s is None:
             raise RuntimeError("Both events must be recorded before calculating elapsed time.")
-        return (end._at_s - self._at_s) * 1e3
+        # In single precision, as the driver tells it.
+        return float(np.float32((end._at_s - self._at_s) * 1e3))
 
 
 class Generator:
@@ -210,7 +212,8 @@ class Device:
     allocated_bytes, peak_bytes : int
         As the caching allocator counts them.
     pinned_bytes, pinned_taken_bytes : int
-        Host memory that was asked to be pinned, and what torch takes for it: powers of two.
+        Host memory that was asked to be pinned, and what torch takes for it: powers of two, which it keeps when they are given
+        back, and hands out again.
     """
 
     def __init__(self) -> None:
@@ -220,6 +223,7 @@ class Device:
         self.standstills: Counter[tuple[str | None, str]] = Counter()
         self.allocated_bytes = self.peak_bytes = 0
         self.pinned_bytes = self.pinned_taken_bytes = 0
+        self._pinned_kept: Counter[int] = Counter()
         self.generator = Generator()
         self.host = HostThread()
         self._lock = threading.RLock()
@@ -333,8 +337,21 @@ class Device:
                 self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
             else:
                 self.pinned_bytes += size_bytes
-                self.pinned_taken_bytes += 1 << max(0, size_bytes - 1).bit_length()
+                taken = _pinned_for(size_bytes)
+                if self._pinned_kept[taken]:
+                    self._pinned_kept[taken] -= 1
+                else:
+                    self.pinned_taken_bytes += taken
         weakref.finalize(storage, self._free, key)
+
+    @contextlib.contextmanager
+    def fresh_process(self) -> Iterator[None]:
+        """Let the block be another process, whose torch keeps no pinned memory."""
+        kept, self._pinned_kept = self._pinned_kept, Counter()
+        try:
+            yield
+        finally:
+            self._pinned_kept = kept
 
     def end_thread(self) -> None:
         """Let the calling thread have ended, which others wait for before they go on."""
@@ -348,7 +365,8 @@ class Device:
                 return
             self._shadow.forget(memory.begin, memory.begin + memory.size_bytes)
             # Of pinned memory the allocator itself notes which copies use it.
-            if memory.kind != "device":
+            if memory.kind == "pinned":
+                self._pinned_kept[_pinned_for(memory.size_bytes)] += 1
                 return
             self.allocated_bytes -= _handed_out(memory.size_bytes)
             known = dict(next(s for s in self.streams if s.name == memory.stream).clock)
@@ -435,6 +453,10 @@ class Device:
 
 def _handed_out(size_bytes: int) -> int:
     return -(-size_bytes // _ALLOCATOR_BYTES) * _ALLOCATOR_BYTES
+
+
+def _pinned_for(size_bytes: int) -> int:
+    return 1 << max(0, size_bytes - 1).bit_length()
 
 
 def _file_mapped_at(address: int) -> str:
