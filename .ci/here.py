@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -24,7 +25,22 @@ _WITHOUT = {
 }
 """What is missing where a package is that no part has to have."""
 
-_FIND_LINKS = "--find-links"
+FIND_LINKS = "--find-links"
+
+_MODULES = {"pyyaml": "yaml"}
+"""What packages are imported as, where that is another name."""
+
+_FIRST_HOUR = "studies.first_hour.parts"
+_IMPORTING = """
+import importlib, sys
+lacking = set()
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        lacking.add(error.name)
+print(*sorted(lacking))
+"""
 
 
 def prepared(arguments: list[str]) -> list[str]:
@@ -39,24 +55,24 @@ def prepared(arguments: list[str]) -> list[str]:
     """
     rest = list(arguments)
     folder = None
-    if _FIND_LINKS in rest:
-        place = rest.index(_FIND_LINKS)
+    if FIND_LINKS in rest:
+        place = rest.index(FIND_LINKS)
         folder = Path(rest[place + 1]) if len(rest) > place + 1 else None
         del rest[place : place + 2]
         if folder is None or not folder.is_dir():
             raise environment.SetupError(
-                f"{_FIND_LINKS} {folder or ''} is no folder", "name one with wheels in it"
+                f"{FIND_LINKS} {folder or ''} is no folder", "name one with wheels in it"
             )
     sys.path.insert(0, str(PACKAGES))
     if folder is not None and missing():
         _install_from(folder.resolve())
-    if lacking := missing():
+    if lacking := missing() or not_importable():
         words = " ".join([*(f"'{requirement}'" for requirement in lacking), *_WITHOUT])
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise environment.SetupError(
             f"{sys.executable} lacks {', '.join(lacking)}, without which no part can begin",
             f"with Python {version} on a machine like this one that has an index: pip download --dest wheels {words}\n"
-            f"      then bring that folder here: python3 .ci/tasks.py gpu --here {_FIND_LINKS} wheels",
+            f"      then bring that folder here: python3 .ci/tasks.py gpu {FIND_LINKS} wheels",
         )
     for name, consequence in _WITHOUT.items():
         if _version_of(name) is None:
@@ -66,10 +82,30 @@ def prepared(arguments: list[str]) -> list[str]:
 
 def missing() -> list[str]:
     """Return requirements that this Python does not meet."""
+    return [line for line in _requirements() if not _is_met(line)]
+
+
+def _requirements() -> list[str]:
     project = tomllib.loads((environment.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *project["optional-dependencies"]["run"]]
     requirements = [line.partition(";")[0].strip() for line in lines]
-    return [line for line in requirements if _name(line) not in _UNUSED and not _is_met(line)]
+    return [line for line in requirements if _name(line) not in _UNUSED]
+
+
+def not_importable() -> list[str]:
+    """Return modules that what is there imports and does not find, such as those of a wheel that was not brought along."""
+    modules = [_MODULES.get(name, name.replace("-", "_")) for name in map(_name, _requirements())]
+    paths = [str(environment.ROOT), str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", _IMPORTING, *modules, _FIRST_HOUR]
+    tried = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    if tried.returncode != 0:
+        last = (tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"])[-1]
+        raise environment.SetupError(
+            f"{sys.executable} cannot import what it has: {last}",
+            "bring wheels of releases that go together, and of this Python",
+        )
+    return tried.stdout.split()
 
 
 def _name(requirement: str) -> str:

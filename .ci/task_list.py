@@ -106,16 +106,21 @@ def kills(arguments: Sequence[str]) -> int:
 def gpu(arguments: Sequence[str]) -> int:
     """Check a CUDA device: parity, tests, kills, calibration, speed (`--simulated`: rehearse; `--here`: install nothing)."""
     rest = [argument for argument in arguments if argument not in ("--simulated", HERE)]
-    if HERE in arguments:
+    if _is_here(arguments):
         rest = here.prepared(rest)
     module = "tests.support.simulated_cuda.first_hour" if "--simulated" in arguments else "studies.first_hour"
-    if HERE not in arguments:
+    if not _is_here(arguments):
         return _tool(["python", "-m", module, *rest])
     # With the packages of this Python, where there is no index to install from: from the source tree alone.
     paths = [str(ROOT), str(here.PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", module, *rest]
     return subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode
+
+
+def _is_here(arguments: Sequence[str]) -> bool:
+    """Whether to run with the packages of this Python: where there are wheels to add, there is no index."""
+    return HERE in arguments or here.FIND_LINKS in arguments
 
 
 def clean(_: Sequence[str]) -> int:
@@ -154,7 +159,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: no task {name!r}\n\nhint: one of {', '.join(TASKS)}", file=sys.stderr)
         return 2
     try:
-        if name != "clean" and not (name == "gpu" and HERE in rest):
+        if name != "clean" and not (name == "gpu" and _is_here(rest)):
             environment.ensure()
         return TASKS[name](rest)
     except environment.SetupError as error:

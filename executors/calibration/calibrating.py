@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import torch
@@ -17,7 +17,7 @@ from costmodel.pace import Pace, off_pace, with_pace
 from costmodel.profile import Profile
 from executors.calibration.calibrate import DEFAULT_BUDGET_S, calibrate, calibrate_exchanges, threads_set
 from executors.calibration.codec_calibration import with_codec_constants
-from executors.calibration.core_contention import crowded_cores, with_crowded_cores
+from executors.calibration.core_contention import CrowdedCores, crowded_cores, with_crowded_cores
 from executors.calibration.whole_steps import (
     CODED_STEP_SHAPES,
     STEP_SHAPES,
@@ -29,6 +29,7 @@ from executors.calibration.whole_steps import (
     with_step_overhead,
 )
 from executors.pace import UNDISTURBED, full_pace_s
+from topology.errors import RunError
 from topology.graph import Topology
 from zosim.applications.evidence.learning import measurements_of_spans
 from zosim.engines.simulate import simulate
@@ -116,7 +117,9 @@ def calibrated(
     # A GPU's profile has one thread; those of its host are as torch has them.
     threads = base.num_threads if device == "cpu" else num_threads
     # Before, between and after: how much two cores do at once changes within seconds.
-    crowded = crowded_cores() if device == "cpu" and budget_s >= _LONG_S else []
+    crowding = _Crowding()
+    if device == "cpu" and budget_s >= _LONG_S:
+        crowding.measure()
 
     def kernels() -> tuple[list[Measurement], Pace | None]:
         return calibrate(
@@ -148,14 +151,32 @@ def calibrated(
         fast_s = pace.fast_s if pace else None
         rounds = [taken(coded_step_shapes, _CODES_SHARE, fast_s) for _ in range(_CODES_ROUNDS)]
         coded = [min(alike, key=lambda step: step.seconds) for alike in zip(*rounds, strict=False)]
-        crowded += crowded_cores()
+        crowding.measure()
     if device == "cpu":
         num_threads = threads or torch.get_num_threads()
         measurements += calibrate_exchanges(num_threads, budget_s=_EXCHANGES_SHARE * budget_s)
     profile, fit = fitted(topology, node, base, measurements, steps, pace, coded)
     if device == "cpu":
-        profile = with_crowded_cores(profile, [*crowded, *crowded_cores()])
-    return with_codec_constants(profile), replace(fit, disturbances=disturbances)
+        crowding.measure()
+        profile = with_crowded_cores(profile, crowding.measured)
+    return with_codec_constants(profile), replace(fit, disturbances=(*disturbances, *crowding.failures))
+
+
+@dataclass
+class _Crowding:
+    """What ranks on all cores take from each other, and why it could not be measured: no reason to lose all else."""
+
+    measured: list[CrowdedCores] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def measure(self) -> None:
+        """Measure once more, unless that has failed before: on a busy machine it takes minutes to fail."""
+        if self.failures:
+            return
+        try:
+            self.measured += crowded_cores()
+        except RunError as error:
+            self.failures.append(error.message)
 
 
 def at_one_pace(

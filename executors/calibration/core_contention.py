@@ -102,6 +102,8 @@ def _measured(world_size: int) -> CrowdedCores:
                 [*words, str(rank)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                # Whoever is left behind by the others that are ended says so at length.
+                stderr=subprocess.DEVNULL,
                 text=True,
             )
             for rank in range(world_size)
@@ -111,7 +113,12 @@ def _measured(world_size: int) -> CrowdedCores:
             return CrowdedCores(**json.loads(said))
         except (subprocess.TimeoutExpired, json.JSONDecodeError) as error:
             raise RunError(
-                f"{world_size} processes did not measure what they take from each other: {error}",
+                f"{world_size} processes did not measure what they take from each other: "
+                + (
+                    "not done in time"
+                    if isinstance(error, subprocess.TimeoutExpired)
+                    else "one of them failed"
+                ),
                 hint="calibrate again when the machine has memory and cores free",
             ) from error
         finally:

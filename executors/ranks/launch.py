@@ -307,7 +307,7 @@ def _rank(
     arguments: tuple[object, ...],
 ) -> None:
     """Be one rank: leave what a user can mend as a file in place of a traceback, and do not outlive the launcher."""
-    _die_with(launcher)
+    die_with(launcher)
     # The launcher ends its ranks when it is interrupted.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ |= {
@@ -337,7 +337,7 @@ def _rank(
     os._exit(exit_code)
 
 
-def _die_with(launcher: int) -> None:
+def die_with(launcher: int) -> None:
     """Have the kernel end this process when its launcher is gone, where the kernel is Linux.
 
     An orphan would go on writing the log of a run that somebody resumes.

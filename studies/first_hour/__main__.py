@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -22,15 +24,21 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("docs/benchmarks"),
     stop_after_s: Annotated[float, typer.Option(help="End after so long; run it again to go on.")] = 3300,
     part_s: Annotated[float, typer.Option(help="End a part that takes longer.")] = 600,
+    found: Annotated[
+        Path | None,
+        typer.Option(help="JSON file of an earlier report: what it found is not done again."),
+    ] = None,
     only: Annotated[str | None, typer.Option(hidden=True)] = None,
     left: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Check a device: parity, tests, kills, calibration, and steps of OPT shapes beside what was predicted.
+    """Check a device: every path, steps of OPT shapes beside what was predicted, parity, calibration, kills, tests.
 
     Each part runs in a process of its own, and what it found is kept. With exit status 75 there is more to do.
     """
     from executors.devices import device_named
-    from studies.first_hour.hour import contents_of, in_processes, leave, spend
+    from executors.ranks.launch import die_with
+    from studies.first_hour.hour import contents_of, in_processes, leave, spend, take_over
+    from studies.first_hour.parts import parts_of
     from studies.first_hour.report import write
     from studies.first_hour.setting import Setting
     from topology.errors import ZosimError
@@ -44,13 +52,19 @@ def main(
         print(f"error: {error.message}\n\nhint: {error.hint}", file=sys.stderr)
         raise typer.Exit(2) from None
     if only is not None and left is not None:
+        die_with(os.getppid())
         leave(setting, only, left)
         return
+    if found is not None:
+        take_over(setting, found)
+    # Ended by a launcher, it ends the part that is under way, and all that this has started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     words = ["--device", device, "--hardware", hardware, "--folder", str(folder)]
     run = in_processes([sys.executable, "-m", "studies.first_hour", *words], folder, part_s)
 
     def written() -> Path:
-        return write(contents_of(setting), out, "python -m studies.first_hour " + " ".join(words))
+        todo = [part.title for part in parts_of(setting)]
+        return write(contents_of(setting), out, "python -m studies.first_hour " + " ".join(words), todo=todo)
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

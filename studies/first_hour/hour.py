@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from studies.checkout import commit
@@ -63,7 +66,7 @@ def _deserves_more(path: Path, left_s: float) -> bool:
 
 
 def contents_of(setting: Setting) -> dict[str, Content]:
-    """Return what was found, by part, as far as it was done."""
+    """Return what was found, by part, as far as it was done, in the order of the parts."""
     paths = {part.name: setting.folder / f"{part.name}.json" for part in parts_of(setting)}
     hint = "remove it, and it is made again"
     return {
@@ -77,16 +80,26 @@ def in_this_process(setting: Setting) -> Run:
     """Return what does a part here; an error is what it found."""
 
     def run(part: Part, left_s: float) -> Content:  # noqa: ARG001 - nothing ends it
-        try:
-            return part.make(setting)
-        except Exception as error:  # noqa: BLE001 - the parts that follow are worth having
-            return {"error": f"{type(error).__name__}: {error}"}
+        return list(_so_far(setting, part))[-1]
 
     return run
 
 
+def _so_far(setting: Setting, part: Part) -> Iterator[Content]:
+    """Yield what a part has found so far, as often as it says, and at its end; an error is what it found, too."""
+    content: Content = {}
+    try:
+        made = part.make(setting)
+        for content in [made] if isinstance(made, dict) else made:
+            yield content
+    except Exception as error:  # noqa: BLE001 - the parts that follow are worth having
+        yield {**content, "error": f"{type(error).__name__}: {error}"}
+
+
 def in_processes(command: Sequence[str], folder: Path, part_s: float) -> Run:
     """Return what does each part in a process of its own, which neither a crash nor a hang takes the others with.
+
+    What a part has started ends with it: all of it is one group of processes. What it had found by then is kept.
 
     Parameters
     ----------
@@ -94,29 +107,53 @@ def in_processes(command: Sequence[str], folder: Path, part_s: float) -> Run:
         Does a part, if it is told which with ``--only`` and where to leave what it found with ``--left``.
     folder : Path
     part_s : float
-        After so long the process is ended.
+        After so long the process is ended; earlier if the part has a limit of its own.
     """
 
     def run(part: Part, left_s: float) -> Content | None:
         left = folder / f"{part.name}.part"
         left.unlink(missing_ok=True)
         own = ["--only", part.name, "--left", str(left)]
-        try:
-            done = subprocess.run(
-                [*command, *own], timeout=min(part_s, left_s), stderr=subprocess.PIPE, text=True, check=False
-            )
-        except subprocess.TimeoutExpired:
-            if left_s < part_s:
-                return None
-            return {"error": f"not done after {part_s:.0f} s"}
-        if not left.exists():
-            lines = done.stderr.splitlines()[-8:]
-            return {"error": f"ended with exit status {done.returncode}: " + " / ".join(lines)}
-        content = read_json_object(left, "what a part found", ZosimError)
-        left.unlink()
-        return content
+        limit_s = min(part_s, part.limit_s)
+        told = folder / f"{part.name}.stderr"
+        with _group_of([*command, *own], told) as process:
+            try:
+                process.wait(min(limit_s, left_s))
+            except subprocess.TimeoutExpired:
+                if left_s < limit_s:
+                    return None
+                return {**_left_in(left), "error": f"not done after {limit_s:.0f} s"}
+        if process.returncode != 0:
+            last = " / ".join(told.read_text(errors="replace").splitlines()[-8:])
+            return {**_left_in(left), "error": f"ended with exit status {process.returncode}: {last}"}
+        return _left_in(left) or {"error": "ended without a word of what it found"}
 
     return run
+
+
+@contextmanager
+def _group_of(command: Sequence[str], told: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a program as the first of a group of processes, which ends with the block; what it says of errors goes to a file.
+
+    Not to a pipe: whatever it leaves running would hold it open.
+    """
+    with told.open("wb") as errors:
+        process = subprocess.Popen(command, stderr=errors, start_new_session=True)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _left_in(path: Path) -> Content:
+    """Return what a part's process has left; nothing if it has not come so far."""
+    if not path.exists():
+        return {}
+    content = read_json_object(path, "what a part found", ZosimError)
+    path.unlink()
+    return content
 
 
 def leave(setting: Setting, name: str, path: Path) -> None:
@@ -131,7 +168,33 @@ def leave(setting: Setting, name: str, path: Path) -> None:
     if part is None:
         names = ", ".join(part.name for part in parts_of(setting))
         raise ZosimError(f"there is no part {name!r}", hint=f"parts are {names}")
-    _write(path, in_this_process(setting)(part, float("inf")) or {})
+    for content in _so_far(setting, part):
+        _write(path, content)
+
+
+def take_over(setting: Setting, report: Path) -> None:
+    """Put what an earlier report found where nothing has been found yet, so that it is not done again.
+
+    Parameters
+    ----------
+    setting : Setting
+    report : Path
+        The JSON file beside the page: what is left of a machine whose folder is gone.
+
+    Raises
+    ------
+    ZosimError
+        If it cannot be read.
+    """
+    found = read_json_object(report, "a first hour's report", ZosimError, hint="name its JSON file")
+    setting.folder.mkdir(parents=True, exist_ok=True)
+    for part in parts_of(setting):
+        path, content = setting.folder / f"{part.name}.json", found.get(part.name)
+        if isinstance(content, dict) and not path.exists():
+            _write(path, content)
+    profile = found.get("calibration", {}).get("profile")
+    if isinstance(profile, dict) and not setting.kept_profile.exists():
+        _write(setting.kept_profile, profile)
 
 
 def _write(path: Path, content: Content) -> None:

@@ -1,13 +1,19 @@
-"""What the hour is made of, in an order that finds the worst first."""
+"""What the hour is made of, in an order in which the most valuable evidence comes first.
+
+The device's own figures; whether every path works at all; what a step takes, and how far predictions are off; the bits of more
+families and formats; calibration; larger models; what takes minutes and is known from other machines.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,9 +27,13 @@ from executors.devices import device_module
 from executors.models.random_models import random_model
 from executors.report import facts_table
 from studies.first_hour.parity import parity
+from studies.first_hour.paths import graphs, placements, products
 from studies.first_hour.setting import Content, Setting
-from studies.first_hour.steps import cases, timed_case, zo2_case
+from studies.first_hour.steps import Case, cases, timed_case, zo2_case
 from topology.errors import RunError
+
+_FACTS_S, _PATHS_S = 180.0, 90.0
+"""What is known at once must not wait for what hangs."""
 
 _NUM_LINES = 12
 _KILLED_AT = (1, 5, 9)
@@ -40,12 +50,15 @@ class Part:
         A file's name.
     title : str
     make : callable
-        Returns what it found.
+        Returns what it found, or yields what it has found so far.
+    limit_s : float
+        Seconds after which it is ended.
     """
 
     name: str
     title: str
-    make: Callable[[Setting], Content]
+    make: Callable[[Setting], Content | Iterator[Content]]
+    limit_s: float = math.inf
 
 
 def parts_of(setting: Setting) -> list[Part]:
@@ -54,36 +67,54 @@ def parts_of(setting: Setting) -> list[Part]:
 
 
 def _parts(setting: Setting) -> Iterator[Part]:
-    yield Part("device", "the device", facts)
+    yield Part("device", "the device", facts, _FACTS_S)
+    yield Part("paths", "every path, tiny", placements, _PATHS_S)
+    yield Part("graphs", "graphs of many blocks, tiny", graphs, _PATHS_S)
+    yield Part("products", "products of codes, tiny", products, _PATHS_S)
+    first, middle, last = cases(setting)
+    yield from _steps(first)
     yield Part("parity", "parity with the reference", parity)
-    yield Part("tests", "the tests that need a device", cuda_tests)
-    yield Part("kills", "runs that are killed and go on", kills)
     yield Part("calibration", "calibration", calibration)
-    for case in cases(setting):
+    yield from _steps(middle)
+    yield Part("kills", "runs that are killed and go on", kills)
+    yield Part("tests", "the tests that need a device", cuda_tests)
+    yield from _steps(last)
+
+
+def _steps(cases: Iterable[Case]) -> Iterator[Part]:
+    has_zo2 = find_spec("zo2") is not None
+    for case in cases:
         yield Part(f"step-{case.name}", f"a step of {case.name}", partial(timed_case, case=case))
-        if case.shape != "30b" and case.dtype == "float16":
+        if has_zo2 and case.shape != "30b" and case.dtype == "float16" and not case.graphs:
             yield Part(f"zo2-{case.name}", f"zo2's own step of {case.name}", partial(zo2_case, case=case))
 
 
-def facts(setting: Setting) -> Content:
-    """Return the device's name, memory and state as its driver reports it, and the versions of torch, CUDA and Python."""
+def facts(setting: Setting) -> Iterator[Content]:
+    """Yield the device's name, memory and state as its driver reports it, and versions; then launches, copies, pinning, attention.
+
+    First of all, in a process that has done nothing: what follows finds memory that torch has pinned or kept.
+    """
     properties = device_module(torch.device(setting.device)).get_device_properties(setting.device)
-    return {
+    known = {
         "device": properties.name,
         "memory_bytes": properties.total_memory,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "hardware": setting.topology.name,
+        "transformers": metadata.version("transformers"),
         "state": asdict(state) if (state := device_state(setting.device)) is not None else None,
     }
+    yield known
+    yield {**known, "figures": facts_table(device_facts(setting.device)).to_data()}
 
 
 def cuda_tests(setting: Setting) -> Content:
     """Return how the tests ended that need a device, or that there is nothing to run them with."""
     if find_spec("pytest") is None:
         return {"left_out": "pytest is not installed"}
-    words = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    # Other releases of torch and transformers than the project's tests are run with warn of other things.
+    words = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default"]
     status, output = setting.processes.run([*words, "tests/executors/test_executors_cuda.py"])
     return {"is_right": status == 0, "output": output}
 
@@ -105,7 +136,7 @@ def calibration(setting: Setting) -> Content:
         "median_error": fit.median_error,
         "num_measurements": len(fit.residuals),
         "figures": facts_table(figures).to_data(),
-        "constants": {constant.name: [constant.value, constant.unit] for constant in profile.constants},
+        "profile": json.loads(setting.kept_profile.read_text(encoding="utf-8")),
     }
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from studies.first_hour.setting import Content
 from zosim.report import Bullets, Code, Part, Report, Table
@@ -16,53 +17,113 @@ _WITHIN = 1.15
 """A step where computing bounds it, over two forwards: the goal."""
 
 
-def write(contents: Mapping[str, Content], folder: Path, command: str, *, name: str = "") -> Path:
+def write(
+    contents: Mapping[str, Content], folder: Path, command: str, *, name: str = "", todo: Sequence[str] = ()
+) -> Path:
     """Write the page and a JSON file of the same name, and return the page's path."""
     device = contents.get("device", {}).get("device", "device")
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name or datetime.datetime.now(datetime.UTC).date().isoformat()}-{slug}-first-hour.md"
-    path.write_text(report(contents, command).to_markdown(), encoding="utf-8")
+    path.write_text(report(contents, command, todo).to_markdown(), encoding="utf-8")
     path.with_suffix(".json").write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
     return path
 
 
-def report(contents: Mapping[str, Content], command: str) -> Report:
-    """Return the page."""
+def report(contents: Mapping[str, Content], command: str, todo: Sequence[str] = ()) -> Report:
+    """Return the page.
+
+    Parameters
+    ----------
+    contents : mapping
+        What was found, by part.
+    command : str
+        What made it.
+    todo : sequence of str
+        Titles of all parts in their order, if some may not be done yet.
+    """
     device = contents.get("device", {})
+    steps = {name[5:]: content for name, content in contents.items() if name.startswith("step-")}
+    versions = ", ".join(f"{name} {device.get(name, '?')}" for name in ("torch", "cuda", "transformers"))
     parts: list[Part] = [
-        f"torch {device.get('torch', '?')}, CUDA {device.get('cuda', '?')}, described by {device.get('hardware', '?')}. Made by",
+        f"{versions}, described by {device.get('hardware', '?')}. Made by",
         Code(command),
         Report("What failed", Bullets(_failures(contents) or ["Nothing."])),
+        Report("What worked", Bullets(_successes(contents) or ["Nothing yet."])),
+        Report("How far predictions were off", Bullets(_errors(steps) or ["No step has been timed yet."])),
     ]
-    steps = {name[5:]: content for name, content in contents.items() if name.startswith("step-")}
+    if len(todo) > len(contents):
+        parts.append(Report("Not done yet", Bullets(list(todo[len(contents) :]))))
+    if "figures" in device:
+        parts.append(Report("The device", _figures(device["figures"])))
     if steps:
         parts += [
             Report("Time of a step", _time_note(), _times(steps, contents)),
             Report("Peak memory", _memory(steps)),
         ]
-    if "parity" in contents and "rows" in contents["parity"]:
-        rows = [(row["case"], "yes" if row["is_right"] else "NO", row["details"]) for row in contents["parity"]["rows"]]  # fmt: skip
-        parts.append(Report("Parity", Table(("case", "as it should be", ""), rows)))
+    for name, title in (
+        ("paths", "Paths"),
+        ("graphs", "Graphs"),
+        ("products", "Products of codes"),
+        ("parity", "Parity"),
+    ):
+        if rows := contents.get(name, {}).get("rows"):
+            cells = [(row["case"], "yes" if row["is_right"] else "NO", row["details"]) for row in rows]
+            parts.append(Report(title, Table(("case", "as it should be", ""), cells)))
     calibration = contents.get("calibration", {})
     if "median_error" in calibration:
         said = f"{calibration['num_measurements']} measurements, explained with a median error of {calibration['median_error']:.1%}."
-        figures = Table.of(
-            calibration["figures"],
-            {"of the device": lambda row: row["of the device"], "measured": lambda row: row["measured"]},
-            numeric=("measured",),
-        )
-        parts.append(Report("Calibration", said, figures))  # fmt: skip
+        parts.append(Report("Calibration", said, _figures(calibration["figures"])))
     took = [(name, f"{content['seconds']:.0f}") for name, content in contents.items() if "seconds" in content]
     parts.append(Report("What each part took", Table(("part", "s"), took, numeric=("s",))))
     return Report(f"First hour on {device.get('device', 'a device')}", *parts)
+
+
+def _figures(rows: Sequence[Mapping[str, str]]) -> Table:
+    return Table.of(
+        rows,
+        {"of the device": lambda row: row["of the device"], "measured": lambda row: row["measured"]},
+        numeric=("measured",),
+    )
+
+
+def _successes(contents: Mapping[str, Content]) -> list[str]:
+    """Return parts that found nothing wrong, and in parts with something wrong how much was right."""
+    successes = []
+    for name, content in contents.items():
+        rows = [row for row in content.get("rows", ()) if isinstance(row, dict)]
+        is_whole = "error" not in content and content.get("is_right", True)
+        if rows and (num := sum(row["is_right"] for row in rows)):
+            successes.append(f"{name}: {num} of {len(rows)} cases")
+        elif is_whole and "left_out" not in content:
+            successes.append(name)
+    return successes
+
+
+def _errors(steps: Mapping[str, Content]) -> list[str]:
+    """Return, for each kind of figures, by how much predicted steps differ from measured ones."""
+    lines = []
+    for key in ("data sheet", "calibrated"):
+        errors = {
+            name: content["predicted_s"][key] / content["step_s"] - 1
+            for name, content in steps.items()
+            if key in content.get("predicted_s", {})
+        }
+        if errors:
+            worst = max(errors, key=lambda name: abs(errors[name]))
+            middle = median(map(abs, errors.values()))
+            lines.append(
+                f"{key}: {middle:.1%} in the median of {len(errors)}, at most {errors[worst]:+.1%} ({worst})"
+            )
+    return lines
 
 
 def _failures(contents: Mapping[str, Content]) -> list[str]:
     failures = []
     for name, content in contents.items():
         if "error" in content:
-            failures.append(f"{name}: {content['error']}")
+            during = f" (during {content['under_way']})" if "under_way" in content else ""
+            failures.append(f"{name}{during}: {content['error']}")
         elif content.get("is_right") is False:
             wrong = [
                 row["case"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -49,28 +49,36 @@ _RESIDENCIES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One model, where its blocks are, its format, and a batch."""
+    """One model, where its blocks are, its format, a batch, and whether kernels are launched by graphs."""
 
     shape: str
     residency: str
     dtype: str
     batch: int = 1
     seq: int = 2048
+    graphs: bool = False
 
     @property
     def name(self) -> str:
         """A file's name."""
-        return f"{self.shape}-{self.residency}-{self.dtype}-{self.batch}x{self.seq}"
+        graphs = "-graphs" if self.graphs else ""
+        return f"{self.shape}-{self.residency}-{self.dtype}-{self.batch}x{self.seq}{graphs}"
 
 
-def cases(setting: Setting) -> list[Case]:
-    """Return what to time, small before large."""
+def cases(setting: Setting) -> tuple[list[Case], list[Case], list[Case]]:
+    """Return what to time at first, once the device is calibrated, and at last; small before large."""
     if setting.is_rehearsal:
-        return [Case("tiny", residency, "bfloat16", 2, 16) for residency in _RESIDENCIES]
-    wide = [Case(shape, kind, "float16") for shape in ("1.3b", "6.7b", "13b") for kind in _RESIDENCIES]
+        tiny = [Case("tiny", residency, "bfloat16", 2, 16) for residency in _RESIDENCIES]
+        return [*tiny, *(replace(case, graphs=True) for case in tiny)], [], []
+    smallest = [Case("1.3b", kind, "float16") for kind in _RESIDENCIES]
+    large = [Case(shape, kind, "float16") for shape in ("6.7b", "13b") for kind in _RESIDENCIES]
     others = [Case("1.3b", kind, "bfloat16") for kind in _RESIDENCIES]
     short = [Case("1.3b", kind, "float16", 1, 32) for kind in _RESIDENCIES]
-    return [*wide[:2], *others, *short, *wide[2:], Case("13b", "offloaded", "bfloat16"), Case("30b", "offloaded", "float16")]  # fmt: skip
+    return (
+        [*smallest, *(replace(case, graphs=True) for case in smallest)],
+        [*large, *others, *short, Case("13b", "offloaded", "bfloat16")],
+        [Case("30b", "offloaded", "float16")],
+    )
 
 
 def opt_model(shape: str, dtype: str, max_positions: int = 2048, make: Callable[..., nn.Module] | None = None) -> nn.Module:  # fmt: skip
@@ -133,7 +141,8 @@ def timed_case(setting: Setting, case: Case) -> Content:
     if reason:
         return {"left_out": reason}
     batch = token_batch(case.batch, case.seq, vocab)
-    with Session(plan, model, learning_rate=1e-7, device=setting.device, base_digest="random") as session:
+    options: dict[str, Any] = {"device": setting.device, "base_digest": "random", "graphs": case.graphs}
+    with Session(plan, model, learning_rate=1e-7, **options) as session:
         for _ in range(_NUM_WARM):
             session.step(batch)
         ends, begun = [time.perf_counter()], session.begin_step(batch)

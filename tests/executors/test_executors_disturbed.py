@@ -24,6 +24,7 @@ from executors.runs.planning import host_node
 from tests.support.command import zosim
 from tests.support.tiny import model_of, plan_of
 from topology import load_preset
+from topology.errors import RunError
 from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.hardware.profiles import host_profile_path, profile_for, save_host_profile
@@ -118,6 +119,25 @@ def test_a_disturbed_profile_is_marked_and_holds_what_steps_take_when_the_machin
         low_s, high_s = (simulate(step.program, machine, bound=end).step_time_s for end in ("low", "high"))
         assert low_s <= simulate(step.program, quiet).step_time_s
         assert step.seconds <= high_s
+
+
+def test_processes_that_do_not_answer_in_time_cost_no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine on which starting a process takes minutes."""
+    measured_s: list[object] = []
+
+    def crowded() -> list[object]:
+        if measured_s:
+            raise RunError("2 processes did not measure what they take from each other: not done in time")
+        measured_s.append("once")
+        return ["once"]
+
+    monkeypatch.setattr(calibrating, "crowded_cores", crowded)
+    crowding = calibrating._Crowding()
+    for _ in range(3):
+        crowding.measure()
+    assert crowding.measured == ["once"]
+    (words,) = crowding.failures
+    assert "not done in time" in words
 
 
 def test_a_mark_stays_in_the_file_and_with_what_is_made_of_the_profile(tmp_path: Path) -> None:

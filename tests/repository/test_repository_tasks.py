@@ -153,6 +153,7 @@ def here(environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     has |= {"safetensors": "0.5", "tokenizers": "0.22"}
     monkeypatch.setattr(module, "_version_of", has.get)
     monkeypatch.setattr(module, "PACKAGES", tmp_path / "packages")
+    monkeypatch.setattr(module, "_IMPORTING", "")  # what is named has no code
     module.has = has  # type: ignore[attr-defined]
     return module
 
@@ -173,6 +174,20 @@ def test_what_this_python_lacks_is_said_at_once_and_how_to_bring_it(
     assert here.missing() == ["torch>=2.6,<2.14"]
 
 
+def test_a_module_that_what_is_there_needs_is_named_before_anything_runs(
+    here: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pydantic.py").write_text("import a_wheel_that_nobody_brought")
+    monkeypatch.undo()
+    monkeypatch.setattr(here, "PACKAGES", tmp_path)
+    monkeypatch.setattr(here, "_FIRST_HOUR", "json")
+    monkeypatch.setattr(here, "_requirements", lambda: ["pydantic>=2.7"])
+    assert here.not_importable() == ["a_wheel_that_nobody_brought"]
+    (tmp_path / "pydantic.py").write_text("raise ImportError('of another release')")
+    with pytest.raises(here.environment.SetupError, match=r"cannot import what it has: .*of another release"):
+        here.prepared([])
+
+
 def test_wheels_of_a_folder_are_put_beside_the_tree_but_for_what_is_there(
     here: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +202,7 @@ def test_wheels_of_a_folder_are_put_beside_the_tree_but_for_what_is_there(
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(here.subprocess, "run", pip)
+    monkeypatch.setattr(here, "not_importable", list)
     assert here.prepared(["--find-links", str(tmp_path), "--folder", "x"]) == ["--folder", "x"]
     (command,) = commands
     assert "--no-index" in command

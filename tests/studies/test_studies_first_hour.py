@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import typer
 
-from studies.first_hour import hour, parts, steps
+from studies.first_hour import hour, parts, paths, steps
 from studies.first_hour.__main__ import main
 from studies.first_hour.parts import Part
 from studies.first_hour.report import report
@@ -38,9 +44,10 @@ def test_every_part_runs_and_leaves_nothing_to_chance(rehearsed):
 
 
 def test_memory_is_predicted_as_the_device_counts_it(rehearsed):
-    steps = [content for name, content in rehearsed[0].items() if name.startswith("step-")]
-    assert len(steps) == 2
-    for step in steps:
+    timed = {name: content for name, content in rehearsed[0].items() if name.startswith("step-")}
+    assert len(timed) == 4
+    # The simulated device makes no temporaries while it captures a graph.
+    for step in (content for name, content in timed.items() if not name.endswith("-graphs")):
         assert 0 <= step["predicted_device_bytes"] / step["device_bytes"] - 1 <= 0.05
 
 
@@ -160,8 +167,141 @@ def test_a_part_that_crashes_or_hangs_takes_no_other_with_it(tmp_path, script, w
         assert made == content
 
 
-def test_the_command_does_one_part_and_leaves_it(tmp_path):
+CHILD = (
+    "import pathlib, subprocess, sys, time\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    "left = pathlib.Path(sys.argv[4])\n"
+    "left.with_suffix('.new').write_text('{\"rows\": [], \"pid\": %d}' % child.pid)\n"
+    "left.with_suffix('.new').rename(left)\n"
+)
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_what_a_part_has_started_ends_with_it_and_what_it_had_found_is_kept(tmp_path, monkeypatch, *, hangs):
+    class Hanging(subprocess.Popen):
+        """A process whose time is up once it has left something, however long that takes."""
+
+        def wait(self, timeout=None):
+            if timeout is None or not hangs:
+                return super().wait()
+            while not (tmp_path / "one.part").exists():
+                time.sleep(0.01)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    known = SimpleNamespace(Popen=Hanging, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(hour, "subprocess", known)
+    end = "time.sleep(600)" if hangs else "raise SystemError('no device')"
+    made = hour.in_processes([sys.executable, "-c", CHILD + end], tmp_path, 60)(
+        Part("one", "one", lambda _: {}), 600
+    )
+    assert made["rows"] == []
+    assert ("not done after 60 s" if hangs else "SystemError: no device") in made["error"]
+    for _ in range(1000):  # killed with its group; whoever takes over orphans removes it
+        if not psutil.pid_exists(made["pid"]) or psutil.Process(made["pid"]).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.01)
+    raise AssertionError("the child is still there")
+
+
+def test_a_part_has_a_limit_of_its_own(tmp_path):
+    run = hour.in_processes([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path, 600)
+    assert run(Part("one", "one", lambda _: {}, limit_s=0.1), 600) == {"error": "not done after 0 s"}
+
+
+def test_paths_are_noted_one_by_one_and_one_that_fails_hides_no_other(tmp_path):
+    def broken(_):
+        raise RuntimeError("an illegal memory access")
+
+    checks = {"one": lambda _: (True, "fine"), "two": broken, "three": lambda _: (False, "other bits")}
+    found = list(paths._checked(Setting(folder=tmp_path), checks))
+    assert [content.get("under_way") for content in found] == ["one", "two", "three", None]
+    assert [row["is_right"] for row in found[-1]["rows"]] == [True, False, False]
+    page = report({"paths": found[-1], "graphs": {"error": "gone", "under_way": "x"}}, "a").to_markdown()
+    assert "paths: two, three" in page
+    assert "paths: 1 of 3 cases" in page
+    assert "graphs (during x): gone" in page
+
+
+def test_the_most_valuable_evidence_comes_first():
+    setting = Setting(hardware="a100-80gb-milan")
+    names = [part.name for part in parts.parts_of(setting) if not part.name.startswith("zo2")]
+    assert names[:4] == ["device", "paths", "graphs", "products"]
+    assert names[4:10] == [
+        "step-1.3b-resident-float16-1x2048",
+        "step-1.3b-offloaded-float16-1x2048",
+        "step-1.3b-resident-float16-1x2048-graphs",
+        "step-1.3b-offloaded-float16-1x2048-graphs",
+        "parity",
+        "calibration",
+    ]
+    assert [name.split("-")[1] for name in names[10:14]] == ["6.7b", "6.7b", "13b", "13b"]
+    assert names[-3:] == ["kills", "tests", "step-30b-offloaded-float16-1x2048"]
+    # In ten minutes, whatever hangs, there is more than the device's name.
+    assert sum(part.limit_s for part in parts.parts_of(setting)[:4]) < 600
+
+
+def test_a_report_says_what_worked_how_far_predictions_were_off_and_what_is_not_done():
+    step = {
+        "step_s": 2.0,
+        "predicted_s": {"data sheet": 1.0, "calibrated": 2.1},
+        "two_forwards_s": 1.0,
+        "hidden": None,
+    }
+    step |= {"device_bytes": 1, "host_bytes": 0, "predicted_device_bytes": 1, "predicted_host_bytes": 0}
+    contents = {"device": {"device": "H"}, "step-a": {**step, "allocator_bytes": 0}}
+    page = report(contents, "a command", ["the device", "a step of a", "parity"]).to_markdown()
+    assert "data sheet: 50.0% in the median of 1, at most -50.0% (a)" in page
+    assert "calibrated: 5.0% in the median of 1, at most +5.0% (a)" in page
+    assert "Not done yet" in page
+    assert "- parity" in page
+    assert "- step-a" in page
+
+
+def test_what_an_earlier_report_found_is_not_done_again(tmp_path, monkeypatch):
+    both = [Part("device", "device", lambda _: {}), Part("calibration", "calibration", lambda _: {})]
+    monkeypatch.setattr(hour, "parts_of", lambda _: both)
+    found = {"device": {"device": "H"}, "calibration": {"profile": {"format": "zosim-profile"}}, "other": {}}
+    (tmp_path / "report.json").write_text(json.dumps(found))
+    setting = Setting(folder=tmp_path / "new" / "hour")
+    hour.take_over(setting, tmp_path / "report.json")
+    assert hour.contents_of(setting) == {name: found[name] for name in ("device", "calibration")}
+    assert json.loads(setting.kept_profile.read_text()) == {"format": "zosim-profile"}
+    assert hour.spend(setting, lambda *_: pytest.fail("done again"), stop_after_s=60, say=print)
+
+
+def test_warnings_of_other_releases_fail_no_test_of_the_device(monkeypatch):
+    told = []
+    processes = SimpleNamespace(run=lambda words: told.append(words) or (0, ""))
+    assert parts.cuda_tests(Setting(processes=processes))["is_right"]
+    assert told[0][told[0].index("-W") + 1] == "default"
+
+
+@pytest.mark.slow
+def test_a_rehearsal_from_a_fresh_clone_is_killed_half_way_and_goes_on(tmp_path):
+    clone, folder = tmp_path / "clone", tmp_path / "hour"
+    root = Path(__file__).parents[2]
+    subprocess.run(["git", "clone", "--quiet", "--depth", "1", f"file://{root}", clone], check=True)
+    command = [sys.executable, ".ci/tasks.py", "gpu", "--here", "--simulated", "--folder", str(folder)]
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    first = subprocess.Popen(command, cwd=clone, env=variables, start_new_session=True)
+    while not (folder / "graphs.json").exists():
+        assert first.poll() is None
+        time.sleep(0.05)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    kept = {path.name: path.read_bytes() for path in folder.glob("*.json") if "first-hour" not in path.name}
+    assert {"device.json", "paths.json", "graphs.json"} <= set(kept)
+    assert list(folder.glob("*-first-hour.md"))  # a report is there however it ended
+    done = subprocess.run(command, cwd=clone, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert all((folder / name).read_bytes() == content for name, content in kept.items())
+    assert "Not done yet" not in done.stdout
+    assert "nothing failed" in done.stderr
+
+
+def test_the_command_does_one_part_and_leaves_it(tmp_path, monkeypatch):
     left = tmp_path / "left.json"
+    monkeypatch.setattr("executors.ranks.launch.die_with", lambda _: None)
     with simulated():
         main(hardware="a100-80gb-milan", folder=tmp_path, only="device", left=left)
     assert json.loads(left.read_text())["device"] == "Simulated"

@@ -19,6 +19,7 @@ from costmodel import calibration
 from executors.calibration import calibrating, probes, probing
 from studies.first_hour.__main__ import MORE_TO_DO
 from studies.first_hour.hour import contents_of, in_this_process, spend
+from studies.first_hour.parts import parts_of
 from studies.first_hour.report import write
 from studies.first_hour.setting import Content, Processes, Setting
 from tests.support.simulated_cuda import simulated
@@ -76,7 +77,8 @@ def rehearse(
     )
 
     def written() -> Path:
-        return write(contents_of(setting), folder, "python3 .ci/tasks.py gpu --simulated")
+        todo = [part.title for part in parts_of(setting)]
+        return write(contents_of(setting), folder, "python3 .ci/tasks.py gpu --simulated", todo=todo)
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
