@@ -1,15 +1,21 @@
 """CUDA graphs: kernels that a step launches in the same shapes and places again and again, launched at once.
 
 A graph replays kernels with the addresses that they were captured with. So whatever goes in or comes out has a place that stays,
-and weights that have moved since are captured anew.
+and what lies elsewhere has a graph of its own. Launches that are equal but for their caller, such as those of blocks that take
+turns in one slot, share a graph.
 
 CUDA alone: ``torch.accelerator.Graph`` is newer than the oldest torch that runs here.
 """
 
 from __future__ import annotations
 
+import threading
+import warnings
+import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +27,12 @@ from topology.errors import PlanError
 
 _NUM_EAGER = 1
 """Calls before the one that is captured: libraries make what they keep in the first."""
+
+_MOST_SHAPES = 8
+"""Shapes of batches whose blocks have graphs. Every shape has its own of every block, and places for what goes in and comes out."""
+
+_MOST_GRAPHS = 4096
+"""Graphs of a session, those that are out of use among them."""
 
 
 def refuse_graphs(device: torch.device, *, keeps_slots: bool) -> None:
@@ -40,21 +52,39 @@ def refuse_graphs(device: torch.device, *, keeps_slots: bool) -> None:
 
 
 @dataclass
-class _Captured:
-    """One graph.
+class _Entry:
+    """Launches with one signature, and their graph once it is captured.
 
     Attributes
     ----------
-    signature : hashable
-        What has to be as it was: addresses, and arguments that are no tensors.
+    memory : tuple of weakref.ref
+        Storages that the graph reads or writes.
+    generators : sequence of torch.Generator
+        Those that it draws from.
     num_calls : int
-        Calls with this signature before it was captured.
+        Calls before it was captured.
     graph : torch.cuda.CUDAGraph or None
+    captured_for, verified_for, unlike : hashable, set, set
+        The caller that it was captured for, those for which it was seen to compute the same bits, and those for which it does not.
+    is_refused : bool
+        Whether it cannot be captured, or computes other bits.
     """
 
-    signature: Hashable
+    memory: tuple[weakref.ref[Any], ...]
+    generators: Sequence[Generator]
     num_calls: int = 0
     graph: Any = None
+    captured_for: Hashable = None
+    verified_for: set[Hashable] = field(default_factory=set)
+    unlike: set[Hashable] = field(default_factory=set)
+    is_refused: bool = False
+
+    def is_current(self, generators: Sequence[Generator]) -> bool:
+        """Whether what it refers to is still there, and its generators are those that are drawn from now."""
+        is_same = len(generators) == len(self.generators) and all(
+            one is other for one, other in zip(generators, self.generators, strict=True)
+        )
+        return is_same and all(reference() is not None for reference in self.memory)
 
 
 class Graphs:
@@ -63,14 +93,64 @@ class Graphs:
     Parameters
     ----------
     device : torch.device
+    capture_stream : callable
+        Returns the stream on which graphs of the current stream are captured, on which nothing else runs.
+
+    Notes
+    -----
+    torch hands out 32 native streams in turn, so a stream that is asked for at a capture may be one that copies or draws. Kernels
+    of other threads would then become part of the graph, and cuBLAS, which has a workspace for each stream, would write into one
+    that other products use while the graph is replayed.
+
+    Graphs that are replayed on one stream share a pool, since their temporaries are never in use at once. All graphs live until
+    :meth:`close`: a pool whose last graph is gone cannot be captured into again.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, capture_stream: Callable[[], torch.Stream]) -> None:
         self._device = device
-        self._captured: dict[Hashable, _Captured] = {}
+        self._capture_stream = capture_stream
+        self._entries: dict[Hashable, _Entry] = {}
+        self._out_of_use: list[Any] = []
+        self._failed: list[Any] = []
         self._places: dict[Hashable, Tensor] = {}
-        # Temporaries of one stream's graphs share memory, as they run one after the other; another's need their own.
         self._pools: dict[int, Any] = {}
+        self._generators: dict[int, Generator] = {}
+        self._shapes: set[Hashable] = set()
+        self._with_workspace: set[tuple[int, int]] = set()
+        self._warned: set[str] = set()
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Drop the graphs, their memory and their places, once the device is through with them."""
+        torch.accelerator.synchronize(self._device)
+        self._entries.clear()
+        self._out_of_use.clear()
+        self._failed.clear()
+        self._places.clear()
+
+    def __len__(self) -> int:
+        """Return how many graphs have been captured."""
+        captured = sum(entry.graph is not None for entry in self._entries.values())
+        return captured + len(self._out_of_use)
+
+    def generator(self) -> Generator:
+        """Return the generator that graphs of the current stream draw from: its seed and offset lie on the device, once."""
+        stream = torch.accelerator.current_stream(self._device).stream_id
+        if stream not in self._generators:
+            self._generators[stream] = Generator(device=self._device)
+        return self._generators[stream]
+
+    def admits(self, like: Tensor) -> bool:
+        """Whether batches whose hidden states are of the shape and format of `like` have graphs: the first few shapes do."""
+        shape = tuple(like.shape), like.dtype
+        if shape not in self._shapes and len(self._shapes) >= _MOST_SHAPES:
+            self._warn_once(
+                f"the batches have more than {_MOST_SHAPES} shapes: only the first {_MOST_SHAPES} have CUDA graphs, and blocks of "
+                "the others are launched kernel by kernel"
+            )
+            return False
+        self._shapes.add(shape)
+        return True
 
     def place(self, key: Hashable, like: Tensor) -> Tensor:
         """Return a tensor of the shape, strides and format of `like` that stays at its address, by name."""
@@ -90,50 +170,170 @@ class Graphs:
 
     def run(
         self,
-        key: Hashable,
         signature: Hashable,
-        launch: Callable[[], None],
+        launch: Callable[..., None],
+        *,
+        memory: Sequence[Tensor] = (),
         generators: Sequence[Generator] = (),
+        caller: Hashable = None,
+        states: Sequence[Tensor] = (),
     ) -> None:
         """Do what `launch` does to tensors that stay: by itself at first, then by a graph of its kernels.
 
         Parameters
         ----------
-        key : hashable
-            By which the graph is kept.
         signature : hashable
-            What `launch` depends on beside numbers in tensors. A graph of another is thrown away.
+            What the kernels depend on beside the numbers in tensors: addresses, shapes, formats.
         launch : callable
+            Is given `generators`.
+        memory : sequence of torch.Tensor
+            What the kernels read and write: a graph of memory that has been given back is not replayed.
         generators : sequence of torch.Generator
-            Of which `launch` draws.
+            Those that `launch` draws from.
+        caller : hashable
+            Whose kernels they are. The graph of one caller is replayed for another once it has been seen to compute the same bits.
+        states : sequence of torch.Tensor
+            What the kernels begin with and leave, by which that is seen.
         """
-        captured = self._captured.get(key)
-        if captured is None or captured.signature != signature:
-            captured = self._captured[key] = _Captured(signature)
-        if captured.graph is None and captured.num_calls < _NUM_EAGER:
-            captured.num_calls += 1
-            launch()
+        signature = torch.accelerator.current_stream(self._device).stream_id, signature
+        entry = self._entry(signature, memory, generators)
+        if entry is not None and caller in entry.unlike:
+            entry = self._entry((signature, caller), memory, generators)
+        if entry is None or entry.is_refused or entry.num_calls < _NUM_EAGER:
+            if entry is not None:
+                entry.num_calls += 1
+            launch(*generators)
             return
-        if captured.graph is None:
-            captured.graph = self._capture(launch, generators)
-        captured.graph.replay()
+        if entry.graph is None:
+            entry.graph, entry.captured_for = self._capture(launch, generators), caller
+            if entry.graph is None:
+                entry.is_refused = True
+                self._launch_apart(launch, generators)
+                return
+        if states and caller not in entry.verified_for:
+            self._verify(entry, caller, partial(launch, *generators), states)
+        else:
+            entry.graph.replay()
 
-    def _capture(self, launch: Callable[[], None], generators: Sequence[Generator]) -> Any:
+    def _entry(
+        self, signature: Hashable, memory: Sequence[Tensor], generators: Sequence[Generator]
+    ) -> _Entry | None:
+        """Return the entry of a signature; None where there are as many as there may be."""
+        entry = self._entries.get(signature)
+        if entry is not None and (entry.is_refused or entry.is_current(generators)):
+            return entry
+        if entry is not None and entry.graph is not None:
+            self._out_of_use.append(entry.graph)
+        if len(self._entries) + len(self._out_of_use) >= _MOST_GRAPHS:
+            self._warn_once(
+                f"there are {_MOST_GRAPHS} CUDA graphs: what else could be one is launched kernel by kernel"
+            )
+            return None
+        references = tuple(weakref.ref(tensor.untyped_storage()) for tensor in memory)
+        entry = self._entries[signature] = _Entry(references, generators)
+        return entry
+
+    def _verify(
+        self, entry: _Entry, caller: Hashable, launch: Callable[[], None], states: Sequence[Tensor]
+    ) -> None:
+        """Do what `launch` does, and note whether the graph does the same. The host waits, once for each caller."""
+        before = [state.clone() for state in states]
+        launch()
+        wanted = [state.clone() for state in states]
+        for state, numbers in zip(states, before, strict=True):
+            state.copy_(numbers)
+        entry.graph.replay()
+        if all(_have_equal_bits(*pair) for pair in zip(states, wanted, strict=True)):
+            entry.verified_for.add(caller)
+            return
+        for state, numbers in zip(states, wanted, strict=True):
+            state.copy_(numbers)
+        if caller == entry.captured_for:
+            entry.is_refused = True
+            self._warn_once(
+                "a CUDA graph computes other numbers than its kernels one by one, which are launched instead"
+            )
+        else:
+            entry.unlike.add(caller)
+
+    def _capture(self, launch: Callable[..., None], generators: Sequence[Generator]) -> Any:
+        """Return a graph of what `launch` launches; None, and a warning, where that cannot be captured."""
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
-        current = torch.accelerator.current_stream(self._device)
-        pool = self._pools.setdefault(current.stream_id, torch.cuda.graph_pool_handle())
-        # The default stream cannot be captured. Nothing runs on this one: kernels are noted down.
-        stream = torch.cuda.Stream(self._device)
-        with on_stream(stream):
+        current, stream = torch.accelerator.current_stream(self._device), self._capture_stream()
+        with self._lock:
+            pool = self._pools.setdefault(current.stream_id, torch.cuda.graph_pool_handle())
+            # Graphs that are being replayed use the workspace of the capture's stream.
+            stream.wait_stream(current)
+            failure = None
+            try:
+                with on_stream(stream):
+                    self._make_workspace(stream)
+                    self._captured(graph, pool, partial(launch, *generators))
+            except Exception as error:  # noqa: BLE001 - whatever it is, its kernels can be launched one by one
+                failure = error
+                # torch's allocator may still ask it which stream it is of.
+                self._failed.append(graph)
+            current.wait_stream(stream)
+        if failure is None:
+            return graph
+        self._warn_once(
+            f"a CUDA graph could not be captured ({type(failure).__name__}: {failure}): its kernels are launched one by one"
+        )
+        return None
+
+    def _captured(self, graph: Any, pool: Any, launch: Callable[[], None]) -> None:
+        try:
             # Other threads go on to allocate and to ask for events meanwhile.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                launch()
-            finally:
-                graph.capture_end()
-        return graph
+            launch()
+        except BaseException:
+            with suppress(RuntimeError):  # it would hide the cause
+                self._end(graph, pool)
+            raise
+        self._end(graph, pool)
+
+    def _end(self, graph: Any, pool: Any) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # torch's allocator does not learn of it, and would keep all memory that several streams use until it does.
+            for name in ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"):
+                if (end := getattr(torch._C, name, None)) is not None:
+                    with suppress(RuntimeError):
+                        end(self._device.index or 0, pool)
+                    break
+            raise
+
+    def _make_workspace(self, stream: torch.Stream) -> None:
+        """Let cuBLAS take the memory that it keeps for this thread on a stream, so that it is not of a graph's pool."""
+        key = threading.get_ident(), stream.stream_id
+        if key not in self._with_workspace:
+            ones = torch.ones((8, 8), device=self._device)
+            torch.mm(ones, ones)
+            self._with_workspace.add(key)
+
+    def _launch_apart(self, launch: Callable[..., None], generators: Sequence[Generator]) -> None:
+        """Launch what could not be captured. A generator of a capture that failed refuses to draw: others take its turn."""
+        others = [Generator(device=self._device) for _ in generators]
+        for other, generator in zip(others, generators, strict=True):
+            other.set_state(generator.get_state())
+        launch(*others)
+        for other, generator in zip(others, generators, strict=True):
+            generator.set_state(other.get_state())
+        spoilt = set(map(id, generators))
+        self._generators = {key: kept for key, kept in self._generators.items() if id(kept) not in spoilt}
+        self._failed += generators
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def _have_equal_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (one, other)))
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -176,6 +376,11 @@ class Arguments:
                 known[id(leaf)] = graphs.placed((key, len(known)), leaf)
             leaves[number] = known[id(leaf)]
         return cls(tuple(leaves), spec)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its tensors, in places that stay."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     @property
     def signature(self) -> Hashable:

@@ -111,7 +111,7 @@ class Interpreter:
             num_micro_batches=num_micro_batches,
             ranks=communicator,
             remote_loss_dtype=_remote_loss_dtype(program, engine, num_micro_batches),
-            graphs=Graphs(backend.device) if graphs else None,
+            graphs=Graphs(backend.device, backend.capture_stream) if graphs else None,
         )
         self._actions = Actions(self._context)
         self._resolved = {part: self._resolve(part) for part in PARTS}
@@ -271,6 +271,8 @@ class Interpreter:
     def close(self) -> None:
         """End the streams."""
         self.backend.close()
+        if self._context.graphs is not None:
+            self._context.graphs.close()
         self._context.threads.close()
         if self._host_memory is not None:
             self._host_memory.close()

@@ -168,6 +168,10 @@ class Backend(ABC):
             Each is given the tickets of the tasks before it, and returns its task.
         """
 
+    def capture_stream(self) -> torch.Stream:
+        """Return the stream on which CUDA graphs of the running task's stream are captured; nothing else runs there."""
+        raise NotImplementedError
+
     @abstractmethod
     def drain(self) -> None:
         """Wait for everything that was issued."""

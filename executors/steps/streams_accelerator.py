@@ -19,6 +19,12 @@ from topology.errors import RunError, ZosimError
 from zosim.instructions import Buffer, Instruction, Part, Space, Stream
 from zosim.operations import Recv, Send
 
+_GRAPHED = (Stream.COMPUTE, Stream.DRAW)
+"""Streams whose kernels may be launched as CUDA graphs."""
+
+_NATIVE_STREAMS = 32
+"""Streams of a device that torch has: whoever asks for one is given the next, and behind the last the first again."""
+
 
 class _EventTicket(Ticket):
     """An event recorded behind a task on its stream, once the task has been issued."""
@@ -98,12 +104,15 @@ class AcceleratorBackend(Backend):
     def __init__(self, device: str) -> None:
         self.device = device_named(device)
         select_device(self.device)
-        self._streams = {
-            # What a model's own code launches without a word goes where compute does.
-            stream: torch.accelerator.current_stream(self.device)
-            if stream == Stream.COMPUTE
-            else torch.Stream(self.device)
-            for stream in Stream
+        # What a model's own code launches without a word goes where compute does.
+        current = torch.accelerator.current_stream(self.device)
+        others = [stream for stream in Stream if stream != Stream.COMPUTE]
+        own = _distinct_streams(self.device, len(others) + len(_GRAPHED), current)
+        self._streams: dict[Stream, torch.Stream] = {Stream.COMPUTE: current}
+        self._streams.update(zip(others, own, strict=False))
+        self._capture_streams = {
+            self._streams[stream].stream_id: capture
+            for stream, capture in zip(_GRAPHED, own[len(others) :], strict=True)
         }
         self._origins: list[torch.Event] = []
         self._add_origin()
@@ -159,6 +168,10 @@ class AcceleratorBackend(Backend):
         if numbers.device.type == "cpu":
             return list(numbers.tolist())
         return ScalarReading(numbers).scalars()
+
+    def capture_stream(self) -> torch.Stream:
+        """Return the stream on which CUDA graphs of the running task's stream are captured."""
+        return self._capture_streams[torch.accelerator.current_stream(self.device).stream_id]
 
     def run(self, tasks: Sequence[Callable[[dict[str, Ticket]], Task]]) -> dict[str, Ticket]:
         """Issue tasks to their streams in the order listed."""
@@ -274,6 +287,18 @@ class AcceleratorBackend(Backend):
         for thread in self._threads.values():
             thread.put(None)
         self._threads.clear()
+
+
+def _distinct_streams(device: torch.device, number: int, other: torch.Stream) -> list[torch.Stream]:
+    """Return streams that are different queues of the device, and not `other`, however many were asked for before."""
+    streams: dict[int, torch.Stream] = {}
+    for _ in range(2 * _NATIVE_STREAMS):
+        stream = torch.Stream(device)
+        if stream.stream_id != other.stream_id:
+            streams.setdefault(stream.stream_id, stream)
+        if len(streams) == number:
+            return list(streams.values())
+    raise RunError(f"{device} has {len(streams)} streams of its own, but a rank needs {number}")
 
 
 def _takes_others(task: Task) -> bool:

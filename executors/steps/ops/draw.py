@@ -120,15 +120,17 @@ class Draws:
     def _walked(self, op: Draw, instruction: Instruction, wanted: Sequence[Access]) -> Action:
         source, before, after = _states(op, instruction)
         walk = self._walk(op, wanted)
-        fill = self._fill(op, walk, wanted, instruction.id)
+        fill = self._fill(op, walk, wanted)
         again = self._fill_again(op, walk, wanted) if source and not before and op.keep == "all" else None
-        generator = Generator(device=self._device)
+        own, graphs = Generator(device=self._device), self._context.graphs
         values = self._store.values
 
         def draw(frame: StepFrame) -> None:
             seeded = frame.at(op.step)
             if seeded is None:
                 return
+            # One generator for all graphs of a stream, so that equal draws have one graph in common.
+            generator = own if graphs is None else graphs.generator()
             if again is not None and len(values[source[0]]) > 1:
                 again(frame, values[source[0]])
                 return
@@ -153,7 +155,7 @@ class Draws:
         is_cut = self._device.type == "cpu" and sum(numels) >= SHARED_DRAW_ELEMENTS
         return Walk(numels, direction, NUM_RNG_MARKS if is_cut else 1, self._context.threads)
 
-    def _fill(self, op: Draw, walk: Walk, wanted: Sequence[Access], name: str) -> Fill:
+    def _fill(self, op: Draw, walk: Walk, wanted: Sequence[Access]) -> Fill:
         part = self._part(op)
         if op.keep == "none":
 
@@ -185,10 +187,14 @@ class Draws:
         def fill(_frame: StepFrame, generator: Generator) -> list[Tensor]:
             if graphs is None:
                 return self._scaling(wanted[0], partial(walk.fill, views(), generator))
-            state = generator.get_state()
-            draw = partial(self._scaling, wanted[0], partial(walk.draw, views(), generator))
-            address = self._store.placed(wanted[0]).flat.data_ptr()
-            graphs.run(name, (address, id(generator)), draw, (generator,))
+            state, drawn, flat = generator.get_state(), views(), self._store.placed(wanted[0]).flat
+
+            def draw(generator: Generator) -> None:
+                self._scaling(wanted[0], partial(walk.draw, drawn, generator))
+
+            places = tuple((view.data_ptr(), view.numel()) for view in drawn)
+            signature = op.distribution, is_scaled(wanted[0].what), flat.data_ptr(), flat.dtype, places
+            graphs.run(signature, draw, memory=(flat,), generators=(generator,))
             return [state]
 
         return fill

@@ -136,6 +136,8 @@ class Forwards:
         op, context, graphs = instruction.op, self._context, self._context.graphs
         assert isinstance(op, Forward)
         assert graphs is not None
+        if not graphs.admits(before):
+            return as_tensor(context.engine.run(op.segment, self._borrowed(part), part.cache, before))
         index = block_index(op.segment)
         arguments = Arguments.of(graphs, number, part.cache.calls[index], part.cache.placed)
         source = next(place_of(access) for access in instruction.reads if isinstance(access.what, Hidden))
@@ -146,9 +148,23 @@ class Forwards:
         def launch() -> None:
             made.copy_(as_tensor(context.engine.run(op.segment, part.tensors, cache, hidden)))
 
-        addresses = [context.store.placed(access).flat.data_ptr() for access in weights]
-        signature = (arguments.signature, hidden.data_ptr(), made.data_ptr(), *addresses)
-        graphs.run((instruction.id, number, tuple(before.shape)), signature, launch)
+        placed = [context.store.placed(access) for access in weights]
+        # Blocks of one kind that take turns at one address have a graph in common.
+        layouts = [
+            [(tensor.shape, view.dtype) for tensor, view in zip(p.part.tensors, p.views, strict=True)]
+            for p in placed
+        ]
+        signature = (
+            arguments.signature,
+            *(
+                (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+                for tensor in (hidden, made)
+            ),
+            *((p.flat.data_ptr(), *layout) for p, layout in zip(placed, layouts, strict=True)),
+        )
+        states = [made] if made is hidden else [hidden, made]
+        memory = [*(p.flat for p in placed), *states, *arguments.tensors]
+        graphs.run(signature, launch, memory=memory, caller=op.segment, states=states)
         return made
 
     def _together(self, instruction: Instruction, op: Forward) -> Action:

@@ -40,6 +40,7 @@ from tests.support.simulated_cuda.device import (
     Finding,
     Generator,
     Stream,
+    StreamPool,
 )
 from tests.support.simulated_cuda.graphs import POOLS, Graph
 from tests.support.simulated_cuda.modes import DRAWING, Devices, Kernels, drawn
@@ -50,7 +51,7 @@ __all__ = ["Device", "Finding", "seen_by", "simulated"]
 @contextlib.contextmanager
 def seen_by(device: Device) -> Iterator[None]:
     """Let the calling thread, which is a rank, find the device, and a default stream of its own as if it were another."""
-    device.host.default = Stream(device)
+    device.host.default, device.host.pool = Stream(device), StreamPool()
     with _seen_by(device):
         yield
 
@@ -94,7 +95,7 @@ def _replacements(device: Device) -> Iterator[tuple[Any, str, Any]]:
         yield torch.cuda, name, value
     for name, value in _torch_accelerator(device).items():
         yield torch.accelerator, name, value
-    yield torch, "Stream", _class_on(device, Stream)
+    yield torch, "Stream", _stream_class(device)
     yield torch, "Event", _class_on(device, Event)
     yield dist, "get_default_backend_for_device", lambda _: "gloo"
     autocast = torch.autocast
@@ -153,7 +154,7 @@ def _torch_cuda(device: Device) -> dict[str, Any]:
         "current_device": lambda: 0,
         "get_device_name": lambda _=None: properties.name,
         "get_device_properties": lambda _=None: properties,
-        "Stream": _class_on(device, Stream),
+        "Stream": _stream_class(device),
         "Event": _class_on(device, Event),
         "CUDAGraph": _class_on(device, Graph),
         "graph_pool_handle": lambda: (0, next(POOLS)),
@@ -179,6 +180,16 @@ def _torch_cuda(device: Device) -> dict[str, Any]:
 def _class_on(device: Device, of: type) -> type:
     """Return a class as torch has one, which knows its device: others derive from it, and name it in annotations."""
     return type(of.__name__, (of,), {"__init__": functools.partialmethod(of.__init__, device)})
+
+
+def _stream_class(device: Device) -> type:
+    """Return a class as torch has one, of which each instance is the next of torch's streams."""
+
+    class Pooled(Stream):
+        def __new__(cls, *_: object, **__: object) -> Stream:  # type: ignore[misc]
+            return device.new_stream()
+
+    return Pooled
 
 
 def _torch_accelerator(device: Device) -> dict[str, Any]:

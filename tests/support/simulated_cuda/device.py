@@ -18,16 +18,21 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.support.simulated_cuda.clocks import Clock, Shadow, Use, merge
 
 DEVICE = torch.device("cuda:0")
 TOTAL_MEMORY_BYTES, CONTEXT_BYTES = 80 << 30, 600 << 20
 NUM_MULTIPROCESSORS, THREADS_PER_MULTIPROCESSOR, _THREADS_PER_BLOCK = 132, 2048, 256
+NATIVE_STREAMS = 32
+"""What torch has of each device: whoever asks for a stream is given the next one, and behind the last the first again."""
+
 _ALLOCATOR_BYTES = 512
 """The caching allocator hands out multiples of so many."""
 
 Kind = Literal["device", "pinned", "host"]
+FindingKind = Literal["race", "freed", "captured", "pool"]
 
 
 class Stream:
@@ -39,12 +44,22 @@ class Stream:
         self.cuda_stream = self.stream_id = number = device.added(self)
         self.name = f"stream {number}"
         self.device = DEVICE
+        self.graph: Any = None
+        """The graph that is being captured here."""
 
     def wait_event(self, event: Event) -> None:
-        merge(self.clock, event.clock)
+        self._wait(event.clock, event.graph)
 
     def wait_stream(self, stream: Stream) -> None:
-        merge(self.clock, stream.clock)
+        self._wait(stream.clock, stream.graph)
+
+    def _wait(self, clock: Clock, graph: Any) -> None:
+        self._simulated.notice_stranger(self, "waits")
+        if self.graph is not None and graph is not self.graph:
+            self.graph.refuse("dependency created on uncaptured work in another stream")
+        if self.graph is None and graph is not None and graph.is_capturing:
+            graph.refuse("capturing stream has unjoined work")
+        merge(self.clock, clock)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event(self._simulated)
@@ -66,9 +81,12 @@ class Event:
         self._is_timed = enable_timing
         self._at_s: float | None = None
         self.clock: Clock = {}
+        self.graph: Any = None
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self._simulated.current_stream()
+        self._simulated.notice_stranger(stream, "records an event")
+        self.graph = stream.graph
         merge(stream.clock, self._simulated.host.clock)
         self.clock = dict(stream.clock)
         self._at_s = time.perf_counter()
@@ -99,6 +117,10 @@ class Generator:
 
     def __init__(self) -> None:
         self._seed, self._offset = 0, 0
+        self.is_capturing = False
+        """Whether it is part of a capture: of one that failed for good."""
+        self.on_device: Tensor | None = None
+        """Its seed and offset, where graphs read them."""
 
     def manual_seed(self, seed: int) -> Generator:
         self._seed, self._offset = seed & (2**64 - 1), 0
@@ -125,6 +147,12 @@ class Generator:
 
     def for_a_draw(self, num_elements: int, numbers_at_once: int) -> torch.Generator:
         """Return a CPU generator that stands for this one's numbers from here on, and move on past one draw."""
+        if self.is_capturing:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+        return self.numbers(num_elements, numbers_at_once)
+
+    def numbers(self, num_elements: int, numbers_at_once: int) -> torch.Generator:
+        """Return the same for a kernel of a graph, which moves on, too."""
         generator = torch.Generator()
         generator.manual_seed(hash((self._seed, self._offset)) & (2**63 - 1))
         if num_elements:
@@ -165,6 +193,8 @@ class Memory:
     recorded: set[str] = field(default_factory=set)
     alias: int = 0
     storage: Any = None
+    number: int = 0
+    """Which allocation it is, counted from the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +203,14 @@ class Finding:
 
     Attributes
     ----------
-    kind : {"race", "freed"}
+    kind : {"race", "freed", "captured", "pool"}
     what : str
         In words.
     instruction : str or None
         The program's instruction that was being issued.
     """
 
-    kind: Literal["race", "freed"]
+    kind: FindingKind
     what: str
     instruction: str | None
 
@@ -195,6 +225,38 @@ class HostThread(threading.local):
         self.instruction: str | None = None
         self.makes_on_device = False
         self.graph: Any = None
+        self.pool: StreamPool | None = None
+
+
+class StreamPool:
+    """The streams that torch has for a process, which goes round them."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.num_asked = 0
+
+
+@dataclass
+class GraphPool:
+    """Memory that graphs share.
+
+    Attributes
+    ----------
+    temporaries : torch.Tensor
+        Stands for what all of them use while they run.
+    captured_on, replayed_on : set of str
+        Streams.
+    num_graphs : int
+        Those that there are.
+    was_used : bool
+        Whether there has been one.
+    """
+
+    temporaries: Tensor
+    captured_on: set[str] = field(default_factory=set)
+    replayed_on: set[str] = field(default_factory=set)
+    num_graphs: int = 0
+    was_used: bool = False
 
 
 class Device:
@@ -236,7 +298,10 @@ class Device:
         self._memory: dict[int, Memory] = {}
         self._registered: list[Memory] = []
         self._mappings: dict[str, int] = {}
-        self._pools: dict[object, Tensor] = {}
+        self._stream_pool = StreamPool()
+        self._pools: dict[object, GraphPool] = {}
+        self._workspaces: dict[tuple[int, str], Tensor] = {}
+        self._num_allocated = 0
 
     # -- streams -----------------------------------------------------------------------------------------------
 
@@ -251,6 +316,27 @@ class Device:
         with self._lock:
             self.streams.append(stream)
             return len(self.streams) - 1
+
+    def new_stream(self) -> Stream:
+        """Return the next of the streams that torch has: one that others were given before, once all have been."""
+        with self._lock:
+            pool = self.host.pool or self._stream_pool
+            if len(pool.streams) < NATIVE_STREAMS:
+                pool.streams.append(Stream(self))
+            pool.num_asked += 1
+            return pool.streams[(pool.num_asked - 1) % NATIVE_STREAMS]
+
+    def notice_stranger(self, stream: Stream, what: str) -> None:
+        """Report what a thread does on a stream that another one captures: it becomes part of the graph."""
+        if stream.graph is not None and stream.graph is not self.host.graph:
+            self.report(
+                "captured", f"another thread {what} on {stream.name} at {_where()}, which is being captured"
+            )
+
+    def capturing(self) -> Any:
+        """Return the graph that the calling thread's kernels become part of; None where they run."""
+        graph = self.current_stream().graph
+        return graph if graph is self.host.graph else None
 
     def set_stream(self, stream: Stream) -> None:
         self.host.stream = stream
@@ -272,7 +358,7 @@ class Device:
     def hold_host(self, clock: Clock, why: str) -> None:
         """Let the calling thread wait for what `clock` knows."""
         if self.host.graph is not None:
-            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+            self.host.graph.refuse("operation not permitted when stream is capturing")
         merge(self.host.clock, clock)
         with self._lock:
             self.synchronisations[self.host.instruction, why] += 1
@@ -290,6 +376,7 @@ class Device:
     def launch(self, num: int = 1) -> Stream:
         """Launch kernels on the calling thread's stream, which come after all that the thread knows."""
         stream = self.current_stream()
+        self.notice_stranger(stream, "launches a kernel")
         with self._lock:
             merge(stream.clock, self.host.clock)
             self._numbers[stream.name] += 1
@@ -328,8 +415,15 @@ class Device:
             if key in self._memory:
                 return
             own = weakref.ref(storage)
+            self._num_allocated += 1
             self._memory[key] = Memory(
-                kind, begin, size_bytes, self.current_stream().name, _where(), storage=own
+                kind,
+                begin,
+                size_bytes,
+                self.current_stream().name,
+                _where(),
+                storage=own,
+                number=self._num_allocated,
             )
             self._shadow.forget(begin, begin + size_bytes)
             if kind == "device":
@@ -374,29 +468,54 @@ class Device:
             merge(known, self._ended)
             for stream, use in memory.uses.items():
                 if stream not in memory.recorded and not use.is_known_to(memory.stream, known):
-                    self._report(
+                    self.report(
                         "freed",
                         f"{memory.size_bytes} bytes, allocated on {memory.stream} at {memory.where}, are freed while {stream} "
                         f"may still run {use.what}: record_stream was not called",
                     )
 
-    def storage_at(self, address: int) -> tuple[Any, int]:
-        """Return the storage of the device's memory at an address, and where it begins; where there is none, that is found."""
+    def storage_at(self, address: int, number: int) -> tuple[Any, int]:
+        """Return the storage of the device's memory at an address, and where it begins.
+
+        It is reported where there is none, or another than the allocation of that number.
+        """
         with self._lock:
             for memory in self._memory.values():
                 if memory.kind == "device" and memory.begin <= address < memory.begin + memory.size_bytes:
+                    if memory.number != number:
+                        self.report(
+                            "freed",
+                            f"a graph is replayed whose memory has been given back, and taken again at {memory.where}",
+                        )
                     return memory.storage(), memory.begin
-            self._report("freed", "a graph is replayed that uses memory which has been given back")
+            self.report("freed", "a graph is replayed that uses memory which has been given back")
         return None, 0
 
-    def pool_of(self, pool: object) -> Tensor:
-        """Return what stands for the temporaries of all graphs of a pool."""
+    def pool_of(self, pool: object) -> GraphPool:
+        """Return the memory of all graphs that are captured into a pool."""
         with self._lock:
             if pool not in self._pools:
-                with torch._C.DisableTorchFunction():
-                    self._pools[pool] = torch.zeros(1)
-                self.allocate(self._pools[pool], "device")
+                self._pools[pool] = GraphPool(self.taken())
             return self._pools[pool]
+
+    def workspace(self) -> Tensor:
+        """Return what cuBLAS keeps for the calling thread on its stream; a product writes there."""
+        key = threading.get_ident(), self.current_stream().name
+        with self._lock:
+            if key not in self._workspaces:
+                if self.capturing() is not None:
+                    self.report(
+                        "pool", f"cuBLAS's workspace for {key[1]} is taken from a graph's pool at {_where()}"
+                    )
+                self._workspaces[key] = self.taken()
+            return self._workspaces[key]
+
+    def taken(self) -> Tensor:
+        """Return new memory of the device that stays."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            taken = torch.zeros(1)
+        self.allocate(taken, "device")
+        return taken
 
     def register(self, address: int, size_bytes: int, _: int) -> int:
         """Pin memory that the host has already, as ``cudaHostRegister`` does."""
@@ -441,13 +560,13 @@ class Device:
                 memory.uses[agent] = use
             for kind, other in self._shadow.access(begin, end, use, clock, writes=writes):
                 verb = "writes" if writes else "reads"
-                self._report(
+                self.report(
                     "race",
                     f"{agent} {verb} {end - begin} bytes in {use.what}; "
                     f"nothing orders that after the {kind} of {other.agent} in {other.what}",
                 )
 
-    def _report(self, kind: Literal["race", "freed"], what: str) -> None:
+    def report(self, kind: FindingKind, what: str) -> None:
         self.findings.append(Finding(kind, what, self.host.instruction))
 
 

@@ -34,6 +34,12 @@ _TAKES_BOTH_DEVICES = {
     "aten.copy_", "aten._to_copy", "aten.index", "aten.index_put_", "aten.index_put", "aten._index_put_impl_",
 }  # fmt: skip
 
+_PRODUCTS = {
+    "aten.mm", "aten.bmm", "aten.addmm", "aten.addmm_", "aten.baddbmm", "aten.baddbmm_", "aten.mv", "aten.addmv", "aten.dot",
+    "aten._int_mm", "aten._scaled_mm", "aten._addmm_activation",
+}  # fmt: skip
+"""Kernels of cuBLAS, which may keep what they have not added up yet in its workspace."""
+
 DRAWING = ("normal_", "random_", "uniform_", "normal", "rand", "randn", "randint")
 _TWO_AT_ONCE = ("random_", "randint")
 """Of a kernel that draws integers, each thread takes two numbers at a time; of others four."""
@@ -170,7 +176,9 @@ class Kernels(TorchDispatchMode):
         if name not in _WITHOUT_KERNEL:
             self._refuse_two_devices(name, given)
         compute = partial(_divided, func) if _divides_by_a_number(name, args, kwargs) else func
-        operands, graph = list(operator.operands(args, kwargs)), device.host.graph
+        operands, graph = list(operator.operands(args, kwargs)), device.capturing()
+        if name in _PRODUCTS:
+            operands.append((device.workspace(), True))
         if graph is not None and name not in _WITHOUT_KERNEL:
             graph.keep(operands)
         result = compute(*args, **kwargs)
@@ -265,9 +273,10 @@ def drawn(device: Device, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     assert isinstance(generator, Generator)
     kwargs = {key: value for key, value in kwargs.items() if key != "device"}
     how = _num_drawn(name, args, kwargs), 2 if name in _TWO_AT_ONCE else 4
-    once = generator.for_a_draw(*how)
-    if device.host.graph is not None:
-        device.host.graph.draws(generator, *how)
+    graph = device.capturing()
+    once = generator.for_a_draw(*how) if graph is None else generator.numbers(*how)
+    if graph is not None:
+        graph.draws(generator, *how)
     return made_there(device, func, args, kwargs | {"generator": once})
 
 
