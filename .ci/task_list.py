@@ -103,6 +103,16 @@ def kills(arguments: Sequence[str]) -> int:
     return _tool(["python", "-m", "tests.kills", *arguments])
 
 
+def freeze(arguments: Sequence[str]) -> int:
+    """Write hashes of what runs, plans and claims come to: `freeze FILE` before a refactoring."""
+    return _tool(["python", "-m", "tests.corpus", "freeze", *arguments])
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """Print what differs from a frozen FILE: `compare FILE` after a refactoring (`--every 20`: a sample)."""
+    return _tool(["python", "-m", "tests.corpus", "compare", *arguments])
+
+
 def gpu(arguments: Sequence[str]) -> int:
     """Check a CUDA device: parity, tests, kills, calibration, speed (`--simulated`: rehearse; `--here`: install nothing)."""
     rest = [argument for argument in arguments if argument not in ("--simulated", HERE)]
@@ -144,6 +154,8 @@ TASKS: dict[str, Callable[[Sequence[str]], int]] = {
     "docs": docs,
     "fuzz": fuzz,
     "kills": kills,
+    "freeze": freeze,
+    "compare": compare,
     "gpu": gpu,
     "clean": clean,
 }
