@@ -51,6 +51,7 @@ COLORS: Final = MappingProxyType(
 LINK_COLORS: Final = MappingProxyType(
     {
         "nvlink": "#009e73",
+        "c2c": "#004d38",
         "pcie": "#0072b2",
         "socket": "#d55e00",
         "network": "#b0578d",
@@ -60,6 +61,7 @@ LINK_COLORS: Final = MappingProxyType(
     }
 )
 NODE_WIDTH, NODE_HEIGHT, COLUMN, ROW = 1.55, 0.62, 1.95, 1.3
+LEGEND_HEIGHT = 1.0
 MAX_NODES = 600
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -121,7 +123,9 @@ def _save(picture: Picture, file: Path) -> None:
 def _extent(layout: _Drawing) -> tuple[float, float, float, float]:
     xs = [x for x, _ in layout.positions.values()]
     ys = [y for _, y in layout.positions.values()]
-    return min(xs) - 1.5, max(xs) + 1.5, min(ys) - 1.6, max(ys) + 1.7
+    # Arcs between GPUs reach below the lowest row, to where their host's box ends; the legend stands below all of it.
+    lowest = min([min(ys) - NODE_HEIGHT, *(y for _, y, _, _ in layout.boxes.values())])
+    return min(xs) - 1.5, max(xs) + 1.5, lowest - LEGEND_HEIGHT, max(ys) + 1.7
 
 
 def _arrange(topology: Topology) -> _Drawing:
