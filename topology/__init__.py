@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from topology.importers import from_hwloc_xml as from_hwloc_xml
     from topology.importers import from_nccl_xml as from_nccl_xml
     from topology.importers import from_nvidia_smi_topo as from_nvidia_smi_topo
+    from topology.importers import from_rocm_smi_topo as from_rocm_smi_topo
     from topology.lint import Finding as Finding
     from topology.lint import refuse_errors as refuse_errors
     from topology.routes import Resource as Resource

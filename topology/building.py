@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from topology.documents import catalogue
@@ -13,10 +14,19 @@ from topology.figures import Basis, Figure
 from topology.graph import Topology
 from topology.lint import NVLINK_BYTES_PER_S, PCIE_LANE_BYTES_PER_S
 from topology.schema import DeviceSpec, Link, LinkType, Node, PcieWidth
+from topology.units import format_bandwidth, format_bytes
 from topology.validation import did_you_mean, readable
 
 DEFAULT_MEMORY = "256 GiB"
 DEFAULT_MEMORY_BANDWIDTH = "100 GB/s"
+# Of a socket of a server by the generation of PCIe that it came with: channels x transfers/s x 8 bytes.
+SOCKET_BANDWIDTH_BYTES_PER_S = {3: 6 * 2666e6 * 8, 4: 8 * 3200e6 * 8, 5: 8 * 4800e6 * 8}
+# Of a Grace by the generation of its GPU's NVLinks: LPDDR5X of a GH200 with 480 GB, and of a GB200.
+# https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip, https://www.nvidia.com/en-us/data-center/gb200-nvl72/
+GRACE_MEMORY_BYTES = 480e9
+GRACE_BANDWIDTH_BYTES_PER_S = {4: 384e9, 5: 512e9}
+_STATE_MEMORY = "state yours with --memory and --memory-bandwidth of `zosim topology import`"
+_logger = logging.getLogger(__name__)
 MAX_NODES, MAX_LINKS = 4096, 2**16
 """Of one machine that is built piece by piece; the largest that exist have a few hundred nodes."""
 MAX_PROCESSORS = 2**14
@@ -109,14 +119,21 @@ class MachineBuilder:
             for target in numas[position + 1 :]:
                 self.join(source, target, link_type)
 
-    def build(self, description: str = "") -> Topology:
+    def build(self, description: str = "", *, state_memory: str | None = None) -> Topology:
         """The finished machine; what had to be assumed is appended to the description.
+
+        Parameters
+        ----------
+        description : str, optional
+        state_memory : str, optional
+            How a user states the host's memory where it is assumed; the importers' options if left out.
 
         Raises
         ------
         TopologyError
             If it is not consistent.
         """
+        self.notes += memory_notes(self._nodes.values(), state_memory or _STATE_MEMORY)
         notes = " ".join(dict.fromkeys(self.notes))
         with readable(self.name):
             return Topology(
@@ -127,13 +144,49 @@ class MachineBuilder:
             )
 
 
+def warn_of_notes(builder: MachineBuilder) -> None:
+    """Log what had to be assumed, or was not believed, as warnings."""
+    for note in dict.fromkeys(builder.notes):
+        _logger.warning("warning: %s", note)
+
+
+def memory_notes(nodes: Iterable[Node], how: str) -> list[str]:
+    """What is assumed of a host's memory, in a sentence; empty if nothing is.
+
+    Parameters
+    ----------
+    nodes : iterable of Node
+        Of one host.
+    how : str
+        How a user states it.
+    """
+    memories = [node for node in nodes if node.kind == "memory"]
+    sizes = [node for node in memories if node.capacity and node.capacity.basis == "assumed"]
+    speeds = [node for node in memories if node.bandwidth and node.bandwidth.basis == "assumed"]
+    parts = []
+    if sizes:
+        parts.append(f"{format_bytes(sum(node.memory_bytes for node in sizes))} in all")
+    if speeds:
+        parts.append(f"{format_bandwidth(sum(node.bandwidth_bytes_per_s for node in speeds))} in all")
+    if not parts:
+        return []
+    what = "memory" if sizes else "memory bandwidth"
+    domains = f" over {len(memories)} NUMA domains" if len(memories) > 1 else ""
+    return [f"The host's {what} is assumed, {' and '.join(parts)}{domains}: {how}."]
+
+
 def figure(value: float, unit: str, source: str, basis: Basis) -> Figure:
     """A figure read now."""
     return Figure(value=value, unit=unit, source=source, basis=basis, date=datetime.date.today())
 
 
 def assumed_memory(
-    capacity: str | None = None, bandwidth: str | None = None, num_domains: int = 1
+    capacity: str | None = None,
+    bandwidth: str | None = None,
+    num_domains: int = 1,
+    gpus: Sequence[DeviceSpec] = (),
+    *,
+    is_grace: bool = False,
 ) -> dict[str, Any]:
     """Fields of a memory node whose figures a user gave for the host, or that are assumed.
 
@@ -143,10 +196,38 @@ def assumed_memory(
         Of all the host's memory, such as ``"512 GiB"`` and ``"200 GB/s"``.
     num_domains : int, optional
         NUMA domains among which they are divided.
+    gpus : sequence of DeviceSpec, optional
+        The host's GPUs: a server is assumed around those made for servers.
+    is_grace : bool, optional
+        Whether the domain is a Grace's, which its GPUs reach by NVLink-C2C.
+
+    Notes
+    -----
+    A server has at least twice the memory of its GPUs, and the channels of its time: two sockets where there are several
+    domains.
     """
+    assumed = {
+        "capacity": (DEFAULT_MEMORY, "the imported file does not tell"),
+        "bandwidth": (DEFAULT_MEMORY_BANDWIDTH, "the imported file does not tell"),
+    }
+    if is_grace and gpus:
+        generation = min(max((spec.nvlink.generation for spec in gpus if spec.nvlink), default=4), 5)
+        rate = GRACE_BANDWIDTH_BYTES_PER_S[max(generation, 4)]
+        assumed["capacity"] = f"{GRACE_MEMORY_BYTES * num_domains:g} B", "480 GB of LPDDR5X beside a Grace"
+        assumed["bandwidth"] = f"{rate * num_domains:g} B/s", "the LPDDR5X of a Grace"
+    elif any(_is_for_servers(spec) for spec in gpus):
+        twice = 2 * sum(spec.memory_bytes for spec in gpus)
+        generation = min(max((spec.pcie.generation for spec in gpus if spec.pcie), default=4), 5)
+        rate = SOCKET_BANDWIDTH_BYTES_PER_S[max(generation, 3)]
+        if twice > 256 * 2**30:
+            assumed["capacity"] = f"{twice} B", "twice the memory of the GPUs, as servers have"
+        assumed["bandwidth"] = (
+            f"{min(num_domains, 2) * rate:g} B/s",
+            f"memory channels of a server of PCIe {generation}.0",
+        )
     fields: dict[str, Any] = {}
-    pairs = (("capacity", capacity, DEFAULT_MEMORY), ("bandwidth", bandwidth, DEFAULT_MEMORY_BANDWIDTH))
-    for key, given, default in pairs:
+    for key, given in (("capacity", capacity), ("bandwidth", bandwidth)):
+        value, why = assumed[key]
         with readable(f"host memory {key}"):
             probe = Node.model_validate(
                 {
@@ -155,14 +236,19 @@ def assumed_memory(
                     "host": "h",
                     "capacity": "1 GiB",
                     "bandwidth": "1 GB/s",
-                    key: given or default,
+                    key: given or value,
                 }
             )
         read: Figure = getattr(probe, key)
-        source = "given by the user" if given else "assumed: the imported file does not tell"
+        source = "given by the user" if given else f"assumed: {why}"
         basis: Basis = "declared" if given else "assumed"
         fields[key] = figure(read.value / num_domains, read.unit, source, basis)
     return fields
+
+
+def _is_for_servers(spec: DeviceSpec) -> bool:
+    """Whether a GPU is made for servers, as all are that are not named for games or desks."""
+    return not spec.id.startswith(("rtx", "titan", "detected"))
 
 
 def find_device(name: str) -> DeviceSpec | None:
@@ -181,10 +267,12 @@ def find_device(name: str) -> DeviceSpec | None:
     devices = catalogue().devices
     if name in devices:
         return devices[name]
-    wanted = _bare(name)
+    wanted = _OTHER_NAMES.get(_bare(name), _bare(name))
     return next((spec for spec in devices.values() if wanted in (_bare(spec.id), _bare(spec.name))), None)
 
 
+_OTHER_NAMES = {"v100sxm332gbh": "v100sxm332gb"}
+"""Names of the same GPU elsewhere, such as a DGX-2H."""
 _BRANDS = re.compile(r"\b(nvidia|geforce|tesla|amd|instinct)\b")
 
 
@@ -248,6 +336,20 @@ def nvlink_type(generation: int) -> LinkType:
             bandwidth=figure(NVLINK_BYTES_PER_S[generation] / 1e9, "GB/s", source, "datasheet"),
             latency=catalogue().link_types["nvlink4"].latency,
         )
+
+
+def socket_type(vendor: str, model: int, family: int = 6) -> LinkType:
+    """The link between sockets, by CPU vendor and model as NCCL tells them apart; AMD's where they are not known."""
+    types = catalogue().link_types
+    if vendor != "GenuineIntel" or family != 6:
+        return types["xgmi-milan"]
+    newest_first = (
+        (0xCF, "upi-emerald-rapids"),
+        (0x8F, "upi-sapphire-rapids"),
+        (0x55, "upi-skylake"),
+        (0, "qpi-broadwell"),
+    )
+    return types[next(name for first, name in newest_first if model >= first)]
 
 
 def connector_type(spec: DeviceSpec) -> LinkType:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-import logging
 import math
+import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,8 +31,6 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-_logger = logging.getLogger(__name__)
-
 Hardware = Annotated[str, typer.Argument(help="A preset's name, a topology file, or host for this machine.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write a topology file here.")]
@@ -43,6 +42,7 @@ class Tool(enum.StrEnum):
     NCCL = "nccl"
     HWLOC = "hwloc"
     SMI = "smi"
+    ROCM = "rocm"
 
 
 @app.command("list")
@@ -174,7 +174,7 @@ def _gpu_sets(topology: Topology, wanted: str | None) -> list[tuple[str, ...]]:
 
 @app.command("import")
 def import_description(
-    path: Annotated[Path, typer.Argument(help="The file; - reads nvidia-smi's matrix from stdin.")],
+    path: Annotated[Path, typer.Argument(help="The file; - reads a matrix from stdin.")],
     tool: Annotated[
         Tool | None, typer.Option("--from", help="Who wrote it; told from its content if left out.")
     ] = None,
@@ -185,43 +185,41 @@ def import_description(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Import what NCCL, hwloc or nvidia-smi wrote."""
-    from topology.importers import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo
+    """Import what NCCL, hwloc, nvidia-smi or rocm-smi wrote."""
+    from topology.importers import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo, from_rocm_smi_topo
 
-    match tool or guess_tool(path):
+    text = _read_text(path)
+    named: dict[str, Any] = {"gpu": gpu, "cpu": cpu, "memory": memory, "memory_bandwidth": memory_bandwidth}
+    name = "stdin" if str(path) == "-" else path.stem
+    match tool or guess_tool(path, text):
         case Tool.NCCL:
-            topology = from_nccl_xml(path, gpu=gpu, cpu=cpu, memory=memory, memory_bandwidth=memory_bandwidth)
+            topology = from_nccl_xml(path, **named)
         case Tool.HWLOC:
-            if memory is not None:
-                _logger.warning("--memory is ignored: hwloc tells the memory of each NUMA domain")
-            topology = from_hwloc_xml(path, gpu=gpu, cpu=cpu, memory_bandwidth=memory_bandwidth)
+            topology = from_hwloc_xml(path, **named)
         case Tool.SMI:
-            topology = from_nvidia_smi_topo(
-                _read_text(path),
-                gpu=gpu,
-                cpu=cpu,
-                memory=memory,
-                memory_bandwidth=memory_bandwidth,
-                name="stdin" if str(path) == "-" else path.stem,
-            )
+            topology = from_nvidia_smi_topo(text, name=name, **named)
+        case Tool.ROCM:
+            topology = from_rocm_smi_topo(text, name=name, **named)
     _deliver(topology, output, as_json)
 
 
-def guess_tool(path: Path) -> Tool:
-    """The tool that wrote a file, by its first element; a file that is no XML is nvidia-smi's.
+def guess_tool(path: Path, text: str) -> Tool:
+    """The tool that wrote a text, by its first element; a text that is no XML is rocm-smi's if it says so, else nvidia-smi's.
 
     Raises
     ------
     TopologyError
-        If the file cannot be read, or is XML of another kind.
+        If it is XML of another kind, or comes from stdin.
     """
-    if str(path) == "-":
-        return Tool.SMI
-    text = _read_text(path)
+    from topology.importers.rocm import is_rocm
+
     if not text.lstrip().startswith("<"):
-        return Tool.SMI
+        return Tool.ROCM if is_rocm(text) else Tool.SMI
+    if str(path) == "-":
+        raise TopologyError("standard input is XML, which is read from files", hint="name the file")
+    first = re.sub(r"<!--.*?-->|<[?!][^>]*>", "", text[: 2**16], flags=re.DOTALL).lstrip()
     for tag, tool in (("<topology", Tool.HWLOC), ("<system", Tool.NCCL)):
-        if tag in text[:4096]:
+        if first.startswith(tag):
             return tool
     message = f"{str(path)!r} is XML of neither NCCL nor hwloc"
     raise TopologyError(message, hint="NCCL's starts with <system>, hwloc's with <topology>")
@@ -257,7 +255,10 @@ def _show(topology: Topology, as_json: bool) -> None:
 
     console = Console()
     color = console.is_terminal and not console.no_color
-    print(render_text(topology, width=max(console.width, 80), color=color), end="")
+    text = render_text(
+        topology, width=max(console.width, 80), color=color, encoding=getattr(sys.stdout, "encoding", None)
+    )
+    print(text, end="")
 
 
 def summary(topology: Topology) -> dict[str, Any]:

@@ -36,7 +36,7 @@ NodeKind = Literal[
     "network",
     "disk",
 ]
-LinkKind = Literal["fabric", "memory", "pcie", "nvlink", "socket", "network", "storage"]
+LinkKind = Literal["fabric", "memory", "pcie", "nvlink", "c2c", "socket", "network", "storage"]
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "int4"]
 
 # Traffic passes through these; a GPU, a CPU, a memory or a disk only starts or ends it: without software

@@ -18,7 +18,9 @@ from topology.units import format_bandwidth, format_bytes, format_flops, format_
 _MAIN_DTYPES: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")
 
 
-def render_text(topology: Topology, *, width: int = 110, color: bool = False) -> str:
+def render_text(
+    topology: Topology, *, width: int = 110, color: bool = False, encoding: str | None = None
+) -> str:
     """The machine as text: a tree per host, then the links that are no part of a tree.
 
     Parameters
@@ -29,9 +31,14 @@ def render_text(topology: Topology, *, width: int = 110, color: bool = False) ->
         Columns.
     color : bool, optional
         Whether to use terminal colours.
+    encoding : str, optional
+        Of the stream that the text is for; UTF-8 if left out. Lines of the tree are made of ASCII where it has no others.
     """
+    # rich draws trees with what the encoding of its file has.
+    written = io.BytesIO()
+    page = io.TextIOWrapper(written, encoding=encoding or "utf-8", errors="backslashreplace", newline="")
     console = Console(
-        file=io.StringIO(),
+        file=page,
         width=width,
         force_terminal=color,
         no_color=not color,
@@ -49,9 +56,9 @@ def render_text(topology: Topology, *, width: int = 110, color: bool = False) ->
     if rest:
         console.print()
         console.print(_link_table(rest))
-    output = console.file
-    assert isinstance(output, io.StringIO)
-    return "\n".join(line.rstrip() for line in output.getvalue().splitlines()) + "\n"
+    page.flush()
+    text = written.getvalue().decode(page.encoding)
+    return "\n".join(line.rstrip() for line in text.split("\n")[:-1]) + "\n"
 
 
 def _host_tree(topology: Topology, host: Node, drawn: set[str]) -> Tree:
@@ -103,7 +110,14 @@ def _describe(node: Node) -> str:
         shown = [dtype for dtype in _MAIN_DTYPES if dtype in node.spec.peak_dense][:2]
         parts.extend(f"{dtype} {format_flops(node.spec.peak_flop_per_s(dtype), 3)}" for dtype in shown)
     elif node.kind == "memory":
-        parts.append(f"{format_bytes(node.memory_bytes)} at {format_bandwidth(node.bandwidth_bytes_per_s)}")
+        size, speed = (
+            f"{text} (assumed)" if figure is not None and figure.basis == "assumed" else text
+            for text, figure in (
+                (format_bytes(node.memory_bytes), node.capacity),
+                (format_bandwidth(node.bandwidth_bytes_per_s), node.bandwidth),
+            )
+        )
+        parts.append(f"{size} at {speed}")
     elif node.label:
         parts.append(_shown(node.label))
     return "  ".join(parts)

@@ -30,7 +30,7 @@ from tests.fuzz.mutations import mutated, resigned
 from tests.fuzz.serving import SERVING
 from topology.documents import dump, load
 from topology.errors import ZosimError
-from topology.importers import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo
+from topology.importers import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo, from_rocm_smi_topo
 from topology.lint import lint
 from topology.reading import parse_json
 from zosim.applications.evidence.file import Evidence
@@ -126,6 +126,14 @@ def _smi(path: Path) -> None:
     from_nvidia_smi_topo(path.read_text("utf-8", "replace"), gpu="a100-sxm4-80gb", memory="512 GiB")
 
 
+def _rocm(path: Path) -> None:
+    from_rocm_smi_topo(path.read_text("utf-8", "replace"))
+
+
+def _cloud(path: Path) -> None:
+    from_nccl_xml(path, gpu="a100-80gb-sxm")
+
+
 def _oracles() -> list[Case]:
     """Every closed form, with a value of each of its parameters' types."""
     values = {"int": 3, "float": 0.5, "list[float]": [0.5, -0.25], "bool": True}
@@ -147,9 +155,21 @@ def _evaluated(case: Case, folder: Path) -> None:
 READERS: tuple[Target, ...] = (
     Target("oracle", _oracles, _evaluated, mutated, 20),
     reader("topology", "machine.yaml", seeds.topologies, _topology, quick=15),
-    reader("hwloc", "machine.xml", _fixtures("hwloc_workstation.xml"), from_hwloc_xml),
-    reader("nccl", "machine.xml", _fixtures("nccl_a100x4.xml", "nccl_vm_h100x2.xml"), from_nccl_xml),
-    reader("smi", "matrix.txt", _fixtures("dgx1v_topo.txt", "pcie_tree_topo.txt", "vm_topo.txt"), _smi),
+    reader("hwloc", "machine.xml", _fixtures("hwloc_workstation.xml", "hwloc_nvswitch.xml"), from_hwloc_xml),
+    reader(
+        "nccl",
+        "machine.xml",
+        _fixtures("nccl_a100x4.xml", "nccl_vm_h100x2.xml", "nccl_gb200x4.xml"),
+        from_nccl_xml,
+    ),
+    reader("nccl of a cloud", "machine.xml", _fixtures("nccl_cloud_a100x8.xml"), _cloud),
+    reader(
+        "smi",
+        "matrix.txt",
+        _fixtures("dgx1v_topo.txt", "pcie_tree_topo.txt", "vm_topo.txt", "gb200_topo.txt"),
+        _smi,
+    ),
+    reader("rocm", "matrix.txt", _fixtures("rocm_mi300x8_topo.txt"), _rocm),
     reader("prices", "prices.yaml", lambda: [seeds.prices()], load_prices, quick=15),
     reader("model spec", "spec.json", lambda: [seeds.model_spec()], lambda path: read_model_spec(str(path))),
     reader("profile", "profile.json", lambda: [seeds.profile()], load_profile, resigned, quick=15),

@@ -1,12 +1,25 @@
 """The subcommands: data on stdout, JSON on request, errors as exceptions that the main program prints."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from topology import TopologyError, draw, dump, load, load_preset, loads, preset_names, render_text
+from topology import (
+    TopologyError,
+    draw,
+    dump,
+    from_nvidia_smi_topo,
+    load,
+    load_preset,
+    loads,
+    preset_names,
+    render_text,
+)
 from topology.cli import app
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -26,6 +39,56 @@ def refused(*arguments, text=None):
     error = invoke(*arguments, text=text).exception
     assert isinstance(error, TopologyError), error
     return error
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_show_draws_its_tree_with_what_the_stream_can_write(encoding, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(dump(load_preset("t4-1x").model_copy(update={"name": "Größe…"})), encoding="utf-8")
+    shown = subprocess.run(
+        [sys.executable, "-c", "from topology.cli import app; app()", "show", str(file)],
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=True,
+    ).stdout.decode(encoding)
+    assert "`-- numa0\n    +-- cpu0" in shown
+    assert shown.startswith({"ascii": "Gr\\xf6\\xdfe\\u2026", "latin-1": "Größe\\u2026"}[encoding])
+    assert "└── numa0\n    ├── cpu0" in render_text(load_preset("t4-1x"))
+
+
+def test_assumed_memory_is_shown_as_such():
+    machine = from_nvidia_smi_topo("\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\tX\t0-7\t0\n", gpu="rtx4090")
+    assert "dram0  256 GiB (assumed) at 100 GB/s (assumed)" in render_text(machine)
+    assert "assumed" not in render_text(load_preset("dgx-h100")).partition("host0")[2]
+
+
+@pytest.mark.parametrize("name", ["dgx-1v", "rtx4090-2x", "mesh"])
+def test_the_legend_of_a_picture_lies_below_its_links(name, tmp_path, monkeypatch):
+    pictures = []
+    monkeypatch.setattr("topology.drawing._save", lambda picture, _: pictures.append(picture))
+    matrix = (FIXTURES / "dgx1v_topo.txt").read_text(encoding="utf-8")
+    machine = from_nvidia_smi_topo(matrix) if name == "mesh" else load_preset(name)
+    draw(machine, tmp_path / "machine.png")
+    (axes,) = pictures[0].axes
+    legend = axes.get_legend().get_window_extent()
+    lowest = min(axes.transData.transform((0, min(line.get_ydata())))[1] for line in axes.lines)
+    assert legend.y1 < lowest
+    assert legend.y0 >= 0
+
+
+def test_import_tells_rocm_smi_s_output_by_itself_and_from_a_pipe():
+    matrix = "=== ROCm System Management Interface ===\n=== Link Type between two GPUs ===\n  GPU0 GPU1\nGPU0 0 XGMI\nGPU1 XGMI 0\n"
+    data = json.loads(run("import", "-", "--gpu", "mi300x", "--json", text=matrix))
+    assert [node["id"] for node in data["nodes"] if node["kind"] == "gpu"] == ["gpu0", "gpu1"]
+    assert "read from files" in str(refused("import", "-", text="<system/>"))
+
+
+def test_a_comment_before_an_xml_does_not_hide_what_it_is(tmp_path):
+    file = tmp_path / "cloud.xml"
+    file.write_text(
+        '<!-- not a <topology> -->\n<system version="1"><cpu numaid="0"/></system>', encoding="utf-8"
+    )
+    assert "has no GPU" in str(refused("import", file))
 
 
 def test_list_names_every_preset():

@@ -135,9 +135,9 @@ def test_nccl_xml_gives_the_tree_the_mesh_and_the_network():
     )  # two runs of 32 in the affinity mask: two threads a core
 
 
-def test_a_virtual_machine_that_hides_its_links_gets_nccls_own_assumption():
+def test_a_virtual_machine_that_hides_its_links_gets_those_of_its_gpus_connectors():
     machine = IMPORTED["nccl_vm"]()
-    assert machine.route("dram0", "gpu0").links[-1].type.name == "pcie3-x16"
+    assert machine.route("dram0", "gpu0").links[-1].type.name == "pcie5-x16"
     assert set(nvlinks_of(machine).values()) == {18}
     assert machine.node("numa0").host == "host0"
 

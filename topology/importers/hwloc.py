@@ -2,41 +2,69 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from topology.building import (
+    MAX_PROCESSORS,
     MachineBuilder,
     assumed_memory,
     figure,
     find_device,
     generic_cpu,
+    nvlink_type,
     pcie_type,
     require_device,
+    socket_type,
+    warn_of_notes,
 )
 from topology.documents import catalogue
 from topology.errors import TopologyError
 from topology.graph import Topology
+from topology.importers.pairs import join_switch
+from topology.importers.pci import (
+    NETWORK,
+    NVIDIA,
+    NVSWITCH,
+    PCI_ID_TO_DEVICE,
+    believed_bridge,
+    believed_gpu_link,
+    hexadecimal,
+    hidden_gpu_link,
+    is_gpu,
+)
 from topology.importers.safe_xml import attribute, integer, parse_xml
-from topology.lint import PCIE_LANE_BYTES_PER_S
+from topology.lint import NVLINK_BYTES_PER_S, PCIE_LANE_BYTES_PER_S
 from topology.schema import DeviceSpec, LinkType
+from topology.validation import readable
 
-GPU_CLASSES, NIC_CLASSES, DISK_CLASSES = ("03",), ("02",), ("0108",)
+DISK_CLASS = "0108"
 HOST_BRIDGE = "0-1"
+_GRACE_NVLINK_GENERATION = 4
+"""Of the first GPUs that a Grace reaches by NVLink-C2C."""
+_PCI_TYPE = re.compile(r"\s*([0-9a-fA-F]{4})\s*\[([0-9a-fA-F]{4}):([0-9a-fA-F]{4})\]")
 
 
 @dataclass
 class _HwlocTree:
-    """What the file tells beside its tree, and how many of each have been found."""
+    """What the file tells beside its tree, and what has been found."""
 
     builder: MachineBuilder
     path: str | Path
     gpu: str | None
     cpu: str | None
-    memory_bandwidth: str | None
-    num_domains: int
     counts: dict[str, int] = field(default_factory=dict)
+    numas: dict[int, str] = field(default_factory=dict)
+    gpus: dict[ET.Element, DeviceSpec] = field(default_factory=dict)
+    added: dict[str, DeviceSpec] = field(default_factory=dict)
+    """GPUs by their nodes."""
+    is_grace: bool = False
+    """Whether GPUs are NUMA domains of their own, next to a Grace's."""
+    node_of: dict[str, str] = field(default_factory=dict)
+    """Nodes by the gp_index of their objects and of those inside them."""
 
     def next_id(self, prefix: str) -> tuple[str, int]:
         """A fresh id with its number."""
@@ -50,6 +78,7 @@ def from_hwloc_xml(
     *,
     gpu: str | None = None,
     cpu: str | None = None,
+    memory: str | None = None,
     memory_bandwidth: str | None = None,
 ) -> Topology:
     """The machine of an hwloc XML file.
@@ -59,7 +88,9 @@ def from_hwloc_xml(
     path : str or Path
         File that ``lstopo --of xml`` wrote, hwloc 2 or later.
     gpu, cpu : str, optional
-        Catalogue names; recognised by their product names where the file has them.
+        Catalogue names; recognised by their product names or PCI ids where the file has them.
+    memory : str, optional
+        Of the host, where the file does not tell its NUMA domains' memory; assumed if left out.
     memory_bandwidth : str, optional
         Of the host's memory; hwloc does not tell, so it is assumed if left out.
 
@@ -78,43 +109,130 @@ def from_hwloc_xml(
         raise TopologyError(message, hint="write it with `lstopo machine.xml`")
     builder = MachineBuilder(Path(path).stem)
     builder.add_node("host0", "host")
-    domains = list(machine.iterfind(".//object[@type='NUMANode']"))
-    if not domains:
-        message = f"{str(path)!r} has no NUMANode"
-        raise TopologyError(message, hint="hwloc 2 always writes one; was the file filtered?")
-    walk = _HwlocTree(builder, path, gpu, cpu, memory_bandwidth, len(domains))
-    numas = [_add_numa(walk, domain) for domain in domains]
-    for package in machine.iterfind(".//object[@type='Package']"):
-        _add_package(walk, package)
+    walk = _HwlocTree(builder, path, gpu, cpu)
+    for device in machine.iterfind(".//object[@type='PCIDev']"):
+        spec = _gpu_spec(walk, device)
+        if spec is not None:
+            walk.gpus[device] = spec
+    _add_numas(walk, machine, memory, memory_bandwidth)
+    numas = list(walk.numas.values())
+    _add_packages(walk, machine)
     if len(numas) > 1:
-        builder.join_numas(numas, catalogue().link_types["xgmi-milan"])
-        builder.notes.append("The link between NUMA domains is assumed to be that of AMD's Milan.")
+        package = machine.find(".//object[@type='Package']")
+        vendor, model = (
+            "" if package is None else _info(package, name) or "" for name in ("CPUVendor", "CPUModelNumber")
+        )
+        builder.join_numas(
+            numas, socket_type(vendor, int(model) if model.isdigit() and len(model) < 6 else 0)
+        )
+        if not vendor:
+            builder.notes.append("The link between NUMA domains is assumed to be that of AMD's Milan.")
     _add_bridges(walk, machine, numas[0])
-    return builder.build(f"Imported from the hwloc file {Path(path).name}.")
+    _add_nvlinks(walk, root, machine)
+    if machine.find(".//object[@type='PCIDev']") is None:
+        builder.notes.append("The file has no PCI devices: whether the machine has GPUs is not told.")
+    imported = builder.build(f"Imported from the hwloc file {Path(path).name}.")
+    warn_of_notes(builder)
+    return imported
 
 
-def _add_numa(walk: _HwlocTree, domain: ET.Element) -> str:
-    index = integer(domain, "os_index", walk.path)
-    fields = assumed_memory(None, walk.memory_bandwidth, walk.num_domains)
-    size_bytes = integer(domain, "local_memory", walk.path)
-    fields["capacity"] = figure(size_bytes, "B", "local_memory of the hwloc file", "measured")
-    return walk.builder.add_numa(index, "host0", fields)
+def _add_numas(
+    walk: _HwlocTree, machine: ET.Element, memory: str | None, memory_bandwidth: str | None
+) -> None:
+    """Add NUMA domains.
+
+    Notes
+    -----
+    A domain that is a GPU's memory is none of the host's. One without memory, or whose memory may not be used, is a place that PCIe
+    devices hang on; if no domain has memory, the file does not tell it, as those that hwloc makes from ``cpuid`` alone.
+    """
+    domains, of_gpus = [], 0
+    for domain in machine.iterfind(".//object[@type='NUMANode']"):
+        if domain.get("subtype") == "GPUMemory":
+            of_gpus += 1
+        else:
+            domains.append(domain)
+    if not domains:
+        message = f"{str(walk.path)!r} has no NUMANode"
+        raise TopologyError(message, hint="hwloc 2 always writes one; was the file filtered?")
+    architecture = next((info.get("value") for info in machine.iterfind("info[@name='Architecture']")), "")
+    walk.is_grace = bool(of_gpus) and architecture == "aarch64"
+    allowed = _bitmap(machine.get("allowed_nodeset"))
+    sizes = {
+        integer(domain, "os_index", walk.path): integer(domain, "local_memory", walk.path, default=0)
+        for domain in domains
+    }
+    usable = {index: size for index, size in sizes.items() if size and (not allowed or index in allowed)}
+    with_memory = usable or sizes
+    if usable and memory is not None:
+        walk.builder.notes.append("--memory is ignored: the file tells the memory of each NUMA domain.")
+    for index in sizes:
+        if index not in with_memory:
+            walk.numas[index] = walk.builder.add_node(f"numa{index}", "numa", host="host0")
+            continue
+        specs = list(walk.gpus.values())
+        fields = assumed_memory(memory, memory_bandwidth, len(with_memory), specs, is_grace=walk.is_grace)
+        if usable:
+            fields["capacity"] = figure(usable[index], "B", "local_memory of the hwloc file", "measured")
+        walk.numas[index] = walk.builder.add_numa(index, "host0", fields)
 
 
-def _add_package(walk: _HwlocTree, package: ET.Element) -> None:
-    _, index = walk.next_id("cpu")
-    inside = [f"numa{domain.get('os_index')}" for domain in package.iterfind(".//object[@type='NUMANode']")]
-    walk.builder.add_cpu(index, "host0", inside or ["numa0"], _cpu_spec(walk, package, index))
+def _bitmap(text: str | None) -> frozenset[int]:
+    """Members of a set of hwloc, such as ``0x3,0xffffffff``; empty where it is left out or has no end."""
+    words = (text or "").split(",")
+    if (
+        not all(re.fullmatch("0x[0-9a-fA-F]{1,8}|0x0|", word) for word in words)
+        or len(words) * 32 > MAX_PROCESSORS
+    ):
+        return frozenset()
+    bits = int("0" + "".join(word.removeprefix("0x").rjust(8, "0") for word in words), 16)
+    return frozenset(number for number in range(bits.bit_length()) if bits >> number & 1)
 
 
-def _cpu_spec(walk: _HwlocTree, package: ET.Element, index: int) -> DeviceSpec:
+def _add_packages(walk: _HwlocTree, machine: ET.Element) -> None:
+    packages = list(machine.iterfind(".//object[@type='Package']")) or [machine]
+    cores = {package: _num_cores(package, _bitmap(machine.get("allowed_cpuset"))) for package in packages}
+    usable = [package for package in packages if cores[package]] or packages
+    for package in usable:
+        _, index = walk.next_id("cpu")
+        inside = [walk.numas[number] for number in _domains_of(walk, package)] or [
+            next(iter(walk.numas.values()))
+        ]
+        walk.builder.add_cpu(index, "host0", inside, _cpu_spec(walk, package, index, max(1, cores[package])))
+        if package is not machine:
+            walk.node_of[f"Package:{package.get('gp_index')}"] = inside[0]
+
+
+def _domains_of(walk: _HwlocTree, element: ET.Element) -> list[int]:
+    """Numbers of the NUMA domains that an object says it is near to."""
+    near = _bitmap(element.get("nodeset")) & walk.numas.keys()
+    inside = [
+        number
+        for domain in element.iterfind(".//object[@type='NUMANode']")
+        if (number := integer(domain, "os_index", walk.path)) in walk.numas
+    ]
+    return sorted(near) or inside
+
+
+def _num_cores(package: ET.Element, allowed: frozenset[int]) -> int:
+    """Cores that may be used; threads where there are none, as in virtual machines."""
+    for kind in ("Core", "PU"):
+        found = list(package.iterfind(f".//object[@type='{kind}']"))
+        if found:
+            return sum(
+                not allowed or not (own := _bitmap(item.get("cpuset"))) or bool(own & allowed)
+                for item in found
+            )
+    return 0
+
+
+def _cpu_spec(walk: _HwlocTree, package: ET.Element, index: int, num_cores: int) -> DeviceSpec:
     if walk.cpu is not None:
         return require_device(walk.cpu, "cpu", str(walk.path))
     known = find_device(_info(package, "CPUModel") or "")
     if known is not None and known.kind == "cpu":
         return known
-    num_cores = len(list(package.iterfind(".//object[@type='Core']")))
-    return generic_cpu(index, max(1, num_cores), "hwloc's cores")
+    return generic_cpu(index, num_cores, "hwloc's cores")
 
 
 def _info(element: ET.Element, name: str) -> str | None:
@@ -124,83 +242,199 @@ def _info(element: ET.Element, name: str) -> str | None:
 
 def _add_bridges(walk: _HwlocTree, parent: ET.Element, numa: str) -> None:
     """Find host bridges below any object; those inside a NUMA domain's package or group belong to it."""
-    own = parent.find("object[@type='NUMANode']")
-    here = numa if own is None else f"numa{own.get('os_index')}"
+    own = _domains_of(walk, parent)
+    here = walk.numas[own[0]] if own else numa
     for child in parent.findall("object"):
         if child.get("type") == "Bridge" and child.get("bridge_type") == HOST_BRIDGE:
-            if _has_devices(child):
+            if _has_devices(walk, child):
                 root, _ = walk.next_id("root")
                 walk.builder.add_node(root, "pcie_root", host="host0")
                 walk.builder.join(here, root, catalogue().link_types["fabric"])
-                _add_children(walk, child, root)
-        else:
+                _add_children(walk, child, root, here)
+        elif child.get("type") == "PCIDev" and _is_wanted(walk, child):
+            # Without bridges in the file, as in some virtual machines, a device hangs on its domain.
+            root, _ = walk.next_id("root")
+            walk.builder.add_node(root, "pcie_root", host="host0")
+            walk.builder.join(here, root, catalogue().link_types["fabric"])
+            _add_device(walk, child, root, here)
+        elif child.get("type") != "PCIDev":
             _add_bridges(walk, child, here)
 
 
-def _has_devices(bridge: ET.Element) -> bool:
-    wanted = (*GPU_CLASSES, *NIC_CLASSES, *DISK_CLASSES)
-    devices = bridge.iterfind(".//object[@type='PCIDev']")
-    return any(device.get("pci_type", "").startswith(wanted) for device in devices)
+def _pci_type(device: ET.Element) -> tuple[str, int, int]:
+    """Class, vendor and device of a PCI object; empty and zeros where they are not told."""
+    match = _PCI_TYPE.match(device.get("pci_type", ""))
+    return ("", 0, 0) if match is None else (match[1].lower(), int(match[2], 16), int(match[3], 16))
 
 
-def _add_children(walk: _HwlocTree, parent: ET.Element, parent_id: str) -> None:
+def _is_wanted(walk: _HwlocTree, device: ET.Element) -> bool:
+    return device in walk.gpus or _pci_type(device)[0].startswith((NETWORK, DISK_CLASS))
+
+
+def _has_devices(walk: _HwlocTree, bridge: ET.Element) -> bool:
+    return any(_is_wanted(walk, device) for device in bridge.iterfind(".//object[@type='PCIDev']"))
+
+
+def _add_children(walk: _HwlocTree, parent: ET.Element, parent_id: str, numa: str) -> None:
     for child in parent.findall("object"):
         if child.get("type") == "PCIDev":
-            _add_device(walk, child, parent_id)
-        elif child.get("type") == "Bridge" and _has_devices(child):
+            _add_device(walk, child, parent_id, numa)
+        elif child.get("type") == "Bridge" and _has_devices(walk, child):
             below = child.findall("object")
-            if len(below) == 1 and below[0].get("type") == "PCIDev":
-                # A root port with one device behind it is a wire, not a switch.
-                _add_children(walk, child, parent_id)
+            if len(below) == 1:
+                # A root port with one device or one switch behind it is a wire, not a switch.
+                _add_children(walk, child, parent_id, numa)
                 continue
             switch, _ = walk.next_id("switch")
             walk.builder.add_node(switch, "pcie_switch", host="host0")
-            walk.builder.join(parent_id, switch, _link_type(child, walk.path))
-            _add_children(walk, child, switch)
+            walk.builder.join(parent_id, switch, _link_type(walk, child))
+            _add_children(walk, child, switch, numa)
 
 
-def _add_device(walk: _HwlocTree, device: ET.Element, parent: str) -> None:
-    pci_class = attribute(device, "pci_type", walk.path)
-    if pci_class.startswith(GPU_CLASSES):
-        spec = _gpu_spec(walk, device)
-        if spec is None:
-            return
+def _add_device(walk: _HwlocTree, device: ET.Element, parent: str, numa: str) -> None:
+    if device in walk.gpus:
         node, index = walk.next_id("gpu")
+        spec = walk.gpus[device]
         walk.builder.add_node(node, "gpu", host="host0", index=index, spec=spec)
-    elif pci_class.startswith(NIC_CLASSES):
-        node, _ = walk.next_id("nic")
-        walk.builder.add_node(node, "nic", host="host0")
-    elif pci_class.startswith(DISK_CLASSES):
-        node, _ = walk.next_id("disk")
-        walk.builder.add_node(node, "disk", host="host0")
+        walk.added[node] = spec
+        if walk.is_grace and spec.nvlink is not None and spec.nvlink.generation >= _GRACE_NVLINK_GENERATION:
+            walk.builder.join(numa, node, catalogue().link_types["nvlink-c2c"])
+    elif _is_wanted(walk, device):
+        node, _ = walk.next_id("nic" if _pci_type(device)[0].startswith(NETWORK) else "disk")
+        walk.builder.add_node(node, node.rstrip("0123456789"), host="host0")
     else:
         return
-    walk.builder.join(parent, node, _link_type(device, walk.path))
+    walk.builder.join(parent, node, _link_type(walk, device))
+    for item in device.iter("object"):
+        walk.node_of[f"{item.get('type')}:{item.get('gp_index')}"] = node
 
 
 def _gpu_spec(walk: _HwlocTree, device: ET.Element) -> DeviceSpec | None:
-    """The GPU's specification; None for a display adapter that does not compute."""
+    """The GPU's specification; None for a device that does not compute."""
+    attribute(device, "pci_type", walk.path)
+    class_digits, vendor, product = _pci_type(device)
+    if not is_gpu(class_digits, vendor):
+        return None
     models = [_info(part, "GPUModel") for part in device.iterfind("object[@type='OSDev']")]
     model = next((name for name in models if name), None)
-    if model is None and walk.gpu is None:
-        if "10de" not in device.get("pci_type", ""):
-            return None
-        model = _info(device, "PCIDevice")
-    return require_device(walk.gpu or model, "gpu", str(walk.path))
+    known = PCI_ID_TO_DEVICE.get((vendor, product))
+    if walk.gpu is None and find_device(model or "") is None and known is not None:
+        return require_device(known, "gpu", str(walk.path))
+    if walk.gpu is None and model is None and vendor != NVIDIA:
+        return None  # the display adapter of a processor of AMD's
+    name = walk.gpu or model or _info(device, "PCIDevice")
+    return require_device(
+        name, "gpu", f"{str(walk.path)!r} ({attribute(device, 'pci_type', walk.path)[:16]})"
+    )
 
 
-def _link_type(device: ET.Element, path: str | Path) -> LinkType:
-    """The PCIe link whose speed hwloc reports in GB/s; Gen3 x16 where a virtual machine hides it."""
+def _link_type(walk: _HwlocTree, device: ET.Element) -> LinkType:
+    """The PCIe link whose speed hwloc reports in GB/s; of what hangs below where a virtual machine hides it or makes it up."""
+    name, told = device.get("pci_busid", "unnamed"), _told_link(device, walk.path)
+    if device in walk.gpus:
+        if told is None:
+            return hidden_gpu_link(walk.builder, walk.gpus[device])
+        return believed_gpu_link(walk.builder, name, told, walk.gpus[device])
+    if device.get("type") == "Bridge":
+        found = device.iterfind(".//object[@type='PCIDev']")
+        below = [_link_type(walk, child) for child in found if _is_wanted(walk, child)]
+        if told is None:
+            return max(below, key=lambda link: link.nominal_bandwidth_bytes_per_s, default=pcie_type(3, 16))
+        bridge = re.search(r"\[([0-9a-fA-F]{4}):", device.get("pci_type", ""))
+        return believed_bridge(walk.builder, name, told, below, hexadecimal(bridge[1]) if bridge else None)
+    return told or pcie_type(3, 16)
+
+
+def _told_link(device: ET.Element, path: str | Path) -> LinkType | None:
     text = device.get("pci_link_speed", "0")
     try:
         speed_bytes_per_s = float(text) * 1e9
     except ValueError as error:
         message = f"{str(path)!r}: pci_link_speed={text!r} is no number"
         raise TopologyError(message) from error
-    if speed_bytes_per_s <= 0:
-        return pcie_type(3, 16)
+    if not speed_bytes_per_s > 0:
+        return None
     candidates = [(gen, lanes) for lanes in (16, 8, 4, 2, 1) for gen in PCIE_LANE_BYTES_PER_S]
     generation, lanes = min(
         candidates, key=lambda width: abs(width[1] * PCIE_LANE_BYTES_PER_S[width[0]] - speed_bytes_per_s)
     )
     return pcie_type(generation, lanes)
+
+
+def _add_nvlinks(walk: _HwlocTree, root: ET.Element, machine: ET.Element) -> None:
+    """Join GPUs as matrices of bandwidths say, or by the NVSwitches among the PCI devices."""
+    to_switch: dict[str, int] = {}
+    joined: set[frozenset[str]] = set()
+    is_told = False
+    for first, second, rate_bytes_per_s, matrix in _pairs(walk, root):
+        is_told = True
+        node, other = walk.node_of.get(first), walk.node_of.get(second)
+        if (
+            node is None
+            or node not in walk.added
+            or node == other
+            or frozenset({node, other or ""}) in joined
+        ):
+            continue
+        if other is None and not second.startswith("PCIDev:"):
+            continue  # a processor that may not be used
+        if matrix == "XGMIBandwidth":
+            link_type, count = _xgmi(walk, rate_bytes_per_s), 1
+        else:
+            generation = _generation(walk.added[node], rate_bytes_per_s)
+            link_type = nvlink_type(generation)
+            count = max(1, round(rate_bytes_per_s / NVLINK_BYTES_PER_S[generation]))
+        if other is None:
+            to_switch[node] = to_switch.get(node, 0) + count
+        else:
+            joined.add(frozenset({node, other}))
+            walk.builder.join(*((node, other) if other in walk.added else (other, node)), link_type, count)
+    ports = {node: spec.nvlink for node, spec in walk.added.items() if spec.nvlink is not None}
+    newest = max((port.generation for port in ports.values()), default=2)
+    if to_switch:
+        join_switch(walk.builder, to_switch, newest)
+    if is_told or not ports:
+        return
+    devices = map(_pci_type, machine.iterfind(".//object[@type='PCIDev']"))
+    if any(found[:2] == (NVSWITCH, NVIDIA) for found in devices):
+        join_switch(walk.builder, {node: port.num_links for node, port in ports.items()}, newest)
+        walk.builder.notes.append(
+            f"The file has NVSwitches and does not tell what hangs on them: all NVLinks of all {len(ports)} GPUs are assumed."
+        )
+    elif len(ports) > 1 and any("sxm" in spec.id for spec in walk.added.values()):
+        walk.builder.notes.append(
+            "The file does not tell NVLinks (lstopo writes them where it is built with NVML): none are assumed."
+        )
+
+
+def _pairs(walk: _HwlocTree, root: ET.Element) -> Iterator[tuple[str, str, float, str]]:
+    """Yield pairs of objects with the bandwidth between them, in bytes per second, and the matrix's name."""
+    for matrix in (*root.iterfind("distances2hetero"), *root.iterfind("distances2")):
+        name = matrix.get("name", "")
+        if name not in {"NVLinkBandwidth", "XGMIBandwidth"}:
+            continue
+        objects = [word for part in matrix.iterfind("indexes") for word in (part.text or "").split()]
+        values = [word for part in matrix.iterfind("u64values") for word in (part.text or "").split()]
+        if kind := matrix.get("type"):
+            objects = [f"{kind}:{word}" for word in objects]
+        if len(values) != len(objects) ** 2 or not all(word.isdigit() and len(word) < 20 for word in values):
+            message = f"{str(walk.path)!r}: {name} has {len(values)} values for {len(objects)} objects"
+            raise TopologyError(message, hint="write it again with hwloc")
+        for row, first in enumerate(objects):
+            for column, second in enumerate(objects):
+                rate = int(values[row * len(objects) + column])
+                if row != column and rate:
+                    yield first, second, rate * 1e6, name
+
+
+def _generation(spec: DeviceSpec, rate_bytes_per_s: float) -> int:
+    """The generation of a GPU's NVLinks: its model's, or that whose bandwidth the rate is a multiple of."""
+    if spec.nvlink is not None:
+        return spec.nvlink.generation
+    return next((gen for gen in (5, 4, 1) if rate_bytes_per_s % NVLINK_BYTES_PER_S[gen] == 0), 4)
+
+
+def _xgmi(walk: _HwlocTree, rate_bytes_per_s: float) -> LinkType:
+    with readable(f"XGMIBandwidth in {str(walk.path)!r}"):
+        bandwidth = figure(rate_bytes_per_s / 1e9, "GB/s", "XGMIBandwidth of the hwloc file", "declared")
+        return LinkType(kind="c2c", bandwidth=bandwidth, latency=catalogue().link_types["nvlink-c2c"].latency)

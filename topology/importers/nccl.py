@@ -1,9 +1,10 @@
-"""NCCL's topology XML, as ``NCCL_TOPO_DUMP_FILE`` writes it."""
+"""NCCL's topology XML: what ``NCCL_TOPO_DUMP_FILE`` writes, and what clouds ship for ``NCCL_TOPO_FILE``."""
 
 from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,28 +19,34 @@ from topology.building import (
     nvlink_type,
     pcie_type,
     require_device,
+    socket_type,
+    warn_of_notes,
 )
 from topology.documents import catalogue
 from topology.errors import TopologyError
 from topology.figures import Figure
 from topology.graph import Topology
+from topology.importers.pairs import join_switch
+from topology.importers.pci import (
+    BRIDGE,
+    NETWORK,
+    PCI_ID_TO_DEVICE,
+    believed_bridge,
+    believed_gpu_link,
+    hexadecimal,
+    hidden_gpu_link,
+    is_gpu,
+    pci_class,
+)
 from topology.importers.safe_xml import attribute, integer, parse_xml
 from topology.schema import DeviceSpec, LinkType
 from topology.validation import readable
 
 GIGATRANSFERS_TO_GENERATION = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 SM_TO_NVLINK_GENERATION = {60: 1, 70: 2, 80: 3, 90: 4, 100: 5}
-# PCI device ids of vendor 0x10de, https://admin.pci-ids.ucw.cz/read/PC/10de
-PCI_ID_TO_DEVICE = {
-    "0x1db5": "v100-32gb-sxm2",
-    "0x20b2": "a100-80gb-sxm",
-    "0x20b5": "a100-80gb-pcie",
-    "0x2330": "h100-80gb-sxm",
-    "0x2335": "h200-141gb-sxm",
-    "0x2329": "h20-96gb",
-    "0x2684": "rtx4090",
-}
-SWITCH_CLASS = "0x0680"
+SWITCH_CLASS, POWER_CPU_CLASS = "0x0680", "0x068001"
+_FEWEST_BEHIND_SWITCH = 3
+"""GPUs of a board with sockets of its own (SXM) that a switch is assumed to join."""
 
 
 @dataclass
@@ -48,9 +55,11 @@ class _NcclTree:
 
     builder: MachineBuilder
     path: str | Path
-    gpu: str | None
+    gpus: dict[ET.Element, tuple[int, DeviceSpec]]
+    carrying: set[ET.Element]
+    """PCI devices that are GPUs or adapters, and what lies above them."""
     gpu_by_bus: dict[str, str] = field(default_factory=dict)
-    nvlinks: list[tuple[str, ET.Element, int]] = field(default_factory=list)
+    nvlinks: list[tuple[str, str, ET.Element, int]] = field(default_factory=list)
     num_roots: int = 0
     num_switches: int = 0
     num_nics: int = 0
@@ -64,12 +73,12 @@ def from_nccl_xml(
     memory: str | None = None,
     memory_bandwidth: str | None = None,
 ) -> Topology:
-    """The machine of an NCCL topology dump.
+    """The machine of an NCCL topology file.
 
     Parameters
     ----------
     path : str or Path
-        File that NCCL wrote with ``NCCL_TOPO_DUMP_FILE``.
+        File that NCCL wrote with ``NCCL_TOPO_DUMP_FILE``, or reads with ``NCCL_TOPO_FILE``.
     gpu, cpu : str, optional
         Catalogue names; the GPU is recognised by its PCI id where the file has it, the CPU is generic
         unless named.
@@ -80,29 +89,103 @@ def from_nccl_xml(
     Raises
     ------
     TopologyError
-        If the file is damaged or no such XML, or the GPU is unknown.
+        If the file is damaged or no such XML, has no GPU, or the GPU is unknown.
+
+    Notes
+    -----
+    A file for ``NCCL_TOPO_FILE`` may have PCI devices alone, which NCCL completes on the machine: GPUs and adapters
+    are then told by their PCI class, and numbered by their bus ids as the driver does. NVLinks are no part of such a file.
     """
     root = parse_xml(path, "system", "NCCL")
     domains = root.findall("cpu")
     if not domains:
         message = f"{str(path)!r} has no <cpu>"
         raise TopologyError(message, hint="dump it with NCCL_TOPO_DUMP_FILE while a job starts")
+    if len({domain.get("host_hash") for domain in domains}) > 1:
+        message = f"{str(path)!r} describes several hosts, which have different host_hash"
+        raise TopologyError(message, hint="dump the topology of one host")
+    indexes = [max(integer(domain, "numaid", path), 0) for domain in domains]
     builder = MachineBuilder(Path(path).stem)
     builder.add_node("host0", "host")
-    walk = _NcclTree(builder, path, gpu)
+    gpus = _find_gpus(root, path, gpu)
+    walk = _NcclTree(builder, path, gpus, _carrying(root, gpus))
+    specs = [spec for _, spec in walk.gpus.values()]
     numas = []
-    for domain in domains:
-        index = integer(domain, "numaid", path)
-        numa = builder.add_numa(
-            max(index, 0), "host0", assumed_memory(memory, memory_bandwidth, len(domains))
-        )
+    for index, domain in zip(indexes, domains, strict=True):
+        is_grace = domain.find(".//c2c") is not None
+        fields = assumed_memory(memory, memory_bandwidth, len(domains), specs, is_grace=is_grace)
+        numa = builder.add_numa(index, "host0", fields)
         numas.append(numa)
-        builder.add_cpu(max(index, 0), "host0", [numa], _cpu_spec(cpu, domain, max(index, 0), path))
+        builder.add_cpu(index, "host0", [numa], _cpu_spec(cpu, domain, index, path))
         for child in domain.findall("pci"):
             _add_root(walk, child, numa)
-    builder.join_numas(numas, _socket_type(domains[0], path))
+        for nic in domain.findall("nic"):
+            # NCCL puts an adapter without a PCI device of its own here, such as a virtual machine's.
+            builder.join(numa, _add_nic(walk, nic), catalogue().link_types["fabric"])
+    first = domains[0]
+    model, family = (integer(first, name, path, default=6) for name in ("modelid", "familyid"))
+    builder.join_numas(numas, socket_type(first.get("vendor", ""), model, family))
     _add_nvlinks(walk)
-    return builder.build(f"Imported from the NCCL topology file {Path(path).name}.")
+    if all(pci.find("gpu") is None for pci in walk.gpus):
+        _assume_switch(walk)
+    machine = builder.build(f"Imported from the NCCL topology file {Path(path).name}.")
+    warn_of_notes(builder)
+    return machine
+
+
+def _find_gpus(
+    root: ET.Element, path: str | Path, gpu: str | None
+) -> dict[ET.Element, tuple[int, DeviceSpec]]:
+    """The PCI devices that are GPUs, each with its number and what it is."""
+    devices = list(root.iter("pci"))
+    numbers: dict[ET.Element, int] = {}
+    for pci in devices:
+        element = pci.find("gpu")
+        if element is not None:
+            numbers[pci] = integer(element, "dev", path)
+    others = [
+        pci
+        for pci in devices
+        if pci not in numbers and is_gpu(pci_class(pci.get("class")), hexadecimal(pci.get("vendor")))
+    ]
+    free = (number for number in range(len(devices) + len(numbers)) if number not in numbers.values())
+    others.sort(key=lambda pci: _bus_order(attribute(pci, "busid", path)))
+    numbers |= dict(zip(others, list(free), strict=False))
+    if not numbers:
+        told = any(pci.get("class") for pci in devices)
+        reason = "none of its PCI devices has the class of one" if told else "its PCI devices have no class"
+        message = f"{str(path)!r} has no GPU: {reason}"
+        raise TopologyError(
+            message, hint="dump it with NCCL_TOPO_DUMP_FILE on the machine while a job starts"
+        )
+    specs = {}
+    for pci, number in numbers.items():
+        vendor, device = hexadecimal(pci.get("vendor")) or 0x10DE, hexadecimal(pci.get("device"))
+        spec = find_device(gpu or PCI_ID_TO_DEVICE.get((vendor, device or 0)) or "")
+        if spec is None or spec.kind != "gpu":
+            spec = require_device(gpu, "gpu", f"{str(path)!r} (PCI device {pci.get('device', 'unnamed')})")
+        specs[pci] = number, spec
+    return specs
+
+
+def _is_nic(pci: ET.Element) -> bool:
+    return pci.find("nic") is not None or pci_class(pci.get("class")).startswith(NETWORK)
+
+
+def _carrying(root: ET.Element, gpus: Container[ET.Element]) -> set[ET.Element]:
+    above = {child: parent for parent in root.iter() for child in parent}
+    carrying: set[ET.Element] = set()
+    for pci in root.iter("pci"):
+        node = pci if pci in gpus or _is_nic(pci) else None
+        while node is not None and node.tag == "pci" and node not in carrying:
+            carrying.add(node)
+            node = above.get(node)
+    return carrying
+
+
+def _bus_order(bus_id: str) -> tuple[tuple[int, str], ...]:
+    """Bus ids in the driver's order, which is that of their numbers."""
+    return tuple((len(part), part) for part in re.split(r"[:.]", bus_id.lower().strip()))
 
 
 def _cpu_spec(cpu: str | None, domain: ET.Element, index: int, path: str | Path) -> DeviceSpec:
@@ -117,57 +200,58 @@ def _cpu_spec(cpu: str | None, domain: ET.Element, index: int, path: str | Path)
     return generic_cpu(index, num_cores, "affinity mask of the NCCL topology file")
 
 
-def _socket_type(domain: ET.Element, path: str | Path) -> LinkType:
-    """The link between sockets, by CPU vendor and model as NCCL tells them apart."""
-    types = catalogue().link_types
-    if domain.get("vendor") == "AuthenticAMD":
-        return types["xgmi-milan"]
-    is_recent_intel = integer(domain, "modelid", path, default=0) >= 143
-    return types["upi-sapphire-rapids" if is_recent_intel else "qpi-broadwell"]
-
-
 def _add_root(walk: _NcclTree, pci: ET.Element, numa: str) -> None:
+    if pci not in walk.carrying:
+        return
     root = walk.builder.add_node(f"root{walk.num_roots}", "pcie_root", host="host0")
     walk.num_roots += 1
     walk.builder.join(numa, root, catalogue().link_types["fabric"])
-    _add_pci(walk, pci, root)
+    _add_pci(walk, pci, root, numa)
 
 
-def _add_pci(walk: _NcclTree, pci: ET.Element, parent: str) -> None:
-    gpu, nic = pci.find("gpu"), pci.find("nic")
+def _add_pci(walk: _NcclTree, pci: ET.Element, parent: str, numa: str) -> None:
     children = pci.findall("pci")
-    if gpu is not None:
-        node = _add_gpu(walk, pci, gpu)
-    elif nic is not None:
+    nic = pci.find("nic")
+    if pci in walk.gpus:
+        node = _add_gpu(walk, pci, numa)
+    elif _is_nic(pci):
         node = _add_nic(walk, nic)
-    elif children:
+    elif pci in walk.carrying:
         node = walk.builder.add_node(f"switch{walk.num_switches}", "pcie_switch", host="host0")
         walk.num_switches += 1
     else:
         return  # a device that carries no traffic of ours, such as an NVSwitch's own PCI function
-    walk.builder.join(parent, node, _link_type(pci, walk.path))
+    walk.builder.join(parent, node, _link_type(walk, pci))
     for child in children:
-        _add_pci(walk, child, node)
+        _add_pci(walk, child, node, numa)
 
 
-def _add_gpu(walk: _NcclTree, pci: ET.Element, gpu: ET.Element) -> str:
-    index = integer(gpu, "dev", walk.path)
-    known = PCI_ID_TO_DEVICE.get(pci.get("device", ""))
-    spec = find_device(walk.gpu or known or "")
-    if spec is None:
-        where = f"{str(walk.path)!r} (PCI device {pci.get('device', 'unnamed')})"
-        spec = require_device(walk.gpu, "gpu", where)
+def _add_gpu(walk: _NcclTree, pci: ET.Element, numa: str) -> str:
+    index, spec = walk.gpus[pci]
     node = walk.builder.add_node(f"gpu{index}", "gpu", host="host0", index=index, spec=spec)
     walk.gpu_by_bus[attribute(pci, "busid", walk.path).lower()] = node
+    gpu = pci.find("gpu")
+    if gpu is None:
+        return node
     sm = integer(gpu, "sm", walk.path, default=90)
-    walk.nvlinks.extend((node, nvlink, sm) for nvlink in gpu.findall("nvlink"))
+    generation = max(gen for known, gen in SM_TO_NVLINK_GENERATION.items() if known <= max(sm, 60))
+    generation = spec.nvlink.generation if spec.nvlink else generation
+    walk.nvlinks.extend((node, numa, nvlink, generation) for nvlink in gpu.findall("nvlink"))
+    for c2c in gpu.findall("c2c"):
+        with readable(f"the C2C link of {node} in {str(walk.path)!r}"):
+            bandwidth = Figure(
+                value=integer(c2c, "bw", walk.path), unit="MB/s", source="c2c of the NCCL topology file"
+            )
+            known = catalogue().link_types["nvlink-c2c"]
+            link_type = LinkType(kind="c2c", bandwidth=bandwidth, latency=known.latency)
+        walk.builder.join(numa, node, link_type, integer(c2c, "count", walk.path))
     return node
 
 
-def _add_nic(walk: _NcclTree, nic: ET.Element) -> str:
+def _add_nic(walk: _NcclTree, nic: ET.Element | None) -> str:
     node = walk.builder.add_node(f"nic{walk.num_nics}", "nic", host="host0")
     walk.num_nics += 1
-    net = nic.find("net")
+    net = None if nic is None else nic.find("net")
     if net is not None:
         if "network0" not in walk.builder:
             walk.builder.add_node("network0", "network")
@@ -181,33 +265,69 @@ def _add_nic(walk: _NcclTree, nic: ET.Element) -> str:
     return node
 
 
-def _link_type(pci: ET.Element, path: str | Path) -> LinkType:
-    speed = attribute(pci, "link_speed", path)
-    match = re.match(r"\s*([0-9]+(?:\.[0-9]+)?)\s*GT/s", speed)
+def _link_type(walk: _NcclTree, pci: ET.Element) -> LinkType:
+    """The link above a PCI device; what a virtual machine hides or makes up is taken from the devices themselves."""
+    name, told = pci.get("busid", "unnamed"), _told_link(pci, walk.path)
+    if pci in walk.gpus:
+        _, spec = walk.gpus[pci]
+        if told is None:
+            return hidden_gpu_link(walk.builder, spec)
+        return believed_gpu_link(walk.builder, name, told, spec)
+    below = [_link_type(walk, child) for child in pci.findall("pci") if child in walk.carrying]
+    if pci_class(pci.get("class")) not in {"", BRIDGE} or not below:
+        return told or pcie_type(3, 16)  # what NCCL takes
+    if told is None:
+        return max(below, key=lambda link: link.nominal_bandwidth_bytes_per_s)
+    return believed_bridge(walk.builder, name, told, below, hexadecimal(pci.get("vendor")))
+
+
+def _told_link(pci: ET.Element, path: str | Path) -> LinkType | None:
+    """The link that a file tells; None where a virtual machine reports "Unknown" or a width of 0."""
+    match = re.match(r"\s*([0-9]+(?:\.[0-9]+)?)\s*GT/s", pci.get("link_speed", ""))
     generation = GIGATRANSFERS_TO_GENERATION.get(float(match[1])) if match else None
-    lanes = integer(pci, "link_width", path)
-    if generation is None or lanes < 1:
-        # Virtual machines report "Unknown" or a width of 0; NCCL itself then takes Gen3 x16.
-        return pcie_type(3, 16)
-    return pcie_type(generation, lanes)
+    lanes = integer(pci, "link_width", path, default=0)
+    return None if generation is None or lanes < 1 else pcie_type(generation, lanes)
 
 
 def _add_nvlinks(walk: _NcclTree) -> None:
     seen: set[frozenset[str]] = set()
-    to_switch: dict[str, tuple[int, LinkType]] = {}
-    for node, nvlink, sm in walk.nvlinks:
-        generation = max(gen for known, gen in SM_TO_NVLINK_GENERATION.items() if known <= max(sm, 60))
-        link_type, count = nvlink_type(generation), integer(nvlink, "count", walk.path)
-        if attribute(nvlink, "tclass", walk.path).startswith(SWITCH_CLASS):
-            total = count + to_switch.get(node, (0, link_type))[0]
-            to_switch[node] = total, link_type
+    to_switch: dict[str, tuple[int, int]] = {}
+    to_itself: list[str] = []
+    for node, numa, nvlink, generation in walk.nvlinks:
+        count, target_class = integer(nvlink, "count", walk.path), attribute(nvlink, "tclass", walk.path)
+        if target_class.startswith(POWER_CPU_CLASS):
+            walk.builder.join(numa, node, nvlink_type(generation), count)
+            continue
+        if target_class.startswith(SWITCH_CLASS):
+            to_switch[node] = count + to_switch.get(node, (0, 0))[0], generation
             continue
         target = walk.gpu_by_bus.get(attribute(nvlink, "target", walk.path).lower())
-        if target is not None and frozenset({node, target}) not in seen:
+        if target == node:
+            to_itself.append(node)
+        elif target is not None and frozenset({node, target}) not in seen:
             seen.add(frozenset({node, target}))
-            walk.builder.join(node, target, link_type, count)
+            walk.builder.join(node, target, nvlink_type(generation), count)
+    if to_itself:
+        walk.builder.notes.append(f"NVLinks to itself are left out of {', '.join(to_itself)}.")
     if to_switch:
-        (generation, *_) = {link_type.nvlink_generation or 0 for _, link_type in to_switch.values()}
-        walk.builder.add_node("nvswitch0", "nvswitch", host="host0", in_switch_sums=adds_up(generation))
-    for node, (count, link_type) in to_switch.items():
-        walk.builder.join(node, "nvswitch0", link_type, count)
+        newest = max(generation for _, generation in to_switch.values())
+        walk.builder.add_node("nvswitch0", "nvswitch", host="host0", in_switch_sums=adds_up(newest))
+    for node, (count, generation) in to_switch.items():
+        walk.builder.join(node, "nvswitch0", nvlink_type(generation), count)
+
+
+def _assume_switch(walk: _NcclTree) -> None:
+    """Join GPUs of a board by a switch, as boards of A100s and later do; the file leaves NVLinks to NCCL."""
+    boards = {
+        f"gpu{index}": spec.nvlink for index, spec in walk.gpus.values() if spec.nvlink and "sxm" in spec.id
+    }
+    ports = next(iter(boards.values()), None)
+    if ports is None:
+        return
+    is_switched = ports.generation >= 3 and len(boards) >= _FEWEST_BEHIND_SWITCH
+    if is_switched:
+        join_switch(walk.builder, dict.fromkeys(boards, ports.num_links), ports.generation)
+    assumed = (
+        f"a switch with {ports.num_links} from each GPU is assumed" if is_switched else "none are assumed"
+    )
+    walk.builder.notes.append(f"The file has no NVLinks, which NCCL finds on the machine: {assumed}.")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from topology.building import (
     MAX_PROCESSORS,
@@ -15,16 +16,27 @@ from topology.building import (
     generic_cpu,
     pcie_type,
     require_device,
+    warn_of_notes,
 )
 from topology.documents import catalogue
 from topology.errors import TopologyError
 from topology.graph import Topology
 from topology.importers.pairs import Endpoint, Pair, attach, join_nvlinks
+from topology.schema import DeviceSpec, LinkType
 
 CODES = ("X", "PIX", "PXB", "PHB", "NODE", "SYS")
-_DEVICE = re.compile(r"^(GPU\d+|NIC\d+|mlx\d+_\d+|(?:ib|roce|bnxt)\S*)$")
+OLDER_CODES = {"PSB": "PIX", "INT": "PIX", "SOC": "SYS", "NVB": "SYS"}
+"""What other versions print: one switch on a board, the sockets' link, and NVLinks by way of a third GPU, which carry nothing
+between these two."""
+_HEADINGS = re.compile(r"\b(CPU Affinity|NUMA Affinity|GPU NUMA ID|Memory Affinity)\b")
+_NOT_DEVICES = frozenset({"CPU", "NUMA", "GPU", "Memory"})
+_CPU_LIST = re.compile(r"\d+([,-]\d+)*")
 _MAX_DIGITS = 9
+_MOST_NUMBERED = 2**17
+"""Numbers of processors end below."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_CORES = 16
+"""Assumed of a domain of which no GPU's row tells the processors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +52,11 @@ class TopoMatrix:
     nvlinks : mapping of (name, name) to int
         NVLinks of a pair of GPUs.
     numa : mapping of str to int
-        NUMA domain of the GPUs for which one is printed.
+        NUMA domain of the GPUs for which one is printed, or that a list of processors tells apart.
     cores : mapping of int to int
         Physical cores per NUMA domain.
+    coherent : frozenset of str
+        GPUs whose memory is a NUMA domain of its own (GPU NUMA ID), as behind NVLink-C2C.
     """
 
     devices: tuple[str, ...]
@@ -50,34 +64,84 @@ class TopoMatrix:
     nvlinks: dict[tuple[str, str], int]
     numa: dict[str, int]
     cores: dict[int, int]
+    coherent: frozenset[str] = frozenset()
 
     @property
     def gpus(self) -> tuple[str, ...]:
         """Rows that are GPUs."""
-        return tuple(name for name in self.devices if name.startswith("GPU"))
+        return tuple(name for name in self.devices if re.fullmatch(r"GPU\d+", name))
+
+
+@dataclass
+class _Table:
+    """A matrix in a text: names and headings above it, and the cells of its rows."""
+
+    columns: list[str]
+    headings: list[str]
+    rows: dict[str, list[str]] = field(default_factory=dict)
 
 
 def parse_topo_matrix(text: str) -> TopoMatrix:
     """Read the output of ``nvidia-smi topo -m``.
+
+    A paste may hold other matrices beside it: that of ``topo -p2p`` is passed over, that of ``topo -mp`` tells where in the PCIe
+    tree pairs with NVLinks are.
 
     Raises
     ------
     TopologyError
         If there is no matrix, a row is short, or a code is unknown.
     """
-    lines = [_ANSI.sub("", line).rstrip() for line in text.splitlines()]
-    columns = _header(lines)
-    known, rows = set(columns), {}
-    for line in lines:
-        name = line.split()[0] if line.split() else ""
-        cells = _split(line)
-        if name in known and len(cells) > 1 and cells[0] == name and cells[1] not in known:
-            rows[name] = cells[1:]
-    missing = [name for name in columns if name not in rows]
+    tables = _tables(text)
+    first, *others = [table for table in tables if _is_of_codes(table)] or tables
+    missing = [name for name in first.columns if name not in first.rows]
     if missing:
         message = f"the nvidia-smi matrix has no row for {', '.join(missing[:8])}"
         raise TopologyError(message, hint="paste the whole output of `nvidia-smi topo -m`")
-    return _read_rows(columns, rows)
+    matrix = _read_rows(first)
+    for other in others:
+        if other.columns == first.columns and other.rows.keys() == first.rows.keys() and _is_of_codes(other):
+            matrix.levels.update(_read_rows(other).levels)
+    return matrix
+
+
+def _tables(text: str) -> list[_Table]:
+    """Matrices of a text, each from its line of names to the next."""
+    tables: list[_Table] = []
+    for line in (_ANSI.sub("", line).rstrip() for line in text.splitlines()):
+        words = line.split()
+        if words and words[0] == "GPU0" and _is_heading(words):
+            devices = list(itertools.takewhile(lambda word: word not in _NOT_DEVICES, words))
+            tables.append(_Table(devices, _HEADINGS.findall(line)))
+        elif words and tables and words[0] in tables[-1].columns:
+            cells = _split(line)
+            if cells[0] == words[0] and len(cells) > 1:
+                tables[-1].rows.setdefault(words[0], cells[1:])
+    if not tables:
+        message = "there is no matrix that starts with GPU0 in the nvidia-smi output"
+        raise TopologyError(message, hint="paste the output of `nvidia-smi topo -m`")
+    return tables
+
+
+def _is_heading(words: list[str]) -> bool:
+    """Whether a line that begins with GPU0 names columns: a row goes on with a cell."""
+    return (
+        len(words) == 1
+        or re.fullmatch(r"GPU\d+|CPU|NUMA|GPU", words[1]) is not None
+        or not _is_cell(words[1])
+    )
+
+
+def _is_cell(word: str) -> bool:
+    return re.fullmatch(r"[A-Z]{1,4}|NV\d+|N/A|\d.*", word) is not None
+
+
+def _is_of_codes(table: _Table) -> bool:
+    """Whether the cells are codes of how devices are joined, not of what they can do to each other."""
+    cells = [cell for name, row in table.rows.items() for cell in row[: len(table.columns)] if name]
+    known = [cell for cell in cells if cell in CODES or cell in OLDER_CODES or re.fullmatch(r"NV\d+", cell)]
+    others = {cell for cell in known if cell != "X"}
+    return len(known) == len(cells) and (bool(others) or len(table.columns) == 1)
 
 
 def _split(line: str) -> list[str]:
@@ -86,32 +150,58 @@ def _split(line: str) -> list[str]:
     return [cell.strip() for cell in cells]
 
 
-def _header(lines: list[str]) -> list[str]:
-    for line in lines:
-        words = line.split()
-        if words and words[0] == "GPU0" and not any(word in CODES for word in words):
-            return [word for word in words if _DEVICE.match(word)]
-    message = "there is no matrix that starts with GPU0 in the nvidia-smi output"
-    raise TopologyError(message, hint="paste the output of `nvidia-smi topo -m`")
-
-
-def _read_rows(columns: list[str], rows: dict[str, list[str]]) -> TopoMatrix:
+def _read_rows(table: _Table) -> TopoMatrix:
     levels: dict[Pair, str] = {}
     nvlinks: dict[tuple[str, str], int] = {}
     numa: dict[str, int] = {}
-    cpus: dict[int, int] = {}
+    cpus: dict[str, int] = {}
+    coherent = set()
+    columns = table.columns
     for name in columns:
-        cells = rows[name]
+        cells = table.rows[name]
         if len(cells) < len(columns):
             message = f"row {name} of the nvidia-smi matrix has {len(cells)} cells, not {len(columns)}"
             raise TopologyError(message, hint="a line may have been wrapped when it was copied")
         for other, code in zip(columns, cells, strict=False):
             _read_cell(name, other, code, levels, nvlinks)
-        affinity, domain = _affinity(cells[len(columns) :])
-        if domain is not None:
-            numa[name] = domain
-            cpus[domain] = max(cpus.get(domain, 0), affinity)
-    return TopoMatrix(tuple(columns), levels, nvlinks, numa, cpus)
+        tail = _affinities(cells[len(columns) :], table.headings)
+        if (listed := tail.get("CPU Affinity", "")) and _CPU_LIST.fullmatch(listed):
+            cpus[name] = _mask(listed)
+        if printed := re.match(r"\d+", tail.get("NUMA Affinity", "")):
+            numa[name] = _number(printed[0], "NUMA domains")
+        if re.fullmatch(r"\d+", tail.get("GPU NUMA ID", "")):
+            coherent.add(name)
+    members = _domains(numa, cpus)
+    cores = {domain: cores_of(_of_mask(mask)) for domain, mask in members.items() if mask}
+    return TopoMatrix(tuple(columns), levels, nvlinks, numa, cores, frozenset(coherent))
+
+
+def _mask(listed: str) -> int:
+    """A list of processors as a number with a bit for each."""
+    mask = 0
+    for run in _runs(listed):
+        mask |= ((1 << len(run)) - 1) << run.start
+    return mask
+
+
+def _of_mask(mask: int) -> Iterator[int]:
+    return (cpu for cpu, bit in enumerate(reversed(f"{mask:b}")) if bit == "1")
+
+
+def _domains(numa: dict[str, int], cpus: Mapping[str, int]) -> dict[int, int]:
+    """The processors of each NUMA domain; GPUs without a printed one are put into that of their processors."""
+    members: dict[int, int] = {}
+    for name, domain in numa.items():
+        members[domain] = members.get(domain, 0) | cpus.get(name, 0)
+    rest = sorted(
+        (name for name in cpus if name not in numa and cpus[name]), key=lambda name: cpus[name] & -cpus[name]
+    )
+    for name in rest:
+        near = (domain for domain, mask in members.items() if mask & cpus[name])
+        fresh = (number for number in itertools.count() if number not in members)
+        numa[name] = next(itertools.chain(near, fresh))
+        members[numa[name]] = members.get(numa[name], 0) | cpus[name]
+    return members
 
 
 def _read_cell(
@@ -121,24 +211,37 @@ def _read_cell(
     levels: dict[Pair, str],
     nvlinks: dict[tuple[str, str], int],
 ) -> None:
+    code = OLDER_CODES.get(code, code)
     if re.fullmatch(r"NV\d+", code):
-        if (other, name) not in nvlinks:
+        if (other, name) not in nvlinks and name != other:
             nvlinks[name, other] = _number(code[2:], "NVLinks")
     elif code not in CODES:
         message = f"{code!r} between {name} and {other} is no code of nvidia-smi's matrix"
         raise TopologyError(message, hint=f"known: NV# and {', '.join(CODES)}")
-    elif code != "X":
+    elif code != "X" and name != other:
         levels[frozenset({name, other})] = code
 
 
-def _affinity(cells: list[str]) -> tuple[int, int | None]:
-    """Physical cores and NUMA domain printed after the matrix; None where there is none."""
-    filled = [cell for cell in cells if cell]
-    if not filled or not re.fullmatch(r"[\d,-]+", filled[0]):
-        return 0, None
-    num_cores = cores_of(parse_cpu_list(filled[0]))
-    domain = re.match(r"\d+", filled[1] if len(filled) > 1 else "0")
-    return num_cores, None if domain is None else _number(domain[0], "NUMA domains")
+def _affinities(cells: list[str], headings: list[str]) -> dict[str, str]:
+    """What is printed after the matrix, by its heading.
+
+    Notes
+    -----
+    ``nvidia-smi`` leaves a cell empty where none of the processors near a GPU may be used, and has a tab too many before the last
+    column. Without tabs, an empty cell is told by what the next one looks like.
+    """
+    names = ["CPU Affinity", "NUMA Affinity", "GPU NUMA ID"]
+    filled = [cell for cell in cells if cell][: len(names)]
+    if len(filled) > len(headings):
+        headings = names[: len(filled)]
+    if len(filled) == len(headings):
+        return dict(zip(headings, filled, strict=True))
+    if "".join(cells[:1]) and len(cells) > len(filled):
+        last = [cell for cell in cells[2:] if cell][-1:] if len(headings) == len(names) else []
+        return {**dict(zip(headings, cells[:2], strict=False)), **dict(zip(names[2:], last, strict=False))}
+    from_left = bool(filled) and re.search(r"[,-]", filled[0].removeprefix("N/A")) is not None
+    kept = headings[: len(filled)] if from_left else headings[len(headings) - len(filled) :]
+    return dict(zip(kept, filled, strict=True))
 
 
 def _number(digits: str, what: str) -> int:
@@ -168,14 +271,19 @@ def parse_cpu_list(text: str) -> Iterator[int]:
     TopologyError
         If it names more processors than any machine has.
     """
+    for run in _runs(text):
+        yield from run
+
+
+def _runs(text: str) -> Iterator[range]:
     num_processors = 0
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         members = range(_number(first, "processors"), _number(last or first, "processors") + 1)
         num_processors += len(members)
-        if num_processors > MAX_PROCESSORS:
-            message = f"a list of processors names {num_processors} of them with {members[-1]}"
+        if num_processors > MAX_PROCESSORS or members.stop > _MOST_NUMBERED:
+            message = f"a list of processors names {num_processors} of them with {members.stop - 1}"
             raise TopologyError(message, hint=f"no more than {MAX_PROCESSORS} are read")
-        yield from members
+        yield members
 
 
 def from_nvidia_smi_topo(
@@ -193,9 +301,9 @@ def from_nvidia_smi_topo(
     Parameters
     ----------
     text : str
-        The output; lines of ``nvidia-smi -L`` in it tell the GPU.
+        The output; lines of ``nvidia-smi -L`` in it tell the GPUs.
     gpu, cpu : str, optional
-        Catalogue or product names. Without `cpu` a generic one is taken.
+        Catalogue or product names; `gpu` is that of all GPUs. Without `cpu` a generic one is taken.
     memory, memory_bandwidth : str, optional
         Of the host; assumed if left out.
     pcie_generation : int, optional
@@ -206,47 +314,112 @@ def from_nvidia_smi_topo(
     Raises
     ------
     TopologyError
-        If the text holds no such matrix, or the GPU is unknown.
+        If the text holds no such matrix, or a GPU is unknown.
     """
     matrix = parse_topo_matrix(text)
-    listed = re.search(r"^GPU \d+: (.+?) \(UUID", text, re.MULTILINE)
-    spec = require_device(gpu or (listed[1] if listed else None), "gpu", "the nvidia-smi matrix")
+    listed = {
+        f"GPU{index}": model for index, model in re.findall(r"^GPU (\d+): (.+?) \(UUID", text, re.MULTILINE)
+    }
+    specs = gpu_specs(matrix.gpus, listed, gpu, "the nvidia-smi matrix")
     builder = MachineBuilder(name)
+    build_matrix(builder, matrix, specs, cpu, memory, memory_bandwidth, pcie_generation)
+    machine = builder.build("Imported from `nvidia-smi topo -m`; PCIe widths are assumed.")
+    warn_of_notes(builder)
+    return machine
+
+
+def gpu_specs(
+    gpus: tuple[str, ...], listed: Mapping[str, str], gpu: str | None, where: str
+) -> dict[str, DeviceSpec]:
+    """What each GPU is: what the user names, or what a listing says of it; all as one where it has one kind.
+
+    Raises
+    ------
+    TopologyError
+        If a GPU is neither named nor listed, or not in the catalogue.
+    """
+    kinds = set(listed.values())
+    only = kinds.pop() if len(kinds) == 1 else None
+    unlisted = [name for name in gpus if name not in listed]
+    if gpu is None and unlisted and kinds:
+        message = f"{where} lists several kinds of GPU, and not what {', '.join(unlisted[:8])} is"
+        raise TopologyError(message, hint="paste the whole output of `nvidia-smi -L` with it")
+    return {name: require_device(gpu or listed.get(name, only), "gpu", where) for name in gpus}
+
+
+def build_matrix(
+    builder: MachineBuilder,
+    matrix: TopoMatrix,
+    specs: Mapping[str, DeviceSpec],
+    cpu: str | None,
+    memory: str | None,
+    memory_bandwidth: str | None,
+    pcie_generation: int | None = None,
+) -> None:
+    """Add a host with all that a matrix tells of it.
+
+    Parameters
+    ----------
+    builder : MachineBuilder
+    matrix : TopoMatrix
+    specs : mapping of str to DeviceSpec
+        By the rows that are GPUs.
+    cpu, memory, memory_bandwidth, pcie_generation
+        As of :func:`from_nvidia_smi_topo`.
+
+    Raises
+    ------
+    TopologyError
+        If there are too many devices, or something is not known to the catalogue.
+    """
+    types = catalogue().link_types
     builder.add_node("host0", "host")
     num_domains = max([*matrix.numa.values(), 0]) + 1
-    numas = [
-        builder.add_numa(index, "host0", assumed_memory(memory, memory_bandwidth, num_domains))
-        for index in range(num_domains)
-    ]
-    for index, numa in enumerate(numas):
-        cores = max(1, matrix.cores.get(index, 16))
+    with_c2c = {
+        _numa_of(name, matrix)
+        for name in matrix.coherent
+        if name in specs and specs[name].nvlink is not None and specs[name].nvlink.generation >= 4  # type: ignore[union-attr]
+    }
+    numas = []
+    for index in range(num_domains):
+        fields = assumed_memory(
+            memory, memory_bandwidth, num_domains, list(specs.values()), is_grace=index in with_c2c
+        )
+        numas.append(builder.add_numa(index, "host0", fields))
+        cores = matrix.cores.get(index, _CORES)
         spec_cpu = (
             require_device(cpu, "cpu", "the command")
             if cpu
-            else generic_cpu(index, cores, "CPU affinity of the nvidia-smi matrix")
+            else generic_cpu(index, cores, "CPU affinity of the matrix")
         )
-        builder.add_cpu(index, "host0", [numa], spec_cpu)
+        builder.add_cpu(index, "host0", numas[-1:], spec_cpu)
     if len(numas) > 1:
-        builder.join_numas(numas, catalogue().link_types["xgmi-milan"])
+        builder.join_numas(numas, types["xgmi-milan"])
         builder.notes.append("The link between NUMA domains is assumed to be that of AMD's Milan.")
-    link_type = connector_type(spec) if pcie_generation is None else pcie_type(pcie_generation, 16)
     endpoints = [
         Endpoint(
             device.lower(),
-            {"kind": "gpu", "index": _number(device[3:], "GPUs"), "spec": spec}
-            if device.startswith("GPU")
+            {"kind": "gpu", "index": _number(device[3:], "GPUs"), "spec": specs[device]}
+            if device in specs
             else {"kind": "nic"},
-            link_type,
+            _slot(specs.get(device, next(iter(specs.values()))), pcie_generation),
             numas[_numa_of(device, matrix)],
         )
         for device in matrix.devices
     ]
     levels = {frozenset(name.lower() for name in pair): code for pair, code in matrix.levels.items()}
     attach(builder, endpoints, levels)
+    for device in matrix.gpus:
+        if device in matrix.coherent and _numa_of(device, matrix) in with_c2c:
+            builder.join(numas[_numa_of(device, matrix)], device.lower(), types["nvlink-c2c"])
     nvlinks = {(a.lower(), b.lower()): count for (a, b), count in matrix.nvlinks.items()}
     if nvlinks:
-        join_nvlinks(builder, nvlinks, spec.nvlink)
-    return builder.build("Imported from `nvidia-smi topo -m`; PCIe widths are assumed.")
+        ports = [specs[name].nvlink for pair in matrix.nvlinks for name in pair if name in specs]
+        join_nvlinks(builder, nvlinks, next((port for port in ports if port is not None), None))
+
+
+def _slot(spec: DeviceSpec, generation: int | None) -> LinkType:
+    return connector_type(spec) if generation is None else pcie_type(generation, 16)
 
 
 def _numa_of(device: str, matrix: TopoMatrix) -> int:

@@ -1,0 +1,141 @@
+"""What PCI tells of a device: its class, its model, and links that are not to be believed."""
+
+from __future__ import annotations
+
+import re
+from types import MappingProxyType
+from typing import Final
+
+from topology.building import MachineBuilder, connector_type, pcie_type
+from topology.schema import DeviceSpec, LinkType
+from topology.units import format_bandwidth
+
+NVIDIA, AMD, RED_HAT = 0x10DE, 0x1002, 0x1B36
+ACCELERATOR, DISPLAY, NETWORK, NVSWITCH, BRIDGE = "0302", "03", "02", "0680", "0604"
+# By vendor and device, https://admin.pci-ids.ucw.cz/read/PC/10de and .../1002
+PCI_ID_TO_DEVICE: Final = MappingProxyType(
+    {
+        (NVIDIA, 0x15F8): "p100-16gb-pcie",
+        (NVIDIA, 0x15F9): "p100-16gb-sxm2",
+        (NVIDIA, 0x1DB1): "v100-16gb-sxm2",
+        (NVIDIA, 0x1DB4): "v100-16gb-pcie",
+        (NVIDIA, 0x1DB5): "v100-32gb-sxm2",
+        (NVIDIA, 0x1DB6): "v100-32gb-pcie",
+        (NVIDIA, 0x1DB8): "v100-32gb-sxm3",
+        (NVIDIA, 0x1DF6): "v100s-32gb-pcie",
+        (NVIDIA, 0x1E02): "titan-rtx",
+        (NVIDIA, 0x1E04): "rtx2080ti",
+        (NVIDIA, 0x1E07): "rtx2080ti",
+        (NVIDIA, 0x1EB8): "t4",
+        (NVIDIA, 0x20B0): "a100-40gb-sxm",
+        (NVIDIA, 0x20B2): "a100-80gb-sxm",
+        (NVIDIA, 0x20B5): "a100-80gb-pcie",
+        (NVIDIA, 0x20B7): "a30",
+        (NVIDIA, 0x20F1): "a100-40gb-pcie",
+        (NVIDIA, 0x20F3): "a800-80gb-sxm",
+        (NVIDIA, 0x2204): "rtx3090",
+        (NVIDIA, 0x2206): "rtx3080",
+        (NVIDIA, 0x2230): "rtx-a6000",
+        (NVIDIA, 0x2231): "rtx-a5000",
+        (NVIDIA, 0x2235): "a40",
+        (NVIDIA, 0x2236): "a10",
+        (NVIDIA, 0x2237): "a10g",
+        (NVIDIA, 0x2321): "h100-94gb-nvl",
+        (NVIDIA, 0x2324): "h800-80gb-sxm",
+        (NVIDIA, 0x2329): "h20-96gb",
+        (NVIDIA, 0x2330): "h100-80gb-sxm",
+        (NVIDIA, 0x2331): "h100-80gb-pcie",
+        (NVIDIA, 0x2335): "h200-141gb-sxm",
+        (NVIDIA, 0x2342): "gh200-96gb",
+        (NVIDIA, 0x24B0): "rtx-a4000",
+        (NVIDIA, 0x2684): "rtx4090",
+        (NVIDIA, 0x26B1): "rtx-6000-ada",
+        (NVIDIA, 0x26B2): "rtx-5000-ada",
+        (NVIDIA, 0x26B5): "l40",
+        (NVIDIA, 0x26B9): "l40s",
+        (NVIDIA, 0x2704): "rtx4080",
+        (NVIDIA, 0x27B8): "l4",
+        (NVIDIA, 0x2901): "b200-180gb-sxm",
+        (NVIDIA, 0x2941): "gb200-186gb",
+        (NVIDIA, 0x2B85): "rtx5090",
+        (AMD, 0x74A1): "mi300x",
+    }
+)
+_DOUBT = 4
+"""A bridge that carries less than this part of a device below it is a virtual machine's, not the board's."""
+
+
+def hexadecimal(text: str | None) -> int | None:
+    """A number such as ``0x10de`` or ``10de``; None where there is none."""
+    match = re.fullmatch(r"(?:0[xX])?([0-9a-fA-F]{1,8})", (text or "").strip())
+    return None if match is None else int(match[1], 16)
+
+
+def pci_class(text: str | None) -> str:
+    """The first four digits of a class, such as ``"0302"``; empty where there is none."""
+    digits = (text or "").lower().strip().removeprefix("0x")
+    return digits[:4] if re.fullmatch("[0-9a-f]{4,8}", digits) else ""
+
+
+def is_gpu(class_digits: str, vendor: int | None) -> bool:
+    """Whether a device computes: an accelerator does, a display adapter where its vendor makes GPUs that do."""
+    if class_digits == ACCELERATOR:
+        return True
+    return class_digits.startswith(DISPLAY) and vendor in {NVIDIA, AMD}
+
+
+def believed_bridge(
+    builder: MachineBuilder, name: str, link_type: LinkType, below: list[LinkType], vendor: int | None
+) -> LinkType:
+    """The link of a bridge, or that of what hangs below it where a virtual machine made the bridge up.
+
+    Parameters
+    ----------
+    builder : MachineBuilder
+        Gets a note if the link is not believed.
+    name : str
+        The bridge, for the note.
+    link_type : LinkType
+        As its file says.
+    below : list of LinkType
+        Of the devices and bridges below it.
+    vendor : int or None
+        PCI vendor of the bridge, where it is known.
+    """
+    widest = max(below, key=lambda link: link.nominal_bandwidth_bytes_per_s, default=link_type)
+    has, needs = (link.nominal_bandwidth_bytes_per_s for link in (link_type, widest))
+    if has * _DOUBT > needs and not (vendor == RED_HAT and has < needs):
+        return link_type
+    builder.notes.append(
+        f"The bridge {name} of {format_bandwidth(has)} above a device of {format_bandwidth(needs)} is taken for a virtual "
+        "machine's, whose links carry what the board's do."
+    )
+    return widest
+
+
+def believed_gpu_link(builder: MachineBuilder, name: str, link_type: LinkType, spec: DeviceSpec) -> LinkType:
+    """A GPU's link at a generation that it can have: no newer than its connector, and not that which links sleep at."""
+    width = link_type.pcie
+    if width is None or spec.pcie is None:
+        return link_type
+    is_asleep = width.generation == 1 and width.lanes >= 4 and spec.pcie.generation >= 3
+    if not is_asleep and width.generation <= spec.pcie.generation:
+        return link_type
+    lanes = min(width.lanes, spec.pcie.lanes)
+    believed = pcie_type(spec.pcie.generation, lanes)
+    told, taken = (format_bandwidth(link.nominal_bandwidth_bytes_per_s) for link in (link_type, believed))
+    builder.notes.append(
+        f"The link of {name} of {told} is taken for one that sleeps: {taken} under load."
+        if is_asleep
+        else f"{spec.name} has PCIe {spec.pcie.generation}.0: {taken} are taken, not the {told} that the file tells."
+    )
+    return believed
+
+
+def hidden_gpu_link(builder: MachineBuilder, spec: DeviceSpec) -> LinkType:
+    """The link of a GPU whose virtual machine hides it: its connector's."""
+    link_type = connector_type(spec)
+    builder.notes.append(
+        f"The PCIe link of {spec.name} is not told; its connector's is assumed, {link_type.name}."
+    )
+    return link_type

@@ -1,0 +1,99 @@
+"""What ``rocm-smi --showtopo`` prints: matrices between GPUs, and the NUMA domain of each."""
+
+from __future__ import annotations
+
+import re
+
+from topology.building import MachineBuilder, warn_of_notes
+from topology.documents import catalogue
+from topology.errors import TopologyError
+from topology.graph import Topology
+from topology.importers.smi import TopoMatrix, build_matrix, gpu_specs
+
+_TYPES = "Link Type between two GPUs"
+_SIGNS = ("ROCm System Management Interface", _TYPES, "(Topology) Numa")
+
+
+def is_rocm(text: str) -> bool:
+    """Whether a text is the output of ``rocm-smi``."""
+    return any(sign in text for sign in _SIGNS)
+
+
+def from_rocm_smi_topo(
+    text: str,
+    *,
+    gpu: str | None = None,
+    cpu: str | None = None,
+    memory: str | None = None,
+    memory_bandwidth: str | None = None,
+    name: str = "rocm-smi",
+) -> Topology:
+    """The machine behind the output of ``rocm-smi --showtopo``.
+
+    Parameters
+    ----------
+    text : str
+        The output; that of ``rocm-smi --showproductname`` in it tells the GPUs.
+    gpu, cpu : str, optional
+        Catalogue or product names; `gpu` is that of all GPUs. Without `cpu` a generic one is taken.
+    memory, memory_bandwidth : str, optional
+        Of the host; assumed if left out.
+    name : str, optional
+        Name of the machine.
+
+    Raises
+    ------
+    TopologyError
+        If the text has no matrix of link types, or a GPU is unknown.
+    """
+    columns, rows = _link_types(text)
+    found = re.findall(
+        r"^GPU\[(\d{1,4})\]\s*:\s*\(Topology\) Numa (?:Node|Affinity): (\d{1,4})", text, re.MULTILINE
+    )
+    numa = {f"GPU{index}": int(domain) for index, domain in found}
+    series = re.findall(
+        r"^GPU\[(\d{1,4})\]\s*:\s*Card (?:[Ss]eries|[Mm]odel):\s*(\S.*?)\s*$", text, re.MULTILINE
+    )
+    listed = {f"GPU{index}": model for index, model in reversed(series)}
+    specs = gpu_specs(columns, listed, gpu, "the rocm-smi output")
+    builder = MachineBuilder(name)
+    build_matrix(builder, TopoMatrix(columns, {}, {}, numa, {}), specs, cpu, memory, memory_bandwidth)
+    for position, first in enumerate(columns):
+        for second in columns[position + 1 :]:
+            if rows[first][columns.index(second)] == "XGMI":
+                builder.join(first.lower(), second.lower(), catalogue().link_types["xgmi-mi300x"])
+    builder.notes.append("How GPUs share PCIe switches, and their processors, rocm-smi does not tell.")
+    machine = builder.build("Imported from `rocm-smi --showtopo`; PCIe widths are assumed.")
+    warn_of_notes(builder)
+    return machine
+
+
+def _link_types(text: str) -> tuple[tuple[str, ...], dict[str, list[str]]]:
+    """GPUs, and how each is joined to every other: ``XGMI`` or ``PCIE``.
+
+    Raises
+    ------
+    TopologyError
+        If there is no such matrix, or a row of it is missing or short.
+    """
+    lines = iter(text.partition(_TYPES)[2].splitlines()[1:])
+    columns: tuple[str, ...] = ()
+    rows: dict[str, list[str]] = {}
+    for words in (line.split() for line in lines):
+        if not columns and words and all(re.fullmatch(r"GPU\d{1,4}", word) for word in words):
+            columns = tuple(words)
+        elif columns and words and words[0] in columns:
+            rows[words[0]] = words[1:]
+        elif words and columns:
+            break
+    damaged = [name for name in columns if len(rows.get(name, ())) != len(columns)]
+    if not columns or damaged:
+        where = f"it lacks the row of {damaged[0]}" if damaged else "there is none"
+        message = f"the rocm-smi output has no whole matrix of link types: {where}"
+        raise TopologyError(message, hint="paste the output of `rocm-smi --showtopo`")
+    known = {"XGMI", "PCIE", "0", "N/A"}
+    unknown = sorted({cell for row in rows.values() for cell in row} - known)
+    if unknown:
+        message = f"{unknown[0]!r} is no type of link of rocm-smi's matrix"
+        raise TopologyError(message, hint="known: XGMI and PCIE")
+    return columns, rows
