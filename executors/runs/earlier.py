@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from executors.ranks.rank_info import launch_directory
 from executors.runs.adapters import PREFIX_NAME
 from executors.runs.checkpoint import Checkpoint, newest_checkpoint
 from executors.runs.history import DIGESTS_NAME, History, read_history
-from executors.runs.run_files import METRICS_NAME
+from executors.runs.run_files import METRICS_NAME, evaluations_of
 from executors.runs.runlog import HEADER_NAME, STEPS_NAME
 from topology.errors import RunError
 
@@ -81,6 +82,29 @@ class EarlierRun:
             refused("not all ranks see the same checkpoint: all replay from the base weights")
             return None
         return newest
+
+    def num_verified(self, history: History, checkpoint: Checkpoint | None) -> int:
+        """Return how many steps of a run were verified: on all ranks, and before anything that was written since.
+
+        Of a run without verifications all count as such.
+        """
+        if not history.periods:
+            return history.num_steps
+        header, ends = history.header, [max(history.digests, default=0)]
+        ends += [row["num_steps"] for row in evaluations_of(self.directory, history.num_steps)]
+        ends += [0 if checkpoint is None else checkpoint.num_steps, *_verified_before(header)]
+        return min(max(ends), history.num_steps)
+
+
+NUM_VERIFIED = "num_verified"
+"""What an entry of a header's ``resumed`` calls the steps that were verified by then."""
+
+
+def _verified_before(header: Mapping[str, Any]) -> list[int]:
+    """Return the verified steps that earlier processes recorded in the header."""
+    entries = [entry for entry in header.get("resumed", []) if isinstance(entry, dict)]
+    ends = [entry.get(NUM_VERIFIED) for entry in entries] + [header.get("finished", {}).get("num_steps")]
+    return [end for end in ends if type(end) is int]
 
 
 def is_begun(out: Path, *, resume: bool) -> bool:

@@ -65,6 +65,15 @@ class History:
         """What ``zosim run`` was asked for; empty for a log that a loop of one's own wrote."""
         return dict(self.header.get("run", {}))
 
+    @property
+    def periods(self) -> tuple[int, ...]:
+        """Numbers of steps between digests, between checkpoints and between evaluations, before each of which weights are verified."""
+        run = self.settings
+        if not run:
+            return ()
+        every = run["digest_every"], run["checkpoint_every"], (run.get("evaluation") or {}).get("every", 0)
+        return tuple(period for period in every if period)
+
     def digest(self, num_steps: int) -> str:
         """Return a hash over what the first steps did, to tell this run's checkpoints from another's."""
         digest = hashlib.blake2b(self.header["base_digest"].encode(), digest_size=16)

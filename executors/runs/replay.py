@@ -295,12 +295,8 @@ def advance(
 
 def _flush_points(history: History) -> Callable[[int], bool]:
     """Return whether the run flushed after so many steps; it matters only where flushing rounds weights."""
-    run = history.settings
-    if not history.plan.is_transfer_lossy or not run:
-        return lambda _num_steps: False
-    evaluation = run["evaluation"] or {}
-    periods = [run["digest_every"], run["checkpoint_every"], evaluation.get("every", 0)]
-    return lambda num_steps: any(period and num_steps % period == 0 for period in periods)
+    periods = history.periods if history.plan.is_transfer_lossy else ()
+    return lambda num_steps: any(num_steps % period == 0 for period in periods)
 
 
 def _check_digest(session: Session, history: History, num_steps: int) -> None:

@@ -32,7 +32,7 @@ from executors.runs.adapters import keep_beginning, save_tuned
 from executors.runs.agreement import Disagreement
 from executors.runs.checkpoint import save_checkpoint
 from executors.runs.divergence import DivergenceWatch
-from executors.runs.earlier import EarlierRun, is_begun
+from executors.runs.earlier import NUM_VERIFIED, EarlierRun, is_begun
 from executors.runs.evaluations import Evaluations
 from executors.runs.history import History
 from executors.runs.inputs import copy_tokenizer, open_data, pad_token, text_objective
@@ -116,6 +116,8 @@ class Run:
         )
         self.records: list[StepRecord] = []
         self._tokens: dict[int, int] = {}
+        # Steps that the log has and nobody verified: a rank may have gone astray in them before another died.
+        self._unverified: deque[StepRecord] = deque()
         self.reference_s: float | None = None
         self.evaluations = Evaluations(settings)
 
@@ -216,6 +218,7 @@ class Run:
         for difference in machine_differences(history.header, settings.device):
             self._warn(difference)
         checkpoint = self.earlier.checkpoint(history, model, self._warn)
+        verified = self.earlier.num_verified(history, checkpoint)
         program = settings.program
         plan = None if settings.plan == history.plan and program is None else settings.plan
         session = self._opened.enter_context(
@@ -224,7 +227,10 @@ class Run:
         self.header = dict(history.header) | {
             "plan": settings.plan.model_dump(mode="json"),
             "run": settings.to_header(self.data.lines.sha256),
-            "resumed": [*history.header.get("resumed", []), {"num_steps": history.num_steps}],
+            "resumed": [
+                *history.header.get("resumed", []),
+                {"num_steps": history.num_steps, NUM_VERIFIED: verified},
+            ],
         }
         self.header.pop("finished", None)
         if self.writes:
@@ -239,8 +245,13 @@ class Run:
             f"going on after {history.num_steps} steps, from "
             + (f"the checkpoint of {checkpoint.num_steps}" if checkpoint else "the base weights")
         )
-        advance(session, history, history.num_steps)
-        self.records = list(history.records)
+        if verified < history.num_steps:
+            self._tell(
+                f"{history.num_steps - verified} of these were not verified before the run ended, and are run again"
+            )
+        advance(session, history, verified)
+        self.records = list(history.records[:verified])
+        self._unverified.extend(history.records[verified:])
         return session
 
     def _first_session(self, model: nn.Module, options: dict[str, Any]) -> Session:
@@ -326,20 +337,21 @@ class Run:
         self._due(session)
         self._measure_pace(session)
         begun: deque[BegunStep] = deque()
-        while (number := session.num_steps) < self.settings.num_steps:
+        last = max(self.settings.num_steps, len(self.records) + len(self._unverified))
+        while (number := session.num_steps) < last:
             batch = self.batches.batch(number)
             self._tokens[number] = batch.num_tokens
             begun.append(session.begin_step(asdict(batch)))
             # The log may be one step behind a device that would have to wait for it, but not behind what is due.
             done = session.num_steps
-            is_behind = not (begun[-1].is_known or any(self._is_due(done)) or done == self.settings.num_steps)
+            is_behind = not (begun[-1].is_known or any(self._is_due(done)) or done == last)
             while len(begun) > is_behind:
                 try:
                     record = begun.popleft().record()
                 except LossNotFinite as error:
+                    self._replace_unverified()
                     return watch.last_good(len(self.records)), error.message
-                self._files.step(record)
-                self.records.append(record)
+                self._write(record)
                 if watch.diverges(record.step + 1, record.loss) and self.settings.stops_early:
                     return (
                         watch.best_step,
@@ -347,6 +359,27 @@ class Run:
                     )
             self._due(session)
         return None
+
+    def _write(self, record: StepRecord) -> None:
+        """Write a step, unless the log has it with the same numbers."""
+        logged = self._unverified[0] if self._unverified else None
+        if logged is not None and replace(record, seconds=logged.seconds) == logged:
+            self._files.step_again(logged)
+            self.records.append(self._unverified.popleft())
+            return
+        self._replace_unverified()
+        self._files.step(record)
+        self.records.append(record)
+
+    def _replace_unverified(self) -> None:
+        """Take from the log what was not verified and comes out otherwise."""
+        if self._unverified:
+            self._warn(
+                f"step {self._unverified[0].step} comes out with other numbers than those logged: it and what followed "
+                f"are run anew, and {REFUSED_NAME} keeps the others"
+            )
+            self._unverified.clear()
+            self._files.refuse(len(self.records))
 
     def _measure_pace(self, session: Session) -> None:
         """Let rank 0 take the pace of its core while the others wait, where the steps are worth the half second."""

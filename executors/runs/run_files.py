@@ -65,9 +65,17 @@ class RunFiles:
     def step(self, record: StepRecord) -> None:
         """Write a step: first to the log, and to the disk."""
         self._log.append(record.rows())
+        self.step_again(record)
+
+    def step_again(self, record: StepRecord) -> None:
+        """Tell a step that the log has."""
         num_tokens = self._num_tokens(record.step)
         self._metrics.append([_metrics_row(record, num_tokens)])
         self._reporter.step(record, num_tokens)
+
+    def refuse(self, num_steps: int) -> None:
+        """Keep the first `num_steps` steps of the log."""
+        self._log.cut(num_steps)
 
     def digest(self, num_steps: int, digest: str) -> None:
         """Write the hash of the parameters after `num_steps` steps, unless it is there."""
@@ -112,6 +120,12 @@ class NoFiles:
         pass
 
     def step(self, record: StepRecord) -> None:
+        """Do nothing."""
+
+    def step_again(self, record: StepRecord) -> None:
+        """Do nothing."""
+
+    def refuse(self, num_steps: int) -> None:
         """Do nothing."""
 
     def digest(self, num_steps: int, digest: str) -> None:

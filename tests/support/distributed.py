@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -388,4 +389,29 @@ def run_with_fault(settings, step):
 
     if RankInfo.here().rank == 1:
         Session.begin_step = faulty
+    return run_in_rank(settings)
+
+
+def run_astray(settings, fault, step, end, victim):
+    """Run as `settings` say, rank `victim` with a fault in one step, and the last rank dead before another."""
+    from executors.ranks.rank_info import RankInfo
+    from executors.runs.run import run_in_rank
+    from executors.runs.session import Session
+    from tests.support import faults
+
+    real, rank = Session.begin_step, RankInfo.here().rank
+
+    def faulty(session, batch, **given):
+        if session.num_steps == step and fault == "bit":
+            faults.flip_at_rest(session, is_victim=rank == victim)
+        elif session.num_steps == step and rank == victim and fault == "label":
+            batch = {name: tensor.clone() for name, tensor in batch.items()}
+            batch["labels"][batch["labels"] >= 0] += 1
+        elif session.num_steps == step and rank == victim and fault == "seeds":
+            given["seeds"] = tuple(seed + 1 for seed in session.seeds_of(step))
+        if session.num_steps == end and rank == RankInfo.here().world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(session, batch, **given)
+
+    Session.begin_step = faulty
     return run_in_rank(settings)
