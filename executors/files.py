@@ -91,8 +91,8 @@ def refuse_irregular_run(directory: Path) -> None:
     for name in RUN_FOLDERS:
         folder = directory / name
         if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-            found = irregular(folder.lstat()) or "a file"
-            raise RunError(f"{folder} is {found}, not a directory of the run", hint=_LINK_HINT)
+            kind = irregular(folder.lstat()) or "a file"
+            raise RunError(f"{folder} is {kind}, not a directory of the run", hint=_LINK_HINT)
         for path, folders, files in os.walk(folder):
             inside = [name for name in folders if Path(path, name).is_symlink()]
             refuse_irregular((Path(path, name) for name in (*inside, *files)), RunError, hint=_LINK_HINT)
@@ -115,9 +115,9 @@ def open_own(path: Path, flags: int) -> int:
     if irregular(status) is None and status.st_nlink <= 1:
         return file
     os.close(file)
-    found = irregular(status) or f"a file of {status.st_nlink} names (hard links)"
+    kind = irregular(status) or f"a file of {status.st_nlink} names (hard links)"
     raise RunError(
-        f"{path} is {found}, not a file of the run alone", hint="copy the directory (cp -r), and use the copy"
+        f"{path} is {kind}, not a file of the run alone", hint="copy the directory (cp -r), and use the copy"
     )
 
 

@@ -108,7 +108,7 @@ def imported(what: str, name: str, *, from_here: bool = True) -> Callable[..., A
     module, _, function = name.partition(":")
     try:
         with working_directory_importable() if from_here else nullcontext():
-            found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+            named: Callable[..., Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, SyntaxError, ValueError) as error:
         places = "on PYTHONPATH and among installed packages"
         raise RunError(
@@ -117,7 +117,7 @@ def imported(what: str, name: str, *, from_here: bool = True) -> Callable[..., A
             if from_here
             else f"a resumed run looks for the module {places}, and not in the working directory",
         ) from error
-    return found
+    return named
 
 
 @contextmanager

@@ -185,8 +185,8 @@ def _refuse_irregular(directory: Path) -> None:
 
     Links are followed: caches and users' own directories are made of them, and nothing is written there.
     """
-    found = [path for path in directory.iterdir() if path.suffix in _READ or not path.is_dir()]
-    refuse_irregular(found, ModelError, links=True, hint="a model directory holds files, or links to files")
+    entries = [path for path in directory.iterdir() if path.suffix in _READ or not path.is_dir()]
+    refuse_irregular(entries, ModelError, links=True, hint="a model directory holds files, or links to files")
     if (directory / _ADAPTER_NAME).exists():
         raise _with_adapter(directory)
 

@@ -21,21 +21,12 @@ from executors.datasets.rewards import objective_of_text, reward_named
 from executors.files import replacing
 from executors.models.loading import load_config, refusing
 from executors.models.model import TextObjective
+from executors.runs.base import TOKENIZER_FILES
 from executors.runs.settings import DataSettings, EvaluationSettings, RunSettings
 from topology.errors import ModelError
 from topology.reading import read_json_object
 from topology.validation import readable
 from zosim.console import stderr
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-)
 
 
 def open_data(settings: RunSettings, data: DataSettings) -> Dataset:
@@ -91,7 +82,7 @@ def _any_tokenizer(model: str) -> Any:
 
     directory = Path(model)
     if directory.is_dir():
-        if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        if not any((directory / name).is_file() for name in TOKENIZER_FILES):
             return None
         _check_tokenizer_files(directory)
     try:
@@ -145,7 +136,7 @@ def _check_tokenizer_files(directory: Path) -> None:
     if not path.is_file():
         return
     tried = subprocess.run(
-        [sys.executable, "-P", "-c", _TRY_TOKENIZER, str(path), _SOME_TEXT],
+        [sys.executable, "-P", str(_TRIAL), str(path), _SOME_TEXT],
         capture_output=True,
         text=True,
         check=False,
@@ -159,17 +150,7 @@ def _check_tokenizer_files(directory: Path) -> None:
 
 _SOME_TEXT = "some text, Some more:  2 + 2\n" + 80 * "a" + " é"
 """Long enough for a pattern that tries every way to part a word to show it."""
-_TRY_TOKENIZER = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_CPU, (8, 8))
-resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
-from tokenizers import Tokenizer
-try:
-    Tokenizer.from_file(sys.argv[1]).encode(sys.argv[2])
-except BaseException as error:  # a panic in Rust is no Exception
-    print(" ".join(str(error).split())[:300])
-    sys.exit(1)
-"""
+_TRIAL = Path(__file__).with_name("tokenizer_trial.py")
 
 
 def evaluation_data(settings: RunSettings) -> Dataset | None:
@@ -243,13 +224,15 @@ def copy_tokenizer(model: str, out: Path) -> None:
     """
     directory = Path(model).resolve()
     homes = [directory, *([directory.parents[1] / "blobs"] if directory.parent.name == "snapshots" else [])]
-    for name in _TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         source = (directory / name).resolve()
         if not source.is_file() or source == (out / name).resolve():
             continue
         if not any(source.is_relative_to(home) for home in homes):
-            told = f"warning: {directory / name} leads out of its directory, to {source}, and is not copied"
-            stderr.print(told, markup=False, soft_wrap=True)
+            warning = (
+                f"warning: {directory / name} leads out of its directory, to {source}, and is not copied"
+            )
+            stderr.print(warning, markup=False, soft_wrap=True)
         else:
             with source.open("rb") as read, replacing(out / name) as file:
                 shutil.copyfileobj(read, file)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from executors.files import RUN_FILES, RUN_FOLDERS
 from executors.models.corpus import byte_tokenizer
@@ -17,6 +18,7 @@ from executors.models.loading import load_model
 from executors.ranks.launch import launch
 from executors.runs.inputs import tokenizer_for
 from executors.runs.runlog import read_header, write_header
+from executors.runs.tokenizer_trial import growth
 from executors.serving.peft import read_adapter
 from executors.serving.versions import Versions
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
@@ -322,3 +324,37 @@ def test_adapters_are_files(tmp_path):
         read_adapter(adapter, {})
     with pytest.raises(RunError, match="is a named pipe"):
         Versions(tmp_path / "versions", None, "served").keep("one", adapter)
+
+
+def _tokenizer(**parts):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    return tokenizer
+
+
+DOUBLING = normalizers.Sequence([normalizers.Replace("Q", "QQ")] * 60)
+MULTIPLYING = {
+    "a normalizer": ({"normalizer": DOUBLING}, "its normalizer makes texts up to 1e.18 times"),
+    "a decoder": ({"decoder": decoders.Sequence([decoders.Replace("Q", "QQ")] * 60)}, "its decoder makes"),
+    "bytes": ({"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.ByteLevel()] * 60)}, "its pre_tokenizer makes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(MULTIPLYING))
+def test_tokenizers_that_multiply_texts_are_refused_before_they_are_run(tmp_path, case):
+    parts, reason = MULTIPLYING[case]
+    model = saved_model("opt", tmp_path)
+    _tokenizer(**parts).save(str(model / "tokenizer.json"))
+    (tmp_path / "lines.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
+    with pytest.raises(ModelError, match=reason):
+        tokenizer_for(str(model), str(tmp_path / "lines.jsonl"))
+
+
+def test_what_a_tokenizer_may_lengthen_is_bounded_by_more_than_any_does():
+    ours = json.loads(byte_tokenizer().backend_tokenizer.to_str())
+    assert growth(ours["normalizer"]) * growth(ours["pre_tokenizer"]) <= 4
+    spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}
+    assert growth({"type": "Sequence", "normalizers": [{"type": "NFKC"}, *5 * [spaces]]}) == 2**5
+    assert growth({"type": "Replace", "pattern": {"String": "ab"}, "content": "aba"}) == 1.5
+    assert growth([None]) == growth(None) == 1
