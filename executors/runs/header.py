@@ -62,6 +62,7 @@ class RunHeader(_Section):
     weight_decay: float = Field(ge=0)
     trainable: list[str]
     base_digest: str
+    base: dict[str, Any] | None = None
     seed: Seed
     loss_dtype: LossName
     num_threads: Threads = 1

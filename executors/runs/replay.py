@@ -27,6 +27,7 @@ from executors.models.quantised import load_quantised
 from executors.models.weight_files import weights_digest
 from executors.ranks.mesh import alone
 from executors.runs.adapters import Tuned, attach, recorded_adapters, save_tuned
+from executors.runs.base import base_facts, refuse_other_base, unknown_base
 from executors.runs.checkpoint import Checkpoint, newest_checkpoint
 from executors.runs.history import History, read_history
 from executors.runs.programs import recorded_programs
@@ -163,7 +164,7 @@ def check_base(history: History, model: nn.Module, source: str | Path) -> None:
     Raises
     ------
     RunError
-        If a name or a bit differs.
+        If a name, a bit or a field of the configuration differs.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     recorded = history.header["trainable"]
@@ -175,12 +176,13 @@ def check_base(history: History, model: nn.Module, source: str | Path) -> None:
             f"{source} does not hold the base weights of {history.directory}: their hashes differ",
             hint=f"{HEADER_NAME} names {history.settings.get('model', 'the base')}; tuned weights are not the base",
         )
+    refuse_other_base(history.header, base_facts(model), str(source), str(history.directory))
 
 
 def machine_differences(header: Mapping[str, Any], device: str) -> list[str]:
-    """Return, in words, what is not as it was where the run began, and may change bits."""
+    """Return, in words, what is not as it was where the run began, or is not known, and may change bits."""
     here = machine_facts(device)
-    return [
+    return unknown_base(header) + [
         f"{name} was {header[name]} where the run began and is {here[name]} here: bits may differ"
         for name in _MACHINE_FIELDS
         if name in header and header[name] != here[name]

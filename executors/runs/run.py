@@ -30,6 +30,7 @@ from executors.ranks.launch import process_group
 from executors.ranks.rank_info import is_launched
 from executors.runs.adapters import keep_beginning, save_tuned
 from executors.runs.agreement import Disagreement
+from executors.runs.base import BASE, base_facts, refuse_other_base, tokenizer_facts
 from executors.runs.checkpoint import save_checkpoint
 from executors.runs.divergence import DivergenceWatch
 from executors.runs.earlier import NUM_VERIFIED, EarlierRun, is_begun
@@ -131,6 +132,7 @@ class Run:
             "digest_every": settings.digest_every,
             "checkpoint_every": settings.checkpoint_every,
             "evaluation": settings.evaluation,
+            "tokenizer": None if self.data.template is None else tokenizer_facts(settings.model),
             "early_stop": settings.early_stop,
             "program": None if program is None else program_digest(program.to_json()),
         }
@@ -195,7 +197,13 @@ class Run:
             asked = settings.identity(self.data.lines.sha256, self.history.plan)
             refuse_other_identity(recorded, asked, str(self.out))
             check_base(self.history, model, settings.model)
+            refuse_other_base(self.history.header, self._base_facts(model), settings.model, str(self.out))
         return model
+
+    def _base_facts(self, model: nn.Module) -> dict[str, Any]:
+        """Return what is recorded of the base beside its weights; its tokenizer where lines are text."""
+        is_text = self.data.template is not None
+        return base_facts(model) | ({"tokenizer": tokenizer_facts(self.settings.model)} if is_text else {})
 
     def _session(self, model: nn.Module) -> Session:
         """Return a session on the weights that the log leads to, its files open behind them."""
@@ -233,6 +241,7 @@ class Run:
             ],
         }
         self.header.pop("finished", None)
+        self.header[BASE] = self.header.get(BASE) or self._base_facts(session.model)
         if self.writes:
             # The header before programs: those that it does not speak of are made again.
             self.log.go_on(history.num_bytes)
@@ -269,7 +278,10 @@ class Run:
                 **options,
             )
         )
-        self.header = session.header | {"run": settings.to_header(self.data.lines.sha256)}
+        self.header = session.header | {
+            BASE: self._base_facts(model),
+            "run": settings.to_header(self.data.lines.sha256),
+        }
         if settings.prefix is not None:
 
             def keep() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from executors.devices import device_name
 from executors.files import locked, refuse_irregular_run, write_atomically
 from executors.models.weight_files import weights_digest
+from executors.runs.base import BASE, base_facts
 from executors.runs.header import checked
 from executors.runs.jsonlines import JsonLines, read_lines
 from topology.errors import RunError
@@ -157,6 +158,7 @@ def header_of(
         "plan": dict(plan),
         "trainable": names,
         "base_digest": base_digest or weights_digest(model),
+        BASE: base_facts(model),
         "torch": torch.__version__,
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "num_threads": torch.get_num_threads(),

@@ -32,6 +32,7 @@ from executors.ranks.mesh import stage_of
 from executors.ranks.rank_info import progress_of_this_rank
 from executors.ranks.whole_model import WholeModel
 from executors.runs.agreement import RankReport, StepInputs, refuse_disagreement
+from executors.runs.base import BASE
 from executors.runs.measured import measured_timeline, messages_per_step
 from executors.runs.records import StepRecord, record_of, refuse_nonfinite, seed_of
 from executors.runs.runlog import header_of
@@ -189,7 +190,7 @@ class Session:
                 "seed",
             )
             facts = {name: self.header[name] for name in (*same, "loss_dtype", "trainable")}
-            facts = {"zosim_version": zosim.__version__} | facts
+            facts = {"zosim_version": zosim.__version__, "configuration": self.header[BASE]} | facts
             self.communicator.refuse_unlike({name.replace("_", " "): value for name, value in facts.items()})
         self.engine = engine_for(
             plan,
