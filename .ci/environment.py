@@ -1,7 +1,8 @@
-"""The project's virtual environment: made once, kept while what it was made from stays the same.
+"""The project's virtual environments: made once, kept while what they were made from stays the same.
 
-Standard library only. ``.venv`` lies in the clone; nothing outside it is touched. A stamp in it says what it was
-made from, and is written last, so that an interrupted installation is taken up again.
+Standard library only. ``.venv`` lies in the clone and has the locked versions; ``.venv-lowest`` and ``.venv-newest`` have
+the lowest that ``pyproject.toml`` allows and the newest there are. Nothing outside them is touched. A stamp in each says
+what it was made from, and is written last, so that an interrupted installation is taken up again.
 """
 
 from __future__ import annotations
@@ -19,13 +20,19 @@ import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
-BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
-PYTHON = BIN / "python"
-STAMP = VENV / "zosim-setup.json"
-PIP_LOG = VENV / "pip.log"
+
+EXTRAS = ("run", "dev", "gpu")
+"""Extras that the environments have."""
+
+REQUIREMENTS = {
+    "locked": ROOT / "requirements.txt",
+    "lowest": ROOT / ".ci" / "requirements-lowest.txt",
+    "newest": None,
+}
+"""What pip installs for each set of versions: hashed requirements that ``.ci/lock.py`` writes, or the newest there are."""
 
 NEEDED_DISK_BYTES = 2_500_000_000
 
@@ -48,13 +55,13 @@ CAUSES = [
     ),
     (
         r"THESE PACKAGES DO NOT MATCH THE HASHES|hash mismatch",
-        "a download arrived damaged",
-        "run the same command again",
+        "a download is not the file that was locked: it arrived damaged, or this index serves another",
+        "run the same command again; an index that builds its own files cannot serve the locked ones",
     ),
     (
         r"No matching distribution found",
         "a package has no build for this Python and machine",
-        "use Python 3.11 to 3.13 on 64-bit Linux, macOS or Windows; the last lines of .venv/pip.log name the package",
+        "use Python 3.11 to 3.14 on 64-bit Linux, macOS or Windows; the last lines of pip.log name the package",
     ),
 ]
 
@@ -68,51 +75,76 @@ class SetupError(Exception):
         self.hint = hint
 
 
-def ensure() -> None:
-    """Make the environment, or bring it up to date, or find that nothing is to be done.
+class Environment:
+    """A folder with a Python, and one set of versions in it: "locked", "lowest" or "newest"."""
 
-    Raises
-    ------
-    SetupError
-        If this machine cannot make it, with what is missing.
-    """
-    wanted = _specification()
-    if _is_current(wanted):
-        return
-    if not _works():
-        _create()
-    _install(wanted["extras"])
-    STAMP.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
-    print(f"== environment ready: {VENV}", flush=True)
+    def __init__(self, versions: str = "locked") -> None:
+        self.versions = versions
+        self.folder = ROOT / (".venv" if versions == "locked" else f".venv-{versions}")
+        self.bin = self.folder / ("Scripts" if os.name == "nt" else "bin")
+        self.python = self.bin / "python"
+        self.stamp = self.folder / "zosim-setup.json"
+        self.pip_log = self.folder / "pip.log"
+
+    def ensure(self) -> None:
+        """Make the environment, or bring it up to date, or find that nothing is to be done.
+
+        Raises
+        ------
+        SetupError
+            If this machine cannot make it, with what is missing.
+        """
+        wanted = _specification(self)
+        if self._is_current(wanted):
+            return
+        if not self._works():
+            _create(self)
+        _install(self)
+        self.stamp.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+        print(f"== environment ready: {self.folder}", flush=True)
+
+    def _is_current(self, wanted: dict[str, str]) -> bool:
+        try:
+            return json.loads(self.stamp.read_text(encoding="utf-8")) == wanted and self._works()
+        except (OSError, ValueError):
+            return False
+
+    def _works(self) -> bool:
+        """Whether the environment has a Python that is new enough and a pip that starts."""
+        probe = "import sys, pip; sys.exit(sys.version_info < (3, 11))"
+        try:
+            return (
+                subprocess.run([self.python, "-c", probe], capture_output=True, check=False).returncode == 0
+            )
+        except OSError:
+            return False
 
 
-def _specification() -> dict[str, str]:
+def project() -> dict[str, Any]:
+    """Return ``pyproject.toml``."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def digest_of_requirements() -> str:
+    """Return a hash of what ``pyproject.toml`` asks for: exported files say which one they were made from."""
+    said = project()
+    asked = [said["build-system"]["requires"], said["dependency-groups"], *EXTRAS]
+    asked += [said["project"][name] for name in ("requires-python", "dependencies", "optional-dependencies")]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+
+
+def _specification(environment: Environment) -> dict[str, str]:
     """What the environment is made from: a change in any of it installs again."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    relevant = [project["build-system"], project["project"], project["tool"]["setuptools"]]
+    said = project()
+    relevant = [said["build-system"], said["project"], said["tool"]["setuptools"]]
     packages = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
-    digest = hashlib.sha256(json.dumps([relevant, packages], sort_keys=True).encode()).hexdigest()
-    extras = ["run", "dev"] + (["gpu"] if shutil.which("nvidia-smi") else [])
-    return {"sha256": digest, "extras": ",".join(extras), "root": str(ROOT)}
+    digest = hashlib.sha256(json.dumps([relevant, packages], sort_keys=True).encode())
+    if (requirements := REQUIREMENTS[environment.versions]) is not None:
+        digest.update(requirements.read_bytes())
+    return {"sha256": digest.hexdigest(), "root": str(ROOT)}
 
 
-def _is_current(wanted: dict[str, str]) -> bool:
-    try:
-        return json.loads(STAMP.read_text(encoding="utf-8")) == wanted and _works()
-    except (OSError, ValueError):
-        return False
-
-
-def _works() -> bool:
-    """Whether the environment has a Python that is new enough and a pip that starts."""
-    probe = "import sys, pip; sys.exit(sys.version_info < (3, 11))"
-    try:
-        return subprocess.run([PYTHON, "-c", probe], capture_output=True, check=False).returncode == 0
-    except OSError:
-        return False
-
-
-def _create() -> None:
+def _create(environment: Environment) -> None:
     for module in ("venv", "ensurepip"):
         if importlib.util.find_spec(module) is None:
             version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -130,33 +162,70 @@ def _create() -> None:
     torch = _torch_of_base_interpreter()
     options = ["--system-site-packages"] if torch else []
     because = f", with the torch {torch} that this Python already has" if torch else ""
-    print(f"== making {VENV}{because}", flush=True)
-    shutil.rmtree(VENV, ignore_errors=True)
-    made = subprocess.run([sys.executable, "-m", "venv", *options, VENV], check=False)
-    if made.returncode != 0 or not _works():
+    folder = environment.folder
+    print(f"== making {folder}{because}", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    made = subprocess.run([sys.executable, "-m", "venv", *options, folder], check=False)
+    if made.returncode != 0 or not environment._works():
         raise SetupError(
-            f"{sys.executable} -m venv {VENV} failed", "its own message stands above; is the disk writable?"
+            f"{sys.executable} -m venv {folder} failed", "its own message stands above; is the disk writable?"
         )
 
 
 def _torch_of_base_interpreter() -> str | None:
     """Version of a torch that an environment with system packages would see, if the project can use it."""
-    base = getattr(sys, "_base_executable", sys.executable)
-    probe = "from importlib.metadata import version; print(version('torch'))"
-    found = subprocess.run([base, "-c", probe], capture_output=True, text=True, check=False).stdout.strip()
-    return found if found and _is_in_range(found) else None
+    return _usable_torch(getattr(sys, "_base_executable", sys.executable))
+
+
+def _usable_torch(python: str | Path, outside: Path | None = None) -> str | None:
+    """Version of the torch that a Python sees, if the project can use it, and if it lies outside a folder."""
+    probe = "from importlib.metadata import distribution as d; t = d('torch'); print(t.version, t.locate_file(''))"
+    found = subprocess.run([python, "-c", probe], capture_output=True, text=True, check=False).stdout.strip()
+    version, _, place = found.partition(" ")
+    if not version or not _is_in_range(version):
+        return None
+    return None if outside is not None and Path(place).is_relative_to(outside) else version
+
+
+def differences(environment: Environment) -> list[tuple[str, str, str]]:
+    """Return the name, version and locked version of what the project asks for where an environment has another."""
+    requirements = [*project()["project"]["dependencies"]]
+    for extra in EXTRAS:
+        requirements += project()["project"]["optional-dependencies"][extra]
+    names = {re.split(r"[<>=;\s]", line)[0].lower() for line in requirements}
+    probe = (
+        "from importlib.metadata import distributions as d; print(*{p.name + '==' + p.version for p in d()})"
+    )
+    said = subprocess.run(
+        [environment.python, "-c", probe], capture_output=True, text=True, check=True
+    ).stdout
+    has = {name.lower().replace("_", "-"): version for name, version in (p.split("==") for p in said.split())}
+    lock = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))
+    locked: dict[str, list[str]] = {}
+    for package in lock["package"]:
+        locked.setdefault(package["name"], []).append(package.get("version", ""))
+    return [
+        (name, has[name], " or ".join(locked[name]))
+        for name in sorted(names)
+        if name in has and name in locked and has[name].partition("+")[0] not in locked[name]
+    ]
 
 
 def _is_in_range(version: str) -> bool:
     """Whether a torch version is one that ``pyproject.toml`` asks for."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    (requirement,) = (
-        item for item in project["project"]["optional-dependencies"]["run"] if item.startswith("torch")
-    )
+    run = project()["project"]["optional-dependencies"]["run"]
+    (requirement,) = (item for item in run if item.startswith("torch"))
     bounds = re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", requirement)
     assert bounds is not None, requirement
     lowest, above = (release(bound) for bound in bounds.groups())
     return lowest <= release(version) < above
+
+
+def locked_torch() -> str:
+    """Version of torch that the other locked versions go with; which build of it, pip's configuration decides."""
+    lock = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))
+    (version,) = {package["version"] for package in lock["package"] if package["name"] == "torch"}
+    return str(version)
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -164,28 +233,43 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
-def _install(extras: str) -> None:
-    print(f"== installing zosim with [{extras}]: about a minute and 1.5 GB, more where torch comes with CUDA")
-    PIP_LOG.unlink(missing_ok=True)
+def _install(environment: Environment) -> None:
+    """Install other packages, then torch unless this Python brings it, then the project."""
+    print(f"== installing the {environment.versions} versions: 1.5 GB, more where torch comes with CUDA")
+    environment.pip_log.unlink(missing_ok=True)
+    # Hashes and exact versions of everything: nothing is left to resolve, and nothing is built.
+    requirements = REQUIREMENTS[environment.versions]
+    if requirements is None:
+        _pip(environment, f"torch=={locked_torch()}", *_newest())
+    else:
+        _pip(environment, "--no-deps", "--require-hashes", "--only-binary", ":all:", "-r", requirements)
+        if _usable_torch(environment.python, outside=environment.folder) is None:
+            _pip(environment, f"torch=={locked_torch()}")
+    _pip(environment, "--no-deps", "--no-build-isolation", "--editable", ROOT)
+
+
+def _newest() -> list[str]:
+    """Options and requirements of the newest versions, whatever upper bounds say, torch excepted."""
+    said = project()
+    lines = [*said["build-system"]["requires"], *said["project"]["dependencies"]]
+    for extra in EXTRAS:
+        lines += said["project"]["optional-dependencies"][extra]
+    return [
+        "--upgrade",
+        *(re.sub(r",\s*<[\d.]+", "", line) for line in lines if not line.startswith("torch")),
+    ]
+
+
+def _pip(environment: Environment, *arguments: str | Path) -> None:
     command: Sequence[str | Path] = [
-        *(
-            PYTHON,
-            "-m",
-            "pip",
-            "install",
-            "--disable-pip-version-check",
-            "--progress-bar",
-            "off",
-            "--retries",
-            "3",
-        ),
-        *("--log", PIP_LOG, "--editable", f"{ROOT}[{extras}]"),
+        *(environment.python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"),
+        *("--retries", "3", "--log", environment.pip_log, *arguments),
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
         errors = _follow(pip)
     if pip.returncode != 0:
         print("\n".join(errors[-20:]), file=sys.stderr)
-        raise _explained(PIP_LOG.read_text(encoding="utf-8", errors="replace") if PIP_LOG.exists() else "")
+        raise _explained(environment.pip_log)
 
 
 def _follow(pip: subprocess.Popen[str]) -> list[str]:
@@ -219,8 +303,9 @@ def _follow(pip: subprocess.Popen[str]) -> list[str]:
     return errors
 
 
-def _explained(log: str) -> SetupError:
+def _explained(pip_log: Path) -> SetupError:
+    log = pip_log.read_text(encoding="utf-8", errors="replace") if pip_log.exists() else ""
     for pattern, message, hint in CAUSES:
         if re.search(pattern, log):
             return SetupError(f"the installation stopped: {message}", hint)
-    return SetupError("pip could not install the project", f"its messages stand above and in {PIP_LOG}")
+    return SetupError("pip could not install the project", f"its messages stand above and in {pip_log}")

@@ -13,8 +13,10 @@ from typing import IO
 
 import environment
 import here
+import lock as locking
 
 ROOT = environment.ROOT
+LOCKED = environment.Environment()
 HERE = "--here"
 
 STATIC_CHECKS: dict[str, list[str]] = {
@@ -31,9 +33,11 @@ def demo(arguments: Sequence[str]) -> int:
 
 
 def test(arguments: Sequence[str]) -> int:
-    """Set up, then what CI checks; `test --full` also slow and broad tests; with other arguments, pytest alone."""
+    """Set up, then what CI checks; `--full`: slow tests too; with other arguments pytest alone (`--set lowest|newest`)."""
     full = ["--run-slow"] if "--full" in arguments else []
     chosen = [argument for argument in arguments if argument != "--full"]
+    if "--set" in chosen:
+        return _test_with(chosen, full)
     if chosen:
         return _tool(["pytest", *full, *chosen])
     failed = [name for name in STATIC_CHECKS if name != "types" and _static(name) != 0]
@@ -60,6 +64,30 @@ def _tests(full: Sequence[str]) -> bool:
     num_workers = min(4, (os.cpu_count() or 1) + 1)
     parallel = ["-n", str(num_workers), "--dist", "loadfile", "--no-loadscope-reorder"]
     return _tool(["pytest", *parallel, *full]) == 0
+
+
+def _test_with(arguments: list[str], full: Sequence[str]) -> int:
+    """Run pytest with another set of versions, and say which they are."""
+    at = arguments.index("--set")
+    versions = arguments[at + 1] if len(arguments) > at + 1 else ""
+    if versions not in environment.REQUIREMENTS:
+        print(f"error: --set {versions} is none of {', '.join(environment.REQUIREMENTS)}", file=sys.stderr)
+        return 2
+    chosen = environment.Environment(versions)
+    chosen.ensure()
+    # Old packages warn of the Python and of the packages that came after them, which is nothing that we could mend.
+    quiet = (
+        ["-W", "default::DeprecationWarning", "-W", "default::SyntaxWarning"] if versions == "lowest" else []
+    )
+    code = _tool(["pytest", *quiet, *full, *arguments[:at], *arguments[at + 2 :]], of=chosen)
+    changes = [f"{name} {has} (locked: {locked})" for name, has, locked in environment.differences(chosen)]
+    print(f"\n== {versions} versions: {', '.join(changes) or 'those that are locked'}")
+    return code
+
+
+def lock(arguments: Sequence[str]) -> int:
+    """Write uv.lock, requirements.txt and pylock.toml anew (`lock --upgrade`: the newest within pyproject.toml's bounds)."""
+    return locking.lock(arguments)
 
 
 def check(_: Sequence[str]) -> int:
@@ -134,9 +162,10 @@ def _is_here(arguments: Sequence[str]) -> bool:
 
 
 def clean(_: Sequence[str]) -> int:
-    """Remove the environment and every cache."""
+    """Remove the environments and every cache."""
     caches = [".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache", "build"]
-    for name in [environment.VENV.name, *caches, "zosim.egg-info"]:
+    folders = [environment.Environment(versions).folder.name for versions in environment.REQUIREMENTS]
+    for name in [*folders, *caches, "zosim.egg-info"]:
         shutil.rmtree(ROOT / name, ignore_errors=True)
     for folder in list(ROOT.rglob("__pycache__")):
         shutil.rmtree(folder, ignore_errors=True)
@@ -157,6 +186,7 @@ TASKS: dict[str, Callable[[Sequence[str]], int]] = {
     "freeze": freeze,
     "compare": compare,
     "gpu": gpu,
+    "lock": lock,
     "clean": clean,
 }
 
@@ -171,8 +201,13 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: no task {name!r}\n\nhint: one of {', '.join(TASKS)}", file=sys.stderr)
         return 2
     try:
-        if name != "clean" and not (name == "gpu" and _is_here(rest)):
-            environment.ensure()
+        needs_none = (
+            name in ("clean", "lock")
+            or (name == "gpu" and _is_here(rest))
+            or (name == "test" and "--set" in rest)
+        )
+        if not needs_none:
+            LOCKED.ensure()
         return TASKS[name](rest)
     except environment.SetupError as error:
         print(f"\nerror: {error.message}\n\nhint: {error.hint}", file=sys.stderr)
@@ -196,14 +231,14 @@ def _title(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
-def _tool(command: Sequence[str], said: IO[str] | None = None) -> int:
-    """Exit code of a program of the environment, run at the top of the clone; what it says goes to a file, if one is given."""
+def _tool(command: Sequence[str], said: IO[str] | None = None, of: environment.Environment = LOCKED) -> int:
+    """Exit code of a program of an environment, run at the top of the clone; what it says goes to a file, if one is given."""
     program, *arguments = command
-    path = os.pathsep.join([str(environment.BIN), os.environ.get("PATH", "")])
-    variables = {**os.environ, "PATH": path, "VIRTUAL_ENV": str(environment.VENV)}
+    path = os.pathsep.join([str(of.bin), os.environ.get("PATH", "")])
+    variables = {**os.environ, "PATH": path, "VIRTUAL_ENV": str(of.folder)}
     # Some machines switch bytecode off. Every worker and every command of a test would compile all the sources then.
     variables.pop("PYTHONDONTWRITEBYTECODE", None)
-    command = [str(environment.BIN / program), *arguments]
+    command = [str(of.bin / program), *arguments]
     return subprocess.run(
         command, cwd=ROOT, env=variables, stdout=said, stderr=said and subprocess.STDOUT, check=False
     ).returncode
