@@ -6,7 +6,7 @@ Rows are output channels. A value is ``(code - zero)·scale``, with one scale fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -83,6 +83,16 @@ class Moved:
         self.saturated += saturated
 
 
+@dataclass
+class KnownFormat:
+    """Which of :data:`costmodel.formats.CANDIDATES` a weight's codes are of, once the host has asked or been told.
+
+    All places that a parameter passes through share one: its format stays, and a device is not asked again.
+    """
+
+    number: int | None = None
+
+
 @dataclass(frozen=True)
 class Coded:
     """A weight.
@@ -104,6 +114,8 @@ class Coded:
         e4m3 as uint8, shape (outputs, outliers of a row), in the order in which their places have the code -128.
     outlier_scales : torch.Tensor or None
         Shape (outputs, 1).
+    known : KnownFormat
+        What `kind` holds, on the host.
     """
 
     coding: Coding
@@ -114,12 +126,20 @@ class Coded:
     kind: Tensor | None = None
     outliers: Tensor | None = None
     outlier_scales: Tensor | None = None
+    known: KnownFormat = field(default_factory=KnownFormat, compare=False, repr=False)
 
     @classmethod
-    def of_tensors(cls, coding: Coding, shape: torch.Size, tensors: Iterable[Tensor]) -> Coded:
+    def of_tensors(
+        cls,
+        coding: Coding,
+        shape: torch.Size,
+        tensors: Iterable[Tensor],
+        known: KnownFormat | None = None,
+    ) -> Coded:
         """Return one that is held in these, which are in the order of :func:`shapes_of`."""
         held = dict(zip(shapes_of(coding, shape), tensors, strict=True))
-        return cls(coding, shape, held[""], held["_scale"], *(held.get(suffix) for suffix in SUFFIXES[2:]))
+        more = (held.get(suffix) for suffix in SUFFIXES[2:])
+        return cls(coding, shape, held[""], held["_scale"], *more, known=known or KnownFormat())
 
     @classmethod
     def empty(cls, coding: Coding, shape: torch.Size, device: torch.device) -> Coded:
@@ -154,7 +174,11 @@ class Coded:
     def grid(self) -> Grid:
         """What codes stand for."""
         coding = self.coding
-        name = coding.format if self.kind is None else CANDIDATES[coding.format][int(self.kind)]
+        name = coding.format
+        if self.kind is not None:
+            if self.known.number is None:
+                self.known.number = int(self.kind)
+            name = CANDIDATES[name][self.known.number]
         return grid_of(name, has_zero_point=coding.has_zero_point, is_full_range=coding.is_full_range)
 
     def to(self, device: torch.device) -> Coded:
@@ -162,12 +186,13 @@ class Coded:
         if self.device == device:
             return self
         moved = [tensor.to(device) for tensor in self.tensors.values()]
-        return Coded.of_tensors(self.coding, self.shape, moved)
+        return Coded.of_tensors(self.coding, self.shape, moved, KnownFormat(self.known.number))
 
     def copy_(self, other: Coded) -> None:
         """Take over what another one holds."""
         for mine, theirs in zip(self.tensors.values(), other.tensors.values(), strict=True):
             mine.copy_(theirs)
+        self.known.number = other.known.number
 
     # -- values ------------------------------------------------------------------------------------------------
 
@@ -231,10 +256,15 @@ class Coded:
         if self.kind is not None:
             errors = []
             for number in range(len(CANDIDATES[self.coding.format])):
-                self.kind.fill_(number)
+                self._take_format(number)
                 errors.append(self._encode(weights))
-            self.kind.fill_(errors.index(min(errors)))
+            self._take_format(errors.index(min(errors)))
         self._encode(weights)
+
+    def _take_format(self, number: int) -> None:
+        assert self.kind is not None
+        self.kind.fill_(number)
+        self.known.number = number
 
     def write(self, weights: Tensor) -> None:
         """Take the codes nearest to `weights`, scales as they are."""

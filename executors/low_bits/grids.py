@@ -209,7 +209,9 @@ class Floats(Grid):
         return tuple(level for level in levels if level <= self.high)
 
     def _magnitudes(self, like: Tensor) -> Tensor:
-        return torch.tensor(self._levels, dtype=torch.float32, device=like.device)
+        # From pinned memory, so that the host does not wait for the device.
+        levels = torch.tensor(self._levels, dtype=torch.float32, pin_memory=like.device.type != "cpu")
+        return levels.to(like.device, non_blocking=True)
 
 
 @cache

@@ -22,8 +22,8 @@ from topology.errors import PlanError
 from zosim.plans import LowBits
 from zosim.plans.low_bits import InputFormat, InputScales, KernelName
 
-_MULTIPLE = {"cuda": 32}
-"""Rows that a device's products of matrices of bytes want a multiple of."""
+_MULTIPLE, _WIDTH_MULTIPLE = {"cuda": 32}, {"cuda": 16}
+"""Rows that a device's products of matrices of bytes want a multiple of, and inputs: int8 ones of 8, e4m3 ones of 16."""
 
 _LARGEST: dict[InputFormat, float] = {"int8": 127.0, "float8": torch.finfo(torch.float8_e4m3fn).max}
 
@@ -383,16 +383,19 @@ def byte_product(inputs: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
 
     Of int8 matrices the sums are exact, and rounded once before; others are of e4m3.
     """
-    multiple = _MULTIPLE.get(inputs.device.type, 1)
-    left, right = (
-        nn.functional.pad(matrix, (0, 0, 0, missing)) if (missing := -len(matrix) % multiple) else matrix
-        for matrix in (inputs, weights)
-    )
+    left, right = _filled_up(inputs), _filled_up(weights)
     if inputs.dtype == torch.int8:
         return exact_sums(left, right)[: len(inputs), : len(weights)].mul_(scales)
     one = torch.ones((), dtype=torch.float32, device=inputs.device)
     product = torch._scaled_mm(left, right.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
     return product[: len(inputs), : len(weights)].mul_(scales)
+
+
+def _filled_up(matrix: Tensor) -> Tensor:
+    """Return a matrix with as many rows and inputs as a device's products of bytes want: zeros, which add nothing."""
+    rows = -len(matrix) % _MULTIPLE.get(matrix.device.type, 1)
+    inputs = -matrix.shape[1] % _WIDTH_MULTIPLE.get(matrix.device.type, 1)
+    return nn.functional.pad(matrix, (0, inputs, 0, rows)) if rows or inputs else matrix
 
 
 def code_layers(parts: Iterable[nn.Module], low_bits: LowBits, device: torch.device) -> None:

@@ -6,13 +6,13 @@ Here alone it is known that a parameter's values are a float tensor in ``paramet
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from costmodel.low_bits import Coding
-from executors.low_bits.coded import Coded
+from executors.low_bits.coded import Coded, KnownFormat
 from executors.low_bits.linear import CodedLayer, coded_layers, is_of_adapter
 from topology.errors import ModelError
 
@@ -43,6 +43,8 @@ class NamedTensor:
     decays : bool
     layer : CodedLayer or None
         Where the parameter may be codes, the layer whose weight it is; of several the first.
+    known_format : KnownFormat
+        Of its codes, wherever they lie in a program's buffers.
     """
 
     name: str
@@ -51,6 +53,7 @@ class NamedTensor:
     index: int
     decays: bool
     layer: CodedLayer | None = None
+    known_format: KnownFormat = field(default_factory=KnownFormat, compare=False, repr=False)
 
     @property
     def num_elements(self) -> int:

@@ -350,7 +350,7 @@ def _placed_codes(memory: Tensor, part: Part, coding: Coding) -> PlacedPart:
             held.append(taken(tensor.shape, TORCH_DTYPES[coding.dtype]))
         else:
             pieces = [taken(*of) for of in shapes_of(how, tensor.shape).values()]
-            held.append(Coded.of_tensors(how, tensor.shape, pieces))
+            held.append(Coded.of_tensors(how, tensor.shape, pieces, tensor.known_format))
     views = tuple(one.codes if isinstance(one, Coded) else one for one in held)
     return PlacedPart(memory, views, part, tuple(held))
 

@@ -623,3 +623,35 @@ def test_transformers_can_be_imported_first_inside():
         "    assert isinstance(torch.cuda.Stream(), torch.cuda.Stream)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_int8_products_of_any_width_run_on_the_device():
+    """CUDA multiplies rows of multiples of 8; zeros fill others up, and add nothing."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (
+        torch.randint(-127, 128, (rows, 21), generator=generator).to(torch.int8) for rows in (5, 9)
+    )
+    wanted = (left.long() @ right.long().T).float()
+    axes = {"low_bits": {"weights": "int8", "activations": "int8-token"}, "directions": {"rng": "counter"}}
+    with simulated() as device:
+        there = linear.byte_product(left.cuda(), right.cuda(), torch.ones(1, device="cuda"))
+        assert torch.equal(there.cpu(), wanted)
+        model = model_of("opt-untied", num_hidden_layers=1, ffn_dim=60)
+        with Session(plan_of(model, **axes), model, learning_rate=1e-2, device="cuda:0") as session:
+            assert [session.step(batch) for batch in batches(1)]
+    assert device.findings == []
+
+
+@pytest.mark.parametrize("placement", [{}, OFFLOADED])
+def test_the_host_keeps_the_format_that_each_weight_was_given(placement):
+    """Weights in the best of several formats do not make it wait at each use."""
+    axes = {**placement, "low_bits": {"weights": "best4"}, "directions": {"rng": "counter"}}
+    with simulated() as device:
+        model = model_of("opt-untied", num_hidden_layers=2)
+        with Session(plan_of(model, **axes), model, learning_rate=1e-3, device="cuda:0") as session:
+            first, second = batches(2)
+            session.begin_step(first)
+            waits = device.synchronisations.total()
+            session.begin_step(second)
+            assert device.synchronisations.total() == waits
+    assert device.findings == []

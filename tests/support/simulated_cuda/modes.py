@@ -40,6 +40,9 @@ _PRODUCTS = {
 }  # fmt: skip
 """Kernels of cuBLAS, which may keep what they have not added up yet in its workspace."""
 
+_MULTIPLES = {"aten._int_mm": 8, "aten._scaled_mm": 16}
+"""What inner widths and columns of products of bytes are multiples of."""
+
 DRAWING = ("normal_", "random_", "uniform_", "normal", "rand", "randn", "randint")
 _TWO_AT_ONCE = ("random_", "randint")
 """Of a kernel that draws integers, each thread takes two numbers at a time; of others four."""
@@ -175,6 +178,8 @@ class Kernels(TorchDispatchMode):
             return func(*args, **kwargs)
         if name not in _WITHOUT_KERNEL:
             self._refuse_two_devices(name, given)
+        if name in _MULTIPLES:
+            _refuse_sizes(name, *args[:2])
         compute = partial(_divided, func) if _divides_by_a_number(name, args, kwargs) else func
         operands, graph = list(operator.operands(args, kwargs)), device.capturing()
         if name in _PRODUCTS:
@@ -230,6 +235,16 @@ class Kernels(TorchDispatchMode):
                     "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
                     f"({name}, {tuple(tensor.shape)})"
                 )
+
+
+def _refuse_sizes(name: str, left: Tensor, right: Tensor) -> None:
+    """Raise as products of bytes do whose matrices have sizes that CUDA has no kernel for."""
+    multiple = _MULTIPLES[name]
+    if name == "aten._int_mm" and left.shape[0] <= 16:
+        raise RuntimeError(f"self.size(0) needs to be greater than 16, but got {left.shape[0]}")
+    odd = [size for size in (left.shape[1], right.shape[1]) if size % multiple]
+    if odd:
+        raise RuntimeError(f"{name}: sizes need to be multiples of {multiple}, but got {odd[0]}")
 
 
 _CHUNK_ELEMENTS, _MOST_CHUNKS = 65536, 320
