@@ -7,11 +7,13 @@ knows is a name. :func:`device_module` is for what torch keeps apart by kind: co
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from topology.errors import PlanError, RunError
 
@@ -96,6 +98,30 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
         yield
     finally:
         torch.accelerator.set_stream(before)
+
+
+_STAGING_ALIGNMENT_BYTES = 64
+
+
+def staged_on(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors of the host on a device, which gets them in one copy from pinned memory; the host does not wait for it.
+
+    Pageable memory is copied piece by piece, through a buffer of the driver that the host waits for. On a CPU the tensors themselves.
+    """
+    if device.type == "cpu" or not tensors:
+        return list(tensors)
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    aligned = [-(-size // _STAGING_ALIGNMENT_BYTES) * _STAGING_ALIGNMENT_BYTES for size in sizes]
+    *begins, total = accumulate(aligned, initial=0)
+    staged = torch.empty(total, dtype=torch.uint8, pin_memory=True)
+    places = [slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
+    for place, tensor in zip(places, tensors, strict=True):
+        staged[place].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    there = staged.to(device, non_blocking=True)
+    return [
+        there[place].view(tensor.dtype).view(tensor.shape)
+        for place, tensor in zip(places, tensors, strict=True)
+    ]
 
 
 def device_name(name: str) -> str:

@@ -6,7 +6,7 @@ Messages describe themselves, so there is one :func:`decode` for all.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -19,12 +19,10 @@ from executors.codecs.encodings import BY_NAME, MessageLayout, Payload, Symbols,
 from executors.codecs.grids import fitted
 from executors.codecs.packing import Bytes
 from executors.codecs.quantising import Quantised, dequantise, grid_format, quantise
+from executors.devices import staged_on
 from topology.errors import CodecError
 
 Message = Tensor | bytes | bytearray | memoryview
-
-_ALIGNMENT_BYTES = 8
-"""At which numbers of any format may begin."""
 
 
 class Codec(ABC):
@@ -230,19 +228,9 @@ def _quantised(header: Header, body: Bytes, device: torch.device) -> Quantised:
     return Quantised(spec, header.shape, header.dtype, rows.reshape(-1, columns or 1), tuple(kept))
 
 
-def _on_device(pieces: Sequence[Bytes], device: torch.device) -> Iterator[Tensor]:
-    """Yield bytes of the host on a device, which gets them in one piece, from pinned memory, and is not waited for."""
-    if device.type == "cpu":
-        yield from map(torch.from_numpy, pieces)
-        return
-    sizes = [-(-len(piece) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for piece in pieces]
-    staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-    begins = list(accumulate(sizes, initial=0))
-    for begin, piece in zip(begins, pieces, strict=False):
-        staged[begin : begin + len(piece)] = torch.from_numpy(piece)
-    there = staged.to(device, non_blocking=True)
-    for begin, piece in zip(begins, pieces, strict=False):
-        yield there[begin : begin + len(piece)]
+def _on_device(pieces: Sequence[Bytes], device: torch.device) -> list[Tensor]:
+    """Return bytes of the host on a device, which gets them in one piece and is not waited for."""
+    return staged_on(device, [torch.from_numpy(piece) for piece in pieces])
 
 
 def _parameters(header: Header, spec: CodecSpec, body: Bytes) -> tuple[tuple[Tensor, ...], Bytes]:

@@ -57,13 +57,14 @@ class _Narrowing:
     ----------
     stream : torch.Tensor
         What the block is given and will add to: the residual stream, narrowed in place.
-    rows : LongTensor
+    rows, rows_on_host : LongTensor
     is_due, is_done : bool
         Whether attention is through, and whether the first linear behind it has narrowed its input, and the stream.
     """
 
     stream: Tensor
     rows: Tensor
+    rows_on_host: Tensor
     is_due: bool = False
     is_done: bool = False
 
@@ -78,7 +79,7 @@ class _Narrowing:
 
     def places(self, whole: slice) -> slice:
         """Return where the rows of a part of the packed row are now; parts have theirs side by side."""
-        begin, end = (int((self.rows < edge).sum()) for edge in (whole.start, whole.stop))
+        begin, end = (int((self.rows_on_host < edge).sum()) for edge in (whole.start, whole.stop))
         return slice(begin, end)
 
 
@@ -137,7 +138,7 @@ class BatchedModel(CutModel):
     def pack(self, batch: Batch) -> Packing:
         """Return a batch packed; on a CPU a token of a large block takes longer than a call of attention."""
         weight = min(1.0, 2e5 / self._block_elements) if self.device.type == "cpu" else 1.0
-        return pack(batch, least_saved=max(8, LEAST_SAVED * weight))
+        return pack(batch, least_saved=max(8, LEAST_SAVED * weight), device=self.device)
 
     def path(
         self, parameter: nn.Parameter, factors: Sequence[tuple[Tensor, Tensor]], scales: Sequence[float]
@@ -220,7 +221,7 @@ class BatchedModel(CutModel):
         kwargs = kwargs | {"packing": packing}
         if self.narrows and packing.is_sparse and index == len(self.blocks) - 1:
             hidden = hidden.view_as(hidden)  # the caller's stays as it is
-            self._narrowing = _Narrowing(hidden, packing.predictors)
+            self._narrowing = _Narrowing(hidden, packing.predictors, packing.on_host["predictors"])
             kwargs["on_attended"] = self._narrowing.attended
         try:
             with attention_by(self.model, _ATTENTION), self.format(), self._slots_left_out(paths):
@@ -229,9 +230,12 @@ class BatchedModel(CutModel):
             self._paths, self._narrowing = {}, None
 
     def _embed_packed(self, batch: Batch, cache: StepCache) -> Tensor:
-        cache.packing = packing = cache.packing or self.pack(batch)
+        cache.packing = packing = cache.packing or self.pack(cache.host or batch)
+        packed = StepCache(host=packing.on_host)
         with attention_by(self.model, _ATTENTION):
-            return self.embed({"input_ids": packing.tokens, "position_ids": packing.positions}, cache)
+            hidden = self.embed({"input_ids": packing.tokens, "position_ids": packing.positions}, packed)
+        cache.calls = cache.calls or packed.calls
+        return hidden
 
     @staticmethod
     def predicting(hidden: Tensor, packing: Packing) -> Tensor:

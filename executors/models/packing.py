@@ -15,6 +15,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
+from executors.devices import staged_on
 from topology.errors import DataError, ModelError
 
 _IGNORED = -100
@@ -63,6 +64,8 @@ class Packing:
     targets : LongTensor (labels,)
     num_padded : int
         Tokens of the batch as it came, padding among them.
+    on_host : mapping
+        ``input_ids``, ``position_ids`` and ``predictors`` on the host.
     """
 
     tokens: Tensor
@@ -71,6 +74,7 @@ class Packing:
     predictors: Tensor
     targets: Tensor
     num_padded: int
+    on_host: Mapping[str, Tensor]
 
     @property
     def num_tokens(self) -> int:
@@ -87,7 +91,7 @@ def joined(packings: Sequence[Packing]) -> tuple[Packing, list[slice]]:
     """Return several packings as one row, in which none sees another's tokens, and where each of them lies."""
     places, begin = [], 0
     groups: list[AttentionGroup] = []
-    predictors = []
+    predictors, predictors_on_host = [], []
     for packing in packings:
         end = begin + packing.num_tokens
         places.append(slice(begin, end))
@@ -95,7 +99,12 @@ def joined(packings: Sequence[Packing]) -> tuple[Packing, list[slice]]:
             replace(group, queries=group.queries + begin, keys=group.keys + begin) for group in packing.groups
         ]
         predictors.append(packing.predictors + begin)
+        predictors_on_host.append(packing.on_host["predictors"] + begin)
         begin = end
+    on_host = {
+        name: torch.cat([packing.on_host[name] for packing in packings], 1)
+        for name in ("input_ids", "position_ids")
+    }
     row = Packing(
         torch.cat([packing.tokens for packing in packings], 1),
         torch.cat([packing.positions for packing in packings], 1),
@@ -103,6 +112,7 @@ def joined(packings: Sequence[Packing]) -> tuple[Packing, list[slice]]:
         torch.cat(predictors),
         torch.cat([packing.targets for packing in packings]),
         sum(packing.num_padded for packing in packings),
+        on_host | {"predictors": torch.cat(predictors_on_host)},
     )
     return row, places
 
@@ -164,24 +174,33 @@ class _Forest:
             self.places[row] = [*self.places[row], *run.places]
 
 
-def pack(batch: Mapping[str, Tensor], *, least_saved: float = LEAST_SAVED, bucket: int = _BUCKET) -> Packing:
-    """Return a batch packed, on its device.
+def pack(
+    batch: Mapping[str, Tensor],
+    *,
+    least_saved: float = LEAST_SAVED,
+    bucket: int = _BUCKET,
+    device: torch.device | None = None,
+) -> Packing:
+    """Return a batch packed.
 
     Parameters
     ----------
     batch : mapping
-        ``input_ids`` and ``labels`` of shape (sequences, tokens), and perhaps an ``attention_mask`` of ones, then zeros.
+        ``input_ids`` and ``labels`` of shape (sequences, tokens), and perhaps an ``attention_mask`` of ones, then zeros. Of
+        tensors on an accelerator the numbers are waited for.
     least_saved : float
         What a common beginning must save to be computed once, as in :data:`LEAST_SAVED`.
     bucket : int
         Runs whose lengths differ by less share a call of attention.
+    device : torch.device, optional
+        Where the packing is to be; by default where the batch is.
 
     Raises
     ------
     DataError
         If a sequence is padded on the left, or nothing is asked for.
     """
-    device = batch["input_ids"].device
+    device = device or batch["input_ids"].device
     tokens, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
     mask = batch.get("attention_mask")
     lengths = _lengths(mask) if mask is not None else [len(row) for row in tokens]
@@ -202,16 +221,30 @@ def pack(batch: Mapping[str, Tensor], *, least_saved: float = LEAST_SAVED, bucke
     pairs = [
         (forest.places[row][at - 1], labels[row][at]) for row, places in enumerate(asked) for at in places
     ]
-    places_in_row = torch.tensor(flat, dtype=torch.long, device=device)
-    ends = torch.tensor(pairs, dtype=torch.long, device=device)
-    return Packing(
-        places_in_row[:, 0].unsqueeze(0),
-        places_in_row[:, 1].unsqueeze(0),
-        tuple(_groups(forest.runs, bucket, device)),
-        ends[:, 0].contiguous(),
-        ends[:, 1].contiguous(),
-        batch["input_ids"].numel(),
-    )
+    tokens_and_positions = torch.tensor(flat, dtype=torch.long).T.contiguous()
+    ends = torch.tensor(pairs, dtype=torch.long).T.contiguous()
+    groups = _groups(forest.runs, bucket)
+    tensors = [tokens_and_positions, ends]
+    for group in groups:
+        tensors += [group.queries, group.keys, *(t for t in (group.mask, group.kept) if t is not None)]
+    there = iter(staged_on(device, tensors))
+    row, (predictors, targets) = next(there), next(there)
+    moved = [
+        AttentionGroup(
+            next(there),
+            next(there),
+            group.num_runs,
+            None if group.mask is None else next(there),
+            None if group.kept is None else next(there),
+        )
+        for group in groups
+    ]
+    on_host = {
+        "input_ids": tokens_and_positions[:1],
+        "position_ids": tokens_and_positions[1:],
+        "predictors": ends[0],
+    }
+    return Packing(row[:1], row[1:], tuple(moved), predictors, targets, batch["input_ids"].numel(), on_host)
 
 
 def facts_of(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, int]:
@@ -250,6 +283,7 @@ def facts_of(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, int]:
 
 
 def _lengths(mask: Tensor) -> list[int]:
+    mask = mask.cpu()
     lengths = mask.sum(1)
     ones_first = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
     if not torch.equal(ones_first, mask.bool()):
@@ -260,14 +294,14 @@ def _lengths(mask: Tensor) -> list[int]:
     return [int(length) for length in lengths.tolist()]
 
 
-def _groups(runs: Sequence[_PackedRun], bucket: int, device: torch.device) -> list[AttentionGroup]:
+def _groups(runs: Sequence[_PackedRun], bucket: int) -> list[AttentionGroup]:
     by_length: dict[tuple[int, int], list[_PackedRun]] = defaultdict(list)
     for run in runs:
         by_length[-(-len(run.tokens) // bucket), -(-len(run.above) // bucket)].append(run)
-    return [_group(alike, device) for alike in by_length.values()]
+    return [_group(alike) for alike in by_length.values()]
 
 
-def _group(runs: Sequence[_PackedRun], device: torch.device) -> AttentionGroup:
+def _group(runs: Sequence[_PackedRun]) -> AttentionGroup:
     most = max(len(run.tokens) for run in runs)
     most_keys = max(len(run.above) + len(run.tokens) for run in runs)
     queries = torch.zeros(len(runs), most, dtype=torch.long)
@@ -284,11 +318,11 @@ def _group(runs: Sequence[_PackedRun], device: torch.device) -> AttentionGroup:
             mask[i, 0, num:, 0] = True  # a filling sees something, so that no softmax is over nothing
         is_own[i, :num] = True
     return AttentionGroup(
-        queries.view(-1).to(device),
-        keys.view(-1).to(device),
+        queries.view(-1),
+        keys.view(-1),
         len(runs),
-        None if mask is None else mask.to(device),
-        None if bool(is_own.all()) else is_own.view(-1).nonzero().view(-1).to(device),
+        mask,
+        None if bool(is_own.all()) else is_own.view(-1).nonzero().view(-1),
     )
 
 
@@ -325,7 +359,7 @@ def packed_attention(
         Shape (points, places, heads, width).
     """
     del attention_mask
-    is_windowed = sliding_window is not None and int(packing.positions.max()) >= sliding_window
+    is_windowed = sliding_window is not None and int(packing.on_host["position_ids"].max()) >= sliding_window
     if is_windowed or softcap is not None or s_aux is not None:
         raise ModelError(
             f"{type(module).__name__} does more than softmax over all tokens before, which packed sequences are not run with",

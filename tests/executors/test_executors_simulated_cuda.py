@@ -352,7 +352,8 @@ FAULTS = {
     "a number's event is recorded elsewhere": ("resident", "executors.device_scalars:ScalarReading.__init__", "torch.accelerator.current_stream(numbers.device)", "torch.cuda.Stream()"),
     "others are not waited for": ("data, shared", f"{BACKEND}._issue", "            ticket.wait()", "            pass"),
     "a message is read before it has come": ("stages, inputs of 8 bits", "executors.codecs.codec:_on_host", ".cpu()", ".to('cpu', non_blocking=True)"),
-    "a staging buffer is used again": ("stages, inputs of 8 bits", "executors.codecs.codec:_on_device", "staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)", "staged = globals().setdefault(f'kept {sum(sizes)}', torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True))"),
+    "a staging buffer is used again": ("stages, inputs of 8 bits", "executors.devices:staged_on", "torch.empty(total, dtype=torch.uint8, pin_memory=True)", "globals().setdefault(f'kept {total}', torch.empty(total, dtype=torch.uint8, pin_memory=True))"),
+    "the next batch is staged where the last one was": ("resident", "executors.devices:staged_on", "torch.empty(total, dtype=torch.uint8, pin_memory=True)", "globals().setdefault(f'kept {total}', torch.empty(total, dtype=torch.uint8, pin_memory=True))"),
     "shares are gathered on another stream": ("perturb, sliced", f"{EXCHANGES}._gather_shares", "ranks.all_gather(", "torch.accelerator.set_stream(torch.Stream()); ranks.all_gather("),
     "slots of one size share memory": ("offloaded", f"{BACKEND}.allocate", "memory = torch.empty(num_elements, dtype=dtype, device=self.device)", "memory = self.__dict__.setdefault((num_elements, dtype), torch.empty(num_elements, dtype=dtype, device=self.device))"),
 }  # fmt: skip
@@ -654,4 +655,27 @@ def test_the_host_keeps_the_format_that_each_weight_was_given(placement):
             waits = device.synchronisations.total()
             session.begin_step(second)
             assert device.synchronisations.total() == waits
+    assert device.findings == []
+
+
+PACKED = {
+    "directions": {"distribution": "lozo", "rank": 2},
+    "weights": {"perturbation": "adapters"},
+}
+
+
+@pytest.mark.parametrize("axes", [{}, OFFLOADED, PACKED], ids=["resident", "offloaded", "packed"])
+def test_batches_go_up_from_pinned_memory_and_nothing_of_them_is_waited_for(axes):
+    with simulated() as device:
+        model = model_of("opt")
+        if axes is PACKED:
+            attach(model, "linears")
+        with Session(plan_of(model, **axes), model, learning_rate=1e-3, device="cuda:0") as session:
+            first, second, third = batches(3)
+            session.step(first)
+            session.begin_step(second)
+            waits, pageable = device.synchronisations.total(), device.pageable.total()
+            session.begin_step(third)
+            assert device.synchronisations.total() == waits
+            assert device.pageable.total() == pageable
     assert device.findings == []

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from costmodel.distributions import DISTRIBUTIONS
 from costmodel.model_spec import BACK, EMBED, FRONT, HEAD, block_index
+from executors.devices import staged_on
 from executors.low_bits.coded import Coded
 from executors.low_bits.linear import Beside, table_rows
 from executors.models.batched import BatchedModel
@@ -50,7 +51,7 @@ class Forwards:
         def load(frame: StepFrame) -> None:
             if frame.replayed:  # no row is read, but drawing none still walks the generator past the table
                 none = torch.empty(0, dtype=torch.long)
-                context.loaded = LoadedBatch(rows=self._to_device(none), rows_on_host=none)
+                context.loaded = LoadedBatch(rows=none.to(context.backend.device), rows_on_host=none)
                 return
             assert frame.batch is not None
             rows = positions = None
@@ -59,24 +60,23 @@ class Forwards:
             parts = micro_batches(
                 frame.batch, positions, context.num_micro_batches, is_of_texts=self._is_of_texts
             )
-            context.loaded = LoadedBatch(
-                tuple(self._on_device(part) for part in parts),
-                None if rows is None else self._to_device(rows),
-                rows,
-            )
+            context.loaded = self._loaded(parts, rows)
 
         return load
 
-    def _on_device(self, part: MicroBatch) -> MicroBatch:
-        return MicroBatch(
-            {name: self._to_device(tensor) for name, tensor in part.tensors.items()},
-            part.num_averaged,
-            None if part.positions is None else self._to_device(part.positions),
-            StepCache(host=part.tensors),
+    def _loaded(self, parts: Sequence[MicroBatch], rows: Tensor | None) -> LoadedBatch:
+        """Return parts of a batch on the device, which gets all their tensors in one piece."""
+        on_host = [tensor for part in parts for tensor in part.tensors.values()]
+        on_host += [part.positions for part in parts if part.positions is not None]
+        on_host += [] if rows is None else [rows]
+        there = iter(staged_on(self._context.backend.device, on_host))
+        tensors = [{name: next(there) for name in part.tensors} for part in parts]
+        positions = [None if part.positions is None else next(there) for part in parts]
+        moved = (
+            MicroBatch(own, part.num_averaged, place, StepCache(host=part.tensors))
+            for own, part, place in zip(tensors, parts, positions, strict=True)
         )
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._context.backend.device, non_blocking=True)
+        return LoadedBatch(tuple(moved), None if rows is None else next(there), rows)
 
     def forward(self, instruction: Instruction) -> Action:
         """Return what runs a segment."""

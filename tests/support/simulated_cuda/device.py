@@ -271,6 +271,8 @@ class Device:
         How often the host waited for the device, by instruction and by what it waited for.
     standstills : Counter
         Those of them after which the stream of the computation, the thread's default one, had nothing left to do.
+    pageable : Counter
+        Copies to the device of host memory that is not pinned, by instruction: each goes through a buffer of the driver.
     allocated_bytes, peak_bytes : int
         As the caching allocator counts them.
     pinned_bytes, pinned_taken_bytes : int
@@ -283,6 +285,7 @@ class Device:
         self.launches: Counter[str | None] = Counter()
         self.synchronisations: Counter[tuple[str | None, str]] = Counter()
         self.standstills: Counter[tuple[str | None, str]] = Counter()
+        self.pageable: Counter[str | None] = Counter()
         self.allocated_bytes = self.peak_bytes = 0
         self.pinned_bytes = self.pinned_taken_bytes = 0
         self._pinned_kept: Counter[int] = Counter()

@@ -221,6 +221,8 @@ class Kernels(TorchDispatchMode):
     def _holds_host(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> bool:
         """Whether a copy returns after it has been made: of pageable memory whatever was asked for, but for a staged upload."""
         kinds = {self._device.kind_of(target), self._device.kind_of(source)}
+        if kinds == {"device", "host"} and source.dim() and self._device.kind_of(source) == "host":
+            self._device.pageable[self._device.host.instruction] += 1
         if kinds == {"device"}:
             return False
         return not non_blocking or self._device.kind_of(target) == "host"
