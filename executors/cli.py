@@ -12,7 +12,7 @@ import typer
 from executors.files import refuse_other_names
 from executors.report import summary_view
 from executors.runs.settings import RUN_SECTIONS, DataSettings, check_data, evaluation_in
-from topology.errors import RunError
+from topology.errors import RunError, refusing_ignored
 from topology.limits import MAX_THREADS
 from zosim.cli import NEEDED_TO_RUN, refuse_without
 from zosim.console import emit, progress, stderr
@@ -114,7 +114,7 @@ def run_with(
         If something is unknown, contradicts something else, or a rank fails.
     """
     stated = stated_in(settings, {**PLAN_SECTIONS, **RUN_SECTIONS})
-    with tempfile.TemporaryDirectory(prefix="zosim-plan-") as folder:
+    with tempfile.TemporaryDirectory(prefix="zosim-plan-") as folder, refusing_ignored():
         return _run(
             stated,
             _as_file(plan, Path(folder)),

@@ -16,6 +16,7 @@
     ├── DataError          training data that cannot be read
     ├── CodecError         values that a codec cannot carry, or a message that is damaged
     ├── RunError           a run that could not go on
+    ├── DependencyError    a package that does not do what it was told
     └── MachineError       a disk or a memory that refused
 
 Each names the thing, shows the value and offers the fix. The command line prints it without a traceback;
@@ -24,7 +25,11 @@ anything else that escapes is our own mistake and keeps its traceback.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import re
+import warnings
+from collections.abc import Iterator
 
 
 class ZosimError(Exception):
@@ -99,6 +104,10 @@ class RunError(ZosimError):
     """A run that could not go on."""
 
 
+class DependencyError(ZosimError):
+    """A package of another version than zosim was written for, which does not do what it was told."""
+
+
 class MachineError(ZosimError):
     """A disk or a memory that refused."""
 
@@ -138,3 +147,29 @@ def refusal_of_machine(error: Exception) -> MachineError | None:
         return None
     where = "" if error.filename is None else f"{error.filename}: "
     return MachineError(f"{where}{error.strerror}", hint=_HINTS[error.errno])
+
+
+_IGNORED = r"(?s:.*)\bignor(?:e[ds]?|ing)\b"
+
+
+@contextlib.contextmanager
+def refusing_ignored() -> Iterator[None]:
+    """Let it be an error that a package warns of something that it ignores: numbers would be wrong without a word.
+
+    Raises
+    ------
+    DependencyError
+        With what the package says.
+    """
+    with warnings.catch_warnings():
+        for category in (UserWarning, FutureWarning):
+            warnings.filterwarnings("error", _IGNORED, category)
+        try:
+            yield
+        except (UserWarning, FutureWarning) as warning:
+            if not re.match(_IGNORED, str(warning), re.IGNORECASE):
+                raise
+            raise DependencyError(
+                f"a package does not do what it was told: {warning}",
+                hint="install the versions that zosim is tested with, those of requirements.txt in a clone of it",
+            ) from warning

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from topology.errors import ZosimError, refusal_of_machine
+from topology.errors import ZosimError, refusal_of_machine, refusing_ignored
 from topology.printable import printable, spell_what_cannot_be_written
 from zosim import registry
 from zosim.console import stderr, stdout
@@ -65,7 +65,8 @@ class CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand; what a user can mend ends in a message instead of a traceback."""
         try:
-            return super().invoke(ctx)
+            with refusing_ignored():
+                return super().invoke(ctx)
         except ZosimError as error:
             report(error)
         except ModuleNotFoundError as error:

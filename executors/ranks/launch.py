@@ -40,7 +40,7 @@ from executors.ranks.rank_info import (
     rank_0_keeps_the_store,
     read_note,
 )
-from topology.errors import RunError, ZosimError, refusal_of_machine
+from topology.errors import RunError, ZosimError, refusal_of_machine, refusing_ignored
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -320,7 +320,8 @@ def _rank(
     pid_path(Path(directory), info.rank).write_text(str(os.getpid()))
     exit_code = 0
     try:
-        result = function(*arguments)
+        with refusing_ignored():
+            result = function(*arguments)
         if sending is not None:
             sending.send(result)
     except Exception as error:  # noqa: BLE001 - whatever it is, the launcher says it

@@ -37,6 +37,11 @@ def test_a_refusal_is_told_in_its_own_words():
     assert caught.value.hint == "make another"
 
 
+def test_a_rank_stops_where_a_package_ignores_something():
+    with pytest.raises(RunError, match="does not do what it was told: `past_key_values` is ignored"):
+        launch(launched.be_ignored)
+
+
 def test_a_killed_rank_is_named_with_its_last_instruction():
     with pytest.raises(
         RunError, match=r"rank 0 died \(SIGKILL\), last at step\[3\]/block\.1/forward\[q0\+\]"

@@ -29,6 +29,12 @@ def refuse():
     raise PlanError(message, hint="make another")
 
 
+def be_ignored():
+    import warnings
+
+    warnings.warn("`past_key_values` is ignored", FutureWarning, stacklevel=1)
+
+
 def fail_in_an_instruction():
     from executors.ranks.rank_info import progress_of_this_rank
     from topology.errors import CodecError

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -66,6 +67,17 @@ def wants_torch() -> None:
     """Import torch where there is none."""
     raise ModuleNotFoundError("no torch", name="torch.distributed")
 
+def ignored() -> None:
+    """Call a package that ignores what it is told."""
+    import warnings
+    warnings.warn("Using `cache=None`\\nand ignoring `past_key_values`.", FutureWarning)
+
+def slow() -> None:
+    """Call a package that warns of something else."""
+    import warnings
+    warnings.warn("this is slow", UserWarning)
+    print("done")
+
 def wants_unknown() -> None:
     """Import what no extra brings."""
     raise ModuleNotFoundError("no such thing", name="nonesuch")
@@ -78,7 +90,17 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     name = "zosim_test_plugin"
     (tmp_path / f"{name}.py").write_text(PLUGIN.format(missing=False, missing_name="json"))
     monkeypatch.syspath_prepend(tmp_path)
-    attributes = ["works", "mistake", "bug", "stopped", "wants_torch", "wants_unknown", "nothing"]
+    attributes = [
+        "works",
+        "mistake",
+        "bug",
+        "stopped",
+        "wants_torch",
+        "wants_unknown",
+        "nothing",
+        "ignored",
+        "slow",
+    ]
     entries = {attr: EntryPoint(attr, f"{name}:{attr}", registry.GROUP) for attr in attributes}
     entries["group"] = EntryPoint("group", f"{name}:app", registry.GROUP)
     entries["lost"] = EntryPoint("lost", "no_such_package.cli:run", registry.GROUP)
@@ -117,6 +139,18 @@ def test_a_users_mistake_is_a_message_and_exit_code_2(
 def test_our_own_mistake_keeps_its_traceback(plugin: str) -> None:
     with pytest.raises(ZeroDivisionError):
         typer.main.get_command(cli.app)(["bug"], prog_name="zosim")
+
+
+def test_a_warning_that_something_is_ignored_is_an_error(
+    plugin: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as outside tests, where a warning stops nothing
+        code, out, err = run(["ignored"], capsys)
+        assert (code, out) == (2, "")
+        assert "a package does not do what it was told: Using `cache=None`" in err
+        assert "hint: install the versions that zosim is tested with" in err
+        assert run(["slow"], capsys)[:2] == (0, "done\n")
 
 
 def test_an_interrupt_exits_with_130(plugin: str, capsys: pytest.CaptureFixture[str]) -> None:
