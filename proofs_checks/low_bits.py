@@ -362,7 +362,8 @@ class Sparse:
                 [codes], [0], CounterKey.of(seed, 0, 0), DrawKeys.of(seed, 0, 0, is_second=is_second)
             )
             self.copies.append(codes.view(shape))
-        self.rows = moved.of(0, DrawKeys.of(seed, 0, 0).rows)
+        chosen = moved.of(0, DrawKeys.of(seed, 0, 0).rows)
+        self.rows = None if chosen is None else chosen.there
         self.values = [copy.double() * rounding.unit for copy in self.copies]
 
 

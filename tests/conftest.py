@@ -44,6 +44,9 @@ ON_DEMAND = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     for marker, what in ON_DEMAND.items():
         parser.addoption(f"--run-{marker}", action="store_true", help=f"also run {what}")
+    parser.addoption(
+        "--seeds", type=int, default=2, metavar="N", help="interleavings of streams tried for each case"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

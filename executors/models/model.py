@@ -33,7 +33,7 @@ from executors.labels import IGNORED_LABEL
 from executors.models.blocks import block_list, fills_masks, linears_of, refuse_unsupported
 from executors.models.halves import Halfway, HalvedBlock, Handed, as_tensor, normalises_last
 from executors.models.host_twins import host_twins
-from executors.models.parameters import NamedTensor, named_tensors
+from executors.models.parameters import NamedTensor, absent, named_tensors
 from executors.models.recording_blocks import Calls, StandIn, StandInState, StepCache, Stop
 from executors.models.transformers_interface import states_of
 from topology.errors import ModelError
@@ -143,7 +143,9 @@ class CutModel:
         )
         self.tensors = named_tensors(model)
         self.device = self.tensors[0].values.device
+        self._front: list[NamedTensor] = []
         self._segments_of = self._read_segments(blocks_path)
+        self._front = [tensor for tensor in self.tensors if self._segments_of[tensor.name] == (EMBED,)]
         self.embedding = self._token_embedding()
         self.groups = self._group()
 
@@ -270,11 +272,12 @@ class CutModel:
 
     def _run_head(self, hidden: Tensor, **inputs: Any) -> Any:
         # Nothing of what the front of the forward makes is used: the stand-ins replace it. One token will do,
-        # except for models that shape their output after their input.
+        # except for models that shape their output after their input. No program says that a head reads the front's weights,
+        # which another stream may be changing, so it does not.
         shape = hidden.shape[:-1] if self._head_needs_shape else (1, 1)
         self._role.hidden = hidden
         try:
-            with self._cut(), self.format(), host_twins(self.device):
+            with self._cut(), self.format(), host_twins(self.device), absent(self._front, hidden.device):
                 tokens = torch.zeros((1, 1), dtype=torch.long, device=hidden.device).expand(shape)
                 return self.model(input_ids=tokens, use_cache=False, **inputs)
         finally:

@@ -5,7 +5,8 @@ Here alone it is known that a parameter's values are a float tensor in ``paramet
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -62,7 +63,7 @@ class NamedTensor:
 
     @property
     def values(self) -> Tensor:
-        """What the model computes with; of a parameter that is codes, zeros without memory."""
+        """What the model computes with; of a parameter that is codes, NaNs without memory."""
         return self.parameter.data
 
     @property
@@ -76,7 +77,7 @@ class NamedTensor:
         if isinstance(values, Coded):
             assert self.layer is not None
             self.layer.coded = values
-            values = torch.zeros((), dtype=values.scales.dtype, device=values.device).expand(self.shape)
+            values = _nothing(self.shape, values.scales.dtype, values.device)
         elif self.layer is not None:
             self.layer.coded = None
         self.parameter.data = values
@@ -116,8 +117,25 @@ def take_over(place: Held, tensor: NamedTensor) -> None:
 
 
 def stand_in(tensor: NamedTensor, device: torch.device) -> Tensor:
-    """Return zeros in the shape of a parameter that take no memory."""
-    return torch.zeros((), dtype=tensor.values.dtype, device=device).expand(tensor.shape)
+    """Return what a parameter is while its values are elsewhere: a forward that reads it makes no number."""
+    return _nothing(tensor.shape, tensor.values.dtype, device)
+
+
+@contextmanager
+def absent(tensors: Sequence[NamedTensor], device: torch.device) -> Iterator[None]:
+    """Let stand-ins take the places of parameters for a while."""
+    held = [tensor.held for tensor in tensors]
+    bind(tensors, [stand_in(tensor, device) for tensor in tensors])
+    try:
+        yield
+    finally:
+        bind(tensors, held)
+
+
+def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return NaNs, or the lowest whole numbers, in a shape that takes no memory."""
+    value = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
 
 def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:

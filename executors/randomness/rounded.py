@@ -131,8 +131,17 @@ class DrawKeys(NamedTuple):
         return cls(rounding_key(seed, step, query, purpose), rounding_key(seed, step, query, "rows"))
 
 
+class ChosenRows(NamedTuple):
+    """Ascending numbers of some rows, where they are used and on the host."""
+
+    there: Tensor
+    on_host: Tensor
+
+
 class MovedRows:
     """Says which rows of sparse directions are not 0: some of each matrix that is codes, all of other parameters.
+
+    The stream that draws a direction asks first, and that of forwards later; neither may find what the other asked for since.
 
     Parameters
     ----------
@@ -143,32 +152,43 @@ class MovedRows:
     coded : collection of int
         Those that are codes.
     device : torch.device
+    num_kept : int
+        Directions whose rows are kept, of each parameter.
+    borrow : callable
+        As :meth:`executors.steps.streams.Backend.borrow`.
     """
 
     def __init__(
-        self, sparsity: float, shapes: Sequence[torch.Size], coded: Collection[int], device: torch.device
+        self,
+        sparsity: float,
+        shapes: Sequence[torch.Size],
+        coded: Collection[int],
+        device: torch.device,
+        *,
+        num_kept: int = 1,
+        borrow: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
         self._sparsity = sparsity
         self._num_rows = {parameter: shapes[parameter][0] for parameter in coded} if sparsity else {}
         self._chances = Chances([shape.numel() for shape in shapes], device)
-        self._last: dict[int, tuple[CounterKey, Tensor, Tensor]] = {}
+        self._num_kept, self._borrow = num_kept, borrow
+        self._kept: dict[int, dict[CounterKey, ChosenRows]] = {parameter: {} for parameter in self._num_rows}
 
-    def of(self, parameter: int, key: CounterKey) -> Tensor | None:
-        """Return the ascending numbers of such rows; None for all."""
+    def of(self, parameter: int, key: CounterKey) -> ChosenRows | None:
+        """Return such rows, for use by the running task; None for all."""
         if parameter not in self._num_rows:
             return None
-        if (last := self._last.get(parameter)) is not None and last[0] == key:
-            return last[1]
+        kept = self._kept[parameter]
+        if (chosen := kept.get(key)) is not None:
+            self._borrow(chosen.there)
+            return chosen
         chances = self._chances.between(0, self._num_rows[parameter], parameter, key)
         # How many they are has to be waited for; so the host learns which, and tells the device.
         on_host = (chances >= self._sparsity).cpu().nonzero().view(-1)
-        rows = on_host.to(chances.device, non_blocking=True)
-        self._last[parameter] = key, rows, on_host
-        return rows
-
-    def on_host(self, parameter: int, key: CounterKey) -> Tensor | None:
-        """Return the same on the host."""
-        return None if self.of(parameter, key) is None else self._last[parameter][2]
+        chosen = kept[key] = ChosenRows(on_host.to(chances.device, non_blocking=True), on_host)
+        for oldest in list(kept)[: -self._num_kept]:
+            kept.pop(oldest, None)
+        return chosen
 
 
 class _Block(NamedTuple):
@@ -332,7 +352,7 @@ class RoundedDraws:
     def _fill_rows(
         self,
         view: Codes,
-        rows: Tensor,
+        rows: ChosenRows,
         parameter: int,
         key: CounterKey,
         keys: DrawKeys,
@@ -341,11 +361,9 @@ class RoundedDraws:
         """Fill a matrix that is 0 but in some rows, for which alone numbers are drawn."""
         view.zero_()
         matrix = view.view(*self._shapes[parameter])
-        on_host = self.moved.on_host(parameter, keys.rows)
-        assert on_host is not None
         # Of a token table the numbers of all rows that move would be larger than its codes.
         num = max(1, _ROW_ELEMENTS_AT_ONCE // matrix.shape[1])
-        for there, here in zip(rows.split(num), on_host.split(num), strict=True):
+        for there, here in zip(*(part.split(num) for part in rows), strict=True):
             matrix[there] = self._rows_of(here, parameter, key, keys)
 
     def _rows_of(self, rows: Tensor, parameter: int, key: CounterKey, keys: DrawKeys) -> Tensor:
@@ -387,8 +405,8 @@ class RoundedDraws:
         for view, parameter in zip(views, parameters, strict=True):
             if (rows := self.moved.of(parameter, keys.rows)) is not None:
                 matrix = view.view(*self._shapes[parameter])
-                kept = matrix[rows]
-                matrix.zero_()[rows] = kept
+                kept = matrix[rows.there]
+                matrix.zero_()[rows.there] = kept
         return states
 
     def rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: DrawKeys) -> Tensor:
@@ -397,8 +415,8 @@ class RoundedDraws:
         `rows` are of the host.
         """
         codes = self._coded_rows(numbers, rows, parameter, keys)
-        if (moved := self.moved.on_host(parameter, keys.rows)) is not None:
-            codes.mul_(torch.isin(rows, moved).unsqueeze(1).to(codes.device, non_blocking=True))
+        if (moved := self.moved.of(parameter, keys.rows)) is not None:
+            codes.mul_(torch.isin(rows, moved.on_host).unsqueeze(1).to(codes.device, non_blocking=True))
         return codes
 
     def _coded_rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: DrawKeys) -> Tensor:

@@ -180,12 +180,13 @@ class BufferStore:
         for key, size in self.arena_bytes().items():
             self.peak_bytes[key] = max(size, self.peak_bytes.get(key, 0))
 
-    def free(self, name: str) -> list[PlacedPart]:
-        """Take a buffer's memory away, and return what had been placed in it so that nothing keeps it alive."""
+    def free(self, name: str) -> None:
+        """Take a buffer's memory away, and forget what was placed in it, so that nothing keeps it alive."""
         self._flat[name] = None
         # A copy of the keys: other streams place other buffers meanwhile.
-        placed = [key for key in list(self._placed) if key[0] == name]
-        return [self._placed.pop(key) for key in placed]
+        for key in list(self._placed):
+            if key[0] == name:
+                del self._placed[key]
 
     def arena_bytes(self) -> dict[tuple[Space, str], int]:
         """Return the bytes of flat buffers that exist now, by space and role."""
@@ -217,9 +218,9 @@ class BufferStore:
         """Return the part of a group that an access names, at its place."""
         part = self.part(access)
         key = (access.buffer, access.offset_bytes, part.what)
-        if key not in self._placed:
-            self._placed[key] = self._place(access, part)
-        return self._placed[key]
+        placed = self._placed.get(key)
+        # Two streams may read it for the first time at once: there is one all the same.
+        return placed or self._placed.setdefault(key, self._place(access, part))
 
     def _memory(self, name: str) -> Tensor:
         flat = self._flat.get(name)

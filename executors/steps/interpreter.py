@@ -214,6 +214,8 @@ class Interpreter:
 
     def _advance(self, frame: StepFrame) -> StepFrame:
         if self._frame is None:
+            held = [*self.program.initial, *self.program.final]
+            self._context.let_go([access for access in held if self.store.is_weights(access)])
             self._run("prologue", StepFrame(self._next_step))
         else:
             self._frame.previous = None
@@ -241,7 +243,7 @@ class Interpreter:
 
     def bind_final(self) -> None:
         """Let the model's parameters be what lies in the program's final places."""
-        self._context.bind([self.store.placed(a) for a in self.program.final if self.store.is_weights(a)])
+        self._context.bind([access for access in self.program.final if self.store.is_weights(access)])
 
     def start_at(
         self, step: int, seeds_of: Callable[[int], Sequence[int]], losses: Sequence[float] = ()
@@ -321,7 +323,7 @@ class Interpreter:
                 if self._writes(number, self.program.buffer(access.buffer)):
                     for tensor, place in zip(placed.part.tensors, placed.held, strict=True):
                         take_over(place, tensor)
-                self._context.bind([placed])
+                self._context.bind([access])
         if self._host_memory is not None and self._communicator is not None:
             self._communicator.barrier("loading the weights")
         self.checksums.begin()

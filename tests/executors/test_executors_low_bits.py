@@ -297,8 +297,8 @@ def test_codes_of_signs_are_those_of_the_signs_drawn_as_numbers(bits, sparsity):
         CounterDraws(numels, CPU).fill(signs, parameter, 0, key, direction_named("rademacher"))
         wanted = (signs * rounding.highest).to(torch.int8).view(shape)
         if (rows := moved.of(parameter, keys.rows)) is not None:
-            assert 0 < len(rows) < shape[0] / 5
-            wanted = torch.zeros_like(wanted).index_copy_(0, rows, wanted[rows])
+            assert 0 < len(rows.there) < shape[0] / 5
+            wanted = torch.zeros_like(wanted).index_copy_(0, rows.there, wanted[rows.there])
         assert torch.equal(views[parameter].view(shape), wanted)
         assert torch.equal(aligned[parameter].view(shape), wanted)
 

@@ -34,6 +34,7 @@ from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import CodecError
 
 AHEAD = {"directions": {"drawn_ahead": True}}
+SPARSE = {"low_bits": {"weights": "int8", "sparsity": 0.5}}
 FRESH = {"residency": {"blocks": "offloaded", "reuse_slots": False}, "schedule": {"update": "delayed"}}
 PLACEMENTS = {
     "resident": {},
@@ -42,6 +43,11 @@ PLACEMENTS = {
     "queries": {"estimator": {"num_queries": 2}},
     "copies": {"weights": {"perturbation": "copies"}},
     "copies, ahead": {"weights": {"perturbation": "copies"}, **AHEAD},
+    "copies, ahead, forward": {
+        "weights": {"perturbation": "copies"},
+        "estimator": {"difference": "forward"},
+        **AHEAD,
+    },
     "offloaded": OFFLOADED,
     "offloaded, immediate": {"residency": {"blocks": "offloaded"}},
     "offloaded, ahead": OFFLOADED | AHEAD,
@@ -53,6 +59,11 @@ PLACEMENTS = {
     "offloaded, counter": OFFLOADED | {"directions": {"rng": "counter"}},
     "offloaded, two queries": OFFLOADED | {"estimator": {"num_queries": 2}},
     "offloaded, int8": OFFLOADED | {"low_bits": {"weights": "int8"}},
+    "offloaded, sparse int8, ahead": OFFLOADED | AHEAD | SPARSE,
+    "offloaded, sparse int8, ahead, two queries": OFFLOADED
+    | AHEAD
+    | SPARSE
+    | {"estimator": {"num_queries": 2}},
     "all in int4": {"low_bits": {"weights": "int4", "parts": "all", "direction_bits": 4}},
     "offloaded, all in W8A8": OFFLOADED
     | {"low_bits": {"weights": "int8", "activations": "int8-token", "parts": "all", "sparsity": 0.5}},

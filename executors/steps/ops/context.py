@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -13,8 +14,7 @@ from torch import Tensor
 from costmodel.roundings import RoundedDirection
 from executors.models.engine import ForwardEngine
 from executors.models.parameters import bind, stand_in
-from executors.randomness.counter import CounterKey
-from executors.randomness.rounded import MovedRows, RoundedDraws, rounding_key
+from executors.randomness.rounded import ChosenRows, MovedRows, RoundedDraws, rounding_key
 from executors.ranks.messages import Packed
 from executors.steps.buffers import BufferStore, PlacedPart
 from executors.steps.frames import Hyperparameters, LoadedBatch, StepFrame
@@ -22,7 +22,8 @@ from executors.steps.graphs import Graphs
 from executors.steps.streams import Backend
 from executors.threads import DrawThreads
 from zosim.contents import FrozenWeights, GroupWeights
-from zosim.operations import Draw
+from zosim.instructions import Access
+from zosim.operations import Draw, Free
 from zosim.program import Program
 
 
@@ -84,7 +85,6 @@ class Context:
     graphs: Graphs | None = None
     loaded: LoadedBatch = field(default_factory=LoadedBatch)
     _bound: dict[GroupWeights | FrozenWeights, PlacedPart] = field(default_factory=dict)
-    _rounded: dict[RoundedDirection, RoundedDraws] = field(default_factory=dict)
 
     @property
     def rows(self) -> Tensor:
@@ -104,44 +104,62 @@ class Context:
         draws = (i.op for _, i in self.program.instructions() if isinstance(i.op, Draw))
         return {op.group: rounding_of(op) for op in draws if op.bits}
 
-    def moved_rows(self, group: str, parameter: int, frame: StepFrame, query: int) -> Tensor | None:
+    def moved_rows(self, group: str, parameter: int, frame: StepFrame, query: int) -> ChosenRows | None:
         """Return the rows of a parameter that a step's direction moves; None for all."""
-        return self._moved(group).of(parameter, _rows_key(frame, query))
-
-    def moved_rows_on_host(self, group: str, parameter: int, frame: StepFrame, query: int) -> Tensor | None:
-        """Return the same on the host."""
-        return self._moved(group).on_host(parameter, _rows_key(frame, query))
-
-    def _moved(self, group: str) -> MovedRows:
-        return self.draws_of(self.codes_drawn[group]).moved
+        key = rounding_key(frame.seeds[query], frame.step, query, "rows")
+        return self.draws_of(self.codes_drawn[group]).moved.of(parameter, key)
 
     def draws_of(self, rounding: RoundedDirection) -> RoundedDraws:
-        """Return what draws directions as codes."""
-        if rounding not in self._rounded:
-            trainable = [tensor for tensor in self.engine.tensors if tensor.trainable]
-            shapes = [tensor.shape for tensor in trainable]
-            coded = {tensor.index for tensor in trainable if tensor.layer is not None}
-            device = self.backend.device
-            moved = MovedRows(rounding.sparsity, shapes, coded, device)
-            self._rounded[rounding] = RoundedDraws(rounding, shapes, moved, device, self.threads)
+        """Return what draws directions as codes; all streams are given the same."""
         return self._rounded[rounding]
 
-    def bind(self, places: Sequence[PlacedPart]) -> None:
-        """Let the engine compute with what lies at these places, where it does not already."""
-        for placed in places:
+    @cached_property
+    def _rounded(self) -> dict[RoundedDirection, RoundedDraws]:
+        trainable = [tensor for tensor in self.engine.tensors if tensor.trainable]
+        shapes = [tensor.shape for tensor in trainable]
+        coded = {tensor.index for tensor in trainable if tensor.layer is not None}
+        device = self.backend.device
+        # A step's and those of the step before, which updates may be of.
+        draws = [i.op for _, i in self.program.instructions() if isinstance(i.op, Draw)]
+        num_kept = 2 * (1 + max((op.query for op in draws), default=0))
+        made = {}
+        for rounding in set(self.codes_drawn.values()):
+            moved = MovedRows(
+                rounding.sparsity, shapes, coded, device, num_kept=num_kept, borrow=self.backend.borrow
+            )
+            made[rounding] = RoundedDraws(rounding, shapes, moved, device, self.threads)
+        return made
+
+    # -- what the engine computes with -------------------------------------------------------------------------
+    #
+    # No program says which weights the engine holds, so nothing orders two streams that change it. It belongs to forwards,
+    # which all run on compute, and to the host loop while nothing runs. A free, on whatever stream, finds its buffer let go of.
+
+    def bind(self, accesses: Sequence[Access]) -> None:
+        """Let the engine compute with weights where they lie."""
+        for access in accesses:
+            placed = self.store.placed(access)
             if self._bound.get(placed.part.what) is not placed:
                 bind(placed.part.tensors, placed.held)
                 self._bound[placed.part.what] = placed
 
-    def unbind(self, places: Sequence[PlacedPart]) -> None:
-        """Let go of what lies at these places, so that its memory can be freed."""
-        for placed in places:
-            if self._bound.get(placed.part.what) is placed:
-                del self._bound[placed.part.what]
-                for tensor in placed.part.tensors:
-                    # The head's forward looks a token up in the table, too.
+    def let_go(self, accesses: Sequence[Access]) -> None:
+        """Let the engine hold no weights that lie in buffers which the program frees."""
+        for access in accesses:
+            if access.buffer not in self._freed:
+                continue
+            part = self.store.part(access)
+            if self._bound.pop(part.what, None) is not None:
+                for tensor in part.tensors:
                     tensor.hold(stand_in(tensor, self.backend.device))
 
+    @contextmanager
+    def reading(self, accesses: Sequence[Access]) -> Iterator[None]:
+        """Let the engine compute with weights for as long as a forward runs."""
+        self.bind(accesses)
+        yield
+        self.let_go(accesses)
 
-def _rows_key(frame: StepFrame, query: int) -> CounterKey:
-    return rounding_key(frame.seeds[query], frame.step, query, "rows")
+    @cached_property
+    def _freed(self) -> set[str]:
+        return {i.op.buffer for _, i in self.program.instructions() if isinstance(i.op, Free)}

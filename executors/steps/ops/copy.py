@@ -65,7 +65,5 @@ class Copies:
         op = instruction.op
         assert isinstance(op, Free)
 
-        def let_go() -> None:
-            self._context.unbind(self._context.store.free(op.buffer))
-
-        return lambda _frame: self._context.backend.free(let_go)
+        store, backend = self._context.store, self._context.backend
+        return lambda _frame: backend.free(lambda: store.free(op.buffer))

@@ -52,6 +52,8 @@ class Draws:
             [tensor.num_elements for tensor in trainable], self._device, threads=context.threads
         )
         self._factors: FactorDraws | None = None
+        draws = [i for _, i in context.program.instructions() if isinstance(i.op, Draw) and i.op.rank]
+        self._factor_streams = {i.stream for i in draws[:1]}
 
     def draw(self, instruction: Instruction) -> Action:
         """Return what draws, if there is a step whose seed it draws from."""
@@ -228,6 +230,10 @@ class Draws:
     # -- factors -----------------------------------------------------------------------------------------------
 
     def _factored(self, op: Draw, instruction: Instruction, wanted: Sequence[Access]) -> Action:
+        if instruction.stream not in self._factor_streams:
+            raise Unfit(
+                f"runs on {instruction.stream}, but others on {', '.join(self._factor_streams)}: they share factors"
+            )
         draws, values = self._factor_draws(op), self._store.values
         source, before, after = _states(op, instruction)
         generator = Generator(device=self._device)

@@ -100,23 +100,24 @@ class Forwards:
         def forward(frame: StepFrame) -> None:
             if frame.replayed:
                 return
-            context.bind([context.store.placed(access) for access in weights])
             handed = None if source is None else values.pop(source)
             outputs: list[Handed] = []
-            for part in context.loaded.parts:
-                if is_graph and part.cache.calls:
-                    assert handed is not None
-                    entering = as_tensor(handed.pop(0))
-                    outputs.append(self._by_graph(instruction, len(outputs), part, entering, weights))
-                    continue
-                with ExitStack() as stack:
-                    for table in tables:
-                        table.enter(stack, part)
-                    for added in beside:
-                        stack.enter_context(added.there(frame))
-                    # Popped, so that no hidden state outlives its use.
-                    before = None if handed is None else handed.pop(0)
-                    outputs.append(context.engine.run(op.segment, self._borrowed(part), part.cache, before))
+            with context.reading(weights):
+                for part in context.loaded.parts:
+                    if is_graph and part.cache.calls:
+                        assert handed is not None
+                        entering = as_tensor(handed.pop(0))
+                        outputs.append(self._by_graph(instruction, len(outputs), part, entering, weights))
+                        continue
+                    with ExitStack() as stack:
+                        for table in tables:
+                            table.enter(stack, part)
+                        for added in beside:
+                            stack.enter_context(added.there(frame))
+                        # Popped, so that no hidden state outlives its use.
+                        before = None if handed is None else handed.pop(0)
+                        batch = self._borrowed(part)
+                        outputs.append(context.engine.run(op.segment, batch, part.cache, before))
             values[output] = outputs
             if op.segment == HEAD:
                 counts = [part.num_averaged for part in context.loaded.parts]
@@ -187,7 +188,7 @@ class Forwards:
         def together(frame: StepFrame) -> None:
             if frame.replayed:
                 return
-            context.bind([store.placed(access) for access in weights])
+            context.bind(weights)
             paths = {}
             for group, scales in groups:
                 # The base reads any direction, times nothing.
@@ -212,6 +213,7 @@ class Forwards:
                 outputs.append(
                     engine.run_together(op.segment, batch, part.cache, before, paths, len(op.together))
                 )
+            context.let_go(weights)
             if op.segment != HEAD:
                 values[output] = outputs
                 return
@@ -292,8 +294,8 @@ class _GatheredCodes:
         factor *= context.codes_drawn[placed.part.what.group].unit
         along = _direction_rows(context, self.direction, wanted)
         rows = table_rows(table, wanted, (along, factor))
-        context.bind([placed])
         positions = context.backend.borrow(part.positions)
+        stack.enter_context(context.reading([self.access]))
         stack.enter_context(context.engine.gathered_rows(tensor, rows, positions))
 
 
@@ -315,7 +317,7 @@ class _GatheredTable:
         for direction, scales in self.path:
             rows = gathered(rows, _direction_rows(context, direction, wanted), scales, self.epsilon)
         positions = context.backend.borrow(part.positions)
-        context.bind([placed])
+        stack.enter_context(context.reading([self.access]))
         stack.enter_context(context.engine.gathered_rows(placed.part.tensors[0], rows, positions))
 
 
@@ -350,9 +352,8 @@ class _ForwardBeside:
         for tensor, held, along in pairs:
             if isinstance(held, Coded):
                 assert tensor.layer is not None
-                of = group, tensor.index, frame, query
-                rows, on_host = self.context.moved_rows(*of), self.context.moved_rows_on_host(*of)
-                tensor.layer.beside = Beside(along, step * rounding.unit, rows, on_host)
+                rows = self.context.moved_rows(group, tensor.index, frame, query)
+                tensor.layer.beside = Beside(along, step * rounding.unit, *(rows or ()))
         numbers = [(tensor, held, along) for tensor, held, along in pairs if not isinstance(held, Coded)]
         moved = gathered_several(
             [held for _, held, _ in numbers], [along[:] for *_, along in numbers], step / rounding.scale

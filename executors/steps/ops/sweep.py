@@ -250,7 +250,8 @@ class Sweeps:
                     )
                 elif isinstance(held, Coded):
                     chances = partial(self._chances.between, parameter=tensor.index, key=key)
-                    rows = self._context.moved_rows(op.group, tensor.index, source, op.query)
+                    moved = self._context.moved_rows(op.group, tensor.index, source, op.query)
+                    rows = None if moved is None else moved.there
                     at_once = None
                     if decay and rows is not None:  # all weights decay, in no more memory
                         rows, at_once = (
