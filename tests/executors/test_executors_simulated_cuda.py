@@ -26,6 +26,7 @@ from proofs_checks.ranks import on_all_ranks
 from tests.support import distributed, staged
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
 from tests.support.distributed import FOURS, OFFLOADED, PAIRS, SHARED, SLICED
+from tests.support.random_plans import case_of
 from tests.support.reference_mezo import LiteralMezo, differing
 from tests.support.simulated_cuda import seen_by, simulated
 from tests.support.simulated_cuda.clocks import Shadow, Use
@@ -103,6 +104,19 @@ def test_no_placement_leaves_anything_to_chance(placement):
     device, numbers = trained(PLACEMENTS[placement])
     assert device.findings == []
     assert len(set(numbers)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(60))
+def test_nor_does_a_plan_at_random(number):
+    with simulated() as device:
+        with Session(
+            *case_of(number).made(), learning_rate=1e-2, weight_decay=0.1, device="cuda:0"
+        ) as session:
+            for batch in batches(3):
+                session.step(batch)
+            session.flush()
+        assert device.findings == [], case_of(number)
 
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
