@@ -329,7 +329,8 @@ def _fitted(
     alone = [replace(measurement, weight=_HEED_ALONE) for measurement in measurements]
     profile, fit = fit_profile([*alone, *_within_steps(base, steps)], base)
     profile, unknown = with_copy_cores(profile, measurements)
-    reasons = {**fit.unidentified, **_NO_DURATION_TELLS} | ({"copy_cores": unknown} if unknown else {})
+    untold = {name: why for name, why in _NO_DURATION_TELLS.items() if name in profile.values()}
+    reasons = {**fit.unidentified, **untold} | ({"copy_cores": unknown} if unknown else {})
     measured_apart = ("step_s",) if unknown else ("step_s", "copy_cores")
     profile = with_step_overhead(profile, steps)
     return profile, replace(fit, identified=(*fit.identified, *measured_apart), unidentified=reasons)
