@@ -27,14 +27,15 @@ def saved_model(name, folder, **options):
     return folder / name
 
 
-def saved_lines(path: Path, *, count=10, shortest=5, longest=9, seed=3):
-    """Write lines of tokens of unlike lengths, and return them as batches are made of them."""
+def saved_lines(path: Path, *, count=10, shortest=5, longest=9, seed=3, mask=None):
+    """Write lines of tokens of unlike lengths, and return them as batches are made of them; those asked for are masked, if at all."""
     generator = torch.Generator().manual_seed(seed)
     lines = []
     for _ in range(count):
         length = int(torch.randint(shortest, longest + 1, (1,), generator=generator))
         ids = torch.randint(3, 96, (length,), generator=generator).tolist()
-        lines.append({"input_ids": ids, "labels": [-100, -100, *ids[2:]]})
+        shown = ids if mask is None else [*ids[:2], *[mask] * (length - 2)]
+        lines.append({"input_ids": shown, "labels": [-100, -100, *ids[2:]]})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return lines
 
