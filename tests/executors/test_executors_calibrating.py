@@ -121,6 +121,7 @@ def test_a_profile_is_judged_by_steps_that_it_was_not_fitted_to() -> None:
     assert errors["3"] == min(errors.values())
     assert errors["3"] < -0.4
     assert 0 < profile.interval_scale < 10
+    assert {*report.identified, *report.unidentified} <= profile.values().keys()
 
 
 def test_steps_in_codes_change_rates_of_codes_and_nothing_else(steps: list[WholeStep]) -> None:
