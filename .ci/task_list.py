@@ -33,7 +33,7 @@ def demo(arguments: Sequence[str]) -> int:
 
 
 def test(arguments: Sequence[str]) -> int:
-    """Set up, then what CI checks; `--full`: slow tests too; with other arguments pytest alone (`--set lowest|newest`)."""
+    """Set up, then check all; `--full`: slow tests too, as CI; with other arguments pytest alone (`--set lowest|newest`)."""
     full = ["--run-slow"] if "--full" in arguments else []
     chosen = [argument for argument in arguments if argument != "--full"]
     if "--set" in chosen:
