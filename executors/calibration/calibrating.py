@@ -154,7 +154,10 @@ def calibrated(
         crowding.measure()
     if device == "cpu":
         num_threads = threads or torch.get_num_threads()
-        measurements += calibrate_exchanges(num_threads, budget_s=_EXCHANGES_SHARE * budget_s)
+        try:
+            measurements += calibrate_exchanges(num_threads, budget_s=_EXCHANGES_SHARE * budget_s)
+        except RunError as error:
+            crowding.failures.append(error.message)
     profile, fit = fitted(topology, node, base, measurements, steps, pace, coded)
     if device == "cpu":
         crowding.measure()

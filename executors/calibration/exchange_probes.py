@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,11 +17,12 @@ from costmodel.work import Work
 from executors.calibration.probing import Probe
 from executors.ranks.gloo import DuplexPair, gloo_group
 from executors.ranks.leftovers import held_directory
+from topology.errors import RunError
 
 SIZES = {8: 40, 1 << 16: 10, 1 << 22: 2}
 """Bytes that each of the two sends, with how often they are sent in a row."""
 
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=120)
 _END = -1
 
 
@@ -62,19 +63,36 @@ def loopback_pair(store: Path, rank: int) -> DuplexPair:
     return DuplexPair(rank, groups)
 
 
+def _met(store: Path) -> _ProbeRank:
+    try:
+        return _ProbeRank(store, 0)
+    except RuntimeError as error:  # torch's word for a peer that has not come
+        raise RunError(
+            f"a second process did not join in {_TIMEOUT.total_seconds():.0f} s, and exchanges were not measured",
+            hint="calibrate again when the machine has memory and cores free",
+        ) from error
+
+
 @contextmanager
 def exchange_probes() -> Iterator[list[Probe]]:
-    """Start a second process, and yield probes of exchanges with it, as long as the block lasts."""
+    """Start a second process, and yield probes of exchanges with it, as long as the block lasts.
+
+    Raises
+    ------
+    RunError
+        If the two do not meet in time.
+    """
     with held_directory("zosim-exchange-") as directory:
         store = directory / "store"
         peer = subprocess.Popen(
             [sys.executable, "-m", __name__, str(store)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
         )
         try:
-            rank = _ProbeRank(store, 0)
+            rank = _met(store)
             yield [_probe(rank, size) for size in SIZES]
             rank.agree(_END)
-            peer.wait(_TIMEOUT.total_seconds())
+            with suppress(subprocess.TimeoutExpired):
+                peer.wait(_TIMEOUT.total_seconds())
         finally:
             if peer.poll() is None:
                 peer.kill()

@@ -42,9 +42,9 @@ def in_fresh_process(device: str, size_bytes: int) -> float:
         )
         return float(done.stdout.split()[-1])
     except (subprocess.SubprocessError, ValueError, IndexError) as error:
-        told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         raise RunError(
-            f"a process of its own could not measure how fast memory is pinned for {device}: {told[-1] if told else error}",
+            f"a process of its own could not measure how fast memory is pinned for {device}: {lines[-1] if lines else error}",
             hint=f"the device and {size_bytes} bytes of memory must be free for a second process",
         ) from error
 

@@ -208,8 +208,12 @@ def _with_dtype(asked: Asked, model: ModelSpec) -> Stated:
     """Return what is stated, and a format of the weights if none is; on a CPU that is the plan's own default."""
     if asked.device == "cpu":
         return asked.stated
-    topology, node = host_node(asked.device)
-    dtype, _ = default_dtype(model.checkpoint_dtype, topology.device_spec(node))
+    try:
+        topology, node = host_node(asked.device)
+    except PlanError:  # torch may find a device that cannot be detected: nothing is known of its units
+        dtype = model.checkpoint_dtype or "bfloat16"
+    else:
+        dtype, _ = default_dtype(model.checkpoint_dtype, topology.device_spec(node))
     return {**asked.stated, "weights": {"dtype": dtype} | asked.stated.get("weights", {})}
 
 

@@ -15,6 +15,7 @@ from costmodel.measurement import Measurement
 from costmodel.profile import Profile, load_profile
 from costmodel.work import Work
 from executors.calibration import calibrating
+from executors.calibration import exchange_probes as exchange_probes_module
 from executors.calibration.calibrate import threads_set
 from executors.calibration.calibrating import disturbed_share, fitted
 from executors.calibration.whole_steps import STEP_SHAPES, WholeStep, measure_steps
@@ -237,3 +238,15 @@ def test_the_demo_ends_on_a_busy_machine_and_says_what_its_prediction_rests_on(
     else:
         assert load_profile(out / "profile.json") == DISTURBED
         assert not path.exists()
+
+
+def test_a_second_process_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def alone(*_: object) -> None:
+        raise RuntimeError("Wait timeout")
+
+    monkeypatch.setattr(exchange_probes_module, "loopback_pair", alone)
+    with (
+        pytest.raises(RunError, match="a second process did not join in 120 s"),
+        exchange_probes_module.exchange_probes(),
+    ):
+        pass
