@@ -236,13 +236,18 @@ def adapter(
 
 def replay(
     directory: Annotated[Path, typer.Argument(help="Directory of a run.", show_default=False)],
-    model: Annotated[str, typer.Option(help="The base weights that it began from.", show_default=False)],
     output: Annotated[
         Path,
         typer.Option(
             "--output", "-o", help="Where the weights go, as a model directory.", show_default=False
         ),
     ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Base weights that it began from; by default those that it names.", show_default=False
+        ),
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(min=0, help="Steps to replay; by default all.", show_default=False)
     ] = None,
@@ -267,6 +272,13 @@ def replay(
     from executors.threads import use_threads
 
     header = read_header(directory)
+    if model is None:
+        model = (header.get("run") or {}).get("model")
+        if model is None:
+            raise RunError(
+                f"{directory} does not say from which base weights it began", hint="name them with --model"
+            )
+        stderr.print(f"base weights: {model}, as {directory} says", markup=False, soft_wrap=True)
     use_threads(threads or header["num_threads"])
     recorded = Plan.model_validate(header["plan"])
     base = alone(recorded)

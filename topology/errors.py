@@ -127,6 +127,7 @@ _HINTS = {
     errno.EISDIR: "a directory stands where a file is needed; choose another path",
     errno.EIO: "the disk failed; look at the system's log",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "end other processes: the system has as many open files as it may",
     errno.ENOMEM: "end other processes, or choose a smaller batch or an offloaded plan",
 }
 

@@ -6,6 +6,7 @@ ends, nothing is left.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from executors.ranks.communicator import Communicator
 from executors.ranks.leftovers import held_file, remove_leftovers
-from topology.errors import DoesNotFit, RunError
+from topology.errors import DoesNotFit, RunError, refusal_of_machine
 from topology.units import format_bytes
 from zosim.instructions import Buffer
 from zosim.program import Program
@@ -75,8 +76,11 @@ class HostMemory:
             if rank == first:
                 try:
                     said = {"path": str(stack.enter_context(memory_file(self.size_bytes)))}
-                except DoesNotFit as error:
-                    said = {"error": error.message, "hint": error.hint or ""}
+                except (DoesNotFit, OSError) as error:
+                    refusal = error if isinstance(error, DoesNotFit) else refusal_of_machine(error)
+                    if refusal is None:
+                        raise
+                    said = {"error": refusal.message, "hint": refusal.hint or ""}
             said = self._communicator.all_gather_json(said, "sharing memory", dict[str, str])[first]
             if "error" in said:
                 raise DoesNotFit(said["error"], hint=said["hint"])
@@ -86,6 +90,8 @@ class HostMemory:
                     _refuse_foreign(path, os.fstat(file.fileno()), self.size_bytes)
                     return mmap.mmap(file.fileno(), self.size_bytes)
             except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise  # this process's limit, not the file's fault
                 raise RunError(
                     f"rank {rank} cannot map {path}, which rank {first} made: {error}",
                     hint="ranks of one host must see one file system; or use --transfers private",

@@ -7,7 +7,6 @@ of a launch listens beyond this host, and no other user can write what the ranks
 from __future__ import annotations
 
 import ctypes
-import json
 import multiprocessing
 import os
 import signal
@@ -15,7 +14,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from executors.files import naming
 from executors.ranks.leftovers import held_directory
 from executors.ranks.rank_info import (
     DIRECTORY_VARIABLE,
     PREFIX,
     Progress,
     RankInfo,
-    failure_path,
     given_up_path,
     is_launched,
     is_on_one_host,
@@ -78,7 +78,12 @@ def launch(function: Callable[..., Any], *arguments: object, world_size: int = 1
     """
     if is_launched():
         return function(*arguments)
-    with held_directory(PREFIX) as directory, _ended_by_signals():
+    with ExitStack() as stack:
+        try:
+            directory = stack.enter_context(held_directory(PREFIX))
+        except OSError as error:  # no directory for temporary files, or one without room
+            raise refusal_of_machine(error) or error from None
+        stack.enter_context(_ended_by_signals())
         return _launch(directory, function, arguments, world_size)
 
 
@@ -186,7 +191,7 @@ def _launch(
     directory: Path, function: Callable[..., Any], arguments: tuple[object, ...], world_size: int
 ) -> Any:
     """Start the ranks, and return the result of rank 0 when all have ended."""
-    receiving, sending = PROCESSES.Pipe(duplex=False)
+    pipes = [PROCESSES.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
         PROCESSES.Process(
             target=_rank,
@@ -194,7 +199,7 @@ def _launch(
                 RankInfo(rank, rank, world_size),
                 str(directory),
                 os.getpid(),
-                None if rank else sending,
+                pipes[rank][1],
                 function,
                 arguments,
             ),
@@ -206,8 +211,9 @@ def _launch(
         with left_alone, _working_directory_left_out():
             for rank in ranks:
                 rank.start()
-        sending.close()
-        return _result(ranks, receiving, directory)
+        for _, sending in pipes:
+            sending.close()
+        return _result(ranks, [receiving for receiving, _ in pipes], directory)
     finally:
         _end(ranks)
 
@@ -241,7 +247,16 @@ def _working_directory_left_out() -> Iterator[None]:
         os.environ.pop(_SAFE_PATH) if before is None else os.environ.update({_SAFE_PATH: before})
 
 
-def _result(ranks: Sequence[BaseProcess], receiving: connection.Connection, directory: Path) -> Any:
+@dataclass(frozen=True)
+class _Failure:
+    """What a rank could not do: a refusal with its hint, or the last line of a traceback, which is a mistake of ours."""
+
+    message: str
+    hint: str | None = None
+    is_mistake: bool = False
+
+
+def _result(ranks: Sequence[BaseProcess], receiving: Sequence[connection.Connection], directory: Path) -> Any:
     """Return what rank 0 sends, once all ranks have ended well.
 
     Raises
@@ -249,23 +264,30 @@ def _result(ranks: Sequence[BaseProcess], receiving: connection.Connection, dire
     ZosimError
         When the first rank fails.
     """
-    result, running = None, {rank.sentinel: rank for rank in ranks}
-    pipes = [receiving]
+    running = {rank.sentinel: rank for rank in ranks}
+    pipes = {pipe: number for number, pipe in enumerate(receiving)}
+    sent: dict[int, Any] = {}
+
+    def read() -> None:
+        for pipe in connection.wait(list(pipes), timeout=0):
+            assert isinstance(pipe, connection.Connection)
+            with suppress(EOFError):
+                sent[pipes[pipe]] = pipe.recv()
+            del pipes[pipe]
+
     while running:
         ready = connection.wait([*running, *pipes])
-        if receiving in ready:
-            with suppress(EOFError):
-                result = receiving.recv()
-            pipes = []
+        read()
         ended = [running.pop(sentinel) for sentinel in ready if isinstance(sentinel, int)]
         for rank in ended:
             rank.join()
         if any(rank.exitcode for rank in ended):
             time.sleep(_SETTLE_S)
-            raise _report(
-                directory, {number: rank.exitcode for number, rank in enumerate(ranks) if rank.exitcode}
-            )
-    return result
+            read()
+            codes = {number: rank.exitcode for number, rank in enumerate(ranks) if rank.exitcode}
+            failures = {number: said for number, said in sent.items() if isinstance(said, _Failure)}
+            raise _report(directory, codes, failures, world_size=len(ranks))
+    return sent.get(0)
 
 
 def _end(ranks: Sequence[BaseProcess]) -> None:
@@ -302,7 +324,7 @@ def _rank(
     info: RankInfo,
     directory: str,
     launcher: int,
-    sending: connection.Connection | None,
+    sending: connection.Connection,
     function: Callable[..., Any],
     arguments: tuple[object, ...],
 ) -> None:
@@ -317,20 +339,21 @@ def _rank(
         "WORLD_SIZE": str(info.world_size),
         "LOCAL_WORLD_SIZE": str(info.world_size),
     }
-    pid_path(Path(directory), info.rank).write_text(str(os.getpid()))
     exit_code = 0
     try:
+        with naming(path := pid_path(Path(directory), info.rank)):
+            path.write_text(str(os.getpid()))
         with refusing_ignored():
             result = function(*arguments)
-        if sending is not None:
-            sending.send(result)
+        sending.send(None if info.rank else result)
     except Exception as error:  # noqa: BLE001 - whatever it is, the launcher says it
-        failure = error if isinstance(error, ZosimError) else refusal_of_machine(error)
-        said = None if failure is None else {"message": failure.message, "hint": failure.hint}
-        if said is None:
+        refusal = error if isinstance(error, ZosimError) else refusal_of_machine(error)
+        if refusal is None:
             traceback.print_exc()
-            said = {"mistake": "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]}
-        failure_path(Path(directory), info.rank).write_text(json.dumps(said))
+            last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+            sending.send(_Failure(last, is_mistake=True))
+        else:
+            sending.send(_Failure(refusal.message, refusal.hint))
         exit_code = 1
     sys.stdout.flush()
     sys.stderr.flush()
@@ -349,24 +372,43 @@ def die_with(launcher: int) -> None:
             os._exit(1)
 
 
-def _report(directory: Path, exit_codes: Mapping[int, int]) -> ZosimError:
+def _report(
+    directory: Path, exit_codes: Mapping[int, int], failures: Mapping[int, _Failure], *, world_size: int
+) -> ZosimError:
     """Return what happened to the rank that failed; one that was killed comes before those who missed it."""
     rank = min(exit_codes, key=lambda rank: (exit_codes[rank] >= 0, rank))
-    given_up, said = read_note(given_up_path(directory, rank)), read_note(failure_path(directory, rank))
+    given_up, failure = read_note(given_up_path(directory, rank)), failures.get(rank)
     if given_up is not None:
         return RunError(f"rank {given_up['by']} stopped: {given_up['why']}", hint=WAIT_HINT)
     left = Progress.read(progress_path(directory, rank))
-    who, at = left.of(rank), f", last at {left.line}" if left.line else ""
-    if said is None and exit_codes[rank] < 0:
+    who = left.of(rank) if world_size > 1 else "the run"
+    at = f", last at {left.line}" if left.line else ""
+    if failure is None:
+        return _ended(f"{who} {{}}{at}", exit_codes[rank])
+    if failure.is_mistake:
         return RunError(
-            f"{who} died ({signal.Signals(-exit_codes[rank]).name}){at}",
-            hint="where the system was short of memory, its log names the process that it killed",
-        )
-    if said is None or "mistake" in said:
-        reason = f"exit code {exit_codes[rank]}" if said is None else said["mistake"]
-        return RunError(
-            f"{who} failed{at}: {reason}", hint="a traceback above is a mistake of ours; please report it"
+            f"{who} failed{at}: {failure.message}",
+            hint="a traceback above is a mistake of ours; please report it",
         )
     # What an instruction could not do begins with its name.
-    at = "" if said["message"].startswith(left.line) else at
-    return RunError(f"{who} stopped{at}: {said['message']}", hint=said["hint"])
+    at = "" if failure.message.startswith(left.line) else at
+    message = f"{who} stopped{at}: {failure.message}" if world_size > 1 else f"{failure.message}{at}"
+    return RunError(message, hint=failure.hint)
+
+
+def _ended(template: str, exit_code: int) -> RunError:
+    """Return how a process ended that said nothing; one that takes a signal as an exception exits with 128 and its number."""
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    if number not in {member.value for member in signal.Signals}:
+        return RunError(
+            template.format(f"ended with exit code {exit_code}"), hint="look at what it printed before"
+        )
+    name = signal.Signals(number).name
+    hint = (
+        "where the system was short of memory, its log names the process that it killed"
+        if number == signal.SIGKILL
+        else f"something sent that process {name}: a user, or a scheduler at the end of a job's time; `--resume` goes on from the log"
+        if number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+        else "please report it, with what it printed before"
+    )
+    return RunError(template.format(f"died ({name})"), hint=hint)

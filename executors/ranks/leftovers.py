@@ -38,10 +38,15 @@ def held_file(folder: Path, prefix: str) -> Iterator[tuple[Path, int]]:
     """Make a file that only this user may open (mode 0600), for the length of the block; also return a descriptor of it."""
     while True:
         descriptor, name = tempfile.mkstemp(prefix=f"{prefix}{os.getpid()}-", dir=folder)
-        with suppress(FileNotFoundError):
+        try:
             lock = hold(Path(name))
             break
-        os.close(descriptor)
+        except FileNotFoundError:
+            os.close(descriptor)
+        except OSError:  # too many open files
+            os.close(descriptor)
+            Path(name).unlink(missing_ok=True)
+            raise
     try:
         yield Path(name), descriptor
     finally:

@@ -52,6 +52,17 @@ _GONE = (
 )
 
 
+_LATE = ("timed out", "timeout")
+"""What torch's errors say of a wait that took as long as it may."""
+
+_now_s = time.monotonic
+
+_CONNECT_HINT = (
+    "ranks of one host connect over the loopback interface: see that it is up (ip link show lo) and that no firewall "
+    "closes it; ranks of several hosts need the ports that docs/runs.md names"
+)
+
+
 def missing_from(waits_of: Callable[[int], Sequence[int] | None], rank: int) -> list[int]:
     """Return the ranks that are missing, as `rank` sees it; none where ranks wait for each other in a circle.
 
@@ -160,18 +171,25 @@ class MissingRanks:
         RunError
         """
         with _waits().noted(members):
+            begin_s = _now_s()
             try:
                 yield
             except (RuntimeError, TimeoutError) as error:
+                waited_s, text, hint = _now_s() - begin_s, str(error).lower(), WAIT_HINT
+                is_late = isinstance(error, TimeoutError) or any(words in text for words in _LATE)
                 absent = self._absent(members)
-                if not absent:
-                    said = f"{what}: no rank is missing, all wait for each other"
-                elif any(words in str(error).lower() for words in _GONE):
+                if absent and any(words in text for words in _GONE):
                     said = f"{what}: {named_ranks(absent)} ended"
+                elif absent:
+                    said = self._given_up(absent, what, self.timeout_s if is_late else waited_s)
+                elif "connect" in text:
+                    said, hint = f"{what}: all ranks are there, but they cannot connect", _CONNECT_HINT
+                elif is_late:
+                    said = f"{what}: no rank is missing, all wait for each other"
                 else:
-                    said = self._given_up(absent, what)
+                    said = f"{what}: it failed, and no rank is missing"
                 reason = str(error).strip().partition("\n")[0].partition(". This is")[0]
-                raise RunError(f"{said} ({reason})" if reason else said, hint=WAIT_HINT) from error
+                raise RunError(f"{said} ({reason})" if reason else said, hint=hint) from error
 
     def joining(self) -> AbstractContextManager[None]:
         """Make process groups, for which all ranks have to come.
@@ -183,8 +201,8 @@ class MissingRanks:
         size = RankInfo.here().world_size
         return self.named(range(size), f"rank {self.rank} could not join the others of {size} ranks")
 
-    def _given_up(self, ranks: Sequence[int], what: str) -> str:
-        said = f"{what}: waited {self.timeout_s:g} s for {named_ranks(ranks)}"
+    def _given_up(self, ranks: Sequence[int], what: str, waited_s: float) -> str:
+        said = f"{what}: waited {waited_s:.3g} s for {named_ranks(ranks)}"
         give_up(ranks, said)
         return said
 

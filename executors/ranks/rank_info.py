@@ -213,8 +213,3 @@ def pid_path(directory: Path, rank: int) -> Path:
 def given_up_path(directory: Path, rank: int) -> Path:
     """Return where others leave why they ended a rank."""
     return directory / f"given-up-{rank}"
-
-
-def failure_path(directory: Path, rank: int) -> Path:
-    """Return where a rank leaves what it could not do."""
-    return directory / f"failure-{rank}.json"

@@ -94,12 +94,14 @@ def read_history(directory: str | Path) -> History:
     directory = Path(directory)
     header = read_header(directory)
     path = directory / STEPS_NAME
+    # Before the log: a run that goes on meanwhile writes a digest when the log has its steps, and not the other way round.
+    digests = _digests(directory / DIGESTS_NAME)
     queries = header["plan"]["estimator"]["num_queries"]
     steps = _steps_of(path, read_lines(path), queries)
     check = _RowCheck(path, header)
     records = tuple(check.record(number, lines) for number, lines in enumerate(steps))
     num_bytes = steps[-1][-1].end if steps else 0
-    history = History(directory, header, records, num_bytes, _digests(directory / DIGESTS_NAME))
+    history = History(directory, header, records, num_bytes, digests)
     _refuse_truncated(history, path)
     return history
 

@@ -74,6 +74,8 @@ def settings_from(
     lora, prefix = adapters_of(fields["adapters"], header.get("run"), seed=run.get("seed", 0))
     base = _base_plan(plan_file, header)
     ranks = _num_ranks(asked, base, has_plan=plan_file is not None)
+    if header:
+        run.setdefault("num_threads", header["num_threads"])
     if "device" not in run:
         run["device"] = _device(header, base, out, has_plan=plan_file is not None)
     asked = replace(

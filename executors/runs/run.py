@@ -108,6 +108,11 @@ class Run:
         self.writes = communicator is None or communicator.is_first
         self.data = open_data(settings, settings.data)
         self._refuse_unlike()
+        if settings.plan.batch > len(self.data):
+            self._warn(
+                f"a batch of {settings.plan.batch} is larger than {settings.data.path} with its {len(self.data)} lines: every step "
+                "forwards some of them more than once"
+            )
         self.batches = Batches(
             self.data,
             settings.plan.batch,

@@ -119,6 +119,28 @@ def test_a_rank_that_is_waited_for_by_way_of_others_is_named(store, answers, wor
     assert store.get("zosim/waits-for/2") == b"[0]"
 
 
+@pytest.mark.parametrize(
+    ("answers", "error", "words"),
+    [
+        ({0: "[]"}, "Invalid scalar type", "waited 0 s for rank 0 (Invalid scalar type)"),
+        (
+            {0: "[2]"},
+            "timed out connecting, remote=[127.0.0.1]:2446",
+            "all ranks are there, but they cannot connect (timed out connecting, remote=[127.0.0.1]:2446)",
+        ),
+        ({0: "[2]"}, "Invalid scalar type", "it failed, and no rank is missing (Invalid scalar type)"),
+    ],
+)
+def test_a_failure_that_is_no_wait_is_not_told_as_one(store, monkeypatch, answers, error, words):
+    monkeypatch.setattr(missing_ranks, "_now_s", lambda: 5.0)
+    for rank, answer in answers.items():
+        store.set(f"zosim/waits-for/{rank}", answer)
+    with pytest.raises(RunError) as caught, MissingRanks(2, 120.0).named((0, 2), "losses"):
+        raise RuntimeError(error)
+    assert caught.value.message == f"losses: {words}"
+    assert ("loopback" in caught.value.hint) == ("connect" in words)
+
+
 def test_a_rank_answers_what_it_waits_for_when_the_roll_is_called(store):
     def answered(answer):
         while not store.check(["zosim/waits-for/1"]) or store.get("zosim/waits-for/1") != answer:

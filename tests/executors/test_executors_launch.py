@@ -32,7 +32,7 @@ def test_ranks_find_each_other():
 
 
 def test_a_refusal_is_told_in_its_own_words():
-    with pytest.raises(RunError, match="rank 0 stopped: this plan cannot be") as caught:
+    with pytest.raises(RunError, match=r"^this plan cannot be") as caught:
         launch(launched.refuse)
     assert caught.value.hint == "make another"
 
@@ -44,9 +44,63 @@ def test_a_rank_stops_where_a_package_ignores_something():
 
 def test_a_killed_rank_is_named_with_its_last_instruction():
     with pytest.raises(
-        RunError, match=r"rank 0 died \(SIGKILL\), last at step\[3\]/block\.1/forward\[q0\+\]"
+        RunError, match=r"^the run died \(SIGKILL\), last at step\[3\]/block\.1/forward\[q0\+\]"
     ):
         launch(launched.die)
+
+
+def test_of_several_ranks_the_one_that_refuses_is_named():
+    with pytest.raises(RunError, match=r"^rank 0 stopped: this plan cannot be"):
+        launch(launched.refuse, world_size=2)
+
+
+@pytest.mark.parametrize("end", [launched.end_by_sigterm, launched.exit_by_sigterm])
+def test_a_rank_that_is_asked_to_end_is_no_mistake_and_no_want_of_memory(end, capfd):
+    with pytest.raises(RunError, match=r"^the run died \(SIGTERM\)") as caught:
+        launch(end)
+    assert "something sent that process SIGTERM" in caught.value.hint
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_rank_that_leaves_without_a_word_is_said_to_have_left_no_traceback():
+    with pytest.raises(RunError, match=r"^the run ended with exit code 7") as caught:
+        launch(launched.leave_silently)
+    assert "traceback" not in caught.value.hint
+
+
+FULL = """
+import resource, tempfile
+from executors.ranks.launch import launch
+from executors.ranks.rank_info import RankInfo
+from topology.errors import MachineError, RunError
+
+tempfile.gettempdir()  # which writes a file to see that it can
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+for world_size in (1, 2):
+    try:
+        launch(RankInfo.here, world_size=world_size)
+    except RunError as error:
+        print(error.message, error.hint)
+tempfile.tempdir = None
+try:
+    launch(RankInfo.here)
+except MachineError as error:
+    print(error.message)
+"""
+
+
+def test_ranks_whose_temporary_files_have_no_room_say_so(tmp_path):
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", FULL], env=environment, capture_output=True, text=True, check=True
+    )
+    one, several, none = done.stdout.splitlines()
+    assert one.startswith(str(tmp_path))
+    assert "pid-0: File too large" in one
+    assert "ulimit -f" in one
+    assert several.startswith("rank 0 stopped: ")
+    assert none.startswith("No usable temporary directory found in")
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("instant", launched.JOINING)
@@ -62,14 +116,12 @@ def test_a_rank_that_stands_still_at_the_end_is_named():
 
 
 def test_training_notes_its_instructions():
-    with pytest.raises(RunError, match=r"rank 0 died \(SIGKILL\), last at step\[1\]/block\.1/forward"):
+    with pytest.raises(RunError, match=r"^the run died \(SIGKILL\), last at step\[1\]/block\.1/forward"):
         launch(launched.die_in_training)
 
 
 def test_what_an_instruction_could_not_do_names_it_once():
-    with pytest.raises(
-        RunError, match=r"^rank 0 stopped: step\[0\]/decode on stream compute: it is damaged$"
-    ):
+    with pytest.raises(RunError, match=r"^step\[0\]/decode on stream compute: it is damaged$"):
         launch(launched.fail_in_an_instruction)
 
 

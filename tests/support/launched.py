@@ -35,6 +35,20 @@ def be_ignored():
     warnings.warn("`past_key_values` is ignored", FutureWarning, stacklevel=1)
 
 
+def end_by_sigterm():
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+
+
+def exit_by_sigterm():
+    """End as a process does that takes SIGTERM as an exception."""
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def leave_silently():
+    os._exit(7)
+
+
 def fail_in_an_instruction():
     from executors.ranks.rank_info import progress_of_this_rank
     from topology.errors import CodecError
