@@ -162,6 +162,8 @@ _CPU_GATHER: Spread = (8e-6, 0.5e-6, 150e-6)
 _CPU_GATHER_SOURCE = "assumed: threads that wait for work in a loop, or sleep"
 _LOOPBACK: Spread = (LOOPBACK_BYTES_PER_S, 0.3e9, 8e9)
 _LOOPBACK_SOURCE = "assumed: gloo through the host's loopback, a copy into the socket and one out of it"
+ASSUMED_MEMORY = (0.5, 2.0)
+"""Between which multiples of it the bandwidth of a host's memory lies where it is assumed: one socket of two, or older channels."""
 _COPY_GPU: Spread = (1.0, 0.88, 1.12)
 _GPU_DRAWS: dict[DrawClass, Spread] = {"normal": (1.75, 1.2, 3.5), "rademacher": (3.5, 1.5, 8.0)}
 _GPU_DRAW_SOURCE = (
@@ -589,9 +591,16 @@ def _copy_constants(topology: Topology, device_id: str, spec: DeviceSpec) -> Ite
         yield _constant("loopback_bandwidth", _LOOPBACK, _LOOPBACK_SOURCE)
         return
     memory = topology.host_memory(device_id).id
+    slower, faster = (topology.with_assumed_memory(factor) for factor in ASSUMED_MEMORY)
     for direction, ends in (("h2d", (memory, device_id)), ("d2h", (device_id, memory))):
-        bandwidth = topology.route(*ends).bandwidth_bytes_per_s
+        bandwidth, least, most = (
+            machine.route(*ends).bandwidth_bytes_per_s for machine in (topology, slower, faster)
+        )
+        middle, low, high = _COPY_GPU
         source = "what the route's links reach of their nominal bandwidths; published pinned copies lie within a tenth"
-        yield _constant(f"copy_{direction}_bandwidth", _COPY_GPU, source, scale=bandwidth)
+        if least < bandwidth:
+            source += f"; the bandwidth of {memory} is assumed"
+        spread = middle, low * least / bandwidth, high * most / bandwidth
+        yield _constant(f"copy_{direction}_bandwidth", spread, source, scale=bandwidth)
     yield _constant("copy_cache_bandwidth", _COPY_GPU, f"{source}; no cache helps it", scale=bandwidth)
     yield _constant("loopback_bandwidth", (1.0, 1.0, 1.0), "GPUs have links of their own", scale=bandwidth)

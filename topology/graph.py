@@ -225,6 +225,10 @@ class Topology(FrozenModel):
             raise TopologyError(message, hint="link it to a memory node, through a numa node for instance")
         return self.node(min(candidates)[2])
 
+    def memories_of(self, node_id: str) -> tuple[Node, ...]:
+        """Memories of the host that contains a node, in file order."""
+        return self._memories_of_host.get(self.host_of(node_id).id, ())
+
     @cached_property
     def _memories_of_host(self) -> Mapping[str | None, tuple[Node, ...]]:
         by_host: dict[str | None, tuple[Node, ...]] = {}
@@ -329,6 +333,24 @@ class Topology(FrozenModel):
             for pair, value in known.items()
         )
         return self.model_copy(update={"measured": entries})
+
+    def with_assumed_memory(self, factor: float) -> Topology:
+        """The same machine with so many times the bandwidth of each host memory whose own is assumed; itself where none is."""
+        nodes = tuple(
+            node.model_copy(
+                update={
+                    "bandwidth": node.bandwidth.model_copy(update={"value": node.bandwidth.value * factor})
+                }
+            )
+            if node.kind == "memory" and node.bandwidth is not None and node.bandwidth.basis == "assumed"
+            else node
+            for node in self.nodes
+        )
+        return (
+            self
+            if all(new is old for new, old in zip(nodes, self.nodes, strict=True))
+            else self.model_copy(update={"nodes": nodes})
+        )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Topology:  # noqa: ARG002
         """A copy with some fields replaced, validated, and with nothing computed from the old ones.

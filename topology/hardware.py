@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from topology.building import MachineBuilder, connector_type, find_device, generic_cpu, nvlink_type
+from topology.building import (
+    MachineBuilder,
+    assumed_memory,
+    connector_type,
+    find_device,
+    generic_cpu,
+    nvlink_type,
+)
 from topology.detection import detect
 from topology.documents import catalogue, load, load_preset, preset_names
 from topology.errors import TopologyError
@@ -53,7 +60,8 @@ def assumed_machine(gpu: DeviceSpec, count: int = 1) -> Topology:
     """
     builder = MachineBuilder(gpu.id if count == 1 else f"{count}x-{gpu.id}")
     builder.add_node("host0", "host")
-    numa = builder.add_numa(0, "host0")
+    is_grace = re.match("g[hb][23]00-", gpu.id) is not None
+    numa = builder.add_numa(0, "host0", assumed_memory(gpus=[gpu] * count, is_grace=is_grace))
     builder.add_cpu(0, "host0", [numa], generic_cpu(0, _CORES, "the GPU's name"))
     names = []
     for index in range(count):
@@ -61,11 +69,14 @@ def assumed_machine(gpu: DeviceSpec, count: int = 1) -> Topology:
         names.append(builder.add_node(f"gpu{index}", "gpu", host="host0", index=index, spec=gpu))
         builder.join(numa, root, catalogue().link_types["fabric"])
         builder.join(root, names[-1], connector_type(gpu))
+        if is_grace:
+            builder.join(numa, names[-1], catalogue().link_types["nvlink-c2c"])
     if gpu.nvlink is not None and count == 2:
         builder.join(names[0], names[1], nvlink_type(gpu.nvlink.generation), gpu.nvlink.num_links)
     elif gpu.nvlink is not None and count > 2:
         join_switch(builder, dict.fromkeys(names, gpu.nvlink.num_links), gpu.nvlink.generation)
-    return builder.build("Assumed from the GPUs alone.")
+    how = f"state yours in the file that `zosim topology show '{count}x {gpu.id}' -o FILE` writes"
+    return builder.build("Assumed from the GPUs alone.", state_memory=how)
 
 
 def _gpu_names() -> list[str]:

@@ -40,6 +40,7 @@ from zosim.program import Program
 
 if TYPE_CHECKING:
     from topology.graph import Topology
+from topology.routes import Route
 
 _HOST_TERMS = ("dispatch", "overhead")
 
@@ -178,6 +179,10 @@ class Machine:
         How its messages go. Resources on the way count at the sender.
     host_channels : mapping of Send or Recv to Hop
         How those go that a codec has left in the host's memory, where that is another than the device's.
+    far_routes : mapping of {"h2d", "d2h"} to tuple of str
+        Resources on the way of copies from and to another NUMA domain, where what lies on the host is more than the nearest holds.
+    far_share : float
+        Share of the bytes on the host that lie there.
     """
 
     profile: Profile
@@ -192,10 +197,14 @@ class Machine:
     rings: Mapping[str, Ring] = field(default_factory=lambda: MappingProxyType({}))
     channels: Mapping[Send | Recv, Hop] = field(default_factory=lambda: MappingProxyType({}))
     host_channels: Mapping[Send | Recv, Hop] = field(default_factory=lambda: MappingProxyType({}))
+    far_routes: Mapping[CopyDirection, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    far_share: float = 0.0
 
     def __post_init__(self) -> None:
         named = {self.kernels, self.cores, self.memory, self.issuer, *self.fifo} - {""}
-        named.update(name for route in self.routes.values() for name in route)
+        named.update(
+            name for known in (self.routes, self.far_routes) for route in known.values() for name in route
+        )
         paths = (self.rings, self.channels, self.host_channels)
         named.update(name for known in paths for path in known.values() for name, _ in path.uses)
         missing = sorted(named - set(self.capacities))
@@ -214,8 +223,11 @@ class Machine:
             tuple(self.capacities.values()),
             tuple(sorted(place[name] for name in self.fifo)),
             tuple(
-                (direction, tuple(place[name] for name in route)) for direction, route in self.routes.items()
+                (direction, tuple(place[name] for name in route))
+                for known in (self.routes, self.far_routes)
+                for direction, route in known.items()
             ),
+            self.far_share,
             tuple(self.wires.items()),
             tuple(place.get(name) for name in (self.kernels, self.cores, self.memory, self.issuer)),
             tuple(
@@ -232,6 +244,47 @@ class Machine:
             return self
         capacities = {**self.capacities, self.cores: self.profile.num_cores / slowdown}
         return replace(self, capacities=MappingProxyType(capacities))
+
+    def spilled(self, topology: Topology, device: str, share: float) -> Machine:
+        """Return the machine of a rank of whose bytes on the host a share lies in another NUMA domain: the one reached best.
+
+        Raises
+        ------
+        TopologyError
+            If the host has no other memory that the device reaches.
+        """
+        near = topology.host_memory(device).id
+        others = [memory.id for memory in topology.memories_of(device) if memory.id != near]
+        routes = [(topology.route(memory, device), topology.route(device, memory)) for memory in others]
+        h2d, d2h = min(
+            routes, key=lambda pair: (-pair[0].bandwidth_bytes_per_s, pair[0].latency_s, pair[0].source)
+        )
+        capacities = dict(self.capacities)
+        wires = dict(self.wires)
+        far: dict[CopyDirection, tuple[str, ...]] = {}
+        ways: dict[CopyDirection, Route] = {"h2d": h2d, "d2h": d2h}
+        for direction, route in ways.items():
+            # A copy engine that all copies of a device share is no part of its routes.
+            engines = tuple(name for name in self.routes[direction] if name not in topology.resources)
+            far[direction] = (*route.resource_ids, *engines)
+            for name in route.resource_ids:
+                capacities.setdefault(name, topology.resources[name].bandwidth_bytes_per_s)
+            nearest = min((capacities[name] for name in self.routes[direction]), default=math.inf)
+            if min(capacities[name] for name in far[direction]) < nearest:
+                wires[direction] = route.narrowest_kind
+        return replace(
+            self,
+            capacities=MappingProxyType(capacities),
+            far_routes=MappingProxyType(far),
+            far_share=share,
+            wires=MappingProxyType(wires),
+            fifo=self.fifo
+            | {
+                name
+                for name in capacities
+                if name in topology.resources and topology.resources[name].sharing == "fifo"
+            },
+        )
 
     @classmethod
     def from_topology(cls, topology: Topology, device: str, profile: Profile) -> Machine:
@@ -329,11 +382,18 @@ class Machine:
         return self.profile.values(bound)["step_s"]
 
     def _flow(self, cost: OperationCost, size_bytes: int, direction: CopyDirection, bound: Bound) -> Activity:
-        route = self.routes.get(direction, ())
+        route, far = self.routes.get(direction, ()), self.far_routes.get(direction, ())
         # Latency is spread over the transfer, so that alone it takes exactly its cost.
         limit = min((self.capacities[name] for name in route), default=math.inf)
         seconds = max(cost.seconds, size_bytes / limit)
-        uses = tuple((name, 1.0) for name in route) + self._issued(size_bytes, bound)
+        parts = dict.fromkeys(route, 1.0)
+        if far:
+            # Which blocks lie far is not known: each is taken to lie there with its share of bytes.
+            far_s = max(seconds, size_bytes / min(self.capacities[name] for name in far))
+            seconds += self.far_share * (far_s - seconds)
+            parts = {name: 1.0 if name in far else 1 - self.far_share for name in route}
+            parts |= {name: self.far_share for name in far if name not in route}
+        uses = tuple(parts.items()) + self._issued(size_bytes, bound)
         return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), uses, cost.limiter)
 
     def _issued(self, size_bytes: int, bound: Bound) -> tuple[tuple[str, float], ...]:

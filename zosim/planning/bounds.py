@@ -174,15 +174,17 @@ class Bounds:
                 yield _lacking("device", memory.device_bytes, limit, memory.describe())
                 break
         for host in taken.hosts:
-            limit = request.host_limit_bytes(tuple(devices[rank] for rank in host.ranks))
+            of_host = tuple(devices[rank] for rank in host.ranks)
+            limit = request.host_limit_bytes(of_host)
             if host.size_bytes > limit:
-                yield _lacking("host", host.size_bytes, limit, host.describe())
+                has = f" of {request.about_host_memory(of_host)}"
+                yield _lacking("host", host.size_bytes, limit, host.describe(), has)
                 break
 
 
-def _lacking(where: str, needed: int, limit: int, parts: str) -> tuple[str, int]:
+def _lacking(where: str, needed: int, limit: int, parts: str, has: str = "") -> tuple[str, int]:
     words = (
         f"needs {format_bytes(needed)} of {where} memory, {format_bytes(needed - limit)} more than "
-        f"{format_bytes(limit)}: {parts}"
+        f"{format_bytes(limit)}{has}: {parts}"
     )
     return words, needed - limit

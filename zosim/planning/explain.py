@@ -6,9 +6,10 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from costmodel.gpus import is_widened
-from topology.units import format_seconds
+from topology.units import format_bandwidth, format_bytes, format_seconds
 from zosim.planning.pipelining import about_stages
 from zosim.planning.predict import Contention, Prediction, Subject
+from zosim.planning.request import HOW_TO_STATE_MEMORY
 from zosim.plans import Plan
 
 if TYPE_CHECKING:
@@ -41,12 +42,35 @@ def reasons(
         yield from about_ranks(chosen.plan, prediction)
     if chosen.plan.num_stages > 1:
         yield from about_stages(chosen.subject)
+    yield from about_host_memory(chosen.subject)
     yield from about_formats(chosen.subject)
     yield from _about_codes(chosen, others)
     yield from _about_points(chosen, others)
     faster = [candidate for candidate in rejected if candidate.seconds < prediction.step_time_s]
     if faster:
         yield f"would be faster but does not fit: {faster[0].describe()} ({faster[0].missing})"
+
+
+def about_host_memory(subject: Subject) -> Iterator[str]:
+    """Yield which NUMA domains a plan's copies reach, if not the nearest alone, and whether their bandwidth is assumed."""
+    if not subject.plan.is_offloaded:
+        return
+    topology, devices = subject.topology, subject.plan.placement.devices
+    for rank, share in list(subject.far_shares.items())[:1]:
+        machine = subject.machines[rank]
+        rate = min(machine.capacities[name] for name in machine.far_routes["h2d"])
+        near = topology.host_memory(devices[rank])
+        yield (
+            f"what lies on the host is more than {near.id} next to {devices[rank]} has, {format_bytes(near.memory_bytes)}: "
+            f"{share:.0%} of it lies in another NUMA domain, which copies reach at {format_bandwidth(rate)}"
+        )
+    memories = {topology.host_memory(device).id: topology.host_memory(device) for device in devices}
+    assumed = [
+        node for node in memories.values() if node.bandwidth is not None and node.bandwidth.basis == "assumed"
+    ]
+    if assumed and any(topology.node(device).kind == "gpu" for device in devices):
+        words = format_bandwidth(assumed[0].bandwidth_bytes_per_s)
+        yield f"the bandwidth of {assumed[0].id}, {words}, is assumed: {HOW_TO_STATE_MEMORY}"
 
 
 def _about_codes(chosen: Candidate, others: Sequence[Candidate]) -> Iterator[str]:

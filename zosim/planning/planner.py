@@ -21,7 +21,7 @@ from zosim.planning.cuts import sparsest_near_the_middle
 from zosim.planning.explain import ALIKE, about_cuts, reasons
 from zosim.planning.footprint import Footprints
 from zosim.planning.predict import Prediction, Subject
-from zosim.planning.request import Request
+from zosim.planning.request import ASSUMED_SIZE, HOW_TO_STATE_MEMORY, Request
 from zosim.planning.space import placements
 from zosim.planning.staging import staged_plans
 from zosim.plans import INSIDE, Plan
@@ -239,6 +239,7 @@ def _nothing_fits(request: Request, rejected: list[Candidate]) -> DoesNotFit:
         f"no plan fits {request.model.name} with batch {request.batch} and {request.seq} tokens on "
         f"{request.device} of {request.hardware}; the closest, {closest.describe()}, {closest.missing}"
     )
-    return DoesNotFit(
-        message, hint="a smaller batch or sequence, a narrower --dtype, or hardware with more memory"
-    )
+    hint = "a smaller batch or sequence, a narrower --dtype, or hardware with more memory"
+    if ASSUMED_SIZE in closest.missing:
+        hint += f"; the host's memory is assumed: {HOW_TO_STATE_MEMORY}"
+    return DoesNotFit(message, hint=hint)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from costmodel.datasheet import ASSUMED_MEMORY
 from costmodel.pace import at_pace, off_pace, pace_in
 from costmodel.profile import Bound, Profile
 from topology.errors import ProgramError, TimelineError
@@ -175,10 +176,30 @@ class Subject:
     @cached_property
     def machines(self) -> tuple[Machine, ...]:
         """What the simulator knows about every rank's hardware."""
+        return self._machines_of(self.topology)
+
+    def _machines_of(self, topology: Topology) -> tuple[Machine, ...]:
         devices, groups = self.plan.placement.devices, self.programs.groups
-        hosts = [self.topology.host_of(device).id for device in devices]
+        hosts = [topology.host_of(device).id for device in devices]
         processes = [hosts.index(host) for host in hosts] if self.one_process else None
-        return machines_for(self.topology, devices, self.rank_profiles, groups, processes=processes)
+        machines = list(machines_for(topology, devices, self.rank_profiles, groups, processes=processes))
+        for rank, share in self.far_shares.items():
+            machines[rank] = machines[rank].spilled(topology, devices[rank], share)
+        return tuple(machines)
+
+    @cached_property
+    def far_shares(self) -> Mapping[int, float]:
+        """Share of a host's bytes that lie beyond the NUMA domains of its ranks' GPUs, by rank; of ranks where there is one."""
+        shares: dict[int, float] = {}
+        for host in self.footprints.hosts:
+            devices = [self.plan.placement.devices[rank] for rank in host.ranks]
+            if any(self.topology.node(device).kind != "gpu" for device in devices):
+                continue
+            near = {self.topology.host_memory(device).id for device in devices}
+            room = sum(self.topology.node(memory).memory_bytes for memory in near)
+            if host.size_bytes > room and len(self.topology.memories_of(devices[0])) > len(near):
+                shares |= dict.fromkeys(host.ranks, 1 - room / host.size_bytes)
+        return shares
 
     @cached_property
     def footprints(self) -> Footprints:
@@ -206,8 +227,11 @@ class Subject:
         return World.of(self.programs, self.machines)
 
     def bounding_step_s(self, bound: Bound) -> float:
-        """Return the seconds per step with every constant of the profiles at one end of its interval."""
-        return self._steady_step_s(World.of(self.programs, self.machines, bound))
+        """Return the seconds per step with every constant of the profiles, and memory that is assumed, at one end of its interval."""
+        slower, faster = ASSUMED_MEMORY
+        topology = self.topology.with_assumed_memory({"low": faster, "central": 1.0, "high": slower}[bound])
+        machines = self.machines if topology is self.topology else self._machines_of(topology)
+        return self._steady_step_s(World.of(self.programs, machines, bound))
 
     @cached_property
     def step_time_s(self) -> float:

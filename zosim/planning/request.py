@@ -18,6 +18,11 @@ from zosim.plans import ANY, AXES, Axis, LowBits, Mesh, Method, Placement
 
 Blocks = Literal["resident", "offloaded"]
 AnyAxis = TypeVar("AnyAxis", bound=Axis)
+ASSUMED_SIZE = ", whose size is assumed"
+HOW_TO_STATE_MEMORY = (
+    "state yours with --memory and --memory-bandwidth of `zosim topology import`, or in the file that "
+    "`zosim topology show NAME -o FILE` writes"
+)
 
 _BLOCKS: dict[Method, tuple[Blocks, ...]] = {"mezo": ("resident",), "zo2": ("offloaded",)}
 _SHARED: tuple[Method, ...] = ("pertp", "ddp", "2d")
@@ -145,11 +150,38 @@ class Request:
         has = self.topology.device_spec(device).memory_bytes
         return has if self.max_device_bytes is None else min(has, self.max_device_bytes)
 
+    def host_memories(self, devices: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the memories that ranks on these devices of one host have: all of it, or of CPUs those next to them."""
+        near = {self.topology.host_memory(device).id for device in devices}
+        kinds = {self.topology.node(device).kind for device in devices}
+        return tuple(
+            memory.id
+            for memory in self.topology.memories_of(devices[0])
+            if memory.id in near or kinds == {"gpu"}
+        )
+
     def host_limit_bytes(self, devices: tuple[str, ...]) -> int:
-        """Return the memory that ranks on these devices of one host may take of it: of the memories next to them."""
-        memories = {self.topology.host_memory(device).id for device in devices}
-        has = sum(self.topology.node(memory).memory_bytes for memory in memories)
+        """Return the memory that ranks on these devices of one host may take of it."""
+        has = sum(self.topology.node(memory).memory_bytes for memory in self.host_memories(devices))
         return has if self.max_host_bytes is None else min(has, self.max_host_bytes)
+
+    def about_host_memory(self, devices: tuple[str, ...]) -> str:
+        """Return what the limit of a host's memory is made of, in words: its NUMA domains, and whether they are assumed."""
+        memories = self.host_memories(devices)
+        if self.max_host_bytes is not None and self.host_limit_bytes(devices) == self.max_host_bytes:
+            return "--max-host-memory"
+        sizes = [self.topology.node(memory).capacity for memory in memories]
+        assumed = any(size is not None and size.basis == "assumed" for size in sizes)
+        where = memories[0] if len(memories) == 1 else f"{len(memories)} NUMA domains"
+        beyond = len(self.topology.memories_of(devices[0])) - len(memories)
+        near = (
+            ", those next to its processors"
+            if beyond and len(memories) > 1
+            else ", next to its processor"
+            if beyond
+            else ""
+        )
+        return f"{where}{near}{ASSUMED_SIZE if assumed else ''}"
 
 
 def with_stored_codes(fixed: Mapping[str, Mapping[str, Any]], model: ModelSpec) -> dict[str, dict[str, Any]]:
