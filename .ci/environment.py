@@ -237,14 +237,16 @@ def _install(environment: Environment) -> None:
     """Install other packages, then torch unless this Python brings it, then the project."""
     print(f"== installing the {environment.versions} versions: 1.5 GB, more where torch comes with CUDA")
     environment.pip_log.unlink(missing_ok=True)
-    # Hashes and exact versions of everything: nothing is left to resolve, and nothing is built.
+    is_brought = _usable_torch(environment.python, outside=environment.folder) is not None
+    torch = [] if is_brought else [f"torch=={locked_torch()}"]
     requirements = REQUIREMENTS[environment.versions]
     if requirements is None:
-        _pip(environment, f"torch=={locked_torch()}", *_newest())
+        _pip(environment, *torch, *_newest())
     else:
+        # Hashes and exact versions of everything: nothing is left to resolve, and nothing is built.
         _pip(environment, "--no-deps", "--require-hashes", "--only-binary", ":all:", "-r", requirements)
-        if _usable_torch(environment.python, outside=environment.folder) is None:
-            _pip(environment, f"torch=={locked_torch()}")
+        if torch:
+            _pip(environment, *torch)
     _pip(environment, "--no-deps", "--no-build-isolation", "--editable", ROOT)
 
 
