@@ -100,6 +100,35 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
         torch.accelerator.set_stream(before)
 
 
+_ATTENTION_KERNELS = {0: "products", 1: "flash", 2: "memory-efficient", 3: "cudnn"}
+"""torch's kernels of attention, by the numbers that it has for them."""
+
+
+def attention_facts(name: str) -> dict[str, Any]:
+    """Return the kernels that attention may use on a CUDA device, and cuDNN's version: numbers depend on them. Nothing of others.
+
+    Returns
+    -------
+    dict
+        ``attention_kernels``, as torch prefers them by itself, and ``cudnn``. Where cuDNN's is preferred, as on some devices, is
+        torch's and cuDNN's own affair, for which their versions stand.
+    """
+    if torch.device(name).type != "cuda":
+        return {}
+    settings = torch.backends.cuda
+    enabled = {
+        "products": settings.math_sdp_enabled(),
+        "flash": settings.flash_sdp_enabled(),
+        "memory-efficient": settings.mem_efficient_sdp_enabled(),
+        "cudnn": settings.cudnn_sdp_enabled(),
+    }
+    order = [_ATTENTION_KERNELS.get(number, "") for number in torch._C._get_sdp_priority_order()]
+    return {
+        "attention_kernels": [kernel for kernel in order if enabled.get(kernel)],
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
 _STAGING_ALIGNMENT_BYTES = 64
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from executors.devices import staged_on
 from topology.errors import DataError, ModelError
@@ -368,26 +370,48 @@ def packed_attention(
     num_points, num_heads, num_places, width = query.shape
     out = query.new_empty((num_points, num_places, num_heads, width))
     q, k, v = (states.transpose(1, 2) for states in (query, key, value))
-    for group in packing.groups:
-        mask = group.mask
-        if mask is not None and num_points > 1:
-            mask = mask.repeat(num_points, 1, 1, 1)
-        seen = nn.functional.scaled_dot_product_attention(
-            _of_runs(q, group.queries, group.num_runs),
-            _of_runs(k, group.keys, group.num_runs),
-            _of_runs(v, group.keys, group.num_runs),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=key.shape[1] != num_heads,
-        )
-        rows = seen.transpose(1, 2).reshape(num_points, -1, num_heads, width)
-        if group.kept is None:
-            out.index_copy_(1, group.queries, rows)
-        else:
-            out.index_copy_(1, group.queries[group.kept], rows.index_select(1, group.kept))
+    with _without_plans(query.device):
+        for group in packing.groups:
+            seen = _attended(q, k, v, group, scaling)
+            rows = seen.transpose(1, 2).reshape(num_points, -1, num_heads, width)
+            if group.kept is None:
+                out.index_copy_(1, group.queries, rows)
+            else:
+                out.index_copy_(1, group.queries[group.kept], rows.index_select(1, group.kept))
     on_attended()
     return out, None
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, scaling: float | None) -> Tensor:
+    """Return the attention of the runs of a group, (points * runs, heads, tokens, width)."""
+    num_points, mask = q.shape[0], group.mask
+    queries = _of_runs(q, group.queries, group.num_runs)
+    keys, values = (_of_runs(states, group.keys, group.num_runs) for states in (k, v))
+    num_each = queries.shape[1] // keys.shape[1]
+    if mask is not None and num_points > 1:
+        mask = mask.repeat(num_points, 1, 1, 1)
+    if mask is not None and num_each > 1 and q.device.type == "cuda":
+        # Of its fused kernels cuDNN's alone takes both a mask and fewer heads of keys than of queries.
+        keys, values = (states.repeat_interleave(num_each, 1) for states in (keys, values))
+    return nn.functional.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=keys.shape[1] != queries.shape[1],
+    )
+
+
+def _without_plans(device: torch.device) -> AbstractContextManager[None]:
+    """Let attention be computed by kernels that take any shape at once.
+
+    cuDNN plans each new shape for tens of milliseconds of the host, and nearly every batch has runs of other lengths.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def _of_runs(states: Tensor, places: Tensor, num_runs: int) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from costmodel.configs import Prefix, stored_codes_in
-from executors.devices import device_name
+from executors.devices import attention_facts, device_name
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.linear import coded_layers, make_codable
 from executors.models.blocks import coded_parts_of
@@ -46,6 +46,8 @@ _MACHINE_FIELDS = (
     "device",
     "device_name",
     "float32_matmul_precision",
+    "attention_kernels",
+    "cudnn",
 )
 
 OnStep = Callable[[int, int], None]
@@ -185,7 +187,7 @@ def machine_differences(header: Mapping[str, Any], device: str) -> list[str]:
     return unknown_base(header) + [
         f"{name} was {header[name]} where the run began and is {here[name]} here: bits may differ"
         for name in _MACHINE_FIELDS
-        if name in header and header[name] != here[name]
+        if name in header and name in here and header[name] != here[name]
     ]
 
 
@@ -198,6 +200,7 @@ def machine_facts(device: str) -> dict[str, Any]:
         "device": device,
         "device_name": device_name(device),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        **attention_facts(device),
         "python": platform.python_version(),
     }
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from executors.devices import device_name
+from executors.devices import attention_facts, device_name
 from executors.files import locked, refuse_irregular_run, write_atomically
 from executors.models.weight_files import weights_digest
 from executors.runs.base import BASE, base_facts
@@ -165,5 +165,6 @@ def header_of(
         "device": device,
         "device_name": device_name(device),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        **attention_facts(device),
         **more,
     }

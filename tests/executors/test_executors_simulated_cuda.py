@@ -10,15 +10,17 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from costmodel.codecs import codec_spec
 from costmodel.configs import LoRA
 from executors.codecs import codec_of, decode, messages_of
 from executors.low_bits import linear, moving
+from executors.models.packing import pack, packed_attention
 from executors.randomness.rng import generator_on
 from executors.randomness.rounded import RoundedDraws
 from executors.runs.adapters import attach
+from executors.runs.replay import machine_differences
 from executors.runs.session import Session
 from executors.steps import arithmetic
 from executors.steps.streams_accelerator import AcceleratorBackend
@@ -718,3 +720,46 @@ def test_batches_go_up_from_pinned_memory_and_nothing_of_them_is_waited_for(axes
             assert device.synchronisations.total() == waits
             assert device.pageable.total() == pageable
     assert device.findings == []
+
+
+@pytest.mark.parametrize("num_key_heads", [4, 2])
+def test_packed_attention_does_without_plans_for_each_shape(num_key_heads, monkeypatch):
+    """cuDNN's kernel is left out; the others take no mask beside fewer heads of keys, so that these are repeated."""
+    (batch,) = batches(1, size=3, seq=18)
+    batch["input_ids"][:, :12] = batch["input_ids"][0, :12]
+    seen, real = [], nn.functional.scaled_dot_product_attention
+
+    def attention(*args, **options):
+        seen.append((torch.backends.cuda.cudnn_sdp_enabled(), options["attn_mask"], options["enable_gqa"]))
+        return real(*args, **options)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attention)
+
+    def attended(device):
+        packing = pack(batch, device=torch.device(device))
+        generator = torch.Generator().manual_seed(0)
+        heads = (4, num_key_heads, num_key_heads)
+        states = (torch.randn(2, each, packing.num_tokens, 8, generator=generator) for each in heads)
+        moved = [each.to(device) for each in states]
+        return packed_attention(nn.Identity(), *moved, None, packing=packing)[0].cpu()
+
+    wanted, on_host = attended("cpu"), len(seen)
+    with simulated():
+        found = attended("cuda:0")
+    assert torch.allclose(found, wanted, atol=1e-6)
+    assert all(is_enabled for is_enabled, *_ in seen[:on_host])
+    assert not any(is_enabled for is_enabled, *_ in seen[on_host:])
+    assert any(mask is not None for _, mask, _ in seen[on_host:])
+    assert not any(mask is not None and is_grouped for _, mask, is_grouped in seen[on_host:])
+
+
+def test_a_run_on_a_device_notes_which_kernels_of_attention_it_may_use():
+    model = model_of("opt", num_hidden_layers=1)
+    with simulated():
+        with Session(plan_of(model), model, learning_rate=1e-3, device="cuda:0") as session:
+            header = session.header
+            assert header["attention_kernels"] == ["flash", "memory-efficient", "products", "cudnn"]
+            assert "cudnn" in header
+        began = header | {"attention_kernels": ["flash"]}
+        assert any("attention_kernels was" in line for line in machine_differences(began, "cuda:0"))
+    assert not any("attention" in line for line in machine_differences(header, "cpu"))
