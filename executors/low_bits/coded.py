@@ -138,8 +138,18 @@ class Coded:
     ) -> Coded:
         """Return one that is held in these, which are in the order of :func:`shapes_of`."""
         held = dict(zip(shapes_of(coding, shape), tensors, strict=True))
-        more = (held.get(suffix) for suffix in SUFFIXES[2:])
-        return cls(coding, shape, held[""], held["_scale"], *more, known=known or KnownFormat())
+        zeros, kind, outliers, outlier_scales = (held.get(suffix) for suffix in SUFFIXES[2:])
+        return cls(
+            coding,
+            shape,
+            held[""],
+            held["_scale"],
+            zeros,
+            kind,
+            outliers,
+            outlier_scales,
+            known or KnownFormat(),
+        )
 
     @classmethod
     def empty(cls, coding: Coding, shape: torch.Size, device: torch.device) -> Coded:

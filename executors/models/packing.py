@@ -230,7 +230,7 @@ def pack(
     for group in groups:
         tensors += [group.queries, group.keys, *(t for t in (group.mask, group.kept) if t is not None)]
     there = iter(staged_on(device, tensors))
-    row, (predictors, targets) = next(there), next(there)
+    tokens_there, (predictors, targets) = next(there), next(there)
     moved = [
         AttentionGroup(
             next(there),
@@ -246,7 +246,15 @@ def pack(
         "position_ids": tokens_and_positions[1:],
         "predictors": ends[0],
     }
-    return Packing(row[:1], row[1:], tuple(moved), predictors, targets, batch["input_ids"].numel(), on_host)
+    return Packing(
+        tokens_there[:1],
+        tokens_there[1:],
+        tuple(moved),
+        predictors,
+        targets,
+        batch["input_ids"].numel(),
+        on_host,
+    )
 
 
 def facts_of(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, int]:
