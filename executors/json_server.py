@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -86,21 +87,39 @@ class JsonServer:
     def ask(self, method: str, path: str = "", body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
         """Return the status of an answer, and what it says: a value of JSON, or text where it is none.
 
+        A server that has no room (503) and says when to come back is asked again then, while time is left.
+
         Raises
         ------
         RunError
             If nothing answers, the whole of it does not arrive in time, or it is too long.
         """
+        data = None if body is None else json.dumps(body)
+        end = time.monotonic() + self.timeout_s
+        while True:
+            status, retry_after, raw = self._answer(method, path, data, end)
+            if status != HTTPStatus.SERVICE_UNAVAILABLE or not retry_after.isdecimal():
+                break
+            pause_s = float(retry_after[:9])
+            if time.monotonic() + pause_s >= end:
+                break
+            time.sleep(pause_s)
+        if len(raw) > _MOST_BYTES:
+            raise RunError(f"{self.name} answers with more than {_MOST_BYTES >> 20} MiB")
+        return status, read_answer(raw)
+
+    def _answer(self, method: str, path: str, data: str | None, end: float) -> tuple[int, str, bytes]:
+        """Return status, ``Retry-After`` and bytes of one answer."""
         connection_of = http.client.HTTPSConnection if self.is_secure else http.client.HTTPConnection
         connection = connection_of(self.host, self.port, timeout=self.timeout_s)
-        data = None if body is None else json.dumps(body)
         try:
-            with self._in_time(connection, path):
+            with self._in_time(connection, path, end):
                 connection.request(
                     method, (self.path + path or "/") + self.query, data, {"Content-Type": "application/json"}
                 )
                 with connection.getresponse() as response:
-                    status, raw = response.status, response.read(_MOST_BYTES + 1)
+                    retry_after = response.headers.get("Retry-After", "")
+                    return response.status, retry_after, response.read(_MOST_BYTES + 1)
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise RunError(
                 f"{self.name} cannot be reached: {error or type(error).__name__}",
@@ -108,14 +127,11 @@ class JsonServer:
             ) from error
         finally:
             connection.close()
-        if len(raw) > _MOST_BYTES:
-            raise RunError(f"{self.name} answers with more than {_MOST_BYTES >> 20} MiB")
-        return status, read_answer(raw)
 
     @contextmanager
-    def _in_time(self, connection: http.client.HTTPConnection, path: str) -> Iterator[None]:
+    def _in_time(self, connection: http.client.HTTPConnection, path: str, end: float) -> Iterator[None]:
         """Connect, and hang up when time is over: what a socket limits is the wait for each byte."""
-        end, is_over = time.monotonic() + self.timeout_s, threading.Event()
+        is_over = threading.Event()
 
         def hang_up() -> None:
             is_over.set()

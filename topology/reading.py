@@ -78,7 +78,7 @@ def refuse_irregular(
     for path in paths:
         try:
             found = irregular(Path(path).stat(follow_symlinks=links))
-        except OSError:  # it is not there, or whoever opens it says why it cannot be read
+        except (OSError, ValueError):  # it is not there, or whoever opens it says why it cannot be read
             continue
         if found is not None:
             raise error(f"{path} is {found}, not a regular file", hint=hint)

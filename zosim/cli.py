@@ -32,6 +32,8 @@ EXTRA_OF_PACKAGE = {
     "safetensors": "run",
     "tokenizers": "run",
     "pynvml": "gpu",
+    "starlette": "serve",
+    "uvicorn": "serve",
 }
 
 NEEDED_TO_RUN = tuple(package for package, extra in EXTRA_OF_PACKAGE.items() if extra == "run")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -89,6 +89,20 @@ def continued_by(
     first: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Return continuations as :func:`continued`, made of what `next_tokens` says follows on each of some sequences."""
+    texts = continuing(prompts, generation, first=first)
+    try:
+        sequences = next(texts)
+        while True:
+            sequences = texts.send(next_tokens(sequences))
+    except StopIteration as end:
+        answers: list[list[int]] = end.value
+        return answers
+
+
+def continuing(
+    prompts: Sequence[tuple[int, ...]], generation: Generation, *, first: Sequence[int] | None = None
+) -> Generator[list[tuple[int, ...]], Sequence[int], list[list[int]]]:
+    """Yield the sequences that need a next token, take these tokens, and return the continuations at the end."""
     answers: list[list[int]] = [[] for _ in prompts]
     stops, longest = set(generation.stop_tokens), generation.max_length
     going = list(range(len(prompts)))
@@ -100,7 +114,7 @@ def continued_by(
         if number == 0 and first is not None:
             tokens = [first[at] for at in going]
         else:
-            tokens = next_tokens([(*prompts[at], *answers[at]) for at in going])
+            tokens = yield [(*prompts[at], *answers[at]) for at in going]
         for at, token in zip(going, tokens, strict=True):
             answers[at].append(token)
         going = [at for at in going if answers[at][-1] not in stops]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,11 +47,20 @@ def serve(
     threads: Annotated[
         int | None, typer.Option(min=1, max=1024, help="By default torch's choice.", show_default=False)
     ] = None,
+    max_requests: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Requests that may wait or run; more are answered 503.")
+    ] = 256,
+    request_timeout: Annotated[
+        float, typer.Option(min=0.01, help="Seconds until a request that is not answered is answered 503.")
+    ] = 600.0,
+    access_log: Annotated[
+        bool, typer.Option(help="Write a line for each request to stderr, without what was sent.")
+    ] = True,
 ) -> None:
     """Serve a frozen model and adapters beside it, scores and greedy text, on loopback, until it is interrupted."""
     from executors.models.loading import load_model
     from executors.serving.runtime import Runtime
-    from executors.serving.server import ScoringServer
+    from executors.serving.server import Limits, ScoringServer
     from executors.threads import use_threads
     from topology.validation import readable
     from zosim.plans import LowBits
@@ -70,12 +81,16 @@ def serve(
                 hint="such as first=adapters/first",
             )
         runtime.load(called, Path(directory))
-    with ScoringServer(runtime, name or model, port) as server:
-        stderr.print(f"serving {server.model} at {server.url}", markup=False, soft_wrap=True)
+    log = partial(stderr.print, soft_wrap=True) if access_log else None
+    limits = Limits(requests=max_requests, answer_s=request_timeout)
+    with ScoringServer(runtime, name or model, port, limits=limits, log=log) as server:
+        # A supervisor ends a server by SIGTERM, which is no failure either.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        stderr.print(f"serving {server.model} at {server.url}", soft_wrap=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            stderr.print("ended", markup=False)
+            stderr.print("ended")
 
 
 def adapt(

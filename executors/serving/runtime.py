@@ -94,6 +94,16 @@ class Runtime:
 
     def load(self, name: str, directory: Path) -> None:
         """Take an adapter, as :meth:`executors.serving.engine.ServingEngine.load`."""
+        self.add(name, self.read(directory))
+
+    def read(self, directory: Path) -> Adapter:
+        """Return an adapter of this base, which is not beside it yet: files may be read while forwards run.
+
+        Raises
+        ------
+        ModelError
+            If it does not belong beside this base.
+        """
         adapter = read_adapter(directory, self.shapes)
         wanted = adapter.facts.get(BASE_DIGEST)
         if wanted is not None and wanted != self.base_digest:
@@ -102,6 +112,10 @@ class Runtime:
                 f"{self.base_digest}",
                 hint="serve the base that the run began from, in the format that it was run in",
             )
+        return adapter
+
+    def add(self, name: str, adapter: Adapter) -> None:
+        """Put an adapter beside the base, in place of one of the same name."""
         self._adapters[name] = adapter
 
     def unload(self, name: str) -> None:

@@ -5,27 +5,44 @@ and, as vLLM has them, ``/v1/load_lora_adapter``, ``/v1/unload_lora_adapter``, a
 
 Scorings that wait together run in one forward, whichever adapters they are for; so do texts, token by token. Those of another priority wait
 until none of a lower one does.
+
+Nothing that a client does or leaves undone may hold up the others: bodies, requests, connections and every wait for a client are bounded
+(:class:`Limits`), and a request that is refused for want of room is told when to come back.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from types import FrameType
+from typing import Any, Self, TypeVar, cast
 
+import uvicorn
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from executors.datasets.generation import continued_by
+from executors.datasets.generation import continuing
+from executors.serving.batcher import Batcher, Kind
 from executors.serving.engine import Request
 from executors.serving.runtime import Runtime
 from topology.errors import DataError, RunError, ZosimError
@@ -33,9 +50,56 @@ from topology.reading import parse_json
 from topology.validation import readable
 
 LOOPBACK = "127.0.0.1"
-_MOST_BYTES = 64 << 20
-_MOST_TOKENS = 16_384
-"""Tokens of one forward: requests behind them wait for the next."""
+_BACKLOG = 2048
+_RETRY_AFTER_S = 1
+_GONE = 499
+"""Status in the log of a request whose client did not wait for the answer."""
+
+
+def _max_connections() -> int:
+    """Return how many connections fit into the open files that this process may have."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 500
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1000 if soft == resource.RLIM_INFINITY else max(8, min(1000, soft - 100))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What clients may take of a server.
+
+    Attributes
+    ----------
+    requests : int
+        Requests that are waiting or running; one more is answered 503.
+    connections : int
+        Open connections. One more takes the place of the one that has been idle for longest; where none is idle, it is closed.
+    body_bytes, held_bytes : int
+        Size of one body, and of all bodies of requests that are not answered yet.
+    head_s : float
+        Seconds until a connection has sent the head of a request, the first one or one that it has begun.
+    idle_s : float
+        Seconds that a connection may stay open after an answer.
+    body_s, write_s : float
+        Seconds to send a body, and to go on reading an answer.
+    answer_s : float
+        Seconds until a request is answered; one that takes longer is answered 503.
+    grace_s : float
+        Seconds that requests have to be answered once the server is told to end.
+    """
+
+    requests: int = 256
+    connections: int = field(default_factory=_max_connections)
+    body_bytes: int = 64 << 20
+    held_bytes: int = 256 << 20
+    head_s: float = 10.0
+    idle_s: float = 30.0
+    body_s: float = 30.0
+    write_s: float = 30.0
+    answer_s: float = 600.0
+    grace_s: float = 10.0
 
 
 class Completion(BaseModel):
@@ -52,144 +116,16 @@ class Completion(BaseModel):
     priority: int = 0
 
 
-class _Load(BaseModel):
+class _Adapter(BaseModel):
+    """Body of a request to load an adapter or to unload it."""
+
     model_config = ConfigDict(extra="ignore", strict=True)
 
     lora_name: str = Field(min_length=1)
     lora_path: str = ""
 
 
-_Kind = Literal["scores", "next tokens"]
-
-
-@dataclass(order=True)
-class _Waiting:
-    priority: int
-    number: int
-    kind: _Kind = field(compare=False)
-    requests: list[Request] = field(compare=False)
-    answers: Future[list[Any]] = field(compare=False)
-
-
-class Batcher:
-    """Runs the forwards that wait, those of one kind and of the lowest priority together, on a thread of its own.
-
-    Parameters
-    ----------
-    runtime : Runtime
-        Called by no other thread but through :meth:`alone`.
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self._waiting: list[_Waiting] = []
-        self._changed = threading.Condition()
-        self._at_work = threading.Lock()
-        self._is_over = False
-        self._number = 0
-        self._thread = threading.Thread(target=self._work, name="scoring", daemon=True)
-        self._thread.start()
-
-    def score(self, requests: list[Request], priority: int) -> list[list[float]]:
-        """Return scores once their turn has come."""
-        return self._wait("scores", requests, priority)
-
-    def generate(
-        self, prompts: list[list[int]], adapter: str | None, priority: int, *, max_new_tokens: int
-    ) -> list[list[int]]:
-        """Return continuations, each token of which waits for its turn."""
-        return continued_by(
-            lambda sequences: self._wait(
-                "next tokens", [Request(tokens, 1, adapter) for tokens in sequences], priority
-            ),
-            list(map(tuple, prompts)),
-            self.runtime.generation(max_new_tokens),
-        )
-
-    def _wait(self, kind: _Kind, requests: list[Request], priority: int) -> list[Any]:
-        with self._changed:
-            if self._is_over:
-                raise ConnectionAbortedError("the server has ended")
-            self._number += 1
-            entry = _Waiting(priority, self._number, kind, requests, Future())
-            self._waiting.append(entry)
-            self._changed.notify()
-        return entry.answers.result()
-
-    def alone(self, action: Callable[[], Any]) -> Any:
-        """Do something with the runtime between two forwards."""
-        with self._at_work:
-            return action()
-
-    def close(self) -> None:
-        """End the thread; what waits is refused."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify()
-        self._thread.join()
-        for entry in self._waiting:
-            entry.answers.set_exception(ConnectionAbortedError("the server has ended"))
-
-    def _work(self) -> None:
-        while (chosen := self._next()) is not None:
-            with self._at_work:
-                self._answer(chosen)
-
-    def _next(self) -> list[_Waiting] | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._is_over)
-            if self._is_over:
-                return None
-            first = min(self._waiting)
-            chosen: list[_Waiting] = []
-            num_tokens = 0
-            for entry in sorted(self._waiting):
-                if (entry.priority, entry.kind) != (first.priority, first.kind):
-                    continue
-                num_tokens += sum(len(request.tokens) for request in entry.requests)
-                if not chosen or num_tokens <= _MOST_TOKENS:
-                    chosen.append(entry)
-            self._waiting = [entry for entry in self._waiting if entry not in chosen]
-            return chosen
-
-    def _answer(self, chosen: list[_Waiting]) -> None:
-        make = self.runtime.score if chosen[0].kind == "scores" else self.runtime.next_tokens
-        requests = [request for entry in chosen for request in entry.requests]
-        try:
-            answers = [answer for part in _in_parts(requests) for answer in make(part)]
-        except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
-            if len(chosen) == 1:
-                chosen[0].answers.set_exception(error)
-                return
-            for entry in chosen:  # whose mistake it was
-                self._answer([entry])
-            return
-        begin = 0
-        for entry in chosen:
-            end = begin + len(entry.requests)
-            entry.answers.set_result(answers[begin:end])
-            begin = end
-
-
-def _in_parts(requests: Sequence[Request]) -> Iterator[list[Request]]:
-    """Yield requests in parts of which a forward has memory: one of very many is several forwards."""
-    part: list[Request] = []
-    num_tokens = 0
-    for request in requests:
-        num_tokens += len(request.tokens)
-        if part and num_tokens > _MOST_TOKENS:
-            yield part
-            part, num_tokens = [], len(request.tokens)
-        part.append(request)
-    yield part
-
-
-def _or_none(score: float) -> float | None:
-    """Return a score, or nothing where it is no number that JSON has."""
-    return score if math.isfinite(score) else None
-
-
-class ScoringServer(ThreadingHTTPServer):
+class ScoringServer:
     """Serves a runtime on loopback.
 
     Parameters
@@ -199,6 +135,9 @@ class ScoringServer(ThreadingHTTPServer):
         What the base is called.
     port : int
         0: any that is free.
+    limits : Limits
+    log : callable, optional
+        Called with a line for each request: method, path, status and milliseconds; nothing of what was sent.
 
     Raises
     ------
@@ -206,94 +145,294 @@ class ScoringServer(ThreadingHTTPServer):
         If something listens there already.
     """
 
-    daemon_threads = True
-
-    def __init__(self, runtime: Runtime, model: str, port: int = 0) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: str,
+        port: int = 0,
+        *,
+        limits: Limits | None = None,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
         self.model = model
-        self.runtime = runtime
-        self.batcher = Batcher(runtime)  # a server that cannot listen closes it
+        self.limits = limits or Limits()
         try:
-            super().__init__((LOOPBACK, port), _Handler)
+            # Connections that come before the loop accepts them wait in the queue of the socket.
+            self._listening = socket.create_server((LOOPBACK, port), backlog=_BACKLOG)
         except OSError as error:
             raise RunError(
                 f"nothing can be served at {LOOPBACK}:{port}: {error.strerror or error}",
                 hint="give another --port, or 0 for any that is free",
             ) from error
+        self.port: int = self._listening.getsockname()[1]
+        self.batcher = Batcher(runtime)
+        self._is_stopped = threading.Event()
+        self._is_stopped.set()
+        self._application = _Application(runtime, self.batcher, model, self.limits)
+        routed = self._application.routed()
+        self._loop = _Loop(
+            uvicorn.Config(
+                _logged(routed, log) if log else routed,
+                # Given by name: what else is installed must not change what serves.
+                loop="asyncio",
+                http=cast("type[asyncio.Protocol]", partial(_Connection, limits=self.limits)),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=cast("int", self.limits.idle_s),
+                timeout_graceful_shutdown=cast("int", self.limits.grace_s + 5),
+            ),
+            self._application.is_ending,
+            self.limits.grace_s,
+        )
 
     @property
     def url(self) -> str:
         """Where the server is."""
-        return f"http://{LOOPBACK}:{self.server_address[1]}"
+        return f"http://{LOOPBACK}:{self.port}"
 
-    def server_close(self) -> None:
-        """End the server and the thread that scores."""
-        super().server_close()
+    def serve_forever(self) -> None:
+        """Answer until :meth:`shutdown`, or a signal that ends the process; then the requests at hand are still answered.
+
+        On the main thread a signal is raised again at the end: KeyboardInterrupt for SIGINT.
+        """
+        self._is_stopped.clear()
+        try:
+            self._loop.run(sockets=[self._listening])
+        finally:
+            self._is_stopped.set()
+
+    def shutdown(self) -> None:
+        """Let :meth:`serve_forever`, on another thread, answer what it has and return."""
+        self._loop.should_exit = True
+        self._is_stopped.wait()
+
+    def close(self) -> None:
+        """Free the port, and end the thread that scores."""
+        self._listening.close()
         self.batcher.close()
 
+    def __enter__(self) -> Self:
+        return self
 
-class _Handler(BaseHTTPRequestHandler):
-    server: ScoringServer
-    protocol_version = "HTTP/1.1"
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    def do_GET(self) -> None:
-        if self.path == "/health":
-            self._answer({})
-        elif self.path == "/v1/models":
-            base = {
-                "id": self.server.model,
-                "object": "model",
-                "base_digest": self.server.runtime.base_digest,
-                "base_dtype": self.server.runtime.base_dtype,
-            }
-            adapters = [{"id": name, "object": "model"} for name in self.server.runtime.adapters()]
-            self._answer({"object": "list", "data": [base, *adapters]})
+
+class _Loop(uvicorn.Server):
+    """Ends requests that outlast the grace with an answer."""
+
+    def __init__(self, config: uvicorn.Config, is_ending: asyncio.Event, grace_s: float) -> None:
+        super().__init__(config)
+        self._is_ending = is_ending
+        self._grace_s = grace_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(self._grace_s, self._is_ending.set)
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:  # a second signal: the grace is over
+            self._is_ending.set()
         else:
-            self._refuse(HTTPStatus.NOT_FOUND, f"there is no {self.path}")
+            super().handle_exit(sig, frame)
 
-    def do_POST(self) -> None:
-        actions = {
-            "/v1/completions": self._complete,
-            "/v1/load_lora_adapter": self._load,
-            "/v1/unload_lora_adapter": self._unload,
+
+class _Connection(H11Protocol):
+    """A connection that does not wait for its client for ever; uvicorn's waits for a head, and for a reader, without end."""
+
+    def __init__(self, *arguments: Any, limits: Limits, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._limits = limits
+        self._for_head: asyncio.TimerHandle | None = None
+        self._for_reader: asyncio.TimerHandle | None = None
+        self.idle_since = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.connections:
+            others = cast("set[_Connection]", self.connections) - {self}
+            idle = [other for other in others if other.is_idle and not other.transport.is_closing()]
+            surplus = min(idle, key=lambda other: other.idle_since, default=self)
+            surplus.transport.abort()
+        self.idle_since = self.loop.time()
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def on_response_complete(self) -> None:
+        self.idle_since = self.loop.time()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._for_head, self._for_reader):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._for_reader = self.loop.call_later(self._limits.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._for_reader is not None:
+            self._for_reader.cancel()
+
+    def _watch_head(self) -> None:
+        """Give a head the time from its first byte on, whatever follows, until it is there."""
+        if not self.is_idle:
+            if self._for_head is not None:
+                self._for_head.cancel()
+            self._for_head = None
+        elif self._for_head is None:
+            self._for_head = self.loop.call_later(self._limits.head_s, self.transport.abort)
+
+
+class _Application:
+    """What answers requests.
+
+    Attributes
+    ----------
+    is_ending : asyncio.Event
+        Set once those that are still waiting are to be refused.
+    num_held_bytes : int
+        Size of the bodies of requests that are not answered yet.
+    """
+
+    def __init__(self, runtime: Runtime, batcher: Batcher, model: str, limits: Limits) -> None:
+        self.is_ending = asyncio.Event()
+        self._runtime = runtime
+        self._batcher = batcher
+        self._model = model
+        self._limits = limits
+        self._num_requests = 0
+        self.num_held_bytes = 0
+        self._hashing = asyncio.Lock()
+        # Of its own, and one: a file system that hangs holds up adapters alone.
+        self._loading = ThreadPoolExecutor(1, "loading adapters")
+
+    def routed(self) -> ASGIApp:
+        """Return the application with its routes; a page cannot reach it by a name that it has made lead here."""
+        app = Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/v1/models", self._models),
+                Route("/v1/completions", partial(self._post, self._complete), methods=["POST"]),
+                Route("/v1/load_lora_adapter", partial(self._post, self._load), methods=["POST"]),
+                Route("/v1/unload_lora_adapter", partial(self._post, self._unload), methods=["POST"]),
+            ],
+            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["localhost", LOOPBACK])],
+            exception_handlers={
+                HTTPException: _refused_by_status,
+                ZosimError: _refused_in_words,
+                MemoryError: _failed,
+                Exception: _failed,  # and its traceback is written to stderr
+            },
+        )
+        app.router.redirect_slashes = False
+        return app
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    async def _health(self, _request: HttpRequest) -> Response:
+        return _json({})
+
+    async def _models(self, _request: HttpRequest) -> Response:
+        async with self._hashing:  # by one thread, however many ask
+            digest = await run_in_threadpool(lambda: self._runtime.base_digest)
+        base = {
+            "id": self._model,
+            "object": "model",
+            "base_digest": digest,
+            "base_dtype": self._runtime.base_dtype,
         }
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > _MOST_BYTES:
-            self.close_connection = True
-            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body of {length or 'unknown'} bytes")
-            return
-        body = self.rfile.read(int(length))
-        if self.headers.get_content_type() != "application/json" or not self._is_for_this_machine():
-            # A page in a browser may send anything else to any address, also to this one, and by a name of its own.
-            self._refuse(HTTPStatus.FORBIDDEN, "requests are application/json, for this machine by its name")
-            return
-        action = actions.get(self.path)
-        if action is None:
-            self._refuse(HTTPStatus.NOT_FOUND, f"there is no {self.path}")
-            return
-        try:
-            self._answer(action(parse_json(body.decode(), "the request is no JSON", DataError)))
-        except (ZosimError, ValueError) as error:
-            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
-        except LookupError as error:
-            self._refuse(HTTPStatus.NOT_FOUND, str(error.args[0]))
-        except Exception as error:  # noqa: BLE001 - a failure here is no reason to hang up on whoever asked
-            words = f"the server failed: {type(error).__name__}: {error}"
-            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, words[:300])
+        adapters = [{"id": name, "object": "model"} for name in self._runtime.adapters()]
+        return _json({"object": "list", "data": [base, *adapters]})
 
-    def _is_for_this_machine(self) -> bool:
-        with suppress(ValueError):  # no host at all
-            return urlsplit(f"//{self.headers.get('Host', '')}").hostname in ("localhost", LOOPBACK)
-        return False
+    async def _post(
+        self, action: Callable[[bytes], Coroutine[Any, Any, Mapping[str, Any]]], request: HttpRequest
+    ) -> Response:
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":  # which a page of another origin may not send unasked
+            raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "requests are application/json")
+        body = bytearray()
+        try:
+            await self._receive(request, body)
+            if self._num_requests >= self._limits.requests:
+                raise _busy(f"{self._num_requests} requests are waiting or running")
+            self._num_requests += 1
+            try:
+                answer = await self._unless_over(request, action(bytes(body)))
+            finally:
+                self._num_requests -= 1
+            return await run_in_threadpool(_json, answer)
+        except ClientDisconnect:
+            return Response(status_code=_GONE)
+        finally:
+            self.num_held_bytes -= len(body)
+
+    async def _receive(self, request: HttpRequest, body: bytearray) -> None:
+        """Read a body, which counts among those that are held from here on."""
+        limits = self._limits
+        if int(request.headers.get("content-length", "0")) > limits.body_bytes:
+            raise _too_large(limits.body_bytes)
+        try:
+            async with asyncio.timeout(limits.body_s):
+                async for chunk in request.stream():
+                    body += chunk
+                    self.num_held_bytes += len(chunk)
+                    if len(body) > limits.body_bytes:
+                        raise _too_large(limits.body_bytes)
+                    if self.num_held_bytes > limits.held_bytes:
+                        raise _busy(f"the requests at hand have more than {limits.held_bytes >> 20} MiB")
+        except TimeoutError:
+            message = f"the body did not arrive within {limits.body_s:g} s"
+            raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, message) from None
+
+    async def _unless_over(
+        self, request: HttpRequest, work: Coroutine[Any, Any, Mapping[str, Any]]
+    ) -> Mapping[str, Any]:
+        """Return an answer, unless the client goes, time is over, or the server ends."""
+        answer = asyncio.ensure_future(work)
+        gone, ending = (asyncio.ensure_future(wait) for wait in (_gone(request), self.is_ending.wait()))
+        try:
+            await asyncio.wait(
+                {answer, gone, ending}, timeout=self._limits.answer_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if answer.done():
+                return answer.result()
+            if gone.done():
+                raise ClientDisconnect
+            if ending.done():
+                raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "the server has ended")
+            message = f"no answer within {self._limits.answer_s:g} s"
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, message)
+        finally:
+            for task in (answer, gone, ending):
+                task.cancel()
 
     # -- actions -----------------------------------------------------------------------------------------------
 
-    def _complete(self, body: Any) -> Mapping[str, Any]:
-        with readable("the request", DataError, model=Completion):
-            asked = Completion.model_validate(body)
+    async def _complete(self, body: bytes) -> Mapping[str, Any]:
+        asked = await run_in_threadpool(_read, body, Completion)
         adapter = self._adapter(asked.model)
+        choices: list[dict[str, Any]]
         if asked.echo and asked.max_tokens == 0 and asked.logprobs is not None:
             requests = [Request(tuple(tokens), 1, adapter) for tokens in asked.prompt]
-            scores = self.server.batcher.score(requests, asked.priority)
+            scores = await self._turn("scores", requests, asked.priority)
             choices = [
                 {
                     "index": index,
@@ -307,9 +446,7 @@ class _Handler(BaseHTTPRequestHandler):
                 for index, (tokens, score) in enumerate(zip(asked.prompt, scores, strict=True))
             ]
         elif not asked.echo and asked.logprobs is None:
-            texts = self.server.batcher.generate(
-                asked.prompt, adapter, asked.priority, max_new_tokens=asked.max_tokens
-            )
+            texts = await self._generate(asked.prompt, adapter, asked.priority, asked.max_tokens)
             choices = [
                 {"index": index, "text": "", "token_ids": text, "finish_reason": "stop"}
                 for index, text in enumerate(texts)
@@ -325,41 +462,135 @@ class _Handler(BaseHTTPRequestHandler):
             "choices": choices,
         }
 
+    async def _generate(
+        self, prompts: Sequence[Sequence[int]], adapter: str | None, priority: int, max_new_tokens: int
+    ) -> list[list[int]]:
+        """Return continuations, each token of which waits for its turn."""
+        texts = continuing(list(map(tuple, prompts)), self._runtime.generation(max_new_tokens))
+        try:
+            sequences = next(texts)
+            while True:
+                requests = [Request(tokens, 1, adapter) for tokens in sequences]
+                sequences = texts.send(await self._turn("next tokens", requests, priority))
+        except StopIteration as end:
+            answers: list[list[int]] = end.value
+            return answers
+
+    async def _turn(self, kind: Kind, requests: Sequence[Request], priority: int) -> list[Any]:
+        return await asyncio.wrap_future(self._batcher.submit(kind, requests, priority))
+
     def _adapter(self, model: str) -> str | None:
-        if model == self.server.model:
+        if model == self._model:
             return None
-        if model not in self.server.runtime.adapters():
-            raise LookupError(f"the model {model!r} does not exist")
+        if model not in self._runtime.adapters():
+            raise HTTPException(HTTPStatus.NOT_FOUND, f"the model {model!r} does not exist")
         return model
 
-    def _load(self, body: Any) -> Mapping[str, Any]:
-        with readable("the request", DataError, model=_Load):
-            asked = _Load.model_validate(body)
-        if asked.lora_name == self.server.model:
+    async def _load(self, body: bytes) -> Mapping[str, Any]:
+        asked = await run_in_threadpool(_read, body, _Adapter)
+        if asked.lora_name == self._model:
             raise DataError(f"{asked.lora_name!r} is what the base is called")
-        self.server.batcher.alone(lambda: self.server.runtime.load(asked.lora_name, Path(asked.lora_path)))
+
+        def load() -> None:
+            adapter = self._runtime.read(Path(asked.lora_path))
+            self._batcher.alone(lambda: self._runtime.add(asked.lora_name, adapter))
+
+        await self._in_turn(load)
         return {"message": f"adapter {asked.lora_name!r} loaded"}
 
-    def _unload(self, body: Any) -> Mapping[str, Any]:
-        with readable("the request", DataError, model=_Load):
-            asked = _Load.model_validate(body)
-        if asked.lora_name not in self.server.runtime.adapters():
-            raise LookupError(f"the adapter {asked.lora_name!r} does not exist")
-        self.server.batcher.alone(lambda: self.server.runtime.unload(asked.lora_name))
+    async def _unload(self, body: bytes) -> Mapping[str, Any]:
+        asked = await run_in_threadpool(_read, body, _Adapter)
+
+        def unload() -> None:
+            if asked.lora_name not in self._runtime.adapters():
+                raise HTTPException(HTTPStatus.NOT_FOUND, f"the adapter {asked.lora_name!r} does not exist")
+            self._batcher.alone(lambda: self._runtime.unload(asked.lora_name))
+
+        await self._in_turn(unload)
         return {"message": f"adapter {asked.lora_name!r} unloaded"}
 
-    # -- answers -----------------------------------------------------------------------------------------------
+    async def _in_turn(self, action: Callable[[], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._loading, action)
 
-    def _answer(self, body: Mapping[str, Any], status: HTTPStatus = HTTPStatus.OK) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
 
-    def _refuse(self, status: HTTPStatus, message: str) -> None:
-        self._answer({"error": {"message": message, "type": status.phrase, "code": status.value}}, status)
+async def _gone(request: HttpRequest) -> None:
+    """Return once the client has hung up."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's name
-        """Write nothing."""
+
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+def _read(body: bytes, model: type[_Body]) -> _Body:
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"the request is no UTF-8 text: {error.reason} at byte {error.start}") from None
+    with readable("the request", DataError, model=model):
+        return model.model_validate(parse_json(text, "the request is no JSON", DataError))
+
+
+def _or_none(score: float) -> float | None:
+    """Return a score, or nothing where it is no number that JSON has."""
+    return score if math.isfinite(score) else None
+
+
+# -- answers -------------------------------------------------------------------------------------------------------
+
+
+def _json(
+    body: Mapping[str, Any], status: int = HTTPStatus.OK, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(json.dumps(body), status, headers, media_type="application/json")
+
+
+def _refusal(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    error = {"message": message, "type": HTTPStatus(status).phrase, "code": int(status)}
+    return _json({"error": error}, status, headers)
+
+
+def _busy(message: str) -> HTTPException:
+    return HTTPException(
+        HTTPStatus.SERVICE_UNAVAILABLE, message, headers={"Retry-After": str(_RETRY_AFTER_S)}
+    )
+
+
+def _too_large(most_bytes: int) -> HTTPException:
+    return HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body has at most {most_bytes >> 20} MiB")
+
+
+async def _refused_by_status(_request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _refusal(error.status_code, error.detail, error.headers)
+
+
+async def _refused_in_words(_request: HttpRequest, error: Exception) -> Response:
+    return _refusal(HTTPStatus.BAD_REQUEST, str(error))
+
+
+async def _failed(_request: HttpRequest, error: Exception) -> Response:
+    """Answer after a failure here, which is no reason to hang up on whoever asked."""
+    words = f"the server failed: {type(error).__name__}: {error}"
+    return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, words[:300])
+
+
+def _logged(app: ASGIApp, log: Callable[[str], None]) -> ASGIApp:
+    """Return an application that writes a line for each request; queries of addresses are left out, as bodies are."""
+
+    async def logged(scope: Scope, receive: Receive, send: Send) -> None:
+        begin, status = time.perf_counter(), _GONE
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await app(scope, receive, noted)
+        finally:
+            path = scope["raw_path"].decode("ascii", "replace")[:100]
+            log(f"{scope['method']} {path} {status} {1e3 * (time.perf_counter() - begin):.1f} ms")
+
+    return logged

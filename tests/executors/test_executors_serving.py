@@ -35,7 +35,9 @@ from executors.serving.server import ScoringServer
 from executors.serving.tuning import Tuning, TuningSettings
 from executors.serving.versions import Versions
 from tests.support.command import saved_lines, saved_model, zosim
+from tests.support.serving import serving
 from tests.support.tiny import model_of
+from tests.support.waiting import wait_until
 from topology.errors import DataError, ModelError, RunError
 from zosim.plans import LowBits
 
@@ -99,10 +101,8 @@ def served(request, folder):
     if request.param == "runtime":
         yield runtime, folder / "base"
         return
-    with ScoringServer(runtime, "base") as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    with serving(runtime, "base") as server:
         yield RemoteEngine(server.url, timeout_s=60), folder / "base"
-        server.shutdown()
 
 
 @pytest.fixture
@@ -379,7 +379,7 @@ class Answering:
                 pass
 
         self.server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.url = f"http://127.0.0.1:{self.server.port}"
 
     def __enter__(self):
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
@@ -519,10 +519,10 @@ def test_a_port_that_is_taken_is_refused_and_leaves_no_thread():
 @pytest.mark.parametrize(
     ("headers", "body", "status"),
     [
-        ({}, b"{}", 403),
-        ({"Content-Type": "text/plain"}, b"{}", 403),
-        ({"Content-Type": "application/json", "Host": "page.example"}, b"{}", 403),
-        ({"Content-Type": "application/json", "Host": "["}, b"{}", 403),
+        ({}, b"{}", 415),
+        ({"Content-Type": "text/plain"}, b"{}", 415),
+        ({"Content-Type": "application/json", "Host": "page.example"}, b"{}", 400),
+        ({"Content-Type": "application/json", "Host": "["}, b"{}", 400),
         ({"Content-Type": "application/json", "Host": "localhost:1"}, b"[" * 9000, 400),
         ({"Content-Type": "application/json"}, b"\xff", 400),
         ({"Content-Type": "application/json"}, b'{"lora_name": "a", "lora_path": "\\u0000"}', 400),
@@ -531,15 +531,13 @@ def test_a_port_that_is_taken_is_refused_and_leaves_no_thread():
 )
 def test_a_server_answers_programs_of_this_machine_and_no_pages(headers, body, status):
     """A page in the user's browser can send forms and text anywhere, and by a name of its own, which leads here."""
-    with ScoringServer(Runtime(base()), "base") as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        connection = HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
+    with serving(Runtime(base()), "base") as server:
+        connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.request("POST", "/v1/load_lora_adapter", body, headers)
         response = connection.getresponse()
         assert response.status == status
         assert json.loads(response.read())["error"]["message"]
         connection.close()
-        server.shutdown()
 
 
 def test_live_requests_go_before_probes():
@@ -555,16 +553,18 @@ def test_live_requests_go_before_probes():
         return real(requests)
 
     runtime.score = watched
-    with ScoringServer(runtime, "base") as server:
-        ask = server.batcher.score
-        threads = [threading.Thread(target=ask, args=([Request((3, 9))], 0))]
+    with serving(runtime) as server:
+
+        def ask(first, priority):
+            RemoteEngine(server.url, priority=priority).score([Request((first, 9))])
+
+        threads = [threading.Thread(target=ask, args=(3, 0))]
         threads[0].start()
         assert begun.wait(60)
         for first, priority in ((4, 9), (5, 0), (6, 9), (7, 0)):
-            threads.append(threading.Thread(target=ask, args=([Request((first, 9))], priority)))
+            threads.append(threading.Thread(target=ask, args=(first, priority)))
             threads[-1].start()
-        while len(server.batcher._waiting) < 4:
-            time.sleep(0.005)
+        wait_until(lambda: len(server.batcher._waiting) == 4, "four requests that wait")
         may_go_on.set()
         for thread in threads:
             thread.join()
@@ -584,17 +584,17 @@ def test_a_text_lets_live_requests_pass_at_every_token():
 
     runtime.next_tokens = watched
     runtime.score = lambda requests: (order.append("live"), scored(requests))[1]
-    with ScoringServer(runtime, "base") as server:
+    with serving(runtime) as server:
         texts = []
+        probing = RemoteEngine(server.url, priority=9)
         probe = threading.Thread(
-            target=lambda: texts.extend(server.batcher.generate([[5, 6], [7]], None, 9, max_new_tokens=4))
+            target=lambda: texts.extend(probing.generate([[5, 6], [7]], None, max_new_tokens=4))
         )
         probe.start()
         assert begun.wait(60)
-        live = threading.Thread(target=server.batcher.score, args=([Request((3, 9))], 0))
+        live = threading.Thread(target=RemoteEngine(server.url, priority=0).score, args=([Request((3, 9))],))
         live.start()
-        while not server.batcher._waiting:
-            time.sleep(0.005)
+        wait_until(lambda: server.batcher._waiting, "a request that waits")
         may_go_on.set()
         live.join()
         probe.join()
@@ -604,7 +604,7 @@ def test_a_text_lets_live_requests_pass_at_every_token():
 
 def test_one_tenants_failure_is_its_own(monkeypatch):
     """What runs out of memory is refused in words; those who waited beside it, and a request of very many tokens, are answered."""
-    monkeypatch.setattr("executors.serving.server._MOST_TOKENS", 8)
+    monkeypatch.setattr("executors.serving.batcher._MAX_TOKENS", 8)
     runtime = Runtime(base())
     real, most = runtime.score, []
 
@@ -615,15 +615,13 @@ def test_one_tenants_failure_is_its_own(monkeypatch):
         return real(requests)
 
     runtime.score = scarce
-    with ScoringServer(runtime, "base") as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    with serving(runtime, "base") as server:
         engine, prompts = RemoteEngine(server.url), [(5, *range(3, 6)) for _ in range(7)]
         with pytest.raises(RunError, match=r"\(500\): the server failed: MemoryError: no room"):
             engine.score([Request((66, 7))])
         (alone,) = real([Request(prompts[0])])
         for scores in engine.score(list(map(Request, prompts))):
             assert scores == pytest.approx(alone, abs=1e-5)
-        server.shutdown()
     assert most == [8, 8, 8, 4]
 
 
@@ -678,8 +676,7 @@ def test_tenants_tune_beside_each_other_on_one_server(folder, tmp_path):
         with tuning:
             gradients[key] = [tuning.step(lines)["projected_grad"] for _ in range(4)]
 
-    with ScoringServer(Runtime(base()), "base") as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    with serving(Runtime(base()), "base") as server:
         threads = [
             threading.Thread(
                 target=tuned,
@@ -692,7 +689,6 @@ def test_tenants_tune_beside_each_other_on_one_server(folder, tmp_path):
         for thread in threads:
             thread.join()
         assert RemoteEngine(server.url).adapters() == ()
-        server.shutdown()
     for name in tenants:
         tuned(begun(name, Runtime(base()), "alone"), "alone", name)
         # A loss around 4.6 is rounded to 5e-7, its difference over 2·ε of 2e-3 to 3e-4.
@@ -730,8 +726,7 @@ def test_numbers_that_make_no_step_are_refused_before_one(folder, tmp_path, numb
 def test_scores_that_are_no_numbers_come_as_none_over_http(folder, tmp_path, monkeypatch):
     runtime = Runtime(base())
     monkeypatch.setattr(runtime, "score", lambda requests: [[math.nan, -math.inf] for _ in requests])
-    with ScoringServer(runtime, "base") as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    with serving(runtime, "base") as server:
         engine = RemoteEngine(server.url)
         with pytest.raises(RunError, match="not finite numbers"):
             engine.score([Request((5, 6, 7))])
@@ -742,7 +737,6 @@ def test_scores_that_are_no_numbers_come_as_none_over_http(folder, tmp_path, mon
             tuning.step([Example((5, 6, 7), (5, 6, 7))])
         assert (tmp_path / "steps.jsonl").read_text() == ""
         assert runtime.adapters() == ()
-        server.shutdown()
 
 
 def test_a_tuning_with_other_numbers_is_not_gone_on_with(folder, tmp_path):
@@ -906,8 +900,7 @@ def loss_of(model, lines):
 def test_commands_tune_and_compare_on_a_server(tmp_path, capsys):
     model, data = saved_model("opt", tmp_path), tmp_path / "data.jsonl"
     saved_lines(data)
-    with ScoringServer(Runtime(model_of("opt")), "opt") as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    with serving(Runtime(model_of("opt")), "opt") as server:
         tuned = [
             "adapt", "--engine", server.url, "--model", model, "--data", data, "--batch", 3, "--out", tmp_path / "out",
             "--lazy-steps", 2,
@@ -926,7 +919,6 @@ def test_commands_tune_and_compare_on_a_server(tmp_path, capsys):
         assert json.loads(capsys.readouterr().out)["served"] == "first"
         assert zosim(*versions, "--roll-back") == 0
         assert zosim(*versions, "first") == 2
-        server.shutdown()
     assert zosim(*tuned, "--steps", 4) != 0
     assert "cannot be reached" in capsys.readouterr().err
 

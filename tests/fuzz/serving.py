@@ -64,7 +64,7 @@ def _server() -> ScoringServer:
 
 def _asked(case: Case, folder: Path) -> None:
     server = _server()
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=100)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=100)
     try:
         body = (folder / "body.json").read_bytes()
         connection.request("POST", case.argv[0], body, {"Content-Type": "application/json"})
