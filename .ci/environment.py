@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-EXTRAS = ("run", "dev", "gpu")
+EXTRAS = ("run", "serve", "dev", "gpu")
 """Extras that the environments have."""
 
 REQUIREMENTS = {
@@ -138,16 +138,10 @@ def _specification(environment: Environment) -> dict[str, str]:
     said = project()
     relevant = [said["build-system"], said["project"], said["tool"]["setuptools"]]
     packages = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
-<<<<<<< HEAD
     digest = hashlib.sha256(json.dumps([relevant, packages], sort_keys=True).encode())
     if (requirements := REQUIREMENTS[environment.versions]) is not None:
         digest.update(requirements.read_bytes())
     return {"sha256": digest.hexdigest(), "root": str(ROOT)}
-=======
-    digest = hashlib.sha256(json.dumps([relevant, packages], sort_keys=True).encode()).hexdigest()
-    extras = ["run", "serve", "dev"] + (["gpu"] if shutil.which("nvidia-smi") else [])
-    return {"sha256": digest, "extras": ",".join(extras), "root": str(ROOT)}
->>>>>>> 8d3761f (Serve with starlette and uvicorn, and bound what clients take)
 
 
 def _create(environment: Environment) -> None:
