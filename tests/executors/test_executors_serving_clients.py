@@ -364,7 +364,7 @@ def test_what_is_not_installed_is_named(monkeypatch, capsys, tmp_path, package):
     monkeypatch.setitem(sys.modules, package, None)
     assert zosim("serve", "--model", tmp_path) == 2
     err = capsys.readouterr().err
-    assert f"this command needs {package}, which is not installed" in err
+    assert f"needs {package}, which is not installed" in err
     assert "pip install -e '.[serve]'" in err
 
 
