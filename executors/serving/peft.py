@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +25,61 @@ _PREFIX = "base_model.model."
 
 
 class _Config(BaseModel):
-    """Fields of an ``adapter_config.json`` that change what an adapter adds."""
+    """Fields of an ``adapter_config.json`` that say what an adapter adds."""
 
     model_config = ConfigDict(extra="ignore")
 
     peft_type: str
     r: PositiveInt
     lora_alpha: PositiveFloat
+    target_modules: list[str] | str
     use_rslora: bool = False
-    use_dora: bool = False
-    bias: str = "none"
-    rank_pattern: dict[str, Any] = {}
-    alpha_pattern: dict[str, Any] = {}
+    init_lora_weights: bool | str | None = True
+    rank_pattern: dict[str, PositiveInt] | None = None
+    alpha_pattern: dict[str, PositiveFloat] | None = None
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+
+
+WITHOUT_EFFECT = frozenset(
+    {
+        # Where it comes from, and how it was trained.
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version"),
+        *("revision", "task_type"),
+        # What an initialisation was made with, which what was learnt has replaced; `init_lora_weights` says which.
+        *("corda_config", "eva_config", "loftq_config", "lora_ga_config"),
+        # How something is done that another field asks for.
+        *("megatron_core", "qalora_group_size", "runtime_config"),
+        # How the weight lies that an initialisation is made of; factors lie in one way.
+        "fan_in_fan_out",
+    }
+)
+"""Fields that change nothing of what a trained adapter of a kind that is served computes."""
+
+REFUSED = {
+    "alora_invocation_tokens": "starts at tokens that invoke it (aLoRA)",
+    "arrow_config": "routes tokens between adapters (Arrow)",
+    "bias": "changes biases",
+    "ensure_weight_tying": "ties layers to each other",
+    "kasa_config": "takes singular values out of the base (KaSA)",
+    "layer_replication": "repeats layers of the base",
+    "lora_bias": "adds biases to its factors",
+    "megatron_config": "belongs beside layers of Megatron",
+    "modules_to_save": "replaces whole modules of the base",
+    "monteclora_config": "samples its factors (MonteCLoRA)",
+    "target_parameters": "stands beside parameters that are no linear's weight",
+    "trainable_token_indices": "changes rows of the embedding",
+    "use_bdlora": "has factors of blocks (BD-LoRA)",
+    "use_dora": "scales the columns of the base (DoRA)",
+    "use_qalora": "pools its inputs (QA-LoRA)",
+    "velora_config": "projects in another way (VeLoRA)",
+}
+"""Fields that make an adapter something else than a pair of factors beside each linear, where they say anything."""
+
+_SERVED_INITIALISATIONS = ("gaussian", "orthogonal", "eva", "mica")
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of what an adapter was initialised as, with which PEFT changes the base when it loads the adapter."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +110,7 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -> Adapter:
-    """Return an adapter for a base whose linears have `shapes`.
+    """Return an adapter for a base whose linears have `shapes`: what PEFT would add to them, or a refusal.
 
     Raises
     ------
@@ -78,25 +124,16 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
     config = read_json_object(directory / CONFIG_NAME, "adapter's configuration", ModelError)
     with readable(str(directory / CONFIG_NAME), ModelError, model=_Config):
         stated = _Config.model_validate(config)
-    if stated.peft_type != "LORA" or stated.use_dora or stated.bias != "none":
-        raise ModelError(
-            f"{directory} is an adapter of another kind (peft_type={stated.peft_type}, use_dora={stated.use_dora}, "
-            f"bias={stated.bias})",
-            hint="LoRA adapters without biases are served",
-        )
-    if stated.rank_pattern or stated.alpha_pattern:
-        raise ModelError(
-            f"{directory} has other ranks or alphas for some linears", hint="write it with one of each"
-        )
-    scale = stated.lora_alpha / (stated.r**0.5 if stated.use_rslora else stated.r)
+    _refuse_other_kinds(directory, config, stated)
     try:
         with safetensors.safe_open(directory / PEFT_WEIGHTS, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             facts = dict(file.metadata() or {})
     except (OSError, safetensors.SafetensorError) as error:
         raise ModelError(f"{directory / PEFT_WEIGHTS} cannot be read: {error}") from error
+    targeted = _Targets(directory, stated)
     factors = {}
-    for path in dict.fromkeys(name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors):
+    for path in dict.fromkeys(_path_of(name, directory) for name in tensors):
         pair = [tensors.get(f"{_PREFIX}{path}.lora_{part}.weight") for part in "AB"]
         inner, outer = pair
         if path not in shapes or inner is None or outer is None:
@@ -106,23 +143,160 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
                 else f"{directory} lacks a factor of {path}",
                 hint="linears here are such as " + ", ".join(list(shapes)[:2]),
             )
+        if path not in targeted:
+            raise ModelError(
+                f"{directory} has factors beside {path}, which target_modules, exclude_modules or layers_to_transform in its "
+                f"{CONFIG_NAME} leave out: PEFT would pass over them",
+                hint="the two files belong to different adapters, or one was edited: write both again",
+            )
+        if not (
+            inner.is_floating_point()
+            and outer.is_floating_point()
+            and min(inner.element_size(), outer.element_size()) > 1
+        ):
+            raise ModelError(f"{directory} has factors beside {path} of {inner.dtype} and {outer.dtype}")
+        rank = (stated.rank_pattern or {}).get(_pattern_of(stated.rank_pattern, path, directory), stated.r)
+        alpha = (stated.alpha_pattern or {}).get(
+            _pattern_of(stated.alpha_pattern, path, directory), stated.lora_alpha
+        )
         inputs, outputs = shapes[path]
         if (inner.shape[-1], outer.shape[0], inner.shape[0]) != (inputs, outputs, outer.shape[-1]):
             raise ModelError(
                 f"{directory} is an adapter of another base: its factors beside {path} are {tuple(outer.shape)} and "
                 f"{tuple(inner.shape)}, the linear maps {inputs} numbers to {outputs}"
             )
-        if inner.shape[0] != stated.r:
+        if inner.shape[0] != rank:
             raise ModelError(
-                f"{directory / CONFIG_NAME} says r={stated.r}, the factors beside {path} have rank {inner.shape[0]}",
+                f"{directory / CONFIG_NAME} says r={rank}, the factors beside {path} have rank {inner.shape[0]}",
                 hint="the two files belong to different adapters, or one is damaged: write both again",
             )
-        scaled = outer * scale
+        scale = alpha / (rank**0.5 if stated.use_rslora else rank)
+        inner, scaled = inner.float(), outer.float() * scale  # PEFT computes with factors of float32, too
         if not (inner.isfinite().all() and scaled.isfinite().all()):
             raise ModelError(
-                f"{directory} has factors beside {path} that are not finite, times {scale:g} (lora_alpha={stated.lora_alpha:g})"
+                f"{directory} has factors beside {path} that are not finite, times {scale:g} (lora_alpha={alpha:g})"
             )
         factors[path] = inner, scaled
     if not factors:
         raise ModelError(f"{directory} has no factors")
+    if stated.init_lora_weights is False and (
+        missing := [path for path in shapes if path in targeted and path not in factors]
+    ):
+        raise ModelError(
+            f"{directory} lacks the factors beside {missing[0]}, which init_lora_weights=false fills with random numbers"
+        )
     return Adapter(factors, facts)
+
+
+def _refuse_other_kinds(directory: Path, config: Mapping[str, Any], stated: _Config) -> None:
+    if stated.peft_type != "LORA":
+        raise ModelError(
+            f"{directory} is an adapter of another kind (peft_type={stated.peft_type})",
+            hint="LoRA adapters without biases are served",
+        )
+    for name, value in config.items():
+        if name in _Config.model_fields or name in WITHOUT_EFFECT or not value or value == "none":
+            continue
+        what = REFUSED.get(name, "is a field whose meaning is not known here")
+        raise ModelError(
+            f"{directory} is an adapter of another kind: {name}={str(value)[:80]} {what}",
+            hint="merge it into its base with PEFT (merge_and_unload) and serve that, or train a plain LoRA",
+        )
+    initial = stated.init_lora_weights
+    if not isinstance(initial, str) or initial.lower() in _SERVED_INITIALISATIONS:
+        return
+    if initial.lower().startswith(_CHANGE_THE_BASE):
+        raise ModelError(
+            f"{directory} was initialised as {initial} (init_lora_weights): PEFT changes the base when it loads the adapter, and other "
+            "requests need the base as it is",
+            hint="where it is trained, keep the adapter before its first step, and write it as a plain LoRA with PEFT's "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=DIRECTORY_OF_THE_FIRST); or merge it into its base and serve that",
+        )
+    raise ModelError(
+        f"{directory} was initialised in a way that is not known here: init_lora_weights={initial[:80]!r}",
+        hint=f"true, false, {', '.join(_SERVED_INITIALISATIONS)} are served",
+    )
+
+
+def _path_of(name: str, directory: Path) -> str:
+    """Return the linear that a tensor of the file stands beside."""
+    path, found, factor = name.removeprefix(_PREFIX).rpartition(".lora_")
+    if not (found and name.startswith(_PREFIX) and factor in ("A.weight", "B.weight")):
+        raise ModelError(
+            f"{directory / PEFT_WEIGHTS} holds {name[:120]!r}, which is no factor of a linear",
+            hint=f"factors are called {_PREFIX}PATH.lora_A.weight and {_PREFIX}PATH.lora_B.weight",
+        )
+    return path
+
+
+class _Targets:
+    """Linears that the configuration of an adapter names, as PEFT looks for them."""
+
+    def __init__(self, directory: Path, stated: _Config) -> None:
+        self._directory, self._stated = directory, stated
+
+    def __contains__(self, path: str) -> bool:
+        stated = self._stated
+        if stated.exclude_modules and self._matches(stated.exclude_modules, path):
+            return False
+        if not self._matches(stated.target_modules, path):
+            return False
+        layers = stated.layers_to_transform
+        if (
+            layers is None
+            or layers == []
+            or isinstance(stated.target_modules, str)
+            or path in stated.target_modules
+        ):
+            return True
+        names = stated.layers_pattern or []
+        parts = path.split(".")
+        numbered = (
+            int(number)
+            for at, (name, number) in enumerate(pairwise(parts[:-1]))
+            if number.isdecimal()
+            and (name in ([names] if isinstance(names, str) else names) if names else at > 0)
+        )
+        layer = next(numbered, None)
+        return layer in ([layers] if isinstance(layers, int) else layers)
+
+    def _matches(self, names: list[str] | str, path: str) -> bool:
+        if isinstance(names, str):
+            return _tame(names, self._directory).fullmatch(path) is not None
+        return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def _pattern_of(patterns: Mapping[str, Any] | None, path: str, directory: Path) -> str:
+    """Return the first pattern that a path is, or ends in behind a dot."""
+    begins = [0, *(at + 1 for at, character in enumerate(path) if character == ".")]
+    for pattern in patterns or ():
+        compiled = _tame(pattern, directory)
+        if any(compiled.fullmatch(path, begin) for begin in begins):
+            return pattern
+    return path
+
+
+_QUANTIFIER = re.compile(r"[*+]\??|\{[^}]*\}\??|(?<!\()\?")
+
+
+@lru_cache(256)
+def _compiled(pattern: str) -> re.Pattern[str] | None:
+    """Return a regular expression that takes few steps: no group is repeated or meant again, and few characters are."""
+    is_tame = len(pattern) <= 2000 and len(_QUANTIFIER.findall(pattern)) <= 4
+    if not is_tame or re.search(r"\)[*+{]|\\\d|\(\?P=", pattern):
+        return None
+    try:
+        return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return None
+
+
+def _tame(pattern: str, directory: Path) -> re.Pattern[str]:
+    """Return a regular expression of a stranger, if it cannot take for ever."""
+    compiled = _compiled(pattern)
+    if compiled is None:
+        raise ModelError(
+            f"{directory / CONFIG_NAME} holds a regular expression that is not read here: {pattern[:80]!r}",
+            hint="write names of modules: a list for target_modules, paths for rank_pattern and alpha_pattern",
+        )
+    return compiled
