@@ -60,7 +60,7 @@ def serve(
     """Serve a frozen model and adapters beside it, scores and greedy text, on loopback, until it is interrupted."""
     from executors.models.loading import load_model
     from executors.serving.runtime import Runtime
-    from executors.serving.server import Limits, ScoringServer
+    from executors.serving.server import ClientLimits, ScoringServer
     from executors.threads import use_threads
     from topology.validation import readable
     from zosim.plans import LowBits
@@ -82,7 +82,7 @@ def serve(
             )
         runtime.load(called, Path(directory))
     log = partial(stderr.print, soft_wrap=True) if access_log else None
-    limits = Limits(requests=max_requests, answer_s=request_timeout)
+    limits = ClientLimits(requests=max_requests, answer_s=request_timeout)
     with ScoringServer(runtime, name or model, port, limits=limits, log=log) as server:
         # A supervisor ends a server by SIGTERM, which is no failure either.
         signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -220,8 +220,8 @@ def _refuse_other_kinds(directory: Path, config: Mapping[str, Any], stated: _Con
 
 def _path_of(name: str, directory: Path) -> str:
     """Return the linear that a tensor of the file stands beside."""
-    path, found, factor = name.removeprefix(_PREFIX).rpartition(".lora_")
-    if not (found and name.startswith(_PREFIX) and factor in ("A.weight", "B.weight")):
+    path, separator, factor = name.removeprefix(_PREFIX).rpartition(".lora_")
+    if not (separator and name.startswith(_PREFIX) and factor in ("A.weight", "B.weight")):
         raise ModelError(
             f"{directory / PEFT_WEIGHTS} holds {name[:120]!r}, which is no factor of a linear",
             hint=f"factors are called {_PREFIX}PATH.lora_A.weight and {_PREFIX}PATH.lora_B.weight",

@@ -7,7 +7,7 @@ Scorings that wait together run in one forward, whichever adapters they are for;
 until none of a lower one does.
 
 Nothing that a client does or leaves undone may hold up the others: bodies, requests, connections and every wait for a client are bounded
-(:class:`Limits`), and a request that is refused for want of room is told when to come back.
+(:class:`ClientLimits`), and a refusal for want of room says when to come back.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _max_connections() -> int:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ClientLimits:
     """What clients may take of a server.
 
     Attributes
@@ -87,7 +87,7 @@ class Limits:
     answer_s : float
         Seconds until a request is answered; one that takes longer is answered 503.
     grace_s : float
-        Seconds that requests have to be answered once the server is told to end.
+        Seconds that requests have to be answered once the server is to end.
     """
 
     requests: int = 256
@@ -135,7 +135,7 @@ class ScoringServer:
         What the base is called.
     port : int
         0: any that is free.
-    limits : Limits
+    limits : ClientLimits
     log : callable, optional
         Called with a line for each request: method, path, status and milliseconds; nothing of what was sent.
 
@@ -151,11 +151,11 @@ class ScoringServer:
         model: str,
         port: int = 0,
         *,
-        limits: Limits | None = None,
+        limits: ClientLimits | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
         self.model = model
-        self.limits = limits or Limits()
+        self.limits = limits or ClientLimits()
         try:
             # Connections that come before the loop accepts them wait in the queue of the socket.
             self._listening = socket.create_server((LOOPBACK, port), backlog=_BACKLOG)
@@ -246,7 +246,7 @@ class _Loop(uvicorn.Server):
 class _Connection(H11Protocol):
     """A connection that does not wait for its client for ever; uvicorn's waits for a head, and for a reader, without end."""
 
-    def __init__(self, *arguments: Any, limits: Limits, **more: Any) -> None:
+    def __init__(self, *arguments: Any, limits: ClientLimits, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._limits = limits
         self._for_head: asyncio.TimerHandle | None = None
@@ -312,7 +312,7 @@ class _Application:
         Size of the bodies of requests that are not answered yet.
     """
 
-    def __init__(self, runtime: Runtime, batcher: Batcher, model: str, limits: Limits) -> None:
+    def __init__(self, runtime: Runtime, batcher: Batcher, model: str, limits: ClientLimits) -> None:
         self.is_ending = asyncio.Event()
         self._runtime = runtime
         self._batcher = batcher

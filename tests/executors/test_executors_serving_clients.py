@@ -17,7 +17,7 @@ import pytest
 from executors.serving.client import RemoteEngine
 from executors.serving.engine import Request
 from executors.serving.runtime import Runtime
-from executors.serving.server import Limits, ScoringServer
+from executors.serving.server import ClientLimits, ScoringServer
 from tests.support.command import saved_model, zosim
 from tests.support.serving import serving
 from tests.support.tiny import model_of
@@ -100,7 +100,7 @@ def is_hung_up(connection):
 @pytest.mark.parametrize("most", [8, 256])
 def test_of_a_crowd_everybody_is_answered_or_asked_to_come_back(runtime, most, capfd):
     gate = Gate(runtime)
-    with serving(gate, limits=Limits(requests=most)) as server:
+    with serving(gate, limits=ClientLimits(requests=most)) as server:
         crowd = [connected(server) for _ in range(200)]
         for connection in crowd:
             connection.sendall(post(SCORING))
@@ -126,7 +126,7 @@ def test_of_a_crowd_everybody_is_answered_or_asked_to_come_back(runtime, most, c
 
 def test_whoever_is_asked_to_come_back_does(runtime):
     gate = Gate(runtime)
-    with serving(gate, limits=Limits(requests=1)) as server:
+    with serving(gate, limits=ClientLimits(requests=1)) as server:
         engines = [RemoteEngine(server.url) for _ in range(2)]
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(engines[0].score, [Request((5, 4, 7))])
@@ -138,7 +138,7 @@ def test_whoever_is_asked_to_come_back_does(runtime):
 
 
 def test_the_oldest_idle_connection_makes_room(runtime):
-    with serving(runtime, limits=Limits(connections=4)) as server:
+    with serving(runtime, limits=ClientLimits(connections=4)) as server:
         idle = [connected(server) for _ in range(4)]
         wait_until(lambda: len(server._loop.server_state.connections) == 4, "four connections")
         assert asked(server, post(SCORING))[0] == 200
@@ -196,14 +196,14 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_bytes_are_refused_without_a_traceback(runtime, name, capfd):
     sent, status = HOSTILE[name]
-    with serving(runtime, limits=Limits(body_bytes=1 << 16)) as server:
+    with serving(runtime, limits=ClientLimits(body_bytes=1 << 16)) as server:
         assert asked(server, sent)[0] == status
         assert asked(server, post(SCORING))[0] == 200
     assert capfd.readouterr().err == ""
 
 
 def test_bodies_together_are_bounded(runtime):
-    with serving(runtime, limits=Limits(body_bytes=1 << 20, held_bytes=1 << 20)) as server:
+    with serving(runtime, limits=ClientLimits(body_bytes=1 << 20, held_bytes=1 << 20)) as server:
         with connected(server) as slow:
             slow.sendall(post(b" " * (1 << 20))[:-1])
             wait_until(
@@ -230,7 +230,7 @@ def test_an_adapter_that_is_a_pipe_holds_up_nobody(runtime, tmp_path, part):
 
 # -- silence -------------------------------------------------------------------------------------------------------
 
-SOON = Limits(head_s=0.2, idle_s=0.2, body_s=0.2, write_s=0.2)
+SOON = ClientLimits(head_s=0.2, idle_s=0.2, body_s=0.2, write_s=0.2)
 
 
 @pytest.mark.parametrize("sent", [b"", b"G", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"])
@@ -302,7 +302,7 @@ def test_what_a_client_that_left_was_waiting_for_is_not_computed(runtime, capfd)
 
 def test_an_answer_that_takes_too_long_is_refused(runtime):
     gate = Gate(runtime)
-    with serving(gate, limits=Limits(answer_s=0.2)) as server:
+    with serving(gate, limits=ClientLimits(answer_s=0.2)) as server:
         status, _, body = asked(server, post(SCORING))
         gate.is_open.set()
     assert (status, json.loads(body)["error"]["message"]) == (503, "no answer within 0.2 s")
@@ -332,7 +332,10 @@ def test_requests_at_hand_are_answered_before_a_server_ends(runtime):
 
 def test_requests_that_outlast_the_grace_are_refused(runtime, capfd):
     gate = Gate(runtime)
-    with ScoringServer(gate, "base", limits=Limits(grace_s=0.2)) as server, ThreadPoolExecutor(1) as pool:
+    with (
+        ScoringServer(gate, "base", limits=ClientLimits(grace_s=0.2)) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
         with ending(server), connected(server):
             waiting = pool.submit(asked, server, post(SCORING))
             assert gate.began.wait(HANG_S)
