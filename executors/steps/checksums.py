@@ -8,6 +8,7 @@ weights for good, and where no other rank holds them too, nothing else would not
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ from zosim.program import Program
 
 _FACTOR = 6364136223846793005
 """Odd, so that the checksum of an earlier step never drops out of the number that it went into."""
+
+_FEW = 1 << 14
+"""Words of a checksum that have a weight each."""
+_COLUMNS, _ROWS = 256, 512
+"""Of the rectangle that more words are laid out in, and of the piece of it that is read at a time: 1 MiB."""
 
 _NEVER = torch.iinfo(torch.int64).max
 
@@ -71,7 +77,8 @@ class WeightChecksums:
 
     Notes
     -----
-    The checksum is the sum of the bits as 64-bit integers, modulo 2^64: a difference in one bit always changes it. Weights
+    The checksum is a weighted sum of the bits as 64-bit integers, modulo 2^64 (:func:`bit_sum`): a difference in one bit always changes
+    it, and words that changed places do. Weights
     that are shared out have one for each share, since each share has one writer. With `every_change`, a change in place
     reads the weights twice more: before, and after. Nothing is read back from a device before :meth:`disturbances`.
     """
@@ -197,9 +204,44 @@ class WeightChecksums:
 
 
 def bit_sum(raw: Tensor, num_shares: int = 1) -> Tensor:
-    """Return the sums of the bits of equal shares of some bytes, as 64-bit integers."""
-    bits = raw.view(torch.int64)
-    return bits.sum().view(1) if num_shares == 1 else bits.view(num_shares, -1).sum(1)
+    """Return a checksum of each of equal shares of some bytes: sums of their bits as 64-bit integers, weighted by place.
+
+    Notes
+    -----
+    Few words have a weight each. Many lie in rows of :data:`_COLUMNS`, and the word in row ``i`` and column ``j`` counts ``cⱼ + uᵢ``
+    times, modulo 2^64, so that sums of rows and of columns are enough. All weights are odd: one bit always changes the sum. They
+    are drawn: two words that change places do, unless they agree in all but their highest bits. Of pairs that differ in bit ``b``
+    and in no lower one, one in 2^(63 - b) goes unnoticed.
+    """
+    words = raw.view(torch.int64)
+    if num_shares == 1:
+        return _weighted(words).view(1)
+    # A share has a weight of its own, too, since sums of shares are added up.
+    weights = _weights(num_shares, words.device)
+    return torch.stack([_weighted(part) for part in words.view(num_shares, -1)]) * weights
+
+
+def _weighted(words: Tensor) -> Tensor:
+    num, device = words.numel(), words.device
+    if num <= _FEW:
+        return (words * _weights(num, device)).sum()
+    rows = words[: num // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
+    # Of a CPU, both sums read a piece from its cache, one after the other.
+    pieces = rows.split(_ROWS) if device.type == "cpu" else (rows,)
+    sums = [(piece.sum(0), piece.sum(1)) for piece in pieces]
+    of_columns = sums[0][0] if len(sums) == 1 else torch.stack([each for each, _ in sums]).sum(0)
+    of_rows = sums[0][1] if len(sums) == 1 else torch.cat([each for _, each in sums])
+    total = (of_columns * _weights(_COLUMNS, device)).sum()
+    total += (of_rows * _weights(rows.shape[0], device, less=1)).sum()
+    rest = words[rows.numel() :]
+    return total + (rest * _weights(_FEW, device)[: rest.numel()]).sum() if rest.numel() else total
+
+
+@lru_cache(maxsize=256)
+def _weights(num: int, device: torch.device, less: int = 0) -> Tensor:
+    """Return odd numbers, or such less 1, the same in every process."""
+    drawn = torch.randint(-(2**62), 2**62, (num,), generator=torch.Generator().manual_seed(num))
+    return (2 * drawn + 1 - less).to(device)
 
 
 def _place(access: Access) -> Place:

@@ -86,3 +86,26 @@ def test_any_one_bit_changes_the_sum(content, bit):
     changed[bit // 8] ^= 1 << (bit % 8)
     assert bit_sum(raw).tolist() != bit_sum(changed).tolist()
     assert (bit_sum(raw, 4) != bit_sum(changed, 4)).nonzero().tolist() == [[bit // 128]]
+
+
+@given(st.sampled_from([64, 4096, 1 << 14, (1 << 14) + 64, (1 << 17) + 320, 3 << 17]), st.data())
+def test_two_words_that_change_places_change_the_sum(num, data):
+    """Of few words, of many in pieces of rows, and of what does not fill a row."""
+    words = torch.randint(-(2**63), 2**63 - 1, (num,), generator=torch.Generator().manual_seed(num))
+    near = [0, 1, min(255, num - 1), min(256, num - 1), num // 2, num - 1]
+    places = st.sampled_from(near) | st.integers(0, num - 1)
+    first, second = data.draw(places), data.draw(places)
+    changed = words.clone()
+    changed[first], changed[second] = words[second], words[first]
+    for shares in (1, 4):
+        sums = [bit_sum(each.view(torch.uint8), shares) for each in (words, changed)]
+        is_same = first == second
+        assert torch.equal(*sums) == is_same
+        assert (sums[0].sum() == sums[1].sum()) == is_same
+
+
+def test_sums_of_a_device_are_those_of_the_host(monkeypatch):
+    words = torch.randint(-(2**63), 2**63 - 1, ((1 << 19) + 64,)).view(torch.uint8)
+    of_host = bit_sum(words)
+    monkeypatch.setattr("executors.steps.checksums._ROWS", 1 << 30)  # as a device does: no pieces
+    assert torch.equal(bit_sum(words), of_host)

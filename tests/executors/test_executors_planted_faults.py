@@ -99,7 +99,7 @@ def _pairs_of_bits():
 
 
 @pytest.mark.parametrize(("placement", "fault"), list(_pairs_of_bits()))
-def test_a_bit_is_named_on_all_ranks(placement, fault):
+def test_bits_are_named_on_all_ranks(placement, fault):
     if "copies" in placement and fault == "bit in a forward":
         pytest.skip(
             "an evaluation point that is written apart is no weight: it is drawn anew in the next step"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from tests.support.reference_mezo import bits
 FAULTY_STEP, EVERY, STEPS = 3, 2, 6
 """Steps are verified after every second; of the steps from 0, the fourth has the fault."""
 
-BITS = ("bit in a forward", "bit at rest")
+BITS = ("bit in a forward", "bit at rest", "words at rest")
 INPUTS = ("batch", "seeds", "learning rate", "epsilon", "weight decay")
 
 
@@ -62,6 +62,8 @@ def _planted(
     used = session.interpreter.hyperparameters
     if fault == "bit at rest":
         flip_at_rest(session, is_victim=is_victim)
+    elif fault == "words at rest":
+        flip_at_rest(session, is_victim=is_victim, change=swap_words)
     elif not is_victim:
         pass
     elif fault == "batch":
@@ -77,13 +79,19 @@ def _planted(
     return batch, {}
 
 
-def flip_at_rest(session: Session, *, is_victim: bool) -> None:
-    """Change a bit where a block lies between two steps, while no rank works."""
+def swap_words(weights: Tensor) -> None:
+    """Let two words of 64 bits change places, which leaves every sum of words as it was."""
+    words = weights.view(torch.uint8).view(torch.int64)
+    words[3:5] = words[3:5].flip(0)
+
+
+def flip_at_rest(session: Session, *, is_victim: bool, change: Callable[[Tensor], None] = flip) -> None:
+    """Change bits where a block lies between two steps, while no rank works."""
     session.interpreter.backend.drain()
     if session.communicator is not None:
         session.communicator.barrier("planting")
     if is_victim:
         home = next(access for access in session.program.final if str(access.what) == "block.1")
-        flip(session.interpreter.store.placed(home).flat)
+        change(session.interpreter.store.placed(home).flat)
     if session.communicator is not None:
         session.communicator.barrier("planted")
