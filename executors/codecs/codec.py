@@ -183,6 +183,8 @@ def decode(
     expected = header.num_elements * header.dtype.itemsize
     if len(body) != expected:
         raise CodecError(f"plain numbers take {len(body)} bytes where {expected} are due")
+    if not expected:  # no bytes have no stride that another format could be read with
+        return torch.empty(header.shape, dtype=header.dtype, device=device)
     (numbers,) = _on_device([body.copy()], torch.device(device))
     return numbers.view(header.dtype).reshape(header.shape)
 

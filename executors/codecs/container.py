@@ -159,6 +159,8 @@ def _check_shape(header: Header, shape: Sequence[int] | None) -> None:
             f"a message holds a tensor of shape {header.shape}, and {tuple(shape)} is expected",
             hint="sender and receiver disagree on the cut or the batch",
         )
+    if math.prod(max(1, dim) for dim in header.shape) >= 2**63:  # of no elements, too
+        raise CodecError(f"a message holds a tensor of shape {header.shape}, which no tensor has")
     if shape is None and header.num_elements > MOST_ELEMENTS:
         raise CodecError(
             f"a message claims {header.num_elements} elements", hint="name the shape if that is meant"

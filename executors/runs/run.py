@@ -162,6 +162,7 @@ class Run:
                 session = self._session(model)
                 del model
                 self._tell_of_kernel(session)
+                self._tell_of_checksums()
                 stopped = self._train(session)
                 if stopped is None:
                     return self._finish(session)
@@ -305,6 +306,16 @@ class Run:
         if low_bits.are_codes and present_product(low_bits, session.device) != low_bits.product:
             self._warn(
                 f"{session.device} has no {low_bits.product}, which the plan counts on: weights are made of codes one layer at a time"
+            )
+
+    def _tell_of_checksums(self) -> None:
+        """Say so where nothing watches the weights of a rank, as on CUDA unless that is asked for."""
+        plan = self.settings.plan
+        if not self.settings.checksums:
+            has_replicas = plan.placement.world_size > plan.num_stages
+            by = "only where ranks hold the same weights, at verifications" if has_replicas else "by nothing"
+            self._tell(
+                f"weights have no checksums: a bit that changes in memory is noticed {by} (--checksums)"
             )
 
     def _programs(self) -> str:

@@ -29,6 +29,7 @@ from executors.codecs import (
     encoding_of,
     quantise,
 )
+from executors.codecs.container import Header, assemble
 from executors.codecs.encodings import BY_NAME, Symbols
 from executors.codecs.packing import pack, pack_wide, unpack, unpack_wide
 from topology.errors import CodecError
@@ -351,3 +352,19 @@ def test_without_the_entropy_coder_messages_are_made_otherwise_and_refused_by_na
     for action in (lambda: decode(coded), lambda: codec_of(codec_spec("q4:entropy")).encode(tensor)):
         with pytest.raises(CodecError, match="constriction"):
             action()
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0,), (1, 0, 4)])
+@pytest.mark.parametrize("spec", [CodecSpec(), CodecSpec(4)], ids=["plain", "q4"])
+def test_tensors_without_elements_go_and_come(shape, spec):
+    message = codec_of(spec).encode(torch.empty(shape))
+    assert decode(message).shape == shape
+    assert decode(message, shape=shape).dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(0, 2**63), (2**63, 0), (2**32, 0, 2**32), (2**64 - 1,)])
+@pytest.mark.parametrize("bits", [0, 4])
+def test_a_message_of_a_shape_that_no_tensor_has_is_refused(shape, bits):
+    message = torch.from_numpy(assemble(Header(torch.float32, shape, bits, 0, 0, int(bits > 0)), []))
+    with pytest.raises(CodecError, match="which no tensor has"):
+        decode(message)

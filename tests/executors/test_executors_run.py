@@ -312,3 +312,12 @@ def test_an_objective_may_lie_in_the_working_directory(inputs, tmp_path, capsys,
     assert str(tmp_path) not in sys.path
     assert train(model, data, tmp_path / "no", *options, "no_objective:mean_logit") == 2
     assert "working directory" in capsys.readouterr().err
+
+
+def test_a_run_says_what_nothing_watches(inputs, tmp_path, capsys):
+    model, data, _ = inputs
+    assert train(model, data, tmp_path / "watched", "--residency", "resident") == 0
+    assert "checksums" not in capsys.readouterr().err
+    assert train(model, data, tmp_path / "not", "--residency", "resident", "--no-checksums") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "weights have no checksums: a bit that changes in memory is noticed by nothing" in said
