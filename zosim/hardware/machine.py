@@ -262,8 +262,8 @@ class Machine:
         capacities = dict(self.capacities)
         wires = dict(self.wires)
         far: dict[CopyDirection, tuple[str, ...]] = {}
-        ways: dict[CopyDirection, Route] = {"h2d": h2d, "d2h": d2h}
-        for direction, route in ways.items():
+        by_direction: dict[CopyDirection, Route] = {"h2d": h2d, "d2h": d2h}
+        for direction, route in by_direction.items():
             # A copy engine that all copies of a device share is no part of its routes.
             engines = tuple(name for name in self.routes[direction] if name not in topology.resources)
             far[direction] = (*route.resource_ids, *engines)
