@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import FileStore
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from executors.calibration.exchange_probes import loopback_pair
 from executors.ranks.gloo import gloo_group
+from executors.ranks.launch import module_command
 from executors.ranks.leftovers import held_directory
 from executors.steps.heap import keep_freed_memory
 from topology.errors import RunError
@@ -96,10 +97,11 @@ def _measured(world_size: int) -> CrowdedCores:
     """Return what new processes of one thread find."""
     with held_directory("zosim-crowd-") as directory:
         store = str(directory / "store")
-        words = [sys.executable, "-m", __name__, store, str(world_size)]
+        words, environment = module_command(__name__)
         ranks = [
             subprocess.Popen(
-                [*words, str(rank)],
+                [*words, store, str(world_size), str(rank)],
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                 # Whoever is left behind by the others that are ended says so at length.

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import FileStore
 from costmodel.work import Work
 from executors.calibration.probing import Probe
 from executors.ranks.gloo import DuplexPair, gloo_group
+from executors.ranks.launch import module_command
 from executors.ranks.leftovers import held_directory
 from topology.errors import RunError
 
@@ -84,8 +85,9 @@ def exchange_probes() -> Iterator[list[Probe]]:
     """
     with held_directory("zosim-exchange-") as directory:
         store = directory / "store"
+        words, environment = module_command(__name__)
         peer = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(store)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+            [*words, str(store)], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
         )
         try:
             rank = _met(store)

@@ -87,6 +87,12 @@ def launch(function: Callable[..., Any], *arguments: object, world_size: int = 1
         return _launch(directory, function, arguments, world_size)
 
 
+def module_command(name: str) -> tuple[list[str], dict[str, str]]:
+    """Return the words and the environment that run a module of zosim in a new Python, which imports nothing from the working directory."""
+    path = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
+    return [sys.executable, "-P", "-m", name], {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
 @contextmanager
 def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[RankInfo]:
     """Join the ranks' process group for the length of the block: gloo, and NCCL between CUDA devices.

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from executors.files import RUN_FILES, RUN_FOLDERS
 from executors.models.corpus import byte_tokenizer
 from executors.models.loading import load_model
-from executors.ranks.launch import launch
+from executors.ranks.launch import launch, module_command
 from executors.runs.inputs import tokenizer_for
 from executors.runs.runlog import read_header, write_header
 from executors.runs.tokenizer_trial import growth
@@ -113,6 +114,11 @@ def test_other_commands_import_nothing_that_a_record_names(inputs, strangers, tm
 @pytest.mark.usefixtures("fresh_ranks", "strangers")
 def test_ranks_begin_without_the_working_directory():
     assert launch(os.getpid, world_size=2) != os.getpid()
+
+
+def test_probes_begin_without_the_working_directory(strangers):
+    words, environment = module_command("executors.ranks.launch")
+    assert subprocess.run(words, env=environment, cwd=strangers[0], check=True).returncode == 0
 
 
 def test_a_tokenizer_is_tried_without_the_working_directory(strangers, tmp_path):
