@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -73,6 +74,7 @@ def run(
         max_device_memory=max_device_memory,
         max_host_memory=max_host_memory,
         launch=launch,
+        arguments=sys.argv[1:],
     )
     if "launch" in summary:
         emit(summary, json=as_json, text=summary["launch"])
@@ -150,6 +152,7 @@ def _run(
     max_device_memory: str | None,
     max_host_memory: str | None,
     launch: bool,
+    arguments: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Return what a run came to; on other ranks than the first nothing, and for several hosts the lines to start."""
     refuse_without(*NEEDED_TO_RUN)
@@ -186,7 +189,12 @@ def _run(
     for line in (where, *(f"warning: {warning}" for warning in warnings)) if is_first else ():
         stderr.print(line, markup=False, soft_wrap=True)
     if len(placement.ranks_by_host) > 1 and not is_launched():
-        lines = launch_lines(settings.plan, sys.argv[1:], device=settings.device)
+        if arguments is None:
+            raise RunError(
+                f"the plan has ranks on {len(placement.ranks_by_host)} hosts, which one Python does not start",
+                hint="save the plan: `zosim run plan.json ...` prints the lines to start; or start this script with torchrun on all",
+            )
+        lines = launch_lines(settings.plan, arguments, device=settings.device)
         return {"launch": lines}
     if not is_told and not is_launched():
         check_data(settings.data, settings.evaluation)

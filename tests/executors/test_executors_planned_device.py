@@ -11,7 +11,7 @@ from executors.ranks.mesh import launch_lines
 from executors.runs.planning import planned_device, where_it_runs
 from tests.support.command import saved_lines, saved_model
 from tests.support.command import zosim as command
-from topology.errors import PlanError
+from topology.errors import PlanError, RunError
 from zosim.plans import Placement, Plan
 
 
@@ -116,3 +116,6 @@ def test_lines_for_several_hosts_are_printed_where_there_is_no_gpu(inputs, plan,
     told = capsys.readouterr()
     assert "Every rank runs on cuda" in told.out
     assert told.err.splitlines()[0] == "2 ranks, on cuda, planned for a/gpu0 and b/gpu0 of two"
+    model, data = map(str, inputs)
+    with pytest.raises(RunError, match="ranks on 2 hosts, which one Python does not start"):
+        zosim.run(file, model=model, data=data, steps=2, out=str(tmp_path / "out"))
