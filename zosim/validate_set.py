@@ -20,9 +20,9 @@ from zosim.contents import Contents, name_and_state, parameters_of
 from zosim.instructions import Access, Instruction
 from zosim.meeting import Joint, Pair, Side, Touch, kind_of, pairs, partner_of
 from zosim.operations import Collective, Recv, Send
-from zosim.places import channel_of
 from zosim.program import Program
 from zosim.program_set import ProgramSet
+from zosim.step_graph import channel_of
 from zosim.validate import name_of, same_contents, validate
 
 

@@ -18,8 +18,8 @@ from zosim.applications.closed_form.maxplus import Edge, Floats, MaxPlus, Member
 from zosim.applications.closed_form.recurrence import Precedence
 from zosim.hardware.machine import Activity, Machine
 from zosim.instructions import Instruction
-from zosim.places import Order
 from zosim.program import Program
+from zosim.step_graph import StepGraph
 
 NUM_STEPS = 4
 """Steps that are evaluated; the last two are alike (tests compare with :func:`zosim.applications.closed_form.recurrence.step_time_bound`)."""
@@ -134,7 +134,7 @@ def compiled(program: Program) -> Compiled:
             numbers[key] = len(representatives)
             representatives.append(item)
         kinds[Member(0, item.id)] = numbers[key]
-    vertices = Precedence([Order(program, 3)]).vertices(3)
+    vertices = Precedence([StepGraph(program, 3)]).vertices(3)
     return Compiled(program, tuple(representatives), kinds, tuple(vertices))
 
 

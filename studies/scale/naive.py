@@ -11,7 +11,7 @@ import simpy
 from zosim.engines.world import World
 from zosim.hardware.machine import Activity
 from zosim.instructions import Instruction, Stream
-from zosim.places import Order, Place
+from zosim.step_graph import Place, StepGraph
 
 
 def naive_step(world: World) -> tuple[float, int]:
@@ -41,7 +41,7 @@ class _Model:
 
     def _create(self, rank: int) -> None:
         template = self._world.template(rank)
-        order = Order(template.program, 1)
+        graph = StepGraph(template.program, 1)
         streams = {stream: simpy.Resource(self.env) for stream in Stream}
         before: dict[Stream, str] = {}
         for item in template.program.step:
@@ -57,13 +57,13 @@ class _Model:
             if item.stream in before:
                 needed.append(self._done[rank, before[item.stream]])
             before[item.stream] = item.id
-            meeting = order.meeting(Place(1, item.id))
+            meeting = graph.meeting(Place(1, item.id))
             arrivals = None
             if meeting is not None:
                 arrivals = self._came[meeting, self._world.groups[meeting[0]].part_of[rank]]
                 arrivals.append(self.env.event())
             activity = template.activities["step", item.id]
-            host_s = template.step_s if order.opens_step(Place(1, item.id)) else 0.0
+            host_s = template.step_s if graph.opens_step(Place(1, item.id)) else 0.0
             self.env.process(self._run(rank, item, activity, streams[item.stream], needed, arrivals, host_s))
             self.num_processes += 1
 

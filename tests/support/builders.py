@@ -14,9 +14,9 @@ from zosim.engines.world import World
 from zosim.hardware.machine import Machine, Ring
 from zosim.instructions import Dependency, Instruction, Stream
 from zosim.operations import Collective, Copy, Scalar
-from zosim.places import Place
 from zosim.program import Program
 from zosim.program_set import ProgramSet
+from zosim.step_graph import Place
 
 RATE = 1e9
 _FORMATS = {"matmul_rate": ".float32", "attention_rate": ".float32", "draw_rate": ".normal.float32"}

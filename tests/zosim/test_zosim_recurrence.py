@@ -26,19 +26,19 @@ from zosim.engines.lockstep import simulate_many
 from zosim.engines.simulate import simulate
 from zosim.engines.world import World
 from zosim.instructions import Dependency
-from zosim.places import Order, Place
 from zosim.program_set import ProgramSet
+from zosim.step_graph import Place, StepGraph
 
 
 @given(programs(), st.integers(1, 6), st.sampled_from([0.0, 2e-3]))
 def test_closed_form_and_engine_agree_wherever_nothing_is_shared(whole, num_steps, step_s):
     machine = unshared(step_s=step_s)
     timeline = simulate(whole, machine, num_steps=num_steps).expanded()
-    order = Order(whole, num_steps)
+    graph = StepGraph(whole, num_steps)
     expected = run_times(whole, machine, num_steps)
     assert len(expected) == len(timeline.spans)
     for span in timeline.spans:
-        place = Place(order.position(span.part, span.step), span.instruction)
+        place = Place(graph.position(span.part, span.step), span.instruction)
         assert (span.start_s, span.end_s) == pytest.approx(expected[place], rel=1e-9, abs=1e-12)
 
 
@@ -53,10 +53,10 @@ def test_steady_step_times_agree_wherever_nothing_is_shared(whole):
 def test_closed_form_is_a_lower_bound_where_something_is_shared(whole, num_cores, memory):
     machine = shared(num_cores=num_cores, num_threads=2, memory=memory * RATE)
     timeline = simulate(whole, machine, num_steps=6).expanded()
-    order = Order(whole, 6)
+    graph = StepGraph(whole, 6)
     alone = run_times(whole, machine, 6)
     for span in timeline.spans:
-        place = Place(order.position(span.part, span.step), span.instruction)
+        place = Place(graph.position(span.part, span.step), span.instruction)
         assert span.end_s >= alone[place][1] * (1 - 1e-9)
     if timeline.first_steady_step > 1:
         assert simulate(whole, machine).step_time_s >= step_time_bound(whole, machine) * (1 - 1e-9)
@@ -109,7 +109,7 @@ def test_several_ranks_agree_wherever_nothing_is_shared(ranks, num_steps):
     timeline = simulate_many(world, num_steps=num_steps).expanded()
     assert len(expected) == len(timeline.spans)
     for span in timeline.spans:
-        position = Order(world.program(span.rank), num_steps).position(span.part, span.step)
+        position = StepGraph(world.program(span.rank), num_steps).position(span.part, span.step)
         place = Place(position, span.instruction)
         assert (span.start_s, span.end_s) == pytest.approx(expected[span.rank, place], rel=1e-9, abs=1e-12)
 

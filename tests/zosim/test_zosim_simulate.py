@@ -26,7 +26,7 @@ from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.instructions import Access, Buffer, Dependency, Space, Stream
 from zosim.operations import Allocate, Copy, Free
-from zosim.places import Order, Place
+from zosim.step_graph import Place, StepGraph
 
 # Times are sums of a few durations: rounding alone.
 EXACT = {"rel": 1e-12, "abs": 1e-12}
@@ -198,10 +198,10 @@ def _every_step(whole, machine, num_steps):
 @given(programs(), st.booleans())
 def test_streams_run_in_order_and_dependencies_are_kept(whole, is_shared):
     timeline = simulate(whole, shared(num_cores=1.0) if is_shared else unshared(), num_steps=4).expanded()
-    order = Order(whole, 4)
-    spans = {Place(order.position(span.part, span.step), span.instruction): span for span in timeline.spans}
+    graph = StepGraph(whole, 4)
+    spans = {Place(graph.position(span.part, span.step), span.instruction): span for span in timeline.spans}
     for place, span in spans.items():
-        ends = [spans[before].end_s for before in order.predecessors(place)]
+        ends = [spans[before].end_s for before in graph.predecessors(place)]
         # It starts as soon as it may: with the last end that it waits for.
         assert span.start_s == pytest.approx(max(ends, default=0.0), rel=1e-12, abs=1e-15)
 

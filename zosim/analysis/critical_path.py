@@ -19,8 +19,8 @@ from itertools import pairwise
 
 from topology.errors import TimelineError
 from zosim.instructions import Stream
-from zosim.places import Order, Place
 from zosim.program import Program
+from zosim.step_graph import Place, StepGraph
 from zosim.timeline import Repeat, Span, Timeline
 
 DISPATCH = "dispatch"
@@ -184,14 +184,14 @@ Lookup = Callable[[Place], Span | None]
 
 def _circuit(timeline: Timeline, repeat: Repeat, program: Program, rank: int) -> CriticalPath:
     """Follow the steady steps backwards for ever, as they repeat, until the walk closes."""
-    order = Order(program, 2 * _ENDLESS)
+    graph = StepGraph(program, 2 * _ENDLESS)
     lookup = _steady_lookup(timeline, repeat, rank)
-    start = _latest(_spans_by_place(timeline, order, rank), timeline, rank, repeat.first_omitted_step - 1)
+    start = _latest(_spans_by_place(timeline, graph, rank), timeline, rank, repeat.first_omitted_step - 1)
     walked: list[tuple[Place, Span, float]] = []
     seen: dict[tuple[str, int], int] = {}
     # Far enough from the beginning that no walk reaches it.
     lifted = start._replace(position=start.position + _ENDLESS // repeat.num_steps * repeat.num_steps)
-    for place, span, before_s in _walk(lookup, order, lifted):
+    for place, span, before_s in _walk(lookup, graph, lifted):
         key = place.instruction, place.position % repeat.num_steps
         if key in seen:
             circuit = walked[seen[key] :]
@@ -206,15 +206,15 @@ def _circuit(timeline: Timeline, repeat: Repeat, program: Program, rank: int) ->
 
 
 def _longest_recurrence(timeline: Timeline, program: Program, rank: int) -> CriticalPath:
-    order = Order(program, timeline.num_steps)
+    graph = StepGraph(program, timeline.num_steps)
     steady = set(timeline.steady_steps)
-    spans = _spans_by_place(timeline, order, rank)
+    spans = _spans_by_place(timeline, graph, rank)
     inside = {place: span for place, span in spans.items() if span.part == "step" and span.step in steady}
     if not inside:
         message = f"timeline of {timeline.program} holds no step of rank {rank}"
         raise TimelineError(message, hint="simulate or run at least one step")
     last_step = max(steady)
-    walked = list(_walk(inside.get, order, _latest(spans, timeline, rank, last_step)))
+    walked = list(_walk(inside.get, graph, _latest(spans, timeline, rank, last_step)))
     first: dict[str, int] = {}
     best, stretch = 0, (0, 0)
     for number, (place, _, _) in enumerate(walked):
@@ -232,13 +232,13 @@ def _longest_recurrence(timeline: Timeline, program: Program, rank: int) -> Crit
     )
 
 
-def _walk(lookup: Lookup, order: Order, start: Place) -> Iterator[tuple[Place, Span, float]]:
+def _walk(lookup: Lookup, graph: StepGraph, start: Place) -> Iterator[tuple[Place, Span, float]]:
     """Yield places backwards along the path, with the end of what each waited for longest (-inf for none)."""
     place: Place | None = start
     while place is not None:
         span = lookup(place)
         assert span is not None, f"{place} is on the path but has no span"
-        known = [(item, before) for item in order.predecessors(place) if (before := lookup(item)) is not None]
+        known = [(item, before) for item in graph.predecessors(place) if (before := lookup(item)) is not None]
         before_s = max((before.end_s for _, before in known), default=-math.inf)
         yield place, span, before_s
         # Among equals the first: the stream's own predecessor.
@@ -288,9 +288,9 @@ def _steady_lookup(timeline: Timeline, repeat: Repeat, rank: int) -> Lookup:
     return lookup
 
 
-def _spans_by_place(timeline: Timeline, order: Order, rank: int) -> dict[Place, Span]:
+def _spans_by_place(timeline: Timeline, graph: StepGraph, rank: int) -> dict[Place, Span]:
     spans = {
-        Place(order.position(span.part, span.step), span.instruction): span
+        Place(graph.position(span.part, span.step), span.instruction): span
         for span in timeline.spans
         if span.rank == rank
     }
@@ -298,9 +298,9 @@ def _spans_by_place(timeline: Timeline, order: Order, rank: int) -> dict[Place, 
         message = f"timeline of {timeline.program} has no spans of rank {rank}"
         raise TimelineError(message, hint=f"it has ranks {', '.join(map(str, timeline.ranks)) or 'none'}")
     for place, span in spans.items():
-        if not order.has(place):
+        if not graph.has(place):
             message = f"timeline has a span of {span.part}/{span.instruction}, which program "
-            message += f"{order.program.name} does not have"
+            message += f"{graph.program.name} does not have"
             raise TimelineError(message, hint="give the program that the timeline is of")
     return spans
 

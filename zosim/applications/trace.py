@@ -25,8 +25,8 @@ from typing import Any
 
 from topology.errors import TimelineError
 from zosim.instructions import Space, Stream
-from zosim.places import Order, Place
 from zosim.program import Program
+from zosim.step_graph import Place, StepGraph
 from zosim.timeline import Span, Timeline
 
 HOST_THREAD = 0
@@ -205,18 +205,18 @@ def _memory(timeline: Timeline, rank: int) -> Iterator[Event]:
 
 
 def _arrows(timeline: Timeline, program: Program, rank: int) -> Iterator[Event]:
-    order = Order(program, timeline.num_steps)
+    graph = StepGraph(program, timeline.num_steps)
     spans = {
-        Place(order.position(span.part, span.step), span.instruction): span
+        Place(graph.position(span.part, span.step), span.instruction): span
         for span in timeline.spans
         if span.rank == rank
     }
     number = 0
     for place, target in spans.items():
-        if not order.has(place):
+        if not graph.has(place):
             message = f"program {program.name} has no {target.part}/{target.instruction}"
             raise TimelineError(message, hint="give the program that the timeline is of")
-        for before in order.waits_for(place):
+        for before in graph.waits_for(place):
             source = spans.get(before)
             if source is not None and source.stream != target.stream:
                 number += 1

@@ -45,7 +45,7 @@ from types import MappingProxyType
 
 from zosim.engines.assembly import without_garbage_collection
 from zosim.engines.world import Group, Template, World
-from zosim.places import channel_of
+from zosim.step_graph import channel_of
 
 
 @without_garbage_collection()

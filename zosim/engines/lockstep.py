@@ -21,10 +21,9 @@ from zosim.engines.flows import STREAM_NUMBER, Counts, FlowTable
 from zosim.engines.rows import Floats, Ints
 from zosim.engines.sharing import SAME_INSTANT
 from zosim.engines.steady import SteadyDetector, shortened_steps
-from zosim.engines.wiring import Wiring
 from zosim.engines.world import Group, World
 from zosim.instructions import PARTS, Part, Stream
-from zosim.places import Meeting
+from zosim.step_graph import Meeting, StepGraph
 from zosim.timeline import Repeat, Span, Timeline
 
 
@@ -108,7 +107,7 @@ class Kind:
         self.ranks = ranks
         self.first = first
         self.template = template
-        self.wiring = Wiring(template, num_steps)
+        self.graph = StepGraph(template.program, num_steps, host_takes_time=template.step_s > 0)
         own = [dict(zip(template.resources, world.resources[rank], strict=True)) for rank in ranks]
         self.streams: dict[Part, list[int]] = {}
         self.seconds: dict[Part, list[float]] = {}
@@ -124,7 +123,7 @@ class Kind:
         self.classes["step"].append(-1)
         self.times: dict[int, Times] = {}
         self.chains: dict[int, tuple[Ints, Floats]] = {}
-        for chain in self.wiring.chains([number < 0 for number in self.classes["step"]]):
+        for chain in self.graph.chains([number < 0 for number in self.classes["step"]]):
             offsets = np.concatenate([[0.0], np.cumsum([self.seconds["step"][item] for item in chain])])
             self.chains[chain[0]] = np.array(chain)[:, None], offsets[:, None]
 
@@ -215,9 +214,9 @@ class Lockstep:
         self._parties: dict[tuple[str, int], Parties] = {}
         self._met: dict[tuple[tuple[str, int, int], int, str], Ints] = {}
         self._watched: dict[tuple[str, int, str], tuple[Ints, Ints, Ints]] = {}
-        self._is_watched = {name for kind in self._kinds for name in kind.wiring.watchers}
+        self._is_watched = {name for kind in self._kinds for name in kind.graph.watchers}
         self._unfinished: dict[int, int] = {}
-        self._depth = max(kind.wiring.order.max_distance for kind in self._kinds)
+        self._depth = max(kind.graph.max_distance for kind in self._kinds)
         self._detector = SteadyDetector(self._depth)
         self._entered = 0
         self._num_others = 0
@@ -244,7 +243,7 @@ class Lockstep:
                 break
             rows = self.table.take_ended(now_s + SAME_INSTANT * now_s)
             for (kind, position, number), cols in self._grouped(rows):
-                meeting = kind.wiring.meeting_of[kind.wiring.order.part(position)][number]
+                meeting = kind.graph.meeting_of[kind.graph.part(position)][number]
                 if meeting is None:
                     self._end(kind, position, number, cols, now_s)
                 else:  # wait for the others' flows
@@ -272,12 +271,13 @@ class Lockstep:
             return
         self._unfinished[position] = 0
         for kind in self._kinds:
-            needs = kind.wiring.needs(position)
-            count = kind.wiring.num_instructions(position)
+            count = kind.graph.num_nodes(position)
             shape = count, len(kind)
             left = np.empty(shape, dtype=np.int16)
-            left[:] = np.array([len(before) for before in needs.own], dtype=np.int16)[:, None]
-            for number, awaited in enumerate(needs.peers):
+            left[:] = np.array([len(before) for before in kind.graph.before(position)], dtype=np.int16)[
+                :, None
+            ]
+            for number, awaited in enumerate(kind.graph.peers(position)):
                 for group, _, _ in awaited:
                     left[number] += self._peers[group].waits[kind.first : kind.first + len(kind)]
             kind.times[position] = Times(np.zeros(shape), np.zeros(shape), left)
@@ -289,7 +289,7 @@ class Lockstep:
         while self._ready:
             ready, self._ready = self._ready, []
             for kind, position, number, cols in ready:
-                meeting = kind.wiring.meeting_of[kind.wiring.order.part(position)][number]
+                meeting = kind.graph.meeting_of[kind.graph.part(position)][number]
                 if meeting is None:
                     self._start(kind, position, number, cols, now_s)
                 else:
@@ -297,7 +297,7 @@ class Lockstep:
                         self._start(other, position, there, who, now_s)
 
     def _start(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
-        part, times = kind.wiring.order.part(position), kind.times[position]
+        part, times = kind.graph.part(position), kind.times[position]
         seconds = kind.seconds[part][number]
         if part == "step" and number in kind.chains:
             chain, offsets = kind.chains[number]
@@ -331,10 +331,10 @@ class Lockstep:
         there += arrived
         if not complete.any():
             return
-        part = kind.wiring.order.part(position)
+        part = kind.graph.part(position)
         for other in self._kinds:
             for sends, party in parties.of.items():
-                own = other.wiring.meetings[part].get(meeting._replace(sends=sends))
+                own = other.graph.meetings[part].get(meeting._replace(sends=sends))
                 if own is not None:
                     who = np.flatnonzero(complete[party[other.first : other.first + len(other)]])
                     if who.size:
@@ -358,7 +358,7 @@ class Lockstep:
             yield batch, ranks[begin:end] - batch[0].first
 
     def _end(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
-        part, num_ended = kind.wiring.order.part(position), len(cols)
+        part, num_ended = kind.graph.part(position), len(cols)
         if part == "step" and number in kind.chains:
             chain, _ = kind.chains[number]
             number, num_ended = int(chain[-1, 0]), len(chain) * len(cols)
@@ -369,10 +369,10 @@ class Lockstep:
         if part != "step":
             self._num_others -= len(cols)
             self._others_until_s = math.inf if self._num_others else now_s
-        for distance, follower in kind.wiring.followers(position)[number]:
+        for distance, follower in kind.graph.after(position)[number]:
             self._take_need(kind, position + distance, follower, cols)
-        if number < len(kind.wiring.ids[part]) and kind.wiring.ids[part][number] in self._is_watched:
-            self._notify_peers(kind, position, kind.wiring.ids[part][number], cols)
+        if number < len(kind.graph.ids[part]) and kind.graph.ids[part][number] in self._is_watched:
+            self._notify_peers(kind, position, kind.graph.ids[part][number], cols)
         self._unfinished[position] -= num_ended
         if part == "step" and self._unfinished[position] == 0:
             self._step_completed(position)
@@ -392,15 +392,15 @@ class Lockstep:
 
     def _notify_peers(self, kind: Kind, position: int, name: str, cols: Ints) -> None:
         """Take a need off whoever waits for an instruction on all its peers, once all of them have finished."""
-        for group in {watcher[0] for other in self._kinds for watcher in other.wiring.watchers.get(name, ())}:
+        for group in {watcher[0] for other in self._kinds for watcher in other.graph.watchers.get(name, ())}:
             ready = self._now_done(group, position, name, kind.first + cols)
             for other in self._kinds:
                 own = ready[(ready >= other.first) & (ready < other.first + len(other))] - other.first
                 if own.size:
-                    for wanted, part, distance, number in other.wiring.watchers.get(name, ()):
+                    for wanted, part, distance, number in other.graph.watchers.get(name, ()):
                         need, target = (group, distance, name), position + distance
-                        is_there = target <= self.num_steps + 1 and other.wiring.order.part(target) == part
-                        if wanted == group and is_there and need in other.wiring.needs(target).peers[number]:
+                        is_there = target <= self.num_steps + 1 and other.graph.part(target) == part
+                        if wanted == group and is_there and need in other.graph.peers(target)[number]:
                             self._take_need(other, target, number, own)
 
     def _now_done(self, group: str, position: int, name: str, ranks: Ints) -> Ints:
@@ -428,7 +428,7 @@ class Lockstep:
         if self.cycle is None:
             times = np.concatenate(
                 [
-                    field[: len(kind.wiring.ids["step"])].ravel()
+                    field[: len(kind.graph.ids["step"])].ravel()
                     for kind in self._kinds
                     for field in (kind.times[position].start_s, kind.times[position].end_s)
                 ]
@@ -448,7 +448,7 @@ class Lockstep:
                         self._spans[int(rank)] += self._spans_of(kind, position, times, col, int(rank))
 
     def _spans_of(self, kind: Kind, position: int, times: Times, col: int, rank: int) -> Iterator[Span]:
-        part, step = kind.wiring.order.part(position), kind.wiring.order.step(position)
+        part, step = kind.graph.part(position), kind.graph.step(position)
         starts, ends = times.start_s[:, col].tolist(), times.end_s[:, col].tolist()
         for item, start_s, end_s in zip(getattr(kind.template.program, part), starts, ends, strict=False):
             limiter = kind.template.activities[part, item.id].limiter

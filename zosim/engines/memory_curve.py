@@ -27,8 +27,8 @@ from collections.abc import Iterable, Iterator
 
 from zosim.instructions import Instruction, Space
 from zosim.operations import Allocate, Free
-from zosim.places import Order, Place
 from zosim.program import Program
+from zosim.step_graph import Place, StepGraph
 from zosim.timeline import MemorySample, Span
 
 WORKSPACE = "workspace"
@@ -61,9 +61,9 @@ def memory_samples(
     ``Allocate`` starts and given back when ``Free`` ends; it is there from the beginning if the run begins with
     contents in it. An instruction's workspace, on the device, lasts as long as the instruction.
     """
-    order = Order(program, num_steps)
+    graph = StepGraph(program, num_steps)
     listed = [
-        (span, order.instruction(Place(order.position(span.part, span.step), span.instruction)))
+        (span, graph.instruction(Place(graph.position(span.part, span.step), span.instruction)))
         for span in spans
     ]
     begin_s = min((span.start_s for span, _ in listed), default=0.0)

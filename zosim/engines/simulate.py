@@ -1,12 +1,12 @@
 """A clock for programs: which instruction starts when, as discrete events.
 
-One simpy process per rank and stream runs its instructions in order; an instruction starts when its stream is free
+One simpy process per rank and stream runs its instructions in graph; an instruction starts when its stream is free
 and all that it waits for is done, and then progresses at the rate that shared resources leave to it
 (:mod:`zosim.engines.fluid`). A collective starts when the last member of its group is there, and ends for all when the last
 of their flows does; so does a message between its two ranks.
 
-What happens at one instant is independent of the order in which it is handled, with one exception: activities that
-arrive at a first-in-first-out resource at the same instant are served by rank, then by stream in the order of
+What happens at one instant is independent of the graph in which it is handled, with one exception: activities that
+arrive at a first-in-first-out resource at the same instant are served by rank, then by stream in the graph of
 :class:`~zosim.instructions.Stream`.
 
 Steps that have become periodic are not simulated again (:mod:`zosim.engines.steady`): the time that a simulation takes grows
@@ -31,8 +31,8 @@ from zosim.engines.steady import SteadyDetector, shortened_steps
 from zosim.engines.world import World
 from zosim.hardware.machine import Activity, Machine
 from zosim.instructions import Stream
-from zosim.places import Order, Place
 from zosim.program import Program
+from zosim.step_graph import Place, StepGraph
 from zosim.timeline import Repeat, Span, Timeline
 
 
@@ -82,7 +82,7 @@ class _SimpyRun:
         self.env = simpy.Environment()
         self.fluid = Fluid(self.env, world.capacities, world.fifo)
         self.ranks = [_SimulatedRank(self, rank) for rank in range(world.size)]
-        self.depth = max(rank.order.max_distance for rank in self.ranks)
+        self.depth = max(rank.graph.max_distance for rank in self.ranks)
         self.detector = SteadyDetector(self.depth)
         self.cycle: Repeat | None = None
         self.shortened: int | None = None
@@ -120,7 +120,7 @@ class _SimpyRun:
         return [other for other in party if other not in there] if rank in there else []
 
     def _meeting(self, rank: int, place: Place, phase: str) -> tuple[tuple[int, ...], tuple[object, ...]]:
-        meeting = self.ranks[rank].order.meeting(place)
+        meeting = self.ranks[rank].graph.meeting(place)
         assert meeting is not None
         party, key = self.world.party(rank, meeting)
         return party, (key, place.position, phase)
@@ -148,7 +148,7 @@ class _SimulatedRank:
         self.run = run
         self.index = index
         self.program = run.world.program(index)
-        self.order = Order(self.program, run.num_steps)
+        self.graph = StepGraph(self.program, run.num_steps)
         self.spans: list[Span] = []
         self.processes: list[simpy.Process] = []
         self.waiting: dict[Stream, Place] = {}
@@ -169,20 +169,20 @@ class _SimulatedRank:
                 self.processes.append(self.run.env.process(self._stream(stream, (self.index, number))))
 
     def _stream(self, stream: Stream, key: tuple[int, int]) -> Generator[simpy.Event, None, None]:
-        env, order, step_s = self.run.env, self.order, self.run.world.template(self.index).step_s
+        env, graph, step_s = self.run.env, self.graph, self.run.world.template(self.index).step_s
         for place in self._places(stream):
-            if order.opens_step(place):
+            if graph.opens_step(place):
                 yield env.timeout(step_s)
             self.waiting[stream] = place
             for rank, needed in self.awaited(place):
                 if needed not in rank.done:
                     yield rank.finished(needed)
-            meets = order.meeting(place) is not None
+            meets = graph.meeting(place) is not None
             if meets:
                 yield self.run.meet(self.index, place, "start")
             del self.waiting[stream]
             start_s = env.now
-            activity = self._activities[order.part(place.position), place.instruction]
+            activity = self._activities[graph.part(place.position), place.instruction]
             self._count_other(place, +1)
             yield self.run.fluid.run(activity, key)
             if meets:
@@ -192,10 +192,10 @@ class _SimulatedRank:
 
     def awaited(self, place: Place) -> Iterator[tuple[_SimulatedRank, Place]]:
         """Yield what an instruction waits for besides its stream, on this rank and on its peers."""
-        for group, needed in self.order.awaited(place):
+        for group, needed in self.graph.awaited(place):
             peers = self.run.world.groups[group].peers(self.index) if group else (self.index,)
             for rank in (self.run.ranks[peer] for peer in peers):
-                if not group or rank.order.has(needed):
+                if not group or rank.graph.has(needed):
                     yield rank, needed
 
     def finished(self, place: Place) -> simpy.Event:
@@ -205,16 +205,16 @@ class _SimulatedRank:
         return event
 
     def _places(self, stream: Stream) -> Iterator[Place]:
-        for position in range(self.order.num_steps + 2):
-            for item in self.order.instructions(position):
+        for position in range(self.graph.num_steps + 2):
+            for item in self.graph.instructions(position):
                 if item.stream == stream:
-                    if self.order.part(position) == "step":
+                    if self.graph.part(position) == "step":
                         self.max_step = max(self.max_step, position - 1)
                     yield Place(position, item.id)
 
     def _finish(self, place: Place, start_s: float, activity: Activity) -> None:
-        instruction, end_s = self.order.instruction(place), self.run.env.now
-        part, step = self.order.part(place.position), self.order.step(place.position)
+        instruction, end_s = self.graph.instruction(place), self.run.env.now
+        part, step = self.graph.part(place.position), self.graph.step(place.position)
         self.spans.append(
             Span(
                 self.run.world.numbers[self.index],
@@ -236,7 +236,7 @@ class _SimulatedRank:
             self._count(step, instruction.id, start_s, end_s)
 
     def _count_other(self, place: Place, change: int) -> None:
-        if self.order.part(place.position) != "step":
+        if self.graph.part(place.position) != "step":
             self._num_others_running += change
             self.others_until_s = math.inf if self._num_others_running else self.run.env.now
 
@@ -244,12 +244,12 @@ class _SimulatedRank:
         times = self._times.setdefault(step, {})
         times[instruction] = start_s, end_s
         if len(times) == len(self.program.step):
-            # Streams run in order, so steps are completed in order.
+            # Streams run in graph, so steps are completed in graph.
             self.num_completed = step + 1
             self.run.step_completed(step)
 
     def step_times(self, step: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Return starts and ends of a completed step's instructions, in the program's order."""
+        """Return starts and ends of a completed step's instructions, in the program's graph."""
         times = self._times.pop(step, {})
         return np.array([time for item in self.program.step for time in times[item.id]], dtype=np.float64)
 
@@ -278,18 +278,18 @@ def _circle(run: _SimpyRun, rank: _SimulatedRank) -> list[str]:
 
 def _undone(run: _SimpyRun, rank: _SimulatedRank, place: Place) -> list[tuple[_SimulatedRank, Place]]:
     """Return what an instruction that has not started still waits for."""
-    needed = [(rank, before) for before in rank.order.predecessors(place)] + list(rank.awaited(place))
+    needed = [(rank, before) for before in rank.graph.predecessors(place)] + list(rank.awaited(place))
     undone = [(other, before) for other, before in needed if before not in other.done]
-    if undone or rank.order.meeting(place) is None:
+    if undone or rank.graph.meeting(place) is None:
         return undone
     partners = [run.ranks[number] for number in run.missing(rank.index, place)]
-    wanted = rank.order.meeting(place)
+    wanted = rank.graph.meeting(place)
     assert wanted is not None
     return [
         (other, here)
         for other in partners
-        for item in other.order.instructions(place.position)
-        if (met := other.order.meeting(here := Place(place.position, item.id)))
+        for item in other.graph.instructions(place.position)
+        if (met := other.graph.meeting(here := Place(place.position, item.id)))
         and met.shared == wanted.shared
         and (not wanted.offset or met.sends != wanted.sends)
     ]
@@ -297,5 +297,5 @@ def _undone(run: _SimpyRun, rank: _SimulatedRank, place: Place) -> list[tuple[_S
 
 def _name(node: tuple[_SimulatedRank, Place]) -> str:
     rank, place = node
-    name = f"{rank.order.part(place.position)}/{place.instruction}"
+    name = f"{rank.graph.part(place.position)}/{place.instruction}"
     return name if rank.run.world.size == 1 else f"{name} of rank {rank.run.world.numbers[rank.index]}"

@@ -17,9 +17,9 @@ from topology.errors import ProgramError
 from zosim.hardware.machine import Activity, Machine
 from zosim.instructions import Part
 from zosim.operations import Collective, Recv, Send
-from zosim.places import Meeting
 from zosim.program import Program
 from zosim.program_set import ProgramSet
+from zosim.step_graph import Meeting
 
 # A resource of which no more than this is ever asked limits nobody.
 _ENOUGH = 1 + 1e-12

@@ -22,8 +22,8 @@ from zosim.applications.closed_form.maxplus import Edge, MaxPlus, Member, Vertex
 from zosim.engines.steady import SteadyDetector
 from zosim.engines.world import World
 from zosim.hardware.machine import Machine
-from zosim.places import Order, Place
 from zosim.program import Program
+from zosim.step_graph import Place, StepGraph
 
 # Steps after which the period of a recurrence that has not become periodic is taken from its second half.
 MAX_STEPS = 64
@@ -89,7 +89,7 @@ class Precedence:
 
     Parameters
     ----------
-    orders : sequence of Order
+    graphs : sequence of StepGraph
         Of each rank.
     hosts : collection of int
         Ranks whose host takes time of its own between two steps.
@@ -98,10 +98,10 @@ class Precedence:
     """
 
     def __init__(
-        self, orders: Sequence[Order], hosts: Collection[int] = (0,), world: World | None = None
+        self, graphs: Sequence[StepGraph], hosts: Collection[int] = (0,), world: World | None = None
     ) -> None:
-        self.orders = orders
-        self.max_distance = max(order.max_distance for order in orders)
+        self.graphs = graphs
+        self.max_distance = max(graph.max_distance for graph in graphs)
         self._hosts = hosts
         self._world = world
 
@@ -109,8 +109,8 @@ class Precedence:
     def of_world(cls, world: World, num_steps: int) -> Precedence:
         """Return the precedence in a run of all ranks."""
         ranks = range(world.size)
-        orders = [Order(world.program(rank), num_steps) for rank in ranks]
-        return cls(orders, [rank for rank in ranks if world.template(rank).step_s > 0], world)
+        graphs = [StepGraph(world.program(rank), num_steps) for rank in ranks]
+        return cls(graphs, [rank for rank in ranks if world.template(rank).step_s > 0], world)
 
     def vertices(self, position: int) -> list[Vertex]:
         """Return what runs at a position, each after what it waits for there.
@@ -121,8 +121,8 @@ class Precedence:
             If instructions wait for each other in a circle.
         """
         together: dict[Hashable, list[Member]] = {}
-        for rank, order in enumerate(self.orders):
-            for item in order.instructions(position):
+        for rank, graph in enumerate(self.graphs):
+            for item in graph.instructions(position):
                 member = Member(rank, item.id)
                 together.setdefault(self._meeting(member, position) or member, []).append(member)
         vertices = [
@@ -140,7 +140,7 @@ class Precedence:
             circle = " waits for ".join(
                 self._name(vertices[place], position) for place in reversed(error.args[1])
             )
-            message = f"program {self.orders[0].program.name} can never go on: {circle}"
+            message = f"program {self.graphs[0].program.name} can never go on: {circle}"
             raise ProgramError(
                 message, hint="remove one of these dependencies, or reorder a stream"
             ) from None
@@ -149,29 +149,29 @@ class Precedence:
         """Return what is the same for all who meet at an instruction; None if it meets nobody."""
         if self._world is None:
             return None
-        meeting = self.orders[member.rank].meeting(Place(position, member.instruction))
+        meeting = self.graphs[member.rank].meeting(Place(position, member.instruction))
         return meeting and self._world.party(member.rank, meeting)[1]
 
     def _edges(self, members: Iterable[Member], position: int) -> Iterator[Edge]:
         for rank, instruction in members:
-            order, place = self.orders[rank], Place(position, instruction)
-            follows = order.follows(place)
-            host = rank if rank in self._hosts and order.opens_step(place) else None
+            graph, place = self.graphs[rank], Place(position, instruction)
+            follows = graph.follower(place)
+            host = rank if rank in self._hosts and graph.opens_step(place) else None
             if follows is None and host is not None:
                 yield Edge(0, None, host)
-            for item in order.predecessors(place):
+            for item in graph.predecessors(place):
                 before = Member(rank, item.instruction)
                 yield Edge(position - item.position, before, host if item == follows else None)
             if self._world is None:
                 continue
-            for group, item in order.awaited(place):
+            for group, item in graph.awaited(place):
                 for peer in self._world.groups[group].peers(rank) if group else ():
-                    if self.orders[peer].has(item):
+                    if self.graphs[peer].has(item):
                         yield Edge(position - item.position, Member(peer, item.instruction))
 
     def _name(self, vertex: Vertex, position: int) -> str:
         rank, instruction = vertex.members[0]
-        name = f"{self.orders[0].part(position)}/{instruction}"
+        name = f"{self.graphs[0].part(position)}/{instruction}"
         if self._world is None or self._world.size == 1:
             return name
         return f"{name} of rank {self._world.numbers[rank]}"
@@ -212,7 +212,7 @@ class Recurrence:
         if is_like_others and self._steady is not None:
             return self._steady
         vertices = self._precedence.vertices(position)
-        part = self._precedence.orders[0].part(position)
+        part = self._precedence.graphs[0].part(position)
         seconds = [
             max(
                 self._world.template(rank).activities[part, instruction].seconds
