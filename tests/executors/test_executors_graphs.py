@@ -14,6 +14,8 @@ from executors.runs.session import Session
 from executors.steps.graphs import Graphs
 from executors.steps.streams_accelerator import AcceleratorBackend
 from proofs_checks.mutation import Mutant
+from proofs_checks.ranks import on_all_ranks
+from tests.support import distributed
 from tests.support.distributed import OFFLOADED
 from tests.support.simulated_cuda import seen_by, simulated
 from tests.support.tiny import batches, model_of, plan_of
@@ -67,6 +69,26 @@ def test_accumulated_losses_have_graphs_of_their_own():
     device, numbers, _ = trained("opt", {}, num_micro_batches=3)
     assert numbers == trained("opt", {}, graphs=False, num_micro_batches=3)[1]
     assert device.findings == []
+
+
+@pytest.mark.parametrize("case", [{"mesh": {"perturb": 2}, **OFFLOADED}], ids=["perturb, private"])
+def test_ranks_whose_streams_have_threads_find_the_same_bits(case):
+    """What waits for another rank has a thread for each stream, which goes on to copy while blocks are captured."""
+    found = []
+    for graphs in (True, False):
+        with simulated() as device:
+            plan = distributed.plan_for(case)
+            models = [distributed.model_for(case, plan) for _ in range(plan.placement.world_size)]
+
+            def rank(number, communicator, *, models=models, plan=plan, device=device, graphs=graphs):
+                options = {"communicator": communicator, "learning_rate": 1e-2, "device": "cuda:0"}
+                with seen_by(device), Session(plan, models[number], graphs=graphs, **options) as session:
+                    lines = distributed.lines_for(case, 3)
+                    return [session.step(batch).projected_gradients for batch in lines], session.digest()
+
+            found.append(on_all_ranks(plan, rank))
+        assert device.findings == []
+    assert found[0] == found[1]
 
 
 def slots_elsewhere(session, step):
