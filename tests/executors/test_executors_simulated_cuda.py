@@ -63,7 +63,6 @@ PLACEMENTS = {
     "offloaded, counter": OFFLOADED | {"directions": {"rng": "counter"}},
     "offloaded, two queries": OFFLOADED | {"estimator": {"num_queries": 2}},
     "offloaded, int8": OFFLOADED | {"low_bits": {"weights": "int8"}},
-    "offloaded, sparse int8, ahead": OFFLOADED | AHEAD | SPARSE,
     "offloaded, sparse int8, ahead, two queries": OFFLOADED
     | AHEAD
     | SPARSE
