@@ -245,7 +245,13 @@ class JobCost:
 
 
 def job_costs(
-    table: PriceTable, name: str, topology: Topology, num_devices: int, hours: Range
+    table: PriceTable,
+    name: str,
+    topology: Topology,
+    num_devices: int,
+    hours: Range,
+    *,
+    num_rented: int | None = None,
 ) -> tuple[JobCost, ...]:
     """Return what a job costs in every way in which the machine can be paid for.
 
@@ -260,6 +266,8 @@ def job_costs(
         Compute devices that the job uses, of those that the machine has.
     hours : Range
         How long it takes.
+    num_rented : int, optional
+        Devices that are paid for where single ones are let; by default those that are used.
 
     Raises
     ------
@@ -284,7 +292,8 @@ def job_costs(
     site_w = rated_power_w(table, name, topology) * site.range
     costs = []
     if (rent := prices.rent_per_hour) is not None:
-        units, held = (num_devices, num_devices) if rent.per == "device" else (1, total)
+        rented = num_rented or num_devices
+        units, held = (rented, rented) if rent.per == "device" else (1, total)
         energy = _energy_kwh(table, site_w * (held / total), hours, num_devices / held)
         costs.append(JobCost("rent", hours, hours * rent.range * float(units), energy))
     if (purchase := prices.purchase) is not None:

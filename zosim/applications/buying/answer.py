@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from costmodel.configs import read_model_spec
 from costmodel.prices import Payment, PriceTable, Range, load_prices, shipped_prices
@@ -19,8 +19,6 @@ from zosim.applications.buying.shortfall import shortfall
 from zosim.options import axis
 from zosim.plans import Method, Weights
 from zosim.report import Bullets, Part, Report, Table
-
-_NUMERIC = ("step", "hours", "money", "kWh", "outlay")
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,13 +62,21 @@ class Answer:
 
     def report(self) -> Report:
         """Return offers, what is none, and what would change the answer."""
-        parts: list[Part] = [_offers_table(self.market, self.offers, self.limiters)] if self.offers else []
+        parts: list[Part] = [*_offers_tables(self.market, self.offers, self.limiters)] if self.offers else []
         if self.lacking:
             first, *others = self.lacking
             parts += [first, Bullets(others)]
         if self.refused:
-            rows = [(item.name, str(item.num_devices), item.reason, item.remedy) for item in self.refused]
-            parts.append(Table(("no offer", "devices", "because", "if not for that"), rows))
+            rows = [
+                (
+                    item.name,
+                    str(item.num_devices),
+                    " or ".join(item.payments),
+                    "; ".join(filter(None, (item.reason, item.remedy))),
+                )
+                for item in self.refused
+            ]
+            parts.append(Table(("no offer", "devices", "pay", "because"), rows, numeric=("devices",)))
         for offer, effects_of_offer, rooms_of_offer in self.explained:
             sentences = _sentences(offer, effects_of_offer, rooms_of_offer)
             parts += [_effects_table(offer, effects_of_offer), Bullets(sentences)]
@@ -95,7 +101,16 @@ class Answer:
             "offers": [
                 _offer_data(offer, limiter) for offer, limiter in zip(self.offers, self.limiters, strict=True)
             ],
-            "refused": list(self.refused),
+            "refused": [
+                {
+                    "name": item.name,
+                    "num_devices": item.num_devices,
+                    "ways": list(item.payments),
+                    "needs": list(item.needs),
+                }
+                | {"reason": item.reason, "cause": item.cause, "remedy": item.remedy}
+                for item in self.refused
+            ],
             "nothing_within_limits": list(self.lacking),
             "sensitivity": [
                 {
@@ -116,8 +131,8 @@ def buy(
     batch: int = 1,
     seq: int = 2048,
     steps: int = 10_000,
-    machines: Sequence[str] | None = None,
-    count: Sequence[int] = (1, 8),
+    machines: str | Sequence[str] | None = None,
+    count: int | str | Sequence[int] = (1, 8),
     budget: str | float | None = None,
     deadline: str | float | None = None,
     prices: str | Path | None = None,
@@ -137,10 +152,10 @@ def buy(
         A shipped size such as ``"opt-66b"``, a model directory, a config.json, or a saved ModelSpec.
     batch, seq, steps : int
         Sequences per step, tokens per sequence, steps of the job.
-    machines : sequence of str, optional
-        Presets or topology files; by default all that the price table has.
-    count : sequence of int
-        Devices to use at most, each tried; more than there are means all.
+    machines : str or sequence of str, optional
+        Presets or topology files, as in ``"a,b"``; by default all that the price table has.
+    count : int, str or sequence of int
+        Devices to use at most, each tried, as in ``"1,8"``; more than there are means all.
     budget : str or float, optional
         Most that may be spent, such as ``"5000 USD"``.
     deadline : str or float, optional
@@ -164,8 +179,21 @@ def buy(
     Raises
     ------
     ZosimError
-        If a machine, model or price table cannot be read, or a budget is no sum of money, a deadline no time.
+        If a machine, model or price table cannot be read, a budget is no sum of money, a deadline no time, or something else is none of
+        what it may be.
     """
+    _one_of("by", by, get_args(RankBy))
+    _one_of("pay", pay, (None, *get_args(Payment)))
+    _one_of("method", method, get_args(Method))
+    for name, number, least in (
+        ("batch", batch, 1),
+        ("seq", seq, 1),
+        ("steps", steps, 1),
+        ("explain", explain, 0),
+        ("simulate", simulate, 0),
+    ):
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise PlanError(f"--{name} {number!r} is no whole number of {least} or more")
     table = shipped_prices() if prices is None else load_prices(prices)
     job = Job(
         model=read_model_spec(model),
@@ -179,8 +207,8 @@ def buy(
     market = Market(
         job=job, prices=table, limits=BuyerLimits(_money(budget, table), _hours(deadline)), by=by, pay=pay
     )
-    by_name = dict(machines_named(list(table.machines) if machines is None else machines))
-    offers, refused = market.offers(by_name.items(), count, num_simulated=simulate)
+    by_name = dict(machines_named(list(table.machines) if machines is None else _names(machines)))
+    offers, refused = market.offers(by_name.items(), _counts(count), num_simulated=simulate)
     # Of a machine that is offered twice, for rent and to own, the first stands for both.
     once = {id(offer.machine): offer for offer in reversed(offers)}
     explained = [offer for offer in offers if once[id(offer.machine)] is offer][:explain]
@@ -192,6 +220,45 @@ def buy(
         tuple((offer, effects(market, offer, offers), rooms(offer.machine)) for offer in explained),
         shortfall(market, by_name, offers, refused),
     )
+
+
+def _one_of(name: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices:
+        raise PlanError(
+            f"--{name} {value!r} is none of its values",
+            hint=f"use {', '.join(map(str, filter(None, choices)))}",
+        )
+
+
+def _names(machines: str | Sequence[str]) -> list[str]:
+    """Return names of machines: a list of them, or what the command line takes for one."""
+    listed = machines.split(",") if isinstance(machines, str) else machines
+    names = [name.strip() for name in listed if name.strip()]
+    if not names:
+        raise PlanError(f"--machines {machines!r} names none", hint="such as h200-1x,dgx-h100")
+    return names
+
+
+def _counts(count: int | str | Sequence[int]) -> list[int]:
+    """Return numbers of devices, the smallest first: one, a list of them, or what the command line takes for one."""
+    try:
+        counts = sorted(
+            {
+                int(part)
+                for part in (
+                    count.split(",")
+                    if isinstance(count, str)
+                    else [count]
+                    if isinstance(count, int)
+                    else count
+                )
+            }
+        )
+    except (TypeError, ValueError):
+        counts = []
+    if not counts or counts[0] < 1:
+        raise PlanError(f"--count {count} is no list of numbers of devices", hint="such as 1,2,4,8")
+    return counts
 
 
 def _money(budget: str | float | None, table: PriceTable) -> float | None:
@@ -224,31 +291,45 @@ def _hours(deadline: str | float | None) -> float | None:
     return hours
 
 
-def _offers_table(market: Market, offers: Sequence[Offer], limiters: Sequence[str]) -> Table:
+def _offers_tables(market: Market, offers: Sequence[Offer], limiters: Sequence[str]) -> list[Table]:
+    """Return what offers cost, and by what placement: two tables, either of which 80 columns have room for."""
     job, limits = market.job, market.limits
     money = f"money ({market.prices.currency})"
     asked = limits.budget is not None or limits.deadline_hours is not None
-    columns = ("", "machine", "devices", "pay", "step", "hours", money, "kWh", "placement", "limited by")
-    rows = [
+    costs = [
         (
             str(number),
             offer.machine.name,
-            str(offer.machine.num_devices),
             offer.payment,
             ("" if offer.machine.prediction else ">= ") + format_seconds(offer.machine.step_s.value),
             _range(offer.cost.hours),
             _range(offer.cost.money),
-            _range(offer.cost.energy_kwh),
+            *((offer.verdict,) if asked else ()),
+        )
+        for number, offer in enumerate(offers, start=1)
+    ]
+    placements = [
+        (
+            str(number),
+            str(offer.machine.num_devices),
             offer.machine.best.describe(),
             limiter,
-            *((offer.verdict,) if asked else ()),
+            _range(offer.cost.energy_kwh),
         )
         for number, (offer, limiter) in enumerate(zip(offers, limiters, strict=True), start=1)
     ]
     formats = " or ".join(sorted({offer.machine.plan.storage_dtype for offer in offers}))
     title = f"{job.num_steps:,} steps of {job.model.name} in {formats}, {job.batch} x {job.seq} tokens, ranked by {market.by}"
-    headings = (*columns, "within limits") if asked else columns
-    return Table(headings, rows, title=title, numeric=(*_NUMERIC, money))
+    headings = ("", "machine", "pay", "step", "hours", money, *(("within limits",) if asked else ()))
+    return [
+        Table(headings, costs, title=title, numeric=("step", "hours", money)),
+        Table(
+            ("", "devices", "placement", "limited by", "kWh"),
+            placements,
+            title="how each of them does it",
+            numeric=("devices", "kWh"),
+        ),
+    ]
 
 
 def _range(interval: Range) -> str:

@@ -95,8 +95,8 @@ def buy(
         batch=batch,
         seq=seq,
         steps=steps,
-        machines=None if machines is None else _names(machines),
-        count=_counts(count),
+        machines=machines,
+        count=count,
         budget=budget,
         deadline=deadline,
         prices=prices,
@@ -136,20 +136,3 @@ def _say_what_prices_are(table: PriceTable, names: Collection[str]) -> None:
     stderr.print(
         "steps marked >= are the closed form; --simulate N simulates more", markup=False, soft_wrap=True
     )
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise PlanError(f"--machines {text!r} names none", hint="such as h200-1x,dgx-h100")
-    return names
-
-
-def _counts(text: str) -> list[int]:
-    try:
-        counts = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        counts = []
-    if not counts or counts[0] < 1:
-        raise PlanError(f"--count {text} is no list of numbers of devices", hint="such as 1,2,4,8")
-    return counts

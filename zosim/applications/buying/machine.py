@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from costmodel.formats import StorageFormat, default_dtype
 from costmodel.model_spec import ModelSpec
-from costmodel.prices import Range
+from costmodel.prices import Payment, Range
 from costmodel.profile import Bound, Profile
 from topology.errors import PlanError
+from topology.figures import Figure
 from topology.graph import Topology
 from topology.hardware import resolve
-from topology.schema import DeviceSpec
+from topology.schema import DeviceSpec, Node
 from zosim.applications.buying.levers import Lever, levers
 from zosim.hardware.profiles import Profiles
 from zosim.planning.bounds import Bounds
@@ -24,6 +26,8 @@ from zosim.planning.request import Request
 from zosim.plans import Mesh, Method, Plan
 
 _SECONDS_PER_HOUR = 3600.0
+_NOTHING = 1e-6
+"""Share of a domain that belongs to others; a memory of no bytes cannot be."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,13 @@ class PricedMachine:
     name : str
         As the price table and the command line know it.
     topology : Topology
+        What the job has of it: all, or the share that comes with single devices.
     num_devices : int
         That the plan uses, at most those that were asked for.
+    num_rented : int
+        Devices that are paid for where single ones are let.
+    payments : collection of {"rent", "own"}
+        Ways to pay in which the job has so much of the machine.
     candidates : tuple of Candidate
         Every placement that was bounded, those that fit first, fastest first.
     step_s : Range
@@ -109,6 +118,8 @@ class PricedMachine:
     name: str
     topology: Topology
     num_devices: int
+    num_rented: int
+    payments: Collection[Payment]
     candidates: tuple[Candidate, ...]
     step_s: Range
     prediction: Prediction | None = None
@@ -178,6 +189,42 @@ def simulated(machine: PricedMachine) -> PricedMachine:
         step_s=Range(prediction.step_time_s, prediction.low_s, prediction.high_s),
         prediction=prediction,
     )
+
+
+def share_of(topology: Topology, num_devices: int) -> Topology:
+    """Return a machine of which a buyer has the first devices alone, and of each host what goes with them.
+
+    A domain's memory, its bandwidth and its cores are shared out among the devices that lie at it. A domain whose devices are all
+    let to others keeps next to nothing.
+    """
+    devices = [device.id for device in topology.compute_devices]
+    memory_of = {
+        node.id: topology.host_memory(node.id).id for node in topology.nodes if node.spec is not None
+    }
+    total = Counter(memory_of[device] for device in devices)
+    held = Counter(memory_of[device] for device in devices[:num_devices])
+
+    def shared(node: Node) -> Node:
+        memory = node.id if node.kind == "memory" else memory_of.get(node.id)
+        if memory is None or node.id in devices:
+            return node
+        share = max(held[memory] / total[memory] if total[memory] else 0.0, _NOTHING)
+        if node.spec is not None:
+            cores = _times(node.spec.cores, max(share, 1 / node.spec.num_cores))
+            share_id = f"{node.spec.id}-beside-{memory}"  # two that have other cores are two kinds
+            return node.model_copy(
+                update={"spec": node.spec.model_copy(update={"id": share_id, "cores": cores})}
+            )
+        return node.model_copy(
+            update={field: _times(getattr(node, field), share) for field in ("capacity", "bandwidth")}
+        )
+
+    return topology.model_copy(update={"nodes": tuple(map(shared, topology.nodes))})
+
+
+def _times(figure: Figure | None, factor: float) -> Figure:
+    assert figure is not None
+    return figure.model_copy(update={"value": figure.value * factor})
 
 
 def machines_named(names: Sequence[str]) -> Iterator[tuple[str, Topology]]:

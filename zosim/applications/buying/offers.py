@@ -7,15 +7,14 @@ shown first all are. A machine that the closed form puts far past the budget or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 from costmodel.prices import JobCost, Payment, PriceTable, Range, job_costs
 from topology.errors import PlanError
 from topology.graph import Topology
-from zosim.applications.buying.machine import Job, PricedMachine, interval, simulated
+from zosim.applications.buying.machine import Job, PricedMachine, interval, share_of, simulated
 from zosim.planning.planner import Candidate, candidates
 
 RankBy = Literal["money", "hours", "energy"]
@@ -72,6 +71,24 @@ class Offer:
 
 
 @dataclass(frozen=True)
+class Need:
+    """One reason for which a machine is no offer.
+
+    Attributes
+    ----------
+    cause : {"memory", "hours", "money", "way", "plan"}
+        ``way``: it cannot be paid for as asked; ``plan``: the planner finds a contradiction.
+    words : str
+    least : float
+        Bytes that lack, hours that the job takes there or money that it costs, by the closed form.
+    """
+
+    cause: Cause
+    words: str = ""
+    least: float = 0.0
+
+
+@dataclass(frozen=True)
 class Refusal:
     """A machine that is no offer.
 
@@ -79,21 +96,29 @@ class Refusal:
     ----------
     name : str
     num_devices : int
-    reason : str
+    needs : tuple of Need
+        Every reason, the first one first.
     remedy : str
-        What it would take to be one; empty where nothing is lacking but time or money.
-    cause : {"memory", "hours", "money", "way", "plan"}
-        What keeps it out; ``way`` that it cannot be paid for as asked, ``plan`` that the planner finds a contradiction.
-    least : float
-        Bytes that lack, hours that the job takes there or money that it costs, by the closed form.
+        What the job would take with the memory that lacks; empty where memory is not what lacks.
+    payments : tuple of {"rent", "own"}
+        Ways to pay that this is said of.
     """
 
     name: str
     num_devices: int
-    reason: str
+    needs: tuple[Need, ...]
     remedy: str = ""
-    cause: Cause = "plan"
-    least: float = 0.0
+    payments: tuple[Payment, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """All reasons in words."""
+        return "; ".join(need.words for need in self.needs)
+
+    @property
+    def cause(self) -> Cause:
+        """What keeps it out first of all."""
+        return self.needs[0].cause
 
 
 @dataclass(frozen=True)
@@ -138,72 +163,97 @@ class Market:
         refused: list[Refusal] = []
         for name, topology in machines:
             for count in dict.fromkeys(min(count, len(topology.compute_devices)) for count in counts):
-                result = self._bounded(name, topology, count)
-                if isinstance(result, Refusal):
-                    refused.append(result)
-                elif not any(_is_same(result, offer.machine) for offer in priced):
-                    priced += self._priced(result)
+                for payments in self._together(name, topology, count):
+                    result = self._bounded(name, topology, count, payments)
+                    if isinstance(result, Refusal):
+                        refused.append(result)
+                    elif not any(_is_same(result, offer.machine) for offer in priced):
+                        priced += self._priced(result)
         return self._simulated(self._ranked(priced), num_simulated), refused
 
-    def _bounded(self, name: str, topology: Topology, count: int) -> PricedMachine | Refusal:
+    def _together(self, name: str, topology: Topology, count: int) -> list[Collection[Payment]]:
+        """Return the ways to pay, those together in which a job has the same of a machine."""
+        prices = self.prices.machine(name)
+        rent: list[Payment] = [] if prices.rent_per_hour is None else ["rent"]
+        own: list[Payment] = [] if prices.purchase is None else ["own"]
+        is_share = bool(rent) and self._is_share(name, topology, count)
+        asked = [
+            [payment for payment in together if self.pay in (None, payment)]
+            for together in ([rent, own] if is_share else [rent + own])
+        ]
+        return [together for together in asked if together] or [rent + own]
+
+    def _is_share(self, name: str, topology: Topology, count: int) -> bool:
+        rent = self.prices.machine(name).rent_per_hour
+        return rent is not None and rent.per == "device" and count < len(topology.compute_devices)
+
+    def _bounded(
+        self, name: str, topology: Topology, count: int, payments: Collection[Payment]
+    ) -> PricedMachine | Refusal:
+        if "own" not in payments and self._is_share(name, topology, count):
+            topology = share_of(topology, count)
         try:
             listed = sorted(
                 candidates(self.job.request(name, topology, count)),
                 key=lambda c: (bool(c.missing), c.sort_key),
             )
         except PlanError as error:
-            return Refusal(name, count, error.message)
+            return Refusal(name, count, (Need("plan", error.message),), payments=tuple(payments))
         if not listed:
-            return Refusal(name, count, f"--method {self.job.method} has no placement on so many devices")
+            words = f"--method {self.job.method} has no placement on so many devices"
+            return Refusal(name, count, (Need("plan", words),), payments=tuple(payments))
+        if listed[0].missing:
+            # The placement that comes closest, as if it had the memory: time and money may lack as well.
+            listed = [
+                min(
+                    listed, key=lambda c: (c.footprints.largest.device_bytes, c.footprints.fullest.size_bytes)
+                )
+            ]
         best = listed[0]
-        if best.missing:
-            return self._lacking(name, count, listed)
+        step_s = (
+            Range.exactly(best.bound.seconds) if best.missing else interval(self.job, name, topology, best)
+        )
         machine = PricedMachine(
-            name,
-            topology,
-            best.plan.placement.world_size,
-            tuple(listed),
-            interval(self.job, name, topology, best),
+            name, topology, best.plan.placement.world_size, count, payments, tuple(listed), step_s
         )
-        return self._hopeless(machine) or machine
+        needs = [*self._lacking(best), *self._beyond(machine)]
+        hours = self.job.hours(machine.step_s).value
+        remedy = f"with that much it takes {plain(hours)} hours" if best.missing else ""
+        return Refusal(name, count, tuple(needs), remedy, tuple(payments)) if needs else machine
 
-    def _lacking(self, name: str, count: int, listed: Sequence[Candidate]) -> Refusal:
-        """Return a machine on which nothing fits, with what the placement that comes closest lacks."""
-        closest = min(
-            listed, key=lambda c: (c.footprints.largest.device_bytes, c.footprints.fullest.size_bytes)
-        )
-        lack = "; ".join(part.partition(":")[0] for part in closest.missing.split("; "))
-        hours = self.job.hours(Range.exactly(closest.bound.seconds)).value
-        return Refusal(
-            name,
-            count,
-            f"{closest.describe()} {lack}",
-            f"with that much it takes {plain(hours)} hours",
-            "memory",
-            closest.bound.missing_bytes,
-        )
+    def _lacking(self, candidate: Candidate) -> Iterator[Need]:
+        if candidate.missing:
+            lack = "; ".join(part.partition(":")[0] for part in candidate.missing.split("; "))
+            yield Need("memory", f"{candidate.describe()} {lack}", candidate.bound.missing_bytes)
 
-    def _hopeless(self, machine: PricedMachine) -> Refusal | None:
-        """Return why a machine is given up before it is simulated, if it is."""
+    def _beyond(self, machine: PricedMachine) -> Iterator[Need]:
+        """Yield why a machine is given up before it is simulated."""
         deadline, budget = self.limits.deadline_hours, self.limits.budget
-        alone = partial(Refusal, machine.name, machine.num_devices, remedy="")
         costs = self._costs(machine)
         if not costs:
-            return alone(f"no price to {self.pay} it", cause="way")
+            yield Need("way", f"no price to {self.pay} it")
+            return
         hours = self.job.hours(machine.step_s).value
         if deadline is not None and hours > HOPELESS * deadline:
-            reason = f"at least {plain(hours)} hours, deadline {plain(deadline)}"
-            return alone(reason, cause="hours", least=hours)
+            yield Need("hours", f"at least {plain(hours)} hours, deadline {plain(deadline)}", hours)
         least = min(cost.spent.low for cost in costs)
         if budget is not None and least > budget:
-            reason = f"at least {plain(least)} {self.prices.currency}, budget {plain(budget)}"
-            return alone(reason, cause="money", least=min(cost.spent.value for cost in costs))
-        return None
+            words = f"at least {plain(least)} {self.prices.currency}, budget {plain(budget)}"
+            yield Need("money", words, min(cost.spent.value for cost in costs))
 
     def _costs(self, machine: PricedMachine) -> tuple[JobCost, ...]:
         hours = self.job.hours(machine.step_s)
-        costs = job_costs(self.prices, machine.name, machine.topology, machine.num_devices, hours)
-        return tuple(cost for cost in costs if self.pay in (None, cost.payment))
+        costs = job_costs(
+            self.prices,
+            machine.name,
+            machine.topology,
+            machine.num_devices,
+            hours,
+            num_rented=machine.num_rented,
+        )
+        return tuple(
+            cost for cost in costs if cost.payment in machine.payments and self.pay in (None, cost.payment)
+        )
 
     def _priced(self, machine: PricedMachine) -> list[Offer]:
         return [Offer(machine, cost, self.limits.verdict(cost)) for cost in self._costs(machine)]
@@ -244,4 +294,4 @@ def plain(value: float) -> str:
 
 def _is_same(one: PricedMachine, other: PricedMachine) -> bool:
     """Whether more devices were allowed, but not used."""
-    return one.name == other.name and one.plan == other.plan
+    return (one.name, one.plan, one.payments) == (other.name, other.plan, other.payments)

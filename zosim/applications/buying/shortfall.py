@@ -11,7 +11,7 @@ from topology.errors import PlanError
 from topology.graph import Topology
 from topology.units import format_bytes
 from zosim.applications.buying.machine import Job
-from zosim.applications.buying.offers import Cause, Market, Offer, Refusal
+from zosim.applications.buying.offers import Cause, Market, Need, Offer, Refusal
 from zosim.planning.planner import candidates
 
 _WORDS: dict[Cause, str] = {
@@ -49,30 +49,54 @@ def _kept_out(market: Market, offer: Offer) -> Refusal:
     """Return an offer beyond the limits as what it is refused for: time first, which money cannot mend."""
     machine, limits = offer.machine, market.limits
     hours, money = offer.cost.hours.value, offer.cost.spent.value
-    is_late = limits.deadline_hours is not None and hours > limits.deadline_hours
-    cause: Cause = "hours" if is_late else "money"
-    return Refusal(machine.name, machine.num_devices, "", "", cause, hours if is_late else money)
+    needs = []
+    if limits.deadline_hours is not None and hours > limits.deadline_hours:
+        needs.append(Need("hours", least=hours))
+    if limits.budget is not None and money > limits.budget:
+        needs.append(Need("money", least=money))
+    return Refusal(machine.name, machine.num_devices, tuple(needs))
 
 
 def _remedies(market: Market, machines: Mapping[str, Topology], kept_out: Sequence[Refusal]) -> Iterator[str]:
-    """Yield, for each cause, what would let the machine in that comes closest."""
+    """Yield, for each cause, what would let a machine in: one that lacks little else, and least of that."""
     nearest: dict[Cause, Refusal] = {}
     for item in kept_out:
-        nearest[item.cause] = min(nearest.get(item.cause, item), item, key=lambda refusal: refusal.least)
+        nearest[item.cause] = min(nearest.get(item.cause, item), item, key=_distance)
     if "hours" in nearest:
         refusal = nearest["hours"]
-        yield f"with --deadline {_enough(refusal.least)}h or more: {_named(refusal)}, the fastest that fits"
+        yield f"with {_all_of(market, refusal)}: {_named(refusal)}, the fastest that fits"
     if "money" in nearest:
         refusal = nearest["money"]
-        sum_of = f"{_enough(refusal.least)} {market.prices.currency}"
-        yield f"with --budget '{sum_of}' or more: {_named(refusal)}, the cheapest in time"
+        yield f"with {_all_of(market, refusal)}: {_named(refusal)}, the cheapest in time"
     if "way" in nearest:
         yield f"without --pay {market.pay}: {_named(nearest['way'])}"
     if "memory" in nearest:
         refusal = nearest["memory"]
-        lack = format_bytes(round(refusal.least))
-        yield f"with {lack} more memory: {_named(refusal)}, where least lacks; {refusal.remedy}"
+        yield f"with {_all_of(market, refusal)}: {_named(refusal)}, where least lacks; {refusal.remedy}"
         yield _with_a_smaller_batch(market.job, refusal, machines[refusal.name])
+
+
+def _distance(refusal: Refusal) -> tuple[int, float]:
+    return len(refusal.needs), refusal.needs[0].least
+
+
+def _all_of(market: Market, refusal: Refusal) -> str:
+    """Return everything that a refused machine needs."""
+    return " and ".join(_in_words(market, need) for need in refusal.needs)
+
+
+def _in_words(market: Market, need: Need) -> str:
+    match need.cause:
+        case "memory":
+            return f"{format_bytes(round(need.least))} more memory"
+        case "hours":
+            return f"--deadline {_enough(need.least)}h or more"
+        case "money":
+            return f"--budget '{_enough(need.least)} {market.prices.currency}' or more"
+        case "way":
+            return f"another --pay than {market.pay}"
+        case "plan":
+            return "another plan"
 
 
 def _enough(least: float) -> str:
