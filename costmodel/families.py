@@ -567,7 +567,7 @@ class MistralConfig(LlamaConfig):
     family = "mistral"
 
     intermediate_size: Extent = 14336
-    num_key_value_heads: Extent = 8
+    num_key_value_heads: Extent | None = 8
     max_position_embeddings: Extent = 131072
 
 

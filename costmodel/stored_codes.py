@@ -92,6 +92,13 @@ def stored_codes(config: Mapping[str, Any], source: str) -> StoredCodes | None:
         If the codes have no counterpart here; the message says what of them.
     """
     said = config.get("quantization_config")
+    # MLX says it under a name of its own, and in newer files under the other one as well, without a method.
+    if (
+        isinstance(of_mlx := config.get("quantization"), Mapping)
+        and "bits" in of_mlx
+        and said in (None, of_mlx)
+    ):
+        _refuse(f"{source}: quantization", f"weights of MLX in {of_mlx['bits']!r:.20} bits are not read")
     if said is None:
         return None
     where = f"{source}: quantization_config"

@@ -20,12 +20,18 @@ _Engine = Annotated[str, typer.Option("--engine", help="Address of a server, suc
 _Model = Annotated[str, typer.Option(help="Directory of the base that it serves.", show_default=False)]
 _Served = Annotated[
     str | None,
-    typer.Option("--served-model", help="What the server calls the base; by default the first it names."),
+    typer.Option("--served-model", help="Name of the base on the server; by default the first it lists."),
 ]
-_Data = Annotated[Path, typer.Option(help="JSON lines, as of `zosim run`.", show_default=False)]
-_Template = Annotated[str | None, typer.Option(help="As of `zosim run`.", show_default=False)]
-_LabelWords = Annotated[str | None, typer.Option(help="As of `zosim run`.", show_default=False)]
-_Timeout = Annotated[float, typer.Option(min=0.01, help="Most seconds for an answer.")]
+_Data = Annotated[
+    Path, typer.Option(help="Training data: JSON lines, as `zosim run` reads them.", show_default=False)
+]
+_Template = Annotated[
+    str | None, typer.Option(help="Prompt template for lines of text, as in `zosim run`.", show_default=False)
+]
+_LabelWords = Annotated[
+    str | None, typer.Option(help="Word for each label, as in `zosim run`.", show_default=False)
+]
+_Timeout = Annotated[float, typer.Option(min=0.01, help="Maximum seconds to wait for an answer.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
@@ -35,10 +41,12 @@ def serve(
         list[str] | None,
         typer.Option(help="NAME=DIRECTORY of an adapter; again for more.", show_default=False),
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="On 127.0.0.1; 0: any that is free.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 picks a free one.")
+    ] = 8000,
     name: Annotated[
         str | None,
-        typer.Option(help="What the base is called; by default its directory.", show_default=False),
+        typer.Option(help="Name of the base; by default its directory.", show_default=False),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Format of the weights.")] = "float32",
     weight_format: Annotated[
@@ -102,17 +110,17 @@ def adapt(
     ],
     engine: _Engine = "http://127.0.0.1:8000",
     served_model: _Served = None,
-    targets: Annotated[str, typer.Option(help="Linears that are tuned, by name.")] = "q_proj,v_proj",
-    steps: Annotated[int, typer.Option(min=1, help="Steps in all.")] = 100,
-    batch: Annotated[int, typer.Option(min=1, max=65536, help="Sequences of a step.")] = 16,
-    rank: Annotated[int, typer.Option(min=1, max=4096, help="Rank of a direction.")] = 2,
-    lazy_steps: Annotated[int, typer.Option(min=1, help="Steps that one V stays.")] = 50,
+    targets: Annotated[str, typer.Option(help="Names of the linear layers to tune.")] = "q_proj,v_proj",
+    steps: Annotated[int, typer.Option(min=1, help="Total number of steps.")] = 100,
+    batch: Annotated[int, typer.Option(min=1, max=65536, help="Sequences per step.")] = 16,
+    rank: Annotated[int, typer.Option(min=1, max=4096, help="Rank of a perturbation.")] = 2,
+    lazy_steps: Annotated[int, typer.Option(min=1, help="Steps before V is drawn anew.")] = 50,
     max_rank: Annotated[
-        int, typer.Option(min=3, max=65536, help="Of slots and a probe together, as the server admits.")
+        int, typer.Option(min=3, max=65536, help="Maximum rank of an adapter that the server accepts.")
     ] = 16,
-    epsilon: Annotated[float, typer.Option(min=1e-12, help="Radius of a probe.")] = 1e-3,
+    epsilon: Annotated[float, typer.Option(min=1e-12, help="Perturbation scale.")] = 1e-3,
     lr: Annotated[float, typer.Option(min=0.0, help="Learning rate.")] = 1e-4,
-    seed: Annotated[int, typer.Option(min=0, help="Of directions and batches.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of perturbations and batches.")] = 0,
     template: _Template = None,
     label_words: _LabelWords = None,
     reward: Annotated[
@@ -122,15 +130,19 @@ def adapt(
             show_default=False,
         ),
     ] = None,
-    reward_timeout: Annotated[float, typer.Option(min=0.01, help="Most seconds for a reward.")] = 60.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Of generated text.")] = 16,
+    reward_timeout: Annotated[
+        float, typer.Option(min=0.01, help="Maximum seconds to wait for a reward.")
+    ] = 60.0,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, max=4096, help="Maximum tokens of a generated text.")
+    ] = 16,
     timeout: _Timeout = 60.0,
     priority: Annotated[
-        int | None, typer.Option(help="Of probes, lower ones first.", show_default=False)
+        int | None, typer.Option(help="Priority of the requests; lower ones run first.", show_default=False)
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Tune a served model without a weight of it: probes are adapters that the server scores, and so is what is learnt."""
+    """Tune a model behind a serving endpoint without loading its weights."""
     from executors.datasets.batches import Batches
     from executors.datasets.rewards import reward_named
     from executors.serving.client import RemoteEngine
@@ -165,7 +177,7 @@ def adapt(
 
 
 def canary(
-    directory: Annotated[Path, typer.Argument(help="Of versions.", show_default=False)],
+    directory: Annotated[Path, typer.Argument(help="Directory of the versions.", show_default=False)],
     version: Annotated[
         str | None, typer.Argument(help="Version to compare with the served one.", show_default=False)
     ] = None,
@@ -175,7 +187,9 @@ def canary(
         Path | None,
         typer.Option(help="Keep this adapter as that version, unless it is refused.", show_default=False),
     ] = None,
-    name: Annotated[str, typer.Option(help="What the server calls the version that it serves.")] = "served",
+    name: Annotated[
+        str, typer.Option(help="Name under which the server serves the current version.")
+    ] = "served",
     model: Annotated[
         str | None, typer.Option(help="Directory of the base, for lines of text.", show_default=False)
     ] = None,
@@ -186,7 +200,9 @@ def canary(
     label_words: _LabelWords = None,
     examples: Annotated[int, typer.Option(min=1, help="Lines that are scored.")] = 64,
     promote: Annotated[bool, typer.Option("--promote", help="Serve it, if it passes.")] = False,
-    tolerance: Annotated[float, typer.Option(help="By how much it may lose more than the served one.")] = 0.0,
+    tolerance: Annotated[
+        float, typer.Option(help="Largest accepted increase in loss over the served version.")
+    ] = 0.0,
     roll_back: Annotated[
         bool, typer.Option("--roll-back", help="Serve what was served before instead.")
     ] = False,

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from costmodel import LoRA, ModelSpec, group_parameters, read_model_spec, shipped_models, spec_of_config
-from costmodel.configs import shipped_config
+from costmodel.configs import checked_config, shipped_config
+from costmodel.stored_codes import stored_codes
 from topology.errors import ModelError, UnknownFamily
 
 PUBLISHED_COUNTS = {
@@ -277,3 +278,18 @@ def test_unknown_names_and_damaged_files_are_refused(tmp_path):
         read_model_spec("opt-1m", trainable=LoRA(rank=1, target_modules=("c_attn",)))
     with pytest.raises(ModelError, match="at least one target"):
         LoRA(rank=1, target_modules=())
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_weights_of_mlx_are_not_planned_as_numbers(twice):
+    of_mlx = {"group_size": 64, "bits": 4}
+    config = {"model_type": "llama", "quantization": of_mlx} | (
+        {"quantization_config": of_mlx} if twice else {}
+    )
+    with pytest.raises(ModelError, match=r"quantization: weights of MLX in 4 bits are not read"):
+        stored_codes(config, "config.json")
+
+
+def test_mistral_without_shared_heads_has_as_many_as_queries():
+    config = checked_config({"model_type": "mistral", "num_key_value_heads": None}, "config.json")
+    assert config.architecture().num_key_value_heads == config.num_attention_heads == 32
