@@ -40,4 +40,5 @@ def test_calibrating_writes_a_profile_and_says_what_it_could_not_tell(tmp_path, 
     assert told["profile"]["num_threads"] == profile.num_threads == 1
     names = {constant.name for constant in profile.constants}
     assert set(told["fit"]["identified"]) | set(told["fit"]["unidentified"]) <= names
-    assert told["median_error"] < 0.5
+    # Other tests run beside this one: what they disturbed says little of the machine.
+    assert profile.is_disturbed or told["median_error"] < 0.5
