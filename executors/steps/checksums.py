@@ -224,22 +224,33 @@ def bit_sum(raw: Tensor, num_shares: int = 1) -> Tensor:
 def _weighted(words: Tensor) -> Tensor:
     num, device = words.numel(), words.device
     if num <= _FEW:
-        return (words * _weights(num, device)).sum()
+        return _dot(words, _weights(num, device))
     rows = words[: num // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
     # Of a CPU, both sums read a piece from its cache, one after the other.
     pieces = rows.split(_ROWS) if device.type == "cpu" else (rows,)
     sums = [(piece.sum(0), piece.sum(1)) for piece in pieces]
     of_columns = sums[0][0] if len(sums) == 1 else torch.stack([each for each, _ in sums]).sum(0)
     of_rows = sums[0][1] if len(sums) == 1 else torch.cat([each for _, each in sums])
-    total = (of_columns * _weights(_COLUMNS, device)).sum()
-    total += (of_rows * _weights(rows.shape[0], device, less=1)).sum()
+    total = _dot(of_columns, _weights(_COLUMNS, device))
+    total += _dot(of_rows, _weights(rows.shape[0], device, less=1))
     rest = words[rows.numel() :]
-    return total + (rest * _weights(_FEW, device)[: rest.numel()]).sum() if rest.numel() else total
+    return total + _dot(rest, _weights(_FEW, device)[: rest.numel()]) if rest.numel() else total
+
+
+def _dot(words: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of products modulo 2^64; on a CPU without a temporary, which CUDA has no integer kernel for."""
+    return torch.dot(words, weights) if words.device.type == "cpu" else (words * weights).sum()
+
+
+def _weights(num: int, device: torch.device, less: int = 0) -> Tensor:
+    """Return odd numbers, or such less 1, the same in every process."""
+    # Each stream has its own: nothing would order one that reads them behind the copy that another issued.
+    stream = 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
+    return _drawn_weights(num, device, less, stream)
 
 
 @lru_cache(maxsize=256)
-def _weights(num: int, device: torch.device, less: int = 0) -> Tensor:
-    """Return odd numbers, or such less 1, the same in every process."""
+def _drawn_weights(num: int, device: torch.device, less: int, _stream: int) -> Tensor:
     drawn = torch.randint(-(2**62), 2**62, (num,), generator=torch.Generator().manual_seed(num))
     return (2 * drawn + 1 - less).to(device)
 
