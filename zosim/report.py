@@ -88,11 +88,9 @@ class Table:
             max(Measurement.get(console, options, cell).minimum for cell in column)
             for column in zip(*texts, strict=True)
         )
-        yield (
-            self._in_columns(rows)
-            if needed + 3 * len(self.columns) <= options.max_width
-            else self._as_records(rows)
-        )
+        # Of two columns one is made of names: records of them would say no more.
+        fits = len(self.columns) <= 2 or needed + 3 * len(self.columns) <= options.max_width
+        yield self._in_columns(rows) if fits else self._as_records(rows)
 
     def _in_columns(self, rows: Sequence[Sequence[Text]]) -> RichTable:
         shown = RichTable(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)

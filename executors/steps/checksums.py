@@ -8,7 +8,6 @@ weights for good, and where no other rank holds them too, nothing else would not
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -90,6 +89,7 @@ class WeightChecksums:
         self._backend = backend
         self._every_change = every_change
         self._shared = {buffer.name for buffer in program.buffers if buffer.shared}
+        self._kept: Kept = {}
         self._initial = [access for access in program.initial if store.is_weights(access)]
         self._at_rest = [access for access in program.final if store.is_weights(access)]
         self._num_shares = {
@@ -199,11 +199,11 @@ class WeightChecksums:
 
     def _checksum(self, access: Access) -> Tensor:
         """Return one checksum for each share of some weights, on the device also of those that lie on the host."""
-        sums = bit_sum(self._store.whole(access), self._num_shares.get(_name(access), 1))
+        sums = bit_sum(self._store.whole(access), self._num_shares.get(_name(access), 1), self._kept)
         return sums.to(self._backend.device)
 
 
-def bit_sum(raw: Tensor, num_shares: int = 1) -> Tensor:
+def bit_sum(raw: Tensor, num_shares: int = 1, kept: Kept | None = None) -> Tensor:
     """Return a checksum of each of equal shares of some bytes: sums of their bits as 64-bit integers, weighted by place.
 
     Notes
@@ -214,27 +214,28 @@ def bit_sum(raw: Tensor, num_shares: int = 1) -> Tensor:
     and in no lower one, one in 2^(63 - b) goes unnoticed.
     """
     words = raw.view(torch.int64)
+    kept = {} if kept is None else kept
     if num_shares == 1:
-        return _weighted(words).view(1)
+        return _weighted(words, kept).view(1)
     # A share has a weight of its own, too, since sums of shares are added up.
-    weights = _weights(num_shares, words.device)
-    return torch.stack([_weighted(part) for part in words.view(num_shares, -1)]) * weights
+    weights = _weights(num_shares, words.device, kept)
+    return torch.stack([_weighted(part, kept) for part in words.view(num_shares, -1)]) * weights
 
 
-def _weighted(words: Tensor) -> Tensor:
+def _weighted(words: Tensor, kept: Kept) -> Tensor:
     num, device = words.numel(), words.device
     if num <= _FEW:
-        return _dot(words, _weights(num, device))
+        return _dot(words, _weights(num, device, kept))
     rows = words[: num // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
     # Of a CPU, both sums read a piece from its cache, one after the other.
     pieces = rows.split(_ROWS) if device.type == "cpu" else (rows,)
     sums = [(piece.sum(0), piece.sum(1)) for piece in pieces]
     of_columns = sums[0][0] if len(sums) == 1 else torch.stack([each for each, _ in sums]).sum(0)
     of_rows = sums[0][1] if len(sums) == 1 else torch.cat([each for _, each in sums])
-    total = _dot(of_columns, _weights(_COLUMNS, device))
-    total += _dot(of_rows, _weights(rows.shape[0], device, less=1))
+    total = _dot(of_columns, _weights(_COLUMNS, device, kept))
+    total += _dot(of_rows, _weights(rows.shape[0], device, kept, less=1))
     rest = words[rows.numel() :]
-    return total + _dot(rest, _weights(_FEW, device)[: rest.numel()]) if rest.numel() else total
+    return total + _dot(rest, _weights(_FEW, device, kept)[: rest.numel()]) if rest.numel() else total
 
 
 def _dot(words: Tensor, weights: Tensor) -> Tensor:
@@ -242,17 +243,19 @@ def _dot(words: Tensor, weights: Tensor) -> Tensor:
     return torch.dot(words, weights) if words.device.type == "cpu" else (words * weights).sum()
 
 
-def _weights(num: int, device: torch.device, less: int = 0) -> Tensor:
-    """Return odd numbers, or such less 1, the same in every process."""
+Kept = dict[tuple[int, int, int], Tensor]
+"""Weights by their number, what they are less, and the stream that made them."""
+
+
+def _weights(num: int, device: torch.device, kept: Kept, less: int = 0) -> Tensor:
+    """Return odd numbers, or such less 1, the same in every process, made once."""
     # Each stream has its own: nothing would order one that reads them behind the copy that another issued.
     stream = 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
-    return _drawn_weights(num, device, less, stream)
-
-
-@lru_cache(maxsize=256)
-def _drawn_weights(num: int, device: torch.device, less: int, _stream: int) -> Tensor:
-    drawn = torch.randint(-(2**62), 2**62, (num,), generator=torch.Generator().manual_seed(num))
-    return (2 * drawn + 1 - less).to(device)
+    key = num, less, stream
+    if key not in kept:
+        drawn = torch.randint(-(2**62), 2**62, (num,), generator=torch.Generator().manual_seed(num))
+        kept[key] = (2 * drawn + 1 - less).to(device)
+    return kept[key]
 
 
 def _place(access: Access) -> Place:

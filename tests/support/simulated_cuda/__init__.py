@@ -185,7 +185,11 @@ def _class_on(device: Device, of: type) -> type:
 def _stream_class(device: Device) -> type:
     """Return a class as torch has one, of which each instance is the next of torch's streams."""
 
-    class Pooled(Stream):
+    class AnyStream(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, Stream)
+
+    class Pooled(Stream, metaclass=AnyStream):
         def __new__(cls, *_: object, **__: object) -> Stream:  # type: ignore[misc]
             return device.new_stream()
 
