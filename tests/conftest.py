@@ -18,6 +18,8 @@ import multiprocessing
 import signal
 import socket
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -36,7 +38,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ON_DEMAND = {
-    "slow": "tests of more than about ten seconds",
+    "slow": "tests of more than about four seconds",
     "bench": "measurements",
 }
 
@@ -49,12 +51,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_cases_that_are_not_quick(items)
     left_out = {marker for marker in ON_DEMAND if not config.getoption(f"--run-{marker}")}
     unwanted = [item for item in items if any(item.get_closest_marker(marker) for marker in left_out)]
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
         items[:] = [item for item in items if item not in unwanted]
+
+
+def _mark_cases_that_are_not_quick(items: Iterable[pytest.Item]) -> None:
+    """Leave every Nth case of what is marked ``quick(every=N)`` quick, from the first on; the others become slow."""
+    num_seen: Counter[str] = Counter()
+    for item in items:
+        marker = item.get_closest_marker("quick")
+        if marker is None or item.get_closest_marker("slow") is not None:
+            continue
+        function = item.nodeid.partition("[")[0]
+        if num_seen[function] % marker.kwargs["every"]:
+            item.add_marker(pytest.mark.slow)
+        num_seen[function] += 1
 
 
 def pytest_collection() -> None:

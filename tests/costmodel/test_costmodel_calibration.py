@@ -85,6 +85,7 @@ def _measure(kind: str, truth: dict[str, float], noise: float, seed: int = 0) ->
     return rows
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(("kind", "seed"), [("cpu", 0), ("cpu", 1), ("gpu", 2)])
 def test_constants_come_back_within_their_intervals(kind, seed):
     truth = _truth(kind, seed)
@@ -112,6 +113,7 @@ def test_a_perfect_measurement_is_explained_perfectly():
     assert low < expected < high
 
 
+@pytest.mark.slow
 def test_outliers_do_not_carry_the_fit_away():
     truth = _truth("cpu", 4)
     rows = _measure("cpu", truth, noise=0.03, seed=4)

@@ -107,6 +107,7 @@ def test_sweeps_return_to_where_they_began() -> None:
         assert torch.allclose(before, theta, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_measurements_and_the_state_left_behind(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     seed, shares = torch.random.get_rng_state(), []

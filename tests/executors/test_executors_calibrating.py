@@ -78,6 +78,7 @@ def lower_longer(step: WholeStep) -> Program:
     return replace(step.program, step=(*step.program.step, *copies))
 
 
+@pytest.mark.slow
 def test_intervals_are_as_wide_as_whole_steps_say(steps: list[WholeStep]) -> None:
     machine = Machine.from_topology(TOPOLOGY, "cpu0", PROFILE)
     program = steps[0].program
@@ -124,6 +125,7 @@ def test_a_profile_is_judged_by_steps_that_it_was_not_fitted_to() -> None:
     assert {*report.identified, *report.unidentified} <= profile.values().keys()
 
 
+@pytest.mark.slow
 def test_steps_in_codes_change_rates_of_codes_and_nothing_else(steps: list[WholeStep]) -> None:
     shapes = [
         replace(shape, hidden=64, head_dim=32, vocab=50, seq=8, batch=1) for shape in CODED_STEP_SHAPES[:2]
@@ -193,6 +195,7 @@ def test_what_the_slower_pace_saw_is_measured_again(steps: list[WholeStep]) -> N
     assert "0.67 times as long after a while: operations were measured again" in words
 
 
+@pytest.mark.slow
 def test_steps_beside_other_processes_are_bounds_and_judge_nothing(
     steps: list[WholeStep], monkeypatch: pytest.MonkeyPatch
 ) -> None:

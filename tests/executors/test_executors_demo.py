@@ -35,6 +35,7 @@ def from_data_sheets(topology: Topology, device: str, **_: object) -> tuple[Prof
     return profile_for(topology, device, num_threads=1), SimpleNamespace(residuals=(), median_error=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calibrates", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_plans_runs_and_compares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, calibrates: bool

@@ -91,6 +91,7 @@ def test_a_run_of_one_goes_on_on_two(pertp, inputs, tmp_path):
     assert (out / "model.safetensors").read_bytes() == (pertp / "alone/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_shards_go_on_as_micro_batches_of_one_rank_and_back(inputs, tmp_path):
     """A batch stays cut into the parts that it had, so that losses stay what they would have been."""
     alone, out = tmp_path / "alone", tmp_path / "out"
@@ -105,6 +106,7 @@ def test_shards_go_on_as_micro_batches_of_one_rank_and_back(inputs, tmp_path):
     assert (out / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_is_named(inputs, tmp_path):
     more = ("--mesh", "data=2", "--transfers", "sliced", "--digest-every", 0)
     wanted = ("rank 0 stopped", "waited {} s for rank 1, last at ", "/all_gather")

@@ -161,6 +161,7 @@ def test_without_torch_what_needs_it_says_so_first(program, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_torch_keeps_what_it_compiles_where_only_this_user_writes(tmp_path):
     (temporary := tmp_path / "temporary").mkdir()
     program = "import executors, os, torch._dynamo; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"

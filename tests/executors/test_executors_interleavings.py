@@ -142,6 +142,7 @@ def assert_as_in_order(case, monkeypatch, seeds):
         assert ran(case, monkeypatch, seed)[:2] == expected, f"seed {seed}: {case}"
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     "case",
     [

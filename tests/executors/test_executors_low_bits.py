@@ -335,6 +335,7 @@ def test_codes_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity):
             assert torch.equal(table[1:60], own.view(shape)[1:60])
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize(
     "low_bits",
     [
@@ -621,6 +622,7 @@ def tuned(
         return [(r.losses_plus, r.losses_minus, r.projected_gradients) for r in records], session.digest()
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize(
     ("low_bits", "shape", "rng"),
     [
@@ -809,6 +811,7 @@ def test_replayed_steps_leave_the_same_codes(low_bits):
         session.close()
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("parts", ["blocks", "all"])
 def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path, parts):
     inputs = saved_inputs(tmp_path)
@@ -830,6 +833,7 @@ def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path, part
     assert all(torch.equal(p, q) for p, q in zip(again.parameters(), first.parameters(), strict=True))
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize(
     "low_bits",
     [
@@ -885,6 +889,7 @@ def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits, monkeyp
     assert predicted <= 1.05 * measured
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("shape", "low_bits", "decay"),
     [
@@ -960,6 +965,7 @@ def updated(rounding, rate, placement="resident", *, decay=0.0, num_steps=2):
         return digest, levels, session.moved_codes()
 
 
+@pytest.mark.slow
 def test_updates_of_a_steps_queries_are_rounded_once_where_that_is_asked():
     each, once = (updated(rounding, 1e-3)[2] for rounding in ("query", "step"))
     assert each.num == pytest.approx(NUM_SUMMED * once.num, rel=0.05)
@@ -1027,6 +1033,7 @@ def test_adapters_that_cannot_be_codes_are_refused(stated, lora, reason):
         Plan(model=spec, placement=place, batch=1, seq=8, low_bits=stated)
 
 
+@pytest.mark.slow
 def test_a_run_of_adapters_in_codes_is_resumed_and_replayed(tmp_path):
     inputs = saved_inputs(tmp_path)
     stated = ("--weight-format", "int4", "--adapter-format", "int8", "--checkpoint-every", 5)

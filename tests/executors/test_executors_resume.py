@@ -38,6 +38,7 @@ def run(whole, tmp_path):
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("num_rows", "torn", "more"),
     [
@@ -61,6 +62,7 @@ def test_resumed_anywhere_it_ends_as_if_nothing_had_happened(inputs, whole, run,
     assert trained == list(range(1, STEPS + 1))
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("num_rows", [3, 5, 8])
 def test_a_run_that_rounds_in_transfer_is_resumed_without_rounding_once_more(inputs, tmp_path, num_rows):
     lossy = (*OFFLOADED, "--update", "delayed", "--transfer-dtype", "bfloat16", "--allow-lossy")
@@ -80,6 +82,7 @@ def test_a_resumed_run_needs_no_option_again(run, whole):
     assert same(run, whole)
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_prolonged_under_a_constant_rate(inputs, run, tmp_path):
     assert (
         zosim("run", "--out", run, "--resume", "--steps", STEPS + 3, "--no-launch", "--no-tensorboard") == 0

@@ -103,6 +103,7 @@ def data(tmp_path_factory):
     return path
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     "asked",
     [

@@ -64,6 +64,7 @@ def runs(inputs, tmp_path_factory):
     return folder
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("cases", [THREES, FOURS], ids=["three-ranks", "four-ranks"])
 def test_processes_are_one_device(cases):
     num_ranks = 3 if cases is THREES else 4
@@ -173,6 +174,7 @@ def test_what_a_codec_changed_is_gone_on_with_by_the_same_alone(runs, inputs, tm
     assert (tmp_path / "again/model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_one_process_does_what_stages_do_with_the_same_codec(inputs, tmp_path):
     coded = ("--cut", "block.1.mlp", "--codec", "q4:stochastic", "--residual-codec", "q8", "--allow-lossy")
     evaluated = ("--eval-data", inputs[1], "--residency", "resident")

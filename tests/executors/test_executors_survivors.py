@@ -58,6 +58,7 @@ def test_who_is_left_ends_by_itself_and_names_a_killed_rank_0(inputs, tmp_path):
     assert "rank 0, last at step[" in said
 
 
+@pytest.mark.slow
 def test_who_is_left_does_not_wait_for_ever_for_a_stopped_rank_0(inputs, tmp_path):
     for patience_s in PATIENCE_S:
         out = tmp_path / f"patience-{patience_s}"

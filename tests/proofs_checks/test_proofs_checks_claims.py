@@ -20,6 +20,9 @@ EXECUTED = {
     "codes-are-alike-on-all-ranks",
     "delayed-equals-immediate",
     "perturb-sequence",
+    "steps-in-codes-are-a-literal-loop",
+    "zoinfer-rewards-of-a-candidate",
+    "zoinfer-fold-before-the-redraw",
     "ranks-are-one-device",
 }
 """Their checks train for seconds, each with choices that quick tests of ``executors`` and `test_proofs_checks_executed.py` cross as well."""

@@ -36,6 +36,7 @@ def test_slicing_loses_below_the_bound_of_the_page():
         assert loses == (peers < (n - 1) / n)
 
 
+@pytest.mark.slow
 def test_draws_grow_with_the_directions_whatever_the_ranks():
     draws = {
         words: dict(perturbed(*words).prediction.seconds_by_label)["draw"]

@@ -31,6 +31,7 @@ def rehearsed(tmp_path_factory):
     return rehearse(tmp_path_factory.mktemp("hour"))
 
 
+@pytest.mark.slow
 def test_every_part_runs_and_leaves_nothing_to_chance(rehearsed):
     contents, findings, path, is_done = rehearsed
     assert is_done
@@ -43,6 +44,7 @@ def test_every_part_runs_and_leaves_nothing_to_chance(rehearsed):
     assert json.loads(path.with_suffix(".json").read_text()) == contents
 
 
+@pytest.mark.slow
 def test_memory_is_predicted_as_the_device_counts_it(rehearsed):
     timed = {name: content for name, content in rehearsed[0].items() if name.startswith("step-")}
     assert len(timed) == 4
@@ -299,6 +301,7 @@ def test_a_rehearsal_from_a_fresh_clone_is_killed_half_way_and_goes_on(tmp_path)
     assert "nothing failed" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_does_one_part_and_leaves_it(tmp_path, monkeypatch):
     left = tmp_path / "left.json"
     monkeypatch.setattr("executors.ranks.launch.die_with", lambda _: None)

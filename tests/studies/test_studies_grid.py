@@ -53,6 +53,7 @@ def assert_equal_everywhere(whole, machine, batches, seqs, factors):
             assert found[(i, j, *place)] == pytest.approx(expected, rel=1e-9), (batch, seq, point)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     "axes",
     [
@@ -68,6 +69,7 @@ def test_every_point_equals_its_closed_form(axes):
     assert_equal_everywhere(plan(**axes), MACHINE, [1, 3], [16], factors)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     st.lists(
@@ -103,6 +105,7 @@ def test_unknown_axes_and_factors_out_of_range_are_refused():
         step_time_bounds(plan(), MACHINE, factors={LINKS: [1.0, 0.0]})
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("num", [2049, 5000])
 def test_chunks_are_put_together_in_order(num):
     values = np.geomspace(0.01, 100, num)

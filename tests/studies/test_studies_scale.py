@@ -46,6 +46,7 @@ def test_the_table_is_printed_and_written(monkeypatch, capsys, tmp_path):
     assert len(json.loads((tmp_path / "rows.json").read_text())) == 4
 
 
+@pytest.mark.slow
 def test_the_planners_time_is_printed_with_what_it_chose(monkeypatch, capsys):
     monkeypatch.setattr(planning, "_SEARCHES", {"small": ("opt-125m", 1)})
     monkeypatch.setattr("sys.argv", ["planning", "--rounds", "1"])

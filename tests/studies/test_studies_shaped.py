@@ -189,6 +189,7 @@ def test_two_ranks_fill_both_directions_of_their_link(tmp_path):
     wait_until(lambda: exchanged_s() == pytest.approx(expected_s, rel=0.25), "a quiet moment")
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_rank_that_fails_ends_the_others_and_the_network(tmp_path):
     before = namespaces()

@@ -59,6 +59,7 @@ def test_first_order_runs_of_all_models_but_one_saw_as_many_tokens():
     assert agreeing == {"OPT-125M", "OPT-1.3B", "OPT-6.7B", "Llama-1B"}
 
 
+@pytest.mark.slow
 def test_the_report_has_every_cell_and_says_what_was_left_out(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(timelines, "LINKS", {"1 Gbit/s": 125e6})
     main(tmp_path)
@@ -81,6 +82,7 @@ def slow_steps():
     return steps
 
 
+@pytest.mark.slow
 def test_over_a_slow_link_a_step_takes_what_its_bytes_take(slow_steps):
     """Forward and back overlap on a full-duplex link at most wholly; the latencies and the rest are little."""
     for step in slow_steps.values():

@@ -63,6 +63,7 @@ def test_several_ranks(ranks, num_steps):
     assert_same_run(World.of(*ranks), num_steps)
 
 
+@pytest.mark.slow
 @given(rank_sets())
 def test_several_ranks_until_steps_repeat(ranks):
     assert_same_step(World.of(*ranks))

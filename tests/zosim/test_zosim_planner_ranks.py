@@ -95,6 +95,7 @@ def test_bounds_of_meshes_are_bounds() -> None:
         assert candidate.bound.seconds <= candidate.subject.step_time_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_more_devices_never_make_the_best_plan_slower() -> None:
     times = [seconds(request("h20-4x-milan", "opt-1.3b", max_ranks=ranks)) for ranks in (1, 2, 3, 4)]
     assert times == sorted(times, reverse=True)

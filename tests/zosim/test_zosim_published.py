@@ -172,6 +172,7 @@ def test_updates_of_one_paper_have_weight_decay_and_of_the_other_one_temporary()
         assert works[Update].num_normals == works[Perturb].num_normals == group.num_parameters
 
 
+@pytest.mark.slow
 def test_the_widest_model_has_a_pace_of_its_own_whatever_bounds_it(profile):
     values = profile.fit("ZO2", "speed").values
     slower = {**values, "pace_widest": values["pace_widest"] / 1.25}

@@ -104,6 +104,7 @@ def test_a_codec_is_tried_only_if_it_is_asked_for() -> None:
         choose(request("cpu-cluster-1gbit", codec="q8", weights=SINGLE))
 
 
+@pytest.mark.slow
 def test_of_several_codecs_the_link_decides() -> None:
     slow = request(
         "cpu-cluster-1gbit",
