@@ -15,9 +15,9 @@ from proofs_checks.placements import tiny_model, tiny_plan
 from topology.errors import Hazard, PlanError, ProgramError
 from zosim.instructions import Access, Dependency, Instruction, Part, Stream
 from zosim.lowering import lower
-from zosim.order import HappensBefore, Placed
 from zosim.plans import Plan, Residency, Schedule
 from zosim.program import Program
+from zosim.step_graph import Listed, StepGraph
 from zosim.validate import validate
 
 _NUM_STEPS = 3
@@ -86,7 +86,7 @@ def clashes(program: Program, rng: random.Random) -> list[tuple[str, str]]:
     Durations spread over four decades. Nothing of the validator, the simulator or their order is used: a second
     witness for what may overlap.
     """
-    placed = program.unroll(_NUM_STEPS)
+    placed = StepGraph(program, _NUM_STEPS).listed
     ends: dict[int, float] = {}
     starts: dict[int, float] = {}
     free: dict[Stream, float] = {}
@@ -101,9 +101,9 @@ def clashes(program: Program, rng: random.Random) -> list[tuple[str, str]]:
     ]
 
 
-def _conflicting(placed: Sequence[Placed]) -> Iterator[tuple[Placed, Placed]]:
+def _conflicting(placed: Sequence[Listed]) -> Iterator[tuple[Listed, Listed]]:
     """Yield pairs on different streams that touch common bytes, one of them writing."""
-    touched: dict[str, list[tuple[Placed, Access, bool]]] = {}
+    touched: dict[str, list[tuple[Listed, Access, bool]]] = {}
     for item in placed:
         for access in item.instruction.reads:
             touched.setdefault(access.buffer, []).append((item, access, False))
@@ -165,8 +165,8 @@ def _is_host_loop(program: Program, edge: Dependency) -> bool:
 
 
 def _orders_less(cut: Program, program: Program) -> bool:
-    before, after = (HappensBefore(p.name, p.unroll(_NUM_STEPS)) for p in (program, cut))
-    pairs = combinations(range(len(program.unroll(_NUM_STEPS))), 2)
+    before, after = (StepGraph(p, _NUM_STEPS) for p in (program, cut))
+    pairs = combinations(range(len(before.listed)), 2)
     return any(before.ordered(*pair) and not after.ordered(*pair) for pair in pairs)
 
 
@@ -292,13 +292,13 @@ CLAIMS = (
                 _BLIND_VALIDATOR,
                 Mutant(
                     "an order that nothing can break",
-                    "zosim.order:HappensBefore.ordered",
-                    "self._clocks[later][position] >= count",
+                    "zosim.step_graph:StepGraph.ordered",
+                    "self._clocks[later][stream] >= self._clocks[earlier][stream]",
                     "later >= earlier",
                 ),
                 Mutant(
                     "dependencies that others imply",
-                    "zosim.order:HappensBefore.needed",
+                    "zosim.step_graph:StepGraph.needed",
                     "kept.remove(index)",
                     "kept.sort()",
                 ),

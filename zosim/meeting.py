@@ -11,9 +11,9 @@ from functools import cached_property
 from topology.errors import Hazard, ProgramError
 from zosim.instructions import Access, Stream
 from zosim.operations import Collective, Operation, Recv, Send
-from zosim.order import HappensBefore, Placed
 from zosim.program import Program
 from zosim.program_set import ProgramSet
+from zosim.step_graph import Listed, StepGraph
 from zosim.validate import NUM_UNROLLED_STEPS, absolute, name_of
 
 _STREAMS = tuple(Stream)
@@ -79,26 +79,26 @@ class Side:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.placed = program.unroll(NUM_UNROLLED_STEPS)
+        self.run = StepGraph(program, NUM_UNROLLED_STEPS)
 
     @cached_property
     def index(self) -> dict[tuple[str, int, str], int]:
         """Position of every instruction by part, step and id."""
-        return {(item.part, item.step, item.instruction.id): item.index for item in self.placed}
+        return {(item.part, item.step, item.instruction.id): item.index for item in self.run.listed}
 
     @cached_property
-    def streams(self) -> dict[Stream, list[Placed]]:
+    def streams(self) -> dict[Stream, list[Listed]]:
         """Instructions of each stream, in order."""
-        by_stream: dict[Stream, list[Placed]] = {stream: [] for stream in _STREAMS}
-        for item in self.placed:
+        by_stream: dict[Stream, list[Listed]] = {stream: [] for stream in _STREAMS}
+        for item in self.run.listed:
             by_stream[item.instruction.stream].append(item)
         return by_stream
 
     @cached_property
-    def meetings(self) -> dict[Operation, list[Placed]]:
+    def meetings(self) -> dict[Operation, list[Listed]]:
         """Collectives, sends and receipts of each kind (:func:`kind_of`), in order."""
-        by_kind: dict[Operation, list[Placed]] = defaultdict(list)
-        for item in self.placed:
+        by_kind: dict[Operation, list[Listed]] = defaultdict(list)
+        for item in self.run.listed:
             if isinstance(item.instruction.op, Collective | Send | Recv):
                 by_kind[kind_of(item.instruction.op)].append(item)
         return by_kind
@@ -113,7 +113,7 @@ class Side:
         """Accesses to each shared buffer, in order, steps counted from the beginning."""
         shared = {buffer.name for buffer in self.program.buffers if buffer.shared}
         by_buffer: dict[str, list[Touch]] = defaultdict(list)
-        for item in self.placed:
+        for item in self.run.listed:
             for accesses, writes in ((item.instruction.reads, False), (item.instruction.writes, True)):
                 for access in (access for access in accesses if access.buffer in shared):
                     by_buffer[access.buffer].append(Touch(item, absolute(access, item.step), writes))
@@ -129,10 +129,9 @@ class Side:
         """
         if not self.meetings:
             return
-        order = HappensBefore(self.program.name, self.placed)
         for kind, items in self.meetings.items():
             for first, second in itertools.pairwise(items):
-                if not order.ordered(first.index, second.index):
+                if not self.run.ordered(first.index, second.index):
                     raise Hazard(
                         f"program {self.program.name}: nothing orders {name_of(first)} and {name_of(second)}, both of "
                         f"kind {kind.kind} in one group",
@@ -144,7 +143,7 @@ class Side:
 class Touch:
     """An access of an instruction, steps counted from the beginning."""
 
-    item: Placed
+    item: Listed
     access: Access
     writes: bool
 
@@ -230,7 +229,7 @@ class Joint:
         self._clocks[number][item.index] = self._latest[number][stream] = clock
         self._places[number][item.index] = position, count
 
-    def _clock_before(self, number: int, item: Placed) -> tuple[int, ...] | None:
+    def _clock_before(self, number: int, item: Listed) -> tuple[int, ...] | None:
         """Return what has happened when `item` starts; None while something that it waits for has not."""
         stream = item.instruction.stream
         clocks: list[tuple[int, ...] | None] = [
@@ -247,7 +246,7 @@ class Joint:
 
     def _namesake(self, number: int, index: int) -> int:
         """Return the position on the other side of what stands at `index` on this one."""
-        wanted = self._sides[number].placed[index]
+        wanted = self._sides[number].run.listed[index]
         try:
             return self._sides[1 - number].index[wanted.part, wanted.step, wanted.instruction.id]
         except KeyError:

@@ -24,7 +24,6 @@ from topology.errors import ProgramError
 from topology.validation import readable
 from zosim.documents import Document, DocumentKind, json_by_lines
 from zosim.instructions import PARTS, Access, Buffer, Instruction, Part
-from zosim.order import Placed, unrolled
 
 PROGRAM_VERSION: Literal[2] = 2
 OLDEST_VERSION = 1
@@ -96,24 +95,6 @@ class Program(Document):
         for part in PARTS:
             for instruction in getattr(self, part):
                 yield part, instruction
-
-    def unroll(self, num_steps: int) -> list[Placed]:
-        """Return the run of `num_steps` steps, flush included, as one list with resolved dependencies.
-
-        Raises
-        ------
-        ProgramError
-            If an id stands twice in a part, or a dependency names no instruction.
-        """
-        if num_steps not in self._runs:
-            parts: list[tuple[Part, int, tuple[Instruction, ...]]] = [("prologue", 0, self.prologue)]
-            parts += [("step", step, self.step) for step in range(num_steps)]
-            self._runs[num_steps] = tuple(unrolled(self.name, [*parts, ("flush", num_steps, self.flush)]))
-        return list(self._runs[num_steps])
-
-    @cached_property
-    def _runs(self) -> dict[int, tuple[Placed, ...]]:
-        return {}
 
     def to_data(self) -> dict[str, Any]:
         """Return the program as what JSON can hold."""

@@ -3,15 +3,15 @@
 A run is a sequence of *positions*: 0 is the prologue, 1 the first step, one past the last step the flush. Its nodes are the
 instructions of the part at each position, and an edge reaches back by a number of positions: a stream runs in order, and an
 instruction waits for what it is ``after``. Steps that reach back to steps alone are alike and share one table, so a run of ten thousand
-steps costs no more than its first few (:meth:`zosim.program.Program.unroll` lists a run instead, for the validator).
+steps costs no more than its first few.
 
 Engines on arrays ask by number, a thousand times for each rank: edges are ``(positions before, number in the part)``. Whoever walks the
-graph by name asks for the :class:`Place` of an instruction.
+graph by name asks for the :class:`Place` of an instruction. Whoever asks what has finished when something starts lists a short run as a
+whole (:attr:`StepGraph.listed`, :meth:`StepGraph.ordered`).
 
 Examples
 --------
-The same two instructions as in :mod:`zosim.order`: the load waits for the mean of the step before, the mean for the load. Each also
-follows itself on its stream:
+A load waits for the mean of the step before, the mean for the load. Each also follows itself on its stream:
 
 >>> from zosim.instructions import Dependency
 >>> from zosim.operations import Load
@@ -26,18 +26,35 @@ follows itself on its stream:
 (Place(position=9999, instruction='load'), Place(position=9999, instruction='mean'))
 >>> graph.predecessors(Place(1, "load"))
 ()
+
+Of a run of two steps the same as a list, and which of its instructions have finished whenever another one starts:
+
+>>> run = StepGraph(graph.program, num_steps=2)
+>>> for item in run.listed:
+...     print(item.index, item.step, item.instruction.id, item.after)
+0 0 load ()
+1 0 mean (0,)
+2 1 load (1,)
+3 1 mean (2,)
+>>> run.ordered(1, 2), run.ordered(2, 1)
+(True, False)
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
-from zosim.instructions import PARTS, Instruction, Part, Stream
+from topology.errors import ProgramError
+from zosim.instructions import PARTS, Dependency, Instruction, Part, Stream
 from zosim.operations import Collective, Recv, Send
 from zosim.program import Program
+
+_STREAM_NUMBERS = {stream: number for number, stream in enumerate(Stream)}
 
 Edge = tuple[int, int]
 """Positions before (or after), and the number of an instruction in its part."""
@@ -51,6 +68,32 @@ class Place(NamedTuple):
 
     position: int
     instruction: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An instruction of a run that is listed as a whole.
+
+    Attributes
+    ----------
+    index : int
+        Its place in the list.
+    part : str
+    step : int
+        Number of the step, from 0. The prologue has that of the first step, the flush one past the last.
+    instruction : Instruction
+    after : tuple of int
+        Indices of this rank's instructions that it waits for, its predecessor on its stream not among them.
+    after_peers : tuple of (str, int)
+        Groups, with indices of the instructions that it waits for on their other members.
+    """
+
+    index: int
+    part: Part
+    step: int
+    instruction: Instruction
+    after: tuple[int, ...]
+    after_peers: tuple[tuple[str, int], ...] = ()
 
 
 class Meeting(NamedTuple):
@@ -116,8 +159,6 @@ class StepGraph:
     def __init__(self, program: Program, num_steps: int, *, host_takes_time: bool = False) -> None:
         self.program = program
         self.num_steps = num_steps
-        # Deeper positions only repeat what these resolve, so this refuses exactly what a whole run would.
-        program.unroll(min(num_steps, self.max_distance + 1))
         self.ids: dict[Part, list[str]] = {
             part: [item.id for item in getattr(program, part)] for part in PARTS
         }
@@ -128,6 +169,7 @@ class StepGraph:
         self._before: dict[int, tuple[tuple[Edge, ...], ...]] = {}
         self._peers: dict[int, tuple[tuple[PeerEdge, ...], ...]] = {}
         self._after: dict[int, list[list[Edge]]] = {}
+        self._refuse_what_names_nothing()
 
     # -- positions ---------------------------------------------------------------------------------------------
 
@@ -322,6 +364,102 @@ class StepGraph:
             while chain[-1] in links:
                 chain.append(links[chain[-1]])
         return chains
+
+    # -- a whole run ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def listed(self) -> tuple[Listed, ...]:
+        """The run as one list, in which what an instruction waits for is a place and not a name.
+
+        Raises
+        ------
+        ProgramError
+            If an instruction waits for one that is listed after it.
+        """
+        positions = range(self.num_steps + 2)
+        first = [0, *accumulate(len(self.instructions(position)) for position in positions)]
+        listed: list[Listed] = []
+        for position in positions:
+            for item in self.instructions(position):
+                awaited = [
+                    (group, first[there.position] + self._number_of(there))
+                    for group, there in self.awaited(Place(position, item.id))
+                ]
+                own = tuple(index for group, index in awaited if not group)
+                peers = tuple((group, index) for group, index in awaited if group)
+                if any(index >= len(listed) for index in own):
+                    raise self._waits_ahead(position, item)
+                step = self.step(position)
+                listed.append(Listed(len(listed), self.part(position), step, item, own, peers))
+        return tuple(listed)
+
+    def ordered(self, earlier: int, later: int) -> bool:
+        """Whether instruction `earlier` of the list has finished whenever `later` starts."""
+        stream = _STREAM_NUMBERS[self.listed[earlier].instruction.stream]
+        return self._clocks[later][stream] >= self._clocks[earlier][stream]
+
+    def needed(self, item: Listed) -> list[int]:
+        """Return the dependencies of a listed instruction that no other dependency and no stream implies."""
+        implied_by = self._listed_before_on_stream[item.index]
+        kept = sorted(set(item.after))
+        for index in tuple(kept):
+            others = [other for other in (*kept, implied_by) if other is not None and other != index]
+            if index == implied_by or any(self.ordered(index, other) for other in others):
+                kept.remove(index)
+        return kept
+
+    @cached_property
+    def _listed_before_on_stream(self) -> list[int | None]:
+        latest: dict[Stream, int] = {}
+        before: list[int | None] = []
+        for item in self.listed:
+            before.append(latest.get(item.instruction.stream))
+            latest[item.instruction.stream] = item.index
+        return before
+
+    @cached_property
+    def _clocks(self) -> list[list[int]]:
+        """Vector clocks with one component a stream: a stream runs in order, so how far each has certainly come says everything."""
+        clocks: list[list[int]] = []
+        for item, previous in zip(self.listed, self._listed_before_on_stream, strict=True):
+            clock = [0] * len(_STREAM_NUMBERS)
+            for index in (*item.after, *(() if previous is None else (previous,))):
+                clock = list(map(max, clock, clocks[index]))
+            stream = _STREAM_NUMBERS[item.instruction.stream]
+            clock[stream] = 1 if previous is None else clocks[previous][stream] + 1
+            clocks.append(clock)
+        return clocks
+
+    def _waits_ahead(self, position: int, item: Instruction) -> ProgramError:
+        ids = self.ids[self.part(position)]
+        here = (edge.instruction for edge in item.after if edge.distance == 0 and not edge.group)
+        ahead = next(name for name in here if ids.index(name) >= ids.index(item.id))
+        return ProgramError(
+            f"program {self.program.name}: {self.part(position)}/{item.id} waits for {ahead}, which is listed after it",
+            hint="list instructions in an order that respects their dependencies",
+        )
+
+    def _refuse_what_names_nothing(self) -> None:
+        for part, ids in self.ids.items():
+            if len(self.number[part]) < len(ids):
+                twice = next(name for name in ids if ids.count(name) > 1)
+                raise ProgramError(
+                    f"program {self.program.name}: instruction {twice!r} stands twice in {part}"
+                )
+        # Deeper positions only repeat what these name.
+        for position in (*range(min(self.num_steps, self.max_distance + 1) + 1), self.num_steps + 1):
+            for item in self.instructions(position):
+                for edge in item.after:
+                    is_known = edge.instruction in self.number[self.part(position - edge.distance)]
+                    if not is_known and self._is_in_run(position, edge.distance, edge.instruction):
+                        raise self._names_nothing(position, item, edge)
+
+    def _names_nothing(self, position: int, item: Instruction, edge: Dependency) -> ProgramError:
+        return ProgramError(
+            f"program {self.program.name}: {self.part(position)}/{item.id} waits for {edge.instruction!r} "
+            f"(distance {edge.distance}), which does not exist",
+            hint="name an instruction of the same part, or of the step before with distance 1",
+        )
 
     # -- other ranks -------------------------------------------------------------------------------------------
 

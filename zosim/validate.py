@@ -50,9 +50,9 @@ from dataclasses import dataclass, field
 from topology.errors import Hazard, ProgramError
 from zosim.instructions import Access, Instruction, Stream
 from zosim.operations import Allocate, Collective, Free
-from zosim.order import HappensBefore, Placed
 from zosim.program import Program
 from zosim.ranges import Ranges
+from zosim.step_graph import Listed, StepGraph
 
 NUM_UNROLLED_STEPS = 3
 
@@ -68,10 +68,9 @@ def validate(program: Program) -> None:
         If one of the two rules is broken; the message names both instructions and the contents.
     """
     _check_operands(program)
-    placed = program.unroll(NUM_UNROLLED_STEPS)
-    order = HappensBefore(program.name, placed)
-    state = _State(program, order)
-    for item in placed:
+    run = StepGraph(program, NUM_UNROLLED_STEPS)
+    state = _State(run)
+    for item in run.listed:
         state.run(item)
     state.check_final(NUM_UNROLLED_STEPS)
 
@@ -125,15 +124,15 @@ class _Held:
     """What bytes of a buffer hold, if anything, who wrote it (None: there at the start) and who read it last on each stream."""
 
     access: Access | None = None
-    writer: Placed | None = None
-    readers: dict[Stream, Placed] = field(default_factory=dict)
+    writer: Listed | None = None
+    readers: dict[Stream, Listed] = field(default_factory=dict)
 
     def copy(self) -> _Held:
         """Return the same for a part of the bytes."""
         return _Held(self.access, self.writer, dict(self.readers))
 
     @property
-    def touched_by(self) -> Iterator[Placed]:
+    def touched_by(self) -> Iterator[Listed]:
         """Its writer, then its readers."""
         if self.writer is not None:
             yield self.writer
@@ -143,9 +142,9 @@ class _Held:
 class _State:
     """What every buffer holds while the unrolled run is walked in the order listed."""
 
-    def __init__(self, program: Program, order: HappensBefore) -> None:
-        self._program = program
-        self._order = order
+    def __init__(self, run: StepGraph) -> None:
+        self._program = program = run.program
+        self._run = run
         self._held = {buffer.name: Ranges(_Held(), _Held.copy) for buffer in program.buffers}
         self._unallocated: set[str] = {
             instruction.op.buffer
@@ -161,7 +160,7 @@ class _State:
                 )
             self._put(access, _Held(access))
 
-    def run(self, item: Placed) -> None:
+    def run(self, item: Listed) -> None:
         """Apply one instruction."""
         op = item.instruction.op
         if isinstance(op, Allocate):
@@ -186,17 +185,17 @@ class _State:
                     hint="every pending update has to be applied, and every block offloaded, before the end",
                 )
 
-    def _read(self, item: Placed, wanted: Access) -> None:
+    def _read(self, item: Listed, wanted: Access) -> None:
         self._check_allocated(item, wanted)
         held = self._covering(wanted)
         if not self._satisfies(held.access, wanted):
             raise self._state_hazard(item, wanted, held)
-        if held.writer is not None and not self._order.ordered(held.writer.index, item.index):
+        if held.writer is not None and not self._run.ordered(held.writer.index, item.index):
             raise self._order_hazard(item, held.writer, wanted, "reads it while it is being written by")
         for read in self._held[wanted.buffer].within(wanted.offset_bytes, wanted.end_bytes):
             read.readers[item.instruction.stream] = item
 
-    def _write(self, item: Placed, left: Access) -> None:
+    def _write(self, item: Listed, left: Access) -> None:
         self._check_allocated(item, left)
         for held in self._over(left):
             self._check_conflicts(item, held, left)
@@ -208,14 +207,14 @@ class _State:
     def _put(self, access: Access, held: _Held) -> None:
         self._held[access.buffer].put(access.offset_bytes, access.end_bytes, held)
 
-    def _check_conflicts(self, item: Placed, held: _Held, left: Access) -> None:
+    def _check_conflicts(self, item: Listed, held: _Held, left: Access) -> None:
         for other in held.touched_by:
-            if other.index != item.index and not self._order.ordered(other.index, item.index):
+            if other.index != item.index and not self._run.ordered(other.index, item.index):
                 by_writer = other is held.writer
                 verb = f"{'writes' if by_writer else 'overwrites'} it while it is {'written' if by_writer else 'read'} by"
                 raise self._order_hazard(item, other, left, verb)
 
-    def _check_allocated(self, item: Placed, access: Access) -> None:
+    def _check_allocated(self, item: Listed, access: Access) -> None:
         if access.buffer in self._unallocated:
             raise Hazard(
                 f"program {self._program.name}: {name_of(item)} uses {access.buffer} before it is allocated",
@@ -235,7 +234,7 @@ class _State:
         is_there = held.share in ("", wanted.share) or self._program.buffer(held.buffer).shared
         return is_there and same_contents(held, wanted)
 
-    def _state_hazard(self, item: Placed, wanted: Access, held: _Held) -> Hazard:
+    def _state_hazard(self, item: Listed, wanted: Access, held: _Held) -> Hazard:
         if held.access is None:
             contents, by = "nothing of the kind", ""
         else:
@@ -247,7 +246,7 @@ class _State:
             hint="an instruction is missing, out of order, or uses another buffer",
         )
 
-    def _order_hazard(self, item: Placed, other: Placed, access: Access, verb: str) -> Hazard:
+    def _order_hazard(self, item: Listed, other: Listed, access: Access, verb: str) -> Hazard:
         return Hazard(
             f"program {self._program.name}: nothing orders {name_of(item)} and {name_of(other)} on "
             f"{access.buffer}: the first {verb} the second ({_show(access, item.step)})",
@@ -269,6 +268,6 @@ def _show(access: Access, step: int) -> str:
     return access.shifted(step).describe()
 
 
-def name_of(item: Placed) -> str:
+def name_of(item: Listed) -> str:
     """Return an instruction of a run in words."""
     return f"{item.part}[{item.step}]/{item.instruction.id}"

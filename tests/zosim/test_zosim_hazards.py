@@ -16,9 +16,9 @@ from zosim.contents import Named
 from zosim.instructions import Access, Buffer, Instruction, Space, Stream
 from zosim.lowering.hazards import connect, without_implied
 from zosim.operations import Scalar
-from zosim.order import HappensBefore, Placed
 from zosim.program import Program
 from zosim.ranges import Ranges
+from zosim.step_graph import Listed, StepGraph
 from zosim.validate import NUM_UNROLLED_STEPS, validate
 
 SIZE = 6
@@ -58,7 +58,7 @@ def program_of(step: Sequence[Instruction]) -> Program:
     return Program("drawn", BUFFERS, initial, (), tuple(step))
 
 
-def conflicts(placed: Sequence[Placed]) -> Iterator[tuple[Placed, Placed]]:
+def conflicts(placed: Sequence[Listed]) -> Iterator[tuple[Listed, Listed]]:
     """Yield every two instructions that touch a common byte which one of them writes: each with each."""
     for later in placed:
         for earlier in placed[: later.index]:
@@ -73,9 +73,8 @@ def conflicts(placed: Sequence[Placed]) -> Iterator[tuple[Placed, Placed]]:
 def test_every_conflict_is_ordered_and_no_edge_is_spare(step: list[Instruction]) -> None:
     connected, _ = connect(step, (), overlap=True)
     program = without_implied(program_of(connected))
-    placed = program.unroll(3)
-    order = HappensBefore(program.name, placed)
-    assert all(order.ordered(one.index, other.index) for one, other in conflicts(placed))
+    run = StepGraph(program, num_steps=3)
+    assert all(run.ordered(one.index, other.index) for one, other in conflicts(run.listed))
     validate(program)
     for number, item in enumerate(program.step):
         is_first_of_stream = item.stream not in {other.stream for other in program.step[:number]}
@@ -87,27 +86,25 @@ def test_every_conflict_is_ordered_and_no_edge_is_spare(step: list[Instruction])
                 program,
                 step=(*program.step[:number], replace(item, after=others), *program.step[number + 1 :]),
             )
-            run = cut.unroll(3)
-            loose = HappensBefore(cut.name, run)
-            assert not all(loose.ordered(one.index, other.index) for one, other in conflicts(run))
+            loose = StepGraph(cut, num_steps=3)
+            assert not all(loose.ordered(one.index, other.index) for one, other in conflicts(loose.listed))
 
 
 def first_hazard(program: Program) -> tuple[str, int, str] | None:
     """Return the first instruction that breaks a rule as part, step and id; every byte is remembered by itself."""
-    placed = program.unroll(NUM_UNROLLED_STEPS)
-    order = HappensBefore(program.name, placed)
+    run = StepGraph(program, NUM_UNROLLED_STEPS)
     # What a byte holds, with the number of the write that put it there.
     held = {(a.buffer, n): (a.what, 0) for a in program.initial for n in range(a.offset_bytes, a.end_bytes)}
-    touched: dict[tuple[str, int], list[tuple[Placed, bool]]] = {place: [] for place in held}
+    touched: dict[tuple[str, int], list[tuple[Listed, bool]]] = {place: [] for place in held}
     num_writes = 0
-    for item in placed:
+    for item in run.listed:
         for accesses, writes in ((item.instruction.reads, False), (item.instruction.writes, True)):
             for one in accesses:
                 places = [(one.buffer, n) for n in range(one.offset_bytes, one.end_bytes)]
                 contents = {held[place] for place in places}
                 is_there = writes or (len(contents) == 1 and {what for what, _ in contents} == {one.what})
                 loose = any(
-                    other is not item and (writes or wrote) and not order.ordered(other.index, item.index)
+                    other is not item and (writes or wrote) and not run.ordered(other.index, item.index)
                     for place in places
                     for other, wrote in touched[place]
                 )

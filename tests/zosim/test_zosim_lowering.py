@@ -17,9 +17,9 @@ from zosim.instructions import Instruction, Stream
 from zosim.lowering import lower
 from zosim.lowering.directions import passing_work
 from zosim.operations import Draw, Forward, Update
-from zosim.order import HappensBefore
 from zosim.plans import Directions, Estimator, ForwardPass, Placement, Plan, Residency, Schedule, Weights
 from zosim.program import Program
+from zosim.step_graph import StepGraph
 from zosim.validate import validate
 
 MODELS = {
@@ -113,21 +113,19 @@ def test_the_reference_sweep_draws_four_times_and_blockwise_twice() -> None:
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 5])
 def test_a_slot_is_not_overwritten_before_its_offload_is_done(num_slots: int) -> None:
     program = lower(zo2(num_slots=num_slots))
-    placed = program.unroll(2)
-    order = HappensBefore(program.name, placed)
-    index = {(p.step, p.instruction.id): p.index for p in placed if p.part == "step"}
+    run = StepGraph(program, num_steps=2)
+    index = {(item.step, item.instruction.id): item.index for item in run.listed if item.part == "step"}
     for i in range(MODELS["tied"].num_blocks - num_slots):
         earlier, later = index[0, f"block.{i}/offload"], index[0, f"block.{i + num_slots}/upload"]
-        assert order.ordered(earlier, later)
+        assert run.ordered(earlier, later)
 
 
 def test_copies_run_beside_compute_unless_overlap_is_off() -> None:
     def are_ordered(plan: Plan) -> bool:
         program = lower(plan)
-        placed = program.unroll(1)
-        index = {p.instruction.id: p.index for p in placed if p.part == "step"}
-        order = HappensBefore(program.name, placed)
-        return order.ordered(index["block.0/forward[q0+]"], index["block.1/upload"])
+        run = StepGraph(program, num_steps=1)
+        index = {item.instruction.id: item.index for item in run.listed if item.part == "step"}
+        return run.ordered(index["block.0/forward[q0+]"], index["block.1/upload"])
 
     assert not are_ordered(zo2())
     assert are_ordered(zo2(overlap=False))

@@ -180,7 +180,7 @@ def test_extrapolated_runs_equal_runs_that_list_every_step(whole, is_shared, num
 
 def _every_step(whole, machine, num_steps):
     """The same run with all its steps in the prologue, where nothing is ever extrapolated."""
-    placed = whole.unroll(num_steps)
+    placed = StepGraph(whole, num_steps).listed
     name = {item.index: f"{item.part}.{item.step}.{item.instruction.id}" for item in placed}
     listed = [
         replace(

@@ -32,12 +32,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zosim.instructions import Dependency, Instruction, Stream
-from zosim.order import HappensBefore
 from zosim.program import Program
 from zosim.ranges import Ranges
+from zosim.step_graph import StepGraph
 
 
-class _Listed(NamedTuple):
+class _Event(NamedTuple):
     """An instruction in one of two consecutive parts: 0 the earlier, 1 the later."""
 
     part: int
@@ -46,7 +46,7 @@ class _Listed(NamedTuple):
 
 
 # Stream, whether it writes, and the group by whose shares it touches the range.
-_Latest = dict[tuple[Stream, bool, str], _Listed]
+_Latest = dict[tuple[Stream, bool, str], _Event]
 
 
 class _Touched:
@@ -58,9 +58,9 @@ class _Touched:
     def __init__(self, before: Iterable[Instruction]) -> None:
         self._latest: dict[str, Ranges[_Latest]] = defaultdict(lambda: Ranges({}, dict.copy))
         for order, instruction in enumerate(before):
-            self.add(_Listed(0, order, instruction))
+            self.add(_Event(0, order, instruction))
 
-    def add(self, event: _Listed) -> None:
+    def add(self, event: _Event) -> None:
         """Take in an event that comes after all others."""
         stream = event.instruction.stream
         for access in event.instruction.reads:
@@ -70,7 +70,7 @@ class _Touched:
             written = {(stream, True, access.share): event}
             self._latest[access.buffer].put(access.offset_bytes, access.end_bytes, written)
 
-    def conflicts(self, instruction: Instruction, *, of_peers: bool = False) -> Iterator[_Listed]:
+    def conflicts(self, instruction: Instruction, *, of_peers: bool = False) -> Iterator[_Event]:
         """Yield the events of which one of the two writes what the other touches.
 
         Where the events are those of other ranks, two shares by one group are never of the same bytes.
@@ -118,12 +118,11 @@ def without_implied(program: Program) -> Program:
 
     A dependency is judged where it occurs in full, in the second step and in the flush.
     """
-    placed = program.unroll(2)
-    order = HappensBefore(program.name, placed)
+    run = StepGraph(program, num_steps=2)
     kept: dict[tuple[str, str], tuple[Dependency, ...]] = {}
-    for item in placed:
+    for item in run.listed:
         if item.step >= 1:
-            needed = {placed[index].instruction.id for index in order.needed(item)}
+            needed = {run.listed[index].instruction.id for index in run.needed(item)}
             after = tuple(edge for edge in item.instruction.after if edge.group or edge.instruction in needed)
             kept[item.part, item.instruction.id] = after
     return replace(
@@ -149,12 +148,12 @@ def _conflicting(
     for order, instruction in enumerate(part):
         conflicts = touched.conflicts(instruction, of_peers=of_peers)
         yield _edges(None if of_peers else instruction.stream, conflicts)
-        touched.add(_Listed(1, order, instruction))
+        touched.add(_Event(1, order, instruction))
 
 
-def _edges(stream: Stream | None, conflicts: Iterable[_Listed]) -> tuple[Dependency, ...]:
+def _edges(stream: Stream | None, conflicts: Iterable[_Event]) -> tuple[Dependency, ...]:
     """Keep the latest conflict of every stream but `stream`; the earlier ones are ordered before it."""
-    latest: dict[Stream, _Listed] = {}
+    latest: dict[Stream, _Event] = {}
     for event in conflicts:
         other = event.instruction.stream
         if other != stream and (other not in latest or latest[other][:2] < event[:2]):
