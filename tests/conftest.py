@@ -39,6 +39,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 ON_DEMAND = {
     "slow": "tests of more than about four seconds",
+    "broad": "all cases of tests whose slow cases are a sample",
     "bench": "measurements",
 }
 
@@ -53,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _mark_cases_that_are_not_quick(items)
+    _thin_out_cases_that_cross_the_same_choices(items)
     left_out = {marker for marker in ON_DEMAND if not config.getoption(f"--run-{marker}")}
     unwanted = [item for item in items if any(item.get_closest_marker(marker) for marker in left_out)]
     if unwanted:
@@ -61,17 +62,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in unwanted]
 
 
-def _mark_cases_that_are_not_quick(items: Iterable[pytest.Item]) -> None:
-    """Leave every Nth case of what is marked ``quick(every=N)`` quick, from the first on; the others become slow."""
-    num_seen: Counter[str] = Counter()
+def _thin_out_cases_that_cross_the_same_choices(items: Iterable[pytest.Item]) -> None:
+    """Of a test marked ``crossed(quick=N, slow=M)``, leave every Nth case quick and every Mth of the others slow; the rest is broad."""
+    num_seen: Counter[tuple[str, str]] = Counter()
     for item in items:
-        marker = item.get_closest_marker("quick")
-        if marker is None or item.get_closest_marker("slow") is not None:
+        marker = item.get_closest_marker("crossed")
+        if marker is None:
             continue
         function = item.nodeid.partition("[")[0]
-        if num_seen[function] % marker.kwargs["every"]:
-            item.add_marker(pytest.mark.slow)
-        num_seen[function] += 1
+        for speed in ("quick", "slow"):
+            if speed == "quick" and item.get_closest_marker("slow") is not None:
+                continue
+            number = num_seen[function, speed]
+            num_seen[function, speed] += 1
+            if number % marker.kwargs.get(speed, 1) == 0:
+                break
+            item.add_marker(pytest.mark.slow if speed == "quick" else pytest.mark.broad)
 
 
 def pytest_collection() -> None:

@@ -85,7 +85,7 @@ def _measure(kind: str, truth: dict[str, float], noise: float, seed: int = 0) ->
     return rows
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(("kind", "seed"), [("cpu", 0), ("cpu", 1), ("gpu", 2)])
 def test_constants_come_back_within_their_intervals(kind, seed):
     truth = _truth(kind, seed)

@@ -127,7 +127,7 @@ def test_the_command_reports_in_json(tmp_path):
     assert any("quantisation adds" in (row["warning"] or "") for row in report["tensors"])
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize("name", [*KNOWN, "qwen3"])
 @pytest.mark.parametrize("codec", ["q2", "q4", "q4:affine-zero:token", "q8"])
 def test_a_plan_that_knows_the_probe_predicts_messages(name, codec, tmp_path):

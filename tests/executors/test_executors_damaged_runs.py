@@ -142,7 +142,7 @@ def test_corruption_is_refused_by_name(inputs, run, tmp_path, capsys, plant, say
     assert says in capsys.readouterr().err.replace("\n", " ")
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("left", ["of another placement", "spoilt", "none"])
 def test_programs_that_the_header_does_not_speak_of_are_made_again(inputs, run, whole, tmp_path, left):
     cut(run, 5)
@@ -203,7 +203,7 @@ def damage_origin(path):
     save_file(tensors, path, metadata={"num_steps": "10", "base_digest": "another"})
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     ("damage", "says"),
     [

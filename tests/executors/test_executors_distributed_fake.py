@@ -47,7 +47,7 @@ def world_size_of(name):
     return mesh.get("data", 1) * mesh.get("perturb", 1)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("axes", [{}, SLICED], ids=["resident", "sliced"])
 @pytest.mark.parametrize(
     ("fake", "name"), [(world_size_of(name), name) for name in SIZES], indirect=["fake"], ids=SIZES

@@ -56,7 +56,7 @@ def trained(shape, axes, *, steps=4, graphs=True, change=None, num_blocks=2, **o
         return device, numbers, launches
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_graphs_find_the_same_bits_in_fewer_launches(placement):
     device, numbers, launches = trained(*PLACEMENTS[placement])
@@ -135,7 +135,7 @@ def seen(device_and_more, wanted):
     return bool(device.findings) or numbers != wanted
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_graphs_is_found(fault):
     placement, *where = FAULTS[fault]

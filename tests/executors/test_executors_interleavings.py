@@ -142,14 +142,8 @@ def assert_as_in_order(case, monkeypatch, seeds):
         assert ran(case, monkeypatch, seed)[:2] == expected, f"seed {seed}: {case}"
 
 
-@pytest.mark.quick(every=3)
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=", ".join(case), marks=() if number % 59 == 0 else pytest.mark.slow)
-        for number, case in enumerate(LITERAL)
-    ],
-)
+@pytest.mark.crossed(quick=131, slow=5)
+@pytest.mark.parametrize("case", [pytest.param(case, id=", ".join(case)) for case in LITERAL])
 def test_every_placement_has_the_literal_loops_bits(case, monkeypatch, seeds):
     assert_literal(case, monkeypatch, seeds)
 

@@ -88,7 +88,7 @@ def assert_same(name, placement, **options):
     assert differing(reference, tuned) == []
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
 @pytest.mark.parametrize("name", ["opt", "llama"])
 def test_every_placement_equals_the_literal_loop_bit_for_bit(name, placement):
@@ -107,7 +107,7 @@ def test_every_format_equals_the_literal_loop_bit_for_bit(dtype, placement):
     assert_same("opt", placement, dtype=dtype, steps=6)
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("placement", [SWEEP, RESIDENT, OFFLOADED], ids=["sweep", "resident", "offloaded"])
 @pytest.mark.parametrize("difference", ["central", "forward"])
 def test_several_queries_equal_the_literal_loop_bit_for_bit(difference, placement):

@@ -104,7 +104,7 @@ def test_ranks_whose_temporary_files_have_no_room_say_so(tmp_path):
     assert done.stderr == ""
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("instant", launched.JOINING)
 def test_a_rank_that_stands_still_while_ranks_join_is_named(instant):
     with pytest.raises(RunError, match="rank 0 could not join the others of 2 ranks: waited 2 s for rank 1"):
@@ -192,7 +192,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("stopped", [False, True], ids=["all running", "one stopped"])
 def test_ranks_end_with_their_launcher(number, stopped, tmp_path, monkeypatch):

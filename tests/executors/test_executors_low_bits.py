@@ -335,7 +335,7 @@ def test_codes_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity):
             assert torch.equal(table[1:60], own.view(shape)[1:60])
 
 
-@pytest.mark.quick(every=5)
+@pytest.mark.crossed(quick=5)
 @pytest.mark.parametrize(
     "low_bits",
     [
@@ -622,7 +622,7 @@ def tuned(
         return [(r.losses_plus, r.losses_minus, r.projected_gradients) for r in records], session.digest()
 
 
-@pytest.mark.quick(every=5)
+@pytest.mark.crossed(quick=5)
 @pytest.mark.parametrize(
     ("low_bits", "shape", "rng"),
     [
@@ -811,7 +811,7 @@ def test_replayed_steps_leave_the_same_codes(low_bits):
         session.close()
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("parts", ["blocks", "all"])
 def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path, parts):
     inputs = saved_inputs(tmp_path)
@@ -833,7 +833,7 @@ def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path, part
     assert all(torch.equal(p, q) for p, q in zip(again.parameters(), first.parameters(), strict=True))
 
 
-@pytest.mark.quick(every=5)
+@pytest.mark.crossed(quick=5)
 @pytest.mark.parametrize(
     "low_bits",
     [
@@ -889,7 +889,7 @@ def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits, monkeyp
     assert predicted <= 1.05 * measured
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize(
     ("shape", "low_bits", "decay"),
     [

@@ -81,7 +81,7 @@ def test_placements_have_the_same_bits(direction, rng):
     assert all(differing(model, models["sweep"]) == [] for model in models.values())
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     ("direction", "rng"), [("lozo", "mezo"), ("lozo", "counter"), ("lozo-released", "mezo")]
 )

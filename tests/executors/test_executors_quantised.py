@@ -353,7 +353,7 @@ def test_gpt2_is_resumed_from_a_checkpoint_of_its_transposed_layers(tmp_path, ca
     assert run_on(inputs[0], tmp_path, tmp_path / "out", "--weight-format", "int4", "--save-as", "codes") == 2
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     ("name", "form"),
     [
@@ -391,7 +391,7 @@ def test_codes_of_any_format_are_written_as_zosim_alone_reads_them(tmp_path, nam
     capsys.readouterr()
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize(
     ("form", "part", "damage"),
     [
@@ -469,7 +469,7 @@ def own_bytes():
     return int(words[words.index("RssAnon:") + 1]) * 1024
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize("files", ["16 bits", "quantised", "another format", "another format, no codes"])
 def test_weights_become_codes_layer_by_layer_and_are_never_there_twice(tmp_path, files):
     """What the process takes beyond the program's buffers is a layer's, not the model's."""

@@ -60,7 +60,7 @@ def test_a_step_has_one_forward_of_each_segment(update):
     assert "one point a query" in plan.describe()
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("form", [(), ("--weight-format", "int8")], ids=["numbers", "int8"])
 def test_a_run_is_resumed_and_replayed(tmp_path, form):
     inputs = saved_inputs(tmp_path)

@@ -38,7 +38,7 @@ def run(whole, tmp_path):
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     ("num_rows", "torn", "more"),
     [
@@ -62,7 +62,7 @@ def test_resumed_anywhere_it_ends_as_if_nothing_had_happened(inputs, whole, run,
     assert trained == list(range(1, STEPS + 1))
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("num_rows", [3, 5, 8])
 def test_a_run_that_rounds_in_transfer_is_resumed_without_rounding_once_more(inputs, tmp_path, num_rows):
     lossy = (*OFFLOADED, "--update", "delayed", "--transfer-dtype", "bfloat16", "--allow-lossy")

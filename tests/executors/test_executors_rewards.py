@@ -87,7 +87,7 @@ def test_each_point_is_rewarded_for_what_the_model_there_says(name, weights, dif
         assert differing(session.model, literal) == []
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("estimate", [{}, {"difference": "forward"}, {"num_queries": 2}])
 def test_text_beside_codes_is_of_the_whole_model_at_its_point(estimate):
     """At the head every layer adds its direction: the loss of the whole model, called once more, is that of the blocks in turn."""
@@ -229,7 +229,7 @@ def test_a_reward_that_fails_loses_nothing_and_a_replay_needs_none(inputs, tmp_p
     assert json.loads((whole / "plan.json").read_text())["schedule"]["traversal"] == "sweep"
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.crossed(quick=4)
 @pytest.mark.dist
 @pytest.mark.parametrize("mesh", ["data=2", "perturb=2"])
 @pytest.mark.parametrize("codes", [False, True], ids=["numbers", "codes"])

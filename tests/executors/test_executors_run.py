@@ -61,7 +61,7 @@ def literal(model, lines, rows, rate_at, *, decay, steps=STEPS, fp64=False):
         assert (row["loss_plus"], row["loss_minus"], row["projected_grad"]) == (plus, minus, g)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("residency", ["resident", "offloaded"])
 @pytest.mark.parametrize(
     ("name", "dtype"), [("opt", "float32"), ("llama", "bfloat16"), ("opt-untied", "float64")]

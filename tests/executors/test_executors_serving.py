@@ -644,7 +644,7 @@ class Fragile:
         return self.runtime.score(requests)
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize("at", [1, 3, 4, 6])
 def test_nothing_is_lost_with_an_engine_that_is_gone(folder, tmp_path, at):
     lines = [Example(tokens, (-100, *tokens[1:])) for tokens in tokens_of(3)]

@@ -20,7 +20,7 @@ def request_for(**more):
     return Request(read_model_spec("opt-125m"), topology, "dgx-1v", "gpu0", profile, 8, 64, **more)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_the_fastest_plan_of_as_many_ranks_is_no_slower_than_any_of_their_meshes(num_ranks):
     request = request_for()

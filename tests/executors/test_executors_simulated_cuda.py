@@ -101,7 +101,7 @@ def trained(axes, *, shape="opt", dtype="float32", steps=3, change=None):
         return device, numbers
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_no_placement_leaves_anything_to_chance(placement):
     device, numbers = trained(PLACEMENTS[placement])
@@ -129,7 +129,7 @@ def test_nor_does_another_family(placement, shape):
     assert device.findings == []
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize(
     ("placement", "dtype"),
     [
@@ -161,7 +161,7 @@ def test_the_literal_loop_on_the_device_finds_the_same_bits(placement, dtype):
     assert device.findings == []
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("activations", ["none", "int8-token"])
 def test_a_head_of_codes_in_parts_waits_for_nothing(activations, monkeypatch):
     """Which rows of a sparse direction are of which part the host knows since it learnt how many move."""
@@ -200,7 +200,7 @@ def all_ranks(device, case):
     return on_all_ranks(plan, rank)
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=name) for name, case in SEVERAL.items()]
@@ -275,7 +275,7 @@ SHARED_PASSES = {
 }
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("placement", SHARED_PASSES)
 def test_tensors_that_share_passes_have_the_bits_of_those_that_do_not(placement, monkeypatch):
     def bits():
@@ -432,7 +432,7 @@ def ran(placement):
     return device
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize(
     "fault", [*FAULTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_FAULTS)]
 )
@@ -469,7 +469,7 @@ WRONG_NUMBERS = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("fault", WRONG_NUMBERS)
 def test_a_fault_in_what_stays_on_the_device_changes_numbers(fault):
     dtype, *where = WRONG_NUMBERS[fault]
@@ -642,7 +642,7 @@ CODES = {
 }
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize(
     "codes",
     [

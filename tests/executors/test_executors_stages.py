@@ -207,7 +207,7 @@ def marked(cases, quick):
     ]
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize("case", marked(CASES, QUICK))
 def test_stages_are_one_device(case):
     assert_equal(case)

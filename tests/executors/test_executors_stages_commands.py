@@ -103,7 +103,7 @@ def data(tmp_path_factory):
     return path
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize(
     "asked",
     [

@@ -64,7 +64,7 @@ def runs(inputs, tmp_path_factory):
     return folder
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("cases", [THREES, FOURS], ids=["three-ranks", "four-ranks"])
 def test_processes_are_one_device(cases):
     num_ranks = 3 if cases is THREES else 4

@@ -104,7 +104,7 @@ def assert_literal(plan, model, loop, *, steps=3):
     assert differing(loop.model, model) == []
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     ("shape", "placement", "estimator", "order"),
     [some(*case, quick=n % 37 == 0) for n, case in enumerate(PRODUCT)],
@@ -126,7 +126,7 @@ def test_copies_equal_the_literal_loop(shape, placement, estimator, order):
     assert_literal(plan_of(model, **axes | {"estimator": estimator, "directions": walked}), model, loop)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("placement", ["resident", "sweep-ahead", "offloaded-ahead"])
 def test_other_formats_and_adapters_equal_the_literal_loop(placement, dtype):

@@ -115,7 +115,7 @@ def test_all_points_in_one_forward_are_the_points_one_by_one(name, axes, low_bit
         assert all(torch.equal(*pair) for pair in zip(*codes, strict=True))
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("begin", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("axes", [TOGETHER, OFFLOADED], ids=["together", "delayed"])
 def test_a_session_goes_on_at_any_instant_of_a_window(axes, begin):
@@ -206,7 +206,7 @@ def whole_run(inputs, tmp_path_factory):
     return out
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="begins as a copy of this process")
 @pytest.mark.parametrize(
     ("owner", "name", "nth"),

@@ -34,7 +34,7 @@ def cases(kind):
     return drawn()
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("kind", AXES)
 def test_ranks_together_are_one_device(kind):
     @given(case=cases(kind), seed=st.integers(0, 2**40))

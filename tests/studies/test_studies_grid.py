@@ -53,7 +53,7 @@ def assert_equal_everywhere(whole, machine, batches, seqs, factors):
             assert found[(i, j, *place)] == pytest.approx(expected, rel=1e-9), (batch, seq, point)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     "axes",
     [
@@ -105,7 +105,7 @@ def test_unknown_axes_and_factors_out_of_range_are_refused():
         step_time_bounds(plan(), MACHINE, factors={LINKS: [1.0, 0.0]})
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("num", [2049, 5000])
 def test_chunks_are_put_together_in_order(num):
     values = np.geomspace(0.01, 100, num)
