@@ -24,7 +24,7 @@ NUM_RANDOM_RUNS, NUM_REQUESTS, SEED = 260, 300, 0
 NUM_STEPS, NUM_STEPS_BEFORE_RESUMING = 4, 2
 SUM_TOLERANCE = 1e-12
 """Relative; a sum in another order is the same prediction."""
-PARTS = ("runs", "requests", "claims")
+PARTS = ("runs", "requests", "claims", "measured")
 
 
 def main() -> int:
@@ -32,13 +32,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.corpus", description=__doc__)
     parser.add_argument("action", choices=["freeze", "compare"])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of runs,requests,claims")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
     parser.add_argument("--every", type=int, default=1, help="only every Nth case of runs and requests")
     asked = parser.parse_args()
     makers: dict[str, Callable[[int], Iterator[tuple[str, Any]]]] = {
         "runs": runs,
         "requests": requests,
         "claims": claims,
+        "measured": measured,
     }
     made: dict[str, dict[str, Any]] = {}
     for part in asked.parts.split(","):
@@ -184,6 +185,26 @@ def claims(_: int) -> Iterator[tuple[str, Any]]:
                 fault["name"]: fault["verdict"] for check in entry["checks"] for fault in check["mutants"]
             }
             yield entry["name"], {"verdict": entry["verdict"], "passed": entry["passed"], "faults": faults}
+
+
+def measured(every: int) -> Iterator[tuple[str, Any]]:
+    """Yield what is predicted for each published cell, and the medians of each stored benchmark, made anew from its rows."""
+    from dataclasses import asdict, fields
+
+    from studies.prediction.predicting import PredictedCase
+    from studies.prediction.report import Summary
+    from studies.published.dispatch import answers_of_all
+    from studies.published.fitted_profile import load_published_profile
+    from studies.published.rows import shipped_rows
+
+    rows = shipped_rows()[::every]
+    for number, answer in enumerate(answers_of_all(rows, load_published_profile(None))):
+        yield f"{rows[number].place} {number * every}", answer.columns()
+    known = {field.name for field in fields(PredictedCase)}
+    for path in sorted(Path("docs/benchmarks").glob("*-prediction*.json")):
+        stored = json.loads(path.read_text())["held_out"]["rows"]
+        cases = [PredictedCase(**{key: row[key] for key in known & row.keys()}) for row in stored]
+        yield path.stem, asdict(Summary.of(cases))
 
 
 def _called(*arguments: object, stdout: io.StringIO | None = None) -> tuple[int, str]:
