@@ -156,6 +156,7 @@ def test_codes_and_factors_have_the_bits_of_their_tasks_in_order(name, monkeypat
     assert_as_in_order(case_with(OTHERS[name]), monkeypatch, seeds)
 
 
+@pytest.mark.crossed(slow=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(24))
 def test_so_have_plans_at_random(number, monkeypatch, seeds):

@@ -81,7 +81,7 @@ def trained(plan: Plan, model, *, steps=3, flush_at=(), **options) -> list[tuple
 PRODUCT = list(itertools.product(SHAPES, PLACEMENTS, ["registration", "execution"]))
 
 
-@pytest.mark.crossed(quick=3)
+@pytest.mark.crossed(quick=3, slow=4)
 @pytest.mark.parametrize(
     ("name", "placement", "order"),
     [pytest.param(*case, marks=() if n % 11 == 0 else pytest.mark.slow) for n, case in enumerate(PRODUCT)],
@@ -118,7 +118,7 @@ ESTIMATORS = {
 }
 
 
-@pytest.mark.crossed(quick=4)
+@pytest.mark.crossed(quick=4, slow=4)
 @pytest.mark.parametrize(
     ("placement", "name"),
     [

@@ -127,6 +127,7 @@ def test_codes_are_the_nearest_to_the_weights_and_survive_being_packed(coding):
     assert held == coding.size_bytes([tuple(values.shape)])
 
 
+@pytest.mark.crossed(slow=4)
 @pytest.mark.parametrize("coding", CODINGS)
 def test_an_update_is_right_on_average_unless_it_saturates(coding):
     before, num = coded(coding), 200
@@ -622,7 +623,7 @@ def tuned(
         return [(r.losses_plus, r.losses_minus, r.projected_gradients) for r in records], session.digest()
 
 
-@pytest.mark.crossed(quick=5)
+@pytest.mark.crossed(quick=5, slow=3)
 @pytest.mark.parametrize(
     ("low_bits", "shape", "rng"),
     [
@@ -833,7 +834,7 @@ def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path, part
     assert all(torch.equal(p, q) for p, q in zip(again.parameters(), first.parameters(), strict=True))
 
 
-@pytest.mark.crossed(quick=5)
+@pytest.mark.crossed(quick=5, slow=3)
 @pytest.mark.parametrize(
     "low_bits",
     [

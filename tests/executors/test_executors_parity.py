@@ -126,6 +126,7 @@ def assert_parity(shape, dtype, tuned, placement, order, weights, decay, rate, *
     assert differing(start, model) == [name for name, p in model.named_parameters() if p.requires_grad]
 
 
+@pytest.mark.crossed(slow=3)
 @pytest.mark.parametrize(
     "case",
     [
@@ -142,6 +143,7 @@ def test_steps_of_every_pair_of_values_equal_the_literal_loop_bit_for_bit(case):
     assert_parity(*case, num_steps=NUM_STEPS_OF_OTHERS)
 
 
+@pytest.mark.crossed(slow=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", AXES["dtype"])
 @pytest.mark.parametrize("shape", AXES["shape"])

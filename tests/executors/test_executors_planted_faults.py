@@ -98,6 +98,7 @@ def _pairs_of_bits():
             yield pytest.param(placement, fault, marks=() if is_quick else pytest.mark.slow)
 
 
+@pytest.mark.crossed(slow=4)
 @pytest.mark.parametrize(("placement", "fault"), list(_pairs_of_bits()))
 def test_bits_are_named_on_all_ranks(placement, fault):
     if "copies" in placement and fault == "bit in a forward":
@@ -123,6 +124,7 @@ def _pairs_of_inputs():
             yield pytest.param(placement, fault, marks=() if is_quick else pytest.mark.slow)
 
 
+@pytest.mark.crossed(slow=4)
 @pytest.mark.parametrize(("placement", "fault"), list(_pairs_of_inputs()))
 def test_other_inputs_of_one_rank_are_named_on_all_ranks(placement, fault):
     told = set(said_by_all(placement, fault))
@@ -255,6 +257,7 @@ def _pairs_of_deaths():
             yield pytest.param(placement, fault, marks=() if is_quick else pytest.mark.slow)
 
 
+@pytest.mark.crossed(slow=3)
 @pytest.mark.dist
 @pytest.mark.parametrize(("placement", "fault"), list(_pairs_of_deaths()))
 def test_what_nobody_verified_before_a_death_is_run_again(inputs, tmp_path, capfd, placement, fault):

@@ -83,6 +83,7 @@ def said_by(command, each_turn):
     return command.end()
 
 
+@pytest.mark.crossed(slow=3)
 @pytest.mark.parametrize(
     "more",
     [
@@ -140,6 +141,7 @@ def test_ranks_that_another_launcher_starts_join_and_listen_on_this_host_alone(i
     assert numbers_of(tmp_path / "out") == numbers_of(tmp_path / "alone")
 
 
+@pytest.mark.crossed(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("rendezvous", ["static", "standalone"])
 def test_ranks_that_torchrun_starts_on_one_host_join_and_listen_there_alone(inputs, tmp_path, rendezvous):

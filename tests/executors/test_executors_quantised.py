@@ -353,7 +353,7 @@ def test_gpt2_is_resumed_from_a_checkpoint_of_its_transposed_layers(tmp_path, ca
     assert run_on(inputs[0], tmp_path, tmp_path / "out", "--weight-format", "int4", "--save-as", "codes") == 2
 
 
-@pytest.mark.crossed(quick=3)
+@pytest.mark.crossed(quick=3, slow=3)
 @pytest.mark.parametrize(
     ("name", "form"),
     [

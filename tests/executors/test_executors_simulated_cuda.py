@@ -109,6 +109,7 @@ def test_no_placement_leaves_anything_to_chance(placement):
     assert len(set(numbers)) == 3
 
 
+@pytest.mark.crossed(slow=5)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(60))
 def test_nor_does_a_plan_at_random(number):
