@@ -58,6 +58,9 @@ def serve(
     max_requests: Annotated[
         int, typer.Option(min=1, max=100_000, help="Requests that may wait or run; more are answered 503.")
     ] = 256,
+    max_adapters: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Adapters that may be loaded; one more is refused.")
+    ] = 256,
     request_timeout: Annotated[
         float, typer.Option(min=0.01, help="Seconds until a request that is not answered is answered 503.")
     ] = 600.0,
@@ -90,7 +93,7 @@ def serve(
             )
         runtime.load(called, Path(directory))
     log = partial(stderr.print, soft_wrap=True) if access_log else None
-    limits = ClientLimits(requests=max_requests, answer_s=request_timeout)
+    limits = ClientLimits(requests=max_requests, adapters=max_adapters, answer_s=request_timeout)
     with ScoringServer(runtime, name or model, port, limits=limits, log=log) as server:
         # A supervisor ends a server by SIGTERM, which is no failure either.
         signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -74,6 +74,8 @@ class ClientLimits:
     ----------
     requests : int
         Requests that are waiting or running; one more is answered 503.
+    adapters : int
+        Adapters beside the base. One more is refused until another is unloaded; one of a name that is there takes that one's place.
     connections : int
         Open connections. One more takes the place of the one that has been idle for longest; where none is idle, it is closed.
     body_bytes, held_bytes : int
@@ -91,6 +93,7 @@ class ClientLimits:
     """
 
     requests: int = 256
+    adapters: int = 256
     connections: int = field(default_factory=_max_connections)
     body_bytes: int = 64 << 20
     held_bytes: int = 256 << 20
@@ -492,6 +495,12 @@ class _Application:
             raise DataError(f"{asked.lora_name!r} is what the base is called")
 
         def load() -> None:
+            there = self._runtime.adapters()
+            if asked.lora_name not in there and len(there) >= self._limits.adapters:
+                raise DataError(
+                    f"{asked.lora_name!r} would be adapter {len(there) + 1}, and this server keeps {self._limits.adapters}",
+                    hint="unload one (/v1/unload_lora_adapter), or start the server with a larger --max-adapters",
+                )
             adapter = self._runtime.read(Path(asked.lora_path))
             self._batcher.alone(lambda: self._runtime.add(asked.lora_name, adapter))
 

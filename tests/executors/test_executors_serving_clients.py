@@ -14,6 +14,9 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from costmodel.configs import LoRA
+from executors.models.lora import save_adapters
+from executors.runs.adapters import attach
 from executors.serving.client import RemoteEngine
 from executors.serving.engine import Request
 from executors.serving.runtime import Runtime
@@ -226,6 +229,26 @@ def test_an_adapter_that_is_a_pipe_holds_up_nobody(runtime, tmp_path, part):
         status, _, body = asked(server, loading)
         assert status == 400
         assert part in json.loads(body)["error"]["message"]
+
+
+def test_more_adapters_than_are_kept_are_refused_until_one_is_unloaded(tmp_path):
+    model = model_of("opt", num_hidden_layers=1)
+    attach(model, LoRA(rank=2, target_modules=("q_proj",), seed=0))
+    save_adapters(model, tmp_path)
+
+    def call(verb, name):
+        body = {"lora_name": name, "lora_path": str(tmp_path)}
+        status, _, answer = asked(server, post(body, f"/v1/{verb}_lora_adapter"))
+        return status, json.loads(answer)
+
+    with serving(Runtime(model_of("opt", num_hidden_layers=1)), limits=ClientLimits(adapters=1)) as server:
+        assert call("load", "first")[0] == 200
+        status, answer = call("load", "second")
+        assert status == 400
+        assert "would be adapter 2, and this server keeps 1" in answer["error"]["message"]
+        assert call("load", "first")[0] == 200
+        assert call("unload", "first")[0] == 200
+        assert call("load", "second")[0] == 200
 
 
 # -- silence -------------------------------------------------------------------------------------------------------
