@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from topology.figures import Figure as Figure
     from topology.graph import Topology as Topology
     from topology.hardware import resolve as resolve
-    from topology.importers import from_hwloc_xml as from_hwloc_xml
-    from topology.importers import from_nccl_xml as from_nccl_xml
-    from topology.importers import from_nvidia_smi_topo as from_nvidia_smi_topo
-    from topology.importers import from_rocm_smi_topo as from_rocm_smi_topo
+    from topology.importers.hwloc import from_hwloc_xml as from_hwloc_xml
+    from topology.importers.nccl import from_nccl_xml as from_nccl_xml
+    from topology.importers.rocm import from_rocm_smi_topo as from_rocm_smi_topo
+    from topology.importers.smi import from_nvidia_smi_topo as from_nvidia_smi_topo
     from topology.lint import Finding as Finding
     from topology.lint import refuse_errors as refuse_errors
     from topology.routes import Resource as Resource

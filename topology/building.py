@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 from topology.documents import catalogue
@@ -47,6 +49,7 @@ class MachineBuilder:
         self.notes: list[str] = []
         self._nodes: dict[str, Node] = {}
         self._links: dict[str, Link] = {}
+        self._counts: Counter[str] = Counter()
 
     def __contains__(self, node_id: str) -> bool:
         return node_id in self._nodes
@@ -69,6 +72,17 @@ class MachineBuilder:
             self._nodes[node_id] = Node.model_validate({"id": node_id, "kind": kind, **fields})
         return node_id
 
+    def add_next(self, prefix: str, kind: str, **fields: Any) -> str:
+        """Add a node of ``host0`` under the next number of a prefix and return its id."""
+        self._counts[prefix] += 1
+        return self.add_node(f"{prefix}{self._counts[prefix] - 1}", kind, host="host0", **fields)
+
+    def add_root(self, numa: str) -> str:
+        """Add a PCIe root to a NUMA domain and return its id."""
+        root = self.add_next("root", "pcie_root")
+        self.join(numa, root, catalogue().link_types["fabric"])
+        return root
+
     def join(self, source: str, target: str, link_type: LinkType, count: int = 1) -> None:
         """Add a link between two nodes.
 
@@ -84,12 +98,7 @@ class MachineBuilder:
             link = Link(source=source, target=target, type=link_type, count=count)
         self._links[link.id] = link
 
-    def add_numa(
-        self,
-        index: int,
-        host: str,
-        memory: Mapping[str, Any] | None = None,
-    ) -> str:
+    def add_numa(self, index: int, host: str, memory: Mapping[str, Any] | None = None) -> str:
         """Add a NUMA domain with its memory and return its id.
 
         Parameters
@@ -115,9 +124,8 @@ class MachineBuilder:
 
     def join_numas(self, numas: list[str], link_type: LinkType) -> None:
         """Join every pair of NUMA domains."""
-        for position, source in enumerate(numas):
-            for target in numas[position + 1 :]:
-                self.join(source, target, link_type)
+        for source, target in combinations(numas, 2):
+            self.join(source, target, link_type)
 
     def build(self, description: str = "", *, state_memory: str | None = None) -> Topology:
         """The finished machine; what had to be assumed is appended to the description.
@@ -143,11 +151,12 @@ class MachineBuilder:
                 links=tuple(self._links.values()),
             )
 
-
-def warn_of_notes(builder: MachineBuilder) -> None:
-    """Log what had to be assumed, or was not believed, as warnings."""
-    for note in dict.fromkeys(builder.notes):
-        _logger.warning("warning: %s", note)
+    def build_imported(self, description: str) -> Topology:
+        """The finished machine; what had to be assumed, or was not believed, is logged as well."""
+        machine = self.build(description)
+        for note in dict.fromkeys(self.notes):
+            _logger.warning("warning: %s", note)
+        return machine
 
 
 def memory_notes(nodes: Iterable[Node], how: str) -> list[str]:
@@ -215,7 +224,8 @@ def assumed_memory(
         rate = GRACE_BANDWIDTH_BYTES_PER_S[max(generation, 4)]
         assumed["capacity"] = f"{GRACE_MEMORY_BYTES * num_domains:g} B", "480 GB of LPDDR5X beside a Grace"
         assumed["bandwidth"] = f"{rate * num_domains:g} B/s", "the LPDDR5X of a Grace"
-    elif any(_is_for_servers(spec) for spec in gpus):
+    elif any(not spec.id.startswith(("rtx", "titan", "detected")) for spec in gpus):
+        # A GPU that is not named for games or desks stands in a server.
         twice = 2 * sum(spec.memory_bytes for spec in gpus)
         generation = min(max((spec.pcie.generation for spec in gpus if spec.pcie), default=4), 5)
         rate = SOCKET_BANDWIDTH_BYTES_PER_S[max(generation, 3)]
@@ -244,11 +254,6 @@ def assumed_memory(
         basis: Basis = "declared" if given else "assumed"
         fields[key] = figure(read.value / num_domains, read.unit, source, basis)
     return fields
-
-
-def _is_for_servers(spec: DeviceSpec) -> bool:
-    """Whether a GPU is made for servers, as all are that are not named for games or desks."""
-    return not spec.id.startswith(("rtx", "titan", "detected"))
 
 
 def find_device(name: str) -> DeviceSpec | None:

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,7 +61,9 @@ def list_presets(as_json: Json = False) -> None:
         table.add_column(heading, no_wrap=heading != "what it is")
     for preset in presets:
         first_sentence = preset.description.split(". ")[0].rstrip(".")
-        table.add_row(preset.name, _count_devices(preset), first_sentence)
+        devices = Counter(node.spec.name for node in preset.compute_devices if node.spec)
+        counted = ", ".join(f"{count} x {name}" for name, count in devices.items())
+        table.add_row(preset.name, counted, first_sentence)
     Console().print(table)
 
 
@@ -186,7 +189,7 @@ def import_description(
     as_json: Json = False,
 ) -> None:
     """Import what NCCL, hwloc, nvidia-smi or rocm-smi wrote."""
-    from topology.importers import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo, from_rocm_smi_topo
+    from topology import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo, from_rocm_smi_topo
 
     text = _read_text(path)
     named: dict[str, Any] = {"gpu": gpu, "cpu": cpu, "memory": memory, "memory_bandwidth": memory_bandwidth}
@@ -298,12 +301,6 @@ def _host_route(topology: Topology, device_id: str) -> dict[str, Any]:
         "bandwidth_bytes_per_s": bandwidth if math.isfinite(bandwidth) else None,
         "latency_s": route.latency_s,
     }
-
-
-def _count_devices(topology: Topology) -> str:
-    names = [node.spec.name for node in topology.compute_devices if node.spec]
-    kinds = dict.fromkeys(names)
-    return ", ".join(f"{names.count(name)} x {name}" for name in kinds)
 
 
 def _say(text: str) -> None:

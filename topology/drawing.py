@@ -167,7 +167,9 @@ def _deepest_arc(topology: Topology, host_id: str, layout: _Drawing) -> float:
 
 
 def _is_mesh(topology: Topology, link: Link) -> bool:
-    return all(topology.node(end).kind == "gpu" for end in (link.source, link.target))
+    """Whether a link joins two GPUs of one row."""
+    ends = [topology.node(end) for end in (link.source, link.target)]
+    return all(end.kind == "gpu" for end in ends) and ends[0].host == ends[1].host
 
 
 def _arc_depth(span: float) -> float:
@@ -226,14 +228,7 @@ def _draw_node(axes: Axes, node: Node, position: tuple[float, float], width: flo
     corner = (x - width / 2, y - NODE_HEIGHT / 2)
     axes.add_patch(
         FancyBboxPatch(
-            corner,
-            width,
-            NODE_HEIGHT,
-            boxstyle=style,
-            fc=COLORS[node.kind],
-            ec="#444444",
-            lw=0.8,
-            zorder=3,
+            corner, width, NODE_HEIGHT, boxstyle=style, fc=COLORS[node.kind], ec="#444444", lw=0.8, zorder=3
         )
     )
     name, detail = node.id.rsplit("/", maxsplit=1)[-1], _detail(node)

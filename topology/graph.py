@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +13,8 @@ from pydantic import Field, model_validator
 
 from topology.errors import TopologyError
 from topology.figures import Figure
-from topology.routes import Resource, Route, Routes, link_resource_id
-from topology.routing import DirectedLink
-from topology.schema import (
-    DeviceSpec,
-    Link,
-    MeasuredBandwidth,
-    Node,
-    unknown_node,
-)
+from topology.routes import Resource, Route, Routes
+from topology.schema import DeviceSpec, Link, MeasuredBandwidth, Node, unknown_node
 from topology.validation import FrozenModel, RuleError, did_you_mean
 
 if TYPE_CHECKING:
@@ -118,37 +110,25 @@ class Topology(FrozenModel):
             raise RuleError(f"{kinds[None, 'host']} hosts are more than {MAX_HOSTS}")
 
     @cached_property
-    def links_from(self) -> Mapping[str, Sequence[DirectedLink]]:
-        """The links by the node that they are entered at, two edges per link: what routes are found in."""
-        edges: dict[str, list[DirectedLink]] = {node.id: [] for node in self.nodes}
-        for link in self.links:
-            source, target = self.node(link.source), self.node(link.target)
-            costs = link, link.bandwidth_bytes_per_s, link.latency_s
-            edges[link.source].append(DirectedLink(source, target, *costs))
-            edges[link.target].append(DirectedLink(target, source, *costs))
-        return MappingProxyType(edges)
+    def graph(self) -> nx.MultiGraph[str]:
+        """The machine as a frozen networkx multigraph with an edge for each link, keyed by its id.
 
-    @cached_property
-    def graph(self) -> nx.MultiDiGraph[str]:
-        """The links as a frozen networkx multigraph: two edges per link, keyed by its id.
-
-        Edges carry ``link``, ``bandwidth_bytes_per_s``, ``latency_s`` and ``resource_id``; nodes carry
-        ``node`` and ``kind``. For whoever wants to ask networkx; planning does without, which takes a while to import.
+        Edges carry ``link``, ``bandwidth_bytes_per_s`` and ``latency_s``; nodes carry ``node`` and ``kind``.
         """
+        # networkx takes a quarter of a second to import, and who only reads or shows a file asks for no route.
         import networkx as nx
 
-        graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)
+        graph: nx.MultiGraph[str] = nx.MultiGraph(name=self.name)
         for node in self.nodes:
             graph.add_node(node.id, node=node, kind=node.kind)
-        for edge in chain.from_iterable(self.links_from.values()):
+        for link in self.links:
             graph.add_edge(
-                edge.source.id,
-                edge.target.id,
-                key=edge.link.id,
-                link=edge.link,
-                bandwidth_bytes_per_s=edge.bandwidth_bytes_per_s,
-                latency_s=edge.latency_s,
-                resource_id=link_resource_id(edge.link, edge.source.id),
+                link.source,
+                link.target,
+                key=link.id,
+                link=link,
+                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+                latency_s=link.latency_s,
             )
         nx.freeze(graph)
         return graph
@@ -213,15 +193,14 @@ class Topology(FrozenModel):
         TopologyError
             If no memory of its host can be reached.
         """
-        host_id = self.host_of(node_id).id
         candidates = []
-        for memory in self._memories_of_host.get(host_id, ()):
+        for memory in self.memories_of(node_id):
             hops = self._routes.path(memory.id, node_id)
             if hops is not None:
                 latency_s = sum(hop.link.latency_s for hop in hops)
                 candidates.append((latency_s, len(hops), memory.id))
         if not candidates:
-            message = f"no host memory of {host_id!r} reaches {node_id!r}"
+            message = f"no host memory of {self.host_of(node_id).id!r} reaches {node_id!r}"
             raise TopologyError(message, hint="link it to a memory node, through a numa node for instance")
         return self.node(min(candidates)[2])
 
@@ -267,7 +246,7 @@ class Topology(FrozenModel):
 
     @cached_property
     def _routes(self) -> Routes:
-        return Routes(self)
+        return Routes(self.graph, self.links, self.measured)
 
     def route(self, source_id: str, target_id: str) -> Route:
         """The widest route between two nodes, among those the one of least latency, then fewest links.
@@ -286,7 +265,14 @@ class Topology(FrozenModel):
         Ties that remain are broken by the names of the nodes and links passed, so routes are the same in
         every process.
         """
-        return self._routes.route(source_id, target_id)
+        gpus = [node.spec for node in (self.node(source_id), self.node(target_id)) if node.kind == "gpu"]
+        direct = (
+            len(gpus) < 2 or source_id == target_id or all(spec and spec.pcie_peer_to_peer for spec in gpus)
+        )
+        hops = () if direct else self._routes.path(source_id, target_id) or ()
+        is_staged = any(hop.link.type.kind == "pcie" for hop in hops)
+        memory = self.host_memory(source_id).id if is_staged else None
+        return self._routes.route(source_id, target_id, staged_in=memory)
 
     @property
     def resources(self) -> Mapping[str, Resource]:

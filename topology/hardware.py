@@ -13,7 +13,6 @@ from topology.building import (
     generic_cpu,
     nvlink_type,
 )
-from topology.detection import detect
 from topology.documents import catalogue, load, load_preset, preset_names
 from topology.errors import TopologyError
 from topology.graph import Topology
@@ -35,6 +34,9 @@ def resolve(spec: str) -> Topology:
         If it is none of these, or the file is not valid.
     """
     if spec == "host":
+        # Reading /proc, the driver and a matrix of nvidia-smi takes six modules that no file and no preset needs.
+        from topology.detection import detect
+
         return detect()
     if spec in preset_names():
         return load_preset(spec)
@@ -44,9 +46,9 @@ def resolve(spec: str) -> Topology:
     device = find_device(name)
     if device is not None and device.kind == "gpu" and 0 < int(count or 1) <= _MOST:
         return assumed_machine(device, int(count or 1))
-    close = did_you_mean(spec, ("host", *preset_names(), *_gpu_names()))
+    gpus = [known.id for known in catalogue().devices.values() if known.kind == "gpu"]
     message = f"hardware {spec!r} is neither host, nor a preset, nor a file"
-    raise TopologyError(message, hint=close)
+    raise TopologyError(message, hint=did_you_mean(spec, ("host", *preset_names(), *gpus)))
 
 
 def assumed_machine(gpu: DeviceSpec, count: int = 1) -> Topology:
@@ -65,9 +67,8 @@ def assumed_machine(gpu: DeviceSpec, count: int = 1) -> Topology:
     builder.add_cpu(0, "host0", [numa], generic_cpu(0, _CORES, "the GPU's name"))
     names = []
     for index in range(count):
-        root = builder.add_node(f"root{index}", "pcie_root", host="host0")
+        root = builder.add_root(numa)
         names.append(builder.add_node(f"gpu{index}", "gpu", host="host0", index=index, spec=gpu))
-        builder.join(numa, root, catalogue().link_types["fabric"])
         builder.join(root, names[-1], connector_type(gpu))
         if is_grace:
             builder.join(numa, names[-1], catalogue().link_types["nvlink-c2c"])
@@ -77,7 +78,3 @@ def assumed_machine(gpu: DeviceSpec, count: int = 1) -> Topology:
         join_switch(builder, dict.fromkeys(names, gpu.nvlink.num_links), gpu.nvlink.generation)
     how = f"state yours in the file that `zosim topology show '{count}x {gpu.id}' -o FILE` writes"
     return builder.build("Assumed from the GPUs alone.", state_memory=how)
-
-
-def _gpu_names() -> list[str]:
-    return [spec.id for spec in catalogue().devices.values() if spec.kind == "gpu"]

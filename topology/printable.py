@@ -81,11 +81,10 @@ def in_ascii(character: str) -> str:
 def _escaped(text: str, kept: str) -> str:
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in kept or not _is_hidden(c) else _name(c) for c in text)
-
-
-def _is_hidden(character: str) -> bool:
-    return unicodedata.category(character) in _HIDDEN
+    return "".join(
+        _name(c) if not c.isprintable() and c not in kept and unicodedata.category(c) in _HIDDEN else c
+        for c in text
+    )
 
 
 def _name(character: str) -> str:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from bisect import insort
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from topology.errors import TopologyError
-from topology.routing import DirectedLink, NoRoute, RouteHop, find_path
-from topology.schema import FORWARDING_KINDS, Link, Node
+from topology.schema import FORWARDING_KINDS, Link, MeasuredBandwidth, Node
 
 if TYPE_CHECKING:
-    from topology.schema import MeasuredBandwidth
+    import networkx as nx
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,84 +81,136 @@ class Route:
         return "memory" if link is None else link.type.kind
 
 
-class Routable(Protocol):
-    """What routes are found in: a :class:`topology.graph.Topology`, which asks for them."""
+@dataclass(frozen=True, slots=True)
+class RouteHop:
+    """A link passed in one direction."""
 
-    @property
-    def name(self) -> str:
-        """For messages."""
+    link: Link
+    source: str
+    target: str
 
-    @property
-    def links(self) -> tuple[Link, ...]:
-        """Every link, each once."""
 
-    @property
-    def measured(self) -> tuple[MeasuredBandwidth, ...]:
-        """End-to-end bandwidths that were measured."""
+class _Narrowness(float):
+    """Minus the bandwidth of a path, as a cost: of two links in a row the narrower counts."""
 
-    @property
-    def links_from(self) -> Mapping[str, Sequence[DirectedLink]]:
-        """Links by the node that they are entered at, each for both directions."""
+    def __add__(self, other: float) -> _Narrowness:
+        return max(self, _Narrowness(other))
 
-    def node(self, node_id: str) -> Node:
-        """Return the node of that id."""
+    def __radd__(self, start: float) -> _Narrowness:
+        return self
 
-    def of_kind(self, *kinds: str) -> tuple[Node, ...]:
-        """Return the nodes of these kinds."""
 
-    def host_memory(self, node_id: str) -> Node:
-        """Return the host memory nearest to a node."""
+class _Length(tuple[float, int, tuple[str, ...]]):
+    """Latency of a path, its links, and the names that it passes, as a cost: names tell any two paths apart."""
+
+    __slots__ = ()
+
+    def __add__(self, other: _Length) -> _Length:  # type: ignore[override]
+        return _Length((self[0] + other[0], self[1] + other[1], self[2] + other[2]))
+
+    def __radd__(self, start: float) -> _Length:
+        return self
 
 
 class Routes:
-    """Routes of one topology, each found once, and the resources that they take."""
+    """Routes in the graph of one topology, each found once, and the resources that they take.
 
-    def __init__(self, topology: Routable) -> None:
-        self._topology = topology
+    Parameters
+    ----------
+    graph : networkx.MultiGraph
+        :attr:`topology.graph.Topology.graph`.
+    links : sequence of Link
+        Its edges, in file order.
+    measured : iterable of MeasuredBandwidth
+    """
+
+    def __init__(
+        self, graph: nx.MultiGraph[str], links: Sequence[Link], measured: Iterable[MeasuredBandwidth]
+    ) -> None:
+        self._graph = graph
+        self._links = {link.id: link for link in links}
+        self._nodes: dict[str, Node] = {name: data["node"] for name, data in graph.nodes.items()}
         self._paths: dict[tuple[str, str], tuple[RouteHop, ...] | None] = {}
+        self._steps: dict[tuple[str, str], list[tuple[_Length, _Narrowness]]] = {}
+        """The links from a node to the next as costs, shortest first."""
+        for link in links:
+            narrowness = _Narrowness(-link.bandwidth_bytes_per_s)
+            for pair in ((link.source, link.target), (link.target, link.source)):
+                length = _Length((link.latency_s, 1, (pair[1], link.id)))
+                insort(self._steps.setdefault(pair, []), (length, narrowness))
+        self.measured_by_pair: Mapping[tuple[str, str], float] = {
+            (entry.source, entry.target): entry.bandwidth.in_si("bandwidth") for entry in measured
+        }
 
-    def route(self, source_id: str, target_id: str) -> Route:
-        """The route that :meth:`topology.graph.Topology.route` describes."""
-        source, target = self._topology.node(source_id), self._topology.node(target_id)
-        if self._must_be_staged(source, target):
-            return self._staged_route(source_id, target_id)
-        hops = self.path(source_id, target_id)
-        if hops is None:
-            message = (
-                f"no route leads from {source_id!r} to {target_id!r} in topology {self._topology.name!r}"
-            )
-            raise TopologyError(message, hint="`zosim topology validate` names the nodes nothing reaches")
-        return self._make_route(source_id, target_id, hops, staged_in=None)
+    def route(self, source_id: str, target_id: str, *, staged_in: str | None = None) -> Route:
+        """The route that :meth:`topology.graph.Topology.route` describes, by way of a memory if one is named.
+
+        Raises
+        ------
+        TopologyError
+            If there is none.
+        """
+        ends = (source_id, target_id) if staged_in is None else (source_id, staged_in, target_id)
+        hops: tuple[RouteHop, ...] = ()
+        for start, end in pairwise(ends):
+            path = self.path(start, end)
+            if path is None:
+                message = f"no route leads from {start!r} to {end!r} in topology {self._graph.name!r}"
+                raise TopologyError(message, hint="`zosim topology validate` names the nodes nothing reaches")
+            hops += path
+        return self._make_route(source_id, target_id, hops, staged_in=staged_in)
 
     def path(self, source_id: str, target_id: str) -> tuple[RouteHop, ...] | None:
         """Links passed between two nodes, the widest way; None if there is none."""
         pair = source_id, target_id
         if pair not in self._paths:
-            self._paths[pair] = self._found_path(source_id, target_id)
+            hosts = {self._nodes[source_id].host, self._nodes[target_id].host}
+            # Traffic within a host stays there, even where its adapters are wider than its sockets' link.
+            stays = len(hosts) == 1 and None not in hosts
+            kinds = FORWARDING_KINDS - {"network"} if stays else FORWARDING_KINDS
+            hops = self._widest_path(source_id, target_id, kinds, {*hosts, None})
+            # A third host forwards nothing where the two reach each other without it.
+            self._paths[pair] = self._widest_path(source_id, target_id, kinds) if hops is None else hops
         return self._paths[pair]
 
-    def _found_path(self, source_id: str, target_id: str) -> tuple[RouteHop, ...] | None:
-        ends = self._topology.node(source_id).host, self._topology.node(target_id).host
-        # Traffic within a host stays there, even where its adapters are wider than its sockets' link.
-        same_host = ends[0] == ends[1] is not None
-        kinds = FORWARDING_KINDS - {"network"} if same_host else FORWARDING_KINDS
-        # A third host forwards nothing where the two reach each other without it.
-        for hosts in ({*ends, None}, None):
-            with suppress(NoRoute):
-                return find_path(self._topology.links_from, source_id, target_id, kinds, hosts)
-        return None
+    def _widest_path(
+        self,
+        source_id: str,
+        target_id: str,
+        kinds: Collection[str],
+        hosts: Collection[str | None] | None = None,
+    ) -> tuple[RouteHop, ...] | None:
+        """The widest path through nodes of some kinds and hosts; of these the one of least latency, then fewest links, then names.
 
-    def _must_be_staged(self, source: Node, target: Node) -> bool:
-        specs = [node.spec for node in (source, target) if node.kind == "gpu" and node.spec]
-        if len(specs) < 2 or source.id == target.id or all(spec.pcie_peer_to_peer for spec in specs):
-            return False
-        hops = self.path(source.id, target.id)
-        return hops is not None and any(hop.link.type.kind == "pcie" for hop in hops)
+        Notes
+        -----
+        Dijkstra's algorithm, twice, as no single cost orders paths so: a wider beginning may have a worse end. The first
+        maximises the least bandwidth on the way; the second, over links at least that wide, adds up latencies, links and names.
+        """
+        import networkx as nx
 
-    def _staged_route(self, source_id: str, target_id: str) -> Route:
-        memory_id = self._topology.host_memory(source_id).id
-        hops = (self.path(source_id, memory_id) or ()) + (self.path(memory_id, target_id) or ())
-        return self._make_route(source_id, target_id, hops, staged_in=memory_id)
+        def steps(source: str, target: str) -> Iterable[tuple[_Length, _Narrowness]]:
+            """What a path may take from a node to the next."""
+            passes = source == source_id or self._nodes[source].kind in kinds
+            # networkx compares costs with that of the source, which is the number 0: no path comes back to it.
+            is_open = passes and target != source_id and (hosts is None or self._nodes[target].host in hosts)
+            return self._steps[source, target] if is_open else ()
+
+        def narrowness(source: str, target: str, _: object) -> Any:
+            return min((narrow for _, narrow in steps(source, target)), default=None)
+
+        def length(source: str, target: str, _: object) -> Any:
+            return next((length for length, narrow in steps(source, target) if narrow <= narrowest), None)
+
+        if source_id == target_id:
+            return ()
+        try:
+            narrowest = nx.dijkstra_path_length(self._graph, source_id, target_id, narrowness)
+        except nx.NetworkXNoPath:
+            return None
+        total: Any = nx.dijkstra_path_length(self._graph, source_id, target_id, length)
+        nodes, links = total[2][::2], total[2][1::2]
+        return tuple(map(RouteHop, map(self._links.__getitem__, links), (source_id, *nodes), nodes))
 
     def _make_route(
         self, source_id: str, target_id: str, hops: tuple[RouteHop, ...], *, staged_in: str | None
@@ -183,32 +235,22 @@ class Routes:
         self, source_id: str, target_id: str, hops: tuple[RouteHop, ...], staged_in: str | None
     ) -> tuple[str, ...]:
         ends = (source_id, staged_in, target_id)
-        memories = [
-            end for end in ends if end is not None and self._topology.node(end).kind in {"memory", "disk"}
-        ]
+        memories = [end for end in ends if end is not None and self._nodes[end].kind in {"memory", "disk"}]
         links = [
             link_resource_id(hop.link, hop.source)
             for hop in hops
             if math.isfinite(hop.link.bandwidth_bytes_per_s)
         ]
-        stored = [name for name in memories if self._topology.node(name).bandwidth is not None]
+        stored = [name for name in memories if self._nodes[name].bandwidth is not None]
         return tuple(dict.fromkeys([*stored, *links]))
-
-    @cached_property
-    def measured_by_pair(self) -> Mapping[tuple[str, str], float]:
-        """Measured bandwidths, bytes per second, by their ends."""
-        return {
-            (entry.source, entry.target): entry.bandwidth.in_si("bandwidth")
-            for entry in self._topology.measured
-        }
 
     @cached_property
     def _declared_resources(self) -> Mapping[str, Resource]:
         resources = {}
-        for node in self._topology.of_kind("memory", "disk"):
-            if node.bandwidth is not None:
+        for node in self._nodes.values():
+            if node.kind in {"memory", "disk"} and node.bandwidth is not None:
                 resources[node.id] = Resource(node.id, node.bandwidth_bytes_per_s, 0.0, "maxmin")
-        for link in self._topology.links:
+        for link in self._links.values():
             if not math.isfinite(link.bandwidth_bytes_per_s):
                 continue
             for start in (link.source, link.target):

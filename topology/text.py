@@ -38,12 +38,7 @@ def render_text(
     written = io.BytesIO()
     page = io.TextIOWrapper(written, encoding=encoding or "utf-8", errors="backslashreplace", newline="")
     console = Console(
-        file=page,
-        width=width,
-        force_terminal=color,
-        no_color=not color,
-        highlight=False,
-        emoji=False,
+        file=page, width=width, force_terminal=color, no_color=not color, highlight=False, emoji=False
     )
     console.print(f"[bold]{_shown(topology.name)}[/bold]")
     if topology.description:

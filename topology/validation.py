@@ -16,6 +16,8 @@ from topology.errors import TopologyError, ZosimError
 
 Location = tuple[int | str, ...]
 MAX_ERRORS_SHOWN = 6
+_MAX_SHOWN = 60
+"""Characters of a value."""
 _MAX_KNOWN, _MAX_COMPARED, _MAX_LISTED = 2_000, 100, 100
 """Names that one is compared with, characters of it (comparing takes their product), and names that are listed."""
 
@@ -132,7 +134,10 @@ def _describe(detail: Any, locate: Callable[[Location], str | None] | None) -> s
     location: Location = detail["loc"]
     name = _spell(location)
     rule = _rule(detail)
-    value = "" if _rule_shows_value(detail) else f", value {_shorten(detail['input'])}"
+    value = ""
+    if detail["type"] not in {"missing", "value_error"}:
+        given = repr(detail["input"])
+        value = f", value {given if len(given) <= _MAX_SHOWN else given[: _MAX_SHOWN - 1] + '…'}"
     error = detail.get("ctx", {}).get("error")
     inside: Location = error.location if isinstance(error, RuleError) else ()
     where = locate((*location, *inside)) if locate else None
@@ -163,15 +168,6 @@ def _rule(detail: Any) -> str:
         case _:
             message: str = detail["msg"]
             return message[:1].lower() + message[1:]
-
-
-def _rule_shows_value(detail: Any) -> bool:
-    return detail["type"] in {"missing", "value_error"}
-
-
-def _shorten(value: object, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def _hint(detail: Any, model: type | None) -> str | None:
@@ -218,7 +214,9 @@ def _children(parent: object, part: int | str) -> list[object]:
         if isinstance(part, str) and part in fields:
             children.append(fields[part])
         elif typing.get_origin(option) is not None and not fields:
-            children.append(typing.get_args(option)[-1 if _is_mapping(option) else 0])
+            origin = typing.get_origin(option)
+            is_mapping = isinstance(origin, type) and issubclass(origin, Mapping)
+            children.append(typing.get_args(option)[-1 if is_mapping else 0])
         elif fields and getattr(option, "__name__", None) == part:
             # Pydantic names the member of a union that it tried.
             children.append(option)
@@ -232,11 +230,6 @@ def _alternatives(annotation: object) -> list[object]:
     if origin is typing.Union or isinstance(annotation, types.UnionType):
         return [leaf for option in typing.get_args(annotation) for leaf in _alternatives(option)]
     return [annotation]
-
-
-def _is_mapping(annotation: object) -> bool:
-    origin = typing.get_origin(annotation)
-    return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
 def _field_types(annotation: object) -> dict[str, object]:

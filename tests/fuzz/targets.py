@@ -28,9 +28,9 @@ from tests.fuzz.commands import COMMANDS
 from tests.fuzz.model_targets import MODEL_READERS
 from tests.fuzz.mutations import mutated, resigned
 from tests.fuzz.serving import SERVING
+from topology import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo, from_rocm_smi_topo
 from topology.documents import dump, load
 from topology.errors import ZosimError
-from topology.importers import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo, from_rocm_smi_topo
 from topology.lint import lint
 from topology.reading import parse_json
 from zosim.applications.evidence.file import Evidence

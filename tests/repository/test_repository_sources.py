@@ -77,6 +77,7 @@ def test_planning_needs_no_torch(arguments: list[str]) -> None:
         ("import zosim", {"pydantic", "typer", "numpy"}),
         ("import zosim.commands", {"numpy", "zosim.planning.planner", "zosim.engines.lockstep"}),
         ("import zosim.planning.views", {"scipy", "networkx", "simpy"}),
+        ("import topology.hardware", {"networkx", "psutil", "topology.detection"}),
     ],
 )
 def test_what_takes_long_to_import_waits_until_it_is_needed(statement: str, not_loaded: set[str]) -> None:

@@ -10,7 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from topology import (
+    Link,
     TopologyError,
+    catalogue,
     draw,
     dump,
     from_nvidia_smi_topo,
@@ -21,6 +23,7 @@ from topology import (
     render_text,
 )
 from topology.cli import app
+from topology.clusters import cluster
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -170,6 +173,13 @@ def test_a_picture_names_every_node_and_bandwidth(tmp_path):
     # Matplotlib draws letters as shapes and leaves the text in comments.
     for expected in ("gpu7", "numa1", "network0", "40 GB/s", "20 GB/s", "12 GB/s", "6 GB/s"):
         assert f"<!-- {expected} -->" in text
+
+
+def test_gpus_of_two_hosts_that_nvlink_joins_are_drawn(tmp_path):
+    two = cluster(load_preset("dgx-1v"), 2)
+    nvlink = Link(source="host0/gpu0", target="host1/gpu0", type=catalogue().link_types["nvlink4"])
+    rack = two.model_copy(update={"links": (*two.links, nvlink)})
+    assert draw(rack, tmp_path / "rack.png").is_file()
 
 
 def test_draw_refuses_unknown_formats_and_places(tmp_path):

@@ -58,7 +58,7 @@ def test_the_matrix_of_a_dgx_1v_is_the_preset():
         assert imported.route(*pair).bandwidth_bytes_per_s == preset.route(*pair).bandwidth_bytes_per_s
     # The adapters beside them show that pairs of GPUs share a switch, which NV1 and NV2 hide.
     assert imported.route("dram0", "gpu0").node_ids == ("dram0", "numa0", "root0", "switch0", "gpu0")
-    assert {"gpu0", "gpu1", "mlx5_0"} <= set(imported.graph.successors("switch0"))
+    assert {"gpu0", "gpu1", "mlx5_0"} <= set(imported.graph.neighbors("switch0"))
     assert imported.host_memory("gpu4").id == "dram1"
     assert imported.node("cpu0").spec.num_cores == 20  # 0-19,40-59 are 20 cores of two threads
 

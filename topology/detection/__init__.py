@@ -6,7 +6,6 @@ import logging
 import platform
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from topology.building import MachineBuilder, figure
 from topology.detection.gpus import Gpus, find_gpus
@@ -14,7 +13,6 @@ from topology.detection.host import HostFacts, cpu_spec, measure_copy_bandwidth,
 from topology.documents import catalogue
 from topology.graph import Topology
 from topology.importers.pairs import Endpoint, attach, join_nvlinks, join_switch
-from topology.schema import LinkType
 
 _logger = logging.getLogger(__name__)
 
@@ -60,27 +58,20 @@ def detect(
 def _add_host(builder: MachineBuilder, facts: HostFacts, bandwidth_bytes_per_s: float) -> dict[int, str]:
     """Add CPUs and memory; the NUMA domains' ids by their numbers."""
     numas = {}
+    how = f"copy in memory by {facts.num_cores} threads of numpy, reads and writes counted"
+    share = round(bandwidth_bytes_per_s / len(facts.domains) / 1e9, 2)
     for domain in facts.domains:
-        fields = _memory_fields(facts, domain.memory_bytes, bandwidth_bytes_per_s / len(facts.domains))
+        fields = {
+            "capacity": figure(domain.memory_bytes, "B", facts.memory_source, "measured"),
+            "bandwidth": figure(share, "GB/s", how, "measured"),
+        }
         numas[domain.index] = builder.add_numa(domain.index, "host0", fields)
     for package in facts.packages:
         nearby = [numas[index] for index in package.domains]
         builder.add_cpu(package.index, "host0", nearby, cpu_spec(facts, package))
-    builder.join_numas(list(numas.values()), _socket_type(facts))
+    socket = "xgmi-milan" if facts.vendor == "AuthenticAMD" else "upi-sapphire-rapids"
+    builder.join_numas(list(numas.values()), catalogue().link_types[socket])
     return numas
-
-
-def _memory_fields(facts: HostFacts, size_bytes: int, bandwidth_bytes_per_s: float) -> dict[str, Any]:
-    how = f"copy in memory by {facts.num_cores} threads of numpy, reads and writes counted"
-    return {
-        "capacity": figure(size_bytes, "B", facts.memory_source, "measured"),
-        "bandwidth": figure(round(bandwidth_bytes_per_s / 1e9, 2), "GB/s", how, "measured"),
-    }
-
-
-def _socket_type(facts: HostFacts) -> LinkType:
-    types = catalogue().link_types
-    return types["xgmi-milan" if facts.vendor == "AuthenticAMD" else "upi-sapphire-rapids"]
 
 
 def _add_gpus(builder: MachineBuilder, gpus: Gpus, root: Path, numas: dict[int, str]) -> None:

@@ -6,7 +6,8 @@ import importlib
 import logging
 import shutil
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,8 @@ CORES_PER_SM = {(7, 0): 64, (7, 5): 64, (8, 0): 64, (8, 6): 128, (8, 9): 128, (9
 # nvmlGpuTopologyLevel_t
 _LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 _REMOTE_IS_SWITCH = 2  # NVML_NVLINK_DEVICE_TYPE_SWITCH
+# nvmlNvlinkVersion_t numbers 1, 2, 2.2, 3, 3.1, 4 and 5 from 1 on
+_NVLINK_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +103,10 @@ def _from_nvml(nvml: Any) -> Gpus:
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     peer_to_peer = _all_peers(nvml, handles)
     gpus = Gpus([_gpu(nvml, index, handle, peer_to_peer) for index, handle in enumerate(handles)])
-    for first, handle in enumerate(handles):
-        for second in range(first + 1, len(handles)):
-            code = _ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", handle, handles[second])
-            if code in _LEVELS:
-                gpus.levels[frozenset({f"gpu{first}", f"gpu{second}"})] = _LEVELS[code]
+    for (first, one), (second, other) in combinations(enumerate(handles), 2):
+        code = _ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", one, other)
+        if code in _LEVELS:
+            gpus.levels[frozenset({f"gpu{first}", f"gpu{second}"})] = _LEVELS[code]
     if len(handles) > 1:
         _count_nvlinks(nvml, handles, gpus)
     return gpus
@@ -113,12 +115,8 @@ def _from_nvml(nvml: Any) -> Gpus:
 def _all_peers(nvml: Any, handles: list[Any]) -> bool:
     """Whether every pair of GPUs can read each other's memory; yes where the driver does not tell."""
     index = getattr(nvml, "NVML_P2P_CAPS_INDEX_READ", 0)
-    for position, handle in enumerate(handles):
-        for other in handles[position + 1 :]:
-            status = _ask(nvml, "nvmlDeviceGetP2PStatus", handle, other, index)
-            if status is not None and status != getattr(nvml, "NVML_P2P_STATUS_OK", 0):
-                return False
-    return True
+    told = (_ask(nvml, "nvmlDeviceGetP2PStatus", *pair, index) for pair in combinations(handles, 2))
+    return all(status in {None, getattr(nvml, "NVML_P2P_STATUS_OK", 0)} for status in told)
 
 
 def _gpu(nvml: Any, index: int, handle: Any, peer_to_peer: bool) -> Gpu:
@@ -208,7 +206,7 @@ def _count_nvlinks(nvml: Any, handles: list[Any], gpus: Gpus) -> None:
             if not _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link):
                 continue
             version = _ask(nvml, "nvmlDeviceGetNvLinkVersion", handle, link)
-            gpus.nvlink_generation = _nvlink_generation(version) or gpus.nvlink_generation
+            gpus.nvlink_generation = _NVLINK_GENERATIONS.get(version) or gpus.nvlink_generation
             remote = _ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
             other = None if remote is None else by_bus.get(_text(remote.busId).lower())
             kind = _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
@@ -216,11 +214,6 @@ def _count_nvlinks(nvml: Any, handles: list[Any], gpus: Gpus) -> None:
                 gpus.nvlinks[gpu.id, other] = gpus.nvlinks.get((gpu.id, other), 0) + 1
             elif other is None and kind in {None, _REMOTE_IS_SWITCH}:
                 gpus.nvlinks_to_switch[gpu.id] = gpus.nvlinks_to_switch.get(gpu.id, 0) + 1
-
-
-def _nvlink_generation(version: int | None) -> int | None:
-    """Generation of an nvmlNvlinkVersion_t: 1, 2, 2.2, 3, 3.1, 4, 5 are numbered 1 to 7."""
-    return None if version is None else {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5}.get(version)
 
 
 def _from_smi() -> Gpus | None:
@@ -261,17 +254,13 @@ def gpus_from_smi(listing: str, matrix_text: str) -> Gpus:
     gpus = Gpus([_gpu_from_row(line) for line in listing.strip().splitlines()])
     if matrix_text.strip():
         matrix = parse_topo_matrix(matrix_text)
-        names = {frozenset(pair): code for pair, code in matrix.levels.items()}
         gpus.levels = {
             frozenset(name.lower() for name in pair): code
-            for pair, code in names.items()
-            if all(name in matrix.gpus for name in pair)
+            for pair, code in matrix.levels.items()
+            if pair <= set(matrix.gpus)
         }
         gpus.nvlinks = {(a.lower(), b.lower()): count for (a, b), count in matrix.nvlinks.items()}
-        gpus.devices = [
-            Gpu(gpu.index, gpu.spec, gpu.bus_id, gpu.link_type, matrix.numa.get(gpu.id.upper()))
-            for gpu in gpus.devices
-        ]
+        gpus.devices = [replace(gpu, numa=matrix.numa.get(gpu.id.upper())) for gpu in gpus.devices]
     return gpus
 
 

@@ -19,7 +19,6 @@ from topology.building import (
     pcie_type,
     require_device,
     socket_type,
-    warn_of_notes,
 )
 from topology.documents import catalogue
 from topology.errors import TopologyError
@@ -30,11 +29,9 @@ from topology.importers.pci import (
     NVIDIA,
     NVSWITCH,
     PCI_ID_TO_DEVICE,
-    believed_bridge,
-    believed_gpu_link,
     hexadecimal,
-    hidden_gpu_link,
     is_gpu,
+    link_above,
 )
 from topology.importers.safe_xml import attribute, integer, parse_xml
 from topology.lint import NVLINK_BYTES_PER_S, PCIE_LANE_BYTES_PER_S
@@ -56,7 +53,6 @@ class _HwlocTree:
     path: str | Path
     gpu: str | None
     cpu: str | None
-    counts: dict[str, int] = field(default_factory=dict)
     numas: dict[int, str] = field(default_factory=dict)
     gpus: dict[ET.Element, DeviceSpec] = field(default_factory=dict)
     added: dict[str, DeviceSpec] = field(default_factory=dict)
@@ -65,12 +61,6 @@ class _HwlocTree:
     """Whether GPUs are NUMA domains of their own, next to a Grace's."""
     node_of: dict[str, str] = field(default_factory=dict)
     """Nodes by the gp_index of their objects and of those inside them."""
-
-    def next_id(self, prefix: str) -> tuple[str, int]:
-        """A fresh id with its number."""
-        number = self.counts.get(prefix, 0)
-        self.counts[prefix] = number + 1
-        return f"{prefix}{number}", number
 
 
 def from_hwloc_xml(
@@ -131,9 +121,7 @@ def from_hwloc_xml(
     _add_nvlinks(walk, root, machine)
     if machine.find(".//object[@type='PCIDev']") is None:
         builder.notes.append("The file has no PCI devices: whether the machine has GPUs is not told.")
-    imported = builder.build(f"Imported from the hwloc file {Path(path).name}.")
-    warn_of_notes(builder)
-    return imported
+    return builder.build_imported(f"Imported from the hwloc file {Path(path).name}.")
 
 
 def _add_numas(
@@ -193,8 +181,7 @@ def _add_packages(walk: _HwlocTree, machine: ET.Element) -> None:
     packages = list(machine.iterfind(".//object[@type='Package']")) or [machine]
     cores = {package: _num_cores(package, _bitmap(machine.get("allowed_cpuset"))) for package in packages}
     usable = [package for package in packages if cores[package]] or packages
-    for package in usable:
-        _, index = walk.next_id("cpu")
+    for index, package in enumerate(usable):
         inside = [walk.numas[number] for number in _domains_of(walk, package)] or [
             next(iter(walk.numas.values()))
         ]
@@ -247,16 +234,10 @@ def _add_bridges(walk: _HwlocTree, parent: ET.Element, numa: str) -> None:
     for child in parent.findall("object"):
         if child.get("type") == "Bridge" and child.get("bridge_type") == HOST_BRIDGE:
             if _has_devices(walk, child):
-                root, _ = walk.next_id("root")
-                walk.builder.add_node(root, "pcie_root", host="host0")
-                walk.builder.join(here, root, catalogue().link_types["fabric"])
-                _add_children(walk, child, root, here)
+                _add_children(walk, child, walk.builder.add_root(here), here)
         elif child.get("type") == "PCIDev" and _is_wanted(walk, child):
             # Without bridges in the file, as in some virtual machines, a device hangs on its domain.
-            root, _ = walk.next_id("root")
-            walk.builder.add_node(root, "pcie_root", host="host0")
-            walk.builder.join(here, root, catalogue().link_types["fabric"])
-            _add_device(walk, child, root, here)
+            _add_device(walk, child, walk.builder.add_root(here), here)
         elif child.get("type") != "PCIDev":
             _add_bridges(walk, child, here)
 
@@ -285,23 +266,21 @@ def _add_children(walk: _HwlocTree, parent: ET.Element, parent_id: str, numa: st
                 # A root port with one device or one switch behind it is a wire, not a switch.
                 _add_children(walk, child, parent_id, numa)
                 continue
-            switch, _ = walk.next_id("switch")
-            walk.builder.add_node(switch, "pcie_switch", host="host0")
+            switch = walk.builder.add_next("switch", "pcie_switch")
             walk.builder.join(parent_id, switch, _link_type(walk, child))
             _add_children(walk, child, switch, numa)
 
 
 def _add_device(walk: _HwlocTree, device: ET.Element, parent: str, numa: str) -> None:
     if device in walk.gpus:
-        node, index = walk.next_id("gpu")
         spec = walk.gpus[device]
-        walk.builder.add_node(node, "gpu", host="host0", index=index, spec=spec)
+        node = walk.builder.add_next("gpu", "gpu", index=len(walk.added), spec=spec)
         walk.added[node] = spec
         if walk.is_grace and spec.nvlink is not None and spec.nvlink.generation >= _GRACE_NVLINK_GENERATION:
             walk.builder.join(numa, node, catalogue().link_types["nvlink-c2c"])
     elif _is_wanted(walk, device):
-        node, _ = walk.next_id("nic" if _pci_type(device)[0].startswith(NETWORK) else "disk")
-        walk.builder.add_node(node, node.rstrip("0123456789"), host="host0")
+        kind = "nic" if _pci_type(device)[0].startswith(NETWORK) else "disk"
+        node = walk.builder.add_next(kind, kind)
     else:
         return
     walk.builder.join(parent, node, _link_type(walk, device))
@@ -329,23 +308,20 @@ def _gpu_spec(walk: _HwlocTree, device: ET.Element) -> DeviceSpec | None:
 
 
 def _link_type(walk: _HwlocTree, device: ET.Element) -> LinkType:
-    """The PCIe link whose speed hwloc reports in GB/s; of what hangs below where a virtual machine hides it or makes it up."""
-    name, told = device.get("pci_busid", "unnamed"), _told_link(device, walk.path)
-    if device in walk.gpus:
-        if told is None:
-            return hidden_gpu_link(walk.builder, walk.gpus[device])
-        return believed_gpu_link(walk.builder, name, told, walk.gpus[device])
-    if device.get("type") == "Bridge":
-        found = device.iterfind(".//object[@type='PCIDev']")
-        below = [_link_type(walk, child) for child in found if _is_wanted(walk, child)]
-        if told is None:
-            return max(below, key=lambda link: link.nominal_bandwidth_bytes_per_s, default=pcie_type(3, 16))
-        bridge = re.search(r"\[([0-9a-fA-F]{4}):", device.get("pci_type", ""))
-        return believed_bridge(walk.builder, name, told, below, hexadecimal(bridge[1]) if bridge else None)
-    return told or pcie_type(3, 16)
+    found = device.iterfind(".//object[@type='PCIDev']") if device.get("type") == "Bridge" else ()
+    bridge = re.search(r"\[([0-9a-fA-F]{4}):", device.get("pci_type", ""))
+    return link_above(
+        walk.builder,
+        device.get("pci_busid", "unnamed"),
+        _told_link(device, walk.path),
+        gpu=walk.gpus.get(device),
+        below=[_link_type(walk, child) for child in found if _is_wanted(walk, child)],
+        vendor=hexadecimal(bridge[1]) if bridge else None,
+    )
 
 
 def _told_link(device: ET.Element, path: str | Path) -> LinkType | None:
+    """The link of the speed that hwloc reports in GB/s; None where it reports none."""
     text = device.get("pci_link_speed", "0")
     try:
         speed_bytes_per_s = float(text) * 1e9

@@ -20,7 +20,6 @@ from topology.building import (
     pcie_type,
     require_device,
     socket_type,
-    warn_of_notes,
 )
 from topology.documents import catalogue
 from topology.errors import TopologyError
@@ -31,11 +30,9 @@ from topology.importers.pci import (
     BRIDGE,
     NETWORK,
     PCI_ID_TO_DEVICE,
-    believed_bridge,
-    believed_gpu_link,
     hexadecimal,
-    hidden_gpu_link,
     is_gpu,
+    link_above,
     pci_class,
 )
 from topology.importers.safe_xml import attribute, integer, parse_xml
@@ -60,9 +57,6 @@ class _NcclTree:
     """PCI devices that are GPUs or adapters, and what lies above them."""
     gpu_by_bus: dict[str, str] = field(default_factory=dict)
     nvlinks: list[tuple[str, str, ET.Element, int]] = field(default_factory=list)
-    num_roots: int = 0
-    num_switches: int = 0
-    num_nics: int = 0
 
 
 def from_nccl_xml(
@@ -118,7 +112,8 @@ def from_nccl_xml(
         numas.append(numa)
         builder.add_cpu(index, "host0", [numa], _cpu_spec(cpu, domain, index, path))
         for child in domain.findall("pci"):
-            _add_root(walk, child, numa)
+            if child in walk.carrying:
+                _add_pci(walk, child, builder.add_root(numa), numa)
         for nic in domain.findall("nic"):
             # NCCL puts an adapter without a PCI device of its own here, such as a virtual machine's.
             builder.join(numa, _add_nic(walk, nic), catalogue().link_types["fabric"])
@@ -128,9 +123,7 @@ def from_nccl_xml(
     _add_nvlinks(walk)
     if all(pci.find("gpu") is None for pci in walk.gpus):
         _assume_switch(walk)
-    machine = builder.build(f"Imported from the NCCL topology file {Path(path).name}.")
-    warn_of_notes(builder)
-    return machine
+    return builder.build_imported(f"Imported from the NCCL topology file {Path(path).name}.")
 
 
 def _find_gpus(
@@ -149,7 +142,9 @@ def _find_gpus(
         if pci not in numbers and is_gpu(pci_class(pci.get("class")), hexadecimal(pci.get("vendor")))
     ]
     free = (number for number in range(len(devices) + len(numbers)) if number not in numbers.values())
-    others.sort(key=lambda pci: _bus_order(attribute(pci, "busid", path)))
+    # The driver counts bus ids in the order of their numbers, whose parts may have different lengths.
+    bus_ids = {pci: re.split("[:.]", attribute(pci, "busid", path).lower().strip()) for pci in others}
+    others.sort(key=lambda pci: [(len(part), part) for part in bus_ids[pci]])
     numbers |= dict(zip(others, list(free), strict=False))
     if not numbers:
         told = any(pci.get("class") for pci in devices)
@@ -183,11 +178,6 @@ def _carrying(root: ET.Element, gpus: Container[ET.Element]) -> set[ET.Element]:
     return carrying
 
 
-def _bus_order(bus_id: str) -> tuple[tuple[int, str], ...]:
-    """Bus ids in the driver's order, which is that of their numbers."""
-    return tuple((len(part), part) for part in re.split(r"[:.]", bus_id.lower().strip()))
-
-
 def _cpu_spec(cpu: str | None, domain: ET.Element, index: int, path: str | Path) -> DeviceSpec:
     if cpu is not None:
         return require_device(cpu, "cpu", "the file")
@@ -200,29 +190,17 @@ def _cpu_spec(cpu: str | None, domain: ET.Element, index: int, path: str | Path)
     return generic_cpu(index, num_cores, "affinity mask of the NCCL topology file")
 
 
-def _add_root(walk: _NcclTree, pci: ET.Element, numa: str) -> None:
-    if pci not in walk.carrying:
-        return
-    root = walk.builder.add_node(f"root{walk.num_roots}", "pcie_root", host="host0")
-    walk.num_roots += 1
-    walk.builder.join(numa, root, catalogue().link_types["fabric"])
-    _add_pci(walk, pci, root, numa)
-
-
 def _add_pci(walk: _NcclTree, pci: ET.Element, parent: str, numa: str) -> None:
-    children = pci.findall("pci")
-    nic = pci.find("nic")
     if pci in walk.gpus:
         node = _add_gpu(walk, pci, numa)
     elif _is_nic(pci):
-        node = _add_nic(walk, nic)
+        node = _add_nic(walk, pci.find("nic"))
     elif pci in walk.carrying:
-        node = walk.builder.add_node(f"switch{walk.num_switches}", "pcie_switch", host="host0")
-        walk.num_switches += 1
+        node = walk.builder.add_next("switch", "pcie_switch")
     else:
         return  # a device that carries no traffic of ours, such as an NVSwitch's own PCI function
     walk.builder.join(parent, node, _link_type(walk, pci))
-    for child in children:
+    for child in pci.findall("pci"):
         _add_pci(walk, child, node, numa)
 
 
@@ -249,8 +227,7 @@ def _add_gpu(walk: _NcclTree, pci: ET.Element, numa: str) -> str:
 
 
 def _add_nic(walk: _NcclTree, nic: ET.Element | None) -> str:
-    node = walk.builder.add_node(f"nic{walk.num_nics}", "nic", host="host0")
-    walk.num_nics += 1
+    node = walk.builder.add_next("nic", "nic")
     net = None if nic is None else nic.find("net")
     if net is not None:
         if "network0" not in walk.builder:
@@ -266,27 +243,21 @@ def _add_nic(walk: _NcclTree, nic: ET.Element | None) -> str:
 
 
 def _link_type(walk: _NcclTree, pci: ET.Element) -> LinkType:
-    """The link above a PCI device; what a virtual machine hides or makes up is taken from the devices themselves."""
-    name, told = pci.get("busid", "unnamed"), _told_link(pci, walk.path)
-    if pci in walk.gpus:
-        _, spec = walk.gpus[pci]
-        if told is None:
-            return hidden_gpu_link(walk.builder, spec)
-        return believed_gpu_link(walk.builder, name, told, spec)
-    below = [_link_type(walk, child) for child in pci.findall("pci") if child in walk.carrying]
-    if pci_class(pci.get("class")) not in {"", BRIDGE} or not below:
-        return told or pcie_type(3, 16)  # what NCCL takes
-    if told is None:
-        return max(below, key=lambda link: link.nominal_bandwidth_bytes_per_s)
-    return believed_bridge(walk.builder, name, told, below, hexadecimal(pci.get("vendor")))
-
-
-def _told_link(pci: ET.Element, path: str | Path) -> LinkType | None:
-    """The link that a file tells; None where a virtual machine reports "Unknown" or a width of 0."""
     match = re.match(r"\s*([0-9]+(?:\.[0-9]+)?)\s*GT/s", pci.get("link_speed", ""))
     generation = GIGATRANSFERS_TO_GENERATION.get(float(match[1])) if match else None
-    lanes = integer(pci, "link_width", path, default=0)
-    return None if generation is None or lanes < 1 else pcie_type(generation, lanes)
+    lanes = integer(pci, "link_width", walk.path, default=0)
+    # A virtual machine reports "Unknown", or a width of 0.
+    told = None if generation is None or lanes < 1 else pcie_type(generation, lanes)
+    children = [] if pci in walk.gpus else pci.findall("pci")
+    below = [_link_type(walk, child) for child in children if child in walk.carrying]
+    return link_above(
+        walk.builder,
+        pci.get("busid", "unnamed"),
+        told,
+        gpu=walk.gpus[pci][1] if pci in walk.gpus else None,
+        below=below if pci_class(pci.get("class")) in {"", BRIDGE} else (),
+        vendor=hexadecimal(pci.get("vendor")),
+    )
 
 
 def _add_nvlinks(walk: _NcclTree) -> None:

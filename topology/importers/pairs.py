@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from topology.building import MachineBuilder, adds_up, nvlink_type
-from topology.documents import catalogue
 from topology.schema import LinkType, NvlinkPorts
 
 Pair = frozenset[str]
@@ -57,47 +56,37 @@ def attach(builder: MachineBuilder, endpoints: Iterable[Endpoint], levels: Mappi
     devices = {endpoint.id: endpoint for endpoint in endpoints}
     for endpoint in devices.values():
         builder.add_node(endpoint.id, host="host0", **endpoint.fields)
-    fabric = catalogue().link_types["fabric"]
-    num_switches = 0
-    for number, under_root in enumerate(_groups(devices, levels, ROOT)):
-        root = builder.add_node(f"root{number}", "pcie_root", host="host0")
-        builder.join(devices[under_root[0]].numa, root, fabric)
+    for under_root in _groups(devices, levels, ROOT):
+        root = builder.add_root(devices[under_root[0]].numa)
         for cascade in _groups(under_root, levels, SWITCHES):
             leaves = _groups(cascade, levels, ONE_SWITCH)
-            widest = max((devices[name].link_type for name in cascade), key=_bandwidth)
+            types = (devices[name].link_type for name in cascade)
+            widest = max(types, key=lambda link: link.nominal_bandwidth_bytes_per_s)
             parent = root
             if len(leaves) > 1:
-                parent = builder.add_node(f"switch{num_switches}", "pcie_switch", host="host0")
-                num_switches += 1
+                parent = builder.add_next("switch", "pcie_switch")
                 builder.join(root, parent, widest)
             for leaf in leaves:
                 above = parent
                 if len(leaf) > 1:
-                    above = builder.add_node(f"switch{num_switches}", "pcie_switch", host="host0")
-                    num_switches += 1
+                    above = builder.add_next("switch", "pcie_switch")
                     builder.join(parent, above, widest)
                 for name in leaf:
                     builder.join(above, name, devices[name].link_type)
 
 
-def _bandwidth(link_type: LinkType) -> float:
-    return link_type.nominal_bandwidth_bytes_per_s
+def _groups(names: Iterable[str], levels: Mapping[Pair, str], codes: tuple[str, ...]) -> list[list[str]]:
+    """Return the devices that pairs with one of the codes connect, in the order given."""
+    import networkx as nx
 
-
-def _groups(
-    names: Iterable[str], levels: Mapping[Pair, str], codes: tuple[str, ...]
-) -> list[tuple[str, ...]]:
-    """Connected components under the pairs that have one of the codes, in order."""
-    groups: list[list[str]] = []
-    for name in names:
-        touching = [
-            group for group in groups if any(levels.get(frozenset({name, o})) in codes for o in group)
-        ]
-        merged = [other for group in touching for other in group] + [name]
-        at = groups.index(touching[0]) if touching else len(groups)
-        groups = [group for group in groups if group not in touching]
-        groups.insert(at, merged)
-    return [tuple(group) for group in groups]
+    order = {name: number for number, name in enumerate(names)}
+    near: nx.Graph[str] = nx.Graph()
+    near.add_nodes_from(order)
+    for pair, code in levels.items():
+        if code in codes and pair <= order.keys():
+            near.add_edge(*pair)
+    groups = (sorted(group, key=order.__getitem__) for group in nx.connected_components(near))
+    return sorted(groups, key=lambda group: order[group[0]])
 
 
 def join_nvlinks(

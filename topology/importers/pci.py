@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -84,28 +85,42 @@ def is_gpu(class_digits: str, vendor: int | None) -> bool:
     return class_digits.startswith(DISPLAY) and vendor in {NVIDIA, AMD}
 
 
-def believed_bridge(
-    builder: MachineBuilder, name: str, link_type: LinkType, below: list[LinkType], vendor: int | None
+def link_above(
+    builder: MachineBuilder,
+    name: str,
+    told: LinkType | None,
+    *,
+    gpu: DeviceSpec | None = None,
+    below: Sequence[LinkType] = (),
+    vendor: int | None = None,
 ) -> LinkType:
-    """The link of a bridge, or that of what hangs below it where a virtual machine made the bridge up.
+    """The link above a PCI device: as its file tells, unless a virtual machine hides it or makes it up.
 
     Parameters
     ----------
     builder : MachineBuilder
-        Gets a note if the link is not believed.
+        Gets a note where the link is not told, or not believed.
     name : str
-        The bridge, for the note.
-    link_type : LinkType
+        The device, for the note.
+    told : LinkType or None
         As its file says.
-    below : list of LinkType
-        Of the devices and bridges below it.
-    vendor : int or None
-        PCI vendor of the bridge, where it is known.
+    gpu : DeviceSpec, optional
+        What the device is, if it is a GPU.
+    below : sequence of LinkType
+        Of the devices and bridges below it, if it is a bridge.
+    vendor : int, optional
+        Of a bridge, where it is known.
     """
-    widest = max(below, key=lambda link: link.nominal_bandwidth_bytes_per_s, default=link_type)
-    has, needs = (link.nominal_bandwidth_bytes_per_s for link in (link_type, widest))
+    if gpu is not None:
+        return _of_gpu(builder, name, told, gpu)
+    if not below:
+        return told or pcie_type(3, 16)  # what NCCL takes
+    widest = max(below, key=lambda link: link.nominal_bandwidth_bytes_per_s)
+    if told is None:
+        return widest
+    has, needs = (link.nominal_bandwidth_bytes_per_s for link in (told, widest))
     if has * _DOUBT > needs and not (vendor == RED_HAT and has < needs):
-        return link_type
+        return told
     builder.notes.append(
         f"The bridge {name} of {format_bandwidth(has)} above a device of {format_bandwidth(needs)} is taken for a virtual "
         "machine's, whose links carry what the board's do."
@@ -113,29 +128,25 @@ def believed_bridge(
     return widest
 
 
-def believed_gpu_link(builder: MachineBuilder, name: str, link_type: LinkType, spec: DeviceSpec) -> LinkType:
+def _of_gpu(builder: MachineBuilder, name: str, told: LinkType | None, gpu: DeviceSpec) -> LinkType:
     """A GPU's link at a generation that it can have: no newer than its connector, and not that which links sleep at."""
-    width = link_type.pcie
-    if width is None or spec.pcie is None:
+    if told is None:
+        link_type = connector_type(gpu)
+        builder.notes.append(
+            f"The PCIe link of {gpu.name} is not told; its connector's is assumed, {link_type.name}."
+        )
         return link_type
-    is_asleep = width.generation == 1 and width.lanes >= 4 and spec.pcie.generation >= 3
-    if not is_asleep and width.generation <= spec.pcie.generation:
-        return link_type
-    lanes = min(width.lanes, spec.pcie.lanes)
-    believed = pcie_type(spec.pcie.generation, lanes)
-    told, taken = (format_bandwidth(link.nominal_bandwidth_bytes_per_s) for link in (link_type, believed))
+    width = told.pcie
+    if width is None or gpu.pcie is None:
+        return told
+    is_asleep = width.generation == 1 and width.lanes >= 4 and gpu.pcie.generation >= 3
+    if not is_asleep and width.generation <= gpu.pcie.generation:
+        return told
+    believed = pcie_type(gpu.pcie.generation, min(width.lanes, gpu.pcie.lanes))
+    has, taken = (format_bandwidth(link.nominal_bandwidth_bytes_per_s) for link in (told, believed))
     builder.notes.append(
-        f"The link of {name} of {told} is taken for one that sleeps: {taken} under load."
+        f"The link of {name} of {has} is taken for one that sleeps: {taken} under load."
         if is_asleep
-        else f"{spec.name} has PCIe {spec.pcie.generation}.0: {taken} are taken, not the {told} that the file tells."
+        else f"{gpu.name} has PCIe {gpu.pcie.generation}.0: {taken} are taken, not the {has} that the file tells."
     )
     return believed
-
-
-def hidden_gpu_link(builder: MachineBuilder, spec: DeviceSpec) -> LinkType:
-    """The link of a GPU whose virtual machine hides it: its connector's."""
-    link_type = connector_type(spec)
-    builder.notes.append(
-        f"The PCIe link of {spec.name} is not told; its connector's is assumed, {link_type.name}."
-    )
-    return link_type

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from topology.building import MachineBuilder, warn_of_notes
+from topology.building import MachineBuilder
 from topology.documents import catalogue
 from topology.errors import TopologyError
 from topology.graph import Topology
@@ -63,9 +63,7 @@ def from_rocm_smi_topo(
             if rows[first][columns.index(second)] == "XGMI":
                 builder.join(first.lower(), second.lower(), catalogue().link_types["xgmi-mi300x"])
     builder.notes.append("How GPUs share PCIe switches, and their processors, rocm-smi does not tell.")
-    machine = builder.build("Imported from `rocm-smi --showtopo`; PCIe widths are assumed.")
-    warn_of_notes(builder)
-    return machine
+    return builder.build_imported("Imported from `rocm-smi --showtopo`; PCIe widths are assumed.")
 
 
 def _link_types(text: str) -> tuple[tuple[str, ...], dict[str, list[str]]]:

@@ -42,20 +42,16 @@ def parse_xml(path: str | Path, root_tag: str, tool: str) -> ET.Element:
     except ET.ParseError as error:
         message = f"{str(path)!r} is not XML: {error}"
         raise TopologyError(message, hint=f"write it again with {tool}") from error
-    if _is_too_deep(root):
+    level = [root]
+    for _ in range(MAX_DEPTH):
+        level = [child for element in level for child in element]
+    if level:
         message = f"{str(path)!r} nests more than {MAX_DEPTH} levels of elements"
         raise TopologyError(message, hint=f"write it again with {tool}")
     if root.tag != root_tag:
         message = f"{str(path)!r} starts with <{root.tag}>, not <{root_tag}> as the XML of {tool} does"
         raise TopologyError(message, hint="--from says which tool wrote the file: nccl, hwloc or smi")
     return root
-
-
-def _is_too_deep(root: ET.Element) -> bool:
-    level = [root]
-    for _ in range(MAX_DEPTH):
-        level = [child for element in level for child in element]
-    return bool(level)
 
 
 def attribute(element: ET.Element, name: str, path: str | Path) -> str:

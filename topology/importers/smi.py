@@ -16,7 +16,6 @@ from topology.building import (
     generic_cpu,
     pcie_type,
     require_device,
-    warn_of_notes,
 )
 from topology.documents import catalogue
 from topology.errors import TopologyError
@@ -114,7 +113,8 @@ def _tables(text: str) -> list[_Table]:
             devices = list(itertools.takewhile(lambda word: word not in _NOT_DEVICES, words))
             tables.append(_Table(devices, _HEADINGS.findall(line)))
         elif words and tables and words[0] in tables[-1].columns:
-            cells = _split(line)
+            # By tabs where there are any, since cells of affinities may be empty.
+            cells = [cell.strip() for cell in (line.split("\t") if "\t" in line else words)]
             if cells[0] == words[0] and len(cells) > 1:
                 tables[-1].rows.setdefault(words[0], cells[1:])
     if not tables:
@@ -128,12 +128,8 @@ def _is_heading(words: list[str]) -> bool:
     return (
         len(words) == 1
         or re.fullmatch(r"GPU\d+|CPU|NUMA|GPU", words[1]) is not None
-        or not _is_cell(words[1])
+        or re.fullmatch(r"[A-Z]{1,4}|NV\d+|N/A|\d.*", words[1]) is None
     )
-
-
-def _is_cell(word: str) -> bool:
-    return re.fullmatch(r"[A-Z]{1,4}|NV\d+|N/A|\d.*", word) is not None
 
 
 def _is_of_codes(table: _Table) -> bool:
@@ -142,12 +138,6 @@ def _is_of_codes(table: _Table) -> bool:
     known = [cell for cell in cells if cell in CODES or cell in OLDER_CODES or re.fullmatch(r"NV\d+", cell)]
     others = {cell for cell in known if cell != "X"}
     return len(known) == len(cells) and (bool(others) or len(table.columns) == 1)
-
-
-def _split(line: str) -> list[str]:
-    """Cells of a row: by tabs where there are any, since affinity cells may be empty, else by spaces."""
-    cells = line.split("\t") if "\t" in line else re.split(r"\s+", line.strip())
-    return [cell.strip() for cell in cells]
 
 
 def _read_rows(table: _Table) -> TopoMatrix:
@@ -172,7 +162,11 @@ def _read_rows(table: _Table) -> TopoMatrix:
         if re.fullmatch(r"\d+", tail.get("GPU NUMA ID", "")):
             coherent.add(name)
     members = _domains(numa, cpus)
-    cores = {domain: cores_of(_of_mask(mask)) for domain, mask in members.items() if mask}
+    cores = {
+        domain: cores_of(cpu for cpu, bit in enumerate(reversed(f"{mask:b}")) if bit == "1")
+        for domain, mask in members.items()
+        if mask
+    }
     return TopoMatrix(tuple(columns), levels, nvlinks, numa, cores, frozenset(coherent))
 
 
@@ -182,10 +176,6 @@ def _mask(listed: str) -> int:
     for run in _runs(listed):
         mask |= ((1 << len(run)) - 1) << run.start
     return mask
-
-
-def _of_mask(mask: int) -> Iterator[int]:
-    return (cpu for cpu, bit in enumerate(reversed(f"{mask:b}")) if bit == "1")
 
 
 def _domains(numa: dict[str, int], cpus: Mapping[str, int]) -> dict[int, int]:
@@ -205,11 +195,7 @@ def _domains(numa: dict[str, int], cpus: Mapping[str, int]) -> dict[int, int]:
 
 
 def _read_cell(
-    name: str,
-    other: str,
-    code: str,
-    levels: dict[Pair, str],
-    nvlinks: dict[tuple[str, str], int],
+    name: str, other: str, code: str, levels: dict[Pair, str], nvlinks: dict[tuple[str, str], int]
 ) -> None:
     code = OLDER_CODES.get(code, code)
     if re.fullmatch(r"NV\d+", code):
@@ -323,9 +309,7 @@ def from_nvidia_smi_topo(
     specs = gpu_specs(matrix.gpus, listed, gpu, "the nvidia-smi matrix")
     builder = MachineBuilder(name)
     build_matrix(builder, matrix, specs, cpu, memory, memory_bandwidth, pcie_generation)
-    machine = builder.build("Imported from `nvidia-smi topo -m`; PCIe widths are assumed.")
-    warn_of_notes(builder)
-    return machine
+    return builder.build_imported("Imported from `nvidia-smi topo -m`; PCIe widths are assumed.")
 
 
 def gpu_specs(
