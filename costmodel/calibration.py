@@ -53,14 +53,7 @@ _NOT_FITTED = frozenset(
 
 @dataclass(frozen=True)
 class Residual:
-    """One measurement beside what the fitted profile says.
-
-    Attributes
-    ----------
-    name : str
-    measured_s, predicted_s : float
-    contended : bool
-    """
+    """One measurement beside what the fitted profile says."""
 
     name: str
     measured_s: float

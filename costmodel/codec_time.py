@@ -198,14 +198,7 @@ def fit_codec_profile(measured: Sequence[tuple[CodecWork, float]], source: str) 
 
 @dataclass(frozen=True, slots=True)
 class CutLink:
-    """What a tensor crosses: a link, between processors that take as long as `profile` says.
-
-    Attributes
-    ----------
-    bandwidth_bytes_per_s : float
-    profile : CodecProfile
-    latency_s : float
-    """
+    """What a tensor crosses: a link, between processors that take as long as `profile` says."""
 
     bandwidth_bytes_per_s: float
     profile: CodecProfile
@@ -214,14 +207,7 @@ class CutLink:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What a tensor's way across a cut takes.
-
-    Attributes
-    ----------
-    spec : CodecSpec
-    size_bytes : int
-    encode_s, transfer_s, decode_s : float
-    """
+    """What a tensor's way across a cut takes."""
 
     spec: CodecSpec
     size_bytes: int

@@ -313,7 +313,9 @@ def datasheet_profile(topology: Topology, device_id: str, *, num_threads: int | 
     """
     spec = topology.device_spec(device_id)
     if spec.kind == "gpu":
-        host_cores = _host_cores(topology, device_id)
+        host = topology.host_of(device_id).id
+        cpus = [node.id for node in topology.of_kind("cpu") if node.host == host]
+        host_cores = max(1, sum(topology.device_spec(cpu).num_cores for cpu in cpus))
         constants = _gpu_constants(spec)
         threads = 1
     else:
@@ -326,7 +328,11 @@ def datasheet_profile(topology: Topology, device_id: str, *, num_threads: int | 
     stated = (*constants, *_copy_constants(topology, device_id, spec))
     # What is known of the device goes before what is assumed of all of its kind.
     known = {constant.name for constant in stated}
-    assumed = (constant for constant in _plain_constants(spec.kind) if constant.name not in known)
+    assumed = (
+        _constant(name, spread, _HOST_SOURCES[name])
+        for name, spread in _HOST_CONSTANTS[spec.kind].items()
+        if name not in known
+    )
     return Profile(
         device_name=spec.name,
         device_kind=spec.kind,
@@ -337,21 +343,10 @@ def datasheet_profile(topology: Topology, device_id: str, *, num_threads: int | 
     )
 
 
-def _host_cores(topology: Topology, device_id: str) -> int:
-    host = topology.host_of(device_id).id
-    cpus = [node for node in topology.of_kind("cpu") if node.host == host]
-    return max(1, sum(topology.device_spec(node.id).num_cores for node in cpus))
-
-
 def _constant(name: str, spread: Spread, source: str, *, scale: float = 1.0) -> Constant:
     value, low, high = (figure * scale for figure in spread)
     unit = CONSTANT_UNITS[name.split(".", 1)[0]]
     return Constant(name=name, value=value, low=low, high=high, unit=unit, source=source)
-
-
-def _plain_constants(kind: str) -> Iterator[Constant]:
-    for name, spread in _HOST_CONSTANTS[kind].items():
-        yield _constant(name, spread, _HOST_SOURCES[name])
 
 
 def _peak(spec: DeviceSpec, dtype: DType) -> tuple[float, Reach, str]:
@@ -536,7 +531,12 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
             widened = (value * factor, low * factor, high)
             yield _constant(f"{name}.{dtype}", widened, f"{source}; widened to compute with", scale=scale)
     yield from _cpu_products(threads)
-    yield from _code_rates()
+    # Passes over codes, and those over numbers in each format that these may be in.
+    for name, known in PASSES.items():
+        for numbers in (".float32", ".bfloat16", ".float16") if known.num_numbers else ("",):
+            yield _constant(
+                f"code_rate.{name}{numbers}", _CPU_CODES, _CPU_CODES_SOURCE, scale=known.core_rate
+            )
     pairs = [f"{one}.{other}" for pair in CAST_PAIRS for one, other in (pair, pair[::-1])]
     for formats in (*CAST_FORMATS, *pairs):
         yield _constant(f"cast_rate.{formats}", _CPU_CASTS, _CPU_CASTS_SOURCE, scale=threads)
@@ -548,13 +548,6 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
         yield _constant(f"draw_rate.normal.{dtype}", normals, _CPU_DRAW_SOURCE)
         name = f"draw_rate.rademacher.{dtype}"
         yield _constant(name, normals, _CPU_DRAW_SOURCE, scale=_CPU_SIGNS_PER_NORMAL)
-
-
-def _code_rates() -> Iterator[Constant]:
-    """Yield how fast passes over codes are, those over numbers in each format that these may be in."""
-    for name, known in PASSES.items():
-        for dtype in (".float32", ".bfloat16", ".float16") if known.num_numbers else ("",):
-            yield _constant(f"code_rate.{name}{dtype}", _CPU_CODES, _CPU_CODES_SOURCE, scale=known.core_rate)
 
 
 def _cpu_products(threads: int) -> Iterator[Constant]:

@@ -344,14 +344,8 @@ def _busy_cores(terms: Mapping[str, float], seconds: float, profile: Profile) ->
         return 0.0
     if profile.device_kind == "gpu":
         return min(1.0, sum(terms.get(name, 0.0) for name in _HOST_TERMS) / seconds)
-    busy = sum(cost * _cores_of(name, profile) for name, cost in terms.items())
-    return busy / seconds
-
-
-def _cores_of(term: str, profile: Profile) -> float:
-    if term == "copy":
-        return profile.values()["copy_cores"]
-    return 1.0 if term in _SERIAL_TERMS else float(profile.num_threads)
+    cores = dict.fromkeys(_SERIAL_TERMS, 1.0) | {"copy": profile.values()["copy_cores"]}
+    return sum(cost * cores.get(name, profile.num_threads) for name, cost in terms.items()) / seconds
 
 
 def _memory_bytes(work: Work, cache_bytes: float, device_kind: DeviceKind) -> int:

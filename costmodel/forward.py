@@ -83,7 +83,8 @@ def forward_work(
         padded=padded,
         num_kept=num_kept,
     )
-    work = _player_of(segment)(spec, shape).model_copy(update={"calls": (_code_of(segment),)})
+    code: ModelCode = "embed" if segment == EMBED else "head" if segment == HEAD else "block"
+    work = _player_of(segment)(spec, shape).model_copy(update={"calls": (code,)})
     stored = storage_dtype or dtype
     if FORMATS[stored].element_bytes == FORMATS[dtype].element_bytes and {stored, dtype} != {
         "float16",
@@ -119,12 +120,6 @@ def shared_activation_bytes(
     mask = batch * seq * seq * (width if attention == "eager" else is_padded)
     rotary = 2 * seq * spec.head_dim * width if spec.positions == "rotary" else 0
     return mask + rotary
-
-
-def _code_of(segment: str) -> ModelCode:
-    if segment == EMBED:
-        return "embed"
-    return "head" if segment == HEAD else "block"
 
 
 def _with_cast_weights(work: Work, spec: ModelSpec, segment: str, stored: DType, dtype: DType) -> Work:
@@ -245,7 +240,9 @@ def _block_work(spec: ModelSpec, shape: Pass) -> Work:
     if not spec.is_causal:
         return _masked_block_work(tape, spec, shape)
     residual, normed, kept = _up_to_mlp(tape, spec, shape)
-    output = _mlp(tape, spec, shape, normed)
+    inner = _first_of_mlp(tape, spec, shape, normed)
+    output = tape.linear(shape.kept_rows, spec.intermediate_size, spec.hidden_size)
+    tape.free(inner, normed)
     output = tape.map(residual, output, drop=(residual, output))
     tape.free(*kept)
     _adapters(tape, spec, shape)
@@ -270,13 +267,6 @@ def _added_and_normed(tape: Tape, spec: ModelSpec, residual: TapeBuffer, change:
     normed = norm(tape, spec, total)
     tape.free(change, total)
     return normed
-
-
-def _mlp(tape: Tape, spec: ModelSpec, shape: Pass, normed: TapeBuffer) -> TapeBuffer:
-    inner = _first_of_mlp(tape, spec, shape, normed)
-    output = tape.linear(shape.kept_rows, spec.intermediate_size, spec.hidden_size)
-    tape.free(inner, normed)
-    return output
 
 
 def _first_of_mlp(tape: Tape, spec: ModelSpec, shape: Pass, normed: TapeBuffer) -> TapeBuffer:

@@ -117,7 +117,10 @@ def group_parameters(entries: Iterable[ParameterEntry]) -> tuple[ParameterGroup,
 
 def joined_halves(groups: Iterable[ParameterGroup]) -> tuple[ParameterGroup, ...]:
     """Return the groups of a model some of whose blocks were cut inside, as they are in the uncut model."""
-    whole = [(tuple(_uncut(segment) for segment in group.segments), group) for group in groups]
+    whole = [
+        (tuple(segment.removesuffix(FRONT).removesuffix(BACK) for segment in group.segments), group)
+        for group in groups
+    ]
     whole_groups = []
     for segments, run in groupby(whole, key=lambda pair: pair[0]):
         parts = [group for _, group in run]
@@ -137,10 +140,6 @@ def joined_halves(groups: Iterable[ParameterGroup]) -> tuple[ParameterGroup, ...
             )
         )
     return tuple(whole_groups)
-
-
-def _uncut(segment: str) -> str:
-    return segment.removesuffix(FRONT).removesuffix(BACK)
 
 
 def _group(name: str, segments: tuple[str, ...], run: list[ParameterEntry]) -> ParameterGroup:

@@ -176,7 +176,8 @@ class Communicator:
     def _ways(self, function: Function, bound: Bound) -> Iterator[Way]:
         """Yield each algorithm in each protocol."""
         # Sums in switches need drivers, containers and settings that allow them: at worst they are not to be had.
-        if self.in_switch_sums and self._has_nvls and function == "all_reduce" and bound != "high":
+        has_nvls = self.num_hosts == 1 and self.num_ranks > 2 and self.generation in _NVLS_PART
+        if self.in_switch_sums and has_nvls and function == "all_reduce" and bound != "high":
             yield _NVLS
         for way in _BASE_US:
             # Other functions have no trees; only NVLinks deliver 128 bytes in order.
@@ -184,10 +185,6 @@ class Communicator:
                 way[1] != "LL128" or self.wire == "nvlink"
             ):
                 yield way
-
-    @property
-    def _has_nvls(self) -> bool:
-        return self.num_hosts == 1 and self.num_ranks > 2 and self.generation in _NVLS_PART
 
     def _latency_us(self, way: Way, function: Function, size_bytes: float) -> float:
         if way == _NVLS:

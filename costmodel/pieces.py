@@ -67,7 +67,9 @@ def attention_part(tape: Tape, spec: ModelSpec, shape: Pass) -> tuple[TapeBuffer
     queries, keys = spec.num_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
     q, k, v = _project(tape, spec, shape, queries, keys)
     if spec.positions == "rotary":
-        q, k = _rotate_both(tape, q, k)
+        rotated = _rotate(tape, q), _rotate(tape, k)
+        tape.free(q, k)
+        q, k = rotated
     if spec.num_prefix_tokens:
         k, v = _prefixed(tape, spec, shape, k), _prefixed(tape, spec, shape, v)
     if shape.attention == "eager":
@@ -113,12 +115,6 @@ def _prefixed(tape: Tape, spec: ModelSpec, shape: Pass, states: TapeBuffer) -> T
     return longer
 
 
-def _rotate_both(tape: Tape, q: TapeBuffer, k: TapeBuffer) -> tuple[TapeBuffer, TapeBuffer]:
-    rotated = _rotate(tape, q), _rotate(tape, k)
-    tape.free(q, k)
-    return rotated
-
-
 def _rotate(tape: Tape, buffer: TapeBuffer) -> TapeBuffer:
     """Play ``x * cos + rotate_half(x) * sin``: five kernels, the tables being small."""
     cosine = tape.map(buffer)
@@ -141,7 +137,9 @@ def _eager(tape: Tape, spec: ModelSpec, shape: Pass) -> tuple[TapeBuffer, TapeBu
     """Play the two batched products with every score stored; the probabilities live to the end of the block."""
     per_token = spec.num_heads * spec.head_dim
     tape.attention.append(_attention(spec, shape, materialised=True))
-    repeated = _repeat_heads(tape, spec, shape)
+    # Keys and values of heads that share them are repeated for each.
+    num_repeated = 0 if spec.num_key_value_heads == spec.num_heads else 2
+    repeated = tuple(lookup(tape, shape.rows * per_token) for _ in range(num_repeated))
     copies = _contiguous_copies(tape, shape, per_token, 1 if repeated else 2)
     scores = tape.new(shape.batch * spec.num_heads * shape.seq * (shape.seq + spec.num_prefix_tokens))
     tape.num_kernels += 1
@@ -154,12 +152,6 @@ def _eager(tape: Tape, spec: ModelSpec, shape: Pass) -> tuple[TapeBuffer, TapeBu
     tape.num_kernels += 1
     tape.free(*copies)
     return tape.map(mixed, drop=(mixed, *repeated)), probabilities
-
-
-def _repeat_heads(tape: Tape, spec: ModelSpec, shape: Pass) -> tuple[TapeBuffer, ...]:
-    if spec.num_key_value_heads == spec.num_heads:
-        return ()
-    return tuple(lookup(tape, shape.rows * spec.num_heads * spec.head_dim) for _ in "kv")
 
 
 def _contiguous_copies(tape: Tape, shape: Pass, per_token: int, count: int) -> tuple[TapeBuffer, ...]:

@@ -116,7 +116,9 @@ class _Writer:
         """Return the work of `item` as published; `later` is what the step still lists behind it."""
         match item.op:
             case Draw(group=name, keep="rows"):
-                return self._visited(self.model.group(name))
+                # A whole table is perturbed there, across and back, each with a draw.
+                once = self._perturbed(self.model.group(name))
+                return once + once + once
             case Draw():
                 return Work()
             case Perturb(group=name) if isinstance(_next_use(name, later), Perturb):
@@ -181,11 +183,6 @@ class _Writer:
 
     def _drawn(self, group: ParameterGroup) -> Work:
         return draw_work(group.num_trainable, dtype=self.dtype, num_tensors=group.num_trainable_tensors)
-
-    def _visited(self, group: ParameterGroup) -> Work:
-        """Return the work of perturbing a whole table there, across and back, each with a draw."""
-        once = self._perturbed(group)
-        return once + once + once
 
 
 _AUTOCAST_KERNELS = 4

@@ -12,7 +12,7 @@ from costmodel.configs import read_model_spec
 from costmodel.prices import Payment, PriceTable, Range, load_prices, shipped_prices
 from topology.errors import PlanError
 from topology.units import QuantityError, format_seconds, parse_quantity
-from zosim.applications.buying.machine import Job, PricedMachine, machines_named
+from zosim.applications.buying.machine import Job, machines_named
 from zosim.applications.buying.offers import BuyerLimits, Market, Offer, RankBy, Refusal, plain
 from zosim.applications.buying.sensitivity import Change, Effect, MemoryRoom, effects, limiter, percent, rooms
 from zosim.applications.buying.shortfall import shortfall
@@ -390,10 +390,6 @@ def _offer_data(offer: Offer, limiter: str) -> dict[str, Any]:
         "energy_kwh": offer.cost.energy_kwh,
         "limited_by": limiter,
         "bottleneck": None if machine.prediction is None else machine.prediction.bottleneck,
-        "plan": _plan_data(machine),
+        # Without the model, which all offers share.
+        "plan": machine.plan.model_dump(mode="json", exclude={"model"}),
     }
-
-
-def _plan_data(machine: PricedMachine) -> dict[str, Any]:
-    """Return the plan without the model, which all offers share."""
-    return machine.plan.model_dump(mode="json", exclude={"model"})

@@ -167,7 +167,12 @@ class Market:
                     result = self._bounded(name, topology, count, payments)
                     if isinstance(result, Refusal):
                         refused.append(result)
-                    elif not any(_is_same(result, offer.machine) for offer in priced):
+                        continue
+                    # More devices may be allowed than are used.
+                    known = (
+                        (offer.machine.name, offer.machine.plan, offer.machine.payments) for offer in priced
+                    )
+                    if (result.name, result.plan, result.payments) not in known:
                         priced += self._priced(result)
         return self._simulated(self._ranked(priced), num_simulated), refused
 
@@ -290,8 +295,3 @@ def plain(value: float) -> str:
     ('0.123', '12,346')
     """
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _is_same(one: PricedMachine, other: PricedMachine) -> bool:
-    """Whether more devices were allowed, but not used."""
-    return (one.name, one.plan, one.payments) == (other.name, other.plan, other.payments)

@@ -60,8 +60,8 @@ def _kept_out(market: Market, offer: Offer) -> Refusal:
 def _remedies(market: Market, machines: Mapping[str, Topology], kept_out: Sequence[Refusal]) -> Iterator[str]:
     """Yield, for each cause, what would let a machine in: one that lacks little else, and least of that."""
     nearest: dict[Cause, Refusal] = {}
-    for item in kept_out:
-        nearest[item.cause] = min(nearest.get(item.cause, item), item, key=_distance)
+    for item in sorted(kept_out, key=lambda item: (len(item.needs), item.needs[0].least)):
+        nearest.setdefault(item.cause, item)
     if "hours" in nearest:
         refusal = nearest["hours"]
         yield f"with {_all_of(market, refusal)}: {_named(refusal)}, the fastest that fits"
@@ -74,10 +74,6 @@ def _remedies(market: Market, machines: Mapping[str, Topology], kept_out: Sequen
         refusal = nearest["memory"]
         yield f"with {_all_of(market, refusal)}: {_named(refusal)}, where least lacks; {refusal.remedy}"
         yield _with_a_smaller_batch(market.job, refusal, machines[refusal.name])
-
-
-def _distance(refusal: Refusal) -> tuple[int, float]:
-    return len(refusal.needs), refusal.needs[0].least
 
 
 def _all_of(market: Market, refusal: Refusal) -> str:

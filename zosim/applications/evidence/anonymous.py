@@ -36,10 +36,6 @@ class Anonymous:
 
     Presets and shipped sizes keep their names. Any other machine loses its name, the names of its nodes, labels,
     descriptions and where its figures come from; any other model is called by its family and size.
-
-    Parameters
-    ----------
-    subject : Subject
     """
 
     def __init__(self, subject: Subject) -> None:

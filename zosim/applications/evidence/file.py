@@ -213,14 +213,7 @@ class Evidence(FrozenModel):
 
 @dataclass(frozen=True)
 class CheckedStatement:
-    """One statement of an evidence file, held against what follows from the rest of it.
-
-    Attributes
-    ----------
-    what : str
-    stated, found : float or str
-    holds : bool
-    """
+    """One statement of an evidence file, held against what follows from the rest of it."""
 
     what: str
     stated: float | str

@@ -72,10 +72,6 @@ def _device(evidence: Evidence) -> str:
 def measurements_of(evidence: Evidence) -> list[Measurement]:
     """Return what a run's spans say about single operations.
 
-    Parameters
-    ----------
-    evidence : Evidence
-
     Returns
     -------
     list of Measurement
@@ -160,11 +156,14 @@ def _direction(program: Program, instruction: Instruction) -> CopyDirection:
 def _with_company(spans: Iterable[Span], *, is_cpu: bool) -> Iterator[tuple[Span, bool]]:
     """Yield spans with whether they ran alone: on a GPU on their stream, on a CPU on the whole machine."""
     listed = sorted(spans, key=lambda span: span.start_s)
+    copies = (Stream.H2D, Stream.D2H)
     for number, span in enumerate(listed):
         beside_s = sum(
             min(span.end_s, other.end_s) - max(span.start_s, other.start_s)
             for other in _near(listed, number)
-            if (other.rank, other.stream) != (span.rank, span.stream) and (is_cpu or _compete(span, other))
+            if (other.rank, other.stream) != (span.rank, span.stream)
+            # On a GPU those that take the same thing: both copy, or both compute.
+            and (is_cpu or (span.stream in copies) == (other.stream in copies))
         )
         yield span, beside_s <= OVERLAP * span.duration_s
 
@@ -179,9 +178,3 @@ def _near(listed: list[Span], number: int) -> Iterator[Span]:
     for earlier in listed[:number]:
         if earlier.end_s > span.start_s:
             yield earlier
-
-
-def _compete(span: Span, other: Span) -> bool:
-    """Whether two spans of a GPU take the same thing: both copy, or both compute."""
-    copies = (Stream.H2D, Stream.D2H)
-    return (span.stream in copies) == (other.stream in copies)

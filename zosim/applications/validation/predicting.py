@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from costmodel.gpus import is_widened, multiplies_float8
@@ -72,7 +72,9 @@ def outcome(row: MeasuredRow, sites: Sites) -> Forecast | str:
         if row["kind"] == "matmul" and row["dtype"].lower() == "int8" and not site.multiplies_int8:
             assumed.append("int8 multiplied as float16")
         if predictor in _OF_MODELS:
-            assumed += _about_model(row)
+            assumed += filter(None, [likeness(row)])
+            if row["code"].lower() not in CODES:
+                assumed.append(f"code {row['code']} does as torch does")
         return replace(said, assumed=(*assumed, *said.assumed))
     except RowsError as error:
         return "; ".join(filter(None, (error.message, error.hint)))
@@ -81,14 +83,6 @@ def outcome(row: MeasuredRow, sites: Sites) -> Forecast | str:
     except (ValueError, ArithmeticError, LookupError) as error:
         # Sizes that no model or machine has; one such row does not take the others along.
         return f"the row cannot be: {' '.join(str(error).split())[:200]}"
-
-
-def _about_model(row: MeasuredRow) -> Iterator[str]:
-    """Yield as what a model, and code that is not known, are predicted."""
-    if like := likeness(row):
-        yield like
-    if row["code"].lower() not in CODES:
-        yield f"code {row['code']} does as torch does"
 
 
 def _multiplies(row: MeasuredRow) -> bool:

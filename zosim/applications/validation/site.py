@@ -19,14 +19,7 @@ from zosim.options import HOST
 
 @dataclass(frozen=True)
 class Site:
-    """A machine.
-
-    Attributes
-    ----------
-    name : str
-    topology : Topology
-    profiles : Profiles
-    """
+    """A machine that was measured, with a profile of each of its devices."""
 
     name: str
     topology: Topology

@@ -9,7 +9,6 @@ from typing import Literal
 from costmodel.formats import DType
 from costmodel.gpus import is_widened
 from costmodel.memory import CONTEXT, SLACK
-from costmodel.model_spec import ModelSpec
 from costmodel.profile import Bound
 from topology.units import format_bytes
 from zosim.applications.first_order.programs import FirstOrder, lower_first_order
@@ -165,7 +164,7 @@ def _first_order(row: MeasuredRow, site: Site) -> Subject:
         batch=row.count("batch"),
         seq=row.count("seq"),
         mesh=Mesh(data=data, stage=stage),
-        split=Split(cuts=_even_cuts(model, stage)),
+        split=Split(cuts=tuple(f"block.{model.num_blocks * cut // stage - 1}" for cut in range(1, stage))),
         weights={"dtype": stored},
         forward={"attention": attention_of(row, site), "compute_dtype": dtype},
     )
@@ -211,7 +210,3 @@ def _optimizer(name: str) -> str:
     """Return what the simulator calls an optimizer."""
     plain = name.lower().replace("_", "").replace("-", "").replace(".", "")
     return "adam" if plain in _ADAMS else plain
-
-
-def _even_cuts(model: ModelSpec, num_stages: int) -> tuple[str, ...]:
-    return tuple(f"block.{model.num_blocks * stage // num_stages - 1}" for stage in range(1, num_stages))
