@@ -130,6 +130,7 @@ def attention_facts(name: str) -> dict[str, Any]:
 
 
 _STAGING_ALIGNMENT_BYTES = 64
+"""Of numbers of tokens and masks, which no product reads; 16 is what attention asks of a mask."""
 
 
 def staged_on(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:

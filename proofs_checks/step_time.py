@@ -28,8 +28,8 @@ _INSTANT = 1e24
 _RATIOS = (0.1, 0.5, 0.9, 1.0, 1.1, 2.0, 10.0)
 """A block's transfer over its two forwards."""
 
-_TOLERANCE = 2e-4
-"""Buckets are aligned: sixteen tensors of up to 63 bytes more are 0.8e-4 of a block; a batch crosses as well."""
+TOLERANCE = 5e-4
+"""Buckets are aligned: sixteen tensors of up to 255 bytes more are 3.2e-4 of a block; a batch crosses as well."""
 
 
 def model() -> ModelSpec:
@@ -160,7 +160,7 @@ def check_step_time(context: Context) -> Outcome:
             details.append(
                 f"{2 * num_queries} forwards, {kind}: off by {max(errors):.1e} over {len(errors)} machines"
             )
-    return Outcome(largest, _TOLERANCE, "relative error of the closed form", tuple(details))
+    return Outcome(largest, TOLERANCE, "relative error of the closed form", tuple(details))
 
 
 def check_traffic(_context: Context) -> Outcome:
@@ -186,7 +186,7 @@ def check_traffic(_context: Context) -> Outcome:
     details.append(
         f"one forward: {once:.4g} FLOP, off by {single:.1e} from the matrix products counted by hand"
     )
-    return Outcome(max(largest, single), _TOLERANCE, "relative error of bytes and FLOPs", tuple(details))
+    return Outcome(max(largest, single), TOLERANCE, "relative error of bytes and FLOPs", tuple(details))
 
 
 def _copied(shape: Program, label: str) -> int:

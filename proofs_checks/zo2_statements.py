@@ -17,7 +17,7 @@ from proofs_checks.faults import EMPTY_FLUSH, PRESENT_RATE, UPDATES_THAT_DO_NOT_
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.placements import OFFLOADED, same_bits, tiny_model, train
-from proofs_checks.step_time import block_bytes, model, program
+from proofs_checks.step_time import TOLERANCE, block_bytes, model, program
 from zosim.lowering import lower
 from zosim.operations import Forward
 from zosim.plans import Placement, Plan, Residency, Schedule
@@ -341,7 +341,9 @@ def check_transfer_sizes(_context: Context) -> Outcome:
     whole = _copied_bytes(None)
     return everything_holds(
         {
-            name: equal(_copied_bytes(name) / whole, part, what="part of float32's bytes", tolerance=5e-4)
+            name: equal(
+                _copied_bytes(name) / whole, part, what="part of float32's bytes", tolerance=TOLERANCE / part
+            )
             for name, part in (("float16", 0.5), ("bfloat16", 0.5), ("float8_e4m3", 0.25))
         }
     )
@@ -358,7 +360,7 @@ def check_bytes_per_forward(_context: Context) -> Outcome:
     items = program().step
     forwards = sum(isinstance(item.op, Forward) and item.op.segment.startswith("block.") for item in items)
     uploaded = sum(item.work.copy_bytes for item in items if item.label == "upload")
-    return equal(uploaded / forwards / block_bytes(), 0.5, what="blocks a forward", tolerance=2e-4)
+    return equal(uploaded / forwards / block_bytes(), 0.5, what="blocks a forward", tolerance=TOLERANCE)
 
 
 def check_waiting(_context: Context) -> Outcome:

@@ -26,6 +26,8 @@ from zosim.documents import Document, DocumentKind, json_by_lines
 from zosim.instructions import PARTS, Access, Buffer, Instruction, Part
 
 PROGRAM_VERSION: Literal[2] = 2
+ALIGNMENT_BYTES = 64
+"""Tensors of a bucket start at multiples of this where nothing asks for more: misaligned weights change the bits of a product."""
 OLDEST_VERSION = 1
 """Of the files that can be read. In version 1, what an operand holds stood in two fields, ``what`` and ``point``."""
 
@@ -51,6 +53,8 @@ class Program(Document):
     prologue, step, flush : tuple of Instruction
     groups : mapping of str to int
         Members of each group that the rank is one of.
+    alignment_bytes : int
+        Parameters and directions, and each tensor of them, start at multiples of this in their buffers.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Program(Document):
     prologue: tuple[Instruction, ...] = ()
     flush: tuple[Instruction, ...] = ()
     groups: Mapping[str, int] = field(default_factory=dict)
+    alignment_bytes: int = ALIGNMENT_BYTES
     version: Literal[2] = PROGRAM_VERSION
 
     document = PROGRAM_FILE

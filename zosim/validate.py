@@ -48,9 +48,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from topology.errors import Hazard, ProgramError
+from zosim.contents import parameters_of
 from zosim.instructions import Access, Instruction, Stream
 from zosim.operations import Allocate, Collective, Free
-from zosim.program import Program
+from zosim.program import ALIGNMENT_BYTES, Program
 from zosim.ranges import Ranges
 from zosim.step_graph import Listed, StepGraph
 
@@ -76,6 +77,12 @@ def validate(program: Program) -> None:
 
 
 def _check_operands(program: Program) -> None:
+    unit = program.alignment_bytes
+    if unit < ALIGNMENT_BYTES or unit & (unit - 1):
+        raise ProgramError(
+            f"program {program.name}: alignment_bytes={unit} is no power of two from {ALIGNMENT_BYTES} on",
+            hint=f"leave it out for {ALIGNMENT_BYTES}",
+        )
     names = [buffer.name for buffer in program.buffers]
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -116,6 +123,12 @@ def _check_range(program: Program, where: str, access: Access) -> None:
             f"program {program.name}: {where} touches bytes {access.offset_bytes}..{access.end_bytes} of "
             f"{buffer.name}, which has {buffer.size_bytes}",
             hint="enlarge the buffer or correct the range",
+        )
+    if access.offset_bytes % program.alignment_bytes and parameters_of(access.what) is not None:
+        raise ProgramError(
+            f"program {program.name}: {where} has {access.what} from byte {access.offset_bytes} of {buffer.name} on, which is no "
+            f"multiple of the program's {program.alignment_bytes}",
+            hint="parameters and directions start at multiples of `alignment_bytes`",
         )
 
 

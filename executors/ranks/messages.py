@@ -20,12 +20,11 @@ from torch import Tensor
 
 from executors.codecs.container import DTYPES, dtype_number
 from topology.errors import CodecError, RunError
+from zosim.lowering.buckets import GPU_ALIGNMENT_BYTES, aligned
 
 LENGTH_BYTES = 8
 NUM_FORMATS = 2
 """Of a micro-batch's activation and residual stream; alike behind a block, where there is one tensor."""
-
-_ALIGNMENT_BYTES = 64
 
 Naming = Callable[[Sequence[int], str], AbstractContextManager[None]]
 """Takes who takes part and what is being done, and makes an error that names the ranks that are missing of torch's."""
@@ -41,7 +40,7 @@ class Packed:
     Attributes
     ----------
     data : torch.Tensor
-        Their bytes, each beginning at a multiple of 64.
+        Their bytes, each beginning at a multiple of 256: the next stage multiplies by what it gets, where it lies.
     formats : tuple of int
         Numbers of the formats of odd and of even tensors, as in the header of an encoded message.
     """
@@ -186,7 +185,7 @@ def pack(tensors: Sequence[Tensor]) -> Packed:
     CodecError
         If a format is unknown.
     """
-    sizes = [_aligned(tensor.numel() * tensor.element_size()) for tensor in tensors]
+    sizes = [aligned(tensor.numel() * tensor.element_size(), GPU_ALIGNMENT_BYTES) for tensor in tensors]
     data = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
     begin = 0
     for tensor, size in zip(tensors, sizes, strict=True):
@@ -210,14 +209,10 @@ def unpack(packed: Packed, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         size = math.prod(shape) * dtype.itemsize
         if begin + size <= packed.num_bytes:
             tensors.append(packed.data[begin : begin + size].view(dtype).view(shape))
-        begin += _aligned(size)
+        begin += aligned(size, GPU_ALIGNMENT_BYTES)
     if begin != packed.num_bytes:
         raise CodecError(
             f"a message of {packed.num_bytes} bytes for tensors of {begin}",
             hint="run both ranks on one release and one plan",
         )
     return tensors
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -327,8 +327,7 @@ def planned_device(plan: Plan) -> str:
     """
     placement = plan.placement
     first = placement.devices[0]
-    name = first.rpartition("/")[2]
-    kind = "gpu" if name.startswith("gpu") else "cpu"
+    kind = "gpu" if placement.is_on_gpus else "cpu"
     if placement.topology != HOST:
         # A machine's own names need not say what its nodes are; where the plan was made elsewhere they have to.
         with suppress(ZosimError):
@@ -336,7 +335,7 @@ def planned_device(plan: Plan) -> str:
     if kind != "gpu":
         return "cpu"
     accelerator = accelerator_kind()
-    number = name.removeprefix("gpu")
+    number = first.rpartition("/")[2].removeprefix("gpu")
     is_other = placement.world_size == 1 and placement.topology == HOST and number.isdecimal() and int(number)
     return f"{accelerator}:{number}" if is_other else accelerator
 

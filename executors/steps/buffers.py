@@ -25,7 +25,7 @@ from executors.models.parameters import Held, NamedTensor
 from topology.errors import ProgramError
 from zosim.contents import FrozenWeights, GroupWeights, parameters_of
 from zosim.instructions import Access, Buffer, Space
-from zosim.lowering.buckets import ALIGNMENT_BYTES, bucket_bytes, coded_bucket_bytes
+from zosim.lowering.buckets import aligned, bucket_bytes, coded_bucket_bytes
 from zosim.lowering.residency import CODED
 from zosim.operations import Draw, Forward, Perturb, Update
 from zosim.program import Program
@@ -46,15 +46,19 @@ class Part:
     tensors : tuple of NamedTensor
     segments : tuple of str
         Segments that read it.
+    alignment_bytes : int
+        Of its first byte and of each tensor's, as the program has it.
     """
 
     what: GroupWeights | FrozenWeights
     tensors: tuple[NamedTensor, ...]
     segments: tuple[str, ...]
+    alignment_bytes: int
 
     def size_bytes(self, dtype: str) -> int:
         """Return what a program reserves for the part."""
-        return bucket_bytes(sum(t.num_elements for t in self.tensors), len(self.tensors), dtype)
+        num_elements = sum(t.num_elements for t in self.tensors)
+        return bucket_bytes(num_elements, len(self.tensors), dtype, self.alignment_bytes)
 
     def matrices(self, coding: Coding) -> list[CodedMatrix]:
         """Return shapes of what is codes, each with how it is kept, where linear layers are kept as `coding`."""
@@ -67,14 +71,16 @@ class Part:
         if not matrices:
             return self.size_bytes(coding.dtype)
         num_elements = sum(t.num_elements for t in self.tensors)
-        return coded_bucket_bytes(num_elements, len(self.tensors), matrices, coding.dtype)
+        return coded_bucket_bytes(
+            num_elements, len(self.tensors), matrices, coding.dtype, self.alignment_bytes
+        )
 
     def offsets(self, dtype: str) -> list[int]:
         """Return the element at which each tensor starts, and one past the last."""
-        step = FORMATS[dtype].num_elements(ALIGNMENT_BYTES)
+        step = FORMATS[dtype].num_elements(self.alignment_bytes)
         starts, offset = [], 0
         for tensor in self.tensors:
-            offset = -(-offset // step) * step
+            offset = aligned(offset, step)
             starts.append(offset)
             offset += tensor.num_elements
         return [*starts, offset]
@@ -156,7 +162,7 @@ class BufferStore:
         self._allocate = allocate
         self._positions = positions or {}
         self._coding = engine.coding
-        self.parts = _parts_of(engine)
+        self.parts = _parts_of(engine, program.alignment_bytes)
         self.held = frozenset(parameters_of(access.what) for access in program.initial)
         self._num_shares = self._shares()
         self._flat: dict[str, Tensor | None] = {}
@@ -303,13 +309,12 @@ class BufferStore:
         if buffer.dtype == CODED and self._coding is not None:
             wanted = part.packed_bytes(self._coding)
         if self.is_weights(access):
-            unit = ALIGNMENT_BYTES * self._num_shares.get(part.what, 1)
-            wanted = -(-wanted // unit) * unit
-        if access.size_bytes != wanted or access.offset_bytes % ALIGNMENT_BYTES:
+            wanted = aligned(wanted, part.alignment_bytes * self._num_shares.get(part.what, 1))
+        if access.size_bytes != wanted or access.offset_bytes % part.alignment_bytes:
             raise ProgramError(
                 f"program {self._program.name}: {where} names {access.size_bytes} bytes from byte "
                 f"{access.offset_bytes} of {buffer.name} ({buffer.dtype}) for {access.what}, but the model's take "
-                f"{wanted} bytes, aligned to {ALIGNMENT_BYTES}",
+                f"{wanted} bytes, aligned to {part.alignment_bytes}",
                 hint="lower a plan that was made for this model",
             )
 
@@ -341,7 +346,7 @@ def _placed_codes(memory: Tensor, part: Part, coding: Coding) -> PlacedPart:
 
     def taken(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         nonlocal offset
-        begin = -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        begin = aligned(offset, part.alignment_bytes)
         offset = begin + prod(shape) * dtype.itemsize
         return memory[begin:offset].view(dtype).view(*shape)
 
@@ -362,17 +367,17 @@ def _placed_packed(memory: Tensor, part: Part, bits: int) -> PlacedPart:
     for tensor in part.tensors:
         end = begin + packed_shape_bytes(tensor.shape, bits)
         packed.append(PackedCodes(memory[begin:end], tensor.shape, bits))
-        begin = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        begin = aligned(end, part.alignment_bytes)
     return PlacedPart(memory, (), part, (), tuple(packed))
 
 
-def _parts_of(engine: ForwardEngine) -> dict[GroupWeights | FrozenWeights, Part]:
+def _parts_of(engine: ForwardEngine, alignment_bytes: int) -> dict[GroupWeights | FrozenWeights, Part]:
     parts: list[Part] = []
     for group in engine.groups:
         tensors = engine.tensors_of(group.name)
         for what in (FrozenWeights(group.name), GroupWeights(group.name)):
             kept = tuple(tensor for tensor in tensors if tensor.trainable == isinstance(what, GroupWeights))
-            parts += [Part(what, kept, group.segments)] if kept else []
+            parts += [Part(what, kept, group.segments, alignment_bytes)] if kept else []
     return {part.what: part for part in parts}
 
 

@@ -18,20 +18,23 @@ CPU = torch.device("cpu")
 FORMATS = ("float32", "bfloat16", "float64")
 
 
-def part_of(numels: list[int]) -> Part:
+def part_of(numels: list[int], alignment_bytes: int = 64) -> Part:
     tensors = [
         NamedTensor(str(number), nn.Parameter(torch.zeros(numel)), torch.Size([numel]), number, True)
         for number, numel in enumerate(numels)
     ]
-    return Part("group", tuple(tensors), ("block.0",))
+    return Part("group", tuple(tensors), ("block.0",), alignment_bytes)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
 @settings(max_examples=40)
-@given(numels=st.lists(st.sampled_from([1, 7, 16, 31, 32, 64, 128, 130, 192, 1000]), min_size=1, max_size=7))
-def test_stretches_have_the_bits_of_tensors_drawn_one_by_one(dtype, direction, numels):
-    part = part_of(numels)
+@given(
+    numels=st.lists(st.sampled_from([1, 7, 16, 31, 32, 64, 128, 130, 192, 1000]), min_size=1, max_size=7),
+    alignment_bytes=st.sampled_from([64, 256]),
+)
+def test_stretches_have_the_bits_of_tensors_drawn_one_by_one(dtype, direction, numels, alignment_bytes):
+    part = part_of(numels, alignment_bytes)
     *starts, end = part.offsets(dtype)
     one_by_one, at_once = (torch.zeros(end, dtype=TORCH_DTYPES[dtype]) for _ in range(2))
     generators = [generator_on(CPU, 5) for _ in range(2)]

@@ -65,5 +65,7 @@ def test_a_host_holds_one_copy_of_the_blocks_or_one_per_rank(transfers: str) -> 
     blocks = sum(group.num_parameters for group in model.groups if group.name.startswith("block."))
     weights = next(part for part in subject.footprints.fullest.parts if part.name == "weights")
     copies = 2 if transfers == "private" else 1
-    # Alignment adds less than 64 bytes to each of the sixteen tensors of a block.
-    assert copies * blocks * 2 <= weights.size_bytes <= copies * (blocks * 2 + model.num_blocks * 17 * 64 * 2)
+    # Alignment adds less than 256 bytes to each of the sixteen tensors of a block.
+    assert (
+        copies * blocks * 2 <= weights.size_bytes <= copies * (blocks * 2 + model.num_blocks * 17 * 256 * 2)
+    )

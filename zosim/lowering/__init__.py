@@ -36,6 +36,7 @@ d2h     block.1/offload:update  writes block.1 in host.block.1, after block.1/up
 
 from __future__ import annotations
 
+from zosim.lowering.buckets import alignment_of
 from zosim.lowering.hazards import connect, without_implied
 from zosim.lowering.schedule import StepWriter
 from zosim.plans import Plan
@@ -71,6 +72,7 @@ def lower(plan: Plan, rank: int = 0) -> Program:
         step=instructions,
         flush=flushing,
         groups=_group_sizes(plan, rank),
+        alignment_bytes=alignment_of(plan),
     )
     return without_implied(program)
 
@@ -82,8 +84,15 @@ def unordered(plan: Plan, rank: int = 0) -> Program:
     """
     writer = StepWriter(plan, rank)
     writer.write_step()
-    step, groups = tuple(writer.instructions), _group_sizes(plan, rank)
-    return Program(f"{plan.model.name}/unordered", writer.buffers(), (), (), step, groups=groups)
+    return Program(
+        name=f"{plan.model.name}/unordered",
+        buffers=writer.buffers(),
+        initial=(),
+        final=(),
+        step=tuple(writer.instructions),
+        groups=_group_sizes(plan, rank),
+        alignment_bytes=alignment_of(plan),
+    )
 
 
 def lower_all(plan: Plan) -> ProgramSet:

@@ -3,38 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from costmodel.formats import FORMATS
 from costmodel.low_bits import CodedMatrix, num_elements
+from zosim.program import ALIGNMENT_BYTES
 
-ALIGNMENT_BYTES = 64
-"""Every tensor of a bucket starts at a multiple of this: misaligned weights change the bits of a product."""
+if TYPE_CHECKING:
+    from zosim.plans import Plan
+
+GPU_ALIGNMENT_BYTES = 256
+"""The coarsest alignment that cuBLASLt looks at when it chooses a kernel; that of what torch itself allocates there is no finer."""
 
 
-def bucket_bytes(num_elements: int, num_tensors: int, dtype: str) -> int:
+def alignment_of(plan: Plan) -> int:
+    """Return the bytes whose multiples all tensors of a plan's buckets start at: nothing else decides it."""
+    return GPU_ALIGNMENT_BYTES if plan.placement.is_on_gpus else ALIGNMENT_BYTES
+
+
+def aligned(size_bytes: int, alignment_bytes: int) -> int:
+    """Return a size rounded up to a multiple of an alignment."""
+    return -(-size_bytes // alignment_bytes) * alignment_bytes
+
+
+def bucket_bytes(num_elements: int, num_tensors: int, dtype: str, alignment_bytes: int) -> int:
     """Return the most that `num_tensors` aligned tensors of `num_elements` together can take.
 
     Examples
     --------
-    >>> bucket_bytes(100, 1, "float32"), bucket_bytes(100, 2, "float32")
+    >>> bucket_bytes(100, 1, "float32", 64), bucket_bytes(100, 2, "float32", 64)
     (512, 576)
     """
     if num_elements == 0:
         return 0
-    size = FORMATS[dtype].bytes(num_elements) + num_tensors * (ALIGNMENT_BYTES - 1)
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    size = FORMATS[dtype].bytes(num_elements) + num_tensors * (alignment_bytes - 1)
+    return aligned(size, alignment_bytes)
 
 
-def coded_bucket_bytes(total: int, num_tensors: int, matrices: Sequence[CodedMatrix], dtype: str) -> int:
+def coded_bucket_bytes(
+    total: int, num_tensors: int, matrices: Sequence[CodedMatrix], dtype: str, alignment_bytes: int
+) -> int:
     """Return the same where some matrices among them are codes: codes and scales are tensors of their own.
 
     Examples
     --------
     >>> from costmodel.low_bits import Coding
-    >>> coded_bucket_bytes(64 * 64 + 64, 2, [((64, 64), Coding("int4"))], "float32")
+    >>> coded_bucket_bytes(64 * 64 + 64, 2, [((64, 64), Coding("int4"))], "float32", 64)
     2752
     """
     num_pieces = num_tensors - len(matrices) + sum(how.num_pieces for _, how in matrices)
     size = FORMATS[dtype].bytes(total - num_elements(matrices))
-    size += sum(how.size_bytes([one]) for one, how in matrices) + num_pieces * (ALIGNMENT_BYTES - 1)
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    size += sum(how.size_bytes([one]) for one, how in matrices) + num_pieces * (alignment_bytes - 1)
+    return aligned(size, alignment_bytes)

@@ -80,7 +80,10 @@ class Directions(AxisWriter):
 
     def direction_bytes(self, group: ParameterGroup) -> int:
         """Return the bytes of a direction of `group`."""
-        return bucket_bytes(group.num_trainable, group.num_trainable_tensors, self._rank.direction_format)
+        rank = self._rank
+        return bucket_bytes(
+            group.num_trainable, group.num_trainable_tensors, rank.direction_format, rank.alignment_bytes
+        )
 
     def place(self, group: ParameterGroup, query: int, step: int, offset_bytes: int = 0) -> Access:
         """Return the access to the direction of `group`: in a buffer of its own where it, or its factors, are kept."""

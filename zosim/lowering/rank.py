@@ -26,6 +26,7 @@ from costmodel.model_spec import EMBED, HEAD, ModelSpec, ParameterGroup
 from costmodel.work import Work
 from zosim.contents import BATCH, Hidden
 from zosim.instructions import Access, Instruction, Stream
+from zosim.lowering.buckets import alignment_of
 from zosim.operations import Operation
 from zosim.plans import Plan
 from zosim.points import Point
@@ -87,6 +88,11 @@ class Rank:
     def is_last_stage(self) -> bool:
         """Whether this rank has the head."""
         return self.stage == self.plan.mesh.stage - 1
+
+    @cached_property
+    def alignment_bytes(self) -> int:
+        """Multiples of this are where the tensors of this rank's parameters and directions start."""
+        return alignment_of(self.plan)
 
     # -- parameter groups --------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from costmodel.sweeps import cast_work, copy_work
 from costmodel.work import Work
 from zosim.contents import FREED, UNSET, FrozenWeights, GroupWeights
 from zosim.instructions import Access, Buffer, Space, Stream
-from zosim.lowering.buckets import ALIGNMENT_BYTES, bucket_bytes, coded_bucket_bytes
+from zosim.lowering.buckets import aligned, bucket_bytes, coded_bucket_bytes
 from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
 from zosim.operations import Allocate, Cast, Collective, Copy, Free
 from zosim.points import BASE, Point
@@ -74,12 +74,18 @@ class Homes(AxisWriter):
             num_frozen_tensors = group.num_tensors - group.num_trainable_tensors
             coding = self._plan.coding
             stay, tuned = (coding.frozen(group), coding.tuned(group)) if coding else ([], [])
-            frozen = _part_bytes(num_frozen, num_frozen_tensors, stay, dtype)
-            trainable = _part_bytes(group.num_trainable, group.num_trainable_tensors, tuned, dtype)
+            frozen = self._part_bytes(num_frozen, num_frozen_tensors, stay, dtype)
+            trainable = self._part_bytes(group.num_trainable, group.num_trainable_tensors, tuned, dtype)
             # With room for equal, aligned shares, where the group is shared out.
-            unit = ALIGNMENT_BYTES * (self._num_shares if self.is_offloaded(group) else 1)
-            self._buckets[key] = -(-frozen // unit) * unit, -(-trainable // unit) * unit
+            unit = self._rank.alignment_bytes * (self._num_shares if self.is_offloaded(group) else 1)
+            self._buckets[key] = aligned(frozen, unit), aligned(trainable, unit)
         return self._buckets[key]
+
+    def _part_bytes(self, total: int, num_tensors: int, matrices: Sequence[CodedMatrix], dtype: str) -> int:
+        alignment_bytes = self._rank.alignment_bytes
+        if not matrices:
+            return bucket_bytes(total, num_tensors, dtype, alignment_bytes)
+        return coded_bucket_bytes(total, num_tensors, matrices, dtype, alignment_bytes)
 
     # -- places ------------------------------------------------------------------------------------------------
 
@@ -297,9 +303,3 @@ class Homes(AxisWriter):
         left = (Access(slot, FREED, None, self._slot_sizes[slot]),)
         name, work = f"{segment}/free{suffix}", Work(num_allocations=1)
         self._emit(name, Free(slot), Stream.D2H, "free", segment, (), left, work)
-
-
-def _part_bytes(total: int, num_tensors: int, matrices: Sequence[CodedMatrix], dtype: str) -> int:
-    if not matrices:
-        return bucket_bytes(total, num_tensors, dtype)
-    return coded_bucket_bytes(total, num_tensors, matrices, dtype)

@@ -174,6 +174,7 @@ def _part(plan: Plan, rank: int) -> Hashable:
         plan.placement.world_size,
         stage,
         plan.num_shares,
+        plan.placement.is_on_gpus,
         repr((residency, plan.schedule, plan.directions, plan.weights, plan.low_bits, plan.forward)),
     )
 

@@ -52,6 +52,11 @@ class Placement(Axis):
         return len(self.devices)
 
     @property
+    def is_on_gpus(self) -> bool:
+        """Whether the devices are GPUs by their names, ``gpu0`` or ``node1/gpu0``; all of a plan are of one kind."""
+        return self.devices[0].rpartition("/")[2].startswith("gpu")
+
+    @property
     def ranks_by_host(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each host, hosts in the order of their first rank."""
         by_host: dict[str, list[int]] = {}

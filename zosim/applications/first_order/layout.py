@@ -14,7 +14,7 @@ from costmodel.model_spec import EMBED, HEAD, ParameterGroup
 from zosim.applications.first_order.settings import FirstOrder, num_kept_at_once
 from zosim.contents import BATCH, GroupWeights, Named
 from zosim.instructions import Access, Buffer, Instruction, Space
-from zosim.lowering.buckets import bucket_bytes
+from zosim.lowering.buckets import alignment_of, bucket_bytes
 from zosim.lowering.split import most_message_bytes
 from zosim.plans import Plan
 
@@ -101,7 +101,9 @@ class FirstOrderLayout:
         self, kind: Literal["gathered", "summand"], group: ParameterGroup, slot: int, left: str
     ) -> Access:
         """Return the access to all replicas' shares of a group's weights, or to a gradient before it is shared out."""
-        size = bucket_bytes(group.num_parameters, group.num_tensors, self.plan.compute_dtype)
+        size = bucket_bytes(
+            group.num_parameters, group.num_tensors, self.plan.compute_dtype, alignment_of(self.plan)
+        )
         return Access(f"{kind}.{slot}", Named(f"{group.name}:{kind}", left), 0, size)
 
     def kept(self, segment: str, number: int) -> tuple[Access, ...]:
@@ -225,7 +227,8 @@ class FirstOrderLayout:
             yield Buffer("shared", Space.DEVICE, size, "activations", self._dtype)
 
     def _bucket_bytes(self, group: ParameterGroup) -> int:
-        return bucket_bytes(-(-group.num_parameters // self.num_shards), group.num_tensors, self._dtype)
+        num_own = -(-group.num_parameters // self.num_shards)
+        return bucket_bytes(num_own, group.num_tensors, self._dtype, alignment_of(self.plan))
 
     # -- places ------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from topology.errors import PlanError
 from zosim.applications.first_order.settings import PRESETS, FirstOrder
 from zosim.applications.first_order.step import ENDS, REPLICAS, FirstOrderWriter
+from zosim.lowering.buckets import alignment_of
 from zosim.lowering.hazards import connect, without_implied
 from zosim.plans import ForwardPass, Mesh, Plan, Residency, Weights
 from zosim.program import Program
@@ -110,5 +111,6 @@ def _lower(plan: Plan, settings: FirstOrder, rank: int) -> Program:
             groups={
                 name: len(next(part for part in parts if rank in part)) for name, parts in groups.items()
             },
+            alignment_bytes=alignment_of(plan),
         )
     )
