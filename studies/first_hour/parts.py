@@ -28,6 +28,7 @@ from executors.models.random_models import random_model
 from executors.report import facts_table
 from studies.first_hour.parity import parity
 from studies.first_hour.paths import graphs, placements, products
+from studies.first_hour.questions import questions
 from studies.first_hour.setting import Content, Setting
 from studies.first_hour.steps import Case, cases, timed_case, zo2_case
 from topology.errors import RunError
@@ -71,6 +72,7 @@ def _parts(setting: Setting) -> Iterator[Part]:
     yield Part("paths", "every path, tiny", placements, _PATHS_S)
     yield Part("graphs", "graphs of many blocks, tiny", graphs, _PATHS_S)
     yield Part("products", "products of codes, tiny", products, _PATHS_S)
+    yield Part("questions", "what only a device can answer", questions, _PATHS_S)
     first, middle, last = cases(setting)
     yield from _steps(first)
     yield Part("parity", "parity with the reference", parity)

@@ -34,7 +34,7 @@ _TO_ROUNDING = 1e-2
 
 _OFFLOADED = SAME_BITS["offloaded"]
 _LINEARS = {"directions": {"distribution": "lozo", "rank": 2}}
-_PACKED = {"weights": {"perturbation": "adapters"}}
+PACKED_LINEARS: Mapping[str, Any] = {**_LINEARS, "weights": {"perturbation": "adapters"}}
 _INT8: Mapping[str, Any] = {"weights": "int8", "activations": "int8-token"}
 _FLOAT8: Mapping[str, Any] = {"weights": "float8_e4m3", "activations": "float8-token", "direction_bits": 5}
 
@@ -51,17 +51,17 @@ def placements(setting: Setting) -> Iterator[Content]:
     lora, prefix = LoRA(rank=2, target_modules=("q_proj", "fc2")), Prefix(num_tokens=4)
     checks |= {
         "copies": partial(_runs, axes={"weights": {"perturbation": "copies"}}),
-        "packed points": partial(_as_other, tuned="linears", axes=_LINEARS | _PACKED, other=_LINEARS),
+        "packed points": partial(_as_other, tuned="linears", axes=PACKED_LINEARS, other=_LINEARS),
         "adapters": partial(_as_other, tuned=lora, axes=_OFFLOADED, to_rounding=0.0),
         "prefix": partial(_as_other, tuned=prefix, axes=_OFFLOADED, to_rounding=0.0),
     }
-    return _checked(setting, checks)
+    return checked(setting, checks)
 
 
 def graphs(setting: Setting) -> Iterator[Content]:
     """Yield whether CUDA graphs of a model of many blocks compute what kernels launched one by one do."""
     num_blocks = _REHEARSED_BLOCKS if setting.is_rehearsal else _GRAPHS_BLOCKS
-    return _checked(
+    return checked(
         setting,
         {
             f"graphs, {num_blocks} blocks, {name}": partial(
@@ -90,10 +90,10 @@ def products(setting: Setting) -> Iterator[Content]:
             )
     if setting.is_rehearsal:  # the simulated device has no product of e4m3
         checks = {name: check for name, check in checks.items() if "_int_mm" in name}
-    return _checked(setting, checks)
+    return checked(setting, checks)
 
 
-def _checked(setting: Setting, checks: Mapping[str, Check]) -> Iterator[Content]:
+def checked(setting: Setting, checks: Mapping[str, Check]) -> Iterator[Content]:
     """Yield what is known so far, with each path that is begun and again with each that is done: a crash leaves the rest."""
     rows: list[dict[str, Any]] = []
     for name, check in checks.items():
@@ -108,20 +108,21 @@ def _checked(setting: Setting, checks: Mapping[str, Check]) -> Iterator[Content]
     yield {"rows": rows, "is_right": all(row["is_right"] for row in rows)}
 
 
-def _model(num_blocks: int = 3) -> nn.Module:
+def tiny_model(num_blocks: int = 3) -> nn.Module:
+    """Return a tiny OPT in float16, always with the same weights."""
     model = random_model("opt", hidden=64, num_blocks=num_blocks, num_heads=2, vocab=96, max_positions=32)
     return model.to(torch.float16)
 
 
 def _as_literal(setting: Setting, axes: Mapping[str, Any]) -> tuple[bool, str]:
-    model = _model()
+    model = tiny_model()
     expected = literal_numbers(setting, model, _NUM_STEPS)
     _, found = _steps(setting, model, axes)
     return found == expected, f"bits of four steps; first g {found[0]:.6e}, the loop's {expected[0]:.6e}"
 
 
 def _runs(setting: Setting, axes: Mapping[str, Any]) -> tuple[bool, str]:
-    losses, _ = _steps(setting, _model(), axes)
+    losses, _ = _steps(setting, tiny_model(), axes)
     return all(loss == loss and loss > 0 for loss in losses), f"losses {losses[0]:.6f} to {losses[-1]:.6f}"  # noqa: PLR0124 - NaN
 
 
@@ -136,7 +137,7 @@ def _as_other(
     to_rounding: float = _TO_ROUNDING,
 ) -> tuple[bool, str]:
     """Return whether a path's losses are those of another, by default of the resident one; with `to_rounding` 0, all bits."""
-    models = [_model(num_blocks) for _ in range(2)]
+    models = [tiny_model(num_blocks) for _ in range(2)]
     if tuned is not None:
         for model in models:
             attach(model, tuned)

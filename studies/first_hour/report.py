@@ -65,6 +65,7 @@ def report(contents: Mapping[str, Content], command: str, todo: Sequence[str] = 
         ("paths", "Paths"),
         ("graphs", "Graphs"),
         ("products", "Products of codes"),
+        ("questions", "What only a device can answer"),
         ("parity", "Parity"),
     ):
         if rows := contents.get(name, {}).get("rows"):

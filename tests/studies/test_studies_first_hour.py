@@ -17,7 +17,8 @@ import pytest
 import torch
 import typer
 
-from studies.first_hour import hour, parts, paths, steps
+from executors.runs.session import Session
+from studies.first_hour import hour, parts, paths, questions, steps
 from studies.first_hour.__main__ import main
 from studies.first_hour.parts import Part
 from studies.first_hour.report import report
@@ -48,8 +49,7 @@ def test_every_part_runs_and_leaves_nothing_to_chance(rehearsed):
 def test_memory_is_predicted_as_the_device_counts_it(rehearsed):
     timed = {name: content for name, content in rehearsed[0].items() if name.startswith("step-")}
     assert len(timed) == 4
-    # The simulated device makes no temporaries while it captures a graph.
-    for step in (content for name, content in timed.items() if not name.endswith("-graphs")):
+    for step in timed.values():
         assert 0 <= step["predicted_device_bytes"] / step["device_bytes"] - 1 <= 0.05
 
 
@@ -224,11 +224,53 @@ def test_paths_are_noted_one_by_one_and_one_that_fails_hides_no_other(tmp_path):
     assert "graphs (during x): gone" in page
 
 
+@pytest.fixture
+def asked(tmp_path):
+    """What is asked of the simulated device, by question, with the device's findings."""
+
+    def answers():
+        setting = Setting(hardware="a100-80gb-milan", folder=tmp_path, is_rehearsal=True)
+        with simulated() as device:
+            content = list(questions.questions(setting))[-1]
+        return {row["case"]: row for row in content["rows"]}, device.findings
+
+    return answers
+
+
+def test_what_only_a_device_can_answer_is_asked_with_what_is_expected(asked):
+    answers, findings = asked()
+    assert len(answers) == 8
+    assert [row for row in answers.values() if not row["is_right"]] == []
+    assert findings == []
+
+
+def test_an_answer_that_was_not_expected_says_what_is_so(asked, monkeypatch):
+    monkeypatch.setattr("tests.support.simulated_cuda.device.NATIVE_STREAMS", 16)
+    monkeypatch.setattr(
+        "tests.support.simulated_cuda.modes._MULTIPLES", {"aten._int_mm": 4, "aten._scaled_mm": 16}
+    )
+    real = Session.begin_step
+
+    def begin_step(self, batch, **options):
+        torch.zeros(1, device="cuda").item()
+        return real(self, batch, **options)
+
+    monkeypatch.setattr(Session, "begin_step", begin_step)
+    answers, _ = asked()
+    wrong = {case: row["details"] for case, row in answers.items() if not row["is_right"]}
+    assert len(wrong) == 3
+    assert "16 native streams among 96" in wrong["torch's streams go round 32"]
+    (said,) = (details for case, details in wrong.items() if "odd widths" in case)
+    assert said == "52 wide: ACCEPTED as it is, exact filled up; 60 wide: ACCEPTED as it is, exact filled up"
+    (said,) = (details for case, details in wrong.items() if "packed" in case)
+    assert said.startswith("1 in a step, at ")
+
+
 def test_the_most_valuable_evidence_comes_first():
     setting = Setting(hardware="a100-80gb-milan")
     names = [part.name for part in parts.parts_of(setting) if not part.name.startswith("zo2")]
-    assert names[:4] == ["device", "paths", "graphs", "products"]
-    assert names[4:10] == [
+    assert names[:5] == ["device", "paths", "graphs", "products", "questions"]
+    assert names[5:11] == [
         "step-1.3b-resident-float16-1x2048",
         "step-1.3b-offloaded-float16-1x2048",
         "step-1.3b-resident-float16-1x2048-graphs",
@@ -236,10 +278,10 @@ def test_the_most_valuable_evidence_comes_first():
         "parity",
         "calibration",
     ]
-    assert [name.split("-")[1] for name in names[10:14]] == ["6.7b", "6.7b", "13b", "13b"]
+    assert [name.split("-")[1] for name in names[11:15]] == ["6.7b", "6.7b", "13b", "13b"]
     assert names[-3:] == ["kills", "tests", "step-30b-offloaded-float16-1x2048"]
     # In ten minutes, whatever hangs, there is more than the device's name.
-    assert sum(part.limit_s for part in parts.parts_of(setting)[:4]) < 600
+    assert sum(part.limit_s for part in parts.parts_of(setting)[:5]) < 600
 
 
 def test_a_report_says_what_worked_how_far_predictions_were_off_and_what_is_not_done():

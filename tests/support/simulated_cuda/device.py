@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -195,6 +196,8 @@ class Memory:
     storage: Any = None
     number: int = 0
     """Which allocation it is, counted from the first."""
+    is_of_graph: bool = False
+    """Whether it is of a graph's pool: reserved with that of the pool's other graphs, and not counted as allocated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +253,8 @@ class GraphPool:
         Those that there are.
     was_used : bool
         Whether there has been one.
+    reserved_bytes : int
+        What the largest graph makes. What is freed during a capture and taken again counts twice: at most this is reserved.
     """
 
     temporaries: Tensor
@@ -257,6 +262,7 @@ class GraphPool:
     replayed_on: set[str] = field(default_factory=set)
     num_graphs: int = 0
     was_used: bool = False
+    reserved_bytes: int = 0
 
 
 class Device:
@@ -305,6 +311,7 @@ class Device:
         self._pools: dict[object, GraphPool] = {}
         self._workspaces: dict[tuple[int, str], Tensor] = {}
         self._num_allocated = 0
+        self._warns_of_waits = False
 
     # -- streams -----------------------------------------------------------------------------------------------
 
@@ -358,8 +365,14 @@ class Device:
             merge(everything, stream.clock)
         self.hold_host(everything, "the device")
 
+    def set_sync_debug_mode(self, mode: str) -> None:
+        """Warn, or no longer, of operations that let the host wait, as torch does: not of events and streams that are waited for."""
+        self._warns_of_waits = mode == "warn"
+
     def hold_host(self, clock: Clock, why: str) -> None:
         """Let the calling thread wait for what `clock` knows."""
+        if self._warns_of_waits and why in ("a number", "a copy"):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         if self.host.graph is not None:
             self.host.graph.refuse("operation not permitted when stream is capturing")
         merge(self.host.clock, clock)
@@ -429,7 +442,11 @@ class Device:
                 number=self._num_allocated,
             )
             self._shadow.forget(begin, begin + size_bytes)
-            if kind == "device":
+            graph = self.capturing()
+            if kind == "device" and graph is not None:
+                self._memory[key].is_of_graph = True
+                graph.made_bytes += _handed_out(size_bytes)
+            elif kind == "device":
                 self.allocated_bytes += _handed_out(size_bytes)
                 self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
             else:
@@ -465,7 +482,8 @@ class Device:
             if memory.kind == "pinned":
                 self._pinned_kept[_pinned_for(memory.size_bytes)] += 1
                 return
-            self.allocated_bytes -= _handed_out(memory.size_bytes)
+            if not memory.is_of_graph:
+                self.allocated_bytes -= _handed_out(memory.size_bytes)
             known = dict(next(s for s in self.streams if s.name == memory.stream).clock)
             merge(known, self.host.clock)
             merge(known, self._ended)
@@ -500,6 +518,11 @@ class Device:
             if pool not in self._pools:
                 self._pools[pool] = GraphPool(self.taken())
             return self._pools[pool]
+
+    @property
+    def pooled_bytes(self) -> int:
+        """What the pools of graphs that there are have taken."""
+        return sum(pool.reserved_bytes for pool in list(self._pools.values()) if pool.num_graphs)
 
     def workspace(self) -> Tensor:
         """Return what cuBLAS keeps for the calling thread on its stream; a product writes there."""

@@ -67,6 +67,7 @@ class Graph:
         self._kept: list[Tensor] = []
         self._pool: GraphPool
         self._stream: Stream
+        self.made_bytes = 0
         self.is_capturing = self._is_invalid = self._is_ready = False
 
     def register_generator_state(self, generator: Generator) -> None:
@@ -120,6 +121,7 @@ class Graph:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         for generator, _ in self._generators:
             generator.is_capturing = False
+        self._pool.reserved_bytes = max(self._pool.reserved_bytes, self.made_bytes)
         self._is_ready = True
 
     # -- capture -----------------------------------------------------------------------------------------------
