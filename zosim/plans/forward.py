@@ -138,6 +138,14 @@ class ForwardPass(Axis):
         """Yield what the products cannot read."""
         if plan.compute_dtype == "tf32" and plan.weights.dtype != "float32":
             yield f"compute_dtype=tf32 reads float32, but dtype={plan.weights.dtype}", "use dtype=float32"
+        formats = {plan.compute_dtype, plan.weights.dtype}
+        # On a GPU autocast lets norms read and write float32.
+        is_mixed = formats == {"float16", "bfloat16"} and plan.model.norm == "layernorm"
+        if is_mixed and not plan.placement.is_on_gpus:
+            yield (
+                f"compute_dtype={plan.compute_dtype} with dtype={plan.weights.dtype} on a CPU, whose layer norms do not mix them",
+                "use one of the two for both, or float32 weights",
+            )
         if self.num_new_tokens is not None:
             yield from self._conflicts_of_text(plan)
         if (self.num_shared or 0) >= (self.num_tokens or plan.seq) or (self.num_tokens or 0) > plan.seq:
