@@ -109,18 +109,26 @@ def test_no_placement_leaves_anything_to_chance(placement):
     assert len(set(numbers)) == 3
 
 
+def at_random(number, *, graphs):
+    """Return the device, and what a session of a random plan found on it."""
+    with simulated() as device:
+        options = {"learning_rate": 1e-2, "weight_decay": 0.1, "device": "cuda:0", "graphs": graphs}
+        with Session(*case_of(number).made(), **options) as session:
+            numbers = [session.step(batch).projected_gradients for batch in batches(3)]
+            session.flush()
+            return device, [*numbers, session.digest()]
+
+
 @pytest.mark.crossed(slow=5)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(60))
 def test_nor_does_a_plan_at_random(number):
-    with simulated() as device:
-        with Session(
-            *case_of(number).made(), learning_rate=1e-2, weight_decay=0.1, device="cuda:0"
-        ) as session:
-            for batch in batches(3):
-                session.step(batch)
-            session.flush()
+    device, numbers = at_random(number, graphs=False)
+    assert device.findings == [], case_of(number)
+    if case_of(number).axes.get("residency", {}).get("reuse_slots", True):
+        device, same = at_random(number, graphs=True)
         assert device.findings == [], case_of(number)
+        assert same == numbers
 
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])

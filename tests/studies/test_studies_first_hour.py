@@ -215,7 +215,7 @@ def test_paths_are_noted_one_by_one_and_one_that_fails_hides_no_other(tmp_path):
         raise RuntimeError("an illegal memory access")
 
     checks = {"one": lambda _: (True, "fine"), "two": broken, "three": lambda _: (False, "other bits")}
-    found = list(paths._checked(Setting(folder=tmp_path), checks))
+    found = list(paths.checked(Setting(folder=tmp_path), checks))
     assert [content.get("under_way") for content in found] == ["one", "two", "three", None]
     assert [row["is_right"] for row in found[-1]["rows"]] == [True, False, False]
     page = report({"paths": found[-1], "graphs": {"error": "gone", "under_way": "x"}}, "a").to_markdown()
