@@ -200,6 +200,7 @@ class Session:
             autocast_dtype=autocast_dtype(plan),
             objective=objective,
         )
+        self._windows = lazy_windows_of(model)
         self.interpreter = Interpreter(
             self.program,
             self.engine,
@@ -211,13 +212,13 @@ class Session:
             checksums=checksums,
             communicator=self.communicator,
             graphs=graphs,
+            slots_in_use=self._slots_in_use,
         )
         move_module_buffers(model, self.device)
         self.engine.device = self.device
         storage = TORCH_DTYPES[plan.storage_dtype]
         self._whole = WholeModel(plan, self.engine, self.communicator, storage, self.device)
         self._present = PresentWeights(self.engine, storage, self.device, self._whole)
-        self._windows = lazy_windows_of(model)
         if self._windows is not None:
             self._refuse_shared_slots()
             self._windows.stand_at(0)
@@ -312,6 +313,9 @@ class Session:
         }
         self._windows.open(step, is_here=lambda parameter: id(parameter) in here)
         self.interpreter.checksums.begin()
+
+    def _slots_in_use(self) -> int:
+        return 0 if self._windows is None else self._windows.rank
 
     def _refuse_shared_slots(self) -> None:
         if any(buffer.shared for buffer in self.program.buffers):

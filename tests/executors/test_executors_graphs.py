@@ -8,7 +8,9 @@ from functools import partial
 import pytest
 import torch
 
+from costmodel.configs import LoRA
 from executors.randomness.rng import generator_on
+from executors.runs.adapters import attach
 from executors.runs.records import LossNotFinite
 from executors.runs.session import Session
 from executors.steps.graphs import Graphs
@@ -70,6 +72,22 @@ def test_accumulated_losses_have_graphs_of_their_own():
     device, numbers, _ = trained("opt", {}, num_micro_batches=3)
     assert numbers == trained("opt", {}, graphs=False, num_micro_batches=3)[1]
     assert device.findings == []
+
+
+@pytest.mark.parametrize("axes", [{}, OFFLOADED], ids=["resident", "offloaded"])
+def test_adapters_that_grow_are_captured_anew(axes):
+    """When a window closes, blocks read more of the memory of slots, at the same addresses."""
+    found = []
+    for graphs in (True, False):
+        with simulated() as device:
+            model = model_of("opt", num_hidden_layers=2)
+            attach(model, LoRA(rank=2, target_modules=("q_proj", "fc2"), lazy_steps=2, max_rank=6))
+            with Session(
+                plan_of(model, **axes), model, learning_rate=1e-1, device="cuda:0", graphs=graphs
+            ) as session:
+                found.append([session.step(batch).projected_gradients for batch in batches(8)])
+        assert device.findings == []
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("case", [{"mesh": {"perturb": 2}, **OFFLOADED}], ids=["perturb, private"])

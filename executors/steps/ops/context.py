@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -69,6 +69,8 @@ class Context:
         Format of losses, where only other ranks compute them.
     graphs : Graphs or None
         Of draws and blocks, where they are launched as graphs.
+    slots_in_use : callable
+        Returns how much is read of adapters whose rank grows, which a graph has to be captured for.
     loaded : LoadedBatch
         The batch that this rank forwards.
     """
@@ -83,6 +85,7 @@ class Context:
     ranks: Ranks | None = None
     remote_loss_dtype: torch.dtype | None = None
     graphs: Graphs | None = None
+    slots_in_use: Callable[[], int] = int
     loaded: LoadedBatch = field(default_factory=LoadedBatch)
     _bound: dict[GroupWeights | FrozenWeights, PlacedPart] = field(default_factory=dict)
 
