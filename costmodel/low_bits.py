@@ -152,10 +152,6 @@ class Coding:
         outer = group.frozen_outer_matrices if self.parts == "all" else ()
         return [(one, self) for one in (*group.frozen_linears, *outer)]
 
-    def matrices(self, group: ParameterGroup) -> list[CodedMatrix]:
-        """Return all matrices of a group that are codes."""
-        return [*self.tuned(group), *self.frozen(group)]
-
     @property
     def container_bits(self) -> int:
         """Bits that a code takes in memory."""
@@ -248,13 +244,6 @@ def tile_columns(rows: int, outputs: int) -> int:
     num_tiles = -(-rows * outputs // TILE_ELEMENTS)
     even = -(-outputs // num_tiles)
     return min(outputs, even + -even % _TILE_COLUMNS)
-
-
-def stored_bytes(group: ParameterGroup, coding: Coding | None, dtype: str) -> int:
-    """Return the bytes of a group's parameters, those of linear layers as codes where there are any."""
-    matrices = [] if coding is None else coding.matrices(group)
-    codes = sum(how.size_bytes([one]) for one, how in matrices)
-    return FORMATS[dtype].bytes(group.num_parameters - num_elements(matrices)) + codes
 
 
 def num_elements(matrices: Iterable[CodedMatrix]) -> int:

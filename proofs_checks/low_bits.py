@@ -18,8 +18,9 @@ from torch import Tensor
 from costmodel.formats import CANDIDATES, CodeFormat, ScaleScope
 from costmodel.low_bits import Coding
 from costmodel.roundings import RoundedDirection
-from executors.low_bits.coded import Coded, Moved
-from executors.low_bits.linear import Beside, CodedLayer, CodedLinear, code_layers
+from executors.low_bits.coded import Beside, Quantized
+from executors.low_bits.linear import CodedLayer, CodedLinear, code_layers
+from executors.low_bits.stored import Moved
 from executors.randomness.counter import CounterKey
 from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rounded import Chances, DrawKeys, MovedRows, RoundedDraws, rounding_key
@@ -94,14 +95,14 @@ def literal_values(
     return best.reshape(weights.shape)
 
 
-def shipped(weights: Array, coding: Coding) -> Coded:
+def shipped(weights: Array, coding: Coding) -> Quantized:
     """Return weights as codes."""
-    held = Coded.empty(coding, torch.Size(weights.shape), _CPU)
+    held = Quantized.empty(coding, torch.Size(weights.shape), _CPU)
     held.encode(torch.from_numpy(weights).float())
     return held
 
 
-def values_of(held: Coded) -> Array:
+def values_of(held: Quantized) -> Array:
     """Return what codes stand for."""
     return held.values(torch.float32).double().numpy()
 
@@ -216,7 +217,7 @@ def literal_split(weights: Array, num: int, scope: ScaleScope) -> tuple[Array, n
     return values, places
 
 
-def reserved(held: Coded) -> Array:
+def reserved(held: Quantized) -> Array:
     """Return where the code is -128."""
     return (held.codes == 0x80).numpy()
 
@@ -748,21 +749,26 @@ CLAIMS = (
             printed(
                 check_format_of_least_error,
                 Mutant(
-                    "the format of the largest error", f"{_CODED}:Coded.encode", "min(errors)", "max(errors)"
+                    "the format of the largest error",
+                    f"{_CODED}:Quantized.encode",
+                    "min(errors)",
+                    "max(errors)",
                 ),
                 Mutant(
                     "the last format that was tried",
-                    f"{_CODED}:Coded.encode",
+                    f"{_CODED}:Quantized.encode",
                     "errors.index(min(errors))",
                     "number",
                 ),
                 Mutant(
-                    "sizes of errors, not their squares", f"{_CODED}:Coded._encode", ".square()", ".abs()"
+                    "sizes of errors, not their squares", f"{_CODED}:Quantized._encode", ".square()", ".abs()"
                 ),
-                Mutant("the last rows alone", f"{_CODED}:Coded._encode", "error += float", "error = float"),
+                Mutant(
+                    "the last rows alone", f"{_CODED}:Quantized._encode", "error += float", "error = float"
+                ),
                 Mutant(
                     "scales 3 % wide",
-                    f"{_CODED}:Coded._fit",
+                    f"{_CODED}:Quantized._fit",
                     "torch.maximum(-least, most) / grid.high",
                     "torch.maximum(-least, most) / grid.high * 1.03",
                 ),
@@ -771,25 +777,25 @@ CLAIMS = (
                 check_scales_of_least_error,
                 Mutant(
                     "the last scale that was tried",
-                    f"{_CODED}:Coded._fit_least_error",
+                    f"{_CODED}:Quantized._fit_least_error",
                     "errors < least",
                     "errors == errors",
                 ),
                 Mutant(
                     "half as far down",
-                    f"{_CODED}:Coded._fit_least_error",
+                    f"{_CODED}:Quantized._fit_least_error",
                     "(1.5 * _FIT_STEPS)",
                     "(3 * _FIT_STEPS)",
                 ),
                 Mutant(
                     "sizes of errors, not their squares",
-                    f"{_CODED}:Coded._fit_least_error",
+                    f"{_CODED}:Quantized._fit_least_error",
                     ".square_()",
                     ".abs_()",
                 ),
                 Mutant(
                     "a zero point that is forgotten",
-                    f"{_CODED}:Coded._fit_least_error",
+                    f"{_CODED}:Quantized._fit_least_error",
                     "(levels - origin)",
                     "levels",
                 ),
@@ -809,31 +815,31 @@ CLAIMS = (
                 check_outlier_split,
                 Mutant(
                     "the largest numbers, not sizes",
-                    f"{_CODED}:Coded._without_outliers",
+                    f"{_CODED}:Quantized._without_outliers",
                     "part.abs().topk",
                     "part.topk",
                 ),
                 Mutant(
                     "scales that span outliers",
-                    f"{_CODED}:Coded._without_outliers",
+                    f"{_CODED}:Quantized._without_outliers",
                     "part.scatter(1, places, 0.0)",
                     "part",
                 ),
                 Mutant(
                     "outliers in order of size",
-                    f"{_CODED}:Coded._without_outliers",
+                    f"{_CODED}:Quantized._without_outliers",
                     ".indices.sort(1).values",
                     ".indices",
                 ),
                 Mutant(
                     "outliers clamped 3 % early",
-                    f"{_CODED}:Coded._without_outliers",
+                    f"{_CODED}:Quantized._without_outliers",
                     "_OUTLIER_GRID.high)",
                     "_OUTLIER_GRID.high / 1.03)",
                 ),
                 Mutant(
                     "a label that rounds to a number",
-                    f"{_CODED}:Coded._encode",
+                    f"{_CODED}:Quantized._encode",
                     "places, _OUTLIER)",
                     "places, _OUTLIER + 1)",
                 ),
@@ -848,19 +854,19 @@ CLAIMS = (
                 ),
                 Mutant(
                     "outliers moved in steps of the codes",
-                    f"{_CODED}:Coded._move_outliers",
+                    f"{_CODED}:Quantized._move_outliers",
                     "gather(1, columns) * units",
                     "gather(1, columns)",
                 ),
                 Mutant(
                     "outliers that are moved twice",
-                    f"{_CODED}:Coded._move_outliers",
+                    f"{_CODED}:Quantized._move_outliers",
                     "before - change",
                     "before - 2 * change",
                 ),
                 Mutant(
                     "outliers counted as unmoved",
-                    f"{_CODED}:Coded.move",
+                    f"{_CODED}:Quantized.move",
                     "unmoved - outliers[0], saturated",
                     "unmoved, saturated",
                 ),
@@ -869,7 +875,7 @@ CLAIMS = (
                 check_outliers_of_normals,
                 Mutant(
                     "outliers that are the smallest",
-                    f"{_CODED}:Coded._without_outliers",
+                    f"{_CODED}:Quantized._without_outliers",
                     "part.abs().topk(self.outliers.shape[1], 1)",
                     "part.abs().topk(self.outliers.shape[1], 1, largest=False)",
                 ),
@@ -964,22 +970,25 @@ CLAIMS = (
                 ),
                 Mutant(
                     "decay towards code 0, not the number 0",
-                    f"{_CODED}:Coded.move",
+                    f"{_CODED}:Quantized.move",
                     "(grouped - origin)",
                     "grouped",
                 ),
                 Mutant(
                     "a zero point that is forgotten",
-                    f"{_CODED}:Coded.values",
+                    f"{_CODED}:Quantized.values",
                     "grouped - self._of(self.zeros, rows)",
                     "grouped",
                 ),
                 Mutant(
-                    "the first group's scale for all", f"{_CODED}:Coded._of", "[..., None]", "[..., :1, None]"
+                    "the first group's scale for all",
+                    f"{_CODED}:Quantized._of",
+                    "[..., None]",
+                    "[..., :1, None]",
                 ),
                 Mutant(
                     "what is held back is not counted",
-                    f"{_CODED}:Coded.move",
+                    f"{_CODED}:Quantized.move",
                     "saturated = num_nonzero",
                     "saturated = 0 * num_nonzero",
                 ),
@@ -1034,13 +1043,13 @@ CLAIMS = (
                 check_table_and_head,
                 Mutant(
                     "a direction of the first rows for every part",
-                    f"{_LINEAR}:Beside.add_to",
+                    f"{_CODED}:Beside.add_to",
                     "first = outputs.start + begin",
                     "first = begin",
                 ),
                 Mutant(
                     "rows that move, one on",
-                    f"{_LINEAR}:Beside.add_to",
+                    f"{_CODED}:Beside.add_to",
                     "weight[rows] = weight[rows]",
                     "weight[rows - 1] = weight[rows - 1]",
                 ),
@@ -1050,7 +1059,7 @@ CLAIMS = (
                     "direction[tokens]",
                     "direction[tokens.flip(0)]",
                 ),
-                Mutant("a lookup 3 % too far", f"{_LINEAR}:table_rows", "along[1]", "1.03 * along[1]"),
+                Mutant("a lookup 3 % too far", f"{_CODED}:Quantized.rows", "along[1]", "1.03 * along[1]"),
                 Mutant(
                     "a lookup that leaves the direction out",
                     f"{_LINEAR}:CodedTable.forward",

@@ -1,31 +1,43 @@
-"""A weight as codes and scales, in memory of its own or in a program's buffer.
+"""A weight stored as codes and scales, in memory of its own or in a program's buffer.
 
 Rows are output channels. A value is ``(code - zero)·scale``, with one scale for the matrix, a row, or a group of neighbours in a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from costmodel.formats import CANDIDATES
-from costmodel.low_bits import CHANCES_AT_ONCE, MOVED_ELEMENTS, Coding
+from costmodel.low_bits import CHANCES_AT_ONCE, MOVED_ELEMENTS, Coding, moved_at_once
 from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.grids import Floats, Grid, Integers, grid_of, num_nonzero, towards_zero
-from executors.low_bits.packed import Codes
+from executors.low_bits.moving import Move, move_together, shares_passes
+from executors.low_bits.packed import PIECE_ELEMENTS, Codes
+from executors.low_bits.stored import (
+    Along,
+    Chances,
+    Dense,
+    DirectionStep,
+    Moved,
+    Place,
+    RowStep,
+    Stored,
+    UpdateStep,
+    nothing,
+)
 from topology.errors import ModelError
-
-Chances = Callable[[int, int], Tensor]
-"""Takes a first and a last element of a weight, and returns a float32 number in [0, 1) for each between."""
 
 Rows = slice | Tensor
 """Some rows of a weight: neighbours, or those of ascending numbers."""
 
-_PIECE_ELEMENTS = {"cpu": MOVED_ELEMENTS, "cuda": 1 << 22}
+_CODED_ELEMENTS = {"cpu": MOVED_ELEMENTS, "cuda": 1 << 22}
 """Elements that are coded or moved at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
 
 SUFFIXES = ("", "_scale", "_zero", "_format", "_outliers", "_outlier_scale")
@@ -40,47 +52,51 @@ _OUTLIER = -128
 """Code of a weight that is kept beside the codes."""
 
 
-@dataclass
-class Moved:
-    """Updates of single codes, counted.
+class Beside(NamedTuple):
+    """A multiple of a direction that is added to a weight.
 
     Attributes
     ----------
-    num : int
-        Elements that were to move.
-    unmoved : int
-        Of these, such that chance left where they were.
-    saturated : int
-        Of these, such that would have left the grid.
+    direction : torch.Tensor or PackedCodes
+        In the shape of the weight; a tensor is int8.
+    factor : float
+    rows : torch.Tensor or None
+        Rows of it that are not 0; None for all.
+    rows_on_host : torch.Tensor or None
+        The same on the host, unless `rows` are there.
     """
 
-    num: int = 0
-    unmoved: int = 0
-    saturated: int = 0
+    direction: Codes
+    factor: float
+    rows: Tensor | None = None
+    rows_on_host: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        self._there: Tensor | None = None
+    def bind(self, place: Place) -> None:
+        """Let the layer add it."""
+        assert place.layer is not None
+        place.layer.holder.beside = self
 
-    def add(self, num: Tensor, unmoved: Tensor, saturated: Tensor) -> None:
-        """Add to the three; on a device the sums stay there until :meth:`read`."""
-        counts = torch.stack((num, unmoved, saturated))
-        if counts.device.type == "cpu":
-            self._take(counts)
-        else:
-            self._there = counts if self._there is None else self._there + counts
+    def within(self, outputs: range) -> tuple[Tensor | None, slice]:
+        """Return the numbers of the rows within some outputs, counted from the first of these, and where they stand in `rows`."""
+        if self.rows is None:
+            return None, slice(0, 0)
+        on_host = self.rows if self.rows_on_host is None else self.rows_on_host
+        first, last = torch.searchsorted(on_host, on_host.new_tensor((outputs.start, outputs.stop))).tolist()
+        return self.rows[first:last] - outputs.start, slice(first, last)
 
-    def read(self) -> Moved:
-        """Return this, once the device's sums are in it."""
-        if self._there is not None:
-            self._take(self._there)
-            self._there = None
-        return self
-
-    def _take(self, counts: Tensor) -> None:
-        num, unmoved, saturated = counts.tolist()
-        self.num += num
-        self.unmoved += unmoved
-        self.saturated += saturated
+    def add_to(self, weight: Tensor, outputs: range) -> None:
+        """Add it to some rows of the weight, which these are."""
+        rows, _ = self.within(outputs)
+        if rows is not None:
+            weight[rows] = weight[rows].add_(self.direction[rows + outputs.start], alpha=self.factor)
+            return
+        # Packed codes are taken out in pieces, which stay in a CPU's cache.
+        most = weight.numel() if isinstance(self.direction, Tensor) else PIECE_ELEMENTS[weight.device.type]
+        num = max(1, most // weight.shape[1])
+        for begin in range(0, len(outputs), num):
+            piece = weight[begin : begin + num]
+            first = outputs.start + begin
+            piece.add_(self.direction[first : first + len(piece)], alpha=self.factor)
 
 
 @dataclass
@@ -94,8 +110,8 @@ class KnownFormat:
 
 
 @dataclass(frozen=True)
-class Coded:
-    """A weight.
+class Quantized(Stored):
+    """Codes, and scales that they are multiplied by.
 
     Attributes
     ----------
@@ -135,7 +151,7 @@ class Coded:
         shape: torch.Size,
         tensors: Iterable[Tensor],
         known: KnownFormat | None = None,
-    ) -> Coded:
+    ) -> Quantized:
         """Return one that is held in these, which are in the order of :func:`shapes_of`."""
         held = dict(zip(shapes_of(coding, shape), tensors, strict=True))
         zeros, kind, outliers, outlier_scales = (held.get(suffix) for suffix in SUFFIXES[2:])
@@ -152,7 +168,7 @@ class Coded:
         )
 
     @classmethod
-    def empty(cls, coding: Coding, shape: torch.Size, device: torch.device) -> Coded:
+    def empty(cls, coding: Coding, shape: torch.Size, device: torch.device) -> Quantized:
         """Return one in memory of its own."""
         shapes = shapes_of(coding, shape).values()
         tensors = [torch.zeros(of, dtype=dtype, device=device) for of, dtype in shapes]
@@ -161,7 +177,7 @@ class Coded:
     @classmethod
     def of_symbols(
         cls, coding: Coding, symbols: Tensor, scales: Tensor, zeros: Tensor | None = None
-    ) -> Coded:
+    ) -> Quantized:
         """Return one whose codes are uint8 `symbols` of a byte each, shape (outputs, inputs); those of 8 bits are not copied."""
         return cls(coding, symbols.shape, _joined(symbols, coding.container_bits), scales, zeros)
 
@@ -169,9 +185,8 @@ class Coded:
         """Return the codes as uint8 numbers of a byte each, of which the lowest bits count."""
         return _parted(self.codes, self.coding.container_bits, self.shape[1])
 
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """What it is held in, by the suffixes of names."""
+    def dump(self) -> Mapping[str, Tensor]:
+        """Return what it is held in, by the suffixes of names."""
         held = (self.codes, self.scales, self.zeros, self.kind, self.outliers, self.outlier_scales)
         return {suffix: tensor for suffix, tensor in zip(SUFFIXES, held, strict=True) if tensor is not None}
 
@@ -191,18 +206,62 @@ class Coded:
             name = CANDIDATES[name][self.known.number]
         return grid_of(name, has_zero_point=coding.has_zero_point, is_full_range=coding.is_full_range)
 
-    def to(self, device: torch.device) -> Coded:
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Quantized:  # noqa: ARG002 - codes are in no other
         """Return it on another device; itself where it is there."""
         if self.device == device:
             return self
-        moved = [tensor.to(device) for tensor in self.tensors.values()]
-        return Coded.of_tensors(self.coding, self.shape, moved, KnownFormat(self.known.number))
+        moved = [tensor.to(device) for tensor in self.dump().values()]
+        return Quantized.of_tensors(self.coding, self.shape, moved, KnownFormat(self.known.number))
 
-    def copy_(self, other: Coded) -> None:
-        """Take over what another one holds."""
-        for mine, theirs in zip(self.tensors.values(), other.tensors.values(), strict=True):
+    def bind(self, place: Place) -> None:
+        """Let the layer read these codes; its parameter has a shape and no memory."""
+        assert place.layer is not None
+        place.layer.holder.hold(self)
+        place.parameter.data = self._stand_in
+
+    @cached_property
+    def _stand_in(self) -> Tensor:
+        return nothing(self.shape, self.scales.dtype, self.device)
+
+    def load(self, other: Stored, name: str) -> None:
+        """Take over codes, or make codes of numbers."""
+        if isinstance(other, Dense):
+            self.encode(other.values, name)
+            return
+        for mine, theirs in zip(self.dump().values(), other.dump().values(), strict=True):
             mine.copy_(theirs)
+        assert isinstance(other, Quantized)
         self.known.number = other.known.number
+
+    # -- at a point --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def at(cls, along: Sequence[Along], step: DirectionStep) -> Sequence[Beside]:
+        """Return what layers add to their products; codes stay where they are."""
+        assert step.rounding is not None
+        scale = step.scale * step.rounding.unit
+        return [Beside(one.direction, scale, *(step.rows(one.place.index) or ())) for one in along]
+
+    def rows_at(self, rows: Tensor, path: Iterable[RowStep], step: DirectionStep) -> Tensor:
+        """Return rows of numbers made of codes, which no step before has moved."""
+        assert step.rounding is not None
+        ((along, (sign,)),) = path
+        factor = sign * step.scale
+        factor *= step.rounding.unit
+        return self.rows(rows, (along, factor))
+
+    def rows(self, numbers: Tensor, along: tuple[Tensor, float] | None = None) -> Tensor:
+        """Return some rows as numbers.
+
+        Parameters
+        ----------
+        numbers : torch.Tensor
+            Of the rows, shape (rows,).
+        along : (torch.Tensor, float), optional
+            The same rows of a direction, int8, and what they are multiplied by.
+        """
+        made = self.values(self.scales.dtype, numbers)
+        return made if along is None else made.add_(along[0], alpha=along[1])
 
     # -- values ------------------------------------------------------------------------------------------------
 
@@ -358,6 +417,44 @@ class Coded:
 
     # -- updates -----------------------------------------------------------------------------------------------
 
+    @classmethod
+    def update(cls, along: Sequence[Along], step: UpdateStep) -> None:
+        """Move codes, each weight rounded to its grid at random, by this step or by what several add up to."""
+        factor = step.rate * step.gradient * step.rounding.unit
+        is_summed = step.sums is not None or not step.is_rounded
+        before, sums = iter(step.sums or ()), list[Tensor]()
+        together: dict[float, list[Move]] = {}
+        for place, coded, direction in along:
+            chances = partial(step.chances, parameter=place.index)
+            decay = step.rate * (step.rounded_decay if place.decays else 0.0)
+            if is_summed:
+                # Of the host, as what a sum adds is multiplied by: it may have to wait for it.
+                alpha, total = float(factor), next(before, None)
+                total = (
+                    direction[:].float().mul_(alpha)
+                    if total is None
+                    else total.add_(direction[:], alpha=alpha)
+                )
+                if step.is_rounded:
+                    coded.move(total, 1.0, chances, decay=decay, counted=step.counted)
+                else:
+                    sums.append(total)
+                continue
+            moved = step.rows(place.index)
+            rows, at_once = None if moved is None else moved.there, None
+            if decay and rows is not None:  # all weights decay, in no more memory
+                rows = None
+                at_once = moved_at_once((coded.shape[0], coded.shape[1]), 1 - step.rounding.sparsity)
+            if rows is None and shares_passes(coded):
+                together.setdefault(decay, []).append(Move(coded, direction, chances))
+                continue
+            coded.move(
+                direction, factor, chances, rows=rows, decay=decay, counted=step.counted, at_once=at_once
+            )
+        for decay, moves in together.items():
+            move_together(moves, factor, decay=decay, counted=step.counted)
+        step.sums = sums
+
     def move(
         self,
         direction: Codes,
@@ -502,7 +599,7 @@ class Coded:
         self, num_rows: int, *, all_rows: bool = False, elements: int | None = None
     ) -> Iterator[slice]:
         """Yield some of so many rows after the other."""
-        elements = elements or _PIECE_ELEMENTS.get(self.device.type, 1 << 20)
+        elements = elements or _CODED_ELEMENTS.get(self.device.type, 1 << 20)
         num = num_rows if all_rows else max(1, elements // self.shape[1])
         for begin in range(0, num_rows, num):
             yield slice(begin, min(begin + num, num_rows))

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from costmodel.low_bits import FILLED_ROWS, TILE_ELEMENTS, TILE_ROWS, outputs_at_once, tile_columns
-from executors.low_bits.coded import Coded, Rows
+from costmodel.formats import DType
+from costmodel.low_bits import FILLED_ROWS, TILE_ELEMENTS, TILE_ROWS, Coding, outputs_at_once, tile_columns
+from executors.formats import TORCH_DTYPES
+from executors.low_bits.coded import Beside, Quantized, Rows
 from executors.low_bits.exact_products import exact_sums
-from executors.low_bits.packed import PIECE_ELEMENTS, Codes
 from topology.errors import PlanError
 from zosim.plans import LowBits
 from zosim.plans.low_bits import InputFormat, InputScales, KernelName
@@ -30,60 +32,25 @@ _LARGEST: dict[InputFormat, float] = {"int8": 127.0, "float8": torch.finfo(torch
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
-class Beside(NamedTuple):
-    """A multiple of a direction that is added to a weight.
-
-    Attributes
-    ----------
-    direction : torch.Tensor or PackedCodes
-        In the shape of the weight; a tensor is int8.
-    factor : float
-    rows : torch.Tensor or None
-        Rows of it that are not 0; None for all.
-    rows_on_host : torch.Tensor or None
-        The same on the host, unless `rows` are there.
-    """
-
-    direction: Codes
-    factor: float
-    rows: Tensor | None = None
-    rows_on_host: Tensor | None = None
-
-    def within(self, outputs: range) -> tuple[Tensor | None, slice]:
-        """Return the numbers of the rows within some outputs, counted from the first of these, and where they stand in `rows`."""
-        if self.rows is None:
-            return None, slice(0, 0)
-        on_host = self.rows if self.rows_on_host is None else self.rows_on_host
-        first, last = torch.searchsorted(on_host, on_host.new_tensor((outputs.start, outputs.stop))).tolist()
-        return self.rows[first:last] - outputs.start, slice(first, last)
-
-    def add_to(self, weight: Tensor, outputs: range) -> None:
-        """Add it to some rows of the weight, which these are."""
-        rows, _ = self.within(outputs)
-        if rows is not None:
-            weight[rows] = weight[rows].add_(self.direction[rows + outputs.start], alpha=self.factor)
-            return
-        # Packed codes are taken out in pieces, which stay in a CPU's cache.
-        most = weight.numel() if isinstance(self.direction, Tensor) else PIECE_ELEMENTS[weight.device.type]
-        num = max(1, most // weight.shape[1])
-        for begin in range(0, len(outputs), num):
-            piece = weight[begin : begin + num]
-            first = outputs.start + begin
-            piece.add_(self.direction[first : first + len(piece)], alpha=self.factor)
-
-
 @dataclass
 class Holder:
     """What the layers of one weight have in common: a token table, and a head that is tied to it.
 
     Attributes
     ----------
-    coded : Coded, callable or None
+    coding : Coding or None
+        How the weight is kept once it is codes.
+    coded : Quantized, callable or None
     beside : Beside or None
     """
 
-    coded: Coded | Callable[[], Coded] | None = None
+    coding: Coding | None = None
+    coded: Quantized | Callable[[], Quantized] | None = None
     beside: Beside | None = None
+
+    def hold(self, coded: Quantized | None) -> None:
+        """Let the layers read these codes, to which nothing is added; or none, but the parameter's numbers."""
+        self.coded, self.beside = coded, None
 
 
 class CodedLayer(nn.Module):
@@ -91,7 +58,7 @@ class CodedLayer(nn.Module):
 
     Attributes
     ----------
-    coded : Coded or None
+    coded : Quantized or None
         May be given as a function that reads it, which then is called whenever the codes are asked for.
     beside : Beside or None
         What is added to the weight at the evaluation point that is forwarded.
@@ -119,12 +86,12 @@ class CodedLayer(nn.Module):
         self.holder.beside = given
 
     @property
-    def coded(self) -> Coded | None:
+    def coded(self) -> Quantized | None:
         """The codes."""
         return self.holder.coded() if callable(self.holder.coded) else self.holder.coded
 
     @coded.setter
-    def coded(self, given: Coded | Callable[[], Coded] | None) -> None:
+    def coded(self, given: Quantized | Callable[[], Quantized] | None) -> None:
         self.holder.coded = given
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
@@ -133,14 +100,6 @@ class CodedLayer(nn.Module):
         assert coded is not None
         values = coded.values(dtype)
         return values.T.contiguous() if self.is_transposed else values
-
-    def become_plain(self) -> None:
-        """Hold numbers in place of codes, as the layer that it was."""
-        coded = self.coded
-        if coded is not None:
-            self.weight.data = self.numbers(coded.scales.dtype)
-            self.coded = None
-            self.__class__ = self.was  # type: ignore[assignment]
 
 
 class CodedTable(CodedLayer, nn.Embedding):
@@ -155,22 +114,7 @@ class CodedTable(CodedLayer, nn.Embedding):
         along = None
         if self.beside is not None:
             along = self.beside.direction[tokens], self.beside.factor
-        return table_rows(coded, tokens, along).view(*input.shape, -1)
-
-
-def table_rows(coded: Coded, tokens: Tensor, along: tuple[Tensor, float] | None = None) -> Tensor:
-    """Return the rows that tokens name of a table of codes.
-
-    Parameters
-    ----------
-    coded : Coded
-    tokens : torch.Tensor
-        Shape (tokens,).
-    along : (torch.Tensor, float), optional
-        The same rows of a direction, int8, and what they are multiplied by.
-    """
-    rows = coded.values(coded.scales.dtype, tokens)
-    return rows if along is None else rows.add_(along[0], alpha=along[1])
+        return coded.rows(tokens, along).view(*input.shape, -1)
 
 
 class CodedLinear(CodedLayer, nn.Linear):
@@ -209,7 +153,7 @@ class CodedLinear(CodedLayer, nn.Linear):
             self.beside.add_to(weight, range(len(weight)))
         return nn.functional.linear(input, weight, self.bias)
 
-    def _by_tiles(self, inputs: Tensor, coded: Coded) -> Tensor:
+    def _by_tiles(self, inputs: Tensor, coded: Quantized) -> Tensor:
         """Return the output, made for some outputs after the other of weights that are forgotten again."""
         outputs, width = coded.shape
         at_once = outputs_at_once(outputs, width)
@@ -230,7 +174,7 @@ class CodedLinear(CodedLayer, nn.Linear):
         assert made is not None
         return made
 
-    def _multiplied_by_codes(self, inputs: Tensor, coded: Coded) -> Tensor:
+    def _multiplied_by_codes(self, inputs: Tensor, coded: Quantized) -> Tensor:
         codes, scales = self._inputs_of(inputs)
         is_integer = self.product == "int_mm"
 
@@ -398,8 +342,18 @@ def _filled_up(matrix: Tensor) -> Tensor:
     return nn.functional.pad(matrix, (0, inputs, 0, rows)) if rows or inputs else matrix
 
 
-def code_layers(parts: Iterable[nn.Module], low_bits: LowBits, device: torch.device) -> None:
+def code_layers(
+    parts: Iterable[nn.Module], low_bits: LowBits, device: torch.device, dtype: DType = "float32"
+) -> None:
     """Let the layers of some parts of a model take codes, as :func:`make_codable`, and multiply by them as a plan says.
+
+    Parameters
+    ----------
+    parts : iterable of torch.nn.Module
+    low_bits : LowBits
+    device : torch.device
+    dtype : str
+        Format of scales, and of what is no code.
 
     Raises
     ------
@@ -407,7 +361,7 @@ def code_layers(parts: Iterable[nn.Module], low_bits: LowBits, device: torch.dev
         If the device lacks the kernel, and no other may take its place.
     """
     product, parts = present_product(low_bits, device), list(parts)
-    make_codable(parts)
+    make_codable(parts, low_bits.coding(dtype))
     for part in parts:
         for path, module in part.named_modules():
             if isinstance(module, CodedLinear) and not is_of_adapter(path):
@@ -415,13 +369,15 @@ def code_layers(parts: Iterable[nn.Module], low_bits: LowBits, device: torch.dev
                 module.input_format = low_bits.input_format
 
 
-def make_codable(parts: Iterable[nn.Module]) -> None:
+def make_codable(parts: Iterable[nn.Module], coding: Coding | None) -> None:
     """Let the linear layers of some parts of a model take codes, and token tables; until they are given any, they compute what they did.
 
     Parameters
     ----------
     parts : iterable of torch.nn.Module
         Blocks; and layers outside them, which are parts by themselves.
+    coding : Coding
+        How their weights are kept then.
 
     Notes
     -----
@@ -442,6 +398,8 @@ def make_codable(parts: Iterable[nn.Module]) -> None:
                     module.weight.data = module.weight.data.T
                 layer = become_codable(module, holders.setdefault(id(module.weight), Holder()))
                 layer.is_outer = is_outer
+            if isinstance(module, CodedLayer) and not is_of_adapter(path):
+                module.holder.coding = coding
 
 
 def become_codable(module: nn.Module, holder: Holder | None = None) -> CodedLinear:
@@ -456,6 +414,19 @@ def become_codable(module: nn.Module, holder: Holder | None = None) -> CodedLine
     return layer  # type: ignore[no-any-return]
 
 
+def become_plain(layer: Any) -> None:
+    """Let a layer hold numbers in place of codes, as the layer that it was; one that holds none stays as it is."""
+    if isinstance(layer, CodedLayer) and (coded := layer.coded) is not None:
+        layer.weight.data = layer.numbers(coded.scales.dtype)
+        layer.coded = None
+        layer.__class__ = layer.was  # type: ignore[assignment]
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether files have the weight of a linear layer transposed."""
+    return module.is_transposed if isinstance(module, CodedLayer) else not isinstance(module, nn.Linear)
+
+
 def is_of_adapter(name: str) -> bool:
     """Whether a module or a parameter is a part of a low-rank adapter, by its name."""
     return any(part.startswith("lora_") for part in name.rsplit(".", 2)[-2:])
@@ -468,6 +439,32 @@ def coded_layers(model: nn.Module) -> Iterator[tuple[str, CodedLayer]]:
         if isinstance(module, CodedLayer) and id(module.weight) not in weights:
             weights.add(id(module.weight))
             yield f"{name}.weight", module
+
+
+class Deferred(NamedTuple):
+    """A tensor that is made when it is written.
+
+    Attributes
+    ----------
+    shape : torch.Size
+    dtype : torch.dtype
+    make : callable
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+
+def deferred_numbers(model: nn.Module, dtype: str | None = None) -> dict[str, Tensor | Deferred]:
+    """Return what the weights of a model that are codes stand for, by name: rounded once, to the format that they are written in."""
+    named: dict[str, Tensor | Deferred] = {}
+    for name, layer in coded_layers(model):
+        if (coded := layer.coded) is not None:
+            to = TORCH_DTYPES[dtype] if dtype else coded.scales.dtype
+            shape = coded.shape[::-1] if layer.is_transposed else coded.shape
+            named[name] = Deferred(torch.Size(shape), to, partial(layer.numbers, to))
+    return named
 
 
 def present_product(low_bits: LowBits, device: torch.device) -> KernelName:

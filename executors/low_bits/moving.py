@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from executors.device_scalars import DeviceScalar
-from executors.low_bits.coded import Chances, Coded, Moved
 from executors.low_bits.grids import Integers, num_nonzero, towards_zero
 from executors.low_bits.packed import Codes
+from executors.low_bits.stored import Chances, Moved
+
+if TYPE_CHECKING:
+    from executors.low_bits.coded import Quantized
 
 _SHARED_ELEMENTS = 1 << 22
 """Elements that share passes, which bounds their temporaries."""
@@ -22,19 +25,19 @@ class Move(NamedTuple):
 
     Attributes
     ----------
-    coded : Coded
+    coded : Quantized
     direction : torch.Tensor or PackedCodes
         In the shape of the weight; a tensor is int8.
     chances : callable
-        As of :meth:`executors.low_bits.coded.Coded.move`.
+        As of :meth:`executors.low_bits.coded.Quantized.move`.
     """
 
-    coded: Coded
+    coded: Quantized
     direction: Codes
     chances: Chances
 
 
-def shares_passes(coded: Coded) -> bool:
+def shares_passes(coded: Quantized) -> bool:
     """Whether a weight can be moved with others: integers without outliers or zero points, on an accelerator."""
     is_plain = coded.outliers is None and coded.zeros is None and coded.kind is None
     return (
@@ -48,7 +51,7 @@ def shares_passes(coded: Coded) -> bool:
 def move_together(
     moves: Sequence[Move], factor: float | DeviceScalar, *, decay: float, counted: Moved
 ) -> None:
-    """Change each weight as :meth:`executors.low_bits.coded.Coded.move` does, to the same bits.
+    """Change each weight as :meth:`executors.low_bits.coded.Quantized.move` does, to the same bits.
 
     Parameters
     ----------

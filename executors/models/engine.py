@@ -8,14 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from costmodel.low_bits import Coding
 from costmodel.model_spec import ParameterGroup
-from executors.low_bits.linear import code_layers
 from executors.models.batched import BatchedModel
-from executors.models.blocks import coded_parts_of
 from executors.models.halves import Handed
 from executors.models.model import Batch, CutModel, LossDType, Objective, TextObjective
 from executors.models.parameters import NamedTensor
+from executors.models.quantised import take_codes
 from executors.models.recording_blocks import StepCache
 from topology.errors import ModelError
 from zosim.plans import Plan
@@ -40,8 +38,6 @@ class ForwardEngine(Protocol):
         All parameters in registration order.
     hidden_size, inner_size : int
         Widths of the hidden state, and of what goes into the second linear of a block that is cut (0 without one).
-    coding : Coding or None
-        How the weights of linear layers are kept, where they are codes.
     """
 
     device: torch.device
@@ -50,7 +46,6 @@ class ForwardEngine(Protocol):
     tensors: tuple[NamedTensor, ...]
     hidden_size: int
     inner_size: int
-    coding: Coding | None
 
     def tensors_of(self, group: str) -> tuple[NamedTensor, ...]:
         """Return the parameters of a group in registration order."""
@@ -94,15 +89,14 @@ def engine_for(
     PlanError
         If the device lacks what multiplies by the plan's codes.
     """
-    if plan.coding is not None:
-        code_layers(coded_parts_of(model, plan.coding.parts), plan.low_bits, device)
+    take_codes(model, plan, device)
     if plan.points_are_adapters:
         if objective is not None:
             raise ModelError(
                 "an objective is made of the logits of all tokens, of which weights=adapters makes those with labels",
                 hint="leave --objective out, or use --weights serial or copies",
             )
-        return BatchedModel(model, loss_dtype=loss_dtype, autocast_dtype=autocast_dtype, coding=plan.coding)
+        return BatchedModel(model, loss_dtype=loss_dtype, autocast_dtype=autocast_dtype)
     return CutModel(
         model,
         loss_dtype=loss_dtype,
@@ -110,5 +104,4 @@ def engine_for(
         autocast_dtype=autocast_dtype,
         objective=objective,
         cut_blocks=plan.model.cut_blocks,
-        coding=plan.coding,
     )

@@ -14,10 +14,17 @@ from torch import Tensor, nn
 from costmodel.configs import LoRA
 from costmodel.low_bits import Coding
 from executors.files import write_atomically
-from executors.low_bits.coded import Coded
-from executors.low_bits.linear import CodedLinear, become_codable
+from executors.low_bits.coded import Quantized
+from executors.low_bits.linear import (
+    Deferred,
+    Holder,
+    become_codable,
+    become_plain,
+    deferred_numbers,
+    is_transposed,
+)
 from executors.models.blocks import fills_masks, find_blocks, linears_of
-from executors.models.weight_files import Deferred, numbers_of_codes, write_tensors
+from executors.models.weight_files import write_tensors
 from topology.errors import ModelError
 
 _HOOK = "_zosim_lora_hook"
@@ -82,8 +89,7 @@ def merge_lora(model: nn.Module) -> None:
             if not hasattr(module, _HOOK):
                 continue
             for layer in (module, module.lora_A, module.lora_B):
-                if isinstance(layer, CodedLinear):
-                    layer.become_plain()
+                become_plain(layer)
             inner, outer = joined_factors(module)
             product = outer @ inner
             module.weight += product if isinstance(module, nn.Linear) else product.T
@@ -110,13 +116,13 @@ def save_adapters(
         rank=rank,
         alpha=float(rank) if is_joined else first.lora_scale * rank,
         targets=sorted({name for name, _ in carrying}),
-        is_transposed=_is_transposed(first),
+        is_transposed=is_transposed(first),
     )
     write_atomically(directory / "adapter_config.json", json.dumps(config, indent=2) + "\n")
     named: dict[str, Tensor | Deferred] = {}
     if not is_joined:
         named |= {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name}
-        named |= {name: of for name, of in numbers_of_codes(model, dtype).items() if ".lora_" in name}
+        named |= {name: of for name, of in deferred_numbers(model, dtype).items() if ".lora_" in name}
     else:
         for path, module in model.named_modules():
             if hasattr(module, _HOOK):
@@ -146,10 +152,6 @@ def peft_config(
         "fan_in_fan_out": is_transposed,
         "base_model_name_or_path": getattr(model.config, "_name_or_path", None),
     }
-
-
-def _is_transposed(module: nn.Module) -> bool:
-    return module.is_transposed if isinstance(module, CodedLinear) else not isinstance(module, nn.Linear)
 
 
 def _attach(
@@ -191,8 +193,8 @@ def _hold_codes(linear: nn.Linear, coding: Coding, bound: float) -> None:
     """Let an adapter's factor be codes, on a grid that spans more than A does: B, all zeros, says nothing of what it will hold."""
     how = coding.of_adapters
     assert how is not None
-    layer = become_codable(linear)
-    codes = Coded.empty(how, layer.weight.shape, layer.weight.device)
+    layer = become_codable(linear, Holder(how))
+    codes = Quantized.empty(how, layer.weight.shape, layer.weight.device)
     codes.scales.fill_(coding.adapter_span * bound / codes.grid.high)
     codes.write(layer.weight.data)
     layer.coded = codes

@@ -7,13 +7,19 @@ therefore read as they are, and converted, or made codes of, one group at a time
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
+from costmodel.configs import stored_codes_in
 from costmodel.formats import DType
-from executors.formats import SAFETENSORS_NAMES, format_of
+from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES, format_of
 from executors.models.loading import load_model
+from executors.models.parameters import stored_parameters
+from executors.models.quantised import load_quantised, take_codes
 from executors.models.weight_files import weights_digest
 from zosim.plans import Plan
 
@@ -23,7 +29,55 @@ def moves_mapped(plan: Plan) -> bool:
 
     Stages compute with parameters before that.
     """
-    return plan.num_stages == 1 or plan.is_shared_out or plan.coding is not None
+    return plan.num_stages == 1 or plan.is_shared_out or plan.storage.coding is not None
+
+
+def load_weights(
+    source: str,
+    plan: Plan,
+    *,
+    is_mapped: bool = True,
+    random_weights: bool = False,
+    allow_download: bool = False,
+) -> nn.Module:
+    """Return a model with its base weights as a run begins with them: in the plan's format, as codes, or mapped in their own.
+
+    Parameters
+    ----------
+    source : str
+    plan : Plan
+    is_mapped : bool
+        Whether weights may stay in their files until they move.
+    random_weights, allow_download
+        As of :func:`executors.models.loading.load_model`.
+    """
+    if not random_weights and stored_codes_in(source) is not None:
+        return load_quantised(source, plan)
+    is_mapped = is_mapped and moves_mapped(plan) and not random_weights
+    storage = plan.storage_dtype
+    model = load_model(
+        source,
+        dtype=(own_format(source) if is_mapped else None) or storage,
+        attention=plan.forward.attention,
+        random_weights=random_weights,
+        allow_download=allow_download,
+    )
+    take_codes(model, plan)
+    # What becomes codes stays as it lies in its files until then, one weight after the other.
+    becoming = [tensor.parameter for tensor in stored_parameters(model) if not tensor.is_numbers]
+    if is_mapped:
+        model.config.dtype = TORCH_DTYPES[storage]  # what is saved of it
+    if becoming or not is_mapped:
+        to_storage(model, plan, but=becoming if is_mapped else ())
+    return model
+
+
+def to_storage(model: nn.Module, plan: Plan, but: Iterable[torch.Tensor] = ()) -> None:
+    """Give the model's parameters, but for some, the plan's format."""
+    storage, left_out = TORCH_DTYPES[plan.storage_dtype], {id(parameter) for parameter in but}
+    for parameter in model.parameters():
+        if parameter.dtype != storage and id(parameter) not in left_out:
+            parameter.data = parameter.data.to(storage)
 
 
 def own_format(source: str | Path) -> DType | None:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from costmodel.groups import ParameterEntry, cut_blocks_inside, group_parameters
-from costmodel.low_bits import Coding
 from costmodel.model_spec import (
     BACK,
     EMBED,
@@ -30,6 +29,7 @@ from costmodel.model_spec import (
     segments_of,
 )
 from executors.labels import IGNORED_LABEL
+from executors.low_bits.stored import Dense
 from executors.models.blocks import block_list, fills_masks, linears_of, refuse_unsupported
 from executors.models.halves import Halfway, HalvedBlock, Handed, as_tensor, normalises_last
 from executors.models.host_twins import host_twins
@@ -86,8 +86,6 @@ class CutModel:
         Takes the place of the loss; it need not be differentiable.
     cut_blocks : tuple of int
         Blocks that are two segments, cut at the input of the MLP's second linear.
-    coding : Coding, optional
-        How the weights of linear layers are kept, where they are codes.
 
     Raises
     ------
@@ -117,10 +115,8 @@ class CutModel:
         autocast_dtype: torch.dtype | None = None,
         objective: Objective | TextObjective | None = None,
         cut_blocks: tuple[int, ...] = (),
-        coding: Coding | None = None,
     ) -> None:
         self.model = model.eval()
-        self.coding = coding
         logging.getLogger("transformers.modeling_utils").addFilter(_concerns_a_user)
         self.objective = objective
         self.loss_dtype = loss_dtype
@@ -318,7 +314,7 @@ class CutModel:
             raise ModelError("only the input token table can be read through gathered rows")
         # padding_idx matters to gradients alone, but torch checks it against the number of rows.
         table, padding = tensor.held, module.padding_idx
-        tensor.hold(rows)
+        tensor.hold(Dense(rows))
         module.padding_idx = None
         hook = module.register_forward_pre_hook(lambda _module, _args: (positions,))
         try:

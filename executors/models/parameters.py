@@ -5,7 +5,7 @@ Here alone it is known that a parameter's values are a float tensor in ``paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.low_bits import Coding
-from executors.low_bits.coded import Coded, KnownFormat
-from executors.low_bits.linear import CodedLayer, coded_layers, is_of_adapter
+from executors.low_bits.coded import KnownFormat, Quantized, shapes_of
+from executors.low_bits.linear import CodedLayer, coded_layers
+from executors.low_bits.stored import Dense, Stored, View, nothing
 from topology.errors import ModelError
 
-Held = Tensor | Coded
-"""What a parameter is: numbers, or codes."""
+Pieces = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and format of each tensor that a parameter is, by what files add to its name."""
 
 _NO_DECAY = ("bias", "layer_norm", "layernorm")
 
@@ -67,31 +68,40 @@ class NamedTensor:
         return self.parameter.data
 
     @property
-    def held(self) -> Held:
+    def held(self) -> Stored:
         """What the model computes with."""
         coded = None if self.layer is None else self.layer.coded
-        return self.values if coded is None else coded
+        return Dense(self.values) if coded is None else coded
 
-    def hold(self, values: Held) -> None:
-        """Let the model compute with `values`, which are not copied."""
-        if isinstance(values, Coded):
-            assert self.layer is not None
-            self.layer.coded = values
-            values = _nothing(self.shape, values.scales.dtype, values.device)
-        elif self.layer is not None:
-            self.layer.coded = None
-        self.parameter.data = values
+    def hold(self, view: View) -> None:
+        """Let the model compute with `view`, which is not copied."""
+        view.bind(self)
 
-    def coding_within(self, coding: Coding) -> Coding | None:
-        """Return how it is kept in a model whose linear layers are kept as `coding`; None where it is numbers."""
-        if self.layer is None:
-            return None
-        return coding.of_adapters if is_of_adapter(self.name) else coding
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """Return a copy on the CPU, as numbers in the shape that files have."""
+        if self.layer is not None and self.layer.coded is not None:
+            return self.layer.numbers(dtype).cpu()
+        return self.values.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
 
-    def held_at(self, device: torch.device, dtype: torch.dtype) -> Held:
-        """Return what the model computes with on a device: numbers in a format, codes as they are."""
-        held = self.held
-        return held.to(device) if isinstance(held, Coded) else held.to(device, dtype)
+    @property
+    def coding(self) -> Coding | None:
+        """How it is stored in a program's buffers and in checkpoints; None for numbers."""
+        return None if self.layer is None else self.layer.holder.coding
+
+    @property
+    def is_numbers(self) -> bool:
+        """Whether it is stored as numbers."""
+        return self.coding is None
+
+    def pieces(self, dtype: torch.dtype) -> Pieces:
+        """Return the tensors that it is stored as; `dtype` is the format of numbers."""
+        return {"": (self.shape, dtype)} if self.coding is None else shapes_of(self.coding, self.shape)
+
+    def stored_in(self, pieces: Iterable[Tensor]) -> Stored:
+        """Return it as it is stored in these, which are in the order of :meth:`pieces`."""
+        if self.coding is None:
+            return Dense(*pieces)
+        return Quantized.of_tensors(self.coding, self.shape, pieces, self.known_format)
 
     @property
     def trainable(self) -> bool:
@@ -99,26 +109,20 @@ class NamedTensor:
         return self.index >= 0
 
 
-def bind(tensors: Sequence[NamedTensor], views: Sequence[Held]) -> None:
+def bind(tensors: Sequence[NamedTensor], views: Sequence[View]) -> None:
     """Let parameters be what lies in as many pieces of memory."""
     for tensor, view in zip(tensors, views, strict=True):
-        tensor.hold(view)
+        view.bind(tensor)
 
 
-def take_over(place: Held, tensor: NamedTensor) -> None:
-    """Copy a parameter into its place, making codes of numbers where the place is for codes."""
-    held = tensor.held
-    if not isinstance(place, Coded):
-        place.copy_(tensor.values)
-    elif isinstance(held, Coded):
-        place.copy_(held)
-    else:
-        place.encode(held, tensor.name)
+def format_beside(tensors: Iterable[NamedTensor]) -> str | None:
+    """Return the format of numbers in a model some of whose parameters are none, which have it for their scales; None if all are."""
+    return next((tensor.coding.dtype for tensor in tensors if tensor.coding is not None), None)
 
 
-def stand_in(tensor: NamedTensor, device: torch.device) -> Tensor:
+def stand_in(tensor: NamedTensor, device: torch.device) -> Dense:
     """Return what a parameter is while its values are elsewhere: a forward that reads it makes no number."""
-    return _nothing(tensor.shape, tensor.values.dtype, device)
+    return Dense(nothing(tensor.shape, tensor.values.dtype, device))
 
 
 @contextmanager
@@ -132,10 +136,14 @@ def absent(tensors: Sequence[NamedTensor], device: torch.device) -> Iterator[Non
         bind(tensors, held)
 
 
-def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return NaNs, or the lowest whole numbers, in a shape that takes no memory."""
-    value = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
-    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+def stored_parameters(model: nn.Module) -> Iterator[NamedTensor]:
+    """Yield a model's parameters in registration order, a tied one once."""
+    layers = dict(coded_layers(model))
+    num_trainable = 0
+    for name, parameter in model.named_parameters():
+        index = num_trainable if parameter.requires_grad else -1
+        num_trainable += parameter.requires_grad
+        yield NamedTensor(name, parameter, parameter.shape, index, decays(name), layers.get(name))
 
 
 def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
@@ -146,15 +154,9 @@ def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
     ModelError
         If none is trainable.
     """
-    layers = dict(coded_layers(model))
-    tensors = []
-    num_trainable = 0
-    for name, parameter in model.named_parameters():
-        index = num_trainable if parameter.requires_grad else -1
-        num_trainable += parameter.requires_grad
-        tensors.append(NamedTensor(name, parameter, parameter.shape, index, decays(name), layers.get(name)))
-    if not num_trainable:
+    tensors = tuple(stored_parameters(model))
+    if not any(tensor.trainable for tensor in tensors):
         raise ModelError(
             "the model has no trainable parameter", hint="set requires_grad on what is to be tuned"
         )
-    return tuple(tensors)
+    return tensors

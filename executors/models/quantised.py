@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.configs import stored_codes_in
-from costmodel.formats import CANDIDATES, FORMATS, CodedParts
+from costmodel.formats import CANDIDATES, FORMATS, CodedParts, DType
 from costmodel.low_bits import Coding
 from costmodel.stored_codes import (
     CODE_SUFFIXES,
@@ -27,21 +27,61 @@ from costmodel.stored_codes import (
     said_of_own,
 )
 from executors.formats import TORCH_DTYPES, WEIGHTS_NAME
-from executors.low_bits.coded import Coded, shapes_of
-from executors.low_bits.linear import CodedLayer, coded_layers, make_codable
+from executors.low_bits.coded import Quantized, shapes_of
+from executors.low_bits.linear import (
+    CodedLayer,
+    Deferred,
+    code_layers,
+    coded_layers,
+    make_codable,
+    present_product,
+)
 from executors.models.blocks import coded_parts_of, linears_of
 from executors.models.loading import load_config, model_class, opened_weights, quietly_loading
-from executors.models.weight_files import (
-    Deferred,
-    save_configuration,
-    saved_tensors,
-    write_tensors,
-)
+from executors.models.parameters import stored_parameters
+from executors.models.weight_files import save_configuration, saved_tensors, write_tensors
 from topology.errors import ModelError
-from zosim.plans import Plan
+from zosim.plans import LowBits, Plan
 
 _PIECE_ELEMENTS = 1 << 20
 """Codes that are taken out of their words at a time."""
+
+
+def take_codes(model: nn.Module, plan: Plan, device: torch.device | None = None) -> None:
+    """Let the layers of a model take codes, if the plan stores any; on a device, multiply by them as it says.
+
+    Raises
+    ------
+    PlanError
+        If the device lacks what multiplies by them.
+    """
+    if (coding := plan.storage.coding) is None:
+        return
+    parts = coded_parts_of(model, coding.parts)
+    if device is None:
+        make_codable(parts, coding)
+    else:
+        code_layers(parts, plan.low_bits, device, plan.storage_dtype)
+
+
+def other_kernel(plan: Plan, device: torch.device) -> str:
+    """Return, in words, which kernel a device lacks that the plan counts on; empty where it lacks none."""
+    low_bits = plan.low_bits
+    if not low_bits.are_codes or present_product(low_bits, device) == low_bits.product:
+        return ""
+    return f"{device} has no {low_bits.product}, which the plan counts on: weights are made of codes one layer at a time"
+
+
+def encode(model: nn.Module, low_bits: LowBits, dtype: DType) -> None:
+    """Make codes of a model's weights where it lies, on the CPU; `dtype` is the format of what is no code."""
+    if (coding := low_bits.coding(dtype)) is None:
+        return
+    code_layers(coded_parts_of(model, coding.parts), low_bits, torch.device("cpu"), dtype)
+    for tensor in stored_parameters(model):
+        if not tensor.is_numbers:
+            codes = Quantized.empty(coding, tensor.shape, torch.device("cpu"))
+            codes.load(tensor.held, tensor.name)
+            tensor.hold(codes)
 
 
 def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
@@ -58,7 +98,7 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
     ModelError
         If the plan has other codes, or a tensor is missing, of another shape or format, or holds scales that are none.
     """
-    directory, coding = Path(source), plan.coding
+    directory, coding = Path(source), plan.storage.coding
     stored = stored_codes_in(directory)
     assert stored is not None
     agrees = (
@@ -105,7 +145,7 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
             f"{source}: {min(wrong)} is missing, or of another shape than its config.json says",
             hint="copy the model again",
         )
-    make_codable(coded_parts_of(loaded, coding.parts))
+    make_codable(coded_parts_of(loaded, coding.parts), coding)
     modules = dict(loaded.named_modules())
     for name, shape in layers.items():
         files.check(name, shape)
@@ -213,7 +253,7 @@ class _Files:
                 hint="copy the model again; codes mean nothing without their scales",
             ) from None
 
-    def read(self, layer: str, shape: tuple[int, int]) -> Coded:
+    def read(self, layer: str, shape: tuple[int, int]) -> Quantized:
         """Return a weight: its codes and scales, and nothing of it as floating-point numbers.
 
         Raises
@@ -226,11 +266,11 @@ class _Files:
         symbols, scales, zeros = _READERS[self.layout](self, layer, shape)
         if not self.coding.has_zero_point:
             zeros = None
-        coded = Coded.of_symbols(self.coding, symbols, self._scales(layer, scales), zeros)
+        coded = Quantized.of_symbols(self.coding, symbols, self._scales(layer, scales), zeros)
         self.refuse_no_code(layer, coded.has_codes_that_are_none())
         return coded
 
-    def _own(self, layer: str, shape: torch.Size) -> Coded:
+    def _own(self, layer: str, shape: torch.Size) -> Quantized:
         """Return a weight whose tensors lie in the file as they do in memory."""
         parts = {}
         for suffix in shapes_of(self.coding, shape):
@@ -238,7 +278,7 @@ class _Files:
             parts[suffix] = self._scales(layer, part) if suffix.endswith("scale") else part
         kinds = parts.get("_format")
         self.refuse_no_code(layer, kinds is not None and int(kinds) >= len(CANDIDATES[self.coding.format]))
-        coded = Coded.of_tensors(self.coding, shape, parts.values())
+        coded = Quantized.of_tensors(self.coding, shape, parts.values())
         self.refuse_no_code(layer, coded.has_codes_that_are_none())
         return coded
 
@@ -368,7 +408,7 @@ def save_own(model: nn.Module, directory: str | Path, dtype: str) -> None:
     tensors: dict[str, Tensor | Deferred] = {}
     for name, tensor in saved_tensors(model).items():
         coded = codes.get(name)
-        pieces = {"": tensor} if coded is None else coded.tensors
+        pieces = {"": tensor} if coded is None else coded.dump()
         tensors |= {name + suffix: piece for suffix, piece in pieces.items()}
     directory = Path(directory)
     save_configuration(model, directory, {"quantization_config": said_of_own(first.coding)})

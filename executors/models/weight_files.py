@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +15,10 @@ from torch import Tensor, nn
 from costmodel.configs import CONFIG_NAME
 from executors.files import replacing, write_atomically
 from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES, WEIGHTS_NAME
-from executors.low_bits.coded import Coded
-from executors.low_bits.linear import coded_layers
+from executors.low_bits.linear import Deferred, deferred_numbers
+from executors.models.parameters import NamedTensor, stored_parameters
 from topology.errors import RunError
 from topology.reading import refuse_irregular
-
-
-class Deferred(NamedTuple):
-    """A tensor that is made when it is written.
-
-    Attributes
-    ----------
-    shape : torch.Size
-    dtype : torch.dtype
-    make : callable
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    make: Callable[[], Tensor]
 
 
 def weights_digest(
@@ -46,34 +30,25 @@ def weights_digest(
     ----------
     model : torch.nn.Module
     dtype : str, optional
-        Format to read the parameters in; by default their own. Those that are codes are read as codes and scales.
+        Format to read numbers in; by default their own. Other parameters are read as the tensors that they are stored as.
     trainable_only : bool
         Leave frozen parameters out.
     base_only : bool
         Leave adapters out.
     """
-    digest = hashlib.blake2b(digest_size=16)
-    layers = dict(coded_layers(model))
-    for name, parameter in model.named_parameters():
-        if (trainable_only and not is_tuned(name, parameter)) or (base_only and ".lora_" in name):
+    digest, wanted = hashlib.blake2b(digest_size=16), TORCH_DTYPES[dtype] if dtype else None
+    for tensor in stored_parameters(model):
+        if (trainable_only and not is_tuned(tensor)) or (base_only and ".lora_" in tensor.name):
             continue
-        coded = layers[name].coded if name in layers else None
-        if coded is not None:
-            for suffix, tensor in coded.tensors.items():
-                update_digest(digest, name + suffix, tensor)
-        else:
-            update_digest(digest, name, parameter.data.to(TORCH_DTYPES[dtype] if dtype else parameter.dtype))
+        held = tensor.held
+        for suffix, piece in held.to(held.device, wanted).dump().items():
+            update_digest(digest, tensor.name + suffix, piece)
     return digest.hexdigest()
 
 
-def is_tuned(name: str, parameter: nn.Parameter) -> bool:
+def is_tuned(tensor: NamedTensor) -> bool:
     """Whether a run changes a parameter: it is perturbed, or it is a part of an adapter that is drawn anew."""
-    return parameter.requires_grad or ".lora_" in name
-
-
-def coded_weights(model: nn.Module) -> dict[str, Coded]:
-    """Return the weights of a model that are codes at the moment, by name."""
-    return {name: layer.coded for name, layer in coded_layers(model) if layer.coded is not None}
+    return tensor.trainable or ".lora_" in tensor.name
 
 
 def update_digest(digest: hashlib.blake2b, name: str, tensor: Tensor) -> None:
@@ -102,31 +77,19 @@ def save_weights(
     metadata : mapping, optional
         What to say about the weights in the file.
     trainable_only : bool
-        Leave frozen parameters and buffers out, and write codes as they are, with their scales; else as numbers.
+        Leave frozen parameters and buffers out, and write the tensors that others are stored as; else numbers.
 
     Notes
     -----
     Tensors are written one by one: the buckets that they lie in are neither copied nor written.
     """
     if not trainable_only:
-        write_tensors(saved_tensors(model) | numbers_of_codes(model, dtype), path, dtype, metadata)
+        write_tensors(saved_tensors(model) | deferred_numbers(model, dtype), path, dtype, metadata)
         return
-    codes, named = coded_weights(model), dict[str, Tensor | Deferred]()
-    for name, tensor in _trainable_tensors(model).items():
-        pieces = codes[name].tensors if name in codes else {"": tensor}
-        named |= {name + suffix: piece for suffix, piece in pieces.items()}
-    write_tensors(named, path, dtype, metadata)
-
-
-def numbers_of_codes(model: nn.Module, dtype: str | None = None) -> dict[str, Tensor | Deferred]:
-    """Return what the weights of a model that are codes stand for, by name: rounded once, to the format that they are written in."""
     named: dict[str, Tensor | Deferred] = {}
-    for name, layer in coded_layers(model):
-        if (coded := layer.coded) is not None:
-            to = TORCH_DTYPES[dtype] if dtype else coded.scales.dtype
-            shape = coded.shape[::-1] if layer.is_transposed else coded.shape
-            named[name] = Deferred(torch.Size(shape), to, partial(layer.numbers, to))
-    return named
+    for tensor in filter(is_tuned, stored_parameters(model)):
+        named |= {tensor.name + suffix: piece for suffix, piece in tensor.held.dump().items()}
+    write_tensors(named, path, dtype, metadata)
 
 
 def write_tensors(
@@ -185,10 +148,6 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     persistent = set(model.state_dict().keys())
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.detach() for name, tensor in named if name in persistent}
-
-
-def _trainable_tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in model.named_parameters() if is_tuned(name, p)}
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

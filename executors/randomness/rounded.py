@@ -20,6 +20,7 @@ from costmodel.low_bits import PASSED_ELEMENTS, ROUNDED_AT_ONCE, SHARED_CHANCES
 from costmodel.roundings import RoundedDirection
 from executors.low_bits.grids import Integers
 from executors.low_bits.packed import Codes
+from executors.low_bits.stored import ChosenRows
 from executors.randomness.counter import CounterDraws, CounterKey
 from executors.randomness.directions import (
     WORD_BITS,
@@ -129,13 +130,6 @@ class DrawKeys(NamedTuple):
         """Return those of a direction, or of its second copy, whose rows are the same."""
         purpose: Purpose = "second direction" if is_second else "direction"
         return cls(rounding_key(seed, step, query, purpose), rounding_key(seed, step, query, "rows"))
-
-
-class ChosenRows(NamedTuple):
-    """Ascending numbers of some rows, where they are used and on the host."""
-
-    there: Tensor
-    on_host: Tensor
 
 
 class MovedRows:

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import torch
 
-from executors.low_bits.coded import Coded
+from executors.low_bits.stored import Stored
 from executors.models.engine import ForwardEngine
-from executors.models.parameters import Held, NamedTensor, stand_in
+from executors.models.parameters import NamedTensor, stand_in
 from executors.ranks.communicator import Communicator
 from zosim.plans import Plan
 
@@ -97,16 +97,13 @@ class WholeModel:
                     fetched.append(tensor)
         return fetched
 
-    def _spread(self, communicator: Communicator, holders: tuple[int, ...], tensor: NamedTensor) -> Held:
-        coding, host = self._engine.coding, torch.device("cpu")
-        held: Held
+    def _spread(self, communicator: Communicator, holders: tuple[int, ...], tensor: NamedTensor) -> Stored:
         if communicator.rank == holders[0]:
-            held = tensor.held_at(host, self._storage)
-        elif coding is not None and (how := tensor.coding_within(coding)) is not None:
-            held = Coded.empty(how, tensor.shape, host)
+            held = tensor.held.to(torch.device("cpu"), self._storage)
         else:
-            held = torch.empty(tensor.shape, dtype=self._storage)
-        for values in held.tensors.values() if isinstance(held, Coded) else [held]:
+            pieces = tensor.pieces(self._storage).values()
+            held = tensor.stored_in(torch.zeros(shape, dtype=dtype) for shape, dtype in pieces)
+        for values in held.dump().values():
             flat = values.contiguous().view(-1).view(torch.uint8)
             communicator.broadcast(_PIPELINE, holders[0], flat, f"fetching {tensor.name}")
         return held

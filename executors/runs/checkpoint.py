@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from costmodel.low_bits import Coding
-from executors.low_bits.coded import SUFFIXES, Coded, shapes_of
-from executors.low_bits.linear import is_of_adapter
-from executors.models.parameters import named_tensors
+from executors.models.parameters import stored_parameters
 from executors.models.weight_files import is_tuned, save_weights, update_digest, weights_digest
 from topology.errors import RunError
 from topology.limits import whole_number
@@ -46,20 +43,14 @@ class Checkpoint:
     path: Path
     num_steps: int
 
-    def load(self, model: nn.Module, coding: Coding | None = None) -> None:
-        """Give a model of the base's shape these weights, some of which may be codes."""
-        tensors = {tensor.name: tensor for tensor in named_tensors(model)}
+    def load(self, model: nn.Module) -> None:
+        """Give a model of the base's shape these weights, stored as the model is to store them."""
         with _open(self.path) as file, torch.no_grad():
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                if name not in tensors:
-                    continue
-                tensor = tensors[name]
-                how = None if coding is None else tensor.coding_within(coding)
-                if how is None:  # mapped from the file until it moves into a buffer
-                    tensor.hold(file.get_tensor(name))
-                else:
-                    held = [file.get_tensor(name + suffix) for suffix, _ in _pieces_of(how, tensor.shape)]
-                    tensor.hold(Coded.of_tensors(how, tensor.shape, held))
+            held = set(file.keys())
+            for tensor in stored_parameters(model):
+                if tensor.name in held:  # mapped from the file until it moves into a buffer
+                    names = [tensor.name + suffix for suffix in tensor.pieces(tensor.values.dtype)]
+                    tensor.hold(tensor.stored_in(map(file.get_tensor, names)))
 
 
 def save_checkpoint(
@@ -131,39 +122,28 @@ def _checked(path: Path, history: History, model: nn.Module) -> Checkpoint:
             )
         if facts.get("history_digest") != history.digest(num_steps):
             raise RunError(f"checkpoint {path} is another run's: other steps led to it")
-        if facts.get("digest") != _digest(file, model, path, history.plan.coding):
+        if facts.get("digest") != _digest(file, model, path):
             raise RunError(f"checkpoint {path} is damaged: its parameters do not have the digest it states")
     return Checkpoint(path, num_steps)
 
 
-def _digest(file: Any, model: nn.Module, path: Path, coding: Coding | None) -> str:
+def _digest(file: Any, model: nn.Module, path: Path) -> str:
     """Return the hash of the parameters in a file, which must be those of `model`."""
     held = set(file.keys())
     digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in model.named_parameters():
-        if not is_tuned(name, parameter):
-            continue
-        how = coding if coding is None or not is_of_adapter(name) else coding.of_adapters
-        expected: _Pieces = [("", (tuple(parameter.shape), None))]
-        if how is not None and name + SUFFIXES[1] in held:
-            expected = _pieces_of(how, parameter.shape)
-        for suffix, (shape, dtype) in expected:
-            if name + suffix not in held:
-                raise RunError(f"checkpoint {path} lacks {name + suffix}")
-            tensor: Tensor = file.get_tensor(name + suffix)
-            if tuple(tensor.shape) != shape or dtype not in (None, tensor.dtype):
-                shapes = f"{tuple(tensor.shape)}, the model's is {shape}"
-                raise RunError(f"checkpoint {path}: {name + suffix} has shape {shapes}")
-            update_digest(digest, name + suffix, tensor)
+    for tensor in filter(is_tuned, stored_parameters(model)):
+        # Numbers are in the run's format, which the model need not have been given yet.
+        pieces = tensor.pieces(tensor.values.dtype)
+        for suffix, (shape, dtype) in pieces.items():
+            name = tensor.name + suffix
+            if name not in held:
+                raise RunError(f"checkpoint {path} lacks {name}")
+            piece: Tensor = file.get_tensor(name)
+            if tuple(piece.shape) != tuple(shape) or (len(pieces) > 1 and dtype != piece.dtype):
+                shapes = f"{tuple(piece.shape)}, the model's is {tuple(shape)}"
+                raise RunError(f"checkpoint {path}: {name} has shape {shapes}")
+            update_digest(digest, name, piece)
     return digest.hexdigest()
-
-
-_Pieces = list[tuple[str, tuple[tuple[int, ...], torch.dtype | None]]]
-
-
-def _pieces_of(coding: Coding, shape: torch.Size) -> _Pieces:
-    """Return the suffix, the shape and the format of every tensor that a weight of codes is."""
-    return list(shapes_of(coding, shape).items())
 
 
 def _whole(text: str | None, path: Path) -> int:

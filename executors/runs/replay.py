@@ -16,14 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from costmodel.configs import Prefix, stored_codes_in
+from costmodel.configs import Prefix
 from executors.devices import attention_facts, device_name
-from executors.formats import TORCH_DTYPES
-from executors.low_bits.linear import coded_layers, make_codable
-from executors.models.blocks import coded_parts_of
-from executors.models.loading import load_model
-from executors.models.mapped import moves_mapped, own_format
-from executors.models.quantised import load_quantised
+from executors.models.mapped import load_weights
 from executors.models.weight_files import weights_digest
 from executors.ranks.mesh import alone
 from executors.runs.adapters import Tuned, attach, recorded_adapters, save_tuned
@@ -33,7 +28,7 @@ from executors.runs.history import History, read_history
 from executors.runs.programs import recorded_programs
 from executors.runs.runlog import HEADER_NAME
 from executors.runs.session import Session
-from executors.steps.preparing import prepare, to_storage
+from executors.steps.preparing import prepare
 from topology.errors import RunError
 from zosim.plans import Plan
 from zosim.program import Program
@@ -130,30 +125,14 @@ def load_base(
     allow_download: bool = False,
 ) -> nn.Module:
     """Return the base weights as a run begins with them, adapters attached: in its format, or mapped in their own."""
-    storage = plan.storage_dtype
-    if not random_weights and stored_codes_in(source) is not None:
-        model = load_quantised(source, plan)
-        if adapters is not None:
-            attach(model, adapters, run=run, plan=plan)
-        prepare(model, plan, torch.device("cpu"))
-        return model
     # What a prefix begins as is computed with weights in the plan's format.
-    is_mapped = moves_mapped(plan) and not random_weights and not isinstance(adapters, Prefix)
-    model = load_model(
+    model = load_weights(
         source,
-        dtype=(own_format(source) if is_mapped else None) or storage,
-        attention=plan.forward.attention,
+        plan,
+        is_mapped=not isinstance(adapters, Prefix),
         random_weights=random_weights,
         allow_download=allow_download,
     )
-    if plan.coding is not None:
-        make_codable(coded_parts_of(model, plan.coding.parts))
-    # What becomes codes stays as it lies in its files until then, one weight after the other.
-    mapped = [layer.weight for _, layer in coded_layers(model)] if is_mapped else []
-    if is_mapped:
-        model.config.dtype = TORCH_DTYPES[storage]  # what is saved of it
-    if plan.coding is not None or not is_mapped:
-        to_storage(model, plan, but=mapped)
     if adapters is not None:
         attach(model, adapters, run=run, plan=plan)
     prepare(model, plan, torch.device("cpu"))
@@ -246,7 +225,7 @@ def session_at(
             hint="replay it as it was run",
         )
     if checkpoint is not None:
-        checkpoint.load(model, (plan or history.plan).coding)
+        checkpoint.load(model)
     header = history.header
     session = Session(
         plan or history.plan,

@@ -22,7 +22,7 @@ from torch import nn
 from executors.datasets.batches import Batches
 from executors.datasets.objectives import objective_named
 from executors.files import write_atomically
-from executors.low_bits.linear import present_product
+from executors.models.quantised import other_kernel
 from executors.models.weight_files import weights_digest
 from executors.pace import reference_now_s
 from executors.ranks.communicator import Communicator, default_communicator
@@ -301,12 +301,9 @@ class Run:
         return session
 
     def _tell_of_kernel(self, session: Session) -> None:
-        """Say so where another kernel multiplies by codes than the plan counts on."""
-        low_bits = session.plan.low_bits
-        if low_bits.are_codes and present_product(low_bits, session.device) != low_bits.product:
-            self._warn(
-                f"{session.device} has no {low_bits.product}, which the plan counts on: weights are made of codes one layer at a time"
-            )
+        """Say so where weights are multiplied by another kernel than the plan counts on."""
+        if note := other_kernel(session.plan, session.device):
+            self._warn(note)
 
     def _tell_of_checksums(self) -> None:
         """Say so where nothing watches the weights of a rank, as on CUDA unless that is asked for."""

@@ -23,7 +23,7 @@ import zosim
 from executors.datasets.batches import check_batch
 from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
-from executors.low_bits.coded import Moved
+from executors.low_bits.stored import Moved
 from executors.models.engine import engine_for
 from executors.models.model import Batch, LossDType, Objective, TextObjective
 from executors.models.weight_files import save_pretrained, weights_digest
@@ -479,7 +479,7 @@ class Session:
 
         All ranks have to ask. A tied table of codes counts on each of the two stages that hold it.
         """
-        if self.plan.coding is None:
+        if not self.plan.storage.bits:
             return None
         own = self.interpreter.moved_codes.read()
         if self.communicator is None or self.plan.num_stages == 1:

@@ -385,7 +385,7 @@ class RunSettings:
             raise RunError(f"reward_timeout={self.reward_timeout_s} must be above 0")
 
     def _refuse_no_codes(self) -> None:
-        coding = self.plan.coding
+        coding = self.plan.storage.coding
         if coding is None or self.lora is not None or self.prefix is not None:
             what = "a plan without them has none" if coding is None else "what is tuned here lies beside them"
             raise PlanError(

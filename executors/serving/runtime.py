@@ -17,12 +17,9 @@ from executors.datasets.generation import Generation, continued_by
 from executors.datasets.prompts import Example
 from executors.formats import format_of
 from executors.labels import IGNORED_LABEL
-from executors.low_bits.coded import Coded
-from executors.low_bits.linear import code_layers
 from executors.models.batched import BatchedModel, SidePath
-from executors.models.blocks import coded_parts_of
 from executors.models.packing import Packing, joined
-from executors.models.parameters import named_tensors
+from executors.models.quantised import encode
 from executors.models.recording_blocks import StepCache
 from executors.models.weight_files import weights_digest
 from executors.runs.adapters import attach
@@ -70,7 +67,7 @@ class Runtime:
         attach(model, "linears")
         if low_bits is not None and low_bits.are_codes:
             self.base_digest  # noqa: B018 - of the numbers, before they are codes
-            self._encode(low_bits)
+            encode(model, low_bits, self.base_dtype)
         self._engine = BatchedModel(model)
         self._weights: dict[str, Any] = {path: model.get_submodule(path).weight for path in self.shapes}
         self._adapters: dict[str, Adapter] = {}
@@ -79,16 +76,6 @@ class Runtime:
     def base_digest(self) -> str:
         """Hash of the base's weights."""
         return weights_digest(self._model)
-
-    def _encode(self, low_bits: LowBits) -> None:
-        coding = low_bits.coding(self.base_dtype)
-        assert coding is not None
-        code_layers(coded_parts_of(self._model, coding.parts), low_bits, torch.device("cpu"))
-        for tensor in named_tensors(self._model):
-            if tensor.layer is not None:
-                codes = Coded.empty(coding, tensor.shape, torch.device("cpu"))
-                codes.encode(tensor.values, tensor.name)
-                tensor.hold(codes)
 
     # -- adapters ----------------------------------------------------------------------------------------------
 

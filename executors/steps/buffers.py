@@ -7,8 +7,9 @@ that made it, under the name of its buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, TypeVar
 
@@ -16,17 +17,15 @@ import torch
 from torch import Tensor
 
 from costmodel.formats import FORMATS
-from costmodel.low_bits import CodedMatrix, Coding
 from executors.formats import TORCH_DTYPES, format_of
-from executors.low_bits.coded import Coded, shapes_of
 from executors.low_bits.packed import Codes, PackedCodes, packed_shape_bytes
+from executors.low_bits.stored import Along, Stored
 from executors.models.engine import ForwardEngine
-from executors.models.parameters import Held, NamedTensor
+from executors.models.parameters import NamedTensor, format_beside
 from topology.errors import ProgramError
 from zosim.contents import FrozenWeights, GroupWeights, parameters_of
 from zosim.instructions import Access, Buffer, Space
-from zosim.lowering.buckets import aligned, bucket_bytes, coded_bucket_bytes
-from zosim.lowering.residency import CODED
+from zosim.lowering.buckets import aligned, bucket_bytes
 from zosim.operations import Draw, Forward, Perturb, Update
 from zosim.program import Program
 
@@ -56,24 +55,20 @@ class Part:
     alignment_bytes: int
 
     def size_bytes(self, dtype: str) -> int:
-        """Return what a program reserves for the part."""
+        """Return what a program reserves for a direction of the part, or for the part as numbers."""
         num_elements = sum(t.num_elements for t in self.tensors)
         return bucket_bytes(num_elements, len(self.tensors), dtype, self.alignment_bytes)
 
-    def matrices(self, coding: Coding) -> list[CodedMatrix]:
-        """Return shapes of what is codes, each with how it is kept, where linear layers are kept as `coding`."""
-        kept = ((tensor.shape, tensor.coding_within(coding)) for tensor in self.tensors)
-        return [((shape[0], shape[1]), how) for shape, how in kept if how is not None]
+    def stored_bytes(self, dtype: torch.dtype) -> int:
+        """Return what a program reserves for the part, numbers of which are in this format."""
+        pieces = (piece for tensor in self.tensors for piece in tensor.pieces(dtype).values())
+        sizes = [prod(shape) * kind.itemsize for shape, kind in pieces]
+        return aligned(sum(sizes) + len(sizes) * (self.alignment_bytes - 1), self.alignment_bytes)
 
-    def packed_bytes(self, coding: Coding) -> int:
-        """Return what a program reserves for the part where the weights of linear layers are codes."""
-        matrices = self.matrices(coding)
-        if not matrices:
-            return self.size_bytes(coding.dtype)
-        num_elements = sum(t.num_elements for t in self.tensors)
-        return coded_bucket_bytes(
-            num_elements, len(self.tensors), matrices, coding.dtype, self.alignment_bytes
-        )
+    @property
+    def is_flat(self) -> bool:
+        """Whether it is stored as one stretch of numbers."""
+        return all(tensor.is_numbers for tensor in self.tensors)
 
     def offsets(self, dtype: str) -> list[int]:
         """Return the element at which each tensor starts, and one past the last."""
@@ -107,31 +102,41 @@ class Part:
 
 @dataclass(frozen=True)
 class PlacedPart:
-    """A part at its place in a buffer.
+    """A part at its place in a buffer, or a direction of it.
 
     Attributes
     ----------
     flat : torch.Tensor
         Its bytes as one tensor, from the first element to the last, gaps included.
     views : tuple of torch.Tensor
-        One per parameter, in the parameter's shape; of one that is codes, the bytes of these.
+        One per parameter, in the parameter's shape; of one that is no numbers, the bytes of its largest tensor.
     part : Part
-    held : tuple of torch.Tensor or Coded
-        What each parameter is.
+    held : tuple of Stored
+        What each parameter is; nothing of a direction.
     packed : tuple of PackedCodes
-        Of a direction of which several codes share a byte, those of each parameter, in place of `views` and `held`.
+        Of a direction of which several codes share a byte, those of each parameter, in place of `views`.
     """
 
     flat: Tensor
     views: tuple[Tensor, ...]
     part: Part
-    held: tuple[Held, ...]
+    held: tuple[Stored, ...] = ()
     packed: tuple[PackedCodes, ...] = ()
 
     @property
     def codes(self) -> tuple[Codes, ...]:
         """Of a direction of codes, those of each parameter."""
         return self.packed or self.views
+
+    def along(self, directions: Sequence[Codes]) -> Iterator[tuple[type[Stored], list[Along]]]:
+        """Yield its parameters and their directions, those together that are stored alike."""
+        for kind, places in self._places.items():
+            yield kind, [Along(self.part.tensors[i], self.held[i], directions[i]) for i in places]
+
+    @cached_property
+    def _places(self) -> dict[type[Stored], list[int]]:
+        kinds = list(map(type, self.held))
+        return {kind: [i for i, other in enumerate(kinds) if other is kind] for kind in dict.fromkeys(kinds)}
 
 
 class BufferStore:
@@ -161,8 +166,9 @@ class BufferStore:
         self._program = program
         self._allocate = allocate
         self._positions = positions or {}
-        self._coding = engine.coding
         self.parts = _parts_of(engine, program.alignment_bytes)
+        # Of a buffer that holds codes beside numbers the program does not say the numbers' format.
+        self._beside_codes = format_beside(engine.tensors) or "uint8"
         self.held = frozenset(parameters_of(access.what) for access in program.initial)
         self._num_shares = self._shares()
         self._flat: dict[str, Tensor | None] = {}
@@ -238,12 +244,9 @@ class BufferStore:
         return flat
 
     def _place(self, access: Access, part: Part) -> PlacedPart:
-        dtype, memory = self._program.buffer(access.buffer).dtype, self._memory(access.buffer)
-        if dtype == CODED and self._coding is not None:
-            if part.matrices(self._coding):
-                return _placed_codes(memory[access.offset_bytes : access.end_bytes], part, self._coding)
-            dtype = self._coding.dtype
-            memory = memory.view(TORCH_DTYPES[dtype])
+        memory, dtype = self._memory(access.buffer), self._numbers_in(access)
+        if self.is_weights(access):
+            return _placed(memory.view(torch.uint8)[access.offset_bytes : access.end_bytes], part, dtype)
         if dtype not in TORCH_DTYPES:
             return _placed_packed(memory[access.offset_bytes : access.end_bytes], part, FORMATS[dtype].bits)
         begin = FORMATS[dtype].num_elements(access.offset_bytes)
@@ -253,7 +256,12 @@ class BufferStore:
             flat[start : start + tensor.num_elements].view(tensor.shape)
             for start, tensor in zip(starts, part.tensors, strict=True)
         )
-        return PlacedPart(flat, views, part, views)
+        return PlacedPart(flat, views, part)
+
+    def _numbers_in(self, access: Access) -> str:
+        """Return the format of numbers in the buffer that an access is to."""
+        dtype = self.format_of(access)
+        return self._beside_codes if dtype == "uint8" else dtype
 
     # -- names -------------------------------------------------------------------------------------------------
 
@@ -304,11 +312,10 @@ class BufferStore:
     def _check_size(self, where: str, access: Access) -> None:
         part = self.part(access)
         buffer = self._program.buffer(access.buffer)
-        is_held = buffer.dtype in TORCH_DTYPES or not self.is_weights(access)
-        wanted = part.size_bytes(buffer.dtype) if is_held else -1
-        if buffer.dtype == CODED and self._coding is not None:
-            wanted = part.packed_bytes(self._coding)
+        wanted = part.size_bytes(buffer.dtype)
         if self.is_weights(access):
+            dtype = TORCH_DTYPES.get(self._numbers_in(access))
+            wanted = -1 if dtype is None else part.stored_bytes(dtype)
             wanted = aligned(wanted, part.alignment_bytes * self._num_shares.get(part.what, 1))
         if access.size_bytes != wanted or access.offset_bytes % part.alignment_bytes:
             raise ProgramError(
@@ -339,26 +346,24 @@ class BufferStore:
                 )
 
 
-def _placed_codes(memory: Tensor, part: Part, coding: Coding) -> PlacedPart:
-    """Return a part whose linear layers are codes at its place: every tensor of theirs, and every other one, is aligned."""
+def _placed(memory: Tensor, part: Part, dtype: str) -> PlacedPart:
+    """Return a part at its place: every tensor that a parameter is stored as is aligned."""
     offset = 0
-    held: list[Held] = []
 
-    def taken(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def taken(shape: Sequence[int], kind: torch.dtype) -> Tensor:
         nonlocal offset
         begin = aligned(offset, part.alignment_bytes)
-        offset = begin + prod(shape) * dtype.itemsize
-        return memory[begin:offset].view(dtype).view(*shape)
+        offset = begin + prod(shape) * kind.itemsize
+        return memory[begin:offset].view(kind).view(*shape)
 
-    for tensor in part.tensors:
-        how = tensor.coding_within(coding)
-        if how is None:
-            held.append(taken(tensor.shape, TORCH_DTYPES[coding.dtype]))
-        else:
-            pieces = [taken(*of) for of in shapes_of(how, tensor.shape).values()]
-            held.append(Coded.of_tensors(how, tensor.shape, pieces, tensor.known_format))
-    views = tuple(one.codes if isinstance(one, Coded) else one for one in held)
-    return PlacedPart(memory, views, part, tuple(held))
+    kind_of_numbers = TORCH_DTYPES[dtype]
+    held = tuple(
+        tensor.stored_in([taken(*of) for of in tensor.pieces(kind_of_numbers).values()])
+        for tensor in part.tensors
+    )
+    views = tuple(next(iter(one.dump().values())) for one in held)
+    flat = memory[:offset].view(kind_of_numbers) if part.is_flat else memory
+    return PlacedPart(flat, views, part, held)
 
 
 def _placed_packed(memory: Tensor, part: Part, bits: int) -> PlacedPart:
@@ -368,7 +373,7 @@ def _placed_packed(memory: Tensor, part: Part, bits: int) -> PlacedPart:
         end = begin + packed_shape_bytes(tensor.shape, bits)
         packed.append(PackedCodes(memory[begin:end], tensor.shape, bits))
         begin = aligned(end, part.alignment_bytes)
-    return PlacedPart(memory, (), part, (), tuple(packed))
+    return PlacedPart(memory, (), part, packed=tuple(packed))
 
 
 def _parts_of(engine: ForwardEngine, alignment_bytes: int) -> dict[GroupWeights | FrozenWeights, Part]:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from costmodel.model_spec import HEAD
 from executors.device_scalars import DeviceScalar
-from executors.low_bits.coded import Moved
+from executors.low_bits.stored import Moved
 from executors.models.engine import ForwardEngine
 from executors.models.model import Batch
-from executors.models.parameters import stand_in, take_over
+from executors.models.parameters import stand_in
 from executors.randomness.low_rank import Window
 from executors.ranks.communicator import Communicator
 from executors.ranks.host_memory import HOST, HostMemory
@@ -326,7 +326,7 @@ class Interpreter:
                 placed = self.store.placed(access)
                 if self._writes(number, self.program.buffer(access.buffer)):
                     for tensor, place in zip(placed.part.tensors, placed.held, strict=True):
-                        take_over(place, tensor)
+                        place.load(tensor.held, tensor.name)
                 self._context.bind([access])
         if self._host_memory is not None and self._communicator is not None:
             self._communicator.barrier("loading the weights")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 
 from costmodel.formats import FORMATS
 from executors.devices import ACCELERATORS, check_device, own_index
 from executors.formats import TORCH_DTYPES
-from executors.models.mapped import moves_mapped
+from executors.models.mapped import moves_mapped, to_storage
 from executors.ranks.rank_info import RankInfo
 from topology.errors import PlanError
 from zosim.plans import Plan
@@ -26,14 +24,6 @@ def own_device(device: str) -> str:
     """
     check_device(device)
     return f"{device}:{own_index(device, RankInfo.here().local_rank)}" if device in ACCELERATORS else device
-
-
-def to_storage(model: nn.Module, plan: Plan, but: Iterable[torch.Tensor] = ()) -> None:
-    """Give the model's parameters, but for some, the plan's format."""
-    storage, left_out = TORCH_DTYPES[plan.storage_dtype], {id(parameter) for parameter in but}
-    for parameter in model.parameters():
-        if parameter.dtype != storage and id(parameter) not in left_out:
-            parameter.data = parameter.data.to(storage)
 
 
 def prepare(model: nn.Module, plan: Plan, device: torch.device) -> None:

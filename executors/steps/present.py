@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.model_spec import HEAD
-from executors.low_bits.coded import Coded
+from executors.low_bits.stored import Stored
 from executors.models.engine import ForwardEngine
 from executors.models.halves import Handed, as_tensor
 from executors.models.model import Batch
-from executors.models.parameters import Held, NamedTensor
+from executors.models.parameters import NamedTensor
 from executors.models.recording_blocks import StepCache
 from executors.ranks.whole_model import WholeModel
 
@@ -67,12 +67,13 @@ class PresentWeights:
     @contextmanager
     def _there(self, segment: str) -> Iterator[None]:
         """Let a segment's weights be on the device in their storage format for a while."""
-        moved: list[tuple[NamedTensor, Held]] = []
+        moved: list[tuple[NamedTensor, Stored]] = []
         with self._whole.here(segment):
             for group in self._engine.groups:
                 if segment in group.segments:
                     for tensor in self._engine.tensors_of(group.name):
-                        home, here = tensor.held, tensor.held_at(self._device, self._storage)
+                        home = tensor.held
+                        here = home.to(self._device, self._storage)
                         if here is not home:
                             moved.append((tensor, home))
                             tensor.hold(here)
@@ -89,20 +90,13 @@ class PresentWeights:
             homes = [tensor.held for tensor in self._engine.tensors]
             try:
                 for tensor in self._engine.tensors:
-                    tensor.hold(tensor.held_at(self._device, self._storage))
+                    tensor.hold(tensor.held.to(self._device, self._storage))
                 yield model
             finally:
                 for tensor, home in zip(self._engine.tensors, homes, strict=True):
                     tensor.hold(home)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the parameters by name, a tied one once, on the CPU; those that are codes as numbers."""
+        """Return a copy of the parameters by name, a tied one once, on the CPU, all as numbers."""
         with self._whole.here():
-            return {t.name: self._copied(t) for t in self._engine.tensors}
-
-    def _copied(self, tensor: NamedTensor) -> Tensor:
-        held = tensor.held
-        if isinstance(held, Coded):
-            assert tensor.layer is not None
-            return tensor.layer.numbers(self._storage).cpu()
-        return held.to("cpu", self._storage, copy=True, memory_format=torch.contiguous_format)
+            return {tensor.name: tensor.numbers(self._storage) for tensor in self._engine.tensors}

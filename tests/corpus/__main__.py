@@ -119,7 +119,11 @@ def _outcome_of_run(case: Any, folder: Path, out: Path) -> dict[str, Any]:
         return {"exit": code, "error": error.replace(str(folder), "FOLDER")}
     tensors = sorted(path for path in out.rglob("*.safetensors") if "checkpoints" not in path.parts)
     rows = [
-        {key: value for key, value in json.loads(line).items() if not key.endswith(("_s", "_unix", "time"))}
+        {
+            key: value
+            for key, value in json.loads(line).items()
+            if not key.endswith(("_s", "_unix", "time", "seconds"))
+        }
         for line in (out / "steps.jsonl").read_text().splitlines()
     ]
     hashes = {str(path.relative_to(out)): _tensors_hash(path) for path in tensors}

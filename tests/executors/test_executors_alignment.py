@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import zosim
-from executors.low_bits.coded import Coded
 from executors.runs.session import Session
 from proofs_checks.ranks import on_all_ranks
 from tests.support import distributed
@@ -50,12 +49,8 @@ def on_gpus(plan):
 def pieces_of(store):
     """Yield each tensor of parameters and directions that was placed, with where it begins in its buffer."""
     for (buffer, *_), placed in store._placed.items():
-        tensors = [placed.flat]
-        for held in (*placed.held, *placed.packed):
-            if isinstance(held, Coded):
-                tensors += held.tensors.values()
-            else:
-                tensors.append(held.memory if placed.packed else held)
+        tensors = [placed.flat, *placed.views, *(codes.memory for codes in placed.packed)]
+        tensors += [piece for held in placed.held for piece in held.dump().values()]
         start = store._flat[buffer].data_ptr()
         yield from ((buffer, tensor.data_ptr() - start) for tensor in tensors if tensor.numel())
 

@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 
 from costmodel.configs import LoRA, read_model_spec
 from costmodel.formats import CANDIDATES
-from costmodel.low_bits import Coding, stored_bytes
+from costmodel.low_bits import Coding
 from costmodel.roundings import RoundedDirection
 from executors.low_bits import exact_products, linear
-from executors.low_bits.coded import Coded, Moved
+from executors.low_bits.coded import Beside, Quantized
 from executors.low_bits.grids import grid_of
-from executors.low_bits.linear import Beside, CodedLinear, code_layers
+from executors.low_bits.linear import CodedLinear, code_layers
 from executors.low_bits.packed import PackedCodes
+from executors.low_bits.stored import Moved
 from executors.models.lora import attach_lora
 from executors.models.weight_files import save_pretrained
 from executors.randomness.counter import CounterDraws, CounterKey
@@ -67,7 +68,7 @@ def weight(outputs=6, inputs=32):
 
 def coded(coding, values=None):
     values = weight() if values is None else values
-    made = Coded.empty(coding, values.shape, CPU)
+    made = Quantized.empty(coding, values.shape, CPU)
     made.encode(values)
     return made
 
@@ -119,12 +120,11 @@ def test_codes_are_the_nearest_to_the_weights_and_survive_being_packed(coding):
     assert (error <= slack * steps * scales / 2 + 1e-9).float().mean() > (
         0.95 if coding.has_zero_point else 0.999
     )
-    again = Coded.empty(coding, values.shape, CPU)
-    again.copy_(made)
+    again = Quantized.empty(coding, values.shape, CPU)
+    again.load(made, "again")
     again._write(slice(0, len(values)), made.levels().float())
     assert torch.equal(again.codes, made.codes)
-    held = sum(tensor.numel() * tensor.element_size() for tensor in made.tensors.values())
-    assert held == coding.size_bytes([tuple(values.shape)])
+    assert made.nbytes == coding.size_bytes([tuple(values.shape)])
 
 
 @pytest.mark.crossed(slow=4)
@@ -140,8 +140,8 @@ def test_an_update_is_right_on_average_unless_it_saturates(coding):
         Moved(),
     )
     for i in range(num):
-        after = Coded.empty(coding, before.shape, CPU)
-        after.copy_(before)
+        after = Quantized.empty(coding, before.shape, CPU)
+        after.load(before, "after")
         # Every element goes through all chances, each from another beginning.
         after.move(
             direction,
@@ -184,8 +184,7 @@ def test_every_weight_is_kept_in_the_format_of_least_error(name):
         errors = {one: squared_error(Coding(one, "tensor"), values) for one in CANDIDATES[name]}
         assert squared_error(made.coding, values) == min(errors.values())
         chosen.add(CANDIDATES[name][int(made.kind)])
-        held = sum(tensor.numel() * tensor.element_size() for tensor in made.tensors.values())
-        assert held == made.coding.size_bytes([tuple(values.shape)])
+        assert made.nbytes == made.coding.size_bytes([tuple(values.shape)])
     assert len(chosen) == 2
 
 
@@ -201,14 +200,13 @@ def test_outliers_are_kept_beside_the_codes_and_move_on_their_own_grid():
     assert places[:, 5].all()
     assert places[2, 40]
     assert torch.allclose(before.values(torch.float32)[places], values[places], rtol=2**-4)
-    held = sum(tensor.numel() * tensor.element_size() for tensor in before.tensors.values())
-    assert held == coding.size_bytes([(4, 64)])
+    assert before.nbytes == coding.size_bytes([(4, 64)])
     # Every element goes through chances in even steps.
     num, direction = 256, torch.ones(4, 64, dtype=torch.int8)
     start, total, moved = before.values(torch.float64), torch.zeros(4, 64, dtype=torch.float64), Moved()
     for i in range(num):
-        after = Coded.empty(coding, before.shape, CPU)
-        after.copy_(before)
+        after = Quantized.empty(coding, before.shape, CPU)
+        after.load(before, "after")
         after.move(direction, 1e-3, lambda b, e, i=i: torch.full((e - b,), (i + 0.5) / num), counted=moved)
         assert torch.equal(after.levels() == -128, places)
         total += after.values(torch.float64) - start
@@ -255,7 +253,7 @@ def test_several_threads_move_codes_as_one_does(coding):
         moved.append(Moved())
         held[-1].move(direction, 3e-5, chances, decay=1e-3, counted=moved[-1])
     assert moved[0] == moved[1] != Moved()
-    for one, other in zip(held[0].tensors.values(), held[1].tensors.values(), strict=True):
+    for one, other in zip(held[0].dump().values(), held[1].dump().values(), strict=True):
         assert torch.equal(one, other)
 
 
@@ -381,7 +379,7 @@ def test_chances_that_are_passed_over_are_those_that_would_have_been_drawn():
 
 def test_weights_that_are_no_numbers_have_no_codes():
     with pytest.raises(ModelError, match="fc1 holds numbers that are infinite"):
-        Coded.empty(Coding("int8"), torch.Size((1, 8)), CPU).encode(torch.full((1, 8), torch.nan), "fc1")
+        Quantized.empty(Coding("int8"), torch.Size((1, 8)), CPU).encode(torch.full((1, 8), torch.nan), "fc1")
     zeros = coded(Coding("int4", "group", group_elements=8), torch.zeros(2, 16))
     assert (zeros.scales > 0).all()
     assert not zeros.values(torch.float32).any()
@@ -734,7 +732,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(
         tensors = {tensor.name: tensor for tensor in session.engine.tensors}
         left = {name: tensor.held for name, tensor in tensors.items()}
         after = session.state_dict()
-    tables = [name for name, held in left.items() if isinstance(held, Coded)]
+    tables = [name for name, held in left.items() if isinstance(held, Quantized)]
     assert any("embed" in name or name == "lm_head.weight" for name in tables) == (parts == "all")
     seed = record.seeds[0]
     rounding = RoundedDirection("gaussian", bits)
@@ -743,7 +741,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(
     base, along, moved = {}, {}, {}
     for index, (name, parameter) in enumerate(literal.named_parameters()):
         of_rows = chances.between(0, len(parameter), index, rounding_key(seed, 0, 0, "rows"))
-        share = 1 - sparsity if isinstance(left[name], Coded) else 1
+        share = 1 - sparsity if isinstance(left[name], Quantized) else 1
         moved[name] = of_rows >= 1 - share
         normals = torch.normal(0.0, 1.0, parameter.shape, generator=generator).view(-1)
         for copy_of in ("direction", "second direction"):
@@ -755,12 +753,14 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(
                 moved[name].view(-1, *[1] * (values.ndim - 1)), values, torch.zeros(())
             )
         held = left[name]
-        base[name] = coded(held.coding, parameter.data) if isinstance(held, Coded) else parameter.data.clone()
+        base[name] = (
+            coded(held.coding, parameter.data) if isinstance(held, Quantized) else parameter.data.clone()
+        )
     losses = []
     for sign in (1, -1):
         for name, parameter in literal.named_parameters():
             held = base[name]
-            values = held.values(torch.float32) if isinstance(held, Coded) else held
+            values = held.values(torch.float32) if isinstance(held, Quantized) else held
             parameter.data = values + sign * epsilon * along[name, "direction"]
         losses.append(literal(**batch).loss.item())
     assert losses == pytest.approx([record.losses_plus[0], record.losses_minus[0]], rel=1e-5)
@@ -771,10 +771,10 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(
     used = "second direction" if estimator == "q-rge2" else "direction"
     for index, name in enumerate(base):
         held = base[name]
-        values = held.values(torch.float32) if isinstance(held, Coded) else held
+        values = held.values(torch.float32) if isinstance(held, Quantized) else held
         decays = decay if tensors[name].decays else 0.0
         wanted = values - RATE * (gradient * along[name, used] + decays * values)
-        if not isinstance(held, Coded):
+        if not isinstance(held, Quantized):
             assert torch.allclose(after[name], wanted, atol=1e-6)
             continue
         change = (values - wanted) / held.scales
@@ -874,7 +874,7 @@ def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits, monkeyp
     plan = plan_of(model, low_bits=low_bits, size=2, seq=64, estimator=queries)
     program = lower(plan)
     blocks = [group for group in plan.model.groups if group.linears or group.frozen_linears]
-    (codes,) = {stored_bytes(group, plan.coding, "float32") for group in blocks}
+    (codes,) = {plan.storage.nbytes(group) for group in blocks}
     (held,) = {b.size_bytes for b in program.buffers if b.name.startswith("device.block")}
     assert codes <= held <= codes + 64 * 40
     predicted = sum(b.size_bytes for b in program.buffers if b.space is Space.DEVICE)
@@ -993,7 +993,7 @@ def adapted(low_bits, placement="resident", *, num_steps=3):
     attach_lora(model, ADAPTERS)
     plan = plan_of(model, low_bits=low_bits, **PLACEMENTS[placement])
     again = model_of("opt", num_hidden_layers=2)
-    attach_lora(again, ADAPTERS, coding=plan.coding)
+    attach_lora(again, ADAPTERS, coding=plan.storage.coding)
     with Session(plan, again, learning_rate=1e-2, seed=SEED) as session:
         records = [session.step(batch) for batch in batches(num_steps)]
         session.flush()

@@ -363,11 +363,10 @@ def _checkpoint(folder: Path) -> None:
     model = load_model(folder / "model")
     refusals: list[str] = []
     history = read_history(folder / "run")
+    code_layers(find_blocks(model), history.plan.low_bits, torch.device("cpu"), history.plan.storage_dtype)
     checkpoint = newest_checkpoint(history, model, refusals.append)
     if checkpoint is not None:
-        if history.plan.coding is not None:
-            code_layers(find_blocks(model), history.plan.low_bits, torch.device("cpu"))
-        checkpoint.load(model, history.plan.coding)
+        checkpoint.load(model)
     print(*refusals)
 
 

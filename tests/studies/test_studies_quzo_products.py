@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from costmodel.low_bits import Coding, stored_bytes
-from executors.low_bits.coded import Coded
+from costmodel.low_bits import Coding
+from executors.low_bits.coded import Quantized
 from studies.quzo import memory
 from studies.quzo.products import weight_only
 from studies.quzo.slow_link import CASES
@@ -21,7 +21,7 @@ from studies.speed.products import milliseconds
 )
 def test_a_weight_only_product_is_that_of_the_numbers_that_codes_stand_for(coding):
     generator = torch.Generator().manual_seed(0)
-    coded = Coded.empty(coding, torch.Size((64, 128)), torch.device("cpu"))
+    coded = Quantized.empty(coding, torch.Size((64, 128)), torch.device("cpu"))
     coded.encode(torch.randn(64, 128, generator=generator))
     inputs = torch.randn(16, 128, generator=generator).bfloat16()
     exact = inputs.double() @ coded.values(torch.float64).T
@@ -37,7 +37,7 @@ def test_the_cases_differ_in_what_their_blocks_take_alone():
         for kind in ("", "int8, ", "int4, "):
             plan = plans[name.replace("int8, ", kind)]
             assert plan.residency.transfers == "sliced"
-            sizes.append(stored_bytes(plan.model.group("block.0"), plan.coding, plan.weights.dtype))
+            sizes.append(plan.storage.nbytes(plan.model.group("block.0")))
         width = 4 if "fp32" in name else 2
         assert sizes[1] / sizes[0] == pytest.approx(1 / width, abs=0.03)
         assert sizes[2] / sizes[0] == pytest.approx(0.5 / width, abs=0.03)

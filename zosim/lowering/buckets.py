@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from costmodel.formats import FORMATS
-from costmodel.low_bits import CodedMatrix, num_elements
+from costmodel.low_bits import CodedMatrix
+from costmodel.low_bits import num_elements as elements_of
 from zosim.program import ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
@@ -26,32 +27,28 @@ def aligned(size_bytes: int, alignment_bytes: int) -> int:
     return -(-size_bytes // alignment_bytes) * alignment_bytes
 
 
-def bucket_bytes(num_elements: int, num_tensors: int, dtype: str, alignment_bytes: int) -> int:
+def bucket_bytes(
+    num_elements: int,
+    num_tensors: int,
+    dtype: str,
+    alignment_bytes: int,
+    matrices: Sequence[CodedMatrix] = (),
+) -> int:
     """Return the most that `num_tensors` aligned tensors of `num_elements` together can take.
 
-    Examples
-    --------
-    >>> bucket_bytes(100, 1, "float32", 64), bucket_bytes(100, 2, "float32", 64)
-    (512, 576)
-    """
-    if num_elements == 0:
-        return 0
-    size = FORMATS[dtype].bytes(num_elements) + num_tensors * (alignment_bytes - 1)
-    return aligned(size, alignment_bytes)
-
-
-def coded_bucket_bytes(
-    total: int, num_tensors: int, matrices: Sequence[CodedMatrix], dtype: str, alignment_bytes: int
-) -> int:
-    """Return the same where some matrices among them are codes: codes and scales are tensors of their own.
+    Some matrices among them may be codes: codes and scales are tensors of their own.
 
     Examples
     --------
     >>> from costmodel.low_bits import Coding
-    >>> coded_bucket_bytes(64 * 64 + 64, 2, [((64, 64), Coding("int4"))], "float32", 64)
+    >>> bucket_bytes(100, 1, "float32", 64), bucket_bytes(100, 2, "float32", 64)
+    (512, 576)
+    >>> bucket_bytes(64 * 64 + 64, 2, "float32", 64, [((64, 64), Coding("int4"))])
     2752
     """
-    num_pieces = num_tensors - len(matrices) + sum(how.num_pieces for _, how in matrices)
-    size = FORMATS[dtype].bytes(total - num_elements(matrices))
-    size += sum(how.size_bytes([one]) for one, how in matrices) + num_pieces * (alignment_bytes - 1)
-    return aligned(size, alignment_bytes)
+    if num_elements == 0:
+        return 0
+    num_pieces = num_tensors + sum(how.num_pieces - 1 for _, how in matrices)
+    size = FORMATS[dtype].bytes(num_elements - elements_of(matrices))
+    size += sum(how.size_bytes([one]) for one, how in matrices)
+    return aligned(size + num_pieces * (alignment_bytes - 1), alignment_bytes)

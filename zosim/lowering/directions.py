@@ -41,7 +41,7 @@ from costmodel.distributions import (
     SHARED_DRAW_ELEMENTS,
 )
 from costmodel.formats import FORMATS, DType
-from costmodel.low_bits import Linear, coded_draw_work, drawn_for_rows, moved_rows_bytes, num_elements
+from costmodel.low_bits import drawn_for_rows
 from costmodel.model_spec import EMBED, ParameterGroup
 from costmodel.sweeps import draw_work
 from costmodel.work import Matmul, Work
@@ -80,9 +80,11 @@ class Directions(AxisWriter):
 
     def direction_bytes(self, group: ParameterGroup) -> int:
         """Return the bytes of a direction of `group`."""
-        rank = self._rank
         return bucket_bytes(
-            group.num_trainable, group.num_trainable_tensors, rank.direction_format, rank.alignment_bytes
+            group.num_trainable,
+            group.num_trainable_tensors,
+            self._storage.direction_format,
+            self._rank.alignment_bytes,
         )
 
     def place(self, group: ParameterGroup, query: int, step: int, offset_bytes: int = 0) -> Access:
@@ -103,7 +105,7 @@ class Directions(AxisWriter):
     @cached_property
     def _rows_bytes(self) -> int:
         rank = self._rank
-        return FORMATS[rank.row_format].bytes(rank.num_tokens * rank.model.embed_dim)
+        return FORMATS[self._storage.row_format].bytes(rank.num_tokens * rank.model.embed_dim)
 
     def fresh_offset(self, segment: str) -> int:
         """Return where the next direction goes: alternate halves for blocks that are drawn ahead."""
@@ -136,7 +138,7 @@ class Directions(AxisWriter):
         rank = self._plan.directions.rank or 0
         shapes = [shape for group in groups for shape in group.trainable_matrices]
         sides = sum(lefts * rows + rights * columns for rows, columns in shapes)
-        return FORMATS[self._rank.draw_format].bytes(rank * sides)
+        return FORMATS[self._storage.draw_format].bytes(rank * sides)
 
     @cached_property
     def _passing_factor_bytes(self) -> int:
@@ -154,11 +156,7 @@ class Directions(AxisWriter):
     @cached_property
     def _moved_rows_bytes(self) -> int:
         """Bytes of the numbers of the rows that a step's sparse directions move, which stay from draw to update."""
-        coding, rounded = self._plan.coding, self._plan.rounding
-        if coding is None or rounded is None:
-            return 0
-        matrices = (one for group in self._rank.groups for one, _ in coding.tuned(group))
-        return moved_rows_bytes(matrices, 1 - rounded.sparsity)
+        return self._storage.moved_rows_bytes(self._rank.groups)
 
     def state_before(self, group: ParameterGroup, query: int, step: int) -> Access:
         """Return the access to the kept generator states before `group` and on the way through it."""
@@ -189,12 +187,12 @@ class Directions(AxisWriter):
     def buffers(self) -> Iterator[Buffer]:
         """Yield those of directions, of rows of them, and of generator states."""
         rank, queries = self._rank, range(self._plan.estimator.num_queries)
-        dtype = rank.direction_format
+        dtype = self._storage.direction_format
         if self._are_kept:
             for group in rank.groups:
                 for query in queries if group.num_trainable else ():
                     size = self.place(group, query, 0).size_bytes
-                    kept_format = rank.draw_format if rank.adds_factors else dtype
+                    kept_format = self._storage.draw_format if rank.adds_factors else dtype
                     yield Buffer(_kept(group, query), Space.DEVICE, size, "directions", kept_format)
         else:
             size = max(map(self._segment_bytes, rank.segments))
@@ -203,11 +201,11 @@ class Directions(AxisWriter):
             yield Buffer(_DIRECTIONS, Space.DEVICE, size, "directions", dtype)
             if any(rank.gathers(group, EMBED) for group in rank.groups):
                 rows = self._rows_bytes * len(queries)
-                yield Buffer(_ROWS, Space.DEVICE, rows, "directions", rank.row_format)
+                yield Buffer(_ROWS, Space.DEVICE, rows, "directions", self._storage.row_format)
         if size := self._moved_rows_bytes:
             yield Buffer("moved_rows", Space.DEVICE, size, "directions", "int64", dynamic=True)
         if size := self._passing_factor_bytes:
-            yield Buffer(_FACTORS, Space.DEVICE, size, "directions", rank.draw_format)
+            yield Buffer(_FACTORS, Space.DEVICE, size, "directions", self._storage.draw_format)
         for query in queries if self._plan.directions.rng == "mezo" else ():
             yield Buffer(f"rng.q{query}", Space.HOST, RNG_STATE_BYTES, "rng", "uint8")
             for name in self._kept_states:
@@ -254,7 +252,7 @@ class Directions(AxisWriter):
         if self._are_kept:
             keep, scaled = "factors" if self._rank.adds_factors else "all", False
         target = self.rows(group, query) if keep == "rows" else self.place(group, query, step, offset_bytes)
-        if scaled and self._can_scale and keep == "all":
+        if scaled and self._storage.keeps_scaled(self._plan.estimator.epsilon) and keep == "all":
             target = replace(target, what=Direction(group.name, query, is_scaled=True))
         if rounding:
             target = replace(target, what=Direction(group.name, query, rounding=rounding))
@@ -286,14 +284,6 @@ class Directions(AxisWriter):
         places.put(target.offset_bytes, target.end_bytes, target)
         self._drawn[target.what, target.step] = target
 
-    @property
-    def _can_scale(self) -> bool:
-        """Whether ``(s·z)·ε`` is ``s·w`` to the last bit: no ``w`` may be subnormal. Signs are as fast without."""
-        distribution = self._rank.distribution
-        smallest = self._plan.estimator.epsilon * distribution.smallest
-        is_plain = self._plan.rounding is None and not distribution.is_sign
-        return is_plain and smallest >= FORMATS[self._rank.row_format].smallest_normal
-
     def _operation(
         self,
         group: ParameterGroup,
@@ -304,7 +294,7 @@ class Directions(AxisWriter):
         *,
         for_update: bool = False,
     ) -> Draw:
-        directions, rounded = self._plan.directions, self._plan.rounding
+        directions = self._plan.directions
         return Draw(
             group.name,
             step,
@@ -312,9 +302,9 @@ class Directions(AxisWriter):
             keep,
             directions.rng,
             directions.distribution,
-            0 if rounded is None else rounded.bits,
+            self._storage.bits,
             rounding,
-            0.0 if rounded is None else rounded.sparsity,
+            self._storage.sparsity,
             directions.rank or 0,
             directions.lazy_steps or 1,
             for_update,
@@ -355,7 +345,7 @@ class Directions(AxisWriter):
         """
         directions, total = self._plan.directions, group.num_trainable
         if keep == "none":
-            return passing_work(num_drawn(group, directions), directions, self._rank.draw_format)
+            return passing_work(num_drawn(group, directions), directions, self._storage.draw_format)
         if directions.rank is not None:
             return self._factored_work(group, keep)
         if directions.rng == "counter":
@@ -366,16 +356,18 @@ class Directions(AxisWriter):
         num_rows, made, skipped = self._rows_of(total) if keep == "rows" else (0, total, 0)
         return draw_work(
             made,
-            dtype=self._rank.draw_format,
+            dtype=self._storage.draw_format,
             distribution=self._rank.distribution.draw_class,
             num_tensors=group.num_trainable_tensors,
             num_skipped=skipped,
-            num_rounded=self._rank.num_rounded(made),
+            num_rounded=self._storage.num_rounded(made),
             num_kept_rows=num_rows,
             is_shared=is_cut,
             is_scaled=is_scaled,
             num_split_walks=int(is_cut and not is_again),
-        ) + self._coding(made, group.num_trainable_tensors, keep, walked=group.largest_trainable_tensor)
+        ) + self._storage.rounding_work(
+            made, group.num_trainable_tensors, is_whole=keep == "all", walked=group.largest_trainable_tensor
+        )
 
     def _counted_work(self, group: ParameterGroup, keep: Keep, *, is_scaled: bool) -> Work:
         """Return the work of a ``counter`` draw, each of whose blocks has a generator of its own."""
@@ -383,27 +375,25 @@ class Directions(AxisWriter):
         length = distribution.counter_elements
         num_kernels, skipped = group.num_trainable_tensors, 0
         num_blocks = float(-(-total // length) + num_kernels - 1)
-        made = drawn = self._num_moved(group)
-        num_chances = self._rank.num_rounded(made)
-        rounded, coding = self._plan.rounding, self._plan.coding
-        sparse: list[Linear] = []
-        if rounded is not None and rounded.sparsity and coding is not None:
+        made = drawn = self._storage.num_moved(group)
+        num_chances = self._storage.num_rounded(made)
+        sparse, share = self._storage.sparse(group), 1 - self._storage.sparsity
+        if sparse:
             # Rows that a sparse direction leaves alone are drawn where they lie between others, or passed over.
-            sparse = [one for one, _ in coding.tuned(group)]
             num_moved = made - total + sum(outputs * inputs for outputs, inputs in sparse)
-            of_rows = drawn_for_rows(sparse, 1 - rounded.sparsity, length)
+            of_rows = drawn_for_rows(sparse, share, length)
             num_blocks += of_rows.num_blocks - (num_moved + total - made) / length
             drawn, skipped = drawn + of_rows.num_drawn - num_moved, of_rows.num_passed
             if num_chances:
-                of_rows = drawn_for_rows(sparse, 1 - rounded.sparsity, COUNTER_BLOCK_ELEMENTS)
+                of_rows = drawn_for_rows(sparse, share, COUNTER_BLOCK_ELEMENTS)
                 num_blocks, skipped = num_blocks + of_rows.num_blocks, skipped + of_rows.num_passed
                 num_chances += of_rows.num_drawn - num_moved
         if keep == "rows":
             num_kernels, num_blocks, made, skipped = self._counted_rows(total, length)
-            drawn, num_chances = made, self._rank.num_rounded(made)
+            drawn, num_chances = made, self._storage.num_rounded(made)
         return draw_work(
             drawn,
-            dtype=self._rank.draw_format,
+            dtype=self._storage.draw_format,
             distribution=self._rank.distribution.draw_class,
             num_tensors=num_kernels,
             num_skipped=skipped,
@@ -411,35 +401,9 @@ class Directions(AxisWriter):
             is_shared=distribution.is_drawn_alone and keep == "all" and total > COUNTER_BLOCK_ELEMENTS,
             is_scaled=is_scaled,
             num_seeds=round(num_blocks),
-        ) + self._coding(made, group.num_trainable_tensors, keep, sparse=sparse)
-
-    def _coding(
-        self,
-        num_elements: int,
-        num_tensors: int,
-        keep: Keep,
-        *,
-        sparse: Sequence[Linear] = (),
-        walked: int | None = None,
-    ) -> Work:
-        """Return what it takes besides to make codes of a direction's numbers, where these are rounded."""
-        if self._plan.rounding is None:
-            return Work()
-        return coded_draw_work(
-            num_elements,
-            is_sign=self._rank.distribution.is_sign,
-            num_tensors=num_tensors,
-            sparse=sparse,
-            walked=walked if keep == "all" else None,
-            direction_format=self._rank.direction_format if keep == "all" else "int8",
+        ) + self._storage.rounding_work(
+            made, group.num_trainable_tensors, is_whole=keep == "all", sparse=sparse
         )
-
-    def _num_moved(self, group: ParameterGroup) -> int:
-        """Return the elements of a direction but for those in rows that a sparse one leaves alone, which are not drawn."""
-        rounded, coding = self._plan.rounding, self._plan.coding
-        if rounded is None or coding is None:
-            return group.num_trainable
-        return group.num_trainable - round(rounded.sparsity * num_elements(coding.tuned(group)))
 
     def products(self, group: ParameterGroup) -> tuple[Matmul, ...]:
         """Return the products of factors that the matrices of a direction are."""
@@ -449,16 +413,16 @@ class Directions(AxisWriter):
 
     def _factored_work(self, group: ParameterGroup, keep: Keep) -> Work:
         """Return the work of drawing factors, and of multiplying them if need be; rows are picked of a whole product."""
-        width = FORMATS[self._rank.draw_format].element_bytes
+        width = FORMATS[self._storage.draw_format].element_bytes
         products = self.products(group) if keep != "factors" else ()
         scaled = sum(part.m * part.n for part in products) if self._rank.distribution.rank_power else 0
         num_rows = self._num_rows(group.num_trainable) * self._rank.model.embed_dim if keep == "rows" else 0
         return draw_work(
             num_drawn(group, self._plan.directions),
-            dtype=self._rank.draw_format,
+            dtype=self._storage.draw_format,
             num_tensors=len(group.trainable_matrices) + group.num_trainable_tensors,
         ) + Work(
-            dtype=self._rank.draw_format,
+            dtype=self._storage.draw_format,
             matmuls=products,
             sweep_bytes=width * (2 * scaled + 2 * round(num_rows)),
             num_kernels=len(products) if scaled else 0,

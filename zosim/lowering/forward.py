@@ -21,14 +21,13 @@ from dataclasses import replace
 
 from costmodel.formats import FORMATS
 from costmodel.forward import forward_work, shared_activation_bytes
-from costmodel.low_bits import coded_forward_work, coded_lookup_work, num_elements
 from costmodel.model_spec import EMBED, HEAD, ParameterGroup
 from costmodel.sweeps import copy_work
 from costmodel.work import Attention, Matmul, Work
 from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.directions import Directions
 from zosim.lowering.mesh import Losses
-from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
+from zosim.lowering.rank import AxisWriter, Listing, Rank
 from zosim.lowering.split import Cuts
 from zosim.lowering.weights import Points
 from zosim.operations import Forward, Load
@@ -196,7 +195,7 @@ class Forwards(AxisWriter):
             work = self._packed_attention(work, num_tokens, seq, shared)
         if shared:
             work = self._with_shared(work, segment, num_copies, num_rows, shared, seq)
-        work = self._coded(work, segment, is_beside=False)
+        work = self._stored(work, segment, is_beside=False)
         if plan.model.tunes_left_factors:
             # Open slot and closed ones are one pair of factors; of these there are as many in the end as they are bound to.
             linears = [(outputs, inputs) for _ in tuned for inputs, outputs in plan.model.adapter_shapes]
@@ -272,7 +271,7 @@ class Forwards(AxisWriter):
         longest = min(plan.seq + num_new_tokens - 1, plan.model.max_positions)
         seq = (plan.seq + longest + 1) // 2
         *blocks, head = (
-            self._coded(self._counted(segment, seq=seq), segment, is_beside=is_beside)
+            self._stored(self._counted(segment, seq=seq), segment, is_beside=is_beside)
             for segment in self._rank.segments
         )
         # Logits are compared, and no loss is made of them.
@@ -283,46 +282,19 @@ class Forwards(AxisWriter):
         """Return the work of forwarding `segment` at any point, or of one whose direction is added in products."""
         key = segment, is_beside
         if key not in self._works:
-            self._works[key] = self._coded(self._counted(segment), segment, is_beside=is_beside)
+            self._works[key] = self._stored(self._counted(segment), segment, is_beside=is_beside)
         return self._works[key]
 
-    def _coded(self, work: Work, segment: str, *, is_beside: bool) -> Work:
-        """Return `work` where the segment's linear layers are codes."""
-        plan, groups, low_bits = self._plan, self._rank.model.groups_of(segment), self._plan.low_bits
-        if plan.coding is None:
-            return work
-        tuned = [matrix for group in groups for matrix in plan.coding.tuned(group)]
-        frozen = [matrix for group in groups for matrix in plan.coding.frozen(group)]
-        for matrices, is_moved in ((tuned, is_beside), (frozen, False)):
-            if not matrices:
-                continue
-            linears, how = [one for one, _ in matrices], matrices[0][1]
-            is_adapter = how != plan.coding
-            work = coded_forward_work(
-                work,
-                linears,
-                how,
-                kernel="dequantise" if is_adapter else low_bits.product,
-                are_inputs_coded=bool(low_bits.input_scales) and not is_adapter,
-                is_beside=is_moved,
-                moved_share=1 - low_bits.sparsity,
-                kept_bytes=self._rank.hidden_bytes(segment),
-                is_outer=is_edge(segment),
-                direction_format=self._rank.direction_format if is_moved else "int8",
-            )
-        if segment == EMBED and plan.coding.parts == "all":
-            model, num_tokens = plan.model, self._rank.num_tokens
-            work += coded_lookup_work(
-                num_tokens, model.embed_dim, plan.coding, work.dtype, is_beside=bool(tuned)
-            )
-        # What is no code, such as norms and biases, is copied to the point.
-        copied = sum(
-            group.num_trainable - num_elements(plan.coding.tuned(group))
-            for group in groups
-            if is_beside and self._rank.is_beside(group)
-        )
-        return work.model_copy(
-            update={"workspace_bytes": work.workspace_bytes + FORMATS[plan.weights.dtype].bytes(copied)}
+    def _stored(self, work: Work, segment: str, *, is_beside: bool) -> Work:
+        """Return the work of a segment whose parameters are stored as the plan says, from that with numbers."""
+        return self._storage.forward_work(
+            work,
+            segment,
+            self._rank.model.groups_of(segment),
+            is_beside=is_beside,
+            kept_bytes=self._rank.hidden_bytes(segment),
+            num_tokens=self._rank.num_tokens,
+            embed_dim=self._rank.model.embed_dim,
         )
 
     def _counted(

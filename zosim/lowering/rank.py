@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from costmodel.distributions import DISTRIBUTIONS, Distribution
-from costmodel.formats import DType
 from costmodel.forward import activation_bytes
 from costmodel.model_spec import EMBED, HEAD, ModelSpec, ParameterGroup
+from costmodel.storage import Dense
 from costmodel.work import Work
 from zosim.contents import BATCH, Hidden
 from zosim.instructions import Access, Instruction, Stream
@@ -136,20 +136,14 @@ class Rank:
         readers = self.readers(group)
         return not self.is_swept and group.num_trainable > 0 and len(readers) > 1 and segment == readers[0]
 
-    def is_coded(self, group: ParameterGroup) -> bool:
-        """Whether matrices of `group` are kept as codes."""
-        return self.plan.coding is not None and bool(self.plan.coding.matrices(group))
+    @cached_property
+    def storage(self) -> Dense:
+        """How parameters are stored, and directions beside them."""
+        return self.plan.storage
 
     def is_beside(self, group: ParameterGroup) -> bool:
-        """Whether `group` stays as it is at every point, and forwards add its direction.
-
-        Of blocks with codes, and of other groups that hold any, that is all that is tuned, whatever it is kept as; where points
-        are forwarded together, everything.
-        """
-        has_codes = self.plan.coding is not None and (
-            not is_edge(group.segments[0]) or bool(self.plan.coding.tuned(group))
-        )
-        return group.num_trainable > 0 and (has_codes or self.is_together)
+        """Whether `group` stays as it is at every point, and forwards add its direction: everything, where points are together."""
+        return group.num_trainable > 0 and (self.storage.is_beside(group) or self.is_together)
 
     # -- what several axes look at -----------------------------------------------------------------------------
 
@@ -176,25 +170,6 @@ class Rank:
     def distribution(self) -> Distribution:
         """What directions are drawn from."""
         return DISTRIBUTIONS[self.plan.directions.distribution]
-
-    @property
-    def direction_format(self) -> str:
-        """Format that directions are kept in: that of the weights that they are added to, or of codes."""
-        return self.plan.weights.dtype if self.plan.rounding is None else self.plan.rounding.kept_format
-
-    @property
-    def row_format(self) -> str:
-        """Format that rows of directions are kept in, and that codes are added in: a byte each."""
-        return self.plan.weights.dtype if self.plan.rounding is None else "int8"
-
-    @property
-    def draw_format(self) -> DType:
-        """Format that directions are drawn in."""
-        return self.plan.weights.dtype if self.plan.rounding is None else "float32"
-
-    def num_rounded(self, num_elements: int) -> int:
-        """Return how many of the elements of a direction are rounded: signs never are."""
-        return 0 if self.plan.rounding is None or self.distribution.is_sign else num_elements
 
     def hidden(self, point: Point, segment: str) -> Access:
         """Return the access to the hidden state that `segment` leaves at `point`."""
@@ -255,4 +230,5 @@ class AxisWriter:
     def __init__(self, rank: Rank, listing: Listing) -> None:
         self._rank = rank
         self._plan = rank.plan
+        self._storage = rank.storage
         self._emit = listing.emit

@@ -26,23 +26,19 @@ slot.1 block.4 0 28352512
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
-from costmodel.low_bits import CodedMatrix
-from costmodel.model_spec import EMBED, ParameterGroup, block_index
+from costmodel.model_spec import ParameterGroup, block_index
 from costmodel.sweeps import cast_work, copy_work
 from costmodel.work import Work
 from zosim.contents import FREED, UNSET, FrozenWeights, GroupWeights
 from zosim.instructions import Access, Buffer, Space, Stream
-from zosim.lowering.buckets import aligned, bucket_bytes, coded_bucket_bytes
+from zosim.lowering.buckets import aligned, bucket_bytes
 from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
 from zosim.operations import Allocate, Cast, Collective, Copy, Free
 from zosim.points import BASE, Point
-
-CODED = "uint8"
-"""Format of buffers that hold codes beside other parameters: bytes."""
 
 
 class Homes(AxisWriter):
@@ -72,20 +68,16 @@ class Homes(AxisWriter):
         if key not in self._buckets:
             num_frozen = group.num_parameters - group.num_trainable
             num_frozen_tensors = group.num_tensors - group.num_trainable_tensors
-            coding = self._plan.coding
-            stay, tuned = (coding.frozen(group), coding.tuned(group)) if coding else ([], [])
-            frozen = self._part_bytes(num_frozen, num_frozen_tensors, stay, dtype)
-            trainable = self._part_bytes(group.num_trainable, group.num_trainable_tensors, tuned, dtype)
+            stay, tuned = self._storage.frozen(group), self._storage.tuned(group)
+            alignment_bytes = self._rank.alignment_bytes
+            frozen = bucket_bytes(num_frozen, num_frozen_tensors, dtype, alignment_bytes, stay)
+            trainable = bucket_bytes(
+                group.num_trainable, group.num_trainable_tensors, dtype, alignment_bytes, tuned
+            )
             # With room for equal, aligned shares, where the group is shared out.
-            unit = self._rank.alignment_bytes * (self._num_shares if self.is_offloaded(group) else 1)
+            unit = alignment_bytes * (self._num_shares if self.is_offloaded(group) else 1)
             self._buckets[key] = aligned(frozen, unit), aligned(trainable, unit)
         return self._buckets[key]
-
-    def _part_bytes(self, total: int, num_tensors: int, matrices: Sequence[CodedMatrix], dtype: str) -> int:
-        alignment_bytes = self._rank.alignment_bytes
-        if not matrices:
-            return bucket_bytes(total, num_tensors, dtype, alignment_bytes)
-        return coded_bucket_bytes(total, num_tensors, matrices, dtype, alignment_bytes)
 
     # -- places ------------------------------------------------------------------------------------------------
 
@@ -186,12 +178,12 @@ class Homes(AxisWriter):
             dtype = plan.transfer_dtype if offloaded else plan.weights.dtype
             space, shared = (Space.HOST, bool(self.share_group)) if offloaded else (Space.DEVICE, False)
             size = self._group_bytes(group, dtype)
-            kept_in = CODED if self._rank.is_coded(group) else dtype
+            kept_in = self._storage.buffer_format([group], dtype)
             yield Buffer(self.home(group), space, size, "weights", kept_in, shared=shared)
         for name, size in self._slot_sizes.items():
-            is_edge_slot = name == self.slot(EMBED)
-            has_codes = plan.coding is not None and (not is_edge_slot or plan.coding.parts == "all")
-            yield Buffer(name, Space.DEVICE, size, "slots", CODED if has_codes else plan.weights.dtype)
+            passing = (g for s in self._rank.segments if self.slot(s) == name for g in self._offloaded(s))
+            kept_in = self._storage.buffer_format(passing, plan.weights.dtype)
+            yield Buffer(name, Space.DEVICE, size, "slots", kept_in)
         if plan.is_transfer_lossy:
             for name, size in self._largest(self.staging, plan.transfer_dtype).items():
                 yield Buffer(name, Space.DEVICE, size, "staging", plan.transfer_dtype)

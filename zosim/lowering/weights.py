@@ -35,7 +35,6 @@ from itertools import cycle
 from typing import NamedTuple
 
 from costmodel.formats import FORMATS
-from costmodel.low_bits import coded_update_work, num_elements, unpacking_work
 from costmodel.model_spec import ParameterGroup
 from costmodel.sweeps import closing_work, perturb_work, update_work
 from costmodel.work import Work
@@ -157,7 +156,7 @@ class Points(AxisWriter):
         self, group: ParameterGroup, segment: str, query: int, leap: Leap, read: Access, left: Access
     ) -> None:
         direction = self._directions.drawn(group, query)
-        is_fused = self._is_sign or is_scaled(direction.what)
+        is_fused = self._storage.keeps_signs or is_scaled(direction.what)
         label, at = ("perturb", str(leap.point)) if leap.point.is_perturbed else ("restore", f"q{query}")
         self._emit(
             f"{group.name}/{label}[{at}]",
@@ -167,21 +166,17 @@ class Points(AxisWriter):
             segment,
             (read, direction),
             (left,),
-            self._with_taking_out(
-                group.num_trainable,
+            self._storage.with_taking_out(
                 perturb_work(
                     group.num_trainable,
                     dtype=self._plan.weights.dtype,
-                    direction_dtype=self._rank.row_format,
+                    direction_dtype=self._storage.row_format,
                     arithmetic="fused" if is_fused else "pieces",
                 ),
+                group.num_trainable,
+                SCRATCH_ELEMENTS,
             ),
         )
-
-    @property
-    def _is_sign(self) -> bool:
-        """Whether all elements of a direction are 1 or -1 as it is kept."""
-        return self._rank.distribution.is_sign and self._plan.rounding is None
 
     # -- copies ------------------------------------------------------------------------------------------------
 
@@ -237,20 +232,14 @@ class Points(AxisWriter):
             ]
             if sizes:
                 yield Buffer(f"copy.{number}", Space.DEVICE, max(sizes), "copies", dtype)
-        most = SIGN_SCRATCH_ELEMENTS if self._is_sign else SCRATCH_ELEMENTS
-        largest = max(map(self._swept_bytes, self._rank.groups), default=0)
-        if sums := max(map(self._sum_bytes, self._rank.groups), default=0):
+        most = SIGN_SCRATCH_ELEMENTS if self._storage.keeps_signs else SCRATCH_ELEMENTS
+        directions_bytes = self._directions.direction_bytes
+        swept = (self._storage.swept_bytes(group, directions_bytes(group)) for group in self._rank.groups)
+        largest = max(swept, default=0)
+        if sums := max(map(self._storage.sum_bytes, self._rank.groups), default=0):
             yield Buffer("sums", Space.DEVICE, sums, "directions", "float32", dynamic=True)
         if scratch := min(largest, FORMATS[dtype].bytes(most)):
             yield Buffer("scratch", Space.DEVICE, scratch, "scratch", dtype)
-
-    def _swept_bytes(self, group: ParameterGroup) -> int:
-        """Return the bytes of what passes over the numbers of `group` need once more, were they not made in pieces."""
-        coding = self._plan.coding
-        if coding is None:
-            return self._directions.direction_bytes(group)
-        num_plain = group.num_trainable - num_elements(coding.tuned(group))
-        return FORMATS[self._plan.weights.dtype].bytes(num_plain)
 
     # -- updates -----------------------------------------------------------------------------------------------
 
@@ -258,16 +247,14 @@ class Points(AxisWriter):
         """Write the update of `group` with the projected gradients of `step`, one query after the other."""
         num_queries = self._plan.estimator.num_queries
         place = self._homes.place(group, segment)
-        rounded, estimator = self._plan.rounding, self._plan.low_bits.estimator
-        rounding = int(rounded is not None and estimator == "q-rge2")
-        divisor = 1.0 if rounded is None else rounded.divisor(estimator)
+        divisor = self._storage.update_divisor
         for query in range(num_queries):
             direction = self._directions.draw(
                 group,
                 query,
                 step=step,
                 segment=segment,
-                rounding=rounding,
+                rounding=self._storage.update_rounding,
                 for_update=True,
                 suffix=":update",
             )
@@ -278,7 +265,7 @@ class Points(AxisWriter):
             left = self._homes.trainable(group, place, step + is_last, after)
             added = self._sum(group, query - 1, step) if query else ()
             adding = () if is_last else self._sum(group, query, step)
-            work = self._update_work(group, is_added=bool(adding))
+            work = self._update_work(group, is_summed=bool(adding))
             self._emit(
                 f"{group.name}/update[q{query}]",
                 Update(group.name, step, query, divisor),
@@ -292,14 +279,8 @@ class Points(AxisWriter):
 
     def _sum(self, group: ParameterGroup, query: int, step: int) -> tuple[Access, ...]:
         """Return the access to what the codes of `group` change by, over all queries up to `query`; none if each is rounded."""
-        size = self._sum_bytes(group)
+        size = self._storage.sum_bytes(group)
         return (Access("sums", Named(UPDATE_SUM, f"{group.name}:q{query}"), step, size),) if size else ()
-
-    def _sum_bytes(self, group: ParameterGroup) -> int:
-        plan = self._plan
-        if plan.coding is None or plan.low_bits.update_rounding == "query":
-            return 0
-        return FORMATS["float32"].bytes(num_elements(plan.coding.tuned(group)))
 
     def _with_closing(self, group: ParameterGroup, work: Work) -> Work:
         """Return `work` with a step's share of closing the slots beside the linears of `group`, where there is no room for more."""
@@ -316,40 +297,18 @@ class Points(AxisWriter):
         )
         return work + sum(works, Work()).one_in(model.adapter_lazy_steps)
 
-    def _update_work(self, group: ParameterGroup, *, is_added: bool) -> Work:
-        coding = self._plan.coding
-        tuned = coding.tuned(group) if coding else []
-        plain = update_work(
-            group.num_trainable - num_elements(tuned),
+    def _update_work(self, group: ParameterGroup, *, is_summed: bool) -> Work:
+        num_numbers = self._storage.num_numbers(group)
+        numbers = update_work(
+            num_numbers,
             dtype=self._plan.weights.dtype,
-            direction_dtype=self._rank.row_format,
+            direction_dtype=self._storage.row_format,
             num_tensors=group.num_trainable_tensors,
-            arithmetic="fused" if self._is_sign else "pieces",
+            arithmetic="fused" if self._storage.keeps_signs else "pieces",
             is_watched=self._plan.loses_updates,
         )
         if self._rank.adds_factors:  # products are made in pieces that stay in cache
             products = self._directions.products(group)
-            plain += Work(dtype=plain.dtype, matmuls=products, num_kernels=len(products))
-        plain = self._with_taking_out(group.num_trainable - num_elements(tuned), plain)
-        if not tuned:
-            return plain
-        # Of linear layers all, or of adapters.
-        linears, how = [one for one, _ in tuned], tuned[0][1]
-        total = num_elements(tuned)
-        if is_added:  # a direction of a byte an element, and the sum so far
-            whole = unpacking_work(
-                total, self._rank.direction_format, at_once=max(rows * columns for rows, columns in linears)
-            )
-            return plain + Work(dtype=plain.dtype, sweep_bytes=9 * total, num_kernels=len(linears)) + whole
-        # What queries add up to is rounded in all rows.
-        low_bits = self._plan.low_bits
-        share = 1.0 if low_bits.update_rounding == "step" else 1 - low_bits.sparsity
-        coded = coded_update_work(linears, how, share, direction_format=self._rank.direction_format)
-        return coded + plain  # in the format of the first
-
-    def _with_taking_out(self, num_elements: int, work: Work) -> Work:
-        """Return `work` with that of taking codes of a direction out of bytes that they share, a sweep's temporaries at a time."""
-        kept = self._rank.direction_format
-        if FORMATS[kept].bits >= 8:
-            return work
-        return work + unpacking_work(num_elements, kept, at_once=min(num_elements, SCRATCH_ELEMENTS))
+            numbers += Work(dtype=numbers.dtype, matmuls=products, num_kernels=len(products))
+        numbers = self._storage.with_taking_out(numbers, num_numbers, SCRATCH_ELEMENTS)
+        return self._storage.update_work(group, numbers, is_summed=is_summed)

@@ -37,7 +37,6 @@ from costmodel.codecs import (
 )
 from costmodel.estimate import estimate
 from costmodel.formats import FORMATS
-from costmodel.low_bits import stored_bytes
 from costmodel.model_spec import BACK, FRONT, ModelSpec, block_index, block_segment
 from costmodel.symbols import SymbolStatistics, crossing_statistics
 from zosim.engines.shortening import shortened, shortest
@@ -45,7 +44,6 @@ from zosim.hardware.machine import Hop, Machine
 from zosim.instructions import Stream
 from zosim.lowering import unordered
 from zosim.lowering.directions import num_drawn, passing_work
-from zosim.lowering.rank import Rank
 from zosim.operations import Recv, Send
 from zosim.planning.cuts import Cutting, sparsest_near_the_middle
 from zosim.plans import INSIDE, Mesh, Plan, Split, last_before
@@ -168,10 +166,7 @@ class Costs:
             for segment in self.whole.segments
         ]
         stored = [
-            sum(
-                stored_bytes(group, plan.coding, plan.storage_dtype)
-                for group in self.whole.groups_of(segment)
-            )
+            sum(plan.storage.nbytes(group) for group in self.whole.groups_of(segment))
             for segment in self.whole.segments
         ]
         return SegmentSeconds(
@@ -199,7 +194,7 @@ def _standing_for(segment: str, small: ModelSpec) -> str:
 
 def _walk_s(num_elements: int, site: CutSite) -> float:
     """Return the seconds in which a generator passes over so many numbers, for every query."""
-    work = passing_work(num_elements, site.plan.directions, Rank(site.plan).draw_format)
+    work = passing_work(num_elements, site.plan.directions, site.plan.storage.draw_format)
     if not work.num_skipped:
         return 0.0
     return site.plan.estimator.num_queries * estimate(work, site.machines[0].profile).seconds

@@ -14,9 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from costmodel.formats import FORMATS, DType
-from costmodel.low_bits import Coding
 from costmodel.model_spec import ModelSpec
-from costmodel.roundings import RoundedDirection
+from costmodel.storage import Dense
 from topology.errors import PlanError
 from topology.limits import Extent
 from topology.validation import readable
@@ -164,14 +163,9 @@ class Plan(Axis, Document):
         return self.transfer_dtype != self.weights.dtype
 
     @property
-    def coding(self) -> Coding | None:
-        """How matrices are kept that are codes, those of the blocks' linear layers or all; None where none is."""
-        return self.low_bits.coding(self.storage_dtype)
-
-    @property
-    def rounding(self) -> RoundedDirection | None:
-        """How directions are rounded; None where they are not."""
-        return self.low_bits.rounding(self)
+    def storage(self) -> Dense:
+        """How parameters are stored, and directions beside them."""
+        return self.low_bits.storage(self.weights.dtype, self.directions.distribution)
 
     @property
     def loses_updates(self) -> bool:
@@ -235,7 +229,7 @@ class Plan(Axis, Document):
     @property
     def linear_format(self) -> str:
         """Format that the linear layers of blocks are kept in."""
-        return self.weights.dtype if self.coding is None else self.low_bits.weights
+        return self.storage.linear_format
 
     @property
     def perturbation(self) -> str:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from costmodel.distributions import DistributionName
 from costmodel.formats import CANDIDATES, FORMATS, CodedParts, CodeFormat, DType, ScaleScope
 from costmodel.low_bits import Coding, Fit
 from costmodel.roundings import EstimatorName, RoundedDirection
+from costmodel.storage import Dense, Quantized
 from topology.errors import PlanError
 from zosim.plans.setting import Axis, Conflict, Setting
 
@@ -258,8 +260,7 @@ class LowBits(Axis):
         yield from self._conflicts_of_kernel()
         if self.product == "scaled_mm":
             yield from self._conflicts_of_float8(plan)
-        assert plan.coding is not None
-        if self.sparsity and not any(map(plan.coding.tuned, plan.model.groups)):
+        if self.sparsity and not any(map(plan.storage.tuned, plan.model.groups)):
             yield (
                 f"sparsity={self.sparsity:g} of coded weights, none of which is trained",
                 "leave --sparsity out, or train the linear layers",
@@ -306,15 +307,15 @@ class LowBits(Axis):
                 return
 
     def _conflicts_of_model(self, plan: Plan) -> Iterator[Conflict]:
-        assert plan.coding is not None
-        groups = plan.model.groups
+        coding, groups = self.coding(plan.storage_dtype), plan.model.groups
+        assert coding is not None
         linears = [one for group in groups for one in (*group.linears, *group.frozen_linears)]
         outer = [one for group in groups for one in (*group.outer_matrices, *group.frozen_outer_matrices)]
         if not linears or (self.parts == "all" and not outer):
             missing = "linear layers" if not linears else "token table"
             yield f"{plan.model.name} states no {missing} that could be coded", "read the model again"
         try:
-            plan.coding.check(linears + (outer if self.parts == "all" else []))
+            coding.check(linears + (outer if self.parts == "all" else []))
         except PlanError as error:
             yield error.message, error.hint or ""
 
@@ -379,8 +380,10 @@ class LowBits(Axis):
                 f"kernel=scaled_mm adds directions in e4m3, which does not hold codes of direction_bits={self.direction_bits}",
                 f"use --direction-bits {_FLOAT8_DIRECTION_BITS} or fewer",
             )
-        assert plan.coding is not None
-        matrices = (one for group in plan.model.groups for one, _ in plan.coding.matrices(group))
+        storage = plan.storage
+        matrices = (
+            one for group in plan.model.groups for one, _ in (*storage.tuned(group), *storage.frozen(group))
+        )
         odd = next((inputs for _, inputs in matrices if inputs % _FLOAT8_MULTIPLE), None)
         if odd is not None:
             yield (
@@ -406,8 +409,20 @@ class LowBits(Axis):
             self.parts,
         )
 
-    def rounding(self, plan: Plan) -> RoundedDirection | None:
-        """Return how directions are rounded; None where they are not."""
-        if not self.are_codes:
-            return None
-        return RoundedDirection(plan.directions.distribution, self.direction_bits, self.sparsity)
+    def storage(self, dtype: DType, distribution: DistributionName) -> Dense:
+        """Return how parameters are stored beside numbers in `dtype`, and directions of a distribution."""
+        coding = self.coding(dtype)
+        if coding is None:
+            return Dense(dtype=dtype, distribution=distribution)
+        direction = RoundedDirection(distribution, self.direction_bits, self.sparsity)
+        return Quantized(
+            dtype=dtype,
+            distribution=distribution,
+            coding=coding,
+            direction=direction,
+            update_rounding=int(self.estimator == "q-rge2"),
+            update_divisor=direction.divisor(self.estimator),
+            rounds_sums=self.update_rounding == "step",
+            product=self.product,
+            are_inputs_coded=bool(self.input_scales),
+        )

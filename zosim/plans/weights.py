@@ -94,7 +94,7 @@ class Weights(Axis):
                 f"parameters of {plan.model.name} {plan.model.num_trainable - num_linear} are others"
             )
             yield complaint, "add --tune linears, or --lora-lazy-steps beside adapters"
-        if plan.coding is not None:
+        if plan.low_bits.are_codes:
             yield (
                 "weights=adapters does not go with coded weights that are tuned",
                 "leave --weight-format out",

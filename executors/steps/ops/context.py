@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from costmodel.roundings import RoundedDirection
+from executors.low_bits.stored import ChosenRows
 from executors.models.engine import ForwardEngine
 from executors.models.parameters import bind, stand_in
-from executors.randomness.rounded import ChosenRows, MovedRows, RoundedDraws, rounding_key
+from executors.randomness.rounded import MovedRows, RoundedDraws, rounding_key
 from executors.ranks.messages import Packed
 from executors.steps.buffers import BufferStore, PlacedPart
 from executors.steps.frames import Hyperparameters, LoadedBatch, StepFrame
@@ -107,10 +108,10 @@ class Context:
         draws = (i.op for _, i in self.program.instructions() if isinstance(i.op, Draw))
         return {op.group: rounding_of(op) for op in draws if op.bits}
 
-    def moved_rows(self, group: str, parameter: int, frame: StepFrame, query: int) -> ChosenRows | None:
-        """Return the rows of a parameter that a step's direction moves; None for all."""
+    def moved_rows(self, group: str, frame: StepFrame, query: int) -> Callable[[int], ChosenRows | None]:
+        """Return what says which rows of a parameter a step's direction moves; None for all."""
         key = rounding_key(frame.seeds[query], frame.step, query, "rows")
-        return self.draws_of(self.codes_drawn[group]).moved.of(parameter, key)
+        return partial(self.draws_of(self.codes_drawn[group]).moved.of, key=key)
 
     def draws_of(self, rounding: RoundedDirection) -> RoundedDraws:
         """Return what draws directions as codes; all streams are given the same."""
@@ -120,7 +121,7 @@ class Context:
     def _rounded(self) -> dict[RoundedDirection, RoundedDraws]:
         trainable = [tensor for tensor in self.engine.tensors if tensor.trainable]
         shapes = [tensor.shape for tensor in trainable]
-        coded = {tensor.index for tensor in trainable if tensor.layer is not None}
+        coded = {tensor.index for tensor in trainable if not tensor.is_numbers}
         device = self.backend.device
         # A step's and those of the step before, which updates may be of.
         draws = [i.op for _, i in self.program.instructions() if isinstance(i.op, Draw)]

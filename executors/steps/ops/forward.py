@@ -13,18 +13,18 @@ from torch import Tensor
 from costmodel.distributions import DISTRIBUTIONS
 from costmodel.model_spec import BACK, EMBED, FRONT, HEAD, block_index
 from executors.devices import staged_on
-from executors.low_bits.coded import Coded
-from executors.low_bits.linear import Beside, table_rows
+from executors.low_bits.stored import DirectionStep
 from executors.models.batched import BatchedModel
 from executors.models.halves import Handed, as_tensor
 from executors.models.model import Batch
+from executors.models.parameters import bind
 from executors.models.recording_blocks import StepCache
 from executors.randomness.low_rank import divisor_of
 from executors.steps.arithmetic import gathered, gathered_several
 from executors.steps.frames import LoadedBatch, MicroBatch, StepFrame
 from executors.steps.graphs import Arguments
 from executors.steps.micro_batches import accumulated, micro_batches
-from executors.steps.ops.context import Context
+from executors.steps.ops.context import Context, rounding_of
 from executors.steps.ops.operands import Action, Unfit, of_group, only, place_of
 from zosim.contents import Direction, DirectionFactors, DirectionRows, GroupWeights, Hidden
 from zosim.instructions import Access, Instruction
@@ -95,7 +95,8 @@ class Forwards:
         source = place_of(only(inputs, "read of a hidden state")) if op.segment != EMBED else None
         values = context.store.values
         is_whole = op.segment not in (EMBED, HEAD) and not op.segment.endswith((FRONT, BACK))
-        is_graph = context.graphs is not None and is_whole and not (tables or beside or context.engine.coding)
+        is_flat = all(context.store.part(access).is_flat for access in weights)
+        is_graph = context.graphs is not None and is_whole and is_flat and not (tables or beside)
 
         def forward(frame: StepFrame) -> None:
             if frame.replayed:
@@ -233,7 +234,8 @@ class Forwards:
             for _, i in self._context.program.instructions()
             if isinstance(i.op, Draw) and i.op.group == group
         )
-        epsilon = self._context.hyperparameters.epsilon * self._unit(group)
+        unit = 1 / rounding_of(draw).scale if draw.bits else 1.0
+        epsilon = self._context.hyperparameters.epsilon * unit
         divisor = divisor_of(draw.rank, DISTRIBUTIONS[draw.distribution].rank_power) if draw.rank else 1.0
         return [point.sign * epsilon / divisor for point in points]
 
@@ -245,59 +247,23 @@ class Forwards:
         direction = only(of_group(group, Direction, instruction.reads), f"read of a direction of {group}")
         return _ForwardBeside(self._context, weights, direction, op.point)
 
-    def _gathered_table(
-        self, instruction: Instruction, op: Forward, group: str
-    ) -> _GatheredTable | _GatheredCodes:
+    def _gathered_table(self, instruction: Instruction, op: Forward, group: str) -> _GatheredTable:
         table = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
         rows = {
             what.query: access
             for access in instruction.reads
             if isinstance(what := access.what, Direction | DirectionRows) and what.group == group
         }
-        tensor = self._context.store.trainable(group).tensors[0]
-        if tensor.layer is not None:
-            return _GatheredCodes(self._context, table, rows[op.point.query], op.point)
         path = self._paths.get((instruction.id, group))
+        if not self._context.store.trainable(group).is_flat:  # stays as it is
+            path = [(op.point.query, (op.point.sign,))]
         if path is None:
             raise Unfit(f"gathers {group} at {op.point}, where no later perturbation of the program leads")
         missing = {query for query, _ in path} - set(rows)
         if missing:
             names = ", ".join(f"q{query}" for query in sorted(missing))
             raise Unfit(f"gathers {group} at {op.point} without the rows of {names}")
-        epsilon = self._context.hyperparameters.epsilon * self._unit(group)
-        return _GatheredTable(
-            self._context, table, [(rows[query], scales) for query, scales in path], epsilon
-        )
-
-    def _unit(self, group: str) -> float:
-        """Return the value of a code of 1 of a table's directions; 1 where they are no codes."""
-        rounding = self._context.codes_drawn.get(group)
-        return 1.0 if rounding is None else 1 / rounding.scale
-
-
-@dataclass(frozen=True)
-class _GatheredCodes:
-    """A token table of codes, which stays as it is, read through the rows of a direction that the batch names."""
-
-    context: Context
-    access: Access
-    direction: Access
-    point: Point
-
-    def enter(self, stack: ExitStack, part: MicroBatch) -> None:
-        """Put the rows in the table's place for as long as `stack` lasts."""
-        context = self.context
-        assert part.positions is not None
-        placed, wanted = context.store.placed(self.access), context.rows
-        tensor, table = placed.part.tensors[0], placed.held[0]
-        assert isinstance(table, Coded)
-        factor = self.point.sign * context.hyperparameters.epsilon
-        factor *= context.codes_drawn[placed.part.what.group].unit
-        along = _direction_rows(context, self.direction, wanted)
-        rows = table_rows(table, wanted, (along, factor))
-        positions = context.backend.borrow(part.positions)
-        stack.enter_context(context.reading([self.access]))
-        stack.enter_context(context.engine.gathered_rows(tensor, rows, positions))
+        return _GatheredTable(self._context, table, [(rows[query], scales) for query, scales in path])
 
 
 @dataclass(frozen=True)
@@ -307,16 +273,20 @@ class _GatheredTable:
     context: Context
     access: Access
     path: list[tuple[Access, tuple[int, ...]]]
-    epsilon: float
 
     def enter(self, stack: ExitStack, part: MicroBatch) -> None:
         """Put the rows in the table's place for as long as `stack` lasts."""
         context = self.context
         assert part.positions is not None
         placed, wanted = context.store.placed(self.access), context.rows
-        rows = placed.views[0].index_select(0, wanted)
-        for direction, scales in self.path:
-            rows = gathered(rows, _direction_rows(context, direction, wanted), scales, self.epsilon)
+        step = DirectionStep(
+            context.hyperparameters.epsilon,
+            context.codes_drawn.get(placed.part.what.group),
+            gathered_several,
+            gathered,
+        )
+        path = ((_direction_rows(context, direction, wanted), scales) for direction, scales in self.path)
+        rows = placed.held[0].rows_at(wanted, path, step)
         positions = context.backend.borrow(part.positions)
         stack.enter_context(context.reading([self.access]))
         stack.enter_context(context.engine.gathered_rows(placed.part.tensors[0], rows, positions))
@@ -332,10 +302,7 @@ def _direction_rows(context: Context, direction: Access, wanted: Tensor) -> Tens
 
 @dataclass(frozen=True)
 class _ForwardBeside:
-    """A group that stays as it is, while the layers that it belongs to add a multiple of a direction of codes.
-
-    Linear layers that hold codes do so in their products. Other parameters, which are small, are copied for as long.
-    """
+    """A group that stays as it is, while forwards see it at a point that a direction of codes leads to."""
 
     context: Context
     weights: Access
@@ -344,32 +311,24 @@ class _ForwardBeside:
 
     @contextmanager
     def there(self, frame: StepFrame) -> Iterator[None]:
-        """Let the direction be added."""
-        theta, z = (self.context.store.placed(access) for access in (self.weights, self.direction))
-        group, query = theta.part.what.group, self.point.query
-        rounding = self.context.codes_drawn[group]
-        step = self.point.sign * self.context.hyperparameters.epsilon
-        pairs = list(zip(theta.part.tensors, theta.held, z.codes, strict=True))
-        for tensor, held, along in pairs:
-            if isinstance(held, Coded):
-                assert tensor.layer is not None
-                rows = self.context.moved_rows(group, tensor.index, frame, query)
-                tensor.layer.beside = Beside(along, step * rounding.unit, *(rows or ()))
-        numbers = [(tensor, held, along) for tensor, held, along in pairs if not isinstance(held, Coded)]
-        moved = gathered_several(
-            [held for _, held, _ in numbers], [along[:] for *_, along in numbers], step / rounding.scale
+        """Let them see it there."""
+        context, query = self.context, self.point.query
+        theta, z = context.store.placed(self.weights), context.store.placed(self.direction)
+        group = theta.part.what.group
+        step = DirectionStep(
+            self.point.sign * context.hyperparameters.epsilon,
+            context.codes_drawn[group],
+            gathered_several,
+            gathered,
+            context.moved_rows(group, frame, query),
         )
-        for (tensor, _, _), own in zip(numbers, moved, strict=True):
-            tensor.hold(own)
+        for kind, along in theta.along(z.codes):
+            for one, view in zip(along, kind.at(along, step), strict=True):
+                view.bind(one.place)
         try:
             yield
         finally:
-            for tensor, held, _ in pairs:
-                if isinstance(held, Coded):
-                    assert tensor.layer is not None
-                    tensor.layer.beside = None
-                else:
-                    tensor.hold(held)
+            bind(theta.part.tensors, theta.held)
 
 
 def _needs_rows(instruction: Instruction) -> bool:

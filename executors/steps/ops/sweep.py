@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch import Tensor
-
 from costmodel.distributions import DISTRIBUTIONS
 from costmodel.formats import FORMATS
-from costmodel.low_bits import moved_at_once
-from executors.low_bits.coded import Coded, Moved
-from executors.low_bits.moving import Move, move_together, shares_passes
-from executors.low_bits.packed import Codes
+from executors.low_bits.stored import Moved, UpdateStep
 from executors.models.parameters import NamedTensor
 from executors.randomness.low_rank import divisor_of, is_matrix, product_tiles
 from executors.randomness.rounded import Chances, rounding_key
@@ -205,7 +200,7 @@ class Sweeps:
     def _update_by_codes(
         self, op: Update, weights: Access, direction: Access, sums: tuple[Place | None, Place | None]
     ) -> Action:
-        """Return what updates a group along a direction of codes: numbers as ever, weights that are codes on their grid.
+        """Return what updates a group along a direction of codes, each parameter as it is stored.
 
         `sums` are the places of what codes change by over the queries before, and over these and this one, which are rounded later.
         """
@@ -220,71 +215,24 @@ class Sweeps:
             if source is None:
                 return
             theta, z = self._context.store.placed(weights), self._context.store.placed(direction)
-            rate = source.learning_rate
-            rounding = self._roundings[op.group]
-            gradient = source.gradients[op.query] / self.num_queries / op.divisor
             key = rounding_key(source.seeds[op.query], source.step, op.query, "update")
-            summed = iter(values.pop(before) if before is not None else ())
-            kept: list[Tensor] = []
-            numbers: list[tuple[Tensor, Codes, bool]] = []
-            together: dict[float, list[Move]] = {}
-            for tensor, held, along in zip(theta.part.tensors, theta.held, z.codes, strict=True):
-                decay = codes_decay if tensor.decays else 0.0
-                if isinstance(held, Coded) and (before is not None or after is not None):
-                    # Of the host, as what a sum adds is multiplied by: it may have to wait for it.
-                    factor = float(rate * gradient * rounding.unit)
-                    total = next(summed, None)
-                    total = (
-                        along[:].float().mul_(factor) if total is None else total.add_(along[:], alpha=factor)
-                    )
-                    if after is not None:
-                        kept.append(total)
-                        continue
-                    chances = partial(self._chances.between, parameter=tensor.index, key=key)
-                    held.move(
-                        total,
-                        1.0,
-                        chances,
-                        decay=rate * decay,
-                        counted=self.moved,
-                    )
-                elif isinstance(held, Coded):
-                    chances = partial(self._chances.between, parameter=tensor.index, key=key)
-                    moved = self._context.moved_rows(op.group, tensor.index, source, op.query)
-                    rows = None if moved is None else moved.there
-                    at_once = None
-                    if decay and rows is not None:  # all weights decay, in no more memory
-                        rows, at_once = (
-                            None,
-                            moved_at_once((held.shape[0], held.shape[1]), 1 - rounding.sparsity),
-                        )
-                    if rows is None and shares_passes(held):
-                        together.setdefault(decay, []).append(Move(held, along, chances))
-                        continue
-                    held.move(
-                        along,
-                        rate * gradient * rounding.unit,
-                        chances,
-                        rows=rows,
-                        decay=rate * decay,
-                        counted=self.moved,
-                        at_once=at_once,
-                    )
-                else:
-                    numbers.append((held.view(-1), along.view(-1), tensor.decays))
-            for decay, moves in together.items():
-                move_together(moves, rate * gradient * rounding.unit, decay=rate * decay, counted=self.moved)
-            of_numbers = gradient / rounding.scale
-            self.sweeper.update_several(
-                [held for held, _, _ in numbers],
-                [along for _, along, _ in numbers],
-                gradients=[of_numbers] * len(numbers),
-                learning_rate=rate,
-                weight_decay=numbers_decay,
-                decaying=[decays for _, _, decays in numbers],
+            step = UpdateStep(
+                gradient=source.gradients[op.query] / self.num_queries / op.divisor,
+                rate=source.learning_rate,
+                decay=numbers_decay,
+                rounded_decay=codes_decay,
+                rounding=self._roundings[op.group],
+                rows=self._context.moved_rows(op.group, source, op.query),
+                chances=partial(self._chances.between, key=key),
+                counted=self.moved,
+                add=self.sweeper.update_several,
+                sums=values.pop(before) if before is not None else None,
+                is_rounded=after is None,
             )
+            for kind, along in theta.along(z.codes):
+                kind.update(along, step)
             if after is not None:
-                values[after] = kept
+                values[after] = step.sums
 
         return update
 

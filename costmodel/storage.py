@@ -1,0 +1,335 @@
+"""How a plan stores parameters, in counts: what they take, what a forward at a point costs beside its products, and what an update costs.
+
+These are the verbs of :mod:`executors.low_bits.stored` as a plan counts them. A storage says, too, in which format directions are drawn and
+kept: what lies on a grid goes along directions that are rounded to one.
+"""
+
+# ruff: noqa: ARG002 - of numbers there is little to say, whatever is asked
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from costmodel.distributions import DISTRIBUTIONS, DistributionName
+from costmodel.formats import FORMATS, DType
+from costmodel.low_bits import (
+    CodedMatrix,
+    Coding,
+    Linear,
+    coded_draw_work,
+    coded_forward_work,
+    coded_lookup_work,
+    coded_update_work,
+    moved_rows_bytes,
+    num_elements,
+    unpacking_work,
+)
+from costmodel.model_spec import EMBED, HEAD, ParameterGroup
+from costmodel.roundings import RoundedDirection
+from costmodel.work import Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense:
+    """All parameters are numbers of one format, as directions are.
+
+    Attributes
+    ----------
+    dtype : str
+    distribution : str
+        Of directions.
+    coding : Coding or None
+        How matrices are kept that are no numbers; None where none is.
+    direction : RoundedDirection or None
+        How directions are rounded; None where they are not.
+    update_rounding : int
+        Which rounding of a direction an update goes along: that of the forwards, or the next.
+    update_divisor : float
+        What a projected gradient is divided by before it goes into an update.
+
+    Examples
+    --------
+    >>> from costmodel.configs import read_model_spec
+    >>> block = read_model_spec("opt-125m").group("block.0")
+    >>> int4 = Quantized(
+    ...     dtype="bfloat16",
+    ...     distribution="gaussian",
+    ...     coding=Coding("int4", dtype="bfloat16"),
+    ...     direction=RoundedDirection("gaussian", 4),
+    ... )
+    >>> Dense(dtype="bfloat16", distribution="gaussian").nbytes(block), int4.nbytes(block)
+    (14175744, 3572736)
+    """
+
+    dtype: DType
+    distribution: DistributionName
+    coding: Coding | None = None
+    direction: RoundedDirection | None = None
+    update_rounding: int = 0
+    update_divisor: float = 1.0
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def tuned(self, group: ParameterGroup) -> list[CodedMatrix]:
+        """Return the matrices of a group that are tuned and no numbers."""
+        return []
+
+    def frozen(self, group: ParameterGroup) -> list[CodedMatrix]:
+        """Return those that stay as they are and are no numbers."""
+        return []
+
+    @property
+    def linear_format(self) -> str:
+        """Format that the linear layers of blocks are kept in."""
+        return self.dtype
+
+    def nbytes(self, group: ParameterGroup) -> int:
+        """Return the bytes of a group's parameters."""
+        matrices = [*self.tuned(group), *self.frozen(group)]
+        size = FORMATS[self.dtype].bytes(group.num_parameters - num_elements(matrices))
+        return size + sum(how.size_bytes([one]) for one, how in matrices)
+
+    def num_numbers(self, group: ParameterGroup) -> int:
+        """Return how many of a group's tuned elements are numbers."""
+        return group.num_trainable - num_elements(self.tuned(group))
+
+    def buffer_format(self, groups: Iterable[ParameterGroup], dtype: str) -> str:
+        """Return the format of a buffer that these groups lie in, numbers of them in `dtype`: bytes where others are among them."""
+        return "uint8" if any(self.tuned(group) or self.frozen(group) for group in groups) else dtype
+
+    def swept_bytes(self, group: ParameterGroup, direction_bytes: int) -> int:
+        """Return the bytes of what passes over a group's numbers need once more, were they not made in pieces."""
+        return direction_bytes
+
+    def sum_bytes(self, group: ParameterGroup) -> int:
+        """Return the bytes of what a group changes by over several directions, where these are rounded together."""
+        return 0
+
+    # -- directions --------------------------------------------------------------------------------------------
+
+    @property
+    def direction_format(self) -> str:
+        """Format that directions are kept in."""
+        return self.dtype if self.direction is None else self.direction.kept_format
+
+    @property
+    def row_format(self) -> str:
+        """Format that rows of directions are kept in, and that directions are added in: codes in a byte each."""
+        return self.dtype if self.direction is None else "int8"
+
+    @property
+    def draw_format(self) -> DType:
+        """Format that directions are drawn in."""
+        return self.dtype if self.direction is None else "float32"
+
+    @property
+    def keeps_signs(self) -> bool:
+        """Whether all elements of a direction are 1 or -1 as it is kept."""
+        return self._are_signs and self.direction is None
+
+    @property
+    def _are_signs(self) -> bool:
+        return DISTRIBUTIONS[self.distribution].is_sign
+
+    def keeps_scaled(self, epsilon: float) -> bool:
+        """Whether ``(s·z)·ε`` is ``s·w`` to the last bit: no ``w`` may be subnormal. Signs are as fast without."""
+        smallest = epsilon * DISTRIBUTIONS[self.distribution].smallest
+        is_plain = self.direction is None and not self._are_signs
+        return is_plain and smallest >= FORMATS[self.dtype].smallest_normal
+
+    @property
+    def bits(self) -> int:
+        """Bits that directions are rounded to; 0 where they are not."""
+        return 0 if self.direction is None else self.direction.bits
+
+    @property
+    def sparsity(self) -> float:
+        """Share of the rows of matrices that a step's direction leaves alone."""
+        return 0.0 if self.direction is None else self.direction.sparsity
+
+    def num_rounded(self, num_elements: int) -> int:
+        """Return how many of the elements of a direction are rounded at random: signs never are."""
+        return 0 if self.direction is None or self._are_signs else num_elements
+
+    def num_moved(self, group: ParameterGroup) -> int:
+        """Return the elements of a direction but for those in rows that a sparse one leaves alone."""
+        return group.num_trainable - round(self.sparsity * num_elements(self.tuned(group)))
+
+    def sparse(self, group: ParameterGroup) -> list[Linear]:
+        """Return the matrices of a group of which a direction leaves rows alone."""
+        return [one for one, _ in self.tuned(group)] if self.sparsity else []
+
+    def moved_rows_bytes(self, groups: Iterable[ParameterGroup]) -> int:
+        """Return the bytes of the numbers of the rows that a step's directions move, which stay from draw to update."""
+        matrices = (one for group in groups for one in self.sparse(group))
+        return moved_rows_bytes(matrices, 1 - self.sparsity)
+
+    def rounding_work(
+        self,
+        num_elements: int,
+        num_tensors: int,
+        *,
+        is_whole: bool,
+        sparse: Sequence[Linear] = (),
+        walked: int | None = None,
+    ) -> Work:
+        """Return what it takes besides to round a direction's numbers, of all its rows or of some; see :func:`coded_draw_work`."""
+        if self.direction is None:
+            return Work()
+        return coded_draw_work(
+            num_elements,
+            is_sign=self._are_signs,
+            num_tensors=num_tensors,
+            sparse=sparse,
+            walked=walked if is_whole else None,
+            direction_format=self.direction_format if is_whole else self.row_format,
+        )
+
+    def with_taking_out(self, work: Work, num_elements: int, at_once: int) -> Work:
+        """Return `work` with that of taking a direction out of bytes that several elements share, `at_once` of them at a time."""
+        if self.direction_format == self.row_format:
+            return work
+        return work + unpacking_work(num_elements, self.direction_format, at_once=min(num_elements, at_once))
+
+    # -- a step ------------------------------------------------------------------------------------------------
+
+    def is_beside(self, group: ParameterGroup) -> bool:
+        """Whether a tuned group stays as it is at every point, and forwards add its direction."""
+        return False
+
+    def forward_work(
+        self,
+        work: Work,
+        segment: str,
+        groups: Sequence[ParameterGroup],
+        *,
+        is_beside: bool,
+        kept_bytes: int,
+        num_tokens: int,
+        embed_dim: int,
+    ) -> Work:
+        """Return the work of a segment's forward, from that with numbers; arguments as of :meth:`Quantized.forward_work`."""
+        return work
+
+    def update_work(self, group: ParameterGroup, numbers: Work, *, is_summed: bool) -> Work:
+        """Return the work of an update, from that of the group's numbers; `is_summed` where it waits for others of the step."""
+        return numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantized(Dense):
+    """Matrices are codes and scales, and directions of all that is tuned are rounded; other parameters are numbers.
+
+    Attributes
+    ----------
+    rounds_sums : bool
+        Whether codes move once a step, by what its directions add up to.
+    product : str
+        What multiplies by codes.
+    are_inputs_coded : bool
+        Whether inputs are rounded before they are multiplied.
+    """
+
+    coding: Coding
+    direction: RoundedDirection
+    rounds_sums: bool = False
+    product: str = "dequantise"
+    are_inputs_coded: bool = False
+
+    def tuned(self, group: ParameterGroup) -> list[CodedMatrix]:
+        """Return the matrices of layers that are tuned, or of adapters beside them."""
+        return self.coding.tuned(group)
+
+    def frozen(self, group: ParameterGroup) -> list[CodedMatrix]:
+        """Return the matrices of layers that stay as they are."""
+        return self.coding.frozen(group)
+
+    @property
+    def linear_format(self) -> str:
+        """Format of the codes."""
+        return self.coding.format
+
+    def swept_bytes(self, group: ParameterGroup, direction_bytes: int) -> int:
+        """Return the bytes of the numbers."""
+        return FORMATS[self.dtype].bytes(self.num_numbers(group))
+
+    def sum_bytes(self, group: ParameterGroup) -> int:
+        """Return the bytes of what codes change by."""
+        return FORMATS["float32"].bytes(num_elements(self.tuned(group))) if self.rounds_sums else 0
+
+    def is_beside(self, group: ParameterGroup) -> bool:
+        """Whether a group stays as it is: of blocks, and of other groups that hold codes, whatever is tuned."""
+        return group.segments[0] not in (EMBED, HEAD) or bool(self.tuned(group))
+
+    def forward_work(
+        self,
+        work: Work,
+        segment: str,
+        groups: Sequence[ParameterGroup],
+        *,
+        is_beside: bool,
+        kept_bytes: int,
+        num_tokens: int,
+        embed_dim: int,
+    ) -> Work:
+        """Return the work with products by codes.
+
+        Parameters
+        ----------
+        work : Work
+        segment : str
+        groups : sequence of ParameterGroup
+            The segment's.
+        is_beside : bool
+            Whether directions are added.
+        kept_bytes : int
+            What of the segment is alive beside a layer.
+        num_tokens, embed_dim : int
+            Rows that are looked up in a token table, and its columns.
+        """
+        tuned = [matrix for group in groups for matrix in self.tuned(group)]
+        frozen = [matrix for group in groups for matrix in self.frozen(group)]
+        for matrices, is_moved in ((tuned, is_beside), (frozen, False)):
+            if not matrices:
+                continue
+            linears, how = [one for one, _ in matrices], matrices[0][1]
+            is_adapter = how != self.coding
+            work = coded_forward_work(
+                work,
+                linears,
+                how,
+                kernel="dequantise" if is_adapter else self.product,
+                are_inputs_coded=self.are_inputs_coded and not is_adapter,
+                is_beside=is_moved,
+                moved_share=1 - self.sparsity,
+                kept_bytes=kept_bytes,
+                is_outer=segment in (EMBED, HEAD),
+                direction_format=self.direction_format if is_moved else self.row_format,
+            )
+        if segment == EMBED and self.coding.parts == "all":
+            work += coded_lookup_work(num_tokens, embed_dim, self.coding, work.dtype, is_beside=bool(tuned))
+        # Numbers, such as norms and biases, are copied to the point.
+        copied = sum(
+            self.num_numbers(group)
+            for group in groups
+            if is_beside and group.num_trainable and self.is_beside(group)
+        )
+        size = work.workspace_bytes + FORMATS[self.dtype].bytes(copied)
+        return work.model_copy(update={"workspace_bytes": size})
+
+    def update_work(self, group: ParameterGroup, numbers: Work, *, is_summed: bool) -> Work:
+        """Return the work with codes that move, or are summed."""
+        tuned = self.tuned(group)
+        if not tuned:
+            return numbers
+        # Of linear layers all, or of adapters.
+        linears, how = [one for one, _ in tuned], tuned[0][1]
+        if is_summed:  # a direction of a byte an element, and the sum so far
+            total, largest = num_elements(tuned), max(rows * columns for rows, columns in linears)
+            summed = Work(dtype=numbers.dtype, sweep_bytes=9 * total, num_kernels=len(linears))
+            return numbers + summed + unpacking_work(total, self.direction_format, at_once=largest)
+        # What queries add up to is rounded in all rows.
+        share = 1.0 if self.rounds_sums else 1 - self.sparsity
+        coded = coded_update_work(linears, how, share, direction_format=self.direction_format)
+        return coded + numbers  # in the format of the first

@@ -1,0 +1,289 @@
+"""How a parameter is stored is an object: what forwards see of it, how it is updated, what memory it takes, what files have of it.
+
+Five verbs say all that the rest of the executor asks. :meth:`Stored.at` and :meth:`Stored.update` take all parameters of a group that are
+stored alike: on an accelerator the launch of a kernel takes longer than its work on one of them. A sweep over a group of numbers along a
+direction of numbers needs neither: there the group is one flat tensor (:mod:`executors.steps.arithmetic`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from costmodel.roundings import RoundedDirection
+from executors.device_scalars import DeviceScalar
+from executors.low_bits.packed import Codes
+
+Chances = Callable[[int, int], Tensor]
+"""Takes a first and a last element of a weight, and returns a float32 number in [0, 1) for each between."""
+
+
+class Place(Protocol):
+    """A parameter of a model, whatever it holds: :class:`executors.models.parameters.NamedTensor`."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """What the model's code reads."""
+
+    @property
+    def layer(self) -> Any:
+        """The layer that takes other weights than numbers; None where there is none."""
+
+    @property
+    def index(self) -> int:
+        """Position among all trainable parameters."""
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies to it."""
+
+
+class View(Protocol):
+    """What a forward sees of a parameter."""
+
+    def bind(self, place: Place) -> None:
+        """Let the model compute with this."""
+
+
+class Along(NamedTuple):
+    """A parameter as it is stored, and the direction that it is to go along."""
+
+    place: Place
+    held: Any
+    direction: Codes
+
+
+RowStep = tuple[Tensor, tuple[int, ...]]
+"""Rows of a direction, and the multiples of a step's ``ε`` by which they are added one after the other."""
+
+
+class ChosenRows(NamedTuple):
+    """Ascending numbers of some rows, where they are used and on the host."""
+
+    there: Tensor
+    on_host: Tensor
+
+
+@dataclass
+class Moved:
+    """Updates of single codes, counted.
+
+    Attributes
+    ----------
+    num : int
+        Elements that were to move.
+    unmoved : int
+        Of these, such that chance left where they were.
+    saturated : int
+        Of these, such that would have left the grid.
+    """
+
+    num: int = 0
+    unmoved: int = 0
+    saturated: int = 0
+
+    def __post_init__(self) -> None:
+        self._there: Tensor | None = None
+
+    def add(self, num: Tensor, unmoved: Tensor, saturated: Tensor) -> None:
+        """Add to the three; on a device the sums stay there until :meth:`read`."""
+        counts = torch.stack((num, unmoved, saturated))
+        if counts.device.type == "cpu":
+            self._take(counts)
+        else:
+            self._there = counts if self._there is None else self._there + counts
+
+    def read(self) -> Moved:
+        """Return this, once the device's sums are in it."""
+        if self._there is not None:
+            self._take(self._there)
+            self._there = None
+        return self
+
+    def _take(self, counts: Tensor) -> None:
+        num, unmoved, saturated = counts.tolist()
+        self.num += num
+        self.unmoved += unmoved
+        self.saturated += saturated
+
+
+@dataclass(frozen=True)
+class DirectionStep:
+    """A multiple of a direction that leads to an evaluation point.
+
+    Attributes
+    ----------
+    scale : float
+        ``s·ε``, or ``ε`` where a path says each ``s``.
+    rounding : RoundedDirection or None
+        How the direction became codes; None where it is numbers.
+    copies, copy : callable
+        As :func:`executors.steps.arithmetic.gathered_several` and :func:`executors.steps.arithmetic.gathered`.
+    rows : callable
+        Takes a parameter's index, and returns the rows in which the direction is not 0; None for all.
+    """
+
+    scale: float
+    rounding: RoundedDirection | None
+    copies: Callable[[Sequence[Tensor], Sequence[Tensor], float], list[Tensor]]
+    copy: Callable[[Tensor, Tensor, tuple[int, ...], float], Tensor]
+    rows: Callable[[int], ChosenRows | None] = lambda _: None
+
+    @property
+    def number_scale(self) -> float:
+        """What the direction is multiplied by where it is added to numbers; rows that are not 0 are none of theirs."""
+        return self.scale if self.rounding is None else self.scale / self.rounding.scale
+
+
+@dataclass
+class UpdateStep:
+    """A step along a direction of codes.
+
+    Attributes
+    ----------
+    gradient : float or DeviceScalar
+        What the direction is multiplied by before the learning rate.
+    rate : float
+        The learning rate.
+    decay, rounded_decay : float
+        Of numbers; and of what is rounded to a grid, which decays when it is rounded.
+    rounding : RoundedDirection
+    rows : callable
+        As of :class:`DirectionStep`.
+    chances : callable
+        Takes a first and a last element and a parameter's index, and returns a float32 number in [0, 1) for each between.
+    counted : Moved
+        Is added to.
+    add : callable
+        As :meth:`executors.steps.arithmetic.Sweeper.update_several`.
+    sums : list of torch.Tensor or None
+        Where several steps are rounded together, what those before add up to, by parameter; then what they do with this one.
+    is_rounded : bool
+        Whether what is summed is rounded now.
+    """
+
+    gradient: float | DeviceScalar
+    rate: float
+    decay: float
+    rounded_decay: float
+    rounding: RoundedDirection
+    rows: Callable[[int], ChosenRows | None]
+    chances: Callable[..., Tensor]
+    counted: Moved
+    add: Callable[..., None]
+    sums: list[Tensor] | None = None
+    is_rounded: bool = True
+
+
+class Stored(ABC):
+    """A parameter as it is stored at one place."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where it lies."""
+
+    @abstractmethod
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Self:
+        """Return it on a device, numbers in a format; itself where it is so."""
+
+    @abstractmethod
+    def bind(self, place: Place) -> None:
+        """Let the model compute with it where it lies."""
+
+    # -- the five verbs ----------------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def at(cls, along: Sequence[Along], step: DirectionStep) -> Sequence[View]:
+        """Return what forwards see of several parameters at the point that a direction of codes leads to; they stay as they are."""
+
+    @abstractmethod
+    def rows_at(self, rows: Tensor, path: Iterable[RowStep], step: DirectionStep) -> Tensor:
+        """Return some rows of a table at a point: after several steps where it is itself on its way there."""
+
+    @classmethod
+    @abstractmethod
+    def update(cls, along: Sequence[Along], step: UpdateStep) -> None:
+        """Change several parameters by a step along a direction of codes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return sum(piece.nbytes for piece in self.dump().values())
+
+    @abstractmethod
+    def dump(self) -> Mapping[str, Tensor]:
+        """Return the tensors that it is, by what files add to its name: nothing to that of the first."""
+
+    @abstractmethod
+    def load(self, other: Stored, name: str) -> None:
+        """Take over another one's values, however these are stored; `name` is for errors."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Stored):
+    """Numbers."""
+
+    values: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self.values.device
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Self:
+        """Return them on a device in a format."""
+        moved = self.values.to(device, dtype)
+        return self if moved is self.values else type(self)(moved)
+
+    def bind(self, place: Place) -> None:
+        """Let the parameter's data be these numbers."""
+        if place.layer is not None:
+            place.layer.holder.hold(None)
+        place.parameter.data = self.values
+
+    @classmethod
+    def at(cls, along: Sequence[Along], step: DirectionStep) -> Sequence[View]:
+        """Return perturbed copies."""
+        thetas, zs = [one.held.values for one in along], [one.direction[:] for one in along]
+        return [cls(own) for own in step.copies(thetas, zs, step.number_scale)]
+
+    def rows_at(self, rows: Tensor, path: Iterable[RowStep], step: DirectionStep) -> Tensor:
+        """Return perturbed copies of rows."""
+        chosen = self.values.index_select(0, rows)
+        for along, scales in path:
+            chosen = step.copy(chosen, along, scales, step.number_scale)
+        return chosen
+
+    @classmethod
+    def update(cls, along: Sequence[Along], step: UpdateStep) -> None:
+        """Add to them where they lie."""
+        step.add(
+            [one.held.values.view(-1) for one in along],
+            [one.direction.view(-1) for one in along],
+            gradients=[step.gradient / step.rounding.scale] * len(along),
+            learning_rate=step.rate,
+            weight_decay=step.decay,
+            decaying=[one.place.decays for one in along],
+        )
+
+    def dump(self) -> Mapping[str, Tensor]:
+        """Return the numbers, under the parameter's own name."""
+        return {"": self.values}
+
+    def load(self, other: Stored, name: str) -> None:
+        """Copy numbers, in this one's format."""
+        assert isinstance(other, Dense), f"{name} would have to be made of what are no numbers"
+        self.values.copy_(other.values)
+
+
+def nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return NaNs, or the lowest whole numbers, in a shape that takes no memory."""
+    value = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
