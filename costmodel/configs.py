@@ -226,7 +226,11 @@ def spec_of_config(
         else _entries(tensors, trainable)
     )
     cut = tuple(sorted(set(cut_blocks)))
-    _refuse_for_encoders(arch, name, prefix=num_prefix_tokens > 0, cut=bool(cut))
+    if not arch.is_causal and (num_prefix_tokens or cut):
+        what = "a prefix" if num_prefix_tokens else "a cut inside a block"
+        message = f"model {name} is a masked language model: {what} is not for it"
+        hint = "tune all of it or LoRA adapters" if num_prefix_tokens else "cut between its blocks"
+        raise ModelError(message, hint=hint)
     segments_of(arch.num_blocks, cut)
     return ModelSpec(
         name=name,
@@ -241,13 +245,6 @@ def spec_of_config(
         stored=stored_codes(config, source or name),
         checkpoint_dtype=family.checkpoint_dtype,
     )
-
-
-def _refuse_for_encoders(arch: Architecture, name: str, *, prefix: bool, cut: bool) -> None:
-    if arch.is_causal or not (prefix or cut):
-        return
-    message = f"model {name} is a masked language model: {'a prefix' if prefix else 'a cut inside a block'} is not for it"
-    raise ModelError(message, hint="tune all of it or LoRA adapters" if prefix else "cut between its blocks")
 
 
 _SHARED_FIELDS = (

@@ -10,15 +10,17 @@ import json as jsonlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.text import Text
 
 from topology.printable import printable
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 class PlainConsole(Console):
@@ -97,6 +99,9 @@ def to_jsonable(value: Any) -> Any:
 
 def progress() -> Progress:
     """Progress bars on stderr, gone when done; used as a context manager."""
+    # Bars, spinners and live displays are a good part of what rich imports, and few commands show one.
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

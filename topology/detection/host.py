@@ -95,7 +95,10 @@ def read_host(root: Path = Path("/"), *, cpus: Iterable[int] | None = None) -> H
         Logical processors; those of the process's affinity if left out.
     """
     usable = frozenset(usable_cpus() if cpus is None else cpus)
-    info = _cpuinfo(root)
+    # Fields of the first processor; the others are like it.
+    first = (_read(root / "proc/cpuinfo") or "").split("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    info = {key.strip(): value.strip() for key, _, value in pairs}
     memory_bytes, memory_source = _memory_limit(root)
     frequency_hz, frequency_source = _frequency(root, info)
     domains = _domains(root, usable, memory_bytes)
@@ -138,13 +141,6 @@ def _read(path: Path) -> str | None:
 def _read_int(path: Path) -> int | None:
     text = _read(path)
     return int(text) if text is not None and re.fullmatch(r"-?\d+", text) else None
-
-
-def _cpuinfo(root: Path) -> dict[str, str]:
-    """Fields of the first processor in ``/proc/cpuinfo``."""
-    first = (_read(root / "proc/cpuinfo") or "").split("\n\n")[0]
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _frequency(root: Path, info: dict[str, str]) -> tuple[float, str]:

@@ -355,7 +355,11 @@ def _add_nvlinks(walk: _HwlocTree, root: ET.Element, machine: ET.Element) -> Non
         if other is None and not second.startswith("PCIDev:"):
             continue  # a processor that may not be used
         if matrix == "XGMIBandwidth":
-            link_type, count = _xgmi(walk, rate_bytes_per_s), 1
+            latency, count = catalogue().link_types["nvlink-c2c"].latency, 1
+            source = "XGMIBandwidth of the hwloc file"
+            with readable(f"XGMIBandwidth in {str(walk.path)!r}"):
+                bandwidth = figure(rate_bytes_per_s / 1e9, "GB/s", source, "declared")
+                link_type = LinkType(kind="c2c", bandwidth=bandwidth, latency=latency)
         else:
             generation = _generation(walk.added[node], rate_bytes_per_s)
             link_type = nvlink_type(generation)
@@ -408,9 +412,3 @@ def _generation(spec: DeviceSpec, rate_bytes_per_s: float) -> int:
     if spec.nvlink is not None:
         return spec.nvlink.generation
     return next((gen for gen in (5, 4, 1) if rate_bytes_per_s % NVLINK_BYTES_PER_S[gen] == 0), 4)
-
-
-def _xgmi(walk: _HwlocTree, rate_bytes_per_s: float) -> LinkType:
-    with readable(f"XGMIBandwidth in {str(walk.path)!r}"):
-        bandwidth = figure(rate_bytes_per_s / 1e9, "GB/s", "XGMIBandwidth of the hwloc file", "declared")
-        return LinkType(kind="c2c", bandwidth=bandwidth, latency=catalogue().link_types["nvlink-c2c"].latency)

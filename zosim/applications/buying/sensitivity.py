@@ -110,20 +110,16 @@ def limiter(job: Job, machine: PricedMachine) -> str:
     Memory is left out: it limits which placements there are, not how long this one takes.
     """
     now = _best_s([machine.best])
-    gains = {
-        lever.name: _of_plan_s(job, machine, lever.apply(machine.topology, 2.0)) / now
-        for lever in machine.levers
-        if lever.kind != "memory"
-    }
+    gains = {}
+    for lever in machine.levers:
+        if lever.kind != "memory":
+            topology = lever.apply(machine.topology, 2.0)
+            request = job.request(machine.name, topology, machine.num_devices)
+            gains[lever.name] = Bounds(request).of(machine.plan).seconds / now
     if not gains:
         return ""
     name = min(gains, key=lambda key: gains[key])
     return f"{name} (x2: {percent(gains[name])})" if gains[name] < 1 - ALIKE else "no single figure"
-
-
-def _of_plan_s(job: Job, machine: PricedMachine, topology: Topology) -> float:
-    request = job.request(machine.name, topology, machine.num_devices)
-    return Bounds(request).of(machine.plan).seconds
 
 
 def effects(market: Market, offer: Offer, offers: Sequence[Offer]) -> tuple[Effect, ...]:
