@@ -411,10 +411,12 @@ def _without_variants(name: str) -> Iterator[str]:
             yield from _without_variants(name.removesuffix(end))
 
 
-def _family_files() -> Iterator[dict[str, Any]]:
+@cache
+def _family_files() -> tuple[dict[str, Any], ...]:
+    """Read once, for sizes and for aliases: what YAML takes is a good part of what a model takes."""
     folder = resources.files("costmodel") / "data" / "models"
-    for family in (*FAMILIES, "others"):
-        yield shipped_yaml((folder / f"{family}.yaml").read_text(encoding="utf-8"))
+    files = ((folder / f"{family}.yaml").read_text(encoding="utf-8") for family in (*FAMILIES, "others"))
+    return tuple(map(shipped_yaml, files))
 
 
 @cache

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import tomllib
 from importlib.metadata import EntryPoint, entry_points
 from operator import attrgetter
 from pathlib import Path
@@ -51,6 +50,8 @@ def registered(group: str = GROUP) -> dict[str, EntryPoint]:
 
 def _of_source_tree(group: str) -> list[EntryPoint]:
     """Return zosim's own, where it is a source tree on the path that nobody installed."""
+    import tomllib
+
     project = Path(__file__).parents[1] / "pyproject.toml"
     if not project.is_file():
         return []
