@@ -138,12 +138,10 @@ class ForwardPass(Axis):
         """Yield what the products cannot read."""
         if plan.compute_dtype == "tf32" and plan.weights.dtype != "float32":
             yield f"compute_dtype=tf32 reads float32, but dtype={plan.weights.dtype}", "use dtype=float32"
-        formats = {plan.compute_dtype, plan.weights.dtype}
-        # On a GPU autocast lets norms read and write float32.
-        is_mixed = formats == {"float16", "bfloat16"} and plan.model.norm == "layernorm"
-        if is_mixed and not plan.placement.is_on_gpus:
+        if {plan.compute_dtype, plan.weights.dtype} == {"float16", "bfloat16"}:
+            # Layer norms of a CPU do not mix them, nor does autocast where it joins tensors, on any device.
             yield (
-                f"compute_dtype={plan.compute_dtype} with dtype={plan.weights.dtype} on a CPU, whose layer norms do not mix them",
+                f"compute_dtype={plan.compute_dtype} with dtype={plan.weights.dtype}: two formats of 16 bits do not mix",
                 "use one of the two for both, or float32 weights",
             )
         if self.num_new_tokens is not None:
