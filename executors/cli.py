@@ -12,70 +12,36 @@ import typer
 
 from executors.files import refuse_other_names
 from executors.report import summary_view
-from executors.runs.settings import RUN_SECTIONS, DataSettings, check_data, evaluation_in
+from executors.runs.settings import RunConfig, check_data, evaluation_in
 from topology.errors import RunError, refusing_ignored
 from topology.limits import MAX_THREADS
 from zosim.cli import NEEDED_TO_RUN, refuse_without
+from zosim.config import PlanConfig
 from zosim.console import emit, progress, stderr
-from zosim.plans import Method, Plan
-from zosim.stated import (
-    METHOD_HELP,
-    PLAN_SECTIONS,
-    AllowLossy,
-    Json,
-    MaxDeviceMemory,
-    MaxHostMemory,
-    Stated,
-    memory_limit,
-    stated_in,
-    with_settings,
-)
+from zosim.options import Json, config_of, with_settings
+from zosim.plans import Plan, Residency
 
 if TYPE_CHECKING:
     from zosim.planning.planner import Decision
 
 
-@with_settings({**PLAN_SECTIONS, **RUN_SECTIONS})
+@with_settings(RunConfig)
 def run(
     plan: Annotated[
         Path | None,
         typer.Argument(help="A plan from `zosim plan -o`; without it, one is made.", show_default=False),
     ] = None,
-    method: Annotated[
-        Method | None, typer.Option(help=f"{METHOD_HELP} By default the plan's.", show_default=False)
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            help="Ranks on this host, whose mesh the planner chooses; by default what torchrun has started.",
-            min=1,
-            show_default=False,
-        ),
-    ] = None,
     program: Annotated[
         Path | None,
         typer.Option(help="A program (perhaps edited) in place of the plan's own.", show_default=False),
     ] = None,
-    allow_lossy: AllowLossy = False,
-    max_device_memory: MaxDeviceMemory = None,
-    max_host_memory: MaxHostMemory = None,
     launch: Annotated[bool, typer.Option(help="Start ranks of their own, or run in this process.")] = True,
     as_json: Json = False,
     **settings: Any,
 ) -> None:
     """Train a model: carry out a plan, or make one and carry it out."""
-    summary = _run(
-        stated_in(settings, {**PLAN_SECTIONS, **RUN_SECTIONS}),
-        plan,
-        method=method,
-        ranks=ranks,
-        program=program,
-        allow_lossy=allow_lossy,
-        max_device_memory=max_device_memory,
-        max_host_memory=max_host_memory,
-        launch=launch,
-        arguments=sys.argv[1:],
-    )
+    options = config_of(RunConfig, settings)
+    summary = _run(options, plan, program=program, launch=launch, arguments=sys.argv[1:])
     if "launch" in summary:
         emit(summary, json=as_json, text=summary["launch"])
     elif summary:
@@ -85,12 +51,7 @@ def run(
 def run_with(
     plan: Plan | Decision | str | Path | None = None,
     *,
-    method: Method | None = None,
-    ranks: int | None = None,
     program: str | Path | None = None,
-    allow_lossy: bool = False,
-    max_device_memory: str | None = None,
-    max_host_memory: str | None = None,
     launch: bool = True,
     **settings: Any,
 ) -> dict[str, Any]:
@@ -99,7 +60,8 @@ def run_with(
     Parameters
     ----------
     plan : Plan, Decision or path, optional
-    method, ranks, program, allow_lossy, max_device_memory, max_host_memory, launch
+    program : path, optional
+    launch : bool
         As options of `zosim run`.
     **settings
         Any other option of `zosim run`, by its name: ``model="path/to/model"``, ``data="train.jsonl"``, ``steps=100``,
@@ -115,19 +77,10 @@ def run_with(
     ZosimError
         If something is unknown, contradicts something else, or a rank fails.
     """
-    stated = stated_in(settings, {**PLAN_SECTIONS, **RUN_SECTIONS})
+    options = config_of(RunConfig, settings)
     with tempfile.TemporaryDirectory(prefix="zosim-plan-") as folder, refusing_ignored():
-        return _run(
-            stated,
-            _as_file(plan, Path(folder)),
-            method=method,
-            ranks=ranks,
-            program=None if program is None else Path(program),
-            allow_lossy=allow_lossy,
-            max_device_memory=max_device_memory,
-            max_host_memory=max_host_memory,
-            launch=launch,
-        )
+        edited = None if program is None else Path(program)
+        return _run(options, _as_file(plan, Path(folder)), program=edited, launch=launch)
 
 
 def _as_file(plan: Plan | Decision | str | Path | None, folder: Path) -> Path | None:
@@ -142,50 +95,31 @@ def _as_file(plan: Plan | Decision | str | Path | None, folder: Path) -> Path | 
 
 
 def _run(
-    stated: Stated,
+    options: RunConfig,
     plan: Path | None,
     *,
-    method: Method | None,
-    ranks: int | None,
     program: Path | None,
-    allow_lossy: bool,
-    max_device_memory: str | None,
-    max_host_memory: str | None,
     launch: bool,
     arguments: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Return what a run came to; on other ranks than the first nothing, and for several hosts the lines to start."""
     refuse_without(*NEEDED_TO_RUN)
-    named = (
-        plan,
-        stated.get("run", {}).get("out"),
-        stated.get("run", {}).get("model"),
-        stated.get("data", {}).get("path"),
-        stated.get("evaluation", {}).get("path"),
-    )
+    named = (plan, options.run.out, options.run.model, options.data.path, options.evaluation.path)
     refuse_other_names(path for path in named if path)
     # Data are refused before the seconds of importing torch. Those of a resumed run are in its record, which comes later.
-    is_told = "path" in stated.get("data", {}) and not stated.get("run", {}).get("resume", False)
+    is_told = bool(options.data.path) and not options.run.resume
     if is_told:
-        check_data(DataSettings(**stated["data"]), evaluation_in(stated.get("evaluation", {})))
+        check_data(options.data.complete(), evaluation_in(options.evaluation))
     from executors.ranks.launch import launch as launch_ranks
     from executors.ranks.mesh import launch_lines
     from executors.ranks.rank_info import RankInfo, is_launched
     from executors.runs.overrides import settings_from
-    from executors.runs.planning import Asked, where_it_runs
+    from executors.runs.planning import where_it_runs
     from executors.runs.run import run_in_rank
 
-    asked = Asked(
-        stated,
-        method=method,
-        ranks=ranks,
-        allow_lossy=allow_lossy,
-        max_device_bytes=memory_limit("--max-device-memory", max_device_memory),
-        max_host_bytes=memory_limit("--max-host-memory", max_host_memory),
-    )
-    settings, warnings = settings_from(asked, plan_file=plan, program_file=program)
+    settings, warnings = settings_from(options, plan_file=plan, program_file=program)
     is_first, placement = RankInfo.here().rank == 0, settings.plan.placement
-    where = where_it_runs(settings.plan, settings.device)
+    where = where_it_runs(settings.plan, settings.run.device)
     for line in (where, *(f"warning: {warning}" for warning in warnings)) if is_first else ():
         stderr.print(line, markup=False, soft_wrap=True)
     if len(placement.ranks_by_host) > 1 and not is_launched():
@@ -194,7 +128,7 @@ def _run(
                 f"the plan has ranks on {len(placement.ranks_by_host)} hosts, which one Python does not start",
                 hint="save the plan: `zosim run plan.json ...` prints the lines to start; or start this script with torchrun on all",
             )
-        lines = launch_lines(settings.plan, arguments, device=settings.device)
+        lines = launch_lines(settings.plan, arguments, device=settings.run.device)
         return {"launch": lines}
     if not is_told and not is_launched():
         check_data(settings.data, settings.evaluation)
@@ -274,10 +208,10 @@ def replay(
 ) -> None:
     """Rebuild a run's weights, bit for bit, from its base weights and its log."""
     from executors.ranks.mesh import alone
-    from executors.runs.planning import Asked, plan_for
     from executors.runs.replay import replay as replay_run
     from executors.runs.runlog import read_header
     from executors.threads import use_threads
+    from zosim.planning.resolve import laid_over, resolve
 
     header = read_header(directory)
     if model is None:
@@ -290,8 +224,10 @@ def replay(
     use_threads(threads or header["num_threads"])
     recorded = Plan.model_validate(header["plan"])
     base = alone(recorded)
-    asked = Asked({"residency": {"blocks": residency}})
-    placed = plan_for(asked, base.model, base, lambda: base.seq) if residency else None
+    placed = None
+    if residency is not None:
+        config = laid_over(base, PlanConfig(residency=Residency(blocks=residency)), lambda _: base.model)
+        placed = resolve(config)
     with progress() as bar:
         task = bar.add_task("replaying", total=None)
         result = replay_run(

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from zosim.planning.planner import Decision
     from zosim.plans import Plan
 
-HOST = "host"
 _NUM_EVALUATED = 500
 _CALIBRATION_S = 20.0
 _NUM_STAGES = 7
@@ -162,6 +161,7 @@ class Stages:
     def _detect(self) -> Topology:
         from topology.hardware import resolve
         from topology.text import render_text
+        from zosim.config import HOST
         from zosim.console import stderr
 
         self._heading("this machine")
@@ -251,23 +251,22 @@ class Stages:
         from executors.models.pretrain import TaskSettings
         from executors.runs.inputs import longest_line
         from executors.runs.settings import DataSettings, EvaluationSettings
-        from zosim.planning.planner import Request
+        from zosim.config import HOST, PlanConfig, Search
+        from zosim.planning.request import Hardware, Request
+        from zosim.plans import Estimator
 
         task = TaskSettings()
         model = read_model_spec(str(pretrained.model))
-        data = DataSettings(str(pretrained.train))
-        evaluation = EvaluationSettings(str(pretrained.validation), num_examples=_NUM_EVALUATED)
-        return Request(
+        data = DataSettings(path=str(pretrained.train))
+        evaluation = EvaluationSettings(path=str(pretrained.validation), num_examples=_NUM_EVALUATED)
+        config = PlanConfig(
             model=model,
-            topology=topology,
-            hardware=HOST,
-            device=topology.compute_devices[0].id,
-            profile=profile,
             batch=task.batch,
             seq=longest_line(str(pretrained.model), model, data, evaluation),
-            max_device_bytes=limit,
-            fixed={"estimator": {"epsilon": task.epsilon}},
+            estimator=Estimator(epsilon=task.epsilon),
+            search=Search(max_device_bytes=limit),
         )
+        return Request(config, Hardware(topology, HOST, topology.compute_devices[0].id, profile))
 
     def _train(self, plan: Plan, pretrained: Pretrained) -> dict[str, Any]:
         from executors.models.pretrain import TaskSettings
@@ -275,23 +274,25 @@ class Stages:
         from executors.runs.learning_rate import LearningRate
         from executors.runs.planning import planned_device
         from executors.runs.run import run_in_rank
-        from executors.runs.settings import DataSettings, EvaluationSettings, RunSettings
+        from executors.runs.settings import DataSettings, EvaluationSettings, RunOptions, RunSettings
 
         self._heading(
             f"{self.num_steps} steps of {_METHOD_NAMES[plan.is_offloaded]}, under torch.distributed"
         )
         _clear(self.out)
         settings = RunSettings(
-            model=str(pretrained.model),
             plan=plan,
-            data=DataSettings(str(pretrained.train), shuffle=True),
-            learning_rate=LearningRate("constant", TaskSettings().learning_rate, num_steps=self.num_steps),
-            out=str(self.out),
-            seed=self.seed,
-            device=planned_device(plan),
-            num_threads=self.num_threads or 1,
-            log_every=max(1, self.num_steps // 20),
-            evaluation=EvaluationSettings(str(pretrained.validation), num_examples=_NUM_EVALUATED),
+            run=RunOptions(
+                model=str(pretrained.model),
+                out=str(self.out),
+                seed=self.seed,
+                device=planned_device(plan),
+                num_threads=self.num_threads or 1,
+                log_every=max(1, self.num_steps // 20),
+            ),
+            data=DataSettings(path=str(pretrained.train)),
+            learning_rate=LearningRate(learning_rate=TaskSettings().learning_rate, num_steps=self.num_steps),
+            evaluation=EvaluationSettings(path=str(pretrained.validation), num_examples=_NUM_EVALUATED),
         )
         summary: dict[str, Any] = launch(run_in_rank, settings, world_size=plan.placement.world_size)
         return summary

@@ -6,7 +6,6 @@ These are the properties that a cost model must have before it is worth calibrat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -23,10 +22,12 @@ from proofs_checks.outcomes import Context, Outcome
 from topology import load_preset
 from topology.errors import DoesNotFit
 from zosim.applications.closed_form.recurrence import step_time_bound
+from zosim.config import PlanConfig, Search, merge
 from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower
-from zosim.planning.planner import Request, choose
+from zosim.planning.planner import choose
+from zosim.planning.request import Hardware, Request
 from zosim.plans import Placement, Plan, Residency, Schedule
 from zosim.program import Program
 
@@ -270,19 +271,13 @@ def _power(unit: str, of: str) -> int:
 def check_memory(context: Context) -> Outcome:
     """Give a machine more and more memory: what fitted fits, and the chosen step gets no longer."""
     topology = load_preset("rtx4090-2x")
-    request = Request(
-        model=read_model_spec("opt-125m"),
-        topology=topology,
-        hardware="rtx4090-2x",
-        device="gpu0",
-        profile=datasheet_profile(topology, "gpu0"),
-        batch=1,
-        seq=64,
-    )
+    hardware = Hardware(topology, "rtx4090-2x", "gpu0", datasheet_profile(topology, "gpu0"))
+    config = PlanConfig(model=read_model_spec("opt-125m"), seq=64)
     details, largest, before = [], 0.0, float("inf")
     for size in (_GIB // 2, 3 * _GIB // 4, _GIB, 5 * _GIB // 4, 20 * _GIB)[:: context.samples(1, 2)]:
         try:
-            best = choose(replace(request, max_device_bytes=size)).chosen
+            limited = merge(config, PlanConfig(search=Search(max_device_bytes=size)))
+            best = choose(Request(limited, hardware)).chosen
         except DoesNotFit:
             details.append(f"{size / _GIB:g} GiB: nothing fits")
             largest = max(largest, float("inf") if before < float("inf") else 0.0)

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import NonNegativeFloat, PositiveInt
 
+from costmodel.model_spec import Part
 from topology.errors import PlanError
 from topology.validation import readable
-from zosim.plans.setting import Setting
+from zosim.plans.setting import Section, Setting
 
 if TYPE_CHECKING:
     from costmodel.configs import LoRA, Prefix, Trainable
-    from costmodel.model_spec import Part
 
 
-@dataclass(frozen=True)
-class AdapterSettings:
-    """What is tuned beside a frozen base, as options say it; what it is then is a LoRA or a Prefix."""
+class AdapterSettings(Section):
+    """What is tuned: a part of the model, or a LoRA or a prefix beside a frozen base."""
 
+    tuned: Annotated[
+        Part,
+        Setting(
+            "--tune",
+            "Tune all parameters, or matrices alone, or of these the linears of the blocks alone.",
+            "numbers",
+            recorded_as="tuned",
+        ),
+    ] = "all"
     lora_rank: Annotated[
         PositiveInt | None, Setting("--lora-rank", "Tune adapters of this rank alone.", "numbers")
     ] = None
@@ -71,14 +78,13 @@ _FIELD_OF_LORA = {
 
 
 def adapters_of(
-    stated: Mapping[str, Any], recorded: Mapping[str, Any] | None = None, *, seed: int = 0
+    settings: AdapterSettings, recorded: Mapping[str, Any] | None = None, *, seed: int = 0
 ) -> tuple[LoRA | None, Prefix | None]:
-    """Return the adapters or the prefix that options mean; what was recorded stays where nothing is stated.
+    """Return the adapters or the prefix that settings mean; what was recorded stays where nothing is set.
 
     Parameters
     ----------
-    stated : mapping
-        Fields of :class:`AdapterSettings`.
+    settings : AdapterSettings
     recorded : mapping, optional
         ``lora`` and ``prefix`` of a run that is gone on with.
     seed : int
@@ -91,6 +97,7 @@ def adapters_of(
     """
     from costmodel.configs import LoRA, Prefix
 
+    stated = settings.set_fields()
     lora, prefix = ((recorded or {}).get(name) for name in ("lora", "prefix"))
     if "prefix" in stated:
         prefix = {"seed": seed} | (prefix or {}) | {"num_tokens": stated["prefix"]}

@@ -12,14 +12,14 @@ import typer
 from topology.errors import PlanError
 from topology.units import format_seconds
 from zosim import face
-from zosim.applications.first_order.options import FIRST_ORDER_SECTIONS, FirstOrderName, first_order_of
+from zosim.applications.first_order.options import FirstOrderName, first_order_of
+from zosim.applications.first_order.settings import FirstOrder
 from zosim.console import emit, stderr
-from zosim.options import PlanFile
+from zosim.options import Json, PlanFile, options_of, with_settings
 from zosim.report import Report
-from zosim.stated import Json, options_of, with_settings
 
 
-@with_settings(face.PLANNED_SECTIONS, like=face.plan)
+@with_settings(face.PlanOptions, like=face.plan)
 def plan(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the chosen plan here.")] = None,
     as_json: Json = False,
@@ -39,7 +39,7 @@ def plan(
     emit(decision_data(decision), json=as_json, text=decision_view(decision))
 
 
-@with_settings(FIRST_ORDER_SECTIONS)
+@with_settings(FirstOrder)
 def lower(
     plan_file: PlanFile,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the programs here.")] = None,
@@ -79,7 +79,7 @@ def lower(
     )
 
 
-@with_settings(FIRST_ORDER_SECTIONS, like=face.simulate)
+@with_settings(FirstOrder, like=face.simulate)
 def simulate(
     plan_file: PlanFile,
     steps: Annotated[
@@ -108,7 +108,7 @@ def simulate(
     from zosim.planning.views import prediction_data, simulation_view, stages_data
 
     first_order_settings = first_order_of(
-        first_order, **{option.name: asked.pop(option.name) for option in options_of(FIRST_ORDER_SECTIONS)}
+        first_order, **{option.name: asked.pop(option.name) for option in options_of(FirstOrder)}
     )
     if first_order is None and first_order_trace is not None:
         raise PlanError("--first-order-trace without --first-order", hint="such as --first-order sgd")
@@ -147,7 +147,7 @@ def simulate(
         stderr.print(f"{steps} steps and the flush: {format_seconds(timeline.makespan_s)}")
 
 
-@with_settings({}, like=face.compare)
+@with_settings(None, like=face.compare)
 def compare(
     plan_or_run: Annotated[
         Path, typer.Argument(help="A run's directory, or a plan to compare with.", show_default=False)

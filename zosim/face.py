@@ -15,7 +15,6 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,29 +23,25 @@ from topology.errors import PlanError, TimelineError, ZosimError
 from topology.reading import read_json_object, refuse_irregular
 from topology.validation import readable
 from zosim.adapters import AdapterSettings, adapters_of, tuned_by
+from zosim.config import HOST, PlanConfig, merge
 from zosim.options import (
-    HOST,
     Densities,
     DeviceName,
     EngineName,
     Hardware,
     HardwareName,
-    MethodName,
     ModelName,
     OneProcess,
     PathOrText,
     Profile,
     Programs,
-    Ranks,
     RankToCompare,
     Threads,
-    Tuned,
+    config_of,
 )
-from zosim.plans import Mesh, Plan
-from zosim.stated import PLAN_SECTIONS, AllowLossy, MaxDeviceMemory, MaxHostMemory, memory_limit, stated_in
+from zosim.plans import Plan, Section
 
 if TYPE_CHECKING:
-    from topology.graph import Topology
     from zosim.analysis.compare import Comparison
     from zosim.planning.planner import Decision
     from zosim.planning.predict import Subject
@@ -54,24 +49,22 @@ if TYPE_CHECKING:
 
 # Each function imports what it works with: a command's help page, which takes its options from here, needs none of it.
 
-PLANNED_SECTIONS: Mapping[str, type] = {**PLAN_SECTIONS, "adapters": AdapterSettings}
-"""What `zosim plan` has settings of: a plan, and what is tuned beside the model."""
+
+class PlanOptions(Section):
+    """What `zosim plan` has options for: a plan, and what is tuned of the model or beside it."""
+
+    plan: PlanConfig = PlanConfig()
+    adapters: AdapterSettings = AdapterSettings()
 
 
 def plan(
     model: ModelName,
     hardware: HardwareName = HOST,
     *,
-    method: MethodName = "auto",
-    ranks: Ranks = None,
     densities: Densities = None,
-    allow_lossy: AllowLossy = False,
-    max_device_memory: MaxDeviceMemory = None,
-    max_host_memory: MaxHostMemory = None,
     device: DeviceName = None,
     threads: Threads = None,
     profile: Profile = None,
-    tune: Tuned = "all",
     **settings: Any,
 ) -> Decision:
     """Choose the fastest placement that fits, and say why.
@@ -82,28 +75,18 @@ def plan(
         A shipped size such as ``"opt-13b"``, a model directory, a config.json, or a saved ModelSpec.
     hardware : str
         A preset's name, a topology file, or ``"host"``.
-    method : str
-        Only placements of this method.
-    ranks : int, optional
-        Most devices to use; by default all, or the one named.
     densities : path, optional
         Measured densities of the cuts, from `zosim probe --json`.
-    allow_lossy : bool
-        Whether plans that lose precision may be chosen.
-    max_device_memory, max_host_memory : str, optional
-        Such as ``"20GiB"``; by default all of it.
     device : str, optional
         Node of the topology; by default its first GPU.
     threads : int, optional
         Of a CPU's kernels; by default all cores, shared out among its ranks.
     profile : path, optional
         Calibrated rates to predict with, from `zosim calibrate -o`.
-    tune : {"all", "matrices", "linears"}
-        What is tuned of the model's parameters.
     **settings
-        Any setting of a plan, or of what is tuned beside the model, by the name of its option: ``batch=4``, ``seq=2048``,
-        ``dtype="bfloat16"``, ``slots=2``, ``mesh="data=2,perturb=2"``, ``lora_rank=8`` and so on. Without ``dtype`` the weights
-        have the checkpoint's format (:func:`costmodel.formats.default_dtype`).
+        Any option of `zosim plan` by its name: ``batch=4``, ``seq=2048``, ``method="zo2"``, ``ranks=2``,
+        ``max_device_memory="20GiB"``, ``dtype="bfloat16"``, ``slots=2``, ``mesh="data=2,perturb=2"``, ``lora_rank=8`` and so on.
+        Without ``dtype`` the weights have the checkpoint's format (:func:`costmodel.formats.default_dtype`).
 
     Raises
     ------
@@ -111,58 +94,23 @@ def plan(
         If something is unknown, contradicts something else, or nothing fits.
     """
     from costmodel.configs import read_model_spec
-    from costmodel.formats import default_dtype
-    from topology.hardware import resolve
-    from zosim.hardware.profiles import Profiles
+    from topology.hardware import resolve as topology_named
     from zosim.planning.cuts import cutting_of
-    from zosim.planning.planner import Request, choose
+    from zosim.planning.planner import choose
+    from zosim.planning.request import Hardware as PlannedHardware
+    from zosim.planning.request import Request
+    from zosim.planning.resolve import with_default_dtype
 
-    stated = stated_in(settings, PLANNED_SECTIONS)
-    tuned = tuned_by(tune, *adapters_of(stated.pop("adapters", {})))
-    topology = resolve(hardware)
-    node = device or topology.compute_devices[0].id
-    profiles = Profiles(topology, path=profile, num_threads=threads, is_host=hardware == HOST)
-    # Sizes, mesh and cuts have places of their own in a request; all else that is stated is fixed in every plan.
-    sizes = {"batch": 1, "seq": 2048} | stated.pop("plan", {})
-    mesh = Mesh(**stated.pop("mesh")) if "mesh" in stated else None
+    options = config_of(PlanOptions, settings)
+    tuned = tuned_by(options.adapters.tuned, *adapters_of(options.adapters))
+    topology = topology_named(hardware)
+    machine = PlannedHardware.of(topology, hardware, device=device, profile=profile, num_threads=threads)
     spec = read_model_spec(model, trainable=tuned)
-    dtype, why = default_dtype(spec.checkpoint_dtype, topology.device_spec(node))
-    weights = {"dtype": dtype} | stated.get("weights", {})
-    notes = (
-        () if "dtype" in stated.get("weights", {}) else (f"weights in {dtype}: {why}; --dtype names another",)
-    )
+    config = merge(PlanConfig(model=spec), options.plan)
+    config, note = with_default_dtype(config, topology.device_spec(machine.device))
     measured = None if densities is None else Path(densities)
-    cutting = cutting_of(model, **stated.pop("split", {}), densities=measured, tuned=tuned)
-    request = Request(
-        model=spec,
-        topology=topology,
-        hardware=hardware,
-        device=node,
-        profile=profiles.of(node),
-        profiles=profiles,
-        **sizes,
-        method=method,
-        mesh=mesh,
-        cutting=cutting,
-        max_ranks=_max_ranks(ranks, mesh, topology, device),
-        max_device_bytes=memory_limit("--max-device-memory", max_device_memory),
-        max_host_bytes=memory_limit("--max-host-memory", max_host_memory),
-        allow_lossy=allow_lossy,
-        fixed=stated | {"weights": weights},
-    )
-    return replace(choose(request), notes=notes)
-
-
-def _max_ranks(ranks: int | None, mesh: Mesh | None, topology: Topology, device: str | None) -> int:
-    """Return how many ranks a plan may have: as many as the options say, else one for every device."""
-    if ranks is not None and mesh is not None and mesh.world_size > ranks:
-        raise PlanError(
-            f"--mesh {mesh.describe()} has {mesh.world_size} ranks, more than --ranks {ranks}",
-            hint="one of the two is enough",
-        )
-    if mesh is not None or device is not None:
-        return ranks or (1 if mesh is None else mesh.world_size)
-    return ranks or len(topology.compute_devices)
+    cutting = cutting_of(model, config.split, densities=measured, tuned=tuned)
+    return replace(choose(Request(config, machine, cutting)), notes=(note,) if note else ())
 
 
 def simulate(

@@ -1,25 +1,29 @@
-"""Options of ``zosim plan``, ``lower``, ``simulate`` and ``compare``, and of the functions of these names: said once for both.
+"""Options of commands: those made of the settings of a config tree, and those of functions and commands of the same names.
 
 Cheap to import: a help page needs no more.
 """
 
 from __future__ import annotations
 
+import builtins
+import inspect
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
-from costmodel.model_spec import Part
 from topology.errors import PlanError
-from topology.validation import readable
+from topology.validation import did_you_mean, readable
 from zosim.engines import Engine
-from zosim.plans import Method
-from zosim.stated import METHOD_HELP
+from zosim.plans.setting import Section, Setting, SettingField, fields_of
 
-HOST = "host"
 _Model = TypeVar("_Model", bound=BaseModel)
+_Tree = TypeVar("_Tree", bound=Section)
 
 PlanFile = Annotated[Path, typer.Argument(help="A plan written by `zosim plan -o`.", show_default=False)]
 _PROFILE = typer.Option("--profile", help="Calibrated rates to predict with, from `zosim calibrate -o`.")
@@ -40,18 +44,10 @@ ModelName = Annotated[
     typer.Option(help="A shipped size (opt-13b), a model directory, a config.json, or a saved ModelSpec."),
 ]
 HardwareName = Annotated[str, typer.Option(help="A preset's name, a topology file, or host.")]
-MethodName = Annotated[Method, typer.Option(help=METHOD_HELP)]
-Ranks = Annotated[
-    int | None, typer.Option(min=1, help="Most devices to use; by default all, or the one named.")
-]
 Densities = Annotated[
     PathOrText, typer.Option(help="Measured densities of the cuts, from `zosim probe --json`.")
 ]
 DeviceName = Annotated[str | None, typer.Option(help="Node of the topology; by default its first GPU.")]
-Tuned = Annotated[
-    Part,
-    typer.Option(help="All parameters, or matrices alone, or of these the linears of the blocks alone."),
-]
 Profile = Annotated[PathOrText, _PROFILE]
 Programs = Annotated[
     PathOrText, typer.Option("--program", help="A program to use in place of what the plan is lowered to.")
@@ -71,9 +67,194 @@ EngineName = Annotated[
 RankToCompare = Annotated[
     int | None, typer.Option(min=0, help="Rank to look at; by default the last to end its steps.")
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
 def axis(kind: type[_Model], **fields: object) -> _Model:
     """Return one axis of a plan from what options said."""
     with readable(f"option of {kind.__name__.lower()}", PlanError, model=kind):
         return kind.model_validate(fields)
+
+
+@dataclass(frozen=True)
+class ConfigOption:
+    """An option of the command line that sets a field of a config tree.
+
+    Attributes
+    ----------
+    path : tuple of str
+        Where the section lies in the tree.
+    kind : type
+        Class of the section.
+    setting : Setting
+    field : SettingField or None
+        None for an option that names all fields of its section.
+    flag : str
+    """
+
+    path: tuple[str, ...]
+    kind: type[Section]
+    setting: Setting
+    field: SettingField | None
+    flag: str
+
+    @property
+    def name(self) -> str:
+        """Name of the parameter."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+    @property
+    def parameter(self) -> inspect.Parameter:
+        """The parameter that typer makes the option of; its value is None where it is left out."""
+        typed = self.typed
+        words: dict[str, Any] = {
+            "help": self._help,
+            "rich_help_panel": (self.path or ("options",))[-1].replace("_", " ").capitalize(),
+        }
+        names = f"{self.flag}/--no-{self.flag[2:]}" if typed is bool else self.flag
+        if get_origin(typed) is Literal:
+            # What is typed is checked with the field, whose refusal says what was probably meant.
+            words |= {"parser": str, "metavar": f"<{'|'.join(get_args(typed))}>"}
+        hidden = self.flag in self.setting.aliases
+        option = typer.Option(names, show_default=False, hidden=hidden, **words)
+        annotation = Annotated[typed | None, option]  # type: ignore[valid-type]
+        return inspect.Parameter(
+            self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+        )
+
+    @cached_property
+    def typed(self) -> Any:
+        """The type that is typed, which is the field's without constraints and without None."""
+        if self.setting.typed is not None:
+            return self.setting.typed
+        return str if self.field is None else bare(self.field.annotation)
+
+    @property
+    def _help(self) -> str:
+        usual = self.setting.usual
+        if self.setting.planned:
+            usual = usual or "what the planner finds fastest"
+        elif not usual and self.field is not None and self.field.default not in (None, (), "", ...):
+            default = self.field.default
+            usual = ("off", "on")[default] if isinstance(default, bool) else str(default)
+        return f"{self.setting.help} By default {usual}." if usual else self.setting.help
+
+    def read(self, typed: Any) -> dict[str, Any]:
+        """Return the fields of the section that a text, or a value in Python, sets.
+
+        Raises
+        ------
+        PlanError
+            If it is no value of the field.
+        """
+        if self.field is None:
+            return dict(self.kind.parse(typed))  # type: ignore[attr-defined]
+        value = typed if self.setting.parse is None else self.setting.parse(typed)
+        with readable(f"{self.flag} {typed}", PlanError):
+            return {self.field.name: TypeAdapter(self.field.annotation).validate_python(value)}
+
+
+def bare(annotation: Any) -> Any:
+    """Return a type without constraints and without None."""
+    if get_origin(annotation) is Annotated:
+        return bare(get_args(annotation)[0])
+    inner = [part for part in get_args(annotation) if part is not type(None)]
+    return bare(inner[0]) if type(None) in get_args(annotation) else annotation
+
+
+@cache
+def options_of(tree: type[Section], path: tuple[str, ...] = ()) -> tuple[ConfigOption, ...]:
+    """Return the options of the settings of a config tree, earlier spellings included."""
+    whole: Setting | None = getattr(tree, "setting", None)
+    known = {"": SettingField("", None, ..., whole)} if whole else fields_of(tree)
+    options: list[ConfigOption] = []
+    for field in known.values():
+        flags = (field.setting.flag, *field.setting.aliases) if field.setting.flag else ()
+        options += [
+            ConfigOption(path, tree, field.setting, field if field.name else None, flag) for flag in flags
+        ]
+    for name, kind in () if whole else _sections_of(tree).items():
+        options += options_of(kind, (*path, name))
+    return tuple(options)
+
+
+@cache
+def _sections_of(tree: type[Section]) -> dict[str, type[Section]]:
+    hints = {name: bare(hint) for name, hint in get_type_hints(tree).items() if name in tree.model_fields}
+    return {
+        name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Section)
+    }
+
+
+def config_of(tree: type[_Tree], settings: dict[str, Any], only: Collection[str] = ()) -> _Tree:
+    """Return the config that options state by their names, such as ``keep_directions``; None states nothing.
+
+    Parameters
+    ----------
+    tree : type
+    settings : dict
+    only : collection of str
+        The names that there are; by default all of the tree.
+
+    Raises
+    ------
+    PlanError
+        If there is no such option, or a value is none of it.
+    """
+    options = {option.name: option for option in options_of(tree) if not only or option.name in only}
+    stated: dict[tuple[str, ...], dict[str, Any]] = defaultdict(dict)
+    for name, value in settings.items():
+        if name not in options:
+            raise PlanError(f"there is no setting {name!r}", hint=did_you_mean(name, tuple(options)))
+        if value is not None:
+            stated[options[name].path] |= options[name].read(value)
+    return _built(tree, (), stated)
+
+
+def _built(tree: type[_Tree], path: tuple[str, ...], stated: dict[tuple[str, ...], dict[str, Any]]) -> _Tree:
+    """Return a section, and those below it, with fields that were checked one by one; together they are checked when complete."""
+    below = {
+        name: _built(kind, (*path, name), stated)
+        for name, kind in _sections_of(tree).items()
+        if any(where[: len(path) + 1] == (*path, name) for where in stated)
+    }
+    return tree.model_construct(**stated.get(path, {}), **below)
+
+
+def with_settings(
+    tree: type[Section] | None, like: Callable[..., Any] | None = None, only: Collection[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for every setting of a config tree, and for what another function has an option for.
+
+    Of the settings those in `only`, if any are named. The command takes them as ``**settings``, as a function of Python does (:func:`config_of` reads both): by the names of
+    the options, None for what was not typed.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = _parameters(command)
+        parameters = [one for one in own if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        if like is not None:
+            known = [one for one in _parameters(like) if get_origin(one.annotation) is Annotated]
+            place = next((n for n, one in enumerate(parameters) if one.default is not one.empty), None)
+            parameters[place:place] = map(_as_option, known)
+        known_options = options_of(tree) if tree else ()
+        parameters += {o.name: o.parameter for o in known_options if not only or o.name in only}.values()
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        by_name = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+        command.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return a function's parameters; of their types, those that only a type checker knows are no option's."""
+    known = ChainMap(getattr(function, "__globals__", {}), vars(builtins), defaultdict(lambda: Any))
+    return list(inspect.signature(function, eval_str=True, locals=known).parameters.values())
+
+
+def _as_option(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Return a parameter of a function as one of a command, where what may name a file is a path."""
+    typed, option = get_args(parameter.annotation)
+    typed = Path | None if Path in get_args(typed) else typed
+    return parameter.replace(annotation=Annotated[typed, option])

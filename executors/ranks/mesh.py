@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from costmodel.groups import joined_halves
 from costmodel.model_spec import ModelSpec
-from topology.errors import DoesNotFit, PlanError
-from zosim.planning.planner import Candidate, Request, choose
-from zosim.planning.space import shares
-from zosim.plans import Estimator, Mesh, Plan, Split
+from zosim.plans import Plan
 
 
 def alone(plan: Plan) -> Plan:
@@ -44,21 +39,6 @@ def uncut(model: ModelSpec) -> ModelSpec:
     return ModelSpec.model_validate(model.model_dump() | {"cut_blocks": (), "groups": groups})
 
 
-def spread(data: dict[str, Any], mesh: Mapping[str, Any]) -> None:
-    """Lay the fields of a plan over the ranks of a mesh of this host, its first device saying of which kind all are."""
-    data["mesh"] = dict(mesh)
-    world_size = Mesh.model_validate(data["mesh"]).world_size
-    first = data["placement"]["devices"][0]
-    if len(data["placement"]["devices"]) != world_size:
-        kind = first.rstrip("0123456789")
-        devices = [f"{kind}{rank}" if kind == "gpu" else first for rank in range(world_size)]
-        data["placement"] |= {"devices": devices, "hosts": []}
-    if data["mesh"].get("stage", 1) == 1 and not Split.model_validate(data["split"]).is_lossy:
-        data["split"] = {}
-    if world_size == 1:
-        data["residency"]["transfers"] = "private"
-
-
 def stage_of(plan: Plan, rank: int) -> str:
     """Return a rank's part of the model in words, with the cuts that it lies between; "" for all of it."""
     num_stages, cuts = plan.num_stages, plan.cuts
@@ -68,55 +48,6 @@ def stage_of(plan: Plan, rank: int) -> str:
     behind = [f"behind cut {cuts[stage - 1]}"] if stage else []
     before = [f"before cut {cuts[stage]}"] if stage + 1 < num_stages else []
     return f"stage {stage + 1} of {num_stages}, {', '.join(behind + before)}"
-
-
-def mesh_named(method: str, num_devices: int) -> dict[str, Any]:
-    """Return the mesh that a method means where none is given.
-
-    Parameters
-    ----------
-    method : str
-        ``"pertp"``, ``"ddp"``, ``"2d"`` or ``"sparq"``.
-    num_devices : int
-        There are to share the batch out among.
-    """
-    if method == "pertp":
-        return {"perturb": 2}
-    if method == "sparq":
-        return {"stage": max(2, num_devices)}
-    if method == "ddp":
-        return {"data": max(2, num_devices)}
-    return {"data": max(2, num_devices // 2), "perturb": 2}
-
-
-def fastest_plan(request: Request, num_ranks: int) -> Plan:
-    """Return the fastest plan that shares a step out among exactly `num_ranks` ranks, in one stage.
-
-    Raises
-    ------
-    DoesNotFit
-        If no such plan fits.
-    PlanError
-        If the method, the batch and the directions leave no such mesh.
-    """
-    request = replace(request, max_ranks=num_ranks)
-    meshes = [m for m in shares(request, stage=1) if m.world_size == num_ranks and request.admits(m)]
-    candidates: list[Candidate] = []
-    refused: DoesNotFit | None = None
-    for mesh in meshes:
-        try:
-            candidates.append(choose(replace(request, mesh=mesh)).chosen)
-        except DoesNotFit as error:
-            refused = error
-    if candidates:
-        return min(candidates, key=lambda candidate: candidate.sort_key).plan
-    if refused is not None:
-        raise refused
-    raise PlanError(
-        f"{num_ranks} ranks cannot share out a batch of {request.batch} and {request.axis(Estimator).num_queries} directions "
-        f"by --method {request.method}",
-        hint="use fewer ranks, or a larger --batch; data shards have a sequence at least, and points of evaluation a rank",
-    )
 
 
 _AS_PLANNED = ", as planned; where torch finds no such device it stops, unless --device names another."

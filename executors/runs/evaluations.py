@@ -213,10 +213,10 @@ class Evaluations:
         )
 
     def _keep(self, session: Session) -> None:
-        folder, adapters = Path(self._settings.out) / BEST_NAME, self._settings.adapters
+        folder, adapters = Path(self._settings.run.out) / BEST_NAME, self._settings.adapters
         storage = self._settings.plan.storage_dtype
         if isinstance(adapters, LoRA | Prefix):
             save_alone(session.model, folder, adapters, storage)
             return
         save_pretrained(session.model, folder, storage)
-        copy_tokenizer(self._settings.model, folder)
+        copy_tokenizer(self._settings.run.model, folder)

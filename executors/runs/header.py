@@ -26,7 +26,7 @@ class _Section(BaseModel):
 class RunSection(_Section):
     """What ``zosim run`` was asked for; fields as of :class:`executors.runs.settings.RunSettings`."""
 
-    schedule: LearningRate
+    learning_rate: LearningRate
     digest_every: NonNegativeInt
     checkpoint_every: NonNegativeInt
     identity: dict[str, Any] | None = None
@@ -71,7 +71,7 @@ class RunHeader(_Section):
     finished: Finished | None = None
     device: str = "cpu"
     program_digest: str | None = None
-    version: Literal[2] = 2
+    version: Literal[3] = 3
 
 
 def checked(header: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -91,9 +91,19 @@ def checked(header: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """
     try:
         with readable(str(path), RunError, model=RunHeader):
-            known = RunHeader.model_validate_json(json.dumps(header))
+            known = RunHeader.model_validate_json(json.dumps(upgrade(header)))
     except RunError:
         raise
     except ZosimError as error:  # of a part that checks itself
         raise RunError(f"{path} is not valid: {error.message}", hint=error.hint) from error
-    return {**header, "plan": known.plan.model_dump(mode="json")}
+    return {**upgrade(header), "plan": known.plan.model_dump(mode="json")}
+
+
+def upgrade(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a header in the fields of this version: version 2 called the learning rate a schedule."""
+    if header.get("version") != 2:
+        return dict(header)
+    upgraded = {**header, "version": 3}
+    if isinstance(run := header.get("run"), dict):
+        upgraded["run"] = {"learning_rate" if name == "schedule" else name: run[name] for name in run}
+    return upgraded

@@ -139,7 +139,7 @@ class _RowCheck:
         self._epsilon = header["epsilon"]
         run = header.get("run")
         # A loop of one's own may choose seeds and rates as it likes.
-        self._schedule = LearningRate(**run["schedule"]) if run else None
+        self._learning_rate = LearningRate(**run["learning_rate"]) if run else None
         self._other = _OTHER_LOSS[header["plan"]["estimator"].get("difference", "central")]
         self._losses_before: dict[int, float] = {}
 
@@ -164,9 +164,9 @@ class _RowCheck:
 
     def _check_numbers(self, step: int, line: Line) -> None:
         row = line.row
-        if self._schedule is not None:
+        if self._learning_rate is not None:
             self._refuse_unless(line, "seed", seed_of(self._seed, step, row["query"]), "the run's seed")
-            self._refuse_unless(line, "learning_rate", self._schedule.at(step), "the schedule")
+            self._refuse_unless(line, "learning_rate", self._learning_rate.at(step), "the schedule")
         central = self._other == "loss_minus"
         losses = row["loss_plus"], row[self._other]
         if self._other == "loss_before":

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ def open_data(settings: RunSettings, data: DataSettings) -> Dataset:
     DataError
         If the file cannot be used.
     """
-    return _opened(settings.model, settings.plan.model, data, settings.plan.seq)
+    return _opened(settings.run.model, settings.plan.model, data, settings.plan.seq)
 
 
 def longest_line(
@@ -50,7 +49,7 @@ def longest_line(
     DataError
         If a line has more tokens than the model has positions and is not to be cut, or cannot be used.
     """
-    files = [data] if evaluation is None else [data, replace(data, path=evaluation.path)]
+    files = [data] if evaluation is None else [data, data.model_copy(update={"path": evaluation.path})]
     return max(_opened(model, spec, file, spec.max_positions).longest() for file in files)
 
 
@@ -159,7 +158,7 @@ def evaluation_data(settings: RunSettings) -> Dataset | None:
     if wanted is None:
         return None
     data = settings.data
-    return open_data(settings, replace(data, path=wanted.path, shuffle=False))
+    return open_data(settings, data.model_copy(update={"path": wanted.path, "shuffle": False}))
 
 
 def generation_of(settings: RunSettings, wanted: EvaluationSettings) -> Generation:
@@ -168,7 +167,7 @@ def generation_of(settings: RunSettings, wanted: EvaluationSettings) -> Generati
     An answer ends with the model's own token for that, or with a line.
     """
     ends = _end_tokens(settings)
-    tokenizer = _any_tokenizer(settings.model)
+    tokenizer = _any_tokenizer(settings.run.model)
     if tokenizer is not None:
         ends |= set(tokenizer.encode("\n", add_special_tokens=False)[-1:])
     return Generation(
@@ -185,10 +184,12 @@ def text_objective(settings: RunSettings) -> TextObjective | None:
     Text ends with the model's own token for that, as a server's does.
     """
     num_new_tokens = settings.plan.forward.num_new_tokens
-    if settings.reward is None or num_new_tokens is None:
+    if settings.run.reward is None or num_new_tokens is None:
         return None
-    reward = reward_named(settings.reward, settings.reward_timeout_s, from_here=not settings.resume)
-    tokenizer = tokenizer_for(settings.model, settings.data.path)
+    reward = reward_named(
+        settings.run.reward, settings.run.reward_timeout_s, from_here=not settings.run.resume
+    )
+    tokenizer = tokenizer_for(settings.run.model, settings.data.path)
     decode = None if tokenizer is None else tokenizer.decode
     longest = settings.plan.model.max_positions
     generation = Generation(list, tuple(sorted(_end_tokens(settings))), num_new_tokens, longest)
@@ -196,9 +197,9 @@ def text_objective(settings: RunSettings) -> TextObjective | None:
 
 
 def _end_tokens(settings: RunSettings) -> set[int]:
-    if settings.random_weights:
+    if settings.run.random_weights:
         return set()
-    config = load_config(settings.model, allow_download=settings.allow_download)
+    config = load_config(settings.run.model, allow_download=settings.run.allow_download)
     ended_by = getattr(config, "eos_token_id", None)
     return set(ended_by if isinstance(ended_by, list) else [ended_by]) - {None}
 
@@ -209,9 +210,9 @@ def _numbers(tokens: Sequence[int]) -> str:
 
 def pad_token(settings: RunSettings) -> int:
     """Return what padded positions hold: the model's own token for it, if it has one."""
-    if settings.random_weights:
+    if settings.run.random_weights:
         return 0
-    config = load_config(settings.model, allow_download=settings.allow_download)
+    config = load_config(settings.run.model, allow_download=settings.run.allow_download)
     token = getattr(config, "pad_token_id", None)
     return token if isinstance(token, int) and 0 <= token < settings.plan.model.vocab_size else 0
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, model_validator
 
 from topology.errors import RunError
-from zosim.plans import Setting
+from zosim.plans import Section, Setting
 
 Kind = Literal["constant", "linear", "cosine"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
-@dataclass(frozen=True, slots=True)
-class LearningRate:
+class LearningRate(Section):
     """The learning rate that each step's update is applied with.
 
     Attributes
@@ -42,21 +41,19 @@ class LearningRate:
 
     Examples
     --------
-    >>> [LearningRate("linear", 1.0, num_steps=4).at(t) for t in range(5)]
+    >>> [LearningRate(kind="linear", learning_rate=1.0, num_steps=4).at(t) for t in range(5)]
     [1.0, 0.75, 0.5, 0.25, 0.0]
     """
 
+    model_config = ConfigDict(strict=True)
+
     kind: Annotated[Kind, Setting("--lr-schedule", "How the learning rate falls.", "numbers")] = "constant"
     learning_rate: Annotated[float, Setting("--lr", "Largest learning rate.", "numbers")] = 1e-6
-    num_steps: Annotated[int, Setting("--steps", "Steps of the whole run.", "numbers")] = field(kw_only=True)
+    num_steps: Annotated[int, Setting("--steps", "Steps of the whole run.", "numbers")]
     warmup_steps: Annotated[int, Setting("--warmup", "Steps until the largest rate.", "numbers")] = 0
 
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise RunError(
-                f"there is no learning-rate schedule {self.kind!r}",
-                hint="schedules are " + ", ".join(KINDS),
-            )
+    @model_validator(mode="after")
+    def _in_range(self) -> LearningRate:
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
             raise RunError(
                 f"learning_rate={self.learning_rate} must be a finite number of at least 0",
@@ -69,6 +66,7 @@ class LearningRate:
                 f"warmup_steps={self.warmup_steps} must be at least 0 and below num_steps={self.num_steps}",
                 hint="a twentieth of the steps is common",
             )
+        return self
 
     def at(self, step: int) -> float:
         """Return the learning rate of `step` (from 0).

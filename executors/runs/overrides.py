@@ -9,6 +9,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,25 @@ from executors.models.packing import facts_of
 from executors.ranks.rank_info import RankInfo, is_launched
 from executors.runs.inputs import longest_line, open_data
 from executors.runs.learning_rate import LearningRate
-from executors.runs.planning import Asked, plan_for, planned_device, refuse_absent, refuse_too_large, spec_for
+from executors.runs.planning import plan_for, planned_device, refuse_absent, refuse_too_large, spec_for
 from executors.runs.programs import recorded_programs
 from executors.runs.runlog import HEADER_NAME, read_header
-from executors.runs.settings import RUN_SECTIONS, DataSettings, RunSettings, evaluation_in
+from executors.runs.settings import (
+    DataSettings,
+    EvaluationSettings,
+    RunConfig,
+    RunOptions,
+    RunSettings,
+    evaluation_in,
+)
 from topology.errors import PlanError, RunError
 from topology.limits import whole_number
-from zosim.adapters import adapters_of, tuned_by
+from zosim.adapters import AdapterSettings, adapters_of, tuned_by
+from zosim.config import PlanConfig, Search, merge
 from zosim.planning.visibility import about_epsilon
-from zosim.plans import Plan, fields_of
+from zosim.plans import ForwardPass, Plan, fields_of
 from zosim.plans.forward import USUAL_NEW_TOKENS
 from zosim.program_set import ProgramSet
-from zosim.stated import Stated
 from zosim.validate_set import validate_set
 
 _NUM_COUNTED = 4
@@ -42,14 +50,14 @@ Recorded = Mapping[str, Any]
 
 
 def settings_from(
-    asked: Asked, *, plan_file: Path | None = None, program_file: Path | None = None
+    options: RunConfig, *, plan_file: Path | None = None, program_file: Path | None = None
 ) -> tuple[RunSettings, list[str]]:
     """Return the settings of a run, and warnings about its smoothing radius and this machine.
 
     Parameters
     ----------
-    asked : Asked
-        What the options stated, of the plan and of the run.
+    options : RunConfig
+        What options set, of the plan and of the run.
     plan_file, program_file : path, optional
         Of a plan that is carried out, and of a program in place of the plan's own.
 
@@ -58,59 +66,66 @@ def settings_from(
     ZosimError
         If something is missing, contradicts itself or does not fit.
     """
-    stated = asked.stated
-    out = _required(stated.get("run", {}).get("out"), "a directory to write to", "--out DIR")
-    is_resumed = stated.get("run", {}).get("resume", False)
+    out, is_resumed = _required(options.run.out, "a directory to write to", "--out DIR"), options.run.resume
     header = read_header(out) if is_resumed and os.path.lexists(Path(out) / HEADER_NAME) else {}
-    _refuse_unnamed_code(header.get("run") or {}, stated.get("run", {}), out)
-    fields = _laid_over(_recorded_fields(header), stated)
-    run = fields["run"]
-    if is_resumed and not header and "model" not in run:
+    _refuse_unnamed_code(header.get("run") or {}, options.run, out)
+    config = merge(_recorded(header), options)
+    run, data = config.run, config.data
+    if is_resumed and not header and not run.model:
         raise RunError(
             f"{out} holds no run to go on with", hint="look for another --out, or begin one with --model DIR"
         )
-    model = _required(run.get("model"), "a model", "--model DIR")
-    _required(fields["data"].get("path"), "data", "--data FILE (JSON lines)")
-    lora, prefix = adapters_of(fields["adapters"], header.get("run"), seed=run.get("seed", 0))
+    model = _required(run.model, "a model", "--model DIR")
+    _required(data.path, "data", "--data FILE (JSON lines)")
+    lora, prefix = adapters_of(config.adapters, header.get("run"), seed=run.seed)
+    tuned = tuned_by(config.adapters.tuned, lora, prefix)
     base = _base_plan(plan_file, header)
-    ranks = _num_ranks(asked, base, has_plan=plan_file is not None)
-    if header:
-        run.setdefault("num_threads", header["num_threads"])
-    if "device" not in run:
-        run["device"] = _device(header, base, out, has_plan=plan_file is not None)
-    asked = replace(
-        asked,
-        ranks=ranks,
-        device=run["device"],
-        num_threads=run.get("num_threads") or default_threads(ranks or 1),
-        stated=_with_implied_residency(asked, is_open=plan_file is None and not is_resumed),
-    )
-    if run.get("reward") is not None and (base is None or base.forward.num_new_tokens is None):
-        asked = replace(asked, stated=_with_text(asked.stated))
-    loading = {name: run.get(name, False) for name in ("allow_download", "random_weights")}
-    spec = spec_for(model, tuned_by(run.get("tuned", "all"), lora, prefix), asked, base, **loading)
+    ranks = _num_ranks(options.plan, base, has_plan=plan_file is not None)
+    device = run.given("device") or _device(header, base, out, has_plan=plan_file is not None)
+    loading = {"allow_download": run.allow_download, "random_weights": run.random_weights}
+
+    @cache
+    def cut_model(blocks: tuple[int, ...]) -> ModelSpec:
+        return spec_for(model, tuned, blocks, **loading)
+
     if plan_file is not None and base is not None:
-        _refuse_other_tuned(base, spec, is_stated="tuned" in stated.get("run", {}) or bool(lora or prefix))
-    data, evaluation = DataSettings(**fields["data"]), evaluation_in(fields["evaluation"])
-    plan = plan_for(asked, spec, base, lambda: longest_line(model, spec, data, evaluation))
-    _required(fields["learning_rate"].get("num_steps"), "a number of steps", "--steps N")
+        is_stated = options.adapters.given("tuned") is not None or bool(lora or prefix)
+        _refuse_other_tuned(base, cut_model(()), is_stated=is_stated)
+    data, evaluation = data.complete(), evaluation_in(config.evaluation)
+    plan_config = merge(config.plan, PlanConfig(search=Search(ranks=ranks))) if ranks else config.plan
+    if run.reward is not None and (base is None or base.forward.num_new_tokens is None):
+        plan_config = merge(PlanConfig(forward=ForwardPass(num_new_tokens=USUAL_NEW_TOKENS)), plan_config)
+    num_threads = run.given("num_threads") or header.get("num_threads")
+    plan = plan_for(
+        plan_config,
+        base,
+        cut_model,
+        device=device,
+        num_threads=num_threads or default_threads(ranks or 1),
+        longest=lambda: longest_line(model, cut_model(()), data, evaluation),
+    )
+    _required(config.learning_rate.given("num_steps"), "a number of steps", "--steps N")
     program = _program_by_hand(program_file) or _recorded_program(out, header, plan)
-    run.setdefault("num_threads", default_threads(max(map(len, plan.placement.ranks_by_host))))
-    run.setdefault("checksums", asked.device == "cpu")
-    run.setdefault("accumulate", _num_micro_batches(header, plan))
+    usual = RunOptions(
+        device=device,
+        num_threads=num_threads or default_threads(max(map(len, plan.placement.ranks_by_host))),
+        checksums=device == "cpu",
+        accumulate=_num_micro_batches(header, plan),
+    )
     settings = RunSettings(
-        **run,
-        plan=plan,
-        data=data,
-        learning_rate=LearningRate(**fields["learning_rate"]),
+        plan,
+        merge(usual, run).complete(),
+        data,
+        config.learning_rate.complete(),
         program=program,
+        tuned=config.adapters.tuned,
         lora=lora,
         prefix=prefix,
         evaluation=evaluation,
     )
     settings = _with_facts(settings)
-    on_cpu = settings.device == "cpu"
-    large = refuse_too_large(plan, program, on_cpu=on_cpu, random_weights=settings.random_weights)
+    random_weights = settings.run.random_weights
+    large = refuse_too_large(plan, program, on_cpu=device == "cpu", random_weights=random_weights)
     return settings, [*about_epsilon(plan), *large]
 
 
@@ -120,7 +135,7 @@ def _with_facts(settings: RunSettings) -> RunSettings:
     if not plan.points_are_adapters or plan.forward.has_facts:
         return settings
     data = open_data(settings, settings.data)
-    batches = Batches(data, plan.batch, shuffle=settings.data.shuffle, seed=settings.seed)
+    batches = Batches(data, plan.batch, shuffle=settings.data.shuffle, seed=settings.run.seed)
     first = range(min(_NUM_COUNTED, settings.learning_rate.num_steps))
     facts = facts_of(asdict(batches.batch(number)) for number in first)
     forward = plan.forward.model_copy(update=facts)
@@ -135,42 +150,42 @@ def default_threads(num_ranks: int = 1) -> int:
     return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed) // num_ranks)
 
 
-def _recorded_fields(header: Recorded) -> Stated:
-    """Return what a resumed run takes over from its record, by section: what changes its numbers, and its data."""
-    run = header.get("run", {})
-    own = {**header, **run}
+def _recorded(header: Recorded) -> RunConfig:
+    """Return what a resumed run takes over from its record: what changes its numbers, and its data."""
+    if not header.get("run"):
+        return RunConfig()
+    recorded = header["run"]
+    own = {**header, **recorded}
     # How weights are written is no number of the run, but whoever goes on with it wants it still.
     names = [
         field.name
-        for field in fields_of(RunSettings).values()
+        for field in fields_of(RunOptions).values()
         if field.setting.changes != "speed" or field.name == "save_as"
     ]
-    return {
-        "run": {name: own[name] for name in names if name in own and name != "accumulate"},
-        "data": dict(run.get("data", {})),
-        "learning_rate": dict(run.get("schedule", {})),
-        "evaluation": dict(run.get("evaluation") or {}),
-    }
+    return RunConfig(
+        run=RunOptions.model_construct(
+            **{name: own[name] for name in names if name in own and name != "accumulate"}
+        ),
+        data=DataSettings.model_construct(**recorded.get("data") or {}),
+        learning_rate=LearningRate.model_construct(**recorded.get("learning_rate") or {}),
+        evaluation=EvaluationSettings.model_construct(**recorded.get("evaluation") or {}),
+        adapters=AdapterSettings.model_construct(tuned=recorded.get("tuned", "all")),
+    )
 
 
-def _refuse_unnamed_code(recorded: Recorded, stated: Mapping[str, Any], out: str) -> None:
+def _refuse_unnamed_code(recorded: Recorded, options: RunOptions, out: str) -> None:
     """Refuse code to run, or an address to ask, that a record names and no option does: the record may be a stranger's."""
     for name, what in (("objective", "code to import"), ("reward", "code to import, or an address to ask")):
         value = recorded.get(name)
-        if value is not None and ":" in value and name not in stated:
+        if value is not None and ":" in value and name not in options.model_fields_set:
             raise RunError(
                 f"the record of {out} names {what}: {name}={value!r}, and this command does not",
                 hint=f"where you trust it, name it again: --{name} {shlex.quote(value)}",
             )
 
 
-def _laid_over(recorded: Stated, stated: Stated) -> Stated:
-    """Return the fields of every section of a run: those that are stated in place of those that were recorded."""
-    return {name: {**recorded.get(name, {}), **stated.get(name, {})} for name in RUN_SECTIONS}
-
-
 def _required(value: Any, what: str, option: str) -> Any:
-    if value is None:
+    if value in (None, ""):
         raise RunError(f"a run needs {what}", hint=f"add {option}")
     return value
 
@@ -220,28 +235,19 @@ def _recorded_program(out: str, header: Recorded, plan: Plan) -> ProgramSet | No
     return recorded_programs(out, header) if edited and Plan.model_validate(header["plan"]) == plan else None
 
 
-def _num_ranks(asked: Asked, base: Plan | None, *, has_plan: bool) -> int | None:
+def _num_ranks(options: PlanConfig, base: Plan | None, *, has_plan: bool) -> int | None:
     """Return how many ranks the options ask for, or else those of this host that a launcher has started."""
-    if asked.ranks is not None or has_plan or asked.mesh is not None or asked.cuts:
-        return asked.ranks
+    if (
+        options.search.ranks is not None
+        or has_plan
+        or "mesh" in options.model_fields_set
+        or options.split.given("cuts")
+    ):
+        return options.search.ranks
     there = RankInfo.here().world_size
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE", "") == str(there)
     known = 1 if base is None else base.placement.world_size
     return there if is_launched() and is_one_host and there != known else None
-
-
-def _with_implied_residency(asked: Asked, *, is_open: bool) -> Stated:
-    """Return what is stated, blocks offloaded if ranks are to share copies of them, and nothing else places them."""
-    residency = asked.stated.get("residency", {})
-    shares = residency.get("transfers") in ("shared", "sliced")
-    if not (shares and is_open and asked.placing is None and "blocks" not in residency):
-        return asked.stated
-    return {**asked.stated, "residency": {**residency, "blocks": "offloaded"}}
-
-
-def _with_text(stated: Stated) -> Stated:
-    """Return what is stated, with as many new tokens as is usual for a reward, where none are."""
-    return {**stated, "forward": {"num_new_tokens": USUAL_NEW_TOKENS, **stated.get("forward", {})}}
 
 
 def _num_micro_batches(header: Recorded, plan: Plan) -> int:

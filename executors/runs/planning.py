@@ -4,320 +4,186 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from costmodel.configs import Trainable, read_model_spec
-from costmodel.formats import FORMATS, default_dtype
+from costmodel.formats import FORMATS
 from costmodel.memory import preflight_host
 from costmodel.model_spec import ModelSpec
 from executors.devices import accelerator_kind, check_device, num_devices_of
-from executors.ranks.mesh import fastest_plan, mesh_named, spread, uncut
 from topology.errors import DoesNotFit, ModelError, PlanError, UnknownFamily, ZosimError
-from topology.hardware import resolve
-from topology.validation import readable
-from zosim.hardware.profiles import Profiles
+from topology.hardware import resolve as topology_named
+from zosim.config import HOST, PlanConfig, merge
 from zosim.instructions import Space
 from zosim.lowering import lower_all
+from zosim.planning.cuts import CutModel, Cutting
 from zosim.planning.footprint import pinned_by
-from zosim.planning.planner import Request, choose
-from zosim.planning.request import with_stored_codes, without_any
-from zosim.plans import ANY, AXES, Mesh, Method, Plan, Residency, Split, fields_of
+from zosim.planning.request import Hardware
+from zosim.planning.resolve import even_cuts, laid_over, resolve, schedule_beside, spread, with_default_dtype
+from zosim.plans import LowBits, Mesh, Placement, Plan, Split, Weights, fields_of
 from zosim.program_set import ProgramSet
-from zosim.stated import Stated
 
 if TYPE_CHECKING:
     from topology.graph import Topology
 
-HOST = "host"
-
-Longest = Callable[[], int]
-"""Reads the data, which takes a while, and is called only where nothing else says how long sequences are."""
-
-_FREE_AXES = tuple(name for name in AXES if name not in ("mesh", "placement", "split"))
-"""Axes whose fields options state one by one."""
-
-_SHARING = ("pertp", "ddp", "2d", "sparq")
-"""Methods that share a step out among ranks, wherever blocks reside."""
+_LEAST_RANKS = {"pertp": 2, "ddp": 2, "2d": 4, "sparq": 2}
+"""Ranks that a method takes at least; on a CPU they share it."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What the options stated.
-
-    Attributes
-    ----------
-    stated : mapping
-        Fields by section: of the plan, its axes among them, and of the run.
-    method : str or None
-    ranks : int or None
-        How many there are to be, where the planner chooses their mesh.
-    allow_lossy : bool
-    max_device_bytes, max_host_bytes : int or None
-        What a plan that is made on the spot may take.
-    device : str
-        ``"cpu"`` or a CUDA device.
-    num_threads : int
-    """
-
-    stated: Stated = field(default_factory=dict)
-    method: str | None = None
-    ranks: int | None = None
-    allow_lossy: bool = False
-    max_device_bytes: int | None = None
-    max_host_bytes: int | None = None
-    device: str = "cpu"
-    num_threads: int = 1
-
-    def given(self, axis: str) -> dict[str, Any]:
-        """Return the fields of an axis that are stated; formats follow that of the weights unless they are, too."""
-        fields = dict(self.stated.get(axis, {}))
-        follows = {"forward": "compute_dtype", "residency": "transfer_dtype"}.get(axis)
-        if follows is not None and "dtype" in self.stated.get("weights", {}):
-            fields.setdefault(follows, None)
-        return fields
-
-    @property
-    def residency(self) -> str | None:
-        """Where blocks are to reside."""
-        return self.stated.get("residency", {}).get("blocks")
-
-    @property
-    def mesh(self) -> dict[str, Any] | None:
-        """The mesh that is named."""
-        return self.stated.get("mesh")
-
-    @property
-    def cuts(self) -> tuple[str, ...]:
-        """Where the model is cut; empty for even cuts inside blocks."""
-        return tuple(self.stated.get("split", {}).get("cuts", ()))
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Batch and sequence length, those that are stated."""
-        return self.stated.get("plan", {})
-
-    @property
-    def placing(self) -> Method | None:
-        """What decides where one rank's blocks reside: the planner's method, if it is one."""
-        return None if self.method in _SHARING else cast("Method | None", self.method)
-
-    @property
-    def seeks_mesh(self) -> bool:
-        """Whether the planner is to find the mesh of a number of ranks; of stages, there is but one."""
-        return self.ranks is not None and self.mesh is None and not self.cuts and self.method != "sparq"
-
-    @property
-    def wanted_mesh(self) -> dict[str, Any] | None:
-        """The mesh that the options name, or that the method means."""
-        if self.mesh is not None:
-            mesh = Mesh(**self.mesh)
-            if self.ranks not in (None, mesh.world_size):
-                raise PlanError(
-                    f"--mesh {mesh.describe()} has {mesh.world_size} ranks, not {self.ranks}",
-                    hint="leave --ranks out",
-                )
-            return self.mesh
-        if self.seeks_mesh:
-            return None
-        if self.cuts and self.method in (None, "sparq"):
-            return {"stage": len(self.cuts) + 1}
-        num_devices = self.ranks or _num_devices(self.device)
-        return mesh_named(self.method, num_devices) if self.method in _SHARING else None
-
-    def wanted_cuts(self, num_blocks: int, base: Plan | None) -> tuple[str, ...]:
-        """Return where the model is to be cut: where the options say, or the plan that they are laid over, or evenly.
-
-        Parameters
-        ----------
-        num_blocks : int
-        base : Plan, optional
-        """
-        mesh = self.wanted_mesh
-        num_stages = base.mesh.stage if mesh is None and base is not None else (mesh or {}).get("stage", 1)
-        if self.cuts:
-            return self.cuts
-        known = () if base is None else base.split.cuts
-        if len(known) == num_stages - 1 or (num_stages == 1 and base is not None and base.split.is_lossy):
-            return known
-        return even_cuts(num_blocks, num_stages) if num_stages > 1 else ()
-
-
-def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: Longest) -> Plan:
+def plan_for(
+    config: PlanConfig,
+    base: Plan | None,
+    cut_model: CutModel,
+    *,
+    device: str,
+    num_threads: int | None,
+    longest: Callable[[], int],
+) -> Plan:
     """Return the plan to run.
 
     Parameters
     ----------
-    asked : Asked
-    model : ModelSpec
-        Of the model at hand.
+    config : PlanConfig
+        What options set.
     base : Plan, optional
-        What options are laid over.
+        What options are laid over: of a file, or of a run that is gone on with.
+    cut_model : callable
+        Returns the model at hand with some blocks cut inside.
+    device : str
+        ``"cpu"`` or a CUDA device.
+    num_threads : int or None
+        Of a CPU's kernels.
     longest : callable
-        Returns the tokens of the longest example, the sequence length of a plan that is made on the spot.
+        Returns the tokens of the longest example. It reads the data, which takes a while, and is called only where nothing else
+        says how long sequences are.
 
     Raises
     ------
     PlanError
         If the options contradict each other, or lose precision without leave.
     """
-    if base is None:
-        asked = replace(asked, stated=with_stored_codes(asked.stated, model))
-        asked = replace(asked, stated=_with_dtype(asked, model))
-    if asked.seeks_mesh or asked.placing is not None or (base is None and asked.residency is None):
-        start = _planned(asked, model, base, longest)
+    typed, search = config, config.search
+    config = _with_mesh(config, _num_devices(device))
+    if base is not None and not (search.given("method") or search.ranks):
+        config = laid_over(base, config, cut_model)
     else:
-        start = base or _named_placement(asked, model, longest)
-        if ANY in asked.given("weights").values():
-            raise PlanError(
-                "--weights any leaves the choice to the planner, which does not make this plan",
-                hint="say serial or copies, or add --method auto",
-            )
-    plan = _laid_over(start, asked, model)
-    if plan.num_stages == 1 and not plan.split.is_lossy and asked.cuts:
+        config = _begun(config, base, cut_model, device, longest)
+
+    def hardware() -> Hardware:
+        topology, node = host_node(device)
+        most = max(_LEAST_RANKS[search.method], _num_devices(device)) if search.method in _LEAST_RANKS else 1
+        return Hardware.of(topology, HOST, device=node, max_ranks=most, num_threads=num_threads)
+
+    if config.placement is None and config.mesh.stage == 1 and config.split.cuts:
+        # Cuts within one process are no matter of speed: they are laid over the plan of the whole model.
+        whole = resolve(config.model_copy(update={"split": Split()}), hardware)
+        config = laid_over(whole, PlanConfig(split=config.split), cut_model)
+    plan = resolve(config, hardware, Cutting.of(config.split, cut_model))
+    _refuse_unasked_loss(plan, typed, base)
+    return plan
+
+
+def _begun(
+    config: PlanConfig, base: Plan | None, cut_model: CutModel, device: str, longest: Callable[[], int]
+) -> PlanConfig:
+    """Return the config of a plan that is made here: of no other, or of one whose numbers it keeps and that it places anew."""
+    kept = PlanConfig(model=cut_model(()), seq=config.seq or (longest() if base is None else base.seq))
+    if base is None:
+        config = merge(kept, _with_dtype(config, kept, device))
+        if config.low_bits.given("weights") is None and kept.model is not None and kept.model.stored is None:
+            # What a run tunes, codes or numbers, is nothing that --allow-lossy alone says.
+            config = merge(PlanConfig(low_bits=LowBits(weights="none")), config)
+    else:
+        config = merge(merge(kept, _numbers_of(base)), config)
+    if config.mesh.stage > 1 and not config.split.cuts:
+        # Cuts that codecs go with decide numbers, which must not depend on how fast a machine is.
+        cuts = even_cuts(cut_model(()).num_blocks, config.mesh.stage)
+        config = merge(config, PlanConfig(split=Split(cuts=cuts)))
+    is_named = config.residency.given("blocks") and not (config.search.given("method") or config.search.ranks)
+    if not is_named:
+        return config
+    placement = Placement(topology=HOST, devices=("cpu0" if device == "cpu" else "gpu0",))
+    return spread(merge(PlanConfig(placement=placement, schedule=schedule_beside(config)), config), cut_model)
+
+
+def _numbers_of(plan: Plan) -> PlanConfig:
+    """Return what the planner may not choose anew of a plan, but for what crosses its cuts."""
+    axes = {
+        name: axis.model_construct(
+            **{
+                field.name: getattr(axis, field.name)
+                for field in fields_of(type(axis)).values()
+                if not field.setting.planned
+            }
+        )
+        for name, axis in plan.axes.items()
+        if name not in ("mesh", "placement", "split")
+    }
+    return PlanConfig(batch=plan.batch, **axes)  # type: ignore[arg-type]
+
+
+def _with_mesh(config: PlanConfig, num_devices: int) -> PlanConfig:
+    """Return a config with the mesh that its cuts, or the method of stages, mean where none is set."""
+    search, cuts = config.search, config.split.cuts
+    if "mesh" in config.model_fields_set or search.method not in ("auto", "sparq"):
+        return config
+    stages = len(cuts) + 1 if cuts else (search.ranks or max(2, num_devices)) * (search.method == "sparq")
+    return merge(config, PlanConfig(mesh=Mesh.parse(f"stage={stages}"))) if stages else config
+
+
+def _with_dtype(config: PlanConfig, known: PlanConfig, device: str) -> PlanConfig:
+    """Return a config with a format of the weights; on a CPU that is the plan's own default."""
+    if device == "cpu":
+        return config
+    try:
+        topology, node = host_node(device)
+    except PlanError:  # torch may find a device that cannot be detected: nothing is known of its units
+        assert known.model is not None
+        usual = Weights(dtype=known.model.checkpoint_dtype or "bfloat16")
+        return merge(PlanConfig(weights=usual), config)
+    return with_default_dtype(merge(known, config), topology.device_spec(node))[0]
+
+
+def _refuse_unasked_loss(plan: Plan, config: PlanConfig, base: Plan | None) -> None:
+    """Refuse codecs that nothing goes through, and formats that lose precision without leave.
+
+    Raises
+    ------
+    PlanError
+    """
+    split, allows = config.split, config.search.allow_lossy
+    if plan.num_stages == 1 and not plan.split.is_lossy and split.cuts:
         raise PlanError(
-            f"--cut {','.join(asked.cuts)} with one stage changes nothing: nothing crosses, and no codec rounds",
+            f"--cut {','.join(split.cuts)} with one stage changes nothing: nothing crosses, and no codec rounds",
             hint="add --codec, or leave out --mesh",
         )
-    if not plan.cuts and _codecs(asked):
+    if not plan.cuts and split.model_fields_set - {"cuts"}:
         raise PlanError(
             "codecs are for what crosses a cut, and the plan has none",
             hint="add --mesh stage=2, or --mesh stage=1 --cut block.N.mlp for one process",
         )
     known_to_lose = base is not None and base.split == plan.split
-    if plan.split.is_lossy and not (asked.allow_lossy or known_to_lose):
+    if plan.split.is_lossy and not (allows or known_to_lose):
         raise PlanError(
             f"codec {plan.split.codec} (residual stream: {plan.split.residual_codec}) changes what crosses a cut, and with "
             "it losses and updates",
             hint="add --allow-lossy if that is meant; `zosim probe` measures what is lost",
         )
-    may_lose = asked.allow_lossy or (base is not None and base.is_transfer_lossy)
+    may_lose = allows or (base is not None and base.is_transfer_lossy)
     if plan.is_transfer_lossy and plan.is_offloaded and not may_lose:
         raise PlanError(
             f"transfer format {plan.transfer_dtype} is narrower than storage format {plan.storage_dtype} "
             "and loses precision at every offload",
             hint="add --allow-lossy if that is meant",
         )
-    return plan
-
-
-def _with_dtype(asked: Asked, model: ModelSpec) -> Stated:
-    """Return what is stated, and a format of the weights if none is; on a CPU that is the plan's own default."""
-    if asked.device == "cpu":
-        return asked.stated
-    try:
-        topology, node = host_node(asked.device)
-    except PlanError:  # torch may find a device that cannot be detected: nothing is known of its units
-        dtype = model.checkpoint_dtype or "bfloat16"
-    else:
-        dtype, _ = default_dtype(model.checkpoint_dtype, topology.device_spec(node))
-    return {**asked.stated, "weights": {"dtype": dtype} | asked.stated.get("weights", {})}
-
-
-def _laid_over(base: Plan, asked: Asked, model: ModelSpec) -> Plan:
-    """Return `base` with every option that was given in place of its own field."""
-    data = base.model_dump(mode="json")
-    data["model"] = model.model_dump(mode="json")
-    data |= asked.sizes
-    if asked.residency is not None and asked.residency != base.residency.blocks:
-        if asked.placing is not None:
-            raise PlanError(
-                f"--method {asked.method} places the blocks otherwise than --residency {asked.residency}",
-                hint="one of the two is enough",
-            )
-        data["residency"] = {"transfer_dtype": base.residency.transfer_dtype}
-        data["schedule"] = _schedule_beside(asked.residency, asked)
-    for axis in _FREE_AXES:
-        data[axis] = data[axis] | without_any(asked.given(axis))
-    data["split"] |= _codecs(asked)
-    cuts = asked.wanted_cuts(model.num_blocks, base)
-    if list(cuts) != list(data["split"].get("cuts", ())):
-        data["split"] |= {"cuts": cuts, "densities": ()}
-    if (mesh := asked.wanted_mesh) is not None:
-        spread(data, mesh)
-    with readable("options of zosim run", PlanError, model=Plan):
-        return Plan.model_validate(data)
-
-
-def _codecs(asked: Asked) -> dict[str, Any]:
-    return {name: value for name, value in asked.given("split").items() if name != "cuts"}
 
 
 def _num_devices(device: str) -> int:
     """Return the devices of a kind; ranks on a CPU share it."""
-    from executors.devices import num_devices_of
-
     return 1 if device == "cpu" else num_devices_of(device.partition(":")[0])
-
-
-def _schedule_beside(residency: str, asked: Asked) -> dict[str, Any]:
-    """Return how blocks are visited that reside there: an offloaded one is updated at its next visit, text is generated by all."""
-    if asked.given("forward").get("num_new_tokens") and residency == "resident":
-        return {"traversal": "sweep", "update": "immediate"}
-    return {"traversal": "blockwise", "update": "delayed" if residency == "offloaded" else "immediate"}
-
-
-def _named_placement(asked: Asked, model: ModelSpec, longest: Longest) -> Plan:
-    """Return a plan whose residency was named."""
-    node = "cpu0" if asked.device == "cpu" else "gpu0"
-    residency = asked.residency or "resident"
-    with readable("options of zosim run", PlanError, model=Plan):
-        return Plan.model_validate(
-            {
-                "model": model.model_dump(mode="json"),
-                "placement": {"topology": HOST, "devices": [node]},
-                "batch": asked.sizes.get("batch", 1),
-                "seq": asked.sizes.get("seq") or longest(),
-                "residency": {"blocks": residency},
-                "schedule": _schedule_beside(residency, asked),
-                "low_bits": asked.given("low_bits") if model.stored is not None else {},
-            }
-        )
-
-
-def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: Longest) -> Plan:
-    """Return the fastest plan that fits this machine and computes what was asked."""
-    topology, node = host_node(asked.device)
-    profiles = Profiles(topology, num_threads=asked.num_threads, is_host=True)
-    kept = {} if base is None else base.model_dump(mode="json")
-    fixed = {
-        axis: {
-            name: kept[axis][name]
-            for name, field in fields_of(AXES[axis]).items()
-            if kept and not field.setting.planned
-        }
-        | asked.given(axis)
-        for axis in _FREE_AXES
-    }
-    if not asked.seeks_mesh:
-        # Where one rank's blocks reside is the method's; options about their moving are laid over its plan.
-        names = [name for name, field in fields_of(Residency).items() if not field.setting.planned]
-        fixed["residency"] = {name: value for name, value in fixed["residency"].items() if name in names}
-    # What a run tunes, codes or numbers, is nothing that --allow-lossy alone says.
-    if model.stored is None:
-        fixed["low_bits"].setdefault("weights", "none")
-    with readable("options of zosim run", PlanError):
-        request = Request(
-            model=uncut(model),
-            topology=topology,
-            hardware=HOST,
-            device=node,
-            profile=profiles.of(node),
-            profiles=profiles,
-            batch=asked.sizes.get("batch") or kept.get("batch", 1),
-            seq=asked.sizes.get("seq") or kept.get("seq") or longest(),
-            method=cast("Method", asked.method or "auto") if asked.seeks_mesh else asked.placing or "auto",
-            max_device_bytes=asked.max_device_bytes,
-            max_host_bytes=asked.max_host_bytes,
-            allow_lossy=asked.allow_lossy,
-            fixed=fixed,
-        )
-        if not asked.seeks_mesh:
-            return choose(request).chosen.plan
-        return fastest_plan(request, asked.ranks or 1)
 
 
 def planned_device(plan: Plan) -> str:
@@ -331,7 +197,7 @@ def planned_device(plan: Plan) -> str:
     if placement.topology != HOST:
         # A machine's own names need not say what its nodes are; where the plan was made elsewhere they have to.
         with suppress(ZosimError):
-            kind = next((n.kind for n in resolve(placement.topology).nodes if n.id == first), kind)
+            kind = next((n.kind for n in topology_named(placement.topology).nodes if n.id == first), kind)
     if kind != "gpu":
         return "cpu"
     accelerator = accelerator_kind()
@@ -379,7 +245,7 @@ def host_node(device: str) -> tuple[Topology, str]:
         If there is none.
     """
     check_device(device)
-    topology = resolve(HOST)
+    topology = topology_named(HOST)
     nodes = [node.id for node in topology.of_kind("cpu" if device == "cpu" else "gpu")]
     index = int(device.partition(":")[2] or 0)
     if index >= len(nodes):
@@ -387,28 +253,7 @@ def host_node(device: str) -> tuple[Topology, str]:
     return topology, nodes[index]
 
 
-def spec_for(model: str, tuned: Trainable, asked: Asked, base: Plan | None, **loading: Any) -> ModelSpec:
-    """Return what is known of a model, its blocks cut as is wanted."""
-    spec = _spec_for(model, tuned, (), **loading)
-    cuts = asked.wanted_cuts(spec.num_blocks, base)
-    cut_blocks = Split(cuts=cuts).cut_blocks
-    if not cuts and base is not None and base.directions.draws_by_halves:
-        cut_blocks = base.model.cut_blocks
-    return _spec_for(model, tuned, cut_blocks, **loading) if cut_blocks else spec
-
-
-def even_cuts(num_blocks: int, num_stages: int) -> tuple[str, ...]:
-    """Return cuts inside blocks, behind their activation functions, that part the blocks as evenly as can be.
-
-    Examples
-    --------
-    >>> even_cuts(12, 3)
-    ('block.3.mlp', 'block.7.mlp')
-    """
-    return tuple(f"block.{max(0, num_blocks * i // num_stages - 1)}.mlp" for i in range(1, num_stages))
-
-
-def _spec_for(model: str, tuned: Trainable, cut_blocks: tuple[int, ...], **loading: Any) -> ModelSpec:
+def spec_for(model: str, tuned: Trainable, cut_blocks: tuple[int, ...] = (), **loading: Any) -> ModelSpec:
     """Return what the configuration tells of a model, or where that does not, the model itself.
 
     Raises

@@ -77,12 +77,14 @@ def run_in_rank(settings: RunSettings) -> dict[str, Any]:
     dict
         What the run came to; see :class:`Run`.
     """
-    use_threads(settings.num_threads)
-    kind = settings.device.partition(":")[0]
-    with process_group(kind, timeout_s=settings.timeout_s) if is_launched() else nullcontext():
+    use_threads(settings.run.num_threads)
+    kind = settings.run.device.partition(":")[0]
+    with process_group(kind, timeout_s=settings.run.timeout_s) if is_launched() else nullcontext():
         return Run(
             settings,
-            default_communicator(settings.plan.groups, own_device(settings.device), settings.timeout_s),
+            default_communicator(
+                settings.plan.groups, own_device(settings.run.device), settings.run.timeout_s
+            ),
         ).run()
 
 
@@ -103,7 +105,7 @@ class Run:
 
     def __init__(self, settings: RunSettings, communicator: Communicator | None = None) -> None:
         self.settings = settings
-        self.out = Path(settings.out)
+        self.out = Path(settings.run.out)
         self.communicator = communicator
         self.writes = communicator is None or communicator.is_first
         self.data = open_data(settings, settings.data)
@@ -117,7 +119,7 @@ class Run:
             self.data,
             settings.plan.batch,
             shuffle=settings.data.shuffle,
-            seed=settings.seed,
+            seed=settings.run.seed,
             pad_token=pad_token(settings),
         )
         self.records: list[StepRecord] = []
@@ -134,11 +136,11 @@ class Run:
         settings, program = self.settings, self.settings.program
         facts = settings.identity(self.data.lines.sha256) | {
             "number_of_steps": settings.num_steps,
-            "digest_every": settings.digest_every,
-            "checkpoint_every": settings.checkpoint_every,
+            "digest_every": settings.run.digest_every,
+            "checkpoint_every": settings.run.checkpoint_every,
             "evaluation": settings.evaluation,
-            "tokenizer": None if self.data.template is None else tokenizer_facts(settings.model),
-            "early_stop": settings.early_stop,
+            "tokenizer": None if self.data.template is None else tokenizer_facts(settings.run.model),
+            "early_stop": settings.run.early_stop,
             "program": None if program is None else program_digest(program.to_json()),
         }
         self.communicator.refuse_unlike({name.replace("_", " "): str(v) for name, v in facts.items()})
@@ -154,7 +156,9 @@ class Run:
         # The directory's lock before anything in it is read: what another process still writes is not known yet.
         with ExitStack() as self._held:
             self._lock_directory()
-            self.earlier = EarlierRun(self.out, resume=self.settings.resume, communicator=self.communicator)
+            self.earlier = EarlierRun(
+                self.out, resume=self.settings.run.resume, communicator=self.communicator
+            )
             self.history = self.earlier.history
             model = self._base()
             # A session ends with the run, wherever it fails.
@@ -174,7 +178,7 @@ class Run:
         """Let rank 0 lock the directory; if it cannot, no rank goes on."""
 
         def lock() -> None:
-            is_begun(self.out, resume=self.settings.resume)  # what is refused is not touched
+            is_begun(self.out, resume=self.settings.run.resume)  # what is refused is not touched
             self.log = self._held.enter_context(RunLog(self.out))
 
         if self.communicator is None:
@@ -187,12 +191,12 @@ class Run:
     def _base(self) -> nn.Module:
         settings = self.settings
         model = load_base(
-            settings.model,
+            settings.run.model,
             settings.plan,
             adapters=settings.adapters,
             run=None if self.history is None else self.earlier.directory,
-            random_weights=settings.random_weights,
-            allow_download=settings.allow_download,
+            random_weights=settings.run.random_weights,
+            allow_download=settings.run.allow_download,
         )
         if self.history is not None:
             recorded = self.history.settings.get("identity")
@@ -202,34 +206,36 @@ class Run:
                 )
             asked = settings.identity(self.data.lines.sha256, self.history.plan)
             refuse_other_identity(recorded, asked, str(self.out))
-            check_base(self.history, model, settings.model)
-            refuse_other_base(self.history.header, self._base_facts(model), settings.model, str(self.out))
+            check_base(self.history, model, settings.run.model)
+            refuse_other_base(self.history.header, self._base_facts(model), settings.run.model, str(self.out))
         return model
 
     def _base_facts(self, model: nn.Module) -> dict[str, Any]:
         """Return what is recorded of the base beside its weights; its tokenizer where lines are text."""
         is_text = self.data.template is not None
-        return base_facts(model) | ({"tokenizer": tokenizer_facts(self.settings.model)} if is_text else {})
+        return base_facts(model) | (
+            {"tokenizer": tokenizer_facts(self.settings.run.model)} if is_text else {}
+        )
 
     def _session(self, model: nn.Module) -> Session:
         """Return a session on the weights that the log leads to, its files open behind them."""
         settings = self.settings
         options = {
             "learning_rate": settings.learning_rate.at,
-            "device": settings.device,
-            "num_timed_steps": settings.num_timed_steps,
-            "num_draw_threads": settings.num_threads,
-            "num_micro_batches": settings.accumulate,
+            "device": settings.run.device,
+            "num_timed_steps": settings.run.num_timed_steps,
+            "num_draw_threads": settings.run.num_threads,
+            "num_micro_batches": settings.run.accumulate,
             "objective": text_objective(settings)
-            or objective_named(settings.objective, from_here=not settings.resume),
+            or objective_named(settings.run.objective, from_here=not settings.run.resume),
             "communicator": self.communicator,
-            "checksums": settings.checksums,
-            "graphs": settings.graphs,
+            "checksums": settings.run.checksums,
+            "graphs": settings.run.graphs,
         }
         if self.history is None:
             return self._first_session(model, options)
         history = self.history
-        for difference in machine_differences(history.header, settings.device):
+        for difference in machine_differences(history.header, settings.run.device):
             self._warn(difference)
         checkpoint = self.earlier.checkpoint(history, model, self._warn)
         verified = self.earlier.num_verified(history, checkpoint)
@@ -277,9 +283,9 @@ class Run:
                 settings.plan,
                 model,
                 program=settings.program,
-                weight_decay=settings.weight_decay,
-                seed=settings.seed,
-                loss_dtype=settings.loss_dtype,
+                weight_decay=settings.run.weight_decay,
+                seed=settings.run.seed,
+                loss_dtype=settings.run.loss_dtype,
                 base_digest=weights_digest(model, storage),
                 **options,
             )
@@ -308,7 +314,7 @@ class Run:
     def _tell_of_checksums(self) -> None:
         """Say so where nothing watches the weights of a rank, as on CUDA unless that is asked for."""
         plan = self.settings.plan
-        if not self.settings.checksums:
+        if not self.settings.run.checksums:
             has_replicas = plan.placement.world_size > plan.num_stages
             by = "only where ranks hold the same weights, at verifications" if has_replicas else "by nothing"
             self._tell(
@@ -343,8 +349,8 @@ class Run:
             settings.num_steps,
             begin=begin,
             out=self.out,
-            tensorboard=settings.tensorboard,
-            every=settings.log_every,
+            tensorboard=settings.run.tensorboard,
+            every=settings.run.log_every,
         )
         goes_on = self.history is not None
         return RunFiles(self.log, reporter, self.records, num_tokens=self._num_tokens, goes_on=goes_on)
@@ -408,7 +414,7 @@ class Run:
 
     def _measure_pace(self, session: Session) -> None:
         """Let rank 0 take the pace of its core while the others wait, where the steps are worth the half second."""
-        if self.settings.device == "cpu" and self.settings.num_steps - session.num_steps >= _PACED_STEPS:
+        if self.settings.run.device == "cpu" and self.settings.num_steps - session.num_steps >= _PACED_STEPS:
             measure = partial(reference_now_s, _PACE_S)
             several = self.communicator
             self.reference_s = several.on_rank_0(measure, "measuring the pace") if several else measure()
@@ -434,7 +440,7 @@ class Run:
         settings = self.settings
         digest, checkpoint = (
             bool(every and done and done % every == 0)
-            for every in (settings.digest_every, settings.checkpoint_every)
+            for every in (settings.run.digest_every, settings.run.checkpoint_every)
         )
         return digest, checkpoint, self.evaluations.is_due(done)
 
@@ -500,8 +506,8 @@ class Run:
         def finish() -> None:
             self.log.refuse_moved()
             summary["digest"] = session.digest()
-            save_tuned(self.out, session, self.settings.adapters, save_as=self.settings.save_as)
-            copy_tokenizer(self.settings.model, self.out)
+            save_tuned(self.out, session, self.settings.adapters, save_as=self.settings.run.save_as)
+            copy_tokenizer(self.settings.run.model, self.out)
             write_header(self.out, self.header | {"finished": summary})
 
         self._on_rank_0(session, finish, "writing the weights")
@@ -546,8 +552,8 @@ class Run:
         settings = self.settings
 
         def rebuild() -> None:
-            replay(self.out, settings.model, self.out, num_steps=num_steps, device=settings.device)
-            copy_tokenizer(settings.model, self.out)
+            replay(self.out, settings.run.model, self.out, num_steps=num_steps, device=settings.run.device)
+            copy_tokenizer(settings.run.model, self.out)
 
         if self.communicator is None:
             rebuild()

@@ -27,7 +27,7 @@ from topology.signed import with_digest, without_digest
 HEADER_NAME = "run.json"
 STEPS_NAME = "steps.jsonl"
 REFUSED_NAME = "steps-refused.jsonl"
-RUNLOG_VERSION = 2
+RUNLOG_VERSION = 3
 
 
 class RunLog:
@@ -122,7 +122,7 @@ def read_header(directory: str | Path) -> dict[str, Any]:
     text = read_text(path, "run's header", RunError)
     header = parse_json(text, f"{path} is damaged", RunError, hint="restore the file from a copy")
     version = header.get("version") if isinstance(header, dict) else type(header).__name__
-    if version != RUNLOG_VERSION:
+    if version not in (2, RUNLOG_VERSION):
         raise RunError(f"{path} is not the header of a run (version {version!r}, known is {RUNLOG_VERSION})")
     missing = [name for name in _HEADER_FIELDS if name not in header]
     if missing:

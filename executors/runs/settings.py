@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import ConfigDict, model_validator
 
 from costmodel.configs import LoRA, Prefix, Subset
 from costmodel.model_spec import Part
@@ -14,7 +15,8 @@ from executors.runs.learning_rate import LearningRate
 from topology.errors import DataError, PlanError, RunError
 from topology.limits import MAX_SEED, MAX_THREADS, Seed, Threads
 from zosim.adapters import AdapterSettings, tuned_by
-from zosim.plans import AXES, Plan, Setting, fields_of, is_decisive
+from zosim.config import PlanConfig
+from zosim.plans import AXES, Plan, Section, Setting, fields_of, is_decisive
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 
@@ -28,14 +30,17 @@ SaveAs = Literal["numbers", "codes", "zosim-codes"]
 TaskName = Literal["auto", "choice", "perplexity", "generation"]
 
 
+_STRICT = ConfigDict(strict=True)
+"""What a record holds is used as it stands: "8" is no number."""
+
+
 def _label_words(text: str) -> dict[str, str]:
     from executors.datasets.prompts import parse_label_words
 
     return parse_label_words(text)
 
 
-@dataclass(frozen=True)
-class DataSettings:
+class DataSettings(Section):
     """Which lines are trained on, and how they become tokens.
 
     Attributes
@@ -49,7 +54,9 @@ class DataSettings:
     shuffle : bool
     """
 
-    path: Annotated[str, Setting("--data", "JSON lines: input_ids and labels, or text fields.")]
+    model_config = _STRICT
+
+    path: Annotated[str, Setting("--data", "JSON lines: input_ids and labels, or text fields.")] = ""
     template: Annotated[str | None, Setting("--template", 'Such as "{text} It was {label}."', "numbers")] = (
         None
     )
@@ -92,8 +99,7 @@ class DataSettings:
         return None
 
 
-@dataclass(frozen=True)
-class EvaluationSettings:
+class EvaluationSettings(Section):
     """What is measured on other lines while training.
 
     Attributes
@@ -112,7 +118,9 @@ class EvaluationSettings:
         Tokens of a generated answer at most.
     """
 
-    path: Annotated[str, Setting("--eval-data", "Lines to evaluate on.")]
+    model_config = _STRICT
+
+    path: Annotated[str, Setting("--eval-data", "Lines to evaluate on.")] = ""
     every: Annotated[
         int,
         Setting(
@@ -137,14 +145,16 @@ class EvaluationSettings:
         int, Setting("--eval-max-new-tokens", "Tokens of a generated answer at most.")
     ] = 32
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _counts(self) -> EvaluationSettings:
         if self.max_new_tokens < 1:
             raise RunError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if self.every < 0 or (self.num_examples or 1) < 1:
             raise RunError("evaluations are every 1 or more steps, of 1 or more examples")
+        return self
 
 
-def evaluation_in(fields: Mapping[str, Any]) -> EvaluationSettings | None:
+def evaluation_in(settings: EvaluationSettings) -> EvaluationSettings | None:
     """Return what is to be measured on other lines; None where none are named.
 
     Raises
@@ -152,9 +162,9 @@ def evaluation_in(fields: Mapping[str, Any]) -> EvaluationSettings | None:
     RunError
         If it is said when, but not on what.
     """
-    if "path" in fields:
-        return EvaluationSettings(**fields)
-    if fields.get("every") or fields.get("keep_best"):
+    if settings.path:
+        return settings.complete()
+    if settings.every or settings.keep_best:
         raise RunError("there is nothing to evaluate on", hint="add --eval-data FILE")
     return None
 
@@ -174,25 +184,15 @@ def check_data(data: DataSettings, evaluation: EvaluationSettings | None) -> Non
         check_lines(evaluation.path, prompt)
 
 
-@dataclass(frozen=True)
-class RunSettings:
-    """One run.
+class RunOptions(Section):
+    """Options of a run beside its plan, data, learning rate, evaluation and what is tuned.
 
     Attributes
     ----------
     model : str
         Directory or name of the base weights.
-    plan : Plan
-    data : DataSettings
-    learning_rate : LearningRate
-        Learning rates, and with them the number of steps.
     out : str
         Directory of the run.
-    program : Program, ProgramSet or None
-        What to run in place of what the plan is lowered to.
-    seed : int
-    weight_decay : float
-    loss_dtype : str
     objective : str
         ``"loss"``, or the name of what is minimised in its place.
     reward : str or None
@@ -201,14 +201,8 @@ class RunSettings:
         Most seconds of a reward's answer.
     accumulate : int
         Micro-batches that a step's batch is forwarded in.
-    device : str
-    num_threads : int
-    lora : LoRA or None
-    prefix : Prefix or None
-    evaluation : EvaluationSettings or None
     digest_every, checkpoint_every : int
         Steps between digests of the parameters and between checkpoints; 0 for never.
-    graphs : bool
     checksums : bool
         Whether a checksum follows every change of weights.
     resume : bool
@@ -216,7 +210,7 @@ class RunSettings:
     early_stop : bool
         Whether a diverging loss ends the run.
     save_as : str
-        How weights that are codes are written at the end, see :data:`SaveAs`.
+        How quantized weights are written at the end, see :data:`SaveAs`.
     random_weights, allow_download : bool
         As :func:`executors.models.loading.load_model`.
     tensorboard : bool
@@ -227,19 +221,12 @@ class RunSettings:
         Steps between the lines that are printed; the files have every step.
     timeout_s : float
         After which a rank that waits for another gives up.
-
-    Raises
-    ------
-    ZosimError
-        If the settings contradict each other.
     """
 
-    model: Annotated[str, Setting("--model", "Directory (or cached name) of the base weights.", "numbers")]
-    plan: Plan
-    data: DataSettings
-    learning_rate: LearningRate
-    out: Annotated[str, Setting("--out", "Directory of the run.")]
-    program: Program | ProgramSet | None = None
+    model: Annotated[
+        str, Setting("--model", "Directory (or cached name) of the base weights.", "numbers")
+    ] = ""
+    out: Annotated[str, Setting("--out", "Directory of the run.")] = ""
     seed: Annotated[
         Seed, Setting("--seed", "Of directions, the shuffle, and what adapters begin as.", "numbers")
     ] = 0
@@ -282,18 +269,6 @@ class RunSettings:
             usual="$OMP_NUM_THREADS, else its part of the cores",
         ),
     ] = 1
-    tuned: Annotated[
-        Part,
-        Setting(
-            "--tune",
-            "Tune all parameters, or matrices alone, or of these the linears of the blocks alone.",
-            "numbers",
-            recorded_as="tuned",
-        ),
-    ] = "all"
-    lora: LoRA | None = None
-    prefix: Prefix | None = None
-    evaluation: EvaluationSettings | None = None
     digest_every: Annotated[
         int,
         Setting(
@@ -337,35 +312,86 @@ class RunSettings:
         DEFAULT_TIMEOUT_S
     )
 
+
+class RunConfig(Section):
+    """The config tree of a run: what options, Python, a plan's file and a resumed run's header state."""
+
+    plan: PlanConfig = PlanConfig()
+    run: RunOptions = RunOptions()
+    data: DataSettings = DataSettings()
+    learning_rate: LearningRate = LearningRate.model_construct()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    adapters: AdapterSettings = AdapterSettings()
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """One run, complete: a rank needs nothing else.
+
+    Attributes
+    ----------
+    plan : Plan
+    run : RunOptions
+    data : DataSettings
+    learning_rate : LearningRate
+        Learning rates, and with them the number of steps.
+    program : Program, ProgramSet or None
+        What to run in place of what the plan is lowered to.
+    tuned : {"all", "matrices", "linears"}
+    lora : LoRA or None
+    prefix : Prefix or None
+    evaluation : EvaluationSettings or None
+
+    Raises
+    ------
+    ZosimError
+        If the settings contradict each other.
+    """
+
+    plan: Plan
+    run: RunOptions
+    data: DataSettings
+    learning_rate: LearningRate
+    program: Program | ProgramSet | None = None
+    tuned: Part = "all"
+    lora: LoRA | None = None
+    prefix: Prefix | None = None
+    evaluation: EvaluationSettings | None = None
+
     def __post_init__(self) -> None:
-        if not 1 <= self.num_threads <= MAX_THREADS:
-            raise RunError(f"threads={self.num_threads} must be from 1 to {MAX_THREADS}")
-        if min(self.digest_every, self.checkpoint_every) < 0:
+        if not 1 <= self.run.num_threads <= MAX_THREADS:
+            raise RunError(f"threads={self.run.num_threads} must be from 1 to {MAX_THREADS}")
+        if min(self.run.digest_every, self.run.checkpoint_every) < 0:
             raise RunError("digests and checkpoints are every 1 or more steps, or 0 for never")
         self._refuse_uneven()
-        if self.accumulate * self.plan.num_batch_shards > 1 and self.objective not in ("loss", "accuracy"):
+        if self.run.accumulate * self.plan.num_batch_shards > 1 and self.run.objective not in (
+            "loss",
+            "accuracy",
+        ):
             raise PlanError(
-                f"objective={self.objective} of parts of a batch does not make up that of the batch",
+                f"objective={self.run.objective} of parts of a batch does not make up that of the batch",
                 hint="leave --accumulate and the mesh's data axis out",
             )
         self._refuse_other_objectives()
         tuned_by(self.tuned, self.lora, self.prefix)
-        if not 0 <= self.seed <= MAX_SEED:
-            raise RunError(f"seed={self.seed} must be from 0 to {MAX_SEED}")
-        if self.save_as != "numbers":
+        if not 0 <= self.run.seed <= MAX_SEED:
+            raise RunError(f"seed={self.run.seed} must be from 0 to {MAX_SEED}")
+        if self.run.save_as != "numbers":
             self._refuse_no_codes()
-        if self.weight_decay < 0:
-            raise RunError(f"weight_decay={self.weight_decay} must be at least 0")
-        if self.objective != "loss" and (self.loss_dtype != "model" or self.plan.forward.loss_chunk_tokens):
+        if self.run.weight_decay < 0:
+            raise RunError(f"weight_decay={self.run.weight_decay} must be at least 0")
+        if self.run.objective != "loss" and (
+            self.run.loss_dtype != "model" or self.plan.forward.loss_chunk_tokens
+        ):
             raise PlanError(
-                f"objective={self.objective} is made of all logits at once, in a format of its own",
+                f"objective={self.run.objective} is made of all logits at once, in a format of its own",
                 hint="leave --loss-dtype and a chunked loss out",
             )
 
     def _refuse_other_objectives(self) -> None:
         """Refuse a reward beside what else could be minimised, and a plan that generates text for none."""
         num_new_tokens = self.plan.forward.num_new_tokens
-        if self.reward is None:
+        if self.run.reward is None:
             if num_new_tokens is not None:
                 raise PlanError(
                     f"the plan generates {num_new_tokens} tokens at each point, and no reward asks for them",
@@ -376,23 +402,23 @@ class RunSettings:
             raise PlanError(
                 "a reward is of generated text, and the plan generates none", hint="add --max-new-tokens"
             )
-        if self.objective != "loss" or self.loss_dtype != "model":
+        if self.run.objective != "loss" or self.run.loss_dtype != "model":
             raise PlanError(
                 "a reward is of texts, in place of any other objective",
                 hint="leave --objective and --loss-dtype out",
             )
-        if not self.reward_timeout_s > 0:
-            raise RunError(f"reward_timeout={self.reward_timeout_s} must be above 0")
+        if not self.run.reward_timeout_s > 0:
+            raise RunError(f"reward_timeout={self.run.reward_timeout_s} must be above 0")
 
     def _refuse_no_codes(self) -> None:
         coding = self.plan.storage.coding
         if coding is None or self.lora is not None or self.prefix is not None:
             what = "a plan without them has none" if coding is None else "what is tuned here lies beside them"
             raise PlanError(
-                f"--save-as {self.save_as} writes the codes that were tuned, and {what}",
+                f"--save-as {self.run.save_as} writes the codes that were tuned, and {what}",
                 hint="leave it out" if coding is not None else "add --weight-format",
             )
-        if self.save_as == "zosim-codes":
+        if self.run.save_as == "zosim-codes":
             return
         if self.plan.model.fused_qkv:
             raise PlanError(
@@ -405,10 +431,10 @@ class RunSettings:
         """Refuse micro-batches that do not share out every rank's part of a batch."""
         plan = self.plan
         parts = {len(plan.rows_of(rank)) for rank in range(plan.placement.world_size)}
-        if self.accumulate < 1 or any(part % self.accumulate for part in parts):
+        if self.run.accumulate < 1 or any(part % self.run.accumulate for part in parts):
             of = f" over data={plan.num_batch_shards}" if plan.num_batch_shards > 1 else ""
             raise PlanError(
-                f"batch={plan.batch}{of} cannot be forwarded in {self.accumulate} equal micro-batches",
+                f"batch={plan.batch}{of} cannot be forwarded in {self.run.accumulate} equal micro-batches",
                 hint="let --accumulate divide --batch" + (", and every rank's part of it" if of else ""),
             )
 
@@ -420,7 +446,7 @@ class RunSettings:
     @property
     def stops_early(self) -> bool:
         """Whether a loss that leaves for good ends the run; a reward, whose scale nobody knows, never does."""
-        return self.early_stop and self.reward is None
+        return self.run.early_stop and self.run.reward is None
 
     @property
     def num_steps(self) -> int:
@@ -442,7 +468,7 @@ class RunSettings:
         plan, rate = self.plan, self.learning_rate
         is_rounded = plan.is_transfer_lossy
         same = plan.identity()
-        parts: tuple[Any, ...] = (self, self.data, rate, self.evaluation or EvaluationSettings(""))
+        parts: tuple[Section, ...] = (self.run, self.data, rate, self.evaluation or EvaluationSettings())
         for settings in parts:
             kind: type = type(settings)
             same |= {
@@ -451,6 +477,7 @@ class RunSettings:
                 if field.name not in _BY_DIGEST and is_decisive(field, transfers_round=is_rounded)
             }
         same |= {
+            "tuned": self.tuned,
             "accumulate": self._accumulate_beside(earlier or plan),
             "data_sha256": data_sha256,
             "truncate": plan.seq if self.data.truncate else None,
@@ -465,43 +492,33 @@ class RunSettings:
         return same
 
     def _accumulate_beside(self, earlier: Plan) -> int:
-        num_parts = self.accumulate * self.plan.num_batch_shards
+        num_parts = self.run.accumulate * self.plan.num_batch_shards
         return (
             num_parts // earlier.num_batch_shards
             if num_parts % earlier.num_batch_shards == 0
-            else self.accumulate
+            else self.run.accumulate
         )
 
     def to_header(self, data_sha256: str) -> dict[str, Any]:
         """Return the settings as ``run.json`` keeps them."""
         return {
             "identity": self.identity(data_sha256),
-            "model": self.model,
-            "data": asdict(self.data),
-            "schedule": asdict(self.learning_rate),
+            "model": self.run.model,
+            "data": self.data.model_dump(),
+            "learning_rate": self.learning_rate.model_dump(),
             "lora": None if self.lora is None else self.lora.model_dump(mode="json"),
             "prefix": None if self.prefix is None else self.prefix.model_dump(mode="json"),
             "tuned": self.tuned,
-            "objective": self.objective,
-            "reward": self.reward,
-            "accumulate": self.accumulate,
-            "evaluation": None if self.evaluation is None else asdict(self.evaluation),
-            "digest_every": self.digest_every,
-            "checkpoint_every": self.checkpoint_every,
-            "random_weights": self.random_weights,
-            "save_as": self.save_as,
+            "objective": self.run.objective,
+            "reward": self.run.reward,
+            "accumulate": self.run.accumulate,
+            "evaluation": None if self.evaluation is None else self.evaluation.model_dump(),
+            "digest_every": self.run.digest_every,
+            "checkpoint_every": self.run.checkpoint_every,
+            "random_weights": self.run.random_weights,
+            "save_as": self.run.save_as,
             "edited_program": self.program is not None,
         }
-
-
-RUN_SECTIONS: dict[str, type] = {
-    "run": RunSettings,
-    "data": DataSettings,
-    "learning_rate": LearningRate,
-    "evaluation": EvaluationSettings,
-    "adapters": AdapterSettings,
-}
-"""What has the settings of a run beside those of its plan."""
 
 
 def refuse_other_identity(recorded: dict[str, Any], stated: dict[str, Any], where: str) -> None:

@@ -19,8 +19,10 @@ from costmodel.configs import read_model_spec
 from studies.scale.__main__ import timed
 from topology.clusters import cluster
 from topology.documents import load_preset
-from zosim.hardware.profiles import Profiles
-from zosim.planning.planner import Candidate, Decision, Request, choose
+from zosim.config import PlanConfig
+from zosim.planning.planner import Candidate, Decision, choose
+from zosim.planning.request import Hardware, Request
+from zosim.plans import Weights
 
 _PRESET = "dgx-1v"
 _SEARCHES = {"13b-8": ("opt-13b", 1), "175b-8": ("opt-175b", 1), "13b-1024": ("opt-13b", 128)}
@@ -49,20 +51,10 @@ def request_named(name: str) -> Request:
     topology = load_preset(_PRESET)
     if num_hosts > 1:
         topology = cluster(topology, num_hosts)
-    devices = [node.id for node in topology.compute_devices]
-    profiles = Profiles(topology)
-    return Request(
-        model=read_model_spec(model),
-        topology=topology,
-        hardware=topology.name,
-        device=devices[0],
-        profile=profiles.of(devices[0]),
-        profiles=profiles,
-        batch=len(devices),
-        seq=2048,
-        fixed={"weights": {"dtype": "float16"}},
-        max_ranks=len(devices),
+    config = PlanConfig(
+        model=read_model_spec(model), batch=len(topology.compute_devices), weights=Weights(dtype="float16")
     )
+    return Request(config, Hardware.of(topology, topology.name))
 
 
 def digest(decision: Decision) -> str:

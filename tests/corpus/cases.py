@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args, get_origin
 
-from executors.runs.settings import RUN_SECTIONS
-from zosim.stated import PLAN_SECTIONS, options_of
+from executors.runs.settings import RunConfig
+from zosim.options import options_of
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "--batch": ("2", "4"),
@@ -141,10 +141,10 @@ def run_cases(num_random: int, seed: int) -> Iterator[RunCase]:
 
 def setting_values() -> Iterator[tuple[str, ...]]:
     """Yield every value of every setting that is varied, as words of the command line with what it needs beside it."""
-    for option in options_of({**PLAN_SECTIONS, **RUN_SECTIONS}):
+    for option in options_of(RunConfig):
         if option.flag in option.setting.aliases or option.flag in LEFT_OUT:
             continue
-        typed = option._typed
+        typed = option.typed
         beside = TOGETHER.get(option.flag, ())
         if get_origin(typed) is Literal:
             yield from ((*beside, option.flag, value) for value in get_args(typed))

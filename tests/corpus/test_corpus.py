@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Literal, get_args, get_origin
 
-from executors.runs.settings import RUN_SECTIONS
+from executors.runs.settings import RunConfig
 from tests.corpus.__main__ import SEED, differing
 from tests.corpus.cases import LEFT_OUT, request_cases, run_cases
-from zosim.stated import PLAN_SECTIONS, options_of
+from zosim.options import options_of
 
 
 def test_each_listed_value_of_each_setting_is_in_a_run():
     listed = {
         (option.flag, value)
-        for option in options_of({**PLAN_SECTIONS, **RUN_SECTIONS})
-        if get_origin(option._typed) is Literal and option.flag not in LEFT_OUT
-        for value in get_args(option._typed)
+        for option in options_of(RunConfig)
+        if get_origin(option.typed) is Literal and option.flag not in LEFT_OUT
+        for value in get_args(option.typed)
     }
     covered = {
         pair for case in run_cases(0, SEED) for pair in zip(case.options, case.options[1:], strict=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +12,12 @@ from costmodel.profile import Profile
 from executors.calibration import calibrating
 from executors.demo import Stages, _between, _clear
 from executors.models.pretrain import Recipe, TaskSettings, build_model
+from tests.support.requests import request_for
 from topology import Topology, load_preset
 from topology.errors import RunError
+from zosim.config import PlanConfig, Search
 from zosim.hardware.profiles import profile_for
-from zosim.planning.planner import Request, choose
+from zosim.planning.planner import choose
 from zosim.plans import Plan
 
 TINY = Recipe(num_blocks=2, hidden_size=32, num_steps=2, batch=2)
@@ -57,17 +58,12 @@ def test_its_limit_leaves_no_room_for_the_default_model_on_the_device() -> None:
     topology = load_preset("cpu-laptop")
     device = topology.compute_devices[0].id
     config = build_model(Recipe()).config.to_dict()
-    asked = Request(
-        model=spec_of_config(config, name="demo"),
-        topology=topology,
-        hardware="cpu-laptop",
-        device=device,
-        profile=profile_for(topology, device),
-        batch=TaskSettings().batch,
-        seq=75,
+    model = spec_of_config(config, name="demo")
+    asked = request_for(
+        model, topology, profile=profile_for(topology, device), batch=TaskSettings().batch, seq=75
     )
     free = choose(asked)
-    tight = choose(replace(asked, max_device_bytes=_between(free)))
+    tight = choose(asked.over(PlanConfig(search=Search(max_device_bytes=_between(free)))))
     assert free.chosen.plan.residency.blocks == "resident"
     assert tight.chosen.plan.residency.blocks == "offloaded"
 

@@ -7,10 +7,9 @@ import re
 import pytest
 
 from executors.ranks.launch import launch
-from executors.ranks.mesh import spread
 from executors.runs.learning_rate import LearningRate
 from executors.runs.runlog import read_header
-from executors.runs.settings import DataSettings, RunSettings
+from executors.runs.settings import DataSettings, RunOptions, RunSettings
 from tests.support import distributed
 from tests.support.command import saved_lines, saved_model, zosim
 from tests.support.runs import STEPS, digests_of, killed, numbers_of, shorten, stopped, train
@@ -120,17 +119,16 @@ def test_a_late_joiner_needs_no_file_of_the_run(pertp, inputs, tmp_path):
         train(inputs, out, "--no-launch", "--residency", "offloaded", "--checkpoint-every", 2, steps=5) == 0
     )
     data = Plan.load(out / "plan.json").model_dump(mode="json")
-    spread(data, {"perturb": 2})
+    data |= {
+        "mesh": {"perturb": 2},
+        "placement": data["placement"] | {"devices": data["placement"]["devices"] * 2},
+    }
     data["residency"]["transfers"] = "sliced"
     settings = RunSettings(
-        model=str(inputs[0]),
         plan=Plan.model_validate(data),
-        data=DataSettings(str(inputs[1]), shuffle=True),
-        learning_rate=LearningRate("constant", 1e-3, num_steps=STEPS),
-        out=str(out),
-        digest_every=3,
-        resume=True,
-        tensorboard=False,
+        data=DataSettings(path=str(inputs[1]), shuffle=True),
+        learning_rate=LearningRate(learning_rate=1e-3, num_steps=STEPS),
+        run=RunOptions(model=str(inputs[0]), out=str(out), digest_every=3, resume=True, tensorboard=False),
     )
     launch(distributed.run_apart, settings, world_size=2)
     assert numbers_of(out) == numbers_of(pertp / "alone")
@@ -139,12 +137,10 @@ def test_a_late_joiner_needs_no_file_of_the_run(pertp, inputs, tmp_path):
 
 def test_ranks_that_begin_unlike_are_refused_in_words(pertp, inputs, tmp_path):
     settings = RunSettings(
-        model=str(inputs[0]),
         plan=Plan.load(pertp / "pair" / "plan.json"),
-        data=DataSettings(str(inputs[1])),
-        learning_rate=LearningRate("constant", 1e-3, num_steps=STEPS),
-        digest_every=0,
-        out=str(tmp_path / "out"),
+        data=DataSettings(path=str(inputs[1])),
+        learning_rate=LearningRate(learning_rate=1e-3, num_steps=STEPS),
+        run=RunOptions(model=str(inputs[0]), digest_every=0, out=str(tmp_path / "out")),
     )
     said = launch(distributed.run_unlike, settings, world_size=2)
     here = read_header(pertp / "pair")

@@ -15,9 +15,10 @@ from executors.ranks.launch import launch
 from executors.runs.learning_rate import LearningRate
 from executors.runs.run import Run
 from executors.runs.runlog import RunLog
-from executors.runs.settings import DataSettings, RunSettings
+from executors.runs.settings import DataSettings, RunOptions, RunSettings
 from tests.support.command import saved_lines, saved_model
 from topology.errors import RunError
+from zosim.config import merge
 
 
 def refused_by_the_disk() -> None:
@@ -83,14 +84,17 @@ def test_a_resume_that_fails_lets_go_of_the_log(tmp_path, monkeypatch):
     saved_lines(tmp_path / "data.jsonl")
     model = saved_model("opt", tmp_path)
     settings = RunSettings(
-        model=str(model),
         plan=plan_of_model(load_model(model), batch=2, seq=9),
-        data=DataSettings(str(tmp_path / "data.jsonl"), shuffle=False),
-        learning_rate=LearningRate("constant", 1e-3, num_steps=2),
-        out=str(tmp_path / "out"),
+        data=DataSettings(path=str(tmp_path / "data.jsonl"), shuffle=False),
+        learning_rate=LearningRate(learning_rate=1e-3, num_steps=2),
+        run=RunOptions(model=str(model), out=str(tmp_path / "out")),
     )
     Run(settings).run()
-    settings = replace(settings, learning_rate=LearningRate("constant", 1e-3, num_steps=4), resume=True)
+    settings = replace(
+        settings,
+        learning_rate=LearningRate(learning_rate=1e-3, num_steps=4),
+        run=merge(settings.run, RunOptions(resume=True)),
+    )
 
     def fail(*_given):
         message = "it cannot be replayed"

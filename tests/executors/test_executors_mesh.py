@@ -5,11 +5,12 @@ import sys
 
 import pytest
 
-from executors.ranks.mesh import alone, launch_lines, mesh_named, spread
-from executors.runs.planning import Asked, even_cuts
+from executors.ranks.mesh import alone, launch_lines
 from tests.support.distributed import FOURS, PAIRS, plan_for
 from topology.errors import PlanError
-from zosim.plans import Mesh, Plan
+from zosim.config import PlanConfig
+from zosim.planning.resolve import even_cuts, laid_over, resolve
+from zosim.plans import Mesh
 
 CASES = PAIRS | FOURS
 
@@ -21,9 +22,8 @@ def test_alone_is_what_was_spread(name):
     assert taken.placement.world_size == 1
     assert taken.mesh == single.mesh
     assert (taken.residency.transfers, taken.estimator) == ("private", single.estimator)
-    data = single.model_dump(mode="json")
-    spread(data, {name: value for name, value in plan.mesh.model_dump().items() if value != 1})
-    assert Plan.model_validate(data).mesh == plan.mesh
+    again = resolve(laid_over(single, PlanConfig(mesh=plan.mesh), lambda _: single.model))
+    assert (again.mesh, again.placement.world_size) == (plan.mesh, plan.placement.world_size)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_alone_is_what_was_spread(name):
 )
 def test_what_is_no_mesh_is_refused(text):
     with pytest.raises(PlanError, match="--mesh"):
-        _ = Asked({"mesh": Mesh.parse(text).model_dump(exclude_defaults=True)}).wanted_mesh
+        Mesh.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -44,16 +44,7 @@ def test_what_is_no_mesh_is_refused(text):
     ],
 )
 def test_the_outer_axis_is_named_first_and_stages_are_innermost(text, axes):
-    assert Asked({"mesh": Mesh.parse(text).model_dump(exclude_defaults=True)}).wanted_mesh == axes
-
-
-def test_methods_use_the_devices_that_there_are():
-    assert mesh_named("sparq", 4) == {"stage": 4}
-    assert mesh_named("sparq", 1) == {"stage": 2}
-    assert mesh_named("pertp", 8) == {"perturb": 2}
-    assert mesh_named("ddp", 8) == {"data": 8}
-    assert mesh_named("2d", 8) == {"data": 4, "perturb": 2}
-    assert mesh_named("2d", 1) == {"data": 2, "perturb": 2}
+    assert Mesh.parse(text).model_dump(exclude_defaults=True) == axes
 
 
 def test_every_host_gets_its_line():
@@ -80,6 +71,3 @@ def test_cuts_part_blocks_evenly():
     assert even_cuts(12, 2) == ("block.5.mlp",)
     assert even_cuts(3, 2) == ("block.0.mlp",)
     assert even_cuts(4, 4) == ("block.0.mlp", "block.1.mlp", "block.2.mlp")
-    assert Asked({"split": {"cuts": ("block.1", "block.2.mlp")}}).wanted_mesh == {"stage": 3}
-    assert Asked({"mesh": {"stage": 2}}).wanted_cuts(12, None) == ("block.5.mlp",)
-    assert Asked({"mesh": {"data": 2}}).wanted_cuts(12, None) == ()

@@ -111,7 +111,9 @@ def assert_parity(shape, dtype, tuned, placement, order, weights, decay, rate, *
     placed = PLACEMENTS[placement] | {"weights": {"perturbation": weights}}
     plan = plan_of(model, size=2, seq=6, dtype=dtype, directions={"order": order}, **placed)
     warmup_steps = WARMUP_STEPS if rate == "cosine" else 0
-    schedule = LearningRate(rate, BASE_RATE, num_steps=num_steps, warmup_steps=warmup_steps)
+    schedule = LearningRate(
+        kind=rate, learning_rate=BASE_RATE, num_steps=num_steps, warmup_steps=warmup_steps
+    )
     with Session(plan, model, learning_rate=schedule.at, weight_decay=decay, seed=11) as session:
         for step, batch in enumerate(batches(num_steps, size=2, seq=6)):
             record = session.step(batch)

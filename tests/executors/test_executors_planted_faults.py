@@ -14,13 +14,14 @@ from executors.ranks.launch import launch
 from executors.runs.learning_rate import LearningRate
 from executors.runs.run import run_in_rank
 from executors.runs.session import Session
-from executors.runs.settings import DataSettings, RunSettings
+from executors.runs.settings import DataSettings, RunOptions, RunSettings
 from proofs_checks.ranks import on_all_ranks
 from tests.support import distributed, faults, staged
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
 from tests.support.distributed import OFFLOADED, SHARED, SLICED, plan_for
 from tests.support.tiny import batches, model_of
 from topology.errors import RunError
+from zosim.config import merge
 
 COPIES = {"weights": {"perturbation": "copies"}, "schedule": {"traversal": "sweep"}}
 QUERIES = {"estimator": {"num_queries": 2}}
@@ -213,12 +214,10 @@ def test_a_first_digest_that_is_refused_lets_the_run_begin_again(inputs, tmp_pat
 @pytest.mark.dist
 def test_ranks_that_disagree_end_and_go_on_to_the_right_bits(inputs, tmp_path):
     settings = RunSettings(
-        model=str(inputs[0]),
         plan=plan_for({"mesh": {"perturb": 2}, **SLICED}),
-        data=DataSettings(str(inputs[1])),
-        learning_rate=LearningRate("constant", 1e-3, num_steps=7),
-        out=str(tmp_path / "out"),
-        digest_every=2,
+        data=DataSettings(path=str(inputs[1])),
+        learning_rate=LearningRate(learning_rate=1e-3, num_steps=7),
+        run=RunOptions(model=str(inputs[0]), out=str(tmp_path / "out"), digest_every=2),
     )
     with pytest.raises(RunError) as caught:
         launch(distributed.run_with_fault, settings, 5, world_size=2)
@@ -229,22 +228,24 @@ def test_ranks_that_disagree_end_and_go_on_to_the_right_bits(inputs, tmp_path):
     assert "learning rate of step 5" in caught.value.message
     assert "goes on after 4 steps" in caught.value.hint
     assert len(rows_of(tmp_path / "out")) == 4
-    resumed = launch(run_in_rank, replace(settings, resume=True), world_size=2)
-    undisturbed = launch(run_in_rank, replace(settings, out=str(tmp_path / "undisturbed")), world_size=2)
+    resumed = launch(
+        run_in_rank, replace(settings, run=merge(settings.run, RunOptions(resume=True))), world_size=2
+    )
+    undisturbed = launch(
+        run_in_rank,
+        replace(settings, run=merge(settings.run, RunOptions(out=str(tmp_path / "undisturbed")))),
+        world_size=2,
+    )
     assert resumed["digest"] == undisturbed["digest"]
 
 
 def _settings(inputs, out, placement):
     plan = STAGES[placement].plan() if placement in STAGES else plan_and_model(placement)[0]
     return RunSettings(
-        model=str(inputs[0]),
         plan=plan,
-        data=DataSettings(str(inputs[1])),
-        learning_rate=LearningRate("constant", 1e-3, num_steps=7),
-        out=str(out),
-        digest_every=5,
-        checksums=True,
-        tensorboard=False,
+        data=DataSettings(path=str(inputs[1])),
+        learning_rate=LearningRate(learning_rate=1e-3, num_steps=7),
+        run=RunOptions(model=str(inputs[0]), out=str(out), digest_every=5, checksums=True, tensorboard=False),
     )
 
 
@@ -265,13 +266,17 @@ def test_what_nobody_verified_before_a_death_is_run_again(inputs, tmp_path, capf
     settings = _settings(inputs, tmp_path / "out", placement)
     num_ranks = settings.plan.placement.world_size
     undisturbed = launch(
-        run_in_rank, replace(settings, out=str(tmp_path / "undisturbed")), world_size=num_ranks
+        run_in_rank,
+        replace(settings, run=merge(settings.run, RunOptions(out=str(tmp_path / "undisturbed")))),
+        world_size=num_ranks,
     )
     with pytest.raises(RunError, match="SIGKILL"):
         launch(distributed.run_astray, settings, fault, 2, 4, num_ranks - 1, world_size=num_ranks)
     assert len(rows_of(tmp_path / "out")) == 4
     capfd.readouterr()
-    resumed = launch(run_in_rank, replace(settings, resume=True), world_size=num_ranks)
+    resumed = launch(
+        run_in_rank, replace(settings, run=merge(settings.run, RunOptions(resume=True))), world_size=num_ranks
+    )
     said = " ".join(capfd.readouterr().err.split())
     assert "going on after 4 steps" in said
     assert "4 of these were not verified before the run ended, and are run again" in said

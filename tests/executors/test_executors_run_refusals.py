@@ -43,7 +43,7 @@ def test_a_narrower_transfer_format_needs_leave(inputs, tmp_path, capsys):
         (["--lora-rank", 2], "--lora-targets"),
         (["--eval-every", 2], "--eval-data"),
         (["--warmup", 5], "warmup_steps=5"),
-        (["--method", "mezo", "--residency", "offloaded"], "one of the two is enough"),
+        (["--method", "mezo", "--residency", "offloaded"], "leave --residency or --method out"),
         (["--residency", "offloaded", "--traversal", "sweep"], "traversal=sweep needs every block"),
         (["--objective", "nonsense"], "module:function"),
         (["--objective", "accuracy", "--loss-dtype", "fp64"], "--loss-dtype"),

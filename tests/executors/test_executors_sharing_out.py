@@ -5,40 +5,36 @@ from __future__ import annotations
 import pytest
 
 from costmodel.configs import read_model_spec
-from costmodel.datasheet import datasheet_profile
-from executors.ranks.mesh import fastest_plan
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
+from tests.support.requests import request_for
 from topology import load_preset
 from topology.errors import PlanError
-from zosim.planning.planner import Request, choose
+from zosim.planning.planner import choose
 from zosim.plans import Plan
 
 
-def request_for(**more):
-    topology = load_preset("dgx-1v")
-    profile = datasheet_profile(topology, "gpu0")
-    return Request(read_model_spec("opt-125m"), topology, "dgx-1v", "gpu0", profile, 8, 64, **more)
+def plan_of(num_ranks, **search):
+    request = request_for(
+        read_model_spec("opt-125m"), load_preset("dgx-1v"), batch=8, seq=64, ranks=num_ranks, **search
+    )
+    return choose(request).plan
 
 
 @pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_the_fastest_plan_of_as_many_ranks_is_no_slower_than_any_of_their_meshes(num_ranks):
-    request = request_for()
-    plan = fastest_plan(request, num_ranks)
+def test_a_plan_has_as_many_ranks_as_are_asked_for(num_ranks):
+    plan = plan_of(num_ranks)
     assert plan.placement.world_size == plan.mesh.world_size == num_ranks
-    if num_ranks == 4:
-        named = request_for(max_ranks=4, method="2d")
-        assert choose(named).chosen.plan.mesh.world_size <= 4
     for method, mesh in (("ddp", (num_ranks, 1)), ("pertp", (1, num_ranks))):
         if 1 < num_ranks <= (8 if method == "ddp" else 2):
-            shaped = fastest_plan(request_for(method=method), num_ranks)
+            shaped = plan_of(num_ranks, method=method)
             assert (shaped.mesh.data, shaped.mesh.perturb) == mesh
 
 
-@pytest.mark.parametrize(("method", "num_ranks"), [("pertp", 3), ("mezo", 2), ("auto", 64)])
+@pytest.mark.parametrize(("method", "num_ranks"), [("pertp", 3), ("mezo", 2)])
 def test_more_ranks_than_there_is_work_for_are_refused(method, num_ranks):
     with pytest.raises(PlanError, match=f"{num_ranks} ranks cannot share out a batch of 8"):
-        fastest_plan(request_for(method=method), num_ranks)
+        plan_of(num_ranks, method=method)
 
 
 @pytest.mark.dist

@@ -141,7 +141,7 @@ def test_a_stage_that_dies_while_it_sends_is_named():
 def test_codecs_need_leave_and_something_to_encode(inputs, tmp_path, capsys):
     asked = ("--method", "sparq", "--cut", "block.1.mlp", "--codec", "q4")
     assert train(inputs, tmp_path / "out", *asked) == 2
-    assert "codec q4 (residual stream: none) changes what crosses a cut" in capsys.readouterr().err
+    assert "codecs q4 change what arrives at the next stage" in capsys.readouterr().err
     assert train(inputs, tmp_path / "out", "--codec", "q4", "--allow-lossy") == 2
     assert "the plan has none" in capsys.readouterr().err
     in_place = ("--mesh", "stage=1", "--cut", "block.1.mlp")

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from zosim import cli, registry
+from zosim.config import PlanConfig
+from zosim.options import config_of, options_of
 from zosim.plans import AXES, Plan
 from zosim.plans.setting import Changes, fields_of
-from zosim.stated import PLAN_SECTIONS, options_of
 
 ROOT = Path(__file__).resolve().parents[2]
 HOMES = (
@@ -20,7 +21,9 @@ HOMES = (
     "zosim/lowering/",  # what it does to a step
     "zosim/planning/space.py",  # which values are tried
     "zosim/planning/sketch.py",  # the closed form of a step, whose copies overlap or do not
-    "executors/runs/planning.py",  # options laid over a plan
+    "zosim/planning/resolve.py",  # a config laid over a plan
+    "zosim/planning/cuts.py",  # what a config asks of cuts
+    "executors/runs/planning.py",  # what a run fixes of a config before the planner is asked
 )
 PASSED_ON = {
     # The names of devices are all that a placement is: who wants a device's profile asks for it by name.
@@ -41,7 +44,7 @@ PASSED_ON = {
 }
 """Fields that are read elsewhere, and why: what reads them does not decide by them how a step is made."""
 
-OF_A_PLAN = {option.name for option in options_of(PLAN_SECTIONS)}
+OF_A_PLAN = {option.name for option in options_of(PlanConfig)}
 
 
 def options(command: str) -> dict[str, object]:
@@ -64,9 +67,9 @@ def test_every_field_has_a_setting(axis: str) -> None:
 
 
 def test_no_two_fields_have_one_name_in_a_runs_identity_or_one_option() -> None:
-    names = [field.identity for kind in (Plan, *AXES.values()) for field in fields_of(kind).values()]
+    names = [field.identity for kind in (PlanConfig, *AXES.values()) for field in fields_of(kind).values()]
     assert len(set(names)) == len(names)
-    flags = [option.flag for option in options_of(PLAN_SECTIONS)]
+    flags = [option.flag for option in options_of(PlanConfig)]
     assert len(set(flags)) == len(flags)
 
 
@@ -85,21 +88,12 @@ def test_plan_and_run_have_the_same_options_for_a_plan() -> None:
 
 
 def test_what_is_typed_arrives_in_its_field() -> None:
-    typed = {
-        "directions.kept": True,
-        "weights.dtype": "fp16",
-        "split.cuts": ["block.1,block.3.mlp", "block.5"],
-        "plan.batch": 3,
-    }
-    stated: dict[str, dict[str, object]] = {}
-    for option in options_of(PLAN_SECTIONS):
-        if option.field is not None and (key := f"{option.section}.{option.field.name}") in typed:
-            option.state(typed[key], stated)
-    assert stated == {
+    typed = {"keep_directions": True, "dtype": "fp16", "cut": ["block.1,block.3.mlp", "block.5"], "batch": 3}
+    assert config_of(PlanConfig, typed).set_fields() == {
         "directions": {"kept": True},
         "weights": {"dtype": "float16"},
         "split": {"cuts": ("block.1", "block.3.mlp", "block.5")},
-        "plan": {"batch": 3},
+        "batch": 3,
     }
 
 

@@ -335,8 +335,10 @@ def run_apart(settings):
 
     from executors.ranks.rank_info import RankInfo
     from executors.runs.run import run_in_rank
+    from executors.runs.settings import RunOptions
+    from zosim.config import merge
 
-    unseen = replace(settings, out="/nonexistent/run")
+    unseen = replace(settings, run=merge(settings.run, RunOptions(out="/nonexistent/run")))
     return run_in_rank(settings if RankInfo.here().rank == 0 else unseen)
 
 
@@ -351,11 +353,13 @@ def run_unlike(settings):
     from executors.ranks.communicator import default_communicator
     from executors.ranks.launch import process_group
     from executors.runs.run import Run
+    from executors.runs.settings import RunOptions
     from topology.errors import RunError
+    from zosim.config import merge
 
     changes = {
-        "number of steps": {"learning_rate": replace(settings.learning_rate, num_steps=20)},
-        "digest every": {"digest_every": 5},
+        "number of steps": {"learning_rate": settings.learning_rate.model_copy(update={"num_steps": 20})},
+        "digest every": {"run": merge(settings.run, RunOptions(digest_every=5))},
         "num threads": mock.patch("torch.get_num_threads", return_value=7),
         "torch": mock.patch("torch.__version__", "2.99.0"),
         "instruction set": mock.patch("torch.backends.cpu.get_cpu_capability", return_value="NONE"),
@@ -363,8 +367,8 @@ def run_unlike(settings):
     }
     torch.set_num_threads(1)
     said = {}
-    with process_group("cpu", timeout_s=settings.timeout_s) as info:
-        communicator = default_communicator(settings.plan.groups, "cpu", settings.timeout_s)
+    with process_group("cpu", timeout_s=settings.run.timeout_s) as info:
+        communicator = default_communicator(settings.plan.groups, "cpu", settings.run.timeout_s)
         for name, change in changes.items():
             is_setting = isinstance(change, dict)
             own = replace(settings, **change) if is_setting and info.rank else settings

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from costmodel.configs import read_model_spec
 from costmodel.prices import Range, job_costs, shipped_prices
+from tests.support.requests import set_in
 from topology import load_preset
 from topology.errors import PlanError, ZosimError
 from zosim.applications.buying.answer import buy as buy_for
@@ -25,8 +26,9 @@ from zosim.report import Table
 PRICES = shipped_prices()
 
 
-def job(model="opt-1.3b", **more):
-    return Job(read_model_spec(model), **({"batch": 2, "seq": 256, "num_steps": 1000} | more))
+def job(model="opt-1.3b", num_steps=1000, **more):
+    config = {"batch": 2, "seq": 256, "weights": {"dtype": more.pop("dtype")} if "dtype" in more else {}}
+    return Job(set_in(model=read_model_spec(model), **(config | more)), num_steps=num_steps)
 
 
 def market(*, limits=None, by="money", pay=None, **more):

@@ -298,7 +298,7 @@ def test_compare_looks_at_the_slowest_rank_or_the_one_named(plan_of_four: Path, 
     ("words", "says"),
     [
         (["--mesh", "data=2,stge=2"], "'stge' is no axis of a mesh"),
-        (["--mesh", "data=4", "--ranks", "2"], "more than --ranks 2"),
+        (["--mesh", "data=4", "--ranks", "2"], "has 4 ranks, not 2"),
         (["--mesh", "data=4", "--batch", "3"], "cannot be shared by data=4"),
         (["--mesh", "perturb=4"], "some rank has none"),
         (["--mesh", "data=2", "--method", "zo2"], "no plan for data=2"),

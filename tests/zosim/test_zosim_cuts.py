@@ -1,3 +1,5 @@
+from tests.support.requests import request_for, set_in
+
 """Where models are cut into stages, and what the planner makes of it."""
 
 import json
@@ -10,39 +12,32 @@ from costmodel.codecs import codec_spec
 from costmodel.symbols import TensorSymbols
 from topology import load_preset
 from topology.errors import PlanError
-from zosim.hardware.profiles import Profiles
 from zosim.planning.cut_search import Ranking
 from zosim.planning.cuts import Cutting, cutting_of, read_densities, sparsest_near_the_middle
 from zosim.planning.pipelining import pipelining
-from zosim.planning.planner import Request, candidates, choose
+from zosim.planning.planner import candidates, choose
 from zosim.planning.space import site_of
-from zosim.plans import Mesh, Placement
+from zosim.plans import Mesh, Placement, Split
 
 MODEL = "opt-125m"
 
 
 def request(hardware, cutting=None, *, mesh=None, queries=2, **fields):
     topology = load_preset(hardware)
-    profiles, device = Profiles(topology), topology.compute_devices[0].id
-    mesh = mesh or Mesh(stage=2)
-    return Request(
-        model=read_model_spec(MODEL),
-        topology=topology,
-        hardware=topology.name,
-        device=device,
-        profile=profiles.of(device),
-        profiles=profiles,
+    fixed = {
+        "estimator": {"num_queries": queries},
+        "directions": {"rng": "counter"},
+        **fields.pop("fixed", {"residency": {"blocks": "resident"}}),
+    }
+    return request_for(
+        read_model_spec(MODEL),
+        topology,
         batch=4,
         seq=64,
         method="sparq",
-        mesh=mesh,
-        max_ranks=mesh.world_size,
+        mesh=mesh or Mesh(stage=2),
         cutting=cutting or cutting_of(MODEL),
-        fixed={
-            "estimator": {"num_queries": queries},
-            "directions": {"rng": "counter"},
-            **fields.pop("fixed", {"residency": {"blocks": "resident"}}),
-        },
+        fixed=fixed,
         **fields,
     )
 
@@ -50,7 +45,7 @@ def request(hardware, cutting=None, *, mesh=None, queries=2, **fields):
 def ranking(hardware, cutting, mesh):
     asked = request(hardware, cutting, mesh=mesh)
     devices = tuple(node.id for node in asked.topology.compute_devices[: mesh.world_size])
-    placement = Placement(topology=asked.hardware, devices=devices)
+    placement = Placement(topology=asked.hardware.name, devices=devices)
     return Ranking(site_of(asked, mesh, placement), cutting)
 
 
@@ -192,8 +187,10 @@ def test_a_saved_model_is_cut_between_its_blocks():
 @pytest.mark.parametrize(("difference", "per_cut"), [("forward", 3), ("central", 4)])
 def test_a_step_sends_as_many_activations_as_print_counts(difference, per_cut):
     fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
-    asked = request("dgx-h100", cutting_of(MODEL, ("block.3", "block.7")), mesh=Mesh(stage=3), fixed=fixed)
-    asked = replace(asked, fixed={**asked.fixed, "estimator": {"num_queries": 2, "difference": difference}})
+    asked = request(
+        "dgx-h100", cutting_of(MODEL, Split(cuts=("block.3", "block.7"))), mesh=Mesh(stage=3), fixed=fixed
+    )
+    asked = asked.over(set_in(estimator={"num_queries": 2, "difference": difference}))
     decision = choose(asked)
     subject = decision.chosen.subject
     found = pipelining(subject)
@@ -220,4 +217,8 @@ def test_the_papers_choice_is_held_against_the_chosen_one():
 
 def test_cuts_need_stages():
     with pytest.raises(PlanError, match="without stages"):
-        replace(request("dgx-h100", cutting_of(MODEL, ("block.5",))), method="auto", mesh=None)
+        request_for(
+            read_model_spec(MODEL),
+            load_preset("dgx-h100"),
+            cutting=cutting_of(MODEL, Split(cuts=("block.5",))),
+        )

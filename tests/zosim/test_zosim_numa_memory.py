@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from costmodel import read_model_spec
+from tests.support.requests import request_for
 from topology import Topology, from_nvidia_smi_topo, load_preset
 from topology.errors import DoesNotFit
-from zosim.hardware.profiles import profile_for
-from zosim.planning.planner import Decision, Request, choose
+from zosim.planning.planner import Decision, choose
 from zosim.planning.predict import Subject
 
 GIB = 2**30
@@ -29,10 +29,7 @@ def host(
 
 def decided(topology: Topology, model: str = "opt-13b", **fields: object) -> Decision:
     named = {"method": "zo2", "batch": 1, "seq": 128, "fixed": {"weights": {"dtype": "float16"}}, **fields}
-    profile = profile_for(topology, "gpu0")
-    return choose(
-        Request(read_model_spec(model), topology, topology.name, "gpu0", profile=profile, **named)  # type: ignore[arg-type]
-    )
+    return choose(request_for(read_model_spec(model), topology, device="gpu0", **named))
 
 
 def test_what_one_domain_does_not_hold_lies_in_the_next() -> None:

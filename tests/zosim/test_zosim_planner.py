@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from costmodel import read_model_spec
+from tests.support.requests import request_for
 from topology import load_preset
 from topology.errors import DoesNotFit, PlanError
 from zosim.hardware.profiles import profile_for, save_host_profile
 from zosim.planning.planner import Request, choose, placements
 from zosim.planning.predict import Subject
-from zosim.plans import ANY, AXES, ForwardPass, Plan, Residency, Weights
+from zosim.plans import ForwardPass, Plan, Residency, Weights
 
 GIB = 2**30
 
@@ -21,25 +22,12 @@ def request(
     topology = load_preset(hardware)
     device = topology.compute_devices[0].id
     fields.setdefault("weights", Weights(dtype=dtype))
-    axes = {name: fields.pop(name) for name in list(fields) if name in AXES and name != "mesh"}
-    fixed = {name: axis.model_dump(exclude_unset=True) for name, axis in axes.items()}
-    for axis, values in fields.pop("fixed", {}).items():
-        fixed[axis] = fixed.get(axis, {}) | values
-    return Request(
-        model=read_model_spec(model),
-        topology=topology,
-        hardware=hardware,
-        device=device,
-        profile=profile_for(topology, device),
-        batch=fields.pop("batch", 1),
-        seq=fields.pop("seq", 512),
-        fixed=fixed,
-        **fields,
-    )
+    fields = {"batch": 1, "seq": 512} | fields
+    return request_for(read_model_spec(model), topology, profile=profile_for(topology, device), **fields)
 
 
 def simulated_s(asked: Request, plan: Plan) -> float:
-    return Subject(plan, asked.topology, asked.profile).timeline.step_time_s
+    return Subject(plan, asked.topology, asked.hardware.profile).timeline.step_time_s
 
 
 @pytest.mark.parametrize("limit", [None, 2 * GIB])
@@ -67,17 +55,17 @@ def test_copies_are_looked_at_where_they_are_asked_for_and_chosen_where_they_are
         ("copies", False),
         ("copies", True),
     }
-    found = weights_of(request(fixed={"weights": {"perturbation": ANY}}))
+    found = weights_of(request(fixed={"weights": {"perturbation": "any"}}))
     assert set(found) == {("serial", False), ("copies", False), ("copies", True)}
     assert found["copies", True] < found["serial", False]
-    chosen = choose(request(fixed={"weights": {"perturbation": ANY}})).chosen
+    chosen = choose(request(fixed={"weights": {"perturbation": "any"}})).chosen
     assert (chosen.plan.weights.perturbation, chosen.seconds) == ("copies", min(found.values()))
 
 
 def test_copies_are_chosen_only_where_memory_admits_them() -> None:
-    free = choose(request(fixed={"weights": {"perturbation": ANY}})).chosen
+    free = choose(request(fixed={"weights": {"perturbation": "any"}})).chosen
     limit = free.footprints.largest.device_bytes - 1
-    tight = choose(request(fixed={"weights": {"perturbation": ANY}}, max_device_bytes=limit)).chosen
+    tight = choose(request(fixed={"weights": {"perturbation": "any"}}, max_device_bytes=limit)).chosen
     assert tight.footprints.largest.device_bytes <= limit
     assert tight.seconds >= free.seconds
     assert tight.plan != free.plan

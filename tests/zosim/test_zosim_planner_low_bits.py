@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from costmodel import read_model_spec
-from costmodel.datasheet import datasheet_profile
 from costmodel.prices import shipped_prices
+from tests.support.requests import request_for, set_in
 from topology.documents import load_preset
 from topology.errors import PlanError
 from zosim.applications.buying.machine import Job
 from zosim.applications.buying.offers import BuyerLimits, Market
+from zosim.config import merge
 from zosim.instructions import Stream
 from zosim.lowering import lower
 from zosim.planning.planner import Request, choose, placements
@@ -23,14 +24,7 @@ A100 = load_preset("a100-80gb-milan")
 
 def request(model="opt-13b", **more) -> Request:
     options = {"batch": 1, "seq": 128, "fixed": {"weights": {"dtype": "float16"}}} | more
-    return Request(
-        model=read_model_spec(model),
-        topology=A100,
-        hardware="a100-80gb-milan",
-        device="gpu0",
-        profile=datasheet_profile(A100, "gpu0"),
-        **options,
-    )
+    return request_for(read_model_spec(model), A100, **options)
 
 
 def coded(plans):
@@ -80,11 +74,15 @@ def test_transfers_of_codes_are_half_or_a_quarter():
 
 
 def test_a_machine_too_small_for_half_precision_is_an_offer_in_few_bits():
-    job = Job(read_model_spec("llama-2-70b"), batch=1, seq=128, num_steps=10, method="mezo")
+    job = Job(set_in(model=read_model_spec("llama-2-70b"), seq=128, method="mezo"), num_steps=10)
     refused, offered = (
-        Market(replace(job, allow_lossy=lossy), shipped_prices(), BuyerLimits(), "money", None).offers(
-            [("a100-80gb-milan", A100)], (1,), num_simulated=0
-        )
+        Market(
+            replace(job, config=merge(job.config, set_in(allow_lossy=lossy))),
+            shipped_prices(),
+            BuyerLimits(),
+            "money",
+            None,
+        ).offers([("a100-80gb-milan", A100)], (1,), num_simulated=0)
         for lossy in (False, True)
     )
     assert not refused[0]
@@ -96,19 +94,9 @@ def test_e4m3_products_are_planned_where_a_data_sheet_has_them():
     with pytest.raises(PlanError, match="has no product of e4m3 matrices"):
         request("opt-1.3b", fixed={"low_bits": float8})
     replaced = request("opt-1.3b", fixed={"low_bits": float8 | {"fallback": True}})
-    assert replaced.fixed["low_bits"]["kernel"] == "dequantise"
+    assert replaced.config.low_bits.kernel == "dequantise"
     h200 = load_preset("h200-1x")
-    profile = datasheet_profile(h200, h200.compute_devices[0].id)
-    hopper = Request(
-        model=read_model_spec("opt-1.3b"),
-        topology=h200,
-        hardware="h200-1x",
-        device=h200.compute_devices[0].id,
-        profile=profile,
-        batch=1,
-        seq=128,
-        fixed={"low_bits": float8},
-    )
+    hopper = request_for(read_model_spec("opt-1.3b"), h200, seq=128, low_bits=float8)
     plan = choose(hopper).chosen.plan
     kinds = {product.format for instruction in lower(plan).step for product in instruction.work.matmuls}
     assert (plan.low_bits.product, "float8_e4m3" in kinds) == ("scaled_mm", True)

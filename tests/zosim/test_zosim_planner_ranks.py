@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from costmodel import read_model_spec
+from tests.support.requests import request_for
 from topology import Topology, load_preset
 from topology.clusters import cluster
 from topology.errors import DoesNotFit, PlanError
 from zosim.hardware.isomorphic_hosts import IsomorphicHosts
-from zosim.hardware.profiles import Profiles
 from zosim.planning.planner import Request, choose, placements
 from zosim.planning.space import layouts, meshes
-from zosim.plans import AXES, Estimator, Mesh, Weights
+from zosim.plans import Estimator, Mesh, Weights
 
 GIB = 2**30
 HALF = Weights(dtype="float16")
@@ -27,25 +27,9 @@ def request(
 ) -> Request:
     topology = load_preset(hardware) if isinstance(hardware, str) else hardware
     topology = cluster(topology, num_hosts) if num_hosts > 1 else topology
-    profiles, device = Profiles(topology), topology.compute_devices[0].id
-    fields.setdefault("weights", HALF)
-    axes = {name: fields.pop(name) for name in list(fields) if name in AXES and name != "mesh"}
-    fixed = {name: axis.model_dump(exclude_unset=True) for name, axis in axes.items()}
-    for axis, values in fields.pop("fixed", {}).items():
-        fixed[axis] = fixed.get(axis, {}) | values
-    return Request(
-        model=read_model_spec(model),
-        topology=topology,
-        hardware=topology.name,
-        device=device,
-        profile=profiles.of(device),
-        profiles=profiles,
-        batch=fields.pop("batch", 8),
-        seq=fields.pop("seq", 128),
-        fixed=fixed,
-        max_ranks=fields.pop("max_ranks", len(topology.compute_devices)),
-        **fields,
-    )
+    most = len(topology.compute_devices)
+    fields = {"batch": 8, "seq": 128, "weights": HALF, "max_ranks": most} | fields
+    return request_for(read_model_spec(model), topology, **fields)
 
 
 def seconds(asked: Request) -> float:

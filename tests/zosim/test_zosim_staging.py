@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from costmodel import read_model_spec
+from tests.support.requests import request_for
 from topology import load_preset
 from topology.errors import PlanError
-from zosim.hardware.profiles import Profiles
 from zosim.planning.cuts import cutting_of
 from zosim.planning.planner import Request, choose
 from zosim.planning.staging import staged_plans
-from zosim.plans import AXES, Directions, Estimator, Plan, Weights
+from zosim.plans import Directions, Estimator, Plan, Weights
 
 HALF = Weights(dtype="float16")
 SINGLE = Weights()
@@ -20,26 +22,11 @@ COUNTER = {"estimator": Estimator(num_queries=4), "directions": Directions(rng="
 
 def request(hardware: str, model: str = "opt-125m", *, codec: str = "none", **fields) -> Request:
     topology = load_preset(hardware)
-    profiles, device = Profiles(topology), topology.compute_devices[0].id
-    fields.setdefault("weights", HALF)
-    axes = {name: fields.pop(name) for name in list(fields) if name in AXES and name != "mesh"}
-    fixed = {name: axis.model_dump(exclude_unset=True) for name, axis in axes.items()}
-    for axis, values in fields.pop("fixed", {}).items():
-        fixed[axis] = fixed.get(axis, {}) | values
-    return Request(
-        model=read_model_spec(model),
-        topology=topology,
-        hardware=hardware,
-        device=device,
-        profile=profiles.of(device),
-        profiles=profiles,
-        batch=fields.pop("batch", 4),
-        seq=fields.pop("seq", 64),
-        fixed=fixed,
-        max_ranks=fields.pop("max_ranks", len(topology.compute_devices)),
-        cutting=cutting_of(model, codec=codec, residual_codec=codec),
-        **fields,
-    )
+    most = len(topology.compute_devices)
+    fields = {"batch": 4, "seq": 64, "weights": HALF, "max_ranks": most} | fields
+    codecs = () if codec == "none" else tuple(codec.split(","))
+    cutting = replace(cutting_of(model), codecs=codecs, residual_codecs=codecs, tries_plain=True)
+    return request_for(read_model_spec(model), topology, cutting=cutting, **fields)
 
 
 def test_a_model_too_large_for_one_device_is_cut_in_place_of_offloaded() -> None:

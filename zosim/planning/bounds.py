@@ -10,10 +10,8 @@ What is known of MeZO's plan for OPT-13B on a GPU with 80 GB before it is lowere
 >>> from costmodel.datasheet import datasheet_profile
 >>> from topology import load_preset
 >>> topology, model = load_preset("a100-80gb-milan"), read_model_spec("opt-13b")
->>> profile = datasheet_profile(topology, "gpu0")
->>> request = Request(
-...     model, topology, "a100-80gb-milan", "gpu0", profile, batch=1, seq=2048, max_device_bytes=2**34
-... )
+>>> hardware = Hardware(topology, "a100-80gb-milan", "gpu0", datasheet_profile(topology, "gpu0"))
+>>> request = Request(PlanConfig(model=model, search=Search(max_device_bytes=2**34)), hardware)
 >>> place = Placement(topology="a100-80gb-milan", devices=("gpu0",))
 >>> bound = Bounds(request).of(Plan(model=model, batch=1, seq=2048, placement=place))
 >>> print(bound.missing.partition(": ")[0])
@@ -124,7 +122,7 @@ class Bounds:
         placement, request = plan.placement, self._request
         key = placement, plan.num_stages
         if key not in self._known:
-            profiles = profiles_of(placement, request.profile, request.profiles)
+            profiles = profiles_of(placement, request.hardware.profile, request.hardware.profiles)
             self._known[key] = machines_for(
                 request.topology, placement.devices, profiles, plan.groups, known=self._paths
             )

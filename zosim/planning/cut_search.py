@@ -239,7 +239,7 @@ class Ranking:
         if len(asked) > _NUM_CODECS:
             bounds = {pair: self.best_of_all(pair).bound_s for pair in asked}
             asked = sorted(asked, key=bounds.__getitem__)[:_NUM_CODECS]
-        return [PLAIN, *asked]
+        return [PLAIN, *asked] if cutting.tries_plain or not asked else asked
 
     def best(self, codecs: Codecs) -> list[tuple[str, ...]]:
         """Return the cuts worth a simulation: the best inside blocks, the best between them, and SparQ's own choice."""

@@ -25,7 +25,7 @@ from costmodel.model_spec import ModelSpec, block_index
 from costmodel.symbols import CutSymbols, TensorSymbols
 from topology.errors import PlanError, ZosimError
 from topology.reading import read_json_object
-from zosim.plans import INSIDE, check_cut_names
+from zosim.plans import INSIDE, Split, check_cut_names
 
 CutModel = Callable[[tuple[int, ...]], ModelSpec]
 """Returns the model with these blocks cut inside."""
@@ -91,6 +91,8 @@ class Cutting:
         Of what crosses each cut, where it was measured; 1 for the others.
     cut_model : callable or None
         How to cut inside blocks; unless given, a model is cut where it is cut already, and between blocks.
+    tries_plain : bool
+        Whether plain numbers are tried beside the codecs.
     """
 
     cuts: tuple[str, ...] = ()
@@ -98,6 +100,17 @@ class Cutting:
     residual_codecs: tuple[str, ...] = ()
     densities: Mapping[str, float | Probed] = field(default_factory=dict)
     cut_model: CutModel | None = None
+    tries_plain: bool = True
+
+    @classmethod
+    def of(
+        cls, split: Split, cut_model: CutModel | None, densities: Mapping[str, float | Probed] | None = None
+    ) -> Cutting:
+        """Return what a config asks of cuts: a codec that it sets is the only one."""
+        codecs, residual_codecs = (
+            () if name == "none" else (name,) for name in (split.codec, split.residual_codec)
+        )
+        return cls(split.cuts, codecs, residual_codecs, densities or {}, cut_model, tries_plain=False)
 
     def __post_init__(self) -> None:
         for name in (*self.codecs, *self.residual_codecs):
@@ -143,14 +156,9 @@ class Cutting:
 
 
 def cutting_of(
-    source: str,
-    cuts: Sequence[str] = (),
-    codec: str = "none",
-    residual_codec: str = "none",
-    densities: Path | None = None,
-    tuned: Trainable = "all",
+    source: str, split: Split | None = None, densities: Path | None = None, tuned: Trainable = "all"
 ) -> Cutting:
-    """Return where options let the model be cut."""
+    """Return where the model may be cut, as far as a config sets it; a codec that it sets is the only one."""
 
     @cache
     def cut_model(blocks: tuple[int, ...]) -> ModelSpec:
@@ -158,19 +166,8 @@ def cutting_of(
 
     path = Path(source)
     is_saved = path.suffix == ".json" and path.name != "config.json" and path.is_file()
-    return Cutting(
-        tuple(cuts),
-        _codecs(codec),
-        _codecs(residual_codec),
-        {} if densities is None else read_densities(densities),
-        None if is_saved else cut_model,
-    )
-
-
-def _codecs(text: str) -> tuple[str, ...]:
-    """Return the codecs that a text lists; of plain numbers alone, which are always tried, none."""
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    return () if names == ("none",) else names
+    known = {} if densities is None else read_densities(densities)
+    return Cutting.of(split or Split(), None if is_saved else cut_model, known)
 
 
 def density_of(known: float | Probed) -> float:

@@ -22,7 +22,7 @@ from zosim.planning.explain import ALIKE, about_cuts, reasons
 from zosim.planning.footprint import Footprints
 from zosim.planning.predict import Prediction, Subject
 from zosim.planning.request import ASSUMED_SIZE, HOW_TO_STATE_MEMORY, Request
-from zosim.planning.space import placements
+from zosim.planning.space import placements, too_few_ranks
 from zosim.planning.staging import staged_plans
 from zosim.plans import INSIDE, Plan
 
@@ -165,6 +165,8 @@ def choose(request: Request) -> Decision:
             staged, too_large = [], []  # what is asked for does not go with stages
         ranked = _simulate_survivors(sorted((*ranked, *staged), key=_IN_ORDER)) if staged else ranked
         rejected = sorted((*rejected, *too_large), key=_IN_ORDER)
+    if not ranked and not rejected:
+        raise too_few_ranks(request)
     if not ranked:
         raise _nothing_fits(request, rejected)
     best, *others = ranked
@@ -191,7 +193,7 @@ def candidates(request: Request, bounds: Bounds | None = None) -> Iterator[Candi
 
 
 def _bounded(request: Request, bounds: Bounds, plans: Iterable[Plan]) -> Iterator[Candidate]:
-    is_open = "loss_chunk_tokens" not in request.fixed.get("forward", {})
+    is_open = "loss_chunk_tokens" not in request.config.forward.model_fields_set
     for plan in plans:
         whole = _candidate(request, bounds, plan)
         yield whole
@@ -203,8 +205,8 @@ def _bounded(request: Request, bounds: Bounds, plans: Iterable[Plan]) -> Iterato
 
 
 def _candidate(request: Request, bounds: Bounds, plan: Plan) -> Candidate:
-    bound = bounds.of(plan)
-    subject = Subject(plan, request.topology, request.profile, profiles=request.profiles)
+    bound, hardware = bounds.of(plan), request.hardware
+    subject = Subject(plan, hardware.topology, hardware.profile, profiles=hardware.profiles)
     return Candidate(subject, bound, bound.seconds)
 
 
@@ -237,7 +239,7 @@ def _nothing_fits(request: Request, rejected: list[Candidate]) -> DoesNotFit:
     closest = min(rejected, key=lambda candidate: candidate.footprints.largest.device_bytes)
     message = (
         f"no plan fits {request.model.name} with batch {request.batch} and {request.seq} tokens on "
-        f"{request.device} of {request.hardware}; the closest, {closest.describe()}, {closest.missing}"
+        f"{request.hardware.device} of {request.hardware.name}; the closest, {closest.describe()}, {closest.missing}"
     )
     hint = "a smaller batch or sequence, a narrower --dtype, or hardware with more memory"
     if ASSUMED_SIZE in closest.missing:

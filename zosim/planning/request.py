@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, TypeVar
 
 from costmodel.model_spec import ModelSpec
 from costmodel.profile import Profile
 from topology.errors import PlanError
 from topology.graph import Topology
 from topology.validation import readable
+from zosim.config import HOST, USUAL_SEQ, PlanConfig, merge
 from zosim.hardware.profiles import Profiles
 from zosim.planning.cuts import Cutting
-from zosim.plans import ANY, AXES, Axis, LowBits, Mesh, Method, Placement
+from zosim.plans import AXES, Axis, LowBits, Mesh, Method, Placement
 
 Blocks = Literal["resident", "offloaded"]
 AnyAxis = TypeVar("AnyAxis", bound=Axis)
@@ -30,82 +31,167 @@ _SHARED: tuple[Method, ...] = ("pertp", "ddp", "2d")
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked of the planner.
+class Hardware:
+    """The hardware that a plan may use, and how fast it is.
 
     Attributes
     ----------
-    model : ModelSpec
     topology : Topology
-    hardware : str
+    name : str
         How `topology` was named, so that a plan can find it again.
     device : str
         Node that the first rank runs on.
     profile : Profile
         What operations cost there.
-    batch, seq : int
-    method : str
-        ``"mezo"`` keeps all blocks on one device, ``"zo2"`` offloads them from one; ``"pertp"``, ``"ddp"`` and
-        ``"2d"`` share the forwards of a step out among several, with blocks resident or offloaded; ``"auto"`` tries
-        all of these. ``"sparq"`` cuts the model into stages, perhaps with the forwards shared out as well, which ``"auto"``
-        tries, too, where several devices may be used.
-    mesh : Mesh or None
-        The only mesh to plan for; by default any that `method` names and `max_ranks` allows.
-    max_ranks : int
-        Devices that a plan may use. Several ranks may run on one CPU, on a GPU one.
     profiles : Profiles or None
         What operations cost on the other devices, or where ranks share one; by default what they cost on `device`.
-    max_device_bytes, max_host_bytes : int or None
-        Limits below what the hardware has.
-    allow_lossy : bool
-        Whether plans that lose precision (narrower transfers, codecs, weights in few bits) may be considered.
-    cutting : Cutting
-        Where a mesh of several stages may cut the model, and with which codecs.
-    fixed : mapping
-        Values of fields that every plan must have, by axis and name, such as ``{"weights": {"dtype": "float16"}}``. What the
-        planner would choose gives way to them, which is how an ablation is asked for; what it does not choose, such as the
-        estimator and the formats, has its defaults without them. :data:`~zosim.plans.ANY` in place of a value leaves the
-        choice to the planner, although the numbers differ in roundings.
+    max_ranks : int
+        Ranks that a plan may have where nobody says how many. Several may run on one CPU, on a GPU one.
     """
 
-    model: ModelSpec
     topology: Topology
-    hardware: str
+    name: str
     device: str
     profile: Profile
-    batch: int
-    seq: int
-    method: Method = "auto"
-    mesh: Mesh | None = None
-    max_ranks: int = 1
     profiles: Profiles | None = None
-    max_device_bytes: int | None = None
-    max_host_bytes: int | None = None
-    allow_lossy: bool = False
+    max_ranks: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        topology: Topology,
+        name: str,
+        *,
+        device: str | None = None,
+        max_ranks: int | None = None,
+        profile: str | Path | None = None,
+        num_threads: int | None = None,
+        is_calibrated: bool = True,
+    ) -> Hardware:
+        """Return a topology as hardware to plan for.
+
+        Parameters
+        ----------
+        topology : Topology
+        name : str
+        device : str, optional
+            Of the first rank; by default the first, and a rank may be on every device.
+        max_ranks : int, optional
+            By default one for every device, or for the one that is named.
+        profile : path, optional
+            Calibrated rates; by default those of this machine's calibration, or of data sheets.
+        num_threads : int, optional
+            Of a CPU's kernels.
+        is_calibrated : bool
+            Whether this machine's own calibration counts, not its data sheets alone.
+        """
+        is_host = name == HOST and is_calibrated
+        profiles = Profiles(topology, path=profile, num_threads=num_threads, is_host=is_host)
+        all_devices = topology.compute_devices
+        first = device or all_devices[0].id
+        return cls(
+            topology,
+            name,
+            first,
+            profiles.of(first),
+            profiles,
+            max_ranks or (1 if device is not None else len(all_devices)),
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """A config to be made a plan of, on some hardware: fields that are set stay, the planner chooses the others.
+
+    Attributes
+    ----------
+    config : PlanConfig
+        With its model.
+    hardware : Hardware
+    cutting : Cutting
+        Where a mesh of several stages may cut the model, and with which codecs.
+    """
+
+    config: PlanConfig
+    hardware: Hardware
     cutting: Cutting = field(default_factory=Cutting)
-    fixed: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fixed", with_stored_codes(self.fixed, self.model))
+        if self.model.stored is not None:
+            stored = LowBits.model_construct(**self.model.stored.fields)
+            self._lay_under(PlanConfig(low_bits=stored))
         self._refuse_missing_kernel()
-        if self.mesh is not None and not self.admits(self.mesh):
-            shape = self.mesh.describe() or "one rank"
+        mesh, search = self.mesh, self.config.search
+        if mesh is not None and search.ranks not in (None, mesh.world_size):
+            raise PlanError(
+                f"--mesh {mesh.describe()} has {mesh.world_size} ranks, not {search.ranks}",
+                hint="leave --ranks out",
+            )
+        if mesh is not None and not self.admits(mesh):
+            shape = mesh.describe() or "one rank"
             raise PlanError(
                 f"--method {self.method} is no plan for {shape}",
                 hint="leave one of the two out; pertp has several ranks along perturb, ddp along data, 2d along both, "
                 "sparq several stages",
             )
-        if self.cutting.cuts and self.method != "sparq" and (self.mesh is None or not self.mesh.is_staged):
+        if self.cutting.cuts and self.method != "sparq" and (mesh is None or not mesh.is_staged):
             raise PlanError(
                 f"--cut {', '.join(self.cutting.cuts)} without stages",
                 hint=f"add --mesh stage={len(self.cutting.cuts) + 1}",
             )
-        if self.max_ranks < 1:
-            raise PlanError(f"--ranks {self.max_ranks} leaves no device", hint="use at least 1")
+
+    def _lay_under(self, base: PlanConfig) -> None:
+        object.__setattr__(self, "config", merge(base, self.config))
+
+    def over(self, config: PlanConfig) -> Request:
+        """Return the request with another config laid over its own."""
+        return replace(self, config=merge(self.config, config))
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model to be tuned."""
+        assert self.config.model is not None
+        return self.config.model
+
+    @property
+    def topology(self) -> Topology:
+        """What the hardware is made of."""
+        return self.hardware.topology
+
+    @property
+    def batch(self) -> int:
+        """Sequences per step."""
+        return self.config.batch
+
+    @property
+    def seq(self) -> int:
+        """Tokens per sequence."""
+        return self.config.seq or USUAL_SEQ
+
+    @property
+    def method(self) -> Method:
+        """Which kind of plan may be chosen."""
+        return self.config.search.method
+
+    @property
+    def allow_lossy(self) -> bool:
+        """Whether plans that lose precision may be chosen."""
+        return self.config.search.allow_lossy
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The only mesh to plan for; None for any that method and ranks allow."""
+        mesh: Mesh | None = self.config.given("mesh")
+        return mesh
+
+    @property
+    def max_ranks(self) -> int:
+        """Most ranks of a plan."""
+        return self.config.search.ranks or self.hardware.max_ranks
 
     def _refuse_missing_kernel(self) -> None:
         """Refuse products of e4m3 matrices on CPUs, and on GPUs whose data sheet has none, or count on others where that is allowed."""
-        low_bits, spec = self.axis(LowBits), self.topology.device_spec(self.device)
+        low_bits, spec = self.axis(LowBits), self.topology.device_spec(self.hardware.device)
         if low_bits.product != "scaled_mm" or (spec.kind == "gpu" and "fp8" in spec.peak_dense):
             return
         if not low_bits.may_dequantise:
@@ -114,20 +200,22 @@ class Request:
                 + (" (its data sheet states no peak of fp8)" if spec.kind == "gpu" else ""),
                 hint="use --kernel dequantise, or --activation-format int8-token with an integer format",
             )
-        fixed = {**self.fixed, "low_bits": {**self.fixed.get("low_bits", {}), "kernel": "dequantise"}}
-        object.__setattr__(self, "fixed", fixed)
+        object.__setattr__(
+            self, "config", merge(self.config, PlanConfig(low_bits=LowBits(kernel="dequantise")))
+        )
 
     def axis(self, kind: type[AnyAxis]) -> AnyAxis:
-        """Return an axis with the fields that are fixed, and defaults.
+        """Return an axis with the fields that are set, and defaults.
 
         Raises
         ------
         PlanError
-            If a field is unknown, or its value is.
+            If they contradict each other.
         """
         name = next(name for name, axis in AXES.items() if axis is kind)
         with readable("what the plan is asked to fix", PlanError, model=kind):
-            return kind.model_validate(without_any(self.fixed.get(name, {})))
+            axis: AnyAxis = getattr(self.config, name).complete()
+        return axis
 
     @property
     def blocks(self) -> tuple[Blocks, ...]:
@@ -148,7 +236,11 @@ class Request:
     def device_limit_bytes(self, device: str) -> int:
         """Return the memory that a rank may take on a device."""
         has = self.topology.device_spec(device).memory_bytes
-        return has if self.max_device_bytes is None else min(has, self.max_device_bytes)
+        return (
+            has
+            if self.config.search.max_device_bytes is None
+            else min(has, self.config.search.max_device_bytes)
+        )
 
     def host_memories(self, devices: tuple[str, ...]) -> tuple[str, ...]:
         """Return the memories that ranks on these devices of one host have: all of it, or of CPUs those next to them."""
@@ -163,12 +255,17 @@ class Request:
     def host_limit_bytes(self, devices: tuple[str, ...]) -> int:
         """Return the memory that ranks on these devices of one host may take of it."""
         has = sum(self.topology.node(memory).memory_bytes for memory in self.host_memories(devices))
-        return has if self.max_host_bytes is None else min(has, self.max_host_bytes)
+        return (
+            has if self.config.search.max_host_bytes is None else min(has, self.config.search.max_host_bytes)
+        )
 
     def about_host_memory(self, devices: tuple[str, ...]) -> str:
         """Return what the limit of a host's memory is made of, in words: its NUMA domains, and whether they are assumed."""
         memories = self.host_memories(devices)
-        if self.max_host_bytes is not None and self.host_limit_bytes(devices) == self.max_host_bytes:
+        if (
+            self.config.search.max_host_bytes is not None
+            and self.host_limit_bytes(devices) == self.config.search.max_host_bytes
+        ):
             return "--max-host-memory"
         sizes = [self.topology.node(memory).capacity for memory in memories]
         assumed = any(size is not None and size.basis == "assumed" for size in sizes)
@@ -182,19 +279,6 @@ class Request:
             else ""
         )
         return f"{where}{near}{ASSUMED_SIZE if assumed else ''}"
-
-
-def with_stored_codes(fixed: Mapping[str, Mapping[str, Any]], model: ModelSpec) -> dict[str, dict[str, Any]]:
-    """Return fields that are fixed, by axis, and beside them how a model that is quantised already keeps its weights."""
-    filled = {axis: dict(fields) for axis, fields in fixed.items()}
-    if model.stored is not None:
-        filled["low_bits"] = {**model.stored.fields, **filled.get("low_bits", {})}
-    return filled
-
-
-def without_any(fields: Mapping[str, object]) -> dict[str, object]:
-    """Return the fields with a value of their own, which :data:`~zosim.plans.ANY` is not."""
-    return {name: value for name, value in fields.items() if value != ANY}
 
 
 def profiles_of(

@@ -8,10 +8,8 @@ Where blocks may live, and when they are updated, of OPT-125M on one GPU without
 >>> from costmodel.datasheet import datasheet_profile
 >>> from topology import load_preset
 >>> topology = load_preset("a100-80gb-milan")
->>> profile = datasheet_profile(topology, "gpu0")
->>> request = Request(
-...     read_model_spec("opt-125m"), topology, "a100-80gb-milan", "gpu0", profile, batch=1, seq=16
-... )
+>>> hardware = Hardware(topology, "a100-80gb-milan", "gpu0", datasheet_profile(topology, "gpu0"))
+>>> request = Request(PlanConfig(model=read_model_spec("opt-125m"), seq=16), hardware)
 >>> for plan in placements(request):
 ...     print(plan.describe())
 mezo, blockwise
@@ -25,7 +23,6 @@ zo2, 3 slots
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from itertools import product
 from math import ceil
 from typing import Literal, get_args
@@ -36,8 +33,8 @@ from topology.errors import PlanError
 from topology.validation import readable
 from zosim.hardware.machines import machines_for
 from zosim.planning.cut_search import Costs, CutSite, splits
-from zosim.planning.request import Blocks, Request, profiles_of, without_any
-from zosim.plans import ANY, Estimator, Mesh, Placement, Plan, Residency, Split, TransferDType, Weights
+from zosim.planning.request import Blocks, Request, profiles_of
+from zosim.plans import Estimator, Mesh, Placement, Plan, Residency, Split, TransferDType, Weights
 
 Transfers = Literal["private", "shared", "sliced"]
 Point = Mapping[str, Mapping[str, object]]
@@ -72,7 +69,7 @@ def placements(request: Request) -> Iterator[Plan]:
         is_any = True
         yield plan
     if not is_any and not request.seeks_stages:
-        raise _too_few_devices(request)
+        raise too_few_ranks(request)
 
 
 def _shapes(request: Request) -> Iterator[tuple[Mesh, Placement, tuple[ModelSpec, Split]]]:
@@ -152,7 +149,7 @@ def meshes(request: Request) -> Iterator[Mesh]:
 
 
 def shares(request: Request, *, stage: int) -> Iterator[Mesh]:
-    """Yield the meshes of so many stages that share a step out among as many ranks as are worth a try."""
+    """Yield the meshes of so many stages that share a step out among as many ranks as are asked for, or worth a try."""
     limit, points, sizes = request.max_ranks // stage, request.axis(Estimator).num_points, _sizes(request)
     for data in range(1, min(request.batch, limit) + 1):
         for perturb in range(1, min(points, limit // data) + 1):
@@ -170,14 +167,12 @@ def site_of(request: Request, mesh: Mesh, placement: Placement) -> CutSite:
     machines = machines_for(
         request.topology,
         pipeline.devices,
-        profiles_of(pipeline, request.profile, request.profiles),
+        profiles_of(pipeline, request.hardware.profile, request.hardware.profiles),
         {"pipeline": (tuple(range(mesh.stage)),)},
     )
     alone = Placement(topology=placement.topology, devices=placement.devices[:1])
-    fixed = {axis: request.fixed.get(axis, {}) for axis in ("estimator", "directions", "weights", "forward")}
-    return CutSite(
-        mesh, machines, _plan(replace(request, fixed=fixed), (request.model, Split()), Mesh(), alone, {})
-    )
+    fixed = request.config.fixed("estimator", "directions", "weights", "forward")
+    return CutSite(mesh, machines, _plan(request, (request.model, Split()), Mesh(), alone, {}, fixed))
 
 
 def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
@@ -198,7 +193,7 @@ def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
         picks.append(tuple(device for devices in listed for device in devices)[:num_ranks])
     for picked in picks:
         on = tuple(request.topology.host_of(device).id for device in picked)
-        yield Placement(topology=request.hardware, devices=picked, hosts=on if len(set(on)) > 1 else ())
+        yield Placement(topology=request.hardware.name, devices=picked, hosts=on if len(set(on)) > 1 else ())
 
 
 def _picks(request: Request, hosts: list[list[str]], per_host: int) -> Iterator[tuple[str, ...]]:
@@ -223,10 +218,10 @@ def _picks(request: Request, hosts: list[list[str]], per_host: int) -> Iterator[
 def _devices_by_host(request: Request) -> dict[str, list[str]]:
     """Return the devices that ranks may run on, host by host, from the request's own device on."""
     topology = request.topology
-    kind = topology.node(request.device).kind
+    kind = topology.node(request.hardware.device).kind
     devices = [node.id for node in topology.compute_devices] if kind == "gpu" else []
     devices = devices or [node.id for node in topology.of_kind("cpu")]
-    first = devices.index(request.device)
+    first = devices.index(request.hardware.device)
     hosts: dict[str, list[str]] = {}
     for device in (*devices[first:], *devices[:first]):
         hosts.setdefault(topology.host_of(device).id, []).append(device)
@@ -237,23 +232,22 @@ def _check_devices(request: Request) -> None:
     """Refuse more ranks than there are GPUs, of which each runs one, and blocks where the method has none."""
     num_devices = sum(map(len, _devices_by_host(request).values()))
     num_ranks = request.max_ranks if request.mesh is None else request.mesh.world_size
-    if request.topology.node(request.device).kind == "gpu" and num_ranks > num_devices:
+    if request.topology.node(request.hardware.device).kind == "gpu" and num_ranks > num_devices:
         raise PlanError(
-            f"{num_ranks} ranks need {num_ranks} GPUs, and {request.hardware} has {num_devices}",
+            f"{num_ranks} ranks need {num_ranks} GPUs, and {request.hardware.name} has {num_devices}",
             hint=f"use --ranks {num_devices} or less, or a smaller --mesh",
         )
-    blocks = request.fixed.get("residency", {}).get("blocks")
+    residency = request.config.residency
+    blocks = residency.given("blocks")
     if blocks in get_args(Blocks) and blocks not in request.blocks:
         raise PlanError(
             f"--method {request.method} keeps blocks {request.blocks[0]}, not {blocks}",
             hint="leave --residency or --method out",
         )
-    moving = [
-        name for name in ("num_slots", "overlap", "reuse_slots") if name in request.fixed.get("residency", {})
-    ]
+    moving = [name for name in ("num_slots", "overlap", "reuse_slots") if name in residency.model_fields_set]
     if moving and "offloaded" not in ((blocks,) if blocks is not None else request.blocks):
         raise PlanError(
-            f"{moving[0]}={request.fixed['residency'][moving[0]]} is about offloaded blocks, and these are resident",
+            f"{moving[0]}={getattr(residency, moving[0])} is about offloaded blocks, and these are resident",
             hint="leave it out, or use --residency offloaded",
         )
 
@@ -261,6 +255,8 @@ def _check_devices(request: Request) -> None:
 def _sizes(request: Request) -> frozenset[int]:
     """Return the numbers of ranks to try."""
     limit = request.max_ranks
+    if request.config.search.ranks is not None:
+        return frozenset({limit})
     if limit <= _FEW_RANKS:
         return frozenset(range(1, limit + 1))
     per_host = max(map(len, _devices_by_host(request).values()))
@@ -279,7 +275,14 @@ def _is_uniform(request: Request) -> bool:
     return len(hosts) == 1 and len(specs) == 1
 
 
-def _too_few_devices(request: Request) -> PlanError:
+def too_few_ranks(request: Request) -> PlanError:
+    """Return that the request leaves no mesh."""
+    if request.config.search.ranks is not None:
+        return PlanError(
+            f"{request.max_ranks} ranks cannot share out a batch of {request.batch} and "
+            f"{request.axis(Estimator).num_queries} directions by --method {request.method}",
+            hint="use fewer ranks, or a larger --batch; data shards have a sequence at least, and points of evaluation a rank",
+        )
     least = {
         "sparq": "2 ranks",
         "pertp": "2 ranks",
@@ -288,19 +291,24 @@ def _too_few_devices(request: Request) -> PlanError:
     }
     return PlanError(
         f"--method {request.method} needs {least.get(request.method, 'a device')} at least, and was given "
-        f"{request.max_ranks} of the devices of {request.hardware} and a batch of {request.batch}",
+        f"{request.max_ranks} of the devices of {request.hardware.name} and a batch of {request.batch}",
         hint="raise --ranks (several may share a CPU, a GPU takes one) or --batch",
     )
 
 
 def _plan(
-    request: Request, cut: tuple[ModelSpec, Split], mesh: Mesh, placement: Placement, point: Point
+    request: Request,
+    cut: tuple[ModelSpec, Split],
+    mesh: Mesh,
+    placement: Placement,
+    point: Point,
+    fixed: Point | None = None,
 ) -> Plan:
     """Return one point as a plan, with the fields that the request fixes."""
-    axes = {
-        axis: {**point.get(axis, {}), **without_any(request.fixed.get(axis, {}))}
-        for axis in {**point, **request.fixed}
-    }
+    fixed = request.config.fixed() if fixed is None else fixed
+    axes = {axis: {**point.get(axis, {}), **fixed.get(axis, {})} for axis in {**point, **fixed}}
+    if request.config.weights.perturbation == "any":
+        axes["weights"]["perturbation"] = point.get("weights", {}).get("perturbation", "serial")
     if axes.get("residency", {}).get("blocks") != "offloaded":
         axes.get("residency", {}).pop("transfer_dtype", None)
     with readable("what the plan is asked to fix", PlanError):
@@ -319,7 +327,7 @@ def _plan(
 
 def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Point]:
     """Yield the values of residency and schedule that the request leaves open."""
-    allowed = request.fixed.get("residency", {}).get("blocks")
+    allowed = request.config.residency.given("blocks")
     if "resident" in request.blocks and allowed != "offloaded":
         for update in ("immediate", "delayed"):
             yield {"schedule": {"update": update}}
@@ -345,13 +353,13 @@ def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Poin
 
 def _perturbations(request: Request) -> Iterator[Point]:
     """Yield how weights may come to their points: in place, as copies written in turn or ahead, or as adapters."""
-    stated = request.fixed.get("weights", {}).get("perturbation")
+    stated = request.config.weights.given("perturbation")
     if stated != "copies":
         yield {}
-    if stated in ("copies", ANY):
+    if stated in ("copies", "any"):
         yield {"weights": {"perturbation": "copies"}}
         yield {"weights": {"perturbation": "copies"}, "directions": {"drawn_ahead": True}}
-    if stated == ANY:
+    if stated == "any":
         yield {"weights": {"perturbation": "adapters"}}
 
 
@@ -361,7 +369,7 @@ def _codings(request: Request, mesh: Mesh) -> Iterator[Point]:
     Other lossy choices, codecs between stages and a transfer format that is asked for, are not tried together with codes.
     """
     yield {}
-    is_open = request.allow_lossy and "weights" not in request.fixed.get("low_bits", {})
+    is_open = request.allow_lossy and request.config.low_bits.given("weights") is None
     is_plain = mesh.stage == 1 and request.axis(Residency).transfer_dtype is None
     has_linears = any(group.linears or group.frozen_linears for group in request.model.groups)
     if is_open and is_plain and has_linears:
@@ -373,7 +381,7 @@ def _transfers(request: Request, mesh: Mesh, placement: Placement) -> tuple[Tran
     """Return how ranks can share the host's copies: with several alike on each host in all ways, else by themselves."""
     if mesh.stage > 1:
         return ("private",)
-    if request.fixed.get("residency", {}).get("share_group") == "world":
+    if request.config.residency.share_group == "world":
         return ("private", "sliced") if placement.world_size > 1 else ("private",)
     counts = {len(ranks) for ranks in placement.ranks_by_host}
     shares = len(counts) == 1 and min(counts) > 1

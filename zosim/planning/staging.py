@@ -57,7 +57,7 @@ def staged_plans(request: Request, fastest_s: float = inf) -> Iterator[Plan]:
     if not listed and request.method == "sparq":
         raise PlanError(
             f"--method sparq needs 2 ranks at least, and was given {request.max_ranks} of the devices of "
-            f"{request.hardware} and a batch of {request.batch}",
+            f"{request.hardware.name} and a batch of {request.batch}",
             hint="raise --ranks (several may share a CPU, a GPU takes one)",
         )
     chosen = [shape for shape in listed[:_NUM_TRIED] if shape.best.bound_s < fastest_s]
@@ -92,13 +92,13 @@ def _shapes(request: Request) -> Iterator[_StageShape]:
 
 def _best(request: Request, ranking: Ranking, codecs: Codecs) -> Iterator[BoundedCuts]:
     """Yield the best cuts whose stages fit their devices, or the best of all with the uploads that those take."""
-    limit = _FOR_WEIGHTS * request.device_limit_bytes(request.device)
+    limit = _FOR_WEIGHTS * request.device_limit_bytes(request.hardware.device)
     best = ranking.best_of_all(codecs, limit)
     if not best.cuts or ranking.weight_bytes(best.cuts) > limit:
         best = ranking.best_of_all(codecs)
         if not best.cuts:
             return
-        uploads_s = ranking.weight_bytes(best.cuts) / request.profile.values()["copy_h2d_bandwidth"]
+        uploads_s = ranking.weight_bytes(best.cuts) / request.hardware.profile.values()["copy_h2d_bandwidth"]
         best = replace(best, bound_s=max(best.bound_s, uploads_s))
     yield best
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -28,14 +28,13 @@ from zosim.plans.mesh import Coordinates, Mesh
 from zosim.plans.placement import Placement
 from zosim.plans.residency import Residency, TransferDType
 from zosim.plans.schedule import Schedule
-from zosim.plans.setting import ANY, Axis, Setting, fields_of, is_decisive
+from zosim.plans.setting import Axis, Section, Setting, fields_of, is_decisive
 from zosim.plans.split import INSIDE, Split, check_cut_names, cut_behind, last_before
 from zosim.plans.upgrade import PLAN_VERSION, upgrade
 from zosim.plans.weights import StorageDType, Weights
 from zosim.points import Point, points_of_step
 
 __all__ = [
-    "ANY",
     "AXES",
     "INSIDE",
     "PLAN_VERSION",
@@ -51,6 +50,7 @@ __all__ = [
     "Plan",
     "Residency",
     "Schedule",
+    "Section",
     "Setting",
     "Split",
     "StorageDType",
@@ -87,13 +87,8 @@ class Plan(Axis, Document):
 
     version: Literal[2] = PLAN_VERSION
     model: ModelSpec
-    batch: Annotated[
-        Extent,
-        Setting("--batch", "Sequences per step over all ranks.", changes="numbers", usual="1, or the plan's"),
-    ]
-    seq: Annotated[
-        Extent, Setting("--seq", "Most tokens per sequence.", usual="2048; of a run the longest line's")
-    ]
+    batch: Extent
+    seq: Extent
     mesh: Mesh = Mesh()
     placement: Placement
     split: Split = Split()

@@ -99,7 +99,8 @@ class Mesh(Axis):
             if {"data", "perturb"} <= set(sizes)
             else "perturb"
         )
-        return cls.model_validate({**sizes, "inner": inner})
+        # Every axis is set: a mesh is named as a whole, and one that is laid over another replaces it.
+        return cls.model_validate(dict.fromkeys(known, 1) | sizes | {"inner": inner})
 
     def words(self, plan: Plan) -> Iterator[str]:
         """Yield the axes of more than one rank."""

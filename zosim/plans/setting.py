@@ -17,7 +17,17 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import BaseModel, ConfigDict
 
@@ -27,10 +37,6 @@ if TYPE_CHECKING:
 Changes = Literal["numbers", "speed", "numbers where transfers round", "numbers where codecs round"]
 """What another value changes: losses and weights, or how fast they come about alone, or losses and weights where
 offloaded blocks, or what crosses a cut, are kept in a coarser format."""
-
-
-ANY = "any"
-"""In place of a value: the planner chooses, although another value changes the numbers in their roundings."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,6 @@ class Setting:
         Name in a run's identity, where it is not the option's (the field's, of a field without one).
     aliases : tuple of str
         Earlier spellings of the option, which still work and are not shown.
-    may_be_any : bool
-        Whether :data:`ANY` may be typed.
     typed : type, optional
         What is typed, where it is not of the field's type.
     parse : callable, optional
@@ -68,7 +72,6 @@ class Setting:
     usual: str = ""
     recorded_as: str = ""
     aliases: tuple[str, ...] = ()
-    may_be_any: bool = False
     typed: Any = None
     parse: Callable[[Any], object] | None = None
 
@@ -77,10 +80,32 @@ Conflict = tuple[str, str]
 """What cannot stand together in a plan, and what to do about it."""
 
 
-class Axis(BaseModel):
-    """Fields that are chosen together."""
+class Section(BaseModel):
+    """Fields of the config tree that belong together; those that nobody set stay unset (``model_fields_set``)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def given(self, name: str) -> Any:
+        """Return a field that somebody set; None where nobody did."""
+        return getattr(self, name) if name in self.model_fields_set else None
+
+    def set_fields(self) -> dict[str, Any]:
+        """Return the fields that somebody set, in their order, sections as mappings."""
+        fields = {
+            name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set
+        }
+        return {
+            name: value.set_fields() if isinstance(value, Section) else value
+            for name, value in fields.items()
+        }
+
+    def complete(self) -> Self:
+        """Return the section with its defaults, checked as a whole."""
+        return self.model_validate(self.set_fields())
+
+
+class Axis(Section):
+    """Fields of a plan that are chosen together."""
 
     setting: ClassVar[Setting | None] = None
     """Of an axis that is named as a whole, with one option for all of its fields; its class method ``parse`` reads what was typed."""

@@ -74,7 +74,7 @@ class Split(Axis):
         str,
         Setting(
             "--codec",
-            "Of MLP activations that cross a cut, such as q4 or q4:affine-zero:token; the planner tries several, q4,q8; lossy.",
+            "Codec for MLP activations sent between stages, such as q4 or q4:affine-zero:token (lossy).",
             "numbers where codecs round",
         ),
     ] = "none"
@@ -82,7 +82,7 @@ class Split(Axis):
         str,
         Setting(
             "--residual-codec",
-            "Of the residual stream that crosses a cut; lossy.",
+            "Codec for the residual stream sent between stages (lossy).",
             "numbers where codecs round",
         ),
     ] = "none"

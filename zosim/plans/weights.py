@@ -37,26 +37,26 @@ class Weights(Axis):
         written beside the weights, ``θ + (s·z)·ε`` for its own sign, and read there; only updates change ``θ``. It takes one
         more buffer of the largest segment; under ``"sweep"`` one of all that is trainable for each sign, so that both come
         of one draw. ``"adapters"``: the weights stay as they are, one forward has all points side by side, and linear layers
-        add the factors of each point's direction to its part of the product.
+        add the factors of each point's direction to its part of the product. ``"any"``, of a config and never of a plan, leaves the choice to
+        the planner, although the numbers differ in roundings.
     """
 
     dtype: Annotated[
         StorageDType,
         Setting(
             "--dtype",
-            "Format of the weights, and of products and transfers, if they have none of their own; by default the checkpoint's on a GPU "
-            "that has units for it, float32 on a CPU.",
+            "Format of the weights, and of products and transfers that have none of their own.",
             changes="numbers",
+            usual="the checkpoint's on a GPU that has units for it, float32 on a CPU",
         ),
     ] = "float32"
     perturbation: Annotated[
-        Literal["serial", "copies", "adapters"],
+        Literal["serial", "copies", "adapters", "any"],
         Setting(
             "--weights",
             "How weights come to a point: serial, in place and back, with MeZO's drift, copies beside them, or adapters: all points "
             "in one forward, directions of low rank beside the linears; any: the fastest.",
             changes="numbers",
-            may_be_any=True,
         ),
     ] = "serial"
 
@@ -69,6 +69,11 @@ class Weights(Axis):
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what cannot be an adapter beside a linear layer, and what a forward of all points does not do."""
+        if self.perturbation == "any":
+            yield (
+                "--weights any leaves the choice to the planner, which does not make this plan",
+                "say serial or copies, or add --method auto",
+            )
         if self.perturbation != "adapters":
             return
         if plan.model.tunes_left_factors:

@@ -16,9 +16,12 @@ from zosim.applications.buying.machine import Job, machines_named
 from zosim.applications.buying.offers import BuyerLimits, Market, Offer, RankBy, Refusal, plain
 from zosim.applications.buying.sensitivity import Change, Effect, MemoryRoom, effects, limiter, percent, rooms
 from zosim.applications.buying.shortfall import shortfall
-from zosim.options import axis
-from zosim.plans import Method, Weights
+from zosim.config import PlanConfig, merge
+from zosim.options import config_of
 from zosim.report import Bullets, Part, Report, Table
+
+JOB_OPTIONS = ("batch", "seq", "dtype", "method", "allow_lossy")
+"""Options of a plan that a job has."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,11 +91,11 @@ class Answer:
         return {
             "job": {
                 "model": job.model.name,
-                "batch": job.batch,
+                "batch": job.config.batch,
                 "seq": job.seq,
                 "num_steps": job.num_steps,
-                "method": job.method,
-                "dtype": job.dtype,
+                "method": job.config.search.method,
+                "dtype": job.config.weights.given("dtype"),
             },
             "currency": prices.currency,
             "prices_date": prices.date.isoformat(),
@@ -128,8 +131,6 @@ class Answer:
 def buy(
     model: str,
     *,
-    batch: int = 1,
-    seq: int = 2048,
     steps: int = 10_000,
     machines: str | Sequence[str] | None = None,
     count: int | str | Sequence[int] = (1, 8),
@@ -138,11 +139,9 @@ def buy(
     prices: str | Path | None = None,
     pay: Payment | None = None,
     by: RankBy = "money",
-    method: Method = "auto",
-    dtype: str | None = None,
-    allow_lossy: bool = False,
     explain: int = 2,
     simulate: int = 3,
+    **settings: Any,
 ) -> Answer:
     """Rank machines by hours, money and energy for a job, and say what would change the answer.
 
@@ -150,8 +149,8 @@ def buy(
     ----------
     model : str
         A shipped size such as ``"opt-66b"``, a model directory, a config.json, or a saved ModelSpec.
-    batch, seq, steps : int
-        Sequences per step, tokens per sequence, steps of the job.
+    steps : int
+        Steps of the job.
     machines : str or sequence of str, optional
         Presets or topology files, as in ``"a,b"``; by default all that the price table has.
     count : int, str or sequence of int
@@ -165,16 +164,12 @@ def buy(
     pay : {"rent", "own"}, optional
         The only way in which machines may be paid for.
     by : {"money", "hours", "energy"}
-    method : str
-        Only placements of this method.
-    dtype : str
-        Format of the weights; by default the checkpoint's, on machines that have units for it.
-    allow_lossy : bool
-        Whether placements that lose precision count, too.
     explain : int
         Offers to say of what would change them.
     simulate : int
         Offers to simulate, from the first on; the others are closed form.
+    **settings
+        Of the plans: ``batch``, ``seq``, ``dtype``, ``method`` and ``allow_lossy``, as of `zosim plan`.
 
     Raises
     ------
@@ -184,10 +179,7 @@ def buy(
     """
     _one_of("by", by, get_args(RankBy))
     _one_of("pay", pay, (None, *get_args(Payment)))
-    _one_of("method", method, get_args(Method))
     for name, number, least in (
-        ("batch", batch, 1),
-        ("seq", seq, 1),
         ("steps", steps, 1),
         ("explain", explain, 0),
         ("simulate", simulate, 0),
@@ -195,15 +187,8 @@ def buy(
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise PlanError(f"--{name} {number!r} is no whole number of {least} or more")
     table = shipped_prices() if prices is None else load_prices(prices)
-    job = Job(
-        model=read_model_spec(model),
-        batch=batch,
-        seq=seq,
-        num_steps=steps,
-        dtype=None if dtype is None else axis(Weights, dtype=dtype).dtype,
-        method=method,
-        allow_lossy=allow_lossy,
-    )
+    options = config_of(PlanConfig, settings, only=JOB_OPTIONS)
+    job = Job(merge(PlanConfig(model=read_model_spec(model)), options), steps)
     market = Market(
         job=job, prices=table, limits=BuyerLimits(_money(budget, table), _hours(deadline)), by=by, pay=pay
     )
@@ -319,7 +304,7 @@ def _offers_tables(market: Market, offers: Sequence[Offer], limiters: Sequence[s
         for number, (offer, limiter) in enumerate(zip(offers, limiters, strict=True), start=1)
     ]
     formats = " or ".join(sorted({offer.machine.plan.storage_dtype for offer in offers}))
-    title = f"{job.num_steps:,} steps of {job.model.name} in {formats}, {job.batch} x {job.seq} tokens, ranked by {market.by}"
+    title = f"{job.num_steps:,} steps of {job.model.name} in {formats}, {job.config.batch} x {job.seq} tokens, ranked by {market.by}"
     headings = ("", "machine", "pay", "step", "hours", money, *(("within limits",) if asked else ()))
     return [
         Table(headings, costs, title=title, numeric=("step", "hours", money)),

@@ -5,15 +5,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from costmodel.prices import Payment, PriceTable, shipped_prices_text
 from topology.errors import PlanError
+from zosim.applications.buying.answer import JOB_OPTIONS
 from zosim.applications.buying.answer import buy as answer_for
+from zosim.config import PlanConfig
 from zosim.console import emit, stderr
-from zosim.plans import Method
+from zosim.options import Json, with_settings
 
 
 class RankName(enum.StrEnum):
@@ -39,6 +41,7 @@ _PAYMENTS: dict[PaymentName, Payment | None] = {
 }
 
 
+@with_settings(PlanConfig, only=JOB_OPTIONS)
 def buy(
     model: Annotated[
         str | None,
@@ -46,8 +49,6 @@ def buy(
             help="A shipped size (opt-66b), a model directory, a config.json, or a saved ModelSpec."
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 1,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 2048,
     steps: Annotated[int, typer.Option(min=1, max=10**12, help="Steps of the job.")] = 10_000,
     machines: Annotated[
         str | None,
@@ -67,14 +68,6 @@ def buy(
         PaymentName, typer.Option(help="Only machines that are rented, or only owned.")
     ] = PaymentName.EITHER,
     by: Annotated[RankName, typer.Option(help="What to rank by.")] = RankName.MONEY,
-    method: Annotated[Method, typer.Option(help="Only placements of this method; by default any.")] = "auto",
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Format of weights, products and transfers; by default the checkpoint's."),
-    ] = None,
-    allow_lossy: Annotated[
-        bool, typer.Option("--allow-lossy", help="Count placements that lose precision, too.")
-    ] = False,
     explain: Annotated[int, typer.Option(min=0, help="Offers to say of what would change them.")] = 2,
     simulate: Annotated[
         int, typer.Option(min=0, help="Offers to simulate, from the first on; the others are closed form.")
@@ -82,7 +75,8 @@ def buy(
     show_prices: Annotated[
         bool, typer.Option("--show-prices", help="Print the shipped price table, and do nothing else.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    as_json: Json = False,
+    **settings: Any,
 ) -> None:
     """Rank machines by hours, money and energy for a job, and say what would change the answer."""
     if show_prices:
@@ -92,8 +86,6 @@ def buy(
         raise PlanError("what is to be tuned was not said", hint="--model opt-66b, for instance")
     answer = answer_for(
         model,
-        batch=batch,
-        seq=seq,
         steps=steps,
         machines=machines,
         count=count,
@@ -102,11 +94,9 @@ def buy(
         prices=prices,
         pay=_PAYMENTS[pay],
         by=by.value,
-        method=method,
-        dtype=dtype,
-        allow_lossy=allow_lossy,
         explain=explain,
         simulate=simulate,
+        **settings,
     )
     _say_what_prices_are(answer.market.prices, {offer.machine.name for offer in answer.offers})
     emit(answer.to_data(), json=as_json, text=answer.report())

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from costmodel.formats import StorageFormat, default_dtype
 from costmodel.model_spec import ModelSpec
 from costmodel.prices import Payment, Range
 from costmodel.profile import Bound, Profile
@@ -15,15 +14,16 @@ from topology.errors import PlanError
 from topology.figures import Figure
 from topology.graph import Topology
 from topology.hardware import resolve
-from topology.schema import DeviceSpec, Node
+from topology.schema import Node
 from zosim.applications.buying.levers import Lever, levers
-from zosim.hardware.profiles import Profiles
+from zosim.config import USUAL_SEQ, PlanConfig, merge
 from zosim.planning.bounds import Bounds
 from zosim.planning.explain import ALIKE
 from zosim.planning.planner import Candidate
 from zosim.planning.predict import Prediction
-from zosim.planning.request import Request
-from zosim.plans import Mesh, Method, Plan
+from zosim.planning.request import Hardware, Request
+from zosim.planning.resolve import with_default_dtype
+from zosim.plans import Mesh, Plan
 
 _SECONDS_PER_HOUR = 3600.0
 _NOTHING = 1e-6
@@ -36,23 +36,13 @@ class Job:
 
     Attributes
     ----------
-    model : ModelSpec
-    batch, seq, num_steps : int
-    dtype : str or None
-        Format of the weights; by default the checkpoint's, where the machine has units for it.
-    method : str
-        As for the planner.
-    allow_lossy : bool
-        Whether placements that lose precision count: narrower transfers, weights in few bits.
+    config : PlanConfig
+        What is set of its plans; without a format of the weights it is the checkpoint's, where a machine has units for it.
+    num_steps : int
     """
 
-    model: ModelSpec
-    batch: int
-    seq: int
+    config: PlanConfig
     num_steps: int
-    dtype: StorageFormat | None = None
-    method: Method = "auto"
-    allow_lossy: bool = False
 
     def __post_init__(self) -> None:
         if self.seq > self.model.max_positions:
@@ -65,26 +55,20 @@ class Job:
         self, name: str, topology: Topology, num_devices: int, *, mesh: Mesh | None = None
     ) -> Request:
         """Return what the planner is asked for on a machine."""
-        device, profiles = topology.compute_devices[0].id, Profiles(topology)
-        return Request(
-            model=self.model,
-            topology=topology,
-            hardware=name,
-            device=device,
-            profile=profiles.of(device),
-            profiles=profiles,
-            batch=self.batch,
-            seq=self.seq,
-            fixed={"weights": {"dtype": self.dtype_on(topology.device_spec(device))}},
-            method=self.method,
-            allow_lossy=self.allow_lossy,
-            mesh=mesh,
-            max_ranks=num_devices,
-        )
+        hardware = Hardware.of(topology, name, max_ranks=num_devices, is_calibrated=False)
+        config, _ = with_default_dtype(self.config, topology.device_spec(hardware.device))
+        return Request(config if mesh is None else merge(config, PlanConfig(mesh=mesh)), hardware)
 
-    def dtype_on(self, device: DeviceSpec) -> StorageFormat:
-        """Return the format of the weights on a device."""
-        return self.dtype or default_dtype(self.model.checkpoint_dtype, device)[0]
+    @property
+    def model(self) -> ModelSpec:
+        """The model to be tuned."""
+        assert self.config.model is not None
+        return self.config.model
+
+    @property
+    def seq(self) -> int:
+        """Tokens per sequence."""
+        return self.config.seq or USUAL_SEQ
 
     def hours(self, step_s: Range) -> Range:
         """Return what the job takes at so many seconds a step."""
@@ -150,7 +134,8 @@ def interval(job: Job, name: str, topology: Topology, best: Candidate) -> Range:
 
 def _at_end(request: Request, end: Bound) -> Request:
     """Return a request with the first device's constants, all at one end of their intervals, for every rank."""
-    return replace(request, profile=_fixed(request.profile, end), profiles=None)
+    hardware = request.hardware
+    return replace(request, hardware=replace(hardware, profile=_fixed(hardware.profile, end), profiles=None))
 
 
 def _fixed(profile: Profile, end: Bound) -> Profile:

@@ -205,7 +205,7 @@ class Market:
         except PlanError as error:
             return Refusal(name, count, (Need("plan", error.message),), payments=tuple(payments))
         if not listed:
-            words = f"--method {self.job.method} has no placement on so many devices"
+            words = f"--method {self.job.config.search.method} has no placement on so many devices"
             return Refusal(name, count, (Need("plan", words),), payments=tuple(payments))
         if listed[0].missing:
             # The placement that comes closest, as if it had the memory: time and money may lack as well.

@@ -12,6 +12,7 @@ from topology.graph import Topology
 from topology.units import format_bytes
 from zosim.applications.buying.machine import Job
 from zosim.applications.buying.offers import Cause, Market, Need, Offer, Refusal
+from zosim.config import PlanConfig, merge
 from zosim.planning.planner import candidates
 
 _WORDS: dict[Cause, str] = {
@@ -107,12 +108,16 @@ def _named(refusal: Refusal) -> str:
 
 def _with_a_smaller_batch(job: Job, refusal: Refusal, topology: Topology) -> str:
     """Return the largest batch, halved again and again, that fits where least memory lacks."""
-    batch = job.batch
-    if batch == 1 or not _fits(replace(job, batch=1), refusal, topology):
+    batch = job.config.batch
+    if batch == 1 or not _fits(_of(job, 1), refusal, topology):
         return f"no smaller --batch helps there: one sequence of {job.seq} tokens does not fit either"
-    while not _fits(replace(job, batch=batch), refusal, topology):
+    while not _fits(_of(job, batch), refusal, topology):
         batch //= 2
     return f"with --batch {batch} it fits {_named(refusal)}"
+
+
+def _of(job: Job, batch: int) -> Job:
+    return replace(job, config=merge(job.config, PlanConfig(batch=batch)))
 
 
 def _fits(job: Job, refusal: Refusal, topology: Topology) -> bool:

@@ -10,10 +10,9 @@ import typer
 from zosim import face
 from zosim.applications.evidence.file import Evidence, EvidenceError, check, evidence_of, run_header
 from zosim.console import emit, stderr
-from zosim.options import Hardware, ProfileFile, Threads
+from zosim.options import Hardware, Json, ProfileFile, Threads
 from zosim.plans import Plan
 from zosim.report import Report, Table
-from zosim.stated import Json
 
 app = typer.Typer(
     help="Save a run as one file that others can check, or check such a file.", no_args_is_help=True

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from topology.errors import PlanError
 from zosim.applications.first_order.settings import AQ_SGD, PRESETS, FirstOrder
+from zosim.options import config_of
 from zosim.plans.setting import fields_of
-from zosim.stated import stated_in
 
 FirstOrderName = Literal["sgd", "adam", "aq-sgd"]
 """Named settings of a first-order step."""
-
-FIRST_ORDER_SECTIONS: Mapping[str, type] = {"first_order": FirstOrder}
-"""What has the settings that options change."""
 
 
 def first_order_of(name: FirstOrderName | None, **settings: Any) -> FirstOrder | None:
@@ -36,7 +32,7 @@ def first_order_of(name: FirstOrderName | None, **settings: Any) -> FirstOrder |
     >>> first_order_of("adam", microbatches=4).describe()
     'adam, 4 x gpipe'
     """
-    changed = stated_in(settings, FIRST_ORDER_SECTIONS).get("first_order", {})
+    changed = config_of(FirstOrder, settings).set_fields()
     if name is None:
         for field, value in changed.items():
             if value != getattr(AQ_SGD, field):

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from costmodel.backward import Optimizer
 from costmodel.codecs import codec_spec
-from zosim.plans.setting import Setting
+from zosim.plans.setting import Section, Setting
 
 Schedule = Literal["gpipe", "1f1b"]
 Turn = tuple[Literal["forward", "backward"], int]
 
 
-class FirstOrder(BaseModel):
+class FirstOrder(Section):
     """How a first-order step is done.
 
     Attributes
@@ -42,8 +42,6 @@ class FirstOrder(BaseModel):
     sums_ends : bool
         Whether first and last stage sum the gradients of a table that both hold; otherwise they are two tables.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     optimizer: Optimizer = "sgd"
     schedule: Annotated[Schedule, Setting("--schedule", "Order of the first-order step's microbatches.")] = (

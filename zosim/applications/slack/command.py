@@ -20,10 +20,9 @@ from zosim.applications.slack.serving import (
     serve,
 )
 from zosim.console import emit, stderr
-from zosim.options import ProfileFile
+from zosim.options import Json, ProfileFile
 from zosim.plans import Plan
 from zosim.report import Report, Table
-from zosim.stated import Json
 
 
 def slack(

@@ -17,9 +17,8 @@ from zosim.applications.validation.site import Sites
 from zosim.applications.validation.tables import write_table
 from zosim.console import emit, progress, stderr
 from zosim.documents import check_writable
-from zosim.options import ProfileFile
+from zosim.options import Json, ProfileFile
 from zosim.report import Bullets, Report, Table
-from zosim.stated import Json
 
 _COLUMNS = ("group", "rows", "blank", "median %", "p90 %", "signed %", "inside", "high/low")
 

@@ -13,8 +13,8 @@ from topology.graph import Topology
 from topology.hardware import resolve
 from topology.schema import DeviceSpec
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
+from zosim.config import HOST
 from zosim.hardware.profiles import Profiles
-from zosim.options import HOST
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,189 @@
+"""The config tree of a plan: what options, Python, a plan's file and a run's header state, each in the same form.
+
+A config is partial: a field that nobody set is not in its ``model_fields_set``, and reads as its default. Configs are laid over
+each other with :func:`merge`, and :func:`zosim.planning.resolve.resolve` makes a plan of what came out.
+
+Examples
+--------
+>>> file = PlanConfig(batch=4, residency=Residency(blocks="offloaded", num_slots=2))
+>>> typed = PlanConfig(residency=Residency(num_slots=3))
+>>> merge(file, typed).set_fields()
+{'batch': 4, 'residency': {'blocks': 'offloaded', 'num_slots': 3}}
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, TypeVar
+
+from costmodel.model_spec import ModelSpec
+from topology.errors import PlanError
+from topology.limits import Extent, Ranks
+from topology.units import QuantityError, parse_bytes
+from zosim.plans import (
+    AXES,
+    Directions,
+    Estimator,
+    ForwardPass,
+    LowBits,
+    Mesh,
+    Method,
+    Placement,
+    Plan,
+    Residency,
+    Schedule,
+    Section,
+    Setting,
+    Split,
+    Weights,
+)
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+HOST = "host"
+"""Name of this machine, among those of presets and files."""
+
+USUAL_SEQ = 2048
+"""Tokens per sequence where neither an option nor data say how many."""
+
+
+def _memory_limit(option: str, text: str) -> int:
+    """Return the bytes that an option leaves to a plan.
+
+    Raises
+    ------
+    PlanError
+        If the text is no size, or zero.
+    """
+    try:
+        size_bytes = parse_bytes(text)
+    except QuantityError as error:
+        raise PlanError(f"{option} {text}: {error.message}", hint=error.hint) from None
+    if size_bytes == 0:
+        raise PlanError(
+            f"{option} {text} leaves no memory", hint="such as 20GiB; all of it without the option"
+        )
+    return size_bytes
+
+
+class Search(Section):
+    """Which plans the planner may choose from.
+
+    Attributes
+    ----------
+    method : str
+        ``"mezo"`` keeps all blocks on one device, ``"zo2"`` offloads them from one; ``"pertp"``, ``"ddp"`` and ``"2d"`` share the
+        forwards of a step out among several, with blocks resident or offloaded; ``"sparq"`` cuts the model into stages, perhaps
+        with the forwards shared out as well; ``"auto"`` tries all of these.
+    ranks : int or None
+        Number of ranks; None for as many as are fastest on the devices at hand.
+    allow_lossy : bool
+        Whether plans that lose precision (narrower transfers, codecs, quantized weights) may be chosen.
+    max_device_bytes, max_host_bytes : int or None
+        Limits below what the hardware has.
+    """
+
+    method: Annotated[
+        Method,
+        Setting(
+            "--method",
+            "Kind of plan: mezo keeps blocks on the device, zo2 offloads them; pertp, ddp and 2d share a step among ranks, sparq "
+            "cuts the model into stages; auto: whatever is fastest.",
+        ),
+    ] = "auto"
+    ranks: Annotated[
+        Ranks | None,
+        Setting(
+            "--ranks",
+            "Number of ranks, whose mesh the planner chooses.",
+            usual="what is fastest on the devices there are, one where --device names it",
+        ),
+    ] = None
+    allow_lossy: Annotated[
+        bool,
+        Setting(
+            "--allow-lossy", "Allow plans that lose precision: narrower transfers, codecs, quantized weights."
+        ),
+    ] = False
+    max_device_bytes: Annotated[
+        int | None,
+        Setting(
+            "--max-device-memory",
+            "Device memory that a plan may take, such as 20GiB.",
+            usual="all of it",
+            typed=str,
+            parse=partial(_memory_limit, "--max-device-memory"),
+        ),
+    ] = None
+    max_host_bytes: Annotated[
+        int | None,
+        Setting(
+            "--max-host-memory",
+            "Host memory that a plan may take, such as 64GiB.",
+            usual="all of it",
+            typed=str,
+            parse=partial(_memory_limit, "--max-host-memory"),
+        ),
+    ] = None
+
+
+class PlanConfig(Section):
+    """What is set of a plan, and how the rest may be chosen.
+
+    Attributes
+    ----------
+    model : ModelSpec or None
+    batch : int
+        Sequences per step over all ranks.
+    seq : int or None
+        Tokens per sequence, padding included; None for the longest line of the data, or :data:`USUAL_SEQ` without data.
+    placement : Placement or None
+        A config that has one leaves nothing to the planner.
+    search : Search
+    """
+
+    model: ModelSpec | None = None
+    batch: Annotated[Extent, Setting("--batch", "Sequences per step, over all ranks.", changes="numbers")] = 1
+    seq: Annotated[
+        Extent | None,
+        Setting(
+            "--seq",
+            "Maximum sequence length in tokens.",
+            usual=f"the longest line of the data, or {USUAL_SEQ} where there is none",
+        ),
+    ] = None
+    mesh: Mesh = Mesh()
+    placement: Placement | None = None
+    split: Split = Split()
+    estimator: Estimator = Estimator()
+    residency: Residency = Residency()
+    schedule: Schedule = Schedule()
+    weights: Weights = Weights()
+    low_bits: LowBits = LowBits()
+    directions: Directions = Directions()
+    forward: ForwardPass = ForwardPass()
+    search: Search = Search()
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlanConfig:
+        """Return a plan as a config: every field is set."""
+        axes = {name: axis.model_copy(update=dict(axis)) for name, axis in plan.axes.items()}
+        return cls(model=plan.model, batch=plan.batch, seq=plan.seq, **axes)  # type: ignore[arg-type]
+
+    def fixed(self, *axes: str) -> dict[str, dict[str, object]]:
+        """Return what is set of the axes of a plan, of all but mesh, placement and split unless some are named."""
+        names = axes or [name for name in AXES if name not in ("mesh", "placement", "split")]
+        return {name: getattr(self, name).set_fields() for name in names if name in self.model_fields_set}
+
+
+def merge(base: AnySection, over: AnySection) -> AnySection:
+    """Return `base` with every field that is set in `over` in place of its own."""
+    fields = {name: getattr(over, name) for name in over.model_fields_set}
+    return base.model_copy(
+        update={
+            name: merge(getattr(base, name), value)
+            if isinstance(value, Section) and getattr(base, name)
+            else value
+            for name, value in fields.items()
+        }
+    )
