@@ -218,7 +218,8 @@ def _built(tree: type[_Tree], path: tuple[str, ...], stated: dict[tuple[str, ...
         for name, kind in _sections_of(tree).items()
         if any(where[: len(path) + 1] == (*path, name) for where in stated)
     }
-    return tree.model_construct(**stated.get(path, {}), **below)
+    fields: dict[str, Any] = {**stated.get(path, {}), **below}
+    return tree.model_construct(**fields)
 
 
 def with_settings(

@@ -336,14 +336,14 @@ def test_functions_take_what_the_command_line_takes():
     [
         ({"by": "fun"}, "--by 'fun' is none of its values"),
         ({"pay": "steal"}, "--pay 'steal' is none of its values"),
-        ({"method": "magic"}, "--method 'magic' is none of its values"),
+        ({"method": "magic"}, "--method magic is not valid: must be one of"),
         ({"count": "many"}, "--count many is no list of numbers"),
         ({"count": 0}, "--count 0 is no list of numbers"),
         ({"count": None}, "--count None is no list of numbers"),
         ({"machines": ","}, "--machines ',' names none"),
         ({"machines": "x"}, "x"),
         ({"steps": 0}, "--steps 0 is no whole number of 1 or more"),
-        ({"batch": 1.5}, r"--batch 1\.5 is no whole number"),
+        ({"batch": 1.5}, r"--batch 1\.5 is not valid"),
         ({"simulate": -1}, "--simulate -1 is no whole number of 0 or more"),
     ],
 )

@@ -10,6 +10,8 @@ What is known of MeZO's plan for OPT-13B on a GPU with 80 GB before it is lowere
 >>> from costmodel.datasheet import datasheet_profile
 >>> from topology import load_preset
 >>> topology, model = load_preset("a100-80gb-milan"), read_model_spec("opt-13b")
+>>> from zosim.config import PlanConfig, Search
+>>> from zosim.planning.request import Hardware, Request
 >>> hardware = Hardware(topology, "a100-80gb-milan", "gpu0", datasheet_profile(topology, "gpu0"))
 >>> request = Request(PlanConfig(model=model, search=Search(max_device_bytes=2**34)), hardware)
 >>> place = Placement(topology="a100-80gb-milan", devices=("gpu0",))

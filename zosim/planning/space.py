@@ -8,6 +8,8 @@ Where blocks may live, and when they are updated, of OPT-125M on one GPU without
 >>> from costmodel.datasheet import datasheet_profile
 >>> from topology import load_preset
 >>> topology = load_preset("a100-80gb-milan")
+>>> from zosim.config import PlanConfig
+>>> from zosim.planning.request import Hardware, Request
 >>> hardware = Hardware(topology, "a100-80gb-milan", "gpu0", datasheet_profile(topology, "gpu0"))
 >>> request = Request(PlanConfig(model=read_model_spec("opt-125m"), seq=16), hardware)
 >>> for plan in placements(request):
