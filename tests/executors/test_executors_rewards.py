@@ -271,7 +271,14 @@ def test_what_a_reward_does_not_go_with_is_refused(inputs, tmp_path, capsys):
         ("--reward-timeout", "0"): "must be above 0",
         ("--residency", "offloaded"): "--residency resident",
         ("--weight-format", "int8", "--residency", "resident"): "--keep-directions",
-        ("--mesh", "stage=2", "--cut", "block.0.mlp"): "the first of which would wait",
+        (
+            "--mesh",
+            "stage=2",
+            "--cut",
+            "block.0.mlp",
+            "--traversal",
+            "sweep",
+        ): "the first of which would wait",
     }
     for more, complaint in refused.items():
         assert run(inputs, tmp_path / "out", 1, *more) != 0

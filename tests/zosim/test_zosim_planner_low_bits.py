@@ -52,7 +52,7 @@ def test_codes_are_chosen_where_the_bus_limits_and_memory_is_short():
     decision = choose(asked)
     plan = decision.chosen.plan
     assert (plan.low_bits.weights, plan.residency.blocks) == ("int8", "offloaded")
-    plain = choose(replace(asked, allow_lossy=False))
+    plain = choose(asked.over(set_in(allow_lossy=False)))
     assert "pcie" in plain.reasons[0]
     assert decision.chosen.seconds < 0.85 * plain.chosen.seconds
     (words,) = [reason for reason in decision.reasons if reason.startswith("with float16 linear layers")]
