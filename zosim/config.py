@@ -176,6 +176,14 @@ class PlanConfig(Section):
         return {name: getattr(self, name).set_fields() for name in names if name in self.model_fields_set}
 
 
+def with_stored_codes(config: PlanConfig) -> PlanConfig:
+    """Return a config, and where it sets nothing else, how a model that is quantised already keeps its weights."""
+    stored = None if config.model is None else config.model.stored
+    if stored is None:
+        return config
+    return merge(PlanConfig(low_bits=LowBits.model_construct(None, **stored.fields)), config)
+
+
 def merge(base: AnySection, over: AnySection) -> AnySection:
     """Return `base` with every field that is set in `over` in place of its own."""
     fields = {name: getattr(over, name) for name in over.model_fields_set}

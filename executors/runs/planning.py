@@ -77,11 +77,11 @@ def plan_for(
         most = max(_LEAST_RANKS[search.method], _num_devices(device)) if search.method in _LEAST_RANKS else 1
         return Hardware.of(topology, HOST, device=node, max_ranks=most, num_threads=num_threads)
 
-    if config.placement is None and config.mesh.stage == 1 and config.split.cuts:
-        # Cuts within one process are no matter of speed: they are laid over the plan of the whole model.
-        whole = resolve(config.model_copy(update={"split": Split()}), hardware)
-        config = laid_over(whole, PlanConfig(split=config.split), cut_model)
-    plan = resolve(config, hardware, Cutting.of(config.split, cut_model))
+    # Cuts within one process are no matter of speed; and a codec is recorded as it was typed, not with its fastest encoding.
+    searched = config.model_copy(update={"split": Split()}) if config.mesh.stage == 1 else config
+    plan = resolve(config if config.placement else searched, hardware, Cutting.of(searched.split, cut_model))
+    if config.placement is None and "split" in config.model_fields_set:
+        plan = resolve(laid_over(plan, PlanConfig(split=config.split), cut_model))
     _refuse_unasked_loss(plan, typed, base)
     return plan
 

@@ -93,7 +93,7 @@ def topology_of(
 def plan_of(case: ShapedCase, topology: str = "shaped", device: str = "cpu0") -> Plan:
     """Return the plan of a case; every host's device is called `device`."""
     from executors.models.spec import spec_of_model
-    from executors.runs.planning import even_cuts
+    from zosim.planning.resolve import even_cuts
 
     layout, setting, mesh = case.layout, case.setting, Mesh.model_validate(case.mesh)
     cuts = even_cuts(setting.shape.num_blocks, mesh.stage) if mesh.stage > 1 else ()

@@ -22,10 +22,10 @@ from executors.models.loading import load_model
 from executors.models.pretrain import TaskSettings, pretrained_model
 from executors.ranks.communicator import Communicator
 from executors.ranks.launch import launch, process_group
-from executors.runs.planning import HOST
 from executors.runs.session import Session
 from studies.sparq.training import INSIDE, CodecCase, batches_of, plan_of, tensors_of
 from topology.hardware import resolve
+from zosim.config import HOST
 from zosim.console import stderr, stdout
 from zosim.instructions import Stream
 from zosim.planning.predict import Subject

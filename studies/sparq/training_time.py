@@ -25,10 +25,10 @@ from executors.models.model import Batch, CutModel
 from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
 from executors.ranks.launch import launch, process_group
 from executors.ranks.mesh import alone
-from executors.runs.planning import HOST
 from executors.runs.session import Session
 from studies.sparq.training import BETWEEN, INSIDE, CodecCase, batches_of, plan_of, tensors_of
 from topology.hardware import resolve
+from zosim.config import HOST
 from zosim.console import stderr, stdout
 from zosim.planning.predict import Subject
 from zosim.plans import Plan

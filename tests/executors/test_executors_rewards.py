@@ -276,8 +276,8 @@ def test_what_a_reward_does_not_go_with_is_refused(inputs, tmp_path, capsys):
             "stage=2",
             "--cut",
             "block.0.mlp",
-            "--traversal",
-            "sweep",
+            "--residency",
+            "resident",
         ): "the first of which would wait",
     }
     for more, complaint in refused.items():

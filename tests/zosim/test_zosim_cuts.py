@@ -59,14 +59,15 @@ def test_without_a_cut_the_stages_are_balanced():
 
 
 def test_bounds_of_candidates_are_below_what_is_simulated():
-    listed = list(candidates(request("cpu-cluster-1gbit", cutting_of(MODEL, ("block.5.mlp",)))))
+    listed = list(candidates(request("cpu-cluster-1gbit", cutting_of(MODEL, Split(cuts=("block.5.mlp",))))))
     assert {candidate.plan.schedule.traversal for candidate in listed} == {"sweep", "blockwise", "querywise"}
     for candidate in listed:
         assert candidate.seconds <= candidate.subject.step_time_s * (1 + 1e-9)
 
 
 def test_a_codec_pays_on_a_slow_link_and_not_on_a_fast_one():
-    cutting = cutting_of(MODEL, ("block.5.mlp",), codec="q4", residual_codec="q4")
+    split = Split(cuts=("block.5.mlp",), codec="q4", residual_codec="q4")
+    cutting = replace(cutting_of(MODEL, split), tries_plain=True)
     fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
     slow = choose(request("cpu-cluster-1gbit", cutting, allow_lossy=True, fixed=fixed)).chosen.plan.split
     assert slow.codec.startswith("q4")
@@ -86,13 +87,13 @@ def test_a_codec_pays_on_a_slow_link_and_not_on_a_fast_one():
 
 
 def test_a_codec_needs_leave_to_lose():
-    cutting = cutting_of(MODEL, codec="q4")
+    cutting = cutting_of(MODEL, Split(codec="q4"))
     with pytest.raises(PlanError, match="change what arrives"):
         choose(request("cpu-cluster-1gbit", cutting))
 
 
 def test_each_stage_takes_its_own_memory():
-    ranks = choose(request("dgx-h100", cutting_of(MODEL, ("block.2",)))).chosen.footprints.ranks
+    ranks = choose(request("dgx-h100", cutting_of(MODEL, Split(cuts=("block.2",))))).chosen.footprints.ranks
     weights = [
         next(part.size_bytes for part in taken.parts if part.name == "weights" and part.where == "device")
         for taken in ranks
@@ -111,7 +112,7 @@ def test_each_stage_takes_its_own_memory():
 def test_stages_stand_beside_data_and_perturb():
     for text in ("data=2,stage=2", "perturb=2,stage=2"):
         fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
-        cutting = cutting_of(MODEL, ("block.5",))
+        cutting = cutting_of(MODEL, Split(cuts=("block.5",)))
         plan = choose(request("dgx-h100", cutting, mesh=Mesh.parse(text), fixed=fixed)).chosen.plan
         assert plan.placement.world_size == 4
         assert len(plan.split.cuts) == 1

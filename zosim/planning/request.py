@@ -12,7 +12,7 @@ from costmodel.profile import Profile
 from topology.errors import PlanError
 from topology.graph import Topology
 from topology.validation import readable
-from zosim.config import HOST, USUAL_SEQ, PlanConfig, merge
+from zosim.config import HOST, USUAL_SEQ, PlanConfig, merge, with_stored_codes
 from zosim.hardware.profiles import Profiles
 from zosim.planning.cuts import Cutting
 from zosim.plans import AXES, Axis, LowBits, Mesh, Method, Placement
@@ -117,9 +117,7 @@ class Request:
     cutting: Cutting = field(default_factory=Cutting)
 
     def __post_init__(self) -> None:
-        if self.model.stored is not None:
-            stored = LowBits.model_construct(**self.model.stored.fields)
-            self._lay_under(PlanConfig(low_bits=stored))
+        object.__setattr__(self, "config", with_stored_codes(self.config))
         self._refuse_missing_kernel()
         mesh, search = self.mesh, self.config.search
         if mesh is not None and search.ranks not in (None, mesh.world_size):
@@ -139,9 +137,6 @@ class Request:
                 f"--cut {', '.join(self.cutting.cuts)} without stages",
                 hint=f"add --mesh stage={len(self.cutting.cuts) + 1}",
             )
-
-    def _lay_under(self, base: PlanConfig) -> None:
-        object.__setattr__(self, "config", merge(base, self.config))
 
     def over(self, config: PlanConfig) -> Request:
         """Return the request with another config laid over its own."""

@@ -12,7 +12,7 @@ from costmodel.formats import default_dtype
 from topology.errors import PlanError
 from topology.schema import DeviceSpec
 from topology.validation import readable
-from zosim.config import USUAL_SEQ, PlanConfig, merge
+from zosim.config import USUAL_SEQ, PlanConfig, merge, with_stored_codes
 from zosim.planning.cuts import CutModel, Cutting
 from zosim.planning.planner import choose
 from zosim.planning.request import Hardware, Request
@@ -46,7 +46,9 @@ def resolve(
     if config.placement is None:
         assert hardware is not None
         return choose(Request(config, hardware(), cutting or Cutting())).plan
-    fields = {name: value for name, value in config.set_fields().items() if name != "search"}
+    fields = {
+        name: value for name, value in with_stored_codes(config).set_fields().items() if name != "search"
+    }
     with readable(WHAT, PlanError, model=Plan):
         return Plan.model_validate({"batch": config.batch, "seq": config.seq or USUAL_SEQ} | fields)
 

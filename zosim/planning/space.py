@@ -174,6 +174,7 @@ def site_of(request: Request, mesh: Mesh, placement: Placement) -> CutSite:
     )
     alone = Placement(topology=placement.topology, devices=placement.devices[:1])
     fixed = request.config.fixed("estimator", "directions", "weights", "forward")
+    fixed.get("forward", {}).pop("num_new_tokens", None)  # text goes with no cut, as its plans say
     return CutSite(mesh, machines, _plan(request, (request.model, Split()), Mesh(), alone, {}, fixed))
 
 
