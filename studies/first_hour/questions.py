@@ -40,6 +40,7 @@ _WIDTHS = (52, 60)
 
 def questions(setting: Setting) -> Iterator[Content]:
     """Yield, question by question, what was expected and what is so."""
+    torch.cuda.set_device(setting.device)
     checks: dict[str, Check] = {
         "graphs that share a pool reserve less than half of what others do": _shared_pool,
         "torch's streams go round 32": _streams,
