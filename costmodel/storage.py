@@ -31,7 +31,7 @@ from costmodel.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dense:
+class DenseStorage:
     """All parameters are numbers of one format, as directions are.
 
     Attributes
@@ -52,13 +52,13 @@ class Dense:
     --------
     >>> from costmodel.configs import read_model_spec
     >>> block = read_model_spec("opt-125m").group("block.0")
-    >>> int4 = Quantized(
+    >>> int4 = QuantizedStorage(
     ...     dtype="bfloat16",
     ...     distribution="gaussian",
     ...     coding=Coding("int4", dtype="bfloat16"),
     ...     direction=RoundedDirection("gaussian", 4),
     ... )
-    >>> Dense(dtype="bfloat16", distribution="gaussian").nbytes(block), int4.nbytes(block)
+    >>> DenseStorage(dtype="bfloat16", distribution="gaussian").nbytes(block), int4.nbytes(block)
     (14175744, 3572736)
     """
 
@@ -209,7 +209,7 @@ class Dense:
         num_tokens: int,
         embed_dim: int,
     ) -> Work:
-        """Return the work of a segment's forward, from that with numbers; arguments as of :meth:`Quantized.forward_work`."""
+        """Return the work of a segment's forward, from that with numbers; arguments as of :meth:`QuantizedStorage.forward_work`."""
         return work
 
     def update_work(self, group: ParameterGroup, numbers: Work, *, is_summed: bool) -> Work:
@@ -218,7 +218,7 @@ class Dense:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantized(Dense):
+class QuantizedStorage(DenseStorage):
     """Matrices are codes and scales, and directions of all that is tuned are rounded; other parameters are numbers.
 
     Attributes

@@ -16,7 +16,7 @@ from torch import Tensor
 from costmodel.formats import CodeFormat
 from costmodel.low_bits import Coding
 from costmodel.roundings import RoundedDirection
-from executors.low_bits.coded import Beside, Quantized
+from executors.low_bits.coded import Beside, QuantizedTensor
 from executors.low_bits.grids import grid_of
 from executors.low_bits.linear import CodedLinear, code_layers
 from executors.low_bits.stored import Moved
@@ -33,9 +33,9 @@ _CPU = torch.device("cpu")
 _NUM_CHANCES = 256
 
 
-def weights_of(levels: Tensor, scale: float, bits: int) -> Quantized:
+def weights_of(levels: Tensor, scale: float, bits: int) -> QuantizedTensor:
     """Return weights as codes of 4 or 8 bits with one scale; `levels` are the codes as whole numbers, shape (outputs, inputs)."""
-    coded = Quantized.empty(Coding("int4" if bits == 4 else "int8", "tensor"), levels.shape, _CPU)
+    coded = QuantizedTensor.empty(Coding("int4" if bits == 4 else "int8", "tensor"), levels.shape, _CPU)
     coded.scales.fill_(scale)
     whole = levels.to(torch.int64)
     if bits == 4:  # the first half of a row in the low bits of its bytes, the rest in the high ones
@@ -46,7 +46,7 @@ def weights_of(levels: Tensor, scale: float, bits: int) -> Quantized:
     return coded
 
 
-def levels_of(coded: Quantized) -> Tensor:
+def levels_of(coded: QuantizedTensor) -> Tensor:
     """Return the codes of such weights as signed numbers."""
     codes, bits = coded.codes.to(torch.int64), coded.coding.container_bits
     if bits == 4:
@@ -299,7 +299,7 @@ def drawn_codes(bits: int, count: int, seed: int) -> list[Tensor]:
 
 # -- faults ------------------------------------------------------------------------------------------------------
 
-_MOVE = "executors.low_bits.coded:Quantized.move"
+_MOVE = "executors.low_bits.coded:QuantizedTensor.move"
 _FORWARD = "executors.low_bits.linear:CodedLinear.forward"
 _ADDED = "self.beside.add_to(weight, range(len(weight)))"
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from costmodel.formats import CANDIDATES, CodeFormat, ScaleScope
 from costmodel.low_bits import Coding
 from costmodel.roundings import RoundedDirection
-from executors.low_bits.coded import Beside, Quantized
+from executors.low_bits.coded import Beside, QuantizedTensor
 from executors.low_bits.linear import CodedLayer, CodedLinear, code_layers
 from executors.low_bits.stored import Moved
 from executors.randomness.counter import CounterKey
@@ -95,14 +95,14 @@ def literal_values(
     return best.reshape(weights.shape)
 
 
-def shipped(weights: Array, coding: Coding) -> Quantized:
+def shipped(weights: Array, coding: Coding) -> QuantizedTensor:
     """Return weights as codes."""
-    held = Quantized.empty(coding, torch.Size(weights.shape), _CPU)
+    held = QuantizedTensor.empty(coding, torch.Size(weights.shape), _CPU)
     held.encode(torch.from_numpy(weights).float())
     return held
 
 
-def values_of(held: Quantized) -> Array:
+def values_of(held: QuantizedTensor) -> Array:
     """Return what codes stand for."""
     return held.values(torch.float32).double().numpy()
 
@@ -217,7 +217,7 @@ def literal_split(weights: Array, num: int, scope: ScaleScope) -> tuple[Array, n
     return values, places
 
 
-def reserved(held: Quantized) -> Array:
+def reserved(held: QuantizedTensor) -> Array:
     """Return where the code is -128."""
     return (held.codes == 0x80).numpy()
 
@@ -750,25 +750,31 @@ CLAIMS = (
                 check_format_of_least_error,
                 Mutant(
                     "the format of the largest error",
-                    f"{_CODED}:Quantized.encode",
+                    f"{_CODED}:QuantizedTensor.encode",
                     "min(errors)",
                     "max(errors)",
                 ),
                 Mutant(
                     "the last format that was tried",
-                    f"{_CODED}:Quantized.encode",
+                    f"{_CODED}:QuantizedTensor.encode",
                     "errors.index(min(errors))",
                     "number",
                 ),
                 Mutant(
-                    "sizes of errors, not their squares", f"{_CODED}:Quantized._encode", ".square()", ".abs()"
+                    "sizes of errors, not their squares",
+                    f"{_CODED}:QuantizedTensor._encode",
+                    ".square()",
+                    ".abs()",
                 ),
                 Mutant(
-                    "the last rows alone", f"{_CODED}:Quantized._encode", "error += float", "error = float"
+                    "the last rows alone",
+                    f"{_CODED}:QuantizedTensor._encode",
+                    "error += float",
+                    "error = float",
                 ),
                 Mutant(
                     "scales 3 % wide",
-                    f"{_CODED}:Quantized._fit",
+                    f"{_CODED}:QuantizedTensor._fit",
                     "torch.maximum(-least, most) / grid.high",
                     "torch.maximum(-least, most) / grid.high * 1.03",
                 ),
@@ -777,25 +783,25 @@ CLAIMS = (
                 check_scales_of_least_error,
                 Mutant(
                     "the last scale that was tried",
-                    f"{_CODED}:Quantized._fit_least_error",
+                    f"{_CODED}:QuantizedTensor._fit_least_error",
                     "errors < least",
                     "errors == errors",
                 ),
                 Mutant(
                     "half as far down",
-                    f"{_CODED}:Quantized._fit_least_error",
+                    f"{_CODED}:QuantizedTensor._fit_least_error",
                     "(1.5 * _FIT_STEPS)",
                     "(3 * _FIT_STEPS)",
                 ),
                 Mutant(
                     "sizes of errors, not their squares",
-                    f"{_CODED}:Quantized._fit_least_error",
+                    f"{_CODED}:QuantizedTensor._fit_least_error",
                     ".square_()",
                     ".abs_()",
                 ),
                 Mutant(
                     "a zero point that is forgotten",
-                    f"{_CODED}:Quantized._fit_least_error",
+                    f"{_CODED}:QuantizedTensor._fit_least_error",
                     "(levels - origin)",
                     "levels",
                 ),
@@ -815,31 +821,31 @@ CLAIMS = (
                 check_outlier_split,
                 Mutant(
                     "the largest numbers, not sizes",
-                    f"{_CODED}:Quantized._without_outliers",
+                    f"{_CODED}:QuantizedTensor._without_outliers",
                     "part.abs().topk",
                     "part.topk",
                 ),
                 Mutant(
                     "scales that span outliers",
-                    f"{_CODED}:Quantized._without_outliers",
+                    f"{_CODED}:QuantizedTensor._without_outliers",
                     "part.scatter(1, places, 0.0)",
                     "part",
                 ),
                 Mutant(
                     "outliers in order of size",
-                    f"{_CODED}:Quantized._without_outliers",
+                    f"{_CODED}:QuantizedTensor._without_outliers",
                     ".indices.sort(1).values",
                     ".indices",
                 ),
                 Mutant(
                     "outliers clamped 3 % early",
-                    f"{_CODED}:Quantized._without_outliers",
+                    f"{_CODED}:QuantizedTensor._without_outliers",
                     "_OUTLIER_GRID.high)",
                     "_OUTLIER_GRID.high / 1.03)",
                 ),
                 Mutant(
                     "a label that rounds to a number",
-                    f"{_CODED}:Quantized._encode",
+                    f"{_CODED}:QuantizedTensor._encode",
                     "places, _OUTLIER)",
                     "places, _OUTLIER + 1)",
                 ),
@@ -854,19 +860,19 @@ CLAIMS = (
                 ),
                 Mutant(
                     "outliers moved in steps of the codes",
-                    f"{_CODED}:Quantized._move_outliers",
+                    f"{_CODED}:QuantizedTensor._move_outliers",
                     "gather(1, columns) * units",
                     "gather(1, columns)",
                 ),
                 Mutant(
                     "outliers that are moved twice",
-                    f"{_CODED}:Quantized._move_outliers",
+                    f"{_CODED}:QuantizedTensor._move_outliers",
                     "before - change",
                     "before - 2 * change",
                 ),
                 Mutant(
                     "outliers counted as unmoved",
-                    f"{_CODED}:Quantized.move",
+                    f"{_CODED}:QuantizedTensor.move",
                     "unmoved - outliers[0], saturated",
                     "unmoved, saturated",
                 ),
@@ -875,7 +881,7 @@ CLAIMS = (
                 check_outliers_of_normals,
                 Mutant(
                     "outliers that are the smallest",
-                    f"{_CODED}:Quantized._without_outliers",
+                    f"{_CODED}:QuantizedTensor._without_outliers",
                     "part.abs().topk(self.outliers.shape[1], 1)",
                     "part.abs().topk(self.outliers.shape[1], 1, largest=False)",
                 ),
@@ -970,25 +976,25 @@ CLAIMS = (
                 ),
                 Mutant(
                     "decay towards code 0, not the number 0",
-                    f"{_CODED}:Quantized.move",
+                    f"{_CODED}:QuantizedTensor.move",
                     "(grouped - origin)",
                     "grouped",
                 ),
                 Mutant(
                     "a zero point that is forgotten",
-                    f"{_CODED}:Quantized.values",
+                    f"{_CODED}:QuantizedTensor.values",
                     "grouped - self._of(self.zeros, rows)",
                     "grouped",
                 ),
                 Mutant(
                     "the first group's scale for all",
-                    f"{_CODED}:Quantized._of",
+                    f"{_CODED}:QuantizedTensor._of",
                     "[..., None]",
                     "[..., :1, None]",
                 ),
                 Mutant(
                     "what is held back is not counted",
-                    f"{_CODED}:Quantized.move",
+                    f"{_CODED}:QuantizedTensor.move",
                     "saturated = num_nonzero",
                     "saturated = 0 * num_nonzero",
                 ),
@@ -1059,7 +1065,9 @@ CLAIMS = (
                     "direction[tokens]",
                     "direction[tokens.flip(0)]",
                 ),
-                Mutant("a lookup 3 % too far", f"{_CODED}:Quantized.rows", "along[1]", "1.03 * along[1]"),
+                Mutant(
+                    "a lookup 3 % too far", f"{_CODED}:QuantizedTensor.rows", "along[1]", "1.03 * along[1]"
+                ),
                 Mutant(
                     "a lookup that leaves the direction out",
                     f"{_LINEAR}:CodedTable.forward",

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from executors.low_bits.coded import Quantized
+from executors.low_bits.coded import QuantizedTensor
 from executors.runs.adapters import attach
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
@@ -170,7 +170,9 @@ def _coded_session(
         records = [session.step(batch) for batch in tiny_batches(_NUM_STEPS)]
         session.flush()
         held = {tensor.name: tensor.held for tensor in session.engine.tensors}
-        codes = {name: each.levels().clone() for name, each in held.items() if isinstance(each, Quantized)}
+        codes = {
+            name: each.levels().clone() for name, each in held.items() if isinstance(each, QuantizedTensor)
+        }
         return records, session.state_dict(), codes, set(codes)
 
 
@@ -306,7 +308,7 @@ def check_all_points_at_once(context: Context) -> Outcome:
 
 # -- claims -----------------------------------------------------------------------------------------------------------
 
-_MOVE = "executors.low_bits.coded:Quantized.move"
+_MOVE = "executors.low_bits.coded:QuantizedTensor.move"
 _BY_CODES = "executors.steps.ops.sweep:Sweeps._update_by_codes"
 
 _GRIDS = "executors.low_bits.grids"

@@ -22,11 +22,11 @@ from executors.low_bits.moving import Move, move_together, shares_passes
 from executors.low_bits.packed import PIECE_ELEMENTS, Codes
 from executors.low_bits.stored import (
     Along,
+    BoundParameter,
     Chances,
-    Dense,
+    DenseTensor,
     DirectionStep,
     Moved,
-    Place,
     RowStep,
     Stored,
     UpdateStep,
@@ -71,7 +71,7 @@ class Beside(NamedTuple):
     rows: Tensor | None = None
     rows_on_host: Tensor | None = None
 
-    def bind(self, place: Place) -> None:
+    def bind(self, place: BoundParameter) -> None:
         """Let the layer add it."""
         assert place.layer is not None
         place.layer.holder.beside = self
@@ -110,7 +110,7 @@ class KnownFormat:
 
 
 @dataclass(frozen=True)
-class Quantized(Stored):
+class QuantizedTensor(Stored):
     """Codes, and scales that they are multiplied by.
 
     Attributes
@@ -151,7 +151,7 @@ class Quantized(Stored):
         shape: torch.Size,
         tensors: Iterable[Tensor],
         known: KnownFormat | None = None,
-    ) -> Quantized:
+    ) -> QuantizedTensor:
         """Return one that is held in these, which are in the order of :func:`shapes_of`."""
         held = dict(zip(shapes_of(coding, shape), tensors, strict=True))
         zeros, kind, outliers, outlier_scales = (held.get(suffix) for suffix in SUFFIXES[2:])
@@ -168,7 +168,7 @@ class Quantized(Stored):
         )
 
     @classmethod
-    def empty(cls, coding: Coding, shape: torch.Size, device: torch.device) -> Quantized:
+    def empty(cls, coding: Coding, shape: torch.Size, device: torch.device) -> QuantizedTensor:
         """Return one in memory of its own."""
         shapes = shapes_of(coding, shape).values()
         tensors = [torch.zeros(of, dtype=dtype, device=device) for of, dtype in shapes]
@@ -177,7 +177,7 @@ class Quantized(Stored):
     @classmethod
     def of_symbols(
         cls, coding: Coding, symbols: Tensor, scales: Tensor, zeros: Tensor | None = None
-    ) -> Quantized:
+    ) -> QuantizedTensor:
         """Return one whose codes are uint8 `symbols` of a byte each, shape (outputs, inputs); those of 8 bits are not copied."""
         return cls(coding, symbols.shape, _joined(symbols, coding.container_bits), scales, zeros)
 
@@ -206,14 +206,14 @@ class Quantized(Stored):
             name = CANDIDATES[name][self.known.number]
         return grid_of(name, has_zero_point=coding.has_zero_point, is_full_range=coding.is_full_range)
 
-    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Quantized:  # noqa: ARG002 - codes are in no other
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> QuantizedTensor:  # noqa: ARG002 - codes are in no other
         """Return it on another device; itself where it is there."""
         if self.device == device:
             return self
         moved = [tensor.to(device) for tensor in self.dump().values()]
-        return Quantized.of_tensors(self.coding, self.shape, moved, KnownFormat(self.known.number))
+        return QuantizedTensor.of_tensors(self.coding, self.shape, moved, KnownFormat(self.known.number))
 
-    def bind(self, place: Place) -> None:
+    def bind(self, place: BoundParameter) -> None:
         """Let the layer read these codes; its parameter has a shape and no memory."""
         assert place.layer is not None
         place.layer.holder.hold(self)
@@ -225,12 +225,12 @@ class Quantized(Stored):
 
     def load(self, other: Stored, name: str) -> None:
         """Take over codes, or make codes of numbers."""
-        if isinstance(other, Dense):
+        if isinstance(other, DenseTensor):
             self.encode(other.values, name)
             return
         for mine, theirs in zip(self.dump().values(), other.dump().values(), strict=True):
             mine.copy_(theirs)
-        assert isinstance(other, Quantized)
+        assert isinstance(other, QuantizedTensor)
         self.known.number = other.known.number
 
     # -- at a point --------------------------------------------------------------------------------------------

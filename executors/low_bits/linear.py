@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from costmodel.formats import DType
 from costmodel.low_bits import FILLED_ROWS, TILE_ELEMENTS, TILE_ROWS, Coding, outputs_at_once, tile_columns
 from executors.formats import TORCH_DTYPES
-from executors.low_bits.coded import Beside, Quantized, Rows
+from executors.low_bits.coded import Beside, QuantizedTensor, Rows
 from executors.low_bits.exact_products import exact_sums
 from topology.errors import PlanError
 from zosim.plans import LowBits
@@ -40,15 +40,15 @@ class Holder:
     ----------
     coding : Coding or None
         How the weight is kept once it is codes.
-    coded : Quantized, callable or None
+    coded : QuantizedTensor, callable or None
     beside : Beside or None
     """
 
     coding: Coding | None = None
-    coded: Quantized | Callable[[], Quantized] | None = None
+    coded: QuantizedTensor | Callable[[], QuantizedTensor] | None = None
     beside: Beside | None = None
 
-    def hold(self, coded: Quantized | None) -> None:
+    def hold(self, coded: QuantizedTensor | None) -> None:
         """Let the layers read these codes, to which nothing is added; or none, but the parameter's numbers."""
         self.coded, self.beside = coded, None
 
@@ -58,7 +58,7 @@ class CodedLayer(nn.Module):
 
     Attributes
     ----------
-    coded : Quantized or None
+    coded : QuantizedTensor or None
         May be given as a function that reads it, which then is called whenever the codes are asked for.
     beside : Beside or None
         What is added to the weight at the evaluation point that is forwarded.
@@ -86,12 +86,12 @@ class CodedLayer(nn.Module):
         self.holder.beside = given
 
     @property
-    def coded(self) -> Quantized | None:
+    def coded(self) -> QuantizedTensor | None:
         """The codes."""
         return self.holder.coded() if callable(self.holder.coded) else self.holder.coded
 
     @coded.setter
-    def coded(self, given: Quantized | Callable[[], Quantized] | None) -> None:
+    def coded(self, given: QuantizedTensor | Callable[[], QuantizedTensor] | None) -> None:
         self.holder.coded = given
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
@@ -153,7 +153,7 @@ class CodedLinear(CodedLayer, nn.Linear):
             self.beside.add_to(weight, range(len(weight)))
         return nn.functional.linear(input, weight, self.bias)
 
-    def _by_tiles(self, inputs: Tensor, coded: Quantized) -> Tensor:
+    def _by_tiles(self, inputs: Tensor, coded: QuantizedTensor) -> Tensor:
         """Return the output, made for some outputs after the other of weights that are forgotten again."""
         outputs, width = coded.shape
         at_once = outputs_at_once(outputs, width)
@@ -174,7 +174,7 @@ class CodedLinear(CodedLayer, nn.Linear):
         assert made is not None
         return made
 
-    def _multiplied_by_codes(self, inputs: Tensor, coded: Quantized) -> Tensor:
+    def _multiplied_by_codes(self, inputs: Tensor, coded: QuantizedTensor) -> Tensor:
         codes, scales = self._inputs_of(inputs)
         is_integer = self.product == "int_mm"
 

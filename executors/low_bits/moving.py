@@ -14,7 +14,7 @@ from executors.low_bits.packed import Codes
 from executors.low_bits.stored import Chances, Moved
 
 if TYPE_CHECKING:
-    from executors.low_bits.coded import Quantized
+    from executors.low_bits.coded import QuantizedTensor
 
 _SHARED_ELEMENTS = 1 << 22
 """Elements that share passes, which bounds their temporaries."""
@@ -25,19 +25,19 @@ class Move(NamedTuple):
 
     Attributes
     ----------
-    coded : Quantized
+    coded : QuantizedTensor
     direction : torch.Tensor or PackedCodes
         In the shape of the weight; a tensor is int8.
     chances : callable
-        As of :meth:`executors.low_bits.coded.Quantized.move`.
+        As of :meth:`executors.low_bits.coded.QuantizedTensor.move`.
     """
 
-    coded: Quantized
+    coded: QuantizedTensor
     direction: Codes
     chances: Chances
 
 
-def shares_passes(coded: Quantized) -> bool:
+def shares_passes(coded: QuantizedTensor) -> bool:
     """Whether a weight can be moved with others: integers without outliers or zero points, on an accelerator."""
     is_plain = coded.outliers is None and coded.zeros is None and coded.kind is None
     return (
@@ -51,7 +51,7 @@ def shares_passes(coded: Quantized) -> bool:
 def move_together(
     moves: Sequence[Move], factor: float | DeviceScalar, *, decay: float, counted: Moved
 ) -> None:
-    """Change each weight as :meth:`executors.low_bits.coded.Quantized.move` does, to the same bits.
+    """Change each weight as :meth:`executors.low_bits.coded.QuantizedTensor.move` does, to the same bits.
 
     Parameters
     ----------

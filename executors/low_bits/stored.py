@@ -23,7 +23,7 @@ Chances = Callable[[int, int], Tensor]
 """Takes a first and a last element of a weight, and returns a float32 number in [0, 1) for each between."""
 
 
-class Place(Protocol):
+class BoundParameter(Protocol):
     """A parameter of a model, whatever it holds: :class:`executors.models.parameters.NamedTensor`."""
 
     @property
@@ -46,14 +46,14 @@ class Place(Protocol):
 class View(Protocol):
     """What a forward sees of a parameter."""
 
-    def bind(self, place: Place) -> None:
+    def bind(self, place: BoundParameter) -> None:
         """Let the model compute with this."""
 
 
 class Along(NamedTuple):
     """A parameter as it is stored, and the direction that it is to go along."""
 
-    place: Place
+    place: BoundParameter
     held: Any
     direction: Codes
 
@@ -193,7 +193,7 @@ class Stored(ABC):
         """Return it on a device, numbers in a format; itself where it is so."""
 
     @abstractmethod
-    def bind(self, place: Place) -> None:
+    def bind(self, place: BoundParameter) -> None:
         """Let the model compute with it where it lies."""
 
     # -- the five verbs ----------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Stored(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Dense(Stored):
+class DenseTensor(Stored):
     """Numbers."""
 
     values: Tensor
@@ -242,7 +242,7 @@ class Dense(Stored):
         moved = self.values.to(device, dtype)
         return self if moved is self.values else type(self)(moved)
 
-    def bind(self, place: Place) -> None:
+    def bind(self, place: BoundParameter) -> None:
         """Let the parameter's data be these numbers."""
         if place.layer is not None:
             place.layer.holder.hold(None)
@@ -279,7 +279,7 @@ class Dense(Stored):
 
     def load(self, other: Stored, name: str) -> None:
         """Copy numbers, in this one's format."""
-        assert isinstance(other, Dense), f"{name} would have to be made of what are no numbers"
+        assert isinstance(other, DenseTensor), f"{name} would have to be made of what are no numbers"
         self.values.copy_(other.values)
 
 

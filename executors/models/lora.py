@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from costmodel.configs import LoRA
 from costmodel.low_bits import Coding
 from executors.files import write_atomically
-from executors.low_bits.coded import Quantized
+from executors.low_bits.coded import QuantizedTensor
 from executors.low_bits.linear import (
     Deferred,
     Holder,
@@ -194,7 +194,7 @@ def _hold_codes(linear: nn.Linear, coding: Coding, bound: float) -> None:
     how = coding.of_adapters
     assert how is not None
     layer = become_codable(linear, Holder(how))
-    codes = Quantized.empty(how, layer.weight.shape, layer.weight.device)
+    codes = QuantizedTensor.empty(how, layer.weight.shape, layer.weight.device)
     codes.scales.fill_(coding.adapter_span * bound / codes.grid.high)
     codes.write(layer.weight.data)
     layer.coded = codes

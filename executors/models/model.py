@@ -29,7 +29,7 @@ from costmodel.model_spec import (
     segments_of,
 )
 from executors.labels import IGNORED_LABEL
-from executors.low_bits.stored import Dense
+from executors.low_bits.stored import DenseTensor
 from executors.models.blocks import block_list, fills_masks, linears_of, refuse_unsupported
 from executors.models.halves import Halfway, HalvedBlock, Handed, as_tensor, normalises_last
 from executors.models.host_twins import host_twins
@@ -314,7 +314,7 @@ class CutModel:
             raise ModelError("only the input token table can be read through gathered rows")
         # padding_idx matters to gradients alone, but torch checks it against the number of rows.
         table, padding = tensor.held, module.padding_idx
-        tensor.hold(Dense(rows))
+        tensor.hold(DenseTensor(rows))
         module.padding_idx = None
         hook = module.register_forward_pre_hook(lambda _module, _args: (positions,))
         try:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.low_bits import Coding
-from executors.low_bits.coded import KnownFormat, Quantized, shapes_of
+from executors.low_bits.coded import KnownFormat, QuantizedTensor, shapes_of
 from executors.low_bits.linear import CodedLayer, coded_layers
-from executors.low_bits.stored import Dense, Stored, View, nothing
+from executors.low_bits.stored import DenseTensor, Stored, View, nothing
 from topology.errors import ModelError
 
 Pieces = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -71,7 +71,7 @@ class NamedTensor:
     def held(self) -> Stored:
         """What the model computes with."""
         coded = None if self.layer is None else self.layer.coded
-        return Dense(self.values) if coded is None else coded
+        return DenseTensor(self.values) if coded is None else coded
 
     def hold(self, view: View) -> None:
         """Let the model compute with `view`, which is not copied."""
@@ -100,8 +100,8 @@ class NamedTensor:
     def stored_in(self, pieces: Iterable[Tensor]) -> Stored:
         """Return it as it is stored in these, which are in the order of :meth:`pieces`."""
         if self.coding is None:
-            return Dense(*pieces)
-        return Quantized.of_tensors(self.coding, self.shape, pieces, self.known_format)
+            return DenseTensor(*pieces)
+        return QuantizedTensor.of_tensors(self.coding, self.shape, pieces, self.known_format)
 
     @property
     def trainable(self) -> bool:
@@ -120,9 +120,9 @@ def format_beside(tensors: Iterable[NamedTensor]) -> str | None:
     return next((tensor.coding.dtype for tensor in tensors if tensor.coding is not None), None)
 
 
-def stand_in(tensor: NamedTensor, device: torch.device) -> Dense:
+def stand_in(tensor: NamedTensor, device: torch.device) -> DenseTensor:
     """Return what a parameter is while its values are elsewhere: a forward that reads it makes no number."""
-    return Dense(nothing(tensor.shape, tensor.values.dtype, device))
+    return DenseTensor(nothing(tensor.shape, tensor.values.dtype, device))
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from costmodel.stored_codes import (
     said_of_own,
 )
 from executors.formats import TORCH_DTYPES, WEIGHTS_NAME
-from executors.low_bits.coded import Quantized, shapes_of
+from executors.low_bits.coded import QuantizedTensor, shapes_of
 from executors.low_bits.linear import (
     CodedLayer,
     Deferred,
@@ -79,7 +79,7 @@ def encode(model: nn.Module, low_bits: LowBits, dtype: DType) -> None:
     code_layers(coded_parts_of(model, coding.parts), low_bits, torch.device("cpu"), dtype)
     for tensor in stored_parameters(model):
         if not tensor.is_numbers:
-            codes = Quantized.empty(coding, tensor.shape, torch.device("cpu"))
+            codes = QuantizedTensor.empty(coding, tensor.shape, torch.device("cpu"))
             codes.load(tensor.held, tensor.name)
             tensor.hold(codes)
 
@@ -253,7 +253,7 @@ class _Files:
                 hint="copy the model again; codes mean nothing without their scales",
             ) from None
 
-    def read(self, layer: str, shape: tuple[int, int]) -> Quantized:
+    def read(self, layer: str, shape: tuple[int, int]) -> QuantizedTensor:
         """Return a weight: its codes and scales, and nothing of it as floating-point numbers.
 
         Raises
@@ -266,11 +266,11 @@ class _Files:
         symbols, scales, zeros = _READERS[self.layout](self, layer, shape)
         if not self.coding.has_zero_point:
             zeros = None
-        coded = Quantized.of_symbols(self.coding, symbols, self._scales(layer, scales), zeros)
+        coded = QuantizedTensor.of_symbols(self.coding, symbols, self._scales(layer, scales), zeros)
         self.refuse_no_code(layer, coded.has_codes_that_are_none())
         return coded
 
-    def _own(self, layer: str, shape: torch.Size) -> Quantized:
+    def _own(self, layer: str, shape: torch.Size) -> QuantizedTensor:
         """Return a weight whose tensors lie in the file as they do in memory."""
         parts = {}
         for suffix in shapes_of(self.coding, shape):
@@ -278,7 +278,7 @@ class _Files:
             parts[suffix] = self._scales(layer, part) if suffix.endswith("scale") else part
         kinds = parts.get("_format")
         self.refuse_no_code(layer, kinds is not None and int(kinds) >= len(CANDIDATES[self.coding.format]))
-        coded = Quantized.of_tensors(self.coding, shape, parts.values())
+        coded = QuantizedTensor.of_tensors(self.coding, shape, parts.values())
         self.refuse_no_code(layer, coded.has_codes_that_are_none())
         return coded
 

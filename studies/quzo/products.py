@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from costmodel.low_bits import Coding
 from executors.formats import format_of
-from executors.low_bits.coded import Quantized
+from executors.low_bits.coded import QuantizedTensor
 
 ROWS = (16, 128, 512)
 _SHAPE = torch.Size((768, 768))
@@ -38,7 +38,7 @@ def main() -> None:
 
 def _line(name: str, inputs: Tensor) -> str:
     coding = Coding("int8") if name == "int8" else Coding("int4", "group", _GROUP)
-    coded = Quantized.empty(
+    coded = QuantizedTensor.empty(
         Coding(coding.format, coding.scales, coding.group_elements, dtype="bfloat16"),
         _SHAPE,
         torch.device("cpu"),
@@ -69,7 +69,7 @@ def _line(name: str, inputs: Tensor) -> str:
     )
 
 
-def weight_only(coded: Quantized) -> Callable[[Tensor], Tensor]:
+def weight_only(coded: QuantizedTensor) -> Callable[[Tensor], Tensor]:
     """Return torch's product of bfloat16 inputs by the codes of a weight: int8 by channel, or int4 by groups."""
     levels = coded.levels()
     if coded.coding.format == "int8":

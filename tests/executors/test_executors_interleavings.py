@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 
-from executors.low_bits.coded import Quantized
+from executors.low_bits.coded import QuantizedTensor
 from executors.models.parameters import stand_in
 from executors.runs.session import Session
 from executors.steps.ops.context import Context
@@ -181,7 +181,7 @@ def test_between_forwards_no_parameter_holds_what_a_free_takes_away(low_bits):
     with Session(plan_of(model, **FRESH, **low_bits), model, learning_rate=RATE) as session:
         session.step(batches(1)[0])
         for tensor in session.engine.tensors_of("block.1"):
-            assert not isinstance(tensor.held, Quantized)
+            assert not isinstance(tensor.held, QuantizedTensor)
             assert tensor.values.isnan().all()
             assert tensor.values.untyped_storage().nbytes() <= 8
         session.flush()

@@ -16,7 +16,7 @@ from costmodel.formats import CANDIDATES
 from costmodel.low_bits import Coding
 from costmodel.roundings import RoundedDirection
 from executors.low_bits import exact_products, linear
-from executors.low_bits.coded import Beside, Quantized
+from executors.low_bits.coded import Beside, QuantizedTensor
 from executors.low_bits.grids import grid_of
 from executors.low_bits.linear import CodedLinear, code_layers
 from executors.low_bits.packed import PackedCodes
@@ -68,7 +68,7 @@ def weight(outputs=6, inputs=32):
 
 def coded(coding, values=None):
     values = weight() if values is None else values
-    made = Quantized.empty(coding, values.shape, CPU)
+    made = QuantizedTensor.empty(coding, values.shape, CPU)
     made.encode(values)
     return made
 
@@ -120,7 +120,7 @@ def test_codes_are_the_nearest_to_the_weights_and_survive_being_packed(coding):
     assert (error <= slack * steps * scales / 2 + 1e-9).float().mean() > (
         0.95 if coding.has_zero_point else 0.999
     )
-    again = Quantized.empty(coding, values.shape, CPU)
+    again = QuantizedTensor.empty(coding, values.shape, CPU)
     again.load(made, "again")
     again._write(slice(0, len(values)), made.levels().float())
     assert torch.equal(again.codes, made.codes)
@@ -140,7 +140,7 @@ def test_an_update_is_right_on_average_unless_it_saturates(coding):
         Moved(),
     )
     for i in range(num):
-        after = Quantized.empty(coding, before.shape, CPU)
+        after = QuantizedTensor.empty(coding, before.shape, CPU)
         after.load(before, "after")
         # Every element goes through all chances, each from another beginning.
         after.move(
@@ -205,7 +205,7 @@ def test_outliers_are_kept_beside_the_codes_and_move_on_their_own_grid():
     num, direction = 256, torch.ones(4, 64, dtype=torch.int8)
     start, total, moved = before.values(torch.float64), torch.zeros(4, 64, dtype=torch.float64), Moved()
     for i in range(num):
-        after = Quantized.empty(coding, before.shape, CPU)
+        after = QuantizedTensor.empty(coding, before.shape, CPU)
         after.load(before, "after")
         after.move(direction, 1e-3, lambda b, e, i=i: torch.full((e - b,), (i + 0.5) / num), counted=moved)
         assert torch.equal(after.levels() == -128, places)
@@ -379,7 +379,9 @@ def test_chances_that_are_passed_over_are_those_that_would_have_been_drawn():
 
 def test_weights_that_are_no_numbers_have_no_codes():
     with pytest.raises(ModelError, match="fc1 holds numbers that are infinite"):
-        Quantized.empty(Coding("int8"), torch.Size((1, 8)), CPU).encode(torch.full((1, 8), torch.nan), "fc1")
+        QuantizedTensor.empty(Coding("int8"), torch.Size((1, 8)), CPU).encode(
+            torch.full((1, 8), torch.nan), "fc1"
+        )
     zeros = coded(Coding("int4", "group", group_elements=8), torch.zeros(2, 16))
     assert (zeros.scales > 0).all()
     assert not zeros.values(torch.float32).any()
@@ -732,7 +734,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(
         tensors = {tensor.name: tensor for tensor in session.engine.tensors}
         left = {name: tensor.held for name, tensor in tensors.items()}
         after = session.state_dict()
-    tables = [name for name, held in left.items() if isinstance(held, Quantized)]
+    tables = [name for name, held in left.items() if isinstance(held, QuantizedTensor)]
     assert any("embed" in name or name == "lm_head.weight" for name in tables) == (parts == "all")
     seed = record.seeds[0]
     rounding = RoundedDirection("gaussian", bits)
@@ -741,7 +743,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(
     base, along, moved = {}, {}, {}
     for index, (name, parameter) in enumerate(literal.named_parameters()):
         of_rows = chances.between(0, len(parameter), index, rounding_key(seed, 0, 0, "rows"))
-        share = 1 - sparsity if isinstance(left[name], Quantized) else 1
+        share = 1 - sparsity if isinstance(left[name], QuantizedTensor) else 1
         moved[name] = of_rows >= 1 - share
         normals = torch.normal(0.0, 1.0, parameter.shape, generator=generator).view(-1)
         for copy_of in ("direction", "second direction"):
@@ -754,13 +756,15 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(
             )
         held = left[name]
         base[name] = (
-            coded(held.coding, parameter.data) if isinstance(held, Quantized) else parameter.data.clone()
+            coded(held.coding, parameter.data)
+            if isinstance(held, QuantizedTensor)
+            else parameter.data.clone()
         )
     losses = []
     for sign in (1, -1):
         for name, parameter in literal.named_parameters():
             held = base[name]
-            values = held.values(torch.float32) if isinstance(held, Quantized) else held
+            values = held.values(torch.float32) if isinstance(held, QuantizedTensor) else held
             parameter.data = values + sign * epsilon * along[name, "direction"]
         losses.append(literal(**batch).loss.item())
     assert losses == pytest.approx([record.losses_plus[0], record.losses_minus[0]], rel=1e-5)
@@ -771,10 +775,10 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(
     used = "second direction" if estimator == "q-rge2" else "direction"
     for index, name in enumerate(base):
         held = base[name]
-        values = held.values(torch.float32) if isinstance(held, Quantized) else held
+        values = held.values(torch.float32) if isinstance(held, QuantizedTensor) else held
         decays = decay if tensors[name].decays else 0.0
         wanted = values - RATE * (gradient * along[name, used] + decays * values)
-        if not isinstance(held, Quantized):
+        if not isinstance(held, QuantizedTensor):
             assert torch.allclose(after[name], wanted, atol=1e-6)
             continue
         change = (values - wanted) / held.scales

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from costmodel.low_bits import Coding
-from executors.low_bits.coded import Quantized
+from executors.low_bits.coded import QuantizedTensor
 from studies.quzo import memory
 from studies.quzo.products import weight_only
 from studies.quzo.slow_link import CASES
@@ -21,7 +21,7 @@ from studies.speed.products import milliseconds
 )
 def test_a_weight_only_product_is_that_of_the_numbers_that_codes_stand_for(coding):
     generator = torch.Generator().manual_seed(0)
-    coded = Quantized.empty(coding, torch.Size((64, 128)), torch.device("cpu"))
+    coded = QuantizedTensor.empty(coding, torch.Size((64, 128)), torch.device("cpu"))
     coded.encode(torch.randn(64, 128, generator=generator))
     inputs = torch.randn(16, 128, generator=generator).bfloat16()
     exact = inputs.double() @ coded.values(torch.float64).T

@@ -22,7 +22,7 @@ from functools import cached_property
 from costmodel.distributions import DISTRIBUTIONS, Distribution
 from costmodel.forward import activation_bytes
 from costmodel.model_spec import EMBED, HEAD, ModelSpec, ParameterGroup
-from costmodel.storage import Dense
+from costmodel.storage import DenseStorage
 from costmodel.work import Work
 from zosim.contents import BATCH, Hidden
 from zosim.instructions import Access, Instruction, Stream
@@ -137,7 +137,7 @@ class Rank:
         return not self.is_swept and group.num_trainable > 0 and len(readers) > 1 and segment == readers[0]
 
     @cached_property
-    def storage(self) -> Dense:
+    def storage(self) -> DenseStorage:
         """How parameters are stored, and directions beside them."""
         return self.plan.storage
 

@@ -15,7 +15,7 @@ from pydantic import model_validator
 
 from costmodel.formats import FORMATS, DType
 from costmodel.model_spec import ModelSpec
-from costmodel.storage import Dense
+from costmodel.storage import DenseStorage
 from topology.errors import PlanError
 from topology.limits import Extent
 from topology.validation import readable
@@ -158,7 +158,7 @@ class Plan(Axis, Document):
         return self.transfer_dtype != self.weights.dtype
 
     @property
-    def storage(self) -> Dense:
+    def storage(self) -> DenseStorage:
         """How parameters are stored, and directions beside them."""
         return self.low_bits.storage(self.weights.dtype, self.directions.distribution)
 

@@ -11,7 +11,7 @@ from costmodel.distributions import DistributionName
 from costmodel.formats import CANDIDATES, FORMATS, CodedParts, CodeFormat, DType, ScaleScope
 from costmodel.low_bits import Coding, Fit
 from costmodel.roundings import EstimatorName, RoundedDirection
-from costmodel.storage import Dense, Quantized
+from costmodel.storage import DenseStorage, QuantizedStorage
 from topology.errors import PlanError
 from zosim.plans.setting import Axis, Conflict, Setting
 
@@ -409,13 +409,13 @@ class LowBits(Axis):
             self.parts,
         )
 
-    def storage(self, dtype: DType, distribution: DistributionName) -> Dense:
+    def storage(self, dtype: DType, distribution: DistributionName) -> DenseStorage:
         """Return how parameters are stored beside numbers in `dtype`, and directions of a distribution."""
         coding = self.coding(dtype)
         if coding is None:
-            return Dense(dtype=dtype, distribution=distribution)
+            return DenseStorage(dtype=dtype, distribution=distribution)
         direction = RoundedDirection(distribution, self.direction_bits, self.sparsity)
-        return Quantized(
+        return QuantizedStorage(
             dtype=dtype,
             distribution=distribution,
             coding=coding,
