@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zosim import cli, registry
+from zosim.options import EXPERT
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
 
@@ -53,6 +54,10 @@ def _is_argument(parameter: Any) -> bool:
     return bool(parameter.param_type_name == "argument")
 
 
+def _is_expert(parameter: Any) -> bool:
+    return str(getattr(parameter, "rich_help_panel", None)).startswith(EXPERT)
+
+
 def _argument(parameter: Any) -> str:
     name = parameter.name.upper()
     return name if parameter.required else f"[{name}]"
@@ -63,7 +68,7 @@ def _table(command: Any) -> str:
     rows = [
         f"| `{_names(item)}` | {_meaning(item, types[item.name])} |"
         for item in command.params
-        if not item.hidden and item.name in types
+        if (not item.hidden or _is_expert(item)) and item.name in types
     ]
     return "\n".join(["| option | meaning |", "| --- | --- |", *rows, ""]) if rows else ""
 
@@ -76,6 +81,8 @@ def _names(parameter: Any) -> str:
 
 def _meaning(parameter: Any, annotation: Any) -> str:
     facts = [parameter.help or ""]
+    if _is_expert(parameter):
+        facts.append("Shown by --help-all.")
     choices = list(_choices(annotation))
     if choices:
         facts.append(f"One of {', '.join(choices)}.")

@@ -18,7 +18,7 @@ from topology.limits import MAX_THREADS
 from zosim.cli import NEEDED_TO_RUN, refuse_without
 from zosim.config import PlanConfig
 from zosim.console import emit, progress, stderr
-from zosim.options import Json, config_of, with_settings
+from zosim.options import EXPERT, Json, config_of, with_settings
 from zosim.plans import Plan, Residency
 
 if TYPE_CHECKING:
@@ -33,9 +33,16 @@ def run(
     ] = None,
     program: Annotated[
         Path | None,
-        typer.Option(help="A program (perhaps edited) in place of the plan's own.", show_default=False),
+        typer.Option(
+            help="A program (perhaps edited) in place of the plan's own.",
+            show_default=False,
+            rich_help_panel=f"{EXPERT}: Run",
+            hidden=True,
+        ),
     ] = None,
-    launch: Annotated[bool, typer.Option(help="Start ranks of their own, or run in this process.")] = True,
+    launch: Annotated[
+        bool, typer.Option(help="Start ranks of their own, or run in this process.", rich_help_panel="Search")
+    ] = True,
     as_json: Json = False,
     **settings: Any,
 ) -> None:

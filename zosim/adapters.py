@@ -51,6 +51,7 @@ class AdapterSettings(Section):
             "--lora-lazy-steps",
             "Steps after which A is drawn anew; B alone is tuned, and what was learnt stays as a slot beside the base.",
             "numbers",
+            shown="expert",
         ),
     ] = None
     lora_max_rank: Annotated[
@@ -60,6 +61,7 @@ class AdapterSettings(Section):
             "Rank that slots are compacted to where they would pass it.",
             "numbers",
             usual="64, or 4 ranks",
+            shown="expert",
         ),
     ] = None
     prefix: Annotated[

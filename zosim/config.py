@@ -113,6 +113,7 @@ class Search(Section):
             usual="all of it",
             typed=str,
             parse=partial(_memory_limit, "--max-device-memory"),
+            shown="first",
         ),
     ] = None
     max_host_bytes: Annotated[
@@ -123,6 +124,7 @@ class Search(Section):
             usual="all of it",
             typed=str,
             parse=partial(_memory_limit, "--max-host-memory"),
+            shown="expert",
         ),
     ] = None
 
@@ -143,13 +145,16 @@ class PlanConfig(Section):
     """
 
     model: ModelSpec | None = None
-    batch: Annotated[Extent, Setting("--batch", "Sequences per step, over all ranks.", changes="numbers")] = 1
+    batch: Annotated[
+        Extent, Setting("--batch", "Sequences per step, over all ranks.", changes="numbers", shown="first")
+    ] = 1
     seq: Annotated[
         Extent | None,
         Setting(
             "--seq",
             "Maximum sequence length in tokens.",
             usual=f"the longest line of the data, or {USUAL_SEQ} where there is none",
+            shown="first",
         ),
     ] = None
     mesh: Mesh = Mesh()

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import typer
 from pydantic import BaseModel, TypeAdapter
+from typer.core import TyperOption
 
 from topology.errors import PlanError
 from topology.validation import did_you_mean, readable
@@ -67,6 +68,37 @@ EngineName = Annotated[
 RankToCompare = Annotated[
     int | None, typer.Option(min=0, help="Rank to look at; by default the last to end its steps.")
 ]
+EXPERT = "Expert"
+"""Begins the names of the groups of options that only ``--help-all`` shows."""
+
+
+def _show_all(context: typer.Context, wanted: bool) -> None:
+    """Show the help page with the options of experts, and end."""
+    if not wanted:
+        return
+    experts = [
+        parameter
+        for parameter in context.command.params
+        if isinstance(parameter, TyperOption) and (parameter.rich_help_panel or "").startswith(EXPERT)
+    ]
+    for parameter in experts:
+        parameter.hidden = False
+    typer.echo(context.get_help())
+    for parameter in experts:
+        parameter.hidden = True
+    raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool,
+    typer.Option(
+        "--help-all",
+        is_eager=True,
+        expose_value=False,
+        callback=_show_all,
+        help="Show expert options as well, and exit.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
@@ -107,20 +139,25 @@ class ConfigOption:
     def parameter(self) -> inspect.Parameter:
         """The parameter that typer makes the option of; its value is None where it is left out."""
         typed = self.typed
-        words: dict[str, Any] = {
-            "help": self._help,
-            "rich_help_panel": (self.path or ("options",))[-1].replace("_", " ").capitalize(),
-        }
+        words: dict[str, Any] = {"help": self._help}
+        if self.setting.shown != "first":
+            group = (self.path or ("options",))[-1].replace("_", " ").capitalize()
+            words["rich_help_panel"] = f"{EXPERT}: {group}" if self.is_expert else group
         names = f"{self.flag}/--no-{self.flag[2:]}" if typed is bool else self.flag
         if get_origin(typed) is Literal:
             # What is typed is checked with the field, whose refusal says what was probably meant.
             words |= {"parser": str, "metavar": f"<{'|'.join(get_args(typed))}>"}
-        hidden = self.flag in self.setting.aliases
+        hidden = self.is_expert or self.flag in self.setting.aliases
         option = typer.Option(names, show_default=False, hidden=hidden, **words)
         annotation = Annotated[typed | None, option]  # type: ignore[valid-type]
         return inspect.Parameter(
             self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
         )
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether only the whole help page shows it."""
+        return self.setting.shown == "expert" and self.flag not in self.setting.aliases
 
     @cached_property
     def typed(self) -> Any:
@@ -240,6 +277,12 @@ def with_settings(
             parameters[place:place] = map(_as_option, known)
         known_options = options_of(tree) if tree else ()
         parameters += {o.name: o.parameter for o in known_options if not only or o.name in only}.values()
+        if any(option.is_expert for option in known_options):
+            parameters.append(
+                inspect.Parameter(
+                    "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HelpAll
+                )
+            )
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         by_name = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
         command.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]

@@ -48,8 +48,10 @@ class LearningRate(Section):
     model_config = ConfigDict(strict=True)
 
     kind: Annotated[Kind, Setting("--lr-schedule", "How the learning rate falls.", "numbers")] = "constant"
-    learning_rate: Annotated[float, Setting("--lr", "Largest learning rate.", "numbers")] = 1e-6
-    num_steps: Annotated[int, Setting("--steps", "Steps of the whole run.", "numbers")]
+    learning_rate: Annotated[float, Setting("--lr", "Largest learning rate.", "numbers", shown="first")] = (
+        1e-6
+    )
+    num_steps: Annotated[int, Setting("--steps", "Steps of the whole run.", "numbers", shown="first")]
     warmup_steps: Annotated[int, Setting("--warmup", "Steps until the largest rate.", "numbers")] = 0
 
     @model_validator(mode="after")

@@ -56,7 +56,9 @@ class DataSettings(Section):
 
     model_config = _STRICT
 
-    path: Annotated[str, Setting("--data", "JSON lines: input_ids and labels, or text fields.")] = ""
+    path: Annotated[
+        str, Setting("--data", "JSON lines: input_ids and labels, or text fields.", shown="first")
+    ] = ""
     template: Annotated[str | None, Setting("--template", 'Such as "{text} It was {label}."', "numbers")] = (
         None
     )
@@ -120,7 +122,7 @@ class EvaluationSettings(Section):
 
     model_config = _STRICT
 
-    path: Annotated[str, Setting("--eval-data", "Lines to evaluate on.")] = ""
+    path: Annotated[str, Setting("--eval-data", "Lines to evaluate on.", shown="first")] = ""
     every: Annotated[
         int,
         Setting(
@@ -142,7 +144,7 @@ class EvaluationSettings(Section):
         ),
     ] = "auto"
     max_new_tokens: Annotated[
-        int, Setting("--eval-max-new-tokens", "Tokens of a generated answer at most.")
+        int, Setting("--eval-max-new-tokens", "Tokens of a generated answer at most.", shown="expert")
     ] = 32
 
     @model_validator(mode="after")
@@ -224,9 +226,9 @@ class RunOptions(Section):
     """
 
     model: Annotated[
-        str, Setting("--model", "Directory (or cached name) of the base weights.", "numbers")
+        str, Setting("--model", "Directory (or cached name) of the base weights.", "numbers", shown="first")
     ] = ""
-    out: Annotated[str, Setting("--out", "Directory of the run.")] = ""
+    out: Annotated[str, Setting("--out", "Directory of the run.", shown="first")] = ""
     seed: Annotated[
         Seed, Setting("--seed", "Of directions, the shuffle, and what adapters begin as.", "numbers")
     ] = 0
@@ -234,7 +236,7 @@ class RunOptions(Section):
         float, Setting("--weight-decay", "Of all but biases and layer norms.", "numbers")
     ] = 0.0
     loss_dtype: Annotated[
-        LossName, Setting("--loss-dtype", "Format that the loss is computed in.", "numbers")
+        LossName, Setting("--loss-dtype", "Format that the loss is computed in.", "numbers", shown="expert")
     ] = "model"
     objective: Annotated[
         str,
@@ -255,12 +257,14 @@ class RunOptions(Section):
         ),
     ] = None
     reward_timeout_s: Annotated[
-        float, Setting("--reward-timeout", "Most seconds until a reward has answered.")
+        float, Setting("--reward-timeout", "Most seconds until a reward has answered.", shown="expert")
     ] = 60.0
     accumulate: Annotated[
         int, Setting("--accumulate", "Micro-batches that a step's batch is forwarded in.", "numbers")
     ] = 1
-    device: Annotated[str, Setting("--device", "cpu, cuda or cuda:N.", usual="the plan's, else cpu")] = "cpu"
+    device: Annotated[
+        str, Setting("--device", "cpu, cuda or cuda:N.", usual="the plan's, else cpu", shown="first")
+    ] = "cpu"
     num_threads: Annotated[
         Threads,
         Setting(
@@ -275,6 +279,7 @@ class RunOptions(Section):
             "--digest-every",
             "Steps between digests of the parameters; 0 for never.",
             "numbers where transfers round",
+            shown="expert",
         ),
     ] = 100
     checkpoint_every: Annotated[
@@ -286,15 +291,22 @@ class RunOptions(Section):
         ),
     ] = 0
     checksums: Annotated[
-        bool, Setting("--checksums", "Notice bits of weights that nothing wrote.", usual="on a CPU")
+        bool,
+        Setting(
+            "--checksums", "Notice bits of weights that nothing wrote.", usual="on a CPU", shown="expert"
+        ),
     ] = False
     graphs: Annotated[
-        bool, Setting("--graphs", "Launch draws and blocks as CUDA graphs: for small batches.")
+        bool,
+        Setting("--graphs", "Launch draws and blocks as CUDA graphs: for small batches.", shown="expert"),
     ] = False
-    resume: Annotated[bool, Setting("--resume", "Go on with what OUT holds.")] = False
-    early_stop: Annotated[bool, Setting("--early-stop", "Stop when the loss diverges.")] = True
+    resume: Annotated[bool, Setting("--resume", "Go on with what OUT holds.", shown="first")] = False
+    early_stop: Annotated[bool, Setting("--early-stop", "Stop when the loss diverges.", shown="expert")] = (
+        True
+    )
     random_weights: Annotated[
-        bool, Setting("--random-weights", "Use the architecture alone, or its weights.", "numbers")
+        bool,
+        Setting("--random-weights", "Use the architecture alone, or its weights.", "numbers", shown="expert"),
     ] = False
     save_as: Annotated[
         SaveAs,
@@ -302,15 +314,16 @@ class RunOptions(Section):
             "--save-as",
             "How weights that are codes are written: as numbers, as codes that transformers loads with compressed-tensors, or as "
             "codes of any format that zosim alone reads.",
+            shown="expert",
         ),
     ] = "numbers"
     allow_download: Annotated[bool, Setting("--allow-download", "Fetch a named model.")] = False
     tensorboard: Annotated[bool, Setting("--tensorboard", "Write logs for TensorBoard if installed.")] = True
     num_timed_steps: int = 100
     log_every: int = 1
-    timeout_s: Annotated[float, Setting("--timeout", "Seconds until a rank that waits gives up.")] = (
-        DEFAULT_TIMEOUT_S
-    )
+    timeout_s: Annotated[
+        float, Setting("--timeout", "Seconds until a rank that waits gives up.", shown="expert")
+    ] = DEFAULT_TIMEOUT_S
 
 
 class RunConfig(Section):

@@ -67,21 +67,30 @@ class Directions(Axis):
             "Steps that the right factor of such a matrix is kept for.",
             changes="numbers",
             usual=f"{USUAL_LAZY_STEPS} for lozo, 1 for factorised",
+            shown="expert",
         ),
     ] = None
     rng: Annotated[
         Literal["mezo", "counter"],
-        Setting("--rng", "One generator for all, or a keyed stream for each parameter.", changes="numbers"),
+        Setting(
+            "--rng",
+            "One generator for all, or a keyed stream for each parameter.",
+            changes="numbers",
+            shown="expert",
+        ),
     ] = "mezo"
     order: Annotated[
         Literal["registration", "execution"],
-        Setting("--order", "Order of draws under --rng mezo: MeZO's or ZO2's.", changes="numbers"),
+        Setting(
+            "--order", "Order of draws under --rng mezo: MeZO's or ZO2's.", changes="numbers", shown="expert"
+        ),
     ] = "registration"
     kept: Annotated[
         bool,
         Setting(
             "--keep-directions",
             "Draw every direction once and keep it until its update, in one more copy of the trainable weights.",
+            shown="expert",
         ),
     ] = False
     drawn_ahead: Annotated[
@@ -90,6 +99,7 @@ class Directions(Axis):
             "--draw-ahead",
             "Draw directions, and write copies of weights, on a stream of their own, ahead of the forwards.",
             planned=True,
+            shown="expert",
         ),
     ] = False
 

@@ -51,10 +51,12 @@ class ForwardPass(Axis):
             "Format of the matrix products, such as tf32 or bfloat16.",
             changes="numbers",
             usual="--dtype",
+            shown="expert",
         ),
     ] = None
     attention: Annotated[
-        Literal["eager", "sdpa"], Setting("--attention", "Implementation of attention.", changes="numbers")
+        Literal["eager", "sdpa"],
+        Setting("--attention", "Implementation of attention.", changes="numbers", shown="expert"),
     ] = "sdpa"
     loss_chunk_tokens: Annotated[
         Extent | None,
@@ -65,6 +67,7 @@ class ForwardPass(Axis):
             planned=True,
             usual="all, or as many as fit",
             aliases=("--loss-chunk",),
+            shown="expert",
         ),
     ] = None
 
@@ -83,6 +86,7 @@ class ForwardPass(Axis):
             "--labels-per-sequence",
             "Labelled tokens of a sequence, of which alone --weights adapters makes logits, for predictions.",
             usual="all",
+            shown="expert",
         ),
     ] = None
 
@@ -92,6 +96,7 @@ class ForwardPass(Axis):
             "--tokens-per-sequence",
             "Tokens of a sequence on average: --weights adapters computes no padding, for predictions.",
             usual="--seq",
+            shown="expert",
         ),
     ] = None
     num_shared: Annotated[
@@ -100,6 +105,7 @@ class ForwardPass(Axis):
             "--shared-tokens",
             "Tokens that all sequences begin with, which --weights adapters computes once, for predictions.",
             usual="none",
+            shown="expert",
         ),
     ] = None
 
@@ -109,6 +115,7 @@ class ForwardPass(Axis):
             "--answers-per-prompt",
             "Sequences of a batch that differ in the answer to their prompt alone, which --weights adapters computes once, for predictions.",
             usual="1",
+            shown="expert",
         ),
     ] = None
 
@@ -118,6 +125,7 @@ class ForwardPass(Axis):
             "--attended-tokens",
             "Tokens that attention holds beside one on average, filling included, with --weights adapters, for predictions.",
             usual="those of a sequence",
+            shown="expert",
         ),
     ] = None
 

@@ -103,20 +103,27 @@ class LowBits(Axis):
             "--coded-parts",
             "Whose matrices are codes: the blocks', or all, with token table and head.",
             "numbers",
+            shown="expert",
         ),
     ] = "blocks"
     scales: Annotated[
-        ScaleScope, Setting("--weight-scales", "What shares a scale of such codes.", "numbers")
+        ScaleScope,
+        Setting("--weight-scales", "What shares a scale of such codes.", "numbers", shown="expert"),
     ] = "channel"
     group_elements: Annotated[
         int,
         Field(ge=8, le=1 << 16, multiple_of=8),
-        Setting("--weight-group", "Inputs that share one, under --weight-scales group.", "numbers"),
+        Setting(
+            "--weight-group", "Inputs that share one, under --weight-scales group.", "numbers", shown="expert"
+        ),
     ] = 128
     fit: Annotated[
         Fit,
         Setting(
-            "--weight-fit", "Scales that span the largest weight, or have the least squared error.", "numbers"
+            "--weight-fit",
+            "Scales that span the largest weight, or have the least squared error.",
+            "numbers",
+            shown="expert",
         ),
     ] = "range"
     outliers: Annotated[
@@ -126,14 +133,23 @@ class LowBits(Axis):
             "--outliers",
             "Share of each output channel's weights that are kept in fp8 beside int8, as 0.01.",
             "numbers",
+            shown="expert",
         ),
     ] = 0.0
     zero_point: Annotated[
-        bool, Setting("--zero-point", "Let codes span the least and the largest weight.", "numbers")
+        bool,
+        Setting(
+            "--zero-point", "Let codes span the least and the largest weight.", "numbers", shown="expert"
+        ),
     ] = False
     full_range: Annotated[
         bool,
-        Setting("--full-range", "Let symmetric integers use their lowest number, -8 of int4.", "numbers"),
+        Setting(
+            "--full-range",
+            "Let symmetric integers use their lowest number, -8 of int4.",
+            "numbers",
+            shown="expert",
+        ),
     ] = False
     adapters: Annotated[
         Literal["none", CodeFormat],
@@ -141,6 +157,7 @@ class LowBits(Axis):
             "--adapter-format",
             "Codes that the A and B of adapters beside coded weights are kept and trained in.",
             "numbers",
+            shown="expert",
         ),
     ] = "none"
     adapter_span: Annotated[
@@ -150,19 +167,26 @@ class LowBits(Axis):
             "--adapter-span",
             "Largest entry of such A and B that has a code, over the largest that A begins with.",
             "numbers",
+            shown="expert",
         ),
     ] = 2.0
     direction_bits: Annotated[
         int,
         Field(ge=2, le=8),
         Setting(
-            "--direction-bits", "Bits that directions are rounded to where weights are codes.", "numbers"
+            "--direction-bits",
+            "Bits that directions are rounded to where weights are codes.",
+            "numbers",
+            shown="expert",
         ),
     ] = 8
     estimator: Annotated[
         EstimatorName,
         Setting(
-            "--estimator", "What the projected gradient along a rounded direction multiplies.", "numbers"
+            "--estimator",
+            "What the projected gradient along a rounded direction multiplies.",
+            "numbers",
+            shown="expert",
         ),
     ] = "normalised"
     update_rounding: Annotated[
@@ -171,6 +195,7 @@ class LowBits(Axis):
             "--update-rounding",
             "Round the update of codes for each query, or once for the sum of a step's, kept in 32 bits for a block at a time.",
             "numbers",
+            shown="expert",
         ),
     ] = "query"
     sparsity: Annotated[
@@ -180,11 +205,14 @@ class LowBits(Axis):
             "--sparsity",
             "Share of output channels that a step's direction leaves alone; others are perturbed by as much more.",
             "numbers",
+            shown="expert",
         ),
     ] = 0.0
     activations: Annotated[
         Literal["none", "int8-token", "int8-tensor", "float8-token", "float8-tensor"],
-        Setting("--activation-format", "Format of the inputs of coded linear layers.", "numbers"),
+        Setting(
+            "--activation-format", "Format of the inputs of coded linear layers.", "numbers", shown="expert"
+        ),
     ] = "none"
     kernel: Annotated[
         KernelName | None,
@@ -193,10 +221,14 @@ class LowBits(Axis):
             "What multiplies by codes.",
             "numbers",
             usual="int_mm where activations are int8, scaled_mm where they are float8, else dequantise",
+            shown="expert",
         ),
     ] = None
     fallback: Annotated[
-        bool, Setting("--kernel-fallback", "Dequantise where the device lacks the kernel.", "numbers")
+        bool,
+        Setting(
+            "--kernel-fallback", "Dequantise where the device lacks the kernel.", "numbers", shown="expert"
+        ),
     ] = False
 
     @property

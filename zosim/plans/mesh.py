@@ -61,6 +61,7 @@ class Mesh(Axis):
         "--mesh",
         "Ranks, the outer axis first, such as data=2,perturb=2 or stage=2.",
         planned=True,
+        shown="first",
     )
 
     data: Annotated[Ranks, Setting(help="By --mesh.", planned=True)] = 1

@@ -62,7 +62,7 @@ class Residency(Axis):
     ] = "resident"
     edges: Annotated[
         Literal["resident", "offloaded"],
-        Setting("--edges", "The same for embedding and head.", _ROUNDING, planned=True),
+        Setting("--edges", "The same for embedding and head.", _ROUNDING, planned=True, shown="expert"),
     ] = "resident"
     num_slots: Annotated[
         Slots,
@@ -74,15 +74,17 @@ class Residency(Axis):
             recorded_as="num_slots",
         ),
     ] = 3
-    overlap: Annotated[bool, Setting("--overlap", "Run copies beside compute.", _ROUNDING, planned=True)] = (
-        True
-    )
+    overlap: Annotated[
+        bool, Setting("--overlap", "Run copies beside compute.", _ROUNDING, planned=True, shown="expert")
+    ] = True
     reuse_slots: Annotated[
-        bool, Setting("--reuse-slots", "Allocate slots once.", _ROUNDING, planned=True)
+        bool, Setting("--reuse-slots", "Allocate slots once.", _ROUNDING, planned=True, shown="expert")
     ] = True
     transfers: Annotated[
         Literal["private", "shared", "sliced"],
-        Setting("--transfers", "How ranks share host copies of offloaded blocks.", planned=True),
+        Setting(
+            "--transfers", "How ranks share host copies of offloaded blocks.", planned=True, shown="expert"
+        ),
     ] = "private"
     share_group: Annotated[
         Literal["host", "world"],
@@ -91,12 +93,17 @@ class Residency(Axis):
             "Who shares blocks out: the ranks of one host, or all.",
             planned=True,
             usual="host",
+            shown="expert",
         ),
     ] = "host"
     transfer_dtype: Annotated[
         TransferDType | None,
         Setting(
-            "--transfer-dtype", "Format of offloaded blocks; narrower is lossy.", _ROUNDING, usual="--dtype"
+            "--transfer-dtype",
+            "Format of offloaded blocks; narrower is lossy.",
+            _ROUNDING,
+            usual="--dtype",
+            shown="expert",
         ),
     ] = None
 

@@ -33,6 +33,7 @@ class Schedule(Axis):
             "Perturb everything first, or block by block, or that for one query at a time.",
             changes="numbers where transfers round",
             planned=True,
+            shown="expert",
         ),
     ] = "blockwise"
     update: Annotated[
@@ -42,6 +43,7 @@ class Schedule(Axis):
             "Apply a step's update at once, or in the next.",
             changes="numbers where transfers round",
             planned=True,
+            shown="expert",
         ),
     ] = "immediate"
 

@@ -63,6 +63,8 @@ class Setting:
         What is typed, where it is not of the field's type.
     parse : callable, optional
         Makes the field's value of what was typed.
+    shown : str
+        Where the help page shows the option: with the first ones, in its section's group, or only with ``--help-all``.
     """
 
     flag: str = ""
@@ -74,6 +76,7 @@ class Setting:
     aliases: tuple[str, ...] = ()
     typed: Any = None
     parse: Callable[[Any], object] | None = None
+    shown: Literal["first", "grouped", "expert"] = "grouped"
 
 
 Conflict = tuple[str, str]

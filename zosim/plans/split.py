@@ -84,6 +84,7 @@ class Split(Axis):
             "--residual-codec",
             "Codec for the residual stream sent between stages (lossy).",
             "numbers where codecs round",
+            shown="expert",
         ),
     ] = "none"
     densities: Annotated[

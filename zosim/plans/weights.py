@@ -48,6 +48,7 @@ class Weights(Axis):
             "Format of the weights, and of products and transfers that have none of their own.",
             changes="numbers",
             usual="the checkpoint's on a GPU that has units for it, float32 on a CPU",
+            shown="first",
         ),
     ] = "float32"
     perturbation: Annotated[
