@@ -10,7 +10,7 @@ import inspect
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -286,7 +286,13 @@ def with_settings(
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         by_name = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
         command.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
-        return command
+
+        @wraps(command)
+        def called(**given: Any) -> None:
+            given.pop("help_all", None)  # done before the command is called; no setting
+            command(**given)
+
+        return called
 
     return decorate
 

@@ -1,0 +1,18 @@
+"""Headers of runs that an earlier version wrote are read in the words of this one."""
+
+from __future__ import annotations
+
+from executors.runs.header import RunSection, upgrade
+
+
+def test_version_2_called_the_learning_rate_a_schedule() -> None:
+    rate = {"kind": "linear", "learning_rate": 1e-3, "num_steps": 4, "warmup_steps": 1}
+    run = {"schedule": rate, "digest_every": 100, "checkpoint_every": 0, "model": "base"}
+    header = {"version": 2, "seed": 3, "run": run}
+    upgraded = upgrade(header)
+    assert (upgraded["version"], upgraded["seed"]) == (3, 3)
+    assert RunSection.model_validate(upgraded["run"]).learning_rate.model_dump() == rate
+    assert upgrade(upgraded) == upgraded
+    assert upgrade({"version": 2, "seed": 3}) == {"version": 3, "seed": 3}
+    assert header["run"] is run
+    assert "schedule" in run

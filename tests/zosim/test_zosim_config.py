@@ -1,0 +1,76 @@
+"""The config tree: what is set stays set, what is not stays open, and a plan comes of both."""
+
+from __future__ import annotations
+
+import pytest
+
+from costmodel import read_model_spec
+from topology.errors import PlanError
+from topology.hardware import resolve as topology_named
+from zosim.config import PlanConfig, merge
+from zosim.options import config_of
+from zosim.planning.request import Hardware
+from zosim.planning.resolve import even_cuts, laid_over, resolve
+from zosim.plans import Mesh, Placement, Plan, Residency
+
+MODEL = read_model_spec("opt-125m")
+HERE = Placement(topology="cpu-laptop", devices=("cpu0",))
+
+
+def plan(**fields: object) -> Plan:
+    return Plan.model_validate({"model": MODEL, "batch": 4, "seq": 16, "placement": HERE, **fields})
+
+
+def test_only_what_is_set_is_laid_over() -> None:
+    file = config_of(PlanConfig, {"batch": 4, "slots": 2, "direction": "lozo", "direction_rank": 3})
+    typed = config_of(PlanConfig, {"slots": 3, "eps": 1e-2, "seq": None})
+    merged = merge(file, typed)
+    assert merged.set_fields() == {
+        "batch": 4,
+        "estimator": {"epsilon": 1e-2},
+        "residency": {"num_slots": 3},
+        "directions": {"distribution": "lozo", "rank": 3},
+    }
+    assert (merged.given("seq"), merged.residency.blocks) == (None, "resident")
+    assert merge(merged, PlanConfig()) == merged == merge(PlanConfig(), merged)
+
+
+def test_a_mesh_replaces_another_as_a_whole() -> None:
+    wide, narrow = (config_of(PlanConfig, {"mesh": text}) for text in ("data=2,perturb=2", "perturb=2"))
+    assert merge(wide, narrow).mesh == Mesh(perturb=2)
+
+
+def test_a_plan_is_a_config_with_nothing_open() -> None:
+    made = plan(residency={"blocks": "offloaded"}, schedule={"update": "delayed"})
+    assert resolve(PlanConfig.of(made)) == made
+
+
+def test_what_depends_on_a_changed_field_is_put_right() -> None:
+    made = plan(
+        residency={"blocks": "offloaded", "num_slots": 2},
+        schedule={"update": "delayed"},
+        forward={"compute_dtype": "bfloat16"},
+    )
+    typed = config_of(PlanConfig, {"residency": "resident", "dtype": "float64"})
+    again = resolve(laid_over(made, typed, lambda _: MODEL))
+    assert (again.residency, again.schedule.update) == (Residency(), "immediate")
+    assert (again.storage_dtype, again.compute_dtype) == ("float64", "float64")
+    cut = resolve(
+        laid_over(
+            made.model_copy(update={"residency": Residency(), "schedule": again.schedule}),
+            config_of(PlanConfig, {"mesh": "stage=2"}),
+            lambda blocks: read_model_spec("opt-125m", cut_blocks=blocks),
+        )
+    )
+    assert (cut.cuts, cut.placement.devices) == (even_cuts(MODEL.num_blocks, 2), ("cpu0", "cpu0"))
+
+
+def test_what_is_open_is_chosen_and_what_is_set_is_kept() -> None:
+    config = merge(PlanConfig(model=MODEL), config_of(PlanConfig, {"batch": 2, "seq": 16, "ranks": 2}))
+    made = resolve(config, lambda: Hardware.of(topology_named("cpu-laptop"), "cpu-laptop"))
+    assert (made.placement.world_size, made.batch, made.seq) == (2, 2, 16)
+
+
+def test_a_choice_that_is_left_to_the_planner_is_in_no_plan() -> None:
+    with pytest.raises(PlanError, match="--weights any leaves the choice to the planner"):
+        plan(weights={"perturbation": "any"})
