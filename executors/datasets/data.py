@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -94,8 +94,8 @@ class LineFile:
     def __len__(self) -> int:
         return len(self.offsets)
 
-    def read(self, indices: Sequence[int]) -> Iterator[JsonObject]:
-        """Yield the objects on some lines, counted from 0 without the blank ones.
+    def read(self, indices: Sequence[int]) -> Generator[JsonObject, None, None]:
+        """Yield the objects on some lines, counted from 0 without the blank ones; close it where one of them may be refused.
 
         Raises
         ------
@@ -243,8 +243,9 @@ class Dataset:
         DataError
             As :meth:`examples`.
         """
-        pairs = zip(indices, self.lines.read(indices), strict=True)
-        return [self._question(line, self.lines.where(index)) for index, line in pairs]
+        with closing(self.lines.read(indices)) as read:
+            pairs = zip(indices, read, strict=True)
+            return [self._question(line, self.lines.where(index)) for index, line in pairs]
 
     def check(self, num_lines: int | None = None) -> None:
         """Read the first lines (None: all) and raise for one that cannot be used.
@@ -337,12 +338,13 @@ def check_lines(path: str | Path, template: PromptTemplate | None) -> None:
         As :func:`open_dataset`; also for a label that no word stands for, on whichever line.
     """
     lines, template = _lines_and_template(path, template)
-    for index, line in enumerate(lines.read(range(len(lines)))):
-        if template is None:
-            _tokens_of(line, lines.where(index))
-        else:
-            with _named(lines.where(index)):
-                template.candidates(line)
+    with closing(lines.read(range(len(lines)))) as read:
+        for index, line in enumerate(read):
+            if template is None:
+                _tokens_of(line, lines.where(index))
+            else:
+                with _named(lines.where(index)):
+                    template.candidates(line)
 
 
 def _lines_and_template(

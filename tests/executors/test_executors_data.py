@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from executors.datasets import data as data_module
 from executors.datasets.batches import Batches
-from executors.datasets.data import Dataset, Limits, LineFile, open_dataset
+from executors.datasets.data import Dataset, Limits, LineFile, check_lines, open_dataset
 from executors.datasets.prompts import Example, PromptTemplate, parse_label_words
 from executors.labels import IGNORED_LABEL
 from topology.errors import DataError
@@ -147,6 +148,22 @@ class TestLines:
         with pytest.raises(DataError) as caught:
             open_dataset(write_lines(tmp_path, lines), limits=Limits(vocab_size=50, max_length=8))
         assert words in str(caught.value)
+
+    def test_a_line_that_is_refused_leaves_no_file_open(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        files = []
+        opened = data_module._opened
+        monkeypatch.setattr(data_module, "_opened", lambda path: files.append(opened(path)) or files[-1])
+        path = write_lines(tmp_path, [{"input_ids": [1, 2]}, {"input_id": [1, 2]}, {"input_ids": [1, 2]}])
+        for read in (
+            lambda: open_dataset(path, limits=Limits(vocab_size=50)),
+            lambda: check_lines(path, None),
+        ):
+            with pytest.raises(DataError, match="line 2 has no input_ids"):
+                read()
+        assert files
+        assert all(file.closed for file in files)
 
     def test_a_missing_file_offers_its_neighbour(self, tmp_path: Path) -> None:
         write_lines(tmp_path, [{"input_ids": [1, 2]}], "train.jsonl")

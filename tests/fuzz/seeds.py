@@ -13,7 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from importlib import resources
 from pathlib import Path
 
-import topology.hardware
+import topology.detection
 from costmodel.configs import spec_of_config
 from costmodel.datasheet import datasheet_profile
 from costmodel.prices import shipped_prices_text
@@ -26,7 +26,7 @@ from zosim.plans import Plan
 TESTS = Path(__file__).parents[1]
 FIXTURES = TESTS / "topology" / "fixtures"
 PRESET = "rtx4090-2x"
-topology.hardware.detect = functools.cache(topology.hardware.detect)  # half a second each, otherwise
+topology.detection.detect = functools.cache(topology.detection.detect)  # half a second each, otherwise
 
 CONFIG = {
     "model_type": "opt",
