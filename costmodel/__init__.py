@@ -8,7 +8,7 @@
 >>> estimate(work, datasheet_profile(load_preset("h200-1x"), "gpu0")).limiter
 'matmul'
 
-:mod:`costmodel.calibration` fits a profile to measurements; it needs scipy.
+:mod:`costmodel.rates.calibration` fits a profile to measurements; it needs scipy.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from typing import TYPE_CHECKING
 from topology.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from costmodel.configs import LoRA as LoRA
-    from costmodel.configs import Prefix as Prefix
-    from costmodel.configs import read_model_spec as read_model_spec
-    from costmodel.configs import shipped_models as shipped_models
-    from costmodel.configs import spec_of_config as spec_of_config
-    from costmodel.datasheet import datasheet_profile as datasheet_profile
+    from costmodel.devices.datasheet import datasheet_profile as datasheet_profile
     from costmodel.estimate import OperationCost as OperationCost
     from costmodel.formats import FORMATS as FORMATS
     from costmodel.formats import DType as DType
     from costmodel.formats import Format as Format
-    from costmodel.forward import activation_bytes as activation_bytes
-    from costmodel.forward import forward_work as forward_work
-    from costmodel.forward import shared_activation_bytes as shared_activation_bytes
-    from costmodel.groups import ParameterEntry as ParameterEntry
-    from costmodel.groups import group_parameters as group_parameters
     from costmodel.memory import MemoryPart as MemoryPart
     from costmodel.memory import preflight_host as preflight_host
-    from costmodel.model_spec import EMBED as EMBED
-    from costmodel.model_spec import HEAD as HEAD
-    from costmodel.model_spec import ModelSpec as ModelSpec
-    from costmodel.model_spec import ParameterGroup as ParameterGroup
-    from costmodel.model_spec import block_segment as block_segment
-    from costmodel.profile import Constant as Constant
-    from costmodel.profile import Profile as Profile
-    from costmodel.profile import load_profile as load_profile
+    from costmodel.models.configs import LoRA as LoRA
+    from costmodel.models.configs import Prefix as Prefix
+    from costmodel.models.configs import read_model_spec as read_model_spec
+    from costmodel.models.configs import shipped_models as shipped_models
+    from costmodel.models.configs import spec_of_config as spec_of_config
+    from costmodel.models.forward import activation_bytes as activation_bytes
+    from costmodel.models.forward import forward_work as forward_work
+    from costmodel.models.forward import shared_activation_bytes as shared_activation_bytes
+    from costmodel.models.groups import ParameterEntry as ParameterEntry
+    from costmodel.models.groups import group_parameters as group_parameters
+    from costmodel.models.model_spec import EMBED as EMBED
+    from costmodel.models.model_spec import HEAD as HEAD
+    from costmodel.models.model_spec import ModelSpec as ModelSpec
+    from costmodel.models.model_spec import ParameterGroup as ParameterGroup
+    from costmodel.models.model_spec import block_segment as block_segment
+    from costmodel.rates.profile import Constant as Constant
+    from costmodel.rates.profile import Profile as Profile
+    from costmodel.rates.profile import load_profile as load_profile
     from costmodel.sweeps import allocation_work as allocation_work
     from costmodel.sweeps import cast_work as cast_work
     from costmodel.sweeps import copy_work as copy_work

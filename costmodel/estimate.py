@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from costmodel.code_passes import PASSES, CodePass, Memory, traffic_bytes
-from costmodel.codec_time import coding_terms
 from costmodel.formats import FORMATS
-from costmodel.profile import Bound, DeviceKind, Profile
+from costmodel.formats.code_passes import PASSES, CodePass, Memory, traffic_bytes
+from costmodel.formats.codec_time import coding_terms
+from costmodel.rates.profile import Bound, DeviceKind, Profile
 from costmodel.work import Attention, Matmul, Work
 from topology.errors import ProfileError
 
@@ -42,7 +42,7 @@ class OperationCost:
     terms : mapping of str to float
         Seconds by cause: ``matmul``, ``attention``, ``elementwise``, ``exponential``, ``sweep``, ``draw``,
         ``shared_draw``, ``skip``, ``factor``, ``cast``, ``copy``, ``allocation``, ``kernels``, ``gather``, ``dispatch``, ``overhead``,
-        and those of :func:`~costmodel.codec_time.coding_terms`. On a CPU they add up to `seconds`; on a GPU launches and kernels overlap.
+        and those of :func:`~costmodel.formats.codec_time.coding_terms`. On a CPU they add up to `seconds`; on a GPU launches and kernels overlap.
     limiter : str
         The largest term.
     cores : float
@@ -92,7 +92,7 @@ def estimate(
 
 
 def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection = "h2d") -> dict[str, float]:
-    """Return the seconds of each cause, for constants given by name (see :data:`~costmodel.profile.CONSTANT_UNITS`)."""
+    """Return the seconds of each cause, for constants given by name (see :data:`~costmodel.rates.profile.CONSTANT_UNITS`)."""
     width = FORMATS[work.dtype].element_bytes
     # What a CPU's threads share in pieces is a kernel for each of them.
     num_kernels = max(work.num_kernels, work.num_shared_kernels if values["gather_s"] else 0)

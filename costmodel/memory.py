@@ -14,7 +14,7 @@ from typing import Literal
 
 import psutil
 
-from costmodel.profile import Bound, Profile
+from costmodel.rates.profile import Bound, Profile
 from topology.units import format_bytes
 
 Where = Literal["device", "host"]

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from costmodel.distributions import DISTRIBUTIONS, DistributionName
 from costmodel.formats import FORMATS, DType
-from costmodel.low_bits import (
+from costmodel.formats.distributions import DISTRIBUTIONS, DistributionName
+from costmodel.formats.low_bits import (
     CodedMatrix,
     Coding,
     Linear,
@@ -25,8 +25,8 @@ from costmodel.low_bits import (
     num_elements,
     unpacking_work,
 )
-from costmodel.model_spec import EMBED, HEAD, ParameterGroup
-from costmodel.roundings import RoundedDirection
+from costmodel.formats.roundings import RoundedDirection
+from costmodel.models.model_spec import EMBED, HEAD, ParameterGroup
 from costmodel.work import Work
 
 
@@ -50,7 +50,7 @@ class DenseStorage:
 
     Examples
     --------
-    >>> from costmodel.configs import read_model_spec
+    >>> from costmodel.models.configs import read_model_spec
     >>> block = read_model_spec("opt-125m").group("block.0")
     >>> int4 = QuantizedStorage(
     ...     dtype="bfloat16",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from costmodel.distributions import DrawClass
 from costmodel.formats import COMPUTE_FORMATS, FORMATS, DType, TransferFormat
+from costmodel.formats.distributions import DrawClass
 from costmodel.work import SHARED_ELEMENTS, Work
 
 Arithmetic = Literal["fused", "scaled", "literal", "pieces"]

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from costmodel.code_passes import CodePass
-from costmodel.distributions import DrawClass
 from costmodel.formats import DType, TransferFormat
+from costmodel.formats.code_passes import CodePass
+from costmodel.formats.distributions import DrawClass
 
 _Counts = tuple[tuple[Any, int], ...]
 
@@ -153,7 +153,7 @@ class Work(_FrozenCounts):
     draw_dtype : str
         Format that they are drawn in (generators differ in speed by format).
     distribution : str
-        What a number costs like, of :data:`costmodel.distributions.DrawClass`.
+        What a number costs like, of :data:`costmodel.formats.distributions.DrawClass`.
     num_kernels : int
         Operations dispatched to the device, the launch-bound part of small models.
     num_shared_kernels : int
@@ -164,7 +164,7 @@ class Work(_FrozenCounts):
     copy_bytes : int
         Bytes that cross the route between memories.
     coding : tuple of (str, int)
-        What a codec does, as counts of the constants of :data:`costmodel.codec_time.CodecWork`.
+        What a codec does, as counts of the constants of :data:`costmodel.formats.codec_time.CodecWork`.
     code_passes : tuple of (str, int)
         Elements that passes over codes take, by kind of pass.
     link_bytes : int

@@ -17,8 +17,8 @@ from zosim.report import Report
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from costmodel.calibration import FitReport
-    from costmodel.profile import Profile
+    from costmodel.rates.calibration import FitReport
+    from costmodel.rates.profile import Profile
     from executors.calibration.device_facts import DeviceFacts
     from zosim.applications.validation.learning import Lesson
 

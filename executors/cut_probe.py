@@ -12,8 +12,8 @@ import torch
 import typer
 from torch import Tensor
 
-from costmodel.codecs import CodecSpec, codec_spec, overhead_bytes
 from costmodel.formats import format_name
+from costmodel.formats.codecs import CodecSpec, codec_spec, overhead_bytes
 from executors.codecs import codec_of, decode_quantised, encode_quantised, encoding_of, quantise
 from executors.codecs.encodings import Symbols
 from executors.codecs.fidelity import Visibility, received, relative_error, visibility

@@ -19,7 +19,7 @@ from topology.limits import MAX_SEED, MAX_THREADS
 from zosim.cli import NEEDED_TO_RUN, refuse_without
 
 if TYPE_CHECKING:
-    from costmodel.profile import Profile
+    from costmodel.rates.profile import Profile
     from executors.models.pretrain import Pretrained, Recipe
     from topology.graph import Topology
     from zosim.analysis.compare import Comparison
@@ -247,7 +247,7 @@ class Stages:
     def _request(
         self, topology: Topology, profile: Profile, pretrained: Pretrained, limit: int | None
     ) -> Any:
-        from costmodel.configs import read_model_spec
+        from costmodel.models.configs import read_model_spec
         from executors.models.pretrain import TaskSettings
         from executors.runs.inputs import longest_line
         from executors.runs.settings import DataSettings, EvaluationSettings

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from costmodel.configs import spec_of_config
-from costmodel.datasheet import datasheet_profile
+from costmodel.devices.datasheet import datasheet_profile
+from costmodel.models.configs import spec_of_config
 from costmodel.work import Work
 from proofs_checks.claims import Claim, printed
 from proofs_checks.mutation import Mutant
@@ -16,12 +16,12 @@ from topology import load_preset
 from zosim.analysis.counts import step_counts
 from zosim.applications.closed_form.recurrence import step_time_bound_of
 from zosim.applications.first_order.programs import FirstOrder, lower_first_order
-from zosim.engines.world import World
 from zosim.hardware.machines import machines_for
-from zosim.operations import Backward, Forward, Recv, Send
 from zosim.plans import ForwardPass, Mesh, Placement, Plan, Split, Weights
 from zosim.program import Program
-from zosim.program_set import ProgramSet
+from zosim.program.operations import Backward, Forward, Recv, Send
+from zosim.program.program_set import ProgramSet
+from zosim.simulators.world import World
 
 _PRESET = "dgx-h100"
 _NUM_BLOCKS, _WIDTH, _HEADS, _SEQ, _BATCH = 4, 64, 4, 16, 8
@@ -202,13 +202,13 @@ CLAIMS = (
                 ),
                 Mutant(
                     "dropout that keeps no mask of the scores",
-                    "costmodel.backward:_kept_by_attention",
+                    "costmodel.models.backward:_kept_by_attention",
                     "scores * _MASK_BYTES if dropout else 0",
                     "0",
                 ),
                 Mutant(
                     "half weights without a copy in float32",
-                    "costmodel.backward:optimizer_bytes",
+                    "costmodel.models.backward:optimizer_bytes",
                     "(_STATE_TENSORS[optimizer] + has_copy)",
                     "_STATE_TENSORS[optimizer]",
                 ),

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from costmodel.formats import CodeFormat
-from costmodel.low_bits import Coding
-from costmodel.roundings import RoundedDirection
+from costmodel.formats.low_bits import Coding
+from costmodel.formats.roundings import RoundedDirection
 from executors.low_bits.coded import Beside, QuantizedTensor
 from executors.low_bits.grids import grid_of
 from executors.low_bits.linear import CodedLinear, code_layers

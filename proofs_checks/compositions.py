@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from costmodel.codecs import CodecSpec
+from costmodel.formats.codecs import CodecSpec
 from executors.codecs.fidelity import received
 from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rng import generator_on

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from costmodel.codecs import ENCODINGS, CodecSpec, Grid, Scope
+from costmodel.formats.codecs import ENCODINGS, CodecSpec, Grid, Scope
 from executors.codecs import codec_of, decode
 from executors.codecs.fidelity import received, relative_error
 from executors.randomness.rng import generator_on

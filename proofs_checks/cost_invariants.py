@@ -10,11 +10,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from costmodel.configs import read_model_spec, spec_of_config
-from costmodel.datasheet import datasheet_profile
+from costmodel.devices.datasheet import datasheet_profile
 from costmodel.estimate import estimate
-from costmodel.forward import forward_work
-from costmodel.profile import Constant, Profile
+from costmodel.models.configs import read_model_spec, spec_of_config
+from costmodel.models.forward import forward_work
+from costmodel.rates.profile import Constant, Profile
 from costmodel.work import Attention, Matmul, Work
 from proofs_checks.claims import Claim, printed
 from proofs_checks.mutation import Mutant
@@ -23,13 +23,13 @@ from topology import load_preset
 from topology.errors import DoesNotFit
 from zosim.applications.closed_form.recurrence import step_time_bound
 from zosim.config import PlanConfig, Search, merge
-from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower
 from zosim.planning.planner import choose
 from zosim.planning.request import Hardware, Request
 from zosim.plans import Placement, Plan, Residency, Schedule
 from zosim.program import Program
+from zosim.simulators.simulate import simulate
 
 _DEVICES = (("dgx-h100", "gpu0"), ("rtx4090-2x", "gpu0"), ("dgx-h100", "cpu0"), ("cpu-laptop", "cpu0"))
 _ROUNDING = 1e-9
@@ -325,13 +325,13 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         name="durations-grow-with-sizes",
         paper="zosim",
-        where=("costmodel.estimate", "costmodel.forward"),
+        where=("costmodel.estimate", "costmodel.models.forward"),
         quotation="More work never takes less time.",
         statement=(
             "No operation takes less time when any of its sizes is larger, and no forward when it sees more tokens."
         ),
         hypotheses=("sizes enlarged one at a time by 1.5 and by 4, the number of kernels excepted"),
-        references=("the cost model of costmodel.estimate and costmodel.forward"),
+        references=("the cost model of costmodel.estimate and costmodel.models.forward"),
         checks=(
             printed(
                 check_sizes,
@@ -353,7 +353,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         name="steps-lie-between-parts-and-sum",
         paper="zosim",
-        where=("zosim.applications.closed_form.recurrence", "zosim.engines.simulate"),
+        where=("zosim.applications.closed_form.recurrence", "zosim.simulators.simulate"),
         quotation="A step lies between its longest part and the sum of its parts.",
         statement=(
             "An operation takes at least its longest term and at most the sum of its terms; a step at least what its "
@@ -384,14 +384,14 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         name="durations-have-their-units",
         paper="zosim",
-        where=("costmodel.estimate", "costmodel.profile"),
+        where=("costmodel.estimate", "costmodel.rates.profile"),
         quotation="Durations do not depend on units.",
         statement=(
             "Where every second is counted as eight, every duration is eight times as many; where every byte is, none "
             "changes."
         ),
         hypotheses=("the second of passes, copies and allocations only: products count elements"),
-        references=("dimensional homogeneity; units of costmodel.profile.CONSTANT_UNITS"),
+        references=("dimensional homogeneity; units of costmodel.rates.profile.CONSTANT_UNITS"),
         checks=(
             printed(
                 check_units,

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import torch
 
-from costmodel.configs import spec_of_config
+from costmodel.models.configs import spec_of_config
 from executors.steps.arithmetic import Sweeper, projected_gradient
 from executors.steps.micro_batches import accumulated
 from proofs_checks.claims import Claim, conditioned, corrected, counterexample, printed
@@ -23,14 +23,14 @@ from proofs_checks.sliced_transfers import programs
 from proofs_checks.step_time import block_bytes, machine, model, seconds
 from proofs_checks.zo2_statements import DISTZO2_COPIES
 from zosim.analysis.counts import step_counts
-from zosim.engines.fold import fold
-from zosim.engines.lockstep import simulate_many
-from zosim.engines.world import World
 from zosim.hardware.machine import Ring
 from zosim.lowering import lower_all
-from zosim.operations import Forward
 from zosim.plans import Mesh, Placement, Plan, Residency, Schedule
-from zosim.program_set import ProgramSet
+from zosim.program.operations import Forward
+from zosim.program.program_set import ProgramSet
+from zosim.simulators.fold import fold
+from zosim.simulators.lockstep import simulate_many
+from zosim.simulators.world import World
 
 
 def _differences(case: Case, seed: int) -> Outcome:

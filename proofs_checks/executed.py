@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from costmodel.distributions import DISTRIBUTIONS
-from costmodel.model_spec import ModelSpec
+from costmodel.formats.distributions import DISTRIBUTIONS
+from costmodel.models.model_spec import ModelSpec
 from executors.models.spec import spec_of_model
 from executors.ranks.communicator import Communicator
 from executors.runs.records import StepRecord

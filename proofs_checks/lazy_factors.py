@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from costmodel.distributions import DISTRIBUTIONS, DistributionName
+from costmodel.formats.distributions import DISTRIBUTIONS, DistributionName
 from executors.models.slots import AdapterState, Slots
 from executors.randomness.counter import CounterKey
 from executors.randomness.low_rank import FactorDraws, Window, divisor_of, fill_product

@@ -16,8 +16,8 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from costmodel.formats import CANDIDATES, CodeFormat, ScaleScope
-from costmodel.low_bits import Coding
-from costmodel.roundings import RoundedDirection
+from costmodel.formats.low_bits import Coding
+from costmodel.formats.roundings import RoundedDirection
 from executors.low_bits.coded import Beside, QuantizedTensor
 from executors.low_bits.linear import CodedLayer, CodedLinear, code_layers
 from executors.low_bits.stored import Moved
@@ -732,7 +732,7 @@ _LINEAR = "executors.low_bits.linear"
 
 _LONGER_BY_ROWS = Mutant(
     "as much longer as rows are fewer",
-    "costmodel.roundings:RoundedDirection.unit",
+    "costmodel.formats.roundings:RoundedDirection.unit",
     "math.sqrt(1 - self.sparsity)",
     "(1 - self.sparsity)",
 )
@@ -892,7 +892,7 @@ CLAIMS = (
     Claim(
         name="sparse-directions-are-as-long",
         paper="zosim",
-        where=("executors.randomness.rounded", "costmodel.roundings"),
+        where=("executors.randomness.rounded", "costmodel.formats.roundings"),
         quotation="Share of output channels that a step's direction leaves alone; others are perturbed by as much more.",
         statement="Rows are 0 together, each with the probability 1 - q, independently; others are 1/√q times as long. E[û] = 0 and E[ûûᵀ] = m₂·I stay, for one rounding and for two; fourth moments and squares of one row together are 1/q times as large, and E|ĝ|²/|Eĝ|² = (m₄/q + (d - w + (w - 1)/q)·m₂²)/m₂² with rows of w. Progress of an update stays, the noise of its rounding is √q of a dense one's.",
         hypotheses="a quarter, a half and a sixteenth of the rows; 3 and 8 bits; the counter discipline; linear losses",
@@ -911,7 +911,7 @@ CLAIMS = (
                 Mutant("rows by the chances of elements", f"{_ROUNDED}:_KEYS", "'rows': 4", "'rows': 1"),
                 Mutant(
                     "rows forgotten in the energy",
-                    "costmodel.roundings:RoundedDirection.relative_energy",
+                    "costmodel.formats.roundings:RoundedDirection.relative_energy",
                     "together / (1 - self.sparsity)",
                     "together",
                 ),
@@ -936,7 +936,7 @@ CLAIMS = (
     Claim(
         name="rounded-directions-at-every-width",
         paper="zosim",
-        where=("executors.randomness.rounded", "costmodel.roundings"),
+        where=("executors.randomness.rounded", "costmodel.formats.roundings"),
         quotation="Largest value of a rounded normal, by bits: that with the least mean squared error of a rounding.",
         statement="At 2 to 8 bits the two roundings of a normal that runs draw have E[û] = 0 and the E[û²], E[û₁û₂] and E[û₁²û₂²] that quadrature has; ranges are those that minimise E[(û - u)²], to 0.015.",
         hypotheses="normals in the counter discipline, clamped at the shipped ranges",
@@ -946,7 +946,7 @@ CLAIMS = (
                 check_reaches,
                 Mutant(
                     "a range that is 3 % wide",
-                    "costmodel.roundings:RoundedDirection.reach",
+                    "costmodel.formats.roundings:RoundedDirection.reach",
                     "REACHES[self.bits]",
                     "1.03 * REACHES[self.bits]",
                 ),

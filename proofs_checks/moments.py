@@ -206,7 +206,7 @@ CLAIMS = (
                 ),
                 Mutant(
                     "a second moment of rounded normals that forgets the tails",
-                    "costmodel.roundings:normal_moments",
+                    "costmodel.formats.roundings:normal_moments",
                     "tail = _mass(levels[-1], math.inf)",
                     "tail = 0.0",
                 ),

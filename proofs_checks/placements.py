@@ -16,10 +16,10 @@ from executors.runs.records import StepRecord
 from executors.runs.session import Session
 from executors.steps.interpreter import StepFrame
 from executors.steps.ops.operands import of_group
-from zosim.contents import Direction, GroupWeights, is_scaled
-from zosim.instructions import Access, Instruction
-from zosim.operations import Perturb, Update
 from zosim.plans import Placement, Plan, Residency, Schedule, Weights
+from zosim.program.contents import Direction, GroupWeights, is_scaled
+from zosim.program.instructions import Access, Instruction
+from zosim.program.operations import Perturb, Update
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 48,

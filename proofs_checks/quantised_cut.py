@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from costmodel.codecs import CodecSpec
+from costmodel.formats.codecs import CodecSpec
 from executors.codecs.fidelity import received
 from executors.randomness.rng import generator_on
 from executors.runs.session import Session

@@ -18,7 +18,7 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor
 
-from costmodel.roundings import RoundedDirection
+from costmodel.formats.roundings import RoundedDirection
 from executors.randomness.families import QuantisedGaussian
 from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rng import generator_on
@@ -871,19 +871,19 @@ _NO_SCALE = Mutant(
 )
 _UP_MORE = Mutant(
     "a second moment that is 3 % high",
-    "costmodel.roundings:normal_moments",
+    "costmodel.formats.roundings:normal_moments",
     "second += total * first - product * mass",
     "second += 1.03 * (total * first - product * mass)",
 )
 _MASS = Mutant(
     "a product of two roundings that is 3 % high",
-    "costmodel.roundings:normal_moments",
+    "costmodel.formats.roundings:normal_moments",
     "cross += square",
     "cross += 1.03 * square",
 )
 _INSIDE = Mutant(
     "a product of two roundings that loses what is clamped",
-    "costmodel.roundings:normal_moments",
+    "costmodel.formats.roundings:normal_moments",
     "cross, cross_fourth = second, fourth",
     "cross, cross_fourth = 0.0, fourth",
 )
@@ -984,7 +984,7 @@ CLAIMS = (
     Claim(
         name="one-rounding-can-be-unbiased",
         paper="zosim",
-        where=("executors.randomness.families", "costmodel.roundings"),
+        where=("executors.randomness.families", "costmodel.formats.roundings"),
         quotation="One rounding used twice is unbiased at one range of every number of bits.",
         statement="Clamping lowers the variance that rounding raises: for every number of bits there is a range at which E[ûûᵀ] = I. Signs are codes, and lose nothing.",
         hypotheses="normals (and signs), symmetric codes of 2 to 8 bits",
@@ -1087,7 +1087,7 @@ CLAIMS = (
                 NEAREST,
                 Mutant(
                     "plans that leave out the clamp",
-                    "costmodel.roundings:RoundedDirection.relative_energy",
+                    "costmodel.formats.roundings:RoundedDirection.relative_energy",
                     "/ moments.cross**2",
                     "/ moments.second**2",
                 ),

@@ -13,12 +13,12 @@ from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.placements import tiny_model, tiny_plan
 from topology.errors import Hazard, PlanError, ProgramError
-from zosim.instructions import Access, Dependency, Instruction, Part, Stream
 from zosim.lowering import lower
 from zosim.plans import Plan, Residency, Schedule
 from zosim.program import Program
-from zosim.step_graph import Listed, StepGraph
-from zosim.validate import validate
+from zosim.program.instructions import Access, Dependency, Instruction, Part, Stream
+from zosim.program.step_graph import Listed, StepGraph
+from zosim.program.validate import validate
 
 _NUM_STEPS = 3
 
@@ -227,13 +227,13 @@ _READS_UNSEEN = Mutant(
 )
 _BLIND_VALIDATOR = Mutant(
     "a validator that forgets readers",
-    "zosim.validate:_State._check_conflicts",
+    "zosim.program.validate:_State._check_conflicts",
     "in held.touched_by",
     "in filter(None, [held.writer])",
 )
 _NO_ORDER = Mutant(
     "a validator that lets anything be overwritten",
-    "zosim.validate:_State._check_conflicts",
+    "zosim.program.validate:_State._check_conflicts",
     "other.index != item.index and",
     "False and",
 )
@@ -242,7 +242,7 @@ CLAIMS = (
     Claim(
         name="schedules-are-safe",
         paper="zosim",
-        where=("zosim.lowering", "zosim.validate"),
+        where=("zosim.lowering", "zosim.program.validate"),
         quotation="Every plan is lowered to a program that cannot go wrong.",
         statement=(
             "Every combination of axes is lowered to a program in which each operand has the contents that its reader "
@@ -292,13 +292,13 @@ CLAIMS = (
                 _BLIND_VALIDATOR,
                 Mutant(
                     "an order that nothing can break",
-                    "zosim.step_graph:StepGraph.ordered",
+                    "zosim.program.step_graph:StepGraph.ordered",
                     "self._clocks[later][stream] >= self._clocks[earlier][stream]",
                     "later >= earlier",
                 ),
                 Mutant(
                     "dependencies that others imply",
-                    "zosim.step_graph:StepGraph.needed",
+                    "zosim.program.step_graph:StepGraph.needed",
                     "kept.remove(index)",
                     "kept.sort()",
                 ),

@@ -17,7 +17,7 @@ import torch
 from scipy.stats import norm
 from torch import Tensor, nn
 
-from costmodel.configs import LoRA
+from costmodel.models.configs import LoRA
 from executors.datasets.prompts import Example
 from executors.datasets.rewards import mean_cost
 from executors.models.lora import joined_factors, merge_lora, save_adapters

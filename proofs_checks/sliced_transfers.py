@@ -11,13 +11,13 @@ from proofs_checks.faults import ALL_SLICES, SENT_TO_ITSELF
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.step_time import NUM_BLOCKS, block_bytes, machine, model, seconds
-from zosim.engines.fold import fold
-from zosim.engines.lockstep import simulate_many
-from zosim.engines.world import World
 from zosim.hardware.machine import Machine, Ring
 from zosim.lowering import lower_all
 from zosim.plans import Mesh, Placement, Plan, Residency, Schedule
-from zosim.program_set import ProgramSet
+from zosim.program.program_set import ProgramSet
+from zosim.simulators.fold import fold
+from zosim.simulators.lockstep import simulate_many
+from zosim.simulators.world import World
 
 NUM_SLOTS = 6
 """Enough that no slot is waited for: upload, exchange, compute and offload of four blocks overlap."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from costmodel.codecs import CodecSpec, bitmap_bytes, dense_bytes, index_bytes
-from costmodel.symbols import SymbolStatistics
+from costmodel.formats.codecs import CodecSpec, bitmap_bytes, dense_bytes, index_bytes
+from costmodel.formats.symbols import SymbolStatistics
 from executors.codecs import codec_of
 from executors.codecs.fidelity import received, relative_error
 from executors.randomness.rng import generator_on
@@ -288,7 +288,7 @@ def check_feedback(_context: Context) -> Outcome:
 
 _PLACES = Mutant(
     "places of one bit less",
-    "costmodel.codecs:index_bits",
+    "costmodel.formats.codecs:index_bits",
     "(max(0, num_columns - 1)).bit_length()",
     "(max(0, num_columns - 1) // 2).bit_length()",
 )
@@ -391,7 +391,7 @@ CLAIMS = (
                 _PLACES,
                 Mutant(
                     "a bitmap without its bits",
-                    "costmodel.codecs:bitmap_bytes",
+                    "costmodel.formats.codecs:bitmap_bytes",
                     "packed_bytes(stats.num_elements, 1)",
                     "0",
                 ),

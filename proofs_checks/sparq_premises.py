@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from costmodel.codecs import CodecSpec
+from costmodel.formats.codecs import CodecSpec
 from executors.codecs.fidelity import received
 from executors.randomness.rng import generator_on
 from executors.steps.arithmetic import projected_gradient

@@ -14,7 +14,7 @@ from scipy.optimize import minimize_scalar
 from scipy.stats import norm
 from torch import Tensor
 
-from costmodel.codecs import CodecSpec
+from costmodel.formats.codecs import CodecSpec
 from executors.codecs.fidelity import received
 from executors.steps.arithmetic import projected_gradient
 from proofs_checks.claims import Claim, conditioned, corrected, counterexample, printed

@@ -18,8 +18,8 @@ from proofs_checks.placements import Trace, tiny_model, tiny_plan
 from proofs_checks.statistics import compare_means
 from zosim.analysis.counts import step_counts
 from zosim.lowering import lower_all
-from zosim.operations import Send
 from zosim.plans import Estimator, Mesh, Placement, Plan, Schedule, Split
+from zosim.program.operations import Send
 
 CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "behind a block, swept": (("block.0",), "sweep"),

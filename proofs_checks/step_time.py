@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from costmodel.configs import spec_of_config
-from costmodel.model_spec import ModelSpec
-from costmodel.profile import CONSTANT_UNITS, Constant, Profile
+from costmodel.models.configs import spec_of_config
+from costmodel.models.model_spec import ModelSpec
+from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
 from proofs_checks.claims import Claim, printed
 from proofs_checks.faults import UPDATES_THAT_DO_NOT_WAIT
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.steps import zo2_step_seconds
 from proofs_checks.outcomes import Context, Outcome
-from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower
 from zosim.plans import Estimator, Placement, Plan, Residency, Schedule
 from zosim.program import Program
+from zosim.simulators.simulate import simulate
 
 NUM_BLOCKS = 9
 """A multiple of the three slots: else the next first upload may wait for the last offload, whose slot it takes."""
@@ -206,7 +206,7 @@ CLAIMS = (
     Claim(
         name="step-is-transfer-or-two-forwards",
         paper="zosim",
-        where=("zosim.engines.simulate",),
+        where=("zosim.simulators.simulate",),
         quotation="A steady offloaded step takes the larger of transfers and forwards, and one block to fill the pipeline.",
         statement=(
             "With N like blocks of transfer time t, forwards of c per block (2 per query), e before and h after them, a "

@@ -19,8 +19,8 @@ from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.placements import OFFLOADED, same_bits, tiny_model, train
 from proofs_checks.step_time import TOLERANCE, block_bytes, model, program
 from zosim.lowering import lower
-from zosim.operations import Forward
 from zosim.plans import Placement, Plan, Residency, Schedule
+from zosim.program.operations import Forward
 
 # -- algorithm 1 beside algorithm 3 -----------------------------------------------------------------------------------
 

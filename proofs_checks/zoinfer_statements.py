@@ -14,7 +14,7 @@ from scipy.integrate import quad
 from scipy.stats import chi2, norm
 from torch import Tensor
 
-from costmodel.codecs import CodecSpec
+from costmodel.formats.codecs import CodecSpec
 from executors.codecs.fidelity import received
 from executors.randomness.families import LowRank
 from executors.randomness.rng import generator_on

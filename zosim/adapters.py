@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import NonNegativeFloat, PositiveInt
 
-from costmodel.model_spec import Part
+from costmodel.models.model_spec import Part
 from topology.errors import PlanError
 from topology.validation import readable
 from zosim.plans.setting import Section, Setting
 
 if TYPE_CHECKING:
-    from costmodel.configs import LoRA, Prefix, Trainable
+    from costmodel.models.configs import LoRA, Prefix, Trainable
 
 
 class AdapterSettings(Section):
@@ -97,7 +97,7 @@ def adapters_of(
     PlanError
         If adapters lack a rank or targets, or a value is none of theirs.
     """
-    from costmodel.configs import LoRA, Prefix
+    from costmodel.models.configs import LoRA, Prefix
 
     stated = settings.set_fields()
     lora, prefix = ((recorded or {}).get(name) for name in ("lora", "prefix"))

@@ -16,7 +16,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, TypeVar
 
-from costmodel.model_spec import ModelSpec
+from costmodel.models.model_spec import ModelSpec
 from topology.errors import PlanError
 from topology.limits import Extent, Ranks
 from topology.units import QuantityError, parse_bytes

@@ -93,7 +93,7 @@ def plan(
     ZosimError
         If something is unknown, contradicts something else, or nothing fits.
     """
-    from costmodel.configs import read_model_spec
+    from costmodel.models.configs import read_model_spec
     from topology.hardware import resolve as topology_named
     from zosim.planning.cuts import cutting_of
     from zosim.planning.planner import choose
@@ -153,7 +153,7 @@ def simulate(
     from topology.hardware import resolve
     from zosim.hardware.profiles import Profiles
     from zosim.planning.predict import Subject
-    from zosim.program_set import ProgramSet
+    from zosim.program.program_set import ProgramSet
 
     if not isinstance(plan, Plan):
         plan = Plan.load(plan) if isinstance(plan, str | Path) else plan.plan

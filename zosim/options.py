@@ -20,8 +20,8 @@ from typer.core import TyperOption
 
 from topology.errors import PlanError
 from topology.validation import did_you_mean, readable
-from zosim.engines import Engine
 from zosim.plans.setting import Section, Setting, SettingField, fields_of
+from zosim.simulators import Engine
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _Tree = TypeVar("_Tree", bound=Section)

@@ -23,7 +23,7 @@ from pydantic import PositiveFloat, TypeAdapter
 from topology.errors import TimelineError
 from topology.validation import readable
 from zosim.documents import Document, DocumentKind, json_by_lines
-from zosim.instructions import Part, Space, Stream
+from zosim.program.instructions import Part, Space, Stream
 
 TIMELINE_VERSION: Literal[1] = 1
 _STREAM_ORDER = {stream: number for number, stream in enumerate(Stream)}
@@ -172,7 +172,7 @@ class Timeline(Document):
         Steps left out because they equal earlier ones, shifted. Spans after them carry their real times.
     reference_s : float, optional
         What the reference of the machine's pace took before the first step that was measured
-        (:func:`costmodel.pace.pace_in`).
+        (:func:`costmodel.rates.pace.pace_in`).
     tokens_per_step : float, optional
         Tokens of a measured step's batch on average, without its padding.
 

@@ -15,8 +15,8 @@ from statistics import fmean, median
 
 import torch
 
-from costmodel.measurement import Measurement
-from costmodel.pace import Pace, WorkKind
+from costmodel.rates.measurement import Measurement
+from costmodel.rates.pace import Pace, WorkKind
 from executors.calibration.exchange_probes import exchange_probes
 from executors.calibration.probes import kernel_probes
 from executors.calibration.probing import Action, Probe
@@ -123,7 +123,7 @@ def calibrate(
     Returns
     -------
     measurements : list of Measurement
-        For ``costmodel.calibration.fit_profile``.
+        For ``costmodel.rates.calibration.fit_profile``.
     pace : Pace or None
         None of a GPU.
 

@@ -9,12 +9,12 @@ from statistics import fmean
 
 import torch
 
-from costmodel.calibration import FitReport, Residual, fit_profile
-from costmodel.contention import with_copy_cores
-from costmodel.datasheet import datasheet_profile
-from costmodel.measurement import Measurement
-from costmodel.pace import Pace, off_pace, with_pace
-from costmodel.profile import Profile
+from costmodel.devices.contention import with_copy_cores
+from costmodel.devices.datasheet import datasheet_profile
+from costmodel.rates.calibration import FitReport, Residual, fit_profile
+from costmodel.rates.measurement import Measurement
+from costmodel.rates.pace import Pace, off_pace, with_pace
+from costmodel.rates.profile import Profile
 from executors.calibration.calibrate import DEFAULT_BUDGET_S, calibrate, calibrate_exchanges, threads_set
 from executors.calibration.codec_calibration import with_codec_constants
 from executors.calibration.core_contention import CrowdedCores, crowded_cores, with_crowded_cores
@@ -32,9 +32,9 @@ from executors.pace import UNDISTURBED, full_pace_s
 from topology.errors import RunError
 from topology.graph import Topology
 from zosim.applications.evidence.learning import measurements_of_spans
-from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
-from zosim.program_set import ProgramSet
+from zosim.program.program_set import ProgramSet
+from zosim.simulators.simulate import simulate
 from zosim.timeline import Timeline
 
 _STEPS_SHARE = 0.4

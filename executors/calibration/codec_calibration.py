@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from statistics import pstdev
 
-from costmodel.codec_time import MEASURED, CodecProfile, CodecWork, fit_codec_profile
-from costmodel.profile import Constant, Profile
+from costmodel.formats.codec_time import MEASURED, CodecProfile, CodecWork, fit_codec_profile
+from costmodel.rates.profile import Constant, Profile
 from executors.calibration.codec_probes import measure_codecs, stage_probes
 
 NUM_ROWS = 512

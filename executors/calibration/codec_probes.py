@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
-from costmodel.codec_time import CodecWork, decode_work, encode_work
-from costmodel.codecs import ENCODINGS, CodecSpec, Encoding
-from costmodel.symbols import SymbolStatistics
+from costmodel.formats.codec_time import CodecWork, decode_work, encode_work
+from costmodel.formats.codecs import ENCODINGS, CodecSpec, Encoding
+from costmodel.formats.symbols import SymbolStatistics
 from executors.codecs.codec import codec_of, decode
 from executors.codecs.encodings import BY_NAME, MessageLayout, Payload, Symbols
 from executors.codecs.entropy import is_available
@@ -36,7 +36,7 @@ class CodecProbe:
     ----------
     name : str
     work : mapping
-        What it counts as, see :data:`costmodel.codec_time.CodecWork`.
+        What it counts as, see :data:`costmodel.formats.codec_time.CodecWork`.
     run : callable
     """
 

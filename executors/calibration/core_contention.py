@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from costmodel.profile import CONSTANT_UNITS, Constant, Profile
+from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
 from executors.calibration.exchange_probes import loopback_pair
 from executors.ranks.gloo import gloo_group
 from executors.ranks.launch import module_command

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from costmodel.profile import CONSTANT_UNITS, Constant, Profile
+from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
 from executors.calibration import pinning
 from executors.calibration.device_state import DeviceState, device_state
 from executors.calibration.probes import ATTENTION_SHAPES

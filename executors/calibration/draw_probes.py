@@ -8,14 +8,14 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from costmodel.distributions import (
+from costmodel.formats import CAST_PAIRS
+from costmodel.formats.distributions import (
     COUNTER_BLOCK_ELEMENTS,
     DISTRIBUTIONS,
     JUMP_WORDS,
     NUM_RNG_MARKS,
     DrawClass,
 )
-from costmodel.formats import CAST_PAIRS
 from costmodel.sweeps import cast_work, draw_work, perturb_work
 from executors.calibration.probing import MEMORY_BYTES, Probe, format_named, kind_of, random_tensor
 from executors.formats import TORCH_DTYPES

@@ -21,7 +21,7 @@ from scipy.stats import t as student_t
 from scipy.stats import theilslopes
 
 from costmodel.formats import DType
-from costmodel.profile import CONSTANT_UNITS, Constant, Profile
+from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
 from executors.calibration.probing import token_batch
 from executors.calibration.quiet import SLOWER, OtherLoad
 from executors.formats import TORCH_DTYPES
@@ -31,12 +31,12 @@ from executors.models.spec import spec_of_model
 from executors.pace import UNDISTURBED, Reference
 from executors.runs.session import Session
 from topology.graph import Topology
-from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
-from zosim.instructions import Stream
 from zosim.lowering import lower
 from zosim.plans import Placement, Plan
 from zosim.program import Program
+from zosim.program.instructions import Stream
+from zosim.simulators.simulate import simulate
 from zosim.timeline import Span, Timeline
 
 COVERAGE = 0.9

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from costmodel.codecs import ENCODINGS, GRID_PARAMETERS, CodecSpec, most_bytes, num_groups
+from costmodel.formats.codecs import ENCODINGS, GRID_PARAMETERS, CodecSpec, most_bytes, num_groups
 from executors.codecs.container import GRIDS, SCOPES, Header, assemble, disassemble, dtype_number
 from executors.codecs.encodings import BY_NAME, MessageLayout, Payload, Symbols, encode_smallest
 from executors.codecs.grids import fitted

@@ -15,7 +15,7 @@ from typing import get_args
 import numpy as np
 import torch
 
-from costmodel.codecs import DIM_BYTES, ENCODINGS, PREAMBLE_BYTES, Grid, Scope
+from costmodel.formats.codecs import DIM_BYTES, ENCODINGS, PREAMBLE_BYTES, Grid, Scope
 from executors.codecs.packing import Bytes
 from topology.errors import CodecError
 
@@ -34,7 +34,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 GRIDS: tuple[Grid, ...] = get_args(Grid)
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-"""By their numbers in a header: another one is appended to the list in :mod:`costmodel.codecs`."""
+"""By their numbers in a header: another one is appended to the list in :mod:`costmodel.formats.codecs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Header:
     grid, scope : int
         Numbers in :data:`GRIDS` and :data:`SCOPES`.
     encoding : int
-        1 + the number in :data:`~costmodel.codecs.ENCODINGS`; 0 for plain numbers.
+        1 + the number in :data:`~costmodel.formats.codecs.ENCODINGS`; 0 for plain numbers.
     background, gap_bits, num_items : int
         Of the payload.
     """

@@ -1,6 +1,6 @@
 """Ways of writing symbols down, under one interface, and the choice among them by size.
 
-Sizes are those of :mod:`costmodel.codecs`, and here they are counted, not expected.
+Sizes are those of :mod:`costmodel.formats.codecs`, and here they are counted, not expected.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from costmodel.codecs import (
+from costmodel.formats.codecs import (
     FREQUENCY_BITS,
     MAX_GAP_BITS,
     Encoding,
@@ -25,7 +25,7 @@ from costmodel.codecs import (
     packed_bytes,
     run_length_bytes,
 )
-from costmodel.symbols import SymbolStatistics
+from costmodel.formats.symbols import SymbolStatistics
 from executors.codecs.entropy import decode_entropy, encode_entropy, is_available
 from executors.codecs.packing import Bytes, pack, pack_wide, unpack, unpack_wide
 from topology.errors import CodecError

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from costmodel.codecs import FREQUENCY_BITS
+from costmodel.formats.codecs import FREQUENCY_BITS
 from executors.codecs.packing import Bytes
 from topology.errors import CodecError
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from costmodel.codecs import CodecSpec, Scope
+from costmodel.formats.codecs import CodecSpec, Scope
 from topology.errors import CodecError
 
 

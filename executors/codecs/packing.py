@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from costmodel.codecs import packed_bytes
+from costmodel.formats.codecs import packed_bytes
 
 Bytes = npt.NDArray[np.uint8]
 _LANES = 8

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from costmodel.codecs import CodecSpec
+from costmodel.formats.codecs import CodecSpec
 from executors.codecs.grids import Doubt, Doubting, Fitted, ask_at_once, fit, fitted
 from executors.randomness.quantisers import rounded_at_random
 from topology.errors import CodecError

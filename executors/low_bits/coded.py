@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from costmodel.formats import CANDIDATES
-from costmodel.low_bits import CHANCES_AT_ONCE, MOVED_ELEMENTS, Coding, moved_at_once
+from costmodel.formats.low_bits import CHANCES_AT_ONCE, MOVED_ELEMENTS, Coding, moved_at_once
 from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.grids import Floats, Grid, Integers, grid_of, num_nonzero, towards_zero

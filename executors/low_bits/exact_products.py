@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from costmodel.low_bits import EXACT_TERMS, FLOAT_TILE_COLUMNS
+from costmodel.formats.low_bits import EXACT_TERMS, FLOAT_TILE_COLUMNS
 
 
 def exact_sums(inputs: Tensor, weights: Tensor) -> Tensor:

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.formats import DType
-from costmodel.low_bits import FILLED_ROWS, TILE_ELEMENTS, TILE_ROWS, Coding, outputs_at_once, tile_columns
+from costmodel.formats.low_bits import (
+    FILLED_ROWS,
+    TILE_ELEMENTS,
+    TILE_ROWS,
+    Coding,
+    outputs_at_once,
+    tile_columns,
+)
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.coded import Beside, QuantizedTensor, Rows
 from executors.low_bits.exact_products import exact_sums

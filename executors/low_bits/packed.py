@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from costmodel.low_bits import PACKED_ELEMENTS
+from costmodel.formats.low_bits import PACKED_ELEMENTS
 
 PIECE_ELEMENTS = {"cpu": PACKED_ELEMENTS, "cuda": 1 << 22}
 """Codes that are taken out or put in at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from costmodel.roundings import RoundedDirection
+from costmodel.formats.roundings import RoundedDirection
 from executors.device_scalars import DeviceScalar
 from executors.low_bits.packed import Codes
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from costmodel.model_spec import EMBED, HEAD, block_index
+from costmodel.models.model_spec import EMBED, HEAD, block_index
 from executors.labels import IGNORED_LABEL
 from executors.models.lora import block_linears, joined_factors
 from executors.models.model import Batch, CutModel

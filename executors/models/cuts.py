@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from costmodel.model_spec import block_segment
+from costmodel.models.model_spec import block_segment
 from executors.models.halves import Halfway, HalvedBlock
 from executors.models.model import Batch, CutModel
 from executors.models.recording_blocks import StepCache

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from costmodel.model_spec import ParameterGroup
+from costmodel.models.model_spec import ParameterGroup
 from executors.models.batched import BatchedModel
 from executors.models.halves import Handed
 from executors.models.model import Batch, CutModel, LossDType, Objective, TextObjective

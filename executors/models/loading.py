@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from costmodel.configs import CONFIG_NAME, checked_config, shipped_config, stored_codes_in
-from costmodel.families import FAMILIES
 from costmodel.memory import host_limits
+from costmodel.models.configs import CONFIG_NAME, checked_config, shipped_config, stored_codes_in
+from costmodel.models.families import FAMILIES
 from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES, WEIGHTS_NAME
 from topology.errors import ModelError, ZosimError
 from topology.limits import Blocks, Extent

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from costmodel.configs import LoRA
-from costmodel.low_bits import Coding
+from costmodel.formats.low_bits import Coding
+from costmodel.models.configs import LoRA
 from executors.files import write_atomically
 from executors.low_bits.coded import QuantizedTensor
 from executors.low_bits.linear import (

@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from costmodel.configs import stored_codes_in
 from costmodel.formats import DType
+from costmodel.models.configs import stored_codes_in
 from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES, format_of
 from executors.models.loading import load_model
 from executors.models.parameters import stored_parameters

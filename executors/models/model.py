@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from costmodel.groups import ParameterEntry, cut_blocks_inside, group_parameters
-from costmodel.model_spec import (
+from costmodel.models.groups import ParameterEntry, cut_blocks_inside, group_parameters
+from costmodel.models.model_spec import (
     BACK,
     EMBED,
     FRONT,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from costmodel.low_bits import Coding
+from costmodel.formats.low_bits import Coding
 from executors.low_bits.coded import KnownFormat, QuantizedTensor, shapes_of
 from executors.low_bits.linear import CodedLayer, coded_layers
 from executors.low_bits.stored import DenseTensor, Stored, View, nothing

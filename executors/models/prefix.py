@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from costmodel.configs import Prefix
+from costmodel.models.configs import Prefix
 from executors.files import write_atomically
 from executors.models.blocks import fills_masks, find_blocks
 from executors.models.transformers_interface import AttentionArguments, attention_modules, cached_states

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from costmodel.configs import stored_codes_in
 from costmodel.formats import CANDIDATES, FORMATS, CodedParts, DType
-from costmodel.low_bits import Coding
-from costmodel.stored_codes import (
+from costmodel.formats.low_bits import Coding
+from costmodel.formats.stored_codes import (
     CODE_SUFFIXES,
     OWN_WEIGHTS_NAME,
     Layout,
     refuse_unwritable,
     said_of_own,
 )
+from costmodel.models.configs import stored_codes_in
 from executors.formats import TORCH_DTYPES, WEIGHTS_NAME
 from executors.low_bits.coded import QuantizedTensor, shapes_of
 from executors.low_bits.linear import (

@@ -1,4 +1,4 @@
-"""The :class:`~costmodel.model_spec.ModelSpec` of a model that is at hand, whatever its family."""
+"""The :class:`~costmodel.models.model_spec.ModelSpec` of a model that is at hand, whatever its family."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from costmodel.configs import spec_of_config
-from costmodel.model_spec import ModelSpec
+from costmodel.models.configs import spec_of_config
+from costmodel.models.model_spec import ModelSpec
 from executors.formats import format_of
 from executors.models.model import CutModel
 from topology.errors import ModelError, UnknownFamily

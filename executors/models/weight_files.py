@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from costmodel.configs import CONFIG_NAME
+from costmodel.models.configs import CONFIG_NAME
 from executors.files import replacing, write_atomically
 from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES, WEIGHTS_NAME
 from executors.low_bits.linear import Deferred, deferred_numbers

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Generator, Tensor
 
-from costmodel.distributions import COUNTER_BLOCK_ELEMENTS
+from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS
 from executors.randomness.directions import WORD_BITS, Direction, Rademacher, sign_words
 from executors.randomness.rng import MASK32, drawn, mixed
 from executors.randomness.row_windows import RowWindow, batches_of, take_rows, touched_parts

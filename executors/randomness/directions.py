@@ -1,4 +1,4 @@
-"""How random directions are drawn; what is known of their distributions is said in :mod:`costmodel.distributions`."""
+"""How random directions are drawn; what is known of their distributions is said in :mod:`costmodel.formats.distributions`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Generator, Tensor
 
-from costmodel.distributions import DISTRIBUTIONS, Distribution
+from costmodel.formats.distributions import DISTRIBUTIONS, Distribution
 from topology.errors import PlanError
 
 
@@ -191,7 +191,7 @@ def skip_words(num_words: int, generator: Generator) -> None:
 
 
 DIRECTIONS: dict[str, Direction] = {drawn.distribution.name: drawn for drawn in (Gaussian(), Rademacher())}
-"""How each distribution of :data:`costmodel.distributions.DISTRIBUTIONS` without factors is drawn."""
+"""How each distribution of :data:`costmodel.formats.distributions.DISTRIBUTIONS` without factors is drawn."""
 
 
 def direction_named(name: str) -> Direction:

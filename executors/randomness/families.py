@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from torch import Generator, Tensor
 
-from costmodel.distributions import Distribution
-from costmodel.roundings import normal_moments
+from costmodel.formats.distributions import Distribution
+from costmodel.formats.roundings import normal_moments
 from executors.randomness.directions import Direction, Gaussian
 from executors.randomness.low_rank import fill_product
 from executors.randomness.quantisers import StochasticRounding

@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from costmodel.distributions import COUNTER_BLOCK_ELEMENTS, Distribution
-from costmodel.low_bits import PASSED_ELEMENTS, ROUNDED_AT_ONCE, SHARED_CHANCES
-from costmodel.roundings import RoundedDirection
+from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS, Distribution
+from costmodel.formats.low_bits import PASSED_ELEMENTS, ROUNDED_AT_ONCE, SHARED_CHANCES
+from costmodel.formats.roundings import RoundedDirection
 from executors.low_bits.grids import Integers
 from executors.low_bits.packed import Codes
 from executors.low_bits.stored import ChosenRows

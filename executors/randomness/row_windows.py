@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from costmodel.low_bits import ROUNDED_AT_ONCE
+from costmodel.formats.low_bits import ROUNDED_AT_ONCE
 
 
 @dataclass(frozen=True, slots=True)

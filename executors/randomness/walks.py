@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from costmodel.distributions import JUMP_WORDS
-from costmodel.low_bits import WALKED_AT_ONCE
+from costmodel.formats.distributions import JUMP_WORDS
+from costmodel.formats.low_bits import WALKED_AT_ONCE
 from executors.randomness.directions import Direction
 from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import drawn

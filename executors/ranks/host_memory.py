@@ -23,8 +23,8 @@ from executors.ranks.communicator import Communicator
 from executors.ranks.leftovers import held_file, remove_leftovers
 from topology.errors import DoesNotFit, RunError, refusal_of_machine
 from topology.units import format_bytes
-from zosim.instructions import Buffer
 from zosim.program import Program
+from zosim.program.instructions import Buffer
 
 HOST = "host"
 _PREFIX = "zosim-host-"

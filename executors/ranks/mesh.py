@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from costmodel.groups import joined_halves
-from costmodel.model_spec import ModelSpec
+from costmodel.models.groups import joined_halves
+from costmodel.models.model_spec import ModelSpec
 from zosim.plans import Plan
 
 

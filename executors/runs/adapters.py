@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from torch import nn
 
-from costmodel.configs import LoRA, Prefix, Subset
+from costmodel.models.configs import LoRA, Prefix, Subset
 from executors.formats import TORCH_DTYPES
 from executors.models.lora import attach_lora, block_linears, merge_lora, save_adapters
 from executors.models.prefix import WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix

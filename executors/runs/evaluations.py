@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from costmodel.configs import LoRA, Prefix
+from costmodel.models.configs import LoRA, Prefix
 from executors.datasets.data import Dataset
 from executors.datasets.generation import Generation
 from executors.labels import IGNORED_LABEL

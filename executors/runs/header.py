@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from costmodel.configs import LoRA, Prefix, Subset
+from costmodel.models.configs import LoRA, Prefix, Subset
 from executors.runs.learning_rate import LearningRate
 from executors.runs.settings import DataSettings, EvaluationSettings, LossName, SaveAs
 from topology.errors import RunError, ZosimError

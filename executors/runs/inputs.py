@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from costmodel.model_spec import ModelSpec
+from costmodel.models.model_spec import ModelSpec
 from executors.datasets.data import Dataset, Limits, LineFile, open_dataset
 from executors.datasets.generation import Generation
 from executors.datasets.rewards import objective_of_text, reward_named

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from costmodel.model_spec import ModelSpec
+from costmodel.models.model_spec import ModelSpec
 from executors.datasets.batches import Batches
 from executors.models.packing import facts_of
 from executors.ranks.rank_info import RankInfo, is_launched
@@ -39,8 +39,8 @@ from zosim.config import PlanConfig, Search, merge
 from zosim.planning.visibility import about_epsilon
 from zosim.plans import ForwardPass, Plan, fields_of
 from zosim.plans.forward import USUAL_NEW_TOKENS
-from zosim.program_set import ProgramSet
-from zosim.validate_set import validate_set
+from zosim.program.program_set import ProgramSet
+from zosim.program.validate_set import validate_set
 
 _NUM_COUNTED = 4
 """Batches whose tokens are counted for predictions."""

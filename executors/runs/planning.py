@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from costmodel.configs import Trainable, read_model_spec
 from costmodel.formats import FORMATS
 from costmodel.memory import preflight_host
-from costmodel.model_spec import ModelSpec
+from costmodel.models.configs import Trainable, read_model_spec
+from costmodel.models.model_spec import ModelSpec
 from executors.devices import accelerator_kind, check_device, num_devices_of
 from topology.errors import DoesNotFit, ModelError, PlanError, UnknownFamily, ZosimError
 from topology.hardware import resolve as topology_named
 from zosim.config import HOST, PlanConfig, merge
-from zosim.instructions import Space
 from zosim.lowering import lower_all
 from zosim.planning.cuts import CutModel, Cutting
 from zosim.planning.footprint import pinned_by
 from zosim.planning.request import Hardware
 from zosim.planning.resolve import even_cuts, laid_over, resolve, schedule_beside, spread, with_default_dtype
 from zosim.plans import LowBits, Mesh, Placement, Plan, Split, Weights, fields_of
-from zosim.program_set import ProgramSet
+from zosim.program.instructions import Space
+from zosim.program.program_set import ProgramSet
 
 if TYPE_CHECKING:
     from topology.graph import Topology

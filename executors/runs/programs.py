@@ -9,7 +9,7 @@ from typing import Any
 
 from executors.files import write_atomically
 from topology.errors import RunError
-from zosim.program_set import ProgramSet
+from zosim.program.program_set import ProgramSet
 
 PROGRAM_NAME = "program.json"
 PROGRAM_DIGEST = "program_digest"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from costmodel.configs import Prefix
+from costmodel.models.configs import Prefix
 from executors.devices import attention_facts, device_name
 from executors.models.mapped import load_weights
 from executors.models.weight_files import weights_digest
@@ -32,7 +32,7 @@ from executors.steps.preparing import prepare
 from topology.errors import RunError
 from zosim.plans import Plan
 from zosim.program import Program
-from zosim.program_set import ProgramSet
+from zosim.program.program_set import ProgramSet
 
 _MACHINE_FIELDS = (
     "torch",

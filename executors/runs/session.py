@@ -46,10 +46,10 @@ from executors.steps.streams import backend_for
 from executors.steps.update_watch import UpdateLoss
 from topology.errors import PlanError, RunError
 from zosim.lowering import lower
-from zosim.operations import Allocate
 from zosim.plans import Plan
 from zosim.program import Program
-from zosim.program_set import ProgramSet
+from zosim.program.operations import Allocate
+from zosim.program.program_set import ProgramSet
 from zosim.timeline import Timeline
 
 _OBSERVED_STEPS = 2

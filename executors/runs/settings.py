@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, model_validator
 
-from costmodel.configs import LoRA, Prefix, Subset
-from costmodel.model_spec import Part
-from costmodel.stored_codes import refuse_unwritable
+from costmodel.formats.stored_codes import refuse_unwritable
+from costmodel.models.configs import LoRA, Prefix, Subset
+from costmodel.models.model_spec import Part
 from executors.ranks.launch import DEFAULT_TIMEOUT_S
 from executors.runs.learning_rate import LearningRate
 from topology.errors import DataError, PlanError, RunError
@@ -18,7 +18,7 @@ from zosim.adapters import AdapterSettings, tuned_by
 from zosim.config import PlanConfig
 from zosim.plans import AXES, Plan, Section, Setting, fields_of, is_decisive
 from zosim.program import Program
-from zosim.program_set import ProgramSet
+from zosim.program.program_set import ProgramSet
 
 if TYPE_CHECKING:
     from executors.datasets.prompts import PromptTemplate

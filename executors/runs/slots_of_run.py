@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Generator, nn
 
-from costmodel.configs import LoRA
+from costmodel.models.configs import LoRA
 from executors.formats import TORCH_DTYPES
 from executors.models.model import CutModel
 from executors.models.slots import AdapterState

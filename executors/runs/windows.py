@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from costmodel.configs import LoRA
+from costmodel.models.configs import LoRA
 from executors.models.lora import joined_factors
 from executors.models.slots import Slots
 from executors.randomness.rng import mixed

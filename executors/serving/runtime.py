@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from costmodel.model_spec import HEAD
+from costmodel.models.model_spec import HEAD
 from executors.datasets.batches import pad
 from executors.datasets.generation import Generation, continued_by
 from executors.datasets.prompts import Example

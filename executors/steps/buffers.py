@@ -23,11 +23,11 @@ from executors.low_bits.stored import Along, Stored
 from executors.models.engine import ForwardEngine
 from executors.models.parameters import NamedTensor, format_beside
 from topology.errors import ProgramError
-from zosim.contents import FrozenWeights, GroupWeights, parameters_of
-from zosim.instructions import Access, Buffer, Space
 from zosim.lowering.buckets import aligned, bucket_bytes
-from zosim.operations import Draw, Forward, Perturb, Update
 from zosim.program import Program
+from zosim.program.contents import FrozenWeights, GroupWeights, parameters_of
+from zosim.program.instructions import Access, Buffer, Space
+from zosim.program.operations import Draw, Forward, Perturb, Update
 
 Trait = TypeVar("Trait")
 

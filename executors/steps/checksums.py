@@ -16,10 +16,10 @@ from executors.steps.buffers import BufferStore
 from executors.steps.frames import StepFrame
 from executors.steps.ops.operands import Action
 from executors.steps.streams import Backend
-from zosim.contents import FrozenWeights, GroupWeights
-from zosim.instructions import Access, Instruction, Part
-from zosim.operations import Cast, Collective, Copy, Perturb, Update
 from zosim.program import Program
+from zosim.program.contents import FrozenWeights, GroupWeights
+from zosim.program.instructions import Access, Instruction, Part
+from zosim.program.operations import Cast, Collective, Copy, Perturb, Update
 
 _FACTOR = 6364136223846793005
 """Odd, so that the checksum of an earlier step never drops out of the number that it went into."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from costmodel.model_spec import HEAD
+from costmodel.models.model_spec import HEAD
 from executors.device_scalars import DeviceScalar
 from executors.low_bits.stored import Moved
 from executors.models.engine import ForwardEngine
@@ -33,11 +33,11 @@ from executors.steps.streams import Backend, PeersTicket, Task, Ticket
 from executors.steps.update_watch import UpdateWatch
 from executors.threads import DrawThreads
 from topology.errors import ModelError, ProgramError, RunError
-from zosim.instructions import PARTS, Buffer, Dependency, Instruction, Part, Space
-from zosim.operations import Backward, Collective, Draw, Forward, Optimize
-from zosim.points import Point
 from zosim.program import Program
-from zosim.validate import validate
+from zosim.program.instructions import PARTS, Buffer, Dependency, Instruction, Part, Space
+from zosim.program.operations import Backward, Collective, Draw, Forward, Optimize
+from zosim.program.points import Point
+from zosim.program.validate import validate
 
 __all__ = ["Hyperparameters", "Interpreter", "StepFrame"]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from executors.devices import device_module
-from zosim.instructions import Space
+from zosim.program.instructions import Space
 from zosim.timeline import MemorySample
 
 

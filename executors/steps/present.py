@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from costmodel.model_spec import HEAD
+from costmodel.models.model_spec import HEAD
 from executors.low_bits.stored import Stored
 from executors.models.engine import ForwardEngine
 from executors.models.halves import Handed, as_tensor

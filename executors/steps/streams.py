@@ -17,7 +17,7 @@ from executors.device_scalars import DeviceScalar
 from executors.ranks.host_memory import HostMemory
 from executors.steps.heap import keep_freed_memory
 from topology.errors import RunError, ZosimError
-from zosim.instructions import Buffer, Instruction, Part, Stream
+from zosim.program.instructions import Buffer, Instruction, Part, Stream
 from zosim.timeline import Span
 
 

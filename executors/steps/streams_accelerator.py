@@ -16,8 +16,8 @@ from executors.device_scalars import DeviceScalar, ScalarReading
 from executors.devices import device_module, device_named, on_stream, select_device
 from executors.steps.streams import Backend, Measured, Task, Ticket, failure_of
 from topology.errors import RunError, ZosimError
-from zosim.instructions import Buffer, Instruction, Part, Space, Stream
-from zosim.operations import Recv, Send
+from zosim.program.instructions import Buffer, Instruction, Part, Space, Stream
+from zosim.program.operations import Recv, Send
 
 _GRAPHED = (Stream.COMPUTE, Stream.DRAW)
 """Streams whose kernels may be launched as CUDA graphs."""

@@ -18,10 +18,10 @@ from executors.formats import TORCH_DTYPES
 from executors.steps.buffers import BufferStore, PlacedPart
 from executors.steps.frames import StepFrame
 from executors.steps.ops.operands import of_group, only
-from zosim.contents import GroupWeights
-from zosim.instructions import Access, Instruction
-from zosim.operations import Update
 from zosim.program import Program
+from zosim.program.contents import GroupWeights
+from zosim.program.instructions import Access, Instruction
+from zosim.program.operations import Update
 
 SAMPLED_ELEMENTS = 8192
 """Elements looked at per update of a group, on average: a share is then known to a percent after one step."""

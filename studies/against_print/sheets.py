@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from costmodel.profile import Bound
+from costmodel.rates.profile import Bound
 from studies.published.audit import set_apart
 from studies.published.cells import Cell, preset_machine
 from studies.published.constants import PAPERS
@@ -67,7 +67,7 @@ def _outcome(cell: Cell) -> SheetOutcome:
 def sheets_section(outcomes: Sequence[SheetOutcome]) -> Report:
     """Return the report's section on them."""
     words = f"""No constant is fitted: the machine is the preset's data sheet, with the fractions of peaks that
-`costmodel/datasheet.py` states, as for a machine that nobody has measured. The programs have the works of the
+`costmodel/devices/datasheet.py` states, as for a machine that nobody has measured. The programs have the works of the
 papers' code; the last two columns are of the programs that `zosim plan` would run instead. What was chosen after
 seeing rows without being a number (listed above) is kept. Goal: a median of at most {GOAL:g} %. The interval has every
 constant at the same end of its own, so it is wide, and meant to hold."""

@@ -9,20 +9,20 @@ from types import MappingProxyType
 
 import numpy as np
 
-from costmodel.configs import read_model_spec, spec_of_config
-from costmodel.datasheet import datasheet_profile
+from costmodel.devices.datasheet import datasheet_profile
 from costmodel.estimate import CopyDirection
+from costmodel.models.configs import read_model_spec, spec_of_config
 from proofs_checks.step_time import block_bytes, machine
 from topology import Topology, load_preset
 from topology.documents import catalogue
 from topology.schema import Link, Node
-from zosim.engines.fold import fold
-from zosim.engines.lockstep import simulate_many
-from zosim.engines.world import World
 from zosim.hardware.machine import Machine, Ring
 from zosim.lowering import lower_all
 from zosim.planning.predict import Subject
 from zosim.plans import Estimator, Mesh, Placement, Plan, Residency, Schedule, Weights
+from zosim.simulators.fold import fold
+from zosim.simulators.lockstep import simulate_many
+from zosim.simulators.world import World
 
 _HALF = Weights(dtype="float16")
 TRANSFERS = ("private", "shared", "sliced")

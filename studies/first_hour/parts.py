@@ -117,7 +117,7 @@ def cuda_tests(setting: Setting) -> Content:
         return {"left_out": "pytest is not installed"}
     # Other releases of torch and transformers than the project's tests are run with warn of other things.
     words = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default"]
-    status, output = setting.processes.run([*words, "tests/executors/test_executors_cuda.py"])
+    status, output = setting.processes.run([*words, "tests/executors/steps/test_executors_cuda.py"])
     return {"is_right": status == 0, "output": output}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from costmodel.configs import LoRA, Prefix
+from costmodel.models.configs import LoRA, Prefix
 from executors.models.random_models import random_model
 from executors.models.spec import plan_of_model
 from executors.runs.adapters import attach

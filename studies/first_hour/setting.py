@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from costmodel.profile import Profile
+from costmodel.rates.profile import Profile
 from topology.errors import PlanError
 from topology.graph import Topology
 from topology.hardware import resolve

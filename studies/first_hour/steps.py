@@ -21,11 +21,11 @@ from executors.runs.session import Session
 from studies.first_hour.setting import Content, Setting
 from zosim.analysis.compare import compare
 from zosim.applications.trace import save_trace
-from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
-from zosim.instructions import Space, Stream
 from zosim.lowering import lower
 from zosim.plans import Placement, Plan
+from zosim.program.instructions import Space, Stream
+from zosim.simulators.simulate import simulate
 from zosim.timeline import Timeline
 
 SHAPES: Mapping[str, tuple[int, int, int]] = {

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from costmodel.calibration import FitReport
-from costmodel.profile import Profile
+from costmodel.rates.calibration import FitReport
+from costmodel.rates.profile import Profile
 from executors.calibration.calibrate import DEFAULT_BUDGET_S
 from executors.calibration.calibrating import calibrated
 from studies.prediction.cases import (

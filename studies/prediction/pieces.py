@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from costmodel.calibration import FitReport, Residual
-from costmodel.profile import Profile
+from costmodel.rates.calibration import FitReport, Residual
+from costmodel.rates.profile import Profile
 from studies.checkout import commit
 from studies.prediction.predicting import PredictedCase
 from topology.errors import ZosimError

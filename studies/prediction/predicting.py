@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from costmodel.pace import at_pace, pace_in
-from costmodel.profile import Profile
+from costmodel.rates.pace import at_pace, pace_in
+from costmodel.rates.profile import Profile
 from studies.prediction.measuring import MeasuredSteps
 from topology import Topology
 from zosim.analysis.compare import ComparedLine, compare
-from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
-from zosim.instructions import Space
 from zosim.lowering import lower
 from zosim.planning.predict import Subject
+from zosim.program.instructions import Space
+from zosim.simulators.simulate import simulate
 
 _LEAST_CHOICES = 2
 PACE_CHANGED = 0.1

@@ -16,8 +16,8 @@ import numpy as np
 import psutil
 from scipy.stats import binom
 
-from costmodel.calibration import FitReport
-from costmodel.profile import Profile
+from costmodel.rates.calibration import FitReport
+from costmodel.rates.profile import Profile
 from studies.prediction.predicting import PACE_CHANGED, Choice, PredictedCase
 from zosim.report import Code, Part, Report, Table
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from costmodel.formats import FORMATS
-from costmodel.model_spec import EMBED, HEAD
+from costmodel.models.model_spec import EMBED, HEAD
 from studies.published.cells import Cell, cells_of
 from studies.published.conventions import MEBIBYTE
 from studies.published.findings import AuditFinding
 from studies.published.quzo_audit import quzo_findings
 from studies.published.rows import PublishedRow
-from zosim.operations import Forward
+from zosim.program.operations import Forward
 
 SPREAD = 0.04
 """Part by which a bound must be exceeded before it is a finding."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 
-from costmodel.datasheet import datasheet_profile
-from costmodel.model_spec import EMBED, HEAD
-from costmodel.profile import CONSTANT_UNITS, Constant, Profile
+from costmodel.devices.datasheet import datasheet_profile
+from costmodel.models.model_spec import EMBED, HEAD
+from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
 from studies.published.constants import Values, profile_values
 from studies.published.conventions import (
     ABLATIONS,

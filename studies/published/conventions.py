@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from costmodel.configs import read_model_spec
 from costmodel.formats import FORMATS, DType
-from costmodel.model_spec import ModelSpec
+from costmodel.models.configs import read_model_spec
+from costmodel.models.model_spec import ModelSpec
 from studies.published.rows import PublishedRow
 from topology.documents import load_preset
 from topology.errors import PlanError, ZosimError

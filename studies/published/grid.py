@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from zosim.applications.closed_form.maxplus import Edge, Floats, MaxPlus, Member, Vertex
 from zosim.applications.closed_form.recurrence import Precedence
 from zosim.hardware.machine import Activity, Machine
-from zosim.instructions import Instruction
 from zosim.program import Program
-from zosim.step_graph import StepGraph
+from zosim.program.instructions import Instruction
+from zosim.program.step_graph import StepGraph
 
 NUM_STEPS = 4
 """Steps that are evaluated; the last two are alike (tests compare with :func:`zosim.applications.closed_form.recurrence.step_time_bound`)."""

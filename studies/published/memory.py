@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodel.formats import FORMATS
-from costmodel.forward import forward_work
-from costmodel.model_spec import block_segment
+from costmodel.models.forward import forward_work
+from costmodel.models.model_spec import block_segment
 from studies.published.cells import Cell
 from studies.published.constants import Values
 from studies.published.conventions import MEBIBYTE, PublishedCase
-from zosim.instructions import Space
 from zosim.lowering.schedule import StepWriter
+from zosim.program.instructions import Space
 
 KEPT_ROLES = ("weights", "slots", "staging")
 

@@ -3,7 +3,7 @@
 ``memory = weights in bits + 16-bit parts + bytes a token · tokens + context``
 
 Bytes a token are counted from the models' shapes: what a first-order step keeps for its backward
-(:mod:`costmodel.backward`), or what a forward alone holds (keys and values, copies of the logits, one block's
+(:mod:`costmodel.models.backward`), or what a forward alone holds (keys and values, copies of the logits, one block's
 temporaries). The paper states neither batch sizes nor lengths: it gives a grid of batches for each method, so the tokens
 of a peak are constants of a method and a data set. Conventions:
 
@@ -26,10 +26,10 @@ from functools import cache
 
 import numpy as np
 
-from costmodel.backward import kept_bytes
-from costmodel.configs import read_model_spec
-from costmodel.forward import forward_work
-from costmodel.model_spec import EMBED, HEAD, ModelSpec, block_segment
+from costmodel.models.backward import kept_bytes
+from costmodel.models.configs import read_model_spec
+from costmodel.models.forward import forward_work
+from costmodel.models.model_spec import EMBED, HEAD, ModelSpec, block_segment
 from studies.published.constants import FittedConstant
 from studies.published.fitting import conformal_half_width
 from studies.published.posterior import (

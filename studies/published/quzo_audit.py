@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from costmodel.configs import read_model_spec
+from costmodel.models.configs import read_model_spec
 from studies.published.findings import AuditFinding
 from studies.published.quzo import (
     FULL,

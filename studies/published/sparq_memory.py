@@ -1,7 +1,7 @@
 """Peak memory of SparQ's runs, over both GPUs, in GiB.
 
 Zeroth-order runs hold weights and copies of logits; first-order ones the larger of three copies of the weights (the
-third while weights are updated) and of two copies with activations, as :mod:`costmodel.backward` counts them. Weights are
+third while weights are updated) and of two copies with activations, as :mod:`costmodel.models.backward` counts them. Weights are
 float32: 26 is printed for OPT-6.7B, whose weights are 24.8 GiB in float32, 26.6 GB of 10^9 bytes. The longest batch
 decides a peak, and the paper states no lengths, so the length at the peak is a constant of each data set.
 """
@@ -15,9 +15,9 @@ from functools import cache
 
 import numpy as np
 
-from costmodel.backward import kept_bytes
-from costmodel.configs import read_model_spec, spec_of_config
-from costmodel.model_spec import ModelSpec
+from costmodel.models.backward import kept_bytes
+from costmodel.models.configs import read_model_spec, spec_of_config
+from costmodel.models.model_spec import ModelSpec
 from studies.published.constants import FittedConstant
 from studies.published.posterior import Posterior, TableFit, left_out_errors, posterior
 from studies.published.rows import PublishedRow

@@ -18,8 +18,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from costmodel.configs import read_model_spec
-from costmodel.model_spec import ModelSpec, Part
+from costmodel.models.configs import read_model_spec
+from costmodel.models.model_spec import ModelSpec, Part
 from studies.published.constants import FittedConstant
 from studies.published.fitting import conformal_half_width
 from studies.published.posterior import Posterior, TableFit, left_out_errors, log_error, posterior

@@ -2,7 +2,7 @@
 
 A block of a transformer's encoder, its loss on random tokens, and central differences along normals rounded to few bits.
 ``û₁`` and ``û₂`` are two roundings of one ``u``: Q-RGE1 is ``g(û₁)·û₁``, Q-RGE2 is ``g(û₁)·û₂``, and the third is the first
-over ``m₂ = E[û²]``. What each is on average along the gradient, :mod:`costmodel.roundings` says in closed form. Grids are of
+over ``m₂ = E[û²]``. What each is on average along the gradient, :mod:`costmodel.formats.roundings` says in closed form. Grids are of
 two kinds: those whose roundings have the least mean squared error, which clamp, and wide ones, which a normal never leaves.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from costmodel.roundings import EstimatorName, RoundedDirection
+from costmodel.formats.roundings import EstimatorName, RoundedDirection
 from studies.plots import picture
 
 ESTIMATORS: tuple[EstimatorName, ...] = ("q-rge1", "q-rge2", "normalised")

@@ -19,9 +19,9 @@ from executors.formats import TORCH_DTYPES
 from executors.runs.session import Session
 from studies.speed.__main__ import SHAPES, model_of_shape, session_of
 from zosim.console import stdout
-from zosim.instructions import Space
 from zosim.lowering import lower
 from zosim.plans import Directions, ForwardPass, LowBits, Residency
+from zosim.program.instructions import Space
 
 _DTYPE = "bfloat16"
 _NUM_STEPS = 2

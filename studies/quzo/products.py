@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from costmodel.low_bits import Coding
+from costmodel.formats.low_bits import Coding
 from executors.formats import format_of
 from executors.low_bits.coded import QuantizedTensor
 

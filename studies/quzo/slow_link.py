@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from costmodel.profile import load_profile
+from costmodel.rates.profile import load_profile
 from studies.shaped.benchmark import calibrate_hosts, measure, read_steps
 from studies.shaped.cases import TWO
 from studies.shaped.predicting import ShapedRow, predict

@@ -20,7 +20,7 @@ import typer
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from costmodel.configs import LoRA
+from costmodel.models.configs import LoRA
 from executors.low_bits.grids import grid_of
 from executors.models.blocks import find_blocks
 from executors.models.loading import load_model

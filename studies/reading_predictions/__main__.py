@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from costmodel.datasheet import datasheet_profile
-from costmodel.profile import Constant, Profile
+from costmodel.devices.datasheet import datasheet_profile
+from costmodel.rates.profile import Constant, Profile
 from studies.reading_predictions.cases import changed, offloaded, on_cpu, run_on
 from zosim.analysis.compare import compare
 from zosim.applications.buying.levers import levers

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from costmodel.configs import read_model_spec
-from costmodel.datasheet import datasheet_profile
+from costmodel.devices.datasheet import datasheet_profile
 from costmodel.estimate import estimate
-from costmodel.profile import Profile
+from costmodel.models.configs import read_model_spec
+from costmodel.rates.profile import Profile
 from topology import load_preset
 from zosim.planning.predict import Subject
 from zosim.plans import Placement, Plan, Residency, Schedule, Weights

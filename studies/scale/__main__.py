@@ -20,20 +20,20 @@ from typing import TypeVar
 
 import numpy as np
 
-from costmodel.configs import read_model_spec
+from costmodel.models.configs import read_model_spec
 from studies.scale.grid import step_time_bounds
 from studies.scale.naive import naive_step
 from topology.clusters import cluster
 from topology.documents import load_preset
-from zosim.engines.assembly import MAX_UNLIKE_STEPS
-from zosim.engines.fold import fold
-from zosim.engines.lockstep import Lockstep, steady_step_s
-from zosim.engines.world import World
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.hardware.profiles import profile_for
 from zosim.lowering import lower_all
 from zosim.plans import Directions, Mesh, Placement, Plan, Residency, Schedule, Weights
+from zosim.simulators.assembly import MAX_UNLIKE_STEPS
+from zosim.simulators.fold import fold
+from zosim.simulators.lockstep import Lockstep, steady_step_s
+from zosim.simulators.world import World
 
 # What folding may change: rounding.
 AGREEMENT = 1e-9

@@ -20,20 +20,20 @@ from typing import NamedTuple
 import numpy as np
 
 from costmodel.estimate import work_terms
-from costmodel.profile import Bound, Profile
+from costmodel.rates.profile import Bound, Profile
 from costmodel.work import Work
 from studies.scale.scaling import LINKS, scaled
 from topology.errors import PlanError
 from zosim.applications.closed_form.maxplus import Edge, Floats, MaxPlus, Member, Vertex
 from zosim.applications.closed_form.recurrence import MAX_STEPS, Precedence, second_half_s
-from zosim.engines.shortening import shortest
-from zosim.engines.steady import MAX_CYCLE, TOLERANCE
-from zosim.engines.world import World
 from zosim.hardware.machine import Machine
-from zosim.instructions import Instruction
 from zosim.lowering import lower, unordered
 from zosim.plans import Plan
 from zosim.program import Program
+from zosim.program.instructions import Instruction
+from zosim.simulators.shortening import shortest
+from zosim.simulators.steady import MAX_CYCLE, TOLERANCE
+from zosim.simulators.world import World
 
 # Configurations evaluated together: as many as leave the times of a step in the cache.
 _CHUNK = 2048

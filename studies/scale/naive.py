@@ -8,10 +8,10 @@ from typing import Any
 
 import simpy
 
-from zosim.engines.world import World
 from zosim.hardware.machine import Activity
-from zosim.instructions import Instruction, Stream
-from zosim.step_graph import Place, StepGraph
+from zosim.program.instructions import Instruction, Stream
+from zosim.program.step_graph import Place, StepGraph
+from zosim.simulators.world import World
 
 
 def naive_step(world: World) -> tuple[float, int]:

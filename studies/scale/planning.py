@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 
-from costmodel.configs import read_model_spec
+from costmodel.models.configs import read_model_spec
 from studies.scale.__main__ import timed
 from topology.clusters import cluster
 from topology.documents import load_preset

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from costmodel.profile import CONSTANT_UNITS
+from costmodel.rates.profile import CONSTANT_UNITS
 from topology.errors import PlanError
 from topology.validation import did_you_mean
 from zosim.hardware.machine import Machine
@@ -23,7 +23,7 @@ def scaled(machine: Machine, factors: Mapping[str, float]) -> Machine:
     ----------
     machine : Machine
     factors : mapping of str to float
-        By constant (:data:`~costmodel.profile.CONSTANT_UNITS`; all its formats alike), or ``"links"`` for the
+        By constant (:data:`~costmodel.rates.profile.CONSTANT_UNITS`; all its formats alike), or ``"links"`` for the
         capacities of whatever copies cross. Positive.
 
     Raises

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from costmodel.profile import load_profile
+from costmodel.rates.profile import load_profile
 from studies.checkout import commit
 from studies.prediction.report import machine_words
 from studies.shaped.cases import NETWORKS, RATES, TWO, HostLayout

@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
 
-from costmodel.profile import Profile
+from costmodel.rates.profile import Profile
 from studies.prediction.setting import model_of
 from studies.shaped.cases import ShapedCase
 from studies.shaped.network import FRAME_EFFICIENCY, rate_bits_per_s

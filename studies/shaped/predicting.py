@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from costmodel.pace import at_pace, pace_in
-from costmodel.profile import Bound, Profile
+from costmodel.rates.pace import at_pace, pace_in
+from costmodel.rates.profile import Bound, Profile
 from studies.prediction.predicting import Paced
 from studies.shaped.cases import HostLayout, ShapedCase, cases_of
 from studies.shaped.hosts import machines_of, plan_of, topology_of
 from studies.shaped.worker import NetworkSteps
 from topology import Topology
-from zosim.engines.fold import fold
-from zosim.engines.lockstep import simulate_many
-from zosim.engines.world import World
 from zosim.lowering import lower_all
+from zosim.simulators.fold import fold
+from zosim.simulators.lockstep import simulate_many
+from zosim.simulators.world import World
 from zosim.timeline import Timeline
 
 

@@ -7,9 +7,16 @@ from __future__ import annotations
 
 import argparse
 
-from costmodel.codec_time import CodecWork, Crossing, CutLink, crossing, fastest_crossing, load_codec_profile
-from costmodel.codecs import CodecSpec, codec_spec
-from costmodel.symbols import statistics_of_density
+from costmodel.formats.codec_time import (
+    CodecWork,
+    Crossing,
+    CutLink,
+    crossing,
+    fastest_crossing,
+    load_codec_profile,
+)
+from costmodel.formats.codecs import CodecSpec, codec_spec
+from costmodel.formats.symbols import statistics_of_density
 from executors.calibration.codec_probes import NUM_COLUMNS, NUM_ROWS, measure_codecs, whole_probes
 from zosim.console import stdout
 from zosim.report import Table

@@ -27,9 +27,9 @@ from studies.sparq.training import INSIDE, CodecCase, batches_of, plan_of, tenso
 from topology.hardware import resolve
 from zosim.config import HOST
 from zosim.console import stderr, stdout
-from zosim.instructions import Stream
 from zosim.planning.predict import Subject
 from zosim.plans import Plan
+from zosim.program.instructions import Stream
 from zosim.report import Table
 
 RESULTS = Path(__file__).with_name("pipelining.csv")

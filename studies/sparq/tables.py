@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from costmodel.backward import kept_bytes
-from costmodel.configs import read_model_spec
+from costmodel.models.backward import kept_bytes
+from costmodel.models.configs import read_model_spec
 from studies.against_print.report import constants_table
 from studies.published.fitted_profile import load_published_profile
 from studies.published.posterior import TableFit

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from costmodel.configs import read_model_spec
-from costmodel.datasheet import datasheet_profile
+from costmodel.devices.datasheet import datasheet_profile
+from costmodel.models.configs import read_model_spec
 from studies.plots import picture
 from topology import load_preset
 from topology.graph import Topology

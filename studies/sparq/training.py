@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from costmodel.codecs import codec_spec
+from costmodel.formats.codecs import codec_spec
 from executors.codecs.fidelity import received
 from executors.datasets.batches import Batches
 from executors.datasets.data import Limits, open_dataset

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from costmodel.codecs import codec_spec
+from costmodel.formats.codecs import codec_spec
 from executors.codecs.fidelity import received
 from executors.models.cuts import Change, Crossing, Cut, loss_through
 from executors.models.loading import load_model

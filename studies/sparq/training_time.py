@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from costmodel.codecs import codec_spec
+from costmodel.formats.codecs import codec_spec
 from executors.calibration.calibrating import calibrated
 from executors.calibration.quiet import OtherLoad
 from executors.codecs import quantise

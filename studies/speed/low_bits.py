@@ -19,8 +19,8 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from costmodel.pace import at_pace, pace_in
-from costmodel.profile import load_profile
+from costmodel.rates.pace import at_pace, pace_in
+from costmodel.rates.profile import load_profile
 from executors.pace import reference_now_s
 from executors.runs.session import Session
 from executors.steps import streams
@@ -28,10 +28,10 @@ from studies.prediction.measuring import PACE_S
 from studies.speed.__main__ import SHAPES, model_of_shape, session_of
 from studies.speed.reference import two_forwards
 from topology import detect
-from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower
 from zosim.plans import Directions, LowBits
+from zosim.simulators.simulate import simulate
 
 _SPARSITY = 0.98
 

@@ -17,7 +17,8 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from costmodel import datasheet, estimate, gpus, nccl
+from costmodel import estimate
+from costmodel.devices import datasheet, gpus, nccl
 from zosim.applications.validation import codes
 from zosim.applications.validation.predicting import outcome
 from zosim.applications.validation.rows import Forecast, MeasuredRow

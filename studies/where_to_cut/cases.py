@@ -8,11 +8,11 @@ from typing import Literal
 
 import numpy as np
 
-from costmodel.codecs import codec_spec, overhead_bytes
-from costmodel.configs import spec_of_config
+from costmodel.formats.codecs import codec_spec, overhead_bytes
+from costmodel.models.configs import spec_of_config
 from zosim.lowering import lower_all
-from zosim.operations import Send
 from zosim.plans import Estimator, Mesh, Placement, Plan, Split
+from zosim.program.operations import Send
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from costmodel.configs import LoRA
-from costmodel.model_spec import EMBED, HEAD
+from costmodel.models.configs import LoRA
+from costmodel.models.model_spec import EMBED, HEAD
 from executors.models.batched import BatchedModel
 from executors.models.recording_blocks import StepCache
 from executors.models.spec import spec_of_model

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from costmodel.configs import LoRA
+from costmodel.models.configs import LoRA
 from executors.datasets.batches import pad
 from executors.datasets.prompts import Example
 from executors.models.lora import save_adapters

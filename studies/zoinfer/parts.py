@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from costmodel.model_spec import EMBED, HEAD
+from costmodel.models.model_spec import EMBED, HEAD
 from executors.models.batched import BatchedModel
 from executors.models.model import CutModel
 from executors.models.packing import pack, packed_attention

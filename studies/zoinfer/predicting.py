@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from costmodel.configs import LoRA
 from costmodel.estimate import estimate
-from costmodel.profile import Profile
+from costmodel.models.configs import LoRA
+from costmodel.rates.profile import Profile
 from costmodel.sweeps import closing_work
 from executors.calibration.calibrating import calibrated
 from executors.models.packing import facts_of
@@ -32,11 +32,11 @@ from executors.runs.session import Session
 from studies.zoinfer.__main__ import Data, batch_of, model_of
 from topology.graph import Topology
 from topology.hardware import resolve
-from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.hardware.profiles import Profiles
 from zosim.lowering import lower
 from zosim.plans import Plan
+from zosim.simulators.simulate import simulate
 
 _NODE = "cpu0"
 _RANK, _LAZY_STEPS, _BOUND = 2, 50, 64

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from costmodel.configs import LoRA
+from costmodel.models.configs import LoRA
 from executors.models.lora import save_adapters
 from executors.runs.adapters import attach
 from executors.serving.client import RemoteEngine

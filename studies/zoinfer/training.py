@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from costmodel.configs import LoRA
+from costmodel.models.configs import LoRA
 from executors.models.loading import load_model
 from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
 from executors.models.spec import spec_of_model

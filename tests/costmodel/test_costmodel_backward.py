@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodel.backward import backward_work, kept_bytes, optimizer_bytes, optimizer_work
-from costmodel.configs import read_model_spec
-from costmodel.forward import forward_work
-from costmodel.model_spec import BACK, FRONT, HEAD
+from costmodel.models.backward import backward_work, kept_bytes, optimizer_bytes, optimizer_work
+from costmodel.models.configs import read_model_spec
+from costmodel.models.forward import forward_work
+from costmodel.models.model_spec import BACK, FRONT, HEAD
 
 GPT2, OPT, LLAMA = (read_model_spec(name) for name in ("gpt2", "opt-125m", "llama-2-7b"))
 SHAPES = st.tuples(st.integers(1, 64), st.integers(1, 1024))

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from costmodel import Attention, Matmul, Work, read_model_spec
-from costmodel.calibration import _predicted_s, fit_profile
-from costmodel.datasheet import datasheet_profile
+from costmodel.devices.datasheet import datasheet_profile
 from costmodel.estimate import estimate
-from costmodel.forward import forward_work
-from costmodel.measurement import Measurement
+from costmodel.models.forward import forward_work
+from costmodel.rates.calibration import _predicted_s, fit_profile
+from costmodel.rates.measurement import Measurement
 from costmodel.sweeps import allocation_work, copy_work, draw_work, perturb_work
 from topology import load_preset
 from topology.errors import ProfileError

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodel.codec_time import (
+from costmodel.formats.codec_time import (
     CodecProfile,
     CutLink,
     crossing,
@@ -17,7 +17,7 @@ from costmodel.codec_time import (
     fit_codec_profile,
     load_codec_profile,
 )
-from costmodel.codecs import (
+from costmodel.formats.codecs import (
     ENCODINGS,
     CodecSpec,
     codec_spec,
@@ -29,7 +29,7 @@ from costmodel.codecs import (
     overhead_bytes,
     payload_bytes,
 )
-from costmodel.symbols import (
+from costmodel.formats.symbols import (
     SymbolStatistics,
     TensorSymbols,
     activation_statistics,

@@ -2,10 +2,10 @@
 
 import pytest
 
-from costmodel.codec_time import CutLink, crossing, decode_work, encode_work, load_codec_profile
-from costmodel.codecs import codec_spec
 from costmodel.estimate import estimate
-from costmodel.symbols import statistics_of_density
+from costmodel.formats.codec_time import CutLink, crossing, decode_work, encode_work, load_codec_profile
+from costmodel.formats.codecs import codec_spec
+from costmodel.formats.symbols import statistics_of_density
 from costmodel.work import Work
 from tests.support.builders import make_profile
 

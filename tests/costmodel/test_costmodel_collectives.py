@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodel.collectives import (
+from costmodel.devices.collectives import (
     all_reduce_s,
     point_to_point_s,
     ring_all_gather_s,

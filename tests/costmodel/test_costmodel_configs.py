@@ -5,8 +5,8 @@ import json
 import pytest
 
 from costmodel import LoRA, ModelSpec, group_parameters, read_model_spec, shipped_models, spec_of_config
-from costmodel.configs import checked_config, shipped_config
-from costmodel.stored_codes import stored_codes
+from costmodel.formats.stored_codes import stored_codes
+from costmodel.models.configs import checked_config, shipped_config
 from topology.errors import ModelError, UnknownFamily
 
 PUBLISHED_COUNTS = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from costmodel.configs import LoRA, Prefix, Trainable, read_model_spec
-from costmodel.forward import activation_bytes, forward_work
-from costmodel.model_spec import segments_of
+from costmodel.models.configs import LoRA, Prefix, Trainable, read_model_spec
+from costmodel.models.forward import activation_bytes, forward_work
+from costmodel.models.model_spec import segments_of
 from topology.errors import ModelError
 
 MODELS = ("opt-125m", "opt-350m", "gpt2", "llama-2-7b", "qwen3-1.7b")

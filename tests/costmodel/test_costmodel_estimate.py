@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel import Attention, Matmul, Work, read_model_spec
-from costmodel.datasheet import datasheet_profile, in_bursts
+from costmodel.devices.datasheet import datasheet_profile, in_bursts
 from costmodel.estimate import device_s, estimate
-from costmodel.forward import forward_work
-from costmodel.profile import CONSTANT_UNITS, Constant, Profile
+from costmodel.models.forward import forward_work
+from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
 from costmodel.sweeps import cast_work, copy_work, draw_work, perturb_work
 from topology import load_preset, preset_names
 from topology.building import find_device

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from costmodel import ModelSpec, spec_of_config
-from costmodel.forward import forward_work
+from costmodel.models.forward import forward_work
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CONFIGS = {

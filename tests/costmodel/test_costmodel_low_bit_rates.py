@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from costmodel.calibration import fit_profile
-from costmodel.code_passes import PASSES
-from costmodel.datasheet import datasheet_profile
+from costmodel.devices.datasheet import datasheet_profile
 from costmodel.estimate import estimate
-from costmodel.low_bits import drawn_for_rows
-from costmodel.measurement import Measurement
+from costmodel.formats.code_passes import PASSES
+from costmodel.formats.low_bits import drawn_for_rows
+from costmodel.rates.calibration import fit_profile
+from costmodel.rates.measurement import Measurement
 from costmodel.work import Matmul, Work
 from topology.documents import load_preset
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from costmodel import memory
-from costmodel.datasheet import datasheet_profile
+from costmodel.devices.datasheet import datasheet_profile
 from costmodel.memory import HostLimits, MemoryPart, preflight_host, runtime_parts, total_bytes
 from topology import load_preset
 

@@ -7,8 +7,8 @@ from math import log2
 
 import pytest
 
-from costmodel.gpus import ARCHITECTURES, architecture_of, clocks_per_s
-from costmodel.nccl import Communicator
+from costmodel.devices.gpus import ARCHITECTURES, architecture_of, clocks_per_s
+from costmodel.devices.nccl import Communicator
 from topology.documents import catalogue, load_preset
 
 A100 = Communicator(8, 1, "nvlink", "ampere", 240e9, 270e9)

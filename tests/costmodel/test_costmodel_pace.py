@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from costmodel.datasheet import datasheet_profile
+from costmodel.devices.datasheet import datasheet_profile
 from costmodel.estimate import estimate
-from costmodel.pace import Pace, at_pace, off_pace, with_pace
+from costmodel.rates.pace import Pace, at_pace, off_pace, with_pace
 from costmodel.sweeps import draw_work
 from costmodel.work import Matmul, Work
 from topology import load_preset

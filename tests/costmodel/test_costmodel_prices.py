@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodel.prices import (
+from costmodel.devices.prices import (
     HOURS_PER_YEAR,
     PriceError,
     PriceTable,

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from costmodel.datasheet import datasheet_profile
-from costmodel.profile import CONSTANT_UNITS, Constant, Profile, load_profile
+from costmodel.devices.datasheet import datasheet_profile
+from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile, load_profile
 from topology import load_preset, preset_names
 from topology.errors import ProfileError, TopologyError
 

@@ -12,8 +12,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from costmodel import group_parameters, spec_of_config
-from costmodel.families import FAMILIES, Activation, RopeType
-from costmodel.groups import ParameterEntry
+from costmodel.models.families import FAMILIES, Activation, RopeType
+from costmodel.models.groups import ParameterEntry
 
 SMALL = {
     "hidden_size": 48,

@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 
-from costmodel.roundings import RoundedDirection
+from costmodel.formats.roundings import RoundedDirection
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.75])

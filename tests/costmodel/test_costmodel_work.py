@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodel import Attention, Matmul, Work, read_model_spec
-from costmodel.forward import activation_bytes, forward_work, shared_activation_bytes
+from costmodel.models.forward import activation_bytes, forward_work, shared_activation_bytes
 from costmodel.sweeps import allocation_work, cast_work, copy_work, draw_work, perturb_work, update_work
 from topology.errors import ModelError
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from costmodel.profile import load_profile
+from costmodel.rates.profile import load_profile
 from tests.support.command import zosim
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.configs import read_model_spec
+from costmodel.models.configs import read_model_spec
 from executors.datasets.data import Limits, check_lines, open_dataset
 from executors.datasets.prompts import PromptTemplate, parse_label_words
 from executors.models.loading import load_model
@@ -341,7 +341,7 @@ def _adapters(folder: Path) -> None:
 
 @functools.cache
 def _prefix() -> list[Case]:
-    from costmodel.configs import Prefix
+    from costmodel.models.configs import Prefix
     from executors.models.prefix import attach_prefix, save_prefix
     from tests.support.tiny import model_of
 
@@ -388,7 +388,7 @@ def _messages() -> list[Case]:
     """Messages of codecs: every grid, scope and encoding, and plain numbers."""
     import torch
 
-    from costmodel.codecs import codec_spec
+    from costmodel.formats.codecs import codec_spec
     from executors.codecs import codec_of
 
     numbers = torch.randn(*MESSAGE_SHAPE, generator=torch.Generator().manual_seed(1)).relu()

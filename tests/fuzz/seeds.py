@@ -14,9 +14,9 @@ from importlib import resources
 from pathlib import Path
 
 import topology.detection
-from costmodel.configs import spec_of_config
-from costmodel.datasheet import datasheet_profile
-from costmodel.prices import shipped_prices_text
+from costmodel.devices.datasheet import datasheet_profile
+from costmodel.devices.prices import shipped_prices_text
+from costmodel.models.configs import spec_of_config
 from studies.published.rows import shipped_rows, write_rows
 from topology.documents import dump, load_preset
 from zosim.cli import main

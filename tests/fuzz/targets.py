@@ -12,9 +12,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from costmodel.configs import read_model_spec
-from costmodel.prices import load_prices
-from costmodel.profile import load_profile
+from costmodel.devices.prices import load_prices
+from costmodel.models.configs import read_model_spec
+from costmodel.rates.profile import load_profile
 from executors.runs.history import read_history
 from executors.runs.jsonlines import read_lines
 from executors.runs.programs import recorded_programs
@@ -37,9 +37,9 @@ from zosim.applications.evidence.file import Evidence
 from zosim.applications.traffic.command import _read, read_scenario, scenario_on
 from zosim.planning.cuts import read_densities
 from zosim.plans import Plan
-from zosim.program_set import ProgramSet
+from zosim.program.program_set import ProgramSet
+from zosim.program.validate_set import validate_set
 from zosim.timeline import Timeline
-from zosim.validate_set import validate_set
 
 
 def reader(

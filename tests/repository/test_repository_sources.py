@@ -75,7 +75,7 @@ def test_planning_needs_no_torch(arguments: list[str]) -> None:
     ("statement", "not_loaded"),
     [
         ("import zosim", {"pydantic", "typer", "numpy"}),
-        ("import zosim.commands", {"numpy", "zosim.planning.planner", "zosim.engines.lockstep"}),
+        ("import zosim.commands", {"numpy", "zosim.planning.planner", "zosim.simulators.lockstep"}),
         ("import zosim.planning.views", {"scipy", "networkx", "simpy"}),
         ("import topology.hardware", {"networkx", "psutil", "topology.detection"}),
     ],

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel.datasheet import datasheet_profile
+from costmodel.devices.datasheet import datasheet_profile
 from studies.prediction.cases import (
     CHOICES,
     DEVELOPMENT_VOCABULARIES,
@@ -78,7 +78,7 @@ def test_lists_of_codes_have_every_format_and_nothing_in_common():
 def test_every_placement_of_codes_is_a_valid_plan(case):
     from studies.prediction.setting import model_of, plan_of
     from zosim.lowering import lower_all
-    from zosim.validate_set import validate_set
+    from zosim.program.validate_set import validate_set
 
     tiny = replace(case, shape=Shape(case.shape.family, 64, 2, 50), batch=2, seq=8)
     validate_set(lower_all(plan_of(tiny, model_of(tiny.shape), topology="host", device="cpu0")))
@@ -89,7 +89,7 @@ def test_every_placement_of_codes_is_a_valid_plan(case):
 def test_every_placement_is_a_valid_plan(family, placement):
     from studies.prediction.setting import model_of, plan_of
     from zosim.lowering import lower_all
-    from zosim.validate_set import validate_set
+    from zosim.program.validate_set import validate_set
 
     case = Case(TINY[family], 2, 8, "float32", 1, placement)
     plan = plan_of(case, model_of(case.shape), topology="host", device="cpu0")

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from costmodel.calibration import FitReport, Residual
-from costmodel.datasheet import datasheet_profile
+from costmodel.devices.datasheet import datasheet_profile
+from costmodel.rates.calibration import FitReport, Residual
 from studies.prediction.pieces import (
     OutOfTimeError,
     Pieces,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from costmodel.configs import read_model_spec
+from costmodel.models.configs import read_model_spec
 from studies.published.audit import audit, set_apart
 from studies.published.dispatch import answers_of_all
 from studies.published.fitted_profile import load_published_profile

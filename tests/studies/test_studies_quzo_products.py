@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from costmodel.low_bits import Coding
+from costmodel.formats.low_bits import Coding
 from executors.low_bits.coded import QuantizedTensor
 from studies.quzo import memory
 from studies.quzo.products import weight_only

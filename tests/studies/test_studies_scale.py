@@ -6,7 +6,7 @@ import pytest
 
 from studies.scale import __main__ as scale
 from studies.scale import planning
-from zosim.engines.lockstep import simulate_many
+from zosim.simulators.lockstep import simulate_many
 
 
 @pytest.fixture(scope="module")

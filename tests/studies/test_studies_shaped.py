@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from costmodel.datasheet import datasheet_profile
+from costmodel.devices.datasheet import datasheet_profile
 from studies.shaped import benchmark, network
 from studies.shaped.cases import FOUR, RATES, STRATEGIES, TWO, ShapedCase, all_cases, cases_of
 from studies.shaped.hosts import machines_of, plan_of, topology_of
@@ -29,10 +29,10 @@ from studies.shaped.report import figures_of
 from tests.support.waiting import HANG_S, wait_until
 from topology import load_preset
 from topology.errors import RunError
-from zosim.engines.fold import fold
-from zosim.engines.lockstep import simulate_many
-from zosim.engines.world import World
 from zosim.lowering import lower_all
+from zosim.simulators.fold import fold
+from zosim.simulators.lockstep import simulate_many
+from zosim.simulators.world import World
 
 REASON = why_not()
 needs_namespaces = pytest.mark.skipif(bool(REASON), reason=f"no shaped links here: {REASON}")

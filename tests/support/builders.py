@@ -6,17 +6,17 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from costmodel.profile import CONSTANT_UNITS, Constant, Profile
+from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
 from costmodel.work import Work
 from zosim.applications.closed_form.recurrence import Recurrence
-from zosim.engines.simulate import simulate_world
-from zosim.engines.world import World
 from zosim.hardware.machine import Machine, Ring
-from zosim.instructions import Dependency, Instruction, Stream
-from zosim.operations import Collective, Copy, Scalar
 from zosim.program import Program
-from zosim.program_set import ProgramSet
-from zosim.step_graph import Place
+from zosim.program.instructions import Dependency, Instruction, Stream
+from zosim.program.operations import Collective, Copy, Scalar
+from zosim.program.program_set import ProgramSet
+from zosim.program.step_graph import Place
+from zosim.simulators.simulate import simulate_world
+from zosim.simulators.world import World
 
 RATE = 1e9
 _FORMATS = {"matmul_rate": ".float32", "attention_rate": ".float32", "draw_rate": ".normal.float32"}

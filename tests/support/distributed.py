@@ -136,7 +136,7 @@ def model_for(case, plan=None):
     """Return the model of a case, with its adapters, as they are kept by a plan."""
     import torch
 
-    from costmodel.configs import LoRA
+    from costmodel.models.configs import LoRA
     from executors.runs.adapters import attach
     from tests.support.tiny import model_of
 

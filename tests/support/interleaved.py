@@ -22,7 +22,7 @@ import torch
 
 import executors
 from executors.steps.streams import CpuBackend, Task, Ticket, failure_of
-from zosim.instructions import Stream
+from zosim.program.instructions import Stream
 
 _OURS = tuple(
     str(Path(executors.__file__).parents[1] / folder) for folder in ("executors", "tests/executors")

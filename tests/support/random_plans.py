@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from costmodel.configs import LoRA
+from costmodel.models.configs import LoRA
 from executors.runs.adapters import Tuned, attach
 from tests.support.tiny import model_of, plan_of
 from topology.errors import ZosimError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from costmodel.model_spec import ModelSpec
+from costmodel.models.model_spec import ModelSpec
 from topology.graph import Topology
 from zosim.config import PlanConfig, Search, merge
 from zosim.hardware.profiles import Profiles

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from costmodel.configs import LoRA
+from costmodel.models.configs import LoRA
 from executors.models.lora import attach_lora
 from executors.models.spec import spec_of_model
 from executors.ranks.mesh import alone

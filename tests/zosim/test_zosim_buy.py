@@ -8,8 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from costmodel.configs import read_model_spec
-from costmodel.prices import Range, job_costs, shipped_prices
+from costmodel.devices.prices import Range, job_costs, shipped_prices
+from costmodel.models.configs import read_model_spec
 from tests.support.requests import set_in
 from topology import load_preset
 from topology.errors import PlanError, ZosimError

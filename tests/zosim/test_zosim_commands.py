@@ -14,7 +14,7 @@ from zosim.cli import app
 from zosim.hardware.profiles import Profiles
 from zosim.plans import Plan
 from zosim.program import Program
-from zosim.program_set import ProgramSet
+from zosim.program.program_set import ProgramSet
 
 PLAN = ["plan", "--model", "opt-125m", "--hardware", "a100-80gb-milan", "--seq", "128", "--dtype", "fp16"]
 

@@ -9,17 +9,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from costmodel.configs import read_model_spec
-from costmodel.datasheet import datasheet_profile
-from costmodel.pace import Pace, at_pace, with_pace
+from costmodel.devices.datasheet import datasheet_profile
+from costmodel.models.configs import read_model_spec
+from costmodel.rates.pace import Pace, at_pace, with_pace
 from tests.support.builders import RATE, instruction, pipeline, program, shared, unshared
 from topology import load_preset
 from topology.errors import TimelineError
 from zosim.analysis.compare import compare
-from zosim.engines.simulate import simulate
-from zosim.instructions import Space
 from zosim.planning.predict import Subject
 from zosim.plans import Placement, Plan
+from zosim.program.instructions import Space
+from zosim.simulators.simulate import simulate
 from zosim.timeline import MemorySample
 
 WHOLE = pipeline(3, 1e-3, 3e-3, 1e-3, num_slots=3)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support.builders import RATE, instruction, pipeline, program, programs, shared, unshared
 from topology.errors import TimelineError
 from zosim.analysis.critical_path import bottleneck, step_path
-from zosim.engines.simulate import simulate
+from zosim.simulators.simulate import simulate
 from zosim.timeline import Timeline
 
 

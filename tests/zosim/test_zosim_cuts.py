@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from costmodel import read_model_spec
-from costmodel.codecs import codec_spec
-from costmodel.symbols import TensorSymbols
+from costmodel.formats.codecs import codec_spec
+from costmodel.formats.symbols import TensorSymbols
 from topology import load_preset
 from topology.errors import PlanError
 from zosim.planning.cut_search import Ranking

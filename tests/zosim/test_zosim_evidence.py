@@ -10,9 +10,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from costmodel.calibration import fit_profile
-from costmodel.configs import spec_of_config
-from costmodel.datasheet import datasheet_profile
+from costmodel.devices.datasheet import datasheet_profile
+from costmodel.models.configs import spec_of_config
+from costmodel.rates.calibration import fit_profile
 from topology import load_preset
 from topology.signed import with_digest
 from zosim.applications.evidence.anonymous import MACHINE, refuse_private

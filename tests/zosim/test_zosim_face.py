@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 import zosim
-from costmodel.configs import LoRA, read_model_spec
+from costmodel.models.configs import LoRA, read_model_spec
 from zosim.cli import app
 from zosim.report import Bullets, Code, Picture, Report, Table
 

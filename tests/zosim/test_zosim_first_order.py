@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from test_zosim_lockstep import assert_same_run, assert_same_step
 from typer.testing import CliRunner
 
-from costmodel.configs import spec_of_config
-from costmodel.datasheet import datasheet_profile
+from costmodel.devices.datasheet import datasheet_profile
+from costmodel.models.configs import spec_of_config
 from costmodel.work import Work
 from topology import load_preset
 from topology.errors import Hazard, PlanError
@@ -22,17 +22,17 @@ from zosim.applications.first_order.report import baseline_subject
 from zosim.applications.first_order.settings import num_kept_at_once, turns
 from zosim.applications.trace import chrome_trace
 from zosim.cli import app
-from zosim.engines.fold import fold
-from zosim.engines.lockstep import steady_step_s
-from zosim.engines.simulate import simulate_world
-from zosim.instructions import Stream
-from zosim.operations import Backward, Forward, Recv, Send
 from zosim.planning.predict import Subject
 from zosim.plans import Estimator, ForwardPass, Mesh, Placement, Plan, Split, Weights
 from zosim.program import Program
-from zosim.program_set import ProgramSet
-from zosim.validate import validate
-from zosim.validate_set import validate_set
+from zosim.program.instructions import Stream
+from zosim.program.operations import Backward, Forward, Recv, Send
+from zosim.program.program_set import ProgramSet
+from zosim.program.validate import validate
+from zosim.program.validate_set import validate_set
+from zosim.simulators.fold import fold
+from zosim.simulators.lockstep import steady_step_s
+from zosim.simulators.simulate import simulate_world
 
 PRESET = "dgx-h100"
 TOPOLOGY = load_preset(PRESET)

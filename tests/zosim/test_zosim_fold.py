@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.builders import RATE, host_machine, make_profile, pipeline, rank_sets
-from zosim.engines.fold import fold
-from zosim.engines.lockstep import simulate_many, steady_step_s
-from zosim.engines.world import World
 from zosim.hardware.machine import Machine
-from zosim.program_set import ProgramSet
+from zosim.program.program_set import ProgramSet
+from zosim.simulators.fold import fold
+from zosim.simulators.lockstep import simulate_many, steady_step_s
+from zosim.simulators.world import World
 
 
 def times_of(timeline, rank):

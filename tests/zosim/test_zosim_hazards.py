@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from costmodel.work import Work
 from topology.errors import Hazard, ProgramError
-from zosim.contents import Named
-from zosim.instructions import Access, Buffer, Instruction, Space, Stream
 from zosim.lowering.hazards import connect, without_implied
-from zosim.operations import Scalar
 from zosim.program import Program
-from zosim.ranges import Ranges
-from zosim.step_graph import Listed, StepGraph
-from zosim.validate import NUM_UNROLLED_STEPS, validate
+from zosim.program.contents import Named
+from zosim.program.instructions import Access, Buffer, Instruction, Space, Stream
+from zosim.program.operations import Scalar
+from zosim.program.ranges import Ranges
+from zosim.program.step_graph import Listed, StepGraph
+from zosim.program.validate import NUM_UNROLLED_STEPS, validate
 
 SIZE = 6
 BUFFERS = tuple(Buffer(name, Space.DEVICE, SIZE, "scalars", "float64") for name in ("a", "b"))

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.builders import RATE, programs, rank_sets, shared, unshared
-from zosim.engines.lockstep import simulate_many, steady_step_s
-from zosim.engines.simulate import simulate_world
-from zosim.engines.world import World
-from zosim.instructions import Space
-from zosim.program_set import ProgramSet
+from zosim.program.instructions import Space
+from zosim.program.program_set import ProgramSet
+from zosim.simulators.lockstep import simulate_many, steady_step_s
+from zosim.simulators.simulate import simulate_world
+from zosim.simulators.world import World
 
 
 def times(timeline):

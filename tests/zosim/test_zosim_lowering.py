@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodel import LoRA, Work, read_model_spec
-from costmodel.distributions import COUNTER_BLOCK_ELEMENTS, JUMP_WORDS
+from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS, JUMP_WORDS
 from topology.errors import Hazard, PlanError, ProgramError
-from zosim.contents import Direction
-from zosim.instructions import Instruction, Stream
 from zosim.lowering import lower
 from zosim.lowering.directions import passing_work
-from zosim.operations import Draw, Forward, Update
 from zosim.plans import Directions, Estimator, ForwardPass, Placement, Plan, Residency, Schedule, Weights
 from zosim.program import Program
-from zosim.step_graph import StepGraph
-from zosim.validate import validate
+from zosim.program.contents import Direction
+from zosim.program.instructions import Instruction, Stream
+from zosim.program.operations import Draw, Forward, Update
+from zosim.program.step_graph import StepGraph
+from zosim.program.validate import validate
 
 MODELS = {
     "tied": read_model_spec("opt-125m"),

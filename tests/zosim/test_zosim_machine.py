@@ -9,10 +9,10 @@ from tests.support.builders import RATE, instruction, make_profile, pipeline, pr
 from topology.documents import load_preset, preset_names
 from topology.errors import ProfileError
 from zosim.applications.closed_form.recurrence import step_time_bound
-from zosim.contents import GroupWeights
-from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
-from zosim.instructions import Access, Buffer, Space
+from zosim.program.contents import GroupWeights
+from zosim.program.instructions import Access, Buffer, Space
+from zosim.simulators.simulate import simulate
 
 COPY = instruction("upload", "h2d", 1.0)
 SWEEP = instruction("sweep", "compute", 1.0)

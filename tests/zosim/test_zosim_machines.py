@@ -11,16 +11,16 @@ from topology.documents import load_preset, preset_names
 from topology.errors import ProfileError, TopologyError
 from topology.rings import edge_disjoint_rings
 from zosim.applications.closed_form.recurrence import step_time_bound_of
-from zosim.contents import GroupWeights, Loss
-from zosim.engines.fold import fold
-from zosim.engines.lockstep import simulate_many
-from zosim.engines.world import World
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
-from zosim.instructions import Access, Buffer, Space
-from zosim.operations import Collective
-from zosim.points import Point
-from zosim.program_set import ProgramSet
+from zosim.program.contents import GroupWeights, Loss
+from zosim.program.instructions import Access, Buffer, Space
+from zosim.program.operations import Collective
+from zosim.program.points import Point
+from zosim.program.program_set import ProgramSet
+from zosim.simulators.fold import fold
+from zosim.simulators.lockstep import simulate_many
+from zosim.simulators.world import World
 
 SIZE = 8 * 10**9
 DGX = load_preset("dgx-1v")

@@ -12,14 +12,14 @@ from tests.support.builders import RATE, host_machine, instruction, program, sim
 from topology.errors import ProgramError
 from zosim.analysis.critical_path import bottleneck, step_path
 from zosim.applications.closed_form.recurrence import step_time_bound, step_time_bound_of
-from zosim.engines.fold import fold
-from zosim.engines.lockstep import simulate_many, steady_step_s
-from zosim.engines.simulate import simulate
-from zosim.engines.world import World
 from zosim.hardware.machine import Hop
-from zosim.operations import Collective, Recv, Send
-from zosim.program_set import ProgramSet
-from zosim.validate_set import validate_set
+from zosim.program.operations import Collective, Recv, Send
+from zosim.program.program_set import ProgramSet
+from zosim.program.validate_set import validate_set
+from zosim.simulators.fold import fold
+from zosim.simulators.lockstep import simulate_many, steady_step_s
+from zosim.simulators.simulate import simulate
+from zosim.simulators.world import World
 
 MS = 1e-3
 

@@ -95,7 +95,7 @@ def test_the_interval_holds_the_prediction() -> None:
 
 
 def test_the_footprint_bounds_the_simulated_memory_closely() -> None:
-    from zosim.instructions import Space
+    from zosim.program.instructions import Space
 
     for limit in (None, 2 * GIB):
         subject = choose(request(max_device_bytes=limit)).chosen.subject

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from costmodel import read_model_spec
-from costmodel.prices import shipped_prices
+from costmodel.devices.prices import shipped_prices
 from tests.support.requests import request_for, set_in
 from topology.documents import load_preset
 from topology.errors import PlanError
 from zosim.applications.buying.machine import Job
 from zosim.applications.buying.offers import BuyerLimits, Market
 from zosim.config import merge
-from zosim.instructions import Stream
 from zosim.lowering import lower
 from zosim.planning.planner import Request, choose, placements
+from zosim.program.instructions import Stream
 
 GIB = 1 << 30
 A100 = load_preset("a100-80gb-milan")

@@ -28,11 +28,11 @@ from studies.published.rows import PublishedRow, read_rows, shipped_rows, write_
 from topology.errors import ProfileError
 from zosim.applications.closed_form.recurrence import step_time_bound
 from zosim.applications.published_code import as_published
-from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
-from zosim.instructions import Stream
 from zosim.lowering import lower
-from zosim.operations import Forward, Perturb, Update
+from zosim.program.instructions import Stream
+from zosim.program.operations import Forward, Perturb, Update
+from zosim.simulators.simulate import simulate
 
 ROWS = [row for row in shipped_rows() if row["paper"] in ("ZO2", "DistZO2", "SparQ")]
 """Of the papers whose steps are simulated; QuZO's and ZOinfer's rows have tests of their own."""

@@ -21,13 +21,13 @@ from tests.support.builders import (
 )
 from topology.errors import ProgramError
 from zosim.applications.closed_form.recurrence import step_time_bound, step_time_bound_of
-from zosim.engines.fold import fold
-from zosim.engines.lockstep import simulate_many
-from zosim.engines.simulate import simulate
-from zosim.engines.world import World
-from zosim.instructions import Dependency
-from zosim.program_set import ProgramSet
-from zosim.step_graph import Place, StepGraph
+from zosim.program.instructions import Dependency
+from zosim.program.program_set import ProgramSet
+from zosim.program.step_graph import Place, StepGraph
+from zosim.simulators.fold import fold
+from zosim.simulators.lockstep import simulate_many
+from zosim.simulators.simulate import simulate
+from zosim.simulators.world import World
 
 
 @given(programs(), st.integers(1, 6), st.sampled_from([0.0, 2e-3]))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from zosim.engines.sharing import fill
+from zosim.simulators.sharing import fill
 
 positive = st.floats(min_value=0.1, max_value=100.0)
 

@@ -21,12 +21,12 @@ from tests.support.builders import (
     unshared,
 )
 from topology.errors import ProgramError
-from zosim.contents import Direction, GroupWeights
-from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
-from zosim.instructions import Access, Buffer, Dependency, Space, Stream
-from zosim.operations import Allocate, Copy, Free
-from zosim.step_graph import Place, StepGraph
+from zosim.program.contents import Direction, GroupWeights
+from zosim.program.instructions import Access, Buffer, Dependency, Space, Stream
+from zosim.program.operations import Allocate, Copy, Free
+from zosim.program.step_graph import Place, StepGraph
+from zosim.simulators.simulate import simulate
 
 # Times are sums of a few durations: rounding alone.
 EXACT = {"rel": 1e-12, "abs": 1e-12}

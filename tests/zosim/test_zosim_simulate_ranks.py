@@ -8,9 +8,9 @@ from costmodel.work import Work
 from tests.support.builders import RATE, instruction, make_profile, program, shared, simulate_ranks, unshared
 from topology.errors import ProgramError
 from zosim.hardware.machine import Machine, Ring
-from zosim.instructions import Dependency
-from zosim.operations import Collective
-from zosim.program_set import ProgramSet
+from zosim.program.instructions import Dependency
+from zosim.program.operations import Collective
+from zosim.program.program_set import ProgramSet
 
 # Times are sums of a few durations: rounding alone.
 EXACT = {"rel": 1e-12, "abs": 1e-12}

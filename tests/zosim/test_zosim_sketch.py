@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from costmodel import read_model_spec
-from costmodel.model_spec import ModelSpec
+from costmodel.models.model_spec import ModelSpec
 from topology import load_preset
 from zosim.applications.closed_form.recurrence import step_time_bound
-from zosim.engines.lockstep import steady_step_s
-from zosim.engines.world import World
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.hardware.profiles import profile_for
@@ -21,6 +19,8 @@ from zosim.lowering import lower, lower_all
 from zosim.planning.footprint import footprint
 from zosim.planning.sketch import Sketcher
 from zosim.plans import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule, Weights
+from zosim.simulators.lockstep import steady_step_s
+from zosim.simulators.world import World
 
 HALF = Weights(dtype="float16")
 MODELS = ["opt-125m", "opt-350m", "qwen3-0.6b"]

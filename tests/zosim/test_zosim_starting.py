@@ -8,10 +8,10 @@ from costmodel import read_model_spec
 from costmodel.memory import pinned_slabs
 from topology import load_preset
 from zosim.hardware.profiles import profile_for
-from zosim.instructions import Space
 from zosim.lowering import lower_all
 from zosim.planning.footprint import pinned_by, pinning
 from zosim.plans import Placement, Plan
+from zosim.program.instructions import Space
 
 
 def planned(hardware, **axes):

@@ -7,8 +7,8 @@ import pytest
 
 from tests.support.builders import instruction, pipeline, program, unshared
 from topology.errors import TimelineError
-from zosim.engines.simulate import simulate
-from zosim.instructions import Space, Stream
+from zosim.program.instructions import Space, Stream
+from zosim.simulators.simulate import simulate
 from zosim.timeline import MemorySample, Span, Timeline, merged
 
 

@@ -10,9 +10,9 @@ import pytest
 from tests.support.builders import instruction, pipeline, program, simulate_ranks, unshared
 from topology.errors import TimelineError
 from zosim.applications.trace import HOST_THREAD, STREAM_THREADS, chrome_trace, save_trace
-from zosim.contents import Direction
-from zosim.engines.simulate import simulate
-from zosim.instructions import Access, Buffer, Space, Stream
+from zosim.program.contents import Direction
+from zosim.program.instructions import Access, Buffer, Space, Stream
+from zosim.simulators.simulate import simulate
 
 PIPELINE = pipeline(2, 2e-3, 3e-3, 1e-3, num_slots=2)
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from costmodel.profile import load_profile
+from costmodel.rates.profile import load_profile
 from topology.clusters import cluster
 from topology.documents import dump, load_preset, preset_names
 from topology.errors import ZosimError

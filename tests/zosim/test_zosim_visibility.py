@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from costmodel.codecs import codec_spec
-from costmodel.configs import read_model_spec
+from costmodel.formats.codecs import codec_spec
+from costmodel.models.configs import read_model_spec
 from zosim.cli import app
 from zosim.planning.visibility import about_epsilon, least_epsilon
 from zosim.plans import Estimator, Mesh, Placement, Plan, Split

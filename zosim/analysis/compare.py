@@ -16,8 +16,8 @@ from statistics import median
 
 from topology.errors import TimelineError
 from zosim.analysis.critical_path import CriticalPath, PathSegment, bottleneck, step_path
-from zosim.instructions import Space
 from zosim.program import Program
+from zosim.program.instructions import Space
 from zosim.report import Report, Table
 from zosim.timeline import Span, Timeline
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from zosim.instructions import Instruction
-from zosim.operations import Collective, Scalar, Send
 from zosim.program import Program
-from zosim.program_set import ProgramSet
+from zosim.program.instructions import Instruction
+from zosim.program.operations import Collective, Scalar, Send
+from zosim.program.program_set import ProgramSet
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from topology.errors import TimelineError
-from zosim.instructions import Stream
 from zosim.program import Program
-from zosim.step_graph import Place, StepGraph
+from zosim.program.instructions import Stream
+from zosim.program.step_graph import Place, StepGraph
 from zosim.timeline import Repeat, Span, Timeline
 
 DISPATCH = "dispatch"

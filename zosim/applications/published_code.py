@@ -25,15 +25,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from costmodel.formats import FORMATS, DType
-from costmodel.model_spec import EMBED, HEAD, ParameterGroup
+from costmodel.models.model_spec import EMBED, HEAD, ParameterGroup
 from costmodel.sweeps import draw_work, perturb_work, update_work
 from costmodel.work import AttentionKernel, Work
-from zosim.contents import GroupWeights
-from zosim.instructions import Access, Dependency, Instruction, Stream
-from zosim.operations import Draw, Forward, Operation, Perturb, Update
 from zosim.plans import Plan
 from zosim.program import Program
-from zosim.program_set import ProgramSet
+from zosim.program.contents import GroupWeights
+from zosim.program.instructions import Access, Dependency, Instruction, Stream
+from zosim.program.operations import Draw, Forward, Operation, Perturb, Update
+from zosim.program.program_set import ProgramSet
 
 
 def as_published(program: Program, plan: Plan, *, prefetches: bool = True, decays: bool = True) -> Program:

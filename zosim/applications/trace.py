@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from topology.errors import TimelineError
-from zosim.instructions import Space, Stream
 from zosim.program import Program
-from zosim.step_graph import Place, StepGraph
+from zosim.program.instructions import Space, Stream
+from zosim.program.step_graph import Place, StepGraph
 from zosim.timeline import Span, Timeline
 
 HOST_THREAD = 0

@@ -28,15 +28,15 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from costmodel.collectives import all_gather_s, all_reduce_s, point_to_point_s
+from costmodel.devices.collectives import all_gather_s, all_reduce_s, point_to_point_s
+from costmodel.devices.nccl import Communicator
 from costmodel.estimate import CopyDirection, OperationCost, estimate
-from costmodel.nccl import Communicator
-from costmodel.profile import Bound, Profile
+from costmodel.rates.profile import Bound, Profile
 from topology.errors import ProfileError
-from zosim.contents import FrozenWeights, GroupWeights
-from zosim.instructions import Instruction, Space, Stream
-from zosim.operations import Collective, Recv, Send
 from zosim.program import Program
+from zosim.program.contents import FrozenWeights, GroupWeights
+from zosim.program.instructions import Instruction, Space, Stream
+from zosim.program.operations import Collective, Recv, Send
 
 if TYPE_CHECKING:
     from topology.graph import Topology

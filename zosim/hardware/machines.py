@@ -11,17 +11,17 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
-from costmodel.collectives import LOOPBACK_BYTES_PER_S, MESSAGE_S
-from costmodel.gpus import architecture_of
-from costmodel.nccl import NVLINK_MESSAGE_PART, Communicator
-from costmodel.profile import Profile
+from costmodel.devices.collectives import LOOPBACK_BYTES_PER_S, MESSAGE_S
+from costmodel.devices.gpus import architecture_of
+from costmodel.devices.nccl import NVLINK_MESSAGE_PART, Communicator
+from costmodel.rates.profile import Profile
 from topology.errors import TopologyError
 from topology.graph import Topology
 from topology.rings import RingSet, edge_disjoint_rings
 from topology.routes import link_resource_id
 from topology.schema import Link
 from zosim.hardware.machine import Hop, Machine, Ring
-from zosim.operations import Recv, Send
+from zosim.program.operations import Recv, Send
 
 _Parts = Sequence[Sequence[int]]
 _NEIGHBOURS = (-1, 1)
@@ -48,7 +48,7 @@ def machines_for(
     profiles : Profile, or sequence of Profile
         What operations cost, on all devices or of each rank.
     groups : mapping of str to sequence of sequence of int
-        Partitions of the ranks into those that work together (see :attr:`~zosim.program_set.ProgramSet.groups`).
+        Partitions of the ranks into those that work together (see :attr:`~zosim.program.program_set.ProgramSet.groups`).
     known : KnownPaths, optional
         What was found for other ranks on the same topology; more is added.
     processes : sequence of int, optional

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from costmodel.datasheet import datasheet_profile
-from costmodel.profile import Profile, load_profile
+from costmodel.devices.datasheet import datasheet_profile
+from costmodel.rates.profile import Profile, load_profile
 from topology.errors import ProfileError, TopologyError
 from topology.graph import Topology
 from zosim.cache import cache_directory

@@ -7,7 +7,7 @@ Two blocks whose weights live on the host, on a device with one slot for them:
 
 >>> from costmodel import read_model_spec
 >>> from zosim.plans import Placement, Plan, Residency
->>> from zosim.engines.shortening import shortened
+>>> from zosim.simulators.shortening import shortened
 >>> plan = Plan(
 ...     model=shortened(read_model_spec("opt-125m")),
 ...     placement=Placement(topology="cpu-laptop", devices=("cpu0",)),
@@ -41,7 +41,7 @@ from zosim.lowering.hazards import connect, without_implied
 from zosim.lowering.schedule import StepWriter
 from zosim.plans import Plan
 from zosim.program import Program
-from zosim.program_set import ProgramSet
+from zosim.program.program_set import ProgramSet
 
 __all__ = ["lower", "lower_all", "unordered"]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from costmodel.formats import FORMATS
-from costmodel.low_bits import CodedMatrix
-from costmodel.low_bits import num_elements as elements_of
+from costmodel.formats.low_bits import CodedMatrix
+from costmodel.formats.low_bits import num_elements as elements_of
 from zosim.program import ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def bucket_bytes(
 
     Examples
     --------
-    >>> from costmodel.low_bits import Coding
+    >>> from costmodel.formats.low_bits import Coding
     >>> bucket_bytes(100, 1, "float32", 64), bucket_bytes(100, 2, "float32", 64)
     (512, 576)
     >>> bucket_bytes(64 * 64 + 64, 2, "float32", 64, [((64, 64), Coding("int4"))])

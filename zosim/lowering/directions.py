@@ -32,7 +32,8 @@ from functools import cached_property
 from math import expm1, log1p
 from typing import Literal
 
-from costmodel.distributions import (
+from costmodel.formats import FORMATS, DType
+from costmodel.formats.distributions import (
     COUNTER_BLOCK_ELEMENTS,
     DISTRIBUTIONS,
     JUMP_WORDS,
@@ -40,19 +41,25 @@ from costmodel.distributions import (
     RNG_STATE_BYTES,
     SHARED_DRAW_ELEMENTS,
 )
-from costmodel.formats import FORMATS, DType
-from costmodel.low_bits import drawn_for_rows
-from costmodel.model_spec import EMBED, ParameterGroup
+from costmodel.formats.low_bits import drawn_for_rows
+from costmodel.models.model_spec import EMBED, ParameterGroup
 from costmodel.sweeps import draw_work
 from costmodel.work import Matmul, Work
-from zosim.contents import Contents, Direction, DirectionFactors, DirectionRows, GeneratorState, is_scaled
-from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.buckets import bucket_bytes
 from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
-from zosim.operations import Draw
 from zosim.plans import Directions as DirectionsAxis
 from zosim.plans import Plan
-from zosim.ranges import Ranges
+from zosim.program.contents import (
+    Contents,
+    Direction,
+    DirectionFactors,
+    DirectionRows,
+    GeneratorState,
+    is_scaled,
+)
+from zosim.program.instructions import Access, Buffer, Space, Stream
+from zosim.program.operations import Draw
+from zosim.program.ranges import Ranges
 
 Keep = Literal["all", "rows", "factors", "none"]
 

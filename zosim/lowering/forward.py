@@ -20,18 +20,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from costmodel.formats import FORMATS
-from costmodel.forward import forward_work, shared_activation_bytes
-from costmodel.model_spec import EMBED, HEAD, ParameterGroup
+from costmodel.models.forward import forward_work, shared_activation_bytes
+from costmodel.models.model_spec import EMBED, HEAD, ParameterGroup
 from costmodel.sweeps import copy_work
 from costmodel.work import Attention, Matmul, Work
-from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.directions import Directions
 from zosim.lowering.mesh import Losses
 from zosim.lowering.rank import AxisWriter, Listing, Rank
 from zosim.lowering.split import Cuts
 from zosim.lowering.weights import Points
-from zosim.operations import Forward, Load
-from zosim.points import BASE, Point
+from zosim.program.instructions import Access, Buffer, Space, Stream
+from zosim.program.operations import Forward, Load
+from zosim.program.points import BASE, Point
 
 _NUM_GATHERED = 5
 """Passes around the attention of packed rows: queries, keys and values are picked, what comes out is laid side by side and put back."""

@@ -9,10 +9,10 @@ Examples
 An upload into a slot, on a stream of its own, and a forward that reads the slot. The forward waits for the upload; and the
 upload of the next step, which overwrites the slot, for the forward of this one:
 
->>> from zosim.contents import FrozenWeights
->>> from zosim.instructions import Access
->>> from zosim.operations import Copy, Forward
->>> from zosim.points import BASE
+>>> from zosim.program.contents import FrozenWeights
+>>> from zosim.program.instructions import Access
+>>> from zosim.program.operations import Copy, Forward
+>>> from zosim.program.points import BASE
 >>> slot = (Access("slot.0", FrozenWeights("block.0"), None, 64),)
 >>> listed = [
 ...     Instruction("upload", Copy(), Stream.H2D, "upload", "block.0", writes=slot),
@@ -31,10 +31,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from zosim.instructions import Dependency, Instruction, Stream
 from zosim.program import Program
-from zosim.ranges import Ranges
-from zosim.step_graph import StepGraph
+from zosim.program.instructions import Dependency, Instruction, Stream
+from zosim.program.ranges import Ranges
+from zosim.program.step_graph import StepGraph
 
 
 class _Event(NamedTuple):

@@ -29,13 +29,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from costmodel.model_spec import HEAD
+from costmodel.models.model_spec import HEAD
 from costmodel.work import Work
-from zosim.contents import GATHERED_LOSSES, PACKED_LOSSES, Loss, ProjectedGradient
-from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.rank import AxisWriter, Listing, Rank
-from zosim.operations import Collective, Scalar
-from zosim.points import Point, points_of_query
+from zosim.program.contents import GATHERED_LOSSES, PACKED_LOSSES, Loss, ProjectedGradient
+from zosim.program.instructions import Access, Buffer, Space, Stream
+from zosim.program.operations import Collective, Scalar
+from zosim.program.points import Point, points_of_query
 
 _SCALAR_BYTES = 8
 _LOSS_BYTES = 16

@@ -19,17 +19,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from costmodel.distributions import DISTRIBUTIONS, Distribution
-from costmodel.forward import activation_bytes
-from costmodel.model_spec import EMBED, HEAD, ModelSpec, ParameterGroup
+from costmodel.formats.distributions import DISTRIBUTIONS, Distribution
+from costmodel.models.forward import activation_bytes
+from costmodel.models.model_spec import EMBED, HEAD, ModelSpec, ParameterGroup
 from costmodel.storage import DenseStorage
 from costmodel.work import Work
-from zosim.contents import BATCH, Hidden
-from zosim.instructions import Access, Instruction, Stream
 from zosim.lowering.buckets import alignment_of
-from zosim.operations import Operation
 from zosim.plans import Plan
-from zosim.points import Point
+from zosim.program.contents import BATCH, Hidden
+from zosim.program.instructions import Access, Instruction, Stream
+from zosim.program.operations import Operation
+from zosim.program.points import Point
 
 
 def is_edge(segment: str) -> bool:

@@ -5,8 +5,8 @@ Examples
 Three orders of the same forwards, of a model with two blocks and two queries, as block and point:
 
 >>> from costmodel import read_model_spec
->>> from zosim.engines.shortening import shortened
->>> from zosim.operations import Forward
+>>> from zosim.simulators.shortening import shortened
+>>> from zosim.program.operations import Forward
 >>> from zosim.plans import Estimator, Placement, Schedule
 >>> model, place = shortened(read_model_spec("opt-125m")), Placement(topology="cpu-laptop", devices=("cpu0",))
 >>> for traversal in ("sweep", "blockwise", "querywise"):
@@ -27,8 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from costmodel.model_spec import ParameterGroup
-from zosim.instructions import Access, Buffer, Instruction
+from costmodel.models.model_spec import ParameterGroup
 from zosim.lowering.directions import Directions
 from zosim.lowering.forward import Forwards
 from zosim.lowering.mesh import Losses
@@ -37,7 +36,8 @@ from zosim.lowering.residency import Homes
 from zosim.lowering.split import Cuts
 from zosim.lowering.weights import Leap, Points
 from zosim.plans import Plan
-from zosim.points import BASE
+from zosim.program.instructions import Access, Buffer, Instruction
+from zosim.program.points import BASE
 
 
 class StepWriter:

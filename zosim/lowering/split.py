@@ -28,17 +28,17 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
-from costmodel.codec_time import decode_work, encode_work
-from costmodel.codecs import CodecSpec, codec_spec, message_bytes, most_bytes
 from costmodel.formats import FORMATS
-from costmodel.symbols import SymbolStatistics, crossing_statistics
+from costmodel.formats.codec_time import decode_work, encode_work
+from costmodel.formats.codecs import CodecSpec, codec_spec, message_bytes, most_bytes
+from costmodel.formats.symbols import SymbolStatistics, crossing_statistics
 from costmodel.work import Work
-from zosim.contents import Message
-from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.rank import AxisWriter
-from zosim.operations import Decode, Encode, Recv, Send
 from zosim.plans import INSIDE, Plan
-from zosim.points import Point
+from zosim.program.contents import Message
+from zosim.program.instructions import Access, Buffer, Space, Stream
+from zosim.program.operations import Decode, Encode, Recv, Send
+from zosim.program.points import Point
 
 Side = Literal["in", "out", "here"]
 """Where a message comes from or goes to: the stage before, the next one, or this one."""

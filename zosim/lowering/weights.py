@@ -35,17 +35,17 @@ from itertools import cycle
 from typing import NamedTuple
 
 from costmodel.formats import FORMATS
-from costmodel.model_spec import ParameterGroup
+from costmodel.models.model_spec import ParameterGroup
 from costmodel.sweeps import closing_work, perturb_work, update_work
 from costmodel.work import Work
-from zosim.contents import UPDATE_SUM, GroupWeights, Named, is_scaled
-from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.directions import Directions
 from zosim.lowering.mesh import Losses
 from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
 from zosim.lowering.residency import Homes
-from zosim.operations import Perturb, Update
-from zosim.points import BASE, Point
+from zosim.program.contents import UPDATE_SUM, GroupWeights, Named, is_scaled
+from zosim.program.instructions import Access, Buffer, Space, Stream
+from zosim.program.operations import Perturb, Update
+from zosim.program.points import BASE, Point
 
 SCRATCH_ELEMENTS = 1 << 20
 """Elements of the temporaries that sweeps over parameters on a CPU keep from one to the next, all together."""

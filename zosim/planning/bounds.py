@@ -7,7 +7,7 @@ Examples
 What is known of MeZO's plan for OPT-13B on a GPU with 80 GB before it is lowered, in float32:
 
 >>> from costmodel import read_model_spec
->>> from costmodel.datasheet import datasheet_profile
+>>> from costmodel.devices.datasheet import datasheet_profile
 >>> from topology import load_preset
 >>> topology, model = load_preset("a100-80gb-milan"), read_model_spec("opt-13b")
 >>> from zosim.config import PlanConfig, Search
@@ -34,7 +34,7 @@ from zosim.planning.footprint import Footprints, HostFootprint
 from zosim.planning.request import Request, profiles_of
 from zosim.planning.sketch import Sketch, Sketcher
 from zosim.plans import Mesh, Placement, Plan
-from zosim.points import BASE
+from zosim.program.points import BASE
 
 
 @dataclass(frozen=True)

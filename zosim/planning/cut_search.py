@@ -21,7 +21,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodel.codec_time import (
+from costmodel.estimate import estimate
+from costmodel.formats import FORMATS
+from costmodel.formats.codec_time import (
     CutLink,
     codec_profile_of,
     coding_terms,
@@ -29,24 +31,22 @@ from costmodel.codec_time import (
     encode_work,
     fastest_crossing,
 )
-from costmodel.codecs import (
+from costmodel.formats.codecs import (
     ENCODINGS,
     CodecSpec,
     codec_spec,
     message_bytes,
 )
-from costmodel.estimate import estimate
-from costmodel.formats import FORMATS
-from costmodel.model_spec import BACK, FRONT, ModelSpec, block_index, block_segment
-from costmodel.symbols import SymbolStatistics, crossing_statistics
-from zosim.engines.shortening import shortened, shortest
+from costmodel.formats.symbols import SymbolStatistics, crossing_statistics
+from costmodel.models.model_spec import BACK, FRONT, ModelSpec, block_index, block_segment
 from zosim.hardware.machine import Hop, Machine
-from zosim.instructions import Stream
 from zosim.lowering import unordered
 from zosim.lowering.directions import num_drawn, passing_work
-from zosim.operations import Recv, Send
 from zosim.planning.cuts import Cutting, sparsest_near_the_middle
 from zosim.plans import INSIDE, Mesh, Plan, Split, last_before
+from zosim.program.instructions import Stream
+from zosim.program.operations import Recv, Send
+from zosim.simulators.shortening import shortened, shortest
 
 Codecs = tuple[str, str]
 """Names of the codecs of MLP activations and of the residual stream."""

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from costmodel.codecs import CodecSpec, codec_spec
-from costmodel.configs import Trainable, read_model_spec
-from costmodel.model_spec import ModelSpec, block_index
-from costmodel.symbols import CutSymbols, TensorSymbols
+from costmodel.formats.codecs import CodecSpec, codec_spec
+from costmodel.formats.symbols import CutSymbols, TensorSymbols
+from costmodel.models.configs import Trainable, read_model_spec
+from costmodel.models.model_spec import ModelSpec, block_index
 from topology.errors import PlanError, ZosimError
 from topology.reading import read_json_object
 from zosim.plans import INSIDE, Split, check_cut_names

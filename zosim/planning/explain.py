@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from costmodel.gpus import is_widened
+from costmodel.devices.gpus import is_widened
 from topology.units import format_bandwidth, format_bytes, format_seconds
 from zosim.planning.pipelining import about_stages
 from zosim.planning.predict import Contention, Prediction, Subject

@@ -19,11 +19,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from costmodel.memory import MemoryPart, pinned_bytes, runtime_parts, total_bytes
-from costmodel.profile import Bound, Profile
+from costmodel.rates.profile import Bound, Profile
 from topology.units import format_bytes, format_seconds
-from zosim.instructions import Buffer, Space
 from zosim.program import Program
-from zosim.program_set import ProgramSet
+from zosim.program.instructions import Buffer, Space
+from zosim.program.program_set import ProgramSet
 
 WORKSPACE = "workspace"
 ARENAS = "device memory of the ranks"

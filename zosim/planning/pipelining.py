@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from topology.units import format_bytes
 from zosim.analysis.counts import step_counts
-from zosim.instructions import Stream
-from zosim.operations import Send
 from zosim.planning.predict import Subject
+from zosim.program.instructions import Stream
+from zosim.program.operations import Send
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from math import inf
 from operator import attrgetter
 
-from costmodel.model_spec import block_segment
+from costmodel.models.model_spec import block_segment
 from topology.errors import DoesNotFit, PlanError
 from topology.units import format_bytes, format_seconds
-from zosim.engines.assembly import without_garbage_collection
 from zosim.planning.bounds import Bound, Bounds
 from zosim.planning.cuts import sparsest_near_the_middle
 from zosim.planning.explain import ALIKE, about_cuts, reasons
@@ -25,6 +24,7 @@ from zosim.planning.request import ASSUMED_SIZE, HOW_TO_STATE_MEMORY, Request
 from zosim.planning.space import placements, too_few_ranks
 from zosim.planning.staging import staged_plans
 from zosim.plans import INSIDE, Plan
+from zosim.simulators.assembly import without_garbage_collection
 
 __all__ = ["Candidate", "Decision", "Request", "candidates", "choose", "placements"]
 

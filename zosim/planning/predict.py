@@ -7,18 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from costmodel.datasheet import ASSUMED_MEMORY
-from costmodel.pace import at_pace, off_pace, pace_in
-from costmodel.profile import Bound, Profile
+from costmodel.devices.datasheet import ASSUMED_MEMORY
+from costmodel.rates.pace import at_pace, off_pace, pace_in
+from costmodel.rates.profile import Bound, Profile
 from topology.errors import ProgramError, TimelineError
 from topology.graph import Topology
 from topology.units import format_seconds
 from zosim.analysis.compare import AtPace, slowest_rank
 from zosim.analysis.critical_path import Bottleneck, bottleneck, step_path
-from zosim.engines import Engine
-from zosim.engines.fold import fold
-from zosim.engines.lockstep import simulate_many, steady_step_s
-from zosim.engines.world import World
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.hardware.profiles import Profiles
@@ -27,9 +23,13 @@ from zosim.planning.footprint import Footprint, Footprints, Pinning, footprint, 
 from zosim.planning.request import profiles_of
 from zosim.plans import Plan
 from zosim.program import Program
-from zosim.program_set import ProgramSet
+from zosim.program.program_set import ProgramSet
+from zosim.program.validate_set import validate_set
+from zosim.simulators import Engine
+from zosim.simulators.fold import fold
+from zosim.simulators.lockstep import simulate_many, steady_step_s
+from zosim.simulators.world import World
 from zosim.timeline import Timeline
-from zosim.validate_set import validate_set
 
 EXCHANGES = ("exchange", "gather")
 """Labels of what ranks send to each other: losses, and shares of blocks."""
@@ -126,7 +126,7 @@ class Subject:
         Whether one process of each host drives all its devices, as published systems do, so that one thread issues the
         copies of all. In runs every rank is a process.
     engine : {"lockstep", "simpy"}
-        See :data:`~zosim.engines.Engine`.
+        See :data:`~zosim.simulators.Engine`.
     """
 
     plan: Plan
@@ -242,7 +242,7 @@ class Subject:
         return self._by_simpy(world).step_time_s if self.engine == "simpy" else steady_step_s(fold(world))
 
     def _by_simpy(self, world: World, num_steps: int | None = None) -> Timeline:
-        from zosim.engines.simulate import simulate_world
+        from zosim.simulators.simulate import simulate_world
 
         return simulate_world(world, num_steps=num_steps)
 

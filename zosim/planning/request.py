@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from costmodel.model_spec import ModelSpec
-from costmodel.profile import Profile
+from costmodel.models.model_spec import ModelSpec
+from costmodel.rates.profile import Profile
 from topology.errors import PlanError
 from topology.graph import Topology
 from topology.validation import readable

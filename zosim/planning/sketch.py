@@ -11,7 +11,7 @@ Examples
 A sketch of the twelve blocks of OPT-125M is made of the instructions of two. With nothing shared it says what the engine says:
 
 >>> from costmodel import read_model_spec
->>> from costmodel.datasheet import datasheet_profile
+>>> from costmodel.devices.datasheet import datasheet_profile
 >>> from topology import load_preset
 >>> from zosim.planning.predict import Subject
 >>> from zosim.plans import Placement, Residency
@@ -34,20 +34,20 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from costmodel.model_spec import ModelSpec, block_segment
+from costmodel.models.model_spec import ModelSpec, block_segment
 from topology.limits import whole_number
-from zosim.engines.shortening import shortened_stages, shortest
 from zosim.hardware.machine import Activity, Machine
-from zosim.instructions import Buffer, Instruction
 from zosim.lowering import unordered
 from zosim.lowering.hazards import connected_by_conflicts
 from zosim.lowering.schedule import StepWriter
-from zosim.operations import Collective, Decode, Recv, Send
 from zosim.planning.footprint import Footprint, footprint_of
 from zosim.planning.visits import STREAMS, Item, Visit, chained_s, period_s, pipelined_s
 from zosim.plans import Plan
-from zosim.points import BASE
 from zosim.program import Program
+from zosim.program.instructions import Buffer, Instruction
+from zosim.program.operations import Collective, Decode, Recv, Send
+from zosim.program.points import BASE
+from zosim.simulators.shortening import shortened_stages, shortest
 
 _SLOT_ROLES = ("slots", "staging")
 

@@ -5,7 +5,7 @@ Examples
 Where blocks may live, and when they are updated, of OPT-125M on one GPU without loss:
 
 >>> from costmodel import read_model_spec
->>> from costmodel.datasheet import datasheet_profile
+>>> from costmodel.devices.datasheet import datasheet_profile
 >>> from topology import load_preset
 >>> topology = load_preset("a100-80gb-milan")
 >>> from zosim.config import PlanConfig
@@ -30,7 +30,7 @@ from math import ceil
 from typing import Literal, get_args
 
 from costmodel.formats import FORMATS, TransferFormat
-from costmodel.model_spec import ModelSpec
+from costmodel.models.model_spec import ModelSpec
 from topology.errors import PlanError
 from topology.validation import readable
 from zosim.hardware.machines import machines_for

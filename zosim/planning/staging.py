@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
-from costmodel.model_spec import ModelSpec
+from costmodel.models.model_spec import ModelSpec
 from topology.errors import PlanError
 from zosim.planning.cut_search import PLAIN, BoundedCuts, Codecs, Costs, Ranking
 from zosim.planning.request import Request

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from costmodel.codecs import CodecSpec, codec_spec
+from costmodel.formats.codecs import CodecSpec, codec_spec
 from zosim.plans import Plan
 
 _RESIDUAL: Mapping[str, Mapping[int, float]] = {
@@ -39,7 +39,7 @@ def least_epsilon(codec: CodecSpec, *, residual: bool) -> float:
 
     Examples
     --------
-    >>> from costmodel.codecs import codec_spec
+    >>> from costmodel.formats.codecs import codec_spec
     >>> least_epsilon(codec_spec("q4"), residual=True)
     0.0005
     """

@@ -23,8 +23,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zosim.instructions import Stream
-from zosim.operations import Collective, Decode, Recv, Send
+from zosim.program.instructions import Stream
+from zosim.program.operations import Collective, Decode, Recv, Send
 
 STREAMS = tuple(Stream)
 _NUM_STEPS = 3

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import model_validator
 
 from costmodel.formats import FORMATS, DType
-from costmodel.model_spec import ModelSpec
+from costmodel.models.model_spec import ModelSpec
 from costmodel.storage import DenseStorage
 from topology.errors import PlanError
 from topology.limits import Extent
@@ -32,7 +32,7 @@ from zosim.plans.setting import Axis, Section, Setting, fields_of, is_decisive
 from zosim.plans.split import INSIDE, Split, check_cut_names, cut_behind, last_before
 from zosim.plans.upgrade import PLAN_VERSION, upgrade
 from zosim.plans.weights import StorageDType, Weights
-from zosim.points import Point, points_of_step
+from zosim.program.points import Point, points_of_step
 
 __all__ = [
     "AXES",

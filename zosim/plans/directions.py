@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from costmodel.distributions import DISTRIBUTIONS, Distribution, DistributionName
+from costmodel.formats.distributions import DISTRIBUTIONS, Distribution, DistributionName
 from topology.limits import Rank
 from zosim.plans.setting import Axis, Conflict, Setting
 
@@ -27,7 +27,7 @@ class Directions(Axis):
     ----------
     distribution : str
         ``"gaussian"`` and ``"rademacher"`` draw every element. Of the others a matrix is a product ``U·Vᵀ``
-        (:data:`costmodel.distributions.DISTRIBUTIONS`).
+        (:data:`costmodel.formats.distributions.DISTRIBUTIONS`).
     rank : int or None
         Columns of ``U`` and ``V``; None for a distribution without factors.
     lazy_steps : int or None

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from costmodel.distributions import DistributionName
 from costmodel.formats import CANDIDATES, FORMATS, CodedParts, CodeFormat, DType, ScaleScope
-from costmodel.low_bits import Coding, Fit
-from costmodel.roundings import EstimatorName, RoundedDirection
+from costmodel.formats.distributions import DistributionName
+from costmodel.formats.low_bits import Coding, Fit
+from costmodel.formats.roundings import EstimatorName, RoundedDirection
 from costmodel.storage import DenseStorage, QuantizedStorage
 from topology.errors import PlanError
 from zosim.plans.setting import Axis, Conflict, Setting

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import model_validator
 
-from costmodel.codecs import codec_spec
-from costmodel.model_spec import BACK, FRONT, block_index
-from costmodel.symbols import CutSymbols, TensorSymbols
+from costmodel.formats.codecs import codec_spec
+from costmodel.formats.symbols import CutSymbols, TensorSymbols
+from costmodel.models.model_spec import BACK, FRONT, block_index
 from topology.errors import PlanError
 from zosim.plans.setting import Axis, Conflict, Setting
 
@@ -49,7 +49,7 @@ class Split(Axis):
         behind block 5: the hidden state crosses. ``"block.5.mlp"`` is inside it, at the input of the MLP's second
         linear: the activation and the residual stream cross. Such a block is two segments of the plan's model.
     codec : str
-        Of MLP activations, as :func:`costmodel.codecs.codec_spec` reads it.
+        Of MLP activations, as :func:`costmodel.formats.codecs.codec_spec` reads it.
     residual_codec : str
         Of the residual stream, which is what crosses behind a block.
     densities : tuple of float or CutSymbols

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from costmodel.distributions import DISTRIBUTIONS
 from costmodel.formats import StorageFormat, format_name
+from costmodel.formats.distributions import DISTRIBUTIONS
 from zosim.plans.setting import Axis, Conflict, Setting
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from executors.steps.ops.forward import Forwards
 from executors.steps.ops.operands import Action, Unfit
 from executors.steps.ops.sweep import Sweeps
 from topology.errors import ProgramError
-from zosim.instructions import Instruction, Part
+from zosim.program.instructions import Instruction, Part
 
 __all__ = ["Action", "Actions", "Context"]
 

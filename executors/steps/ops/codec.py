@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Generator, Tensor
 
-from costmodel.codecs import codec_spec
-from costmodel.model_spec import FRONT
+from costmodel.formats.codecs import codec_spec
+from costmodel.models.model_spec import FRONT
 from executors.codecs import Quantised, codec_of, decode, messages_of
 from executors.codecs.container import length_of
 from executors.models.halves import Halfway, Handed
@@ -23,11 +23,11 @@ from executors.steps.frames import MicroBatch, StepFrame
 from executors.steps.ops.context import Context, Ranks
 from executors.steps.ops.operands import Action, Unfit, only, place_of
 from topology.errors import CodecError, ProgramError
-from zosim.contents import BATCH, Hidden, Message
-from zosim.instructions import Access, Instruction, Space
-from zosim.operations import Decode, Encode, Recv, Send
 from zosim.plans import cut_behind
 from zosim.program import Program
+from zosim.program.contents import BATCH, Hidden, Message
+from zosim.program.instructions import Access, Instruction, Space
+from zosim.program.operations import Decode, Encode, Recv, Send
 
 
 class Crossings:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from costmodel.roundings import RoundedDirection
+from costmodel.formats.roundings import RoundedDirection
 from executors.low_bits.stored import ChosenRows
 from executors.models.engine import ForwardEngine
 from executors.models.parameters import bind, stand_in
@@ -22,10 +22,10 @@ from executors.steps.frames import Hyperparameters, LoadedBatch, StepFrame
 from executors.steps.graphs import Graphs
 from executors.steps.streams import Backend
 from executors.threads import DrawThreads
-from zosim.contents import FrozenWeights, GroupWeights
-from zosim.instructions import Access
-from zosim.operations import Draw, Free
 from zosim.program import Program
+from zosim.program.contents import FrozenWeights, GroupWeights
+from zosim.program.instructions import Access
+from zosim.program.operations import Draw, Free
 
 
 def rounding_of(op: Draw) -> RoundedDirection:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from executors.steps.frames import StepFrame
 from executors.steps.ops.context import Context
 from executors.steps.ops.operands import Action, Unfit
-from zosim.contents import parameters_of
-from zosim.instructions import Access, Instruction
-from zosim.operations import Allocate, Free
+from zosim.program.contents import parameters_of
+from zosim.program.instructions import Access, Instruction
+from zosim.program.operations import Allocate, Free
 
 
 class Copies:

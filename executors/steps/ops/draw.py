@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Generator, Tensor
 
-from costmodel.distributions import DISTRIBUTIONS, NUM_RNG_MARKS, SHARED_DRAW_ELEMENTS
+from costmodel.formats.distributions import DISTRIBUTIONS, NUM_RNG_MARKS, SHARED_DRAW_ELEMENTS
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.packed import Codes
 from executors.randomness.counter import CounterDraws, CounterKey
@@ -29,9 +29,9 @@ from executors.steps.buffers import Part
 from executors.steps.frames import StepFrame
 from executors.steps.ops.context import Context, rounding_of
 from executors.steps.ops.operands import Action, Unfit, only, place_of
-from zosim.contents import GeneratorState, GroupWeights, is_scaled
-from zosim.instructions import Access, Instruction
-from zosim.operations import Draw
+from zosim.program.contents import GeneratorState, GroupWeights, is_scaled
+from zosim.program.instructions import Access, Instruction
+from zosim.program.operations import Draw
 
 Place = tuple[str, int]
 _Filled = TypeVar("_Filled")

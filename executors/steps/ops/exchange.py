@@ -13,10 +13,10 @@ from executors.steps.micro_batches import accumulated
 from executors.steps.ops.context import Context, Ranks
 from executors.steps.ops.operands import Action, Unfit
 from topology.errors import ProgramError, RunError
-from zosim.contents import Loss
-from zosim.instructions import Access, Instruction
-from zosim.operations import Collective, Scalar
-from zosim.points import BASE, Point
+from zosim.program.contents import Loss
+from zosim.program.instructions import Access, Instruction
+from zosim.program.operations import Collective, Scalar
+from zosim.program.points import BASE, Point
 
 _ELSEWHERE = -1.0
 """Stands for what a loss is the mean over, of one that another rank forwards."""

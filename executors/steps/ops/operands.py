@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from executors.steps.frames import StepFrame
-from zosim.contents import Direction, DirectionFactors, DirectionRows, GroupWeights
-from zosim.instructions import Access
+from zosim.program.contents import Direction, DirectionFactors, DirectionRows, GroupWeights
+from zosim.program.instructions import Access
 
 Action = Callable[[StepFrame], None]
 """Does an instruction in the step whose numbers it is given."""

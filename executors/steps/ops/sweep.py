@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from costmodel.distributions import DISTRIBUTIONS
 from costmodel.formats import FORMATS
+from costmodel.formats.distributions import DISTRIBUTIONS
 from executors.low_bits.stored import Moved, UpdateStep
 from executors.models.parameters import NamedTensor
 from executors.randomness.low_rank import divisor_of, is_matrix, product_tiles
@@ -15,10 +15,10 @@ from executors.steps.buffers import runs_alike
 from executors.steps.frames import StepFrame
 from executors.steps.ops.context import Context
 from executors.steps.ops.operands import Action, Unfit, of_group, only, place_of
-from zosim.contents import UPDATE_SUM, Direction, DirectionFactors, GroupWeights, Named, is_scaled
-from zosim.instructions import Access, Instruction
-from zosim.operations import Draw, Perturb, Scalar, Update
 from zosim.program import Program
+from zosim.program.contents import UPDATE_SUM, Direction, DirectionFactors, GroupWeights, Named, is_scaled
+from zosim.program.instructions import Access, Instruction
+from zosim.program.operations import Draw, Perturb, Scalar, Update
 
 Place = tuple[str, int]
 """Under which the store keeps what is no flat array."""

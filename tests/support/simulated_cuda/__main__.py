@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-from costmodel.configs import LoRA
+from costmodel.models.configs import LoRA
 from executors.runs.adapters import attach
 from executors.runs.session import Session
 from proofs_checks.ranks import on_all_ranks

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zosim.ranges import Ranges
+from zosim.program.ranges import Ranges
 
 Clock = dict[str, int]
 """Of every agent that is known of: its latest action that is."""

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-from costmodel import calibration
+from costmodel.rates import calibration
 from executors.calibration import calibrating, probes, probing
 from studies.first_hour.__main__ import MORE_TO_DO
 from studies.first_hour.hour import contents_of, in_this_process, spend

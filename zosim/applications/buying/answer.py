@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from costmodel.configs import read_model_spec
-from costmodel.prices import Payment, PriceTable, Range, load_prices, shipped_prices
+from costmodel.devices.prices import Payment, PriceTable, Range, load_prices, shipped_prices
+from costmodel.models.configs import read_model_spec
 from topology.errors import PlanError
 from topology.units import QuantityError, format_seconds, parse_quantity
 from zosim.applications.buying.machine import Job, machines_named

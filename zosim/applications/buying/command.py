@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from costmodel.prices import Payment, PriceTable, shipped_prices_text
+from costmodel.devices.prices import Payment, PriceTable, shipped_prices_text
 from topology.errors import PlanError
 from zosim.applications.buying.answer import JOB_OPTIONS
 from zosim.applications.buying.answer import buy as answer_for

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from costmodel.model_spec import ModelSpec
-from costmodel.prices import Payment, Range
-from costmodel.profile import Bound, Profile
+from costmodel.devices.prices import Payment, Range
+from costmodel.models.model_spec import ModelSpec
+from costmodel.rates.profile import Bound, Profile
 from topology.errors import PlanError
 from topology.figures import Figure
 from topology.graph import Topology

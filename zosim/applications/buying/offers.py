@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from costmodel.prices import JobCost, Payment, PriceTable, Range, job_costs
+from costmodel.devices.prices import JobCost, Payment, PriceTable, Range, job_costs
 from topology.errors import PlanError
 from topology.graph import Topology
 from zosim.applications.buying.machine import Job, PricedMachine, interval, share_of, simulated

@@ -16,14 +16,14 @@ from graphlib import CycleError, TopologicalSorter
 
 import numpy as np
 
-from costmodel.profile import Bound
+from costmodel.rates.profile import Bound
 from topology.errors import ProgramError
 from zosim.applications.closed_form.maxplus import Edge, MaxPlus, Member, Vertex
-from zosim.engines.steady import SteadyDetector
-from zosim.engines.world import World
 from zosim.hardware.machine import Machine
 from zosim.program import Program
-from zosim.step_graph import Place, StepGraph
+from zosim.program.step_graph import Place, StepGraph
+from zosim.simulators.steady import SteadyDetector
+from zosim.simulators.world import World
 
 # Steps after which the period of a recurrence that has not become periodic is taken from its second half.
 MAX_STEPS = 64

@@ -11,15 +11,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from costmodel.configs import shipped_models
-from costmodel.model_spec import ModelSpec
-from costmodel.profile import Profile
+from costmodel.models.configs import shipped_models
+from costmodel.models.model_spec import ModelSpec
+from costmodel.rates.profile import Profile
 from topology.documents import preset_names
 from topology.errors import ZosimError
 from topology.figures import Figure
 from topology.graph import Topology
 from zosim.planning.predict import Subject
-from zosim.program_set import ProgramSet
+from zosim.program.program_set import ProgramSet
 from zosim.timeline import Timeline
 
 MACHINE = "the machine of the run"

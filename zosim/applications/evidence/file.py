@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from costmodel.profile import Profile
+from costmodel.rates.profile import Profile
 from topology.errors import ZosimError
 from topology.graph import Topology
 from topology.reading import read_json_object
@@ -26,11 +26,11 @@ from topology.signed import with_digest, without_digest
 from topology.validation import FrozenModel, RuleError, readable
 from zosim.analysis.compare import Comparison, compare, slowest_rank
 from zosim.applications.evidence.anonymous import Anonymous, refuse_private
-from zosim.instructions import Space
 from zosim.lowering import lower_all
 from zosim.planning.predict import Subject
 from zosim.plans import Plan
-from zosim.program_set import ProgramSet
+from zosim.program.instructions import Space
+from zosim.program.program_set import ProgramSet
 from zosim.timeline import Timeline
 
 EVIDENCE_FORMAT: Literal["zosim-evidence"] = "zosim-evidence"

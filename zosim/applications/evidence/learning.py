@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from costmodel.calibration import FitReport, fit_profile
 from costmodel.estimate import CopyDirection
-from costmodel.measurement import Measurement
-from costmodel.profile import Profile
+from costmodel.rates.calibration import FitReport, fit_profile
+from costmodel.rates.measurement import Measurement
+from costmodel.rates.profile import Profile
 from costmodel.work import Work
 from zosim.applications.evidence.file import Evidence, EvidenceError, check
-from zosim.instructions import Instruction, Space, Stream
 from zosim.program import Program
-from zosim.program_set import ProgramSet
+from zosim.program.instructions import Instruction, Space, Stream
+from zosim.program.program_set import ProgramSet
 from zosim.timeline import Span, Timeline
 
 OVERLAP = 0.05

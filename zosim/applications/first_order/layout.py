@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from costmodel.backward import kept_bytes, optimizer_bytes
 from costmodel.formats import DType
-from costmodel.forward import activation_bytes, shared_activation_bytes
-from costmodel.model_spec import EMBED, HEAD, ParameterGroup
+from costmodel.models.backward import kept_bytes, optimizer_bytes
+from costmodel.models.forward import activation_bytes, shared_activation_bytes
+from costmodel.models.model_spec import EMBED, HEAD, ParameterGroup
 from zosim.applications.first_order.settings import FirstOrder, num_kept_at_once
-from zosim.contents import BATCH, GroupWeights, Named
-from zosim.instructions import Access, Buffer, Instruction, Space
 from zosim.lowering.buckets import alignment_of, bucket_bytes
 from zosim.lowering.split import most_message_bytes
 from zosim.plans import Plan
+from zosim.program.contents import BATCH, GroupWeights, Named
+from zosim.program.instructions import Access, Buffer, Instruction, Space
 
 Phase = Literal["forward", "backward"]
 Side = Literal["in", "out"]

@@ -24,7 +24,7 @@ from zosim.lowering.buckets import alignment_of
 from zosim.lowering.hazards import connect, without_implied
 from zosim.plans import ForwardPass, Mesh, Plan, Residency, Weights
 from zosim.program import Program
-from zosim.program_set import ProgramSet
+from zosim.program.program_set import ProgramSet
 
 __all__ = ["PRESETS", "FirstOrder", "baseline_plan", "lower_first_order"]
 

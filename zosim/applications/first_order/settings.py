@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from costmodel.backward import Optimizer
-from costmodel.codecs import codec_spec
+from costmodel.formats.codecs import codec_spec
+from costmodel.models.backward import Optimizer
 from zosim.plans.setting import Section, Setting
 
 Schedule = Literal["gpipe", "1f1b"]

@@ -6,19 +6,30 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
-from costmodel.backward import backward_work, optimizer_work
-from costmodel.forward import forward_work
-from costmodel.model_spec import EMBED, HEAD, ParameterGroup
+from costmodel.models.backward import backward_work, optimizer_work
+from costmodel.models.forward import forward_work
+from costmodel.models.model_spec import EMBED, HEAD, ParameterGroup
 from costmodel.sweeps import copy_work
 from costmodel.work import Work
 from zosim.applications.first_order.layout import ID_BYTES, FirstOrderLayout, Phase, Side
 from zosim.applications.first_order.settings import FirstOrder, turns
-from zosim.instructions import Access, Stream
 from zosim.lowering.rank import Listing
 from zosim.lowering.split import coding_work, expected_message_bytes
-from zosim.operations import Backward, Collective, Copy, Decode, Encode, Forward, Load, Optimize, Recv, Send
 from zosim.plans import Plan
-from zosim.points import BASE
+from zosim.program.instructions import Access, Stream
+from zosim.program.operations import (
+    Backward,
+    Collective,
+    Copy,
+    Decode,
+    Encode,
+    Forward,
+    Load,
+    Optimize,
+    Recv,
+    Send,
+)
+from zosim.program.points import BASE
 
 REPLICAS = "replicas"
 """Ranks of one stage, which sum their gradients."""

@@ -35,8 +35,8 @@ import numpy as np
 
 from topology.errors import TrafficError
 from topology.graph import Topology
-from zosim.engines.rows import Entries, Floats, Ints, Rows
-from zosim.engines.sharing import SAME_INSTANT
+from zosim.simulators.rows import Entries, Floats, Ints, Rows
+from zosim.simulators.sharing import SAME_INSTANT
 
 
 @dataclass(frozen=True, slots=True)

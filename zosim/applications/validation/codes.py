@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from costmodel.profile import Constant, Profile
+from costmodel.rates.profile import Constant, Profile
 from costmodel.work import AttentionKernel
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from costmodel.calibration import FitReport, fit_profile
-from costmodel.datasheet import sustained
+from costmodel.devices.datasheet import sustained
 from costmodel.estimate import CopyDirection, device_s, estimate
-from costmodel.measurement import Measurement
-from costmodel.profile import Constant, Profile
+from costmodel.rates.calibration import FitReport, fit_profile
+from costmodel.rates.measurement import Measurement
+from costmodel.rates.profile import Constant, Profile
 from costmodel.sweeps import copy_work
 from topology.errors import ProfileError, ZosimError
 from zosim.applications.validation import kernels

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from costmodel.collectives import point_to_point_s
+from costmodel.devices.collectives import point_to_point_s
 from costmodel.estimate import CopyDirection, device_s, estimate
-from costmodel.profile import Bound
+from costmodel.rates.profile import Bound
 from costmodel.sweeps import copy_work
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
 from zosim.applications.validation.site import Site, bounded
 from zosim.hardware.machines import machines_for
-from zosim.operations import Send
+from zosim.program.operations import Send
 
 _DIRECTIONS = {
     **dict.fromkeys(("htod", "host_to_device", "h2d"), "h2d"),

@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from costmodel.configs import read_model_spec, shipped_config, spec_of_config
-from costmodel.families import FAMILIES
-from costmodel.model_spec import ModelSpec
+from costmodel.models.configs import read_model_spec, shipped_config, spec_of_config
+from costmodel.models.families import FAMILIES
+from costmodel.models.model_spec import ModelSpec
 from topology.errors import ModelError
 from topology.reading import parse_json
 from zosim.applications.validation.rows import MeasuredRow, Unpredictable

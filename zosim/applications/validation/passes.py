@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from costmodel.estimate import estimate
 from costmodel.formats import FORMATS
-from costmodel.forward import forward_work
-from costmodel.model_spec import EMBED, HEAD, ModelSpec
-from costmodel.profile import Bound, Profile
+from costmodel.models.forward import forward_work
+from costmodel.models.model_spec import EMBED, HEAD, ModelSpec
+from costmodel.rates.profile import Bound, Profile
 from costmodel.sweeps import copy_work
 from costmodel.work import Work
 from zosim.applications.validation.codes import code_of

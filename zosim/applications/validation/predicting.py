@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from costmodel.gpus import is_widened, multiplies_float8
+from costmodel.devices.gpus import is_widened, multiplies_float8
 from topology.errors import ZosimError
 from topology.validation import did_you_mean
 from zosim.applications.validation import kernels, links, passes, steps

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from costmodel.datasheet import in_bursts
-from costmodel.profile import Bound, Profile
+from costmodel.devices.datasheet import in_bursts
+from costmodel.rates.profile import Bound, Profile
 from topology.graph import Topology
 from topology.hardware import resolve
 from topology.schema import DeviceSpec

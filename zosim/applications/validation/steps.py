@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
+from costmodel.devices.gpus import is_widened
 from costmodel.formats import DType
-from costmodel.gpus import is_widened
 from costmodel.memory import CONTEXT, SLACK
-from costmodel.profile import Bound
+from costmodel.rates.profile import Bound
 from topology.units import format_bytes
 from zosim.applications.first_order.programs import FirstOrder, lower_first_order
 from zosim.applications.published_code import all_as_published, with_kernels

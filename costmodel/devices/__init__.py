@@ -1,0 +1,1 @@
+"""What hardware does by its data sheets, what it costs, and how exchanges run over it."""

@@ -1,0 +1,340 @@
+"""GPU architectures: what a data sheet does not print of a device, but its name tells.
+
+A device is recognised by its product name, as the driver spells it; one that is not known has no architecture, and is
+predicted from what its data sheet says alone.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
+
+from costmodel.devices.nccl import Generation
+from costmodel.formats import FORMATS, DType
+from costmodel.work import AttentionKernel
+from topology.schema import DeviceSpec
+
+AttentionWay = tuple[AttentionKernel | Literal[""], Literal["forward", "backward"]]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What GPUs of one design have in common.
+
+    Attributes
+    ----------
+    name : str
+    names : str
+        Pattern of the products' names.
+    float32_per_clock : int
+        Floating-point operations in float32 of one multiprocessor and clock, two for a multiply-add: its lanes, from the
+        architecture's whitepaper. With the peak of the data sheet they tell the boost clock.
+    nccl : str
+        Row of NCCL's tables.
+    attention : mapping
+        What fused kernels of attention do, by kernel (:data:`~costmodel.work.AttentionKernel`, empty for what torch takes) and
+        way: the part of the peak at which they multiply, and the clocks of a multiprocessor that a score takes besides,
+        for its exponential, maximum and sum. The two are not done at once, except in FlashAttention 3.
+    cache_mib : float
+        L2 cache, of the largest of these products.
+    threads : int
+        Threads that one multiprocessor keeps at a time (CUDA C++ Programming Guide, technical specifications per compute
+        capability).
+    float64_part : float
+        Rate of float64 beside float32's, without tensor cores.
+    multiplies_float8, multiplies_int8 : bool
+        Whether its tensor cores multiply floats or integers of 8 bits, twice as fast as floats of 16.
+    flop_j : float
+        Energy of one operation of a half-precision product on random numbers, what feeds it included, in joules.
+    """
+
+    name: str
+    names: str
+    float32_per_clock: int
+    nccl: Generation
+    attention: Mapping[AttentionWay, tuple[float, float]] = field(default_factory=dict)
+    cache_mib: float = 4.0
+    flop_j: float = 0.0
+    threads: int = 2048
+    float64_part: float = 0.5
+    multiplies_float8: bool = False
+    multiplies_int8: bool = True
+
+
+_FA2: Mapping[AttentionWay, tuple[float, float]] = {
+    ("", "forward"): (0.93, 0.08),
+    ("", "backward"): (0.78, 0.15),
+    ("fa1", "forward"): (0.43, 0.08),
+    ("fa1", "backward"): (0.30, 0.15),
+}
+"""FlashAttention 2 on A100: 176 Tflop/s with heads of 64 and 225 with heads of 128, of 312; backwards 165 and 195
+(arXiv:2307.08691, figures 4 and 5). Its first version reaches 25-40 % (abstract), less backwards."""
+_EARLY: Mapping[AttentionWay, tuple[float, float]] = {
+    ("", "forward"): (0.55, 0.10),
+    ("", "backward"): (0.45, 0.20),
+}
+"""Before Ampere FlashAttention 2 does not run: torch takes the kernels of xFormers, for which nothing was published that is
+known here. Assumed."""
+_HOPPER: Mapping[AttentionWay, tuple[float, float]] = {
+    ("", "forward"): (0.63, 0.10),
+    ("", "backward"): (0.40, 0.15),
+    ("fa1", "forward"): (0.28, 0.10),
+    ("fa1", "backward"): (0.17, 0.15),
+    ("fa2", "forward"): (0.63, 0.10),
+    ("fa2", "backward"): (0.40, 0.15),
+    ("fa3", "forward"): (0.92, 0.05),
+    ("fa3", "backward"): (0.67, 0.09),
+    ("cudnn", "forward"): (0.97, 0.05),
+    ("cudnn", "backward"): (0.67, 0.09),
+}
+"""On H100 FlashAttention 2, which does not know Hopper's asynchronous products, reaches about 325 Tflop/s with heads of 64 and
+370 with heads of 128, of 989, and backwards 30 %; FlashAttention 3 reaches 497, 648 and 756 with heads of 64, 128 and 256, and
+backwards 474 and 550 (arXiv:2407.08608, figures 5 and 6). cuDNN's kernel is taken to be as much faster as on an H20
+(https://github.com/Dao-AILab/flash-attention/issues/1310)."""
+
+_HALF_LENGTHS: Mapping[AttentionWay, float] = {
+    ("", "forward"): 40,
+    ("", "backward"): 240,
+    ("fa3", "forward"): 110,
+}
+"""Tokens at which a fused kernel reaches half of its rate, on a GPU with as many operations per byte of its memory as an A100. Of
+FlashAttention 2: rates at 512 tokens beside those at 16k on A100 (arXiv:2307.08691, figures 4 and 5). Of FlashAttention 3: 430, 517,
+566, 590, 614 and 621 Tflop/s at 512 to 16k tokens on H100 (https://github.com/pytorch/benchmark/pull/2391), which are 210 tokens there."""
+_A100_FLOP_PER_BYTE = 312e12 / 2.039e12
+
+
+def half_lengths(spec: DeviceSpec) -> dict[AttentionWay, float]:
+    """Return the tokens at which fused kernels of attention reach half of their rate.
+
+    What a tile loads before its products and stores behind them goes at the memory's pace. The more operations fit into that
+    time, the longer must a sequence be to hide it.
+    """
+    peak = spec.peak_dense.get("fp16")
+    if peak is None:
+        return {}
+    ratio = peak.in_si("compute") / spec.memory_bandwidth_bytes_per_s / _A100_FLOP_PER_BYTE
+    return {way: tokens * ratio for way, tokens in _HALF_LENGTHS.items()}
+
+
+ARCHITECTURES = (
+    Architecture("pascal", r"\bP100\b", 128, "volta", {}, cache_mib=4, multiplies_int8=False),
+    Architecture(
+        "pascal-graphics",
+        r"\bP(40|4)\b|GTX 10\d\d|TITAN Xp?\b",
+        256,
+        "volta",
+        {},
+        cache_mib=3,
+        float64_part=1 / 32,
+        multiplies_int8=False,
+    ),
+    Architecture(
+        "volta",
+        r"\bV100S?\b|TITAN V\b",
+        128,
+        "volta",
+        _EARLY,
+        flop_j=1.6e-12,
+        cache_mib=6,
+        multiplies_int8=False,
+    ),
+    Architecture(
+        "turing",
+        r"\bT4\b|TITAN RTX|RTX 20\d\d(?! Ada)|Quadro RTX",
+        128,
+        "volta",
+        _EARLY,
+        flop_j=1.4e-12,
+        cache_mib=6,
+        threads=1024,
+        float64_part=1 / 32,
+    ),
+    Architecture("ampere", r"\bA100\b|\bA800\b|\bA30\b", 128, "ampere", _FA2, flop_j=1.24e-12, cache_mib=40),
+    Architecture(
+        "ampere-graphics",
+        r"\bA(40|10|10G|16|2)\b|RTX A\d{4}|RTX 30\d\d",
+        256,
+        "ampere",
+        _FA2,
+        flop_j=1.5e-12,
+        cache_mib=6,
+        threads=1536,
+        float64_part=1 / 64,
+    ),
+    Architecture(
+        "ada",
+        r"\bAda\b|RTX 40\d\d|\bL40S?\b|\bL(20|4|2)\b",
+        256,
+        "ampere",
+        _FA2,
+        flop_j=0.8e-12,
+        cache_mib=72,
+        threads=1536,
+        float64_part=1 / 64,
+        multiplies_float8=True,
+    ),
+    Architecture(
+        "hopper",
+        r"\bG?H(100|200|20|800)\b",
+        256,
+        "hopper",
+        _HOPPER,
+        flop_j=0.85e-12,
+        cache_mib=50,
+        multiplies_float8=True,
+    ),
+    Architecture(
+        "blackwell",
+        r"\bG?B(100|200|300)\b",
+        256,
+        "blackwell",
+        _HOPPER,
+        flop_j=0.6e-12,
+        cache_mib=126,
+        multiplies_float8=True,
+    ),
+    Architecture(
+        "cdna3", r"MI3\d\dX\b", 256, "ampere", {}, flop_j=1.02e-12, cache_mib=256, multiplies_float8=True
+    ),
+    Architecture(
+        "blackwell-graphics",
+        r"RTX 50[5-9]\d|RTX PRO \d{4}\b",
+        256,
+        "blackwell",
+        _FA2,
+        flop_j=0.7e-12,
+        cache_mib=96,
+        threads=1536,
+        float64_part=1 / 64,
+        multiplies_float8=True,
+    ),
+)
+"""Known designs. Energies: what sustained products leave of the power limit, see :func:`sustained_flop_per_s`. Lanes and float64: NVIDIA's
+whitepapers of P100, V100, TU102, GA100, GA102, AD102, H100 and Blackwell."""
+
+
+@cache
+def _architecture(name: str) -> Architecture | None:
+    return next((item for item in ARCHITECTURES if re.search(item.names, name)), None)
+
+
+def architecture_of(spec: DeviceSpec) -> Architecture | None:
+    """Return the architecture of a GPU, None where its name is not known.
+
+    Examples
+    --------
+    >>> from topology.documents import load_preset
+    >>> architecture_of(load_preset("dgx-h100").device_spec("gpu0")).name
+    'hopper'
+    """
+    # "RTX 6000 Ada Generation" and "RTX A6000" are of different designs, "A100" is not "RTX A1000".
+    return _architecture(spec.name)
+
+
+def clocks_per_s(spec: DeviceSpec) -> float:
+    """Return the boost clock of a GPU in Hz times its multiprocessors: cycles of all of them in a second.
+
+    It follows from the float32 peak and the lanes. An unknown device counts as having 128 lanes per multiprocessor.
+    """
+    architecture = architecture_of(spec)
+    return spec.peak_flop_per_s("fp32") / (256 if architecture is None else architecture.float32_per_clock)
+
+
+def has_half_warp_lanes(spec: DeviceSpec) -> bool:
+    """Whether a multiprocessor has 64 lanes of float32 for its four schedulers, so that an instruction of a warp of 32 takes two clocks."""
+    architecture = architecture_of(spec)
+    return architecture is not None and architecture.float32_per_clock == 128
+
+
+def is_widened(spec: DeviceSpec, dtype: DType) -> bool:
+    """Whether a GPU has no units for a 16-bit format, so that torch multiplies it in float32; nor has torch a fused attention in bfloat16 then.
+
+    Examples
+    --------
+    >>> from topology.documents import load_preset
+    >>> t4 = load_preset("t4-1x").device_spec("gpu0")
+    >>> is_widened(t4, "bfloat16"), is_widened(t4, "float16")
+    (True, False)
+
+    References
+    ----------
+    .. [1] https://github.com/pytorch/pytorch/pull/116026: the memory-efficient attention takes bfloat16 from compute capability 8.0 on.
+    """
+    peak = FORMATS[dtype].peak
+    return spec.kind == "gpu" and dtype in ("float16", "bfloat16") and peak not in spec.peak_dense
+
+
+def multiplies_float8(spec: DeviceSpec) -> bool:
+    """Whether a device has units for floats of 8 bits; torch refuses to multiply those where it has none [1]_.
+
+    References
+    ----------
+    .. [1] https://github.com/pytorch/pytorch/pull/164251
+    """
+    architecture = architecture_of(spec) if spec.kind == "gpu" else None
+    return "fp8" in spec.peak_dense or (architecture is not None and architecture.multiplies_float8)
+
+
+def int8_peak(spec: DeviceSpec) -> tuple[float, str] | None:
+    """Return a device's peak of int8 products in 1/s with a remark on its origin, None where it has no units for them.
+
+    GeForce cards multiply integers four times as fast as 16-bit floats that are added up in 32 bits, but their peaks are declared.
+    """
+    declared, half = spec.peak_dense.get("int8"), spec.peak_dense.get("fp16")
+    if declared is not None:
+        return declared.in_si("compute"), f"data sheet peak of {spec.name}"
+    architecture = architecture_of(spec) if spec.kind == "gpu" else None
+    if architecture is None or half is None or not architecture.multiplies_int8:
+        return None
+    return 2 * half.in_si("compute"), f"{spec.name} declares no peak for int8: twice that of float16"
+
+
+def float64_part(spec: DeviceSpec) -> float:
+    """Return float64's rate as a part of float32's, where a data sheet does not print it: a half, or what a known GPU has."""
+    architecture = architecture_of(spec) if spec.kind == "gpu" else None
+    return 0.5 if architecture is None else architecture.float64_part
+
+
+_STACK_BYTES = 1024
+"""Of a thread, unless a program asks for more (``cudaLimitStackSize``)."""
+
+
+def stacks_bytes(spec: DeviceSpec) -> int:
+    """Return what a context sets aside for the stacks of all threads that a GPU keeps at a time."""
+    architecture = architecture_of(spec)
+    threads = 2048 if architecture is None else architecture.threads
+    return round(spec.num_cores) * threads * _STACK_BYTES
+
+
+def sustained_flop_per_s(spec: DeviceSpec) -> float:
+    """Return the rate of half-precision products at which a GPU draws its rated power; infinite where that is not known.
+
+    Notes
+    -----
+    ``rate = (tdp - idle) / energy``, where a fifth of the rated power goes into what does not multiply: leakage, clocks,
+    memory, links. Clocks that products on random numbers would drive beyond the limit are lowered within milliseconds; short
+    kernels, and products of zeros, do not show it: products of 8192 on an A100 of 400 W run at 295 Tflop/s with zeros and at 258
+    with normal numbers [1]_, which is A100's energy. H100's is fitted: training steps on 700 W end near 660 where single
+    products reach 790 (llm-foundry's tables of training throughput). AMD's MI300X reaches about 45 % of its peak of 1,307 Tflop/s in half precision on
+    750 W [2]_; its collectives are taken to be as NCCL's on A100s. Those of other designs are assumed from their processes.
+
+    References
+    ----------
+    .. [1] H. He, "Strangely, matrix multiplications on GPUs run faster when given predictable data", 2024,
+       https://www.thonking.ai/p/strangely-matrix-multiplications
+    .. [2] Ambati et al., "AMD MI300X GPU performance analysis", arXiv:2510.27583, 2025, of products in FP8, BF16 and FP16, and
+       81 % of its memory's bandwidth; as https://aiweekly.co/alerts/amd-mi300x-hits-only-45-of-peak-flops-in-practice reports it
+       (read on 2026-11-23; the paper's own figures were not at hand).
+    """
+    architecture, watts = architecture_of(spec), spec.tdp_watts
+    if architecture is None or not architecture.flop_j or watts is None:
+        return math.inf
+    return (1 - _IDLE_PART) * watts / architecture.flop_j
+
+
+_IDLE_PART = 0.2
+"""Assumed. Energies were taken from measured rates with it: where it is wrong they are too, and the rates at that power stay."""

@@ -1,0 +1,106 @@
+"""What is done again and again to codes, and to what they are made of or multiplied by: passes over elements, and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from costmodel.formats import FORMATS
+
+Memory = Literal["elementwise", "sweep", "scratch"]
+"""Where a pass finds its operands, as the bandwidths of :data:`costmodel.rates.profile.CONSTANT_UNITS` are named."""
+
+CodePass = Literal[
+    "layers",
+    "layers.sparse",
+    "inputs",
+    "sums",
+    "gathering",
+    "parting",
+    "levels",
+    "levels.float8",
+    "levels.float4",
+    "zeros",
+    "outliers",
+    "beside",
+    "packing",
+    "unpacking",
+    "draws",
+    "tensors",
+    "tensors.sparse",
+    "rounding",
+    "signs",
+    "matrices",
+    "moves",
+    "moves.float8",
+    "moves.float4",
+    "moves.outliers",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """What is done again and again to codes.
+
+    Attributes
+    ----------
+    core_rate : float
+        How often a CPU's core does it per second, before anything is known of it: what one core of an AMD EPYC (2026) was seen to do.
+    memory : str
+        What its bandwidth is called where bytes say what it takes.
+    fixed_bytes : float
+        Read and written each time.
+    num_numbers : float
+        Numbers in the format that is computed in, besides.
+    """
+
+    core_rate: float
+    memory: Memory = "sweep"
+    fixed_bytes: float = 0
+    num_numbers: float = 0
+
+    def size_bytes(self, times: int, dtype: str) -> int:
+        """Return the bytes that are read and written."""
+        return round(times * (self.fixed_bytes + self.num_numbers * FORMATS[dtype].element_bytes))
+
+
+PASSES: Mapping[CodePass, PassCost] = {
+    "layers": PassCost(1e4),  # called that multiply by codes: Python, beside kernels
+    "layers.sparse": PassCost(5e3),  # those along a sparse direction, besides
+    "inputs": PassCost(1.3e9, "elementwise", 1, 4),  # numbers of a product, to a byte each
+    "sums": PassCost(4e9, "elementwise", 4, 2),  # of products of bytes, scaled
+    "gathering": PassCost(0.6e9, "elementwise", 12),  # sums of a sparse direction's rows, to their places
+    "parting": PassCost(4e9, "sweep", 1.5),  # weights of less than a byte, to one each
+    "levels": PassCost(3.3e9, "sweep", 1, 1),  # weights of a byte, to numbers
+    "levels.float8": PassCost(0.3e9, "sweep", 9, 1),
+    "levels.float4": PassCost(0.9e9, "sweep", 9, 1),
+    "zeros": PassCost(1e10, "sweep", 8),  # zero points of weights, besides
+    "outliers": PassCost(0.8e9, "sweep", 12),  # put in their places, besides
+    "beside": PassCost(3e9, "sweep", 1, 2),  # a direction's codes, added to numbers
+    "packing": PassCost(0.4e9, "scratch", 14),  # of a direction, into bytes that several share
+    "unpacking": PassCost(0.6e9, "scratch", 14),  # and out of them
+    "draws": PassCost(5e3),  # of codes, of any length: Python, beside kernels
+    "tensors": PassCost(4e4),  # of each of these
+    "tensors.sparse": PassCost(5e3),  # those of sparse directions, besides
+    "rounding": PassCost(1e9, "scratch", 24),  # a direction's numbers, at random
+    "signs": PassCost(1e10),  # drawn as codes, beside the draw
+    "matrices": PassCost(5e3),  # of codes that an update moves: Python, beside kernels
+    "moves": PassCost(0.25e9, "scratch", 100),  # of codes
+    "moves.float8": PassCost(0.04e9, "scratch", 250),
+    "moves.float4": PassCost(0.02e9, "scratch", 400),
+    "moves.outliers": PassCost(0.2e9, "scratch", 100),  # besides
+}
+"""How often is counted by :mod:`costmodel.formats.low_bits`. A CPU's profile has rates (``code_rate``), which calibration finds, since what limits
+passes there is arithmetic and Python as often as memory; elsewhere bytes say what they take."""
+
+
+def traffic_bytes(passes: Iterable[tuple[CodePass, int]], memory: Memory, dtype: str) -> int:
+    """Return the bytes that those of some passes read and write whose bandwidth is that of `memory`.
+
+    Examples
+    --------
+    >>> traffic_bytes([("inputs", 10), ("moves", 7)], "elementwise", "bfloat16")
+    90
+    """
+    return sum(PASSES[name].size_bytes(num, dtype) for name, num in passes if PASSES[name].memory == memory)

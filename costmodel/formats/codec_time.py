@@ -1,0 +1,248 @@
+"""Seconds that a codec takes on both sides of a cut, and which encoding is fastest over a link.
+
+The work of a codec is a count for each of its constants, so that its time is their product, and a set of timed works
+determines the constants by least squares.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+
+from costmodel.formats.codecs import (
+    ENCODINGS,
+    CodecSpec,
+    Encoding,
+    message_bytes,
+    payload_bytes,
+    run_length_bytes,
+)
+from costmodel.formats.symbols import SymbolStatistics
+from costmodel.rates.profile import DeviceKind
+from topology.errors import ProfileError
+
+CodecWork = Mapping[str, int]
+"""How often each constant counts.
+
+``quantise_s.<rounding>``, ``dequantise_s``
+    Per element, from numbers to symbols of a byte and back.
+``encode_s.<encoding>``, ``decode_s.<encoding>``
+    Per element, from symbols to a payload and back; ``entropy-wide`` is the entropy coder on more than 4 bits.
+``encode_kept_s.<encoding>``, ``decode_kept_s.<encoding>``
+    Per symbol that is not the background, beyond that.
+``byte_s``
+    Per byte of a message put together or taken apart, with its checksum.
+``encode_call_s``, ``decode_call_s``
+    Per message, however small.
+"""
+
+_SPARSE: tuple[Encoding, ...] = ("index", "bitmap", "run-length")
+
+
+def encode_work(
+    spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics
+) -> CodecWork:
+    """Return the work of making a message.
+
+    Choosing the smallest encoding takes entropy coding, where that may win, and looking at runs, where few symbols
+    are kept; then the encoding itself, if it is another.
+    """
+    size = message_bytes(spec, shape, element_bytes, stats)
+    work = Counter({"encode_call_s": 1, "byte_s": size})
+    if spec.bits is None:
+        return work
+    work[f"quantise_s.{spec.rounding}"] = math.prod(shape)
+    for encoding in _encodings_run(spec, stats):
+        _add_symbols(work, "encode", encoding, stats)
+    return work
+
+
+def decode_work(
+    spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics
+) -> CodecWork:
+    """Return the work of making a tensor of a message."""
+    size = message_bytes(spec, shape, element_bytes, stats)
+    work = Counter({"decode_call_s": 1, "byte_s": size})
+    if spec.bits is None:
+        return work
+    work["dequantise_s"] = math.prod(shape)
+    _add_symbols(work, "decode", _chosen(spec, stats), stats)
+    return work
+
+
+def _encodings_run(spec: CodecSpec, stats: SymbolStatistics) -> list[Encoding]:
+    chosen = _chosen(spec, stats)
+    if spec.encoding != "smallest":
+        return [chosen]
+    run: list[Encoding] = [chosen]
+    if chosen != "entropy":
+        run.append("entropy")
+    least_runs = run_length_bytes(stats.num_kept, stats.bits, 1)
+    if chosen != "run-length" and least_runs < payload_bytes(chosen, stats):
+        run.append("run-length")
+    return run
+
+
+def _chosen(spec: CodecSpec, stats: SymbolStatistics) -> Encoding:
+    if spec.encoding != "smallest":
+        return spec.encoding
+    return min(ENCODINGS, key=lambda encoding: payload_bytes(encoding, stats))
+
+
+def _add_symbols(work: Counter[str], side: str, encoding: Encoding, stats: SymbolStatistics) -> None:
+    wide = "-wide" if encoding == "entropy" and stats.bits > 4 else ""
+    work[f"{side}_s.{encoding}{wide}"] += stats.num_elements
+    if encoding in _SPARSE:
+        work[f"{side}_kept_s.{encoding}"] += stats.num_kept
+
+
+@dataclass(frozen=True)
+class CodecProfile:
+    """What codecs take on one machine, with one thread.
+
+    Attributes
+    ----------
+    source : str
+        Where and when it was measured.
+    seconds : mapping of str to float
+        By constant, see :data:`CodecWork`.
+    """
+
+    source: str
+    seconds: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        bad = {name: value for name, value in self.seconds.items() if not 0 <= value < math.inf}
+        if bad:
+            raise ProfileError(f"constants of codecs must be 0 or more and finite, not {bad}")
+
+    def duration_s(self, work: CodecWork) -> float:
+        """Return the seconds of `work`.
+
+        Raises
+        ------
+        ProfileError
+            If a constant is missing.
+        """
+        missing = sorted(set(work) - set(self.seconds))
+        if missing:
+            raise ProfileError(
+                f"the codecs' profile has no {missing}", hint="measure it anew on this release"
+            )
+        return sum(count * self.seconds[name] for name, count in work.items())
+
+
+@cache
+def load_codec_profile() -> CodecProfile:
+    """Return the constants that come with the package: one core of a shared x86-64 machine."""
+    content = json.loads(files("costmodel").joinpath("data/codecs/x86-64-one-core.json").read_text("utf-8"))
+    return CodecProfile(**content)
+
+
+MEASURED = "codec_s."
+"""Begins the names of the codecs' constants in the profile of a device on whose host they were measured."""
+
+
+def codec_profile_of(values: Mapping[str, float]) -> CodecProfile:
+    """Return the codecs' constants among those of a device's profile, and those that come with the package for the rest."""
+    shipped = load_codec_profile()
+    seconds_by_name = {
+        name: values.get(MEASURED + name, seconds) for name, seconds in shipped.seconds.items()
+    }
+    return CodecProfile(shipped.source, seconds_by_name)
+
+
+def coding_terms(coding: CodecWork, values: Mapping[str, float], device_kind: DeviceKind) -> dict[str, float]:
+    """Return the seconds of a codec's work: ``coding`` on one core of the host, and more where the tensor is on a GPU.
+
+    Notes
+    -----
+    An estimate for GPUs, not a measurement: the device makes symbols of numbers (``quantising``: 4 bytes read, one
+    written, at the element-wise bandwidth), a byte of each crosses the bus (``crossing``), and the host writes them down.
+    The message stays there. Plain numbers never leave the device: they are copied side by side (``packing``), and the
+    receiver uses them where they arrive.
+    """
+    if device_kind == "cpu":
+        return {"coding": codec_profile_of(values).duration_s(coding)}
+    on_device = {name for name in coding if name.startswith(("quantise_s", "dequantise_s"))}
+    if not on_device:
+        packed = coding.get("byte_s", 0) if "encode_call_s" in coding else 0
+        return {"packing": 2 * packed / values["elementwise_bandwidth"]}
+    num_symbols = sum(coding[name] for name in on_device)
+    on_host = {name: count for name, count in coding.items() if name not in on_device}
+    narrower = min(values["copy_d2h_bandwidth"], values["copy_h2d_bandwidth"])
+    return {
+        "coding": codec_profile_of(values).duration_s(on_host),
+        "quantising": 5 * num_symbols / values["elementwise_bandwidth"],
+        "crossing": num_symbols / narrower,
+    }
+
+
+def fit_codec_profile(measured: Sequence[tuple[CodecWork, float]], source: str) -> CodecProfile:
+    """Return the constants, none negative, that come nearest to the measured seconds by relative error."""
+    # Planning needs neither, and scipy takes a while to import.
+    import numpy as np
+    from scipy.optimize import nnls
+
+    names = sorted({name for work, _ in measured for name in work})
+    rows = np.array([[work.get(name, 0) / seconds for name in names] for work, seconds in measured])
+    scale = rows.max(axis=0)  # counts differ by seven orders of magnitude
+    solution, _ = nnls(rows / scale, np.ones(len(rows)))
+    return CodecProfile(source, dict(zip(names, (float(x) for x in solution / scale), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class CutLink:
+    """What a tensor crosses: a link, between processors that take as long as `profile` says."""
+
+    bandwidth_bytes_per_s: float
+    profile: CodecProfile
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What a tensor's way across a cut takes."""
+
+    spec: CodecSpec
+    size_bytes: int
+    encode_s: float
+    transfer_s: float
+    decode_s: float
+
+    @property
+    def seconds(self) -> float:
+        """All three, one after the other: nothing overlaps within one tensor."""
+        return self.encode_s + self.transfer_s + self.decode_s
+
+
+def crossing(
+    spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics, over: CutLink
+) -> Crossing:
+    """Return what crossing a link with this codec takes."""
+    size = message_bytes(spec, shape, element_bytes, stats)
+    encode, decode = (of(spec, shape, element_bytes, stats) for of in (encode_work, decode_work))
+    return Crossing(
+        spec,
+        size,
+        over.profile.duration_s(encode),
+        over.latency_s + size / over.bandwidth_bytes_per_s,
+        over.profile.duration_s(decode),
+    )
+
+
+def fastest_crossing(
+    spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics, over: CutLink
+) -> Crossing:
+    """Return the crossing with the encoding that is fastest for the numbers that `spec` makes.
+
+    The values that arrive do not depend on the encoding. Plain numbers are not among the choices, since they do.
+    """
+    specs = (replace(spec, encoding=encoding) for encoding in ENCODINGS)
+    crossings = [crossing(spec, shape, element_bytes, stats, over) for spec in specs]
+    return min(crossings, key=lambda crossed: crossed.seconds)

@@ -1,0 +1,605 @@
+"""Weights in few bits: which values a code can stand for, what shares a scale, and what memory the two take.
+
+Nothing here has a tensor: executors round, pack and multiply.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast
+
+from costmodel.formats import CANDIDATES, FORMATS, CodedParts, CodeFormat, DType, ScaleScope
+from costmodel.formats.code_passes import CodePass
+from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS
+from costmodel.models.model_spec import ParameterGroup
+from costmodel.work import Work
+from topology.errors import PlanError
+
+Fit = Literal["range", "least-error"]
+"""How scales are taken: such that the grid spans the largest weight, or such that the mean squared error is least."""
+
+Linear = tuple[int, int]
+"""Outputs and inputs of a linear layer."""
+
+MOVED_ELEMENTS = 1 << 16
+"""Codes that an update moves at a time on a CPU, whose cache their temporaries fit into."""
+
+_LEAST_MOVED = 1 << 12
+"""Codes that take about as long to move as to begin the passes over them."""
+
+CHANCES_AT_ONCE = 1 << 20
+"""Random numbers that a CPU's threads draw for updates before torch's threads pass over them."""
+
+SHARED_CHANCES = 1 << 17
+"""Random numbers that take longer than to get threads together that share them."""
+
+ROUNDED_AT_ONCE = 1 << 19
+"""Numbers of a direction that are drawn there, and as many to round them by, before they become codes."""
+
+WALKED_AT_ONCE = 1 << 18
+"""Numbers of a direction that one generator after the other draws, or threads that share its walk, before they become codes."""
+
+PASSED_ELEMENTS = 1 << 17
+"""Of these, those that become codes together on a CPU, in its caches."""
+
+TILE_ELEMENTS = 3 << 17
+"""Outputs of a product of bytes that are summed and scaled at a time on a CPU, whose cache their temporaries fit into."""
+
+TILE_ROWS = 1024
+"""Most rows of them: weights are laid out anew for every product."""
+
+PACKED_ELEMENTS = 1 << 15
+"""Codes of a direction that are taken out of bytes that they share, or put there, at a time on a CPU, in the thread that asks."""
+
+OUTER_TILE_ELEMENTS = 1 << 20
+"""Weights of a matrix outside the blocks, as large as the vocabulary, that are made of codes at a time."""
+
+FILLED_ROWS = 32
+"""Rows of a sparse direction are filled up to a multiple of so many before they are multiplied."""
+
+EXACT_TERMS = 1 << 10
+"""Products of two bytes, 2**14 at most, whose sum float32 holds exactly: every integer up to 2**24."""
+
+FLOAT_TILE_COLUMNS = 256
+"""Outputs of a product of bytes that is made of numbers, on a CPU without instructions for integers, at a time."""
+
+_TILE_COLUMNS = 64
+"""Columns come in multiples of so many."""
+
+_MOVED_TEMPORARY_BYTES = 23
+"""Bytes of temporaries that are alive for each of them beside the random numbers; of outliers, a byte more."""
+
+_MOVED_KERNELS = 24
+"""Passes over such temporaries, the counts of what moved among them."""
+
+_CHANCE_PART = 0.5
+"""Part of a random number's time that passing over one takes: assumed, no probe tells it."""
+
+_FLOAT_TEMPORARY_BYTES = 13
+"""Bytes of temporaries besides where the distance between neighbours on the grid is each number's own."""
+
+_CONTAINERS = (2, 4, 8)
+"""Bits that a code takes in memory: a byte holds one, two or four."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How the weights of linear layers are kept: as codes, and scales that they are multiplied by.
+
+    Attributes
+    ----------
+    format : str
+        Of the codes.
+    scales : str
+        What shares a scale.
+    group_elements : int
+        Neighbouring inputs that share one, where `scales` is ``"group"``.
+    has_zero_point : bool
+        Whether codes count from a number of their own, so that the grid spans the least and the largest weight;
+        else it is symmetric, and 0 is code 0.
+    dtype : str
+        Format of the scales, and of parameters beside them that are no matrices.
+    is_full_range : bool
+        Whether symmetric integers use their lowest number, too: -8 of int4.
+    fit : str
+        Whether scales span the largest weight, or are those with the least mean squared error.
+    outlier_share : float
+        Share of the weights of an output channel, its largest ones, that are kept in fp8 beside the codes; the reserved
+        code -128 of int8 says where.
+    adapters : str or None
+        Format of the A and B of adapters beside these layers, one scale for each; None where they are numbers.
+    adapter_span : float
+        Largest entry of A and B that has a code, over the largest that A begins with.
+    parts : str
+        Whose matrices are codes.
+
+    Examples
+    --------
+    >>> int4 = Coding("int4", "group", group_elements=128, dtype="bfloat16")
+    >>> int4.code_bytes((768, 3072)), int4.scale_bytes((768, 3072))
+    (1179648, 36864)
+    """
+
+    format: CodeFormat
+    scales: ScaleScope = "channel"
+    group_elements: int = 128
+    has_zero_point: bool = False
+    dtype: str = "float32"
+    is_full_range: bool = False
+    fit: Fit = "range"
+    outlier_share: float = 0.0
+    adapters: CodeFormat | None = None
+    adapter_span: float = 2.0
+    parts: CodedParts = "blocks"
+
+    @property
+    def of_adapters(self) -> Coding | None:
+        """How A and B of adapters are kept; None where they are numbers."""
+        return None if self.adapters is None else Coding(self.adapters, "tensor", dtype=self.dtype)
+
+    def tuned(self, group: ParameterGroup) -> list[CodedMatrix]:
+        """Return the matrices of a group that are codes and are tuned: of its layers, or of adapters beside them."""
+        beside = self.of_adapters
+        adapters = [] if beside is None else [(one, beside) for one in group.trainable_matrices]
+        outer = group.outer_matrices if self.parts == "all" else ()
+        return [*((one, self) for one in (*group.linears, *outer)), *adapters]
+
+    def frozen(self, group: ParameterGroup) -> list[CodedMatrix]:
+        """Return the matrices of a group that are codes and stay as they are."""
+        outer = group.frozen_outer_matrices if self.parts == "all" else ()
+        return [(one, self) for one in (*group.frozen_linears, *outer)]
+
+    @property
+    def container_bits(self) -> int:
+        """Bits that a code takes in memory."""
+        return next(bits for bits in _CONTAINERS if bits >= FORMATS[self.format].bits)
+
+    def num_scales(self, linear: Linear) -> int:
+        """Return the scales of a weight."""
+        outputs, inputs = linear
+        return {"tensor": 1, "channel": outputs, "group": outputs * (inputs // self.group_elements)}[
+            self.scales
+        ]
+
+    def code_bytes(self, linear: Linear) -> int:
+        """Return the bytes of a weight's codes; every output channel begins with a byte of its own."""
+        outputs, inputs = linear
+        return outputs * -(-inputs * self.container_bits // 8)
+
+    def scale_bytes(self, linear: Linear) -> int:
+        """Return the bytes of a weight's scales."""
+        return FORMATS[self.dtype].bytes(self.num_scales(linear))
+
+    def zero_bytes(self, linear: Linear) -> int:
+        """Return the bytes of a weight's zero points, one for each scale."""
+        return self.num_scales(linear) if self.has_zero_point else 0
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether every weight has a format of its own, which a byte says."""
+        return self.format in CANDIDATES
+
+    def num_outliers(self, inputs: int) -> int:
+        """Return the weights of an output channel that are kept beside the codes."""
+        return max(1, round(self.outlier_share * inputs)) if self.outlier_share else 0
+
+    def outlier_bytes(self, linear: Linear) -> int:
+        """Return the bytes of a weight's outliers, and of one scale for those of each output channel."""
+        outputs, inputs = linear
+        num = self.num_outliers(inputs)
+        return outputs * (num + FORMATS[self.dtype].bytes(1)) if num else 0
+
+    @property
+    def num_pieces(self) -> int:
+        """Stretches of memory that a weight takes: codes, scales, and what else there is."""
+        return 2 + self.has_zero_point + self.is_chosen + 2 * bool(self.outlier_share)
+
+    def size_bytes(self, linears: Iterable[Linear]) -> int:
+        """Return the bytes of some weights."""
+        return sum(
+            self.code_bytes(one)
+            + self.scale_bytes(one)
+            + self.zero_bytes(one)
+            + self.is_chosen
+            + self.outlier_bytes(one)
+            for one in linears
+        )
+
+    def check(self, linears: Iterable[Linear]) -> None:
+        """Refuse weights that have no whole number of groups.
+
+        Raises
+        ------
+        PlanError
+        """
+        linears = list(linears)
+        for outputs, inputs in linears:
+            if self.scales == "group" and inputs % self.group_elements:
+                sizes = (128, 64, 32, 16, 8)
+                divisors = [size for size in sizes if not any(columns % size for _, columns in linears)]
+                raise PlanError(
+                    f"groups of {self.group_elements} do not divide the {inputs} inputs of a linear layer "
+                    f"with {outputs} outputs",
+                    hint=f"use --weight-group {divisors[0]}, or --weight-scales channel"
+                    if divisors
+                    else "use --weight-scales channel",
+                )
+
+
+CodedMatrix = tuple[Linear, Coding]
+"""Outputs and inputs of a matrix, and how it is kept."""
+
+
+def tile_columns(rows: int, outputs: int) -> int:
+    """Return how many of the outputs of so many rows are made at a time on a CPU.
+
+    Examples
+    --------
+    >>> tile_columns(512, 768), tile_columns(512, 3072), tile_columns(1024, 3000)
+    (768, 768, 384)
+    """
+    num_tiles = -(-rows * outputs // TILE_ELEMENTS)
+    even = -(-outputs // num_tiles)
+    return min(outputs, even + -even % _TILE_COLUMNS)
+
+
+def num_elements(matrices: Iterable[CodedMatrix]) -> int:
+    """Return the elements of some matrices that are codes."""
+    return sum(outputs * inputs for (outputs, inputs), _ in matrices)
+
+
+def coded_forward_work(
+    work: Work,
+    linears: Sequence[Linear],
+    coding: Coding,
+    *,
+    kernel: str,
+    are_inputs_coded: bool,
+    is_beside: bool,
+    moved_share: float = 1.0,
+    kept_bytes: int = 0,
+    is_outer: bool = False,
+    direction_format: str = "int8",
+) -> Work:
+    """Return the work of a segment's forward whose linear layers are codes, from that with plain weights.
+
+    Parameters
+    ----------
+    work : Work
+        Of the forward with plain weights, with a product for each linear layer.
+    linears : sequence of (int, int)
+        Those that are codes.
+    coding : Coding
+    kernel : {"int_mm", "scaled_mm", "dequantise"}
+    are_inputs_coded : bool
+        Whether inputs are rounded to a byte before they are multiplied.
+    is_beside : bool
+        Whether a direction of codes is added.
+    moved_share : float
+        Share of its rows that are not 0, for which alone something is added.
+    kept_bytes : int
+        What of the segment is alive beside a layer: the sum that residuals are added to.
+    direction_format : str
+        That the codes of the direction are kept in.
+    is_outer : bool
+        Whether they lie outside the blocks, where weights are made of codes, or parted, for some outputs after the other
+        (:func:`outputs_at_once`).
+
+    Notes
+    -----
+    ``dequantise`` makes one weight at a time of its codes, a temporary; codes that share a byte are parted before. Those of
+    floating-point formats are made float32 first, by a table of 32-bit places where they have four bits. Under
+    ``int_mm`` weight and direction are products of their own, of integers, whose sums are scaled in passes of their own;
+    ``scaled_mm`` is the same in e4m3, to which the direction is cast. What
+    is alive at one layer is its input, its output and its temporaries; the segment's other temporaries are smaller then.
+    """
+    plain, products = list(work.matmuls), []
+    passes: Counter[CodePass] = Counter()
+    sweep_bytes = num_kernels = largest = 0
+    is_packed = FORMATS[direction_format].bits < 8
+    width = FORMATS[work.dtype].element_bytes
+    # Codes and scales of a norm's output, which queries, keys and values share, live as long as it does.
+    shared = (kept_bytes // width + 4 * max((one.m for one in plain), default=0)) * are_inputs_coded
+    for outputs, inputs in linears:
+        product = next((part for part in plain if (part.n, part.k) == (outputs, inputs)), None)
+        if product is None:
+            continue
+        plain.remove(product)
+        # A product that is made for some tokens after the other makes weights of codes as often.
+        rows, elements, times = product.m, outputs * inputs, product.num
+        at_once = outputs_at_once(outputs, inputs) if is_outer else outputs
+        num_tiles = times * -(-outputs // at_once)
+        is_parted = coding.container_bits < 8
+        passes["layers"] += times
+        passes["layers.sparse"] += times * (is_beside and moved_share < 1)
+        passes["parting"] += times * elements * is_parted
+        num_kernels += 4 * num_tiles * is_parted
+        alive = max(product.alive_bytes, rows * inputs * width + kept_bytes)
+        levels = at_once * inputs * (is_parted + 4 * coding.has_zero_point + bool(coding.outlier_share))
+        levels += 8 * at_once * coding.num_outliers(inputs)
+        if are_inputs_coded:
+            passes["inputs"] += times * rows * inputs
+            num_kernels += 5 * times
+            alive += rows * (inputs + 4) + shared
+            largest = max(largest, alive + _coding_bytes(rows, inputs, width, kernel))
+        passes["unpacking"] += times * round(outputs * moved_share) * inputs * (is_beside and is_packed)
+        if kernel != "dequantise":
+            moved = round(outputs * moved_share) * is_beside
+            kind = "int8" if kernel == "int_mm" else "float8_e4m3"
+            products.append(product.model_copy(update={"format": kind}))
+            if moved:
+                products.append(product.model_copy(update={"n": moved, "format": kind}))
+            cast = moved * inputs * (kernel == "scaled_mm")
+            sweep_bytes += 2 * times * cast
+            num_kernels += times * bool(cast)
+            num_kernels += 3 * num_tiles * (1 + is_beside)
+            sums, most = rows * at_once * 4, _most_rows(outputs, moved_share)
+            is_gathered = most < outputs
+            passes["sums"] += times * rows * (outputs + moved * (not is_gathered))
+            passes["gathering"] += times * rows * moved * is_gathered
+            made = most + -most % FILLED_ROWS if is_gathered else at_once
+            of_rows, numbers = rows * made * 4, 0
+            if kernel == "int_mm":
+                numbers = _numbers_bytes(rows, at_once, inputs)
+            taken = (most if is_gathered else at_once) * inputs
+            passing = max(taken_out_bytes(taken, direction_format) - taken, 0)
+            along = of_rows + max(of_rows, numbers, passing) + taken * (kernel == "scaled_mm")
+            if is_gathered:  # that of a sparse direction's rows is made first, and stays
+                along += taken + made * inputs
+            else:
+                along += sums + levels * is_outer + taken * is_packed
+            kept = of_rows * is_gathered * is_beside
+            alive += max(
+                kept + sums + max(sums, numbers) + levels,
+                along * is_beside,
+                kept + sums + rows * at_once * width,
+            )
+            alive += rows * outputs * width * is_outer
+        else:
+            products.append(product)
+            moved = round(outputs * moved_share) * inputs * is_beside
+            passes[_of_format("levels", coding.format)] += times * elements
+            passes["zeros"] += times * elements * coding.has_zero_point
+            passes["outliers"] += times * elements * bool(coding.outlier_share)
+            passes["beside"] += times * moved
+            num_kernels += num_tiles * (1 + is_beside)
+            most = _most_rows(at_once, moved_share)
+            is_gathered = is_beside and most < at_once
+            gathered = most * inputs * (width + (not is_packed)) * is_gathered
+            if is_packed and is_beside:  # in pieces, where all rows are added
+                num = most * inputs if is_gathered else min(at_once * inputs, PACKED_ELEMENTS)
+                gathered += taken_out_bytes(num, direction_format)
+            if FORMATS[coding.format].is_float:
+                levels = at_once * inputs * max(4, is_parted * (9 - width))
+            output = rows * outputs * width
+            alive += at_once * inputs * width
+            if at_once < outputs:  # beside the whole output a part of it
+                alive += output + max(levels, gathered, rows * at_once * width)
+            else:
+                alive += max(levels, gathered, output)
+            alive += rows * inputs * width if are_inputs_coded else 0
+        largest = max(largest, alive)
+    return work.model_copy(
+        update={
+            "matmuls": (*plain, *products),
+            "sweep_bytes": work.sweep_bytes + sweep_bytes,
+            "code_passes": (Work(code_passes=_counted(passes)) + work).code_passes,
+            "num_kernels": work.num_kernels + num_kernels,
+            "workspace_bytes": max(work.workspace_bytes + shared, largest),
+        }
+    )
+
+
+def _coding_bytes(rows: int, inputs: int, width: int, kernel: str) -> int:
+    """Return what inputs take while they become codes, in float32 a part at a time, and where these become numbers again, whole."""
+    elements = rows * inputs
+    if kernel == "dequantise":
+        return elements * (4 + width * (width != 4))
+    return 4 * min(elements, max(TILE_ELEMENTS, inputs))
+
+
+def _of_format(name: Literal["levels", "moves"], coded: CodeFormat) -> CodePass:
+    """Return the pass over codes of a format: those of floating-point formats are passes of their own."""
+    stored = FORMATS[coded]
+    return cast("CodePass", f"{name}.float{stored.bits}" if stored.is_float else name)
+
+
+def _counted(passes: Mapping[CodePass, int]) -> tuple[tuple[CodePass, int], ...]:
+    return tuple(sorted((name, num) for name, num in passes.items() if num))
+
+
+def taken_out_bytes(num_elements: int, direction_format: str) -> int:
+    """Return the bytes of some codes of a direction while they are taken out of bytes that they share; none where they share none.
+
+    Examples
+    --------
+    >>> taken_out_bytes(1000, "int4"), taken_out_bytes(1000, "int8")
+    (2500, 0)
+    """
+    kept = FORMATS[direction_format]
+    is_packed = kept.bits < 8
+    return (num_elements + kept.bytes(num_elements) + min(num_elements, PACKED_ELEMENTS)) * is_packed
+
+
+def coded_draw_work(
+    num_elements: int,
+    *,
+    is_sign: bool,
+    num_tensors: int,
+    direction_format: str,
+    sparse: Sequence[Linear] = (),
+    walked: int | None = None,
+) -> Work:
+    """Return what making codes of drawn numbers takes besides.
+
+    Parameters
+    ----------
+    num_elements, num_tensors : int
+    is_sign : bool
+    direction_format : str
+        That codes are kept in.
+    sparse : sequence of (int, int)
+        Outputs and inputs of those that are 0 in most of their rows.
+    walked : int, optional
+        Elements of the largest tensor, where one generator draws one after the other.
+    """
+    at_once = min(num_elements, ROUNDED_AT_ONCE)
+    is_packed = FORMATS[direction_format].bits < 8
+    # What is drawn of blocks that have rows which move is there beside these.
+    windows = min(max((outputs * inputs for outputs, inputs in sparse), default=0), ROUNDED_AT_ONCE)
+    numbers_bytes = (8 * at_once + 4 * windows) * (not is_sign)
+    if walked is not None:
+        numbers_bytes = 4 * min(num_elements, WALKED_AT_ONCE)
+        numbers_bytes += 8 * min(walked, PASSED_ELEMENTS) * (not is_sign)
+    return Work(
+        code_passes=_counted(
+            {
+                "draws": 1,
+                "tensors": num_tensors,
+                "tensors.sparse": len(sparse),
+                "signs" if is_sign else "rounding": num_elements,
+                "packing": num_elements * is_packed,
+            }
+        ),
+        workspace_bytes=numbers_bytes + 2 * min(num_elements, PACKED_ELEMENTS) * is_packed,
+    )
+
+
+def unpacking_work(num_elements: float, direction_format: str, *, at_once: int = 0) -> Work:
+    """Return the work of taking codes of a direction out of bytes that they share, `at_once` at a time."""
+    is_packed = FORMATS[direction_format].bits < 8
+    return Work(
+        code_passes=_counted({"unpacking": round(num_elements) * is_packed}),
+        workspace_bytes=taken_out_bytes(at_once, direction_format),
+    )
+
+
+def _numbers_bytes(rows: int, outputs: int, inputs: int) -> int:
+    """Return what numbers made of bytes take at a time where a CPU multiplies them in float32."""
+    at_once, terms, columns = min(rows, TILE_ROWS), min(inputs, EXACT_TERMS), min(outputs, FLOAT_TILE_COLUMNS)
+    return 4 * (at_once * terms + columns * terms + 2 * at_once * columns)
+
+
+def outputs_at_once(outputs: int, inputs: int) -> int:
+    """Return of how many outputs of a matrix outside the blocks the weights are made of codes at a time.
+
+    Examples
+    --------
+    >>> outputs_at_once(50272, 768), outputs_at_once(768, 768)
+    (1365, 768)
+    """
+    return min(outputs, max(1, OUTER_TILE_ELEMENTS // inputs))
+
+
+def coded_lookup_work(num_tokens: int, width: int, coding: Coding, dtype: DType, *, is_beside: bool) -> Work:
+    """Return the work of making numbers of the rows that tokens name of a table of codes, of `width` columns."""
+    elements, size = num_tokens * width, FORMATS[dtype].element_bytes
+    level_bytes = 4 if FORMATS[coding.format].is_float else 1
+    codes = coding.code_bytes((num_tokens, width)) + coding.scale_bytes((num_tokens, width))
+    beside = elements * (1 + 2 * size) * is_beside
+    return Work(
+        dtype=dtype,
+        elementwise_bytes=2 * codes + elements * (2 * level_bytes + size) + beside,
+        num_kernels=8 + 2 * is_beside,
+    )
+
+
+def coded_update_work(
+    linears: Sequence[Linear], coding: Coding, moved_share: float = 1.0, *, direction_format: str = "int8"
+) -> Work:
+    """Return the work of moving codes along a direction, rounded at random: in pieces, whose temporaries stay near.
+
+    Of the rows, only `moved_share` are touched. Pieces are kernels of their own on a CPU, whose threads share them.
+    """
+    elements = round(moved_share * sum(outputs * inputs for outputs, inputs in linears))
+    temporaries = _MOVED_TEMPORARY_BYTES + FORMATS[coding.format].is_float * _FLOAT_TEMPORARY_BYTES
+    most = max((moved_at_once(one, moved_share) for one in linears), default=0)
+    at_once = min(most, MOVED_ELEMENTS)
+    chances = drawn_for_rows(linears, moved_share, COUNTER_BLOCK_ELEMENTS)
+    moved = [round(moved_share * outputs * inputs) for outputs, inputs in linears]
+    return Work(
+        dtype="float32",
+        draw_dtype="float32",
+        sweep_bytes=2 * round(moved_share * sum(map(coding.code_bytes, linears))) + elements,
+        code_passes=_counted(
+            {
+                "matrices": len(linears),
+                _of_format("moves", coding.format): elements,
+                "moves.outliers": elements * bool(coding.outlier_share),
+                "unpacking": elements * (FORMATS[direction_format].bits < 8),
+            }
+        ),
+        num_rounded=chances.num_drawn + round(_CHANCE_PART * chances.num_passed),
+        num_shared_draws=sum(-(-num // CHANCES_AT_ONCE) for num in moved if num >= SHARED_CHANCES),
+        num_seeds=chances.num_blocks,
+        num_kernels=_MOVED_KERNELS * len(linears),
+        num_shared_kernels=_MOVED_KERNELS * sum(-(-num // MOVED_ELEMENTS) for num in moved),
+        workspace_bytes=(temporaries + bool(coding.outlier_share)) * at_once + 4 * min(most, CHANCES_AT_ONCE),
+    )
+
+
+def moved_at_once(linear: Linear, share: float) -> int:
+    """Return how many codes of a matrix an update moves at once at most, where it moves that share of the rows.
+
+    Weights that decay do so in all rows: with a sparse direction, too, no more of them are moved at a time.
+
+    Examples
+    --------
+    >>> moved_at_once((3072, 768), 1.0), moved_at_once((3072, 768), 0.02), moved_at_once((768, 768), 0.0001)
+    (2359296, 65280, 4096)
+    """
+    outputs, inputs = linear
+    return max(_most_rows(outputs, share) * inputs, min(outputs * inputs, _LEAST_MOVED))
+
+
+class RowDraws(NamedTuple):
+    """What it takes to draw those rows of matrices that move, from blocks of random numbers.
+
+    Attributes
+    ----------
+    num_blocks : int
+        That hold any of them.
+    num_drawn, num_passed : int
+        Numbers from the first of them to the last in each block, which are drawn, and those before, which are passed over.
+    """
+
+    num_blocks: int
+    num_drawn: int
+    num_passed: int
+
+
+def drawn_for_rows(linears: Iterable[Linear], share: float, block_elements: int) -> RowDraws:
+    """Return what drawing the rows of some matrices takes each of which moves with the chance `share`.
+
+    Examples
+    --------
+    >>> drawn_for_rows([(3072, 768)], 1.0, 16384)
+    RowDraws(num_blocks=144, num_drawn=2359296, num_passed=0)
+    >>> drawn_for_rows([(3072, 768)], 0.02, 16384)
+    RowDraws(num_blocks=50, num_drawn=97747, num_passed=364163)
+    """
+    num_blocks = num_drawn = num_passed = 0.0
+    for outputs, inputs in linears:
+        rows = min(float(outputs), max(1.0, block_elements / inputs))
+        blocks, rests = outputs / rows, (1 - share) ** rows
+        # The sum, over a block's rows, of the chance that one of those from it on moves; as many lie before the first as behind the last.
+        last = rows - (1 - share) * (1 - rests) / share if share else 0.0
+        before = rows * (1 - rests) - last
+        num_blocks += blocks * (1 - rests)
+        num_drawn += blocks * (last - before) * inputs
+        num_passed += blocks * before * inputs
+    return RowDraws(round(num_blocks), round(num_drawn), round(num_passed))
+
+
+def moved_rows_bytes(linears: Iterable[Linear], share: float) -> int:
+    """Return the most bytes, in hardly any step more, of the numbers of the rows that move of some matrices."""
+    return 8 * sum(_most_rows(outputs, share) for outputs, _ in linears) if share < 1 else 0
+
+
+def _most_rows(num: int, share: float) -> int:
+    """Return how many of `num` rows move in hardly any step more than, where each does with the chance `share`."""
+    mean = num * share
+    return min(num, math.ceil(mean + 3 * math.sqrt(mean * (1 - share))))

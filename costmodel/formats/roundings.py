@@ -1,0 +1,169 @@
+"""Directions rounded to few bits at random: what they are on average, and what an estimate with them is.
+
+``û = clamp(⌊s·u⌋ + Bernoulli(s·u - ⌊s·u⌋), -c, c)/s`` for every element ``u`` of a direction, with ``c = 2^(b-1) - 1`` and
+``s = c/r``. Given ``u`` its mean is ``clamp(u, -r, r)``. Elements are independent, so three moments say all that an estimate
+of a linear loss needs [1]_:
+
+* ``m₂ = E[û²]``. One rounding used twice (Q-RGE1) estimates ``m₂·∇``.
+* ``c₂ = E[û₁·û₂] = E[clamp(u)²]`` of two independent roundings of one ``u`` (Q-RGE2), which estimate ``c₂·∇``.
+* ``E[û⁴]`` and ``E[û₁²·û₂²]``, for the variance.
+
+A sparse direction is 0 but in each row (output channel) with the probability ``q``, and there ``û/√q``: its second moments are the
+same, its fourths ``1/q`` times as large.
+
+References
+----------
+.. [1] QuZO, equations 3 to 10, which leave out scales and clamping; docs/low_bits.md has the derivation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from costmodel.formats.distributions import DISTRIBUTIONS, DistributionName
+
+EstimatorName = Literal["normalised", "q-rge1", "q-rge2"]
+"""What a projected gradient is multiplied by: see :meth:`RoundedDirection.mean_of`."""
+
+REACHES = {2: 1.02, 3: 1.73, 4: 2.27, 5: 2.71, 6: 3.10, 7: 3.45, 8: 3.77}
+"""Largest value of a rounded normal, by bits: that with the least mean squared error of a rounding, ``E[(û - u)²]``."""
+
+
+class Moments(NamedTuple):
+    """Moments of an element.
+
+    Attributes
+    ----------
+    second, fourth : float
+        ``E[û²]`` and ``E[û⁴]`` of one rounding.
+    cross : float
+        ``E[û₁·û₂]`` of two independent roundings of one number.
+    cross_fourth : float
+        ``E[û₁²·û₂²]`` of the same.
+    """
+
+    second: float
+    fourth: float
+    cross: float
+    cross_fourth: float
+
+
+def normal_moments(levels: Sequence[float]) -> Moments:
+    """Return the moments of a standard normal rounded at random to ascending `levels`, and clamped to the outer two.
+
+    Notes
+    -----
+    Between neighbours ``a`` and ``b``, ``E[û² | u] = (a + b)·u - a·b`` and ``E[û⁴ | u]`` are linear in ``u``: every moment
+    is a sum of the mass, the mean and the mean square of a normal in each cell.
+    """
+    tail = _mass(levels[-1], math.inf)
+    top = levels[-1]
+    second, fourth = 2 * tail * top**2, 2 * tail * top**4
+    cross, cross_fourth = second, fourth
+    for low, high in pairwise(levels):
+        mass, first = _mass(low, high), _density(low) - _density(high)
+        square = mass + low * _density(low) - high * _density(high)
+        total, product = low + high, low * high
+        second += total * first - product * mass
+        up = (first - low * mass) / (high - low)
+        fourth += low**4 * (mass - up) + high**4 * up
+        cross += square
+        cross_fourth += total**2 * square - 2 * total * product * first + product**2 * mass
+    return Moments(second, fourth, cross, cross_fourth)
+
+
+@dataclass(frozen=True)
+class RoundedDirection:
+    """A direction whose elements are rounded to a few bits, at random and without a bias where they are not clamped.
+
+    Attributes
+    ----------
+    distribution : str
+        Of the elements before.
+    bits : int
+        2 to 8.
+    sparsity : float
+        Probability ``1 - q`` that a row is 0.
+
+    Examples
+    --------
+    >>> coarse = RoundedDirection("gaussian", 2)
+    >>> coarse.highest, round(coarse.moments.second, 3), round(coarse.moments.cross, 3)
+    (1, 0.65, 0.529)
+    """
+
+    distribution: DistributionName
+    bits: int
+    sparsity: float = 0.0
+
+    @property
+    def highest(self) -> int:
+        """Largest code, ``c``; the least is ``-c``."""
+        return int(2 ** (self.bits - 1)) - 1
+
+    @property
+    def kept_format(self) -> str:
+        """Format that codes are kept in: four or two share a byte where they have room."""
+        return f"int{next(bits for bits in (2, 4, 8) if bits >= self.bits)}"
+
+    @property
+    def reach(self) -> float:
+        """Largest number that is not clamped: 1 for signs, which are then not rounded at all."""
+        return 1.0 if DISTRIBUTIONS[self.distribution].is_sign else REACHES[self.bits]
+
+    @property
+    def scale(self) -> float:
+        """Codes per unit of what is rounded, ``s``."""
+        return self.highest / self.reach
+
+    @property
+    def unit(self) -> float:
+        """Value of a code of 1, ``1/(s·√q)``."""
+        return 1 / (self.scale * math.sqrt(1 - self.sparsity))
+
+    @cached_property
+    def moments(self) -> Moments:
+        """Moments of an element."""
+        if DISTRIBUTIONS[self.distribution].is_sign:
+            dense = Moments(1.0, 1.0, 1.0, 1.0)
+        else:
+            dense = normal_moments([code / self.scale for code in range(-self.highest, self.highest + 1)])
+        kept = 1 - self.sparsity
+        return dense._replace(fourth=dense.fourth / kept, cross_fourth=dense.cross_fourth / kept)
+
+    def divisor(self, estimator: EstimatorName) -> float:
+        """Return what the projected gradient is divided by before it goes into an update."""
+        return self.moments.second if estimator == "normalised" else 1.0
+
+    def mean_of(self, estimator: EstimatorName) -> float:
+        """Return the factor between an estimate of a linear loss's gradient, on average, and the gradient."""
+        return {"normalised": 1.0, "q-rge1": self.moments.second, "q-rge2": self.moments.cross}[estimator]
+
+    def relative_energy(self, estimator: EstimatorName, num_elements: int, row_elements: int = 1) -> float:
+        """Return ``E|ĝ|² / |E ĝ|²`` of an estimate of a linear loss's gradient, 1 plus its relative variance.
+
+        Notes
+        -----
+        With ``d`` elements, ``(m₄ + (d - 1)·m₂²)/m₂²`` for one rounding used twice, divided or not, and
+        ``(E[û₁²û₂²] + (d - 1)·m₂²)/c₂²`` for two. Since ``m₂ >= c₂``, two roundings are the noisier but for very few elements.
+        Elements of one row of `row_elements` are 0 together: of the ``d - 1`` others so many less one count ``1/q`` times.
+        """
+        together = row_elements - 1
+        num_others = num_elements - 1 - together + together / (1 - self.sparsity)
+        moments, others = self.moments, num_others * self.moments.second**2
+        if estimator == "q-rge2":
+            return (moments.cross_fourth + others) / moments.cross**2
+        return (moments.fourth + others) / moments.second**2
+
+
+def _density(x: float) -> float:
+    return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+def _mass(low: float, high: float) -> float:
+    return (math.erf(high / math.sqrt(2)) - math.erf(low / math.sqrt(2))) / 2

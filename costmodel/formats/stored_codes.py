@@ -1,0 +1,344 @@
+"""Models that another tool has quantised: what their ``config.json`` says of the codes that lie beside it.
+
+Four layouts are known: that of compressed-tensors (packed integers, integers and e4m3 numbers of a byte), GPTQ's, AWQ's, and one
+of zosim's own, for codes that none of these has a place for. What has no counterpart among a plan's low bits is refused here, before a weight is read; the tensors themselves are
+read by :mod:`executors.models.quantised`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+
+from pydantic import BaseModel, ConfigDict, PositiveInt
+
+from costmodel.formats import CodedParts, CodeFormat, ScaleScope
+from topology.errors import ModelError, PlanError
+from topology.validation import readable
+
+if TYPE_CHECKING:
+    from costmodel.formats.low_bits import Coding
+
+Layout = Literal["packed", "bytes", "gptq", "gptq_v2", "awq", "zosim"]
+"""How codes lie in files: 32 after the other in 32-bit words along a row, each in a byte, in words as GPTQ and AWQ have them, or as
+zosim has them in memory."""
+
+OWN_WEIGHTS_NAME = "codes.safetensors"
+"""File of zosim's own layout. Under a name that no other tool looks for: one that ignores ``quantization_config`` finds no weights."""
+
+_OWN_VERSION = 1
+
+CODE_SUFFIXES = (
+    "weight_packed",
+    "weight_scale",
+    "weight_shape",
+    "weight_zero_point",
+    "weight_g_idx",
+    "weight_zero",
+    "weight_format",
+    "weight_outliers",
+    "weight_outlier_scale",
+    "qweight",
+    "qzeros",
+    "scales",
+    "g_idx",
+)
+"""Last parts of the names of tensors that are codes, or belong to them."""
+
+
+class StoredCodes(BaseModel):
+    """How the linear layers of a quantised model are kept in its files.
+
+    Attributes
+    ----------
+    layout : str
+        See :data:`Layout`.
+    weights, parts, scales, group_elements, zero_point, full_range, outliers, activations
+        As of :class:`zosim.plans.LowBits`, which has to have the same.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layout: Layout
+    weights: CodeFormat
+    parts: CodedParts = "blocks"
+    scales: ScaleScope
+    group_elements: PositiveInt = 128
+    zero_point: bool = False
+    full_range: bool = False
+    outliers: float = 0.0
+    activations: Literal["none", "int8-token", "int8-tensor", "float8-token", "float8-tensor"] = "none"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What they say of a plan's low bits; a size of groups only where there are groups."""
+        left_out = {"layout"} if self.scales == "group" else {"layout", "group_elements"}
+        return self.model_dump(exclude=left_out)
+
+
+def stored_codes(config: Mapping[str, Any], source: str) -> StoredCodes | None:
+    """Return how the weights of a model are kept as codes; None where they are numbers.
+
+    Parameters
+    ----------
+    config : mapping
+        Fields of its ``config.json``.
+    source : str
+        Where they were read, for messages.
+
+    Raises
+    ------
+    ModelError
+        If the codes have no counterpart here; the message says what of them.
+    """
+    said = config.get("quantization_config")
+    # MLX says it under a name of its own, and in newer files under the other one as well, without a method.
+    if (
+        isinstance(of_mlx := config.get("quantization"), Mapping)
+        and "bits" in of_mlx
+        and said in (None, of_mlx)
+    ):
+        _refuse(f"{source}: quantization", f"weights of MLX in {of_mlx['bits']!r:.20} bits are not read")
+    if said is None:
+        return None
+    where = f"{source}: quantization_config"
+    readers = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "zosim": _own}
+    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    if not isinstance(method, str) or method not in readers:
+        _refuse(
+            where,
+            f"quant_method {method!r:.40} is none that is read",
+            "give a directory of compressed-tensors, gptq, awq or zosim",
+        )
+    return readers[method](cast("Mapping[str, Any]", said), where)
+
+
+def _refuse(
+    where: str, what: str, hint: str = "give the model in 16 bits, and a --weight-format"
+) -> NoReturn:
+    raise ModelError(f"{where}: {what}", hint=hint)
+
+
+# -- compressed-tensors ------------------------------------------------------------------------------------------
+
+
+class _Arguments(BaseModel):
+    """How one kind of tensor is quantised, in compressed-tensors' words."""
+
+    num_bits: PositiveInt = 8
+    type: str = "int"
+    symmetric: bool = True
+    strategy: str | None = None
+    group_size: int | None = None
+    dynamic: bool | str = False
+    actorder: str | bool | None = None
+
+
+class _Scheme(BaseModel):
+    weights: _Arguments | None = None
+    input_activations: _Arguments | None = None
+    output_activations: _Arguments | None = None
+    format: str | None = None
+
+
+class _Compressed(BaseModel):
+    config_groups: dict[str, _Scheme]
+    format: str | None = None
+    quantization_status: str | None = None
+    kv_cache_scheme: dict[str, Any] | None = None
+    sparsity_config: dict[str, Any] | None = None
+    transform_config: dict[str, Any] | None = None
+
+
+_COMPRESSED_LAYOUTS: Mapping[str, Layout] = {
+    "pack-quantized": "packed",
+    "int-quantized": "bytes",
+    "naive-quantized": "bytes",
+    "float-quantized": "bytes",
+}
+
+
+def _compressed_tensors(said: Mapping[str, Any], where: str) -> StoredCodes:
+    with readable(where, ModelError, model=_Compressed):
+        read = _Compressed.model_validate(said)
+    for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        if any((getattr(read, name) or {}).values()):
+            _refuse(where, f"{name} has no counterpart here")
+    if read.quantization_status not in (None, "compressed"):
+        _refuse(where, f"quantization_status is {read.quantization_status!r:.40}, not compressed")
+    schemes = list({scheme.model_dump_json(): scheme for scheme in read.config_groups.values()}.values())
+    if len(schemes) != 1 or schemes[0].weights is None:
+        _refuse(where, f"config_groups names {len(schemes)} schemes for weights; all linear layers need one")
+    scheme, weights = schemes[0], schemes[0].weights
+    layout = _COMPRESSED_LAYOUTS.get(scheme.format or read.format or "")
+    if layout is None:
+        known = ", ".join(_COMPRESSED_LAYOUTS)
+        _refuse(
+            where, f"format {scheme.format or read.format!r:.40} is none that is read", f"known are {known}"
+        )
+    if weights.dynamic or weights.actorder in ("group", "dynamic", True):
+        _refuse(where, "inputs are grouped in another order than they come in (actorder)")
+    if scheme.output_activations is not None:
+        _refuse(where, "outputs are quantised, too")
+    scales = {"tensor": "tensor", "channel": "channel", "group": "group"}.get(weights.strategy or "")
+    if scales is None:
+        _refuse(where, f"strategy {weights.strategy!r:.40} of scales has no counterpart here")
+    return _codes(
+        where,
+        layout,
+        _code_format(where, weights.type, weights.num_bits),
+        cast("ScaleScope", scales),
+        weights.group_size if scales == "group" else None,
+        zero_point=not weights.symmetric,
+        activations=_activations(where, scheme.input_activations),
+    )
+
+
+def _activations(where: str, inputs: _Arguments | None) -> str:
+    if inputs is None:
+        return "none"
+    is_byte = inputs.num_bits == 8 and inputs.symmetric and inputs.dynamic is True
+    if not is_byte or inputs.strategy not in ("token", "tensor") or inputs.type not in ("int", "float"):
+        _refuse(
+            where, "inputs are quantised otherwise than to a byte with scales of their own for each product"
+        )
+    return f"{inputs.type}8-{inputs.strategy}"
+
+
+def _code_format(where: str, kind: str, num_bits: int) -> CodeFormat:
+    if kind == "float" and num_bits == 8:
+        return "float8_e4m3"
+    if kind != "int" or not 2 <= num_bits <= 8:
+        _refuse(where, f"weights of {num_bits} bits of type {kind!r:.20} have no counterpart here")
+    return cast("CodeFormat", f"int{num_bits}")
+
+
+def _codes(
+    where: str,
+    layout: Layout,
+    weights: CodeFormat,
+    scales: ScaleScope,
+    group_size: int | None,
+    *,
+    zero_point: bool,
+    activations: str = "none",
+) -> StoredCodes:
+    is_integer = weights.startswith("int")
+    if zero_point and not is_integer:
+        _refuse(where, f"weights in {weights} have no zero point")
+    if scales == "group":
+        _refuse_group(where, group_size)
+    with readable(where, ModelError, model=StoredCodes):
+        return StoredCodes.model_validate(
+            {
+                "layout": layout,
+                "weights": weights,
+                "scales": scales,
+                "zero_point": zero_point,
+                "full_range": is_integer and not zero_point,
+                "activations": activations,
+                **({"group_elements": group_size} if scales == "group" else {}),
+            }
+        )
+
+
+def _refuse_group(where: str, size: int | None) -> None:
+    if size is None or size < 8 or size % 8:
+        _refuse(where, f"groups of {size} inputs share a scale; zosim has groups of multiples of 8")
+
+
+# -- GPTQ and AWQ ------------------------------------------------------------------------------------------------
+
+
+class _Gptq(BaseModel):
+    bits: int
+    group_size: int
+    desc_act: bool = False
+    static_groups: bool = False
+    sym: bool = True
+    checkpoint_format: str = "gptq"
+
+
+def _gptq(said: Mapping[str, Any], where: str) -> StoredCodes:
+    with readable(where, ModelError, model=_Gptq):
+        read = _Gptq.model_validate(said)
+    if read.bits not in (2, 4, 8):
+        _refuse(where, f"GPTQ codes of {read.bits} bits are not read, those of 2, 4 and 8 are")
+    if read.desc_act and read.group_size != -1 and not read.static_groups:
+        _refuse(where, "inputs are grouped in another order than they come in (desc_act)")
+    if read.checkpoint_format not in ("gptq", "gptq_v2"):
+        _refuse(where, f"checkpoint_format {read.checkpoint_format!r:.40} is none that is read")
+    scales: ScaleScope = "channel" if read.group_size == -1 else "group"
+    layout = cast("Layout", read.checkpoint_format)
+    weights = cast("CodeFormat", f"int{read.bits}")
+    return _codes(where, layout, weights, scales, read.group_size, zero_point=not read.sym)
+
+
+class _Awq(BaseModel):
+    bits: int
+    group_size: int
+    zero_point: bool = True
+    version: str = "gemm"
+
+
+def _awq(said: Mapping[str, Any], where: str) -> StoredCodes:
+    with readable(where, ModelError, model=_Awq):
+        read = _Awq.model_validate(said)
+    if read.bits != 4 or not read.zero_point or read.version.lower() != "gemm":
+        _refuse(where, "of AWQ's layouts, that of 4 bits with zero points in version gemm is read")
+    scales: ScaleScope = "channel" if read.group_size == -1 else "group"
+    return _codes(where, "awq", "int4", scales, read.group_size, zero_point=True)
+
+
+# -- zosim's own -------------------------------------------------------------------------------------------------
+
+
+def said_of_own(coding: Coding) -> dict[str, Any]:
+    """Return the ``quantization_config`` of codes that lie in files as zosim has them in memory."""
+    stored = StoredCodes(
+        layout="zosim",
+        weights=coding.format,
+        parts=coding.parts,
+        scales=coding.scales,
+        group_elements=coding.group_elements,
+        zero_point=coding.has_zero_point,
+        full_range=coding.is_full_range,
+        outliers=coding.outlier_share,
+    )
+    kept = stored.model_dump(exclude={"layout", "activations"})
+    return {"quant_method": "zosim", "version": _OWN_VERSION, **kept}
+
+
+def _own(said: Mapping[str, Any], where: str) -> StoredCodes:
+    fields = {name: value for name, value in said.items() if name not in ("quant_method", "version")}
+    if said.get("version") != _OWN_VERSION:
+        _refuse(where, f"version {said.get('version')!r:.20} is none that is read", "use a later zosim")
+    with readable(where, ModelError, model=StoredCodes):
+        stored = StoredCodes.model_validate(fields | {"layout": "zosim"})
+    if stored.scales == "group":
+        _refuse_group(where, stored.group_elements)
+    return stored
+
+
+def refuse_unwritable(coding: Coding) -> None:
+    """Raise for codes that compressed-tensors has no format for.
+
+    Raises
+    ------
+    PlanError
+    """
+    if coding.parts == "all":
+        raise PlanError(
+            "a directory of codes has no place for a token table and a head in codes that transformers would load",
+            hint="write it in zosim's own layout (--save-as zosim-codes), or as numbers (--save-as numbers)",
+        )
+    if coding.outlier_share:
+        raise PlanError(
+            "a directory of codes has no place for outliers beside them that compressed-tensors knows",
+            hint="write it in zosim's own layout (--save-as zosim-codes), or as numbers (--save-as numbers)",
+        )
+    if coding.is_chosen or coding.format in ("float8_e5m2", "float4_e2m1"):
+        raise PlanError(
+            f"a directory of codes in {coding.format} has no format that compressed-tensors knows",
+            hint="write it in zosim's own layout (--save-as zosim-codes), or as numbers (--save-as numbers)",
+        )

@@ -1,0 +1,438 @@
+"""Reading a model without its weights: a shipped size, a ``config.json``, or a saved ``ModelSpec``.
+
+Only the raw JSON is read, so planning needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PositiveFloat,
+    field_validator,
+    model_validator,
+)
+
+from costmodel.formats.stored_codes import StoredCodes, stored_codes
+from costmodel.models.families import FAMILIES, Architecture, FamilyConfig, TensorSpec
+from costmodel.models.groups import ParameterEntry, cut_blocks_inside, group_parameters
+from costmodel.models.model_spec import ModelSpec, Part, segments_of
+from topology.errors import ModelError, UnknownFamily
+from topology.limits import Extent, Seed
+from topology.reading import read_json_object, shipped_yaml
+from topology.validation import readable
+
+CONFIG_NAME = "config.json"
+
+
+class LoRA(BaseModel):
+    """Low-rank adapters on named linears inside the blocks, over a frozen base.
+
+    Attributes
+    ----------
+    rank : int
+        Rows of A (``rank x inputs``) and columns of B (``outputs x rank``).
+    target_modules : tuple of str
+        Last components of module names, as PEFT matches them, such as ``("q_proj", "v_proj")``.
+    alpha : float or None
+        What an adapter adds is ``alpha / rank · B A x``; by default twice the rank, or its root where A is redrawn.
+    seed : int
+        Of the numbers that A begins with; B begins at zero.
+    lazy_steps : int or None
+        Steps after which A is drawn anew, of normals, and B, which alone is tuned then, begins at zero again. What they were
+        stays beside the base as a closed slot. None: both are tuned, and nothing is drawn anew.
+    max_rank : int or None
+        Rank of all slots together, the open one included, that they are compacted to; by default 64, or four times the rank.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: Extent
+    target_modules: tuple[str, ...]
+    alpha: PositiveFloat | None = None
+    seed: Seed = 0
+    lazy_steps: Extent | None = None
+    max_rank: Extent | None = None
+
+    @model_validator(mode="after")
+    def _leaves_room(self) -> Self:
+        if self.lazy_steps is None and self.max_rank is not None:
+            message = (
+                f"max_rank={self.max_rank} bounds slots, of which adapters have one unless A is drawn anew"
+            )
+            raise ModelError(message, hint="add --lora-lazy-steps, or leave --lora-max-rank out")
+        if self.closed_rank < self.rank * (self.lazy_steps is not None):
+            message = f"max_rank={self.max_rank} leaves no rank for a closed slot beside the open one of {self.rank}"
+            raise ModelError(message, hint=f"use {2 * self.rank} or more")
+        return self
+
+    @property
+    def scale(self) -> float:
+        """Factor of what an adapter adds, ``alpha / rank``."""
+        usual = 2 * self.rank if self.lazy_steps is None else math.sqrt(self.rank)
+        return (self.alpha or usual) / self.rank
+
+    @property
+    def closed_rank(self) -> int:
+        """Rank that there is memory for beside the open slot."""
+        if self.lazy_steps is None:
+            return 0
+        return (self.max_rank or max(64, 4 * self.rank)) - self.rank
+
+    @field_validator("target_modules")
+    @classmethod
+    def _names_something(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            message = "LoRA needs at least one target module"
+            raise ModelError(message, hint='for example ("q_proj", "v_proj")')
+        return value
+
+
+class Prefix(BaseModel):
+    """Virtual tokens that every block's attention sees before the real ones: keys and values over a frozen base.
+
+    Attributes
+    ----------
+    num_tokens : int
+    seed : int
+        Of the tokens whose keys and values it begins as.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_tokens: Extent
+    seed: Seed = 0
+
+
+Subset = Literal["matrices", "linears"]
+"""Part of a model's own parameters: those of two dimensions, or of these the weights of the linears inside the blocks."""
+
+Trainable = Part | LoRA | Prefix
+
+
+def shipped_models() -> tuple[str, ...]:
+    """Return the names of the model sizes that come with the package, by family and size.
+
+    Those of other families than :data:`~costmodel.models.families.FAMILIES` come last; their shape is not read from a configuration.
+    """
+    return tuple(_shipped())
+
+
+def read_model_spec(
+    source: str | Path, *, trainable: Trainable = "all", cut_blocks: tuple[int, ...] = ()
+) -> ModelSpec:
+    """Return what is known of a model from its configuration.
+
+    Parameters
+    ----------
+    source : str or Path
+        A shipped size (``"opt-1.3b"``, ``"OPT-13B"``, ``"facebook/opt-13b"``), a directory that holds
+        ``config.json``, a ``config.json``, or a JSON file written by ``ModelSpec.model_dump_json``.
+    trainable : "all", "matrices", "linears", LoRA or Prefix
+        What is perturbed and updated.
+    cut_blocks : tuple of int
+        Blocks that become two segments, cut at the input of the MLP's second linear.
+
+    Raises
+    ------
+    ModelError
+        If there is no such model or file, if the file is damaged, if the family is unknown, or if there is no such
+        block.
+    """
+    path = Path(source)
+    if path.is_dir():
+        path = path / CONFIG_NAME
+    if path.is_file():
+        return _spec_of_file(path, trainable, cut_blocks)
+    name = _shipped_name(str(source))
+    return spec_of_config(_shipped()[name], name=name, trainable=trainable, cut_blocks=cut_blocks)
+
+
+def shipped_config(name: str) -> dict[str, Any]:
+    """Return the configuration of a shipped size, in the form of a ``config.json``.
+
+    Raises
+    ------
+    ModelError
+        If no shipped size has that name.
+    """
+    return dict(_shipped()[_shipped_name(name)])
+
+
+def stored_codes_in(source: str | Path) -> StoredCodes | None:
+    """Return how the weights in a model directory are kept as codes; None where they are numbers, or `source` is no directory.
+
+    Raises
+    ------
+    ModelError
+        If the codes have no counterpart here.
+    """
+    path = Path(source) / CONFIG_NAME
+    if not path.is_file():
+        return None
+    return stored_codes(read_json_object(path, "model's configuration", ModelError), str(path))
+
+
+def spec_of_config(
+    config: Mapping[str, Any],
+    *,
+    name: str,
+    trainable: Trainable = "all",
+    cut_blocks: tuple[int, ...] = (),
+    source: str | None = None,
+) -> ModelSpec:
+    """Return the :class:`ModelSpec` of a configuration given as a mapping.
+
+    Parameters
+    ----------
+    config : mapping
+    name : str
+    trainable, cut_blocks
+        As of :func:`read_model_spec`.
+    source : str, optional
+        Where it was read, for messages.
+
+    Raises
+    ------
+    UnknownFamily
+        If the configuration alone does not tell the model's shape.
+    ModelError
+        If a field has a wrong type, is out of range or contradicts another, or LoRA targets match nothing.
+    """
+    family = checked_config(config, source or f"the configuration of {name}")
+    if family is None:
+        raise UnknownFamily(
+            f"model {name}: model_type {config.get('model_type')!r:.60} cannot be read from its configuration alone",
+            hint=f"families are {', '.join(FAMILIES)}; the executor reads any other model by instantiating it: "
+            "save its executors.spec_of_model(model).model_dump_json() to a file and pass that file",
+        )
+    arch = family.architecture()
+    tensors = list(family.tensors(arch))
+    lora = trainable if isinstance(trainable, LoRA) else None
+    num_prefix_tokens = trainable.num_tokens if isinstance(trainable, Prefix) else 0
+    adapters = _adapter_shapes(tensors, lora, name)
+    entries = (
+        _with_prefixes(tensors, arch, num_prefix_tokens)
+        if num_prefix_tokens
+        else _entries(tensors, trainable)
+    )
+    cut = tuple(sorted(set(cut_blocks)))
+    if not arch.is_causal and (num_prefix_tokens or cut):
+        what = "a prefix" if num_prefix_tokens else "a cut inside a block"
+        message = f"model {name} is a masked language model: {what} is not for it"
+        hint = "tune all of it or LoRA adapters" if num_prefix_tokens else "cut between its blocks"
+        raise ModelError(message, hint=hint)
+    segments_of(arch.num_blocks, cut)
+    return ModelSpec(
+        name=name,
+        family=family.family,
+        **{field: getattr(arch, field) for field in _SHARED_FIELDS},
+        adapter_rank=lora.rank + lora.closed_rank if lora else 0,
+        adapter_shapes=adapters,
+        adapter_lazy_steps=(lora.lazy_steps or 0) if lora else 0,
+        num_prefix_tokens=num_prefix_tokens,
+        cut_blocks=cut,
+        groups=group_parameters(cut_blocks_inside(entries, cut, norm_after_mlp=arch.norm_after_mlp)),
+        stored=stored_codes(config, source or name),
+        checkpoint_dtype=family.checkpoint_dtype,
+    )
+
+
+_SHARED_FIELDS = (
+    "num_blocks",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_positions",
+    "mlp",
+    "norm",
+    "embed_dim",
+    "tied_head",
+    "activation",
+    "positions",
+    "qk_norm",
+    "fused_qkv",
+    "final_norm",
+    "is_causal",
+)
+
+
+def checked_config(config: Mapping[str, Any], source: str) -> FamilyConfig | None:
+    """Return the fields of a configuration that zosim reads, checked; None where its family is unknown.
+
+    Parameters
+    ----------
+    config : mapping
+    source : str
+        Where it was read, for messages.
+
+    Raises
+    ------
+    ModelError
+        If a field has a wrong type, is out of range, or contradicts another.
+    """
+    model_type = config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        return None
+    with readable(source, ModelError, model=family):
+        return family.model_validate(config)
+
+
+def _targets(tensor: TensorSpec, lora: LoRA | None) -> bool:
+    if lora is None or tensor.linear is None or not tensor.segments[0].startswith("block."):
+        return False
+    return tensor.name.split(".")[-2] in lora.target_modules
+
+
+def _is_tuned(tensor: TensorSpec, trainable: Trainable) -> bool:
+    """Whether a tensor of the base is perturbed and updated."""
+    if trainable == "linears":
+        return tensor.linear is not None and tensor.segments[0].startswith("block.")
+    return trainable == "all" or (trainable == "matrices" and len(tensor.shape) == 2)
+
+
+def _entries(tensors: list[TensorSpec], trainable: Trainable) -> Iterator[ParameterEntry]:
+    lora = trainable if isinstance(trainable, LoRA) else None
+    for tensor in tensors:
+        yield _entry(tensor, trainable=_is_tuned(tensor, trainable))
+        if lora is not None and tensor.linear is not None and _targets(tensor, lora):
+            module = tensor.name.removesuffix(".weight")
+            inputs, outputs = tensor.linear
+            closed = lora.closed_rank
+            yield ParameterEntry(
+                f"{module}.lora_A.weight", tensor.segments, (lora.rank, inputs), trainable=not closed
+            )
+            yield ParameterEntry(f"{module}.lora_B.weight", tensor.segments, (outputs, lora.rank))
+            closed_shapes = (("closed_A", (closed, inputs)), ("closed_B", (outputs, closed)), ("lost", (1,)))
+            for name, shape in closed_shapes if closed else ():
+                yield ParameterEntry(f"{module}.lora_{name}", tensor.segments, shape, trainable=False)
+
+
+def _entry(tensor: TensorSpec, *, trainable: bool) -> ParameterEntry:
+    inputs, outputs = tensor.linear or (0, 0)
+    linear = (outputs, inputs) if tensor.linear else None
+    return ParameterEntry(tensor.name, tensor.segments, tensor.shape, trainable, linear, tensor.is_table)
+
+
+def _with_prefixes(
+    tensors: list[TensorSpec], arch: Architecture, num_prefix_tokens: int
+) -> Iterator[ParameterEntry]:
+    """Yield the frozen base, and the keys and values that each block's attention gets."""
+    width = arch.num_key_value_heads * arch.head_dim
+    previous = None
+    for tensor in tensors:
+        segment = tensor.segments[0]
+        if segment.startswith("block.") and segment != previous:
+            for kind in ("keys", "values"):
+                yield ParameterEntry(f"{segment}.prefix_{kind}", tensor.segments, (num_prefix_tokens, width))
+        previous = segment
+        yield _entry(tensor, trainable=False)
+
+
+def _adapter_shapes(tensors: list[TensorSpec], lora: LoRA | None, name: str) -> tuple[tuple[int, int], ...]:
+    if lora is None:
+        return ()
+    linears = [tensor for tensor in tensors if tensor.linear and tensor.segments == ("block.0",)]
+    names = [tensor.name.split(".")[-2] for tensor in linears]
+    missing = [target for target in lora.target_modules if target not in names]
+    if missing:
+        message = f"model {name}: no linear of its blocks is called {', '.join(missing)}"
+        raise ModelError(
+            message,
+            hint="linears are " + ", ".join(dict.fromkeys(names)),
+        )
+    return tuple(tensor.linear for tensor in linears if tensor.linear and _targets(tensor, lora))
+
+
+def _spec_of_file(path: Path, trainable: Trainable, cut_blocks: tuple[int, ...]) -> ModelSpec:
+    loaded = read_json_object(path, "model's configuration", ModelError)
+    if "groups" in loaded:
+        return _saved_spec(loaded, path, trainable, cut_blocks)
+    name = path.parent.name if path.name == CONFIG_NAME else path.stem
+    return spec_of_config(
+        loaded, name=name or str(path), trainable=trainable, cut_blocks=cut_blocks, source=str(path)
+    )
+
+
+def _saved_spec(
+    loaded: dict[str, Any], path: Path, trainable: Trainable, cut_blocks: tuple[int, ...]
+) -> ModelSpec:
+    with readable(f"the model specification {path}", ModelError, model=ModelSpec):
+        spec = ModelSpec.model_validate(loaded)
+    if cut_blocks and spec.cut_blocks != cut_blocks:
+        message = f"{path} is a saved model specification, which already states which blocks are cut"
+        raise ModelError(message, hint="make it from the model's configuration")
+    if trainable != "all":
+        message = f"{path} is a saved model specification, which already states what is trainable"
+        raise ModelError(
+            message,
+            hint="make it from a model that carries the adapters",
+        )
+    return spec
+
+
+def _shipped_name(source: str) -> str:
+    wanted = re.sub(r"[\s:]+", "-", source.strip().lower())
+    names = _shipped_aliases()
+    known_as = next((names[form] for form in _without_variants(wanted) if form in names), None)
+    if known_as is not None:
+        return known_as
+    close = difflib.get_close_matches(wanted.rsplit("/", 1)[-1], _shipped(), n=3, cutoff=0.5)
+    known = "did you mean " + ", ".join(close) if close else "shipped sizes are " + ", ".join(_shipped())
+    message = f"there is no model {source!r}: neither a shipped size nor a directory with config.json"
+    raise ModelError(
+        message,
+        hint=known,
+    )
+
+
+_VARIANTS = ("-hf", "-base", "-chat", "-instruct", "-it")
+"""Ends of the names of models that have the sizes of those without: trained further, or in another file format."""
+
+
+def _without_variants(name: str) -> Iterator[str]:
+    """Yield a name, and what is left of it as such ends are taken off."""
+    yield name
+    for end in _VARIANTS:
+        if name.endswith(end):
+            yield from _without_variants(name.removesuffix(end))
+
+
+@cache
+def _family_files() -> tuple[dict[str, Any], ...]:
+    """Read once, for sizes and for aliases: what YAML takes is a good part of what a model takes."""
+    folder = resources.files("costmodel") / "data" / "models"
+    files = ((folder / f"{family}.yaml").read_text(encoding="utf-8") for family in (*FAMILIES, "others"))
+    return tuple(map(shipped_yaml, files))
+
+
+@cache
+def _shipped() -> dict[str, dict[str, Any]]:
+    return {
+        name: {"model_type": data.get("family"), **data.get("common", {}), **size}
+        for data in _family_files()
+        for name, size in data["sizes"].items()
+    }
+
+
+@cache
+def _shipped_aliases() -> dict[str, str]:
+    aliases: dict[str, str] = {}
+    for data in _family_files():
+        names = {name: name for name in data["sizes"]} | data.get("aliases", {})
+        for prefix in ("", *data["prefixes"]):
+            aliases |= {prefix.lower() + alias: name for alias, name in names.items()}
+    return aliases

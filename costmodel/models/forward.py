@@ -1,0 +1,313 @@
+"""Work of one segment's forward pass, kernel by kernel as transformers' modelling code launches it.
+
+The account follows the eager PyTorch code of transformers 5 under ``torch.no_grad`` and in evaluation mode,
+including temporaries that Python keeps alive to the end of a function (the attention probabilities of the
+``eager`` implementation, for one). Masks are those of unpadded batches unless `padded`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from costmodel.formats import FORMATS, DType
+from costmodel.models.model_spec import BACK, EMBED, FRONT, HEAD, ModelSpec
+from costmodel.models.pieces import AttentionImpl, Pass, attention_part, lookup, norm
+from costmodel.models.tape import Tape, TapeBuffer
+from costmodel.work import ModelCode, Work
+from topology.errors import ModelError
+
+_NUM_LOSS_SCALARS = 16
+"""The loss, the weight that it is a mean over, and what becomes of the two until the step is through."""
+
+
+def forward_work(
+    spec: ModelSpec,
+    segment: str,
+    *,
+    batch: int,
+    seq: int,
+    dtype: DType = "float32",
+    storage_dtype: DType | None = None,
+    attention: AttentionImpl = "sdpa",
+    loss_chunk: int | None = None,
+    padded: bool = False,
+    num_kept: int | None = None,
+) -> Work:
+    """Return the work of one forward of `segment` over ``batch x seq`` tokens.
+
+    Parameters
+    ----------
+    dtype : str
+        Compute format; hidden states between segments have it.
+    storage_dtype : str, optional
+        Format of the weights in memory, `dtype` if not given. Where they differ the segment first casts its own
+        weights, and the whole cast copy counts as workspace.
+    attention : {"eager", "sdpa", "flash"}
+        Only ``eager`` stores the score matrix. Fused kernels skip the masked half of an unpadded batch.
+    loss_chunk : int, optional
+        Tokens whose logits exist at one time; all of them if not given.
+    padded : bool
+        Whether a padding mask is passed, with which fused kernels compute the full square.
+    num_kept : int, optional
+        Tokens of a block that go on behind its attention; all of them if not given.
+
+    Returns
+    -------
+    Work
+        ``workspace_bytes`` is the peak of what the segment allocates less its output, which the caller holds
+        until the next segment is done; the input is the caller's too.
+
+    Raises
+    ------
+    ModelError
+        If the model has no such segment, or `seq` is longer than it accepts.
+
+    Notes
+    -----
+    The head's logits are upcast to float32 and normalised into a second float32 copy before the loss picks its
+    terms, so half-precision logits of ``T`` tokens over a vocabulary of ``V`` need ``(2 + 4 + 4) T V`` bytes; those of
+    a masked model, which are normalised as they are, ``(2 + 2) T V``.
+    """
+    if segment not in spec.segments:
+        message = f"model {spec.name} has no segment {segment!r}"
+        raise ModelError(message, hint=f"segments run from {EMBED} over block.0 to {HEAD}")
+    if seq > spec.max_positions:
+        message = f"seq={seq} is longer than the {spec.max_positions} positions of model {spec.name}"
+        raise ModelError(message, hint=f"use a sequence of at most {spec.max_positions} tokens")
+    shape = Pass(
+        batch=batch,
+        seq=seq,
+        dtype=dtype,
+        attention=attention,
+        loss_chunk=loss_chunk,
+        padded=padded,
+        num_kept=num_kept,
+    )
+    code: ModelCode = "embed" if segment == EMBED else "head" if segment == HEAD else "block"
+    work = _player_of(segment)(spec, shape).model_copy(update={"calls": (code,)})
+    stored = storage_dtype or dtype
+    if FORMATS[stored].element_bytes == FORMATS[dtype].element_bytes and {stored, dtype} != {
+        "float16",
+        "bfloat16",
+    }:
+        return work
+    return _with_cast_weights(work, spec, segment, stored, dtype)
+
+
+def activation_bytes(
+    spec: ModelSpec, *, batch: int, seq: int, dtype: DType = "float32", segment: str = ""
+) -> int:
+    """Return the bytes that `segment` hands to the next: a hidden state, from a block's front the MLP's too."""
+    inner = spec.intermediate_size if segment.endswith(FRONT) else 0
+    return FORMATS[dtype].bytes(batch * seq * (spec.hidden_size + inner))
+
+
+def shared_activation_bytes(
+    spec: ModelSpec,
+    *,
+    batch: int,
+    seq: int,
+    dtype: DType = "float32",
+    attention: AttentionImpl = "sdpa",
+    is_padded: bool = True,
+) -> int:
+    """Return the most bytes that every block reads and that live for the whole forward: mask and rotary tables.
+
+    A padded batch has a mask, a number for each pair of positions under ``eager`` and a byte under fused attention; without
+    padding fused attention takes a flag that it is causal.
+    """
+    width = FORMATS[dtype].element_bytes
+    mask = batch * seq * seq * (width if attention == "eager" else is_padded)
+    rotary = 2 * seq * spec.head_dim * width if spec.positions == "rotary" else 0
+    return mask + rotary
+
+
+def _with_cast_weights(work: Work, spec: ModelSpec, segment: str, stored: DType, dtype: DType) -> Work:
+    groups = spec.groups_of(segment)
+    elements = sum(group.num_parameters for group in groups)
+    cast = Work(
+        dtype=dtype,
+        sweep_bytes=elements * (FORMATS[stored].element_bytes + FORMATS[dtype].element_bytes),
+        num_kernels=sum(group.num_tensors for group in groups),
+    )
+    workspace = work.workspace_bytes + elements * FORMATS[dtype].element_bytes
+    return (work + cast).model_copy(update={"workspace_bytes": workspace})
+
+
+def _embed_work(spec: ModelSpec, shape: Pass) -> Work:
+    tape = Tape(shape.dtype)
+    if not spec.is_causal:
+        return _masked_embed_work(tape, spec, shape)
+    hidden = lookup(tape, shape.rows * spec.embed_dim)
+    if spec.positions == "learned":
+        # OPT looks positions up for every row of the batch, the others once for all rows.
+        rows = shape.rows if spec.family == "opt" else shape.seq
+        table = lookup(tape, rows * spec.hidden_size)
+        if spec.embed_dim != spec.hidden_size:
+            narrow, hidden = hidden, tape.linear(shape.rows, spec.embed_dim, spec.hidden_size)
+            tape.free(narrow)
+        hidden = tape.map(hidden, table, drop=(hidden, table))
+    return tape.work(output_bytes=hidden.size_bytes)
+
+
+def _masked_embed_work(tape: Tape, spec: ModelSpec, shape: Pass) -> Work:
+    """Play RoBERTa's sum of three tables and its norm; the code holds all summands to the end."""
+    num_elements = shape.rows * spec.hidden_size
+    tokens, types = lookup(tape, num_elements), lookup(tape, num_elements)
+    summed = tape.map(tokens, types)
+    places = lookup(tape, num_elements)
+    total = tape.map(summed, places, drop=(summed,))
+    hidden = norm(tape, spec, total)
+    tape.free(tokens, types, places, total)
+    return tape.work(output_bytes=hidden.size_bytes)
+
+
+def _head_work(spec: ModelSpec, shape: Pass) -> Work:
+    tape = Tape(shape.dtype)
+    hidden = TapeBuffer(shape.rows * spec.hidden_size, shape.dtype)
+    if spec.final_norm:
+        hidden = norm(tape, spec, hidden)
+    if not spec.is_causal:
+        dense = _activate(tape, spec, tape.linear(shape.rows, spec.hidden_size, spec.hidden_size))
+        hidden = norm(tape, spec, dense)
+        tape.free(dense)
+    if spec.embed_dim != spec.hidden_size:
+        wide, hidden = hidden, tape.linear(shape.rows, spec.hidden_size, spec.embed_dim)
+        tape.free(wide)
+    chunk = min(shape.loss_chunk or shape.rows, shape.rows)
+    num_whole, rest = divmod(shape.rows, chunk)
+    with tape.repeated(num_whole):
+        _loss(tape, spec, chunk)
+    if rest:
+        _loss(tape, spec, rest)
+    return tape.work()
+
+
+def _loss(tape: Tape, spec: ModelSpec, rows: int) -> None:
+    logits = tape.linear(rows, spec.embed_dim, spec.vocab_size)
+    upcast = logits  # transformers' masked models take the loss of logits as they are
+    if spec.is_causal:
+        upcast = (
+            tape.cast(logits, "float32") if tape.dtype != "float64" else tape.map(logits, dtype="float32")
+        )
+    log_probabilities = tape.map(upcast, exponentials=1)
+    tape.num_kernels += 1  # the loss picks one element per row, which costs a launch and a few numbers
+    loss = tape.new(_NUM_LOSS_SCALARS, "float32")
+    tape.free(logits, upcast, log_probabilities, loss)
+
+
+def _player_of(segment: str) -> Callable[[ModelSpec, Pass], Work]:
+    if segment.endswith(FRONT):
+        return _front_work
+    return _back_work if segment.endswith(BACK) else _SEGMENTS.get(segment, _block_work)
+
+
+def _front_work(spec: ModelSpec, shape: Pass) -> Work:
+    """Play a block up to the input of the MLP's second linear, which leaves with the residual stream."""
+    tape = Tape(shape.dtype)
+    residual, normed, kept = _up_to_mlp(tape, spec, shape)
+    inner = _first_of_mlp(tape, spec, shape, normed)
+    tape.free(*kept, normed)
+    _adapters(tape, spec, shape, behind=False)
+    return tape.work(output_bytes=inner.size_bytes + residual.size_bytes)
+
+
+def _back_work(spec: ModelSpec, shape: Pass) -> Work:
+    """Play the rest of such a block."""
+    tape = Tape(shape.dtype)
+    residual = TapeBuffer(shape.rows * spec.hidden_size, shape.dtype)
+    output = tape.linear(shape.rows, spec.intermediate_size, spec.hidden_size)
+    output = tape.map(residual, output, drop=(output,))
+    _adapters(tape, spec, shape, behind=True)
+    return tape.work(output_bytes=output.size_bytes)
+
+
+def _up_to_mlp(
+    tape: Tape, spec: ModelSpec, shape: Pass
+) -> tuple[TapeBuffer, TapeBuffer, tuple[TapeBuffer, ...]]:
+    """Play a block up to its MLP; return the residual stream, the MLP's input, and what stays alive meanwhile."""
+    entry = TapeBuffer(shape.rows * spec.hidden_size, shape.dtype)
+    normed = norm(tape, spec, entry)
+    attended, kept = attention_part(tape, spec, shape)
+    if shape.num_kept:
+        entry = lookup(tape, shape.kept_rows * spec.hidden_size)
+    residual = tape.map(entry, attended, drop=(normed, attended) if spec.family != "gpt2" else (normed,))
+    return residual, norm(tape, spec, residual), (kept, attended)
+
+
+def _block_work(spec: ModelSpec, shape: Pass) -> Work:
+    tape = Tape(shape.dtype)
+    if not spec.is_causal:
+        return _masked_block_work(tape, spec, shape)
+    residual, normed, kept = _up_to_mlp(tape, spec, shape)
+    inner = _first_of_mlp(tape, spec, shape, normed)
+    output = tape.linear(shape.kept_rows, spec.intermediate_size, spec.hidden_size)
+    tape.free(inner, normed)
+    output = tape.map(residual, output, drop=(residual, output))
+    tape.free(*kept)
+    _adapters(tape, spec, shape)
+    return tape.work(output_bytes=output.size_bytes)
+
+
+def _masked_block_work(tape: Tape, spec: ModelSpec, shape: Pass) -> Work:
+    """Play RoBERTa's block, which norms what it adds, behind attention and behind the MLP."""
+    entry = TapeBuffer(shape.rows * spec.hidden_size, shape.dtype)
+    attended, kept = attention_part(tape, spec, shape)
+    residual = _added_and_normed(tape, spec, entry, attended)
+    inner = _first_of_mlp(tape, spec, shape, residual)
+    output = tape.linear(shape.rows, spec.intermediate_size, spec.hidden_size)
+    output = _added_and_normed(tape, spec, residual, output)
+    tape.free(inner, residual, kept)
+    _adapters(tape, spec, shape)
+    return tape.work(output_bytes=output.size_bytes)
+
+
+def _added_and_normed(tape: Tape, spec: ModelSpec, residual: TapeBuffer, change: TapeBuffer) -> TapeBuffer:
+    total = tape.map(residual, change)
+    normed = norm(tape, spec, total)
+    tape.free(change, total)
+    return normed
+
+
+def _first_of_mlp(tape: Tape, spec: ModelSpec, shape: Pass, normed: TapeBuffer) -> TapeBuffer:
+    """Play the MLP up to the input of its second linear."""
+    if spec.mlp == "gated":
+        gate = tape.linear(shape.kept_rows, spec.hidden_size, spec.intermediate_size)
+        gate = _activate(tape, spec, gate)
+        up = tape.linear(shape.kept_rows, spec.hidden_size, spec.intermediate_size)
+        return tape.map(gate, up, drop=(gate, up))
+    inner = tape.linear(shape.kept_rows, spec.hidden_size, spec.intermediate_size)
+    if spec.family == "opt":
+        tape.free(normed)  # OPT's block overwrites its only name for it; the others keep it in the caller
+    return _activate(tape, spec, inner)
+
+
+def _activate(tape: Tape, spec: ModelSpec, inner: TapeBuffer) -> TapeBuffer:
+    """Play the activation: one kernel, or eight for ``gelu_new``, which transformers writes out."""
+    if spec.activation != "gelu_new":
+        return tape.map(inner, drop=(inner,), exponentials=0 if spec.activation == "relu" else 1)
+    half = tape.map(inner)
+    term = tape.map(inner)
+    term = tape.map(term, drop=(term,))
+    term = tape.map(inner, term, drop=(term,))
+    for exponentials in (0, _TANH, 0):
+        term = tape.map(term, drop=(term,), exponentials=exponentials)
+    return tape.map(half, term, drop=(half, term, inner))
+
+
+def _adapters(tape: Tape, spec: ModelSpec, shape: Pass, *, behind: bool | None = None) -> None:
+    """Play the adapters' two narrow products each, the scaling and the addition to the base's output."""
+    for inputs, outputs in spec.adapter_shapes:
+        if behind is not None and behind != (inputs == spec.intermediate_size):
+            continue
+        narrow = tape.linear(shape.rows, inputs, spec.adapter_rank)
+        wide = tape.linear(shape.rows, spec.adapter_rank, outputs)
+        scaled = tape.map(wide, drop=(narrow, wide))
+        total = tape.map(TapeBuffer(scaled.num_elements, shape.dtype), scaled, drop=(scaled,))
+        tape.free(total)
+
+
+_TANH = 4
+"""Exponentials that a hyperbolic tangent counts as: torch's takes about four times as long on a CPU."""
+
+_SEGMENTS = {EMBED: _embed_work, HEAD: _head_work}

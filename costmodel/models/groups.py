@@ -1,0 +1,180 @@
+"""Parameter groups: which neighbouring parameters travel and are drawn together.
+
+One function makes them from a list of tensors. The configuration reader and the executor both call it, so a
+plan made without weights and a run with them agree on every name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, groupby
+from math import prod
+from typing import NamedTuple
+
+from costmodel.models.model_spec import BACK, EMBED, FRONT, HEAD, ParameterGroup, block_segment
+
+TIED_TABLE = "embed.tokens"
+"""Name of the group of a token table that the head reads as well."""
+
+
+class ParameterEntry(NamedTuple):
+    """One stored tensor.
+
+    Attributes
+    ----------
+    name : str
+        As ``named_parameters()`` spells it; a tied tensor under its first name.
+    segments : tuple of str
+        Segments that read it, in execution order.
+    shape : tuple of int
+    trainable : bool
+    linear : tuple of (int, int), optional
+        Outputs and inputs, where it is the weight of a linear layer.
+    is_table : bool
+        Whether tokens are looked up in it.
+    """
+
+    name: str
+    segments: tuple[str, ...]
+    shape: tuple[int, ...]
+    trainable: bool = True
+    linear: tuple[int, int] | None = None
+    is_table: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape."""
+        return prod(self.shape)
+
+
+SECOND_LINEARS = ("fc2", "c_proj", "down_proj")
+"""What families call the linear that the MLP's activation goes into; GPT-2 has another ``c_proj`` in its attention."""
+
+
+def cut_blocks_inside(
+    entries: Iterable[ParameterEntry], cut_blocks: Iterable[int], *, norm_after_mlp: bool
+) -> Iterator[ParameterEntry]:
+    """Yield `entries` with the parameters of some blocks shared out between their two halves.
+
+    Parameters
+    ----------
+    entries : iterable of ParameterEntry
+    cut_blocks : iterable of int
+    norm_after_mlp : bool
+        Whether the block's last norm comes after the MLP (OPT-350M) rather than before it.
+    """
+    cut = {block_segment(i) for i in cut_blocks}
+    for entry in entries:
+        if entry.segments[0] not in cut:
+            yield entry
+            continue
+        half = BACK if _is_behind(entry.name, norm_after_mlp=norm_after_mlp) else FRONT
+        yield entry._replace(segments=(entry.segments[0] + half,))
+
+
+def _is_behind(name: str, *, norm_after_mlp: bool) -> bool:
+    """Whether a block's parameter acts after the input of the MLP's second linear."""
+    parts = name.split(".")
+    if "attn" in parts or "self_attn" in parts:
+        return False
+    return any(part in SECOND_LINEARS for part in parts) or (norm_after_mlp and "final_layer_norm" in parts)
+
+
+def group_parameters(entries: Iterable[ParameterEntry]) -> tuple[ParameterGroup, ...]:
+    """Return the maximal runs of neighbours that the same segments read.
+
+    Parameters
+    ----------
+    entries : iterable of ParameterEntry (or tuples like it)
+        Every stored tensor once, in registration order.
+
+    Returns
+    -------
+    tuple of ParameterGroup
+        In registration order. A run read by one segment bears the segment's name; a second such run bears
+        ``.1``, a third ``.2``. A run read by embed and head is ``embed.tokens``.
+
+    Examples
+    --------
+    >>> rows = [
+    ...     ("wte", ("embed", "head"), (3, 2), True),
+    ...     ("wpe", ("embed",), (2, 2), True),
+    ...     ("ln_f", ("head",), (2,), True),
+    ... ]
+    >>> [group.name for group in group_parameters(rows)]
+    ['embed.tokens', 'embed', 'head']
+    """
+    rows = (ParameterEntry(*entry) for entry in entries)
+    seen: dict[str, int] = {}
+    groups = []
+    for segments, run in groupby(rows, key=lambda entry: entry.segments):
+        base = TIED_TABLE if segments == (EMBED, HEAD) else "+".join(segments)
+        count = seen.get(base, 0)
+        seen[base] = count + 1
+        groups.append(_group(base if count == 0 else f"{base}.{count}", segments, list(run)))
+    return tuple(groups)
+
+
+def joined_halves(groups: Iterable[ParameterGroup]) -> tuple[ParameterGroup, ...]:
+    """Return the groups of a model some of whose blocks were cut inside, as they are in the uncut model."""
+    whole = [
+        (tuple(segment.removesuffix(FRONT).removesuffix(BACK) for segment in group.segments), group)
+        for group in groups
+    ]
+    whole_groups = []
+    for segments, run in groupby(whole, key=lambda pair: pair[0]):
+        parts = [group for _, group in run]
+        if parts[0].segments == segments:
+            whole_groups += parts
+            continue
+        counts = ("num_parameters", "num_trainable", "num_tensors", "num_trainable_tensors")
+        whole_groups.append(
+            ParameterGroup(
+                name=segments[0],
+                segments=segments,
+                largest_trainable_tensor=max(part.largest_trainable_tensor for part in parts),
+                linears=sum((part.linears for part in parts), ()),
+                frozen_linears=sum((part.frozen_linears for part in parts), ()),
+                trainable_matrices=tuple(chain.from_iterable(part.trainable_matrices for part in parts)),
+                **{count: sum(getattr(part, count) for part in parts) for count in counts},
+            )
+        )
+    return tuple(whole_groups)
+
+
+def _group(name: str, segments: tuple[str, ...], run: list[ParameterEntry]) -> ParameterGroup:
+    trainable = [entry.num_elements for entry in run if entry.trainable]
+    return ParameterGroup(
+        name=name,
+        segments=segments,
+        num_parameters=sum(entry.num_elements for entry in run),
+        num_trainable=sum(trainable),
+        num_tensors=len(run),
+        num_trainable_tensors=len(trainable),
+        largest_trainable_tensor=max(trainable, default=0),
+        linears=_linears(run, trainable=True),
+        frozen_linears=_linears(run, trainable=False),
+        outer_matrices=_outer_matrices(run, trainable=True),
+        frozen_outer_matrices=_outer_matrices(run, trainable=False),
+        trainable_matrices=tuple(
+            (entry.shape[0], entry.shape[1]) for entry in run if entry.trainable and len(entry.shape) == 2
+        ),
+    )
+
+
+def _linears(run: list[ParameterEntry], *, trainable: bool) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of the linears of a block; embedding and head are no blocks."""
+    is_block = run[0].segments[0] not in (EMBED, HEAD)
+    return tuple(entry.linear for entry in run if is_block and entry.linear and entry.trainable == trainable)
+
+
+def _outer_matrices(run: list[ParameterEntry], *, trainable: bool) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of the token table and of the linears before and behind the blocks."""
+    if run[0].segments[0] not in (EMBED, HEAD):
+        return ()
+    matrices = (
+        entry.linear or ((entry.shape[0], entry.shape[1]) if entry.is_table else None)
+        for entry in run
+        if entry.trainable == trainable
+    )
+    return tuple(filter(None, matrices))

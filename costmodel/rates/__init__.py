@@ -1,0 +1,1 @@
+"""Rates of a device: its profile, how it is measured, and at what pace it runs today."""

@@ -1,0 +1,401 @@
+"""Fitting a profile to measurements: which constants make the estimates agree with what a machine did.
+
+The measuring half needs tensors and lives with the executor. This half is a robust least-squares fit in log
+space, so that ten microseconds and ten seconds weigh alike and constants stay positive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from costmodel.estimate import combine_terms, work_terms
+from costmodel.rates.measurement import Measurement, Statistic
+from costmodel.rates.profile import CONSTANT_UNITS, Constant, DeviceKind, Profile
+from topology.errors import ProfileError
+
+Array = NDArray[np.float64]
+
+NOISE = 0.05
+"""Relative error of a good measurement: what the prior is weighed against."""
+
+OUTLIER = 0.20
+"""Log residual from which a measurement counts less and less (scale of the soft L1 loss)."""
+
+IDENTIFIED = 0.5
+"""A constant is identified if the data shrink its uncertainty to less than this part of the prior's."""
+
+_VAGUE = 0.5
+"""Least standard deviation of a bandwidth's prior, in logs."""
+
+_NOT_FITTED = frozenset(
+    {
+        "cache_bytes",
+        "copy_cores",
+        "context_bytes",
+        "pin_bandwidth",
+        "allocator_slack",
+        "allocation_granularity",
+        "step_s",
+        "pace_s",
+        "pace",
+        "pace_part",
+    }
+)
+"""Constants that durations of single operations cannot tell."""
+
+
+@dataclass(frozen=True)
+class Residual:
+    """One measurement beside what the fitted profile says."""
+
+    name: str
+    measured_s: float
+    predicted_s: float
+    contended: bool = False
+
+    @property
+    def relative_error(self) -> float:
+        """``predicted / measured - 1``."""
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What a fit found.
+
+    Attributes
+    ----------
+    residuals : tuple of Residual
+        In the order of the measurements.
+    identified : tuple of str
+        Constants that the data determine.
+    unidentified : mapping of str to str
+        The others, each with the reason; they keep (close to) the base profile's value and its interval.
+    condition : float or None
+        Ratio of the largest to the smallest singular value of the data's Jacobian over the identified constants.
+    steps : tuple of Residual
+        Whole steps that were measured and not fitted, where there are any.
+    disturbances : tuple of str
+        What disturbed the measuring, in words.
+    """
+
+    residuals: tuple[Residual, ...]
+    identified: tuple[str, ...]
+    unidentified: Mapping[str, str]
+    condition: float | None
+    steps: tuple[Residual, ...] = ()
+    disturbances: tuple[str, ...] = ()
+
+    @property
+    def median_error(self) -> float:
+        """Median of the absolute relative errors of what was fitted."""
+        return float(np.median([abs(row.relative_error) for row in self.residuals if not row.contended]))
+
+    def errors_by_kind(self) -> dict[str, list[float]]:
+        """Return the relative errors of what was fitted, by the first word of its name."""
+        errors: dict[str, list[float]] = {}
+        for row in self.residuals:
+            if not row.contended:
+                errors.setdefault(row.name.split(" ", 1)[0].split(".", 1)[0], []).append(row.relative_error)
+        return errors
+
+    def worst(self, count: int = 5) -> tuple[Residual, ...]:
+        """Return the rows with the largest log errors."""
+        ranked = sorted(self.residuals, key=lambda row: -abs(math.log(row.predicted_s / row.measured_s)))
+        return tuple(ranked[:count])
+
+
+def fit_profile(
+    measurements: Sequence[Measurement],
+    base_profile: Profile,
+    *,
+    statistic: Statistic = "median",
+    kinds: Collection[str] = CONSTANT_UNITS,
+) -> tuple[Profile, FitReport]:
+    """Return the profile that explains `measurements` best, and how well it does.
+
+    Parameters
+    ----------
+    measurements : sequence of Measurement
+    base_profile : Profile
+        Where the fit starts, and what it falls back on. Its intervals are the prior.
+    statistic : {"median", "fastest"}
+        Which duration of a measurement to explain. The fastest is the machine's own where other processes
+        disturbed the measuring; the median is what runs will meet if they are disturbed alike.
+    kinds : collection of str
+        Of constants that are fitted: others stay as they are.
+
+    Raises
+    ------
+    ProfileError
+        If there is nothing to fit, a measurement used another number of threads, or the profile lacks a rate for a
+        format that was measured.
+
+    Notes
+    -----
+    Minimises, over the logarithms ``x`` of the constants,
+
+    ``Σ w_i² ρ((log predicted_i(x) - log measured_i) / NOISE) + Σ ((x_j - x_j⁰) / σ_j)²``
+
+    with the soft L1 loss ``ρ``, the measurements' weights ``w``, and the base profile's value ``x⁰`` and half interval ``σ`` (in logs) as the prior,
+    which holds only what data leave open. Intervals are twice the posterior's standard deviation, widened by
+    the spread of the residuals of those measurements that the constant matters to: a model that explains its data
+    within 20 % must not claim 1 %. A measurement that is a bound counts only where the prediction exceeds it.
+    """
+    fitted = [m for m in measurements if not m.contended]
+    if not fitted:
+        message = "there is no measurement to fit a profile to"
+        raise ProfileError(message, hint="measure the machine, contended rows do not count")
+    for measurement in fitted:
+        if base_profile.device_kind == "cpu" and measurement.num_threads != base_profile.num_threads:
+            message = (
+                f"measurement {measurement.name!r} ran on {measurement.num_threads} threads, "
+                f"the profile is for {base_profile.num_threads}"
+            )
+            raise ProfileError(message, hint="measure with the number of threads that runs will use")
+    problem = _CalibrationProblem.of(fitted, base_profile, statistic, kinds)
+    solution = problem.solve()
+    return _outcome(problem, solution, measurements)
+
+
+@dataclass(frozen=True)
+class _CalibrationProblem:
+    """The fit as vectors: one entry per measurement, one per constant."""
+
+    measurements: tuple[Measurement, ...]
+    profile: Profile
+    names: tuple[str, ...]
+    start: Array
+    sigma: Array
+    log_seconds: Array
+    fixed: Mapping[str, float]
+    statistic: Statistic
+
+    @classmethod
+    def of(
+        cls,
+        measurements: Sequence[Measurement],
+        profile: Profile,
+        statistic: Statistic,
+        kinds: Collection[str],
+    ) -> _CalibrationProblem:
+        constants = [
+            constant
+            for constant in profile.constants
+            if constant.kind in kinds
+            and constant.kind not in _NOT_FITTED
+            and constant.value > 0
+            and constant.low < constant.high
+        ]
+        return cls(
+            tuple(measurements),
+            profile,
+            tuple(constant.name for constant in constants),
+            np.log([constant.value for constant in constants]),
+            np.array([_prior_sigma(constant, profile.device_kind) for constant in constants]),
+            np.log([measurement.duration_s(statistic) for measurement in measurements]),
+            dict(profile.values()),
+            statistic,
+        )
+
+    def values(self, x: Array) -> dict[str, float]:
+        return {**self.fixed, **dict(zip(self.names, np.exp(x).tolist(), strict=True))}
+
+    def log_ratios(self, x: Array) -> Array:
+        """Return log predicted over measured, one per measurement."""
+        values, kind = self.values(x), self.profile.device_kind
+        predicted = [_predicted_s(measurement, values, kind) for measurement in self.measurements]
+        return np.log(predicted) - self.log_seconds
+
+    def counted(self, log_ratios: Array) -> Array:
+        """Return 1 for each measurement that says something here, 0 for bounds that the predictions keep."""
+        return np.where(self.bounds & (log_ratios < 0), 0.0, 1.0)
+
+    def residuals(self, x: Array) -> Array:
+        log_ratios = self.log_ratios(x)
+        softened = self.counted(log_ratios) * self.given_weights * _soften(log_ratios) / NOISE
+        return np.concatenate([softened, (x - self.start) / self.sigma])
+
+    @cached_property
+    def given_weights(self) -> Array:
+        """Weights of the measurements."""
+        return np.array([measurement.weight for measurement in self.measurements])
+
+    @cached_property
+    def bounds(self) -> NDArray[np.bool_]:
+        """Which of the measurements are bounds."""
+        return np.array([measurement.is_bound for measurement in self.measurements])
+
+    def solve(self) -> Array:
+        reach = np.maximum(8 * self.sigma, math.log(100.0))
+        result = least_squares(
+            self.residuals,
+            self.start,
+            jac=self.residual_slopes,
+            bounds=(self.start - reach, self.start + reach),
+            x_scale=self.sigma,
+        )
+        return np.asarray(result.x, dtype=np.float64)
+
+    def residual_slopes(self, x: Array) -> Array:
+        """Return the derivatives of :meth:`residuals`."""
+        log_ratios = self.log_ratios(x)
+        weights = self.counted(log_ratios) * self.given_weights * _softened_slope(log_ratios)
+        slopes = weights[:, None] * self.jacobian(x) / NOISE
+        return np.vstack([slopes, np.diag(1 / self.sigma)])
+
+    def jacobian(self, x: Array, step: float = 1e-3) -> Array:
+        """Return the central differences of the log predictions, measurements by constants."""
+        derivatives, kind = np.zeros((len(self.measurements), len(x))), self.profile.device_kind
+        for index, rows in enumerate(self._rows_of):
+            shift = np.zeros_like(x)
+            shift[index] = step
+            above, below = self.values(x + shift), self.values(x - shift)
+            for row in rows:
+                measurement = self.measurements[row]
+                ratio = _predicted_s(measurement, above, kind) / _predicted_s(measurement, below, kind)
+                derivatives[row, index] = math.log(ratio) / (2 * step)
+        return derivatives
+
+    @cached_property
+    def _rows_of(self) -> list[list[int]]:
+        """Measurements that each constant can matter to: on a CPU, where terms add up, those that it matters to now."""
+        every = list(range(len(self.measurements)))
+        if self.profile.device_kind != "cpu":
+            return [every] * len(self.names)
+        values = self.values(self.start)
+        before = [_predicted_s(m, values, "cpu") for m in self.measurements]
+        rows = []
+        for name in self.names:
+            changed = {**values, name: 2 * values[name]}
+            rows.append([i for i in every if _predicted_s(self.measurements[i], changed, "cpu") != before[i]])
+        return rows
+
+
+def _prior_sigma(constant: Constant, kind: DeviceKind) -> float:
+    """Return half the base interval in logs; one that reaches zero counts as a factor of ten.
+
+    A narrow one of a bandwidth of a CPU is not believed: its memory may have been measured while others used it.
+    """
+    low = constant.low if constant.low > 0 else constant.value / 10
+    least = _VAGUE if kind == "cpu" and constant.unit == "byte/s" else 0.05
+    return max(least, math.log(constant.high / low) / 2)
+
+
+def _predicted_s(measurement: Measurement, values: Mapping[str, float], kind: DeviceKind) -> float:
+    """Return the estimate of what was timed: the work, and the cost of a program's instruction if it was one."""
+    terms = work_terms(measurement.work, values, measurement.direction)
+    if measurement.work.link_bytes:
+        return values["message_s"] + measurement.work.link_bytes / values["loopback_bandwidth"]
+    if not measurement.is_instruction:
+        terms.pop("overhead")
+    return combine_terms(terms, kind)
+
+
+def _soften(log_ratio: Array) -> Array:
+    """Return residuals whose squares are the soft L1 loss of `log_ratio`."""
+    scaled = log_ratio / OUTLIER
+    softened = np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1))
+    return np.asarray(np.sign(scaled) * softened * OUTLIER, dtype=np.float64)
+
+
+def _softened_slope(log_ratio: Array) -> Array:
+    """Return the derivative of :func:`_soften`."""
+    scaled = np.abs(log_ratio) / OUTLIER
+    root = np.sqrt(1 + scaled**2)
+    softened = np.sqrt(2 * (root - 1))
+    return np.where(scaled < 1e-4, 1.0, scaled / (root * np.where(softened > 0, softened, 1.0)))
+
+
+def _outcome(
+    problem: _CalibrationProblem, x: Array, measurements: Sequence[Measurement]
+) -> tuple[Profile, FitReport]:
+    log_ratios = problem.log_ratios(x)
+    counted = problem.counted(log_ratios)
+    everywhere = problem.jacobian(x)
+    jacobian = everywhere * counted[:, None]
+    weights = problem.given_weights * counted / np.sqrt(1 + (log_ratios / OUTLIER) ** 2)
+    noise = NOISE
+    if weights.any():
+        noise = max(NOISE, float(np.sqrt(np.average(log_ratios**2, weights=weights**2))))
+    information = (jacobian * weights[:, None]).T @ jacobian / noise**2
+    posterior = np.sqrt(np.diag(np.linalg.inv(information + np.diag(problem.sigma**-2))))
+    spread = _spread(jacobian, log_ratios, weights)
+    constants, reasons = [], {}
+    for index, name in enumerate(problem.names):
+        base = problem.profile.constant(name)
+        reason = _open_reason(
+            jacobian[:, index], everywhere[:, index], posterior[index] / problem.sigma[index]
+        )
+        if reason:
+            reasons[name] = reason
+            constants.append(_kept(base, math.exp(x[index])))
+        else:
+            half = math.hypot(2 * posterior[index], spread[index])
+            count = int(np.sum(np.abs(jacobian[:, index]) > 0.05))
+            constants.append(_determined(base, x[index], half, count))
+    profile = problem.profile.with_constants(*constants, origin="calibrated")
+    identified = [index for index, name in enumerate(problem.names) if name not in reasons]
+    report = FitReport(
+        residuals=tuple(_residual(m, profile, problem.statistic) for m in measurements),
+        identified=tuple(problem.names[index] for index in identified),
+        unidentified=reasons,
+        condition=_condition(jacobian[:, identified]) if identified else None,
+    )
+    return profile, report
+
+
+def _spread(jacobian: Array, log_ratios: Array, weights: Array) -> Array:
+    """Return per constant the root mean square residual of the measurements that it matters to."""
+    influence = (jacobian**2) * (weights**2)[:, None]
+    total = influence.sum(axis=0)
+    mean_square = (influence * (log_ratios**2)[:, None]).sum(axis=0) / np.where(total > 0, total, 1.0)
+    return np.asarray(np.sqrt(mean_square), dtype=np.float64)
+
+
+def _open_reason(column: Array, everywhere: Array, shrinkage: float) -> str:
+    """Return why a constant is not identified, or nothing if it is; `everywhere` has the slopes of bounds, too."""
+    if float(np.abs(everywhere).max()) < 0.01:
+        return "no measurement depends on it"
+    if float(np.abs(column).max()) < 0.01:
+        return "others disturbed every measurement that depends on it"
+    if shrinkage > IDENTIFIED:
+        return "measurements depend on it too little, or only together with others"
+    return ""
+
+
+def _kept(base: Constant, value: float) -> Constant:
+    """Return a constant that data leave open at the value that the others were fitted beside."""
+    ends = {"low": min(base.low, value), "high": max(base.high, value)}
+    source = f"not identified by calibration; {base.source}"
+    return base.model_copy(update={"value": value, "source": source, **ends})
+
+
+def _determined(base: Constant, x: float, half: float, count: int) -> Constant:
+    source = f"fitted to {count} measurement{'s' if count != 1 else ''}"
+    return Constant(
+        name=base.name,
+        value=math.exp(x),
+        low=math.exp(x - half),
+        high=math.exp(x + half),
+        unit=base.unit,
+        source=source,
+    )
+
+
+def _residual(measurement: Measurement, profile: Profile, statistic: Statistic) -> Residual:
+    predicted = _predicted_s(measurement, profile.values(), profile.device_kind)
+    return Residual(measurement.name, measurement.duration_s(statistic), predicted, measurement.contended)
+
+
+def _condition(slopes: Array) -> float | None:
+    """Return the condition number of a matrix; None where a column depends on others, which JSON has no number for."""
+    number = float(np.linalg.cond(slopes))
+    return number if math.isfinite(number) else None

@@ -1,0 +1,143 @@
+"""The pace of a CPU, and what a profile says at another one.
+
+Cores of a virtual machine may be hardware threads whose siblings belong to strangers: while those are busy, everything takes
+longer, and kinds of work unlike. A profile holds the pace that its rates are for, as times what a reference computation
+takes at full pace, and how far each kind of work follows the reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
+
+WorkKind = Literal["products", "draws", "passes", "calls"]
+
+_CONSTANTS: Mapping[WorkKind, tuple[str, ...]] = {
+    "products": ("matmul_rate", "attention_rate", "attention_score_rate", "memory_bandwidth"),
+    "draws": ("draw_rate", "split_s", "seed_s", "jump_s", "kept_row_s"),
+    "passes": (
+        "elementwise_bandwidth",
+        "elementwise_cache_bandwidth",
+        "sweep_bandwidth",
+        "sweep_cache_bandwidth",
+        "scratch_bandwidth",
+        "exponential_rate",
+        "cast_rate",
+        "copy_h2d_bandwidth",
+        "copy_d2h_bandwidth",
+        "copy_cache_bandwidth",
+        "copy_latency_s",
+        "allocation_s",
+        "allocation_s_per_byte",
+        "codec_s",
+        "code_rate",
+    ),
+    "calls": (
+        "dispatch_s",
+        "product_s",
+        "call_s",
+        "gather_s",
+        "kernel_s",
+        "sharing_s",
+        "instruction_s",
+        "step_s",
+    ),
+}
+_KIND_OF = {constant: kind for kind, constants in _CONSTANTS.items() for constant in constants}
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The pace while a machine was calibrated.
+
+    Attributes
+    ----------
+    fast_s : float
+        What the reference takes at full pace.
+    ratio, low, high : float
+        Median of what it took, over that, and the range of this over seconds of the calibration.
+    parts : mapping of str to float
+        Part of the reference's slowing that each kind of work sees; kinds that were not seen slowed are left out.
+    """
+
+    fast_s: float
+    ratio: float
+    low: float
+    high: float
+    parts: Mapping[WorkKind, float]
+
+
+def with_pace(profile: Profile, pace: Pace) -> Profile:
+    """Return a profile of rates at full pace as one at the pace of its calibration, which it then knows."""
+    source = "what a reference computation takes at full pace"
+    constants = [_constant("pace_s", pace.fast_s, pace.fast_s, pace.fast_s, source)]
+    source = "median time of the reference while calibrating, over that"
+    constants.append(_constant("pace", 1.0, 1.0, max(1.0, pace.high), source))
+    for kind in _CONSTANTS:
+        part = pace.parts.get(kind)
+        source = "slowing of this work with that of the reference"
+        if part is None:
+            part, source = 1.0, "assumed: slows as the reference does, none was seen slowed"
+        constants.append(_constant(f"pace_part.{kind}", part, part / 2, 2 * part, source))
+    return at_pace(profile.with_constants(*constants, origin=profile.origin), pace.ratio)
+
+
+def at_pace(profile: Profile, ratio: float) -> Profile:
+    """Return what a profile says at a pace, as times what the reference takes at full pace.
+
+    Parameters
+    ----------
+    profile : Profile
+        One that knows its pace: others are returned as they are.
+    ratio : float
+        At least 1; less counts as 1.
+    """
+    own = profile.values().get("pace")
+    if own is None:
+        return profile
+    ratio = max(1.0, ratio)
+    scaled = [
+        _scaled(constant, _slowing(profile, constant.kind, own, ratio)) for constant in profile.constants
+    ]
+    known = profile.constant("pace").model_copy(
+        update={"value": ratio, "high": max(ratio, profile.constant("pace").high)}
+    )
+    return profile.with_constants(*scaled, known, origin=profile.origin)
+
+
+def pace_in(profile: Profile, reference_s: float) -> float:
+    """Return the pace, as a profile has it, at which the reference takes so long; 1 if the profile knows none."""
+    fast_s = profile.values().get("pace_s")
+    return 1.0 if fast_s is None else max(1.0, reference_s / fast_s)
+
+
+def off_pace(profile: Profile, ratio: float) -> float:
+    """Return by how much longer a step of all kinds of work takes at a pace than the profile says; 0 if it knows none."""
+    values = profile.values()
+    if "pace" not in values:
+        return 0.0
+    slowings = [_slowing(profile, constants[0], values["pace"], ratio) for constants in _CONSTANTS.values()]
+    return math.exp(sum(map(math.log, slowings)) / len(slowings)) - 1
+
+
+def _slowing(profile: Profile, constant: str, own: float, ratio: float) -> float:
+    kind = _KIND_OF.get(constant)
+    if kind is None:
+        return 1.0
+    part = profile.values()[f"pace_part.{kind}"]
+    return (1 + part * (ratio - 1)) / (1 + part * (own - 1))
+
+
+def _scaled(constant: Constant, slowing: float) -> Constant:
+    factor = 1 / slowing if constant.is_rate else slowing
+    ends = {name: getattr(constant, name) * factor for name in ("low", "value", "high")}
+    return constant.model_copy(update=ends)
+
+
+def _constant(name: str, value: float, low: float, high: float, source: str) -> Constant:
+    unit = CONSTANT_UNITS[name.partition(".")[0]]
+    return Constant(name=name, value=value, low=low, high=high, unit=unit, source=source)

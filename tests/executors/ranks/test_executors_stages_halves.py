@@ -1,0 +1,110 @@
+"""Blocks entered in the middle equal the uncut block, bit for bit, in every family and format."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from costmodel.models.configs import LoRA, spec_of_config
+from executors.models.halves import Halfway, HalvedBlock
+from executors.models.lora import attach_lora
+from executors.models.model import CutModel
+from executors.models.recording_blocks import StepCache
+from executors.models.spec import spec_of_model
+from tests.support.tiny import CONFIGS, batches, model_of
+from topology.errors import ModelError
+
+FAMILIES = ("opt", "opt-untied", "opt-projected", "gpt2", "llama", "llama-tied", "qwen3")
+DTYPES = ("float32", "bfloat16", "float64")
+
+
+def run_through(cut, batch):
+    """Return the loss, running segment by segment, and what each segment hands on."""
+    cache, handed = StepCache(), {}
+    hidden = cut.embed(batch, cache)
+    for segment in cut.segments[1:-1]:
+        hidden = handed[segment] = cut.between(segment, hidden, cache)
+    return cut.head(hidden, batch), handed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_halves_are_the_block(name, dtype):
+    model, (batch,) = model_of(name, getattr(torch, dtype)), batches(1)
+    whole, halved = CutModel(model), CutModel(model, cut_blocks=(0, 2))
+    assert halved.segments == (
+        "embed", "block.0.front", "block.0.back", "block.1", "block.2.front", "block.2.back", "head",
+    )  # fmt: skip
+    with torch.no_grad():
+        loss, states = run_through(whole, batch)
+        again, handed = run_through(halved, batch)
+        assert torch.equal(loss, model(**batch).loss)
+        assert torch.equal(loss, again)
+        for i in (0, 2):
+            assert torch.equal(handed[f"block.{i}.back"], states[f"block.{i}"])
+    crossing = handed["block.0.front"]
+    assert isinstance(crossing, Halfway)
+    assert crossing.activation.shape == (*batch["input_ids"].shape, halved.inner_size)
+    assert crossing.residual.shape == (*batch["input_ids"].shape, halved.hidden_size)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_groups_are_those_that_the_configuration_tells(name):
+    found = spec_of_model(model_of(name), "tiny", cut_blocks=(1,))
+    config = CONFIGS[name].to_dict()
+    assert found == spec_of_config(config, name="tiny", cut_blocks=(1,))
+    assert sum(group.num_parameters for group in found.groups) == spec_of_model(model_of(name)).num_parameters
+
+
+def test_adapters_of_the_second_linear_belong_to_the_back_half():
+    model, (batch,) = model_of("opt"), batches(1)
+    attach_lora(model, LoRA(rank=2, target_modules=("q_proj", "fc1", "fc2")))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+        cut = CutModel(model, cut_blocks=(1,))
+        assert torch.equal(run_through(cut, batch)[0], model(**batch).loss)
+    back = {t.name for g in cut.groups if g.segments == ("block.1.back",) for t in cut.tensors_of(g.name)}
+    assert {name.rpartition("layers.1.")[2] for name in back if "lora" in name} == {
+        "fc2.lora_A.weight",
+        "fc2.lora_B.weight",
+    }
+
+
+def test_autocast_reaches_both_halves():
+    model, (batch,) = model_of("gpt2"), batches(1)
+    with torch.no_grad():
+        whole, halved = (
+            run_through(CutModel(model, autocast_dtype=torch.bfloat16, cut_blocks=blocks), batch)[0]
+            for blocks in ((), (0, 1))
+        )
+    assert torch.equal(whole, halved)
+
+
+class TestRefusals:
+    def test_an_unknown_block(self):
+        with pytest.raises(ModelError, match="Linear has no MLP whose second linear is one of fc2"):
+            HalvedBlock(torch.nn.Linear(2, 2))
+
+    def test_a_block_that_scales_what_it_adds(self):
+        model = model_of("llama")
+        for block in model.model.layers:
+            block.mlp.register_forward_hook(lambda _module, _args, output: output * 0.5)
+        with pytest.raises(ModelError, match="does more behind its MLP's second linear"):
+            CutModel(model, cut_blocks=(1,))
+
+    def test_a_block_that_does_not_exist(self):
+        with pytest.raises(ModelError, match="there is no block 3 to cut: blocks run from 0 to 2"):
+            CutModel(model_of("opt"), cut_blocks=(3,))
+
+
+def test_damaged_weights_are_not_taken_for_another_architecture():
+    """NaNs differ from themselves; what is wrong with them is told where a codec or the loss meets them."""
+    model, (batch,) = model_of("opt", torch.float32), batches(1)
+    with torch.no_grad():
+        model.model.decoder.layers[0].fc1.weight[0, 0] = float("nan")
+        cut = CutModel(model, cut_blocks=(0,))
+        loss, handed = run_through(cut, batch)
+    assert handed["block.0.front"].activation.isnan().any()
+    assert loss.isnan()

@@ -1,0 +1,293 @@
+"""What the bytes of a buffer hold.
+
+Every operand of an instruction names its contents by one of these types. Files and messages have them as text, the name
+before the ``@``, the point or the query behind it; both forms are made here and nowhere else:
+
+>>> (
+...     str(GroupWeights("block.3", Point(0, 1))),
+...     str(Direction("block.3", query=0)),
+...     str(Hidden("block.3", BASE)),
+... )
+('block.3@q0+', 'z:block.3@q0', 'block.3:out')
+>>> parse_contents("z:block.3@q0*eps")
+Direction(group='block.3', query=0, is_scaled=True, rounding=0)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated
+
+from pydantic import PlainSerializer
+
+from zosim.program.points import BASE, Point, from_text, parse_point
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWeights:
+    """The trainable parameters of a group.
+
+    Attributes
+    ----------
+    group : str
+    point : Point
+        Where they have been perturbed to.
+    updated_to : int or None
+        The last query of a step whose update they have, where those of later queries are still missing.
+    """
+
+    group: str
+    point: Point = BASE
+    updated_to: int | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.group}@u{self.updated_to}" if self.updated_to is not None else _at(self.group, self.point)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenWeights:
+    """The parameters of a group that are not trained."""
+
+    group: str
+
+    def __str__(self) -> str:
+        return f"{self.group}:frozen"
+
+
+@dataclass(frozen=True, slots=True)
+class Direction:
+    """The direction of one query for the trainable parameters of a group.
+
+    Attributes
+    ----------
+    group : str
+    query : int
+    is_scaled : bool
+        Whether it is kept as ``z·ε``, rounded: good for perturbations alone.
+    rounding : int
+        Which of two independent roundings to few bits it is.
+    """
+
+    group: str
+    query: int
+    is_scaled: bool = False
+    rounding: int = 0
+
+    def __str__(self) -> str:
+        rounding = f"#{self.rounding}" if self.rounding else ""
+        return f"z:{self.group}@q{self.query}{'*eps' if self.is_scaled else rounding}"
+
+
+@dataclass(frozen=True, slots=True)
+class DirectionRows:
+    """The rows of a direction that the batch names, where the group is a table of tokens."""
+
+    group: str
+    query: int
+
+    def __str__(self) -> str:
+        return f"z:{self.group}:rows@q{self.query}"
+
+
+@dataclass(frozen=True, slots=True)
+class DirectionFactors:
+    """The factors whose products the matrices of a direction are."""
+
+    group: str
+    query: int
+
+    def __str__(self) -> str:
+        return f"z:{self.group}:factors@q{self.query}"
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorState:
+    """The state of a walking generator before it draws a group, or after.
+
+    That before a group is kept, with states on the way through the group, to draw the group again; that after it is where the
+    walk goes on.
+    """
+
+    group: str
+    query: int
+    is_after: bool = False
+
+    def __str__(self) -> str:
+        return f"rng:{self.group}{'+' if self.is_after else ''}@q{self.query}"
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """What a segment leaves for the next."""
+
+    segment: str
+    point: Point
+
+    def __str__(self) -> str:
+        return _at(f"{self.segment}:out", self.point)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a segment leaves, encoded, as it crosses a cut; a plan numbers its cuts from 0."""
+
+    cut: int
+    point: Point
+
+    def __str__(self) -> str:
+        return _at(f"cut.{self.cut}:message", self.point)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The loss at a point.
+
+    Attributes
+    ----------
+    point : Point
+    is_own : bool
+        Whether it is that of one rank's sequences, with the number of labels that it is the mean over.
+    """
+
+    point: Point
+    is_own: bool = False
+
+    def __str__(self) -> str:
+        return _at("loss:own" if self.is_own else "loss", self.point)
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectedGradient:
+    """The projected gradient of one query."""
+
+    query: int
+
+    def __str__(self) -> str:
+        return f"g@q{self.query}"
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Contents that nothing looks into: reads only have to find them under the name that they were written by.
+
+    Attributes
+    ----------
+    name : str
+        With a colon, or one of :data:`BATCH`, :data:`PACKED_LOSSES`, :data:`UNSET` and :data:`FREED`.
+    at : str
+        Which of several.
+    """
+
+    name: str
+    at: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.at}" if self.at else self.name
+
+
+BATCH = Named("batch")
+"""The batch of a step."""
+
+PACKED_LOSSES = Named("losses")
+"""One rank's losses at all points side by side, those that others forward left empty."""
+
+GATHERED_LOSSES = Named("losses:gathered")
+"""The same of all ranks, in rank order."""
+
+UPDATE_SUM = "update:sum"
+"""Name of what the codes of a group change by, added up over the queries so far of a step."""
+
+UNSET = Named("unset")
+"""Memory that has just been allocated."""
+
+FREED = Named("freed")
+"""Memory that has been given back."""
+
+Contents = (
+    GroupWeights
+    | FrozenWeights
+    | Direction
+    | DirectionRows
+    | DirectionFactors
+    | GeneratorState
+    | Hidden
+    | Message
+    | Loss
+    | ProjectedGradient
+    | Named
+)
+
+
+def parameters_of(what: Contents) -> GroupWeights | FrozenWeights | None:
+    """Return the parameters that `what` is, or is a direction of, as they are at the base; None for other contents."""
+    if isinstance(what, GroupWeights | Direction):
+        return GroupWeights(what.group)
+    return what if isinstance(what, FrozenWeights) else None
+
+
+def name_and_state(what: Contents) -> tuple[str, str]:
+    """Return the text of `what` in two: what it is, and at which point, of which query or in which state."""
+    name, _, state = str(what).partition("@")
+    return name, state
+
+
+def is_scaled(what: Contents) -> bool:
+    """Whether contents are a direction that is kept as ``z·ε``."""
+    return isinstance(what, Direction) and what.is_scaled
+
+
+def _at(name: str, point: Point) -> str:
+    return name if point is BASE or point == BASE else f"{name}@{point}"
+
+
+_PLAIN = {contents.name: contents for contents in (BATCH, PACKED_LOSSES, UNSET, FREED)}
+
+_FORMS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Contents]], ...] = tuple(
+    (re.compile(form, re.ASCII), make)
+    for form, make in (
+        (r"z:(.+):rows@q(\d+)", lambda m: DirectionRows(m[1], int(m[2]))),
+        (r"z:(.+):factors@q(\d+)", lambda m: DirectionFactors(m[1], int(m[2]))),
+        (
+            r"z:(.+)@q(\d+)(\*eps)?(?:#(\d+))?",
+            lambda m: Direction(m[1], int(m[2]), m[3] is not None, int(m[4] or 0)),
+        ),
+        (
+            r"rng:(.+?)(\+)?@q(\d+)",
+            lambda m: GeneratorState(m[1], int(m[3]), m[2] is not None),
+        ),
+        (r"loss(:own)?(?:@(.*))?", lambda m: Loss(parse_point(m[2] or ""), m[1] is not None)),
+        (r"g@q(\d+)", lambda m: ProjectedGradient(int(m[1]))),
+        (r"cut\.(\d+):message(?:@(.*))?", lambda m: Message(int(m[1]), parse_point(m[2] or ""))),
+        (r"(.+):out(?:@(.*))?", lambda m: Hidden(m[1], parse_point(m[2] or ""))),
+        (r"([^:@]+):frozen", lambda m: FrozenWeights(m[1])),
+        (r"(?!(?:z|rng|loss):)([^@]*:[^@]*)(?:@(.*))?", lambda m: Named(m[1], m[2] or "")),
+        (r"([^@:]+)@u(\d+)", lambda m: GroupWeights(m[1], BASE, int(m[2]))),
+        (r"([^@:]+)(?:@(.*))?", lambda m: GroupWeights(m[1], parse_point(m[2] or ""))),
+    )
+)
+
+
+@cache
+def parse_contents(text: str) -> Contents:
+    """Return the contents that are written as `text`.
+
+    Raises
+    ------
+    ValueError
+        If nothing is written so.
+    """
+    if text in _PLAIN:
+        return _PLAIN[text]
+    for form, make in _FORMS:
+        if match := form.fullmatch(text):
+            return make(match)
+    raise ValueError(f"{text!r} names no contents, as block.3@q0+, z:block.3@q0 and block.3:out do")
+
+
+WrittenContents = Annotated[Contents, from_text(parse_contents), PlainSerializer(str, return_type=str)]
+"""Contents that files hold as text."""

@@ -1,0 +1,269 @@
+"""Ranks that meet: which pairs of roles there are, and what has happened on both when an instruction of one starts."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from topology.errors import Hazard, ProgramError
+from zosim.program import Program
+from zosim.program.instructions import Access, Stream
+from zosim.program.operations import Collective, Operation, Recv, Send
+from zosim.program.program_set import ProgramSet
+from zosim.program.step_graph import Listed, StepGraph
+from zosim.program.validate import NUM_UNROLLED_STEPS, absolute, name_of
+
+_STREAMS = tuple(Stream)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two roles that meet, with the first two ranks that do.
+
+    Attributes
+    ----------
+    roles, ranks : tuple of int
+    offsets : mapping of str to int
+        Groups in which the two are together, with the place of the second less that of the first.
+    """
+
+    roles: tuple[int, int]
+    ranks: tuple[int, int]
+    offsets: Mapping[str, int]
+
+    def meets(self, side: int, op: Operation) -> bool:
+        """Whether `op`, on the first (0) or the second rank, takes the other of the two."""
+        if isinstance(op, Collective):
+            return op.group in self.offsets
+        if isinstance(op, Send | Recv):
+            return self.offsets.get(op.group) == (op.offset if side == 0 else -op.offset)
+        return False
+
+
+def pairs(programs: ProgramSet) -> Iterator[Pair]:
+    """Yield each pair of ranks that stands for all pairs of the same roles as far from each other in the same groups."""
+    seen: set[tuple[tuple[int, int], tuple[tuple[str, int], ...]]] = set()
+    representatives: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    # Part and place of each rank, in groups that make it meet others.
+    places = {
+        name: {rank: (part[0], place) for part in parts if len(part) > 1 for place, rank in enumerate(part)}
+        for name, parts in sorted(programs.groups.items())
+    }
+    for rank in range(programs.world_size):
+        # Two members of a part with the same role are enough to stand for all of them.
+        part = tuple(known[rank][0] for name, known in places.items() if name != "world" and rank in known)
+        alike = representatives[programs.roles[rank], *part]
+        if len(alike) < 2:
+            alike.append(rank)
+    ranks = sorted(rank for alike in representatives.values() for rank in alike)
+    for position, first in enumerate(ranks):
+        for second in ranks[position + 1 :]:
+            offsets = {
+                name: known[second][1] - known[first][1]
+                for name, known in places.items()
+                if first in known and second in known and known[first][0] == known[second][0]
+            }
+            roles = programs.roles[first], programs.roles[second]
+            # How far apart two members of a large group are matters only to messages, which go to neighbours.
+            near = tuple((name, max(-2, min(2, offset))) for name, offset in sorted(offsets.items()))
+            if (roles, near) not in seen:
+                seen.add((roles, near))
+                yield Pair(roles, (first, second), offsets)
+
+
+class Side:
+    """One role's unrolled run."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.run = StepGraph(program, NUM_UNROLLED_STEPS)
+
+    @cached_property
+    def index(self) -> dict[tuple[str, int, str], int]:
+        """Position of every instruction by part, step and id."""
+        return {(item.part, item.step, item.instruction.id): item.index for item in self.run.listed}
+
+    @cached_property
+    def streams(self) -> dict[Stream, list[Listed]]:
+        """Instructions of each stream, in order."""
+        by_stream: dict[Stream, list[Listed]] = {stream: [] for stream in _STREAMS}
+        for item in self.run.listed:
+            by_stream[item.instruction.stream].append(item)
+        return by_stream
+
+    @cached_property
+    def meetings(self) -> dict[Operation, list[Listed]]:
+        """Collectives, sends and receipts of each kind (:func:`kind_of`), in order."""
+        by_kind: dict[Operation, list[Listed]] = defaultdict(list)
+        for item in self.run.listed:
+            if isinstance(item.instruction.op, Collective | Send | Recv):
+                by_kind[kind_of(item.instruction.op)].append(item)
+        return by_kind
+
+    @cached_property
+    def positions(self) -> dict[int, int]:
+        """How many of its kind come before each of them."""
+        return {item.index: at for items in self.meetings.values() for at, item in enumerate(items)}
+
+    @cached_property
+    def shared_accesses(self) -> dict[str, list[Touch]]:
+        """Accesses to each shared buffer, in order, steps counted from the beginning."""
+        shared = {buffer.name for buffer in self.program.buffers if buffer.shared}
+        by_buffer: dict[str, list[Touch]] = defaultdict(list)
+        for item in self.run.listed:
+            for accesses, writes in ((item.instruction.reads, False), (item.instruction.writes, True)):
+                for access in (access for access in accesses if access.buffer in shared):
+                    by_buffer[access.buffer].append(Touch(item, absolute(access, item.step), writes))
+        return by_buffer
+
+    def refuse_unordered_collectives(self) -> None:
+        """Raise if two collectives of one group could start in either order.
+
+        Raises
+        ------
+        Hazard
+            Naming the two.
+        """
+        if not self.meetings:
+            return
+        for kind, items in self.meetings.items():
+            for first, second in itertools.pairwise(items):
+                if not self.run.ordered(first.index, second.index):
+                    raise Hazard(
+                        f"program {self.program.name}: nothing orders {name_of(first)} and {name_of(second)}, both of "
+                        f"kind {kind.kind} in one group",
+                        hint="put them on one stream",
+                    )
+
+
+@dataclass(frozen=True)
+class Touch:
+    """An access of an instruction, steps counted from the beginning."""
+
+    item: Listed
+    access: Access
+    writes: bool
+
+    def conflicts(self, other: Touch) -> bool:
+        """Whether the two, of different ranks, touch common bytes of which one is written."""
+        are_apart = bool(self.access.share) and self.access.share == other.access.share
+        return (self.writes or other.writes) and self.access.overlaps(other.access) and not are_apart
+
+
+class Joint:
+    """Two ranks side by side: what has happened on both whenever an instruction of one starts."""
+
+    def __init__(self, sides: tuple[Side, Side], pair: Pair) -> None:
+        self._sides = sides
+        self._pair = pair
+        self._clocks: list[dict[int, tuple[int, ...]]] = [{}, {}]
+        self._places: list[dict[int, tuple[int, int]]] = [{}, {}]
+        self._waiting = [{stream: deque(items) for stream, items in side.streams.items()} for side in sides]
+        self._latest: list[dict[Stream, tuple[int, ...]]] = [{}, {}]
+        self._num_run = [dict.fromkeys(_STREAMS, 0), dict.fromkeys(_STREAMS, 0)]
+
+    def ordered(self, earlier: tuple[int, int], later: tuple[int, int]) -> bool:
+        """Whether instruction `earlier` (side, index) has finished whenever `later` starts."""
+        position, count = self._places[earlier[0]][earlier[1]]
+        return self._clocks[later[0]][later[1]][position] >= count
+
+    def run(self) -> None:
+        """Run both to their ends.
+
+        Raises
+        ------
+        Hazard
+            If they come to wait for each other.
+        """
+        moved = True
+        while moved:
+            moved = False
+            for number in (0, 1):
+                for stream, queue in self._waiting[number].items():
+                    while queue and self._advance(number, stream):
+                        moved = True
+        stuck = [queue[0] for waiting in self._waiting for queue in waiting.values() if queue]
+        if stuck:
+            names = " and ".join(name_of(item) for item in stuck[:2])
+            raise Hazard(
+                f"ranks {self._pair.ranks[0]} and {self._pair.ranks[1]} can never go on: {names} wait for each other",
+                hint="run collectives in one order on all ranks, and let no two ranks wait for each other's later work",
+            )
+
+    def _advance(self, number: int, stream: Stream) -> bool:
+        """Run the head of one stream, if what it waits for is done."""
+        item = self._waiting[number][stream][0]
+        clock = self._clock_before(number, item)
+        if clock is None:
+            return False
+        if not self._pair.meets(number, item.instruction.op):
+            self._finish(number, stream, clock)
+            return True
+        return self._meet(number, stream, clock)
+
+    def _meet(self, number: int, stream: Stream, clock: tuple[int, ...]) -> bool:
+        """Run a collective or a message on both sides, if the other is there."""
+        other, item = 1 - number, self._waiting[number][stream][0]
+        partners = self._sides[other].meetings[partner_of(item.instruction.op)]
+        partner = partners[self._sides[number].positions[item.index]]
+        queue = self._waiting[other][partner.instruction.stream]
+        if not queue or queue[0] is not partner:
+            return False
+        other_clock = self._clock_before(other, partner)
+        if other_clock is None:
+            return False
+        together = tuple(map(max, clock, other_clock))
+        self._finish(number, stream, together)
+        self._finish(other, partner.instruction.stream, together)
+        return True
+
+    def _finish(self, number: int, stream: Stream, before: tuple[int, ...]) -> None:
+        item = self._waiting[number][stream].popleft()
+        position = number * len(_STREAMS) + _STREAMS.index(stream)
+        self._num_run[number][stream] += 1
+        count = self._num_run[number][stream]
+        clock = (*before[:position], count, *before[position + 1 :])
+        self._clocks[number][item.index] = self._latest[number][stream] = clock
+        self._places[number][item.index] = position, count
+
+    def _clock_before(self, number: int, item: Listed) -> tuple[int, ...] | None:
+        """Return what has happened when `item` starts; None while something that it waits for has not."""
+        stream = item.instruction.stream
+        clocks: list[tuple[int, ...] | None] = [
+            self._latest[number].get(stream, (0,) * (2 * len(_STREAMS))),
+            *(self._clocks[number].get(index) for index in item.after),
+        ]
+        for group, index in item.after_peers:
+            if group in self._pair.offsets:
+                clocks.append(self._clocks[1 - number].get(self._namesake(number, index)))
+        known = [clock for clock in clocks if clock is not None]
+        if len(known) < len(clocks):
+            return None
+        return tuple(map(max, *known)) if len(known) > 1 else known[0]
+
+    def _namesake(self, number: int, index: int) -> int:
+        """Return the position on the other side of what stands at `index` on this one."""
+        wanted = self._sides[number].run.listed[index]
+        try:
+            return self._sides[1 - number].index[wanted.part, wanted.step, wanted.instruction.id]
+        except KeyError:
+            message = (
+                f"rank {self._pair.ranks[number]} waits for {name_of(wanted)} on rank {self._pair.ranks[1 - number]}, "
+                "which has no such instruction"
+            )
+            raise ProgramError(message, hint="wait only for what every member of the group runs") from None
+
+
+def kind_of(op: Operation) -> Operation:
+    """Return what collectives of one group, or messages one way, have in common."""
+    return Collective("all_gather", op.group) if isinstance(op, Collective) else op
+
+
+def partner_of(op: Operation) -> Operation:
+    """Return the kind of what the other rank runs meanwhile."""
+    if isinstance(op, Send):
+        return Recv(op.group, -op.offset)
+    return Send(op.group, -op.offset) if isinstance(op, Recv) else kind_of(op)

@@ -1,0 +1,294 @@
+"""What an instruction of a program can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from costmodel.formats.distributions import DistributionName
+from zosim.program.points import WrittenPoint
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The batch of this step, put where the forwards read it by the host loop."""
+
+    kind: Literal["load"] = "load"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Bytes moved between memories, as they are."""
+
+    kind: Literal["copy"] = "copy"
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """The first read, converted to the dtype of the buffer written."""
+
+    kind: Literal["cast"] = "cast"
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """A buffer's memory, taken from the device's allocator (not from a cache)."""
+
+    buffer: str
+    kind: Literal["allocate"] = "allocate"
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """A buffer's memory, given back."""
+
+    buffer: str
+    kind: Literal["free"] = "free"
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The direction of one query for one parameter group.
+
+    Attributes
+    ----------
+    group : str
+        Parameter group.
+    step : int
+        Step whose seed is used, relative to this one (-1 for a delayed update).
+    query : int
+    keep : str
+        ``"all"``; ``"rows"`` keeps only the rows of a token table that the batch names; ``"factors"`` keeps ``U`` and ``V``
+        without their product; ``"none"`` walks the generator past the group.
+    generator : str
+        ``"mezo"``: one stream walked over the groups. The state before the group is read (that of the group itself, or
+        that after the previous group while walking; none: the step's seed starts the stream). A walking draw writes the
+        state before the group, for drawing again, and the state after it (:class:`zosim.program.contents.GeneratorState`).
+        ``"counter"``: keyed by (seed, step, query, parameter), no state.
+    distribution : str
+    bits : int
+        Width of the codes that the direction is rounded to at random (:mod:`costmodel.formats.roundings`); 0 where it is not.
+    rounding : int
+        Which of two independent roundings of one direction.
+    sparsity : float
+        Probability that a row of such codes is 0, of a matrix whose weights are codes.
+    rank : int
+        Columns of the factors ``U`` and ``V`` of a distribution that has any, else 0.
+    lazy_steps : int
+        Steps that ``V`` is kept for: it is that of the last step whose number is a multiple of this.
+    for_update : bool
+        Whether an update uses it alone, for a distribution that draws again for that.
+    """
+
+    group: str
+    step: int = 0
+    query: int = 0
+    keep: Literal["all", "rows", "factors", "none"] = "all"
+    generator: Literal["mezo", "counter"] = "mezo"
+    distribution: DistributionName = "gaussian"
+    bits: int = 0
+    rounding: int = 0
+    sparsity: float = 0.0
+    rank: int = 0
+    lazy_steps: int = 1
+    for_update: bool = False
+    kind: Literal["draw"] = "draw"
+
+
+@dataclass(frozen=True, slots=True)
+class Perturb:
+    """``θ + (s·z)·ε``, rounded in exactly that order, in the storage dtype, where ``θ`` lies or in another place.
+
+    ``s = -2`` is one operation with its own rounding, not ``-ε`` twice.
+    """
+
+    group: str
+    scale: int
+    query: int = 0
+    kind: Literal["perturb"] = "perturb"
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """``θ - η·(g·z + wd·θ)``, rounded in that order, with the ``η`` and ``g`` of step ``step``.
+
+    Weights that are codes are rounded to their grid at random, once; or what they change by is added to that by the queries before,
+    and rounded with the last.
+
+    Attributes
+    ----------
+    group : str
+    step, query : int
+    divisor : float
+        What ``g`` is divided by before.
+    """
+
+    group: str
+    step: int = 0
+    query: int = 0
+    divisor: float = 1.0
+    kind: Literal["update"] = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One segment, at one evaluation point.
+
+    Attributes
+    ----------
+    segment : str
+    point : Point
+        Files have it as ``"q0+"``, ``"q0-"`` ... or ``"base"``.
+    gather : tuple of str
+        Token tables that are read through gathered rows, perturbed out of place with the rows of their
+        direction, because another segment needs the table itself unperturbed until its turn.
+    beside : tuple of str
+        Groups that are read unperturbed, and whose direction is added in the products that they are in.
+    together : tuple of Point
+        All points that it is at, side by side in one batch, `point` the first of them; empty where it is at one.
+    microbatch : int
+        In a first-order step, which part of the batch.
+    num_new_tokens : int
+        Of the head: tokens that sequences are continued by, for a reward. All but the first take forwards of the whole model,
+        which this one has in it.
+    """
+
+    segment: str
+    point: WrittenPoint
+    gather: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    together: tuple[WrittenPoint, ...] = ()
+    microbatch: int = 0
+    num_new_tokens: int = 0
+    kind: Literal["forward"] = "forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The gradients of one segment for one microbatch, from what its forward kept. Simulated only."""
+
+    segment: str
+    microbatch: int = 0
+    kind: Literal["backward"] = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Optimize:
+    """A first-order optimizer's update of one parameter group. Simulated only."""
+
+    group: str
+    optimizer: Literal["sgd", "momentum", "adam"] = "sgd"
+    kind: Literal["optimize"] = "optimize"
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A few numbers made from a few numbers.
+
+    Attributes
+    ----------
+    function : str
+        ``"projected_gradient"`` turns losses into the ``g`` of `query`. ``"pack_losses"`` puts this rank's losses,
+        with the labels that each is the mean over, side by side. ``"mean_loss"`` turns the packed losses of all ranks
+        into one loss per point: the mean over all labels, ``Σ lᵢ·nᵢ / Σ nᵢ`` in float64 and in rank order; the loss of a
+        point that one rank alone forwarded stays what it is.
+    query : int
+    """
+
+    function: Literal["projected_gradient", "pack_losses", "mean_loss"]
+    query: int = 0
+    kind: Literal["scalar"] = "scalar"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Bytes exchanged by all members of a group; it starts when the last of them is there.
+
+    Attributes
+    ----------
+    function : str
+        ``"all_gather"``: the n-th write holds every member's n-th read, in rank order. A read of a share is gathered
+        into the whole range; any other is gathered into a range as many times as long. ``"all_reduce"``: the n-th write
+        holds the sum of all members' n-th reads (first-order gradients; simulated only). ``"reduce_scatter"``: the first
+        write holds this member's share of the sum of all first reads (simulated only).
+    group : str
+    """
+
+    function: Literal["all_gather", "all_reduce", "reduce_scatter"]
+    group: str
+    kind: Literal["collective"] = "collective"
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """What crosses a cut, as one message; it may be shorter than the range that it is written to.
+
+    Attributes
+    ----------
+    codec : str
+        Of the MLP's activation, where it crosses.
+    residual_codec : str
+        Of the residual stream.
+    """
+
+    codec: str = "none"
+    residual_codec: str = "none"
+    kind: Literal["encode"] = "encode"
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """The tensors that such a message holds."""
+
+    kind: Literal["decode"] = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A message to another member of a group; both are there before it moves.
+
+    Messages between two ranks are taken in the order in which they are sent.
+
+    Attributes
+    ----------
+    group : str
+    offset : int
+        Place of the other member less this one's.
+    """
+
+    group: str
+    offset: int
+    kind: Literal["send"] = "send"
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """A message from another member of a group."""
+
+    group: str
+    offset: int
+    kind: Literal["recv"] = "recv"
+
+
+Operation = Annotated[
+    Load
+    | Copy
+    | Cast
+    | Allocate
+    | Free
+    | Draw
+    | Perturb
+    | Update
+    | Forward
+    | Backward
+    | Optimize
+    | Scalar
+    | Collective
+    | Encode
+    | Decode
+    | Send
+    | Recv,
+    Field(discriminator="kind"),
+]

@@ -1,0 +1,458 @@
+"""The event engine for many ranks: what happens to many of them at one instant is handled in one go.
+
+The same rules as :mod:`zosim.simulators.simulate`, instruction by instruction and rank by rank, on arrays instead of processes:
+an event is the end of one instruction on all ranks of a template on which it ends at that instant. Ranks in step with
+each other cost as much as one, and ranks that drift apart are still simulated each for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from topology.errors import ProgramError
+from zosim.program.instructions import PARTS, Part, Stream
+from zosim.program.step_graph import Meeting, StepGraph
+from zosim.simulators.assembly import MAX_UNLIKE_STEPS, played, without_garbage_collection
+from zosim.simulators.flows import STREAM_NUMBER, Counts, FlowTable
+from zosim.simulators.rows import Floats, Ints
+from zosim.simulators.sharing import SAME_INSTANT
+from zosim.simulators.steady import SteadyDetector, shortened_steps
+from zosim.simulators.world import Group, World
+from zosim.timeline import Repeat, Span, Timeline
+
+
+def simulate_many(
+    world: World, *, num_steps: int | None = None, ranks: Collection[int] | None = None
+) -> Timeline:
+    """Return the predicted timeline of a world of many ranks.
+
+    Parameters
+    ----------
+    world : World
+    num_steps : int, optional
+        As for :func:`~zosim.simulators.simulate.simulate`.
+    ranks : collection of int, optional
+        Positions in the world of those whose spans are listed; all unless given.
+
+    Raises
+    ------
+    ProgramError
+        As for :func:`~zosim.simulators.simulate.simulate`.
+    """
+    listed = sorted(range(world.size) if ranks is None else ranks)
+    return played(world, lambda steps: Lockstep(world, steps, listed), num_steps)
+
+
+def steady_step_s(world: World) -> float:
+    """Return the seconds per step once steps repeat, without listing anything.
+
+    Raises
+    ------
+    ProgramError
+        As for :func:`~zosim.simulators.simulate.simulate`.
+    """
+    with without_garbage_collection():
+        run = Lockstep(world, MAX_UNLIKE_STEPS, ())
+        run.go()
+    if run.cycle is None:
+        return simulate_many(world).step_time_s
+    return run.cycle.period_s / run.cycle.num_steps
+
+
+@dataclass
+class Times:
+    """Of the instructions at one position of a run: arrays of shape (num_instructions, num_ranks).
+
+    Attributes
+    ----------
+    start_s, end_s : array of float
+    needs : array of int
+        How many others each instruction still waits for.
+    """
+
+    start_s: Floats
+    end_s: Floats
+    needs: Counts
+
+
+class Kind:
+    """The ranks of one template, and what the engine keeps of them.
+
+    Attributes
+    ----------
+    ranks : array of shape (num_ranks,)
+        Their positions in the world.
+    first : int
+        Where they begin in the engine's order of all ranks.
+    streams, seconds, classes : dict
+        By part, for each instruction in order: number of its stream, its seconds alone, and the class of activities that it
+        shares resources with (-1 where nothing limits it). The last of a step is the host's own part.
+    times : dict of int to Times
+        By position, of those that have begun and not yet ended.
+    chains : dict of int to (array, array)
+        By the first of a chain of instructions that nothing else can hold up: the chain, and when each of it starts and the last
+        one ends, as columns.
+    """
+
+    def __init__(
+        self, world: World, number: int, ranks: Ints, first: int, table: FlowTable, num_steps: int
+    ) -> None:
+        template = world.templates[number]
+        self.ranks = ranks
+        self.first = first
+        self.template = template
+        self.graph = StepGraph(template.program, num_steps, host_takes_time=template.step_s > 0)
+        own = [dict(zip(template.resources, world.resources[rank], strict=True)) for rank in ranks]
+        self.streams: dict[Part, list[int]] = {}
+        self.seconds: dict[Part, list[float]] = {}
+        self.classes: dict[Part, list[int]] = {}
+        for part in PARTS:
+            listed = getattr(template.program, part)
+            activities = [template.activities[part, item.id] for item in listed]
+            self.streams[part] = [STREAM_NUMBER[item.stream] for item in listed]
+            self.seconds[part] = [activity.seconds for activity in activities]
+            self.classes[part] = [table.class_of(activity, own, first) for activity in activities]
+        self.streams["step"].append(STREAM_NUMBER[Stream.COMPUTE])
+        self.seconds["step"].append(template.step_s)
+        self.classes["step"].append(-1)
+        self.times: dict[int, Times] = {}
+        self.chains: dict[int, tuple[Ints, Floats]] = {}
+        for chain in self.graph.chains([number < 0 for number in self.classes["step"]]):
+            offsets = np.concatenate([[0.0], np.cumsum([self.seconds["step"][item] for item in chain])])
+            self.chains[chain[0]] = np.array(chain)[:, None], offsets[:, None]
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+
+class Parties:
+    """Who meets in a group's collectives, or in messages of one offset, over the ranks in the engine's order.
+
+    Attributes
+    ----------
+    of : mapping of bool to array
+        Number of each rank's party, where it receives (or takes part in a collective) and where it sends.
+    sizes : array
+        Of each party.
+    """
+
+    def __init__(self, group: Group, offset: int, ranks: Ints) -> None:
+        if not offset:
+            part = np.array([group.part_of[rank] for rank in ranks], dtype=np.intp)
+            self.of = {False: part}
+            self.sizes = np.bincount(part, minlength=len(group.parts))
+            return
+        # A message is numbered like its sender, one from nobody after all of these.
+        position = {int(rank): number for number, rank in enumerate(ranks)}
+        senders = [group.at_offset(int(rank), -offset) for rank in ranks]
+        receiving = [
+            len(ranks) + number if sender is None else position[sender]
+            for number, sender in enumerate(senders)
+        ]
+        self.of = {False: np.array(receiving, dtype=np.intp), True: np.arange(len(ranks), dtype=np.intp)}
+        self.sizes = np.bincount(np.concatenate(list(self.of.values())), minlength=2 * len(ranks))
+
+
+class Peers:
+    """A group as arrays over the ranks in the engine's order."""
+
+    def __init__(self, group: Group, ranks: Ints) -> None:
+        all_meet = Parties(group, 0, ranks)
+        self.part, self.sizes = all_meet.of[False], all_meet.sizes
+        self.is_doubled = np.array([rank in group.doubled for rank in ranks], dtype=bool)
+        # How many finish before a rank may go on, its own included or not.
+        self.awaited = self.sizes[self.part] - ~self.is_doubled
+        self.waits = self.awaited > 0
+
+
+# One instruction at one position, on some of a kind's ranks.
+_Batch = tuple[Kind, int, int]
+
+
+class Lockstep:
+    """One simulation of a fixed number of steps.
+
+    Parameters
+    ----------
+    world : World
+    num_steps : int
+    listed : collection of int
+        Positions in the world of the ranks whose spans are wanted.
+
+    Attributes
+    ----------
+    num_events : int
+        Instructions that have ended.
+    cycle, shortened
+        As of :class:`~zosim.simulators.assembly.Playing`.
+    """
+
+    def __init__(self, world: World, num_steps: int, listed: Collection[int]) -> None:
+        self.world = world
+        self.num_steps = num_steps
+        self.num_events = 0
+        self.cycle: Repeat | None = None
+        self.shortened: int | None = None
+        by_template = np.argsort(world.template_of, kind="stable")
+        self.table = FlowTable(world, by_template)
+        self._order = by_template
+        self._kinds: list[Kind] = []
+        for number in range(len(world.templates)):
+            ranks = np.flatnonzero(np.array(world.template_of) == number)
+            first = sum(len(kind) for kind in self._kinds)
+            self._kinds.append(Kind(world, number, ranks, first, self.table, num_steps))
+        self._peers = {name: Peers(group, by_template) for name, group in world.groups.items()}
+        self._listed = set(listed)
+        self._batches: list[_Batch] = []
+        self._ready: list[tuple[Kind, int, int, Ints]] = []
+        self._parties: dict[tuple[str, int], Parties] = {}
+        self._met: dict[tuple[tuple[str, int, int], int, str], Ints] = {}
+        self._watched: dict[tuple[str, int, str], tuple[Ints, Ints, Ints]] = {}
+        self._is_watched = {name for kind in self._kinds for name in kind.graph.watchers}
+        self._unfinished: dict[int, int] = {}
+        self._depth = max(kind.graph.max_distance for kind in self._kinds)
+        self._detector = SteadyDetector(self._depth)
+        self._entered = 0
+        self._num_others = 0
+        self._others_until_s = 0.0
+        self._spans: dict[int, list[Span]] = defaultdict(list)
+
+    def go(self) -> None:
+        """Run to the end, or until the rest is known.
+
+        Raises
+        ------
+        ProgramError
+            If instructions wait for each other in a circle.
+        """
+        for position in sorted({0, 1, self.num_steps + 1}):
+            self._open(position)
+        now_s = 0.0
+        while self.shortened is None:
+            self._start_ready(now_s)
+            if not self.table.is_settled:
+                self.table.settle(now_s)
+            now_s = float(self.table.end_s.min())
+            if math.isinf(now_s):
+                break
+            rows = self.table.take_ended(now_s + SAME_INSTANT * now_s)
+            for (kind, position, number), cols in self._grouped(rows):
+                meeting = kind.graph.meeting_of[kind.graph.part(position)][number]
+                if meeting is None:
+                    self._end(kind, position, number, cols, now_s)
+                else:  # wait for the others' flows
+                    for other, there, who in self._meet(kind, position, meeting, cols, "end"):
+                        self._end(other, position, there, who, now_s)
+        if self.shortened is None and any(self._unfinished.values()):
+            # The other engine words what goes in a circle.
+            from zosim.simulators.simulate import simulate_world
+
+            simulate_world(self.world, num_steps=min(self.num_steps, self._depth + 1))
+            message = f"program {self.world.program(0).name} can never go on"
+            raise ProgramError(message, hint="look for instructions that wait for each other")
+        for position in sorted(self._unfinished):
+            self._close(position)
+
+    def spans(self) -> dict[int, list[Span]]:
+        """Return the spans of the listed ranks, by position in the world."""
+        return {rank: self._spans[rank] for rank in sorted(self._listed)}
+
+    # -- starting ----------------------------------------------------------------------------------------------
+
+    def _open(self, position: int) -> None:
+        """Set up the needs of all instructions at a position; those without any are ready."""
+        if position in self._unfinished or not 0 <= position <= self.num_steps + 1:
+            return
+        self._unfinished[position] = 0
+        for kind in self._kinds:
+            count = kind.graph.num_nodes(position)
+            shape = count, len(kind)
+            left = np.empty(shape, dtype=np.int16)
+            left[:] = np.array([len(before) for before in kind.graph.before(position)], dtype=np.int16)[
+                :, None
+            ]
+            for number, awaited in enumerate(kind.graph.peers(position)):
+                for group, _, _ in awaited:
+                    left[number] += self._peers[group].waits[kind.first : kind.first + len(kind)]
+            kind.times[position] = Times(np.zeros(shape), np.zeros(shape), left)
+            self._unfinished[position] += count * len(kind)
+            for free in np.flatnonzero((left == 0).any(axis=1)).tolist():
+                self._ready.append((kind, position, free, np.flatnonzero(left[free] == 0)))
+
+    def _start_ready(self, now_s: float) -> None:
+        while self._ready:
+            ready, self._ready = self._ready, []
+            for kind, position, number, cols in ready:
+                meeting = kind.graph.meeting_of[kind.graph.part(position)][number]
+                if meeting is None:
+                    self._start(kind, position, number, cols, now_s)
+                else:
+                    for other, there, who in self._meet(kind, position, meeting, cols, "start"):
+                        self._start(other, position, there, who, now_s)
+
+    def _start(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
+        part, times = kind.graph.part(position), kind.times[position]
+        seconds = kind.seconds[part][number]
+        if part == "step" and number in kind.chains:
+            chain, offsets = kind.chains[number]
+            times.start_s[chain, cols] = now_s + offsets[:-1]
+            times.end_s[chain, cols] = now_s + offsets[1:]
+            seconds = float(offsets[-1, 0])
+        else:
+            times.start_s[number, cols] = now_s
+        rows = kind.streams[part][number] * self.table.num_ranks + kind.first + cols
+        self._batches.append((kind, position, number))
+        self.table.start(rows, kind.classes[part][number], seconds, len(self._batches) - 1, now_s)
+        if part == "step":
+            self._entered = max(self._entered, position - 1)
+        else:
+            self._num_others += len(cols)
+            self._others_until_s = math.inf
+
+    def _meet(
+        self, kind: Kind, position: int, meeting: Meeting, cols: Ints, phase: str
+    ) -> Iterator[tuple[Kind, int, Ints]]:
+        """Take in ranks that have come to a collective or message, and yield all of the parties that are complete."""
+        channel = meeting.group, meeting.offset
+        if channel not in self._parties:
+            self._parties[channel] = Parties(self.world.groups[meeting.group], meeting.offset, self._order)
+        parties, key = self._parties[channel], (meeting.shared, position, phase)
+        if key not in self._met:
+            self._met[key] = np.zeros(len(parties.sizes), dtype=np.intp)
+        there = self._met[key]
+        arrived = np.bincount(parties.of[meeting.sends][kind.first + cols], minlength=len(there))
+        complete = (there + arrived == parties.sizes) & (arrived > 0)
+        there += arrived
+        if not complete.any():
+            return
+        part = kind.graph.part(position)
+        for other in self._kinds:
+            for sends, party in parties.of.items():
+                own = other.graph.meetings[part].get(meeting._replace(sends=sends))
+                if own is not None:
+                    who = np.flatnonzero(complete[party[other.first : other.first + len(other)]])
+                    if who.size:
+                        yield other, own, who
+
+    # -- ending ------------------------------------------------------------------------------------------------
+
+    def _grouped(self, rows: Ints) -> Iterator[tuple[_Batch, Ints]]:
+        """Yield the instructions that rows belong to, with their ranks' positions in their kind."""
+        ranks = rows % self.table.num_ranks
+        batches = self.table.batch[rows]
+        first, last = self._batches[batches[0]], batches[-1]
+        if batches[0] == last and (len(rows) == 1 or (batches == last).all()):
+            yield first, ranks - first[0].first
+            return
+        order = batches.argsort(kind="stable")
+        batches, ranks = batches[order], ranks[order]
+        cuts = [0, *((batches[1:] != batches[:-1]).nonzero()[0] + 1).tolist(), len(rows)]
+        for begin, end in pairwise(cuts):
+            batch = self._batches[batches[begin]]
+            yield batch, ranks[begin:end] - batch[0].first
+
+    def _end(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
+        part, num_ended = kind.graph.part(position), len(cols)
+        if part == "step" and number in kind.chains:
+            chain, _ = kind.chains[number]
+            number, num_ended = int(chain[-1, 0]), len(chain) * len(cols)
+        self.num_events += num_ended
+        times = kind.times[position]
+        # Within a chain a start is a sum of its own, which may round above the instant of the end.
+        times.end_s[number, cols] = np.maximum(times.start_s[number, cols], now_s)
+        if part != "step":
+            self._num_others -= len(cols)
+            self._others_until_s = math.inf if self._num_others else now_s
+        for distance, follower in kind.graph.after(position)[number]:
+            self._take_need(kind, position + distance, follower, cols)
+        if number < len(kind.graph.ids[part]) and kind.graph.ids[part][number] in self._is_watched:
+            self._notify_peers(kind, position, kind.graph.ids[part][number], cols)
+        self._unfinished[position] -= num_ended
+        if part == "step" and self._unfinished[position] == 0:
+            self._step_completed(position)
+
+    def _take_need(self, kind: Kind, position: int, number: int, cols: Ints) -> None:
+        if position not in self._unfinished:
+            self._open(position)
+        left = kind.times[position].needs[number]
+        if len(cols) == len(kind):
+            left -= 1
+            ready = (left == 0).nonzero()[0]
+        else:
+            left[cols] -= 1
+            ready = cols[left[cols] == 0]
+        if ready.size:
+            self._ready.append((kind, position, number, ready))
+
+    def _notify_peers(self, kind: Kind, position: int, name: str, cols: Ints) -> None:
+        """Take a need off whoever waits for an instruction on all its peers, once all of them have finished."""
+        for group in {watcher[0] for other in self._kinds for watcher in other.graph.watchers.get(name, ())}:
+            ready = self._now_done(group, position, name, kind.first + cols)
+            for other in self._kinds:
+                own = ready[(ready >= other.first) & (ready < other.first + len(other))] - other.first
+                if own.size:
+                    for wanted, part, distance, number in other.graph.watchers.get(name, ()):
+                        need, target = (group, distance, name), position + distance
+                        is_there = target <= self.num_steps + 1 and other.graph.part(target) == part
+                        if wanted == group and is_there and need in other.graph.peers(target)[number]:
+                            self._take_need(other, target, number, own)
+
+    def _now_done(self, group: str, position: int, name: str, ranks: Ints) -> Ints:
+        """Note that an instruction has finished on ranks, and return those whose peers all have by now."""
+        peers = self._peers[group]
+        key = group, position, name
+        if key not in self._watched:
+            num = len(peers.part)
+            state = np.zeros(len(peers.sizes), np.intp), np.zeros(num, np.intp), np.zeros(num, np.intp)
+            self._watched[key] = state
+        counts, done, notified = self._watched[key]
+        done[ranks] = 1
+        counts += np.bincount(peers.part[ranks], minlength=len(counts))
+        if not (counts[peers.part[ranks]] >= peers.sizes[peers.part[ranks]] - 1).any():
+            return np.zeros(0, dtype=np.intp)
+        others = counts[peers.part] - np.where(peers.is_doubled, 0, done)
+        ready = np.flatnonzero((others == peers.awaited) & (notified == 0) & peers.waits)
+        notified[ready] = 1
+        return ready
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def _step_completed(self, position: int) -> None:
+        step = position - 1
+        if self.cycle is None:
+            times = np.concatenate(
+                [
+                    field[: len(kind.graph.ids["step"])].ravel()
+                    for kind in self._kinds
+                    for field in (kind.times[position].start_s, kind.times[position].end_s)
+                ]
+            )
+            self.cycle = self._detector.completed(times, self._entered - step, self._others_until_s)
+            if self.cycle is not None:
+                self.shortened = shortened_steps(self.cycle, self.num_steps, self._entered, self._depth)
+        self._close(position)
+
+    def _close(self, position: int) -> None:
+        """Keep the spans of the listed ranks, and forget the rest."""
+        for kind in self._kinds:
+            times = kind.times.pop(position, None)
+            if times is not None:
+                for col, rank in enumerate(kind.ranks):
+                    if int(rank) in self._listed:
+                        self._spans[int(rank)] += self._spans_of(kind, position, times, col, int(rank))
+
+    def _spans_of(self, kind: Kind, position: int, times: Times, col: int, rank: int) -> Iterator[Span]:
+        part, step = kind.graph.part(position), kind.graph.step(position)
+        starts, ends = times.start_s[:, col].tolist(), times.end_s[:, col].tolist()
+        for item, start_s, end_s in zip(getattr(kind.template.program, part), starts, ends, strict=False):
+            limiter = kind.template.activities[part, item.id].limiter
+            number = self.world.numbers[rank]
+            yield Span(
+                number, part, step, item.id, item.stream, item.label, item.segment, start_s, end_s, limiter
+            )

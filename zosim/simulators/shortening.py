@@ -1,0 +1,110 @@
+"""Models and plans with few blocks that stand for all of those that are built alike.
+
+>>> from costmodel import read_model_spec
+>>> shortened(read_model_spec("opt-125m")).segments
+('embed', 'block.0', 'block.1', 'head')
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from costmodel.models.model_spec import (
+    BACK,
+    EMBED,
+    FRONT,
+    HEAD,
+    ModelSpec,
+    ParameterGroup,
+    block_index,
+    block_segment,
+)
+from zosim.plans import Plan
+
+NUM_BLOCKS = 2
+"""Blocks of a shortened model."""
+
+
+def shortened(model: ModelSpec) -> ModelSpec:
+    """Return a model of which only the first two blocks are left, cut inside as they were."""
+    return with_blocks(model, range(NUM_BLOCKS))
+
+
+def shortest(model: ModelSpec) -> ModelSpec:
+    """Return a model of two blocks that tell all others, the model itself where blocks are unlike, cut or as few."""
+    blocks: dict[str, list[ParameterGroup]] = defaultdict(list)
+    for group in model.groups:
+        for segment in group.segments:
+            blocks[segment].append(group)
+    kinds = {
+        tuple(group.model_copy(update={"name": "", "segments": ()}) for group in blocks[block_segment(index)])
+        for index in range(model.num_blocks)
+    }
+    are_whole = set(model.segments) == {"embed", "head", *map(block_segment, range(model.num_blocks))}
+    are_alike = are_whole and len(kinds) == 1
+    return shortened(model) if model.num_blocks > NUM_BLOCKS and are_alike else model
+
+
+def with_blocks(model: ModelSpec, kept: Sequence[int]) -> ModelSpec:
+    """Return a model of these blocks alone, numbered anew."""
+    number = {old: new for new, old in enumerate(kept)}
+    segments = {segment: segment for segment in (EMBED, HEAD)}
+    segments |= {
+        block_segment(old) + part: block_segment(new) + part
+        for old, new in number.items()
+        for part in ("", FRONT, BACK)
+    }
+    groups = tuple(
+        group.model_copy(
+            update={
+                "name": segments.get(group.name, group.name),
+                "segments": tuple(segments[segment] for segment in group.segments),
+            }
+        )
+        for group in model.groups
+        if set(group.segments) <= set(segments)
+    )
+    cut = tuple(number[block] for block in model.cut_blocks if block in number)
+    # Not model_copy, which would take the cached values along.
+    return ModelSpec(**{**dict(model), "num_blocks": len(kept), "groups": groups, "cut_blocks": cut})
+
+
+def shortened_stages(plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
+    """Return a plan of which `rank` keeps three whole blocks and each other stage one, and those that each stands for.
+
+    The second of the three stands for those between: messages come with the first and go with the last. Halves of blocks
+    stay as they are.
+    """
+    kept: list[int] = []
+    halves: list[str] = []
+    standing: dict[int, range] = {}
+    pipeline = next(part for part in plan.mesh.pipelines if rank in part)
+    for member in pipeline:
+        blocks = [segment for segment in plan.segments_of(member) if segment not in (EMBED, HEAD)]
+        whole = [block_index(segment) for segment in blocks if not segment.endswith((FRONT, BACK))]
+        few = [*whole[:NUM_BLOCKS], whole[-1]] if member == rank and len(whole) > NUM_BLOCKS else whole
+        few = few if member == rank else whole[:1]
+        standing |= {block: range(block, block + 1) for block in few}
+        if few:
+            first = few[min(1, len(few) - 1)]
+            standing[first] = range(first, first + 1 + len(whole) - len(few))
+        halves += [segment for segment in blocks if segment.endswith((FRONT, BACK))]
+        kept += few
+    kept = sorted({*kept, *map(block_index, halves)})
+    number = {old: new for new, old in enumerate(kept)}
+    cuts = tuple(_renamed(cut, kept, number) for cut in plan.cuts)
+    split = plan.split.model_copy(update={"cuts": cuts})
+    small = plan.model_copy(update={"model": with_blocks(plan.model, kept), "split": split})
+    stands_for = {block_segment(number[block]): blocks for block, blocks in standing.items()}
+    for half in halves:
+        block = block_index(half)
+        name = half.replace(block_segment(block), block_segment(number[block]), 1)
+        stands_for[name] = range(block, block + 1)
+    return small, stands_for
+
+
+def _renamed(cut: str, kept: Sequence[int], number: dict[int, int]) -> str:
+    """Return the cut behind the last block of those kept that are not behind `cut`."""
+    block = max(index for index in kept if index <= block_index(cut))
+    return block_segment(number[block]) + cut.removeprefix(block_segment(block_index(cut)))

@@ -1,0 +1,269 @@
+"""All ranks of a run as the simulators see them: activities, what they share, and who waits for whom.
+
+Ranks whose programs and machines are alike but for the names of their resources share a :class:`Template`, so that a
+thousand ranks cost little more than one. :mod:`zosim.simulators.fold` goes further and keeps one rank of each kind; the example there makes a world.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+
+from costmodel.rates.profile import Bound
+from topology.errors import ProgramError
+from zosim.hardware.machine import Activity, Machine
+from zosim.program import Program
+from zosim.program.instructions import Part
+from zosim.program.operations import Collective, Recv, Send
+from zosim.program.program_set import ProgramSet
+from zosim.program.step_graph import Meeting
+
+# A resource of which no more than this is ever asked limits nobody.
+_ENOUGH = 1 + 1e-12
+
+
+@dataclass(frozen=True)
+class Template:
+    """What ranks of one kind do.
+
+    Attributes
+    ----------
+    program : Program
+    activities : mapping of (part, id) to Activity
+        Their resources are those of one of the ranks, by name.
+    resources : tuple of str
+        That rank's resources; another rank's stand at the same places of its own list.
+    step_s : float
+        Host time between two steps.
+    """
+
+    program: Program
+    activities: Mapping[tuple[Part, str], Activity]
+    resources: tuple[str, ...]
+    step_s: float
+
+    def taking(
+        self, uses_of: Callable[[Activity], tuple[tuple[str, float], ...]]
+    ) -> dict[tuple[Part, str], Activity]:
+        """Return the activities with other uses of resources; what was one object stays one."""
+        changed: dict[int, Activity] = {}
+        for activity in self.activities.values():
+            if id(activity) not in changed:
+                changed[id(activity)] = replace(activity, uses=uses_of(activity))
+        return {place: changed[id(activity)] for place, activity in self.activities.items()}
+
+    @cached_property
+    def most_asked(self) -> dict[str, float]:
+        """The most that one rank asks of each resource at any time, its streams taken as independent."""
+        by_stream: dict[tuple[str, str], float] = defaultdict(float)
+        for part, item in self.program.instructions():
+            activity = self.activities[part, item.id]
+            asked: dict[str, float] = defaultdict(float)
+            for name, use in activity.uses:
+                asked[name] += use * activity.bound
+            for name, amount in asked.items():
+                by_stream[name, item.stream] = max(by_stream[name, item.stream], amount)
+        total: dict[str, float] = defaultdict(float)
+        for (name, _), amount in by_stream.items():
+            total[name] += amount
+        return dict(total)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A partition of the ranks into those that work together.
+
+    Attributes
+    ----------
+    parts : tuple of tuple of int
+    doubled : frozenset of int
+        Ranks that stand for several of their part, and so wait for themselves where they wait for the others.
+    """
+
+    parts: tuple[tuple[int, ...], ...]
+    doubled: frozenset[int] = frozenset()
+
+    @cached_property
+    def part_of(self) -> dict[int, int]:
+        """Number of each rank's part."""
+        return {rank: number for number, part in enumerate(self.parts) for rank in part}
+
+    def peers(self, rank: int) -> tuple[int, ...]:
+        """Return whom `rank` waits for where a dependency names the group."""
+        members = self.parts[self.part_of[rank]]
+        return tuple(other for other in members if other != rank or rank in self.doubled)
+
+    def at_offset(self, rank: int, offset: int) -> int | None:
+        """Return the member so many places after `rank` in its part, None past either end."""
+        members = self.parts[self.part_of[rank]]
+        place = members.index(rank) + offset
+        return members[place] if 0 <= place < len(members) else None
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a run.
+
+    Attributes
+    ----------
+    templates : tuple of Template
+    template_of : tuple of int
+        Of each rank.
+    resources : tuple of tuple of str
+        Of each rank, in the order of its template's.
+    capacities : mapping of str to float
+        Of the resources that can limit anybody.
+    fifo : frozenset of str
+        Those that serve one activity at a time.
+    groups : mapping of str to Group
+    numbers : tuple of int
+        Under which ranks are reported.
+    counts : tuple of int
+        How many ranks each stands for.
+    """
+
+    templates: tuple[Template, ...]
+    template_of: tuple[int, ...]
+    resources: tuple[tuple[str, ...], ...]
+    capacities: Mapping[str, float]
+    fifo: frozenset[str]
+    groups: Mapping[str, Group]
+    numbers: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, programs: ProgramSet, machines: Sequence[Machine], bound: Bound = "central") -> World:
+        """Return the world of a program set.
+
+        Parameters
+        ----------
+        programs : ProgramSet
+            That :func:`~zosim.program.validate_set.validate_set` lets pass.
+        machines : sequence of Machine
+            One per rank. Ranks share the resources of equal names.
+        bound : {"central", "low", "high"}
+            Which end of the profiles' intervals.
+
+        Raises
+        ------
+        ProgramError
+            If there is not one machine per rank.
+        ProfileError
+            If a profile has no rate for an instruction's formats.
+        """
+        if len(machines) != programs.world_size or not machines:
+            message = f"{len(machines)} machines for {programs.world_size} ranks"
+            raise ProgramError(message, hint="give one machine per rank")
+        groups = {name: Group(tuple(parts)) for name, parts in programs.groups.items()}
+        return cls._made(programs.programs, programs.roles, machines, groups, bound)
+
+    @classmethod
+    def of_one(cls, program: Program, machine: Machine, bound: Bound = "central") -> World:
+        """Return the world of one rank, whose peers, if it has any, are taken to be in step with it.
+
+        Raises
+        ------
+        ProfileError
+            If the profile has no rate for an instruction's formats.
+        """
+        groups = {
+            name: Group(((0,),), frozenset({0}) if size > 1 else frozenset())
+            for name, size in program.groups.items()
+        }
+        return cls._made((program,), (0,), (machine,), groups, bound)
+
+    @classmethod
+    def _made(
+        cls,
+        programs: Sequence[Program],
+        roles: Sequence[int],
+        machines: Sequence[Machine],
+        groups: dict[str, Group],
+        bound: Bound,
+    ) -> World:
+        templates: dict[object, Template] = {}
+        capacities: dict[str, float] = {}
+        keys = [(role, machine.shape) for role, machine in zip(roles, machines, strict=True)]
+        for key, machine in zip(keys, machines, strict=True):
+            if key not in templates:
+                templates[key] = _template(programs[key[0]], machine, bound)
+            for name, capacity in machine.capacities.items():
+                capacities[name] = max(capacity, capacities.get(name, 0.0))
+        numbers = {key: number for number, key in enumerate(templates)}
+        world = cls(
+            tuple(templates.values()),
+            tuple(numbers[key] for key in keys),
+            tuple(tuple(machine.capacities) for machine in machines),
+            capacities,
+            frozenset().union(*(machine.fifo for machine in machines)),
+            MappingProxyType(groups),
+            tuple(range(len(machines))),
+            (1,) * len(machines),
+        )
+        return world.with_limits_alone()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks simulated."""
+        return len(self.numbers)
+
+    def template(self, rank: int) -> Template:
+        """Return the template of a rank."""
+        return self.templates[self.template_of[rank]]
+
+    def program(self, rank: int) -> Program:
+        """Return the program of a rank."""
+        return self.template(rank).program
+
+    def activities(self, rank: int) -> dict[tuple[Part, str], Activity]:
+        """Return what a rank's instructions are, with its own resources."""
+        template = self.template(rank)
+        if self.resources[rank] == template.resources:
+            return dict(template.activities)
+        own = dict(zip(template.resources, self.resources[rank], strict=True))
+        return template.taking(lambda activity: tuple((own[name], use) for name, use in activity.uses))
+
+    def party(self, rank: int, meeting: Meeting) -> tuple[tuple[int, ...], Hashable]:
+        """Return who meets where `rank` does, and what tells this meeting from others at its position.
+
+        A message whose other side is not simulated has one member: that side is taken to be in step.
+        """
+        group = self.groups[meeting.group]
+        if not meeting.offset:
+            members = group.parts[group.part_of[rank]]
+            return members, (members, meeting)
+        other = group.at_offset(rank, meeting.offset if meeting.sends else -meeting.offset)
+        if other is None:
+            return (rank,), (rank, meeting)
+        members = (rank, other) if meeting.sends else (other, rank)
+        return members, (members, meeting.shared)
+
+    def with_limits_alone(self) -> World:
+        """Return the same world without the resources of which there is always enough for all who ask."""
+        asked: dict[str, float] = defaultdict(float)
+        for rank, resources in enumerate(self.resources):
+            own = dict(zip(self.template(rank).resources, resources, strict=True))
+            for name, amount in self.template(rank).most_asked.items():
+                asked[own[name]] += amount
+        limits = {
+            name: capacity
+            for name, capacity in self.capacities.items()
+            if name in self.fifo or asked[name] > capacity * _ENOUGH
+        }
+        return replace(self, capacities=limits)
+
+
+def _template(program: Program, machine: Machine, bound: Bound) -> Template:
+    known: dict[object, Activity] = {}
+    activities = {}
+    for part, item in program.instructions():
+        # Of operations on links, the cost depends on whom they reach.
+        reached = item.op if isinstance(item.op, Collective | Send | Recv) else None
+        key = item.work, machine.direction(program, item), reached
+        if key not in known:
+            known[key] = machine.activity(program, item, bound)
+        activities[part, item.id] = known[key]
+    return Template(program, activities, tuple(machine.capacities), machine.step_s(bound))
