@@ -219,13 +219,18 @@ def _add_slots(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Te
 
 def joined_factors(module: Any) -> tuple[Tensor, Tensor]:
     """Return what an adapter adds as one pair (rank, inputs) and (outputs, rank), the open slot before the closed ones."""
-    inner, outer = module.lora_A.weight, module.lora_B.weight * module.lora_scale
+    inner, outer = computable(module.lora_A.weight), computable(module.lora_B.weight) * module.lora_scale
     if (used := getattr(module, "lora_used", 0)) == 0:
         return inner, outer
     return (
-        torch.cat((inner, module.lora_closed_A[:used])),
-        torch.cat((outer, module.lora_closed_B[:, :used]), 1),
+        torch.cat((inner, computable(module.lora_closed_A[:used]))),
+        torch.cat((outer, computable(module.lora_closed_B[:, :used])), 1),
     )
+
+
+def computable(factor: Tensor) -> Tensor:
+    """Return a factor that lies on the host in 8 bits as numbers that torch multiplies."""
+    return factor.float() if factor.dtype.itemsize == 1 else factor
 
 
 def block_linears(model: nn.Module) -> Iterator[tuple[str, Any, int, int]]:

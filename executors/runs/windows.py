@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from costmodel.models.configs import LoRA
-from executors.models.lora import joined_factors
+from executors.models.lora import computable, joined_factors
 from executors.models.slots import Slots
 from executors.randomness.rng import mixed
 
@@ -121,5 +121,5 @@ def close_slot(module: Any, closed_rank: int) -> None:
         rank = left.shape[1]
         module.lora_closed_A.data.zero_()[:rank] = right.T
         module.lora_closed_B.data.zero_()[:, :rank] = left
-        module.lora_lost.data.add_(slots.lost)
+        module.lora_lost.data.copy_(computable(module.lora_lost) + slots.lost)
         module.lora_B.weight.data.zero_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import itertools
 import os
@@ -16,6 +17,7 @@ for _variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
     os.environ[_variable] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 
+import topology.detection
 from tests.fuzz import harness
 from tests.fuzz.cases import Case, Target
 from tests.fuzz.commands import refuse_missing_commands
@@ -35,6 +37,7 @@ def main() -> int:
     parser.add_argument("--corpus", action="store_true", help="only the cases that were found before")
     parser.add_argument("--keep", action="store_true", help="save what is found to the corpus")
     given = parser.parse_args()
+    topology.detection.detect = functools.cache(topology.detection.detect)  # half a second each, otherwise
     refuse_missing_commands(all_targets())
     targets = [t for t in all_targets() if not given.target or t.name.startswith(tuple(given.target))]
     for target in targets:

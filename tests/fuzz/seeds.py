@@ -13,7 +13,6 @@ from contextlib import redirect_stderr, redirect_stdout
 from importlib import resources
 from pathlib import Path
 
-import topology.detection
 from costmodel.devices.datasheet import datasheet_profile
 from costmodel.devices.prices import shipped_prices_text
 from costmodel.models.configs import spec_of_config
@@ -26,7 +25,6 @@ from zosim.plans import Plan
 TESTS = Path(__file__).parents[1]
 FIXTURES = TESTS / "topology" / "fixtures"
 PRESET = "rtx4090-2x"
-topology.detection.detect = functools.cache(topology.detection.detect)  # half a second each, otherwise
 
 CONFIG = {
     "model_type": "opt",

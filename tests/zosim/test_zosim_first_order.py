@@ -371,8 +371,9 @@ def test_replicas_that_share_weights_out_hold_a_part_and_gather_the_rest():
         lower_first_order(plan, settings_of("gpipe", 2, "adam", sharding=sharding))
         for sharding in ("none", "full")
     )
+    # Every share begins at a multiple of 256 bytes, which is a few hundredths of parameters as small as these.
     for role in ("weights", "gradients", "optimizer state"):
-        assert device_parts(sharded)[role] == pytest.approx(device_parts(whole)[role] / 4, rel=0.05)
+        assert device_parts(sharded)[role] == pytest.approx(device_parts(whole)[role] / 4, rel=0.07)
     program = sharded.program_of(0)
     gathers = [item for item in program.step if item.label == "gather" and item.segment == "block.1"]
     sums = [item for item in program.step if item.label == "all_reduce" and item.segment == "block.1"]

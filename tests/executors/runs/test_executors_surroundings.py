@@ -249,7 +249,7 @@ def test_a_clock_that_jumps_back_changes_nothing(inputs, undisturbed, tmp_path, 
 
 def test_nothing_that_waits_or_measures_reads_the_clock_on_the_wall():
     """It jumps; what a user is told about when something happened may be read from it."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     sources = [path for name in ("executors", "zosim", "topology") for path in (root / name).rglob("*.py")]
     assert len(sources) > 100
     readers = [
