@@ -421,8 +421,8 @@ CLAIMS = (
                 Mutant(
                     "an error that is not told",
                     f"{_WINDOWS}:close_slot",
-                    "module.lora_lost.data.add_(slots.lost)",
-                    "module.lora_lost.data.add_(0.0 * slots.lost)",
+                    "module.lora_lost.data.copy_(computable(module.lora_lost) + slots.lost)",
+                    "module.lora_lost.data.copy_(computable(module.lora_lost) + 0.0 * slots.lost)",
                 ),
                 Mutant(
                     "closed slots that a resumed run does not read",
@@ -439,8 +439,8 @@ CLAIMS = (
                 Mutant(
                     "folded without the scale",
                     "executors.models.lora:joined_factors",
-                    "module.lora_B.weight * module.lora_scale",
-                    "module.lora_B.weight",
+                    "computable(module.lora_B.weight) * module.lora_scale",
+                    "computable(module.lora_B.weight)",
                 ),
             ),
         ),
