@@ -152,7 +152,7 @@ class TestLines:
     def test_a_line_that_is_refused_leaves_no_file_open(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        files = []
+        files, errors = [], []
         opened = data_module._opened
         monkeypatch.setattr(data_module, "_opened", lambda path: files.append(opened(path)) or files[-1])
         path = write_lines(tmp_path, [{"input_ids": [1, 2]}, {"input_id": [1, 2]}, {"input_ids": [1, 2]}])
@@ -160,8 +160,9 @@ class TestLines:
             lambda: open_dataset(path, limits=Limits(vocab_size=50)),
             lambda: check_lines(path, None),
         ):
-            with pytest.raises(DataError, match="line 2 has no input_ids"):
+            with pytest.raises(DataError, match="line 2 has no input_ids") as caught:
                 read()
+            errors.append(caught.value)  # a traceback keeps what was being read
         assert files
         assert all(file.closed for file in files)
 
