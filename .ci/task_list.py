@@ -118,7 +118,7 @@ def imports(_: Sequence[str]) -> int:
 def docs(_: Sequence[str]) -> int:
     """Write docs/commands.md anew from the commands' options, then run the README's commands."""
     written = _tool(["python", str(ROOT / ".ci" / "commands_page.py")])
-    return written or _tool(["pytest", "tests/repository/test_readme.py"])
+    return written or _tool(["pytest", "--run-slow", "tests/repository/test_readme.py"])
 
 
 def fuzz(arguments: Sequence[str]) -> int:

@@ -38,7 +38,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ON_DEMAND = {
-    "slow": "tests of more than about four seconds",
+    "slow": "tests of more than about two seconds",
     "broad": "all cases of tests whose slow cases are a sample",
     "bench": "measurements",
 }

@@ -159,6 +159,7 @@ CASES = [
 ]
 
 
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize(("family", "attention", "dtype"), CASES)
 @pytest.mark.parametrize("segment", ["embed", "block.1", "head"])
 @pytest.mark.parametrize(("batch", "seq"), [(3, 48), (1, 160)])

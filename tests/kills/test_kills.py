@@ -42,8 +42,9 @@ def test_a_schedule_follows_from_its_seed_and_spares_nobody():
     assert max(len(case.strikes) for case in cases) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["data-shared", pytest.param("stage", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["data-shared", "stage"])
 def test_runs_that_are_killed_end_as_if_nobody_had(tmp_path, kind):
     """Forked, as new Pythons take seconds each."""
     command = [

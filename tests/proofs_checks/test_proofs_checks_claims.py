@@ -40,6 +40,7 @@ PLANTED = [
 ]
 
 
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize(
     "claim",
     [
@@ -53,6 +54,7 @@ def test_the_claim_has_a_verdict(claim):
     assert judged.is_settled, [outcome.details for outcome in judged.outcomes if not outcome.passed]
 
 
+@pytest.mark.crossed(quick=5)
 @pytest.mark.parametrize(("check", "mutant"), PLANTED)
 def test_the_planted_fault_is_caught(check, mutant):
     result = try_mutant(check, mutant, QUICK)

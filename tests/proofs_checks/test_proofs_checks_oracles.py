@@ -482,6 +482,7 @@ WITNESSES = {
 }
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("witness", dict.fromkeys(WITNESSES.values()), ids=lambda witness: witness.__name__)
 def test_a_second_witness_agrees(witness):
     witness()

@@ -7,7 +7,7 @@ A block of commands is preceded by a comment that says how it is run:
 ``<!-- run: compare -->``
     The output must also be what the block shows; ``...`` stands for anything.
 ``<!-- run: slow -->``
-    As ``run``, but only with ``test --full``.
+    As ``run``, but in a test of its own: it is worth minutes.
 ``<!-- not run: REASON -->``
     Left alone, for the reason given.
 
@@ -91,6 +91,7 @@ def check(page: Path, modes: tuple[str, ...], directory: Path) -> None:
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", with_blocks("run", "run: compare"), ids=lambda page: page.name)
 def test_commands_do_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     check(page, ("run", "run: compare"), tmp_path)

@@ -18,6 +18,7 @@ def outcomes():
     return sheet_outcomes(CELLS, [])
 
 
+@pytest.mark.slow
 def test_data_sheets_know_nothing_of_rows(outcomes):
     machine = preset_machine(CELLS[0].case.preset, CELLS[0].case.plan.placement.devices)
     assert machine.profile.origin == "datasheet"

@@ -21,12 +21,14 @@ def check_of(name):
     return import_module(f"studies.{name}.exercise").check
 
 
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize("name", EXERCISES)
 def test_the_reference_solution_passes(name):
     verdict = check_of(name)(SOLVED[name].right)
     assert verdict.passed, verdict.message
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(("name", "wrong", "advice"), MISTAKES)
 def test_a_wrong_solution_is_refused_with_advice(name, wrong, advice):
     verdict = check_of(name)(wrong)

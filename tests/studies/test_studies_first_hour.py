@@ -237,6 +237,7 @@ def asked(tmp_path):
     return answers
 
 
+@pytest.mark.slow
 def test_what_only_a_device_can_answer_is_asked_with_what_is_expected(asked):
     answers, findings = asked()
     assert len(answers) == 8
@@ -244,6 +245,7 @@ def test_what_only_a_device_can_answer_is_asked_with_what_is_expected(asked):
     assert findings == []
 
 
+@pytest.mark.slow
 def test_an_answer_that_was_not_expected_says_what_is_so(asked, monkeypatch):
     monkeypatch.setattr("tests.support.simulated_cuda.device.NATIVE_STREAMS", 16)
     monkeypatch.setattr(

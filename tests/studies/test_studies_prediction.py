@@ -74,6 +74,7 @@ def test_lists_of_codes_have_every_format_and_nothing_in_common():
     assert not {case.shape for case in unseen} & {case.shape for case in seen}
 
 
+@pytest.mark.crossed(quick=6)
 @pytest.mark.parametrize("case", [*coded_cases(), *coded_tuning_cases()], ids=lambda case: case.placement)
 def test_every_placement_of_codes_is_a_valid_plan(case):
     from studies.prediction.setting import model_of, plan_of
@@ -84,6 +85,7 @@ def test_every_placement_of_codes_is_a_valid_plan(case):
     validate_set(lower_all(plan_of(tiny, model_of(tiny.shape), topology="host", device="cpu0")))
 
 
+@pytest.mark.crossed(quick=6)
 @pytest.mark.parametrize("placement", [*PLACEMENTS, *RANK_PLACEMENTS])
 @pytest.mark.parametrize("family", ["opt", "llama"])
 def test_every_placement_is_a_valid_plan(family, placement):

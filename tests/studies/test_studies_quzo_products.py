@@ -43,6 +43,7 @@ def test_the_cases_differ_in_what_their_blocks_take_alone():
         assert sizes[2] / sizes[0] == pytest.approx(0.5 / width, abs=0.03)
 
 
+@pytest.mark.slow
 def test_peaks_are_predicted_and_never_too_low(monkeypatch):
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 256}
     monkeypatch.setitem(speed.SHAPES, "tiny", shape)

@@ -311,6 +311,7 @@ def test_figures_are_median_percentile_and_sign():
     assert figures_of([-0.1, 0.2, -0.3]) == pytest.approx((0.2, 0.28, -0.1))
 
 
+@pytest.mark.slow
 @needs_namespaces
 @pytest.mark.dist
 def test_ranks_in_namespaces_train_together(tmp_path):

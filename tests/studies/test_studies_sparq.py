@@ -94,6 +94,7 @@ def test_over_a_slow_link_a_step_takes_what_its_bytes_take(slow_steps):
         assert one_way / 12.5e6 <= seconds <= both_ways / 12.5e6 * 1.05 + 0.6
 
 
+@pytest.mark.slow
 def test_bytes_of_a_step_by_hand(slow_steps):
     """32 x 64 tokens of width 8192 + 2048: 40 MiB at 16 bits, a quarter of it at 4."""
     numbers = 32 * 64 * (8192 + 2048)

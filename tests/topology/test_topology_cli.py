@@ -112,6 +112,7 @@ def test_show_as_a_tree_and_as_json(name):
     assert data["host_to_device"].keys() == {node.id for node in machine.compute_devices}
 
 
+@pytest.mark.crossed(quick=5)
 @pytest.mark.parametrize("name", preset_names())
 def test_a_preset_can_be_written_and_changed(name, tmp_path):
     path = tmp_path / "mine.yaml"

@@ -247,6 +247,7 @@ def test_a_model_must_be_named():
     assert isinstance(invoke().exception, PlanError)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_answer_says_why_and_what_would():
     """The largest batch that fits, and the least deadline and budget, are true: asked for, they are met."""
     asked = ["--model", "opt-13b", "--seq", "2048", "--machines", "rtx4090-2x,cpu-laptop", "--count", "1"]

@@ -263,6 +263,7 @@ def test_a_narrow_table_is_records_of_whole_words(monkeypatch, capsys) -> None:
     assert "placement  offloaded, 3 buffers" in lines
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     "command", [["study", "why_seeds_suffice"], ["buy", "--show-prices"], ["topology", "show", "dgx-1v"]]
 )

@@ -323,6 +323,7 @@ def test_a_format_that_a_gpu_has_no_units_for_is_told_when_planning_and_simulati
     assert "declares no peak" not in call(*words, "--dtype", "float16").stdout
 
 
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("mesh", ["data=1", "data=2,perturb=2"])
 def test_simulating_by_simpy_says_what_the_fast_engine_says(tmp_path: Path, mesh: str) -> None:
     file = tmp_path / "plan.json"

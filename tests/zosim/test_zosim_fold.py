@@ -23,6 +23,7 @@ def times_of(timeline, rank):
     }
 
 
+@pytest.mark.slow
 @given(rank_sets(), st.integers(1, 9))
 def test_a_representative_has_the_times_of_its_rank(ranks, num_steps):
     world = World.of(*ranks)
@@ -36,6 +37,7 @@ def test_a_representative_has_the_times_of_its_rank(ranks, num_steps):
             assert found[key] == pytest.approx(ends, rel=1e-9, abs=1e-12), key
 
 
+@pytest.mark.slow
 @given(rank_sets())
 def test_every_rank_has_the_times_of_one_representative(ranks):
     world = World.of(*ranks)
@@ -51,6 +53,7 @@ def test_every_rank_has_the_times_of_one_representative(ranks):
         )
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(rank_sets(max_instructions=4))
 def test_steps_take_the_same(ranks):

@@ -176,6 +176,7 @@ def test_both_engines_agree(run, num_steps):
     assert_same_run(World.of(*run), num_steps)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(staged_runs())
 def test_both_engines_agree_once_steps_repeat(run):

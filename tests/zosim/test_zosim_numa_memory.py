@@ -32,6 +32,7 @@ def decided(topology: Topology, model: str = "opt-13b", **fields: object) -> Dec
     return choose(request_for(read_model_spec(model), topology, device="gpu0", **named))
 
 
+@pytest.mark.slow
 def test_what_one_domain_does_not_hold_lies_in_the_next() -> None:
     """756 GiB of Llama-3.1-405B on 2 TiB in four domains: 512 GiB near the GPU, a third of it across the sockets' link."""
     topology = host(4, "2 TiB", "800 GB/s")
@@ -45,6 +46,7 @@ def test_what_one_domain_does_not_hold_lies_in_the_next() -> None:
     assert "copies reach at 24 GB/s" in words
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(("socket_bytes_per_s", "wire"), [(6e9, "socket"), (24e9, "socket"), (100e9, "pcie")])
 def test_copies_take_the_time_of_both_ways(socket_bytes_per_s: float, wire: str) -> None:
     """A step uploads every offloaded byte once; each takes the near way and the far one by the shares of what lies there."""

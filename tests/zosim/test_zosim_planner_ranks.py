@@ -48,6 +48,7 @@ def fed_over_pcie(*, nvlink: bool, transfers: str | None = None) -> Request:
     )
 
 
+@pytest.mark.slow
 def test_slicing_pays_over_nvlink_and_loses_where_peers_meet_on_a_narrower_link() -> None:
     """DistZO2's slicing is "no worse" only where slices reach the peers as fast as PCIe would have brought them."""
     whole_s, sliced_s = (seconds(fed_over_pcie(nvlink=True, transfers=name)) for name in ("shared", "sliced"))
@@ -190,6 +191,7 @@ def test_what_ranks_share_is_named() -> None:
     assert prediction.contention[0].ranks == (0, 1, 2, 3)
 
 
+@pytest.mark.slow
 def test_hundreds_of_ranks_are_planned_as_one_host_is() -> None:
     decision = choose(
         request("dgx-h100", num_hosts=32, batch=128, method="2d", mesh=Mesh(data=128, perturb=2))

@@ -356,6 +356,7 @@ def test_leaving_a_setting_out_never_flatters():
     assert np.abs(solution.held_out()).sum() > np.abs(solution.residuals).sum()
 
 
+@pytest.mark.slow
 def test_a_refit_without_a_group_is_a_fit_to_the_others():
     known = [item for item in known_cells(cells_of(ROWS)[0], "DistZO2", "memory") if item.value is not None]
     solution = fit(known, "DistZO2", "memory")

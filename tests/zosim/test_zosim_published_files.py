@@ -94,6 +94,7 @@ def test_a_dash_or_oom_prints_no_number():
     assert not PublishedRow({"value": "-"}).is_out_of_memory
 
 
+@pytest.mark.slow
 def test_what_a_table_prints_never_leaks_into_its_prediction():
     sample = [row for index, row in enumerate(ROWS) if index % 47 == 0]
     emptied = [PublishedRow({**row.fields, "value": ""}, row.where) for row in sample]
@@ -116,6 +117,7 @@ TEXTS = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     index=st.integers(0, len(ROWS) - 1),
@@ -142,6 +144,7 @@ def test_one_row_is_enough_to_calibrate_on(paper):
     assert said.low <= row.value <= said.high or said.predicted == pytest.approx(row.value, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_row_that_cannot_be_right_is_still_a_row_to_calibrate_on():
     row = next(row for row in ROWS if row.place == "DistZO2 Table 4, r5c1")
     (said,) = answers_of_all([row], calibrate_on([row]))

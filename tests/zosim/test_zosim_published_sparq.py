@@ -156,6 +156,7 @@ def test_data_sets_are_known_by_any_spelling(spelling):
     assert volume_case(row(dataset=spelling)).dataset == "SST-2"
 
 
+@pytest.mark.slow
 def test_activations_of_first_order_runs_are_those_counted():
     """With one length for RTE: 11 GB of OPT-125M and 41 of OPT-1.3B, of which weights are 0.9 and 9.8."""
     known = [case for case in printed_peaks(ROWS) if (case.model, case.dataset) != ("OPT-1.3B", "RTE")]
@@ -166,6 +167,7 @@ def test_activations_of_first_order_runs_are_those_counted():
         )
 
 
+@pytest.mark.slow
 def test_a_profile_keeps_and_lists_the_constants(tmp_path):
     profile = calibrate_on(ROWS)
     assert profile.sparq == calibrate_sparq(ROWS)

@@ -114,6 +114,7 @@ def test_several_ranks_agree_wherever_nothing_is_shared(ranks, num_steps):
         assert (span.start_s, span.end_s) == pytest.approx(expected[span.rank, place], rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.slow
 @given(rank_sets())
 def test_several_ranks_take_no_less_than_the_closed_form_and_folding_does_not_change_it(ranks):
     world = World.of(*ranks)

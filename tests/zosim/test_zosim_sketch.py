@@ -68,6 +68,7 @@ def machine() -> Machine:
     return Machine.from_topology(topology, "gpu0", profile_for(topology, "gpu0"))
 
 
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize(
     ("name", "point"),
     list(product(MODELS[:1], points())) + [(m, p) for m in MODELS[1:] for p in list(points())[2:4]],

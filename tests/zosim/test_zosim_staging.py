@@ -46,6 +46,7 @@ def test_stages_are_told_of_where_they_lose() -> None:
     assert "stage=" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hardware", "rng"),
     [

@@ -103,6 +103,7 @@ def hazards(programs: ProgramSet) -> list[str]:
     return []
 
 
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("num_slots", [3, 12])
 def test_no_block_is_overwritten_while_peers_upload_it_nor_read_while_they_offload_it(num_slots: int) -> None:
     """Cutting a wait is refused, unless the exchange of losses and the reuse of slots imply it."""
