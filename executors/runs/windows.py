@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from costmodel.models.configs import LoRA
-from executors.models.lora import computable, joined_factors
+from executors.models.lora import joined_factors
 from executors.models.slots import Slots
 from executors.randomness.rng import mixed
 
@@ -121,5 +121,17 @@ def close_slot(module: Any, closed_rank: int) -> None:
         rank = left.shape[1]
         module.lora_closed_A.data.zero_()[:rank] = right.T
         module.lora_closed_B.data.zero_()[:, :rank] = left
-        module.lora_lost.data.copy_(computable(module.lora_lost) + slots.lost)
+        module.lora_lost.data.copy_(
+            rounded_up(module.lora_lost.double() + slots.lost, module.lora_lost.dtype)
+        )
         module.lora_B.weight.data.zero_()
+
+
+def rounded_up(bound: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bound that is not negative in a format, not below what it was."""
+    held = bound.to(dtype)
+    if bool(held.to(bound.dtype) < bound):
+        # One place of the format further is past the next number that it has, from where rounding does not lead back below.
+        info = torch.finfo(dtype)
+        held = (bound + info.eps * bound.clamp(min=info.tiny)).clamp(max=info.max).to(dtype)
+    return held

@@ -20,7 +20,7 @@ from executors.models.slots import Slots
 from executors.runs import windows as windows_of_runs
 from executors.runs.adapters import attach
 from executors.runs.session import Session
-from executors.runs.windows import LazyWindows, lazy_windows_of
+from executors.runs.windows import LazyWindows, lazy_windows_of, rounded_up
 from tests.support.builders import unshared
 from tests.support.command import loaded, rows_of, saved_lines, saved_model, zosim
 from tests.support.forked import Command
@@ -138,6 +138,15 @@ def test_slots_are_compacted_at_the_bound_and_say_what_that_lost():
     assert windows.rank == 4
     assert 0 < windows.relative_error < 1
     assert lazy_windows_of(short).relative_error == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32])
+def test_what_compacting_lost_is_never_told_too_small(dtype):
+    bounds = torch.logspace(-9, 2, 400, dtype=torch.float64)
+    held = torch.stack([rounded_up(bound, dtype).double() for bound in bounds])
+    assert (held >= bounds).all()
+    info = torch.finfo(dtype)
+    assert (held <= bounds * (1 + 2 * info.eps) + 2 * info.tiny * info.eps).all()
 
 
 @pytest.mark.parametrize("name", ["opt", "llama", "gpt2"])
