@@ -31,6 +31,11 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, help="go on for so long; by default the quick run")
     parser.add_argument("--cases", type=int, help="cases of each target")
+    parser.add_argument(
+        "--total",
+        type=int,
+        help="cases of all targets together: a tenth in equal numbers, the others in equal processor time",
+    )
     parser.add_argument("--first", type=int, default=0, help="number of the first case of each target")
     parser.add_argument("--target", action="append", default=[], help="only targets whose names begin so")
     parser.add_argument("--workers", type=int, default=1)
@@ -66,8 +71,10 @@ def _run(targets: list[Target], given: argparse.Namespace) -> harness.Report:
             least = harness.smaller(by_name[name], case, outcome)
             print(f"saved {harness.save(name, least, outcome)}", file=sys.stderr, flush=True)
 
-    jobs = itertools.chain(((name, -1 - key) for key, (name, _) in known.items()), _numbers(targets, given))
-    report = harness.run_jobs(targets, jobs, reload, num_workers=given.workers, on_finding=told)
+    report = harness.Report()
+    new = _numbers(targets, given) if given.total is None else _shared_out(targets, given, report)
+    jobs = itertools.chain(((name, -1 - key) for key, (name, _) in known.items()), new)
+    harness.run_jobs(targets, jobs, reload, report, num_workers=given.workers, on_finding=told)
     print("\n".join(report.lines()))
     return report
 
@@ -86,6 +93,24 @@ def _numbers(targets: list[Target], given: argparse.Namespace) -> Iterator[harne
             yield name, number
         if not names:
             return
+
+
+def _shared_out(
+    targets: list[Target], given: argparse.Namespace, report: harness.Report
+) -> Iterator[harness.Job]:
+    """Yield `given.total` cases, most of them of the target that has had the least processor time.
+
+    A command takes a thousand times as long as a reader: in equal numbers, readers would be tried too little.
+    """
+    least = given.total // (10 * len(targets))
+    begun = dict.fromkeys((target.name for target in targets), 0)
+    for number in range(given.total):
+        if number < least * len(targets):
+            name = targets[number % len(targets)].name
+        else:
+            name = min(begun, key=lambda name: report.cpu_s[name])
+        yield name, given.first + begun[name]
+        begun[name] += 1
 
 
 if __name__ == "__main__":

@@ -249,18 +249,20 @@ class Report:
         Outcomes by target and kind.
     findings : dict of (str, str, str) to (Case, Outcome)
         The first case of each finding, by target, kind and place.
-    slowest : dict of str to float
-        CPU seconds by target.
+    slowest, cpu_s : dict of str to float
+        CPU seconds by target: of the slowest case, and of all.
     """
 
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     findings: dict[tuple[str, str, str], tuple[Case, Outcome]] = field(default_factory=dict)
     slowest: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    cpu_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, target: str, case: Callable[[], Case], outcome: Outcome) -> bool:
         """Count an outcome; return whether it is a finding that was not known."""
         self.counts[target][outcome.kind] += 1
         self.slowest[target] = max(self.slowest[target], outcome.cpu_s)
+        self.cpu_s[target] += outcome.cpu_s
         key = target, outcome.kind, outcome.where
         if outcome.kind in FINE or key in self.findings:
             return False
@@ -292,6 +294,7 @@ def run_jobs(
     targets: Sequence[Target],
     jobs: Iterator[Job],
     reload: Callable[[str, int], Case],
+    found: Report | None = None,
     *,
     num_workers: int = 1,
     on_finding: Callable[[str, Case, Outcome], None] = lambda *_: None,
@@ -304,11 +307,13 @@ def run_jobs(
     jobs : iterator of (str, int)
     reload : callable
         Returns the case of a job.
+    found : Report, optional
+        Filled while jobs end; by default a new one.
     num_workers : int
     on_finding : callable
         Told the first case of each finding as it is found.
     """
-    found = Report()
+    found = found or Report()
     workers = [Worker(targets, reload) for _ in range(num_workers)]
     running: dict[Worker, Job] = {}
     try:
