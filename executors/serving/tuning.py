@@ -25,6 +25,7 @@ from executors.models.loading import load_config
 from executors.models.mapped import digest_of_files
 from executors.models.slots import AdapterState, Slots
 from executors.randomness.rng import mixed
+from executors.runs.base import BASE, base_facts, refuse_other_base, tokenizer_facts
 from executors.runs.jsonlines import JsonLines, read_lines
 from executors.serving.engine import Request, ServingEngine
 from executors.serving.peft import BASE_DIGEST, linear_shapes
@@ -98,7 +99,8 @@ class Tuning:
     Raises
     ------
     RunError
-        If the directory has another tuning's log, or one that is damaged, or the engine serves other weights than the base's.
+        If the directory has another tuning's log, or one that is damaged, the base or its tokenizer is another, or the engine
+        serves other weights than the base's.
     """
 
     def __init__(self, engine: ServingEngine, model: str, directory: Path, settings: TuningSettings) -> None:
@@ -146,6 +148,7 @@ class Tuning:
     def _begin(self, model: str) -> None:
         path = self.directory / SETTINGS_NAME
         stated = json.loads(json.dumps(asdict(self.settings)))
+        base = base_facts(self._base) | {"tokenizer": tokenizer_facts(model)}
         if path.is_file():
             recorded = read_json_object(path, "settings of a tuning", RunError)
             unlike = [name for name, value in stated.items() if recorded.get(name) != value]
@@ -155,6 +158,7 @@ class Tuning:
                     f"{self.directory} was tuned with {name}={recorded.get(name)!r}, this asks for {stated[name]!r}",
                     hint="give the same, or another --out",
                 )
+            refuse_other_base(recorded, base, model, str(self.directory))
             known, served = recorded.get(BASE_DIGEST), self.engine.base_digest
             if known is not None and served is not None and known != served:
                 raise RunError(
@@ -162,7 +166,7 @@ class Tuning:
                     hint="start the engine with the base that the tuning began with, or give another --out",
                 )
         else:
-            facts = {"model": str(model), BASE_DIGEST: self.engine.base_digest}
+            facts = {"model": str(model), BASE_DIGEST: self.engine.base_digest, BASE: base}
             write_atomically(path, json.dumps(stated | facts, indent=2) + "\n")
         log = self.directory / LOG_NAME
         lines = read_lines(log)

@@ -7,6 +7,7 @@ import copy
 import json
 import math
 import os
+import shutil
 import socket
 import threading
 import time
@@ -755,6 +756,18 @@ def test_a_tuning_with_other_numbers_is_not_gone_on_with(folder, tmp_path):
     (tmp_path / "steps.jsonl").write_text('{"step": 1, "projected_grad": 0.1}\n')
     with pytest.raises(RunError, match="not step 0"):
         Tuning(Runtime(base()), str(folder / "base"), tmp_path, SETTINGS)
+
+
+def test_a_tuning_of_a_base_with_another_activation_is_not_gone_on_with(folder, tmp_path):
+    """The weights are the same, and so is their digest."""
+    copied = tmp_path / "base"
+    shutil.copytree(folder / "base", copied)
+    Tuning(Runtime(base()), str(copied), tmp_path / "out", SETTINGS).close()
+    path = copied / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"activation_function": "gelu"}))
+    with pytest.raises(RunError, match="config activation_function was 'relu', and is 'gelu'"):
+        Tuning(Runtime(base()), str(copied), tmp_path / "out", SETTINGS)
 
 
 @pytest.mark.parametrize("told", ["digest", "root"])
