@@ -47,6 +47,46 @@ class RuleError(ValueError):
         self.location = location
 
 
+def without_removed(
+    fields: Mapping[str, Any],
+    what: str,
+    error: type[ZosimError],
+    *,
+    names: Mapping[str, object],
+    values: Mapping[str, tuple[object, ...]],
+) -> dict[str, Any]:
+    """Return fields that an earlier version wrote without those that were removed since.
+
+    Parameters
+    ----------
+    fields : mapping
+    what : str
+        What they are fields of, for messages.
+    error : type of ZosimError
+    names : mapping
+        Removed fields, and the value that says what holds now without them.
+    values : mapping
+        Removed values of fields that stay.
+
+    Raises
+    ------
+    ZosimError
+        Of class `error`, if a removed field has another value, or another field a removed one.
+
+    Examples
+    --------
+    >>> without_removed({"slots": 3, "reuse": True}, "plan", TopologyError, names={"reuse": True}, values={})
+    {'slots': 3}
+    """
+    for name, value in fields.items():
+        if value != names.get(name, value) or value in values.get(name, ()):
+            raise error(
+                f"{what}.{name}={value!r} was removed: this version does nothing of the kind",
+                hint="make the plan without it, or use the version that wrote it",
+            )
+    return {name: value for name, value in fields.items() if name not in names}
+
+
 def did_you_mean(value: str, known: Iterable[str]) -> str | None:
     """A hint naming the closest known name, or all of them if none is close; None if none is known."""
     names = sorted(set(known))[:_MAX_KNOWN]

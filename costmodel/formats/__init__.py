@@ -45,16 +45,8 @@ CodeFormat = Literal[
     "float8_e4m3",
     "float8_e5m2",
     "float4_e2m1",
-    "best8",
-    "best4",
 ]
-"""Formats that weights can be kept in besides those that are computed in; of the last two see :data:`CANDIDATES`."""
-
-CANDIDATES: dict[str, tuple[CodeFormat, ...]] = {
-    "best8": ("int8", "float8_e4m3", "float8_e5m2"),
-    "best4": ("int4", "float4_e2m1"),
-}
-"""Formats of as many bits, of which every weight is kept in the one with the least mean squared error (QuZO's equation 16)."""
+"""Formats that weights can be kept in besides those that are computed in."""
 
 ScaleScope = Literal["tensor", "channel", "group"]
 """What shares a scale: a matrix, an output channel of it, or some neighbouring inputs of an output channel."""
@@ -133,8 +125,6 @@ FORMATS: dict[str, Format] = {
         Format("int8", 8, is_float=False, peak="int8"),
         Format("int4", 4, is_float=False, peak="int4"),
         *(Format(f"int{bits}", bits, is_float=False) for bits in (7, 6, 5, 3, 2)),
-        Format("best8", 8),
-        Format("best4", 4),
         Format("int64", 64, is_float=False),
         Format("uint8", 8, is_float=False),
     )

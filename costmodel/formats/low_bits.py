@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
-from costmodel.formats import CANDIDATES, FORMATS, CodedParts, CodeFormat, DType, ScaleScope
+from costmodel.formats import FORMATS, CodedParts, CodeFormat, DType, ScaleScope
 from costmodel.formats.code_passes import CodePass
 from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS
 from costmodel.models.model_spec import ParameterGroup
@@ -177,11 +177,6 @@ class Coding:
         """Return the bytes of a weight's zero points, one for each scale."""
         return self.num_scales(linear) if self.has_zero_point else 0
 
-    @property
-    def is_chosen(self) -> bool:
-        """Whether every weight has a format of its own, which a byte says."""
-        return self.format in CANDIDATES
-
     def num_outliers(self, inputs: int) -> int:
         """Return the weights of an output channel that are kept beside the codes."""
         return max(1, round(self.outlier_share * inputs)) if self.outlier_share else 0
@@ -195,16 +190,12 @@ class Coding:
     @property
     def num_pieces(self) -> int:
         """Stretches of memory that a weight takes: codes, scales, and what else there is."""
-        return 2 + self.has_zero_point + self.is_chosen + 2 * bool(self.outlier_share)
+        return 2 + self.has_zero_point + 2 * bool(self.outlier_share)
 
     def size_bytes(self, linears: Iterable[Linear]) -> int:
         """Return the bytes of some weights."""
         return sum(
-            self.code_bytes(one)
-            + self.scale_bytes(one)
-            + self.zero_bytes(one)
-            + self.is_chosen
-            + self.outlier_bytes(one)
+            self.code_bytes(one) + self.scale_bytes(one) + self.zero_bytes(one) + self.outlier_bytes(one)
             for one in linears
         )
 

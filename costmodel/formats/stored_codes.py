@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 
 from costmodel.formats import CodedParts, CodeFormat, ScaleScope
 from topology.errors import ModelError, PlanError
-from topology.validation import readable
+from topology.validation import readable, without_removed
 
 if TYPE_CHECKING:
     from costmodel.formats.low_bits import Coding
@@ -28,6 +28,9 @@ OWN_WEIGHTS_NAME = "codes.safetensors"
 
 _OWN_VERSION = 1
 
+_REMOVED_VALUES: Mapping[str, tuple[object, ...]] = {"weights": ("best8", "best4")}
+"""Values of fields that directories of zosim's own were once written with, and plans made from them."""
+
 CODE_SUFFIXES = (
     "weight_packed",
     "weight_scale",
@@ -35,7 +38,6 @@ CODE_SUFFIXES = (
     "weight_zero_point",
     "weight_g_idx",
     "weight_zero",
-    "weight_format",
     "weight_outliers",
     "weight_outlier_scale",
     "qweight",
@@ -68,6 +70,13 @@ class StoredCodes(BaseModel):
     full_range: bool = False
     outliers: float = 0.0
     activations: Literal["none", "int8-token", "int8-tensor", "float8-token", "float8-tensor"] = "none"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_versions(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return without_removed(data, "quantization_config", ModelError, names={}, values=_REMOVED_VALUES)
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -337,7 +346,7 @@ def refuse_unwritable(coding: Coding) -> None:
             "a directory of codes has no place for outliers beside them that compressed-tensors knows",
             hint="write it in zosim's own layout (--save-as zosim-codes), or as numbers (--save-as numbers)",
         )
-    if coding.is_chosen or coding.format in ("float8_e5m2", "float4_e2m1"):
+    if coding.format in ("float8_e5m2", "float4_e2m1"):
         raise PlanError(
             f"a directory of codes in {coding.format} has no format that compressed-tensors knows",
             hint="write it in zosim's own layout (--save-as zosim-codes), or as numbers (--save-as numbers)",

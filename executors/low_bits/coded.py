@@ -6,14 +6,13 @@ Rows are output channels. A value is ``(code - zero)·scale``, with one scale fo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from costmodel.formats import CANDIDATES
 from costmodel.formats.low_bits import CHANCES_AT_ONCE, MOVED_ELEMENTS, Coding, moved_at_once
 from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
@@ -40,8 +39,8 @@ Rows = slice | Tensor
 _CODED_ELEMENTS = {"cpu": MOVED_ELEMENTS, "cuda": 1 << 22}
 """Elements that are coded or moved at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
 
-SUFFIXES = ("", "_scale", "_zero", "_format", "_outliers", "_outlier_scale")
-"""Of the names of a weight's codes, scales, zero points, format and outliers in files."""
+SUFFIXES = ("", "_scale", "_zero", "_outliers", "_outlier_scale")
+"""Of the names of a weight's codes, scales, zero points and outliers in files."""
 
 _FIT_STEPS = 20
 """Scales that are tried, from the one that spans the largest weight down to a third of it."""
@@ -99,16 +98,6 @@ class Beside(NamedTuple):
             piece.add_(self.direction[first : first + len(piece)], alpha=self.factor)
 
 
-@dataclass
-class KnownFormat:
-    """Which of :data:`costmodel.formats.CANDIDATES` a weight's codes are of, once the host has asked or been told.
-
-    All places that a parameter passes through share one: its format stays, and a device is not asked again.
-    """
-
-    number: int | None = None
-
-
 @dataclass(frozen=True)
 class QuantizedTensor(Stored):
     """Codes, and scales that they are multiplied by.
@@ -124,14 +113,10 @@ class QuantizedTensor(Stored):
         Shape (1, 1), (outputs, 1) or (outputs, groups).
     zeros : torch.Tensor or None
         uint8, of the same shape.
-    kind : torch.Tensor or None
-        uint8, shape (1, 1): which of :data:`costmodel.formats.CANDIDATES` the codes are of, where each weight has its own.
     outliers : torch.Tensor or None
         e4m3 as uint8, shape (outputs, outliers of a row), in the order in which their places have the code -128.
     outlier_scales : torch.Tensor or None
         Shape (outputs, 1).
-    known : KnownFormat
-        What `kind` holds, on the host.
     """
 
     coding: Coding
@@ -139,33 +124,14 @@ class QuantizedTensor(Stored):
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None = None
-    kind: Tensor | None = None
     outliers: Tensor | None = None
     outlier_scales: Tensor | None = None
-    known: KnownFormat = field(default_factory=KnownFormat, compare=False, repr=False)
 
     @classmethod
-    def of_tensors(
-        cls,
-        coding: Coding,
-        shape: torch.Size,
-        tensors: Iterable[Tensor],
-        known: KnownFormat | None = None,
-    ) -> QuantizedTensor:
+    def of_tensors(cls, coding: Coding, shape: torch.Size, tensors: Iterable[Tensor]) -> QuantizedTensor:
         """Return one that is held in these, which are in the order of :func:`shapes_of`."""
         held = dict(zip(shapes_of(coding, shape), tensors, strict=True))
-        zeros, kind, outliers, outlier_scales = (held.get(suffix) for suffix in SUFFIXES[2:])
-        return cls(
-            coding,
-            shape,
-            held[""],
-            held["_scale"],
-            zeros,
-            kind,
-            outliers,
-            outlier_scales,
-            known or KnownFormat(),
-        )
+        return cls(coding, shape, held[""], held["_scale"], *(held.get(suffix) for suffix in SUFFIXES[2:]))
 
     @classmethod
     def empty(cls, coding: Coding, shape: torch.Size, device: torch.device) -> QuantizedTensor:
@@ -187,7 +153,7 @@ class QuantizedTensor(Stored):
 
     def dump(self) -> Mapping[str, Tensor]:
         """Return what it is held in, by the suffixes of names."""
-        held = (self.codes, self.scales, self.zeros, self.kind, self.outliers, self.outlier_scales)
+        held = (self.codes, self.scales, self.zeros, self.outliers, self.outlier_scales)
         return {suffix: tensor for suffix, tensor in zip(SUFFIXES, held, strict=True) if tensor is not None}
 
     @property
@@ -199,19 +165,16 @@ class QuantizedTensor(Stored):
     def grid(self) -> Grid:
         """What codes stand for."""
         coding = self.coding
-        name = coding.format
-        if self.kind is not None:
-            if self.known.number is None:
-                self.known.number = int(self.kind)
-            name = CANDIDATES[name][self.known.number]
-        return grid_of(name, has_zero_point=coding.has_zero_point, is_full_range=coding.is_full_range)
+        return grid_of(
+            coding.format, has_zero_point=coding.has_zero_point, is_full_range=coding.is_full_range
+        )
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> QuantizedTensor:  # noqa: ARG002 - codes are in no other
         """Return it on another device; itself where it is there."""
         if self.device == device:
             return self
         moved = [tensor.to(device) for tensor in self.dump().values()]
-        return QuantizedTensor.of_tensors(self.coding, self.shape, moved, KnownFormat(self.known.number))
+        return QuantizedTensor.of_tensors(self.coding, self.shape, moved)
 
     def bind(self, place: BoundParameter) -> None:
         """Let the layer read these codes; its parameter has a shape and no memory."""
@@ -230,8 +193,6 @@ class QuantizedTensor(Stored):
             return
         for mine, theirs in zip(self.dump().values(), other.dump().values(), strict=True):
             mine.copy_(theirs)
-        assert isinstance(other, QuantizedTensor)
-        self.known.number = other.known.number
 
     # -- at a point --------------------------------------------------------------------------------------------
 
@@ -310,7 +271,7 @@ class QuantizedTensor(Stored):
         return _OUTLIER_GRID.values(self.outliers[rows]) * self.outlier_scales[rows].float()
 
     def encode(self, weights: Tensor, name: str = "") -> None:
-        """Take scales that suit `weights`, and the codes nearest to them; of several formats, that with the least mean squared error.
+        """Take scales that suit `weights`, and the codes nearest to them.
 
         Raises
         ------
@@ -322,28 +283,6 @@ class QuantizedTensor(Stored):
                 f"{name or 'a weight'} holds numbers that are infinite or not numbers, for which there is no code",
                 hint="copy or convert the model again",
             )
-        if self.kind is not None:
-            errors = []
-            for number in range(len(CANDIDATES[self.coding.format])):
-                self._take_format(number)
-                errors.append(self._encode(weights))
-            self._take_format(errors.index(min(errors)))
-        self._encode(weights)
-
-    def _take_format(self, number: int) -> None:
-        assert self.kind is not None
-        self.kind.fill_(number)
-        self.known.number = number
-
-    def write(self, weights: Tensor) -> None:
-        """Take the codes nearest to `weights`, scales as they are."""
-        for rows in self._pieces(self.shape[0]):
-            part = weights[rows].to(self.device, torch.float32)
-            self._write(rows, self.grid.nearest(self._scaled(part, rows)))
-
-    def _encode(self, weights: Tensor) -> float:
-        """Take scales and codes, and return the sum of the squared errors."""
-        error = 0.0
         for rows in self._pieces(self.shape[0], all_rows=self.coding.scales == "tensor"):
             part = weights[rows].to(self.device, torch.float32)
             inliers, places = self._without_outliers(part, rows)
@@ -354,9 +293,12 @@ class QuantizedTensor(Stored):
             if places is not None:
                 levels.scatter_(1, places, _OUTLIER)
             self._write(rows, levels)
-            if self.kind is not None:
-                error += float((self.values(torch.float32, rows) - part).square().sum(dtype=torch.float64))
-        return error
+
+    def write(self, weights: Tensor) -> None:
+        """Take the codes nearest to `weights`, scales as they are."""
+        for rows in self._pieces(self.shape[0]):
+            part = weights[rows].to(self.device, torch.float32)
+            self._write(rows, self.grid.nearest(self._scaled(part, rows)))
 
     def _without_outliers(self, part: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
         """Keep the largest weights of some rows beside the codes; return the rows with 0 in their places, and these."""
@@ -616,8 +558,6 @@ def shapes_of(coding: Coding, shape: torch.Size) -> dict[str, tuple[tuple[int, i
     }
     if coding.has_zero_point:
         shapes["_zero"] = scaled[coding.scales], torch.uint8
-    if coding.is_chosen:
-        shapes["_format"] = (1, 1), torch.uint8
     if num := coding.num_outliers(inputs):
         shapes |= {"_outliers": ((outputs, num), torch.uint8), "_outlier_scale": ((outputs, 1), dtype)}
     return shapes

@@ -39,7 +39,7 @@ class Move(NamedTuple):
 
 def shares_passes(coded: QuantizedTensor) -> bool:
     """Whether a weight can be moved with others: integers without outliers or zero points, on an accelerator."""
-    is_plain = coded.outliers is None and coded.zeros is None and coded.kind is None
+    is_plain = coded.outliers is None and coded.zeros is None
     return (
         coded.device.type != "cpu"
         and is_plain

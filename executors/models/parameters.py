@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from costmodel.formats.low_bits import Coding
-from executors.low_bits.coded import KnownFormat, QuantizedTensor, shapes_of
+from executors.low_bits.coded import QuantizedTensor, shapes_of
 from executors.low_bits.linear import CodedLayer, coded_layers
 from executors.low_bits.stored import DenseTensor, Stored, View, nothing
 from topology.errors import ModelError
@@ -45,8 +45,6 @@ class NamedTensor:
     decays : bool
     layer : CodedLayer or None
         Where the parameter may be codes, the layer whose weight it is; of several the first.
-    known_format : KnownFormat
-        Of its codes, wherever they lie in a program's buffers.
     """
 
     name: str
@@ -55,7 +53,6 @@ class NamedTensor:
     index: int
     decays: bool
     layer: CodedLayer | None = None
-    known_format: KnownFormat = field(default_factory=KnownFormat, compare=False, repr=False)
 
     @property
     def num_elements(self) -> int:
@@ -101,7 +98,7 @@ class NamedTensor:
         """Return it as it is stored in these, which are in the order of :meth:`pieces`."""
         if self.coding is None:
             return DenseTensor(*pieces)
-        return QuantizedTensor.of_tensors(self.coding, self.shape, pieces, self.known_format)
+        return QuantizedTensor.of_tensors(self.coding, self.shape, pieces)
 
     @property
     def trainable(self) -> bool:

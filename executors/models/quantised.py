@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from costmodel.formats import CANDIDATES, FORMATS, CodedParts, DType
+from costmodel.formats import FORMATS, CodedParts, DType
 from costmodel.formats.low_bits import Coding
 from costmodel.formats.stored_codes import (
     CODE_SUFFIXES,
@@ -276,8 +276,6 @@ class _Files:
         for suffix in shapes_of(self.coding, shape):
             part = self.tensor(layer, f"weight{suffix}")
             parts[suffix] = self._scales(layer, part) if suffix.endswith("scale") else part
-        kinds = parts.get("_format")
-        self.refuse_no_code(layer, kinds is not None and int(kinds) >= len(CANDIDATES[self.coding.format]))
         coded = QuantizedTensor.of_tensors(self.coding, shape, parts.values())
         self.refuse_no_code(layer, coded.has_codes_that_are_none())
         return coded

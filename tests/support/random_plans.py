@@ -44,7 +44,7 @@ _OTHERS: dict[str, dict[str, tuple[Any, ...]]] = {
         "loss_chunk_tokens": (5,),
     },
     "low_bits": {
-        "weights": ("int8", "int4", "int3", "float8_e4m3", "best4"),
+        "weights": ("int8", "int4", "int3", "float8_e4m3", "float4_e2m1"),
         "parts": ("all",),
         "scales": ("tensor", "group"),
         "outliers": (0.05,),

@@ -60,6 +60,16 @@ def good_plan() -> dict[str, object]:
     return json.loads(zosim.plan("opt-1m", "cpu-laptop", seq=16).plan.model_dump_json())
 
 
+@pytest.mark.parametrize(
+    ("axis", "name", "value"), [("low_bits", "weights", "best8"), ("low_bits", "adapters", "best4")]
+)
+def test_what_was_removed_is_refused_by_its_name(tmp_path, good_plan, axis, name, value):
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(good_plan | {axis: good_plan[axis] | {name: value}}))
+    with pytest.raises(PlanError, match=f"{axis}.{name}={value!r} was removed"):
+        zosim.Plan.load(file)
+
+
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
     "axis", ["weights", "residency", "forward", "estimator", "runtime", "precision", "mesh"]

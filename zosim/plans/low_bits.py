@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from costmodel.formats import CANDIDATES, FORMATS, CodedParts, CodeFormat, DType, ScaleScope
+from costmodel.formats import FORMATS, CodedParts, CodeFormat, DType, ScaleScope
 from costmodel.formats.distributions import DistributionName
 from costmodel.formats.low_bits import Coding, Fit
 from costmodel.formats.roundings import EstimatorName, RoundedDirection
@@ -356,11 +356,6 @@ class LowBits(Axis):
             return
         if not plan.model.adapter_rank:
             yield f"adapters={self.adapters}, but no adapters are tuned", "add --lora-rank, or leave it out"
-        if self.adapters in CANDIDATES:
-            yield (
-                f"adapters={self.adapters} is chosen by what a matrix holds, and B begins as zeros",
-                f"name one: --adapter-format {CANDIDATES[self.adapters][0]}",
-            )
         if plan.model.tunes_left_factors:
             yield (
                 f"adapters={self.adapters}, but A is drawn anew and B begins again as zeros, which numbers are for",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
+
+from topology.errors import PlanError
+from topology.validation import without_removed
 
 PLAN_VERSION: Literal[2] = 2
 
@@ -23,14 +27,38 @@ _MOVED = {
 }
 """Where the fields of version 1 have gone, by axis and name."""
 
+REMOVED_FIELDS: Mapping[str, Mapping[str, object]] = {}
+"""Fields that were removed, by axis and name: the value that says what holds for every plan now."""
+
+_REMOVED_VALUES: Mapping[str, Mapping[str, tuple[object, ...]]] = {
+    "low_bits": {"weights": ("best8", "best4"), "adapters": ("best8", "best4")},
+}
+"""Values that were removed of fields that stay, by axis and name."""
+
 
 def upgrade(data: dict[str, Any]) -> dict[str, Any]:
     """Return a plan that was saved as JSON in the fields of this version.
 
-    Version 1 had two axes more, ``precision`` and ``runtime``, and formats that were always named.
+    Raises
+    ------
+    PlanError
+        If it needs what was removed since.
     """
-    if data.get("version") != 1:
-        return data
+    upgraded = _of_version_1(data) if data.get("version") == 1 else dict(data)
+    for axis in {*REMOVED_FIELDS, *_REMOVED_VALUES}:
+        if isinstance(fields := upgraded.get(axis), dict):
+            upgraded[axis] = without_removed(
+                fields,
+                axis,
+                PlanError,
+                names=REMOVED_FIELDS.get(axis, {}),
+                values=_REMOVED_VALUES.get(axis, {}),
+            )
+    return upgraded
+
+
+def _of_version_1(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan of version 1, which had two axes more, ``precision`` and ``runtime``, and formats that were always named."""
     upgraded: dict[str, Any] = {"version": PLAN_VERSION}
     for axis, fields in data.items():
         if axis == "version":

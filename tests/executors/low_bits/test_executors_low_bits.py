@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from costmodel.formats import CANDIDATES
 from costmodel.formats.low_bits import Coding
 from costmodel.formats.roundings import RoundedDirection
 from costmodel.models.configs import LoRA, read_model_spec
@@ -172,20 +171,6 @@ def test_scales_of_least_error_err_less_than_those_that_span_all(scales, zero):
     for name in ("int4", "int3"):
         coding = Coding(name, scales, group_elements=16, has_zero_point=zero)
         assert squared_error(replace(coding, fit="least-error"), weight()) < squared_error(coding, weight())
-
-
-@pytest.mark.parametrize("name", ["best8", "best4"])
-def test_every_weight_is_kept_in_the_format_of_least_error(name):
-    """Normals suit integers; a few weights far out suit floating-point numbers."""
-    spread = weight(16, 64) * torch.exp(1.5 * weight(16, 64).flip(1) / 0.02)
-    chosen = set()
-    for values in (weight(), spread):
-        made = coded(Coding(name, "tensor"), values)
-        errors = {one: squared_error(Coding(one, "tensor"), values) for one in CANDIDATES[name]}
-        assert squared_error(made.coding, values) == min(errors.values())
-        chosen.add(CANDIDATES[name][int(made.kind)])
-        assert made.nbytes == made.coding.size_bytes([tuple(values.shape)])
-    assert len(chosen) == 2
 
 
 def test_outliers_are_kept_beside_the_codes_and_move_on_their_own_grid():
@@ -645,7 +630,6 @@ def tuned(
             "counter",
             marks=pytest.mark.slow,
         ),
-        pytest.param({"weights": "best4", "zero_point": False}, "llama-tied", "mezo", marks=pytest.mark.slow),
         pytest.param(
             {"weights": "int4", "sparsity": 0.8, "direction_bits": 3}, "opt", "mezo", marks=pytest.mark.slow
         ),
@@ -799,7 +783,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(
     "low_bits",
     [
         {"weights": "int4", "estimator": "q-rge2"},
-        {"weights": "best4", "fit": "least-error"},
+        {"weights": "float4_e2m1", "fit": "least-error"},
         {"weights": "int8", "outliers": 0.05},
         {"weights": "int4", "parts": "all", "sparsity": 0.5},
     ],
@@ -821,7 +805,16 @@ def test_replayed_steps_leave_the_same_codes(low_bits):
 def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path, parts):
     inputs = saved_inputs(tmp_path)
     # The tiny model's MLP has 52 inputs, which no group divides.
-    stated = ("--weight-format", "best4", "--estimator", "q-rge2", "--sparsity", 0.5, "--checkpoint-every", 5)
+    stated = (
+        "--weight-format",
+        "float4_e2m1",
+        "--estimator",
+        "q-rge2",
+        "--sparsity",
+        0.5,
+        "--checkpoint-every",
+        5,
+    )
     stated = (*stated, "--coded-parts", parts)
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert zosim(*options(inputs, whole, *stated)) == 0
@@ -852,7 +845,6 @@ def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path, part
         {"weights": "int8", "update_rounding": "step"},
         {"weights": "int4", "adapters": "int8"},
         {"weights": "float8_e4m3"},
-        pytest.param({"weights": "best4", "scales": "group", "group_elements": 64}, marks=pytest.mark.slow),
         pytest.param({"weights": "int4", "parts": "all"}, marks=pytest.mark.slow),
         {"weights": "int8", "parts": "all", "activations": "int8-token", "sparsity": 0.9},
         pytest.param({"weights": "float8_e4m3", "parts": "all"}, marks=pytest.mark.slow),
@@ -1025,7 +1017,6 @@ def test_adapters_in_codes_are_tuned_on_their_grid_beside_codes_that_stay():
     ("stated", "lora", "reason"),
     [
         ({"weights": "int4", "adapters": "int8"}, None, "no adapters are tuned"),
-        ({"weights": "int4", "adapters": "best8"}, ADAPTERS, "B begins as zeros"),
         ({"weights": "int4", "adapters": "int8"}, "windows", "A is drawn anew"),
         ({"adapters": "int8"}, ADAPTERS, "without coded weights"),
     ],

@@ -358,14 +358,13 @@ def test_gpt2_is_resumed_from_a_checkpoint_of_its_transposed_layers(tmp_path, ca
     ("name", "form"),
     [
         ("opt-untied", ("int8", "--outliers", 0.05)),
-        ("gpt2", ("best4", "--weight-scales", "group", "--weight-group", 16)),
+        ("gpt2", ("float4_e2m1", "--weight-scales", "group", "--weight-group", 16)),
         ("opt", ("int4", "--zero-point", "--coded-parts", "all")),
         *(
             pytest.param(name, form, marks=pytest.mark.slow)
             for name, form in (
                 ("opt", ("float4_e2m1",)),
                 ("llama", ("float8_e5m2", "--weight-scales", "tensor")),
-                ("opt", ("best8",)),
                 ("llama", ("int8", "--coded-parts", "all")),
                 ("roberta", ("int8", "--coded-parts", "all")),
                 ("gpt2", ("int3", "--zero-point")),
@@ -396,11 +395,10 @@ def test_codes_of_any_format_are_written_as_zosim_alone_reads_them(tmp_path, nam
     ("form", "part", "damage"),
     [
         (("int8", "--outliers", 0.05), "weight", lambda codes: codes.fill_(128)),
-        (("best4",), "weight_format", lambda kind: kind.fill_(2)),
         (("float8_e5m2",), "weight", lambda codes: codes[3].fill_(0x7D)),
         (("int4",), "weight", lambda codes: codes[0].fill_(0x88)),
     ],
-    ids=["outliers", "format", "not a number", "beyond the grid"],
+    ids=["outliers", "not a number", "beyond the grid"],
 )
 def test_codes_that_stand_for_nothing_are_refused(tmp_path, form, part, damage):
     base, out = saved_model("opt-untied", tmp_path), tmp_path / "out"

@@ -701,21 +701,6 @@ def test_int8_products_of_any_width_run_on_the_device():
     assert device.findings == []
 
 
-@pytest.mark.parametrize("placement", [{}, OFFLOADED])
-def test_the_host_keeps_the_format_that_each_weight_was_given(placement):
-    """Weights in the best of several formats do not make it wait at each use."""
-    axes = {**placement, "low_bits": {"weights": "best4"}, "directions": {"rng": "counter"}}
-    with simulated() as device:
-        model = model_of("opt-untied", num_hidden_layers=2)
-        with Session(plan_of(model, **axes), model, learning_rate=1e-3, device="cuda:0") as session:
-            first, second = batches(2)
-            session.begin_step(first)
-            waits = device.synchronisations.total()
-            session.begin_step(second)
-            assert device.synchronisations.total() == waits
-    assert device.findings == []
-
-
 PACKED = {
     "directions": {"distribution": "lozo", "rank": 2},
     "weights": {"perturbation": "adapters"},
