@@ -55,8 +55,10 @@ class StoredCodes(BaseModel):
     ----------
     layout : str
         See :data:`Layout`.
-    weights, parts, scales, group_elements, zero_point, full_range, outliers, activations
+    weights, parts, scales, group_elements, zero_point, outliers, activations
         As of :class:`zosim.plans.LowBits`, which has to have the same.
+    full_range : bool
+        Whether symmetric integers use their lowest number, too, -8 of int4: other tools' do.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -81,7 +83,7 @@ class StoredCodes(BaseModel):
     @property
     def fields(self) -> dict[str, Any]:
         """What they say of a plan's low bits; a size of groups only where there are groups."""
-        left_out = {"layout"} if self.scales == "group" else {"layout", "group_elements"}
+        left_out = {"layout", "full_range"} | (set() if self.scales == "group" else {"group_elements"})
         return self.model_dump(exclude=left_out)
 
 

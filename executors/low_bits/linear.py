@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from costmodel.formats import DType
 from costmodel.formats.low_bits import (
     FILLED_ROWS,
     TILE_ELEMENTS,
@@ -350,7 +349,7 @@ def _filled_up(matrix: Tensor) -> Tensor:
 
 
 def code_layers(
-    parts: Iterable[nn.Module], low_bits: LowBits, device: torch.device, dtype: DType = "float32"
+    parts: Iterable[nn.Module], low_bits: LowBits, device: torch.device, coding: Coding | None = None
 ) -> None:
     """Let the layers of some parts of a model take codes, as :func:`make_codable`, and multiply by them as a plan says.
 
@@ -359,8 +358,8 @@ def code_layers(
     parts : iterable of torch.nn.Module
     low_bits : LowBits
     device : torch.device
-    dtype : str
-        Format of scales, and of what is no code.
+    coding : Coding, optional
+        How their weights are kept; by default as `low_bits` says, with scales in float32.
 
     Raises
     ------
@@ -368,7 +367,7 @@ def code_layers(
         If the device lacks the kernel, and no other may take its place.
     """
     product, parts = present_product(low_bits, device), list(parts)
-    make_codable(parts, low_bits.coding(dtype))
+    make_codable(parts, coding or low_bits.coding("float32"))
     for part in parts:
         for path, module in part.named_modules():
             if isinstance(module, CodedLinear) and not is_of_adapter(path):

@@ -61,7 +61,7 @@ def take_codes(model: nn.Module, plan: Plan, device: torch.device | None = None)
     if device is None:
         make_codable(parts, coding)
     else:
-        code_layers(parts, plan.low_bits, device, plan.storage_dtype)
+        code_layers(parts, plan.low_bits, device, coding)
 
 
 def other_kernel(plan: Plan, device: torch.device) -> str:
@@ -76,7 +76,7 @@ def encode(model: nn.Module, low_bits: LowBits, dtype: DType) -> None:
     """Make codes of a model's weights where it lies, on the CPU; `dtype` is the format of what is no code."""
     if (coding := low_bits.coding(dtype)) is None:
         return
-    code_layers(coded_parts_of(model, coding.parts), low_bits, torch.device("cpu"), dtype)
+    code_layers(coded_parts_of(model, coding.parts), low_bits, torch.device("cpu"), coding)
     for tensor in stored_parameters(model):
         if not tensor.is_numbers:
             codes = QuantizedTensor.empty(coding, tensor.shape, torch.device("cpu"))
@@ -104,7 +104,7 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
     agrees = (
         getattr(plan.low_bits, name) == kept for name, kept in stored.fields.items() if name != "activations"
     )
-    if coding is None or not all(agrees):
+    if coding is None or coding.is_full_range != stored.full_range or not all(agrees):
         asked = "numbers" if coding is None else f"{coding.format} ({coding.scales} scales)"
         raise ModelError(
             f"{source} is quantised to {stored.weights} with {stored.scales} scales, and the plan wants {asked}",

@@ -17,6 +17,7 @@ from topology.limits import MAX_SEED, MAX_THREADS, Seed, Threads
 from zosim.adapters import AdapterSettings, tuned_by
 from zosim.config import PlanConfig
 from zosim.plans import AXES, Plan, Section, Setting, fields_of, is_decisive
+from zosim.plans.upgrade import REMOVED_IDENTITIES
 from zosim.program import Program
 from zosim.program.program_set import ProgramSet
 
@@ -561,6 +562,10 @@ _USUAL["tuned"] = "all"
 
 
 def _in_present_words(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return an identity that an earlier version recorded: it kept some axes as mappings."""
-    flat = {name: value for name, value in recorded.items() if name not in ("residency", "split")}
+    """Return an identity that an earlier version recorded: it kept some axes as mappings, and had fields that were removed."""
+    flat = {
+        name: value
+        for name, value in recorded.items()
+        if name not in ("residency", "split") and name not in REMOVED_IDENTITIES
+    }
     return {**flat, **recorded.get("residency", {}), **recorded.get("split", {})}

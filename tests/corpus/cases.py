@@ -81,7 +81,6 @@ TOGETHER = {
     "--weight-fit": ("--weight-format", "int8"),
     "--outliers": ("--weight-format", "int8"),
     "--zero-point": ("--weight-format", "int8"),
-    "--full-range": ("--weight-format", "int8"),
     "--coded-parts": ("--weight-format", "int8"),
     "--direction-bits": ("--weight-format", "int8"),
     "--estimator": ("--weight-format", "int8"),

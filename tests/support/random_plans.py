@@ -49,7 +49,6 @@ _OTHERS: dict[str, dict[str, tuple[Any, ...]]] = {
         "scales": ("tensor", "group"),
         "outliers": (0.05,),
         "zero_point": (True,),
-        "full_range": (True,),
         "adapters": ("int8",),
         "direction_bits": (3, 4),
         "estimator": ("q-rge1", "q-rge2"),

@@ -12,7 +12,7 @@ import zosim
 from topology.errors import MachineError, PlanError
 from zosim.cli import app
 from zosim.documents import check_writable
-from zosim.plans import Plan
+from zosim.plans import Plan, upgrade
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{", b"[]", b'{"version": 3}'])
@@ -61,13 +61,23 @@ def good_plan() -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("axis", "name", "value"), [("low_bits", "weights", "best8"), ("low_bits", "adapters", "best4")]
+    ("axis", "name", "value"),
+    [("low_bits", "weights", "best8"), ("low_bits", "adapters", "best4"), ("low_bits", "full_range", True)],
 )
 def test_what_was_removed_is_refused_by_its_name(tmp_path, good_plan, axis, name, value):
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(good_plan | {axis: good_plan[axis] | {name: value}}))
     with pytest.raises(PlanError, match=f"{axis}.{name}={value!r} was removed"):
         zosim.Plan.load(file)
+
+
+def test_fields_that_were_removed_are_left_out_where_they_say_what_holds_now(good_plan):
+    removed = {"full_range": False}
+    assert Plan.model_validate(
+        good_plan | {"low_bits": good_plan["low_bits"] | removed}
+    ) == Plan.model_validate(good_plan)
+    of_another_tool = {"model": {"stored": {"full_range": True}}, "low_bits": {"full_range": True}}
+    assert upgrade(of_another_tool)["low_bits"] == {}
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -160,7 +160,7 @@ class Plan(Axis, Document):
     @property
     def storage(self) -> DenseStorage:
         """How parameters are stored, and directions beside them."""
-        return self.low_bits.storage(self.weights.dtype, self.directions.distribution)
+        return self.low_bits.storage(self)
 
     @property
     def loses_updates(self) -> bool:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from costmodel.formats import FORMATS, CodedParts, CodeFormat, DType, ScaleScope
-from costmodel.formats.distributions import DistributionName
 from costmodel.formats.low_bits import Coding, Fit
 from costmodel.formats.roundings import EstimatorName, RoundedDirection
 from costmodel.storage import DenseStorage, QuantizedStorage
@@ -62,8 +61,6 @@ class LowBits(Axis):
         Share of an output channel's weights, its largest ones, that are kept in fp8 beside int8.
     zero_point : bool
         Whether the grid spans the least and the largest weight, not as much on both sides of 0.
-    full_range : bool
-        Whether symmetric integers use their lowest number, too (-8 of int4), as the codes of other tools do.
     adapters : str
         Format of the A and B of adapters beside codes, with one scale for each; ``"none"`` for numbers. They are tuned on their
         grids, as other codes are.
@@ -140,15 +137,6 @@ class LowBits(Axis):
         bool,
         Setting(
             "--zero-point", "Let codes span the least and the largest weight.", "numbers", shown="expert"
-        ),
-    ] = False
-    full_range: Annotated[
-        bool,
-        Setting(
-            "--full-range",
-            "Let symmetric integers use their lowest number, -8 of int4.",
-            "numbers",
-            shown="expert",
         ),
     ] = False
     adapters: Annotated[
@@ -364,22 +352,16 @@ class LowBits(Axis):
 
     def _conflicts_of_kernel(self) -> Iterator[Conflict]:
         is_float = FORMATS[self.weights].is_float
-        is_free = self.weights == "int8" and not self.zero_point and not self.full_range
+        is_free = self.weights == "int8" and not self.zero_point
         if self.outliers and (not is_free or self.product == "int_mm"):
             yield (
                 "outliers beside codes, which a code of symmetric int8 that is dequantised says the places of",
-                "use --weight-format int8 --kernel dequantise without --zero-point or --full-range, or leave --outliers out",
+                "use --weight-format int8 --kernel dequantise without --zero-point, or leave --outliers out",
             )
         if is_float and self.zero_point:
             yield (
                 f"zero_point with {self.weights}, whose codes have a sign of their own",
                 "use it with integers",
-            )
-        if self.full_range and (is_float or self.zero_point):
-            yield (
-                "full_range is of symmetric integers, "
-                + (f"not of {self.weights}" if is_float else "and codes with a zero point use all theirs"),
-                "leave it out",
             )
         if self.product != "int_mm":
             return
@@ -418,7 +400,7 @@ class LowBits(Axis):
                 "use --kernel dequantise",
             )
 
-    def coding(self, storage: DType) -> Coding | None:
+    def coding(self, storage: DType, *, is_full_range: bool = False) -> Coding | None:
         """Return how matrices are kept that are codes, beside parameters in format `storage`; None where none is."""
         if self.weights == "none":
             return None
@@ -428,7 +410,7 @@ class LowBits(Axis):
             self.group_elements,
             self.zero_point,
             storage,
-            self.full_range,
+            is_full_range,
             self.fit,
             self.outliers,
             None if self.adapters == "none" else self.adapters,
@@ -436,9 +418,13 @@ class LowBits(Axis):
             self.parts,
         )
 
-    def storage(self, dtype: DType, distribution: DistributionName) -> DenseStorage:
-        """Return how parameters are stored beside numbers in `dtype`, and directions of a distribution."""
-        coding = self.coding(dtype)
+    def storage(self, plan: Plan) -> DenseStorage:
+        """Return how parameters are stored, and directions beside them."""
+        dtype, distribution = plan.weights.dtype, plan.directions.distribution
+        # Codes that another tool made go on using their lowest number where they did.
+        coding = self.coding(
+            dtype, is_full_range=plan.model.stored is not None and plan.model.stored.full_range
+        )
         if coding is None:
             return DenseStorage(dtype=dtype, distribution=distribution)
         direction = RoundedDirection(distribution, self.direction_bits, self.sparsity)

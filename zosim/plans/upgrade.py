@@ -27,13 +27,16 @@ _MOVED = {
 }
 """Where the fields of version 1 have gone, by axis and name."""
 
-REMOVED_FIELDS: Mapping[str, Mapping[str, object]] = {}
+_REMOVED_FIELDS: Mapping[str, Mapping[str, object]] = {"low_bits": {"full_range": False}}
 """Fields that were removed, by axis and name: the value that says what holds for every plan now."""
 
 _REMOVED_VALUES: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "low_bits": {"weights": ("best8", "best4"), "adapters": ("best8", "best4")},
 }
 """Values that were removed of fields that stay, by axis and name."""
+
+REMOVED_IDENTITIES = frozenset({"full_range"})
+"""What removed fields were called in the identities of runs."""
 
 
 def upgrade(data: dict[str, Any]) -> dict[str, Any]:
@@ -45,16 +48,24 @@ def upgrade(data: dict[str, Any]) -> dict[str, Any]:
         If it needs what was removed since.
     """
     upgraded = _of_version_1(data) if data.get("version") == 1 else dict(data)
-    for axis in {*REMOVED_FIELDS, *_REMOVED_VALUES}:
+    for axis in {*_REMOVED_FIELDS, *_REMOVED_VALUES}:
         if isinstance(fields := upgraded.get(axis), dict):
+            if axis == "low_bits" and _is_full_range(upgraded.get("model")):
+                fields = fields | {"full_range": False}  # the model says it
             upgraded[axis] = without_removed(
                 fields,
                 axis,
                 PlanError,
-                names=REMOVED_FIELDS.get(axis, {}),
+                names=_REMOVED_FIELDS.get(axis, {}),
                 values=_REMOVED_VALUES.get(axis, {}),
             )
     return upgraded
+
+
+def _is_full_range(model: object) -> bool:
+    """Whether the codes in a model's files use their lowest number, which plans once said, too."""
+    stored = model.get("stored") if isinstance(model, dict) else None
+    return isinstance(stored, dict) and stored.get("full_range") is True
 
 
 def _of_version_1(data: dict[str, Any]) -> dict[str, Any]:

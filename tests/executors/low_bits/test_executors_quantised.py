@@ -280,7 +280,7 @@ def test_scales_are_not_rounded_silently_and_inputs_in_int8_are_the_plans(tmp_pa
                 ("int4", "--weight-scales", "group", "--weight-group", 16, "--zero-point"),
                 ("int8", "--zero-point"),
                 ("int8", "--weight-scales", "tensor"),
-                ("int3", "--full-range"),
+                ("int3",),
                 ("float8_e4m3",),
             )
         ),
@@ -299,10 +299,9 @@ def test_codes_that_were_tuned_are_written_as_transformers_and_zosim_read_them(t
         # transformers, with compressed-tensors, multiplies by the same float32 numbers.
         logits = [model(input_ids=batch["input_ids"]).logits for model in (theirs, ours)]
     assert torch.equal(*logits)
-    numbers, fields = dict(ours.named_parameters()), read_model_spec(tmp_path / "codes").stored.fields
-    changed = {"full_range": True} if form[0].startswith("int") and "--zero-point" not in form else {}
-    assert fields["weights"] == form[0]
-    assert fields["full_range"] == bool(changed)
+    numbers, stored = dict(ours.named_parameters()), read_model_spec(tmp_path / "codes").stored
+    assert stored.weights == form[0]
+    assert stored.full_range == (form[0].startswith("int") and "--zero-point" not in form)
     for name, layer in coded_layers(
         load_base(str(tmp_path / "codes"), plan_of(tmp_path / "codes", "float32"))
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from executors.runs.header import RunSection, upgrade
+from executors.runs.settings import refuse_other_identity
 
 
 def test_version_2_called_the_learning_rate_a_schedule() -> None:
@@ -16,3 +17,7 @@ def test_version_2_called_the_learning_rate_a_schedule() -> None:
     assert upgrade({"version": 2, "seed": 3}) == {"version": 3, "seed": 3}
     assert header["run"] is run
     assert "schedule" in run
+
+
+def test_a_recorded_identity_may_name_settings_that_were_removed() -> None:
+    refuse_other_identity({"batch": 2, "full_range": False}, {"batch": 2}, "runs/of-before")
