@@ -336,7 +336,12 @@ def _rate(kind: str, dtype: str, values: Mapping[str, float]) -> float:
     except KeyError:
         known = sorted(name.removeprefix(f"{kind}.") for name in values if name.startswith(f"{kind}."))
         message = f"the profile has no {kind} for {dtype}"
-        raise ProfileError(message, hint=f"it has {', '.join(known)}; use one of these formats") from None
+        hint = (
+            f"it has {', '.join(known)}; use one of these formats"
+            if known
+            else "measure it anew: zosim calibrate"
+        )
+        raise ProfileError(message, hint=hint) from None
 
 
 def _busy_cores(terms: Mapping[str, float], seconds: float, profile: Profile) -> float:

@@ -906,7 +906,7 @@ CLAIMS = (
         name="rounded-directions-at-every-width",
         paper="zosim",
         where=("executors.randomness.rounded", "costmodel.formats.roundings"),
-        quotation="Largest value of a rounded normal, by bits: that with the least mean squared error of a rounding.",
+        quotation="Return the largest value of an element rounded to so many bits: that with the least mean squared error of a rounding.",
         statement="At 2 to 8 bits the two roundings of a normal that runs draw have E[û] = 0 and the E[û²], E[û₁û₂] and E[û₁²û₂²] that quadrature has; ranges are those that minimise E[(û - u)²], to 0.015.",
         hypotheses="normals in the counter discipline, clamped at the shipped ranges",
         checks=(
@@ -916,8 +916,8 @@ CLAIMS = (
                 Mutant(
                     "a range that is 3 % wide",
                     "costmodel.formats.roundings:RoundedDirection.reach",
-                    "REACHES[self.bits]",
-                    "1.03 * REACHES[self.bits]",
+                    "reach_of(distribution, self.bits)",
+                    "1.03 * reach_of(distribution, self.bits)",
                 ),
             ),
         ),

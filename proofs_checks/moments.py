@@ -206,8 +206,8 @@ CLAIMS = (
                 ),
                 Mutant(
                     "a second moment of rounded normals that forgets the tails",
-                    "costmodel.formats.roundings:normal_moments",
-                    "tail = _mass(levels[-1], math.inf)",
+                    "costmodel.formats.roundings:moments_of",
+                    "tail, _, _ = between(levels[-1], math.inf)",
                     "tail = 0.0",
                 ),
             ),

@@ -871,19 +871,19 @@ _NO_SCALE = Mutant(
 )
 _UP_MORE = Mutant(
     "a second moment that is 3 % high",
-    "costmodel.formats.roundings:normal_moments",
+    "costmodel.formats.roundings:moments_of",
     "second += total * first - product * mass",
     "second += 1.03 * (total * first - product * mass)",
 )
 _MASS = Mutant(
     "a product of two roundings that is 3 % high",
-    "costmodel.formats.roundings:normal_moments",
+    "costmodel.formats.roundings:moments_of",
     "cross += square",
     "cross += 1.03 * square",
 )
 _INSIDE = Mutant(
     "a product of two roundings that loses what is clamped",
-    "costmodel.formats.roundings:normal_moments",
+    "costmodel.formats.roundings:moments_of",
     "cross, cross_fourth = second, fourth",
     "cross, cross_fourth = 0.0, fourth",
 )

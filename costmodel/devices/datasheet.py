@@ -24,7 +24,7 @@ from costmodel.devices.gpus import (
 )
 from costmodel.formats import CAST_FORMATS, CAST_PAIRS, COMPUTE_FORMATS, FORMATS, DType
 from costmodel.formats.code_passes import PASSES
-from costmodel.formats.distributions import DrawClass
+from costmodel.formats.distributions import DISTRIBUTIONS, DrawClass
 from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
 from topology import Topology
 from topology.errors import TopologyError
@@ -133,8 +133,11 @@ _CPU_NORMALS: dict[DType, Spread] = {
     "float8_e4m3": (0.25e9, 0.05e9, 0.6e9),
 }
 _CPU_DRAW_SOURCE = "measured with torch 2.13 on one x86-64 core: 0.39 G normals/s, 2.45 G signs/s"
-_CPU_SIGNS_PER_NORMAL = 6.3
-_CPU_SKIPPED: dict[str, Spread] = {"normal": (0.5, 0.2, 1.0), "rademacher": (0.15, 0.03, 1.0)}
+_CPU_DRAWS: dict[DrawClass, tuple[float, Spread]] = {
+    "normal": (1.0, (0.5, 0.2, 1.0)),
+    "rademacher": (6.3, (0.15, 0.03, 1.0)),
+}
+"""Numbers drawn in the time of a normal, and the part of its own time that passing over a number takes."""
 _CPU_SKIPPED_SOURCE = (
     "measured with torch 2.13 on one x86-64 core: a random word takes 1.6 ns, a normal 2.9 ns"
 )
@@ -540,14 +543,15 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
     pairs = [f"{one}.{other}" for pair in CAST_PAIRS for one, other in (pair, pair[::-1])]
     for formats in (*CAST_FORMATS, *pairs):
         yield _constant(f"cast_rate.{formats}", _CPU_CASTS, _CPU_CASTS_SOURCE, scale=threads)
+    drawn_alone = {known.draw_class for known in DISTRIBUTIONS.values() if known.is_drawn_alone}
     for dtype, normals in _CPU_NORMALS.items():
-        for distribution, part in _CPU_SKIPPED.items():
-            yield _constant(f"skip_part.{distribution}.{dtype}", part, _CPU_SKIPPED_SOURCE)
+        for drawn, (_, part) in _CPU_DRAWS.items():
+            yield _constant(f"skip_part.{drawn}.{dtype}", part, _CPU_SKIPPED_SOURCE)
         shared = (1.1 / threads, 0.8 / threads, 2.5 / threads)
-        yield _constant(f"shared_draw_part.normal.{dtype}", shared, _CPU_SHARED_SOURCE)
-        yield _constant(f"draw_rate.normal.{dtype}", normals, _CPU_DRAW_SOURCE)
-        name = f"draw_rate.rademacher.{dtype}"
-        yield _constant(name, normals, _CPU_DRAW_SOURCE, scale=_CPU_SIGNS_PER_NORMAL)
+        for drawn, (num_drawn, _) in _CPU_DRAWS.items():
+            if drawn in drawn_alone:
+                yield _constant(f"shared_draw_part.{drawn}.{dtype}", shared, _CPU_SHARED_SOURCE)
+            yield _constant(f"draw_rate.{drawn}.{dtype}", normals, _CPU_DRAW_SOURCE, scale=num_drawn)
 
 
 def _cpu_products(threads: int) -> Iterator[Constant]:

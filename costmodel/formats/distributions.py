@@ -5,7 +5,9 @@ A distribution is declared here; :mod:`executors.randomness.directions` says how
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,6 +48,9 @@ class Distribution:
         Expectation of an element's square.
     is_sign : bool
         Whether every element is 1 or -1.
+    partial_moments : callable or None
+        Given two numbers, the probability that an element lies between them, and its mean and mean square as far as it
+        does: what elements rounded to few bits are on average. None of signs, which are never rounded, and of factors.
     smallest : float
         Below every element but 0, in size.
     is_drawn_alone : bool
@@ -69,6 +74,7 @@ class Distribution:
     mean: float = 0.0
     second_moment: float = 1.0
     is_sign: bool = False
+    partial_moments: Callable[[float, float], tuple[float, float, float]] | None = None
     smallest: float = 0.0
     is_drawn_alone: bool = True
     granularity: int = sys.maxsize
@@ -88,8 +94,21 @@ class Distribution:
         return COUNTER_BLOCK_ELEMENTS * self.block_factor
 
 
+def _normal_between(low: float, high: float) -> tuple[float, float, float]:
+    """Return the partial moments of a standard normal."""
+    mass = (math.erf(high / math.sqrt(2)) - math.erf(low / math.sqrt(2))) / 2
+    at_low, at_high = _normal_density(low), _normal_density(high)
+    # Infinity times no density at all is nothing.
+    square = mass + (low * at_low if at_low else 0.0) - (high * at_high if at_high else 0.0)
+    return mass, at_low - at_high, square
+
+
+def _normal_density(x: float) -> float:
+    return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
 DISTRIBUTIONS: dict[DistributionName, Distribution] = {
-    "gaussian": Distribution("gaussian", smallest=1e-25, granularity=16),
+    "gaussian": Distribution("gaussian", partial_moments=_normal_between, smallest=1e-25, granularity=16),
     "rademacher": Distribution(
         "rademacher",
         "rademacher",

@@ -21,17 +21,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from costmodel.formats.distributions import DISTRIBUTIONS, DistributionName
+from costmodel.formats.distributions import DISTRIBUTIONS, Distribution, DistributionName
 
 EstimatorName = Literal["normalised", "q-rge1", "q-rge2"]
 """What a projected gradient is multiplied by: see :meth:`RoundedDirection.mean_of`."""
-
-REACHES = {2: 1.02, 3: 1.73, 4: 2.27, 5: 2.71, 6: 3.10, 7: 3.45, 8: 3.77}
-"""Largest value of a rounded normal, by bits: that with the least mean squared error of a rounding, ``E[(û - u)²]``."""
 
 
 class Moments(NamedTuple):
@@ -53,21 +50,22 @@ class Moments(NamedTuple):
     cross_fourth: float
 
 
-def normal_moments(levels: Sequence[float]) -> Moments:
-    """Return the moments of a standard normal rounded at random to ascending `levels`, and clamped to the outer two.
+def moments_of(distribution: Distribution, levels: Sequence[float]) -> Moments:
+    """Return the moments of an element rounded at random to ascending `levels`, and clamped to the outer two.
 
     Notes
     -----
     Between neighbours ``a`` and ``b``, ``E[û² | u] = (a + b)·u - a·b`` and ``E[û⁴ | u]`` are linear in ``u``: every moment
-    is a sum of the mass, the mean and the mean square of a normal in each cell.
+    is a sum of the element's partial moments in each cell.
     """
-    tail = _mass(levels[-1], math.inf)
+    between = distribution.partial_moments
+    assert between is not None
+    tail, _, _ = between(levels[-1], math.inf)
     top = levels[-1]
     second, fourth = 2 * tail * top**2, 2 * tail * top**4
     cross, cross_fourth = second, fourth
     for low, high in pairwise(levels):
-        mass, first = _mass(low, high), _density(low) - _density(high)
-        square = mass + low * _density(low) - high * _density(high)
+        mass, first, square = between(low, high)
         total, product = low + high, low * high
         second += total * first - product * mass
         up = (first - low * mass) / (high - low)
@@ -75,6 +73,37 @@ def normal_moments(levels: Sequence[float]) -> Moments:
         cross += square
         cross_fourth += total**2 * square - 2 * total * product * first + product**2 * mass
     return Moments(second, fourth, cross, cross_fourth)
+
+
+@cache
+def reach_of(distribution: Distribution, bits: int) -> float:
+    """Return the largest value of an element rounded to so many bits: that with the least mean squared error of a rounding.
+
+    Notes
+    -----
+    By golden section: ``E[(û - u)²]`` has one minimum in the range. Two decimals, since it is flat there.
+    """
+    low, high, ratio = 0.0, 8.0, (math.sqrt(5) - 1) / 2
+    while high - low > 1e-4:
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        if _squared_error(distribution, bits, left) < _squared_error(distribution, bits, right):
+            high = right
+        else:
+            low = left
+    return round((low + high) / 2, 2)
+
+
+def _squared_error(distribution: Distribution, bits: int, reach: float) -> float:
+    """Return ``E[(û - u)²]`` of elements that are clamped at `reach`, of a symmetric distribution."""
+    between, highest = distribution.partial_moments, 2 ** (bits - 1) - 1
+    assert between is not None
+    tail, tail_first, _ = between(reach, math.inf)
+    # ``E[û²] - 2·E[û·u] + E[u²]``: where nothing is clamped, ``E[û | u] = u``.
+    half = tail * reach**2 - 2 * reach * tail_first
+    for low, high in pairwise(code * reach / highest for code in range(highest + 1)):
+        mass, first, square = between(low, high)
+        half += (low + high) * first - low * high * mass - 2 * square
+    return 2 * half + distribution.second_moment
 
 
 @dataclass(frozen=True)
@@ -114,7 +143,8 @@ class RoundedDirection:
     @property
     def reach(self) -> float:
         """Largest number that is not clamped: 1 for signs, which are then not rounded at all."""
-        return 1.0 if DISTRIBUTIONS[self.distribution].is_sign else REACHES[self.bits]
+        distribution = DISTRIBUTIONS[self.distribution]
+        return 1.0 if distribution.is_sign else reach_of(distribution, self.bits)
 
     @property
     def scale(self) -> float:
@@ -129,10 +159,13 @@ class RoundedDirection:
     @cached_property
     def moments(self) -> Moments:
         """Moments of an element."""
-        if DISTRIBUTIONS[self.distribution].is_sign:
+        distribution = DISTRIBUTIONS[self.distribution]
+        if distribution.is_sign:
             dense = Moments(1.0, 1.0, 1.0, 1.0)
         else:
-            dense = normal_moments([code / self.scale for code in range(-self.highest, self.highest + 1)])
+            dense = moments_of(
+                distribution, [code / self.scale for code in range(-self.highest, self.highest + 1)]
+            )
         kept = 1 - self.sparsity
         return dense._replace(fourth=dense.fourth / kept, cross_fourth=dense.cross_fourth / kept)
 
@@ -159,11 +192,3 @@ class RoundedDirection:
         if estimator == "q-rge2":
             return (moments.cross_fourth + others) / moments.cross**2
         return (moments.fourth + others) / moments.second**2
-
-
-def _density(x: float) -> float:
-    return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-
-
-def _mass(low: float, high: float) -> float:
-    return (math.erf(high / math.sqrt(2)) - math.erf(low / math.sqrt(2))) / 2

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from torch import Generator, Tensor
 
-from costmodel.formats.distributions import Distribution
-from costmodel.formats.roundings import normal_moments
+from costmodel.formats.distributions import DISTRIBUTIONS, Distribution
+from costmodel.formats.roundings import moments_of
 from executors.randomness.directions import Direction, Gaussian
 from executors.randomness.low_rank import fill_product
 from executors.randomness.quantisers import StochasticRounding
@@ -104,7 +104,7 @@ class QuantisedGaussian(Direction):
 
     def __init__(self, rounding: StochasticRounding) -> None:
         self.rounding = rounding
-        self.moments = normal_moments(rounding.levels)
+        self.moments = moments_of(DISTRIBUTIONS["gaussian"], rounding.levels)
         self.distribution = Distribution(f"gaussian-int{rounding.bits}", second_moment=self.moments.second)
         self.cross_moment = self.moments.cross
 

@@ -26,8 +26,8 @@ class Directions(Axis):
     Attributes
     ----------
     distribution : str
-        ``"gaussian"`` and ``"rademacher"`` draw every element. Of the others a matrix is a product ``U·Vᵀ``
-        (:data:`costmodel.formats.distributions.DISTRIBUTIONS`).
+        One of :data:`costmodel.formats.distributions.DISTRIBUTIONS`. Of some a matrix is a product ``U·Vᵀ``; others
+        draw every element.
     rank : int or None
         Columns of ``U`` and ``V``; None for a distribution without factors.
     lazy_steps : int or None
