@@ -290,7 +290,6 @@ _STAGES: Mapping[str, Sequence[Any]] = {
         ("block.0.mlp", "block.1"),
         ("block.0", "block.1.mlp", "block.2.mlp"),
     ),
-    "traversal": ("sweep", "blockwise", "querywise"),
 }
 AXES: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "one device": _ONE_DEVICE,

@@ -23,7 +23,7 @@ from zosim.program.operations import Send
 
 CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "behind a block, swept": (("block.0",), "sweep"),
-    "inside a block, query by query": (("block.1.mlp",), "querywise"),
+    "inside a block, block by block": (("block.1.mlp",), "blockwise"),
     "three cuts, block by block": (("block.0", "block.1.mlp", "block.2.mlp"), "blockwise"),
 }
 _NUM_QUERIES = 2
@@ -46,7 +46,7 @@ def staged(cuts: tuple[str, ...], traversal: str, **axes: Any) -> Plan:
 
 
 RUNS = (
-    Case(cuts=("block.1.mlp",), traversal="querywise", num_queries=2),
+    Case(cuts=("block.1.mlp",), num_queries=2),
     Case(cuts=("block.0", "block.1.mlp", "block.2.mlp"), rng="counter", num_steps=1),
     Case(model="untied", cuts=("block.1.mlp",), traversal="sweep", order="execution", num_steps=1),
 )

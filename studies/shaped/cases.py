@@ -110,7 +110,6 @@ STRATEGIES: Mapping[str, tuple[HostLayout, Mapping[str, int], Mapping[str, Any]]
         "stages, sweep, inside, q4:entropy": _stages(
             "sweep", inside=True, codec="q4:entropy", densities=_INSIDE_AT_4_BITS
         ),
-        "stages, 4 queries, querywise": _stages("querywise", queries=4),
         "stages, 4 queries, sweep, forward, q4:dense": _stages(
             "sweep", codec="q4:dense", queries=4, difference="forward"
         ),

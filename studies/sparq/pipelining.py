@@ -34,16 +34,19 @@ from zosim.report import Table
 
 RESULTS = Path(__file__).with_name("pipelining.csv")
 NUM_QUERIES = 4
-_COPIES_AHEAD = {"weights": {"perturbation": "copies"}, "directions": {"drawn_ahead": True}}
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("blockwise", {"schedule": {"traversal": "blockwise"}}),
-    ("querywise", {"schedule": {"traversal": "querywise"}}),
     ("sweep", {"schedule": {"traversal": "sweep"}}),
-    ("querywise, directions kept", {"schedule": {"traversal": "querywise"}, "directions": {"kept": True}}),
     ("sweep, directions kept", {"schedule": {"traversal": "sweep"}, "directions": {"kept": True}}),
-    ("querywise, copies ahead", {"schedule": {"traversal": "querywise"}, **_COPIES_AHEAD}),
     ("sweep, copies", {"schedule": {"traversal": "sweep"}, "weights": {"perturbation": "copies"}}),
-    ("sweep, copies ahead", {"schedule": {"traversal": "sweep"}, **_COPIES_AHEAD}),
+    (
+        "sweep, copies ahead",
+        {
+            "schedule": {"traversal": "sweep"},
+            "weights": {"perturbation": "copies"},
+            "directions": {"drawn_ahead": True},
+        },
+    ),
 )
 _WORK = (Stream.COMPUTE, Stream.DRAW)
 _CALIBRATION_S = 12.0

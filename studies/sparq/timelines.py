@@ -132,7 +132,7 @@ def plan_of(method: DrawnMethod) -> Plan:
         ),
         directions=Directions.model_validate({"rng": "counter"}),
         weights=Weights.model_validate({"dtype": "float16"}),
-        schedule=Schedule.model_validate({"traversal": "querywise"}),
+        schedule=Schedule(traversal="sweep"),
     )
 
 

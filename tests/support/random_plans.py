@@ -26,7 +26,7 @@ _OTHERS: dict[str, dict[str, tuple[Any, ...]]] = {
         "reuse_slots": (False,),
         "transfer_dtype": ("bfloat16", "float16", "float8_e4m3"),
     },
-    "schedule": {"traversal": ("sweep", "querywise"), "update": ("delayed",)},
+    "schedule": {"traversal": ("sweep",), "update": ("delayed",)},
     "estimator": {"num_queries": (2, 3), "difference": ("forward", "residual")},
     "directions": {
         "distribution": ("rademacher", "lozo", "factorised", "lozo-released"),

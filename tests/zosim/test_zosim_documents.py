@@ -62,7 +62,12 @@ def good_plan() -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("axis", "name", "value"),
-    [("low_bits", "weights", "best8"), ("low_bits", "adapters", "best4"), ("low_bits", "full_range", True)],
+    [
+        ("schedule", "traversal", "querywise"),
+        ("low_bits", "weights", "best8"),
+        ("low_bits", "adapters", "best4"),
+        ("low_bits", "full_range", True),
+    ],
 )
 def test_what_was_removed_is_refused_by_its_name(tmp_path, good_plan, axis, name, value):
     file = tmp_path / "plan.json"

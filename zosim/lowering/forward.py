@@ -114,9 +114,9 @@ class Forwards(AxisWriter):
                 reads += self._points.weights(group, rank.readers(group)[0], point)
         for group in gathered:
             # Rows go through what the table itself goes through later in the step: earlier queries leave their rounding,
-            # unless they are over, or leave the table alone.
+            # unless they leave the table alone.
             is_left_alone = self._points.are_copies or rank.is_beside(group)
-            first = point.query if is_left_alone else self._plan.schedule.first_unfinished(point.query)
+            first = point.query if is_left_alone else 0
             reads += [self._directions.rows(group, visited) for visited in range(first, point.query + 1)]
         reads += self._inputs(segment, point)
         left = self._losses.left_by_head(point) if segment == HEAD else rank.hidden(point, segment)

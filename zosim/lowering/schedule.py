@@ -2,14 +2,14 @@
 
 Examples
 --------
-Three orders of the same forwards, of a model with two blocks and two queries, as block and point:
+Two orders of the same forwards, of a model with two blocks and two queries, as block and point:
 
 >>> from costmodel import read_model_spec
 >>> from zosim.simulators.shortening import shortened
 >>> from zosim.program.operations import Forward
 >>> from zosim.plans import Estimator, Placement, Schedule
 >>> model, place = shortened(read_model_spec("opt-125m")), Placement(topology="cpu-laptop", devices=("cpu0",))
->>> for traversal in ("sweep", "blockwise", "querywise"):
+>>> for traversal in ("sweep", "blockwise"):
 ...     axes = {"schedule": Schedule(traversal=traversal), "estimator": Estimator(num_queries=2)}
 ...     writer = StepWriter(Plan(model=model, batch=1, seq=16, placement=place, **axes))
 ...     writer.write_step()
@@ -19,7 +19,6 @@ Three orders of the same forwards, of a model with two blocks and two queries, a
 ...     print(f"{traversal:10}", *(f"{op.segment[-1]}:{op.point}" for op in order))
 sweep      0:q0+ 1:q0+ 0:q0- 1:q0- 0:q1+ 1:q1+ 0:q1- 1:q1-
 blockwise  0:q0+ 0:q0- 0:q1+ 0:q1- 1:q0+ 1:q0- 1:q1+ 1:q1-
-querywise  0:q0+ 0:q0- 1:q0+ 1:q0- 0:q1+ 0:q1- 1:q1+ 1:q1-
 """
 
 from __future__ import annotations
@@ -83,10 +82,10 @@ class StepWriter:
         self._cuts.receive_all()
         if self._rank.is_together:
             self._together()
+        elif self._rank.is_swept:
+            self._sweep()
         else:
-            {"sweep": self._sweep, "blockwise": self._blockwise, "querywise": self._querywise}[
-                self._plan.schedule.traversal
-            ]()
+            self._blockwise()
         self._losses.exchange_losses()
         for query in range(self._plan.estimator.num_queries):
             self._losses.projected_gradient(query)
@@ -120,13 +119,6 @@ class StepWriter:
                     self._directions.draw(group, query, segment=segment)
             self._forwards.together(segment)
             self.homes.offload(segment, changed=self._points.leaves_changed(segment))
-
-    def _querywise(self) -> None:
-        if self._plan.estimator.difference == "forward":
-            self._forwards.model(BASE)
-        for query in range(self._plan.estimator.num_queries):
-            for segment in self._rank.segments:
-                self._both_points(segment, query)
 
     def _both_points(self, segment: str, query: int) -> None:
         """Write one query's forwards of `segment`, from one draw of its direction."""

@@ -335,8 +335,6 @@ def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Poin
         for update in ("immediate", "delayed"):
             yield {"schedule": {"update": update}}
         yield {"schedule": {"traversal": "sweep"}}
-        if mesh.stage > 1 and request.axis(Estimator).num_queries > 1:
-            yield {"schedule": {"traversal": "querywise"}}
     if "offloaded" in request.blocks and allowed != "resident":
         for transfer_dtype in _transfer_formats(request):
             for transfers, slots in product(_transfers(request, mesh, placement), _SLOTS):

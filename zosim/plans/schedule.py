@@ -19,18 +19,17 @@ class Schedule(Axis):
     traversal : str
         ``"sweep"`` perturbs all parameters, then runs the whole model (the reference loop: four draws of
         every direction). ``"blockwise"`` runs both signs of one segment before the next, so that one draw
-        serves all three perturbations. ``"querywise"`` does so for one query after the other, so that the next stage
-        can begin with the first while this one runs the second.
+        serves all three perturbations.
     update : str
         ``"immediate"`` after the projected gradient is known, or ``"delayed"`` until each segment's turn in
         the next step (ZO2's efficient update), with a flush at the end.
     """
 
     traversal: Annotated[
-        Literal["sweep", "blockwise", "querywise"],
+        Literal["sweep", "blockwise"],
         Setting(
             "--traversal",
-            "Perturb everything first, or block by block, or that for one query at a time.",
+            "Perturb everything first, or block by block.",
             changes="numbers where transfers round",
             planned=True,
             shown="expert",
@@ -46,10 +45,6 @@ class Schedule(Axis):
             shown="expert",
         ),
     ] = "immediate"
-
-    def first_unfinished(self, query: int) -> int:
-        """Return the first query that still has segments to visit when `query` visits one: 0, or itself where queries take turns."""
-        return query if self.traversal == "querywise" else 0
 
     def words(self, plan: Plan) -> Iterator[str]:
         """Yield the traversal, which of offloaded blocks goes without saying."""
@@ -68,10 +63,3 @@ class Schedule(Axis):
                 "update=delayed is fused into a segment's turn, which traversal=sweep does not have",
                 "use traversal=blockwise or update=immediate",
             )
-        if self.traversal == "querywise" and self.update == "delayed":
-            yield (
-                "traversal=querywise visits a block once per query, so update=delayed has no one turn",
-                "use update=immediate",
-            )
-        if self.traversal == "querywise" and plan.residency.blocks == "offloaded":
-            yield "traversal=querywise would upload every block once per query", "use traversal=blockwise"

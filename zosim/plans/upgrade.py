@@ -32,6 +32,7 @@ _REMOVED_FIELDS: Mapping[str, Mapping[str, object]] = {"low_bits": {"full_range"
 
 _REMOVED_VALUES: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "low_bits": {"weights": ("best8", "best4"), "adapters": ("best8", "best4")},
+    "schedule": {"traversal": ("querywise",)},
 }
 """Values that were removed of fields that stay, by axis and name."""
 

@@ -590,7 +590,6 @@ PLACEMENTS = {
     "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
     "one slot": {"residency": {"blocks": "offloaded", "num_slots": 1}, "directions": {"drawn_ahead": True}},
     "kept": {"directions": {"kept": True}},
-    "querywise": {"schedule": {"traversal": "querywise"}},
 }
 
 
@@ -976,7 +975,7 @@ def test_updates_of_a_steps_queries_are_rounded_once_where_that_is_asked():
     assert max(int(((sums[name] - base[name]) * inside[name]).max()) for name in base) > 2 * NUM_SUMMED
     for name in base:
         assert int(((ones[name] - sums[name]).abs() * inside[name]).max()) <= NUM_SUMMED + 1
-    digests = {updated("step", 1e-3, name, decay=0.1)[0] for name in ("resident", "one slot", "querywise")}
+    digests = {updated("step", 1e-3, name, decay=0.1)[0] for name in ("resident", "one slot", "kept")}
     assert len(digests) == 1
 
 

@@ -24,9 +24,7 @@ CASES = {
     "untied-counter": Case(THREE, "opt-untied", axes=axes(directions={"rng": "counter"})),
     "norm-behind": Case(FOUR, "opt-projected", axes=axes(directions={"rng": "counter"})),
     "gpt2-sweep": Case(THREE, "gpt2", axes=axes(schedule={"traversal": "sweep"})),
-    "llama-querywise": Case(
-        THREE, "llama", axes=axes(schedule={"traversal": "querywise"}, estimator={"num_queries": 2})
-    ),
+    "llama-queries": Case(THREE, "llama", axes=axes(estimator={"num_queries": 2})),
     "llama-tied-forward": Case(
         FOUR, "llama-tied", axes=axes(estimator={"difference": "forward", "num_queries": 2})
     ),
@@ -68,14 +66,10 @@ CASES = {
             estimator={"num_queries": 3},
         ),
     ),
-    "copies-querywise-tied-bfloat16": Case(
+    "copies-queries-tied-bfloat16": Case(
         INSIDE,
         dtype="bfloat16",
-        axes=axes(
-            estimator={"num_queries": 3},
-            weights={"perturbation": "copies"},
-            schedule={"traversal": "querywise"},
-        ),
+        axes=axes(estimator={"num_queries": 3}, weights={"perturbation": "copies"}),
     ),
     "copies-counter-forward": Case(
         THREE,
@@ -123,11 +117,7 @@ CASES = {
     "bfloat16": Case(THREE, dtype="bfloat16"),
     "float64": Case(INSIDE, dtype="float64"),
     # What each query's rounding leaves of a table is seen here; float32 hides it, but for a codec behind.
-    "querywise-tied-bfloat16": Case(
-        INSIDE,
-        dtype="bfloat16",
-        axes=axes(estimator={"num_queries": 3}, schedule={"traversal": "querywise"}),
-    ),
+    "queries-tied-bfloat16": Case(INSIDE, dtype="bfloat16", axes=axes(estimator={"num_queries": 3})),
     "lora": Case(THREE, lora=True),
     "windows": Case(THREE, lazy=True),
     "windows-offloaded-delayed": Case(
@@ -159,7 +149,7 @@ CODED = {
         "llama-tied",
         codec="q4",
         residual_codec="q8:affine:token",
-        axes=axes(estimator={"num_queries": 3}, schedule={"traversal": "querywise"}),
+        axes=axes(estimator={"num_queries": 3}),
     ),
     "copies": Case(
         THREE,
@@ -169,12 +159,9 @@ CODED = {
             estimator={"num_queries": 2},
             directions={"drawn_ahead": True},
             weights={"perturbation": "copies"},
-            schedule={"traversal": "querywise"},
         ),
     ),
-    "queries": Case(
-        INSIDE, codec="q3", axes=axes(estimator={"num_queries": 2}, schedule={"traversal": "querywise"})
-    ),
+    "queries": Case(INSIDE, codec="q3", axes=axes(estimator={"num_queries": 2})),
 }
 
 
@@ -183,8 +170,8 @@ QUICK = (
     "four",
     "untied-counter",
     "norm-behind",
-    "llama-querywise",
-    "querywise-tied-bfloat16",
+    "llama-queries",
+    "queries-tied-bfloat16",
     "lora",
     "lozo",
     "int8",
@@ -192,7 +179,7 @@ QUICK = (
     "data",
     "copies-ahead-offloaded",
     "copies-swept-ahead",
-    "copies-querywise-tied-bfloat16",
+    "copies-queries-tied-bfloat16",
     "copies-perturb",
     "copies-perturb-kept",
 )

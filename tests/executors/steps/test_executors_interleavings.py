@@ -29,7 +29,6 @@ PLACEMENTS = {
     "resident": {},
     "resident, delayed": {"schedule": {"update": "delayed"}},
     "sweep": {"schedule": {"traversal": "sweep"}},
-    "querywise": {"schedule": {"traversal": "querywise"}},
     "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
     "offloaded, immediate": {"residency": {"blocks": "offloaded"}},
     "offloaded, one slot": {"residency": {"blocks": "offloaded", "num_slots": 1}},

@@ -32,7 +32,6 @@ from zosim.program.validate import validate
 PLACEMENTS = {
     "sweep": {"schedule": {"traversal": "sweep"}},
     "resident": {},
-    "querywise": {"schedule": {"traversal": "querywise"}},
     "draw-ahead": {"directions": {"drawn_ahead": True}},
     "delayed": {"schedule": {"update": "delayed"}},
     "delayed-draw-ahead": {"directions": {"drawn_ahead": True}, "schedule": {"update": "delayed"}},

@@ -24,7 +24,6 @@ from zosim.program.validate import validate
 PLACEMENTS = {
     "sweep": {"schedule": {"traversal": "sweep"}},
     "resident": {},
-    "querywise": {"schedule": {"traversal": "querywise"}},
     "resident-delayed": {"schedule": {"update": "delayed"}},
     "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
     "offloaded-immediate": {"residency": {"blocks": "offloaded", "num_slots": 1}},
