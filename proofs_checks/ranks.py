@@ -129,13 +129,6 @@ class InProcess:
         """Wait until all ranks are here."""
         self._exchanged("host loop", "world", None)
 
-    def all_gather_shares(self, group: str, whole: Tensor, what: str) -> None:  # noqa: ARG002
-        """Fill in the parts of `whole` that the other members hold."""
-        each = whole.numel() // len(self.members(group))
-        begin = each * self.position(group)
-        parts = self._exchanged("host loop", group, whole[begin : begin + each].clone())
-        whole.copy_(torch.cat(parts))
-
     def send(self, group: str, offset: int, message: Tensor | Packed, what: str) -> int:  # noqa: ARG002
         """Send bytes to a neighbour."""
         peer = self.members(group)[self.position(group) + offset]

@@ -322,14 +322,6 @@ class Communicator:
         """Wait until all ranks are here."""
         self.all_gather_host(torch.zeros(1, dtype=torch.uint8), what)
 
-    def all_gather_shares(self, group: str, whole: Tensor, what: str) -> None:
-        """Fill in the parts of `whole`, bytes of the host, that the other members of `group` hold."""
-        members = self.members(group)
-        each = whole.numel() // len(members)
-        begin = each * self.position(group)
-        with self.missing.named(members, what):
-            all_gather_flat(whole, whole[begin : begin + each], group=self._groups[group])
-
     def broadcast(self, group: str, owner: int, tensor: Tensor, what: str) -> None:
         """Fill `tensor`, bytes of the host, with that of rank `owner`, on all members of a pipeline."""
         self._messages(group).broadcast(owner, tensor, what)

@@ -241,8 +241,8 @@ class Interpreter:
             self._frame = None
         self.backend.drain()
         self._tickets = {}
-        if was_pending:
-            self._complete_shares()
+        if was_pending and self._communicator is not None and self._host_memory is not None:
+            self._communicator.barrier("flush")  # the host's copy holds what all of its ranks wrote
         self.bind_final()
 
     def bind_final(self) -> None:
@@ -368,21 +368,6 @@ class Interpreter:
         if buffer.shared and self._host_memory is not None:
             return self._host_memory.tensor(buffer, num_elements, dtype)
         return self.backend.allocate(buffer, num_elements, dtype)
-
-    def _complete_shares(self) -> None:
-        """Let the host's copy hold what all ranks wrote: its own are through, those of other hosts are fetched."""
-        communicator = self._communicator
-        if communicator is None or self._host_memory is None:
-            return
-        communicator.barrier("flush")
-        shared = [access for access in self.program.final if access.share and self.store.is_weights(access)]
-        afar = [a for a in shared if communicator.members(a.share) != communicator.members(HOST)]
-        for access in afar:
-            communicator.all_gather_shares(
-                access.share, self.store.whole(access), f"completing {access.what}"
-            )
-        if afar:
-            communicator.barrier("flush")
 
     def _resolve(self, part: Part) -> list[_Resolved]:
         instructions: tuple[Instruction, ...] = getattr(self.program, part)

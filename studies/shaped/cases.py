@@ -1,7 +1,8 @@
 """What is predicted and measured over slow links: two small models with random weights, shared out in several ways.
 
-The list was written down before any of it had been run; rows were added since, none taken out. What the model says of a case
-comes from the machine's calibration and from the figures of the link (:mod:`studies.shaped.links`), never from a case.
+The list was written down before any of it had been run; rows were added since, and those taken out that zosim no longer
+runs. What the model says of a case comes from the machine's calibration and from the figures of the link
+(:mod:`studies.shaped.links`), never from a case.
 """
 
 from __future__ import annotations
@@ -19,12 +20,6 @@ RATES = ("1gbit", "100mbit")
 _RESIDENT: Mapping[str, Any] = MappingProxyType({"schedule": {"update": "immediate"}})
 _OFFLOADED: Mapping[str, Any] = MappingProxyType(
     {"schedule": {"update": "delayed"}, "residency": {"blocks": "offloaded"}}
-)
-_SLICED: Mapping[str, Any] = MappingProxyType(
-    {
-        "schedule": {"update": "delayed"},
-        "residency": {"blocks": "offloaded", "transfers": "sliced", "share_group": "world"},
-    }
 )
 
 
@@ -85,23 +80,9 @@ STRATEGIES: Mapping[str, tuple[HostLayout, Mapping[str, int], Mapping[str, Any]]
         "ddp": (TWO, {"data": 2}, _RESIDENT),
         "ddp, offloaded": (TWO, {"data": 2}, _OFFLOADED),
         "pertp": (TWO, {"perturb": 2}, _RESIDENT),
-        "ddp, sliced": (TWO, {"data": 2}, _SLICED),
-        "pertp, sliced": (TWO, {"perturb": 2}, _SLICED),
-        "ddp, sliced, int8": (
-            TWO,
-            {"data": 2},
-            MappingProxyType({**_SLICED, "low_bits": {"weights": "int8"}}),
-        ),
-        "ddp, sliced, int4": (
-            TWO,
-            {"data": 2},
-            MappingProxyType({**_SLICED, "low_bits": {"weights": "int4"}}),
-        ),
         "2d": (FOUR, {"data": 2, "perturb": 2}, _RESIDENT),
-        "2d, sliced": (FOUR, {"data": 2, "perturb": 2}, _SLICED),
         "2d, two ranks a host": (PAIRS, {"data": 2, "perturb": 2}, _RESIDENT),
         "ddp, four hosts": (FOUR, {"data": 4}, _RESIDENT),
-        "2d, sliced, two ranks a host": (PAIRS, {"data": 2, "perturb": 2}, _SLICED),
         "stages, blockwise": _stages("blockwise"),
         "stages, sweep": _stages("sweep"),
         "stages, sweep, inside": _stages("sweep", inside=True),
@@ -132,7 +113,7 @@ SETTINGS = (
     NetworkSetting(Shape("opt", 128, 4, 512), 16, 128, "float32"),
     NetworkSetting(Shape("llama", 192, 6, 2000, tied=False), 16, 128, "bfloat16"),
 )
-"""Blocks of about 0.8 MB in their formats: an eighth of a second of a link of 100 Mbit/s, half of which is sliced away."""
+"""Blocks of about 0.8 MB in their formats."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,6 @@ TOGETHER = {
     "--residual-codec": ("--mesh", "stage=2", "--codec", "q4", "--allow-lossy"),
     "--cut": ("--mesh", "stage=2"),
     "--transfers": ("--mesh", "data=2", "--residency", "offloaded"),
-    "--share-group": ("--mesh", "data=2", "--residency", "offloaded", "--transfers", "shared"),
     "--transfer-dtype": ("--residency", "offloaded", "--allow-lossy"),
     "--slots": ("--residency", "offloaded"),
     "--overlap": ("--residency", "offloaded"),

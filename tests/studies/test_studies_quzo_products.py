@@ -1,4 +1,4 @@
-"""Weight-only products and codes over a slow link: what the studies compare is what they say."""
+"""Weight-only products and peaks of memory: what the studies compare is what they say."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from costmodel.formats.low_bits import Coding
 from executors.low_bits.coded import QuantizedTensor
 from studies.quzo import memory
 from studies.quzo.products import weight_only
-from studies.quzo.slow_link import CASES
-from studies.shaped.cases import TWO, cases_of
-from studies.shaped.hosts import plan_of
 from studies.speed import __main__ as speed
 from studies.speed.products import milliseconds
 
@@ -27,20 +24,6 @@ def test_a_weight_only_product_is_that_of_the_numbers_that_codes_stand_for(codin
     exact = inputs.double() @ coded.values(torch.float64).T
     # Eight digits of bfloat16, of inputs, scales and the output.
     assert (weight_only(coded)(inputs).double() - exact).abs().max() < 2**-7 * exact.abs().max()
-
-
-def test_the_cases_differ_in_what_their_blocks_take_alone():
-    plans = {case.name: plan_of(case) for case in cases_of("25mbit", TWO, CASES)}
-    assert len(plans) == 6
-    for name in [name for name in plans if "int8" in name]:
-        sizes = []
-        for kind in ("", "int8, ", "int4, "):
-            plan = plans[name.replace("int8, ", kind)]
-            assert plan.residency.transfers == "sliced"
-            sizes.append(plan.storage.nbytes(plan.model.group("block.0")))
-        width = 4 if "fp32" in name else 2
-        assert sizes[1] / sizes[0] == pytest.approx(1 / width, abs=0.03)
-        assert sizes[2] / sizes[0] == pytest.approx(0.5 / width, abs=0.03)
 
 
 @pytest.mark.slow

@@ -66,12 +66,6 @@ PAIRS = {
         "mesh": PERTP,
         "residency": {"blocks": "offloaded", "transfers": "sliced"},
     },
-    "pertp-sliced-two-hosts": {
-        "mesh": PERTP,
-        "hosts": ("a", "b"),
-        "residency": {"blocks": "offloaded", "transfers": "sliced", "share_group": "world"},
-        "schedule": {"update": "delayed"},
-    },
     "pertp-edges-offloaded": {
         "mesh": PERTP,
         "model": "opt-untied",
@@ -152,17 +146,13 @@ def plan_for(case, *, alone=False):
     from zosim.plans import AXES, Plan
 
     axes = {key: dict(case[key]) for key in AXES if key in case and key != "mesh"}
-    shared_out = {
-        name: axes["residency"].pop(name)
-        for name in ("transfers", "share_group")
-        if name in axes.get("residency", {})
-    }
+    transfers = axes.get("residency", {}).pop("transfers", "private")
     size = case.get("batch", 4)
     dtype = case.get("dtype", "float32")
     plan = plan_of(model_for(case), size=size, dtype=dtype, **axes)
     data = plan.model_dump(mode="json")
     if not alone:
-        data["residency"] |= shared_out
+        data["residency"]["transfers"] = transfers
         data["mesh"] = case["mesh"]
         world_size = case["mesh"].get("data", 1) * case["mesh"].get("perturb", 1)
         data["placement"] |= {"devices": ["cpu0"] * world_size, "hosts": list(case.get("hosts", ()))}

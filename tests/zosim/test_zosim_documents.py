@@ -64,6 +64,7 @@ def good_plan() -> dict[str, object]:
     ("axis", "name", "value"),
     [
         ("schedule", "traversal", "querywise"),
+        ("residency", "share_group", "world"),
         ("low_bits", "weights", "best8"),
         ("low_bits", "adapters", "best4"),
         ("low_bits", "full_range", True),
@@ -83,6 +84,8 @@ def test_fields_that_were_removed_are_left_out_where_they_say_what_holds_now(goo
     ) == Plan.model_validate(good_plan)
     of_another_tool = {"model": {"stored": {"full_range": True}}, "low_bits": {"full_range": True}}
     assert upgrade(of_another_tool)["low_bits"] == {}
+    shared = {"residency": good_plan["residency"] | {"share_group": "host"}}
+    assert Plan.model_validate(good_plan | shared) == Plan.model_validate(good_plan)
 
 
 @pytest.mark.parametrize("version", [1, 2])

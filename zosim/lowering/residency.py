@@ -81,10 +81,10 @@ class Homes(AxisWriter):
 
     # -- places ------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def share_group(self) -> str:
         """Group that shares blocks out; empty if every rank has its own copy of all."""
-        return self._plan.residency.share_group if self._plan.is_shared_out else ""
+        return "host" if self._plan.is_shared_out else ""
 
     def shares_of(self, accesses: Iterable[Access]) -> tuple[Access, ...]:
         """Return this rank's shares of `accesses`, or all of them where nothing is shared out."""

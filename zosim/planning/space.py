@@ -337,7 +337,7 @@ def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Poin
         yield {"schedule": {"traversal": "sweep"}}
     if "offloaded" in request.blocks and allowed != "resident":
         for transfer_dtype in _transfer_formats(request):
-            for transfers, slots in product(_transfers(request, mesh, placement), _SLOTS):
+            for transfers, slots in product(_transfers(mesh, placement), _SLOTS):
                 residency = {
                     "blocks": "offloaded",
                     "num_slots": slots,
@@ -378,12 +378,10 @@ def _codings(request: Request, mesh: Mesh) -> Iterator[Point]:
             yield {"low_bits": coded}
 
 
-def _transfers(request: Request, mesh: Mesh, placement: Placement) -> tuple[Transfers, ...]:
+def _transfers(mesh: Mesh, placement: Placement) -> tuple[Transfers, ...]:
     """Return how ranks can share the host's copies: with several alike on each host in all ways, else by themselves."""
     if mesh.stage > 1:
         return ("private",)
-    if request.config.residency.share_group == "world":
-        return ("private", "sliced") if placement.world_size > 1 else ("private",)
     counts = {len(ranks) for ranks in placement.ranks_by_host}
     shares = len(counts) == 1 and min(counts) > 1
     return ("private", "shared", "sliced") if shares else ("private",)

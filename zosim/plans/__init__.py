@@ -253,12 +253,12 @@ class Plan(Axis, Document):
 
     @property
     def num_shares(self) -> int:
-        """Ranks among whom a block is shared out; 1 where none is."""
-        return len(self.groups[self.residency.share_group][0]) if self.is_shared_out else 1
+        """Ranks of a host, among whom a block is shared out; 1 where none is."""
+        return len(self.groups["host"][0]) if self.is_shared_out else 1
 
     @property
     def is_shared_out(self) -> bool:
-        """Whether ranks share one host copy of the offloaded blocks."""
+        """Whether the ranks of a host share one copy of the offloaded blocks."""
         return self.residency.transfers != "private" and self.placement.world_size > 1
 
     @property

@@ -43,8 +43,6 @@ class Residency(Axis):
         blocks. ``"shared"``: one copy per host; every rank uploads whole blocks and offloads its share of each.
         ``"sliced"``: as shared, and every rank uploads its share alone and gets the others from its peers
         (DistZO2's communication optimisation).
-    share_group : str
-        Ranks among whom blocks are shared out: those of one ``"host"``, or the whole ``"world"``.
     transfer_dtype : str or None
         Format in which offloaded blocks are kept on the host and cross the bus, :attr:`Plan.transfer_dtype`; None for
         that of the weights. A narrower one loses precision at every offload, and is only planned when loss is allowed.
@@ -86,16 +84,6 @@ class Residency(Axis):
             "--transfers", "How ranks share host copies of offloaded blocks.", planned=True, shown="expert"
         ),
     ] = "private"
-    share_group: Annotated[
-        Literal["host", "world"],
-        Setting(
-            "--share-group",
-            "Who shares blocks out: the ranks of one host, or all.",
-            planned=True,
-            usual="host",
-            shown="expert",
-        ),
-    ] = "host"
     transfer_dtype: Annotated[
         TransferDType | None,
         Setting(
@@ -113,8 +101,7 @@ class Residency(Axis):
             return
         yield f"{self.num_slots} slot{'s' if self.num_slots > 1 else ''}"
         if plan.is_shared_out:
-            among = "" if self.share_group == "host" else " among all hosts"
-            yield f"blocks sliced{among}" if self.transfers == "sliced" else f"host copy shared{among}"
+            yield "blocks sliced" if self.transfers == "sliced" else "host copy shared"
         if not self.overlap:
             yield "no overlap"
         if not self.reuse_slots:
@@ -149,8 +136,6 @@ class Residency(Axis):
             yield f"transfers={transfers} needs several ranks", "use transfers=private"
         if plan.mesh.stage > 1:
             yield f"transfers={transfers} with stages, which hold unlike blocks", "use transfers=private"
-        if transfers == "shared" and self.share_group == "world" and len(plan.groups["host"]) > 1:
-            yield "transfers=shared over several hosts, which share no memory", "use share_group=host"
         if len({len(ranks) for ranks in plan.groups["host"]}) > 1:
             yield (
                 f"transfers={transfers} with unlike numbers of ranks per host",

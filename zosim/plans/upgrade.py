@@ -27,7 +27,10 @@ _MOVED = {
 }
 """Where the fields of version 1 have gone, by axis and name."""
 
-_REMOVED_FIELDS: Mapping[str, Mapping[str, object]] = {"low_bits": {"full_range": False}}
+_REMOVED_FIELDS: Mapping[str, Mapping[str, object]] = {
+    "residency": {"share_group": "host"},
+    "low_bits": {"full_range": False},
+}
 """Fields that were removed, by axis and name: the value that says what holds for every plan now."""
 
 _REMOVED_VALUES: Mapping[str, Mapping[str, tuple[object, ...]]] = {
@@ -36,7 +39,7 @@ _REMOVED_VALUES: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 }
 """Values that were removed of fields that stay, by axis and name."""
 
-REMOVED_IDENTITIES = frozenset({"full_range"})
+REMOVED_IDENTITIES = frozenset({"share_group", "full_range"})
 """What removed fields were called in the identities of runs."""
 
 

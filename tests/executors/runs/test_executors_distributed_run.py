@@ -174,7 +174,6 @@ def test_a_run_that_diverges_leaves_its_last_good_weights(inputs, tmp_path, caps
 def test_a_plan_on_several_hosts_is_explained(pertp, inputs, tmp_path, capsys):
     data = Plan.load(pertp / "pair" / "plan.json").model_dump(mode="json")
     data["placement"]["hosts"] = ["a", "b"]
-    data["residency"]["share_group"] = "world"
     Plan.model_validate(data).save(tmp_path / "plan.json")
     capsys.readouterr()
     assert train(inputs, tmp_path / "out", tmp_path / "plan.json") == 0
