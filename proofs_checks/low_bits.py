@@ -1,4 +1,4 @@
-"""What is kept in few bits: formats of least error, outliers beside codes, sparse directions, updates on every grid, on any rank.
+"""What is kept in few bits: formats of least error, outliers, sparse directions, updates on every grid, on any rank.
 
 The other side of each comparison lists a format's values, and rounds, splits and moves with NumPy.
 """
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
@@ -191,80 +190,30 @@ def check_scales_of_least_error(context: Context) -> Outcome:
 # -- outliers --------------------------------------------------------------------------------------------------------
 
 
-def literal_split(weights: Array, num: int, scope: ScaleScope) -> tuple[Array, npt.NDArray[np.intp]]:
-    """Return values of int8 with the largest `num` of each row in e4m3, and where these are, in order."""
-    places = np.sort(np.argsort(-np.abs(weights), axis=1)[:, :num], axis=1)
+def split_errors(weights: Array, kept: Callable[[Array, CodeFormat], Array]) -> tuple[float, float]:
+    """Return squared errors of int8, alone and beside the largest hundredth of each row in e4m3; `kept` says what a format keeps."""
+    places = np.argsort(-np.abs(weights), axis=1)[:, : weights.shape[1] // 100]
     largest, rest = np.take_along_axis(weights, places, 1), weights.copy()
     np.put_along_axis(rest, places, 0.0, 1)
-    values = literal_values(rest, "int8", scope)
-    np.put_along_axis(values, places, literal_values(largest, "float8_e4m3", "channel"), 1)
-    return values, places
-
-
-def reserved(held: QuantizedTensor) -> Array:
-    """Return where the code is -128."""
-    return (held.codes == 0x80).numpy()
+    values = kept(rest, "int8")
+    np.put_along_axis(values, places, kept(largest, "float8_e4m3"), 1)
+    return _squared_error(kept(weights, "int8"), weights), _squared_error(values, weights)
 
 
 def check_outlier_split(context: Context) -> Outcome:
-    """Compare values of int8 with 1 % and 5 % outliers with a split by hand: places, values, how far off they are."""
-    parts = {}
-    generator = np.random.default_rng(context.seed)
-    shape = (24, 200)
-    matrices = {
-        "normal": generator.normal(size=shape),
-        "Student's t of 2 degrees": generator.standard_t(2, shape),
-    }
-    scopes: tuple[ScaleScope, ...] = ("tensor", "channel", "group")
-    for name, given in matrices.items():
-        weights = given.astype(np.float32).astype(np.float64)
-        for share, num in ((0.001, 1), (0.01, 2), (0.05, 10)):
-            for scope in scopes:
-                held = shipped(weights, Coding("int8", scope, _GROUP, outlier_share=share))
-                values, places = literal_split(weights, num, scope)
-                marked = np.zeros(shape, dtype=bool)
-                np.put_along_axis(marked, places, values=True, axis=1)
-                title = f"{name}, {num} of 200, a scale per {scope}"
-                parts[f"{title}, the label"] = is_true(
-                    bool((reserved(held) == marked).all()),
-                    what="-128 where the largest are, and nowhere else",
-                )
-                parts[f"{title}, error"] = equal(
-                    _squared_error(values_of(held), weights),
-                    _squared_error(values, weights),
-                    what="Σ(w - Q(w))²",
-                    tolerance=1e-3,
-                )
-                off = np.abs(values_of(held) - weights)[marked] / np.abs(weights)[marked]
-                parts[f"{title}, outliers"] = at_most(
-                    float(off.max()), 2**-4, what="relative error of an outlier", slack=1e-5
-                )
-    plain, split = _errors_of_split(matrices["Student's t of 2 degrees"])
-    parts["heavy tails, what it saves"] = exceeds(plain, split, what="error of int8 alone", factor=2)
+    """Compare errors of shipped codes, alone and beside outliers, with those of lists of values, and with each other."""
+    generator, shape = np.random.default_rng(context.seed), (64, 200)
+    matrices = {"normals": generator.normal(size=shape), "heavy tails": generator.standard_t(2, shape)}
+    parts, ratios = {}, {}
+    for name, drawn in matrices.items():
+        weights = drawn.astype(np.float32).astype(np.float64)
+        errors = split_errors(weights, lambda part, name: values_of(shipped(part, Coding(name))))
+        literal = split_errors(weights, lambda part, name: literal_values(part, name, "channel"))
+        parts[f"{name}, written out"] = equal(errors, literal, what="Σ(w - Q(w))²", tolerance=1e-3)
+        ratios[name] = errors[0] / errors[1]
+    parts["heavy tails"] = exceeds(ratios["heavy tails"], 1.0, what="error alone, over that beside", factor=2)
+    parts["normals"] = exceeds(1 / ratios["normals"], 1.0, what="error beside outliers, over that alone")
     return everything_holds(parts)
-
-
-def _errors_of_split(weights: Array) -> tuple[float, float]:
-    """Return squared errors of int8, alone and with 1 % beside it."""
-    alone, beside = (
-        _squared_error(values_of(shipped(weights, Coding("int8", "channel", outlier_share=share))), weights)
-        for share in (0.0, 0.01)
-    )
-    return alone, beside
-
-
-def check_outliers_of_normals(context: Context) -> Outcome:
-    """Show that 1 % of outliers in fp8 makes the error of normal weights larger, as both are written out."""
-    weights = np.random.default_rng(context.seed).normal(size=(64, 200)).astype(np.float32).astype(float)
-    plain, split = _errors_of_split(weights)
-    literal = [_squared_error(literal_values(weights, "int8", "channel"), weights)]
-    literal.append(_squared_error(literal_split(weights, 2, "channel")[0], weights))
-    return everything_holds(
-        {
-            "error with 1 % in fp8": exceeds(split, plain, what="against int8 alone"),
-            "written out": equal([plain, split], literal, what="Σ(w - Q(w))²", tolerance=1e-3),
-        }
-    )
 
 
 _NUM_CHANCES = 256
@@ -279,47 +228,6 @@ def _even_chances(width: int) -> Array:
 def _handed(chances: Array) -> Callable[[int, int], Tensor]:
     flat = torch.from_numpy(np.ascontiguousarray(chances)).view(-1)
     return lambda begin, end: flat[begin:end].clone()
-
-
-def check_outliers_move(_context: Context) -> Outcome:
-    """Compare means of updates beside outliers with the updates, over even chances, and counts with those by hand; the label stays."""
-    row = np.linspace(-1.0, 1.0, 32)
-    row[3], row[20] = 9.0, -7.0
-    held = shipped(np.repeat(row[None], _NUM_CHANCES, 0), Coding("int8", "channel", outlier_share=0.0625))
-    before, scale = values_of(held), 1.0 / 127
-    change = np.tile([0.3, -0.4, 2.25, -1.6], 8) * scale
-    change[[0, 31]] = -0.7 * scale, -0.6 * scale  # inwards; outwards, past +127
-    change[[1, 3, 20]] = 0.0, 0.2, -0.35
-    chances, counted = _even_chances(32), Moved()
-    direction = torch.from_numpy(np.repeat(2 * change[None], _NUM_CHANCES, 0)).float()
-    held.move(direction, 0.5, _handed(chances), counted=counted)
-    is_outlier = np.isin(np.arange(32), (3, 20))
-    label = is_true(bool((reserved(held) == is_outlier).all()), what="-128 where it was, and nowhere else")
-    if not label.passed:  # no values can be made then
-        return label
-    after = values_of(held)
-    wanted = np.where(is_outlier, before[0] - change, (before[0] - change).clip(-1, 1))
-    gap = np.where(is_outlier, 32 * 9 / 448, scale)  # e4m3 has steps of 32 from 256 on
-    whole = np.floor(np.abs(change / scale) + chances)
-    beyond = (np.abs(np.rint(before / scale) - np.copysign(whole, change)) > 127) & ~is_outlier
-    unmoved = np.where(is_outlier, after == before, whole == 0) & (change != 0)
-    return everything_holds(
-        {
-            "mean": at_most(
-                float((np.abs(after.mean(0) - wanted) / gap).max()),
-                0.6 / _NUM_CHANCES,
-                what="of a step",
-                slack=1e-2,
-            ),
-            "counted": equal(
-                [counted.num, counted.saturated, counted.unmoved],
-                [_NUM_CHANCES * int((change != 0).sum()), int(beyond.sum()), int(unmoved.sum())],
-                what="changes, such as left the range, such as chance left",
-                tolerance=1e-3,
-            ),
-            "something saturates": exceeds(float(beyond.sum()), 0.5 * _NUM_CHANCES, what="codes held at 127"),
-        }
-    )
 
 
 # -- sparse directions -----------------------------------------------------------------------------------------------
@@ -721,6 +629,16 @@ _LONGER_BY_ROWS = Mutant(
     "(1 - self.sparsity)",
 )
 
+_WIDE_SCALES = Mutant(
+    "scales 3 % wide",
+    f"{_CODED}:QuantizedTensor._fit",
+    "torch.maximum(-least, most) / grid.high",
+    "torch.maximum(-least, most) / grid.high * 1.03",
+)
+_NEAREST_DOWN = Mutant(
+    "codes rounded down", "executors.low_bits.grids:Grid.nearest", ".round_()", ".floor_()"
+)
+
 CLAIMS = (
     Claim(
         name="quzo-format-of-least-error",
@@ -732,21 +650,14 @@ CLAIMS = (
         checks=(
             printed(
                 check_format_of_least_error,
-                Mutant(
-                    "codes rounded down", "executors.low_bits.grids:Grid.nearest", ".round_()", ".floor_()"
-                ),
+                _NEAREST_DOWN,
                 Mutant(
                     "a floating-point grid of one digit less",
                     "executors.low_bits.grids:Floats.step",
                     "exponents - self.mantissa_bits",
                     "exponents - self.mantissa_bits + 1",
                 ),
-                Mutant(
-                    "scales 3 % wide",
-                    f"{_CODED}:QuantizedTensor._fit",
-                    "torch.maximum(-least, most) / grid.high",
-                    "torch.maximum(-least, most) / grid.high * 1.03",
-                ),
+                _WIDE_SCALES,
             ),
             printed(
                 check_scales_of_least_error,
@@ -783,77 +694,13 @@ CLAIMS = (
         paper="quzo",
         where=("App. B.3",),
         quotation="We quantize the normal data using a pre-defined quantization datatype and quantize the outlier data using the same precision FP type ... we designate the binary code 10000000₂ as an outlier label to identify outlier values",
-        statement="Of each row the largest weights, 1 % or at least one, lie in e4m3 under a scale of their own, and the code -128 says where; no other weight ever has it, updates that push codes to the end included. The rest is int8 whose scale spans the rest. Heavy tails err less than half as much; normals err more, since e4m3 keeps a large weight to 1/16, where int8 keeps it to a step.",
-        hypotheses="rows of 200 and 32; a scale per tensor, channel and group; updates of less than three codes over even chances",
+        statement="With the largest hundredth of each row in e4m3 under a scale of their own, and the rest in int8 whose scale spans the rest, heavy tails err less than half as much; normals err more, since e4m3 keeps a large weight to 1/16, where int8 keeps it to a step.",
+        hypotheses="rows of 200, normals and Student's t of 2 degrees; a scale per channel; no weight is moved",
         checks=(
             printed(
                 check_outlier_split,
-                Mutant(
-                    "the largest numbers, not sizes",
-                    f"{_CODED}:QuantizedTensor._without_outliers",
-                    "part.abs().topk",
-                    "part.topk",
-                ),
-                Mutant(
-                    "scales that span outliers",
-                    f"{_CODED}:QuantizedTensor._without_outliers",
-                    "part.scatter(1, places, 0.0)",
-                    "part",
-                ),
-                Mutant(
-                    "outliers in order of size",
-                    f"{_CODED}:QuantizedTensor._without_outliers",
-                    ".indices.sort(1).values",
-                    ".indices",
-                ),
-                Mutant(
-                    "outliers clamped 3 % early",
-                    f"{_CODED}:QuantizedTensor._without_outliers",
-                    "_OUTLIER_GRID.high)",
-                    "_OUTLIER_GRID.high / 1.03)",
-                ),
-                Mutant(
-                    "a label that rounds to a number",
-                    f"{_CODED}:QuantizedTensor.encode",
-                    "places, _OUTLIER)",
-                    "places, _OUTLIER + 1)",
-                ),
-            ),
-            printed(
-                check_outliers_move,
-                Mutant(
-                    "codes that are held back one code late",
-                    "executors.low_bits.grids:Grid.clamped",
-                    "self.high",
-                    "self.high + 1",
-                ),
-                Mutant(
-                    "outliers moved in steps of the codes",
-                    f"{_CODED}:QuantizedTensor._move_outliers",
-                    "gather(1, columns) * units",
-                    "gather(1, columns)",
-                ),
-                Mutant(
-                    "outliers that are moved twice",
-                    f"{_CODED}:QuantizedTensor._move_outliers",
-                    "before - change",
-                    "before - 2 * change",
-                ),
-                Mutant(
-                    "outliers counted as unmoved",
-                    f"{_CODED}:QuantizedTensor.move",
-                    "unmoved - outliers[0], saturated",
-                    "unmoved, saturated",
-                ),
-            ),
-            printed(
-                check_outliers_of_normals,
-                Mutant(
-                    "outliers that are the smallest",
-                    f"{_CODED}:QuantizedTensor._without_outliers",
-                    "part.abs().topk(self.outliers.shape[1], 1)",
-                    "part.abs().topk(self.outliers.shape[1], 1, largest=False)",
-                ),
+                _NEAREST_DOWN,
+                _WIDE_SCALES,
             ),
         ),
         derivation="quzo-updates.md#outliers",
@@ -964,8 +811,8 @@ CLAIMS = (
                 Mutant(
                     "what is held back is not counted",
                     f"{_CODED}:QuantizedTensor.move",
-                    "saturated = num_nonzero",
-                    "saturated = 0 * num_nonzero",
+                    "num_nonzero(beyond)",
+                    "0 * num_nonzero(beyond)",
                 ),
             ),
         ),

@@ -22,7 +22,6 @@ CodePass = Literal[
     "levels.float8",
     "levels.float4",
     "zeros",
-    "outliers",
     "beside",
     "packing",
     "unpacking",
@@ -35,7 +34,6 @@ CodePass = Literal[
     "moves",
     "moves.float8",
     "moves.float4",
-    "moves.outliers",
 ]
 
 
@@ -76,7 +74,6 @@ PASSES: Mapping[CodePass, PassCost] = {
     "levels.float8": PassCost(0.3e9, "sweep", 9, 1),
     "levels.float4": PassCost(0.9e9, "sweep", 9, 1),
     "zeros": PassCost(1e10, "sweep", 8),  # zero points of weights, besides
-    "outliers": PassCost(0.8e9, "sweep", 12),  # put in their places, besides
     "beside": PassCost(3e9, "sweep", 1, 2),  # a direction's codes, added to numbers
     "packing": PassCost(0.4e9, "scratch", 14),  # of a direction, into bytes that several share
     "unpacking": PassCost(0.6e9, "scratch", 14),  # and out of them
@@ -89,7 +86,6 @@ PASSES: Mapping[CodePass, PassCost] = {
     "moves": PassCost(0.25e9, "scratch", 100),  # of codes
     "moves.float8": PassCost(0.04e9, "scratch", 250),
     "moves.float4": PassCost(0.02e9, "scratch", 400),
-    "moves.outliers": PassCost(0.2e9, "scratch", 100),  # besides
 }
 """How often is counted by :mod:`costmodel.formats.low_bits`. A CPU's profile has rates (``code_rate``), which calibration finds, since what limits
 passes there is arithmetic and Python as often as memory; elsewhere bytes say what they take."""

@@ -70,7 +70,7 @@ _TILE_COLUMNS = 64
 """Columns come in multiples of so many."""
 
 _MOVED_TEMPORARY_BYTES = 23
-"""Bytes of temporaries that are alive for each of them beside the random numbers; of outliers, a byte more."""
+"""Bytes of temporaries that are alive for each of them beside the random numbers."""
 
 _MOVED_KERNELS = 24
 """Passes over such temporaries, the counts of what moved among them."""
@@ -106,9 +106,6 @@ class Coding:
         Whether symmetric integers use their lowest number, too: -8 of int4.
     fit : str
         Whether scales span the largest weight, or are those with the least mean squared error.
-    outlier_share : float
-        Share of the weights of an output channel, its largest ones, that are kept in fp8 beside the codes; the reserved
-        code -128 of int8 says where.
     adapters : str or None
         Format of the A and B of adapters beside these layers, one scale for each; None where they are numbers.
     adapter_span : float
@@ -130,7 +127,6 @@ class Coding:
     dtype: str = "float32"
     is_full_range: bool = False
     fit: Fit = "range"
-    outlier_share: float = 0.0
     adapters: CodeFormat | None = None
     adapter_span: float = 2.0
     parts: CodedParts = "blocks"
@@ -177,27 +173,14 @@ class Coding:
         """Return the bytes of a weight's zero points, one for each scale."""
         return self.num_scales(linear) if self.has_zero_point else 0
 
-    def num_outliers(self, inputs: int) -> int:
-        """Return the weights of an output channel that are kept beside the codes."""
-        return max(1, round(self.outlier_share * inputs)) if self.outlier_share else 0
-
-    def outlier_bytes(self, linear: Linear) -> int:
-        """Return the bytes of a weight's outliers, and of one scale for those of each output channel."""
-        outputs, inputs = linear
-        num = self.num_outliers(inputs)
-        return outputs * (num + FORMATS[self.dtype].bytes(1)) if num else 0
-
     @property
     def num_pieces(self) -> int:
         """Stretches of memory that a weight takes: codes, scales, and what else there is."""
-        return 2 + self.has_zero_point + 2 * bool(self.outlier_share)
+        return 2 + self.has_zero_point
 
     def size_bytes(self, linears: Iterable[Linear]) -> int:
         """Return the bytes of some weights."""
-        return sum(
-            self.code_bytes(one) + self.scale_bytes(one) + self.zero_bytes(one) + self.outlier_bytes(one)
-            for one in linears
-        )
+        return sum(self.code_bytes(one) + self.scale_bytes(one) + self.zero_bytes(one) for one in linears)
 
     def check(self, linears: Iterable[Linear]) -> None:
         """Refuse weights that have no whole number of groups.
@@ -309,8 +292,7 @@ def coded_forward_work(
         passes["parting"] += times * elements * is_parted
         num_kernels += 4 * num_tiles * is_parted
         alive = max(product.alive_bytes, rows * inputs * width + kept_bytes)
-        levels = at_once * inputs * (is_parted + 4 * coding.has_zero_point + bool(coding.outlier_share))
-        levels += 8 * at_once * coding.num_outliers(inputs)
+        levels = at_once * inputs * (is_parted + 4 * coding.has_zero_point)
         if are_inputs_coded:
             passes["inputs"] += times * rows * inputs
             num_kernels += 5 * times
@@ -354,7 +336,6 @@ def coded_forward_work(
             moved = round(outputs * moved_share) * inputs * is_beside
             passes[_of_format("levels", coding.format)] += times * elements
             passes["zeros"] += times * elements * coding.has_zero_point
-            passes["outliers"] += times * elements * bool(coding.outlier_share)
             passes["beside"] += times * moved
             num_kernels += num_tiles * (1 + is_beside)
             most = _most_rows(at_once, moved_share)
@@ -519,7 +500,6 @@ def coded_update_work(
             {
                 "matrices": len(linears),
                 _of_format("moves", coding.format): elements,
-                "moves.outliers": elements * bool(coding.outlier_share),
                 "unpacking": elements * (FORMATS[direction_format].bits < 8),
             }
         ),
@@ -528,7 +508,7 @@ def coded_update_work(
         num_seeds=chances.num_blocks,
         num_kernels=_MOVED_KERNELS * len(linears),
         num_shared_kernels=_MOVED_KERNELS * sum(-(-num // MOVED_ELEMENTS) for num in moved),
-        workspace_bytes=(temporaries + bool(coding.outlier_share)) * at_once + 4 * min(most, CHANCES_AT_ONCE),
+        workspace_bytes=temporaries * at_once + 4 * min(most, CHANCES_AT_ONCE),
     )
 
 

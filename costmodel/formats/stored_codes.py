@@ -28,8 +28,9 @@ OWN_WEIGHTS_NAME = "codes.safetensors"
 
 _OWN_VERSION = 1
 
+_REMOVED_FIELDS: Mapping[str, object] = {"outliers": 0.0}
 _REMOVED_VALUES: Mapping[str, tuple[object, ...]] = {"weights": ("best8", "best4")}
-"""Values of fields that directories of zosim's own were once written with, and plans made from them."""
+"""What directories of zosim's own were once written with, and plans made from them."""
 
 CODE_SUFFIXES = (
     "weight_packed",
@@ -38,8 +39,6 @@ CODE_SUFFIXES = (
     "weight_zero_point",
     "weight_g_idx",
     "weight_zero",
-    "weight_outliers",
-    "weight_outlier_scale",
     "qweight",
     "qzeros",
     "scales",
@@ -55,7 +54,7 @@ class StoredCodes(BaseModel):
     ----------
     layout : str
         See :data:`Layout`.
-    weights, parts, scales, group_elements, zero_point, outliers, activations
+    weights, parts, scales, group_elements, zero_point, activations
         As of :class:`zosim.plans.LowBits`, which has to have the same.
     full_range : bool
         Whether symmetric integers use their lowest number, too, -8 of int4: other tools' do.
@@ -70,7 +69,6 @@ class StoredCodes(BaseModel):
     group_elements: PositiveInt = 128
     zero_point: bool = False
     full_range: bool = False
-    outliers: float = 0.0
     activations: Literal["none", "int8-token", "int8-tensor", "float8-token", "float8-tensor"] = "none"
 
     @model_validator(mode="before")
@@ -78,7 +76,9 @@ class StoredCodes(BaseModel):
     def _of_earlier_versions(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return without_removed(data, "quantization_config", ModelError, names={}, values=_REMOVED_VALUES)
+        return without_removed(
+            data, "quantization_config", ModelError, names=_REMOVED_FIELDS, values=_REMOVED_VALUES
+        )
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -314,7 +314,6 @@ def said_of_own(coding: Coding) -> dict[str, Any]:
         group_elements=coding.group_elements,
         zero_point=coding.has_zero_point,
         full_range=coding.is_full_range,
-        outliers=coding.outlier_share,
     )
     kept = stored.model_dump(exclude={"layout", "activations"})
     return {"quant_method": "zosim", "version": _OWN_VERSION, **kept}
@@ -341,11 +340,6 @@ def refuse_unwritable(coding: Coding) -> None:
     if coding.parts == "all":
         raise PlanError(
             "a directory of codes has no place for a token table and a head in codes that transformers would load",
-            hint="write it in zosim's own layout (--save-as zosim-codes), or as numbers (--save-as numbers)",
-        )
-    if coding.outlier_share:
-        raise PlanError(
-            "a directory of codes has no place for outliers beside them that compressed-tensors knows",
             hint="write it in zosim's own layout (--save-as zosim-codes), or as numbers (--save-as numbers)",
         )
     if coding.format in ("float8_e5m2", "float4_e2m1"):

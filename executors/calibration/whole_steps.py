@@ -158,7 +158,7 @@ CODED_STEP_SHAPES = (
         3,
         64,
         "bfloat16",
-        _in_codes(_DRAWN_SIGNS, _INT8 | {"outliers": 0.01}),
+        _in_codes(_DRAWN_SIGNS, _INT8),
         num_blocks=4,
     ),
     StepShape("llama", 448, 64, 400, 2, 56, "float32", _in_codes({"rng": "mezo"}, _INT8), num_blocks=1),

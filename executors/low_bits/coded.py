@@ -39,16 +39,8 @@ Rows = slice | Tensor
 _CODED_ELEMENTS = {"cpu": MOVED_ELEMENTS, "cuda": 1 << 22}
 """Elements that are coded or moved at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
 
-SUFFIXES = ("", "_scale", "_zero", "_outliers", "_outlier_scale")
-"""Of the names of a weight's codes, scales, zero points and outliers in files."""
-
 _FIT_STEPS = 20
 """Scales that are tried, from the one that spans the largest weight down to a third of it."""
-
-_OUTLIER_GRID = grid_of("float8_e4m3")
-
-_OUTLIER = -128
-"""Code of a weight that is kept beside the codes."""
 
 
 class Beside(NamedTuple):
@@ -113,10 +105,6 @@ class QuantizedTensor(Stored):
         Shape (1, 1), (outputs, 1) or (outputs, groups).
     zeros : torch.Tensor or None
         uint8, of the same shape.
-    outliers : torch.Tensor or None
-        e4m3 as uint8, shape (outputs, outliers of a row), in the order in which their places have the code -128.
-    outlier_scales : torch.Tensor or None
-        Shape (outputs, 1).
     """
 
     coding: Coding
@@ -124,21 +112,13 @@ class QuantizedTensor(Stored):
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None = None
-    outliers: Tensor | None = None
-    outlier_scales: Tensor | None = None
-
-    @classmethod
-    def of_tensors(cls, coding: Coding, shape: torch.Size, tensors: Iterable[Tensor]) -> QuantizedTensor:
-        """Return one that is held in these, which are in the order of :func:`shapes_of`."""
-        held = dict(zip(shapes_of(coding, shape), tensors, strict=True))
-        return cls(coding, shape, held[""], held["_scale"], *(held.get(suffix) for suffix in SUFFIXES[2:]))
 
     @classmethod
     def empty(cls, coding: Coding, shape: torch.Size, device: torch.device) -> QuantizedTensor:
         """Return one in memory of its own."""
         shapes = shapes_of(coding, shape).values()
         tensors = [torch.zeros(of, dtype=dtype, device=device) for of, dtype in shapes]
-        return cls.of_tensors(coding, shape, tensors)
+        return cls(coding, shape, *tensors)
 
     @classmethod
     def of_symbols(
@@ -153,8 +133,8 @@ class QuantizedTensor(Stored):
 
     def dump(self) -> Mapping[str, Tensor]:
         """Return what it is held in, by the suffixes of names."""
-        held = (self.codes, self.scales, self.zeros, self.outliers, self.outlier_scales)
-        return {suffix: tensor for suffix, tensor in zip(SUFFIXES, held, strict=True) if tensor is not None}
+        held = {"": self.codes, "_scale": self.scales}
+        return held if self.zeros is None else held | {"_zero": self.zeros}
 
     @property
     def device(self) -> torch.device:
@@ -174,7 +154,7 @@ class QuantizedTensor(Stored):
         if self.device == device:
             return self
         moved = [tensor.to(device) for tensor in self.dump().values()]
-        return QuantizedTensor.of_tensors(self.coding, self.shape, moved)
+        return QuantizedTensor(self.coding, self.shape, *moved)
 
     def bind(self, place: BoundParameter) -> None:
         """Let the layer read these codes; its parameter has a shape and no memory."""
@@ -227,10 +207,7 @@ class QuantizedTensor(Stored):
     # -- values ------------------------------------------------------------------------------------------------
 
     def levels(self, rows: Rows = slice(None)) -> Tensor:
-        """Return what the codes of some rows stand for, before zero point and scale: int8 or int16, or float32.
-
-        Where there are outliers, -128 stands for them.
-        """
+        """Return what the codes of some rows stand for, before zero point and scale: int8 or int16, or float32."""
         symbols = _parted(self.codes[rows], self.coding.container_bits, self.shape[1])
         return self.grid.values(symbols)
 
@@ -240,35 +217,16 @@ class QuantizedTensor(Stored):
         grouped = levels.view(levels.shape[0], -1, self.group_elements)
         if self.zeros is not None:
             grouped = grouped - self._of(self.zeros, rows)
-        values = torch.mul(
-            grouped, self._of(self.scales, rows), out=grouped.new_empty(grouped.shape, dtype=dtype)
-        ).view(levels.shape)
-        if self.outliers is not None:
-            values.masked_scatter_(levels == _OUTLIER, self._outlier_values(rows).to(dtype))
-        return values
+        values = grouped.new_empty(grouped.shape, dtype=dtype)
+        return torch.mul(grouped, self._of(self.scales, rows), out=values).view(levels.shape)
 
     def has_codes_that_are_none(self) -> bool:
-        """Whether a code is an infinity or no number, one farther than the grid goes, or outliers are not as many as they should be."""
+        """Whether a code is an infinity or no number, or one farther than the grid goes."""
         grid = self.grid
-        tensors = [] if self.outliers is None else [(_OUTLIER_GRID, self.outliers)]
-        if isinstance(grid, Integers):
-            wanted = 0 if self.outliers is None else self.outliers.shape[1]
-            uses_lowest = self.coding.has_zero_point or self.coding.is_full_range
-            if not uses_lowest and bool(((self.levels() == grid.low - 1).sum(1) != wanted).any()):
-                return True
-        else:
-            tensors.append((grid, self.codes))
-        return any(
-            bool((symbols.bitwise_and(127) >= floats.num_finite).any())
-            for floats, symbols in tensors
-            if isinstance(floats, Floats) and floats.num_finite
-        )
-
-    def _outlier_values(self, rows: Rows) -> Tensor:
-        """Return the outliers of some rows, in float32."""
-        assert self.outliers is not None
-        assert self.outlier_scales is not None
-        return _OUTLIER_GRID.values(self.outliers[rows]) * self.outlier_scales[rows].float()
+        if isinstance(grid, Floats):
+            return bool(grid.num_finite and (self.codes.bitwise_and(127) >= grid.num_finite).any())
+        uses_lowest = self.coding.has_zero_point or self.coding.is_full_range
+        return not uses_lowest and bool((self.levels() < grid.low).any())
 
     def encode(self, weights: Tensor, name: str = "") -> None:
         """Take scales that suit `weights`, and the codes nearest to them.
@@ -285,32 +243,16 @@ class QuantizedTensor(Stored):
             )
         for rows in self._pieces(self.shape[0], all_rows=self.coding.scales == "tensor"):
             part = weights[rows].to(self.device, torch.float32)
-            inliers, places = self._without_outliers(part, rows)
-            self._fit(inliers, rows)
+            self._fit(part, rows)
             if self.coding.fit == "least-error":
-                self._fit_least_error(inliers, rows)
-            levels = self.grid.nearest(self._scaled(inliers, rows))
-            if places is not None:
-                levels.scatter_(1, places, _OUTLIER)
-            self._write(rows, levels)
+                self._fit_least_error(part, rows)
+            self._write(rows, self.grid.nearest(self._scaled(part, rows)))
 
     def write(self, weights: Tensor) -> None:
         """Take the codes nearest to `weights`, scales as they are."""
         for rows in self._pieces(self.shape[0]):
             part = weights[rows].to(self.device, torch.float32)
             self._write(rows, self.grid.nearest(self._scaled(part, rows)))
-
-    def _without_outliers(self, part: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Keep the largest weights of some rows beside the codes; return the rows with 0 in their places, and these."""
-        if self.outliers is None or self.outlier_scales is None:
-            return part, None
-        places = part.abs().topk(self.outliers.shape[1], 1).indices.sort(1).values
-        values = part.gather(1, places)
-        scales = (values.abs().amax(1, keepdim=True) / _OUTLIER_GRID.high).to(self.outlier_scales.dtype)
-        scales.clamp_(min=torch.finfo(scales.dtype).tiny)
-        self.outlier_scales[rows] = scales
-        self.outliers[rows] = _OUTLIER_GRID.symbols(_OUTLIER_GRID.nearest(values / scales.float()))
-        return part.scatter(1, places, 0.0), places
 
     def _fit_least_error(self, part: Tensor, rows: slice) -> None:
         """Shrink scales, each to the one with the least squared error of what is rounded by it."""
@@ -438,9 +380,6 @@ class QuantizedTensor(Stored):
         def take_piece(piece: slice, chance: Tensor) -> None:
             chosen = piece if rows is None else rows[piece]
             levels = self.levels(chosen).float()
-            columns = None if self.outliers is None else self._outlier_columns(levels)
-            if columns is not None:
-                levels.scatter_(1, columns, self._outlier_values(chosen) / self._scales_at(chosen, columns))
             grouped = levels.view(len(levels), -1, self.group_elements)
             # A number divided by a tensor is, to the last bit, its reciprocal times the number.
             change = direction[chosen].view(grouped.shape) * (
@@ -451,11 +390,6 @@ class QuantizedTensor(Stored):
                 change += decay * (grouped - origin)
             change = change.view(levels.shape)
             num = None if counted is None else num_nonzero(change)
-            outliers = None
-            if columns is not None:
-                outliers = self._move_outliers(chosen, columns, change, chance)
-                for here in (levels, change):
-                    here.scatter_(1, columns, 0)
             if isinstance(self.grid, Integers):
                 # Away from 0 where the change and its chance reach the next whole number together.
                 whole = towards_zero(chance.copysign_(change).add_(change))
@@ -471,13 +405,7 @@ class QuantizedTensor(Stored):
                 else:
                     beyond = wanted - self.grid.clamped(wanted)
                     tried = (moved - levels).add_(beyond)
-                saturated = num_nonzero(beyond)
-                unmoved = num - num_nonzero(tried)
-                if outliers is not None:  # which were counted as unmoved
-                    unmoved, saturated = unmoved - outliers[0], saturated + outliers[1]
-                counted.add(num, unmoved, saturated)
-            if columns is not None:
-                moved.scatter_(1, columns, _OUTLIER)
+                counted.add(num, num - num_nonzero(tried), num_nonzero(beyond))
             self._write(chosen, moved)
 
         drawn_at_once = at_once or (CHANCES_AT_ONCE if self.device.type == "cpu" else None)
@@ -488,36 +416,6 @@ class QuantizedTensor(Stored):
                 here = slice(stretch.start + piece.start, stretch.start + piece.stop)
                 take_piece(here, drawn[piece])
             del drawn
-
-    def _outlier_columns(self, levels: Tensor) -> Tensor:
-        """Return where the outliers of some rows are, shape (rows, outliers)."""
-        return (levels == _OUTLIER).nonzero()[:, 1].view(len(levels), -1)
-
-    def _scales_at(self, rows: Rows, columns: Tensor) -> Tensor:
-        """Return the scales of some columns of each of some rows, in float32."""
-        if self.coding.scales == "tensor":
-            return self.scales.float().expand(columns.shape)
-        return self.scales[rows].float().gather(1, columns // self.group_elements)
-
-    def _move_outliers(
-        self, rows: Rows, columns: Tensor, change: Tensor, chance: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Change the outliers of some rows by `-change` codes, rounded at random.
-
-        Returns
-        -------
-        torch.Tensor, torch.Tensor
-            How many moved, or would have, and how many of these saturated.
-        """
-        assert self.outliers is not None
-        assert self.outlier_scales is not None
-        before = _OUTLIER_GRID.values(self.outliers[rows])
-        units = self._scales_at(rows, columns) / self.outlier_scales[rows].float()
-        wanted = before - change.gather(1, columns) * units
-        after = _OUTLIER_GRID.at_random(wanted, chance.gather(1, columns))
-        self.outliers[rows] = _OUTLIER_GRID.symbols(after)
-        beyond = wanted - _OUTLIER_GRID.clamped(wanted)
-        return num_nonzero(after - before + beyond), num_nonzero(beyond)
 
     def _write(self, rows: Rows, levels: Tensor) -> None:
         self.codes[rows] = self.joined(self.grid.symbols(levels))
@@ -548,7 +446,7 @@ class QuantizedTensor(Stored):
 
 
 def shapes_of(coding: Coding, shape: torch.Size) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
-    """Return shape and format of what a weight is held in, by suffixes of names, in the order of :data:`SUFFIXES`."""
+    """Return shape and format of what a weight is held in, by suffixes of names, in the order of :class:`QuantizedTensor`'s fields."""
     outputs, inputs = shape
     scaled = {"tensor": (1, 1), "channel": (outputs, 1), "group": (outputs, inputs // coding.group_elements)}
     dtype = TORCH_DTYPES[coding.dtype]
@@ -558,8 +456,6 @@ def shapes_of(coding: Coding, shape: torch.Size) -> dict[str, tuple[tuple[int, i
     }
     if coding.has_zero_point:
         shapes["_zero"] = scaled[coding.scales], torch.uint8
-    if num := coding.num_outliers(inputs):
-        shapes |= {"_outliers": ((outputs, num), torch.uint8), "_outlier_scale": ((outputs, 1), dtype)}
     return shapes
 
 

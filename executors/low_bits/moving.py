@@ -38,11 +38,10 @@ class Move(NamedTuple):
 
 
 def shares_passes(coded: QuantizedTensor) -> bool:
-    """Whether a weight can be moved with others: integers without outliers or zero points, on an accelerator."""
-    is_plain = coded.outliers is None and coded.zeros is None
+    """Whether a weight can be moved with others: integers without zero points, on an accelerator."""
     return (
         coded.device.type != "cpu"
-        and is_plain
+        and coded.zeros is None
         and isinstance(coded.grid, Integers)
         and coded.shape.numel() <= _SHARED_ELEMENTS
     )

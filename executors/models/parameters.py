@@ -98,7 +98,7 @@ class NamedTensor:
         """Return it as it is stored in these, which are in the order of :meth:`pieces`."""
         if self.coding is None:
             return DenseTensor(*pieces)
-        return QuantizedTensor.of_tensors(self.coding, self.shape, pieces)
+        return QuantizedTensor(self.coding, self.shape, *pieces)
 
     @property
     def trainable(self) -> bool:

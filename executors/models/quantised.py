@@ -276,7 +276,7 @@ class _Files:
         for suffix in shapes_of(self.coding, shape):
             part = self.tensor(layer, f"weight{suffix}")
             parts[suffix] = self._scales(layer, part) if suffix.endswith("scale") else part
-        coded = QuantizedTensor.of_tensors(self.coding, shape, parts.values())
+        coded = QuantizedTensor(self.coding, shape, *parts.values())
         self.refuse_no_code(layer, coded.has_codes_that_are_none())
         return coded
 

@@ -13,7 +13,6 @@ FORMATS: Mapping[str, Mapping[str, Any]] = {
     "W8A8 by tensor": {"weights": "int8", "scales": "tensor", "activations": "int8-tensor"},
     "int8": {"weights": "int8"},
     "int8, zero points": {"weights": "int8", "zero_point": True},
-    "int8, outliers": {"weights": "int8", "outliers": 0.01},
     "int6": {"weights": "int6"},
     "int4": {"weights": "int4"},
     "int4 by groups": {"weights": "int4", "scales": "group", "group_elements": 32},

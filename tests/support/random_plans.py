@@ -47,7 +47,6 @@ _OTHERS: dict[str, dict[str, tuple[Any, ...]]] = {
         "weights": ("int8", "int4", "int3", "float8_e4m3", "float4_e2m1"),
         "parts": ("all",),
         "scales": ("tensor", "group"),
-        "outliers": (0.05,),
         "zero_point": (True,),
         "adapters": ("int8",),
         "direction_bits": (3, 4),

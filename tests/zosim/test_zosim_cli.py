@@ -302,6 +302,6 @@ def test_the_help_of_a_run_opens_with_few_options_and_shows_all_when_asked(capsy
         with pytest.raises(SystemExit):
             command.main([word], prog_name="zosim run")
         shown[word] = capsys.readouterr().out
-    assert "--outliers" not in shown["--help"]
-    assert "--outliers" in shown["--help-all"]
+    assert "--weight-fit" not in shown["--help"]
+    assert "--weight-fit" in shown["--help-all"]
     assert "--loss-chunk " not in shown["--help-all"]  # an earlier spelling

@@ -57,8 +57,6 @@ class LowBits(Axis):
         Neighbouring inputs that share one, under ``scales="group"``.
     fit : str
         Whether scales span the largest weight, or are those with the least mean squared error.
-    outliers : float
-        Share of an output channel's weights, its largest ones, that are kept in fp8 beside int8.
     zero_point : bool
         Whether the grid spans the least and the largest weight, not as much on both sides of 0.
     adapters : str
@@ -123,16 +121,6 @@ class LowBits(Axis):
             shown="expert",
         ),
     ] = "range"
-    outliers: Annotated[
-        float,
-        Field(ge=0, le=0.25, allow_inf_nan=False),
-        Setting(
-            "--outliers",
-            "Share of each output channel's weights that are kept in fp8 beside int8, as 0.01.",
-            "numbers",
-            shown="expert",
-        ),
-    ] = 0.0
     zero_point: Annotated[
         bool,
         Setting(
@@ -251,8 +239,6 @@ class LowBits(Axis):
         scale = f"group of {self.group_elements}" if self.scales == "group" else self.scales
         kept = "linears" if self.parts == "blocks" else "linears, token table and head"
         yield f"{self.weights} {kept} (a scale per {scale}), the rest {plan.weights.dtype}"
-        if self.outliers:
-            yield f"{self.outliers:.2%} outliers in fp8"
         if self.adapters != "none":
             yield f"{self.adapters} adapters (up to {self.adapter_span:g} times where A begins)"
         sparse = f" in {1 - self.sparsity:.2%} of the channels" if self.sparsity else ""
@@ -352,12 +338,6 @@ class LowBits(Axis):
 
     def _conflicts_of_kernel(self) -> Iterator[Conflict]:
         is_float = FORMATS[self.weights].is_float
-        is_free = self.weights == "int8" and not self.zero_point
-        if self.outliers and (not is_free or self.product == "int_mm"):
-            yield (
-                "outliers beside codes, which a code of symmetric int8 that is dequantised says the places of",
-                "use --weight-format int8 --kernel dequantise without --zero-point, or leave --outliers out",
-            )
         if is_float and self.zero_point:
             yield (
                 f"zero_point with {self.weights}, whose codes have a sign of their own",
@@ -412,7 +392,6 @@ class LowBits(Axis):
             storage,
             is_full_range,
             self.fit,
-            self.outliers,
             None if self.adapters == "none" else self.adapters,
             self.adapter_span,
             self.parts,

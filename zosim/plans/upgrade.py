@@ -29,7 +29,10 @@ _MOVED = {
 
 _REMOVED_FIELDS: Mapping[str, Mapping[str, object]] = {
     "residency": {"share_group": "host"},
-    "low_bits": {"full_range": False},
+    "low_bits": {
+        "full_range": False,
+        "outliers": 0.0,
+    },
 }
 """Fields that were removed, by axis and name: the value that says what holds for every plan now."""
 
@@ -39,7 +42,7 @@ _REMOVED_VALUES: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 }
 """Values that were removed of fields that stay, by axis and name."""
 
-REMOVED_IDENTITIES = frozenset({"share_group", "full_range"})
+REMOVED_IDENTITIES = frozenset({"share_group", "full_range", "outliers"})
 """What removed fields were called in the identities of runs."""
 
 

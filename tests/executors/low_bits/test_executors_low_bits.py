@@ -173,39 +173,6 @@ def test_scales_of_least_error_err_less_than_those_that_span_all(scales, zero):
         assert squared_error(replace(coding, fit="least-error"), weight()) < squared_error(coding, weight())
 
 
-def test_outliers_are_kept_beside_the_codes_and_move_on_their_own_grid():
-    values = weight(4, 64)
-    values[:, 5] = torch.tensor([1.0, -2.0, 0.5, 3.0])
-    values[2, 40] = -0.7
-    coding = Coding("int8", "channel", outlier_share=2 / 64)
-    assert squared_error(coding, values) < squared_error(Coding("int8", "channel"), values) / 10
-    before = coded(coding, values)
-    places = before.levels() == -128
-    assert places.sum(1).tolist() == [2] * 4
-    assert places[:, 5].all()
-    assert places[2, 40]
-    assert torch.allclose(before.values(torch.float32)[places], values[places], rtol=2**-4)
-    assert before.nbytes == coding.size_bytes([(4, 64)])
-    # Every element goes through chances in even steps.
-    num, direction = 256, torch.ones(4, 64, dtype=torch.int8)
-    start, total, moved = before.values(torch.float64), torch.zeros(4, 64, dtype=torch.float64), Moved()
-    for i in range(num):
-        after = QuantizedTensor.empty(coding, before.shape, CPU)
-        after.load(before, "after")
-        after.move(direction, 1e-3, lambda b, e, i=i: torch.full((e - b,), (i + 0.5) / num), counted=moved)
-        assert torch.equal(after.levels() == -128, places)
-        total += after.values(torch.float64) - start
-    change = total / num
-    widest = before.scales.double().expand(4, 64).clone()
-    widest[places] = (2.0**-3 * values.abs().amax(1, keepdim=True).expand(4, 64).double())[places]
-    inside = (before.levels().abs() < 126) | places
-    # The largest of a row, at the end of its grid, can only come nearer to 0: here those above 0.
-    inside[values <= values.amin(1, keepdim=True)] = False
-    assert ((change + 1e-3).abs() <= widest / num + 1e-6)[inside].all()
-    assert moved.num == num * 4 * 64
-    assert 0 < moved.unmoved < moved.num
-
-
 def test_saturated_codes_stay_at_the_end_and_are_counted():
     made = coded(Coding("int8", "tensor"), torch.tensor([[1.0, -1.0, 0.25, 0.0]]))
     moved = Moved()
@@ -222,9 +189,7 @@ def test_a_decay_moves_codes_towards_zero_and_not_towards_the_least():
     assert torch.allclose(made.values(torch.float32), torch.tensor([[0.25, 1.0, 0.5, 0.0]]), atol=0.01)
 
 
-@pytest.mark.parametrize(
-    "coding", [Coding("int4", "group", group_elements=16), Coding("int8", outlier_share=0.03)]
-)
+@pytest.mark.parametrize("coding", [Coding("int4", "group", group_elements=16), Coding("int8")])
 def test_several_threads_move_codes_as_one_does(coding):
     values = weight(2100, 64)
     direction = torch.randint(
@@ -566,9 +531,7 @@ def test_a_head_made_in_parts_is_the_one_made_at_once(monkeypatch, low_bits, mov
     assert (made[0] - exact).abs().max() <= off
 
 
-@pytest.mark.parametrize(
-    "coding", [Coding("int4", "group", group_elements=16), Coding("int8", outlier_share=0.05)]
-)
+@pytest.mark.parametrize("coding", [Coding("int4", "group", group_elements=16), Coding("int8")])
 def test_a_table_of_codes_is_read_row_by_row_and_its_head_shares_them(coding):
     table, head = torch.nn.Embedding(40, 32), torch.nn.Linear(32, 40, bias=False)
     head.weight = table.weight
@@ -624,7 +587,7 @@ def tuned(
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"weights": "int8", "outliers": 0.05, "fit": "least-error", "sparsity": 0.5},
+            {"weights": "int8", "fit": "least-error", "sparsity": 0.5},
             "opt",
             "counter",
             marks=pytest.mark.slow,
@@ -641,7 +604,7 @@ def tuned(
         ({"weights": "int4", "scales": "group", "group_elements": 16}, "gpt2", "counter"),
         ({"weights": "int8", "parts": "all", "activations": "int8-token"}, "opt", "mezo"),
         ({"weights": "int4", "parts": "all", "sparsity": 0.6, "direction_bits": 3}, "gpt2", "mezo"),
-        ({"weights": "int8", "parts": "all", "outliers": 0.05, "sparsity": 0.6}, "roberta", "counter"),
+        ({"weights": "int8", "parts": "all", "sparsity": 0.6}, "roberta", "counter"),
         pytest.param(
             {"weights": "int4", "parts": "all", "zero_point": True, "estimator": "q-rge1"},
             "opt-projected",
@@ -783,7 +746,6 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(
     [
         {"weights": "int4", "estimator": "q-rge2"},
         {"weights": "float4_e2m1", "fit": "least-error"},
-        {"weights": "int8", "outliers": 0.05},
         {"weights": "int4", "parts": "all", "sparsity": 0.5},
     ],
 )
@@ -840,7 +802,6 @@ def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path, part
         pytest.param(
             {"weights": "int8", "activations": "int8-token", "sparsity": 0.9}, marks=pytest.mark.slow
         ),
-        {"weights": "int8", "outliers": 0.01},
         {"weights": "int8", "update_rounding": "step"},
         {"weights": "int4", "adapters": "int8"},
         {"weights": "float8_e4m3"},

@@ -323,7 +323,6 @@ def test_what_has_no_layout_is_refused_before_a_step(tmp_path, capsys):
     base = saved_model("opt-untied", tmp_path)
     for more, reason in (
         (("--weight-format", "float4_e2m1"), "no format that compressed-tensors knows"),
-        (("--weight-format", "int8", "--outliers", 0.05), "no place for outliers"),
         (("--weight-format", "int8", "--coded-parts", "all"), "no place for a token table and a head"),
         ((), "a plan without them has none"),
         (
@@ -356,7 +355,7 @@ def test_gpt2_is_resumed_from_a_checkpoint_of_its_transposed_layers(tmp_path, ca
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        ("opt-untied", ("int8", "--outliers", 0.05)),
+        ("opt-untied", ("int8",)),
         ("gpt2", ("float4_e2m1", "--weight-scales", "group", "--weight-group", 16)),
         ("opt", ("int4", "--zero-point", "--coded-parts", "all")),
         *(
@@ -393,11 +392,10 @@ def test_codes_of_any_format_are_written_as_zosim_alone_reads_them(tmp_path, nam
 @pytest.mark.parametrize(
     ("form", "part", "damage"),
     [
-        (("int8", "--outliers", 0.05), "weight", lambda codes: codes.fill_(128)),
         (("float8_e5m2",), "weight", lambda codes: codes[3].fill_(0x7D)),
         (("int4",), "weight", lambda codes: codes[0].fill_(0x88)),
     ],
-    ids=["outliers", "not a number", "beyond the grid"],
+    ids=["not a number", "beyond the grid"],
 )
 def test_codes_that_stand_for_nothing_are_refused(tmp_path, form, part, damage):
     base, out = saved_model("opt-untied", tmp_path), tmp_path / "out"
