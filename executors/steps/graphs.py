@@ -47,7 +47,7 @@ def refuse_graphs(device: torch.device, *, keeps_slots: bool) -> None:
     if not keeps_slots:
         raise PlanError(
             "--graphs needs blocks that stay where they are, but every step takes new memory for its slots",
-            hint="leave --graphs or --no-reuse-slots out",
+            hint="leave --graphs out, or plan with residency.reuse_slots=true",
         )
 
 

@@ -71,8 +71,6 @@ TOGETHER = {
     "--transfer-dtype": ("--residency", "offloaded", "--allow-lossy"),
     "--slots": ("--residency", "offloaded"),
     "--overlap": ("--residency", "offloaded"),
-    "--reuse-slots": ("--residency", "offloaded"),
-    "--edges": ("--residency", "offloaded"),
     "--draw-ahead": ("--residency", "offloaded"),
     "--weight-scales": ("--weight-format", "int8"),
     "--weight-group": ("--weight-format", "int8", "--weight-scales", "group"),

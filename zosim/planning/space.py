@@ -247,7 +247,7 @@ def _check_devices(request: Request) -> None:
             f"--method {request.method} keeps blocks {request.blocks[0]}, not {blocks}",
             hint="leave --residency or --method out",
         )
-    moving = [name for name in ("num_slots", "overlap", "reuse_slots") if name in residency.model_fields_set]
+    moving = [name for name in ("num_slots", "overlap") if name in residency.model_fields_set]
     if moving and "offloaded" not in ((blocks,) if blocks is not None else request.blocks):
         raise PlanError(
             f"{moving[0]}={getattr(residency, moving[0])} is about offloaded blocks, and these are resident",

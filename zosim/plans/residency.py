@@ -28,7 +28,7 @@ class Residency(Axis):
     blocks : str
         ``"resident"`` on the device, or ``"offloaded"`` to host memory.
     edges : str
-        The same for embedding and head, which pass through one slot of their own.
+        The same for embedding and head, which pass through one slot of their own. The planner's choice alone.
     num_slots : int
         Device slots that offloaded blocks pass through. One slot serialises upload, compute and offload;
         three let all of them overlap.
@@ -37,7 +37,7 @@ class Residency(Axis):
         round (ZO2's "no scheduler overlap" ablation).
     reuse_slots : bool
         Whether slots are allocated once. Off, each upload allocates its slot and each offload frees it
-        (ZO2's "no reusable memory" ablation).
+        (ZO2's "no reusable memory" ablation, of plans that are written in Python or by hand).
     transfers : str
         How several ranks share the host's copies. ``"private"``: every rank has a copy of its own and moves whole
         blocks. ``"shared"``: one copy per host; every rank uploads whole blocks and offloads its share of each.
@@ -60,7 +60,7 @@ class Residency(Axis):
     ] = "resident"
     edges: Annotated[
         Literal["resident", "offloaded"],
-        Setting("--edges", "The same for embedding and head.", _ROUNDING, planned=True, shown="expert"),
+        Setting(help="The same for embedding and head.", changes=_ROUNDING, planned=True),
     ] = "resident"
     num_slots: Annotated[
         Slots,
@@ -75,9 +75,7 @@ class Residency(Axis):
     overlap: Annotated[
         bool, Setting("--overlap", "Run copies beside compute.", _ROUNDING, planned=True, shown="expert")
     ] = True
-    reuse_slots: Annotated[
-        bool, Setting("--reuse-slots", "Allocate slots once.", _ROUNDING, planned=True, shown="expert")
-    ] = True
+    reuse_slots: Annotated[bool, Setting(help="Allocate slots once.", changes=_ROUNDING, planned=True)] = True
     transfers: Annotated[
         Literal["private", "shared", "sliced"],
         Setting(
