@@ -108,8 +108,6 @@ class Coding:
         Whether scales span the largest weight, or are those with the least mean squared error.
     adapters : str or None
         Format of the A and B of adapters beside these layers, one scale for each; None where they are numbers.
-    adapter_span : float
-        Largest entry of A and B that has a code, over the largest that A begins with.
     parts : str
         Whose matrices are codes.
 
@@ -128,7 +126,6 @@ class Coding:
     is_full_range: bool = False
     fit: Fit = "range"
     adapters: CodeFormat | None = None
-    adapter_span: float = 2.0
     parts: CodedParts = "blocks"
 
     @property

@@ -40,6 +40,9 @@ _PARTS = (
     "lora_is_beside",
 )
 
+_CODED_SPAN = 2.0
+"""Largest number of A and B that has a code, over the largest that A begins with."""
+
 PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
@@ -195,7 +198,7 @@ def _hold_codes(linear: nn.Linear, coding: Coding, bound: float) -> None:
     assert how is not None
     layer = become_codable(linear, Holder(how))
     codes = QuantizedTensor.empty(how, layer.weight.shape, layer.weight.device)
-    codes.scales.fill_(coding.adapter_span * bound / codes.grid.high)
+    codes.scales.fill_(_CODED_SPAN * bound / codes.grid.high)
     codes.write(layer.weight.data)
     layer.coded = codes
     layer.weight.data = layer.weight.data.new_zeros(()).expand(layer.weight.shape)

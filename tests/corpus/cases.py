@@ -21,7 +21,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "--eps": ("1e-2",),
     "--slots": ("1", "2"),
     "--weight-group": ("16",),
-    "--adapter-span": ("1.5",),
     "--direction-bits": ("4",),
     "--sparsity": ("0.5",),
     "--direction-rank": ("1", "2"),
@@ -83,7 +82,6 @@ TOGETHER = {
     "--activation-format": ("--weight-format", "int8"),
     "--kernel": ("--weight-format", "int8", "--activation-format", "int8-token"),
     "--adapter-format": ("--lora-rank", "2"),
-    "--adapter-span": ("--lora-rank", "2", "--adapter-format", "int8"),
 }
 """What an option needs beside it to mean something."""
 

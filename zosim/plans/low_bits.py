@@ -62,9 +62,6 @@ class LowBits(Axis):
     adapters : str
         Format of the A and B of adapters beside codes, with one scale for each; ``"none"`` for numbers. They are tuned on their
         grids, as other codes are.
-    adapter_span : float
-        Largest entry of A and B that has a code, over the largest that A begins with. B begins as zeros, which say nothing of
-        the range that it needs.
     direction_bits : int
         Bits that directions of all parameters are rounded to, at random, each in a byte.
     estimator : str
@@ -136,16 +133,6 @@ class LowBits(Axis):
             shown="expert",
         ),
     ] = "none"
-    adapter_span: Annotated[
-        float,
-        Field(ge=1, le=64, allow_inf_nan=False),
-        Setting(
-            "--adapter-span",
-            "Largest entry of such A and B that has a code, over the largest that A begins with.",
-            "numbers",
-            shown="expert",
-        ),
-    ] = 2.0
     direction_bits: Annotated[
         int,
         Field(ge=2, le=8),
@@ -240,7 +227,7 @@ class LowBits(Axis):
         kept = "linears" if self.parts == "blocks" else "linears, token table and head"
         yield f"{self.weights} {kept} (a scale per {scale}), the rest {plan.weights.dtype}"
         if self.adapters != "none":
-            yield f"{self.adapters} adapters (up to {self.adapter_span:g} times where A begins)"
+            yield f"{self.adapters} adapters"
         sparse = f" in {1 - self.sparsity:.2%} of the channels" if self.sparsity else ""
         yield f"{self.direction_bits}-bit directions{sparse}, {self.estimator}"
         activations = (
@@ -393,7 +380,6 @@ class LowBits(Axis):
             is_full_range,
             self.fit,
             None if self.adapters == "none" else self.adapters,
-            self.adapter_span,
             self.parts,
         )
 

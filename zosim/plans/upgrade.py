@@ -32,6 +32,7 @@ _REMOVED_FIELDS: Mapping[str, Mapping[str, object]] = {
     "low_bits": {
         "full_range": False,
         "outliers": 0.0,
+        "adapter_span": 2.0,
     },
 }
 """Fields that were removed, by axis and name: the value that says what holds for every plan now."""
@@ -42,7 +43,7 @@ _REMOVED_VALUES: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 }
 """Values that were removed of fields that stay, by axis and name."""
 
-REMOVED_IDENTITIES = frozenset({"share_group", "full_range", "outliers"})
+REMOVED_IDENTITIES = frozenset({"share_group", "full_range", "outliers", "adapter_span"})
 """What removed fields were called in the identities of runs."""
 
 

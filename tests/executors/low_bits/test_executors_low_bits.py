@@ -959,12 +959,12 @@ def adapted(low_bits, placement="resident", *, num_steps=3):
 
 
 def test_adapters_in_codes_are_tuned_on_their_grid_beside_codes_that_stay():
-    low_bits = {"weights": "int4", "adapters": "int8", "adapter_span": 4.0}
+    low_bits = {"weights": "int4", "adapters": "int8"}
     gradients, digest, values, moved = adapted(low_bits)
     assert len(values) == 2 * 2 * 2
     for name, value in values.items():
         inputs = 52 if "fc2" in name else 32
-        step = 4.0 / math.sqrt(inputs) / 127
+        step = 2.0 / math.sqrt(inputs) / 127
         assert torch.allclose(value / step, (value / step).round(), atol=1e-3)
         assert "lora_B" not in name or bool(value.any())  # B has left zero
     assert moved.num > moved.unmoved > 0
