@@ -23,7 +23,7 @@ from executors.low_bits.stored import Moved
 from executors.randomness.counter import CounterKey
 from executors.randomness.rounded import Chances, DrawKeys, MovedRows, RoundedDraws, rounding_key
 from executors.threads import DrawThreads
-from proofs_checks.exact import at_most, equal, exceeds, is_true
+from proofs_checks.exact import equal, exceeds, is_true, within
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.statistics import compare_means
@@ -119,7 +119,7 @@ def check_grids(context: Context) -> Outcome:
             not far.size, what="no number between or beyond two neighbours"
         )
         off = np.abs(drawn.mean(0) - clamped) / gap
-        parts[f"{name}, mean"] = at_most(float(off.max()), 0.5 / _NUM_CHANCES, what="of a step", slack=1e-6)
+        parts[f"{name}, mean"] = within(float(off.max()), 0.5 / _NUM_CHANCES, what="of a step", slack=1e-6)
         stated = grid.variance(given).double().numpy()
         parts[f"{name}, variance"] = equal(
             stated / gap**2, (clamped - low) * (up - clamped) / gap**2, what="of a step"

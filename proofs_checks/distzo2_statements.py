@@ -13,7 +13,7 @@ from costmodel.models.configs import spec_of_config
 from executors.steps.arithmetic import Sweeper, projected_gradient
 from executors.steps.micro_batches import accumulated
 from proofs_checks.claims import Claim, conditioned, corrected, counterexample, printed
-from proofs_checks.exact import at_most, equal, exceeds, is_true, normal_nodes
+from proofs_checks.exact import at_most, equal, exceeds, is_true, normal_nodes, within
 from proofs_checks.executed import Case, differences
 from proofs_checks.faults import ALL_SLICES, CENTRAL_BY_EPSILON, SENT_TO_ITSELF
 from proofs_checks.mutation import Mutant
@@ -96,7 +96,7 @@ def check_restored_in_place(_context: Context) -> Outcome:
         {
             "ranks differ": exceeds(unlike, 1000, what="of 10,000 weights"),
             "a rank's own drift": exceeds(away, 500, what="of 10,000 weights not restored"),
-            "by rounding alone": at_most(
+            "by rounding alone": within(
                 float((copies[0] - copies[1]).abs().max()), 1e-6, what="largest difference"
             ),
         }

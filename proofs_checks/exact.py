@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -125,9 +126,22 @@ def equal(measured: Sequence[float] | Tensor | float, theory: Sequence[float] | 
 
 
 def at_most(measured: float, bound: float, *, what: str, slack: float = ROUNDING) -> Outcome:
-    """Return a quantity over its bound, which must not exceed 1."""
-    share = measured / bound if bound else (0.0 if measured <= 0 else math.inf)
-    return Outcome(share, 1 + slack, "part of the bound", (f"{what}: {measured:.6g} <= {bound:.6g}",))
+    """Return a quantity over the bound that a theory gives it, which must not exceed 1.
+
+    Notes
+    -----
+    Some case of every inequality, of which `what` is the name, must come within a factor of its bound:
+    :data:`~proofs_checks.claims.MOST_SLACK`. For errors that should be 0 there is :func:`within`.
+    """
+    outcome = within(measured, bound, what=what, slack=slack)
+    share = 1.0 if measured == bound == 0 else outcome.statistic
+    return replace(outcome, bounds=((what, share),))
+
+
+def within(measured: float, tolerance: float, *, what: str, slack: float = ROUNDING) -> Outcome:
+    """Return a quantity over what is tolerated of it, which must not exceed 1; it may be far below."""
+    share = measured / tolerance if tolerance else (0.0 if measured <= 0 else math.inf)
+    return Outcome(share, 1 + slack, "part of the bound", (f"{what}: {measured:.6g} <= {tolerance:.6g}",))
 
 
 def exceeds(measured: float, bound: float, *, what: str, factor: float = 1.0) -> Outcome:

@@ -29,7 +29,7 @@ from executors.runs.session import Session
 from executors.threads import DrawThreads
 from proofs_checks import coded_weights as coded
 from proofs_checks.claims import Claim, printed
-from proofs_checks.exact import Array, at_most, equal, exceeds, is_true
+from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, within
 from proofs_checks.executed import Case, learning_rate
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -383,7 +383,7 @@ def check_reaches(_context: Context) -> Outcome:
             return float(chance @ off)
 
         best = minimize_scalar(error, bounds=(0.5, 6.0), method="bounded", options={"xatol": 1e-4}).x
-        parts[f"{bits} bits"] = at_most(
+        parts[f"{bits} bits"] = within(
             abs(RoundedDirection("gaussian", bits).reach - float(best)), 0.015, what=f"from {best:.3f}"
         )
     return everything_holds(parts)
@@ -442,7 +442,7 @@ def check_moves_on_grids(_context: Context) -> Outcome:
         held, counted = shipped(start, Coding(name, scope, _GROUP, has_zero)), Moved()
         title = f"{name}, a scale per {scope}{', zero point' if has_zero else ''}"
         size = float(np.abs(start).max())
-        parts[f"{title}, as read"] = at_most(
+        parts[f"{title}, as read"] = within(
             float(np.abs(values_of(held) - start).max()), 1e-5 * size, what="distance of weights on the grid"
         )
         change = np.tile(_CHANGES, 2) * gaps
@@ -458,15 +458,15 @@ def check_moves_on_grids(_context: Context) -> Outcome:
         is_neighbour = np.minimum(np.abs(after - low), np.abs(after - up)) <= tolerance
         parts[f"{title}, neighbours"] = is_true(bool(is_neighbour.all()), what="each code goes to one of two")
         off = np.abs(after.mean(1) - inside) / (up - low + tolerance)
-        parts[f"{title}, mean"] = at_most(float(off.max()), 0.5 / _NUM_CHANCES, what="of a step", slack=0.1)
+        parts[f"{title}, mean"] = within(float(off.max()), 0.5 / _NUM_CHANCES, what="of a step", slack=0.1)
         spread = np.abs(after.var(1) - (inside - low) * (up - inside)) / (up - low + tolerance) ** 2
-        parts[f"{title}, variance"] = at_most(
+        parts[f"{title}, variance"] = within(
             float(spread.max()), 1 / _NUM_CHANCES, what="of a step", slack=0.1
         )
         # Whole numbers are rounded before they are held back, others after.
         excess = np.maximum(wanted - levels[-1], levels[0] - wanted)
         chance = np.clip(excess, 0, 1) if name not in coded.FLOATS else (excess > 1e-6).astype(float)
-        parts[f"{title}, counted"] = at_most(
+        parts[f"{title}, counted"] = within(
             abs(counted.saturated - num_blocks * _NUM_CHANCES * float(chance.sum())),
             num_blocks * 2.0 * _GROUP,
             what=f"off, of {counted.saturated} held back",
@@ -537,7 +537,7 @@ def check_products_of_bytes(context: Context) -> Outcome:
         of_codes = (codes @ levels.T) * layer.coded.scales.double().numpy().T
         wanted = scales * (of_codes + 1e-3 * (codes @ along.astype(np.int64).T))
         size = np.abs(wanted).max(1, keepdims=True) if scope == "token" else np.abs(wanted).max()
-        parts[f"a scale per {scope}"] = at_most(
+        parts[f"a scale per {scope}"] = within(
             float((np.abs(output - wanted) / size).max()), 1e-5, what="of the largest under a scale"
         )
         read = np.abs(codes * scales - inputs) / scales

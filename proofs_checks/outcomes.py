@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Size = Literal["full", "quick"]
@@ -76,6 +77,8 @@ class Outcome:
         What was compared with its theory by random samples; empty where a check is exact.
     error : str
         What was raised before anything could be measured; empty if nothing was.
+    bounds : tuple of (str, float)
+        Inequalities of a theory that were held against cases: the inequality, and which part of its bound was measured.
     """
 
     statistic: float
@@ -84,6 +87,7 @@ class Outcome:
     details: tuple[str, ...] = ()
     estimates: tuple[Estimate, ...] = ()
     error: str = ""
+    bounds: tuple[tuple[str, float], ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -95,6 +99,14 @@ class Outcome:
         """Smallest relative error that a comparison of random samples notices 999 times in 1000; None where there is none."""
         varying = [estimate.resolution for estimate in self.estimates if estimate.varies]
         return min(varying, default=None)
+
+    @property
+    def slack(self) -> float:
+        """Largest over inequalities of the bound over what is measured, in the case of each that comes nearest to it; 1 if there is none."""
+        nearest: dict[str, float] = {}
+        for name, share in self.bounds:
+            nearest[name] = max(share, nearest.get(name, 0.0))
+        return max((1 / share if share > 0 else math.inf for share in nearest.values()), default=1.0)
 
 
 _EXACT = 1e-6
@@ -112,7 +124,7 @@ def worst(outcomes: list[Outcome]) -> Outcome:
     last = max(outcomes, key=share)
     details = tuple(line for outcome in outcomes for line in outcome.details)
     estimates = tuple(estimate for outcome in outcomes for estimate in outcome.estimates)
-    return Outcome(last.statistic, last.bound, last.measured, details, estimates, last.error)
+    return replace(last, details=details, estimates=estimates, bounds=_bounds(outcomes))
 
 
 def everything_holds(outcomes: dict[str, Outcome]) -> Outcome:
@@ -126,4 +138,15 @@ def everything_holds(outcomes: dict[str, Outcome]) -> Outcome:
         )
     )
     estimates = tuple(estimate for outcome in outcomes.values() for estimate in outcome.estimates)
-    return Outcome(float(len(wrong)), 0.0, "assertions that are not so", details, estimates)
+    return Outcome(
+        float(len(wrong)),
+        0.0,
+        "assertions that are not so",
+        details,
+        estimates,
+        bounds=_bounds(outcomes.values()),
+    )
+
+
+def _bounds(outcomes: Iterable[Outcome]) -> tuple[tuple[str, float], ...]:
+    return tuple(bound for outcome in outcomes for bound in outcome.bounds)

@@ -35,6 +35,7 @@ from proofs_checks.exact import (
     moments_of_estimate,
     normal_nodes,
     sign_nodes,
+    within,
 )
 from proofs_checks.executed import Case, against_literal, differences
 from proofs_checks.faults import (
@@ -151,7 +152,7 @@ def check_roundings_differ(_context: Context) -> Outcome:
     return everything_holds(
         {
             "one normal, fine grid": equal(float(each), 2 / 3, what="P(alike)", tolerance=0.02),
-            "400 normals": at_most(_agreement(many.tolist(), rounding), 1e-50, what="P(u₁ = u₂)"),
+            "400 normals": within(_agreement(many.tolist(), rounding), 1e-50, what="P(u₁ = u₂)"),
         }
     )
 
@@ -403,9 +404,7 @@ def check_small_rates_converge(_context: Context) -> Outcome:
         best = 1 / (d + 2)
         factor = contraction(best, 1.0, d)
         parts[f"d = {d}"] = equal(factor, (d + 1) / (d + 2), what="factor of a step")
-        parts[f"d = {d}, after 50(d + 2) steps"] = at_most(
-            factor ** (50 * (d + 2)), 1e-20, what="E‖θ‖²/‖θ₀‖²"
-        )
+        parts[f"d = {d}, after 50(d + 2) steps"] = within(factor ** (50 * (d + 2)), 1e-20, what="E‖θ‖²/‖θ₀‖²")
     return everything_holds(parts)
 
 
@@ -436,7 +435,7 @@ def check_lattice(context: Context) -> Outcome:
     return everything_holds(
         {
             "QuZO": equal(smallest, 0.5, what="least |∂L/∂w_i| of any step"),
-            "full precision": at_most(
+            "full precision": within(
                 float(np.abs(free - target).max()), 0.05, what=f"largest |∂L/∂w_i| after {steps} steps"
             ),
         }

@@ -14,6 +14,7 @@ from executors.runs.session import Session
 from executors.steps.arithmetic import Sweeper
 from proofs_checks.analytic import BATCH, DIMENSION, AnalyticModel, plan_of
 from proofs_checks.claims import Claim, corrected, counterexample, printed
+from proofs_checks.exact import at_most
 from proofs_checks.executed import Case, against_literal, random_cases
 from proofs_checks.faults import EMPTY_FLUSH, PRESENT_RATE
 from proofs_checks.mutation import Mutant
@@ -81,7 +82,8 @@ def check_drift(context: Context) -> Outcome:
         details.append(
             f"{dtype}: a round trip changes {changed / total:.1%} of the weights, by {ratios:.2f} of the bound at most"
         )
-    return Outcome(largest, 1.0, "drift of a weight in a round trip, over its bound", tuple(details))
+    outcome = at_most(largest, 1.0, what="drift of a weight in a round trip, over its bound", slack=0.0)
+    return replace(outcome, details=tuple(details))
 
 
 def check_unrestored(context: Context) -> Outcome:

@@ -19,7 +19,7 @@ from executors.runs.records import StepRecord
 from executors.runs.session import Session
 from proofs_checks import coded_weights as coded
 from proofs_checks.claims import Claim, printed
-from proofs_checks.exact import Array, at_most, equal, exceeds
+from proofs_checks.exact import Array, equal, exceeds, within
 from proofs_checks.executed import learning_rate
 from proofs_checks.literal import (
     Batch,
@@ -198,9 +198,9 @@ def check_codes_over_steps(context: Context) -> Outcome:
         moved = sum(int((before[name] != run.codes[name]).sum()) for name in names)
         total = sum(values.size for values in run.codes.values())
         far = max(float(np.abs(weights[n].numpy() - values).max()) for n, values in run.plain.items())
-        parts[f"{estimator}, gradients"] = at_most(off, 1e-3 * size, what="largest distance, of the largest")
-        parts[f"{estimator}, codes"] = at_most(unlike, 1e-3 * total, what=f"unlike of {total}")
-        parts[f"{estimator}, others"] = at_most(far, 1e-5, what="largest distance of what is no code")
+        parts[f"{estimator}, gradients"] = within(off, 1e-3 * size, what="largest distance, of the largest")
+        parts[f"{estimator}, codes"] = within(unlike, 1e-3 * total, what=f"unlike of {total}")
+        parts[f"{estimator}, others"] = within(far, 1e-5, what="largest distance of what is no code")
         parts[f"{estimator}, it moves"] = exceeds(moved, 0.3 * total, what="codes that moved")
     return everything_holds(parts)
 
@@ -302,7 +302,7 @@ def check_all_points_at_once(context: Context) -> Outcome:
                 record.projected_gradients, wanted, what="g", tolerance=1e-9
             )
         far = max(float((weights[name] - value.detach()).abs().max()) for name, value in run.tuned.items())
-        parts[f"{name}, weights"] = at_most(far, 1e-11, what="largest distance of a weight")
+        parts[f"{name}, weights"] = within(far, 1e-11, what="largest distance of a weight")
     return everything_holds(parts)
 
 

@@ -308,6 +308,10 @@ def check_squared_gradients(_context: Context) -> Outcome:
         parts[f"(18), the same less its slope, μ = {mu:g}"] = at_most(
             mu**2 * 2 / math.pi, smoothed_gradient_bounds(1, mu, 1.0)["square"], what="‖∇f‖²"
         )
+        # At 10μ both terms count: E|x + μu| is x up to tails.
+        parts[f"(17), x|x|/2 at 10μ, μ = {mu:g}"] = at_most(
+            (10 * mu) ** 2, smoothed_gradient_bounds(1, mu, 1.0, 10 * mu)["square"], what="‖∇f_μ‖²"
+        )
         for x in (-2.0, 0.4, 1.3):
             smoothed = math.exp(-(mu**2) / 2) * math.cos(x)
             parts[f"(18), sine at {x:g}, μ = {mu:g}"] = at_most(

@@ -23,13 +23,13 @@ from proofs_checks import lazy_factors as lazy
 from proofs_checks.claims import Claim, printed
 from proofs_checks.exact import (
     Array,
-    at_most,
     equal,
     exceeds,
     is_true,
     mean_estimate,
     normal_nodes,
     shipped_estimate,
+    within,
 )
 from proofs_checks.faults import CENTRAL_BY_EPSILON
 from proofs_checks.mutation import Mutant
@@ -218,7 +218,7 @@ def check_normal_limit(context: Context) -> Outcome:
             "order": equal(
                 fitted_slope([float(r) for r in ranks], distances), -1.0, what="exponent of r", tolerance=0.05
             ),
-            "r = 128": at_most(distances[ranks.index(128)], 2e-3, what="distance"),
+            "r = 128": within(distances[ranks.index(128)], 2e-3, what="distance"),
             "r = 2, which is Laplace's law": equal(
                 distance_to_normal(2), laplace, what="distance", tolerance=1e-6
             ),
@@ -370,7 +370,7 @@ def check_slots_in_float(_context: Context) -> Outcome:
             )
         sums.append(total)
     off = max(float((s.double() - exact).abs().max() / exact.abs().max()) for s in sums)
-    parts["float32, six orders"] = at_most(off, 1e-6, what="relative distance to the sum")
+    parts["float32, six orders"] = within(off, 1e-6, what="relative distance to the sum")
     return everything_holds(parts)
 
 

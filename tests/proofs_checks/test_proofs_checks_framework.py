@@ -24,9 +24,10 @@ from proofs_checks.claims import (
     reading,
     try_mutant,
 )
+from proofs_checks.exact import at_most, within
 from proofs_checks.ledger import matrix
 from proofs_checks.mutation import Mutant, MutantError
-from proofs_checks.outcomes import Context, Outcome
+from proofs_checks.outcomes import Context, Outcome, everything_holds, worst
 from proofs_checks.registry import claims_named
 from proofs_checks.statistics import compare_means, estimates_of
 from topology.errors import PlanError, ZosimError
@@ -148,6 +149,31 @@ def test_a_verdict_follows_from_what_the_checks_return(checks, fields, verdict):
 def test_a_claim_whose_checks_allow_no_verdict_is_refused(checks, fields):
     with pytest.raises(AssertionError):
         claim_of(*checks, **fields)
+
+
+def test_a_bound_that_no_case_nearly_reaches_shows_nothing():
+    def check(*shares):
+        return conditioned(
+            lambda _context: everything_holds(
+                {
+                    f"case {number}": at_most(share, 1.0, what="the inequality")
+                    for number, share in enumerate(shares)
+                }
+            )
+        )
+
+    loose = check(0.09, 0.01).run(Context())
+    assert not loose.passed
+    assert loose.statistic == pytest.approx(1 / 0.09)
+    assert check(0.11, 1e-6).run(Context()).passed  # one near case suffices
+    assert not check(1.1).run(Context()).passed
+    twice = conditioned(
+        lambda _context: worst([at_most(0.5, 1.0, what="one"), at_most(1e-3, 1.0, what="another")])
+    )
+    assert not twice.run(Context()).passed  # each inequality needs its own
+    assert conditioned(lambda _context: within(1e-9, 1.0, what="an error")).run(Context()).passed
+    assert counterexample(lambda _context: at_most(1e-3, 1.0, what="beside")).run(Context()).passed
+    assert conditioned(lambda _context: at_most(0.0, 0.0, what="nothing")).run(Context()).passed
 
 
 def test_a_place_that_the_paper_does_not_have_is_refused():
