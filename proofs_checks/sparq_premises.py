@@ -18,9 +18,7 @@ from proofs_checks.claims import Claim, conditioned, counterexample, printed
 from proofs_checks.exact import at_most, equal, exceeds, is_true
 from proofs_checks.faults import SHORT_GRID
 from proofs_checks.mutation import Mutant
-from proofs_checks.oracles.smoothing import smoothing_bounds
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.sparq_theorems import psi
 from proofs_checks.stages import staged
 from proofs_checks.statistics import fitted_slope
 from zosim.analysis.counts import StepCounts, step_counts
@@ -119,7 +117,7 @@ def check_kinks(_context: Context) -> Outcome:
     )
 
 
-# -- equations 20 and 43 ----------------------------------------------------------------------------------------------
+# -- equation 20 ----------------------------------------------------------------------------------------------
 
 
 def check_last_lines_of_lemma_4(context: Context) -> Outcome:
@@ -139,56 +137,6 @@ def check_last_lines_of_lemma_4(context: Context) -> Outcome:
             float(both.norm()), kappa * size, what="‖C(a) - a‖"
         )
         parts[f"{bits} bits, seed {seed}, κL"] = at_most(kappa * size, kappa * most, what="κ‖a‖")
-    return everything_holds(parts)
-
-
-def _smoothed_distance(x: Tensor, kappa: float, mu: float, shift: float) -> float:
-    """Return ``‖∇f_μ - ∇f̂_μ‖²`` of ``cos(K + x₁ + x₂ + x₃)`` behind ``C(a) = (1 - κ)a`` on both cuts, in closed form.
-
-    A cosine of a sum with normals of variance v is ``exp(-v/2)`` of the cosine.
-    """
-    kept = 1 - kappa
-    slopes, plain = (
-        torch.tensor([kept**2, kept, 1.0], dtype=torch.float64),
-        torch.ones(3, dtype=torch.float64),
-    )
-    gradients = [
-        -math.exp(-(mu**2) * float(of.square().sum()) / 2)
-        * math.sin(float(of @ x) + (1 if of is plain else kept**2) * shift)
-        * of
-        for of in (plain, slopes)
-    ]
-    return float((gradients[0] - gradients[1]).square().sum())
-
-
-def _line_43(kappa: float, mu: float, squared_outputs: float) -> float:
-    """Return ``(3/2)μ²L²(d + 3)³ + 6Mκ²L_S²Ψ`` of the chain: d = M = L = 3."""
-    return 6 * smoothing_bounds(3, mu, 3.0)["gradient"] ** 2 + 6 * 3 * kappa**2 * squared_outputs * psi(kappa)
-
-
-def check_line_43(_context: Context) -> Outcome:
-    """Compare ``‖∇f_μ - ∇f̂_μ‖²`` of a chain of three nodes with bounded outputs and a smooth compressor with (43)."""
-    parts = {}
-    for kappa, mu in itertools.product((0.05, 0.5, 0.95), (0.01, 0.3)):
-        far = max(
-            _smoothed_distance(torch.tensor(x, dtype=torch.float64), kappa, mu, 0.0)
-            for x in itertools.product((-1.0, -0.3, 0.4, 1.0), repeat=3)
-        )
-        parts[f"κ = {kappa:g}, μ = {mu:g}"] = at_most(far, _line_43(kappa, mu, 4.0), what="A₁, |x_i| <= 1")
-    return everything_holds(parts)
-
-
-def check_line_43_unbounded(_context: Context) -> Outcome:
-    """Show that a constant in the first stage takes the same distance past (43), of which no constant knows."""
-    kappa, mu, parts = 0.01, 1e-4, {}
-    # Such that what is left of the constant, (1 - κ)²K, is half a turn from K.
-    shift = math.pi / (1 - (1 - kappa) ** 2)
-    x = torch.zeros(3, dtype=torch.float64)
-    x[0] = math.pi / 2 - shift % (2 * math.pi)
-    for squared in (2.0, 4.0):  # L_S² as a Lipschitz constant, and that of the bounded chain
-        parts[f"L_S² = {squared:g}"] = exceeds(
-            _smoothed_distance(x, kappa, mu, shift), _line_43(kappa, mu, squared), what="A₁", factor=3
-        )
     return everything_holds(parts)
 
 
@@ -314,33 +262,6 @@ CLAIMS = (
         hypotheses="activations of norm at most 3, rounded to the nearest by the shipped codec; κ² = 1 - max²/‖a‖²",
         checks=(printed(check_last_lines_of_lemma_4, SHORT_GRID),),
         derivation="sparq-lemma-4.md",
-    ),
-    Claim(
-        name="sparq-eq-43-premises",
-        paper="sparq",
-        where=("Eq. 43",),
-        quotation="≤ (3/4)μ²L²(d + 3)³ + 6Mκ²L²_SΨ + (3/4)μ²L²(d + 3)³, where we obtain (43) by Lemma 5",
-        statement="With outputs of at most L_S and a compressor with a Lipschitz derivative the line holds. Under assumption 6, which bounds slopes and not outputs, it does not: a constant in the first stage changes no constant of the bound and any distance.",
-        hypotheses="three nodes, C(a) = (1 - κ)a, a cosine of a sum; ∇f_μ and ∇f̂_μ in closed form",
-        checks=(
-            conditioned(
-                check_line_43,
-                _own(
-                    "a distance a hundred times as far",
-                    _smoothed_distance,
-                    "- gradients[1])",
-                    "- 100 * gradients[1])",
-                ),
-            ),
-            counterexample(
-                check_line_43_unbounded,
-                _own("a first stage without its constant", _smoothed_distance, "* shift)", "* 0 * shift)"),
-            ),
-        ),
-        amendment="Every stage's output is at most L_S, and C is smooth.",
-        breaks="Lemma 5 needs a bound of outputs, which assumption 6 has given up; (15) needs a smooth f̂, as in (34).",
-        consequence="As for theorem 2: measure what a codec does to the activations that cross.",
-        derivation="sparq-theorem-2.md#43",
     ),
     Claim(
         name="sparq-dimension-free",
