@@ -421,8 +421,8 @@ CLAIMS = (
                 Mutant(
                     "an error that is not told",
                     f"{_WINDOWS}:close_slot",
-                    "module.lora_lost.data.copy_(computable(module.lora_lost) + slots.lost)",
-                    "module.lora_lost.data.copy_(computable(module.lora_lost) + 0.0 * slots.lost)",
+                    "module.lora_lost.double() + slots.lost",
+                    "module.lora_lost.double() + 0.0 * slots.lost",
                 ),
                 Mutant(
                     "closed slots that a resumed run does not read",
