@@ -97,7 +97,7 @@ ASKED = (
     ("--dtype", "float16", "--max-device-memory", "8GiB"),
     ("--weight-format", "int8", "--allow-lossy"),
     ("--queries", "2", "--weights", "copies"),
-    ("--direction", "lozo", "--direction-rank", "2", "--weights", "any"),
+    ("--direction", "lozo", "--direction-rank", "2", "--weights", "adapters"),
 )
 
 

@@ -58,14 +58,12 @@ def test_copies_of_weights_are_planned_with_their_memory(tmp_path: Path) -> None
 
 
 def test_copies_are_chosen_only_where_they_are_asked_for_and_never_slow_a_step() -> None:
-    serial, copies, either = (
-        json.loads(call(*PLAN, *options, "--json").stdout)
-        for options in ([], ["--weights", "copies"], ["--weights", "any"])
+    serial, copies = (
+        json.loads(call(*PLAN, *options, "--json").stdout) for options in ([], ["--weights", "copies"])
     )
     ways = [found["plan"]["weights"]["perturbation"] for found in (serial, copies)]
     assert ways == ["serial", "copies"]
-    times = [found["prediction"]["step_time_s"] for found in (serial, copies, either)]
-    assert times[2] == min(times)
+    assert copies["prediction"]["step_time_s"] <= serial["prediction"]["step_time_s"]
 
 
 def test_directions_are_kept_where_that_is_asked_for_and_fits() -> None:

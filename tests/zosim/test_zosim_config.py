@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from costmodel import read_model_spec
-from topology.errors import PlanError
 from topology.hardware import resolve as topology_named
 from zosim.config import PlanConfig, merge
 from zosim.options import config_of
@@ -69,8 +66,3 @@ def test_what_is_open_is_chosen_and_what_is_set_is_kept() -> None:
     config = merge(PlanConfig(model=MODEL), config_of(PlanConfig, {"batch": 2, "seq": 16, "ranks": 2}))
     made = resolve(config, lambda: Hardware.of(topology_named("cpu-laptop"), "cpu-laptop"))
     assert (made.placement.world_size, made.batch, made.seq) == (2, 2, 16)
-
-
-def test_a_choice_that_is_left_to_the_planner_is_in_no_plan() -> None:
-    with pytest.raises(PlanError, match="--weights any leaves the choice to the planner"):
-        plan(weights={"perturbation": "any"})

@@ -45,7 +45,8 @@ def reasons(
     yield from about_host_memory(chosen.subject)
     yield from about_formats(chosen.subject)
     yield from _about_codes(chosen, others)
-    yield from _about_points(chosen, others)
+    if chosen.plan.points_are_adapters:
+        yield from _about_adapters(chosen.plan)
     faster = [candidate for candidate in rejected if candidate.seconds < prediction.step_time_s]
     if faster:
         yield f"would be faster but does not fit: {faster[0].describe()} ({faster[0].missing})"
@@ -81,19 +82,14 @@ def _about_codes(chosen: Candidate, others: Sequence[Candidate]) -> Iterator[str
         yield f"with {linears} linear layers: {ranks}, blocks {blocks}, {_slower(candidate, chosen.seconds)}"
 
 
-def _about_points(chosen: Candidate, others: Sequence[Candidate]) -> Iterator[str]:
-    """Yield how plans do whose weights come to their points in another way, and what one forward of all points saves and takes."""
-    best = _best_of_others(chosen, others, lambda plan: plan.perturbation)
-    for perturbation, candidate in best.items():
-        yield f"with --weights {perturbation}: {candidate.describe()}, {_slower(candidate, chosen.seconds)}"
-    if best and chosen.plan.points_are_adapters:
-        count = len(chosen.plan.points)
-        yield (
-            f"one forward of all {count} points reads the weights once and neither perturbs nor restores them; it has {count} times the "
-            "rows of a batch in memory"
-        )
-    has_adapters = chosen.plan.points_are_adapters or "adapters" in best
-    if has_adapters and not chosen.plan.forward.has_facts:
+def _about_adapters(plan: Plan) -> Iterator[str]:
+    """Yield what one forward of all points saves and takes."""
+    count = len(plan.points)
+    yield (
+        f"one forward of all {count} points reads the weights once and neither perturbs nor restores them; it has {count} times the "
+        "rows of a batch in memory"
+    )
+    if not plan.forward.has_facts:
         yield (
             "with --weights adapters a forward computes no padding, logits of labelled tokens alone, and what sequences begin with once: say how many there are "
             "(--tokens-per-sequence, --labels-per-sequence, --shared-tokens, --answers-per-prompt, --attended-tokens), and the prediction counts on it"

@@ -57,8 +57,7 @@ def placements(request: Request) -> Iterator[Plan]:
     """Yield every plan that the request admits, those of few ranks first.
 
     All of them compute the same losses and updates, except those with a narrower transfer format, a codec or weights in few
-    bits, which are yielded only if loss is allowed, and those with copies of weights, which have to be asked for. (Where the
-    batch is shared out, the losses are sums in another order.) Plans of several stages are among them if the request names their mesh; :mod:`zosim.planning.staging` finds the meshes worth a look.
+    bits, which are yielded only if loss is allowed. (Where the batch is shared out, the losses are sums in another order.) Plans of several stages are among them if the request names their mesh; :mod:`zosim.planning.staging` finds the meshes worth a look.
 
     Raises
     ------
@@ -99,9 +98,9 @@ def plans_of(
     contradiction: PlanError | None = None
     for mesh, placement, cut in shapes:
         points = _points(request, mesh, placement)
-        for point, perturbed, coded in product(points, _perturbations(request), _codings(request, mesh)):
+        for point, drawn, coded in product(points, _draws(request), _codings(request, mesh)):
             try:
-                plan = _plan(request, cut, mesh, placement, {**point, **perturbed, **coded})
+                plan = _plan(request, cut, mesh, placement, {**point, **drawn, **coded})
             except PlanError as error:
                 contradiction = error
                 continue
@@ -310,8 +309,6 @@ def _plan(
     """Return one point as a plan, with the fields that the request fixes."""
     fixed = request.config.fixed() if fixed is None else fixed
     axes = {axis: {**point.get(axis, {}), **fixed.get(axis, {})} for axis in {**point, **fixed}}
-    if request.config.weights.perturbation == "any":
-        axes["weights"]["perturbation"] = point.get("weights", {}).get("perturbation", "serial")
     if axes.get("residency", {}).get("blocks") != "offloaded":
         axes.get("residency", {}).pop("transfer_dtype", None)
     with readable("what the plan is asked to fix", PlanError):
@@ -352,16 +349,11 @@ def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Poin
                     }
 
 
-def _perturbations(request: Request) -> Iterator[Point]:
-    """Yield how weights may come to their points: in place, as copies written in turn or ahead, or as adapters."""
-    stated = request.config.weights.given("perturbation")
-    if stated != "copies":
-        yield {}
-    if stated in ("copies", "any"):
-        yield {"weights": {"perturbation": "copies"}}
-        yield {"weights": {"perturbation": "copies"}, "directions": {"drawn_ahead": True}}
-    if stated == "any":
-        yield {"weights": {"perturbation": "adapters"}}
+def _draws(request: Request) -> Iterator[Point]:
+    """Yield when directions may be drawn: in turn, or ahead by what writes copies of the weights."""
+    yield {}
+    if request.axis(Weights).perturbation == "copies":
+        yield {"directions": {"drawn_ahead": True}}
 
 
 def _codings(request: Request, mesh: Mesh) -> Iterator[Point]:

@@ -227,11 +227,6 @@ class Plan(Axis, Document):
         return self.storage.linear_format
 
     @property
-    def perturbation(self) -> str:
-        """How weights come to evaluation points."""
-        return self.weights.perturbation
-
-    @property
     def points_are_adapters(self) -> bool:
         """Whether weights stay as they are, and points are factors beside them."""
         return self.weights.perturbation == "adapters"

@@ -37,8 +37,8 @@ class Weights(Axis):
         written beside the weights, ``θ + (s·z)·ε`` for its own sign, and read there; only updates change ``θ``. It takes one
         more buffer of the largest segment; under ``"sweep"`` one of all that is trainable for each sign, so that both come
         of one draw. ``"adapters"``: the weights stay as they are, one forward has all points side by side, and linear layers
-        add the factors of each point's direction to its part of the product. ``"any"``, of a config and never of a plan, leaves the choice to
-        the planner, although the numbers differ in roundings.
+        add the factors of each point's direction to its part of the product. Numbers differ in roundings, so that the planner
+        chooses none of them: a field that nobody set is the reference loop.
     """
 
     dtype: Annotated[
@@ -52,11 +52,11 @@ class Weights(Axis):
         ),
     ] = "float32"
     perturbation: Annotated[
-        Literal["serial", "copies", "adapters", "any"],
+        Literal["serial", "copies", "adapters"],
         Setting(
             "--weights",
             "How weights come to a point: serial, in place and back, with MeZO's drift, copies beside them, or adapters: all points "
-            "in one forward, directions of low rank beside the linears; any: the fastest.",
+            "in one forward, directions of low rank beside the linears.",
             changes="numbers",
         ),
     ] = "serial"
@@ -70,11 +70,6 @@ class Weights(Axis):
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what cannot be an adapter beside a linear layer, and what a forward of all points does not do."""
-        if self.perturbation == "any":
-            yield (
-                "--weights any leaves the choice to the planner, which does not make this plan",
-                "say serial or copies, or add --method auto",
-            )
         if self.perturbation != "adapters":
             return
         if plan.model.tunes_left_factors:
