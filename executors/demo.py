@@ -188,13 +188,11 @@ class Stages:
         """Show what data sheets say before anything is measured."""
         from zosim.console import stderr
         from zosim.hardware.profiles import profile_for
-        from zosim.planning.planner import choose
         from zosim.planning.views import simulation_view
 
         self._heading("a first plan and its simulated step, from data sheets alone")
         profile = profile_for(topology, topology.compute_devices[0].id)
-        chosen = choose(self._request(topology, profile, pretrained, None)).chosen
-        stderr.print(simulation_view(chosen.subject))
+        stderr.print(simulation_view(self._decision(topology, profile, pretrained).chosen.subject))
 
     def _calibrate(self, topology: Topology) -> Profile:
         from executors.calibration.calibrating import calibrated
@@ -232,27 +230,27 @@ class Stages:
 
     def _plan(self, topology: Topology, profile: Profile, pretrained: Pretrained) -> Decision:
         from zosim.console import stderr
-        from zosim.planning.planner import choose
         from zosim.planning.views import decision_view
 
         self._heading("plans: first with all the memory there is, then with a limit between the two methods")
-        free = choose(self._request(topology, profile, pretrained, None))
+        free = self._decision(topology, profile, pretrained)
         limit = _between(free)
         stderr.print(f"without a limit: {free.reasons[0]}", markup=False)
-        decision = choose(self._request(topology, profile, pretrained, limit))
+        decision = self._decision(topology, profile, pretrained, limit)
         self.out.parent.mkdir(parents=True, exist_ok=True)
         stderr.print(decision_view(decision))
         return decision
 
-    def _request(
-        self, topology: Topology, profile: Profile, pretrained: Pretrained, limit: int | None
-    ) -> Any:
+    def _decision(
+        self, topology: Topology, profile: Profile, pretrained: Pretrained, limit: int | None = None
+    ) -> Decision:
         from costmodel.models.configs import read_model_spec
         from executors.models.pretrain import TaskSettings
         from executors.runs.inputs import longest_line
         from executors.runs.settings import DataSettings, EvaluationSettings
         from zosim.config import HOST, PlanConfig, Search
-        from zosim.planning.request import Hardware, Request
+        from zosim.planning.request import Hardware
+        from zosim.planning.resolve import resolve
         from zosim.plans import Estimator
 
         task = TaskSettings()
@@ -266,7 +264,10 @@ class Stages:
             estimator=Estimator(epsilon=task.epsilon),
             search=Search(max_device_bytes=limit),
         )
-        return Request(config, Hardware(topology, HOST, topology.compute_devices[0].id, profile))
+        decisions: list[Decision] = []
+        machine = Hardware(topology, HOST, topology.compute_devices[0].id, profile)
+        resolve(config, machine, on_decision=decisions.append)
+        return decisions[0]
 
     def _train(self, plan: Plan, pretrained: Pretrained) -> dict[str, Any]:
         from executors.models.pretrain import TaskSettings

@@ -15,7 +15,6 @@ True
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,10 +95,8 @@ def plan(
     from costmodel.models.configs import read_model_spec
     from topology.hardware import resolve as topology_named
     from zosim.planning.cuts import cutting_of
-    from zosim.planning.planner import choose
     from zosim.planning.request import Hardware as PlannedHardware
-    from zosim.planning.request import Request
-    from zosim.planning.resolve import with_default_dtype
+    from zosim.planning.resolve import resolve
 
     options = config_of(PlanOptions, settings)
     tuned = tuned_by(options.adapters.tuned, *adapters_of(options.adapters))
@@ -107,10 +104,11 @@ def plan(
     machine = PlannedHardware.of(topology, hardware, device=device, profile=profile, num_threads=threads)
     spec = read_model_spec(model, trainable=tuned)
     config = merge(PlanConfig(model=spec), options.plan)
-    config, note = with_default_dtype(config, topology.device_spec(machine.device))
     measured = None if densities is None else Path(densities)
     cutting = cutting_of(model, config.split, densities=measured, tuned=tuned)
-    return replace(choose(Request(config, machine, cutting)), notes=(note,) if note else ())
+    decisions: list[Decision] = []
+    resolve(config, machine, cutting, on_decision=decisions.append)
+    return decisions[0]
 
 
 def simulate(

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from costmodel.models.groups import joined_halves
 from costmodel.models.model_spec import ModelSpec
-from zosim.plans import Plan
+from zosim.config import PlanConfig
+from zosim.planning.resolve import resolve, spread
+from zosim.plans import Mesh, Plan, Split
 
 
 def alone(plan: Plan) -> Plan:
@@ -19,16 +21,8 @@ def alone(plan: Plan) -> Plan:
     """
     if plan.placement.world_size == 1:
         return plan
-    data = plan.model_dump(mode="json")
-    if not plan.directions.draws_by_halves:
-        data["model"] = uncut(plan.model).model_dump(mode="json")
-    data["mesh"], data["split"] = {}, {}
-    data["placement"] |= {
-        "devices": data["placement"]["devices"][:1],
-        "hosts": data["placement"]["hosts"][:1],
-    }
-    data["residency"] |= {"transfers": "private"}
-    return Plan.model_validate(data)
+    config = PlanConfig.of(plan).model_copy(update={"mesh": Mesh(), "split": Split()})
+    return resolve(spread(config, lambda cut: plan.model if cut else uncut(plan.model), known=plan))
 
 
 def uncut(model: ModelSpec) -> ModelSpec:

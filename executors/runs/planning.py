@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from costmodel.formats import FORMATS
+from costmodel.formats import FORMATS, default_dtype
 from costmodel.memory import preflight_host
 from costmodel.models.configs import Trainable, read_model_spec
 from costmodel.models.model_spec import ModelSpec
@@ -21,7 +21,7 @@ from zosim.lowering import lower_all
 from zosim.planning.cuts import CutModel, Cutting
 from zosim.planning.footprint import pinned_by
 from zosim.planning.request import Hardware
-from zosim.planning.resolve import even_cuts, laid_over, resolve, schedule_beside, spread, with_default_dtype
+from zosim.planning.resolve import even_cuts, laid_over, resolve, schedule_beside, spread
 from zosim.plans import LowBits, Mesh, Placement, Plan, Split, Weights, fields_of
 from zosim.program.instructions import Space
 from zosim.program.program_set import ProgramSet
@@ -90,23 +90,27 @@ def _begun(
     config: PlanConfig, base: Plan | None, cut_model: CutModel, device: str, longest: Callable[[], int]
 ) -> PlanConfig:
     """Return the config of a plan that is made here: of no other, or of one whose numbers it keeps and that it places anew."""
-    kept = PlanConfig(model=cut_model(()), seq=config.seq or (longest() if base is None else base.seq))
+    model = cut_model(())
+    kept = PlanConfig(model=model, seq=config.seq or (longest() if base is None else base.seq))
     if base is None:
-        config = merge(kept, _with_dtype(config, kept, device))
-        if config.low_bits.given("weights") is None and kept.model is not None and kept.model.stored is None:
+        config = merge(kept, config)
+        if config.low_bits.given("weights") is None and model.stored is None:
             # What a run tunes, codes or numbers, is nothing that --allow-lossy alone says.
             config = merge(PlanConfig(low_bits=LowBits(weights="none")), config)
     else:
         config = merge(merge(kept, _numbers_of(base)), config)
     if config.mesh.stage > 1 and not config.split.cuts:
         # Cuts that codecs go with decide numbers, which must not depend on how fast a machine is.
-        cuts = even_cuts(cut_model(()).num_blocks, config.mesh.stage)
+        cuts = even_cuts(model.num_blocks, config.mesh.stage)
         config = merge(config, PlanConfig(split=Split(cuts=cuts)))
     is_named = config.residency.given("blocks") and not (config.search.given("method") or config.search.ranks)
     if not is_named:
         return config
     placement = Placement(topology=HOST, devices=("cpu0" if device == "cpu" else "gpu0",))
-    return spread(merge(PlanConfig(placement=placement, schedule=schedule_beside(config)), config), cut_model)
+    known = PlanConfig(
+        placement=placement, schedule=schedule_beside(config), weights=_usual_weights(model, device)
+    )
+    return spread(merge(known, config), cut_model)
 
 
 def _numbers_of(plan: Plan) -> PlanConfig:
@@ -134,17 +138,15 @@ def _with_mesh(config: PlanConfig, num_devices: int) -> PlanConfig:
     return merge(config, PlanConfig(mesh=Mesh.parse(f"stage={stages}"))) if stages else config
 
 
-def _with_dtype(config: PlanConfig, known: PlanConfig, device: str) -> PlanConfig:
-    """Return a config with a format of the weights; on a CPU that is the plan's own default."""
+def _usual_weights(model: ModelSpec, device: str) -> Weights:
+    """Return the format of the weights where no option names one; on a CPU it is the plan's own default."""
     if device == "cpu":
-        return config
+        return Weights()
     try:
         topology, node = host_node(device)
     except PlanError:  # torch may find a device that cannot be detected: nothing is known of its units
-        assert known.model is not None
-        usual = Weights(dtype=known.model.checkpoint_dtype or "bfloat16")
-        return merge(PlanConfig(weights=usual), config)
-    return with_default_dtype(merge(known, config), topology.device_spec(node))[0]
+        return Weights(dtype=model.checkpoint_dtype or "bfloat16")
+    return Weights(dtype=default_dtype(model.checkpoint_dtype, topology.device_spec(node))[0])
 
 
 def _refuse_unasked_loss(plan: Plan, config: PlanConfig, base: Plan | None) -> None:

@@ -8,6 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import zosim
 from costmodel.devices.prices import Range, job_costs, shipped_prices
 from costmodel.models.configs import read_model_spec
 from tests.support.requests import set_in
@@ -58,6 +59,14 @@ def test_offers_are_what_the_planner_predicts_at_the_tables_prices():
         assert offer.machine.prediction == best.prediction
 
 
+def test_an_offer_of_several_devices_is_the_plan_of_zosim_plan_stages_included():
+    settings = {"batch": 1, "seq": 64, "method": "sparq"}
+    answer = zosim.buy("opt-125m", machines="rtx4090-2x", count=2, pay="own", explain=0, **settings)
+    planned, machine = zosim.plan("opt-125m", "rtx4090-2x", **settings), answer.offers[0].machine
+    assert planned.plan.num_stages == 2
+    assert (machine.plan, machine.prediction) == (planned.plan, planned.prediction)
+
+
 @pytest.mark.parametrize("by", ["money", "hours", "energy"])
 def test_offers_are_ranked_by_what_is_asked(by):
     chosen = market(by=by)
@@ -72,7 +81,7 @@ def test_the_closed_form_is_an_interval_around_itself_and_close_to_the_simulatio
     offers, _ = offers_of(chosen, "a100-80gb-milan")
     machine = offers[0].machine
     assert machine.prediction is None
-    found, bound = simulated(machine).step_s, machine.step_s
+    found, bound = simulated(chosen.job, machine).step_s, machine.step_s
     assert bound.low <= bound.value <= bound.high
     assert bound.value <= found.value * (1 + 1e-9)
     for end in ("value", "low", "high"):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from costmodel import read_model_spec
 from topology.hardware import resolve as topology_named
 from zosim.config import PlanConfig, merge
 from zosim.options import config_of
 from zosim.planning.request import Hardware
-from zosim.planning.resolve import even_cuts, laid_over, resolve
+from zosim.planning.resolve import even_cuts, laid_over, resolve, spread
 from zosim.plans import Mesh, Placement, Plan, Residency
 
 MODEL = read_model_spec("opt-125m")
@@ -66,3 +69,26 @@ def test_what_is_open_is_chosen_and_what_is_set_is_kept() -> None:
     config = merge(PlanConfig(model=MODEL), config_of(PlanConfig, {"batch": 2, "seq": 16, "ranks": 2}))
     made = resolve(config, lambda: Hardware.of(topology_named("cpu-laptop"), "cpu-laptop"))
     assert (made.placement.world_size, made.batch, made.seq) == (2, 2, 16)
+
+
+def test_fewer_ranks_keep_the_devices_of_the_first_ones() -> None:
+    placed = Placement(
+        topology="a100-80gb-3x4",
+        devices=tuple(f"node{node}/gpu{gpu}" for node in (0, 1) for gpu in range(2)),
+        hosts=("node0", "node0", "node1", "node1"),
+    )
+    config = PlanConfig(model=MODEL, mesh=Mesh(data=2), placement=placed)
+    spread_out = spread(config, lambda _: MODEL).placement
+    assert spread_out is not None
+    assert (spread_out.devices, spread_out.hosts) == (("node0/gpu0", "node0/gpu1"), ("node0", "node0"))
+
+
+def test_only_resolve_asks_the_planner_to_choose() -> None:
+    root = Path(__file__).parents[2]
+    asking = [
+        path.relative_to(root)
+        for package in ("zosim", "executors")
+        for path in (root / package).rglob("*.py")
+        if re.search(r"\bchoose\(", path.read_text())
+    ]
+    assert sorted(asking) == [Path("zosim/planning/planner.py"), Path("zosim/planning/resolve.py")]

@@ -153,7 +153,7 @@ def choose(request: Request) -> Decision:
         If the request contradicts itself.
     """
     bounds = Bounds(request)
-    fitting, rejected = _parted(candidates(request, bounds))
+    fitting, rejected = _parted(_bounded(request, bounds, placements(request)))
     ranked = _simulate_survivors(fitting) if fitting else []
     if request.seeks_stages:
         fastest_s = ranked[0].seconds if ranked else inf
@@ -172,7 +172,7 @@ def choose(request: Request) -> Decision:
     best, *others = ranked
     inside = [block_segment(index) + INSIDE for index in range(best.plan.model.num_blocks)]
     printed_cuts = sparsest_near_the_middle(inside, request.cutting.densities, best.plan.num_stages)
-    return Decision(best, tuple(others), tuple(rejected), printed_cuts)
+    return Decision(best, tuple(others), tuple(rejected), printed_cuts, request.notes)
 
 
 def _parted(listed: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
@@ -181,15 +181,24 @@ def _parted(listed: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidat
     return [c for c in ordered if not c.missing], [c for c in ordered if c.missing]
 
 
-def candidates(request: Request, bounds: Bounds | None = None) -> Iterator[Candidate]:
-    """Yield every placement with its bound, and again with a chunked loss where that makes it fit.
+def candidates(request: Request) -> list[Candidate]:
+    """Return every plan that :func:`choose` may choose from with its bound, none simulated: those that fit first, the fastest first.
 
     Raises
     ------
     PlanError
         If the request contradicts itself.
     """
-    yield from _bounded(request, bounds or Bounds(request), placements(request))
+    bounds = Bounds(request)
+    listed = list(_bounded(request, bounds, placements(request)))
+    if request.seeks_stages:
+        fastest_s = min((candidate.seconds for candidate in listed if not candidate.missing), default=inf)
+        try:
+            listed += _bounded(request, bounds, staged_plans(request, fastest_s))
+        except PlanError:
+            if not listed:
+                raise
+    return sorted(listed, key=lambda candidate: (bool(candidate.missing), candidate.sort_key))
 
 
 def _bounded(request: Request, bounds: Bounds, plans: Iterable[Plan]) -> Iterator[Candidate]:

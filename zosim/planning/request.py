@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from costmodel.formats import default_dtype
 from costmodel.models.model_spec import ModelSpec
 from costmodel.rates.profile import Profile
 from topology.errors import PlanError
@@ -15,7 +16,7 @@ from topology.validation import readable
 from zosim.config import HOST, USUAL_SEQ, PlanConfig, merge, with_stored_codes
 from zosim.hardware.profiles import Profiles
 from zosim.planning.cuts import Cutting
-from zosim.plans import AXES, Axis, LowBits, Mesh, Method, Placement
+from zosim.plans import AXES, Axis, LowBits, Mesh, Method, Placement, Weights
 
 Blocks = Literal["resident", "offloaded"]
 AnyAxis = TypeVar("AnyAxis", bound=Axis)
@@ -110,11 +111,25 @@ class Request:
     hardware : Hardware
     cutting : Cutting
         Where a mesh of several stages may cut the model, and with which codecs.
+    notes : tuple of str
+        What the config left open and was filled in, in words.
     """
 
     config: PlanConfig
     hardware: Hardware
     cutting: Cutting = field(default_factory=Cutting)
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: PlanConfig, hardware: Hardware, cutting: Cutting) -> Request:
+        """Return a request whose weights have the checkpoint's format where the config sets none and the device has units for it."""
+        if config.weights.given("dtype") is not None:
+            return cls(config, hardware, cutting)
+        assert config.model is not None
+        device = hardware.topology.device_spec(hardware.device)
+        dtype, why = default_dtype(config.model.checkpoint_dtype, device)
+        note = f"weights in {dtype}: {why}; --dtype names another"
+        return cls(merge(PlanConfig(weights=Weights(dtype=dtype)), config), hardware, cutting, (note,))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "config", with_stored_codes(self.config))

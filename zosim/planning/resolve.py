@@ -8,22 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from costmodel.formats import default_dtype
 from topology.errors import PlanError
-from topology.schema import DeviceSpec
 from topology.validation import readable
 from zosim.config import USUAL_SEQ, PlanConfig, merge, with_stored_codes
 from zosim.planning.cuts import CutModel, Cutting
-from zosim.planning.planner import choose
+from zosim.planning.planner import Decision, choose
 from zosim.planning.request import Hardware, Request
-from zosim.plans import ForwardPass, Plan, Residency, Schedule, Split, Weights
+from zosim.plans import ForwardPass, Plan, Residency, Schedule, Split
 
 WHAT = "options of the plan"
 """What is at fault where fields of a plan contradict each other."""
 
 
 def resolve(
-    config: PlanConfig, hardware: Callable[[], Hardware] | None = None, cutting: Cutting | None = None
+    config: PlanConfig,
+    machine: Hardware | Callable[[], Hardware] | None = None,
+    cutting: Cutting | None = None,
+    *,
+    on_decision: Callable[[Decision], object] = lambda _: None,
 ) -> Plan:
     """Return the plan that a config means.
 
@@ -31,10 +33,12 @@ def resolve(
     ----------
     config : PlanConfig
         With its model.
-    hardware : callable, optional
-        Returns what the planner may use; called only where something is open.
+    machine : Hardware or callable, optional
+        What the planner may use; a callable that returns it is called only where something is open.
     cutting : Cutting, optional
         Where the model may be cut; by default where it is cut already, and between blocks.
+    on_decision : callable
+        Called with what else was weighed, where the planner has chosen.
 
     Raises
     ------
@@ -44,23 +48,16 @@ def resolve(
         If no plan fits the hardware.
     """
     if config.placement is None:
-        assert hardware is not None
-        return choose(Request(config, hardware(), cutting or Cutting())).plan
+        assert machine is not None
+        hardware = machine if isinstance(machine, Hardware) else machine()
+        decision = choose(Request.of(config, hardware, cutting or Cutting()))
+        on_decision(decision)
+        return decision.plan
     fields = {
         name: value for name, value in with_stored_codes(config).set_fields().items() if name != "search"
     }
     with readable(WHAT, PlanError, model=Plan):
         return Plan.model_validate({"batch": config.batch, "seq": config.seq or USUAL_SEQ} | fields)
-
-
-def with_default_dtype(config: PlanConfig, device: DeviceSpec) -> tuple[PlanConfig, str]:
-    """Return a config that has a format of the weights, and a note of why it has that; "" where it was set."""
-    if config.weights.given("dtype") is not None:
-        return config, ""
-    assert config.model is not None
-    dtype, why = default_dtype(config.model.checkpoint_dtype, device)
-    note = f"weights in {dtype}: {why}; --dtype names another"
-    return merge(PlanConfig(weights=Weights(dtype=dtype)), config), note
 
 
 def laid_over(plan: Plan, config: PlanConfig, cut_model: CutModel) -> PlanConfig:
@@ -113,7 +110,11 @@ def spread(config: PlanConfig, cut_model: CutModel, known: Plan | None = None) -
     """
     mesh, split, placement = config.mesh, config.split, config.placement
     assert placement is not None
-    if len(placement.devices) != mesh.world_size:
+    num_known = len(placement.devices)
+    if mesh.world_size < num_known:
+        kept = {name: getattr(placement, name)[: mesh.world_size] for name in ("devices", "hosts")}
+        placement = placement.model_copy(update=kept)
+    elif mesh.world_size > num_known:
         first = placement.devices[0]
         kind = first.rstrip("0123456789")
         devices = [f"{kind}{rank}" if kind == "gpu" else first for rank in range(mesh.world_size)]

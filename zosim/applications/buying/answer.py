@@ -18,6 +18,7 @@ from zosim.applications.buying.sensitivity import Change, Effect, MemoryRoom, ef
 from zosim.applications.buying.shortfall import shortfall
 from zosim.config import PlanConfig, merge
 from zosim.options import config_of
+from zosim.planning.cuts import cutting_of
 from zosim.report import Bullets, Part, Report, Table
 
 JOB_OPTIONS = ("batch", "seq", "dtype", "method", "allow_lossy")
@@ -188,7 +189,8 @@ def buy(
             raise PlanError(f"--{name} {number!r} is no whole number of {least} or more")
     table = shipped_prices() if prices is None else load_prices(prices)
     options = config_of(PlanConfig, settings, only=JOB_OPTIONS)
-    job = Job(merge(PlanConfig(model=read_model_spec(model)), options), steps)
+    config = merge(PlanConfig(model=read_model_spec(model)), options)
+    job = Job(config, steps, cutting_of(model, config.split))
     market = Market(
         job=job, prices=table, limits=BuyerLimits(_money(budget, table), _hours(deadline)), by=by, pay=pay
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from costmodel.devices.prices import Payment, Range
@@ -13,16 +13,16 @@ from costmodel.rates.profile import Bound, Profile
 from topology.errors import PlanError
 from topology.figures import Figure
 from topology.graph import Topology
-from topology.hardware import resolve
+from topology.hardware import resolve as topology_named
 from topology.schema import Node
 from zosim.applications.buying.levers import Lever, levers
 from zosim.config import USUAL_SEQ, PlanConfig, merge
 from zosim.planning.bounds import Bounds
-from zosim.planning.explain import ALIKE
-from zosim.planning.planner import Candidate
+from zosim.planning.cuts import Cutting
+from zosim.planning.planner import Candidate, Decision
 from zosim.planning.predict import Prediction
 from zosim.planning.request import Hardware, Request
-from zosim.planning.resolve import with_default_dtype
+from zosim.planning.resolve import resolve
 from zosim.plans import Mesh, Plan
 
 _SECONDS_PER_HOUR = 3600.0
@@ -39,10 +39,13 @@ class Job:
     config : PlanConfig
         What is set of its plans; without a format of the weights it is the checkpoint's, where a machine has units for it.
     num_steps : int
+    cutting : Cutting
+        Where stages may cut the model; by default between blocks alone.
     """
 
     config: PlanConfig
     num_steps: int
+    cutting: Cutting = field(default_factory=Cutting)
 
     def __post_init__(self) -> None:
         if self.seq > self.model.max_positions:
@@ -55,9 +58,19 @@ class Job:
         self, name: str, topology: Topology, num_devices: int, *, mesh: Mesh | None = None
     ) -> Request:
         """Return what the planner is asked for on a machine."""
-        hardware = Hardware.of(topology, name, max_ranks=num_devices, is_calibrated=False)
-        config, _ = with_default_dtype(self.config, topology.device_spec(hardware.device))
-        return Request(config if mesh is None else merge(config, PlanConfig(mesh=mesh)), hardware)
+        config = self.config if mesh is None else merge(self.config, PlanConfig(mesh=mesh))
+        return Request.of(config, self._hardware(name, topology, num_devices), self.cutting)
+
+    def decision(self, name: str, topology: Topology, num_devices: int) -> Decision:
+        """Return the plan that the planner chooses on a machine, simulated, and what else it weighed."""
+        decisions: list[Decision] = []
+        hardware = self._hardware(name, topology, num_devices)
+        resolve(self.config, hardware, self.cutting, on_decision=decisions.append)
+        return decisions[0]
+
+    @staticmethod
+    def _hardware(name: str, topology: Topology, num_devices: int) -> Hardware:
+        return Hardware.of(topology, name, max_ranks=num_devices, is_calibrated=False)
 
     @property
     def model(self) -> ModelSpec:
@@ -151,26 +164,14 @@ def _bound_s(request: Request, plan: Plan) -> float:
     return Bounds(request).of(plan).seconds
 
 
-def simulated(machine: PricedMachine) -> PricedMachine:
-    """Return a machine with its best plan simulated, event by event, interval included.
-
-    Where the simulated step takes longer than another placement's bound, that one is simulated, too.
-    """
-    rest = [candidate for candidate in machine.candidates if not candidate.missing]
-    best, best_s = None, float("inf")
-    for candidate in rest:
-        if candidate.bound.seconds >= best_s * (1 - ALIKE):
-            break
-        seconds = candidate.subject.timeline.step_time_s
-        if seconds < best_s * (1 - ALIKE):
-            best, best_s = candidate, seconds
-    assert best is not None
-    prediction = best.subject.prediction
-    others = [candidate for candidate in machine.candidates if candidate is not best]
+def simulated(job: Job, machine: PricedMachine) -> PricedMachine:
+    """Return a machine with the plan that the planner chooses there, simulated event by event, interval included."""
+    decision = job.decision(machine.name, machine.topology, machine.num_rented)
+    prediction = decision.prediction
     return replace(
         machine,
-        num_devices=best.plan.placement.world_size,
-        candidates=(replace(best, seconds=best_s, is_simulated=True), *others),
+        num_devices=decision.plan.placement.world_size,
+        candidates=(decision.chosen, *decision.others, *decision.rejected),
         step_s=Range(prediction.step_time_s, prediction.low_s, prediction.high_s),
         prediction=prediction,
     )
@@ -221,4 +222,4 @@ def machines_named(names: Sequence[str]) -> Iterator[tuple[str, Topology]]:
         If a name is neither a preset nor a file.
     """
     for name in names:
-        yield name, resolve(name)
+        yield name, topology_named(name)

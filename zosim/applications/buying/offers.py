@@ -198,10 +198,7 @@ class Market:
         if "own" not in payments and self._is_share(name, topology, count):
             topology = share_of(topology, count)
         try:
-            listed = sorted(
-                candidates(self.job.request(name, topology, count)),
-                key=lambda c: (bool(c.missing), c.sort_key),
-            )
+            listed = candidates(self.job.request(name, topology, count))
         except PlanError as error:
             return Refusal(name, count, (Need("plan", error.message),), payments=tuple(payments))
         if not listed:
@@ -277,7 +274,7 @@ class Market:
             if waiting is None:
                 return offers
             others = [offer for offer in offers if offer.machine is not waiting]
-            offers = self._ranked([*others, *self._priced(simulated(waiting))])
+            offers = self._ranked([*others, *self._priced(simulated(self.job, waiting))])
 
     def repriced(self, offer: Offer, times: float) -> Offer:
         """Return an offer as it would be if its step took so many times as long."""
