@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from proofs_checks.outcomes import Context
 
 
+_OWN = "Your own estimator or quantizer (docs/judging.md)"
+
+
 def check(
     claims: Annotated[
         list[str] | None,
@@ -81,8 +84,111 @@ def check(
     params: Annotated[
         str, typer.Option("--params", metavar="JSON", help="Parameters of --oracle, as a JSON object.")
     ] = "{}",
+    estimator: Annotated[
+        str | None,
+        typer.Option(
+            "--estimator",
+            metavar="MODULE:FUNCTION",
+            help="Judge this estimator, called as estimator(loss, theta, epsilon, seed), in place of the claims.",
+            rich_help_panel=_OWN,
+        ),
+    ] = None,
+    quantizer: Annotated[
+        str | None,
+        typer.Option(
+            "--quantizer",
+            metavar="MODULE:FUNCTION",
+            help="Judge this quantizer, called as quantizer(numbers, seed), in place of the claims.",
+            rich_help_panel=_OWN,
+        ),
+    ] = None,
+    distribution: Annotated[
+        str,
+        typer.Option(
+            "--distribution",
+            help="Directions of --estimator: normal, signs, sphere (of radius √d), any.",
+            rich_help_panel=_OWN,
+        ),
+    ] = "normal",
+    queries: Annotated[
+        int,
+        typer.Option("--queries", help="Directions that --estimator averages over.", rich_help_panel=_OWN),
+    ] = 1,
+    bias_order: Annotated[
+        float,
+        typer.Option(
+            "--bias-order", help="Least order of the bias of --estimator in ε.", rich_help_panel=_OWN
+        ),
+    ] = 2.0,
+    additive: Annotated[
+        bool,
+        typer.Option(
+            "--additive/--not-additive",
+            help="Whether estimates of --estimator of two losses add up to that of their sum.",
+            rich_help_panel=_OWN,
+        ),
+    ] = True,
+    rounding: Annotated[
+        str,
+        typer.Option("--rounding", help="Of --quantizer: stochastic or nearest.", rich_help_panel=_OWN),
+    ] = "stochastic",
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            "--group-size",
+            help="Neighbouring numbers that share a scale of --quantizer; by default all 256.",
+            show_default=False,
+            rich_help_panel=_OWN,
+        ),
+    ] = None,
+    largest: Annotated[
+        float,
+        typer.Option(
+            "--largest",
+            help="Largest output of --quantizer over its largest input.",
+            rich_help_panel=_OWN,
+        ),
+    ] = 1.0,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples",
+            help="Seeds that --estimator (40,000) or --quantizer (2,000) is called with.",
+            show_default=False,
+            rich_help_panel=_OWN,
+        ),
+    ] = None,
 ) -> None:
     """Judge the papers' statements against the shipped code; exit with 1 if a check or a planted fault goes unmet."""
+    if estimator is not None or quantizer is not None:
+        from proofs_checks import judging
+
+        some: dict[str, Any] = {} if samples is None else {"num_samples": samples}
+        judgements = []
+        if estimator is not None:
+            stated: dict[str, Any] = {"distribution": distribution, "queries": queries, "order": bias_order}
+            judgements.append(
+                judging.judge_estimator(
+                    _named("estimator", estimator),
+                    name=estimator,
+                    is_linear=additive,
+                    seed=seed,
+                    **stated,
+                    **some,
+                )
+            )
+        if quantizer is not None:
+            stated = {"rounding": rounding, "group_size": group_size, "largest": largest}
+            judgements.append(
+                judging.judge_quantizer(
+                    _named("quantizer", quantizer), name=quantizer, seed=seed, **stated, **some
+                )
+            )
+        for judgement in judgements:
+            emit(judgement.to_data(), json=json, text="\n".join(judgement.lines()))
+        if any(judgement.failed for judgement in judgements):
+            raise typer.Exit(1)
+        return
     if oracles or oracle is not None:
         _show_oracles(oracle, params, json=json)
         return
@@ -116,6 +222,15 @@ def check(
         stdout.print(_summary(entries, failed), markup=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
+
+
+def _named(what: str, name: str) -> Any:
+    import torch
+
+    from executors.datasets.objectives import imported
+
+    torch.set_num_threads(1)  # numbers are few, and bits depend on how many threads there are
+    return imported(what, name)
 
 
 def _weigh(path: Path, evidence: dict[str, Wealth], entries: list[Entry], *, json: bool) -> list[str]:

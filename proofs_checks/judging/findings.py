@@ -1,0 +1,143 @@
+"""What was found of an estimator or a quantizer: one finding for each property, with what could have been noticed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from scipy.stats import t as student
+from torch import Tensor
+
+from proofs_checks.outcomes import Estimate
+from proofs_checks.statistics import LEVEL, MISSED, batch_means, threshold
+
+Verdict = Literal["holds", "fails", "not resolved", "not applicable"]
+
+COARSEST = 0.25
+"""Relative error that a comparison must notice to say that something holds: a coarser one says ``not resolved``."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One property.
+
+    Attributes
+    ----------
+    name : str
+    verdict : str
+        ``holds``, ``fails``; ``not resolved`` where random samples would not show an error of :data:`COARSEST`; ``not applicable``
+        where nothing was stated that could be compared.
+    tested : str
+        What was compared with what, on which inputs.
+    measured : str
+        What came out, with numbers.
+    resolution : float or None
+        Relative error that is noticed 999 times in 1000: of the coarsest comparison. None where the comparison is exact.
+    num_comparisons, num_samples : int
+        Random comparisons, of which each may raise a false alarm; samples of each.
+    """
+
+    name: str
+    verdict: Verdict
+    tested: str
+    measured: str
+    resolution: float | None = None
+    num_comparisons: int = 0
+    num_samples: int = 0
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """All findings about one function.
+
+    Attributes
+    ----------
+    subject : str
+    findings : tuple of Finding
+    """
+
+    subject: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def failed(self) -> tuple[Finding, ...]:
+        """Findings that something stated is not so."""
+        return tuple(finding for finding in self.findings if finding.verdict == "fails")
+
+    @property
+    def unresolved(self) -> tuple[Finding, ...]:
+        """Findings that the samples could not tell."""
+        return tuple(finding for finding in self.findings if finding.verdict == "not resolved")
+
+    @property
+    def false_alarms(self) -> float:
+        """Probability, at most, that a function for which all holds is said to fail (Bonferroni's inequality)."""
+        return LEVEL * sum(finding.num_comparisons for finding in self.findings)
+
+    def to_data(self) -> dict[str, Any]:
+        """Return what JSON holds."""
+        return {
+            "subject": self.subject,
+            "findings": [asdict(finding) for finding in self.findings],
+            "failed": [finding.name for finding in self.failed],
+            "not_resolved": [finding.name for finding in self.unresolved],
+            "false_alarms": self.false_alarms,
+        }
+
+    def lines(self) -> list[str]:
+        """Return a report in text."""
+        said = [self.subject]
+        for finding in self.findings:
+            said.append(f"  {finding.verdict.upper():15} {finding.name}: {finding.measured}")
+            noticed = "" if finding.resolution is None else f"; notices {100 * finding.resolution:.2g} %"
+            samples = "" if not finding.num_samples else f"; {finding.num_samples:,} samples"
+            said.append(f"  {'':15} {finding.tested}{noticed}{samples}")
+        counts = [f"{len(self.failed)} of {len(self.findings)} fail", f"{len(self.unresolved)} not resolved"]
+        said.append(f"{', '.join(counts)}; a false alarm has a probability below {self.false_alarms:.1g}")
+        return said
+
+
+def compared(name: str, tested: str, estimates: Sequence[Estimate], what: str = "") -> Finding:
+    """Return the finding of means beside their theory: it fails where chance does not explain one of them.
+
+    Parameters
+    ----------
+    name, tested : str
+    estimates : sequence of Estimate
+    what : str
+        Unit of what is measured.
+    """
+    farthest = min(estimates, key=lambda each: -1.0 if math.isnan(each.p_value) else each.p_value)
+    coarsest = max(estimate.resolution for estimate in estimates)
+    verdict: Verdict = "holds" if coarsest <= COARSEST else "not resolved"
+    if not farthest.p_value >= LEVEL:
+        verdict = "fails"
+    measured = f"{farthest.value:.5g}{what}, theory {farthest.theory:.5g}" + (
+        f" (farthest of {len(estimates)})" if len(estimates) > 1 else ""
+    )
+    return Finding(name, verdict, tested, measured, coarsest, len(estimates), farthest.num_samples)
+
+
+def at_most(name: str, tested: str, samples: Tensor, bound: float) -> Finding:
+    """Return the finding that a mean is at most `bound`; samples have shape (n,)."""
+    means = batch_means(samples[:, None])[:, 0]
+    mean, error = float(means.mean()), float(means.std()) / math.sqrt(len(means))
+    # Rounding of a mean that does not vary is no excess.
+    excess = mean - bound - 1e-9 * abs(bound)
+    resolution = (threshold(len(means)) + float(student.isf(MISSED, len(means) - 1))) * error / abs(bound)
+    verdict: Verdict = "holds" if resolution <= COARSEST else "not resolved"
+    if not excess <= threshold(len(means)) * error:
+        verdict = "fails"
+    return Finding(name, verdict, tested, f"{mean:.4g} of at most {bound:.4g}", resolution, 1, len(samples))
+
+
+def exactly(name: str, tested: str, *, holds: bool, measured: str) -> Finding:
+    """Return the finding of a comparison without chance."""
+    return Finding(name, "holds" if holds else "fails", tested, measured)
+
+
+def not_applicable(name: str, reason: str) -> Finding:
+    """Return the finding that nothing was stated which could be compared."""
+    return Finding(name, "not applicable", reason, "not compared")
