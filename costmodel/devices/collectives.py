@@ -11,9 +11,14 @@ References
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import ceil, log2
 from types import MappingProxyType
+from typing import Literal
+
+CollectiveName = Literal["all_gather", "all_reduce", "reduce_scatter"]
+"""Collectives that a program can have."""
 
 MESSAGE_S: Mapping[str, float] = MappingProxyType({"cpu": 5.5e-5, "gpu": 0.0})
 """Time of a small message besides the links' latency, by kind of device, where no calibration has measured it.
@@ -117,6 +122,45 @@ def all_reduce_s(
         algorithm(size_bytes, num_ranks, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
         for algorithm in (ring_all_reduce_s, tree_all_reduce_s)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCost:
+    """What a collective moves, and in which time.
+
+    Attributes
+    ----------
+    by_messages : callable
+        Its closed form, such as :func:`all_gather_s`.
+    num_passes : int
+        How often a ring takes the buffer round: a sum is made in the first pass, and handed on in the second.
+    is_shared : bool
+        Whether a pass brings a rank the shares of all others but its own, and not the whole buffer.
+    gathers : bool
+        Whether each rank is left with the parts of all, and not with one as long as its own.
+    """
+
+    by_messages: Callable[..., float]
+    num_passes: int = 1
+    is_shared: bool = True
+    gathers: bool = False
+
+    def whole(self, received: float, num_ranks: int) -> float:
+        """Return the size of the whole buffer of which each of several ranks receives so much."""
+        of_a_pass = received * num_ranks / (num_ranks - 1) if self.is_shared else received
+        return of_a_pass / self.num_passes
+
+
+COLLECTIVES: dict[CollectiveName, CollectiveCost] = {
+    "all_reduce": CollectiveCost(all_reduce_s, num_passes=2),
+    "all_gather": CollectiveCost(all_gather_s, gathers=True),
+    # Shares are gathered the other way round.
+    "reduce_scatter": CollectiveCost(all_gather_s),
+}
+"""The collectives of programs by name.
+
+A method of that name of :class:`executors.ranks.communicator.Communicator` runs one; without it, a program is simulated only.
+"""
 
 
 def _check(num_ranks: int, size_bytes: float, latency_s: float, bandwidth_bytes_per_s: float) -> None:

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from math import log2
 from typing import Literal
 
+from costmodel.devices.collectives import COLLECTIVES, CollectiveName
 from costmodel.rates.profile import Bound
 
-Function = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Wire = Literal["nvlink", "pcie", "network"]
 Generation = Literal["volta", "ampere", "hopper", "blackwell"]
 Way = tuple[Literal["tree", "ring", "nvls"], Literal["LL", "LL128", "Simple"]]
@@ -137,7 +137,7 @@ class Communicator:
     message_bytes_per_s: float = 0.0
     in_switch_sums: bool = False
 
-    def seconds(self, function: Function, size_bytes: float, bound: Bound = "central") -> float:
+    def seconds(self, function: CollectiveName, size_bytes: float, bound: Bound = "central") -> float:
         """Return the seconds of a collective on buffers of `size_bytes`; of a gather or scatter, of all shares together."""
         if self.num_ranks == 1:
             return 0.0
@@ -173,7 +173,7 @@ class Communicator:
             return max(1.0, self.bandwidth_bytes_per_s / (_CHANNEL_GB * _GB))
         return 2.0 if self.num_hosts == 1 else 2.0 * _NETWORK_CHANNELS
 
-    def _ways(self, function: Function, bound: Bound) -> Iterator[Way]:
+    def _ways(self, function: CollectiveName, bound: Bound) -> Iterator[Way]:
         """Yield each algorithm in each protocol."""
         # Sums in switches need drivers, containers and settings that allow them: at worst they are not to be had.
         has_nvls = self.num_hosts == 1 and self.num_ranks > 2 and self.generation in _NVLS_PART
@@ -186,7 +186,7 @@ class Communicator:
             ):
                 yield way
 
-    def _latency_us(self, way: Way, function: Function, size_bytes: float) -> float:
+    def _latency_us(self, way: Way, function: CollectiveName, size_bytes: float) -> float:
         if way == _NVLS:
             return _NVLS_US
         per_host = self.num_ranks / self.num_hosts
@@ -195,7 +195,7 @@ class Communicator:
         within = _HOP_US[self.wire][way]
         if way[0] == "tree":
             return _BASE_US[way] + 2 * ((per_host - 1) * within + log2(self.num_hosts) * across)
-        rounds = 2 if function == "all_reduce" else 1
+        rounds = COLLECTIVES[function].num_passes
         num_across = rounds * (self.num_hosts - 1)
         if self.num_hosts > 1:
             within = max(within, _NETWORK_POST_US * (3 if way[1] == "Simple" else 1))
@@ -207,7 +207,7 @@ class Communicator:
             latency_us *= _NETWORK_PLATEAU[self.generation]
         return latency_us
 
-    def _bandwidth(self, way: Way, function: Function, size_bytes: float) -> float:
+    def _bandwidth(self, way: Way, function: CollectiveName, size_bytes: float) -> float:
         place = min(self.num_hosts, 3) - 1
         generation, bus, channels = self.generation, self.bandwidth_bytes_per_s / _GB, self._num_channels
         ll = _LL_GB[generation if self.num_hosts == 1 else "ampere"][place]
@@ -230,9 +230,5 @@ class Communicator:
                 size = int(log2(max(1.0, size_bytes / 64)))
                 parts = _TREE_PARTS[protocol]
                 bus *= parts[size] if size < len(parts) else 1.0
-        if way[0] == "tree":
-            algorithm = bus / 2
-        else:
-            rounds = 2 if function == "all_reduce" else 1
-            algorithm = bus * self.num_ranks / (rounds * (self.num_ranks - 1))
+        algorithm = bus / 2 if way[0] == "tree" else COLLECTIVES[function].whole(bus, self.num_ranks)
         return algorithm * _GB

@@ -433,8 +433,8 @@ def _refuse_first_order(program: Program) -> None:
     """
     for part, instruction in program.instructions():
         op = instruction.op
-        is_sum = isinstance(op, Collective) and op.function != "all_gather"
-        if is_sum or isinstance(op, Backward | Optimize):
+        is_not_run = isinstance(op, Collective) and not hasattr(Communicator, op.function)
+        if is_not_run or isinstance(op, Backward | Optimize):
             message = f"program {program.name}: {part}/{instruction.id} belongs to a first-order step, which is simulated only"
             raise ProgramError(
                 message, hint="run a zeroth-order plan; zosim simulate --first-order compares them"

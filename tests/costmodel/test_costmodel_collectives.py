@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodel.devices.collectives import (
+    COLLECTIVES,
     all_reduce_s,
     point_to_point_s,
     ring_all_gather_s,
@@ -39,6 +40,15 @@ def test_every_rank_must_receive_what_it_lacks(num_ranks, size):
     assert ring_all_reduce_s(size, num_ranks, **LINK) >= 2 * least * (1 - 1e-12)
     if num_ranks == 1:
         assert all_reduce_s(size, 1, **LINK) == 0
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_what_a_rank_receives_tells_the_whole(name, num_ranks):
+    """Without a latency the closed form takes as long as the bytes that each rank receives of a buffer."""
+    known = COLLECTIVES[name]
+    received = known.by_messages(4000.0, num_ranks, latency_s=0.0, bandwidth_bytes_per_s=1.0)
+    assert known.whole(received, num_ranks) == pytest.approx(4000.0)
 
 
 @pytest.mark.parametrize(

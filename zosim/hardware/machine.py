@@ -26,9 +26,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from costmodel.devices.collectives import all_gather_s, all_reduce_s, point_to_point_s
+from costmodel.devices.collectives import COLLECTIVES, CollectiveName, point_to_point_s
 from costmodel.devices.nccl import Communicator
 from costmodel.estimate import CopyDirection, OperationCost, estimate
 from costmodel.rates.profile import Bound, Profile
@@ -138,15 +138,14 @@ class Ring(Hop):
 
     num_ranks: int = field(kw_only=True)
 
-    def seconds(
-        self, function: Literal["all_reduce", "all_gather"], size_bytes: float, bound: Bound = "central"
-    ) -> float:
+    def seconds(self, function: CollectiveName, size_bytes: float, bound: Bound = "central") -> float:
         """Return the seconds of a sum over buffers of so many bytes, or until every rank has all shares of so many bytes together."""
         if self.nccl is not None:
             return self.nccl.seconds(function, size_bytes, bound)
-        by_messages = all_reduce_s if function == "all_reduce" else all_gather_s
         latency_s, bandwidth = self.latency_s, self.bandwidth_bytes_per_s
-        return by_messages(size_bytes, self.num_ranks, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
+        return COLLECTIVES[function].by_messages(
+            size_bytes, self.num_ranks, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth
+        )
 
 
 @dataclass(frozen=True)
@@ -418,20 +417,15 @@ class Machine:
         self, cost: OperationCost, program: Program, instruction: Instruction, bound: Bound
     ) -> Activity:
         assert isinstance(instruction.op, Collective)
-        group, size_bytes = instruction.op.group, instruction.work.link_bytes
+        function, group = instruction.op.function, instruction.op.group
+        size_bytes = instruction.work.link_bytes
         if program.groups.get(group, 1) == 1:
             return Activity(cost.seconds, limiter=cost.limiter)
         ring = self.rings.get(group)
         if ring is None:
             message = f"{instruction.id} is a collective of {group}, to which {self.profile.device_name} has no path"
             raise ProfileError(message, hint="make the ranks' machines together, with machines_for")
-        # A rank receives what it lacks; with its own part that is the whole buffer. Of a sum it receives the parts of
-        # one share, and then the other shares.
-        whole = size_bytes * ring.num_ranks / (ring.num_ranks - 1)
-        if instruction.op.function == "all_reduce":
-            exchange_s = ring.seconds("all_reduce", whole / 2, bound)
-        else:
-            exchange_s = ring.seconds("all_gather", whole, bound)
+        exchange_s = ring.seconds(function, COLLECTIVES[function].whole(size_bytes, ring.num_ranks), bound)
         # Weights come ahead of the blocks that need them, while ranks compute; losses are what ranks wait for.
         is_ahead = any(isinstance(item.what, GroupWeights | FrozenWeights) for item in instruction.writes)
         if is_ahead and ring.wire == "memory" and ring.busy_latency_s:

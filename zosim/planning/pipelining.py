@@ -103,6 +103,6 @@ def about_stages(subject: Subject) -> Iterator[str]:
     each = f" for each of {pipelines} shards" if pipelines > 1 else ""
     yield f"{counts.num_activations} activations a step forward, {plan.estimator.num_points * num_cuts} by SparQ's count {formula}{each}"
     yield (
-        f"back go {figures.num_losses} losses, in one all_gather: {counts.num_scalars} scalars that "
+        f"back go {figures.num_losses} losses, in one exchange: {counts.num_scalars} scalars that "
         f"another rank gets, where SparQ counts P(M - 1) differences, {plan.estimator.num_queries * num_cuts}"
     )

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from costmodel.devices.collectives import CollectiveName
 from costmodel.formats.distributions import DistributionName
 from zosim.program.points import WrittenPoint
 
@@ -216,7 +217,7 @@ class Collective:
     group : str
     """
 
-    function: Literal["all_gather", "all_reduce", "reduce_scatter"]
+    function: CollectiveName
     group: str
     kind: Literal["collective"] = "collective"
 

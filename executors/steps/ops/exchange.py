@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from costmodel.devices.collectives import COLLECTIVES
 from executors.steps.arithmetic import projected_gradient
 from executors.steps.frames import StepFrame
 from executors.steps.micro_batches import accumulated
@@ -17,6 +18,9 @@ from zosim.program.contents import Loss
 from zosim.program.instructions import Access, Instruction
 from zosim.program.operations import Collective, Scalar
 from zosim.program.points import BASE, Point
+
+Exchange = Callable[[str, Tensor, Tensor, str], None]
+"""Given a group, what is to be filled, this rank's own, and the name of the instruction: a method of :class:`Ranks`."""
 
 _ELSEWHERE = -1.0
 """Stands for what a loss is the mean over, of one that another rank forwards."""
@@ -51,7 +55,7 @@ class Exchanges:
             return self._gather_shares(ranks, instruction, op.group, pairs)
         if len(pairs) != 1:
             raise ProgramError(f"program {self._program.name}: {instruction.id} gathers more than losses")
-        return self._gather_losses(ranks, instruction, op.group)
+        return self._exchange_losses(ranks, instruction, op)
 
     def _gather_shares(
         self, ranks: Ranks, instruction: Instruction, group: str, pairs: Sequence[tuple[Access, Access]]
@@ -70,17 +74,18 @@ class Exchanges:
 
         return gather
 
-    def _gather_losses(self, ranks: Ranks, instruction: Instruction, group: str) -> Action:
-        num_ranks = self._program.groups[group]
+    def _exchange_losses(self, ranks: Ranks, instruction: Instruction, op: Collective) -> Action:
+        run: Exchange = getattr(ranks, op.function)
+        num_parts = self._program.groups[op.group] if COLLECTIVES[op.function].gathers else 1
 
-        def gather(frame: StepFrame) -> None:
+        def exchange(frame: StepFrame) -> None:
             if frame.replayed:
                 return
             assert frame.packed is not None
-            frame.gathered = frame.packed.new_zeros((num_ranks, *frame.packed.shape))
-            ranks.all_gather(group, frame.gathered.view(-1), frame.packed.view(-1), instruction.id)
+            frame.gathered = frame.packed.new_zeros((num_parts, *frame.packed.shape))
+            run(op.group, frame.gathered.view(-1), frame.packed.view(-1), instruction.id)
 
-        return gather
+        return exchange
 
     def scalar(self, instruction: Instruction) -> Action:
         """Return what packs this rank's losses, makes one loss of all ranks' at each point, or a projected gradient of two."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import cast, get_args
 
-from costmodel.devices.collectives import point_to_point_s
+from costmodel.devices.collectives import CollectiveName, point_to_point_s
 from costmodel.estimate import CopyDirection, device_s, estimate
 from costmodel.rates.profile import Bound
 from costmodel.sweeps import copy_work
@@ -87,10 +87,7 @@ def collective(row: MeasuredRow, site: Site) -> Forecast:
         raise Unpredictable("a collective of one rank takes no time")
     devices = site.devices_of(row, num_ranks)
     machines = machines_for(site.topology, devices, site.profile, {"world": (tuple(range(num_ranks)),)})
-    # Reducing and scattering shares is gathering them the other way round.
-    function: Literal["all_reduce", "all_gather"] = (
-        "all_reduce" if row["kind"] == "all_reduce" else "all_gather"
-    )
+    function = cast("CollectiveName", row["kind"])
 
     def seconds(bound: Bound) -> float:
         # Message times of a CPU hold its calls.

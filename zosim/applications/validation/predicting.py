@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from costmodel.devices.collectives import COLLECTIVES
 from costmodel.devices.gpus import is_widened, multiplies_float8
 from topology.errors import ZosimError
 from topology.validation import did_you_mean
@@ -17,13 +18,12 @@ from zosim.applications.validation.tables import RowsError
 
 Predictor = Callable[[MeasuredRow, Site], Forecast]
 
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 PREDICTORS: dict[str, Predictor] = {
     **dict.fromkeys(kernels.WORKS, kernels.kernel),
     "copy": links.copy,
     "p2p": links.message,
-    **dict.fromkeys(_COLLECTIVES, links.collective),
+    **dict.fromkeys(COLLECTIVES, links.collective),
     "forward": passes.forward,
     "streamed_generation": passes.streamed_generation,
     "step": steps.step,
@@ -48,7 +48,7 @@ _ASSUMED: Mapping[str, Mapping[str, str]] = {
 }
 """What is taken for an empty cell, by kind; beside the format, and all devices where ranks are not counted."""
 
-_ANY_FORMAT = frozenset({"elementwise", "copy", "p2p", *_COLLECTIVES})
+_ANY_FORMAT = frozenset({"elementwise", "copy", "p2p", *COLLECTIVES})
 """Kinds to which only bytes matter."""
 
 
@@ -97,6 +97,6 @@ def _likely(kind: str, site: Site) -> dict[str, str]:
         device = site.device
         on_gpu = "bfloat16" if "bf16" in device.peak_dense else "float16"
         likely["dtype"] = on_gpu if device.kind == "gpu" else "float32"
-    if kind in _COLLECTIVES:
+    if kind in COLLECTIVES:
         likely["ranks"] = str(len(site.devices))
     return likely
