@@ -146,7 +146,7 @@ class InProcess:
         check_length(_size(message), most_bytes, what)
         return message
 
-    def broadcast(self, group: str, owner: int, tensor: Tensor, what: str) -> None:  # noqa: ARG002
+    def broadcast_host(self, group: str, owner: int, tensor: Tensor, what: str) -> None:  # noqa: ARG002
         """Fill `tensor` with the owner's."""
         parts = self._exchanged("host loop", group, tensor.clone())
         tensor.copy_(parts[self.members(group).index(owner)])

@@ -322,7 +322,7 @@ class Communicator:
         """Wait until all ranks are here."""
         self.all_gather_host(torch.zeros(1, dtype=torch.uint8), what)
 
-    def broadcast(self, group: str, owner: int, tensor: Tensor, what: str) -> None:
+    def broadcast_host(self, group: str, owner: int, tensor: Tensor, what: str) -> None:
         """Fill `tensor`, bytes of the host, with that of rank `owner`, on all members of a pipeline."""
         self._messages(group).broadcast(owner, tensor, what)
 

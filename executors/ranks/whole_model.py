@@ -105,7 +105,7 @@ class WholeModel:
             held = tensor.stored_in(torch.zeros(shape, dtype=dtype) for shape, dtype in pieces)
         for values in held.dump().values():
             flat = values.contiguous().view(-1).view(torch.uint8)
-            communicator.broadcast(_PIPELINE, holders[0], flat, f"fetching {tensor.name}")
+            communicator.broadcast_host(_PIPELINE, holders[0], flat, f"fetching {tensor.name}")
         return held
 
 
