@@ -21,12 +21,10 @@ from tests.kills import points
 
 MARK = "ZOSIM_KILL_CASE"
 SHARED_MEMORY = Path("/dev/shm")
-LONGEST_WAIT_S = 300.0
-"""Nothing is waited for longer; a command that has not ended by then has failed its case."""
 
 
 class Waited(Exception):  # noqa: N818 - reads as what happened
-    """Something did not come about in :data:`LONGEST_WAIT_S`."""
+    """Something did not come about in time; a command that has not ended by then has failed its case."""
 
 
 def wait_until(is_so: Callable[[], bool], what: str) -> None:
@@ -36,10 +34,10 @@ def wait_until(is_so: Callable[[], bool], what: str) -> None:
     ------
     Waited
     """
-    end = time.monotonic() + LONGEST_WAIT_S
+    end = time.monotonic() + points.LONGEST_WAIT_S
     while not is_so():
         if time.monotonic() > end:
-            raise Waited(f"waited {LONGEST_WAIT_S:.0f} s for {what}")
+            raise Waited(f"waited {points.LONGEST_WAIT_S:.0f} s for {what}")
         time.sleep(0.0005)
 
 
