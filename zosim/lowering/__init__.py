@@ -53,10 +53,12 @@ def lower(plan: Plan, rank: int = 0) -> Program:
     -----
     The outcome is not validated here; both interpreters do that with every program, lowered or edited.
     """
+    # The flush has a writer of its own: it follows any step, and can count on nothing that one has drawn.
     step, flush = StepWriter(plan, rank), StepWriter(plan, rank)
     step.write_step()
     flush.write_flush()
     buffers = step.buffers()
+    # No axis says who waits for whom: that follows from what instructions touch.
     instructions, flushing = connect(
         step.instructions,
         flush.instructions,
@@ -74,6 +76,7 @@ def lower(plan: Plan, rank: int = 0) -> Program:
         groups=_group_sizes(plan, rank),
         alignment_bytes=alignment_of(plan),
     )
+    # Edges that others imply would cost the simulators time and a reader the thread.
     return without_implied(program)
 
 
@@ -111,6 +114,7 @@ def lower_all(plan: Plan) -> ProgramSet:
             plan.points_of(rank),
             len(plan.rows_of(rank)),
         )
+        # Ranks that agree in these do the same, whatever their place in the mesh.
         role = (stage, points, num_rows, *(of[rank] for of in sizes.values()))
         if role not in roles:
             roles[role] = len(programs)

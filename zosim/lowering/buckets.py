@@ -48,6 +48,7 @@ def bucket_bytes(
     """
     if num_elements == 0:
         return 0
+    # Codes, scales and zero points are tensors of their own, each of which is aligned.
     num_pieces = num_tensors + sum(how.num_pieces - 1 for _, how in matrices)
     size = FORMATS[dtype].bytes(num_elements - elements_of(matrices))
     size += sum(how.size_bytes([one]) for one, how in matrices)

@@ -76,10 +76,12 @@ class Directions(AxisWriter):
         self._are_kept = rank.plan.directions.kept or rank.is_together
         self.walk_order = walk_order(rank.plan)
         self._positions = {group.name: position for position, group in enumerate(self.walk_order)}
+        # Directions that are there, by what they hold and by the bytes that they lie in: a new one replaces what it overlaps.
         self._drawn: dict[tuple[Contents, int | None], Access] = {}
         self._drawn_in: dict[str, Ranges[Access | None]] = defaultdict(
             lambda: Ranges(None, lambda access: access)
         )
+        # How many groups of the walk each query's generator is behind.
         self._walked: dict[int, int] = {}
         self._halves = 0
 
@@ -160,11 +162,6 @@ class Directions(AxisWriter):
             return rights
         return rights + max((self._factor_bytes((group,), rights=False) for group in groups), default=0)
 
-    @cached_property
-    def _moved_rows_bytes(self) -> int:
-        """Bytes of the numbers of the rows that a step's sparse directions move, which stay from draw to update."""
-        return self._storage.moved_rows_bytes(self._rank.groups)
-
     def state_before(self, group: ParameterGroup, query: int, step: int) -> Access:
         """Return the access to the kept generator states before `group` and on the way through it."""
         size = NUM_RNG_MARKS * RNG_STATE_BYTES
@@ -181,6 +178,7 @@ class Directions(AxisWriter):
         trainable = {group.name: group for group in self._rank.groups if group.num_trainable}
         if not self._are_kept:
             return trainable
+        # A kept direction is drawn once: only one that the walk has passed by then needs a state to begin from.
         late = {group.name for group in _drawn_late(self._plan, self._rank.segments)}
         return {name: group for name, group in trainable.items() if name in late}
 
@@ -209,7 +207,8 @@ class Directions(AxisWriter):
             if any(rank.gathers(group, EMBED) for group in rank.groups):
                 rows = self._rows_bytes * len(queries)
                 yield Buffer(_ROWS, Space.DEVICE, rows, "directions", self._storage.row_format)
-        if size := self._moved_rows_bytes:
+        # Sparse directions move some rows, whose numbers stay from draw to update.
+        if size := self._storage.moved_rows_bytes(self._rank.groups):
             yield Buffer("moved_rows", Space.DEVICE, size, "directions", "int64", dynamic=True)
         if size := self._passing_factor_bytes:
             yield Buffer(_FACTORS, Space.DEVICE, size, "directions", self._storage.draw_format)
@@ -263,6 +262,7 @@ class Directions(AxisWriter):
             target = replace(target, what=Direction(group.name, query, is_scaled=True))
         if rounding:
             target = replace(target, what=Direction(group.name, query, rounding=rounding))
+        # The step before has left it where it was drawn.
         if self._are_kept and step < 0:
             return target
         is_redrawn = for_update and self._rank.distribution.is_redrawn
@@ -321,11 +321,14 @@ class Directions(AxisWriter):
         self, group: ParameterGroup, query: int, step: int
     ) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
         """Return the generator states that drawing `group` reads and writes, walking up to it if need be."""
+        # Keyed draws begin anywhere.
         if self._plan.directions.rng == "counter":
             return (), ()
         position = self._positions[group.name]
+        # The walk is behind this group: it is drawn again from the state that was kept before it.
         if step < 0 or position < self._walked.get(query, 0):
             return (self.state_before(group, query, step),), ()
+        # Numbers come in one order, so those of groups in between are passed over first.
         while self._walked.get(query, 0) < position:
             passed = self.walk_order[self._walked.get(query, 0)]
             accesses = self._walking_accesses(self._walked.get(query, 0), query)
@@ -357,6 +360,7 @@ class Directions(AxisWriter):
             return self._factored_work(group, keep)
         if directions.rng == "counter":
             return self._counted_work(group, keep, is_scaled=is_scaled)
+        # Threads begin at marks that an earlier draw has kept; without these the second half begins with a jump, which pays in long walks.
         is_cut = self._rank.distribution.is_drawn_alone and total >= (
             SHARED_DRAW_ELEMENTS if is_again else 2 * JUMP_WORDS
         )
@@ -421,6 +425,7 @@ class Directions(AxisWriter):
     def _factored_work(self, group: ParameterGroup, keep: Keep) -> Work:
         """Return the work of drawing factors, and of multiplying them if need be; rows are picked of a whole product."""
         width = FORMATS[self._storage.draw_format].element_bytes
+        # Factors are multiplied out unless they are all that is wanted.
         products = self.products(group) if keep != "factors" else ()
         scaled = sum(part.m * part.n for part in products) if self._rank.distribution.rank_power else 0
         num_rows = self._num_rows(group.num_trainable) * self._rank.model.embed_dim if keep == "rows" else 0
@@ -486,6 +491,7 @@ def _drawn_late(plan: Plan, segments: Sequence[str]) -> list[ParameterGroup]:
     """
     if plan.schedule.traversal == "sweep":
         return []
+    # A segment earlier in the step may need what is later in the walk.
     turns = {
         group.name: min(segments.index(segment) for segment in group.segments if segment in segments)
         for group in walk_order(plan)
@@ -514,6 +520,7 @@ def passing_work(num_elements: int, directions: DirectionsAxis, dtype: DType) ->
     if directions.rng == "counter":
         return Work()
     distribution = DISTRIBUTIONS[directions.distribution]
+    # A jump pays where one thread would pass over many numbers by itself.
     is_alone = distribution.is_drawn_alone and not distribution.is_factored
     is_long = is_alone and num_elements >= JUMP_WORDS
     return draw_work(
@@ -527,6 +534,7 @@ def passing_work(num_elements: int, directions: DirectionsAxis, dtype: DType) ->
 
 def _num_touched(num_places: float, num_balls: int) -> float:
     """Return how many of some places are expected to be hit by balls that fall on each alike."""
+    # n·(1 - (1 - 1/n)^k), which keeps its digits where 1/n is small.
     return num_places * -expm1(num_balls * log1p(-1 / num_places)) if num_places > 1 else 1.0
 
 

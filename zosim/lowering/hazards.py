@@ -79,6 +79,7 @@ class _Touched:
             for access in accesses:
                 for latest in self._latest[access.buffer].over(access.offset_bytes, access.end_bytes):
                     for (_, wrote, share), event in latest.items():
+                        # Two reads of one byte are no conflict.
                         are_apart = of_peers and share and share == access.share
                         if (writes or wrote) and not are_apart:
                             yield event
@@ -108,6 +109,7 @@ def connect(
     The host reads a step's scalars before it issues the next step, so every stream's first instruction of a
     step waits for the last compute instruction of the step before.
     """
+    # The step is connected behind itself: what holds there holds between any two steps.
     derive = connected_by_conflicts if overlap else _chained
     connected_step = _with_peers(_begin_after(derive(step, step), step), step, shared, group)
     return connected_step, _with_peers(derive(step, flush), step, shared, group) if flush else ()
@@ -118,6 +120,7 @@ def without_implied(program: Program) -> Program:
 
     A dependency is judged where it occurs in full, in the second step and in the flush.
     """
+    # In the first step there is nothing for edges across steps to wait for.
     run = StepGraph(program, num_steps=2)
     kept: dict[tuple[str, str], tuple[Dependency, ...]] = {}
     for item in run.listed:
@@ -191,6 +194,7 @@ def _only(instruction: Instruction, shared: frozenset[str]) -> Instruction:
 
 def _chained(before: Sequence[Instruction], part: Sequence[Instruction]) -> tuple[Instruction, ...]:
     connected = []
+    # The listed order would be right on a single stream, so it is the chain.
     previous = Dependency(before[-1].id, 1)
     for instruction in part:
         connected.append(replace(instruction, after=(previous,)))
@@ -203,6 +207,7 @@ def _begin_after(
 ) -> tuple[Instruction, ...]:
     last = [instruction.id for instruction in step if instruction.stream is Stream.COMPUTE][-1]
     edge = Dependency(last, 1)
+    # Compute follows itself without an edge, since a stream runs in order.
     started: set[Stream] = {Stream.COMPUTE}
     begun = []
     for instruction in instructions:

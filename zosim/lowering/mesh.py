@@ -38,8 +38,8 @@ from zosim.program.operations import Collective, Scalar
 from zosim.program.points import Point, points_of_query
 
 _SCALAR_BYTES = 8
+# A loss and the number of labels that it is the mean over.
 _LOSS_BYTES = 16
-"""A loss and the number of labels that it is the mean over."""
 
 _LOSSES = "losses"
 _OWN_LOSSES = "losses.own"
@@ -115,6 +115,7 @@ class Losses(AxisWriter):
             return
         rank, packed, gathered = self._rank, self._packed(), self._gathered()
         scalar, link = Work(num_kernels=1), Work(link_bytes=gathered.size_bytes - packed.size_bytes)
+        # Every rank sends as many places, those of losses that it does not have empty: messages of one length.
         own = tuple(self._own_loss(point) for point in rank.own_points if rank.is_last_stage)
         losses = tuple(map(self._loss, self._plan.points))
         pack, gather, mean = (
@@ -129,6 +130,7 @@ class Losses(AxisWriter):
 
     def projected_gradient(self, query: int) -> None:
         """Write how two losses become the projected gradient of `query`; one of them may be of the step before."""
+        # A residual difference has one point, and the loss of the step before in place of the other.
         points = points_of_query(query, self._plan.estimator.difference)
         name, op = f"projected_gradient[q{query}]", Scalar("projected_gradient", query)
         kept = [self._before(query, step) for step in (-1, 0) if self._keeps_losses]

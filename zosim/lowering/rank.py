@@ -108,6 +108,7 @@ class Rank:
 
     @cached_property
     def _readers(self) -> dict[str, tuple[str, ...]]:
+        # Worked out once: lowering asks for every group at every visit.
         own = frozenset(self.segments)
         return {group.name: tuple(s for s in group.segments if s in own) for group in self.model.groups}
 
@@ -134,6 +135,7 @@ class Rank:
     def gathers(self, group: ParameterGroup, segment: str) -> bool:
         """Whether `segment` reads `group` through gathered rows, because a later segment needs it unperturbed."""
         readers = self.readers(group)
+        # A tied table is perturbed at its last reader. The embedding, which needs few of its rows, adds the direction to those.
         return not self.is_swept and group.num_trainable > 0 and len(readers) > 1 and segment == readers[0]
 
     @cached_property
@@ -164,6 +166,7 @@ class Rank:
 
     def is_delayed(self, group: ParameterGroup) -> bool:
         """Whether the update of `group` waits for its turn in the next step."""
+        # Blocks alone, as in ZO2: embedding and head are updated when the step ends.
         return self.plan.schedule.update == "delayed" and not is_edge(group.segments[0])
 
     @property
@@ -173,6 +176,7 @@ class Rank:
 
     def hidden(self, point: Point, segment: str) -> Access:
         """Return the access to the hidden state that `segment` leaves at `point`."""
+        # One buffer for each point: what a segment leaves takes the place of what it read.
         return Access(f"hidden.{point}", Hidden(segment, point), 0, self.hidden_bytes(segment))
 
     def hidden_bytes(self, segment: str) -> int:
@@ -187,6 +191,7 @@ class Rank:
 
     def batch(self) -> Access:
         """Return the access to the batch."""
+        # Tokens, attention mask and labels, in int64.
         return Access("batch", BATCH, 0, 3 * 8 * self.num_tokens)
 
 
@@ -209,6 +214,7 @@ class Listing:
         work: Work,
     ) -> None:
         """Add an instruction; a name that stands already is numbered."""
+        # Such as a direction that is drawn twice in a step: edges name instructions, so names are unique.
         count = self._named.get(name, 0) + 1
         self._named[name] = count
         unique = name if count == 1 else f"{name}#{count}"

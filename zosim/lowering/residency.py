@@ -63,7 +63,7 @@ class Homes(AxisWriter):
         return sum(self._bucket(group, dtype))
 
     def _bucket(self, group: ParameterGroup, dtype: str) -> tuple[int, int]:
-        """Return the bytes of the frozen and of the trainable part of the bucket of `group`, counted once."""
+        """Return the bytes of the frozen and of the trainable part of the bucket of `group`."""
         key = group.name, dtype
         if key not in self._buckets:
             num_frozen = group.num_parameters - group.num_trainable
@@ -112,6 +112,7 @@ class Homes(AxisWriter):
         return f"staging.{self._slot_name(segment)}"
 
     def _slot_name(self, segment: str) -> str:
+        # Blocks take turns; embedding and head, a whole step apart from each other, share a slot of their own.
         return "edge" if is_edge(segment) else str(block_index(segment) % self._plan.residency.num_slots)
 
     def place(self, group: ParameterGroup, segment: str) -> str:
@@ -149,6 +150,7 @@ class Homes(AxisWriter):
         if buffer == self.home(group):
             return 0
         offset = 0
+        # Groups that stay on the device leave no gap in the slot of their segment.
         for neighbour in self._rank.model.groups_of(group.segments[0]):
             if neighbour.name == group.name:
                 break
@@ -181,6 +183,7 @@ class Homes(AxisWriter):
             kept_in = self._storage.buffer_format([group], dtype)
             yield Buffer(self.home(group), space, size, "weights", kept_in, shared=shared)
         for name, size in self._slot_sizes.items():
+            # A slot is bytes where any block that passes through it is in codes.
             passing = (g for s in self._rank.segments if self.slot(s) == name for g in self._offloaded(s))
             kept_in = self._storage.buffer_format(passing, plan.weights.dtype)
             yield Buffer(name, Space.DEVICE, size, "slots", kept_in)
@@ -211,6 +214,7 @@ class Homes(AxisWriter):
         lossy, dtype = self._plan.is_transfer_lossy, self._plan.transfer_dtype
         for group in groups:
             step = -1 if self._rank.is_delayed(group) else 0
+            # What comes up still lacks a delayed update, so it is of the step before.
             target = self.staging(segment) if lossy else self.slot(segment)
             home = self.weights(group, self.home(group), step, dtype=dtype)
             here = self.weights(group, target, step, dtype=dtype)
@@ -237,6 +241,7 @@ class Homes(AxisWriter):
         name, reads = f"{group.name}/upload{suffix}", self.shares_of(home)
         self._emit(name, Copy(), Stream.H2D, "upload", segment, reads, own, copy_work(share_bytes))
         name, op = f"{group.name}/all_gather{suffix}", Collective("all_gather", self.share_group)
+        # Links carry what peers have uploaded: all shares but the own one.
         work = Work(link_bytes=total - share_bytes)
         self._emit(name, op, Stream.LINK, "gather", segment, own, here, work)
 
@@ -247,6 +252,7 @@ class Homes(AxisWriter):
         for group in groups:
             if not (changed and group.num_trainable):
                 continue
+            # With a suffix this is the visit behind the projected gradient: what goes back has this step's update.
             step = 1 if suffix and not self._rank.is_delayed(group) else 0
             if lossy:
                 self._narrow(group, segment, step, suffix)
@@ -286,6 +292,7 @@ class Homes(AxisWriter):
     def _allocate(self, segment: str, suffix: str) -> None:
         slot = self.slot(segment)
         size = self._slot_sizes[slot]
+        # On the stream of uploads, which fill it. Nobody may read what new memory holds.
         work, left = Work(num_allocations=1, allocation_bytes=size), (Access(slot, UNSET, None, size),)
         name = f"{segment}/allocate{suffix}"
         self._emit(name, Allocate(slot), Stream.H2D, "allocate", segment, (), left, work)
@@ -293,5 +300,6 @@ class Homes(AxisWriter):
     def _free(self, segment: str, suffix: str) -> None:
         slot = self.slot(segment)
         left = (Access(slot, FREED, None, self._slot_sizes[slot]),)
+        # On the stream of offloads, since the slot is full until its contents are on the host.
         name, work = f"{segment}/free{suffix}", Work(num_allocations=1)
         self._emit(name, Free(slot), Stream.D2H, "free", segment, (), left, work)

@@ -47,6 +47,7 @@ class StepWriter:
         self._rank = Rank(plan, rank)
         self._listing = Listing()
         common = self._rank, self._listing
+        # Each axis asks those that are made before it, none behind.
         self.homes = Homes(*common)
         self._directions = Directions(*common)
         self._losses = Losses(*common)
@@ -86,6 +87,7 @@ class StepWriter:
             self._sweep()
         else:
             self._blockwise()
+        # One exchange a step, behind all forwards: latency counts for it, not bytes.
         self._losses.exchange_losses()
         for query in range(self._plan.estimator.num_queries):
             self._losses.projected_gradient(query)
@@ -94,6 +96,7 @@ class StepWriter:
     def write_flush(self) -> None:
         """Write the updates that are still pending when no step follows."""
         for segment in self._rank.segments:
+            # No step follows whose visit would apply it.
             if any(map(self._rank.is_delayed, self._updated_with(segment))):
                 self._visit(segment, step_before=True)
 
@@ -125,6 +128,7 @@ class StepWriter:
         path = self._points.path(query)
         if not path:
             return
+        # Directions of a segment's groups lie side by side; gathered rows have a buffer of their own.
         offset = self._directions.fresh_offset(segment)
         for group in self._rank.trainable(segment):
             rows = self._rank.gathers(group, segment)
@@ -133,6 +137,7 @@ class StepWriter:
                 query,
                 keep="rows" if rows else "all",
                 offset_bytes=offset,
+                # An update that finds the direction still there needs z, not the z·ε that perturbations are content with.
                 scaled=not self._is_updated_next(group, segment),
                 segment=segment,
             )
@@ -160,6 +165,7 @@ class StepWriter:
                 segment = self._rank.readers(group)[0]
                 self._directions.forget()
                 self._directions.draw(group, query, scaled=True, segment=segment)
+                # A group that stays as it is takes its part of the generator's numbers all the same.
                 for leap in () if self._rank.is_beside(group) else leaps:
                     self._points.perturb((group,), segment, query, leap)
         self._directions.forget()
@@ -172,10 +178,8 @@ class StepWriter:
                 self._points.update(group, segment, step=-1)
 
     def _immediate_updates(self) -> None:
-        """Write the updates that use this step's gradient, the segments in the order in which they ran.
-
-        The last segment comes first: its directions are still there.
-        """
+        """Write the updates that use this step's gradient."""
+        # The last segment first, whose directions are still there.
         *others, last = self._rank.segments
         for segment in (last, *others):
             if any(not self._rank.is_delayed(group) for group in self._updated_with(segment)):

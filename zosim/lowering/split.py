@@ -49,6 +49,7 @@ class Cuts(AxisWriter):
 
     def _wire(self, point: Point, cut: int, side: Side) -> Access:
         """Return the access to the message that crosses cut number `cut`, of the largest size it can have."""
+        # Room for the longest message: how long one is, is known when it has been made.
         size = most_message_bytes(self._plan, cut, self._rank.num_sequences)
         return Access(f"wire.{side}.{point}", Message(cut, point), 0, size)
 
@@ -59,6 +60,7 @@ class Cuts(AxisWriter):
             wires = [(cut, self._wire(point, cut, side)) for cut, side in cuts]
             for name in dict.fromkeys(wire.buffer for _, wire in wires):
                 size = max(wire.size_bytes for _, wire in wires if wire.buffer == name)
+                # Codecs write to host memory; plain numbers go from device to device.
                 coded = any(is_coded(self._plan, cut) for cut, wire in wires if wire.buffer == name)
                 space = Space.HOST if coded else Space.DEVICE
                 yield Buffer(name, space, size, "activations", "uint8", dynamic=True)
@@ -81,6 +83,7 @@ class Cuts(AxisWriter):
         cut = rank.stage - 1
         work = Work(link_bytes=expected_message_bytes(self._plan, cut, rank.num_sequences))
         for point in rank.own_points:
+            # On a stream of its own: compute begins with the first message while others come.
             name, left = f"recv[{point}]", (self._wire(point, cut, "in"),)
             op = Recv("pipeline", -1)
             self._emit(name, op, Stream.RECV, "recv", rank.segments[0], (), left, work)
@@ -101,6 +104,7 @@ class Cuts(AxisWriter):
             op = Send("pipeline", 1)
             self._emit(f"send[{point}]", op, Stream.LINK, "send", segment, (wire,), (), link)
         elif (cut := self._plan.coded_in_place.get(segment)) is not None:
+            # Within a stage nothing is sent, but a codec rounds as it does between stages.
             self._encode(segment, point, cut, "here")
             self._decode(segment, segment, point, cut, "here")
 
@@ -160,6 +164,7 @@ def _crossing(
     """Yield the codec, the shape (sequences, tokens, width) and the expected symbols of every tensor that crosses."""
     split, model = plan.split, plan.model
     is_inside = split.cuts[cut].endswith(INSIDE)
+    # Inside a block the activation crosses, and beside it the residual stream.
     crossing = [(split.codec, model.intermediate_size, False)] if is_inside else []
     for name, width, is_beside in (*crossing, (split.residual_codec, model.hidden_size, is_inside)):
         codec, shape = codec_spec(name), (num_sequences, plan.seq, width)

@@ -114,16 +114,19 @@ class Points(AxisWriter):
         """
         plus, minus = Point(query, 1), Point(query, -1)
         if self.are_copies:
+            # Each copy is made of the weights as they are, not of the other copy.
             leaps = (Leap(BASE, plus, 1), Leap(BASE, minus, -1))
             own = tuple(leap for leap in leaps if leap.point in self._perturbed)
             is_recorded = self._plan.schedule.update == "delayed" and self._plan.directions.rng == "mezo"
             return (own,) if own or is_recorded or self._plan.directions.kept else ()
         if self._plan.estimator.difference == "central":
+            # From one sign to the other in one pass, of twice the distance.
             return (Leap(BASE, plus, 1),), (Leap(plus, minus, -2),), (Leap(minus, BASE, 1),)
         return (Leap(BASE, plus, 1),), (Leap(plus, BASE, -1),)
 
     def perturb(self, groups: Iterable[ParameterGroup], segment: str, query: int, leap: Leap) -> None:
         """Write one perturbation of `groups`."""
+        # Copies that are written ahead take turns in two buffers.
         number = self._take_turn(segment, leap.point)
         for group in groups:
             place = self._homes.place(group, segment)
@@ -186,8 +189,10 @@ class Points(AxisWriter):
         if not (self.are_copies and self._perturbed):
             return 0
         is_ahead = self._plan.directions.drawn_ahead
+        # Forwards read one copy at a time; who writes ahead needs another one meanwhile.
         if not self._rank.is_swept:
             return 2 if is_ahead else 1
+        # Both signs of a query come of one draw, so both copies of the whole model are there at once.
         of_query = max(Counter(point.query for point in self._perturbed).values())
         return min(len(self._perturbed), 2) if is_ahead else of_query
 
@@ -210,6 +215,7 @@ class Points(AxisWriter):
 
     def _take_turn(self, segment: str, point: Point) -> int:
         """Return the number of the buffer that a copy goes into."""
+        # Embedding and head always use the first buffer.
         if self._num_copies < 2 or not self._takes_turns(segment):
             return 0
         if self._rank.is_swept:
@@ -232,6 +238,7 @@ class Points(AxisWriter):
             ]
             if sizes:
                 yield Buffer(f"copy.{number}", Space.DEVICE, max(sizes), "copies", dtype)
+        # Passes over a group are made in pieces, so that their temporaries stay small.
         most = SIGN_SCRATCH_ELEMENTS if self._storage.keeps_signs else SCRATCH_ELEMENTS
         directions_bytes = self._directions.direction_bytes
         swept = (self._storage.swept_bytes(group, directions_bytes(group)) for group in self._rank.groups)
@@ -259,6 +266,7 @@ class Points(AxisWriter):
                 suffix=":update",
             )
             is_last = query == num_queries - 1
+            # Between the updates of two queries weights are in a state of their own, which nothing but the next may read.
             before = GroupWeights(group.name, updated_to=query - 1 if query else None)
             after = GroupWeights(group.name, updated_to=None if is_last else query)
             read = self._homes.trainable(group, place, step, before)
