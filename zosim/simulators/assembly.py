@@ -1,20 +1,48 @@
-"""A run played by one of the engines, and the timeline of what was seen, with like steps left out."""
+"""A run played by one of the engines, and what was seen: its timeline, with like steps left out, and memory over time.
+
+Examples
+--------
+A slot of 64 bytes for the whole run, and a hidden state of 8 that is there from the first instruction that touches it to the
+last:
+
+>>> from zosim.program.contents import Named
+>>> from zosim.program.instructions import Access, Buffer, Stream
+>>> from zosim.program.operations import Load
+>>> slot = Buffer("slot.0", Space.DEVICE, 64, "slots", "float32")
+>>> hidden = Buffer("hidden", Space.DEVICE, 8, "activations", "float32", dynamic=True)
+>>> left = (Access("hidden", Named("batch"), 0, 8),)
+>>> step = (Instruction("work", Load(), Stream.COMPUTE, "load", "embed", writes=left),)
+>>> span = Span(0, "step", 0, "work", Stream.COMPUTE, "load", "embed", start_s=1.0, end_s=3.0)
+>>> for sample in memory_samples(Program("example", (slot, hidden), (), (), step), [span], num_steps=1):
+...     print(sample.time_s, sample.role, sample.size_bytes)
+1.0 activations 8
+1.0 slots 64
+3.0 activations 0
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
 from topology.errors import ProgramError
-from zosim.simulators.memory_curve import memory_samples
+from zosim.program import Program
+from zosim.program.instructions import Instruction, Space
+from zosim.program.operations import Allocate, Free
+from zosim.program.step_graph import Place, StepGraph
 from zosim.simulators.world import World
-from zosim.timeline import Repeat, Span, Timeline
+from zosim.timeline import MemorySample, Repeat, Span, Timeline
 
 # Steps after which a run that never becomes periodic is cut, where the caller names no number of steps.
 MAX_UNLIKE_STEPS = 32
+
+WORKSPACE = "workspace"
+
+_Change = tuple[float, Space, str, int]
 
 
 class Playing(Protocol):
@@ -114,3 +142,90 @@ def _later(span: Span, repeat: Repeat | None, steady_s: float) -> Span:
         return span.shifted(repeat.omitted_s if span.start_s >= steady_s else 0.0, repeat.num_omitted_steps)
     comes_after = span.part == "step" and span.step >= repeat.first_omitted_step
     return span.shifted(repeat.omitted_s, repeat.num_omitted_steps) if comes_after else span
+
+
+def memory_samples(
+    program: Program, spans: Iterable[Span], num_steps: int, rank: int = 0
+) -> list[MemorySample]:
+    """Return how much each role takes of each space, from the spans of one rank.
+
+    Parameters
+    ----------
+    program : Program
+    spans : iterable of Span
+        With their real times, of the rank alone.
+    num_steps : int
+        Steps of the run.
+
+    Returns
+    -------
+    list of MemorySample
+        In order of time.
+
+    Notes
+    -----
+    A static buffer is there for the whole run. A dynamic one is taken when the first instruction of a step that
+    touches it starts, and given back when the last one ends. One that the program allocates itself is taken when
+    ``Allocate`` starts and given back when ``Free`` ends; it is there from the beginning if the run begins with
+    contents in it. An instruction's workspace, on the device, lasts as long as the instruction.
+    """
+    # A span names its instruction; what that touches stands in the program.
+    graph = StepGraph(program, num_steps)
+    listed = [
+        (span, graph.instruction(Place(graph.position(span.part, span.step), span.instruction)))
+        for span in spans
+    ]
+    begin_s = min((span.start_s for span, _ in listed), default=0.0)
+    changes = list(_static(program, begin_s))
+    changes += _dynamic(program, listed)
+    changes += _allocated(program, listed)
+    for span, instruction in listed:
+        if instruction.work.workspace_bytes:
+            size = instruction.work.workspace_bytes
+            changes.append((span.start_s, Space.DEVICE, WORKSPACE, size))
+            changes.append((span.end_s, Space.DEVICE, WORKSPACE, -size))
+    return list(_accumulated(changes, rank))
+
+
+def _static(program: Program, begin_s: float) -> Iterator[_Change]:
+    allocated = {item.op.buffer for _, item in program.instructions() if isinstance(item.op, Allocate)}
+    # What the program allocates itself is there from the start only if the run begins with contents in it.
+    filled = {access.buffer for access in program.initial}
+    for buffer in program.buffers:
+        if not buffer.dynamic and (buffer.name not in allocated or buffer.name in filled):
+            yield begin_s, buffer.space, buffer.role, buffer.size_bytes
+
+
+def _dynamic(program: Program, listed: list[tuple[Span, Instruction]]) -> Iterator[_Change]:
+    uses: dict[tuple[str, str, int], tuple[float, float]] = {}
+    for span, instruction in listed:
+        for name in {access.buffer for access in (*instruction.reads, *instruction.writes)}:
+            if program.buffer(name).dynamic:
+                # A part of its own each time: what a dynamic buffer holds never outlives a step.
+                key = name, span.part, span.step
+                first_s, last_s = uses.get(key, (span.start_s, span.end_s))
+                uses[key] = min(first_s, span.start_s), max(last_s, span.end_s)
+    for (name, _, _), (first_s, last_s) in uses.items():
+        buffer = program.buffer(name)
+        yield first_s, buffer.space, buffer.role, buffer.size_bytes
+        yield last_s, buffer.space, buffer.role, -buffer.size_bytes
+
+
+def _allocated(program: Program, listed: list[tuple[Span, Instruction]]) -> Iterator[_Change]:
+    for span, instruction in listed:
+        if isinstance(instruction.op, Allocate | Free):
+            buffer, takes = program.buffer(instruction.op.buffer), isinstance(instruction.op, Allocate)
+            size = buffer.size_bytes if takes else -buffer.size_bytes
+            yield span.start_s if takes else span.end_s, buffer.space, buffer.role, size
+
+
+def _accumulated(changes: list[_Change], rank: int) -> Iterator[MemorySample]:
+    # What one role takes and gives back at one instant never shows as a peak.
+    at_once: dict[tuple[float, Space, str], int] = defaultdict(int)
+    for time_s, space, role, size in changes:
+        at_once[time_s, space, role] += size
+    totals: dict[tuple[Space, str], int] = defaultdict(int)
+    for (time_s, space, role), size in sorted(at_once.items(), key=lambda item: item[0]):
+        if size:
+            totals[space, role] += size
+            yield MemorySample(rank, space, role, time_s, totals[space, role])

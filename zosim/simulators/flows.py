@@ -105,8 +105,10 @@ class FlowTable(Rows):
             self.arrive(rows, seconds, now_s)
 
     def _speeds(self, considered: Ints) -> Floats:
+        # Who waits in a queue depends on arrivals, which the key does not hold.
         if self._is_fifo.any():
             return super()._speeds(considered)
+        # Speeds follow from what runs where: a step asks for the same few sets again and again.
         key = considered.tobytes() + self._class[considered].tobytes()
         speeds = self._remembered.get(key)
         if speeds is None:

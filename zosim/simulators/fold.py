@@ -53,6 +53,7 @@ def fold(world: World) -> World:
     """Return a world of one rank for each class of those that behave alike, the first of each."""
     plain = _RankKinds(world)
     partition = _refined(world, plain)
+    # The first rank of each colour stands for all of it.
     first = {colour: rank for rank, colour in reversed(list(enumerate(partition.ranks)))}
     chosen = sorted(first.values())
     position = {partition.ranks[rank]: number for number, rank in enumerate(chosen)}
@@ -99,6 +100,7 @@ class _RankKinds:
         self.resources: list[tuple[str, ...]] = []
         for rank in range(world.size):
             listed = world.resources[rank]
+            # Resources of which there is always enough tell nobody apart.
             limiting = tuple(number for number, name in enumerate(listed) if name in world.capacities)
             key = world.template_of[rank], limiting
             if key not in known:
@@ -113,6 +115,7 @@ class _RankKinds:
         order: dict[str, int] = {}
         known: dict[int, Hashable] = {}
         for activity in template.activities.values():
+            # Templates share activities, so each is described once.
             if id(activity) not in known:
                 uses = [(name, use) for name, use in activity.uses if name in by_name]
                 numbered = tuple((order.setdefault(name, len(order)), use) for name, use in uses)
@@ -122,6 +125,7 @@ class _RankKinds:
                     numbered,
                 )
         described = [known[id(activity)] for activity in template.activities.values()]
+        # Names are left out: kinds differ in work, not in what their links are called.
         key = id(template.program), template.step_s, tuple(described)
         number = self._numbers.setdefault(key, len(self._numbers))
         return number, tuple(by_name[name] for name in order)
@@ -174,6 +178,7 @@ def _places(world: World) -> list[tuple[int, ...]]:
 def _finer(
     world: World, plain: _RankKinds, users: dict[str, list[tuple[int, int]]], partition: _Partition
 ) -> _Partition:
+    # A resource sees the colours of those who use it, and as which of their resources.
     seen_by_resource = [
         (partition.resources[name], tuple(sorted((partition.ranks[rank], place) for rank, place in using)))
         for name, using in users.items()
@@ -186,6 +191,7 @@ def _finer(
         )
         for group in world.groups.values()
     ]
+    # A rank sees the colours of its resources, and of all members of its groups.
     seen_by_rank = [
         (
             colour,
@@ -215,6 +221,7 @@ def _multiplied(world: World, plain: _RankKinds, partition: _Partition, rank: in
         if colour == partition.ranks[rank]
         for place, name in enumerate(plain.resources[other])
     )
+    # What the representative takes of a resource counts for all of its class that take from it.
     times = {name: sharers[place, name] for place, name in enumerate(names)}
     activities = template.taking(
         lambda activity: tuple(
@@ -233,5 +240,6 @@ def _folded_group(group: Group, colours: tuple[int, ...], position: dict[int, in
     for part in group.parts:
         counts = Counter(colours[rank] for rank in part)
         parts[tuple(sorted(position[colour] for colour in counts))] = None
+        # Of a class that has several members in one part, the one that stands for them waits for the others: for itself.
         doubled |= {position[colour] for colour, count in counts.items() if count > 1}
     return Group(tuple(parts), frozenset(doubled))

@@ -199,6 +199,7 @@ class Lockstep:
         self.num_events = 0
         self.cycle: Repeat | None = None
         self.shortened: int | None = None
+        # Ranks of one template lie side by side, so that a kind is a slice of every array.
         by_template = np.argsort(world.template_of, kind="stable")
         self.table = FlowTable(world, by_template)
         self._order = by_template
@@ -214,6 +215,7 @@ class Lockstep:
         self._parties: dict[tuple[str, int], Parties] = {}
         self._met: dict[tuple[tuple[str, int, int], int, str], Ints] = {}
         self._watched: dict[tuple[str, int, str], tuple[Ints, Ints, Ints]] = {}
+        # Hardly any instruction is waited for by peers, so the others need not look for watchers.
         self._is_watched = {name for kind in self._kinds for name in kind.graph.watchers}
         self._unfinished: dict[int, int] = {}
         self._depth = max(kind.graph.max_distance for kind in self._kinds)
@@ -231,6 +233,7 @@ class Lockstep:
         ProgramError
             If instructions wait for each other in a circle.
         """
+        # Prologue, first step and flush may begin at once; later steps are opened when something waits for them.
         for position in sorted({0, 1, self.num_steps + 1}):
             self._open(position)
         now_s = 0.0
@@ -241,6 +244,7 @@ class Lockstep:
             now_s = float(self.table.end_s.min())
             if math.isinf(now_s):
                 break
+            # Ends that differ by rounding alone are one instant.
             rows = self.table.take_ended(now_s + SAME_INSTANT * now_s)
             for (kind, position, number), cols in self._grouped(rows):
                 meeting = kind.graph.meeting_of[kind.graph.part(position)][number]
@@ -273,6 +277,7 @@ class Lockstep:
         for kind in self._kinds:
             count = kind.graph.num_nodes(position)
             shape = count, len(kind)
+            # All instructions count down what they wait for, and start at 0.
             left = np.empty(shape, dtype=np.int16)
             left[:] = np.array([len(before) for before in kind.graph.before(position)], dtype=np.int16)[
                 :, None
@@ -301,6 +306,7 @@ class Lockstep:
         seconds = kind.seconds[part][number]
         if part == "step" and number in kind.chains:
             chain, offsets = kind.chains[number]
+            # A chain that nothing can hold up is one event: its inner starts and ends are sums.
             times.start_s[chain, cols] = now_s + offsets[:-1]
             times.end_s[chain, cols] = now_s + offsets[1:]
             seconds = float(offsets[-1, 0])
@@ -325,6 +331,7 @@ class Lockstep:
         parties, key = self._parties[channel], (meeting.shared, position, phase)
         if key not in self._met:
             self._met[key] = np.zeros(len(parties.sizes), dtype=np.intp)
+        # Ranks of a party may come at several instants and from several kinds.
         there = self._met[key]
         arrived = np.bincount(parties.of[meeting.sends][kind.first + cols], minlength=len(there))
         complete = (there + arrived == parties.sizes) & (arrived > 0)
@@ -350,6 +357,7 @@ class Lockstep:
         if batches[0] == last and (len(rows) == 1 or (batches == last).all()):
             yield first, ranks - first[0].first
             return
+        # Rows of one instruction together, in the order of ranks.
         order = batches.argsort(kind="stable")
         batches, ranks = batches[order], ranks[order]
         cuts = [0, *((batches[1:] != batches[:-1]).nonzero()[0] + 1).tolist(), len(rows)]
@@ -381,6 +389,7 @@ class Lockstep:
         if position not in self._unfinished:
             self._open(position)
         left = kind.times[position].needs[number]
+        # Without an index where all ranks are in step, which is the usual case.
         if len(cols) == len(kind):
             left -= 1
             ready = (left == 0).nonzero()[0]
@@ -416,6 +425,7 @@ class Lockstep:
         counts += np.bincount(peers.part[ranks], minlength=len(counts))
         if not (counts[peers.part[ranks]] >= peers.sizes[peers.part[ranks]] - 1).any():
             return np.zeros(0, dtype=np.intp)
+        # A rank does not wait for itself, unless it stands for several.
         others = counts[peers.part] - np.where(peers.is_doubled, 0, done)
         ready = np.flatnonzero((others == peers.awaited) & (notified == 0) & peers.waits)
         notified[ready] = 1
@@ -424,7 +434,7 @@ class Lockstep:
     # -- steps -------------------------------------------------------------------------------------------------
 
     def _step_completed(self, position: int) -> None:
-        step = position - 1
+        step = position - 1  # the prologue is position 0
         if self.cycle is None:
             times = np.concatenate(
                 [

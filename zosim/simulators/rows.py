@@ -1,6 +1,6 @@
 """Shared activities as arrays: how far each is, at what speed it runs, and when it ends.
 
-The same sharing as :mod:`zosim.simulators.fluid`, for activities by the thousand: one row each, all rows of an instant settled
+The same sharing as :class:`zosim.simulators.simulate.Fluid`, for activities by the thousand: one row each, all rows of an instant settled
 together. Rows that no resource joins, not even through others, are parts of the network that do not touch; only those
 parts are solved in which something started or ended.
 
@@ -92,6 +92,7 @@ class Rows(ABC):
 
     def arrive(self, rows: Ints, seconds: float | Floats, now_s: float) -> None:
         """Let activities arrive, of so many seconds at full speed."""
+        # Speeds come with the next settling: until then nothing has progressed.
         self._left_s[rows] = seconds
         self._anchor_s[rows] = now_s
         self._speed[rows] = 0.0
@@ -113,11 +114,13 @@ class Rows(ABC):
         """Give every running row its speed from now on."""
         self.is_settled = True
         self._num_arrivals += 1
+        # Only parts of the network in which something started or ended have other speeds now.
         considered = np.flatnonzero(self._running & self._touched[self._parts()])
         self._touched[:] = False
         if not considered.size:
             return
         speed = self._speeds(considered)
+        # Who keeps its speed keeps its end: computed anew, rounding would move it.
         changed = speed != self._speed[considered]
         rows, speed = considered[changed], speed[changed]
         elapsed_s = now_s - self._anchor_s[rows]
@@ -134,6 +137,7 @@ class Rows(ABC):
 
     def _parts(self) -> Ints:
         """Return the part of the network that each row belongs to."""
+        # Known once all activities are, which the first arrival tells.
         if self._part is None:
             rows, resources = self._joined()
             num_rows = len(self.end_s)
@@ -152,6 +156,7 @@ class Rows(ABC):
             runs = speed[rows] > 0
             rows, resources, uses = rows[runs], resources[runs], uses[runs]
         if rows.size:
+            # Entries are sorted by row: each row once.
             active = rows[np.flatnonzero(np.diff(rows, prepend=-1))]
             bound, weight = self._bounds_and_weights(active)
             dense = np.searchsorted(active, rows)
@@ -162,6 +167,7 @@ class Rows(ABC):
         """Return the rows that are not the first to use each of their first-in-first-out resources."""
         queued = self._is_fifo[resources]
         place = np.empty(len(self._running), dtype=np.intp)
+        # Place of each row in the queue: by arrival, those of one instant by rank and stream.
         place[np.lexsort((self._tie, self._arrival))] = np.arange(len(self._running))
         first = np.full(len(self._capacity), len(self._running))
         np.minimum.at(first, resources[queued], place[rows[queued]])

@@ -37,6 +37,7 @@ def shortest(model: ModelSpec) -> ModelSpec:
     for group in model.groups:
         for segment in group.segments:
             blocks[segment].append(group)
+    # Blocks without their names: equal ones do the same work.
     kinds = {
         tuple(group.model_copy(update={"name": "", "segments": ()}) for group in blocks[block_segment(index)])
         for index in range(model.num_blocks)
@@ -83,6 +84,7 @@ def shortened_stages(plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
     for member in pipeline:
         blocks = [segment for segment in plan.segments_of(member) if segment not in (EMBED, HEAD)]
         whole = [block_index(segment) for segment in blocks if not segment.endswith((FRONT, BACK))]
+        # First and last meet the neighbouring stages; the one between stands for all others.
         few = [*whole[:NUM_BLOCKS], whole[-1]] if member == rank and len(whole) > NUM_BLOCKS else whole
         few = few if member == rank else whole[:1]
         standing |= {block: range(block, block + 1) for block in few}
@@ -91,6 +93,7 @@ def shortened_stages(plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
             standing[first] = range(first, first + 1 + len(whole) - len(few))
         halves += [segment for segment in blocks if segment.endswith((FRONT, BACK))]
         kept += few
+    # A half needs its block, of which it is cut.
     kept = sorted({*kept, *map(block_index, halves)})
     number = {old: new for new, old in enumerate(kept)}
     cuts = tuple(_renamed(cut, kept, number) for cut in plan.cuts)

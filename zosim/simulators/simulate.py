@@ -1,27 +1,48 @@
 """A clock for programs: which instruction starts when, as discrete events.
 
-One simpy process per rank and stream runs its instructions in graph; an instruction starts when its stream is free
+One simpy process per rank and stream runs its instructions in order; an instruction starts when its stream is free
 and all that it waits for is done, and then progresses at the rate that shared resources leave to it
-(:mod:`zosim.simulators.fluid`). A collective starts when the last member of its group is there, and ends for all when the last
+(:class:`Fluid`). A collective starts when the last member of its group is there, and ends for all when the last
 of their flows does; so does a message between its two ranks.
 
-What happens at one instant is independent of the graph in which it is handled, with one exception: activities that
-arrive at a first-in-first-out resource at the same instant are served by rank, then by stream in the graph of
+What happens at one instant is independent of the order in which it is handled, with one exception: activities that
+arrive at a first-in-first-out resource at the same instant are served by rank, then by stream in the order of
 :class:`~zosim.program.instructions.Stream`.
 
 Steps that have become periodic are not simulated again (:mod:`zosim.simulators.steady`): the time that a simulation takes grows
 with the number of unlike steps.
+
+Examples
+--------
+Two copies of 3 s over one link, each of which could fill it; the second starts a second later. They share the link from 1 s
+to 5 s, when the first has had its 3 s; the second then has 1 s left.
+
+>>> from zosim.hardware.machine import Activity
+>>> env, copy = simpy.Environment(), Activity(3.0, uses=(("link", 1.0),))
+>>> fluid, ends = Fluid(env, {"link": 1.0}), []
+>>> def copies(number):
+...     yield env.timeout(number)
+...     yield fluid.run(copy, (number, 0))
+...     ends.append((number, env.now))
+>>> for number in (0, 1):
+...     _ = env.process(copies(number))
+>>> env.run()
+>>> ends
+[(0, 5.0), (1, 6.0)]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import simpy
 from simpy.core import EmptySchedule
+from simpy.events import EventPriority
 
 from costmodel.rates.profile import Bound
 from topology.errors import ProgramError
@@ -30,10 +51,15 @@ from zosim.program import Program
 from zosim.program.instructions import Stream
 from zosim.program.step_graph import Place, StepGraph
 from zosim.simulators.assembly import played
-from zosim.simulators.fluid import Fluid
+from zosim.simulators.sharing import SAME_INSTANT, fill
 from zosim.simulators.steady import SteadyDetector, shortened_steps
 from zosim.simulators.world import World
 from zosim.timeline import Repeat, Span, Timeline
+
+# Solutions kept; a network in which no set of flows comes twice must not fill the memory with them.
+_MAX_REMEMBERED = 1 << 14
+# After everything else that happens at the same instant.
+_LAST = EventPriority(2)
 
 
 def simulate(
@@ -82,6 +108,7 @@ class _SimpyRun:
         self.env = simpy.Environment()
         self.fluid = Fluid(self.env, world.capacities, world.fifo)
         self.ranks = [_SimulatedRank(self, rank) for rank in range(world.size)]
+        # Steps that dependencies reach back: so many must be alike before all later ones are.
         self.depth = max(rank.graph.max_distance for rank in self.ranks)
         self.detector = SteadyDetector(self.depth)
         self.cycle: Repeat | None = None
@@ -89,13 +116,7 @@ class _SimpyRun:
         self._meetings: dict[tuple[object, ...], tuple[simpy.Event, list[int]]] = {}
 
     def go(self) -> None:
-        """Run to the end, or until the rest is known.
-
-        Raises
-        ------
-        ProgramError
-            If instructions wait for each other in a circle.
-        """
+        """Run to the end, or until the rest is known; refuse instructions that wait for each other in a circle."""
         for rank in self.ranks:
             rank.start()
         with suppress(EmptySchedule):
@@ -109,6 +130,7 @@ class _SimpyRun:
         party, key = self._meeting(rank, place, phase)
         event, there = self._meetings.setdefault(key, (self.env.event(), []))
         there.append(rank)
+        # The last to come lets all go on.
         if len(there) == len(party):
             event.succeed()
         return event
@@ -127,6 +149,7 @@ class _SimpyRun:
 
     def step_completed(self, step: int) -> None:
         """Look whether the run has become periodic, whenever all ranks have completed another step."""
+        # A step counts as completed when the slowest rank has completed it.
         if self.cycle is not None or any(rank.num_completed <= step for rank in self.ranks):
             return
         entered = max(rank.max_step for rank in self.ranks)
@@ -137,7 +160,6 @@ class _SimpyRun:
             self.shortened = shortened_steps(self.cycle, self.num_steps, entered, self.depth)
 
     def spans(self) -> dict[int, list[Span]]:
-        """Return the spans of all ranks."""
         return {rank.index: rank.spans for rank in self.ranks}
 
 
@@ -162,7 +184,6 @@ class _SimulatedRank:
         self._times: dict[int, dict[str, tuple[float, float]]] = {}
 
     def start(self) -> None:
-        """Create the stream processes."""
         used = {instruction.stream for _, instruction in self.program.instructions()}
         for number, stream in enumerate(Stream):
             if stream in used:
@@ -171,8 +192,10 @@ class _SimulatedRank:
     def _stream(self, stream: Stream, key: tuple[int, int]) -> Generator[simpy.Event, None, None]:
         env, graph, step_s = self.run.env, self.graph, self.run.world.template(self.index).step_s
         for place in self._places(stream):
+            # The host reads the scalars of one step before it issues the next.
             if graph.opens_step(place):
                 yield env.timeout(step_s)
+            # Noted for the words of a deadlock.
             self.waiting[stream] = place
             for rank, needed in self.awaited(place):
                 if needed not in rank.done:
@@ -183,6 +206,7 @@ class _SimulatedRank:
             del self.waiting[stream]
             start_s = env.now
             activity = self._activities[graph.part(place.position), place.instruction]
+            # Prologue and flush take resources, too: while they run, no step tells what later ones do.
             self._count_other(place, +1)
             yield self.run.fluid.run(activity, key)
             if meets:
@@ -193,6 +217,7 @@ class _SimulatedRank:
     def awaited(self, place: Place) -> Iterator[tuple[_SimulatedRank, Place]]:
         """Yield what an instruction waits for besides its stream, on this rank and on its peers."""
         for group, needed in self.graph.awaited(place):
+            # A dependency on a group waits for the instruction of that name on each of its members.
             peers = self.run.world.groups[group].peers(self.index) if group else (self.index,)
             for rank in (self.run.ranks[peer] for peer in peers):
                 if not group or rank.graph.has(needed):
@@ -244,12 +269,13 @@ class _SimulatedRank:
         times = self._times.setdefault(step, {})
         times[instruction] = start_s, end_s
         if len(times) == len(self.program.step):
-            # Streams run in graph, so steps are completed in graph.
+            # Streams run in order, so steps are completed in order.
             self.num_completed = step + 1
             self.run.step_completed(step)
 
     def step_times(self, step: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Return starts and ends of a completed step's instructions, in the program's graph."""
+        """Return starts and ends of a completed step's instructions, in the program's order."""
+        # Asked for once, when all ranks have completed the step.
         times = self._times.pop(step, {})
         return np.array([time for item in self.program.step for time in times[item.id]], dtype=np.float64)
 
@@ -265,6 +291,7 @@ def _refuse_deadlock(run: _SimpyRun) -> None:
 
 def _circle(run: _SimpyRun, rank: _SimulatedRank) -> list[str]:
     """Return the instructions that wait for each other, the first again at the end."""
+    # Somebody undone waits for somebody undone: following them leads into the circle.
     node = rank, min(rank.waiting.values())
     path: list[tuple[_SimulatedRank, Place]] = []
     while node not in path:
@@ -280,6 +307,7 @@ def _undone(run: _SimpyRun, rank: _SimulatedRank, place: Place) -> list[tuple[_S
     """Return what an instruction that has not started still waits for."""
     needed = [(rank, before) for before in rank.graph.predecessors(place)] + list(rank.awaited(place))
     undone = [(other, before) for other, before in needed if before not in other.done]
+    # Nobody it depends on holds it up, so it is a partner that has not come.
     if undone or rank.graph.meeting(place) is None:
         return undone
     partners = [run.ranks[number] for number in run.missing(rank.index, place)]
@@ -299,3 +327,137 @@ def _name(node: tuple[_SimulatedRank, Place]) -> str:
     rank, place = node
     name = f"{rank.graph.part(place.position)}/{place.instruction}"
     return name if rank.run.world.size == 1 else f"{name} of rank {rank.run.world.numbers[rank.index]}"
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """An activity under way.
+
+    Attributes
+    ----------
+    key : tuple of (int, int)
+        Rank and stream: those that arrive at one instant count as arrived in this order.
+    done : simpy.Event
+    since_s : float
+        When its speed last changed.
+    left_s : float
+        Seconds that were left then at full speed.
+    speed : float
+        Part of its full speed.
+    end_s : float
+    """
+
+    activity: Activity
+    key: tuple[int, int]
+    done: simpy.Event
+    since_s: float
+    left_s: float
+    speed: float = 0.0
+    end_s: float = math.inf
+
+
+class Fluid:
+    """Activities that progress at rates, which change only when the set of running activities does.
+
+    All starts and ends of one instant are taken in before rates are computed anew, by :func:`zosim.simulators.sharing.fill`. An
+    activity whose rate stays the same keeps the end that it was given, so that one that never shares anything takes exactly its
+    own seconds. :mod:`zosim.simulators.rows` does the same on arrays.
+
+    Parameters
+    ----------
+    env : simpy.Environment
+    capacities : mapping of str to float
+        Of the resources that can limit anybody.
+    fifo : collection of str
+        Resources that serve one activity at a time, in order of arrival: an activity runs once no earlier one,
+        running or waiting, uses any of its own. The earliest is never held up, so nothing deadlocks.
+    """
+
+    def __init__(
+        self, env: simpy.Environment, capacities: Mapping[str, float], fifo: Collection[str] = ()
+    ) -> None:
+        self._env = env
+        self._number = {name: number for number, name in enumerate(capacities)}
+        self._capacity = np.array(list(capacities.values()), dtype=np.float64)
+        self._fifo = frozenset(fifo)
+        self._speeds = lru_cache(_MAX_REMEMBERED)(self._solved)
+        self._arrived: list[_Running] = []
+        self._running: list[_Running] = []
+        self._is_settled = True
+        self._num_settled = 0
+
+    def run(self, activity: Activity, key: tuple[int, int]) -> simpy.Event:
+        """Start an activity of a rank and stream; the event happens when it ends."""
+        done = self._env.event()
+        self._arrived.append(_Running(activity, key, done, self._env.now, activity.seconds))
+        self._settle_later()
+        return done
+
+    def _settle_later(self) -> None:
+        if self._is_settled:
+            self._is_settled = False
+            # Behind everything else of this instant, so that rates are computed once for all of it.
+            self._call(self._settle, 0.0, _LAST)
+
+    def _call(self, callback: Callable[[simpy.Event], None], delay_s: float, priority: EventPriority) -> None:
+        event = self._env.event()
+        event.callbacks.append(callback)
+        # An event that has happened already: simpy has no public way to schedule one with a priority.
+        event._ok, event._value = True, None
+        self._env.schedule(event, priority, delay_s)
+
+    def _settle(self, _: simpy.Event) -> None:
+        """Give every running activity its speed from now on, and come back when the first of them ends."""
+        self._is_settled = True
+        self._num_settled += 1
+        self._running += sorted(self._arrived, key=lambda item: item.key)
+        self._arrived.clear()
+        served, now_s = list(self._served()), self._env.now
+        for item, speed in zip(served, self._speeds(tuple(item.activity for item in served)), strict=True):
+            # Who keeps its speed keeps its end: computed anew, rounding would move it.
+            if speed != item.speed:
+                item.left_s = max(item.left_s - (now_s - item.since_s) * item.speed, 0.0)
+                item.since_s, item.speed = now_s, speed
+                item.end_s = now_s + item.left_s / speed
+        # Only the first end is scheduled: the others may move when it is taken in.
+        end_s, number = min((item.end_s for item in self._running), default=math.inf), self._num_settled
+        if end_s < math.inf:
+            self._call(lambda _: self._finish(number, end_s), max(end_s - now_s, 0.0), EventPriority(1))
+
+    def _served(self) -> Iterator[_Running]:
+        """Yield the activities that no earlier one keeps from a resource that serves one at a time."""
+        taken: set[str] = set()
+        for item in self._running:
+            queues = self._fifo.intersection(name for name, _ in item.activity.uses)
+            if taken.isdisjoint(queues):
+                yield item
+            taken |= queues
+
+    def _finish(self, number: int, end_s: float) -> None:
+        """End what is due, unless rates have changed since this was scheduled."""
+        if number != self._num_settled:
+            return
+        # Ends that differ by rounding alone are one instant.
+        until_s = end_s + SAME_INSTANT * abs(end_s)
+        ended = [item for item in self._running if item.end_s <= until_s]
+        self._running = [item for item in self._running if item.end_s > until_s]
+        for item in sorted(ended, key=lambda item: item.key):
+            item.done.succeed()
+        self._settle_later()
+
+    def _solved(self, activities: tuple[Activity, ...]) -> list[float]:
+        """Return the part of its full speed at which each of these activities runs beside the others."""
+        entries = [
+            (row, self._number[name], use)
+            for row, activity in enumerate(activities)
+            for name, use in activity.uses
+            if name in self._number
+        ]
+        speeds = np.ones(len(activities))
+        if entries:
+            rows, columns, uses = (np.array(column) for column in zip(*entries, strict=True))
+            # Activities without a resource that can limit them run at full speed.
+            limited, dense = np.unique(rows, return_inverse=True)
+            bounds, weights = np.array([(activities[row].bound, activities[row].weight) for row in limited]).T
+            speeds[limited] = fill(bounds, weights, dense, columns, uses, self._capacity) / bounds
+        return [float(speed) for speed in speeds]

@@ -64,6 +64,7 @@ class Template:
             asked: dict[str, float] = defaultdict(float)
             for name, use in activity.uses:
                 asked[name] += use * activity.bound
+            # A stream does one thing at a time, so its largest demand counts.
             for name, amount in asked.items():
                 by_stream[name, item.stream] = max(by_stream[name, item.stream], amount)
         total: dict[str, float] = defaultdict(float)
@@ -188,6 +189,7 @@ class World:
         capacities: dict[str, float] = {}
         keys = [(role, machine.shape) for role, machine in zip(roles, machines, strict=True)]
         for key, machine in zip(keys, machines, strict=True):
+            # Machines of one shape differ in the names of resources alone.
             if key not in templates:
                 templates[key] = _template(programs[key[0]], machine, bound)
             for name, capacity in machine.capacities.items():
@@ -238,6 +240,7 @@ class World:
         other = group.at_offset(rank, meeting.offset if meeting.sends else -meeting.offset)
         if other is None:
             return (rank,), (rank, meeting)
+        # Both sides name the message alike: sender first.
         members = (rank, other) if meeting.sends else (other, rank)
         return members, (members, meeting.shared)
 
@@ -251,6 +254,7 @@ class World:
         limits = {
             name: capacity
             for name, capacity in self.capacities.items()
+            # A queue serves one at a time, however wide it is.
             if name in self.fifo or asked[name] > capacity * _ENOUGH
         }
         return replace(self, capacities=limits)
