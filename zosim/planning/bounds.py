@@ -91,6 +91,7 @@ class Bounds:
 
     def of(self, plan: Plan) -> Bound:
         """Return the bound of a plan for the request."""
+        # Plans of one mesh differ in what ranks do, not in which ranks are alike.
         key = (plan.mesh, plan.placement)
         if key not in self._sites:
             self._sites[key] = self._kinds(plan)
@@ -103,6 +104,7 @@ class Bounds:
             for host, members in site.hosts.items()
         ]
         taken = Footprints(tuple(of_kind), tuple(hosts))
+        # The slowest rank holds up all others.
         longest = max(sketches, key=lambda sketch: sketch.period_s)
         lacks = list(self._missing(plan, site, taken))
         return Bound(
@@ -122,6 +124,7 @@ class Bounds:
     def _machines(self, plan: Plan) -> tuple[Machine, ...]:
         """Return every rank's machine, which of a mesh only the stages change."""
         placement, request = plan.placement, self._request
+        # Rings and routes depend on devices; groups on stages alone.
         key = placement, plan.num_stages
         if key not in self._known:
             profiles = profiles_of(placement, request.hardware.profile, request.hardware.profiles)
@@ -145,6 +148,7 @@ class Bounds:
             on_host[topology.host_of(device).id].append((rank, number_of[kind]))
         alike: dict[Hashable, str] = {}
         for host, members in on_host.items():
+            # Hosts whose ranks sit at matching places need one look.
             built = tuple(
                 (self._isomorphic.representative(plan.placement.devices[rank]), kind)
                 for rank, kind in members
@@ -155,6 +159,7 @@ class Bounds:
     def _shared_s(self, plan: Plan, site: _PlacementKinds, sketches: Sequence[Sketch]) -> float:
         """Return the seconds that the fullest resource of any host is busy in a step."""
         machines = self._machines(plan)
+        # A shared link is busy for the sum of what its ranks take of it, however they are ordered.
         fullest_s = 0.0
         for members in site.hosts.values():
             busy_s: dict[str, float] = defaultdict(float)
@@ -170,6 +175,7 @@ class Bounds:
         request, devices = self._request, plan.placement.devices
         for memory, rank in zip(taken.ranks, site.ranks, strict=True):
             limit = request.device_limit_bytes(devices[rank])
+            # One device that is too small is enough to say.
             if memory.device_bytes > limit:
                 yield _lacking("device", memory.device_bytes, limit, memory.describe())
                 break

@@ -139,6 +139,7 @@ class Costs:
 
     def seconds(self, site: CutSite) -> SegmentSeconds:
         """Return the seconds of every segment on the site's first device."""
+        # Meshes differ in stages and hops; what a segment takes, in sequences alone.
         key = (id(site.machines[0].profile), site.num_sequences)
         if key not in self._known:
             self._known[key] = self._worked_out(site)
@@ -151,6 +152,7 @@ class Costs:
         forward: dict[str, float] = defaultdict(float)
         once: dict[str, float] = defaultdict(float)
         for item in program.step:
+            # Copies overlap, messages are counted as crossings.
             if item.stream == Stream.COMPUTE:
                 seconds = forward if item.label == "forward" else once
                 seconds[item.segment] += machine.activity(program, item).seconds
@@ -236,6 +238,7 @@ class Ranking:
             )
         )
         asked = [pair for pair in asked if pair != PLAIN]
+        # Each pair multiplies the plans that are simulated.
         if len(asked) > _NUM_CODECS:
             bounds = {pair: self.best_of_all(pair).bound_s for pair in asked}
             asked = sorted(asked, key=bounds.__getitem__)[:_NUM_CODECS]
@@ -247,6 +250,7 @@ class Ranking:
         inside = [name for name in self._costs.names if name.endswith(INSIDE)]
         between = [name for name in self._costs.names if not name.endswith(INSIDE)]
         candidates = [cuts for names in (between, inside) for cuts in self._best_of(names, num_cuts, codecs)]
+        # Several cuts may be of both kinds. Those of one kind are simulated all the same: a codec does other things inside a block than between.
         if num_cuts > 1:
             candidates += self._best_of(self._costs.names, num_cuts, codecs)
         candidates.append(sparsest_near_the_middle(self._costs.names, self._cutting.densities, num_cuts + 1))
@@ -273,6 +277,7 @@ class Ranking:
         """Return the cuts of least bound; none where no stages keep to the limit."""
         if len(names) < num_cuts:
             return ()
+        # Cut by cut, the cheapest way to each place is kept, and from where it came.
         table = self._table(names, codecs)
         # Places between which stages lie: the model's beginning, the cuts, its end.
         busy = np.where(table.weight_bytes <= limit_bytes, table.busy_s, np.inf)
@@ -290,6 +295,7 @@ class Ranking:
             seconds[0] = np.inf
             chosen = np.argmin(seconds, axis=0)
             at = chosen, np.arange(last + 1)
+            # Places that so many cuts cannot reach, or only with a stage that is too large.
             is_reached = np.isfinite(seconds[at])
             cheapest.append((np.where(is_reached, most[at], np.inf), crossed[at], slowest[at]))
             before.append(chosen)
@@ -302,6 +308,7 @@ class Ranking:
 
     def _table(self, names: Sequence[str], codecs: Codecs) -> _CostTable:
         seconds, points = self._costs.seconds(self._site), self._site.num_points
+        # Sums up to each place, whose differences are what lies between two.
         ends = np.array([0, *(self._costs.ends[name] for name in names), len(seconds.forward)])
         crossings = np.array([(0.0, 0.0, 0.0), *(self._crossing(name, codecs) for name in names), (0.0,) * 3])
         encode, transfer, decode = crossings.T
@@ -310,6 +317,7 @@ class Ranking:
             for column in (seconds.forward, seconds.once, seconds.walk, seconds.weight_bytes)
         )
         own = forward[None, :] - forward[:, None] + decode[:, None] + encode[None, :]
+        # A stage walks the generator past the directions of all stages before it.
         busy = once[None, :] - once[:, None] + walk[:, None] + points * own
         return _CostTable(
             np.maximum(busy, points * transfer[None, :]),
@@ -349,6 +357,7 @@ class Ranking:
     def codec_for(self, name: str, cuts: Sequence[str], *, residual: bool) -> CodecSpec:
         """Return the codec of a name; one that leaves the encoding open with what is fastest over the link."""
         spec = codec_spec(name)
+        # A name with an encoding leaves nothing to choose.
         if spec.bits is None or set(name.split(":")) & {*ENCODINGS, "smallest"}:
             return spec
         # One encoding for all cuts: what is fastest where most is sent.
@@ -389,6 +398,7 @@ class Ranking:
             encode, decode = (of(spec, shape, width, stats) for of in (encode_work, decode_work))
             encode_s += sum(coding_terms(encode, values, kind).values())
             decode_s += sum(coding_terms(decode, values, kind).values())
+        # Coded messages pass through host memory, plain ones go from device to device.
         hop = self._plain_hop if all(codec_spec(name).is_lossless for name in codecs) else self._coded_hop
         self._crossings[key] = encode_s, hop.latency_s + size / hop.bandwidth_bytes_per_s, decode_s
         return self._crossings[key]

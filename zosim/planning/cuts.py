@@ -61,8 +61,10 @@ class Probed:
         return CutSymbols(first=self._of("activation", codec), residual=self._of("residual", residual_codec))
 
     def _of(self, crossing: str, spec: CodecSpec) -> TensorSymbols:
+        # Plain numbers are sent in full.
         if spec.is_lossless:
             return TensorSymbols(density=1.0)
+        # What a codec keeps depends on its grid; how it is written down does not change that.
         name = _without_encoding(spec)
         if (crossing, name) not in self.symbols:
             known = sorted({codec for _, codec in self.symbols})
@@ -165,6 +167,7 @@ def cutting_of(
         return read_model_spec(source, trainable=tuned, cut_blocks=blocks)
 
     path = Path(source)
+    # A saved description has no configuration to cut anew.
     is_saved = path.suffix == ".json" and path.name != "config.json" and path.is_file()
     known = {} if densities is None else read_densities(densities)
     return Cutting.of(split or Split(), None if is_saved else cut_model, known)
@@ -193,6 +196,7 @@ def read_densities(path: Path) -> dict[str, float | Probed]:
             cut, crossing, codec = entry["cut"], entry["crossing"], codec_spec(entry["codec"])
             symbols = TensorSymbols(density=entry["kept"], entropy_bits=entry["entropy_bits"])
             tensors.setdefault(cut, {})[crossing, _without_encoding(codec)] = symbols
+            # A cut's density is that of its first tensor: the activation, or between blocks the hidden state.
             if crossing != "residual":
                 nonzero[cut] = float(entry["nonzero"])
         return {cut: Probed(cut, nonzero[cut], symbols) for cut, symbols in tensors.items()}
@@ -223,6 +227,7 @@ def sparsest_near_the_middle(
     Near is within a sixth of the model to either side.
     """
     inside = [name for name in names if name.endswith(INSIDE)]
+    # "Near the middle" is all that the paper says; a sixth to either side is this reading of it.
     reach = max(1, len(inside) // 6)
     chosen: list[str] = []
     for stage in range(1, num_stages):

@@ -161,6 +161,7 @@ def contention_words(item: Contention) -> str:
 def _about_meshes(chosen: Candidate, prediction: Prediction, others: Sequence[Candidate]) -> Iterator[str]:
     """Yield how the best plans of the other meshes compare."""
     listed = list(_best_of_others(chosen, others, lambda plan: plan.mesh).values())
+    # What several ranks gain is measured against one.
     alone = next((c for c in listed if c.plan.mesh.world_size == 1), None)
     if alone is not None and alone is not others[0]:
         word = "" if alone.is_simulated else "at least "
@@ -186,12 +187,14 @@ def _best_of_others(
     best: dict[_Value, Candidate] = {}
     for candidate in others:
         if value(candidate.plan) != value(chosen.plan):
+            # Candidates come best first.
             best.setdefault(value(candidate.plan), candidate)
     return best
 
 
 def _slower(candidate: Candidate, seconds: float) -> str:
     slower = candidate.seconds / seconds - 1
+    # A bound that is not above the best says nothing for sure.
     if slower < ALIKE:
         return "as fast" if candidate.is_simulated else "perhaps as fast"
     return f"{'' if candidate.is_simulated else 'at least '}{slower:.1%} slower"

@@ -86,6 +86,7 @@ class HostFootprint:
         arenas = 0
         once: dict[str, int] = {}
         for one, count in Counter(taken).items():
+            # Ranks of a kind take the same; what they share they take once.
             shared = {part.name: part.size_bytes for part in one.shared}
             for part in one.parts:
                 if part.where == "host":
@@ -160,6 +161,7 @@ def footprint_of(
 ) -> Footprint:
     """Return the memory of a rank with these buffers, as :func:`footprint` does."""
     parts = [*_parts_by_role(buffers), MemoryPart(WORKSPACE, workspace_bytes, "device")]
+    # What comes and goes leaves gaps behind, which the runtime's slack counts.
     moving = workspace_bytes + sum(
         buffer.size_bytes for buffer in buffers if buffer.dynamic and buffer.space is Space.DEVICE
     )
@@ -197,6 +199,7 @@ def _parts_by_role(buffers: Iterable[Buffer]) -> Iterator[MemoryPart]:
 
 def pinned_by(program: Program) -> int:
     """Return the memory of the host that a rank pins for the buffers of its program, as torch takes it."""
+    # Host buffers that copies go to and from are pinned, so that copies run beside compute.
     held = [buffer for buffer in program.buffers if buffer.space is Space.HOST]
     return pinned_bytes(
         [buffer.size_bytes for buffer in held if not buffer.shared],

@@ -28,7 +28,9 @@ from zosim.simulators.assembly import without_garbage_collection
 
 __all__ = ["Candidate", "Decision", "Request", "candidates", "choose", "placements"]
 
+# Logits of so many tokens are small beside a block, and long enough for a product.
 _LOSS_CHUNK_TOKENS = 512
+# Step times that agree in so many digits are equal: sums in another order must not decide.
 _SIGNIFICANT_DIGITS = 6
 # A second that takes longer than this is not simulated: its bound says enough.
 _WORTH_A_LOOK = 1.1
@@ -156,6 +158,7 @@ def choose(request: Request) -> Decision:
     fitting, rejected = _parted(_bounded(request, bounds, placements(request)))
     ranked = _simulate_survivors(fitting) if fitting else []
     if request.seeks_stages:
+        # Stages are worth a look only where their bounds undercut what is known without.
         fastest_s = ranked[0].seconds if ranked else inf
         try:
             staged, too_large = _parted(_bounded(request, bounds, staged_plans(request, fastest_s)))
@@ -163,6 +166,7 @@ def choose(request: Request) -> Decision:
             if not (ranked or rejected):
                 raise
             staged, too_large = [], []  # what is asked for does not go with stages
+        # Those that were simulated already stay so, and the new ones have to undercut them.
         ranked = _simulate_survivors(sorted((*ranked, *staged), key=_IN_ORDER)) if staged else ranked
         rejected = sorted((*rejected, *too_large), key=_IN_ORDER)
     if not ranked and not rejected:
@@ -170,6 +174,7 @@ def choose(request: Request) -> Decision:
     if not ranked:
         raise _nothing_fits(request, rejected)
     best, *others = ranked
+    # For comparison: where the paper would cut for as many stages.
     inside = [block_segment(index) + INSIDE for index in range(best.plan.model.num_blocks)]
     printed_cuts = sparsest_near_the_middle(inside, request.cutting.densities, best.plan.num_stages)
     return Decision(best, tuple(others), tuple(rejected), printed_cuts, request.notes)
@@ -206,6 +211,7 @@ def _bounded(request: Request, bounds: Bounds, plans: Iterable[Plan]) -> Iterato
     for plan in plans:
         whole = _candidate(request, bounds, plan)
         yield whole
+        # Chunks cost launches, so they are tried only where the logits are what does not fit, and shown only where they help.
         if whole.missing and is_open and plan.tokens_per_step > _LOSS_CHUNK_TOKENS:
             forward = plan.forward.model_copy(update={"loss_chunk_tokens": _LOSS_CHUNK_TOKENS})
             chunked = _candidate(request, bounds, plan.model_copy(update={"forward": forward}))
@@ -223,6 +229,7 @@ def _simulate_survivors(fitting: list[Candidate]) -> list[Candidate]:
     """Simulate in the order of the bounds until none that is left can be the best, or a second worth a look, and rank."""
     simulated = [candidate for candidate in fitting if candidate.is_simulated]
     waiting = [candidate for candidate in fitting if not candidate.is_simulated]
+    # In the order of bounds, so the first that cannot win ends the search.
     while waiting and waiting[0].seconds < _enough_s([candidate.seconds for candidate in simulated]):
         candidate = waiting.pop(0)
         seconds = candidate.subject.step_time_s
@@ -240,6 +247,7 @@ def _enough_s(times: list[float]) -> float:
     """
     if not times:
         return inf
+    # The best decides what can win, the second what is worth showing.
     best, *rest = sorted(times)
     return max(best, min(rest[0] if rest else inf, best * _WORTH_A_LOOK)) * (1 - ALIKE)
 

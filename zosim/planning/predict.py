@@ -181,6 +181,7 @@ class Subject:
     def _machines_of(self, topology: Topology) -> tuple[Machine, ...]:
         devices, groups = self.plan.placement.devices, self.programs.groups
         hosts = [topology.host_of(device).id for device in devices]
+        # A thread that issues copies for several devices is one resource of all of them.
         processes = [hosts.index(host) for host in hosts] if self.one_process else None
         machines = list(machines_for(topology, devices, self.rank_profiles, groups, processes=processes))
         for rank, share in self.far_shares.items():
@@ -193,6 +194,7 @@ class Subject:
         shares: dict[int, float] = {}
         for host in self.footprints.hosts:
             devices = [self.plan.placement.devices[rank] for rank in host.ranks]
+            # A CPU's ranks are planned for the memory next to them alone.
             if any(self.topology.node(device).kind != "gpu" for device in devices):
                 continue
             near = {self.topology.host_memory(device).id for device in devices}
@@ -207,6 +209,7 @@ class Subject:
         known: dict[tuple[int, int], Footprint] = {}
         ranks = []
         for role, profile in zip(self.programs.roles, self.rank_profiles, strict=True):
+            # Ranks of one role on like devices take the same memory.
             key = (role, id(profile))
             if key not in known:
                 known[key] = footprint(self.programs.programs[role], profile)
@@ -228,6 +231,7 @@ class Subject:
 
     def bounding_step_s(self, bound: Bound) -> float:
         """Return the seconds per step with every constant of the profiles, and memory that is assumed, at one end of its interval."""
+        # Memory that nobody has measured is part of what is uncertain.
         slower, faster = ASSUMED_MEMORY
         topology = self.topology.with_assumed_memory({"low": faster, "central": 1.0, "high": slower}[bound])
         machines = self.machines if topology is self.topology else self._machines_of(topology)
@@ -239,6 +243,7 @@ class Subject:
         return self._steady_step_s(self.world)
 
     def _steady_step_s(self, world: World) -> float:
+        # The reference engine gets every rank: folding is what it is to be held against.
         return self._by_simpy(world).step_time_s if self.engine == "simpy" else steady_step_s(fold(world))
 
     def _by_simpy(self, world: World, num_steps: int | None = None) -> Timeline:
@@ -277,6 +282,7 @@ class Subject:
         """
         if self.engine == "simpy":
             return self._by_simpy(self.world, num_steps)
+        # Of many ranks nobody reads every timeline.
         if rank is None and self.world.size > _FEW_RANKS:
             return simulate_many(fold(self.world), num_steps=num_steps)
         return simulate_many(self.world, num_steps=num_steps, ranks=None if rank is None else [rank])

@@ -132,6 +132,7 @@ class Request:
         return cls(merge(PlanConfig(weights=Weights(dtype=dtype)), config), hardware, cutting, (note,))
 
     def __post_init__(self) -> None:
+        # The class is frozen; a model that is quantized already decides how its weights are kept.
         object.__setattr__(self, "config", with_stored_codes(self.config))
         self._refuse_missing_kernel()
         mesh, search = self.mesh, self.config.search
@@ -204,6 +205,7 @@ class Request:
         low_bits, spec = self.axis(LowBits), self.topology.device_spec(self.hardware.device)
         if low_bits.product != "scaled_mm" or (spec.kind == "gpu" and "fp8" in spec.peak_dense):
             return
+        # Where that is allowed, weights are multiplied as numbers.
         if not low_bits.may_dequantise:
             raise PlanError(
                 f"{spec.name} has no product of e4m3 matrices"
@@ -255,6 +257,7 @@ class Request:
     def host_memories(self, devices: tuple[str, ...]) -> tuple[str, ...]:
         """Return the memories that ranks on these devices of one host have: all of it, or of CPUs those next to them."""
         near = {self.topology.host_memory(device).id for device in devices}
+        # A GPU's copies reach all NUMA domains; ranks on CPUs are planned for the memory next to them.
         kinds = {self.topology.node(device).kind for device in devices}
         return tuple(
             memory.id
@@ -297,5 +300,6 @@ def profiles_of(
     """Return what operations cost on every rank's device: as `profiles` say, or else `profile`."""
     if profiles is None:
         return (profile,) * placement.world_size
+    # Ranks on one CPU share its cores, which changes what an operation costs.
     sharing = Counter(placement.devices)
     return tuple(profiles.of(device, sharing[device]) for device in placement.devices)

@@ -103,6 +103,7 @@ class Sketcher:
     def sketch(self, plan: Plan, rank: int, machine: Machine) -> Sketch:
         """Return what `rank` of `plan` takes on `machine`, at least."""
         part, num_slots = _part(plan, rank), plan.residency.num_slots
+        # Ranks that do the same on machines alike but for names have one sketch.
         key = part, num_slots, machine.shape
         if key not in self._sketches:
             if (part, num_slots) not in self._buffers:
@@ -119,6 +120,7 @@ class Sketcher:
         if key not in self._visits:
             if part not in self._outlines:
                 small, standing = self._shortened(plan, rank)
+                # Not connected: visits know their order, and only conflicts within one are looked for.
                 program = unordered(small, rank)
                 workspace_bytes = max((item.work.workspace_bytes for item in program.step), default=0)
                 self._outlines[part] = _Outline(
@@ -135,8 +137,10 @@ class Sketcher:
         loads: dict[str, float] = defaultdict(float)
         seconds = []
         for instruction in stretch.instructions:
+            # Equal work on one stream takes as long in every block.
             key: Hashable = id(machine), machine.direction(program, instruction), instruction.work
             if isinstance(instruction.op, Send | Recv | Collective):
+                # What a message or an exchange takes depends on whom it reaches.
                 key = id(machine), instruction.id, id(program)
             if key not in self._activities:
                 # With the machine and the program that the key names, which so stay alive.
@@ -149,6 +153,7 @@ class Sketcher:
 
     def _shortened(self, plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
         """Return a plan with fewer blocks, and the blocks that each of those left stands for."""
+        # Cuts within one stage fall on certain blocks, which are then unlike the others.
         if not self._is_long or (plan.num_stages == 1 and plan.cuts):
             return plan, {}
         if plan.num_stages > 1:
@@ -166,6 +171,7 @@ def _part(plan: Plan, rank: int) -> Hashable:
     """
     stage = (plan.split, plan.segments_of(rank)) if plan.num_stages > 1 else ()
     points = plan.points_of(rank)
+    # Slots change the order of visits, not what a visit does.
     residency = plan.residency.model_copy(update={"num_slots": 1})
     return (
         len(points),
@@ -180,6 +186,7 @@ def _part(plan: Plan, rank: int) -> Hashable:
 
 
 def _finished(visits: Sequence[Visit], plan: Plan, memory: Footprint, machine: Machine) -> Sketch:
+    # Every resource has a place, so that loads of machines alike can be added by position.
     loads = dict.fromkeys(machine.capacities, 0.0)
     for visit in visits:
         for name, amount in visit.loads.items():
@@ -225,6 +232,7 @@ def _stretches(program: Program, standing: Mapping[str, range]) -> Iterable[_Str
 
 def _items(program: Program, instructions: Sequence[Instruction]) -> Iterable[Item]:
     position = {instruction.id: number for number, instruction in enumerate(instructions)}
+    # Within a visit; what waits across visits, a stream or a slot, is the clock's to know.
     for instruction in connected_by_conflicts((), instructions):
         accesses = (*instruction.reads, *instruction.writes)
         meets = isinstance(instruction.op, Send | Recv | Decode | Collective)

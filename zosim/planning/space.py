@@ -95,6 +95,7 @@ def plans_of(
         If all of them contradict the request.
     """
     seen: set[str] = set()
+    # A combination that contradicts itself is none; only if all do, the request does.
     contradiction: PlanError | None = None
     for mesh, placement, cut in shapes:
         points = _points(request, mesh, placement)
@@ -107,6 +108,7 @@ def plans_of(
             chosen = (
                 plan.residency, plan.schedule, plan.directions, plan.weights, plan.forward, plan.low_bits
             )  # fmt: skip
+            # Fields that the request fixes make several points one plan.
             key = repr((mesh, placement, cut[1], chosen))
             if key not in seen:
                 seen.add(key)
@@ -187,6 +189,7 @@ def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
     listed = list(hosts.values())
     picks: list[tuple[str, ...]] = []
     for per_host in range(min(num_ranks, max(map(len, listed))), 0, -1):
+        # As many ranks on each host, on as few hosts as can be, then spread out.
         chosen = listed[: num_ranks // per_host]
         fits = len(chosen) * per_host == num_ranks and all(len(devices) >= per_host for devices in chosen)
         if fits and (not picks or len(hosts) <= _FEW_HOSTS):
@@ -200,6 +203,7 @@ def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
 
 def _picks(request: Request, hosts: list[list[str]], per_host: int) -> Iterator[tuple[str, ...]]:
     """Yield the first devices of every host, and if those share links that others would not, every second or third."""
+    # Neighbours often share a switch or a socket: ranks further apart have more links between them.
     stride = min(map(len, hosts)) // per_host
     first, apart = (
         tuple(device for devices in hosts for device in devices[: per_host * step : step])
@@ -221,6 +225,7 @@ def _devices_by_host(request: Request) -> dict[str, list[str]]:
     """Return the devices that ranks may run on, host by host, from the request's own device on."""
     topology = request.topology
     kind = topology.node(request.hardware.device).kind
+    # GPUs where the request is for one; else the processors.
     devices = [node.id for node in topology.compute_devices] if kind == "gpu" else []
     devices = devices or [node.id for node in topology.of_kind("cpu")]
     first = devices.index(request.hardware.device)
@@ -264,6 +269,7 @@ def _sizes(request: Request) -> frozenset[int]:
     per_host = max(map(len, _devices_by_host(request).values()))
     sizes = {*range(1, min(per_host, limit) + 1), limit}
     size = per_host
+    # Whole hosts, doubled each time.
     while size <= limit:
         sizes.add(size)
         size *= 2
@@ -309,6 +315,7 @@ def _plan(
     """Return one point as a plan, with the fields that the request fixes."""
     fixed = request.config.fixed() if fixed is None else fixed
     axes = {axis: {**point.get(axis, {}), **fixed.get(axis, {})} for axis in {**point, **fixed}}
+    # A transfer format is about blocks that move.
     if axes.get("residency", {}).get("blocks") != "offloaded":
         axes.get("residency", {}).pop("transfer_dtype", None)
     with readable("what the plan is asked to fix", PlanError):
@@ -331,6 +338,7 @@ def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Poin
     if "resident" in request.blocks and allowed != "offloaded":
         for update in ("immediate", "delayed"):
             yield {"schedule": {"update": update}}
+        # More draws, but stages begin with the first point sooner.
         yield {"schedule": {"traversal": "sweep"}}
     if "offloaded" in request.blocks and allowed != "resident":
         for transfer_dtype in _transfer_formats(request):
@@ -342,6 +350,7 @@ def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Poin
                     "transfer_dtype": transfer_dtype,
                 }
                 yield {"residency": residency, "schedule": {"update": "delayed"}}
+                # A tied table stays for the head, whatever becomes of the embedding.
                 if not request.model.tied_head:
                     yield {
                         "residency": {**residency, "edges": "offloaded"},
@@ -374,6 +383,7 @@ def _transfers(mesh: Mesh, placement: Placement) -> tuple[Transfers, ...]:
     """Return how ranks can share the host's copies: with several alike on each host in all ways, else by themselves."""
     if mesh.stage > 1:
         return ("private",)
+    # Shares are equal, so hosts must have as many ranks each, and more than one.
     counts = {len(ranks) for ranks in placement.ranks_by_host}
     shares = len(counts) == 1 and min(counts) > 1
     return ("private", "shared", "sliced") if shares else ("private",)

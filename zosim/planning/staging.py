@@ -61,6 +61,7 @@ def staged_plans(request: Request, fastest_s: float = inf) -> Iterator[Plan]:
             hint="raise --ranks (several may share a CPU, a GPU takes one)",
         )
     chosen = [shape for shape in listed[:_NUM_TRIED] if shape.best.bound_s < fastest_s]
+    # Also the best without codecs: nobody has to lose precision to see what stages would do.
     plain = [shape for shape in listed if shape.best.codecs == PLAIN]
     chosen += [shape for shape in (*listed[:1], *plain[:1]) if shape not in chosen]
     yield from plans_of(request, (_placed(request, shape) for shape in dict.fromkeys(chosen)))
@@ -78,6 +79,7 @@ def _shapes(request: Request) -> Iterator[_StageShape]:
     known: dict[tuple[object, ...], tuple[Ranking, list[BoundedCuts]]] = {}
     for mesh in _meshes(request, costs):
         site = site_of(request, mesh, next(layouts(request, len(mesh.pipelines[0]))))
+        # Meshes whose pipelines do the same are ranked once.
         key = site.num_stages, site.num_sequences, site.num_points
         if key not in known:
             ranking = Ranking(site, request.cutting, costs)
@@ -98,6 +100,7 @@ def _best(request: Request, ranking: Ranking, codecs: Codecs) -> Iterator[Bounde
         best = ranking.best_of_all(codecs)
         if not best.cuts:
             return
+        # What does not fit is offloaded, so that a step takes the uploads at least.
         uploads_s = ranking.weight_bytes(best.cuts) / request.hardware.profile.values()["copy_h2d_bandwidth"]
         best = replace(best, bound_s=max(best.bound_s, uploads_s))
     yield best

@@ -17,7 +17,9 @@ from zosim.plans import Plan
 from zosim.report import Bullets, Report, Table
 
 _NUM_SHARED = 3
+# A resource that is busy for less holds nobody up.
 _WORTH_SAYING = 0.05
+# Pinning that takes less is not noticed.
 _WORTH_WAITING_S = 1.0
 _NUM_FITTING = 16
 _NUM_REJECTED = 8
@@ -215,6 +217,7 @@ def _candidates(decision: Decision) -> tuple[Table, str]:
 
 def _row(candidate: Candidate, verdict: str) -> tuple[str, ...]:
     taken = candidate.footprints
+    # A bound, of those that cannot win.
     sign = "" if candidate.is_simulated else ">= "
     return (
         candidate.describe(),

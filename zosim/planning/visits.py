@@ -27,7 +27,9 @@ from zosim.program.instructions import Stream
 from zosim.program.operations import Collective, Decode, Recv, Send
 
 STREAMS = tuple(Stream)
+# The first fills slots and streams; the others are as long as all that follow.
 _NUM_STEPS = 3
+# Shifts that differ by less, relative, are rounding.
 _SAME = 1e-12
 _COMPUTE = STREAMS.index(Stream.COMPUTE)
 
@@ -132,6 +134,7 @@ def pipelined_s(stages: Sequence[Stage], num_slots: int) -> float:
         exchange_s = 0.0
         for is_known in (False, True):
             arrivals: list[float] = []
+            # The first pass is thrown away but for when ranks came to the exchange.
             after = [clock.copy() for clock in clocks]
             came: list[float] = []
             for (visits, step_s), clock in zip(stages, after, strict=True):
@@ -175,6 +178,7 @@ class _Clock:
 
     def begin_step(self, step_s: float) -> None:
         """Let the host read the scalars of the step before: every stream waits for it."""
+        # Losses are read when compute has ended.
         end_s = self.streams[_COMPUTE]
         self.streams = [max(free_s, end_s) for free_s in self.streams]
         self.streams[_COMPUTE] = end_s + step_s
@@ -188,15 +192,18 @@ class _Clock:
         before: list[float] = []
         shifts: list[float] = []
         while block < last:
+            # Blocks take turns in the slots, as lowering has it.
             slot = block % len(self._slots)
             self._slots[slot] = self._run_items(visit, self._slots[slot], peers)
             block += 1
+            # Once around the slots: if everything has moved by the same time twice, it goes on doing so.
             if (block - visit.block) % len(self._slots) == 0:
                 state = [*self.streams, *self._slots]
                 now = [a - b for a, b in zip(state, before, strict=True)] if before else []
                 rounds = (last - block) // len(self._slots)
                 if now and rounds and _is_uniform(now, shifts):
                     moved = [
+                        # What stood still, such as a stream without work, stays where it is.
                         at + max(now) * rounds if moves > 0 else at
                         for at, moves in zip(state, now, strict=True)
                     ]
@@ -213,6 +220,7 @@ class _Clock:
             start_s = streams[item.stream]
             for position in item.after:
                 start_s = max(start_s, ends[position])
+            # The slot is free when all that worked in it for another block has ended.
             if item.in_slot and is_first:
                 start_s, is_first = max(start_s, slot_s), False
             if peers is not None and item.meets is not None:
@@ -222,6 +230,7 @@ class _Clock:
                 end_s = start_s + seconds
             streams[item.stream] = end_s
             ends.append(end_s)
+            # It is free again behind the last of this block.
             if item.in_slot:
                 left_s = max(left_s, end_s)
         return left_s
