@@ -19,6 +19,10 @@ MOST_SLACK = 10.0
 wrong by that factor, unnoticed."""
 
 
+COARSEST = 0.25
+"""Relative error that every comparison of random samples must notice, or nothing is said of the statement."""
+
+
 class Role(StrEnum):
     """What it says of a statement that a check passes."""
 
@@ -38,6 +42,7 @@ class Verdict(StrEnum):
     CORRECTION = "holds after correction"
     FAILS = "fails"
     UNDECIDED = "cannot be decided from what is printed"
+    UNRESOLVED = "not resolved: random samples of a check are too few to notice an error of a quarter"
     UNSETTLED = "unsettled: its checks do not return what any verdict needs"
 
 
@@ -166,6 +171,8 @@ class Claim:
     fails               every ``counterexample``, of at least one, and no amended check
     cannot be decided   of at least two ``reading`` checks some pass and some do not; or
                         every ``missing`` check passes
+    not resolved        any of these, but some comparison of random samples would not
+                        notice an error of 25 %
     ==================  ===============================================================
     """
 
@@ -234,6 +241,7 @@ _VERDICTS = {
     Role.CONDITIONED: Verdict.CONDITION,
     Role.CORRECTED: Verdict.CORRECTION,
     Role.COUNTEREXAMPLE: Verdict.FAILS,
+    Role.READING: Verdict.UNDECIDED,
     Role.MISSING: Verdict.UNDECIDED,
 }
 
@@ -247,9 +255,12 @@ def verdict_of(claim: Claim, outcomes: tuple[Outcome, ...]) -> Verdict:
     leading = _leading({check.role for check in claim.checks})
     if leading is Role.READING:
         raised = any(outcome.error for outcome in outcomes)
-        differ = len({outcome.passed for outcome in outcomes}) > 1
-        return Verdict.UNDECIDED if differ and not raised else Verdict.UNSETTLED
-    return _VERDICTS[leading] if all(outcome.passed for outcome in outcomes) else Verdict.UNSETTLED
+        is_so = len({outcome.passed for outcome in outcomes}) > 1 and not raised
+    else:
+        is_so = all(outcome.passed for outcome in outcomes)
+    if is_so and any((outcome.resolution or 0.0) > COARSEST for outcome in outcomes):
+        return Verdict.UNRESOLVED
+    return _VERDICTS[leading] if is_so else Verdict.UNSETTLED
 
 
 @dataclass(frozen=True)
@@ -272,8 +283,8 @@ class Judged:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the checks returned what a verdict needs."""
-        return self.verdict is not Verdict.UNSETTLED
+        """Whether the checks returned what a verdict needs, and would have noticed an error."""
+        return self.verdict not in (Verdict.UNSETTLED, Verdict.UNRESOLVED)
 
 
 FaultVerdict = Literal["caught", "crashed", "survived", "not reached", "does not apply"]

@@ -38,7 +38,7 @@ def check(
         str | None,
         typer.Option(
             "--verdict",
-            help="Show only claims with this verdict: holds, condition, correction, fails, undecided, unsettled.",
+            help="Show only claims with this verdict: holds, condition, correction, fails, undecided, unresolved, unsettled.",
         ),
     ] = None,
     list_only: Annotated[

@@ -96,9 +96,9 @@ class Outcome:
 
     @property
     def resolution(self) -> float | None:
-        """Smallest relative error that a comparison of random samples notices 999 times in 1000; None where there is none."""
+        """Relative error that every comparison of random samples notices 999 times in 1000, the coarsest one, too; None where there is none."""
         varying = [estimate.resolution for estimate in self.estimates if estimate.varies]
-        return min(varying, default=None)
+        return max(varying, default=None)
 
     @property
     def slack(self) -> float:

@@ -24,7 +24,7 @@ h1, h2, h3 { line-height: 1.2; } h2 { margin-top: 3rem; border-bottom: 2px solid
 table { border-collapse: collapse; width: 100%; margin: .6rem 0; } th, td { border: 1px solid var(--line); padding: .35rem .6rem; text-align: left; vertical-align: top; overflow-wrap: anywhere; }
 th { background: #f3f3f3; font-weight: 600; } .beside td { width: 50%; } code, .name { font-family: "DejaVu Sans Mono", Menlo, Consolas, monospace; font-size: .85em; }
 .verdict { display: inline-block; padding: 0 .5em; border: 1px solid currentColor; border-radius: .3em; font-size: .85rem; }
-.holds { color: #0a6b2d; } .condition, .correction { color: #8a5a00; } .fails, .unsettled { color: #a3121f; } .undecided { color: #4a4a8a; }
+.holds { color: #0a6b2d; } .condition, .correction { color: #8a5a00; } .fails, .unsettled { color: #a3121f; } .undecided, .unresolved { color: #4a4a8a; }
 .faint, small { color: var(--faint); } blockquote { margin: 0; font-style: italic; } ul { margin: .2rem 0; padding-left: 1.2rem; }
 svg { vertical-align: middle; } a { color: inherit; } details > summary { cursor: pointer; }
 @media print { body { font-size: 10.5pt; max-width: none; margin: 0; } h3, tr, .opening li { break-inside: avoid; } a { text-decoration: none; } details { display: block; } }

@@ -154,10 +154,10 @@ def outcome_of(name: str, estimates: list[Estimate]) -> Outcome:
     """Return the outcome of comparisons that were made: the smallest probability, as decades below which it alarms."""
     least = min(estimates, key=lambda estimate: _nan_first(estimate.p_value))
     statistic = -math.log10(least.p_value) if least.p_value > 0 else math.inf
-    finest = min(estimate.resolution for estimate in estimates)
+    coarsest = max(estimate.resolution for estimate in estimates)
     line = (
         f"{name}: {least.value:.6g}, theory {least.theory:.6g}, interval [{least.low:.6g}, {least.high:.6g}] "
-        f"(farthest of {len(estimates)}, n = {least.num_samples}); notices {_percent(finest)}"
+        f"(farthest of {len(estimates)}, n = {least.num_samples}); each notices {_percent(coarsest)}"
     )
     return Outcome(
         math.nan if math.isnan(least.p_value) else statistic,
@@ -203,7 +203,8 @@ def compare_two_points(name: str, samples: Tensor, expected: Tensor) -> Outcome:
     -----
     A number between two values is rounded to the upper one with a probability that its mean fixes, and so fixes its variance, too. How
     often is compared with the binomial distribution, exactly. Where only one value came up, the number is that value, or
-    it is nearer to it than chance explains.
+    it is nearer to it than chance explains. Errors are relative to the number or to the step between the values, whichever is larger: a number
+    near 0 is known to a part of a step, not of itself.
     """
     samples, expected = samples.double(), expected.double()
     low, high = samples.amin(0), samples.amax(0)
@@ -225,7 +226,7 @@ def _two_point_estimate(
     if up == down:  # never rounded the other way
         p_value = 1.0 if abs(up - x) <= rounding else 0.0
         return Estimate(
-            label, up, x, up - rounding, up + rounding, p_value, rounding / max(abs(x), rounding), count
+            label, up, x, up - rounding, up + rounding, p_value, rounding / (abs(x) or 1.0), count
         )
     chance = min(1.0, max(0.0, (x - down) / (up - down)))
     is_between = down - rounding <= x <= up + rounding and not other
@@ -234,5 +235,5 @@ def _two_point_estimate(
     value = down + (up - down) * upper / count
     deviation = (up - down) * math.sqrt(max(chance * (1 - chance), 1 / count) / count)
     reach = threshold(count) * deviation
-    resolution = (reach + float(student.isf(MISSED, count - 1)) * deviation) / (abs(x) or 1.0)
+    resolution = (reach + float(student.isf(MISSED, count - 1)) * deviation) / max(abs(x), up - down)
     return Estimate(label, value, x, value - reach, value + reach, p_value, resolution, count)

@@ -27,7 +27,7 @@ from proofs_checks.claims import (
 from proofs_checks.exact import at_most, within
 from proofs_checks.ledger import matrix
 from proofs_checks.mutation import Mutant, MutantError
-from proofs_checks.outcomes import Context, Outcome, everything_holds, worst
+from proofs_checks.outcomes import Context, Estimate, Outcome, everything_holds, worst
 from proofs_checks.registry import claims_named
 from proofs_checks.statistics import compare_means, estimates_of
 from topology.errors import PlanError, ZosimError
@@ -149,6 +149,36 @@ def test_a_verdict_follows_from_what_the_checks_return(checks, fields, verdict):
 def test_a_claim_whose_checks_allow_no_verdict_is_refused(checks, fields):
     with pytest.raises(AssertionError):
         claim_of(*checks, **fields)
+
+
+def sampled(*resolutions):
+    estimates = tuple(Estimate("mean", 1.0, 1.0, 0.9, 1.1, 0.5, each, 100) for each in resolutions)
+    return lambda _context: Outcome(0.0, 1.0, "nothing", estimates=estimates)
+
+
+def test_the_resolution_of_a_check_is_that_of_its_coarsest_comparison():
+    assert sampled(0.01, 0.2)(Context()).resolution == 0.2
+    assert sampled(0.01, 1e-9)(Context()).resolution == 0.01  # what does not vary has none
+    assert yes(Context()).resolution is None
+
+
+@pytest.mark.parametrize(
+    ("checks", "fields"),
+    [
+        ((printed(sampled(0.01, 0.26), HALVED),), {}),
+        ((conditioned(yes, HALVED), counterexample(sampled(0.26))), {"amendment": "x", **BROKEN}),
+        ((reading("a", sampled(8.6), HALVED), reading("b", no)), {}),
+    ],
+)
+def test_a_claim_whose_samples_are_too_few_is_not_resolved(checks, fields):
+    judged = claim_of(*checks, **fields).run(Context())
+    assert judged.verdict is Verdict.UNRESOLVED
+    assert not judged.is_settled
+
+
+def test_samples_that_suffice_resolve_a_claim_and_too_few_do_not_hide_a_failure():
+    assert claim_of(printed(sampled(0.25), HALVED)).run(Context()).verdict is Verdict.HOLDS
+    assert claim_of(printed(no, HALVED), printed(sampled(9.0))).run(Context()).verdict is Verdict.UNSETTLED
 
 
 def test_a_bound_that_no_case_nearly_reaches_shows_nothing():

@@ -62,6 +62,20 @@ def test_a_number_rounded_to_a_third_value_or_out_of_its_cell_is_noticed():
     assert not compare_two_points("", values[1::2], 0.5 * ONE).passed
 
 
+def test_the_error_of_a_rounding_is_told_of_the_number_or_of_the_step():
+    generator = torch.Generator().manual_seed(0)
+    up = (
+        torch.rand((4000, 2), generator=generator, dtype=torch.float64) < torch.tensor([0.5, 0.02])
+    ).double()
+    near, far = compare_two_points("", up + torch.tensor([0.0, 7.0]), torch.tensor([0.5, 7.02])).estimates
+    assert near.resolution == pytest.approx((threshold(4000) + 3.093) * 0.5 / 4000**0.5, rel=0.01)
+    assert far.resolution == pytest.approx(
+        (threshold(4000) + 3.093) * (0.02 * 0.98 / 4000) ** 0.5 / 7.02, rel=0.01
+    )
+    (whole,) = compare_two_points("", torch.zeros((40, 1)), torch.zeros(1)).estimates
+    assert not whole.varies
+
+
 def test_the_quantile_is_students():
     assert threshold(2) > 1e9
     assert threshold(256) == pytest.approx(6.866, abs=1e-3)
