@@ -107,6 +107,11 @@ SPARQ_MEMORY = printed_table(
 )
 """GB of GPU memory of FO-SGD and of SparQ on SST-2, batch size 32, in whole GB."""
 
+SPARQ_MEMORY_BY_TASK = printed_table(
+    "SparQ 2", ("FO-SGD", "SparQ(4Q,forward)"), quantity="memory_peak_total", label="{model}, {dataset}"
+)
+"""The same on SST-2, WIC and RTE."""
+
 SPARQ_VOLUMES = printed_table(
     "SparQ 2", ("FO-SGD", "AQ-SGD", "SparQ(4Q,forward)"), quantity="comm_volume", label="{model}, {dataset}"
 )
@@ -197,6 +202,30 @@ QUZO_ROUNDING_SCORES = {
 QUZO_QUERIES_SCORES = (37.61, 41.33)
 """Scores on DROP with one query and with ten (QuZO's table 16)."""
 
+QUZO_WEIGHT_ONLY_SCORES = {
+    "INT W4": (92.43, 60.28, 60.71, 65.50, 59.60, 83.00, 79.00, 82.78, 37.31),
+    "INT W8": (92.77, 62.81, 71.42, 64.00, 60.70, 83.00, 81.00, 80.93, 40.25),
+}
+"""Scores of LLaMA-2 7B with quantized weights and activations in 32 bits, on SST-2, RTE, CB, BoolQ, MultiRC, COPA, ReCoRD, SQuAD and DROP
+(QuZO's table 10)."""
+
+QUZO_DIRECTION_SCORES = {"I-BERT": (92.77, 92.48, 91.89), "RoBERTa-Large": (92.48, 91.51, 93.07)}
+"""Accuracies on SST-2 with directions of 8, 4 and 2 bits, INT W8A8 (QuZO's table 12)."""
+
+QUZO_SPARSITY_SCORES = {
+    0: (82.20, 80.29, 37.61),
+    20: (82.60, 80.52, 34.65),
+    50: (82.50, 81.21, 40.51),
+    80: (83.00, 80.10, 25.99),
+}
+"""Scores on ReCoRD, SQuAD and DROP by % of a direction that is 0 (QuZO's table 17)."""
+
+QUZO_ONE_POINT_SCORES = {"one point": (89.96, 53.56, 48.24), "QuZO": (91.62, 64.40, 54.87)}
+"""Scores on SST-2, SNLI and RTE at 4 bits (QuZO's table 19)."""
+
+QUZO_70B_SCORES = {"FO": (76.78, 51.84), "QuZO": (81.25, 58.11)}
+"""Scores of LLaMA-70B on SQuAD and DROP at 4 bits (QuZO's table 21)."""
+
 QUZO_MEMORY = printed_table("QuZO 4", ("FO-SGD", "QuZO"), quantity="memory_total", label="{dataset}")
 """GB of first-order training in 8 bits and of QuZO, LLaMA-2 7B."""
 
@@ -235,6 +264,32 @@ ZO2_RATIOS = printed_table(
 )
 """Tokens/s of OPT-13B, and the ratio to MeZO in fp32 that is printed beside each. The baseline has none."""
 
+ZO2_175B_MEMORY = printed_table("ZO2 1", ("ZO2",), quantity="memory", label="{precision}", model="OPT-175B")
+"""MB of OPT-175B, by precision."""
+
+ZO2_SHAPES = {
+    "OPT-1.3B": (24, 32, 2048),
+    "OPT-2.7B": (32, 32, 2560),
+    "OPT-6.7B": (32, 32, 4096),
+    "OPT-13B": (40, 40, 5120),
+    "OPT-30B": (48, 56, 7168),
+    "OPT-66B": (64, 72, 9216),
+    "OPT-175B": (96, 96, 12288),
+}
+"""Layers, heads and width of the OPT models (ZO2's table 4)."""
+
+ZO2_QWEN = {
+    quantity: printed_table("ZO2 8", ("MeZO", "ZO2"), quantity=quantity)
+    for quantity in ("memory", "throughput")
+}
+"""MB and tokens/s of Qwen3 with MeZO and with ZO2, by quantity and model."""
+
+ZO2_QWEN_RATIOS = {
+    quantity: printed_table("ZO2 8", ("ZO2",), quantity=f"{quantity}_ratio")
+    for quantity in ("memory", "throughput")
+}
+"""Ratios to MeZO that are printed beside them."""
+
 ACCURACIES = {
     "MeZO": (91.4, 66.1, 67.9, 67.6, 63.5, 61.1, 60.1),
     "ZO2": (91.4, 66.1, 67.9, 67.6, 63.5, 61.1, 60.1),
@@ -265,6 +320,12 @@ ZO2_RATES_BY_SHAPE = {
 
 DISTZO2_RATES = _rates("DistZO2 1", ("ZO2", "DistZO2(PertP)", "DistZO2(DDP)", "DistZO2(2D)"))
 """Tokens/s of ZO2, PertP, DDP and both on 1, 2, 2 and 4 GPUs."""
+
+DISTZO2_SLICES = printed_table("DistZO2 2", ("plain", "CommOpt"), label="{model}, {quantity}")
+"""Billions of parameters a second that four GPUs upload and offload, each a whole block and each a slice of it."""
+
+DISTZO2_QWEN_RATES = _rates("DistZO2 4", ("ZO2+PertP", "ZO2+DDP", "ZO2+PertP+DDP"))
+"""Tokens/s of Qwen3 by perturbation and by data on two GPUs, and by both on four."""
 
 DISTZO2_RATES_BESIDE_MEZO = {
     f"{parallelism}, {name}": cells

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 
@@ -10,6 +11,7 @@ import torch
 from scipy.stats import norm
 from torch import Tensor
 
+from executors.steps.arithmetic import projected_gradient
 from proofs_checks.claims import Claim, conditioned, counterexample, printed
 from proofs_checks.exact import (
     at_most,
@@ -138,6 +140,34 @@ def check_shared_direction(_context: Context) -> Outcome:
             "another z in the update": equal(other, [0.0, 0.0], what="E[g·z']"),
         }
     )
+
+
+def check_noise_of_losses(_context: Context) -> Outcome:
+    """Compare what independent noise in every loss adds to ``E|ĝ|²``, for one query and two that may share a base, by enumeration."""
+    noise, parts = 0.3, {}
+    nodes, weights = normal_nodes(2, 2)
+    pairs = list(zip(nodes, weights.tolist(), strict=True))
+    for central in (False, True):
+        name, theory = (
+            ("central", noise**2 * 2 / (2 * _MU**2)) if central else ("forward", 2 * noise**2 * 2 / _MU**2)
+        )
+        for queries in (1, 2):
+            num_losses = 2 * queries if central else queries + 1
+            total = 0.0
+            for signs in itertools.product((-noise, noise), repeat=num_losses):
+                losses = [torch.tensor(sign, dtype=torch.float64) for sign in signs]
+                for drawn in itertools.product(pairs, repeat=queries):
+                    estimate, chance = np.zeros(2), 1.0
+                    for query, (u, weight) in enumerate(drawn):
+                        other = losses[queries + query] if central else losses[queries]
+                        g = projected_gradient(losses[query], other, _MU, central=central).item()
+                        estimate += g * u / queries
+                        chance *= weight
+                    total += chance * float(estimate @ estimate)
+            parts[f"{name}, {queries} queries"] = equal(
+                total / 2**num_losses, theory / queries, what="E|ĝ|² of losses that are noise alone"
+            )
+    return everything_holds(parts)
 
 
 # -- SparQ's lemmas ----------------------------------------------------------------------------------------------------
@@ -385,6 +415,16 @@ _THREE_PERCENT = Mutant(
 )
 
 CLAIMS = (
+    Claim(
+        name="noise-of-losses-by-difference",
+        paper="zosim",
+        where=("executors.steps.arithmetic",),
+        quotation="How much of the losses' noise is in an estimate follows from the difference.",
+        statement="Independent noise of variance s² in every loss adds 2s²d/μ² to E|ĝ|² with forward differences and s²d/2μ² with central ones, a quarter of it; a mean over P queries has a P-th, also where forward differences share their base.",
+        hypotheses="d = 2, one query and two; noise of two values and Gauss-Hermite nodes, enumerated through the shipped projected gradient",
+        checks=(printed(check_noise_of_losses, CENTRAL_BY_EPSILON, FORWARD_BY_TWO_EPSILON),),
+        derivation="sparq-differences.md#noise-of-losses",
+    ),
     Claim(
         name="sparq-both-differences-are-biased",
         paper="sparq",
