@@ -11,16 +11,12 @@ from functools import partial
 from typing import Literal
 
 from proofs_checks.mutation import Mutant, MutantError
-from proofs_checks.outcomes import Context, Outcome
+from proofs_checks.outcomes import COARSEST, Context, Outcome
 from proofs_checks.papers import PAPERS, Paper
 
 MOST_SLACK = 10.0
 """What a bound may be over the quantity that it bounds, in the nearest of a check's cases: one that is never nearly reached may be
 wrong by that factor, unnoticed."""
-
-
-COARSEST = 0.25
-"""Relative error that every comparison of random samples must notice, or nothing is said of the statement."""
 
 
 class Role(StrEnum):

@@ -276,7 +276,9 @@ def check_sparse_moments(context: Context) -> Outcome:
         is_moved = (first != 0).any(2) | (second != 0).any(2)
         one, other, below = first[:, 0, 0], first[:, 0, 1], first[:, 1, 0]
         squared = first**2
-        pairs = sum(squared[:, :, i] * squared[:, :, j] for i, j in ((0, 1), (0, 2), (1, 2))).mean(1) / 3
+        pairs = torch.stack([squared[:, :, i] * squared[:, :, j] for i, j in ((0, 1), (0, 2), (1, 2))]).mean(
+            (0, 2)
+        )
         along = first.sum((1, 2)) / math.sqrt(6)
         energy = along**2 * first.square().sum((1, 2))
         columns = {

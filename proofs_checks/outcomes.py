@@ -9,6 +9,9 @@ from typing import Literal
 
 Size = Literal["full", "quick"]
 
+COARSEST = 0.25
+"""Relative error that every comparison of random samples must notice, or it says ``not resolved``."""
+
 
 @dataclass(frozen=True)
 class Context:

@@ -157,7 +157,7 @@ def check_roundings_differ(_context: Context) -> Outcome:
     )
 
 
-def enumerated_moments(rounding: StochasticRounding) -> tuple[float, float, float]:
+def enumerated_moments(rounding: StochasticRounding | RoundedDirection) -> tuple[float, float, float]:
     """Return ``E[Q²]``, ``E[Q₁Q₂]`` and ``E[Q₁²Q₂²]`` of roundings of a normal, code by code and by quadrature.
 
     Examples

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from proofs_checks.exact import sign_nodes
 from proofs_checks.judging.findings import (
-    COARSEST,
     Finding,
     Judgement,
     Verdict,
@@ -26,6 +25,7 @@ from proofs_checks.judging.findings import (
     not_applicable,
 )
 from proofs_checks.oracles.smoothing import smoothed_loss
+from proofs_checks.outcomes import COARSEST
 from proofs_checks.statistics import MISSED, batch_means, estimates_of, fitted_slope, threshold
 from topology.errors import ZosimError
 

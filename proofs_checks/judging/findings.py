@@ -10,13 +10,10 @@ from typing import Any, Literal
 from scipy.stats import t as student
 from torch import Tensor
 
-from proofs_checks.outcomes import Estimate
+from proofs_checks.outcomes import COARSEST, Estimate
 from proofs_checks.statistics import LEVEL, MISSED, batch_means, threshold
 
 Verdict = Literal["holds", "fails", "not resolved", "not applicable"]
-
-COARSEST = 0.25
-"""Relative error that a comparison must notice to say that something holds: a coarser one says ``not resolved``."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class Finding:
     ----------
     name : str
     verdict : str
-        ``holds``, ``fails``; ``not resolved`` where random samples would not show an error of :data:`COARSEST`; ``not applicable``
+        ``holds``, ``fails``; ``not resolved`` where random samples would not show an error of :data:`~proofs_checks.outcomes.COARSEST`; ``not applicable``
         where nothing was stated that could be compared.
     tested : str
         What was compared with what, on which inputs.

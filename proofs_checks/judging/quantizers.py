@@ -12,7 +12,6 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from proofs_checks.judging.findings import (
-    COARSEST,
     Finding,
     Judgement,
     Verdict,
@@ -20,6 +19,7 @@ from proofs_checks.judging.findings import (
     exactly,
     not_applicable,
 )
+from proofs_checks.outcomes import COARSEST
 from proofs_checks.statistics import LEVEL, MISSED, NUM_BATCHES, estimates_of, threshold
 from topology.errors import ZosimError
 
