@@ -232,6 +232,9 @@ def spec_of_config(
         hint = "tune all of it or LoRA adapters" if num_prefix_tokens else "cut between its blocks"
         raise ModelError(message, hint=hint)
     segments_of(arch.num_blocks, cut)
+    # Sizes that are possible one by one may have a product that no dimension of a tensor has.
+    with readable(f"a tensor of {source or name}", ModelError):
+        groups = group_parameters(cut_blocks_inside(entries, cut, norm_after_mlp=arch.norm_after_mlp))
     return ModelSpec(
         name=name,
         family=family.family,
@@ -241,7 +244,7 @@ def spec_of_config(
         adapter_lazy_steps=(lora.lazy_steps or 0) if lora else 0,
         num_prefix_tokens=num_prefix_tokens,
         cut_blocks=cut,
-        groups=group_parameters(cut_blocks_inside(entries, cut, norm_after_mlp=arch.norm_after_mlp)),
+        groups=groups,
         stored=stored_codes(config, source or name),
         checkpoint_dtype=family.checkpoint_dtype,
     )

@@ -293,3 +293,12 @@ def test_weights_of_mlx_are_not_planned_as_numbers(twice):
 def test_mistral_without_shared_heads_has_as_many_as_queries():
     config = checked_config({"model_type": "mistral", "num_key_value_heads": None}, "config.json")
     assert config.architecture().num_key_value_heads == config.num_attention_heads == 32
+
+
+def test_sizes_whose_product_no_tensor_has_are_refused_in_words() -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 200_000_000, "num_key_value_heads": 8, "head_dim": 100,
+        "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 100, "max_position_embeddings": 128,
+    }  # fmt: skip
+    with pytest.raises(ModelError, match=r"a tensor of large is not valid(.|\n)*value 20000000000"):
+        spec_of_config(config, name="large")
