@@ -19,7 +19,6 @@ from costmodel.formats.low_bits import (
     Linear,
     coded_draw_work,
     coded_forward_work,
-    coded_lookup_work,
     coded_update_work,
     moved_rows_bytes,
     num_elements,
@@ -201,13 +200,10 @@ class DenseStorage:
     def forward_work(
         self,
         work: Work,
-        segment: str,
         groups: Sequence[ParameterGroup],
         *,
         is_beside: bool,
         kept_bytes: int,
-        num_tokens: int,
-        embed_dim: int,
     ) -> Work:
         """Return the work of a segment's forward, from that with numbers; arguments as of :meth:`QuantizedStorage.forward_work`."""
         return work
@@ -259,34 +255,28 @@ class QuantizedStorage(DenseStorage):
         return FORMATS["float32"].bytes(num_elements(self.tuned(group))) if self.rounds_sums else 0
 
     def is_beside(self, group: ParameterGroup) -> bool:
-        """Whether a group stays as it is: of blocks, and of other groups that hold codes, whatever is tuned."""
-        return group.segments[0] not in (EMBED, HEAD) or bool(self.tuned(group))
+        """Whether a group stays as it is: those of blocks do, whatever of them is tuned."""
+        return group.segments[0] not in (EMBED, HEAD)
 
     def forward_work(
         self,
         work: Work,
-        segment: str,
         groups: Sequence[ParameterGroup],
         *,
         is_beside: bool,
         kept_bytes: int,
-        num_tokens: int,
-        embed_dim: int,
     ) -> Work:
         """Return the work with products by codes.
 
         Parameters
         ----------
         work : Work
-        segment : str
         groups : sequence of ParameterGroup
             The segment's.
         is_beside : bool
             Whether directions are added.
         kept_bytes : int
             What of the segment is alive beside a layer.
-        num_tokens, embed_dim : int
-            Rows that are looked up in a token table, and its columns.
         """
         tuned = [matrix for group in groups for matrix in self.tuned(group)]
         frozen = [matrix for group in groups for matrix in self.frozen(group)]
@@ -304,11 +294,8 @@ class QuantizedStorage(DenseStorage):
                 is_beside=is_moved,
                 moved_share=1 - self.sparsity,
                 kept_bytes=kept_bytes,
-                is_outer=segment in (EMBED, HEAD),
                 direction_format=self.direction_format if is_moved else self.row_format,
             )
-        if segment == EMBED and self.coding.parts == "all":
-            work += coded_lookup_work(num_tokens, embed_dim, self.coding, work.dtype, is_beside=bool(tuned))
         # Numbers, such as norms and biases, are copied to the point.
         copied = sum(
             self.num_numbers(group)

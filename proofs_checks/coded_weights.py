@@ -308,7 +308,7 @@ def drawn_codes(bits: int, count: int, seed: int) -> list[Tensor]:
 
 _MOVE = "executors.low_bits.coded:QuantizedTensor.move"
 _FORWARD = "executors.low_bits.linear:CodedLinear.forward"
-_ADDED = "self.beside.add_to(weight, range(len(weight)))"
+_ADDED = "self.beside.add_to(weight)"
 
 MOVE_NEAREST = Mutant(
     "updates rounded to the nearest code",
@@ -350,8 +350,8 @@ STORED_BACK = Mutant(
 BESIDE_LONG = Mutant(
     "a perturbation that is 3 % long",
     "executors.low_bits.coded:Beside.add_to",
-    "piece.add_(self.direction[first : first + len(piece)], alpha=self.factor)",
-    "piece.add_(self.direction[first : first + len(piece)], alpha=1.03 * self.factor)",
+    "piece.add_(self.direction[begin : begin + len(piece)], alpha=self.factor)",
+    "piece.add_(self.direction[begin : begin + len(piece)], alpha=1.03 * self.factor)",
 )
 SAME_KEY = Mutant(
     "one rounding for both copies of a direction",

@@ -18,7 +18,7 @@ from costmodel.formats import CodeFormat, ScaleScope
 from costmodel.formats.low_bits import Coding
 from costmodel.formats.roundings import RoundedDirection
 from executors.low_bits.coded import Beside, QuantizedTensor
-from executors.low_bits.linear import CodedLayer, CodedLinear, code_layers
+from executors.low_bits.linear import CodedLinear, code_layers
 from executors.low_bits.stored import Moved
 from executors.randomness.counter import CounterKey
 from executors.randomness.quantisers import StochasticRounding
@@ -483,42 +483,6 @@ def check_moves_on_grids(_context: Context) -> Outcome:
 # -- products of bytes -----------------------------------------------------------------------------------------------
 
 
-def check_table_and_head(context: Context) -> Outcome:
-    """Compare rows that tokens name, and a head made in parts of the same codes, with one matrix in float64; beside both a direction.
-
-    The direction moves all rows, or a part of them; the vocabulary is larger than what a head makes at once.
-    """
-    vocabulary, width, factor = 70_001, 24, 1e-3
-    generator = np.random.default_rng(context.seed)
-    weights = generator.normal(size=(vocabulary, width))
-    tokens = np.array([[0, 5, 69_999], [70_000, 5, 43_691]])
-    inputs = generator.normal(size=(3, width)).astype(np.float32)
-    table, head = torch.nn.Embedding(vocabulary, width), torch.nn.Linear(width, vocabulary, bias=False)
-    head.weight = table.weight
-    code_layers([table, head], LowBits(weights="int4"), _CPU)
-    assert isinstance(table, CodedLayer)
-    held = table.coded = shipped(weights, Coding("int4", "group", group_elements=8))
-    parts = {}
-    for share in (1.0, 0.3):
-        is_moved = generator.uniform(size=vocabulary) < share
-        is_moved[tokens] = True
-        is_moved[5] = share == 1
-        along = generator.integers(-127, 128, size=(vocabulary, width)) * is_moved[:, None]
-        rows = None if share == 1 else torch.from_numpy(is_moved.nonzero()[0])
-        table.beside = Beside(torch.from_numpy(along).to(torch.int8), factor, rows)
-        matrix = values_of(held) + factor * along
-        with torch.no_grad():
-            read, logits = table(torch.from_numpy(tokens)), head(torch.from_numpy(inputs))
-        moved = f"{share:.0%} of the rows move"
-        parts[f"rows, {moved}"] = equal(
-            read.double(), torch.from_numpy(matrix[tokens]), what="(W + ε·û) of tokens", tolerance=1e-6
-        )
-        parts[f"head, {moved}"] = equal(
-            logits.double(), torch.from_numpy(inputs @ matrix.T), what="x·(W + ε·û)ᵀ", tolerance=1e-5
-        )
-    return everything_holds(parts)
-
-
 def check_products_of_bytes(context: Context) -> Outcome:
     """Compare outputs of int8 inputs by int8 codes, a direction beside them, with exact sums of whole numbers, scaled once."""
     parts = {}
@@ -856,48 +820,6 @@ CLAIMS = (
             ),
         ),
         references="QuZO Table 3: W8A8",
-        derivation="quzo-updates.md",
-    ),
-    Claim(
-        name="table-and-head-of-codes",
-        paper="zosim",
-        where=("executors.low_bits.linear",),
-        quotation="Layers of one weight share its codes.",
-        statement="A token table of codes and the head that is tied to it read one matrix, at an evaluation point W + ε·û: the one its rows, the other all of it in parts.",
-        hypotheses="4 bits with scales of 8 neighbours, 70,001 tokens; directions of 8 bits in all rows, or in three tenths",
-        checks=(
-            printed(
-                check_table_and_head,
-                Mutant(
-                    "a direction of the first rows for every part",
-                    f"{_CODED}:Beside.add_to",
-                    "first = outputs.start + begin",
-                    "first = begin",
-                ),
-                Mutant(
-                    "rows that move, one on",
-                    f"{_CODED}:Beside.add_to",
-                    "weight[rows] = weight[rows]",
-                    "weight[rows - 1] = weight[rows - 1]",
-                ),
-                Mutant(
-                    "a direction of other tokens",
-                    f"{_LINEAR}:CodedTable.forward",
-                    "direction[tokens]",
-                    "direction[tokens.flip(0)]",
-                ),
-                Mutant(
-                    "a lookup 3 % too far", f"{_CODED}:QuantizedTensor.rows", "along[1]", "1.03 * along[1]"
-                ),
-                Mutant(
-                    "a lookup that leaves the direction out",
-                    f"{_LINEAR}:CodedTable.forward",
-                    "is not None",
-                    "is Ellipsis",
-                ),
-            ),
-        ),
-        references="QuZO Algorithm 1",
         derivation="quzo-updates.md",
     ),
     Claim(

@@ -51,9 +51,6 @@ CodeFormat = Literal[
 ScaleScope = Literal["tensor", "channel", "group"]
 """What shares a scale: a matrix, an output channel of it, or some neighbouring inputs of an output channel."""
 
-CodedParts = Literal["blocks", "all"]
-"""Whose matrices are codes: those of the blocks' linear layers, or also the token table and linear layers before and behind blocks."""
-
 
 @dataclass(frozen=True, slots=True)
 class Format:

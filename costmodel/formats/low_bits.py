@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
-from costmodel.formats import FORMATS, CodedParts, CodeFormat, DType, ScaleScope
+from costmodel.formats import FORMATS, CodeFormat, ScaleScope
 from costmodel.formats.code_passes import CodePass
 from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS
 from costmodel.models.model_spec import ParameterGroup
@@ -53,9 +53,6 @@ TILE_ROWS = 1024
 
 PACKED_ELEMENTS = 1 << 15
 """Codes of a direction that are taken out of bytes that they share, or put there, at a time on a CPU, in the thread that asks."""
-
-OUTER_TILE_ELEMENTS = 1 << 20
-"""Weights of a matrix outside the blocks, as large as the vocabulary, that are made of codes at a time."""
 
 FILLED_ROWS = 32
 """Rows of a sparse direction are filled up to a multiple of so many before they are multiplied."""
@@ -108,8 +105,6 @@ class Coding:
         Whether scales span the largest weight, or are those with the least mean squared error.
     adapters : str or None
         Format of the A and B of adapters beside these layers, one scale for each; None where they are numbers.
-    parts : str
-        Whose matrices are codes.
 
     Examples
     --------
@@ -126,7 +121,6 @@ class Coding:
     is_full_range: bool = False
     fit: Fit = "range"
     adapters: CodeFormat | None = None
-    parts: CodedParts = "blocks"
 
     @property
     def of_adapters(self) -> Coding | None:
@@ -137,13 +131,11 @@ class Coding:
         """Return the matrices of a group that are codes and are tuned: of its layers, or of adapters beside them."""
         beside = self.of_adapters
         adapters = [] if beside is None else [(one, beside) for one in group.trainable_matrices]
-        outer = group.outer_matrices if self.parts == "all" else ()
-        return [*((one, self) for one in (*group.linears, *outer)), *adapters]
+        return [*((one, self) for one in group.linears), *adapters]
 
     def frozen(self, group: ParameterGroup) -> list[CodedMatrix]:
         """Return the matrices of a group that are codes and stay as they are."""
-        outer = group.frozen_outer_matrices if self.parts == "all" else ()
-        return [(one, self) for one in (*group.frozen_linears, *outer)]
+        return [(one, self) for one in group.frozen_linears]
 
     @property
     def container_bits(self) -> int:
@@ -232,7 +224,6 @@ def coded_forward_work(
     is_beside: bool,
     moved_share: float = 1.0,
     kept_bytes: int = 0,
-    is_outer: bool = False,
     direction_format: str = "int8",
 ) -> Work:
     """Return the work of a segment's forward whose linear layers are codes, from that with plain weights.
@@ -255,9 +246,6 @@ def coded_forward_work(
         What of the segment is alive beside a layer: the sum that residuals are added to.
     direction_format : str
         That the codes of the direction are kept in.
-    is_outer : bool
-        Whether they lie outside the blocks, where weights are made of codes, or parted, for some outputs after the other
-        (:func:`outputs_at_once`).
 
     Notes
     -----
@@ -279,17 +267,15 @@ def coded_forward_work(
         if product is None:
             continue
         plain.remove(product)
-        # A product that is made for some tokens after the other makes weights of codes as often.
+        # A product that is made several times makes weights of codes as often.
         rows, elements, times = product.m, outputs * inputs, product.num
-        at_once = outputs_at_once(outputs, inputs) if is_outer else outputs
-        num_tiles = times * -(-outputs // at_once)
         is_parted = coding.container_bits < 8
         passes["layers"] += times
         passes["layers.sparse"] += times * (is_beside and moved_share < 1)
         passes["parting"] += times * elements * is_parted
-        num_kernels += 4 * num_tiles * is_parted
+        num_kernels += 4 * times * is_parted
         alive = max(product.alive_bytes, rows * inputs * width + kept_bytes)
-        levels = at_once * inputs * (is_parted + 4 * coding.has_zero_point)
+        levels = elements * (is_parted + 4 * coding.has_zero_point)
         if are_inputs_coded:
             passes["inputs"] += times * rows * inputs
             num_kernels += 5 * times
@@ -305,50 +291,45 @@ def coded_forward_work(
             cast = moved * inputs * (kernel == "scaled_mm")
             sweep_bytes += 2 * times * cast
             num_kernels += times * bool(cast)
-            num_kernels += 3 * num_tiles * (1 + is_beside)
-            sums, most = rows * at_once * 4, _most_rows(outputs, moved_share)
+            num_kernels += 3 * times * (1 + is_beside)
+            sums, most = rows * outputs * 4, _most_rows(outputs, moved_share)
             is_gathered = most < outputs
             passes["sums"] += times * rows * (outputs + moved * (not is_gathered))
             passes["gathering"] += times * rows * moved * is_gathered
-            made = most + -most % FILLED_ROWS if is_gathered else at_once
+            made = most + -most % FILLED_ROWS if is_gathered else outputs
             of_rows, numbers = rows * made * 4, 0
             if kernel == "int_mm":
-                numbers = _numbers_bytes(rows, at_once, inputs)
-            taken = (most if is_gathered else at_once) * inputs
+                numbers = _numbers_bytes(rows, outputs, inputs)
+            taken = (most if is_gathered else outputs) * inputs
             passing = max(taken_out_bytes(taken, direction_format) - taken, 0)
             along = of_rows + max(of_rows, numbers, passing) + taken * (kernel == "scaled_mm")
             if is_gathered:  # that of a sparse direction's rows is made first, and stays
                 along += taken + made * inputs
             else:
-                along += sums + levels * is_outer + taken * is_packed
+                along += sums + taken * is_packed
             kept = of_rows * is_gathered * is_beside
             alive += max(
                 kept + sums + max(sums, numbers) + levels,
                 along * is_beside,
-                kept + sums + rows * at_once * width,
+                kept + sums + rows * outputs * width,
             )
-            alive += rows * outputs * width * is_outer
         else:
             products.append(product)
             moved = round(outputs * moved_share) * inputs * is_beside
             passes[_of_format("levels", coding.format)] += times * elements
             passes["zeros"] += times * elements * coding.has_zero_point
             passes["beside"] += times * moved
-            num_kernels += num_tiles * (1 + is_beside)
-            most = _most_rows(at_once, moved_share)
-            is_gathered = is_beside and most < at_once
+            num_kernels += times * (1 + is_beside)
+            most = _most_rows(outputs, moved_share)
+            is_gathered = is_beside and most < outputs
             gathered = most * inputs * (width + (not is_packed)) * is_gathered
             if is_packed and is_beside:  # in pieces, where all rows are added
-                num = most * inputs if is_gathered else min(at_once * inputs, PACKED_ELEMENTS)
+                num = most * inputs if is_gathered else min(elements, PACKED_ELEMENTS)
                 gathered += taken_out_bytes(num, direction_format)
             if FORMATS[coding.format].is_float:
-                levels = at_once * inputs * max(4, is_parted * (9 - width))
-            output = rows * outputs * width
-            alive += at_once * inputs * width
-            if at_once < outputs:  # beside the whole output a part of it
-                alive += output + max(levels, gathered, rows * at_once * width)
-            else:
-                alive += max(levels, gathered, output)
+                levels = elements * max(4, is_parted * (9 - width))
+            alive += elements * width
+            alive += max(levels, gathered, rows * outputs * width)
             alive += rows * inputs * width if are_inputs_coded else 0
         largest = max(largest, alive)
     return work.model_copy(
@@ -450,30 +431,6 @@ def _numbers_bytes(rows: int, outputs: int, inputs: int) -> int:
     """Return what numbers made of bytes take at a time where a CPU multiplies them in float32."""
     at_once, terms, columns = min(rows, TILE_ROWS), min(inputs, EXACT_TERMS), min(outputs, FLOAT_TILE_COLUMNS)
     return 4 * (at_once * terms + columns * terms + 2 * at_once * columns)
-
-
-def outputs_at_once(outputs: int, inputs: int) -> int:
-    """Return of how many outputs of a matrix outside the blocks the weights are made of codes at a time.
-
-    Examples
-    --------
-    >>> outputs_at_once(50272, 768), outputs_at_once(768, 768)
-    (1365, 768)
-    """
-    return min(outputs, max(1, OUTER_TILE_ELEMENTS // inputs))
-
-
-def coded_lookup_work(num_tokens: int, width: int, coding: Coding, dtype: DType, *, is_beside: bool) -> Work:
-    """Return the work of making numbers of the rows that tokens name of a table of codes, of `width` columns."""
-    elements, size = num_tokens * width, FORMATS[dtype].element_bytes
-    level_bytes = 4 if FORMATS[coding.format].is_float else 1
-    codes = coding.code_bytes((num_tokens, width)) + coding.scale_bytes((num_tokens, width))
-    beside = elements * (1 + 2 * size) * is_beside
-    return Work(
-        dtype=dtype,
-        elementwise_bytes=2 * codes + elements * (2 * level_bytes + size) + beside,
-        num_kernels=8 + 2 * is_beside,
-    )
 
 
 def coded_update_work(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 
-from costmodel.formats import CodedParts, CodeFormat, ScaleScope
+from costmodel.formats import CodeFormat, ScaleScope
 from topology.errors import ModelError, PlanError
 from topology.validation import readable, without_removed
 
@@ -28,7 +28,7 @@ OWN_WEIGHTS_NAME = "codes.safetensors"
 
 _OWN_VERSION = 1
 
-_REMOVED_FIELDS: Mapping[str, object] = {"outliers": 0.0}
+_REMOVED_FIELDS: Mapping[str, object] = {"parts": "blocks", "outliers": 0.0}
 _REMOVED_VALUES: Mapping[str, tuple[object, ...]] = {"weights": ("best8", "best4")}
 """What directories of zosim's own were once written with, and plans made from them."""
 
@@ -54,7 +54,7 @@ class StoredCodes(BaseModel):
     ----------
     layout : str
         See :data:`Layout`.
-    weights, parts, scales, group_elements, zero_point, activations
+    weights, scales, group_elements, zero_point, activations
         As of :class:`zosim.plans.LowBits`, which has to have the same.
     full_range : bool
         Whether symmetric integers use their lowest number, too, -8 of int4: other tools' do.
@@ -64,7 +64,6 @@ class StoredCodes(BaseModel):
 
     layout: Layout
     weights: CodeFormat
-    parts: CodedParts = "blocks"
     scales: ScaleScope
     group_elements: PositiveInt = 128
     zero_point: bool = False
@@ -309,7 +308,6 @@ def said_of_own(coding: Coding) -> dict[str, Any]:
     stored = StoredCodes(
         layout="zosim",
         weights=coding.format,
-        parts=coding.parts,
         scales=coding.scales,
         group_elements=coding.group_elements,
         zero_point=coding.has_zero_point,
@@ -337,11 +335,6 @@ def refuse_unwritable(coding: Coding) -> None:
     ------
     PlanError
     """
-    if coding.parts == "all":
-        raise PlanError(
-            "a directory of codes has no place for a token table and a head in codes that transformers would load",
-            hint="write it in zosim's own layout (--save-as zosim-codes), or as numbers (--save-as numbers)",
-        )
     if coding.format in ("float8_e5m2", "float4_e2m1"):
         raise PlanError(
             f"a directory of codes in {coding.format} has no format that compressed-tensors knows",

@@ -327,7 +327,7 @@ def _entries(tensors: list[TensorSpec], trainable: Trainable) -> Iterator[Parame
 def _entry(tensor: TensorSpec, *, trainable: bool) -> ParameterEntry:
     inputs, outputs = tensor.linear or (0, 0)
     linear = (outputs, inputs) if tensor.linear else None
-    return ParameterEntry(tensor.name, tensor.segments, tensor.shape, trainable, linear, tensor.is_table)
+    return ParameterEntry(tensor.name, tensor.segments, tensor.shape, trainable, linear)
 
 
 def _with_prefixes(

@@ -25,14 +25,13 @@ class TensorSpec(NamedTuple):
     """One stored tensor: its name, its shape and the segments that read it.
 
     ``linear`` holds (inputs, outputs) where the tensor is the weight of a linear layer, which is what an
-    adapter can be put on; ``is_table`` says whether tokens are looked up in it.
+    adapter can be put on.
     """
 
     name: str
     shape: tuple[int, ...]
     segments: tuple[str, ...]
     linear: tuple[int, int] | None = None
-    is_table: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -80,7 +79,7 @@ class Architecture:
 
 
 def _token_table(name: str, arch: Architecture) -> TensorSpec:
-    return TensorSpec(name, (arch.vocab_size, arch.embed_dim), arch.token_segments, is_table=True)
+    return TensorSpec(name, (arch.vocab_size, arch.embed_dim), arch.token_segments)
 
 
 def _linear(

@@ -30,8 +30,6 @@ class ParameterEntry(NamedTuple):
     trainable : bool
     linear : tuple of (int, int), optional
         Outputs and inputs, where it is the weight of a linear layer.
-    is_table : bool
-        Whether tokens are looked up in it.
     """
 
     name: str
@@ -39,7 +37,6 @@ class ParameterEntry(NamedTuple):
     shape: tuple[int, ...]
     trainable: bool = True
     linear: tuple[int, int] | None = None
-    is_table: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -154,8 +151,6 @@ def _group(name: str, segments: tuple[str, ...], run: list[ParameterEntry]) -> P
         largest_trainable_tensor=max(trainable, default=0),
         linears=_linears(run, trainable=True),
         frozen_linears=_linears(run, trainable=False),
-        outer_matrices=_outer_matrices(run, trainable=True),
-        frozen_outer_matrices=_outer_matrices(run, trainable=False),
         trainable_matrices=tuple(
             (entry.shape[0], entry.shape[1]) for entry in run if entry.trainable and len(entry.shape) == 2
         ),
@@ -166,15 +161,3 @@ def _linears(run: list[ParameterEntry], *, trainable: bool) -> tuple[tuple[int, 
     """Return the shapes of the linears of a block; embedding and head are no blocks."""
     is_block = run[0].segments[0] not in (EMBED, HEAD)
     return tuple(entry.linear for entry in run if is_block and entry.linear and entry.trainable == trainable)
-
-
-def _outer_matrices(run: list[ParameterEntry], *, trainable: bool) -> tuple[tuple[int, int], ...]:
-    """Return the shapes of the token table and of the linears before and behind the blocks."""
-    if run[0].segments[0] not in (EMBED, HEAD):
-        return ()
-    matrices = (
-        entry.linear or ((entry.shape[0], entry.shape[1]) if entry.is_table else None)
-        for entry in run
-        if entry.trainable == trainable
-    )
-    return tuple(filter(None, matrices))

@@ -11,7 +11,7 @@ groups belong to one segment; a tied token table belongs to two.
 from __future__ import annotations
 
 from functools import cache, cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
 
@@ -79,9 +79,6 @@ class ParameterGroup(BaseModel):
         Elements of the largest trainable tensor.
     linears, frozen_linears : tuple of (int, int)
         Outputs and inputs of every linear layer of a block whose weight is in it, by whether that is tuned.
-    outer_matrices, frozen_outer_matrices : tuple of (int, int)
-        Rows and columns of the token table and of every linear layer before or behind the blocks that is in it, by whether
-        that is tuned. Empty in files of earlier versions.
     trainable_matrices : tuple of (int, int)
         Rows and columns of those trainable tensors that have two dimensions. Empty in files of earlier versions.
     """
@@ -97,9 +94,16 @@ class ParameterGroup(BaseModel):
     largest_trainable_tensor: ElementsOrNone
     linears: tuple[tuple[Extent, Extent], ...] = ()
     frozen_linears: tuple[tuple[Extent, Extent], ...] = ()
-    outer_matrices: tuple[tuple[Extent, Extent], ...] = ()
-    frozen_outer_matrices: tuple[tuple[Extent, Extent], ...] = ()
     trainable_matrices: tuple[tuple[Extent, Extent], ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_versions(cls, data: Any) -> Any:
+        # They listed the matrices outside the blocks, too, which could be quantized.
+        removed = ("outer_matrices", "frozen_outer_matrices")
+        if not isinstance(data, dict) or not any(name in data for name in removed):
+            return data
+        return {name: value for name, value in data.items() if name not in removed}
 
     @property
     def num_outside_matrices(self) -> int:

@@ -5,7 +5,7 @@ Rows are output channels. A value is ``(code - zero)·scale``, with one scale fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -26,7 +26,6 @@ from executors.low_bits.stored import (
     DenseTensor,
     DirectionStep,
     Moved,
-    RowStep,
     Stored,
     UpdateStep,
     nothing,
@@ -65,7 +64,7 @@ class Beside(NamedTuple):
     def bind(self, place: BoundParameter) -> None:
         """Let the layer add it."""
         assert place.layer is not None
-        place.layer.holder.beside = self
+        place.layer.beside = self
 
     def within(self, outputs: range) -> tuple[Tensor | None, slice]:
         """Return the numbers of the rows within some outputs, counted from the first of these, and where they stand in `rows`."""
@@ -75,19 +74,17 @@ class Beside(NamedTuple):
         first, last = torch.searchsorted(on_host, on_host.new_tensor((outputs.start, outputs.stop))).tolist()
         return self.rows[first:last] - outputs.start, slice(first, last)
 
-    def add_to(self, weight: Tensor, outputs: range) -> None:
-        """Add it to some rows of the weight, which these are."""
-        rows, _ = self.within(outputs)
-        if rows is not None:
-            weight[rows] = weight[rows].add_(self.direction[rows + outputs.start], alpha=self.factor)
+    def add_to(self, weight: Tensor) -> None:
+        """Add it to a weight that was made of codes."""
+        if self.rows is not None:
+            weight[self.rows] = weight[self.rows].add_(self.direction[self.rows], alpha=self.factor)
             return
         # Packed codes are taken out in pieces, which stay in a CPU's cache.
         most = weight.numel() if isinstance(self.direction, Tensor) else PIECE_ELEMENTS[weight.device.type]
         num = max(1, most // weight.shape[1])
-        for begin in range(0, len(outputs), num):
+        for begin in range(0, len(weight), num):
             piece = weight[begin : begin + num]
-            first = outputs.start + begin
-            piece.add_(self.direction[first : first + len(piece)], alpha=self.factor)
+            piece.add_(self.direction[begin : begin + len(piece)], alpha=self.factor)
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,7 @@ class QuantizedTensor(Stored):
     def bind(self, place: BoundParameter) -> None:
         """Let the layer read these codes; its parameter has a shape and no memory."""
         assert place.layer is not None
-        place.layer.holder.hold(self)
+        place.layer.hold(self)
         place.parameter.data = self._stand_in
 
     @cached_property
@@ -182,27 +179,6 @@ class QuantizedTensor(Stored):
         assert step.rounding is not None
         scale = step.scale * step.rounding.unit
         return [Beside(one.direction, scale, *(step.rows(one.place.index) or ())) for one in along]
-
-    def rows_at(self, rows: Tensor, path: Iterable[RowStep], step: DirectionStep) -> Tensor:
-        """Return rows of numbers made of codes, which no step before has moved."""
-        assert step.rounding is not None
-        ((along, (sign,)),) = path
-        factor = sign * step.scale
-        factor *= step.rounding.unit
-        return self.rows(rows, (along, factor))
-
-    def rows(self, numbers: Tensor, along: tuple[Tensor, float] | None = None) -> Tensor:
-        """Return some rows as numbers.
-
-        Parameters
-        ----------
-        numbers : torch.Tensor
-            Of the rows, shape (rows,).
-        along : (torch.Tensor, float), optional
-            The same rows of a direction, int8, and what they are multiplied by.
-        """
-        made = self.values(self.scales.dtype, numbers)
-        return made if along is None else made.add_(along[0], alpha=along[1])
 
     # -- values ------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Linear layers and token tables whose weights are codes, and the products that they are made of.
+"""Linear layers whose weights are codes, and the products that they are made of.
 
 At an evaluation point the weights stay where they are: with a direction ``û`` of codes, ``θ + ε·û`` is made for one layer at
 a time, or its part of the output is a product of its own.
@@ -7,9 +7,7 @@ a time, or its part of the output is a product of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +18,6 @@ from costmodel.formats.low_bits import (
     TILE_ELEMENTS,
     TILE_ROWS,
     Coding,
-    outputs_at_once,
     tile_columns,
 )
 from executors.formats import TORCH_DTYPES
@@ -38,67 +35,50 @@ _LARGEST: dict[InputFormat, float] = {"int8": 127.0, "float8": torch.finfo(torch
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
-@dataclass
-class Holder:
-    """What the layers of one weight have in common: a token table, and a head that is tied to it.
+class CodedLinear(nn.Linear):
+    """A linear layer whose weight is codes, once it holds any. Its parameter ``weight`` then has a shape and no memory.
 
     Attributes
     ----------
     coding : Coding or None
         How the weight is kept once it is codes.
-    coded : QuantizedTensor, callable or None
-    beside : Beside or None
-    """
-
-    coding: Coding | None = None
-    coded: QuantizedTensor | Callable[[], QuantizedTensor] | None = None
-    beside: Beside | None = None
-
-    def hold(self, coded: QuantizedTensor | None) -> None:
-        """Let the layers read these codes, to which nothing is added; or none, but the parameter's numbers."""
-        self.coded, self.beside = coded, None
-
-
-class CodedLayer(nn.Module):
-    """A layer whose weight is codes, once it holds any. Its parameter ``weight`` then has a shape and no memory.
-
-    Attributes
-    ----------
     coded : QuantizedTensor or None
         May be given as a function that reads it, which then is called whenever the codes are asked for.
     beside : Beside or None
         What is added to the weight at the evaluation point that is forwarded.
     was : type
-        Class of the layer before: ``torch.nn.Linear``, ``torch.nn.Embedding``, or transformers' ``Conv1D``, whose weight is of
-        shape (inputs, outputs).
+        Class of the layer before: ``torch.nn.Linear``, or transformers' ``Conv1D``, whose weight is of shape (inputs, outputs).
+    product : str
+        See :data:`zosim.plans.low_bits.KernelName`.
+    input_scales, input_format : str
+        As of :class:`zosim.plans.LowBits`.
     """
 
-    weight: Tensor
-    holder: Holder
+    coding: Coding | None
+    beside: Beside | None
     was: type[nn.Module]
+    product: KernelName
+    input_scales: InputScales
+    input_format: InputFormat
+    _coded: QuantizedTensor | Callable[[], QuantizedTensor] | None
 
     @property
     def is_transposed(self) -> bool:
         """Whether files have the weight transposed."""
-        return self.was not in (nn.Linear, nn.Embedding)
-
-    @property
-    def beside(self) -> Beside | None:
-        """What is added to the weight."""
-        return self.holder.beside
-
-    @beside.setter
-    def beside(self, given: Beside | None) -> None:
-        self.holder.beside = given
+        return self.was is not nn.Linear
 
     @property
     def coded(self) -> QuantizedTensor | None:
         """The codes."""
-        return self.holder.coded() if callable(self.holder.coded) else self.holder.coded
+        return self._coded() if callable(self._coded) else self._coded
 
     @coded.setter
     def coded(self, given: QuantizedTensor | Callable[[], QuantizedTensor] | None) -> None:
-        self.holder.coded = given
+        self._coded = given
+
+    def hold(self, coded: QuantizedTensor | None) -> None:
+        """Let the layer read these codes, to which nothing is added; or none, but the parameter's numbers."""
+        self.coded, self.beside = coded, None
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """Return what the codes stand for, in the shape that files have."""
@@ -106,41 +86,6 @@ class CodedLayer(nn.Module):
         assert coded is not None
         values = coded.values(dtype)
         return values.T.contiguous() if self.is_transposed else values
-
-
-class CodedTable(CodedLayer, nn.Embedding):
-    """A token table: the rows that tokens name are made of codes."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Return the rows of tokens."""
-        coded = self.coded
-        if coded is None:
-            return nn.functional.embedding(input, self.weight)
-        tokens = input.reshape(-1)
-        along = None
-        if self.beside is not None:
-            along = self.beside.direction[tokens], self.beside.factor
-        return coded.rows(tokens, along).view(*input.shape, -1)
-
-
-class CodedLinear(CodedLayer, nn.Linear):
-    """A linear layer that multiplies by codes.
-
-    Attributes
-    ----------
-    product : str
-        See :data:`zosim.plans.low_bits.KernelName`.
-    input_scales, input_format : str
-        As of :class:`zosim.plans.LowBits`.
-    is_outer : bool
-        Whether it lies outside the blocks, and is as large as a vocabulary may make it: weights are then made of codes for some
-        outputs after the other.
-    """
-
-    product: KernelName
-    input_scales: InputScales
-    input_format: InputFormat
-    is_outer: bool
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """Return the layer's output."""
@@ -152,48 +97,19 @@ class CodedLinear(CodedLayer, nn.Linear):
         if self.input_scales:
             codes, scales = self._inputs_of(input)
             input = codes.float().mul_(scales).to(input.dtype).view_as(input)  # noqa: A001
-        if self.is_outer:
-            return self._by_tiles(input, coded)
         weight = coded.values(coded.scales.dtype)
         if self.beside is not None:
-            self.beside.add_to(weight, range(len(weight)))
+            self.beside.add_to(weight)
         return nn.functional.linear(input, weight, self.bias)
-
-    def _by_tiles(self, inputs: Tensor, coded: QuantizedTensor) -> Tensor:
-        """Return the output, made for some outputs after the other of weights that are forgotten again."""
-        outputs, width = coded.shape
-        at_once = outputs_at_once(outputs, width)
-        made: Tensor | None = None
-        for begin, end in pairwise([*range(0, outputs, at_once), outputs]):
-            weight = coded.values(coded.scales.dtype, slice(begin, end))
-            if self.beside is not None:
-                self.beside.add_to(weight, range(begin, end))
-            bias = None if self.bias is None else self.bias[begin:end]
-            part = nn.functional.linear(inputs, weight, bias)
-            if at_once >= outputs:
-                return part
-            del weight  # before the next one is made
-            if made is None:
-                made = part.new_empty((*part.shape[:-1], outputs))
-            made[..., begin:end] = part
-            del part
-        assert made is not None
-        return made
 
     def _multiplied_by_codes(self, inputs: Tensor, coded: QuantizedTensor) -> Tensor:
         codes, scales = self._inputs_of(inputs)
-        is_integer = self.product == "int_mm"
-
-        def levels_of(columns: slice) -> Tensor:
-            return coded.levels(columns) if is_integer else coded.codes[columns].view(torch.float8_e4m3fn)
-
-        all_levels = None if self.is_outer else levels_of(slice(None))
+        levels = coded.levels() if self.product == "int_mm" else coded.codes.view(torch.float8_e4m3fn)
         weight_scales = coded.scales.float().T
         beside = None if self.beside is None else _DirectionProduct(codes, scales, self.beside)
 
         def sums_of(rows: slice, columns: slice) -> Tensor:
-            levels = levels_of(columns) if all_levels is None else all_levels[columns]
-            sums = byte_product(codes[rows], levels, scales[rows] if len(scales) > 1 else scales)
+            sums = byte_product(codes[rows], levels[columns], scales[rows] if len(scales) > 1 else scales)
             sums.mul_(weight_scales if weight_scales.shape[1] == 1 else weight_scales[:, columns])
             if beside is not None:
                 beside.add_to(sums, rows, columns)
@@ -201,9 +117,8 @@ class CodedLinear(CodedLayer, nn.Linear):
                 sums += self.bias[columns]
             return sums
 
-        outputs, width = coded.shape
-        most = outputs_at_once(outputs, width) if self.is_outer else outputs
-        tiles = list(_tiles(len(codes), outputs, inputs.device.type, most))
+        outputs = len(levels)
+        tiles = list(_tiles(len(codes), outputs, inputs.device.type))
         if len(tiles) == 1:
             output = sums_of(*tiles[0]).to(inputs.dtype)
         else:
@@ -274,12 +189,12 @@ class _DirectionProduct:
             sums.index_add_(1, moved, self._product[rows, places])
 
 
-def _tiles(num_rows: int, num_columns: int, device: str, most_columns: int) -> Iterator[tuple[slice, slice]]:
+def _tiles(num_rows: int, num_columns: int, device: str) -> Iterator[tuple[slice, slice]]:
     """Yield rows and columns of an output that is made part by part: on a CPU such that a part's sums stay in cache."""
-    rows, columns = num_rows, most_columns
+    rows, columns = num_rows, num_columns
     if device == "cpu":
         rows = min(num_rows, TILE_ROWS)
-        columns = min(tile_columns(rows, num_columns), most_columns)
+        columns = tile_columns(rows, num_columns)
     for begin in range(0, num_columns, columns):
         for first in range(0, num_rows, rows):
             yield slice(first, min(first + rows, num_rows)), slice(begin, min(begin + columns, num_columns))
@@ -349,13 +264,13 @@ def _filled_up(matrix: Tensor) -> Tensor:
 
 
 def code_layers(
-    parts: Iterable[nn.Module], low_bits: LowBits, device: torch.device, coding: Coding | None = None
+    blocks: Iterable[nn.Module], low_bits: LowBits, device: torch.device, coding: Coding | None = None
 ) -> None:
-    """Let the layers of some parts of a model take codes, as :func:`make_codable`, and multiply by them as a plan says.
+    """Let the linear layers of some blocks take codes, as :func:`make_codable`, and multiply by them as a plan says.
 
     Parameters
     ----------
-    parts : iterable of torch.nn.Module
+    blocks : iterable of torch.nn.Module
     low_bits : LowBits
     device : torch.device
     coding : Coding, optional
@@ -366,63 +281,56 @@ def code_layers(
     PlanError
         If the device lacks the kernel, and no other may take its place.
     """
-    product, parts = present_product(low_bits, device), list(parts)
-    make_codable(parts, coding or low_bits.coding("float32"))
-    for part in parts:
-        for path, module in part.named_modules():
+    product, blocks = present_product(low_bits, device), list(blocks)
+    make_codable(blocks, coding or low_bits.coding("float32"))
+    for block in blocks:
+        for path, module in block.named_modules():
             if isinstance(module, CodedLinear) and not is_of_adapter(path):
                 module.product, module.input_scales = product, low_bits.input_scales
                 module.input_format = low_bits.input_format
 
 
-def make_codable(parts: Iterable[nn.Module], coding: Coding | None) -> None:
-    """Let the linear layers of some parts of a model take codes, and token tables; until they are given any, they compute what they did.
+def make_codable(blocks: Iterable[nn.Module], coding: Coding | None) -> None:
+    """Let the linear layers of some blocks take codes; until they are given any, they compute what they did.
 
     Parameters
     ----------
-    parts : iterable of torch.nn.Module
-        Blocks; and layers outside them, which are parts by themselves.
+    blocks : iterable of torch.nn.Module
     coding : Coding
         How their weights are kept then.
 
     Notes
     -----
-    The weight of a layer that keeps it transposed (GPT-2's) is turned, without being copied. Layers of one weight share its codes.
+    The weight of a layer that keeps it transposed (GPT-2's) is turned, without being copied.
     """
     from transformers.pytorch_utils import Conv1D
 
-    holders: dict[int, Holder] = {}
-    for part in parts:
-        for path, module in list(part.named_modules()):
-            is_outer = not path
-            if type(module) is nn.Embedding and is_outer:
-                table: Any = module
-                table.was, table.__class__ = nn.Embedding, CodedTable
-                table.holder = holders.setdefault(id(module.weight), Holder())
-            elif type(module) in (nn.Linear, Conv1D) and not is_of_adapter(path):
-                if type(module) is Conv1D:
-                    module.weight.data = module.weight.data.T
-                layer = become_codable(module, holders.setdefault(id(module.weight), Holder()))
-                layer.is_outer = is_outer
-            if isinstance(module, CodedLayer) and not is_of_adapter(path):
-                module.holder.coding = coding
+    for block in blocks:
+        for path, module in list(block.named_modules()):
+            if is_of_adapter(path):
+                continue
+            if type(module) is Conv1D:
+                module.weight.data = module.weight.data.T
+            if type(module) in (nn.Linear, Conv1D):
+                become_codable(module)
+            if isinstance(module, CodedLinear):
+                module.coding = coding
 
 
-def become_codable(module: nn.Module, holder: Holder | None = None) -> CodedLinear:
+def become_codable(module: nn.Module, coding: Coding | None = None) -> CodedLinear:
     """Let a linear layer take codes, in place, so that hooks and adapters stay where they are."""
     layer: Any = module
     layer.was = type(module)
     layer.__class__ = CodedLinear
     layer.out_features, layer.in_features = layer.weight.shape
-    layer.holder = holder or Holder()
+    layer.coding, layer.coded, layer.beside = coding, None, None
     layer.product, layer.input_scales, layer.input_format = "dequantise", "", ""
-    layer.is_outer = False
     return layer  # type: ignore[no-any-return]
 
 
 def become_plain(layer: Any) -> None:
     """Let a layer hold numbers in place of codes, as the layer that it was; one that holds none stays as it is."""
-    if isinstance(layer, CodedLayer) and (coded := layer.coded) is not None:
+    if isinstance(layer, CodedLinear) and (coded := layer.coded) is not None:
         layer.weight.data = layer.numbers(coded.scales.dtype)
         layer.coded = None
         layer.__class__ = layer.was  # type: ignore[assignment]
@@ -430,7 +338,7 @@ def become_plain(layer: Any) -> None:
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether files have the weight of a linear layer transposed."""
-    return module.is_transposed if isinstance(module, CodedLayer) else not isinstance(module, nn.Linear)
+    return module.is_transposed if isinstance(module, CodedLinear) else not isinstance(module, nn.Linear)
 
 
 def is_of_adapter(name: str) -> bool:
@@ -438,12 +346,10 @@ def is_of_adapter(name: str) -> bool:
     return any(part.startswith("lora_") for part in name.rsplit(".", 2)[-2:])
 
 
-def coded_layers(model: nn.Module) -> Iterator[tuple[str, CodedLayer]]:
-    """Yield the name of the weight and the layer of all that can take codes: of those of one weight the first."""
-    weights = set()
+def coded_layers(model: nn.Module) -> Iterator[tuple[str, CodedLinear]]:
+    """Yield the name of the weight and the layer of all that can take codes."""
     for name, module in model.named_modules():
-        if isinstance(module, CodedLayer) and id(module.weight) not in weights:
-            weights.add(id(module.weight))
+        if isinstance(module, CodedLinear):
             yield f"{name}.weight", module
 
 

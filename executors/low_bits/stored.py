@@ -203,10 +203,6 @@ class Stored(ABC):
     def at(cls, along: Sequence[Along], step: DirectionStep) -> Sequence[View]:
         """Return what forwards see of several parameters at the point that a direction of codes leads to; they stay as they are."""
 
-    @abstractmethod
-    def rows_at(self, rows: Tensor, path: Iterable[RowStep], step: DirectionStep) -> Tensor:
-        """Return some rows of a table at a point: after several steps where it is itself on its way there."""
-
     @classmethod
     @abstractmethod
     def update(cls, along: Sequence[Along], step: UpdateStep) -> None:
@@ -245,7 +241,7 @@ class DenseTensor(Stored):
     def bind(self, place: BoundParameter) -> None:
         """Let the parameter's data be these numbers."""
         if place.layer is not None:
-            place.layer.holder.hold(None)
+            place.layer.hold(None)
         place.parameter.data = self.values
 
     @classmethod
@@ -255,7 +251,7 @@ class DenseTensor(Stored):
         return [cls(own) for own in step.copies(thetas, zs, step.number_scale)]
 
     def rows_at(self, rows: Tensor, path: Iterable[RowStep], step: DirectionStep) -> Tensor:
-        """Return perturbed copies of rows."""
+        """Return some rows of a token table at a point: after several steps where it is itself on its way there."""
         chosen = self.values.index_select(0, rows)
         for along, scales in path:
             chosen = step.copy(chosen, along, scales, step.number_scale)

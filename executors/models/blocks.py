@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
-from costmodel.formats import CodedParts
 from topology.errors import ModelError
 
 
@@ -98,40 +97,6 @@ def refuse_unsupported(model: nn.Module) -> None:
                 f"embedding {path} rescales its rows while it is read (max_norm={module.max_norm})",
                 hint="a forward must not change weights; build the model without max_norm",
             )
-
-
-def coded_parts_of(model: nn.Module, parts: CodedParts) -> list[nn.Module]:
-    """Return the parts of a model whose matrices may be codes: its blocks, or also token table and linears outside them.
-
-    Raises
-    ------
-    ModelError
-        If a layer that reads the token table is of a kind that cannot read codes.
-    """
-    blocks = find_blocks(model)
-    if parts == "blocks":
-        return blocks
-    inside = {module for block in blocks for module in block.modules()}
-    table = model.get_input_embeddings()  # type: ignore[operator]
-    outer = [table]
-    for module in model.modules():
-        if module in inside or module is table:
-            continue
-        if isinstance(module, nn.Linear):
-            outer.append(module)
-        elif any(weight is table.weight for weight in module.parameters(recurse=False)):
-            _refuse_kind(model, module)
-    for module in outer:
-        if type(module) not in (nn.Embedding, nn.Linear) and not hasattr(module, "was"):
-            _refuse_kind(model, module)
-    return [*blocks, *outer]
-
-
-def _refuse_kind(model: nn.Module, module: nn.Module) -> NoReturn:
-    raise ModelError(
-        f"{type(model).__name__} has a {type(module).__name__} outside its blocks, whose weight zosim does not keep as codes",
-        hint="keep codes in the blocks alone (--coded-parts blocks)",
-    )
 
 
 def linears_of(block: nn.Module) -> Iterator[tuple[str, Any, int, int]]:

@@ -17,7 +17,6 @@ from executors.files import write_atomically
 from executors.low_bits.coded import QuantizedTensor
 from executors.low_bits.linear import (
     Deferred,
-    Holder,
     become_codable,
     become_plain,
     deferred_numbers,
@@ -196,7 +195,7 @@ def _hold_codes(linear: nn.Linear, coding: Coding, bound: float) -> None:
     """Let an adapter's factor be codes, on a grid that spans more than A does: B, all zeros, says nothing of what it will hold."""
     how = coding.of_adapters
     assert how is not None
-    layer = become_codable(linear, Holder(how))
+    layer = become_codable(linear, how)
     codes = QuantizedTensor.empty(how, layer.weight.shape, layer.weight.device)
     codes.scales.fill_(_CODED_SPAN * bound / codes.grid.high)
     codes.write(layer.weight.data)

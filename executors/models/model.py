@@ -344,7 +344,7 @@ class CutModel:
 
     def entries(self) -> list[ParameterEntry]:
         """Return every stored parameter in registration order, for grouping."""
-        linears, table = self._linears(), self.embedding.weight
+        linears = self._linears()
         entries = [
             ParameterEntry(
                 t.name,
@@ -352,7 +352,6 @@ class CutModel:
                 tuple(t.shape),
                 t.trainable,
                 linears.get(id(t.parameter)),
-                t.parameter is table,
             )
             for t in self.tensors
         ]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from costmodel.formats.low_bits import Coding
 from executors.low_bits.coded import QuantizedTensor, shapes_of
-from executors.low_bits.linear import CodedLayer, coded_layers
+from executors.low_bits.linear import CodedLinear, coded_layers
 from executors.low_bits.stored import DenseTensor, Stored, View, nothing
 from topology.errors import ModelError
 
@@ -43,7 +43,7 @@ class NamedTensor:
     index : int
         Position among all trainable parameters, or -1 where it is frozen.
     decays : bool
-    layer : CodedLayer or None
+    layer : CodedLinear or None
         Where the parameter may be codes, the layer whose weight it is; of several the first.
     """
 
@@ -52,7 +52,7 @@ class NamedTensor:
     shape: torch.Size
     index: int
     decays: bool
-    layer: CodedLayer | None = None
+    layer: CodedLinear | None = None
 
     @property
     def num_elements(self) -> int:
@@ -83,7 +83,7 @@ class NamedTensor:
     @property
     def coding(self) -> Coding | None:
         """How it is stored in a program's buffers and in checkpoints; None for numbers."""
-        return None if self.layer is None else self.layer.holder.coding
+        return None if self.layer is None else self.layer.coding
 
     @property
     def is_numbers(self) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from costmodel.formats import FORMATS, CodedParts, DType
+from costmodel.formats import FORMATS, DType
 from costmodel.formats.low_bits import Coding
 from costmodel.formats.stored_codes import (
     CODE_SUFFIXES,
@@ -29,14 +29,14 @@ from costmodel.models.configs import stored_codes_in
 from executors.formats import TORCH_DTYPES, WEIGHTS_NAME
 from executors.low_bits.coded import QuantizedTensor, shapes_of
 from executors.low_bits.linear import (
-    CodedLayer,
+    CodedLinear,
     Deferred,
     code_layers,
     coded_layers,
     make_codable,
     present_product,
 )
-from executors.models.blocks import coded_parts_of, linears_of
+from executors.models.blocks import find_blocks, linears_of
 from executors.models.loading import load_config, model_class, opened_weights, quietly_loading
 from executors.models.parameters import stored_parameters
 from executors.models.weight_files import save_configuration, saved_tensors, write_tensors
@@ -57,11 +57,11 @@ def take_codes(model: nn.Module, plan: Plan, device: torch.device | None = None)
     """
     if (coding := plan.storage.coding) is None:
         return
-    parts = coded_parts_of(model, coding.parts)
+    blocks = find_blocks(model)
     if device is None:
-        make_codable(parts, coding)
+        make_codable(blocks, coding)
     else:
-        code_layers(parts, plan.low_bits, device, coding)
+        code_layers(blocks, plan.low_bits, device, coding)
 
 
 def other_kernel(plan: Plan, device: torch.device) -> str:
@@ -76,7 +76,7 @@ def encode(model: nn.Module, low_bits: LowBits, dtype: DType) -> None:
     """Make codes of a model's weights where it lies, on the CPU; `dtype` is the format of what is no code."""
     if (coding := low_bits.coding(dtype)) is None:
         return
-    code_layers(coded_parts_of(model, coding.parts), low_bits, torch.device("cpu"), coding)
+    code_layers(find_blocks(model), low_bits, torch.device("cpu"), coding)
     for tensor in stored_parameters(model):
         if not tensor.is_numbers:
             codes = QuantizedTensor.empty(coding, tensor.shape, torch.device("cpu"))
@@ -116,7 +116,7 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
         skeleton = kind(config)
     tensors = opened_weights(directory, OWN_WEIGHTS_NAME if stored.layout == "zosim" else WEIGHTS_NAME)
     files = _Files(directory, stored.layout, coding, tensors)
-    layers = _shapes_of_layers(skeleton, coding.parts)
+    layers = _shapes_of_layers(skeleton)
     parameters = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
     rest = {name: tensor for name, tensor in tensors.items() if not files.is_of(name, layers)}
     _refuse_codes_elsewhere(source, rest)
@@ -124,8 +124,7 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
     for name in layers:
         if f"{name}.weight" in tensors and not files.has_codes(name):
             raise ModelError(
-                f"{source}: {name} is no codes, and the plan has codes in all its layers"
-                + (" of blocks" if coding.parts == "blocks" else ""),
+                f"{source}: {name} is no codes, and the plan has codes in all layers of its blocks",
                 hint="give the model in 16 bits, and a --weight-format",
             )
         rest[f"{name}.weight"] = torch.zeros((), dtype=storage).expand(parameters[f"{name}.weight"])
@@ -145,7 +144,7 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
             f"{source}: {min(wrong)} is missing, or of another shape than its config.json says",
             hint="copy the model again",
         )
-    make_codable(coded_parts_of(loaded, coding.parts), coding)
+    make_codable(find_blocks(loaded), coding)
     modules = dict(loaded.named_modules())
     for name, shape in layers.items():
         files.check(name, shape)
@@ -154,20 +153,11 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
     return model
 
 
-def _shapes_of_layers(model: nn.Module, parts: CodedParts) -> dict[str, tuple[int, int]]:
-    """Return outputs and inputs of the layers whose weights are codes, by name; of layers of one weight, the first."""
-    shapes: dict[nn.Module, tuple[int, int]] = {}
-    for part in coded_parts_of(model, parts):
-        if isinstance(part, nn.Embedding):
-            shapes[part] = part.num_embeddings, part.embedding_dim
-        shapes |= {module: (outputs, inputs) for _, module, inputs, outputs in linears_of(part)}
-    named: dict[str, tuple[int, int]] = {}
-    weights = set()
-    for name, module in model.named_modules():
-        if module in shapes and id(module.weight) not in weights:
-            weights.add(id(module.weight))
-            named[name] = shapes[module]
-    return named
+def _shapes_of_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return outputs and inputs of the layers whose weights are codes, by name."""
+    linears = (linear for block in find_blocks(model) for linear in linears_of(block))
+    shapes = {module: (outputs, inputs) for _, module, inputs, outputs in linears}
+    return {name: shapes[module] for name, module in model.named_modules() if module in shapes}
 
 
 def _refuse_codes_elsewhere(source: str | Path, names: Mapping[str, Tensor]) -> None:
@@ -436,7 +426,7 @@ def _said(model: nn.Module, coding: Coding, layout: str, codes: set[str]) -> dic
     }
 
 
-def _written(layer: CodedLayer, layout: str) -> dict[str, Tensor | Deferred]:
+def _written(layer: CodedLinear, layout: str) -> dict[str, Tensor | Deferred]:
     """Return the tensors of a layer, those of codes to be packed when they are written."""
     coded = layer.coded
     assert coded is not None

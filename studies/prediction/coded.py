@@ -21,8 +21,6 @@ FORMATS: Mapping[str, Mapping[str, Any]] = {
     "e4m3": {"weights": "float8_e4m3"},
     "e5m2": {"weights": "float8_e5m2"},
     "e2m1 by groups": {"weights": "float4_e2m1", "scales": "group", "group_elements": 32},
-    "W8A8, all matrices": {"weights": "int8", "activations": "int8-token", "parts": "all"},
-    "int4, all matrices": {"weights": "int4", "parts": "all"},
 }
 """Formats of weights and of what they are multiplied by."""
 

@@ -331,7 +331,6 @@ def _grouped(rows: Sequence[PredictedCase]) -> Iterator[tuple[str, list[Predicte
         "q-rge2",
         "zeros",
         "W8A8",
-        "all matrices",
     )
     groups: dict[str, Callable[[PredictedCase], bool]] = {
         "1 thread": lambda row: "1 thread," in row.name,

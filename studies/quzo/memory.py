@@ -34,17 +34,6 @@ CODES: dict[str, dict[str, Any]] = {
     "int8, int8 inputs": {"weights": "int8", "activations": "int8-token"},
     "e4m3": {"weights": "float8_e4m3"},
     "int4 by groups of 64": {"weights": "int4", "scales": "group", "group_elements": 64},
-    "int8, all matrices": {"weights": "int8", "parts": "all"},
-    **{
-        f"int4, all, {bits}-bit û": {
-            "weights": "int4",
-            "scales": "group",
-            "group_elements": 64,
-            "parts": "all",
-            "direction_bits": bits,
-        }
-        for bits in (8, 4, 2)
-    },
 }
 PLACES: tuple[str, ...] = ("resident", "offloaded")
 

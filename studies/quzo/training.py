@@ -92,9 +92,6 @@ def _cases() -> Iterator[TrainingCase]:
     }
     for name, sparsity in SPARSITIES.items():
         yield TrainingCase(f"{name}, sparse", formats[name] | {"sparsity": sparsity})
-    for name in ("int8", "int4"):
-        low_bits = formats[name] | {"sparsity": SPARSITIES[name], "parts": "all"}
-        yield TrainingCase(f"{name}, sparse, all matrices", low_bits)
     for name, low_bits in formats.items():
         yield TrainingCase(name, low_bits)
     for name, low_bits in formats.items():

@@ -56,10 +56,6 @@ CASES: dict[str, dict[str, Any]] = {
         "low_bits": {"sparsity": _SPARSITY},
         "directions": {"distribution": "rademacher", "kept": True},
     },
-    f"W8A8 all, signs, {_SPARSITY:.0%} zeros": {  # token table and head, too
-        "low_bits": {"sparsity": _SPARSITY, "parts": "all"},
-        "directions": {"distribution": "rademacher"},
-    },
     "W8A16": {"low_bits": {"activations": "none"}, "directions": {}},
     f"W8A16, {_SPARSITY:.0%} zeros": {
         "low_bits": {"activations": "none", "sparsity": _SPARSITY},

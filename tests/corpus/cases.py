@@ -75,7 +75,6 @@ TOGETHER = {
     "--weight-group": ("--weight-format", "int8", "--weight-scales", "group"),
     "--weight-fit": ("--weight-format", "int8"),
     "--zero-point": ("--weight-format", "int8"),
-    "--coded-parts": ("--weight-format", "int8"),
     "--direction-bits": ("--weight-format", "int8"),
     "--estimator": ("--weight-format", "int8"),
     "--update-rounding": ("--weight-format", "int8", "--queries", "2"),

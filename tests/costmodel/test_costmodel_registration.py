@@ -71,14 +71,12 @@ def test_groups_are_those_of_the_real_model(family, overrides):
         (module, module.weight.shape[::-1]) for module in model.modules() if isinstance(module, Conv1D)
     ]
     linears = {id(module.weight): tuple(shape) for module, shape in layers}
-    table = model.get_input_embeddings().weight
     real = group_parameters(
         ParameterEntry(
             name,
             _segments(name, tied=spec.tied_head),
             tuple(p.shape),
             linear=linears.get(id(p)),
-            is_table=p is table,
         )
         for name, p in registered
     )

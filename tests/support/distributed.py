@@ -42,13 +42,13 @@ PAIRS = {
     "pertp-bfloat16": {"mesh": PERTP, "dtype": "bfloat16"},
     "pertp-int8": {"mesh": PERTP, "low_bits": {"weights": "int8", "activations": "int8-token"}},
     "ddp-int4-sliced": {"mesh": DDP, "low_bits": {"weights": "int4", "estimator": "q-rge2"}, **SLICED},
-    "pertp-int4-all": {
+    "pertp-int4-sparse": {
         "mesh": PERTP,
-        "low_bits": {"weights": "int4", "parts": "all", "direction_bits": 4, "sparsity": 0.5},
+        "low_bits": {"weights": "int4", "direction_bits": 4, "sparsity": 0.5},
     },
-    "ddp-int8-all-sliced": {
+    "ddp-int8-2-bit-sliced": {
         "mesh": DDP,
-        "low_bits": {"weights": "int8", "activations": "int8-token", "parts": "all", "direction_bits": 2},
+        "low_bits": {"weights": "int8", "activations": "int8-token", "direction_bits": 2},
         **SLICED,
     },
     "ddp-int4-adapters-sliced": {

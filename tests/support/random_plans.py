@@ -45,7 +45,6 @@ _OTHERS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "low_bits": {
         "weights": ("int8", "int4", "int3", "float8_e4m3", "float4_e2m1"),
-        "parts": ("all",),
         "scales": ("tensor", "group"),
         "zero_point": (True,),
         "adapters": ("int8",),

@@ -67,6 +67,7 @@ def good_plan() -> dict[str, object]:
         ("residency", "share_group", "world"),
         ("low_bits", "weights", "best8"),
         ("low_bits", "adapters", "best4"),
+        ("low_bits", "parts", "all"),
         ("low_bits", "full_range", True),
         ("low_bits", "outliers", 0.01),
         ("low_bits", "adapter_span", 4.0),
@@ -80,7 +81,7 @@ def test_what_was_removed_is_refused_by_its_name(tmp_path, good_plan, axis, name
 
 
 def test_fields_that_were_removed_are_left_out_where_they_say_what_holds_now(good_plan):
-    removed = {"full_range": False, "outliers": 0.0, "adapter_span": 2.0}
+    removed = {"parts": "blocks", "full_range": False, "outliers": 0.0, "adapter_span": 2.0}
     assert Plan.model_validate(
         good_plan | {"low_bits": good_plan["low_bits"] | removed}
     ) == Plan.model_validate(good_plan)

@@ -116,18 +116,13 @@ class Forwards(AxisWriter):
                 reads += self._points.weights(group, rank.readers(group)[0], point)
         for group in gathered:
             # Rows go through what the table itself goes through later in the step: earlier queries leave their rounding,
-            # unless they leave the table alone.
-            is_left_alone = self._points.are_copies or rank.is_beside(group)
-            first = point.query if is_left_alone else 0
+            # unless they perturb copies.
+            first = point.query if self._points.are_copies else 0
             reads += [self._directions.rows(group, visited) for visited in range(first, point.query + 1)]
         reads += self._inputs(segment, point)
         left = self._losses.left_by_head(point) if segment == HEAD else rank.hidden(point, segment)
         taking_part = rank.groups if num_new_tokens else rank.model.groups_of(segment)
-        beside = [
-            group.name
-            for group in taking_part
-            if point.is_perturbed and rank.is_beside(group) and group not in gathered
-        ]
+        beside = [group.name for group in taking_part if point.is_perturbed and rank.is_beside(group)]
         op = Forward(
             segment,
             point,
@@ -297,12 +292,9 @@ class Forwards(AxisWriter):
         """Return the work of a segment whose parameters are stored as the plan says, from that with numbers."""
         return self._storage.forward_work(
             work,
-            segment,
             self._rank.model.groups_of(segment),
             is_beside=is_beside,
             kept_bytes=self._rank.hidden_bytes(segment),
-            num_tokens=self._rank.num_tokens,
-            embed_dim=self._rank.model.embed_dim,
         )
 
     def _counted(

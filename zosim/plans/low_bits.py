@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from costmodel.formats import FORMATS, CodedParts, CodeFormat, DType, ScaleScope
+from costmodel.formats import FORMATS, CodeFormat, DType, ScaleScope
 from costmodel.formats.low_bits import Coding, Fit
 from costmodel.formats.roundings import EstimatorName, RoundedDirection
 from costmodel.storage import DenseStorage, QuantizedStorage
@@ -38,9 +38,9 @@ InputScales = Literal["", "token", "tensor"]
 
 
 class LowBits(Axis):
-    """Matrices that are kept as codes of few bits, and trained there (QuZO): those of the blocks' linear layers, or all.
+    """Matrices that are kept as codes of few bits, and trained there (QuZO): those of the blocks' linear layers.
 
-    Norms, biases and positions stay in :attr:`Weights.dtype`, as do scales. The codes are never moved to an evaluation
+    Token table, head, norms, biases and positions stay in :attr:`Weights.dtype`, as do scales. The codes are never moved to an evaluation
     point: forwards read them and the direction, and add ``ε·x·Ûᵀ`` to ``x·Wᵀ``, or multiply by ``W + ε·Û``. Updates are
     rounded at random onto the grid.
 
@@ -48,9 +48,6 @@ class LowBits(Axis):
     ----------
     weights : str
         Format of the codes; ``"none"`` for linear layers that are kept as all others.
-    parts : str
-        ``"blocks"`` for codes in the blocks alone; ``"all"`` for the token table, the head, tied or not, and other linear layers
-        around the blocks, too.
     scales : str
         What shares a scale.
     group_elements : int
@@ -89,15 +86,6 @@ class LowBits(Axis):
             "--weight-format", "Codes that the blocks' linear layers are kept and trained in.", "numbers"
         ),
     ] = "none"
-    parts: Annotated[
-        CodedParts,
-        Setting(
-            "--coded-parts",
-            "Whose matrices are codes: the blocks', or all, with token table and head.",
-            "numbers",
-            shown="expert",
-        ),
-    ] = "blocks"
     scales: Annotated[
         ScaleScope,
         Setting("--weight-scales", "What shares a scale of such codes.", "numbers", shown="expert"),
@@ -224,8 +212,7 @@ class LowBits(Axis):
         if not self.are_codes:
             return
         scale = f"group of {self.group_elements}" if self.scales == "group" else self.scales
-        kept = "linears" if self.parts == "blocks" else "linears, token table and head"
-        yield f"{self.weights} {kept} (a scale per {scale}), the rest {plan.weights.dtype}"
+        yield f"{self.weights} linears (a scale per {scale}), the rest {plan.weights.dtype}"
         if self.adapters != "none":
             yield f"{self.adapters} adapters"
         sparse = f" in {1 - self.sparsity:.2%} of the channels" if self.sparsity else ""
@@ -303,12 +290,10 @@ class LowBits(Axis):
         coding, groups = self.coding(plan.storage_dtype), plan.model.groups
         assert coding is not None
         linears = [one for group in groups for one in (*group.linears, *group.frozen_linears)]
-        outer = [one for group in groups for one in (*group.outer_matrices, *group.frozen_outer_matrices)]
-        if not linears or (self.parts == "all" and not outer):
-            missing = "linear layers" if not linears else "token table"
-            yield f"{plan.model.name} states no {missing} that could be coded", "read the model again"
+        if not linears:
+            yield f"{plan.model.name} states no linear layers that could be coded", "read the model again"
         try:
-            coding.check(linears + (outer if self.parts == "all" else []))
+            coding.check(linears)
         except PlanError as error:
             yield error.message, error.hint or ""
 
@@ -380,7 +365,6 @@ class LowBits(Axis):
             is_full_range,
             self.fit,
             None if self.adapters == "none" else self.adapters,
-            self.parts,
         )
 
     def storage(self, plan: Plan) -> DenseStorage:

@@ -30,6 +30,7 @@ _MOVED = {
 _REMOVED_FIELDS: Mapping[str, Mapping[str, object]] = {
     "residency": {"share_group": "host"},
     "low_bits": {
+        "parts": "blocks",
         "full_range": False,
         "outliers": 0.0,
         "adapter_span": 2.0,
@@ -43,7 +44,7 @@ _REMOVED_VALUES: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 }
 """Values that were removed of fields that stay, by axis and name."""
 
-REMOVED_IDENTITIES = frozenset({"share_group", "full_range", "outliers", "adapter_span"})
+REMOVED_IDENTITIES = frozenset({"share_group", "coded_parts", "full_range", "outliers", "adapter_span"})
 """What removed fields were called in the identities of runs."""
 
 

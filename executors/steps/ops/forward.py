@@ -13,7 +13,7 @@ from torch import Tensor
 from costmodel.formats.distributions import DISTRIBUTIONS
 from costmodel.models.model_spec import BACK, EMBED, FRONT, HEAD, block_index
 from executors.devices import staged_on
-from executors.low_bits.stored import DirectionStep
+from executors.low_bits.stored import DenseTensor, DirectionStep
 from executors.models.batched import BatchedModel
 from executors.models.halves import Handed, as_tensor
 from executors.models.model import Batch
@@ -255,8 +255,6 @@ class Forwards:
             if isinstance(what := access.what, Direction | DirectionRows) and what.group == group
         }
         path = self._paths.get((instruction.id, group))
-        if not self._context.store.trainable(group).is_flat:  # stays as it is
-            path = [(op.point.query, (op.point.sign,))]
         if path is None:
             raise Unfit(f"gathers {group} at {op.point}, where no later perturbation of the program leads")
         missing = {query for query, _ in path} - set(rows)
@@ -286,7 +284,9 @@ class _GatheredTable:
             gathered,
         )
         path = ((_direction_rows(context, direction, wanted), scales) for direction, scales in self.path)
-        rows = placed.held[0].rows_at(wanted, path, step)
+        table = placed.held[0]
+        assert isinstance(table, DenseTensor)
+        rows = table.rows_at(wanted, path, step)
         positions = context.backend.borrow(part.positions)
         stack.enter_context(context.reading([self.access]))
         stack.enter_context(context.engine.gathered_rows(placed.part.tensors[0], rows, positions))

@@ -288,16 +288,14 @@ def test_codes_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity):
 @pytest.mark.parametrize(
     "low_bits",
     [
-        {"weights": "int4", "parts": "all"},
-        {"weights": "int4", "parts": "all", "sparsity": 0.6, "update_rounding": "step"},
+        {"weights": "int4"},
+        {"weights": "int4", "sparsity": 0.6, "update_rounding": "step"},
         {"weights": "int8", "activations": "int8-token"},
-        {"weights": "int8", "activations": "int8-token", "parts": "all", "sparsity": 0.6},
+        {"weights": "int8", "activations": "int8-token", "sparsity": 0.6},
     ],
 )
 @pytest.mark.parametrize(("bits", "rng"), [(2, "counter"), (3, "mezo")])
-def test_a_step_along_codes_that_share_bytes_leaves_the_same_bits(
-    low_bits, bits, rng, monkeypatch, few_outputs_at_once
-):
+def test_a_step_along_codes_that_share_bytes_leaves_the_same_bits(low_bits, bits, rng, monkeypatch):
     stated = {"low_bits": low_bits | {"direction_bits": bits}, "rng": rng, "decay": 0.0}
     stated |= {"num_steps": 2, "estimator": {"num_queries": 2}}
     kept = tuned(**stated)
@@ -403,7 +401,7 @@ def test_outputs_made_part_by_part_are_those_made_at_once(monkeypatch, scope, ro
     monkeypatch.setattr(linear, "TILE_ELEMENTS", 96)
     monkeypatch.setattr(linear, "TILE_ROWS", 32)
     monkeypatch.setattr(linear, "tile_columns", lambda *_: 64)
-    assert len(list(linear._tiles(70, 192, "cpu", 192))) == 9
+    assert len(list(linear._tiles(70, 192, "cpu"))) == 9
     assert torch.equal(layer(inputs.clone()), whole)
 
 
@@ -499,55 +497,6 @@ def test_a_step_in_e4m3_is_run_where_the_kernel_is_and_refused_where_it_cannot_b
 # -- steps -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def few_outputs_at_once(monkeypatch):
-    """Heads as small as a test's are made in several parts, too."""
-    monkeypatch.setattr("costmodel.formats.low_bits.OUTER_TILE_ELEMENTS", 1000)
-
-
-@pytest.mark.parametrize("low_bits", [{"weights": "int4"}, {"weights": "int8", "activations": "int8-token"}])
-@pytest.mark.parametrize("moved", [None, [0, 3, 4, 30, 39]])
-def test_a_head_made_in_parts_is_the_one_made_at_once(monkeypatch, low_bits, moved):
-    codes = coded(Coding(low_bits["weights"]), weight(40, 32))
-    inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
-    direction = torch.randint(-9, 9, (40, 32), dtype=torch.int8, generator=torch.Generator().manual_seed(3))
-    rows = None if moved is None else torch.tensor(moved)
-    if rows is not None:
-        direction[[row for row in range(40) if row not in moved]] = 0
-    made = []
-    for elements in (1 << 20, 300):
-        monkeypatch.setattr("costmodel.formats.low_bits.OUTER_TILE_ELEMENTS", elements)
-        layer = torch.nn.Linear(32, 40)
-        torch.nn.init.constant_(layer.bias, 0.5)
-        code_layers([layer], LowBits(**low_bits), CPU)
-        assert layer.is_outer
-        layer.coded, layer.beside = codes, Beside(direction, 1e-3, rows)
-        made.append(layer(inputs))
-    exact = inputs.double() @ (codes.values(torch.float64) + 1e-3 * direction).T + 0.5
-    assert torch.allclose(made[0], made[1], atol=1e-6)
-    # Inputs are off by half a code at most, and so their products by the sum of the sizes of a row's weights times as much.
-    weights = codes.values(torch.float64).abs() + 1e-3 * direction.abs()
-    off = 0.5 * inputs.abs().amax() / 127 * weights.sum(1).amax() if "activations" in low_bits else 1e-6
-    assert (made[0] - exact).abs().max() <= off
-
-
-@pytest.mark.parametrize("coding", [Coding("int4", "group", group_elements=16), Coding("int8")])
-def test_a_table_of_codes_is_read_row_by_row_and_its_head_shares_them(coding):
-    table, head = torch.nn.Embedding(40, 32), torch.nn.Linear(32, 40, bias=False)
-    head.weight = table.weight
-    code_layers([table, head], LowBits(weights=coding.format), CPU)
-    table.coded = codes = coded(coding, weight(40, 32))
-    assert head.coded is codes
-    assert [name for name, _ in linear.coded_layers(torch.nn.Sequential(table, head))] == ["0.weight"]
-    tokens = torch.tensor([[7, 0, 7], [39, 1, 2]])
-    values = codes.values(torch.float32)
-    assert torch.equal(table(tokens), values[tokens])
-    direction = torch.randint(-9, 9, (40, 32), dtype=torch.int8)
-    table.beside = Beside(direction, 1e-3)
-    assert torch.allclose(table(tokens), (values + 1e-3 * direction)[tokens], atol=1e-7)
-    assert torch.allclose(head(values[:2]), values[:2] @ (values + 1e-3 * direction).T, atol=1e-5)
-
-
 PLACEMENTS = {
     "resident": {},
     "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
@@ -574,7 +523,7 @@ def tuned(
 @pytest.mark.parametrize(
     ("low_bits", "shape", "rng"),
     [
-        pytest.param({"weights": "int8", "activations": "int8-token"}, "opt", "mezo", marks=pytest.mark.slow),
+        ({"weights": "int8", "activations": "int8-token"}, "opt", "mezo"),
         (
             {"weights": "int4", "zero_point": True, "direction_bits": 3, "estimator": "q-rge1"},
             "llama-tied",
@@ -602,18 +551,17 @@ def tuned(
             marks=pytest.mark.slow,
         ),
         ({"weights": "int4", "scales": "group", "group_elements": 16}, "gpt2", "counter"),
-        ({"weights": "int8", "parts": "all", "activations": "int8-token"}, "opt", "mezo"),
-        ({"weights": "int4", "parts": "all", "sparsity": 0.6, "direction_bits": 3}, "gpt2", "mezo"),
-        ({"weights": "int8", "parts": "all", "sparsity": 0.6}, "roberta", "counter"),
+        ({"weights": "int4", "sparsity": 0.6, "direction_bits": 3}, "gpt2", "mezo"),
+        ({"weights": "int8", "sparsity": 0.6}, "roberta", "counter"),
         pytest.param(
-            {"weights": "int4", "parts": "all", "zero_point": True, "estimator": "q-rge1"},
+            {"weights": "int4", "zero_point": True, "estimator": "q-rge1"},
             "opt-projected",
             "counter",
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_every_placement_computes_the_same(low_bits, shape, rng, few_outputs_at_once):
+def test_every_placement_computes_the_same(low_bits, shape, rng):
     # Weights that decay do so in all rows, those that do not only in the rows that a direction moves.
     decay = 0.0 if "sparsity" in low_bits else 0.1
     found = {
@@ -623,17 +571,6 @@ def test_every_placement_computes_the_same(low_bits, shape, rng, few_outputs_at_
         for name in PLACEMENTS
     }
     assert all(one == found["resident"] for one in found.values())
-
-
-@pytest.mark.parametrize("rng", ["mezo", "counter"])
-def test_tables_and_heads_of_codes_that_pass_through_a_slot_compute_the_same(rng, few_outputs_at_once):
-    stated = {"weights": "int4", "parts": "all", "sparsity": 0.5}
-    offloaded = {"blocks": "offloaded", "edges": "offloaded"}
-    one, *others = (
-        tuned(stated, num_steps=2, shape="llama", rng=rng, decay=0.0, residency=residency)
-        for residency in ({}, offloaded, offloaded | {"reuse_slots": False})
-    )
-    assert all(other == one for other in others)
 
 
 def test_a_second_rounding_is_another_one():
@@ -646,20 +583,16 @@ def test_a_second_rounding_is_another_one():
 
 
 @pytest.mark.parametrize(
-    ("estimator", "sparsity", "shape", "parts"),
+    ("estimator", "sparsity", "shape"),
     [
-        ("normalised", 0, "opt-untied", "blocks"),
-        ("q-rge1", 0, "opt-untied", "blocks"),
-        ("q-rge2", 0, "opt-untied", "blocks"),
-        ("normalised", 0.75, "opt-untied", "blocks"),
-        ("q-rge2", 0, "llama", "all"),
-        ("normalised", 0.5, "opt", "all"),
-        ("normalised", 0, "roberta", "all"),
+        ("normalised", 0, "opt-untied"),
+        ("q-rge1", 0, "opt-untied"),
+        ("q-rge2", 0, "llama"),
+        ("normalised", 0.75, "opt"),
+        ("normalised", 0, "roberta"),
     ],
 )
-def test_a_step_is_what_a_loop_that_writes_it_out_makes(
-    estimator, sparsity, shape, parts, few_outputs_at_once
-):
+def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity, shape):
     bits, epsilon, decay = 3, 1e-2, 0.0 if sparsity else 0.1
     model = model_of(shape, num_hidden_layers=2)
     literal = copy.deepcopy(model)
@@ -667,7 +600,6 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(
         model,
         low_bits={
             "weights": "int8",
-            "parts": parts,
             "direction_bits": bits,
             "estimator": estimator,
             "sparsity": sparsity,
@@ -680,8 +612,6 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(
         tensors = {tensor.name: tensor for tensor in session.engine.tensors}
         left = {name: tensor.held for name, tensor in tensors.items()}
         after = session.state_dict()
-    tables = [name for name, held in left.items() if isinstance(held, QuantizedTensor)]
-    assert any("embed" in name or name == "lm_head.weight" for name in tables) == (parts == "all")
     seed = record.seeds[0]
     rounding = RoundedDirection("gaussian", bits)
     chances = Chances([p.numel() for p in literal.parameters()], CPU)
@@ -746,7 +676,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(
     [
         {"weights": "int4", "estimator": "q-rge2"},
         {"weights": "float4_e2m1", "fit": "least-error"},
-        {"weights": "int4", "parts": "all", "sparsity": 0.5},
+        {"weights": "int4", "sparsity": 0.5},
     ],
 )
 def test_replayed_steps_leave_the_same_codes(low_bits):
@@ -761,22 +691,11 @@ def test_replayed_steps_leave_the_same_codes(low_bits):
         session.close()
 
 
-@pytest.mark.crossed(quick=2)
-@pytest.mark.parametrize("parts", ["blocks", "all"])
-def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path, parts):
+def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path):
     inputs = saved_inputs(tmp_path)
     # The tiny model's MLP has 52 inputs, which no group divides.
-    stated = (
-        "--weight-format",
-        "float4_e2m1",
-        "--estimator",
-        "q-rge2",
-        "--sparsity",
-        0.5,
-        "--checkpoint-every",
-        5,
-    )
-    stated = (*stated, "--coded-parts", parts)
+    stated = ("--weight-format", "float4_e2m1", "--estimator", "q-rge2")
+    stated += ("--sparsity", 0.5, "--checkpoint-every", 5)
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert zosim(*options(inputs, whole, *stated)) == 0
     assert zosim(*options(inputs, run, *stated, *OFFLOADED)) == 0
@@ -786,7 +705,7 @@ def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path, part
     assert same(run, whole)
     names = load_file(run / "checkpoints" / "step-00000010.safetensors").keys()
     assert "model.decoder.layers.0.fc1.weight_scale" in names
-    assert ("model.decoder.embed_tokens.weight_scale" in names) == (parts == "all")
+    assert "model.decoder.embed_tokens.weight" in names
     assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "again") == 0
     again, first = loaded(tmp_path / "again"), loaded(whole)
     assert all(torch.equal(p, q) for p, q in zip(again.parameters(), first.parameters(), strict=True))
@@ -799,20 +718,15 @@ def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path, part
         pytest.param({"weights": "int8"}, marks=pytest.mark.slow),
         {"weights": "int8", "activations": "int8-token"},
         {"weights": "int4", "scales": "group", "group_elements": 64},
-        pytest.param(
-            {"weights": "int8", "activations": "int8-token", "sparsity": 0.9}, marks=pytest.mark.slow
-        ),
+        {"weights": "int8", "activations": "int8-token", "sparsity": 0.9},
         {"weights": "int8", "update_rounding": "step"},
         {"weights": "int4", "adapters": "int8"},
         {"weights": "float8_e4m3"},
-        pytest.param({"weights": "int4", "parts": "all"}, marks=pytest.mark.slow),
-        {"weights": "int8", "parts": "all", "activations": "int8-token", "sparsity": 0.9},
-        pytest.param({"weights": "float8_e4m3", "parts": "all"}, marks=pytest.mark.slow),
         pytest.param({"weights": "int4", "direction_bits": 4}, marks=pytest.mark.slow),
-        {"weights": "int4", "parts": "all", "direction_bits": 4, "update_rounding": "step"},
-        {"weights": "int4", "parts": "all", "direction_bits": 2, "sparsity": 0.5},
+        {"weights": "int4", "direction_bits": 4, "update_rounding": "step"},
+        {"weights": "int4", "direction_bits": 2, "sparsity": 0.5},
         pytest.param(
-            {"weights": "int8", "parts": "all", "activations": "int8-token", "direction_bits": 4},
+            {"weights": "int8", "activations": "int8-token", "direction_bits": 4},
             marks=pytest.mark.slow,
         ),
     ],
@@ -854,7 +768,7 @@ def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits, monkeyp
         ("opt", {"weights": "int4", "sparsity": 0.9, "update_rounding": "step"}, 0.0),  # all rows are rounded
         ("llama", {"weights": "int8", "activations": "int8-token", "kernel": "dequantise"}, 0.0),
         ("opt", {"weights": "int8", "activations": "int8-tensor", "kernel": "dequantise"}, 0.0),
-        ("opt-untied", {"weights": "int4", "parts": "all"}, 0.0),  # logits of all tokens at once
+        ("opt-untied", {"weights": "int4"}, 0.0),  # logits of all tokens at once
         ("opt", {"weights": "float4_e2m1"}, 0.0),
         ("gpt2", {"weights": "float8_e5m2"}, 0.1),
     ],
@@ -873,11 +787,10 @@ def test_steps_of_small_models_take_no_more_memory_than_is_predicted(shape, low_
         assert session.memory().device_bytes <= predicted
 
 
-@pytest.mark.parametrize("parts", ["blocks", "all"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])  # GPT-2 keeps its layers transposed
-def test_what_is_written_are_the_numbers_that_codes_stand_for(tmp_path, name, parts):
+def test_what_is_written_are_the_numbers_that_codes_stand_for(tmp_path, name):
     model = model_of(name, num_hidden_layers=2)
-    plan = plan_of(model, low_bits={"weights": "int8", "parts": parts})
+    plan = plan_of(model, low_bits={"weights": "int8"})
     (batch,) = batches(1)
     with Session(plan, model, learning_rate=RATE) as session:
         session.step(batch)
@@ -1030,7 +943,6 @@ def test_a_run_of_adapters_in_codes_is_resumed_and_replayed(tmp_path):
             "as they are",
         ),
         ({"weights": "float4_e2m1", "zero_point": True}, {}, "zero_point"),
-        ({"parts": "all"}, {}, "without coded weights"),
     ],
 )
 def test_what_codes_do_not_do_is_refused_in_words(low_bits, axes, complaint):

@@ -323,7 +323,6 @@ def test_what_has_no_layout_is_refused_before_a_step(tmp_path, capsys):
     base = saved_model("opt-untied", tmp_path)
     for more, reason in (
         (("--weight-format", "float4_e2m1"), "no format that compressed-tensors knows"),
-        (("--weight-format", "int8", "--coded-parts", "all"), "no place for a token table and a head"),
         ((), "a plan without them has none"),
         (
             ("--weight-format", "int4", "--lora-rank", 2, "--lora-targets", "q_proj"),
@@ -357,14 +356,13 @@ def test_gpt2_is_resumed_from_a_checkpoint_of_its_transposed_layers(tmp_path, ca
     [
         ("opt-untied", ("int8",)),
         ("gpt2", ("float4_e2m1", "--weight-scales", "group", "--weight-group", 16)),
-        ("opt", ("int4", "--zero-point", "--coded-parts", "all")),
+        ("opt", ("int4", "--zero-point")),
         *(
             pytest.param(name, form, marks=pytest.mark.slow)
             for name, form in (
                 ("opt", ("float4_e2m1",)),
                 ("llama", ("float8_e5m2", "--weight-scales", "tensor")),
-                ("llama", ("int8", "--coded-parts", "all")),
-                ("roberta", ("int8", "--coded-parts", "all")),
+                ("roberta", ("int8",)),
                 ("gpt2", ("int3", "--zero-point")),
             )
         ),

@@ -45,7 +45,7 @@ CASES = {
         axes=axes(directions={"distribution": "lozo", "lazy_steps": 2}, schedule={"update": "delayed"}),
     ),
     "int8": Case(INSIDE, axes=axes(low_bits={"weights": "int8", "estimator": "q-rge2"})),
-    "int4, all": Case(THREE, axes=axes(low_bits={"weights": "int4", "parts": "all", "sparsity": 0.5})),
+    "sparse int4": Case(THREE, axes=axes(low_bits={"weights": "int4", "sparsity": 0.5})),
     "copies": Case(THREE, axes=axes(weights={"perturbation": "copies"})),
     "copies-ahead-offloaded": Case(
         THREE,

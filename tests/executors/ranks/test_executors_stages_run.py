@@ -27,18 +27,18 @@ FOURS = {
         mesh=(("data", 2),),
         axes=(("low_bits", (("weights", "int4"), ("zero_point", True))),),
     ),
-    "two-of-codes-with-table-and-head": Case(
+    "two-of-codes-that-multiply": Case(
         ("block.1.mlp",),
         mesh=(("data", 2),),
         axes=(
-            ("low_bits", (("weights", "int8"), ("parts", "all"), ("activations", "int8-token"))),
+            ("low_bits", (("weights", "int8"), ("activations", "int8-token"))),
             ("directions", (("rng", "counter"),)),
         ),
     ),
-    "two-of-codes-with-table-and-points": Case(
+    "two-of-codes-and-points": Case(
         ("block.0",),
         mesh=(("perturb", 2),),
-        axes=(("low_bits", (("weights", "int4"), ("parts", "all"), ("sparsity", 0.5))),),
+        axes=(("low_bits", (("weights", "int4"), ("sparsity", 0.5))),),
     ),
     "two-with-signs": Case(
         ("block.0",), mesh=(("perturb", 2),), axes=(("directions", (("rng", "counter"),)),)

@@ -21,7 +21,7 @@ def test_version_2_called_the_learning_rate_a_schedule() -> None:
 
 def test_a_recorded_identity_may_name_settings_that_were_removed() -> None:
     refuse_other_identity(
-        {"batch": 2, "full_range": False, "outliers": 0.0, "adapter_span": 2.0},
+        {"batch": 2, "coded_parts": "blocks", "full_range": False, "outliers": 0.0, "adapter_span": 2.0},
         {"batch": 2},
         "runs/of-before",
     )

@@ -25,7 +25,7 @@ from zosim.program.contents import parameters_of
 from zosim.program.program_set import ProgramSet
 from zosim.program.validate import validate
 
-ALL_CODES = {"weights": "int4", "parts": "all", "direction_bits": 4}
+INT4 = {"weights": "int4", "direction_bits": 4}
 PLACEMENTS = {
     "resident": ("opt", {}),
     "offloaded, ahead": ("llama", OFFLOADED | {"directions": {"drawn_ahead": True}}),
@@ -36,7 +36,7 @@ PLACEMENTS = {
         "opt",
         OFFLOADED | {"residency": {"blocks": "offloaded", "transfer_dtype": "bfloat16"}},
     ),
-    "all in int4": ("opt", {"low_bits": ALL_CODES}),
+    "int4 along 4 bits": ("opt", {"low_bits": INT4}),
     "offloaded, int8": ("opt", OFFLOADED | {"low_bits": {"weights": "int8"}}),
 }  # fmt: skip
 

@@ -61,9 +61,9 @@ OTHERS = {
     "sparse int8, ahead": AHEAD | SPARSE | TWO,
     "sparse int8, offloaded ahead": OFFLOADED | AHEAD | SPARSE | TWO,
     "sparse int8, fresh ahead": FRESH | AHEAD | SPARSE | TWO,
-    "all in W8A8, offloaded ahead": OFFLOADED
+    "sparse W8A8, offloaded ahead": OFFLOADED
     | AHEAD
-    | {"low_bits": {"weights": "int8", "activations": "int8-token", "parts": "all", "sparsity": 0.5}},
+    | {"low_bits": {"weights": "int8", "activations": "int8-token", "sparsity": 0.5}},
     "int4, a sum of queries": FRESH | TWO | {"low_bits": {"weights": "int4", "update_rounding": "step"}},
     "LoZO, ahead": OFFLOADED | {"directions": {"distribution": "lozo", "lazy_steps": 2, "drawn_ahead": True}},
     "LoZO, fresh, ahead": FRESH | TWO | {"directions": {"distribution": "lozo", "drawn_ahead": True}},

@@ -67,9 +67,9 @@ PLACEMENTS = {
     | AHEAD
     | SPARSE
     | {"estimator": {"num_queries": 2}},
-    "all in int4": {"low_bits": {"weights": "int4", "parts": "all", "direction_bits": 4}},
-    "offloaded, all in W8A8": OFFLOADED
-    | {"low_bits": {"weights": "int8", "activations": "int8-token", "parts": "all", "sparsity": 0.5}},
+    "int4 along 4 bits": {"low_bits": {"weights": "int4", "direction_bits": 4}},
+    "offloaded, sparse W8A8": OFFLOADED
+    | {"low_bits": {"weights": "int8", "activations": "int8-token", "sparsity": 0.5}},
     "offloaded, LoRA over int8": OFFLOADED
     | {"lora": LoRA(rank=2, target_modules=("q_proj", "fc2")), "low_bits": {"weights": "int8"}},
 }
@@ -168,25 +168,6 @@ def test_the_literal_loop_on_the_device_finds_the_same_bits(placement, dtype):
                 assert whole.get_input_embeddings().weight.is_cuda
                 assert differing(reference, whole) == []
     assert device.findings == []
-
-
-@pytest.mark.crossed(quick=2)
-@pytest.mark.parametrize("activations", ["none", "int8-token"])
-def test_a_head_of_codes_in_parts_waits_for_nothing(activations, monkeypatch):
-    """Which rows of a sparse direction are of which part the host knows since it learnt how many move."""
-    stated = {"weights": "int8", "activations": activations, "parts": "all", "sparsity": 0.5}
-    axes = {"low_bits": stated, "directions": {"rng": "counter"}}
-
-    def waits():
-        device, numbers = trained(axes)
-        assert device.findings == []
-        return device.synchronisations.total(), numbers[0]
-
-    whole, wanted = waits()
-    monkeypatch.setattr(linear, "outputs_at_once", lambda outputs, _: -(-outputs // 5))
-    parts, found = waits()
-    assert parts == whole
-    assert found == pytest.approx(wanted, abs=1e-3)
 
 
 def trained_in(plan, case, model, **options):

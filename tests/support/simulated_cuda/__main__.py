@@ -45,10 +45,10 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "rank 2": ("opt", {"directions": {"distribution": "lozo", "rank": 2}}),
     "int8": ("opt-untied", _INT8),
     "int8, offloaded": ("opt-untied", _INT8 | OFFLOADED),
-    "int4, all matrices, sparse": (
+    "int4, sparse": (
         "opt",
         {
-            "low_bits": {"weights": "int4", "parts": "all", "direction_bits": 4, "sparsity": 0.5},
+            "low_bits": {"weights": "int4", "direction_bits": 4, "sparsity": 0.5},
             "directions": {"rng": "counter"},
         },
     ),
