@@ -265,7 +265,7 @@ class _Files:
         parts = {}
         for suffix in shapes_of(self.coding, shape):
             part = self.tensor(layer, f"weight{suffix}")
-            parts[suffix] = self._scales(layer, part) if suffix.endswith("scale") else part
+            parts[suffix] = self._scales(layer, part) if part.is_floating_point() else part
         coded = QuantizedTensor(self.coding, shape, *parts.values())
         self.refuse_no_code(layer, coded.has_codes_that_are_none())
         return coded
@@ -303,7 +303,7 @@ class _Files:
         words = (torch.int32,)
         if self.layout == "zosim":
             return {
-                f"weight{suffix}": (size, _FLOATS if suffix.endswith("scale") else (kind,))
+                f"weight{suffix}": (size, _FLOATS if kind.is_floating_point else (kind,))
                 for suffix, (size, kind) in shapes_of(self.coding, torch.Size(linear)).items()
             }
         if self.layout in ("gptq", "gptq_v2", "awq"):

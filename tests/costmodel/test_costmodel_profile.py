@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import pytest
 
 from costmodel.devices.datasheet import datasheet_profile
+from costmodel.formats.distributions import DrawClass
 from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile, load_profile
 from topology import load_preset, preset_names
 from topology.errors import ProfileError, TopologyError
@@ -40,6 +42,14 @@ def test_every_processor_of_every_preset_has_a_profile(name):
             assert kinds - {"burst"} == set(CONSTANT_UNITS) - absent
             assert node.kind == "gpu" or "burst" not in kinds
             assert all(constant.source for constant in profile.constants)
+
+
+@pytest.mark.parametrize("drawn", get_args(DrawClass))
+@pytest.mark.parametrize(("hardware", "device"), [("cpu-laptop", "cpu0"), ("rtx3090-1x", "gpu0")])
+def test_every_class_of_draws_has_a_rate_before_it_is_measured(drawn, hardware, device):
+    values = datasheet_profile(load_preset(hardware), device).values()
+    assert values[f"draw_rate.{drawn}.float32"] > 0
+    assert f"skip_part.{drawn}.float32" in values or "skip_part" in values
 
 
 def test_threads_scale_compute_and_saturate_memory():

@@ -29,6 +29,9 @@ _KERNELS: dict[InputFormat, KernelName] = {"": "dequantise", "int8": "int_mm", "
 _FLOAT8_DIRECTION_BITS = 5
 """Codes up to 15 are numbers of e4m3, which has four digits; those of 6 bits and more are not."""
 
+_OF_WHOLE_ROWS = ("tensor", "channel")
+"""Scales that a sum over a row's products can be multiplied by."""
+
 _FLOAT8_MULTIPLE = 16
 """Inputs that a product of e4m3 matrices wants a multiple of."""
 
@@ -324,14 +327,18 @@ class LowBits(Axis):
                 f"kernel=int_mm multiplies int8 activations, but activations={self.activations}",
                 "use --activation-format int8-token",
             )
-        if self.scales == "group" or self.zero_point:
+        if self.scales not in _OF_WHOLE_ROWS or self.zero_point:
             yield (
                 "kernel=int_mm multiplies whole rows of symmetric codes",
                 "use --weight-scales channel without --zero-point, or --kernel dequantise",
             )
 
     def _conflicts_of_float8(self, plan: Plan) -> Iterator[Conflict]:
-        if self.weights != "float8_e4m3" or self.input_format != "float8" or self.scales == "group":
+        if (
+            self.weights != "float8_e4m3"
+            or self.input_format != "float8"
+            or self.scales not in _OF_WHOLE_ROWS
+        ):
             yield (
                 f"kernel=scaled_mm multiplies whole rows of e4m3 by e4m3, not {self.weights} by activations={self.activations}",
                 "use --weight-format float8_e4m3 --activation-format float8-token, or --kernel dequantise",
