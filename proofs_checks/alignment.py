@@ -379,7 +379,7 @@ CLAIMS = (
                     "a resumed run that starts its seeds again",
                     "executors.runs.session:Session.seeds_of",
                     "step, query)",
-                    "step - 2 * (self._first_timed > 0), query)",
+                    "step - 2 * (self.first_timed_step > 0), query)",
                 ),
             ),
         ),

@@ -36,7 +36,6 @@ def attach(model: nn.Module, adapters: Tuned, *, run: Path | None = None, plan: 
 
     Parameters
     ----------
-    model : torch.nn.Module
     adapters : LoRA, Prefix, "matrices" or "linears"
     run : Path, optional
         Directory of the run that is gone on with or replayed. The prefix that it began with is read from there, since a
@@ -109,8 +108,6 @@ def save_tuned(
 
     Parameters
     ----------
-    out : path
-    session : Session
     adapters : LoRA, Prefix, "matrices", "linears" or None
     save_as : str
         How weights that are codes are written.

@@ -75,7 +75,6 @@ class RankReport:
         Checksum of what it holds or wrote, by name.
     disturbances : sequence of Disturbance
         Weights that it did not find as it had left them, the earliest first.
-    history : str
     inputs : sequence of mapping of str to str
         See :class:`StepInputs`.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -72,29 +72,25 @@ def _deciding(value: Any) -> Any:
 
 def tokenizer_facts(model: str) -> dict[str, str]:
     """Return a hash of each file of a model's tokenizer by name; of its configuration that of what it says."""
-    facts = {}
-    for name, path in _tokenizer_paths(model):
-        content = read_bytes(path, "tokenizer's file", ModelError)
-        if name.endswith("_config.json"):
-            said = parse_json(content.decode(errors="replace"), f"{path} is damaged", ModelError)
-            content = json.dumps(_deciding(said), sort_keys=True).encode()
-        facts[name] = hashlib.blake2b(content, digest_size=16).hexdigest()
-    return facts
-
-
-def _tokenizer_paths(model: str) -> Iterator[tuple[str, Path]]:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    directory = Path(model)
+    facts, directory = {}, Path(model)
     for name in TOKENIZER_FILES:
-        cached: Any = directory / name
+        found: Any = directory / name
         if not directory.is_dir():
-            cached = None
+            found = None
             with suppress(HFValidationError):
-                cached = try_to_load_from_cache(model, name)
-        if isinstance(cached, str | Path) and Path(cached).is_file():
-            yield name, Path(cached)
+                found = try_to_load_from_cache(model, name)
+        # The cache remembers, too, what a model does not have.
+        if not isinstance(found, str | Path) or not Path(found).is_file():
+            continue
+        content = read_bytes(Path(found), "tokenizer's file", ModelError)
+        if name.endswith("_config.json"):
+            said = parse_json(content.decode(errors="replace"), f"{found} is damaged", ModelError)
+            content = json.dumps(_deciding(said), sort_keys=True).encode()
+        facts[name] = hashlib.blake2b(content, digest_size=16).hexdigest()
+    return facts
 
 
 def refuse_other_base(header: Mapping[str, Any], present: Mapping[str, Any], source: str, run: str) -> None:

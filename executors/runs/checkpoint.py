@@ -8,7 +8,8 @@ another run's is never used.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,6 @@ class Checkpoint:
 
     Attributes
     ----------
-    path : Path
     num_steps : int
         Steps behind the weights.
     """
@@ -45,7 +45,7 @@ class Checkpoint:
 
     def load(self, model: nn.Module) -> None:
         """Give a model of the base's shape these weights, stored as the model is to store them."""
-        with _open(self.path) as file, torch.no_grad():
+        with _opened(self.path) as file, torch.no_grad():
             held = set(file.keys())
             for tensor in stored_parameters(model):
                 if tensor.name in held:  # mapped from the file until it moves into a buffer
@@ -66,7 +66,6 @@ def save_checkpoint(
         The run's.
     dtype : str
         Format of the run's weights.
-    num_steps : int
     base_digest, history_digest : str
         Name the base weights and the steps that led here.
     """
@@ -92,7 +91,6 @@ def newest_checkpoint(
 
     Parameters
     ----------
-    history : History
     model : torch.nn.Module
         With the base's parameters, for names and shapes.
     refused : callable
@@ -111,9 +109,11 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _checked(path: Path, history: History, model: nn.Module) -> Checkpoint:
-    with _open(path) as file:
+    with _opened(path) as file:
         facts: Mapping[str, str] = file.metadata() or {}
-        num_steps = _whole(facts.get("num_steps"), path)
+        num_steps = whole_number(facts.get("num_steps", ""))
+        if num_steps is None:
+            raise RunError(f"checkpoint {path} does not say after which step it was written")
         if facts.get("base_digest") != history.header["base_digest"]:
             raise RunError(f"checkpoint {path} is another run's: it began from other base weights")
         if num_steps > history.num_steps:
@@ -134,6 +134,7 @@ def _digest(file: Any, model: nn.Module, path: Path) -> str:
     for tensor in filter(is_tuned, stored_parameters(model)):
         # Numbers are in the run's format, which the model need not have been given yet.
         pieces = tensor.pieces(tensor.values.dtype)
+        # Of a parameter in several pieces each has a format of its own.
         for suffix, (shape, dtype) in pieces.items():
             name = tensor.name + suffix
             if name not in held:
@@ -146,27 +147,14 @@ def _digest(file: Any, model: nn.Module, path: Path) -> str:
     return digest.hexdigest()
 
 
-def _whole(text: str | None, path: Path) -> int:
-    number = whole_number(text or "")
-    if number is None:
-        raise RunError(f"checkpoint {path} does not say after which step it was written")
-    return number
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; a file that cannot be opened is named."""
+    import safetensors
 
-
-class _open:  # noqa: N801 - reads as the context that it is
-    """Opens a safetensors file; errors name it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> Any:
-        import safetensors
-
+    with ExitStack() as stack:
         try:
-            self._file = safetensors.safe_open(self._path, framework="pt")
-            return self._file.__enter__()
+            file = stack.enter_context(safetensors.safe_open(path, framework="pt"))
         except (OSError, safetensors.SafetensorError) as error:
-            raise RunError(f"checkpoint {self._path} is damaged: {error}") from error
-
-    def __exit__(self, *error: object) -> None:
-        self._file.__exit__(*error)
+            raise RunError(f"checkpoint {path} is damaged: {error}") from error
+        yield file

@@ -32,7 +32,6 @@ class ChoiceResult:
 
     Attributes
     ----------
-    num_examples, num_correct : int
     accuracy, accuracy_stderr : float
         Share of right answers, and its binomial standard error.
     loss, loss_stderr : float
@@ -54,7 +53,6 @@ class PerplexityResult:
 
     Attributes
     ----------
-    num_examples, num_tokens : int
     loss, loss_stderr : float
         Mean negative log-probability per token, in nats; its standard error counts examples as independent.
     perplexity : float
@@ -74,7 +72,6 @@ class GenerationResult:
 
     Attributes
     ----------
-    num_examples : int
     exact_match, exact_match_stderr : float
         Share of answers that are equal after normalisation.
     f1, f1_stderr : float
@@ -164,10 +161,6 @@ def evaluate_generation(
     batch_size: int = 32,
 ) -> GenerationResult:
     """Return exact match and F1 of greedy answers to the prompts before the first labelled token.
-
-    Parameters
-    ----------
-    generation : Generation
 
     Raises
     ------
@@ -283,23 +276,15 @@ def _answer(example: Example) -> tuple[int, ...]:
 def _among(example: Example, answers: Sequence[tuple[int, ...]]) -> Question:
     """Return the question that offers every answer in place of the example's own."""
     positions = _predicted(example)
-    if any(example.input_ids[at] != example.labels[at] for at in positions):
-        return _at_masks(example, positions, answers)
-    begin, end = positions[0], positions[-1] + 1
-    before, after = example.input_ids[:begin], example.input_ids[end:]
-    candidates = tuple(
-        Example(
-            before + answer + after, (IGNORED_LABEL,) * len(before) + answer + (IGNORED_LABEL,) * len(after)
-        )
-        for answer in answers
-    )
-    return Question(candidates, answers.index(_answer(example)))
-
-
-def _at_masks(example: Example, positions: tuple[int, ...], answers: Sequence[tuple[int, ...]]) -> Question:
-    """Return the same where masks stand in the answer's place: the tokens stay, and labels alone differ."""
+    is_masked = any(example.input_ids[at] != example.labels[at] for at in positions)
     candidates = []
     for answer in answers:
+        if not is_masked:
+            before, after = example.input_ids[: positions[0]], example.input_ids[positions[-1] + 1 :]
+            labels = [IGNORED_LABEL] * len(before) + [*answer] + [IGNORED_LABEL] * len(after)
+            candidates.append(Example(before + answer + after, tuple(labels)))
+            continue
+        # Masks stand in the answer's place: the tokens stay, and labels alone differ.
         if len(answer) != len(positions):
             raise DataError(
                 f"an answer of {len(answer)} tokens has no place at {len(positions)} masks",

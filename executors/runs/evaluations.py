@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from costmodel.models.configs import LoRA, Prefix
-from executors.datasets.data import Dataset
 from executors.datasets.generation import Generation
 from executors.labels import IGNORED_LABEL
 from executors.models.weight_files import save_pretrained
@@ -47,79 +46,6 @@ class _EvaluatedWeights:
         )
 
 
-class Evaluator:
-    """Evaluates one session on one dataset.
-
-    Parameters
-    ----------
-    session : Session
-    data : Dataset
-    batch_size : int
-        Sequences per forward.
-    num_examples : int or None
-        Only the first so many.
-    task : str
-        ``"choice"``, ``"perplexity"``, ``"generation"``, or ``"auto"``, which looks at the lines.
-    generation : Generation
-        How free answers are made and read.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        data: Dataset,
-        *,
-        batch_size: int,
-        num_examples: int | None,
-        task: TaskName,
-        generation: Generation,
-    ) -> None:
-        self._session = session
-        self._data = data
-        self._batch_size = batch_size
-        self._num_examples = num_examples
-        self._generation = generation
-        self.task = _task_of(data) if task == "auto" else task
-        self._is_causal = session.plan.model.is_causal
-        if self.task == "generation" and not self._is_causal:
-            raise RunError(
-                "a masked model generates nothing: it fills in masks", hint="evaluate choices or perplexity"
-            )
-        self._may_change = task == "auto"
-
-    def __call__(self) -> dict[str, Any]:
-        """Return the metrics at the present weights.
-
-        Raises
-        ------
-        DataError
-            If the lines do not ask for what the task is.
-        """
-        if self.task == "choice":
-            try:
-                return asdict(self._evaluated(evaluate_choices))
-            except DataError:
-                if not self._may_change:
-                    raise
-                # The lines offer nothing to choose among: a prompt of text wants an answer in words.
-                template = self._data.template
-                asks = self._is_causal and template is not None and template.asks_for_label
-                self.task = "generation" if asks else "perplexity"
-        if self.task == "generation":
-            metrics = asdict(self._evaluated(evaluate_generation, self._generation))
-            return metrics | {"answers": list(metrics["answers"][:NUM_SHOWN_ANSWERS])}
-        return asdict(self._evaluated(evaluate_perplexity))
-
-    def _evaluated(self, evaluate: Callable[..., Any], *how: Any) -> Any:
-        return evaluate(
-            _EvaluatedWeights(self._session),
-            self._data,
-            *how,
-            batch_size=self._batch_size,
-            num_examples=self._num_examples,
-        )
-
-
 def is_better(metrics: Mapping[str, Any], best: Mapping[str, Any] | None) -> bool:
     """Whether `metrics` are better than the best so far: by F1, else accuracy, else loss."""
     return best is None or _merit(metrics) > _merit(best)
@@ -131,19 +57,8 @@ def _merit(metrics: Mapping[str, Any]) -> tuple[float, ...]:
     return metrics.get("accuracy", 0.0), -metrics["loss"]
 
 
-def _task_of(data: Dataset) -> TaskName:
-    """Return a choice if the first line offers answers, or has a prompt before the one that it gives."""
-    (question,) = data.questions([0])
-    asks = len(question.candidates) > 1 or question.candidates[0].labels[0] == IGNORED_LABEL
-    return "choice" if asks else "perplexity"
-
-
 class Evaluations:
     """The evaluations of one run.
-
-    Parameters
-    ----------
-    settings : RunSettings
 
     Attributes
     ----------
@@ -154,7 +69,8 @@ class Evaluations:
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
         self._data = evaluation_data(settings)
-        self._evaluator: Evaluator | None = None
+        self._task: TaskName | None = None
+        self._generation: Generation | None = None
         self.best: dict[str, Any] | None = None
         self.latest: dict[str, Any] | None = None
 
@@ -187,36 +103,61 @@ class Evaluations:
 
     def evaluate(self, session: Session) -> dict[str, Any]:
         """Evaluate the present weights, keep them if they are the best and that is wanted, and return the metrics."""
-        evaluator = self._evaluator or self._made(session)
-        self._evaluator = evaluator
-        metrics = {"num_steps": session.num_steps, "split": "eval", **evaluator()}
+        metrics = {"num_steps": session.num_steps, "split": "eval", **self._metrics(session)}
         wanted = self._settings.evaluation
         if is_better(metrics, self.best):
             self.best = metrics
             if wanted is not None and wanted.keep_best:
-                session.flush()
                 session.on_rank_0(lambda: self._keep(session), "writing the best weights")
         self.latest = metrics
         return metrics
 
-    def _made(self, session: Session) -> Evaluator:
-        wanted = self._settings.evaluation
+    def _metrics(self, session: Session) -> dict[str, Any]:
+        """Return the metrics at the present weights; the first time, the lines say what they ask for where nobody does.
+
+        Raises
+        ------
+        DataError
+            If the lines do not ask for what the task is.
+        """
+        wanted, data, is_causal = self._settings.evaluation, self._data, session.plan.model.is_causal
         assert wanted is not None
-        assert self._data is not None
-        return Evaluator(
-            session,
-            self._data,
-            batch_size=self._settings.plan.batch,
-            num_examples=wanted.num_examples,
-            task=wanted.task,
-            generation=generation_of(self._settings, wanted),
-        )
+        assert data is not None
+        if self._task is None:
+            (question,) = data.questions([0])
+            offers = len(question.candidates) > 1 or question.candidates[0].labels[0] == IGNORED_LABEL
+            self._task = wanted.task if wanted.task != "auto" else "choice" if offers else "perplexity"
+            if self._task == "generation" and not is_causal:
+                raise RunError(
+                    "a masked model generates nothing: it fills in masks",
+                    hint="evaluate choices or perplexity",
+                )
+
+        def evaluated(evaluate: Callable[..., Any], *how: Any) -> dict[str, Any]:
+            batch_size, num_examples = self._settings.plan.batch, wanted.num_examples
+            model = _EvaluatedWeights(session)
+            return asdict(evaluate(model, data, *how, batch_size=batch_size, num_examples=num_examples))
+
+        if self._task == "choice":
+            try:
+                return evaluated(evaluate_choices)
+            except DataError:
+                if wanted.task != "auto":
+                    raise
+                # The lines offer nothing to choose among: a prompt of text wants an answer in words.
+                asks = is_causal and data.template is not None and data.template.asks_for_label
+                self._task = "generation" if asks else "perplexity"
+        if self._task == "generation":
+            self._generation = self._generation or generation_of(self._settings, wanted)
+            metrics = evaluated(evaluate_generation, self._generation)
+            return metrics | {"answers": list(metrics["answers"][:NUM_SHOWN_ANSWERS])}
+        return evaluated(evaluate_perplexity)
 
     def _keep(self, session: Session) -> None:
         folder, adapters = Path(self._settings.run.out) / BEST_NAME, self._settings.adapters
         storage = self._settings.plan.storage_dtype
         if isinstance(adapters, LoRA | Prefix):
             save_alone(session.model, folder, adapters, storage)
-            return
-        save_pretrained(session.model, folder, storage)
-        copy_tokenizer(self._settings.run.model, folder)
+        else:
+            save_pretrained(session.model, folder, storage)
+            copy_tokenizer(self._settings.run.model, folder)

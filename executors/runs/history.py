@@ -34,8 +34,6 @@ class History:
 
     Attributes
     ----------
-    directory : Path
-    header : mapping
     records : tuple of StepRecord
         By step, from 0.
     num_bytes : int
@@ -125,7 +123,6 @@ def _steps_of(path: Path, lines: Sequence[Line], queries: int) -> list[list[Line
 _SHORTEST_STEP_S = 1e-9
 """Shorter than any; rates of tokens are finite above it."""
 
-
 _OTHER_LOSS = {"central": "loss_minus", "forward": "loss_base", "residual": "loss_before"}
 """What the loss is called that is taken off that at ``+ε``, by the plan's difference."""
 
@@ -146,11 +143,10 @@ class _RowCheck:
     def record(self, step: int, lines: Sequence[Line]) -> StepRecord:
         """Return a step's record."""
         for line in lines:
-            self._check_types(line)
-            self._check_numbers(step, line)
+            self._check(step, line)
         return StepRecord.of_rows([line.row for line in lines])
 
-    def _check_types(self, line: Line) -> None:
+    def _check(self, step: int, line: Line) -> None:
         row = line.row
         names = ("loss_plus", self._other, "projected_grad", "learning_rate", "seconds")
         floats = [row.get(name) for name in names]
@@ -161,23 +157,20 @@ class _RowCheck:
             raise RunError(
                 f"{self._path} line {line.number} is damaged: seconds={row['seconds']!r} of a step"
             )
-
-    def _check_numbers(self, step: int, line: Line) -> None:
-        row = line.row
         if self._learning_rate is not None:
             self._refuse_unless(line, "seed", seed_of(self._seed, step, row["query"]), "the run's seed")
             self._refuse_unless(line, "learning_rate", self._learning_rate.at(step), "the schedule")
-        central = self._other == "loss_minus"
         losses = row["loss_plus"], row[self._other]
         if self._other == "loss_before":
             before = self._losses_before.get(row["query"], row["loss_plus"])
             self._refuse_unless(line, "loss_before", before, "the step before")
             self._losses_before[row["query"]] = row["loss_plus"]
+        # The log does not say in which format the run had its losses: the gradient has to follow in one that holds both.
         possible = {
             gradient
             for dtype in _LOSS_FORMATS
             if all(_is_of(loss, dtype) for loss in losses)
-            for gradient in _gradients(*losses, self._epsilon, dtype, central=central)
+            for gradient in _gradients(*losses, self._epsilon, dtype, central=self._other == "loss_minus")
         }
         if row["projected_grad"] not in possible:
             raise RunError(

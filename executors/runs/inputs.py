@@ -7,7 +7,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +86,8 @@ def _any_tokenizer(model: str) -> Any:
     try:
         config = load_config(model)
         with refusing(f"{model} (its tokenizer)"), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # about a tokenizer's age, and what a model would do with long texts
+            # About a tokenizer's age, and what a model would do with long texts.
+            warnings.simplefilter("ignore")
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 model, config=config, local_files_only=True, trust_remote_code=False
             )
@@ -170,8 +168,15 @@ def generation_of(settings: RunSettings, wanted: EvaluationSettings) -> Generati
     tokenizer = _any_tokenizer(settings.run.model)
     if tokenizer is not None:
         ends |= set(tokenizer.encode("\n", add_special_tokens=False)[-1:])
+
+    def decode(tokens: Sequence[int]) -> str:
+        if tokenizer is None:
+            return " ".join(map(str, tokens))
+        text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
     return Generation(
-        decode=_numbers if tokenizer is None else partial(tokenizer.decode, skip_special_tokens=True),
+        decode=decode,
         stop_tokens=tuple(sorted(ends)),
         max_new_tokens=wanted.max_new_tokens,
         max_length=settings.plan.model.max_positions,
@@ -202,10 +207,6 @@ def _end_tokens(settings: RunSettings) -> set[int]:
     config = load_config(settings.run.model, allow_download=settings.run.allow_download)
     ended_by = getattr(config, "eos_token_id", None)
     return set(ended_by if isinstance(ended_by, list) else [ended_by]) - {None}
-
-
-def _numbers(tokens: Sequence[int]) -> str:
-    return " ".join(map(str, tokens))
 
 
 def pad_token(settings: RunSettings) -> int:

@@ -31,7 +31,6 @@ class Line:
         From 1.
     end : int
         Byte after its newline.
-    row : dict
     """
 
     number: int
@@ -75,7 +74,6 @@ class JsonLines:
 
     Parameters
     ----------
-    path : path
     keep_bytes : int
         Length to cut the file to before the first line is appended.
     durable : bool

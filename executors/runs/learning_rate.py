@@ -54,6 +54,7 @@ class LearningRate(Section):
     num_steps: Annotated[int, Setting("--steps", "Steps of the whole run.", "numbers", shown="first")]
     warmup_steps: Annotated[int, Setting("--warmup", "Steps until the largest rate.", "numbers")] = 0
 
+    # The bounds stand here and not in the fields: their messages say what is usual.
     @model_validator(mode="after")
     def _in_range(self) -> LearningRate:
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
@@ -83,11 +84,9 @@ class LearningRate(Section):
             raise ValueError(message)
         if step < self.warmup_steps:
             return self.learning_rate * ((step + 1) / (self.warmup_steps + 1))
-        return self.learning_rate * self._decay(step)
-
-    def _decay(self, step: int) -> float:
         if self.kind == "constant":
-            return 1.0
+            return self.learning_rate
         past = min(step, self.num_steps) - self.warmup_steps
         progress = past / (self.num_steps - self.warmup_steps)
-        return 1 - progress if self.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        decay = 1 - progress if self.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.learning_rate * decay

@@ -10,7 +10,7 @@ from executors.ranks.communicator import Communicator
 from executors.steps.interpreter import Interpreter
 from executors.steps.memory import MemoryReport
 from executors.steps.ops.codec import Crossings
-from zosim.timeline import Span, Timeline
+from zosim.timeline import Timeline
 
 
 def measured_timeline(
@@ -39,7 +39,6 @@ def measured_timeline(
         Steps that were timed.
     first_steady_step : int
         Of these steps, the first that counts as steady.
-    memory : MemoryReport
     """
     sent = interpreter.crossings.sent_bytes
     spans = tuple(
@@ -73,7 +72,11 @@ def timeline_of_all_ranks(communicator: Communicator, own: Timeline) -> Timeline
     the same moment, give or take the latency of one message; the first one that was timed sets the clocks.
     """
     timelines = communicator.all_gather_json(own, "gathering timelines", Timeline)
-    ends = [_first_meeting(timeline.spans) for timeline in timelines]
+    # When the first exchange among all ranks ended, on each rank's own clock.
+    ends = [
+        min((span.end_s for span in timeline.spans if span.label == "exchange"), default=0.0)
+        for timeline in timelines
+    ]
     latest = max(ends)
     spans = [
         span.shifted(latest - end)
@@ -83,11 +86,6 @@ def timeline_of_all_ranks(communicator: Communicator, own: Timeline) -> Timeline
     begin = min((span.start_s for span in spans), default=0.0)
     memory = tuple(sample for timeline in timelines for sample in timeline.memory)
     return replace(own, spans=tuple(span.shifted(-begin) for span in spans), memory=memory)
-
-
-def _first_meeting(spans: tuple[Span, ...]) -> float:
-    """Return when the first exchange among all ranks ended."""
-    return min((span.end_s for span in spans if span.label == "exchange"), default=0.0)
 
 
 def messages_per_step(

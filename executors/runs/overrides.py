@@ -79,7 +79,7 @@ def settings_from(
     _required(data.path, "data", "--data FILE (JSON lines)")
     lora, prefix = adapters_of(config.adapters, header.get("run"), seed=run.seed)
     tuned = tuned_by(config.adapters.tuned, lora, prefix)
-    base = _base_plan(plan_file, header)
+    base = Plan.load(plan_file) if plan_file else Plan.model_validate(header["plan"]) if header else None
     ranks = _num_ranks(options.plan, base, has_plan=plan_file is not None)
     device = run.given("device") or _device(header, base, out, has_plan=plan_file is not None)
     loading = {"allow_download": run.allow_download, "random_weights": run.random_weights}
@@ -88,9 +88,13 @@ def settings_from(
     def cut_model(blocks: tuple[int, ...]) -> ModelSpec:
         return spec_for(model, tuned, blocks, **loading)
 
-    if plan_file is not None and base is not None:
-        is_stated = options.adapters.given("tuned") is not None or bool(lora or prefix)
-        _refuse_other_tuned(base, cut_model(()), is_stated=is_stated)
+    is_stated = options.adapters.given("tuned") is not None or lora or prefix
+    is_of_part = base is not None and base.model.num_trainable < base.model.num_parameters
+    if plan_file is not None and base is not None and is_of_part and not is_stated:
+        raise PlanError(
+            f"the plan is for {base.model.describe()}, and this run would tune all of {cut_model(()).name}",
+            hint="say what the plan was made with: --lora-rank and --lora-targets, --prefix, or --tune",
+        )
     data, evaluation = data.complete(), evaluation_in(config.evaluation)
     plan_config = merge(config.plan, PlanConfig(search=Search(ranks=ranks))) if ranks else config.plan
     if run.reward is not None and (base is None or base.forward.num_new_tokens is None):
@@ -105,7 +109,13 @@ def settings_from(
         longest=lambda: longest_line(model, cut_model(()), data, evaluation),
     )
     _required(config.learning_rate.given("num_steps"), "a number of steps", "--steps N")
-    program = _program_by_hand(program_file) or _recorded_program(out, header, plan)
+    program = None
+    if program_file is not None:
+        program = ProgramSet.load(program_file)
+        validate_set(program)
+    elif header.get("run", {}).get("edited_program", False) and plan == Plan.model_validate(header["plan"]):
+        # Another plan is lowered anew: what was edited by hand was the program of this one.
+        program = recorded_programs(out, header)
     usual = RunOptions(
         device=device,
         num_threads=num_threads or default_threads(max(map(len, plan.placement.ranks_by_host))),
@@ -190,12 +200,6 @@ def _required(value: Any, what: str, option: str) -> Any:
     return value
 
 
-def _base_plan(path: Path | None, header: Recorded) -> Plan | None:
-    if path is not None:
-        return Plan.load(path)
-    return Plan.model_validate(header["plan"]) if header else None
-
-
 def _device(header: Recorded, base: Plan | None, out: str, *, has_plan: bool) -> str:
     """Return the device of a run for which no option names one: that of its plan, or on which it was begun; else the CPU.
 
@@ -218,21 +222,6 @@ def _device(header: Recorded, base: Plan | None, out: str, *, has_plan: bool) ->
     if len(placement.ranks_by_host) == 1 or is_launched():
         refuse_absent(device, why)
     return device
-
-
-def _program_by_hand(path: Path | None) -> ProgramSet | None:
-    """Return the program of a file, which need not be one that a plan is lowered to."""
-    if path is None:
-        return None
-    programs = ProgramSet.load(path)
-    validate_set(programs)
-    return programs
-
-
-def _recorded_program(out: str, header: Recorded, plan: Plan) -> ProgramSet | None:
-    """Return the program that a resumed run was given by hand, as long as its plan stays."""
-    edited = header.get("run", {}).get("edited_program", False)
-    return recorded_programs(out, header) if edited and Plan.model_validate(header["plan"]) == plan else None
 
 
 def _num_ranks(options: PlanConfig, base: Plan | None, *, has_plan: bool) -> int | None:
@@ -259,18 +248,7 @@ def _num_micro_batches(header: Recorded, plan: Plan) -> int:
     recorded: int = header.get("run", {}).get("accumulate", 1)
     if not header:
         return recorded
-    num_parts, num_shards = (
-        recorded * Plan.model_validate(header["plan"]).num_batch_shards,
-        plan.num_batch_shards,
-    )
+    num_shards = plan.num_batch_shards
+    num_parts = recorded * Plan.model_validate(header["plan"]).num_batch_shards
     is_even = num_parts % num_shards == 0 and plan.batch % num_parts == 0
     return num_parts // num_shards if is_even else recorded
-
-
-def _refuse_other_tuned(base: Plan, spec: ModelSpec, *, is_stated: bool) -> None:
-    """Refuse a plan for a part of a model, or for what lies beside it, where no option says what is tuned."""
-    if not is_stated and base.model.num_trainable < base.model.num_parameters:
-        raise PlanError(
-            f"the plan is for {base.model.describe()}, and this run would tune all of {spec.name}",
-            hint="say what the plan was made with: --lora-rank and --lora-targets, --prefix, or --tune",
-        )

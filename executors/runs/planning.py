@@ -213,7 +213,6 @@ def refuse_absent(device: str, why: str) -> None:
 
     Parameters
     ----------
-    device : str
     why : str
         What says that the run belongs there.
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from executors.files import write_atomically
 from topology.errors import RunError
 from zosim.program.program_set import ProgramSet
 
@@ -19,11 +18,6 @@ PROGRAM_DIGEST = "program_digest"
 def program_digest(text: str) -> str:
     """Return the hash of a program file."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def save_programs(directory: Path, text: str) -> None:
-    """Write the programs of a run, in one instant."""
-    write_atomically(directory / PROGRAM_NAME, text)
 
 
 def recorded_programs(directory: str | Path, header: Mapping[str, Any]) -> ProgramSet | None:

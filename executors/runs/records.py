@@ -1,11 +1,13 @@
-"""Losses and projected gradients of one step, in memory and as rows of a log."""
+"""Losses and projected gradients of one step, in memory and as rows of a log, and what in them says that a run is ruined."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, Self
 
 from executors.randomness.rng import mixed
@@ -16,6 +18,12 @@ from zosim.program.points import BASE, Point
 _NUM_SEEDS = 1_000_000_000
 """Seeds are drawn below this, as the reference loop draws them."""
 
+WINDOW_STEPS = 10
+"""Steps whose median loss is followed."""
+_LEAST_STEPS = 5
+_FACTOR = 2.0
+_MARGIN = 1.0
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -23,7 +31,6 @@ class StepRecord:
 
     Attributes
     ----------
-    step : int
     seeds, losses_plus, losses_minus, projected_gradients : tuple
         One element per query; `losses_minus` is of a central difference, else None.
     loss_base : float or None
@@ -119,12 +126,7 @@ class LossNotFinite(RunError):  # noqa: N818 - reads as the statement it makes
 
 
 def refuse_nonfinite(record: StepRecord) -> None:
-    """Raise if a projected gradient is no number.
-
-    Raises
-    ------
-    LossNotFinite
-    """
+    """Raise LossNotFinite if a projected gradient is no number."""
     if all(map(math.isfinite, record.projected_gradients)):
         return
     raise LossNotFinite(
@@ -133,3 +135,49 @@ def refuse_nonfinite(record: StepRecord) -> None:
         hint="lower the learning rate; where the first step fails already, look for a batch without labels, or use "
         "--dtype float32 or bfloat16 in place of float16",
     )
+
+
+@dataclass
+class DivergenceWatch:
+    """Notices when a loss leaves for good: follows the median loss of the latest :data:`WINDOW_STEPS` steps.
+
+    Attributes
+    ----------
+    best_step : int
+        Steps behind the weights when that median was lowest: the last good state of a run that diverges.
+
+    Notes
+    -----
+    A run diverges when the median exceeds twice its lowest value so far (at first, the first loss), and by more than
+    one. A single batch does not move a median; a step that blows up shows within five steps.
+    """
+
+    best_step: int = 0
+    _best: float | None = None
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+
+    def diverges(self, num_steps: int, loss: float) -> bool:
+        """Note the loss of the latest of `num_steps` steps, which is that of the weights before it.
+
+        Returns
+        -------
+        bool
+            Whether the run diverges.
+        """
+        self._recent.append(loss)
+        if self._best is None:
+            self._best = loss
+        level = median(self._recent)
+        if len(self._recent) == WINDOW_STEPS and level < self._best:
+            # The loss is that of the weights before the step.
+            self._best, self.best_step = level, num_steps - 1
+        return len(self._recent) >= _LEAST_STEPS and self._is_far(level)
+
+    def last_good(self, num_steps: int) -> int:
+        """Return the steps behind the last good state of a run whose losses after `num_steps` are no numbers."""
+        ruined = bool(self._recent) and self._is_far(median(self._recent))
+        return self.best_step if ruined else max(num_steps - 1, 0)
+
+    def _is_far(self, level: float) -> bool:
+        assert self._best is not None
+        return level > _FACTOR * self._best and level > self._best + _MARGIN

@@ -69,17 +69,14 @@ def replay(
         Of the run.
     base : path
         The weights that it began from.
-    out : path
     num_steps : int, optional
         Steps to replay; by default all that were logged.
     plan : Plan, optional
         Another placement of the same mathematics; by default the run's own.
-    device : str
     use_checkpoints : bool
         Whether to start from a checkpoint rather than from the base weights.
     warn : callable
         Called with what may make bits differ from the run's.
-    on_step : callable
 
     Returns
     -------
@@ -197,8 +194,6 @@ def session_at(
 
     Parameters
     ----------
-    checkpoint : Checkpoint or None
-    history : History
     model : torch.nn.Module
         With the base's weights, which have been checked.
     plan, program : optional
@@ -263,32 +258,22 @@ def advance(
     RunError
         If the parameters do not have a digest that the run recorded.
     """
-    flushes = _flush_points(history)
+    # Only where flushing rounds weights does it matter when the run did.
+    periods = history.periods if history.plan.is_transfer_lossy else ()
     checked = 0
     for record in history.records[session.num_steps : num_steps]:
         session.replay(record)
         done = record.step + 1
-        if flushes(done):
+        if any(done % period == 0 for period in periods):
             session.flush()
         if done in history.digests:
-            _check_digest(session, history, done)
+            if (digest := session.digest()) != history.digests[done]:
+                raise RunError(
+                    f"{history.directory}: after {done} steps the parameters have digest {digest}, the run recorded "
+                    f"{history.digests[done]}",
+                    hint="bits hold for one torch build, instruction set, device type and thread count; "
+                    f"{HEADER_NAME} has the run's",
+                )
             checked += 1
         on_step(done, num_steps)
     return checked
-
-
-def _flush_points(history: History) -> Callable[[int], bool]:
-    """Return whether the run flushed after so many steps; it matters only where flushing rounds weights."""
-    periods = history.periods if history.plan.is_transfer_lossy else ()
-    return lambda num_steps: any(num_steps % period == 0 for period in periods)
-
-
-def _check_digest(session: Session, history: History, num_steps: int) -> None:
-    digest = session.digest()
-    if digest != history.digests[num_steps]:
-        raise RunError(
-            f"{history.directory}: after {num_steps} steps the parameters have digest {digest}, the run recorded "
-            f"{history.digests[num_steps]}",
-            hint="bits hold for one torch build, instruction set, device type and thread count; "
-            f"{HEADER_NAME} has the run's",
-        )

@@ -15,7 +15,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -32,13 +32,11 @@ from executors.runs.adapters import keep_beginning, save_tuned
 from executors.runs.agreement import Disagreement
 from executors.runs.base import BASE, base_facts, refuse_other_base, tokenizer_facts
 from executors.runs.checkpoint import save_checkpoint
-from executors.runs.divergence import DivergenceWatch
-from executors.runs.earlier import NUM_VERIFIED, EarlierRun, is_begun
 from executors.runs.evaluations import Evaluations
 from executors.runs.history import History
 from executors.runs.inputs import copy_tokenizer, open_data, pad_token, text_objective
-from executors.runs.programs import PROGRAM_DIGEST, program_digest, recorded_programs, save_programs
-from executors.runs.records import LossNotFinite, StepRecord
+from executors.runs.programs import PROGRAM_DIGEST, PROGRAM_NAME, program_digest, recorded_programs
+from executors.runs.records import DivergenceWatch, LossNotFinite, StepRecord
 from executors.runs.replay import (
     advance,
     check_base,
@@ -48,7 +46,15 @@ from executors.runs.replay import (
     session_at,
 )
 from executors.runs.reporter import Reporter
-from executors.runs.run_files import BEST_NAME, METRICS_NAME, NoFiles, RunFiles, remove_partial
+from executors.runs.run_files import (
+    BEST_NAME,
+    METRICS_NAME,
+    NUM_VERIFIED,
+    EarlierRun,
+    RunFiles,
+    is_begun,
+    remove_partial,
+)
 from executors.runs.runlog import REFUSED_NAME, RunLog, write_header
 from executors.runs.session import BegunStep, Session
 from executors.runs.settings import RunSettings, refuse_other_identity
@@ -59,6 +65,8 @@ from zosim.console import stderr
 from zosim.lowering import lower_all
 
 __all__ = ["BEST_NAME", "METRICS_NAME", "PLAN_NAME", "TIMELINE_NAME", "Run", "run_in_rank"]
+
+T = TypeVar("T")
 
 PLAN_NAME = "plan.json"
 TIMELINE_NAME = "timeline.json"
@@ -93,7 +101,6 @@ class Run:
 
     Parameters
     ----------
-    settings : RunSettings
     communicator : Communicator, optional
         The other ranks, where the plan has several.
 
@@ -155,7 +162,7 @@ class Run:
         """
         # The directory's lock before anything in it is read: what another process still writes is not known yet.
         with ExitStack() as self._held:
-            self._lock_directory()
+            self._on_rank_0(self._lock_directory, "locking the directory of the run")
             self.earlier = EarlierRun(
                 self.out, resume=self.settings.run.resume, communicator=self.communicator
             )
@@ -165,8 +172,10 @@ class Run:
             with ExitStack() as self._opened:
                 session = self._session(model)
                 del model
-                self._tell_of_kernel(session)
-                self._tell_of_checksums()
+                if note := other_kernel(session.plan, session.device):
+                    self._warn(note)
+                if not self.settings.run.checksums:
+                    self._tell_of_no_checksums()
                 stopped = self._train(session)
                 if stopped is None:
                     return self._finish(session)
@@ -175,16 +184,8 @@ class Run:
             return self._keep_last_good(keep, why)
 
     def _lock_directory(self) -> None:
-        """Let rank 0 lock the directory; if it cannot, no rank goes on."""
-
-        def lock() -> None:
-            is_begun(self.out, resume=self.settings.run.resume)  # what is refused is not touched
-            self.log = self._held.enter_context(RunLog(self.out))
-
-        if self.communicator is None:
-            lock()
-        else:
-            self.communicator.on_rank_0(lock, "locking the directory of the run")
+        is_begun(self.out, resume=self.settings.run.resume)  # what is refused is not touched
+        self.log = self._held.enter_context(RunLog(self.out))
 
     # -- beginning ---------------------------------------------------------------------------------------------
 
@@ -295,31 +296,21 @@ class Run:
             "run": settings.to_header(self.data.lines.sha256),
         }
         if settings.prefix is not None:
-
-            def keep() -> None:
-                keep_beginning(model, self.out, settings.adapters, storage)
-
-            self._on_rank_0(session, keep, "writing the prefix")
+            session.on_rank_0(
+                lambda: keep_beginning(model, self.out, settings.adapters, storage), "writing the prefix"
+            )
         if self.writes:
             remove_partial(self.out)
             self._save_plan(self._programs())
             self.log.begin(self.header)
         return session
 
-    def _tell_of_kernel(self, session: Session) -> None:
-        """Say so where weights are multiplied by another kernel than the plan counts on."""
-        if note := other_kernel(session.plan, session.device):
-            self._warn(note)
-
-    def _tell_of_checksums(self) -> None:
-        """Say so where nothing watches the weights of a rank, as on CUDA unless that is asked for."""
+    def _tell_of_no_checksums(self) -> None:
+        """Say what watches the weights of a rank without checksums, as on CUDA unless these are asked for."""
         plan = self.settings.plan
-        if not self.settings.run.checksums:
-            has_replicas = plan.placement.world_size > plan.num_stages
-            by = "only where ranks hold the same weights, at verifications" if has_replicas else "by nothing"
-            self._tell(
-                f"weights have no checksums: a bit that changes in memory is noticed {by} (--checksums)"
-            )
+        has_replicas = plan.placement.world_size > plan.num_stages
+        by = "only where ranks hold the same weights, at verifications" if has_replicas else "by nothing"
+        self._tell(f"weights have no checksums: a bit that changes in memory is noticed {by} (--checksums)")
 
     def _programs(self) -> str:
         """Return the programs that run, as a file, and let the header name them."""
@@ -330,7 +321,7 @@ class Run:
     def _save_plan(self, programs: str | None) -> None:
         write_atomically(self.out / PLAN_NAME, self.settings.plan.model_dump_json(indent=2) + "\n")
         if programs is not None:
-            save_programs(self.out, programs)
+            write_atomically(self.out / PROGRAM_NAME, programs)
 
     # -- training ----------------------------------------------------------------------------------------------
 
@@ -338,12 +329,10 @@ class Run:
         """Train to the last step; where that cannot be, return the last good number of steps and what happened."""
         if self.history is not None:
             self.evaluations.recall(self.earlier.directory, session.num_steps)
-        with self._opened_files(session.num_steps) as self._files:
+        with self._opened_files(session.num_steps) if self.writes else nullcontext() as self._files:
             return self._steps(session)
 
-    def _opened_files(self, begin: int) -> RunFiles | NoFiles:
-        if not self.writes:
-            return NoFiles()
+    def _opened_files(self, begin: int) -> RunFiles:
         settings = self.settings
         reporter = Reporter(
             settings.num_steps,
@@ -366,7 +355,9 @@ class Run:
         for record in self.records:
             watch.diverges(record.step + 1, record.loss)
         self._due(session)
-        self._measure_pace(session)
+        if self.settings.run.device == "cpu" and self.settings.num_steps - session.num_steps >= _PACED_STEPS:
+            # Rank 0 alone: ranks that measure at the same time would see each other.
+            self.reference_s = self._on_rank_0(partial(reference_now_s, _PACE_S), "measuring the pace")
         begun: deque[BegunStep] = deque()
         last = max(self.settings.num_steps, len(self.records) + len(self._unverified))
         while (number := session.num_steps) < last:
@@ -395,11 +386,13 @@ class Run:
         """Write a step, unless the log has it with the same numbers."""
         logged = self._unverified[0] if self._unverified else None
         if logged is not None and replace(record, seconds=logged.seconds) == logged:
-            self._files.step_again(logged)
+            if self._files is not None:
+                self._files.step_again(logged)
             self.records.append(self._unverified.popleft())
             return
         self._replace_unverified()
-        self._files.step(record)
+        if self._files is not None:
+            self._files.step(record)
         self.records.append(record)
 
     def _replace_unverified(self) -> None:
@@ -410,14 +403,8 @@ class Run:
                 f"are run anew, and {REFUSED_NAME} keeps the others"
             )
             self._unverified.clear()
-            self._files.refuse(len(self.records))
-
-    def _measure_pace(self, session: Session) -> None:
-        """Let rank 0 take the pace of its core while the others wait, where the steps are worth the half second."""
-        if self.settings.run.device == "cpu" and self.settings.num_steps - session.num_steps >= _PACED_STEPS:
-            measure = partial(reference_now_s, _PACE_S)
-            several = self.communicator
-            self.reference_s = several.on_rank_0(measure, "measuring the pace") if several else measure()
+            if self.writes:
+                self.log.cut(len(self.records))
 
     def _due(self, session: Session) -> None:
         """Do what is due after the steps so far and has not been done."""
@@ -426,14 +413,18 @@ class Run:
         if digest or checkpoint or evaluation:
             self._verify(session)
         if digest:
-            self._on_rank_0(
-                session, lambda: self._files.digest(done, session.digest()), "hashing the parameters"
-            )
+
+            def write() -> None:
+                assert self._files is not None
+                self._files.digest(done, session.digest())
+
+            session.on_rank_0(write, "hashing the parameters")
         if checkpoint:
             self._save_checkpoint(session, done)
         if evaluation:
             metrics = self.evaluations.evaluate(session)
-            self._files.evaluation(done, metrics)
+            if self._files is not None:
+                self._files.evaluation(done, metrics)
 
     def _is_due(self, done: int) -> tuple[bool, bool, bool]:
         """Return whether a digest, a checkpoint and an evaluation are due after so many steps."""
@@ -456,10 +447,8 @@ class Run:
             session.verify()
         except Disagreement as error:
             agreed = error.num_agreed_steps
-            if self.communicator is None:
-                self.log.cut(agreed)
-            else:  # the launcher ends all ranks with the first that refuses
-                self.communicator.on_rank_0(lambda: self.log.cut(agreed), "cutting the log")
+            # The launcher ends all ranks with the first that refuses: none may before the log is cut.
+            self._on_rank_0(lambda: self.log.cut(agreed), "cutting the log")
             error.hint = (
                 f"{error.hint}; `--resume` goes on after {agreed} steps, and {REFUSED_NAME} keeps the others"
             )
@@ -478,13 +467,11 @@ class Run:
                 history_digest=history.digest(done),
             )
 
-        self._on_rank_0(session, save, "writing a checkpoint")
+        session.on_rank_0(save, "writing a checkpoint")
 
-    @staticmethod
-    def _on_rank_0(session: Session, action: Callable[[], None], what: str) -> None:
-        """Let rank 0 do what needs the whole model; all flush before."""
-        session.flush()
-        session.on_rank_0(action, what)
+    def _on_rank_0(self, action: Callable[[], T], what: str) -> T:
+        """Let rank 0 do what needs no model, the others waiting; where it fails, no rank goes on."""
+        return action() if self.communicator is None else self.communicator.on_rank_0(action, what)
 
     # -- end ---------------------------------------------------------------------------------------------------
 
@@ -510,7 +497,7 @@ class Run:
             copy_tokenizer(self.settings.run.model, self.out)
             write_header(self.out, self.header | {"finished": summary})
 
-        self._on_rank_0(session, finish, "writing the weights")
+        session.on_rank_0(finish, "writing the weights")
         return summary
 
     def _summary(self, session: Session) -> dict[str, Any]:
@@ -542,23 +529,14 @@ class Run:
         }
 
     def _keep_last_good(self, num_steps: int, why: str) -> dict[str, Any]:
-        """Rebuild the weights after `num_steps` steps, write them, and end with advice.
-
-        Raises
-        ------
-        RunError
-            Always.
-        """
+        """Rebuild the weights after `num_steps` steps, write them, and raise a RunError with advice."""
         settings = self.settings
 
         def rebuild() -> None:
             replay(self.out, settings.run.model, self.out, num_steps=num_steps, device=settings.run.device)
             copy_tokenizer(settings.run.model, self.out)
 
-        if self.communicator is None:
-            rebuild()
-        else:
-            self.communicator.on_rank_0(rebuild, "rebuilding the last good weights")
+        self._on_rank_0(rebuild, "rebuilding the last good weights")
         raise RunError(
             f"{why}; the run was stopped, and {self.out} holds the weights after {num_steps} steps",
             hint="lower --lr (by 3 to 10), or raise --queries; where the first step fails already, look for a batch "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -54,6 +54,20 @@ from zosim.timeline import Timeline
 
 _OBSERVED_STEPS = 2
 """Steps whose memory is observed: the first, and the first with something pending. They are not timed."""
+
+_SAME_ON_ALL_RANKS = (
+    "torch",
+    "instruction_set",
+    "num_threads",
+    "base_digest",
+    "plan",
+    "epsilon",
+    "weight_decay",
+    "seed",
+    "loss_dtype",
+    "trainable",
+)
+"""Fields of the header that ranks compare before the first step."""
 
 
 class BegunStep:
@@ -124,6 +138,11 @@ class Session:
     ------
     ZosimError
         If the plan, the program and the model do not fit each other.
+
+    Attributes
+    ----------
+    first_timed_step : int
+        First step that was run here rather than replayed.
     """
 
     def __init__(
@@ -179,18 +198,9 @@ class Session:
             base_digest=base_digest or weights_digest(model, plan.storage_dtype),
         )
         if self.communicator is not None:
-            same = (
-                "torch",
-                "instruction_set",
-                "num_threads",
-                "base_digest",
-                "plan",
-                "epsilon",
-                "weight_decay",
-                "seed",
-            )
-            facts = {name: self.header[name] for name in (*same, "loss_dtype", "trainable")}
-            facts = {"zosim_version": zosim.__version__, "configuration": self.header[BASE]} | facts
+            facts = {"zosim_version": zosim.__version__, "configuration": self.header[BASE]} | {
+                name: self.header[name] for name in _SAME_ON_ALL_RANKS
+            }
             self.communicator.refuse_unlike({name.replace("_", " "): value for name, value in facts.items()})
         self.engine = engine_for(
             plan,
@@ -212,7 +222,7 @@ class Session:
             checksums=checksums,
             communicator=self.communicator,
             graphs=graphs,
-            slots_in_use=self._slots_in_use,
+            slots_in_use=lambda: 0 if self._windows is None else self._windows.rank,
         )
         move_module_buffers(model, self.device)
         self.engine.device = self.device
@@ -220,10 +230,14 @@ class Session:
         self._whole = WholeModel(plan, self.engine, self.communicator, storage, self.device)
         self._present = PresentWeights(self.engine, storage, self.device, self._whole)
         if self._windows is not None:
-            self._refuse_shared_slots()
+            if any(buffer.shared for buffer in self.program.buffers):
+                raise PlanError(
+                    "adapters whose A is drawn anew cannot lie in one host copy that several ranks share",
+                    hint="use --transfers private, or keep blocks on the devices",
+                )
             self._windows.stand_at(0)
         self._observed = ObservedSteps(self.device)
-        self._first_timed = 0
+        self.first_timed_step = 0
         self._verified_steps = 0
         self._inputs = StepInputs()
         self._read_at_s = 0.0
@@ -283,19 +297,30 @@ class Session:
         self._open_window(number)
         rate = self._rate(number) if learning_rate is None else learning_rate
         seeds = seeds or self.seeds_of(number)
-        num_timed = number - self._first_timed
+        num_timed = number - self.first_timed_step
         self.interpreter.backend.recording = num_timed < self._num_timed_steps
         begin = time.perf_counter()
         own_rows = self._own_rows(batch)
-        frame = self._observed_step(own_rows, seeds, rate) if num_timed < _OBSERVED_STEPS else None
-        frame = frame or self.interpreter.step(own_rows, seeds, rate)
+        with self._observed.step() if num_timed < _OBSERVED_STEPS else nullcontext():
+            frame = self.interpreter.step(own_rows, seeds, rate)
         return BegunStep(self, frame, batch, begin)
 
     def _read(self, frame: StepFrame, batch: Batch, begin_s: float) -> StepRecord:
         """Return the record of a step, and make sure that its numbers are numbers."""
         record = record_of(frame, max(begin_s, self._read_at_s))
         self._read_at_s = time.perf_counter()
-        self._note_inputs(record, batch)
+        if self.communicator is not None:
+            # Noted before it is refused, so that a comparison of ranks sees what one of them alone was given.
+            used = self.interpreter.hyperparameters
+            self._inputs.note(
+                record.step,
+                batch,
+                seeds=record.seeds,
+                learning_rate=record.learning_rate,
+                epsilon=used.epsilon,
+                weight_decay=used.weight_decay,
+                projected_gradients=record.projected_gradients,
+            )
         refuse_nonfinite(record)
         return record
 
@@ -314,29 +339,6 @@ class Session:
         self._windows.open(step, is_here=lambda parameter: id(parameter) in here)
         self.interpreter.checksums.begin()
 
-    def _slots_in_use(self) -> int:
-        return 0 if self._windows is None else self._windows.rank
-
-    def _refuse_shared_slots(self) -> None:
-        if any(buffer.shared for buffer in self.program.buffers):
-            raise PlanError(
-                "adapters whose A is drawn anew cannot lie in one host copy that several ranks share",
-                hint="use --transfers private, or keep blocks on the devices",
-            )
-
-    def _note_inputs(self, record: StepRecord, batch: Batch) -> None:
-        if self.communicator is not None:
-            used = self.interpreter.hyperparameters
-            self._inputs.note(
-                record.step,
-                batch,
-                seeds=record.seeds,
-                learning_rate=record.learning_rate,
-                epsilon=used.epsilon,
-                weight_decay=used.weight_decay,
-                projected_gradients=record.projected_gradients,
-            )
-
     def _own_rows(self, batch: Batch) -> Batch:
         if self.communicator is None:
             return batch
@@ -350,11 +352,6 @@ class Session:
     def seeds_of(self, step: int) -> tuple[int, ...]:
         """Return the seeds of one step, a pure function of the session's seed."""
         return tuple(seed_of(self.seed, step, query) for query in range(self.interpreter.num_queries))
-
-    @property
-    def first_timed_step(self) -> int:
-        """First step that was run here rather than replayed."""
-        return self._first_timed
 
     def start_at(
         self,
@@ -373,7 +370,7 @@ class Session:
             Of the step before at ``+ε``, one per query, for a difference from these.
         """
         self.interpreter.start_at(step, seeds_of or self.seeds_of, losses)
-        self._first_timed = self._verified_steps = step
+        self.first_timed_step = self._verified_steps = step
         if self._windows is not None:
             self._windows.stand_at(step)
 
@@ -392,7 +389,7 @@ class Session:
         self.interpreter.replay(
             record.seeds, record.projected_gradients, record.learning_rate, record.losses_plus
         )
-        self._first_timed = self._verified_steps = self.num_steps
+        self.first_timed_step = self._verified_steps = self.num_steps
 
     def digest(self) -> str:
         """Flush, and return a hash over names, formats, shapes and bits of all parameters."""
@@ -423,16 +420,13 @@ class Session:
         self.interpreter.flush()
 
     def on_rank_0(self, action: Callable[[], None], what: str) -> None:
-        """Let rank 0, which has the whole model meanwhile, do something while the others wait; all flush before."""
+        """Flush, and let rank 0, which has the whole model meanwhile, do something while the others wait."""
+        self.flush()
         if self.communicator is None:
             action()
             return
         with self._whole.here(on_first_alone=True):
             self.communicator.on_rank_0(action, what)
-
-    def _observed_step(self, batch: Batch, seeds: tuple[int, ...], rate: float) -> StepFrame:
-        with self._observed.step():
-            return self.interpreter.step(batch, seeds, rate)
 
     # -- the model as it stands --------------------------------------------------------------------------------
 
@@ -463,7 +457,6 @@ class Session:
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Flush, and write a directory that transformers loads, in the run's format."""
-        self.flush()
         storage = self.plan.storage_dtype
         self.on_rank_0(lambda: save_pretrained(self.model, directory, storage), "writing the weights")
 
@@ -497,7 +490,7 @@ class Session:
         With one stage and cuts: those that stages would send. None without cuts, or before a step was run.
         """
         self.flush()
-        num_steps = self.num_steps - self._first_timed
+        num_steps = self.num_steps - self.first_timed_step
         if not self.plan.cuts or not num_steps:
             return None
         between_stages = self.plan.num_stages > 1
@@ -520,8 +513,8 @@ class Session:
             self.interpreter,
             self.communicator,
             rank=self.rank,
-            first_step=self._first_timed,
-            num_steps=min(self.num_steps - self._first_timed, self._num_timed_steps),
+            first_step=self.first_timed_step,
+            num_steps=min(self.num_steps - self.first_timed_step, self._num_timed_steps),
             first_steady_step=_OBSERVED_STEPS,
             memory=self.memory(),
         )

@@ -378,10 +378,8 @@ class RunSettings:
         if min(self.run.digest_every, self.run.checkpoint_every) < 0:
             raise RunError("digests and checkpoints are every 1 or more steps, or 0 for never")
         self._refuse_uneven()
-        if self.run.accumulate * self.plan.num_batch_shards > 1 and self.run.objective not in (
-            "loss",
-            "accuracy",
-        ):
+        is_parted = self.run.accumulate * self.plan.num_batch_shards > 1
+        if is_parted and self.run.objective not in ("loss", "accuracy"):
             raise PlanError(
                 f"objective={self.run.objective} of parts of a batch does not make up that of the batch",
                 hint="leave --accumulate and the mesh's data axis out",
@@ -479,7 +477,10 @@ class RunSettings:
             Plan of the run that is gone on with, on whose mesh as many micro-batches are named as cut a batch into the
             same parts.
         """
-        plan, rate = self.plan, self.learning_rate
+        plan, rate, accumulate = self.plan, self.learning_rate, self.run.accumulate
+        num_parts, num_shards = accumulate * plan.num_batch_shards, (earlier or plan).num_batch_shards
+        if num_parts % num_shards == 0:
+            accumulate = num_parts // num_shards
         is_rounded = plan.is_transfer_lossy
         same = plan.identity()
         parts: tuple[Section, ...] = (self.run, self.data, rate, self.evaluation or EvaluationSettings())
@@ -492,7 +493,7 @@ class RunSettings:
             }
         same |= {
             "tuned": self.tuned,
-            "accumulate": self._accumulate_beside(earlier or plan),
+            "accumulate": accumulate,
             "data_sha256": data_sha256,
             "truncate": plan.seq if self.data.truncate else None,
             # Under a constant rate a run may be prolonged, where nothing is rounded at its end.
@@ -504,14 +505,6 @@ class RunSettings:
         if plan.model.cut_blocks and plan.directions.draws_by_halves:
             same["cut_blocks"] = list(plan.model.cut_blocks)  # their halves are drawn one after the other
         return same
-
-    def _accumulate_beside(self, earlier: Plan) -> int:
-        num_parts = self.run.accumulate * self.plan.num_batch_shards
-        return (
-            num_parts // earlier.num_batch_shards
-            if num_parts % earlier.num_batch_shards == 0
-            else self.run.accumulate
-        )
 
     def to_header(self, data_sha256: str) -> dict[str, Any]:
         """Return the settings as ``run.json`` keeps them."""

@@ -54,7 +54,6 @@ def write_adapter(
         By default all that were logged.
     max_rank : int, optional
         Slots are compacted where their rank would pass it.
-    on_step : callable
 
     Returns
     -------
@@ -131,12 +130,7 @@ def _replayed(
 
 
 def _refuse_other(history: History) -> None:
-    """Raise unless all that a run did is a sum of products of factors.
-
-    Raises
-    ------
-    RunError
-    """
+    """Raise RunError unless all that a run did is a sum of products of factors."""
     plan, where = history.plan, history.directory
     if plan.directions.rank is None:
         message = f"{where} went along {plan.directions.family.name} directions, which are no adapters"

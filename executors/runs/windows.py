@@ -75,7 +75,6 @@ class LazyWindows:
 
         Parameters
         ----------
-        step : int
         is_here : callable
             Whether this rank holds a parameter: of other stages it has none to change.
         """

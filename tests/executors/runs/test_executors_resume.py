@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from executors.runs.divergence import DivergenceWatch
 from executors.runs.history import read_history
 from executors.runs.jsonlines import JsonLines, read_lines
+from executors.runs.records import DivergenceWatch
 from executors.runs.runlog import RunLog
 from tests.support.command import loaded, saved_lines, zosim
 from tests.support.forked import Command
