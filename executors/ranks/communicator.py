@@ -84,7 +84,7 @@ class Communicator:
                 hint="start the script with torchrun, and make sessions inside executors.ranks.launch.process_group()",
             )
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.timeout_s = timeout_s
+        self.timeout_s, self._timeout = timeout_s, timedelta(seconds=timeout_s)
         self.missing = MissingRanks(self.rank, timeout_s)
         self._device_type = device.partition(":")[0]
         self.num_calls: Counter[str] = Counter()
@@ -102,16 +102,12 @@ class Communicator:
             self._groups = {name: self._made(parts) for name, parts in groups.items()}
             self._pairs = self._pairs_among({WORLD: [range(self.world_size)], **groups})
             self._control = dist.new_group(backend=_host_backend(), timeout=self._timeout)
-            self.messages = self._messages_within(groups.get(PIPELINE, ()))
+            self.messages = self._made_messages(groups.get(PIPELINE, ()))
         if self._device_type != "cpu":
             own = device_named(device)
             refuse_shared(self.all_gather_json(identity_of(own), "comparing devices"))
             if self.messages is not None:
                 self.messages.connect(own)
-
-    @property
-    def _timeout(self) -> timedelta:
-        return timedelta(seconds=self.timeout_s)
 
     def _made(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """Return this rank's process group of a partition."""
@@ -136,6 +132,22 @@ class Communicator:
             if (pair := made[key]) is not None:
                 pairs[name] = pair
         return pairs
+
+    def _made_messages(self, parts: Sequence[Sequence[int]]) -> Messages | None:
+        """Return this rank's messages to others of its pipeline, if it has any."""
+        if all(len(part) == 1 for part in parts):
+            return None
+        host = _host_backend()
+        is_host = self._device_type == "cpu" or host == "fake"
+        device = host if is_host else dist.get_default_backend_for_device(self._device_type)
+        return Messages(
+            parts,
+            self.rank,
+            backend=host,
+            device_backend=device,
+            timeout=self._timeout,
+            naming=self.missing.named,
+        )
 
     def members(self, group: str) -> tuple[int, ...]:
         """Return the ranks of `group` that this one is among, in rank order.
@@ -178,15 +190,11 @@ class Communicator:
         with self.missing.named(members, what):
             if own.device.type == "cpu" and group in self._pairs:
                 self._pairs[group].all_gather(gathered, own)
-            elif own.device.type == "cpu" and self._is_small(gathered):
+            elif own.device.type == "cpu" and gathered.nbytes <= DOUBLING_BYTES and _host_backend() != "fake":
                 place = self.position(group)
                 doubling_all_gather(gathered, own, members, place, self._groups.get(group))
             else:
                 all_gather_flat(gathered, own, group=self._groups.get(group))
-
-    @staticmethod
-    def _is_small(gathered: Tensor) -> bool:
-        return gathered.nbytes <= DOUBLING_BYTES and _host_backend() != "fake"
 
     def send(self, group: str, offset: int, message: Tensor | Packed, what: str) -> int:
         """Send a message to the member of a pipeline that is `offset` places on; return how many bytes went.
@@ -217,22 +225,6 @@ class Communicator:
         if self.messages is None or group != PIPELINE:
             raise RunError(f"the members of group {group} send each other no messages")
         return self.messages
-
-    def _messages_within(self, parts: Sequence[Sequence[int]]) -> Messages | None:
-        """Return this rank's messages to others of its pipeline, if it has any."""
-        if all(len(part) == 1 for part in parts):
-            return None
-        host = _host_backend()
-        is_host = self._device_type == "cpu" or host == "fake"
-        device = host if is_host else dist.get_default_backend_for_device(self._device_type)
-        return Messages(
-            parts,
-            self.rank,
-            backend=host,
-            device_backend=device,
-            timeout=self._timeout,
-            naming=self.missing.named,
-        )
 
     # -- of host loops -----------------------------------------------------------------------------------------
 

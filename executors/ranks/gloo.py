@@ -47,7 +47,14 @@ def shared_gloo() -> str:
 
 
 def _made(places: Any, _options: object) -> dist.ProcessGroupGloo:
-    group = gloo_group(places.store, places.group_rank, places.group_size, places.timeout, _shared_devices)
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    group = gloo_group(
+        places.store,
+        places.group_rank,
+        places.group_size,
+        places.timeout,
+        lambda: [_device(interface.strip()) for interface in interfaces],
+    )
     refuse_strangers(group, places.store, places.group_rank, places.group_size)
     return group
 
@@ -95,10 +102,8 @@ def gloo_group(
 
     Parameters
     ----------
-    store : Store
     rank, size : int
         Of this process in the group, and how many are in it.
-    timeout : timedelta
     devices : callable
         Returns what gloo has its sockets served by.
 
@@ -112,11 +117,6 @@ def gloo_group(
     except AttributeError:
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-def _shared_devices() -> list[Any]:
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-    return [_device(interface.strip()) for interface in interfaces]
 
 
 @cache
@@ -188,12 +188,10 @@ def doubling_all_gather(
 
     Parameters
     ----------
-    gathered, own : torch.Tensor
     members : sequence of int
         Ranks of the group.
     place : int
         Of this rank among them.
-    group : ProcessGroup, optional
 
     References
     ----------

@@ -40,7 +40,6 @@ class HostMemory:
     ----------
     program : Program
         Its shared buffers get their memory here, and its instructions that others wait for a counter each.
-    communicator : Communicator
 
     Attributes
     ----------
@@ -141,8 +140,6 @@ class HostMemory:
 
         Parameters
         ----------
-        instruction : str
-        turn : int
         has_failed : callable
             Whether this rank cannot go on anyway.
 
@@ -152,20 +149,19 @@ class HostMemory:
             If one does not in time; the message names it and its last instruction.
         """
         for rank in self._ranks:
-            if rank != self._communicator.rank:
-                self._wait_for(rank, instruction, turn, has_failed)
-
-    def _wait_for(self, rank: int, instruction: str, turn: int, has_failed: Callable[[], bool]) -> None:
-        place, nap = self._place(rank, instruction), _FIRST_NAP_S
-        end = time.monotonic() + self._communicator.timeout_s
-        with self._communicator.missing.named((rank,), f"{instruction} of rank {rank}"):
-            while self._counters[place] < turn:
-                if has_failed():
-                    raise RunError(f"no longer waits for {instruction} of rank {rank}")
-                if time.monotonic() > end:
-                    raise TimeoutError
-                time.sleep(nap)
-                nap = min(2 * nap, _LONGEST_NAP_S)
+            if rank == self._communicator.rank:
+                continue
+            place, nap = self._place(rank, instruction), _FIRST_NAP_S
+            end = time.monotonic() + self._communicator.timeout_s
+            with self._communicator.missing.named((rank,), f"{instruction} of rank {rank}"):
+                while self._counters[place] < turn:
+                    if has_failed():
+                        raise RunError(f"no longer waits for {instruction} of rank {rank}")
+                    if time.monotonic() > end:
+                        raise TimeoutError
+                    # Longer and longer naps: most waits are short, and a core that spins is missing to the other ranks.
+                    time.sleep(nap)
+                    nap = min(2 * nap, _LONGEST_NAP_S)
 
     def _place(self, rank: int, instruction: str) -> int:
         return self._ranks.index(rank) * len(self._awaited) + self._awaited[instruction]
@@ -189,7 +185,9 @@ def memory_file(size_bytes: int, folders: Sequence[Path] | None = None) -> Itera
         If there is no room in either.
     """
     free: dict[Path, int] = {}
-    for folder in _folders() if folders is None else folders:
+    if folders is None:
+        folders = [folder for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())) if folder.is_dir()]
+    for folder in folders:
         remove_leftovers(folder, _PREFIX)
         status = os.statvfs(folder)
         free[folder] = status.f_bavail * status.f_frsize
@@ -204,10 +202,6 @@ def memory_file(size_bytes: int, folders: Sequence[Path] | None = None) -> Itera
         # Taken now: a file that only promises its size kills whoever touches it once there is no room.
         os.posix_fallocate(descriptor, 0, size_bytes)
         yield path
-
-
-def _folders() -> list[Path]:
-    return [folder for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())) if folder.is_dir()]
 
 
 def _refuse_foreign(path: Path, status: os.stat_result, size_bytes: int) -> None:

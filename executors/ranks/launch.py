@@ -84,7 +84,25 @@ def launch(function: Callable[..., Any], *arguments: object, world_size: int = 1
         except OSError as error:  # no directory for temporary files, or one without room
             raise refusal_of_machine(error) or error from None
         stack.enter_context(_ended_by_signals())
-        return _launch(directory, function, arguments, world_size)
+        pipes = [PROCESSES.Pipe(duplex=False) for _ in range(world_size)]
+        infos = [RankInfo(rank, rank, world_size) for rank in range(world_size)]
+        ranks: list[BaseProcess] = [
+            PROCESSES.Process(
+                target=_rank, args=(info, str(directory), os.getpid(), sending, function, arguments)
+            )
+            for info, (_, sending) in zip(infos, pipes, strict=True)
+        ]
+        try:
+            left_alone = _main_left_alone() if function.__module__ != "__main__" else nullcontext()
+            with left_alone, _working_directory_left_out():
+                for rank in ranks:
+                    rank.start()
+            # Each end of a pipe in one process only, so that it closes with the rank that sends.
+            for _, sending in pipes:
+                sending.close()
+            return _result(ranks, [receiving for receiving, _ in pipes], directory)
+        finally:
+            _end(ranks)
 
 
 def module_command(name: str) -> tuple[list[str], dict[str, str]]:
@@ -99,7 +117,6 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
 
     Parameters
     ----------
-    device_type : str
     timeout_s : float
         After which a rank that waits for another gives up.
 
@@ -191,37 +208,6 @@ def _loopback_interface() -> str:
     raise RunError(
         "no network interface of this host has the address 127.0.0.1, over which its ranks connect"
     )
-
-
-def _launch(
-    directory: Path, function: Callable[..., Any], arguments: tuple[object, ...], world_size: int
-) -> Any:
-    """Start the ranks, and return the result of rank 0 when all have ended."""
-    pipes = [PROCESSES.Pipe(duplex=False) for _ in range(world_size)]
-    ranks = [
-        PROCESSES.Process(
-            target=_rank,
-            args=(
-                RankInfo(rank, rank, world_size),
-                str(directory),
-                os.getpid(),
-                pipes[rank][1],
-                function,
-                arguments,
-            ),
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        left_alone = _main_left_alone() if function.__module__ != "__main__" else nullcontext()
-        with left_alone, _working_directory_left_out():
-            for rank in ranks:
-                rank.start()
-        for _, sending in pipes:
-            sending.close()
-        return _result(ranks, [receiving for receiving, _ in pipes], directory)
-    finally:
-        _end(ranks)
 
 
 @contextmanager

@@ -54,7 +54,6 @@ def launch_lines(
 
     Parameters
     ----------
-    plan : Plan
     arguments : sequence of str
         Of this command.
     device : str, optional
@@ -81,19 +80,11 @@ def launch_lines(
         f"srun --nodes {len(hosts)} --ntasks-per-node 1 --nodelist {','.join(names)} "
         f"bash -c {shlex.quote(start)}"
     )
-    lines = [
-        f"The plan has ranks on {len(hosts)} hosts. Start them with ssh:",
-        "",
-        *by_ssh,
-        "",
-        "or with Slurm:",
-    ]
-    lines += [
-        "",
-        by_slurm,
-        "",
-        "While it runs, these hosts have open ports: docs/runs.md says which, and how to close them.",
-    ]
+    lines = [f"The plan has ranks on {len(hosts)} hosts. Start them with ssh:", "", *by_ssh, ""]
+    lines += ["or with Slurm:", "", by_slurm, ""]
+    lines.append(
+        "While it runs, these hosts have open ports: docs/runs.md says which, and how to close them."
+    )
     if device is not None:
         is_named = any(word.partition("=")[0] == "--device" for word in arguments)
         lines += ["", f"Every rank runs on {device}" + ("." if is_named else _AS_PLANNED)]

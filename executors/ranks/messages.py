@@ -67,8 +67,6 @@ class Messages:
         Of bytes of the host.
     device_backend : str
         Of numbers that stay on devices.
-    timeout : timedelta
-    naming : callable
     """
 
     def __init__(
@@ -131,25 +129,15 @@ class Messages:
         RunError
             If it has more than `most_bytes`, or does not come.
         """
-        if device is not None:
-            return self._recv_packed(peer, most_bytes, what, device)
-        length = torch.zeros(1, dtype=torch.int64)
-        with self._naming((peer,), f"receiving {what} from rank {peer}"):
-            dist.recv(length, peer, group=self._group)
-            check_length(int(length), most_bytes, f"{what}, from rank {peer} to rank {self._rank}")
-            message = torch.empty(int(length), dtype=torch.uint8)
-            dist.recv(message, peer, group=self._group)
-        return message
-
-    def _recv_packed(self, peer: int, most_bytes: int, what: str, device: torch.device) -> Packed:
-        head = torch.zeros(1 + NUM_FORMATS, dtype=torch.int64)
+        # Behind the length of numbers on a device come their formats: see `Packed`.
+        head = torch.zeros(1 if device is None else 1 + NUM_FORMATS, dtype=torch.int64)
         with self._naming((peer,), f"receiving {what} from rank {peer}"):
             dist.recv(head, peer, group=self._group)
             length, *formats = head.tolist()
             check_length(length, most_bytes, f"{what}, from rank {peer} to rank {self._rank}")
             data = torch.empty(length, dtype=torch.uint8, device=device)
-            dist.recv(data, peer, group=self._direct)
-        return Packed(data, tuple(formats))
+            dist.recv(data, peer, group=self._group if device is None else self._direct)
+        return data if device is None else Packed(data, tuple(formats))
 
     def broadcast(self, owner: int, tensor: Tensor, what: str) -> None:
         """Fill `tensor`, bytes of the host, with that of rank `owner`, on all ranks of the part."""
@@ -159,12 +147,7 @@ class Messages:
 
 
 def check_length(length: int, most_bytes: int, what: str) -> None:
-    """Raise unless a message may have so many bytes.
-
-    Raises
-    ------
-    RunError
-    """
+    """Raise RunError unless a message may have so many bytes."""
     if not 0 < length <= most_bytes:
         raise RunError(
             f"{what}: a message of {length} bytes is announced, at most {most_bytes} can be",

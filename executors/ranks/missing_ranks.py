@@ -51,7 +51,6 @@ _GONE = (
     "failed to recv",
 )
 
-
 _LATE = ("timed out", "timeout")
 """What torch's errors say of a wait that took as long as it may."""
 
@@ -181,7 +180,9 @@ class MissingRanks:
                 if absent and any(words in text for words in _GONE):
                     said = f"{what}: {named_ranks(absent)} ended"
                 elif absent:
-                    said = self._given_up(absent, what, self.timeout_s if is_late else waited_s)
+                    waited_s = self.timeout_s if is_late else waited_s
+                    said = f"{what}: waited {waited_s:.3g} s for {named_ranks(absent)}"
+                    give_up(absent, said)
                 elif "connect" in text:
                     said, hint = f"{what}: all ranks are there, but they cannot connect", _CONNECT_HINT
                 elif is_late:
@@ -200,11 +201,6 @@ class MissingRanks:
         """
         size = RankInfo.here().world_size
         return self.named(range(size), f"rank {self.rank} could not join the others of {size} ranks")
-
-    def _given_up(self, ranks: Sequence[int], what: str, waited_s: float) -> str:
-        said = f"{what}: waited {waited_s:.3g} s for {named_ranks(ranks)}"
-        give_up(ranks, said)
-        return said
 
     def _absent(self, members: Sequence[int]) -> list[int]:
         """Return the ranks that keep `members` from coming together, as all that live answer within a short time."""

@@ -30,12 +30,7 @@ PREFIX = "zosim-launch-"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Place of this process among the ranks.
-
-    Attributes
-    ----------
-    rank, local_rank, world_size : int
-    """
+    """Place of this process among the ranks."""
 
     rank: int
     local_rank: int

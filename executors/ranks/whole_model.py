@@ -13,10 +13,8 @@ import torch
 from executors.low_bits.stored import Stored
 from executors.models.engine import ForwardEngine
 from executors.models.parameters import NamedTensor, stand_in
-from executors.ranks.communicator import Communicator
+from executors.ranks.communicator import PIPELINE, Communicator
 from zosim.plans import Plan
-
-_PIPELINE = "pipeline"
 
 
 class WholeModel:
@@ -24,9 +22,6 @@ class WholeModel:
 
     Parameters
     ----------
-    plan : Plan
-    engine : ForwardEngine
-    communicator : Communicator or None
     storage : torch.dtype
         Format of the weights.
     device : torch.device
@@ -54,7 +49,6 @@ class WholeModel:
 
         Parameters
         ----------
-        segment : str, optional
         on_first_alone : bool
             Whether rank 0 alone needs them.
 
@@ -79,16 +73,17 @@ class WholeModel:
         communicator = self._communicator
         if communicator is None or not self._owners:
             return []
-        if on_first_alone and 0 not in communicator.members(_PIPELINE):
+        pipeline = communicator.members(PIPELINE)
+        if on_first_alone and 0 not in pipeline:
             return []
         fetched = []
         for group in self._engine.groups:
             holders = self._owners[group.name]
-            wanted = segment is None or segment in group.segments
-            if not wanted or len(holders) == len(communicator.members(_PIPELINE)):
+            is_wanted = segment is None or segment in group.segments
+            lacks = 0 not in holders if on_first_alone else len(holders) < len(pipeline)
+            if not (is_wanted and lacks):
                 continue
-            if on_first_alone and 0 in holders:
-                continue
+            # All ranks of the pipeline take part in the broadcast, whether or not they keep what comes.
             is_kept = communicator.rank not in holders and (communicator.is_first or not on_first_alone)
             for tensor in self._engine.tensors_of(group.name):
                 held = self._spread(communicator, holders, tensor)
@@ -105,7 +100,7 @@ class WholeModel:
             held = tensor.stored_in(torch.zeros(shape, dtype=dtype) for shape, dtype in pieces)
         for values in held.dump().values():
             flat = values.contiguous().view(-1).view(torch.uint8)
-            communicator.broadcast_host(_PIPELINE, holders[0], flat, f"fetching {tensor.name}")
+            communicator.broadcast_host(PIPELINE, holders[0], flat, f"fetching {tensor.name}")
         return held
 
 
@@ -113,7 +108,7 @@ def _owners(plan: Plan, engine: ForwardEngine, communicator: Communicator) -> di
     """Return the ranks of this one's pipeline that hold each parameter group; nothing where each holds all."""
     if plan.num_stages == 1:
         return {}
-    segments = {rank: set(plan.segments_of(rank)) for rank in communicator.members(_PIPELINE)}
+    segments = {rank: set(plan.segments_of(rank)) for rank in communicator.members(PIPELINE)}
     return {
         group.name: tuple(rank for rank, own in segments.items() if own & set(group.segments))
         for group in engine.groups
