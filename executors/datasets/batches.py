@@ -82,7 +82,6 @@ def pad(examples: Sequence[Example], *, length: int | None = None, pad_token: in
 
     Parameters
     ----------
-    examples : sequence of Example
     length : int, optional
         Columns; by default those of the longest example.
     pad_token : int
@@ -114,8 +113,6 @@ class Batches:
 
     Attributes
     ----------
-    dataset : Dataset
-    batch_size : int
     shuffle : bool
         Off: batch ``k`` is lines ``k·B`` to ``k·B + B - 1``, wrapping. On: the same walk over a fresh seeded
         permutation of the lines in each epoch.
@@ -123,7 +120,6 @@ class Batches:
         Of the permutations; torch's generators are neither used nor moved.
     length : int or None
         Pad every batch to this many tokens; None: to its longest example.
-    pad_token : int
 
     Raises
     ------

@@ -45,7 +45,6 @@ class LineFile:
 
     Attributes
     ----------
-    path : Path
     offsets : array of int64
         First byte of each line.
     numbers : array of int64
@@ -206,8 +205,6 @@ class Dataset:
 
     Attributes
     ----------
-    lines : LineFile
-    limits : Limits
     template : PromptTemplate or None
         None for lines of tokens.
     tokenizer : OffsetTokenizer or None
@@ -302,7 +299,6 @@ def open_dataset(
     ----------
     path : str or Path
         JSON lines of tokens or of a template's fields; the first line shows which of the two.
-    limits : Limits
     template : PromptTemplate, optional
         For lines of text. Lines with a ``text`` field and no template are plain language modelling.
     tokenizer : OffsetTokenizer, optional

@@ -32,7 +32,6 @@ class Generation:
         Turns token ids into text, as a tokenizer's ``decode``.
     stop_tokens : sequence of int
         Tokens that end an answer and do not belong to it, such as a newline's or the end of text.
-    max_new_tokens : int
     max_length : int or None
         Tokens of prompt and answer together at most: the model's positions.
     """
@@ -72,9 +71,6 @@ def continued(
 
     Parameters
     ----------
-    model : CausalModel
-    prompts : sequence of tuple of int
-    generation : Generation
     first : sequence of int, optional
         The first token of each, where it is known already.
     """

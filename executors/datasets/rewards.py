@@ -73,7 +73,6 @@ def objective_of_text(
 
     Parameters
     ----------
-    reward : callable
     generation : Generation
         How text is made; :attr:`Generation.decode` is not asked.
     decode : callable or None

@@ -80,12 +80,7 @@ def fills_masks(model: nn.Module) -> bool:
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise for a model that cannot be run by segments.
-
-    Raises
-    ------
-    ModelError
-    """
+    """Raise ModelError for a model that cannot be run by segments."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ModelError(
             f"{type(model).__name__} is an encoder-decoder",

@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import json
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -109,9 +109,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    inner = Tokenizer(
-        models.BPE(vocab={letter: byte for byte, letter in enumerate(_byte_letters())}, merges=[])
-    )
+    # The letter of a byte in a byte-level vocabulary is the byte itself where that can be printed (GPT-2's table).
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(0x100, 0x200))
+    vocabulary = {chr(byte if byte in printable else next(spare)): byte for byte in range(256)}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken("<pad>", special=True), AddedToken("</s>", special=True)])
@@ -144,22 +146,18 @@ def write_task(corpus: Corpus, folder: Path, *, sizes: TaskSizes = TaskSizes(), 
         (("train", sizes.train), ("tuning", sizes.tuning), ("validation", sizes.validation))
     ):
         chunks = {kind: dealt[at][split] for at, kind in enumerate(LABEL_WORDS)}
-        lines = (json.dumps(line) + "\n" for line in _task_lines(chunks, size, rng))
+        kinds = [tuple(chunks)[at % len(chunks)] for at in range(size)]
+        lines = []
+        for kind in rng.permutation(np.array(kinds)):
+            chunk = chunks[kind][rng.integers(len(chunks[kind]))]
+            start = rng.integers(len(chunk) - WINDOW_BYTES + 1)
+            window = chunk[start : start + WINDOW_BYTES]
+            tokens = [*window, *QUESTION, *LABEL_WORDS[kind].encode()]
+            labels = [IGNORED_LABEL] * (len(tokens) - 1) + tokens[-1:]
+            text = window.decode("utf-8", "replace")
+            line = {"input_ids": tokens, "labels": labels, "text": text, "label": str(kind)}
+            lines.append(json.dumps(line) + "\n")
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-
-
-def _task_lines(
-    chunks: Mapping[str, list[bytes]], size: int, rng: np.random.Generator
-) -> Iterator[dict[str, object]]:
-    kinds = [tuple(chunks)[at % len(chunks)] for at in range(size)]
-    for kind in rng.permutation(np.array(kinds)):
-        chunk = chunks[kind][rng.integers(len(chunks[kind]))]
-        start = rng.integers(len(chunk) - WINDOW_BYTES + 1)
-        window = chunk[start : start + WINDOW_BYTES]
-        tokens = [*window, *QUESTION, *LABEL_WORDS[kind].encode()]
-        labels = [IGNORED_LABEL] * (len(tokens) - 1) + tokens[-1:]
-        text = window.decode("utf-8", "replace")
-        yield {"input_ids": tokens, "labels": labels, "text": text, "label": str(kind)}
 
 
 def _deal(
@@ -171,22 +169,11 @@ def _deal(
     return chunks[:first], chunks[first:second], chunks[second:]
 
 
-def _is_held_out(name: str, piece: int) -> bool:
-    return hashlib.sha256(f"{name}:{piece}".encode()).digest()[0] < _HELD_OUT_OF_256
-
-
 def _joined(documents: tuple[tuple[str, bytes], ...], *, held_out: bool) -> npt.NDArray[np.uint8]:
     kept = (
         contents[start : start + _PIECE_BYTES]
         for name, contents in documents
         for piece, start in enumerate(range(0, len(contents), _PIECE_BYTES))
-        if _is_held_out(name, piece) == held_out
+        if (hashlib.sha256(f"{name}:{piece}".encode()).digest()[0] < _HELD_OUT_OF_256) == held_out
     )
     return np.frombuffer(b"".join(kept), dtype=np.uint8)
-
-
-def _byte_letters() -> list[str]:
-    """Letter that stands for each byte in a byte-level vocabulary: itself where it can be printed."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    spare = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]

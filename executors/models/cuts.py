@@ -31,7 +31,6 @@ class Cut:
 
     Attributes
     ----------
-    block : int
     inside : bool
         Within the block, or after it.
     """
@@ -62,7 +61,7 @@ def crossings(model: CutModel, batch: Batch) -> dict[Cut, dict[Crossing, Tensor]
 
     def keep(cut: Cut) -> Change:
         def kept(name: Crossing, tensor: Tensor) -> Tensor:
-            crossed.setdefault(cut, {})[name] = tensor.detach().reshape(*_rows(batch), -1).clone()
+            crossed.setdefault(cut, {})[name] = tensor.detach().reshape(*batch["input_ids"].shape, -1).clone()
             return tensor
 
         return kept
@@ -93,8 +92,3 @@ def loss_through(model: CutModel, batch: Batch, changes: Mapping[Cut, Change]) -
         if after is not None:
             hidden = after("hidden", hidden)
     return model.head(hidden, batch)
-
-
-def _rows(batch: Batch) -> tuple[int, int]:
-    sequences, tokens = batch["input_ids"].shape
-    return sequences, tokens

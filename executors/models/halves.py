@@ -57,10 +57,6 @@ class _FrontIsDone(Exception):  # noqa: N818 - not an error: the front half is d
 class HalvedBlock:
     """Runs either half of one block.
 
-    Parameters
-    ----------
-    block : torch.nn.Module
-
     Raises
     ------
     ModelError
@@ -107,9 +103,8 @@ class HalvedBlock:
         """Return the block's output."""
         activation, residual = halfway
         shape = residual.shape
-        if (
-            self._is_flat
-        ):  # OPT's MLP sees tokens in one row, and products of other shapes may have other bits
+        # OPT's MLP sees tokens in one row, and products of other shapes may have other bits.
+        if self._is_flat:
             activation, residual = (tensor.reshape(-1, tensor.shape[-1]) for tensor in halfway)
         hidden = (residual + self._linear(activation)).view(shape)
         return hidden if self._norm_behind is None else self._norm_behind(hidden)  # type: ignore[no-any-return]
@@ -124,17 +119,14 @@ class HalvedBlock:
         """
         whole = states_of(self._block(hidden, *args, **kwargs))
         halfway = self.front(hidden, *args, **kwargs)
-        if not _alike(self.back(halfway), whole):
+        joined = self.back(halfway)
+        # NaNs are equal here: damaged weights are not this check's to find.
+        if not bool(((joined == whole) | (joined.isnan() & whole.isnan())).all()):
             raise ModelError(
                 f"{type(self._block).__name__} does more behind its MLP's second linear than to add the residual stream",
                 hint="cut between its blocks",
             )
         return halfway
-
-
-def _alike(some: Tensor, others: Tensor) -> bool:
-    """Whether two tensors are equal, NaNs too: damaged weights are not this check's to find."""
-    return bool(((some == others) | (some.isnan() & others.isnan())).all())
 
 
 def normalises_last(block: nn.Module) -> bool:

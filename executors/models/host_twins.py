@@ -90,7 +90,14 @@ class HostTwins(TorchFunctionMode):
             self._twins.clear()
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if name.strip("_") in _KNOWN and _is_of_integers(result):
+        is_there = isinstance(result, Tensor) and result.device.type != "cpu"
+        # Integers alone: sums of floating-point numbers have other bits on the host.
+        if (
+            is_there
+            and not result.dtype.is_floating_point
+            and not result.dtype.is_complex
+            and name.strip("_") in _KNOWN
+        ):
             twins = self._with_twins(args, kwargs)
             if twins is not None:
                 self._twins[result] = _Twin(func, *twins)
@@ -138,28 +145,6 @@ def _changes(name: str) -> bool:
     return in_place or name == "__setitem__" or (name.startswith("__i") and name.strip("_") in _IN_PLACE)
 
 
-_IN_PLACE = frozenset(
-    {
-        "iadd",
-        "iand",
-        "idiv",
-        "ifloordiv",
-        "ilshift",
-        "imod",
-        "imul",
-        "ior",
-        "irshift",
-        "isub",
-        "itruediv",
-        "ixor",
-    }
-)
-
-
-def _is_of_integers(value: Any) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and value.device.type != "cpu"
-        and not value.is_floating_point()
-        and not value.is_complex()
-    )
+_IN_PLACE = frozenset({
+    "iadd", "iand", "idiv", "ifloordiv", "ilshift", "imod", "imul", "ior", "irshift", "isub", "itruediv", "ixor",
+})  # fmt: skip

@@ -111,18 +111,14 @@ def model_class(config: Any) -> Any:
 
 def _auto_class(config: Any) -> Any:
     import transformers
-
-    return transformers.AutoModelForMaskedLM if _is_masked(config) else transformers.AutoModelForCausalLM
-
-
-def _is_masked(config: Any) -> bool:
-    """Whether a configuration is of a masked language model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     family = FAMILIES.get(config.model_type)
     if family is not None:
-        return not family.is_causal
-    return bool({*(config.architectures or ())} & {*MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()})
+        is_causal = family.is_causal
+    else:
+        is_causal = not {*(config.architectures or ())} & {*MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}
+    return transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForMaskedLM
 
 
 def load_config(source: str | Path, *, allow_download: bool = False, shipped: bool = False) -> Any:
@@ -130,7 +126,6 @@ def load_config(source: str | Path, *, allow_download: bool = False, shipped: bo
 
     Parameters
     ----------
-    source : str or path
     allow_download : bool
         As of :func:`load_model`.
     shipped : bool
@@ -240,8 +235,9 @@ _DESCRIPTION = {
     "is_encoder_decoder",
     "transformers_version",
     "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
 }
-_DESCRIPTION |= {"rope_theta", "partial_rotary_factor"}
 _NO_DESCRIPTION = {
     "auto_map",
     "quantization_config",

@@ -44,8 +44,6 @@ def load_weights(
 
     Parameters
     ----------
-    source : str
-    plan : Plan
     is_mapped : bool
         Whether weights may stay in their files until they move.
     random_weights, allow_download

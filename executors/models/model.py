@@ -142,7 +142,9 @@ class CutModel:
         self._front: list[NamedTensor] = []
         self._segments_of = self._read_segments(blocks_path)
         self._front = [tensor for tensor in self.tensors if self._segments_of[tensor.name] == (EMBED,)]
-        self.embedding = self._token_embedding()
+        self.embedding = self.model.get_input_embeddings()  # type: ignore[operator]
+        if not isinstance(self.embedding, nn.Embedding):
+            raise ModelError(f"the model's token embedding is a {type(self.embedding).__name__}, not a table")
         self.groups = self._group()
 
     # -- running -----------------------------------------------------------------------------------------------
@@ -163,7 +165,6 @@ class CutModel:
 
         Parameters
         ----------
-        batch : mapping
         cache : StepCache
             Filled at the first call of a step; both signs share it, since masks and positions do not depend
             on the weights.
@@ -344,7 +345,10 @@ class CutModel:
 
     def entries(self) -> list[ParameterEntry]:
         """Return every stored parameter in registration order, for grouping."""
-        linears = self._linears()
+        # Adapters are left out: the layer that carries one is counted as its base.
+        linears = {
+            id(module.weight): (outputs, inputs) for _, module, inputs, outputs in linears_of(self.model)
+        }
         entries = [
             ParameterEntry(
                 t.name,
@@ -360,10 +364,6 @@ class CutModel:
                 entries, self.cut_blocks, norm_after_mlp=any(map(normalises_last, self.blocks[:1]))
             )
         )
-
-    def _linears(self) -> dict[int, tuple[int, int]]:
-        """Return outputs and inputs of all linear layers, adapters left out, by their weights' identities."""
-        return {id(module.weight): (outputs, inputs) for _, module, inputs, outputs in linears_of(self.model)}
 
     def tensors_of(self, group: str) -> tuple[NamedTensor, ...]:
         """Return the parameters of a group in registration order.
@@ -446,9 +446,3 @@ class CutModel:
                 args, kwargs = cache.calls[i]
                 self.inner_size = halves.check(hidden, *args, **kwargs).activation.shape[-1]
         self._head_needs_shape = self.logits(hidden).shape[:-1] != hidden.shape[:-1]
-
-    def _token_embedding(self) -> nn.Embedding:
-        embedding = self.model.get_input_embeddings()  # type: ignore[operator]
-        if not isinstance(embedding, nn.Embedding):
-            raise ModelError(f"the model's token embedding is a {type(embedding).__name__}, not a table")
-        return embedding

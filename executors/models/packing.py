@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -39,7 +39,6 @@ class AttentionGroup:
     ----------
     queries, keys : LongTensor (runs * most tokens,)
         Places in the row, those of shorter runs filled up.
-    num_runs : int
     mask : BoolTensor (runs, 1, queries, keys) or None
         What sees what; None where every run begins a sequence: then a token sees those before it, and filling lies behind all.
     kept : LongTensor or None
@@ -60,10 +59,8 @@ class Packing:
     Attributes
     ----------
     tokens, positions : LongTensor (1, places)
-    groups : tuple of AttentionGroup
     predictors : LongTensor (labels,)
         Place of the token that predicts each label.
-    targets : LongTensor (labels,)
     num_padded : int
         Tokens of the batch as it came, padding among them.
     on_host : mapping
@@ -225,7 +222,10 @@ def pack(
     ]
     tokens_and_positions = torch.tensor(flat, dtype=torch.long).T.contiguous()
     ends = torch.tensor(pairs, dtype=torch.long).T.contiguous()
-    groups = _groups(forest.runs, bucket)
+    by_length: dict[tuple[int, int], list[_PackedRun]] = defaultdict(list)
+    for run in forest.runs:
+        by_length[-(-len(run.tokens) // bucket), -(-len(run.above) // bucket)].append(run)
+    groups = [_group(alike) for alike in by_length.values()]
     tensors = [tokens_and_positions, ends]
     for group in groups:
         tensors += [group.queries, group.keys, *(t for t in (group.mask, group.kept) if t is not None)]
@@ -304,13 +304,6 @@ def _lengths(mask: Tensor) -> list[int]:
     return [int(length) for length in lengths.tolist()]
 
 
-def _groups(runs: Sequence[_PackedRun], bucket: int) -> list[AttentionGroup]:
-    by_length: dict[tuple[int, int], list[_PackedRun]] = defaultdict(list)
-    for run in runs:
-        by_length[-(-len(run.tokens) // bucket), -(-len(run.above) // bucket)].append(run)
-    return [_group(alike) for alike in by_length.values()]
-
-
 def _group(runs: Sequence[_PackedRun]) -> AttentionGroup:
     most = max(len(run.tokens) for run in runs)
     most_keys = max(len(run.above) + len(run.tokens) for run in runs)
@@ -359,7 +352,6 @@ def packed_attention(
         Shape (points, heads, places, width).
     attention_mask : None
         The packing says what sees what.
-    packing : Packing
     on_attended : callable
         Called at the end.
 
@@ -378,7 +370,10 @@ def packed_attention(
     num_points, num_heads, num_places, width = query.shape
     out = query.new_empty((num_points, num_places, num_heads, width))
     q, k, v = (states.transpose(1, 2) for states in (query, key, value))
-    with _without_plans(query.device):
+    # cuDNN plans each new shape for tens of milliseconds of the host, and nearly every batch has runs of other lengths:
+    # these kernels take any shape at once.
+    at_once = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(at_once) if query.device.type == "cuda" else nullcontext():
         for group in packing.groups:
             seen = _attended(q, k, v, group, scaling)
             rows = seen.transpose(1, 2).reshape(num_points, -1, num_heads, width)
@@ -410,16 +405,6 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, scaling: f
         scale=scaling,
         enable_gqa=keys.shape[1] != queries.shape[1],
     )
-
-
-def _without_plans(device: torch.device) -> AbstractContextManager[None]:
-    """Let attention be computed by kernels that take any shape at once.
-
-    cuDNN plans each new shape for tens of milliseconds of the host, and nearly every batch has runs of other lengths.
-    """
-    if device.type != "cuda":
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def _of_runs(states: Tensor, places: Tensor, num_runs: int) -> Tensor:

@@ -82,8 +82,7 @@ def load_prefix(model: nn.Module, directory: str | Path) -> None:
     paths = {id(module): name for name, module in model.named_modules()}
     for attention in _attentions(model):
         where = paths[id(attention)]
-        parts = [held.get(f"{where}.{part}") for part in _PARTS]
-        keys, values = parts
+        keys, values = (held.get(f"{where}.{part}") for part in _PARTS)
         if keys is None or values is None or keys.shape[1] % _head_width(model):
             raise ModelError(
                 f"the prefix {path} is not one of {type(model).__name__}: it has nothing that fits {where}"

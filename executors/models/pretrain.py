@@ -55,8 +55,6 @@ class Recipe:
         AdamW steps, sequences per step and bytes per sequence; half of them prose, half code.
     learning_rate : float
         Largest rate, after `warmup_steps` and before a linear decay to zero.
-    weight_decay : float
-    seed : int
     dtype : str
         ``"float32"``, or ``"bfloat16"`` for autocast, which pays from about 256 wide on. Weights are float32.
 
@@ -111,7 +109,6 @@ class TaskSettings:
 
     Attributes
     ----------
-    learning_rate, epsilon : float
     batch, num_steps : int
         800 steps of the literal loop took 80 s with one thread of a shared two-core machine.
     """
@@ -153,7 +150,6 @@ def pretrained_model(
 
     Parameters
     ----------
-    recipe : Recipe
     cache : Path, optional
         Where models are kept; by default ``$ZOSIM_CACHE_DIR`` or the user's cache directory.
     on_step : callable, optional
@@ -244,7 +240,8 @@ def pretrain(recipe: Recipe, data: text.Corpus, *, on_step: OnStep | None = None
     rng = np.random.Generator(np.random.PCG64([recipe.seed, 1]))
     model.train()
     for step in range(recipe.num_steps):
-        optimiser.param_groups[0]["lr"] = recipe.learning_rate * _rate(recipe, step)
+        warmed = (step + 1) / recipe.warmup_steps if recipe.warmup_steps else 1.0
+        optimiser.param_groups[0]["lr"] = recipe.learning_rate * min(warmed, 1 - step / recipe.num_steps)
         optimiser.zero_grad()
         loss = _loss(model, recipe, _windows(data.training, recipe, rng))
         loss.backward()
@@ -264,10 +261,6 @@ def bits_per_byte(model: OPTForCausalLM, recipe: Recipe, data: text.Corpus, *, n
             _loss(model, recipe, _windows(data.held_out, recipe, rng)).item() for _ in range(num_batches)
         ]
     return float(np.mean(losses)) / math.log(2)
-
-
-def _rate(recipe: Recipe, step: int) -> float:
-    return min((step + 1) / recipe.warmup_steps if recipe.warmup_steps else 1.0, 1 - step / recipe.num_steps)
 
 
 def _loss(model: OPTForCausalLM, recipe: Recipe, tokens: torch.Tensor) -> torch.Tensor:

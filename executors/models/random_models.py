@@ -27,66 +27,41 @@ def random_model(
     family : {"opt", "gpt2", "llama"}
         MLPs are four times as wide as the hidden state; Llama's gated ones 8/3 times, and several of
         its heads share keys and values: two where they are even in number.
-    hidden, num_blocks, num_heads, vocab, max_positions : int
     tied : bool
         Whether the head reads the table of embeddings.
     """
-    makers = {"opt": _opt, "gpt2": _gpt2, "llama": _llama}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return makers[family](hidden, num_blocks, num_heads, vocab, max_positions, tied)
+    import transformers
 
-
-def _opt(hidden: int, num_blocks: int, num_heads: int, vocab: int, positions: int, tied: bool) -> nn.Module:
-    from transformers import OPTConfig, OPTForCausalLM
-
-    model: nn.Module = OPTForCausalLM(
-        OPTConfig(
-            vocab_size=vocab,
+    shared = {"vocab_size": vocab, "tie_word_embeddings": tied, **_TOKENS}
+    config: Any
+    if family == "opt":
+        make = transformers.OPTForCausalLM
+        config = transformers.OPTConfig(
             hidden_size=hidden,
             word_embed_proj_dim=hidden,
             ffn_dim=4 * hidden,
             num_hidden_layers=num_blocks,
             num_attention_heads=num_heads,
-            max_position_embeddings=positions,
-            tie_word_embeddings=tied,
-            **_TOKENS,
+            max_position_embeddings=max_positions,
+            **shared,
         )
-    )
-    return model
-
-
-def _gpt2(hidden: int, num_blocks: int, num_heads: int, vocab: int, positions: int, tied: bool) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model: nn.Module = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=vocab,
-            n_embd=hidden,
-            n_layer=num_blocks,
-            n_head=num_heads,
-            n_positions=positions,
-            tie_word_embeddings=tied,
-            **_TOKENS,
+    elif family == "gpt2":
+        make = transformers.GPT2LMHeadModel
+        config = transformers.GPT2Config(
+            n_embd=hidden, n_layer=num_blocks, n_head=num_heads, n_positions=max_positions, **shared
         )
-    )
-    return model
-
-
-def _llama(hidden: int, num_blocks: int, num_heads: int, vocab: int, positions: int, tied: bool) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model: nn.Module = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab,
+    else:
+        make = transformers.LlamaForCausalLM
+        config = transformers.LlamaConfig(
             hidden_size=hidden,
             intermediate_size=(8 * hidden // 3 + 31) // 32 * 32,
             num_hidden_layers=num_blocks,
             num_attention_heads=num_heads,
             num_key_value_heads=max(n for n in range(1, num_heads // 2 + 1) if num_heads % n == 0),
-            max_position_embeddings=positions,
-            tie_word_embeddings=tied,
-            **_TOKENS,
+            max_position_embeddings=max_positions,
+            **shared,
         )
-    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: nn.Module = make(config)
     return model

@@ -7,10 +7,9 @@ pair, ``[A₁ A₂ …]·[B₁ B₂ …]ᵀ``. A probe is one more slot. Updates
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -159,7 +158,6 @@ class AdapterState:
         ----------
         model : torch.nn.Module
             The base.
-        directory : path
         facts : mapping
             What the file of weights says about itself, such as the number of steps and the base.
 
@@ -169,7 +167,11 @@ class AdapterState:
             If a weight that has slots is no linear's.
         """
         directory = Path(directory)
-        kinds = dict(_linears_by_weight(model))
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        kinds = {
+            names[id(module.weight)]: nn.Linear if isinstance(module, nn.Linear) else type(module)
+            for _, module, _, _ in block_linears(model)
+        }
         strange = [name for name in self.slots if name not in kinds]
         if strange or not self.slots:
             raise ModelError(
@@ -196,11 +198,3 @@ class AdapterState:
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / "adapter_config.json", json.dumps(config, indent=2) + "\n")
         write_tensors(tensors, directory / PEFT_WEIGHTS, metadata=dict(facts))
-
-
-def _linears_by_weight(model: nn.Module) -> Sequence[tuple[str, Any]]:
-    weights = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [
-        (weights[id(module.weight)], nn.Linear if isinstance(module, nn.Linear) else type(module))
-        for _, module, _, _ in block_linears(model)
-    ]

@@ -21,7 +21,6 @@ def spec_of_model(
 
     Parameters
     ----------
-    model : torch.nn.Module or CutModel
     name : str, optional
         By default the directory or name that it was loaded from.
     cut_blocks : tuple of int
@@ -49,7 +48,8 @@ def spec_of_model(
     shape |= {"name": name, "adapter_rank": rank, "adapter_shapes": adapters}
     lazy_steps = (getattr(module, "lora_lazy_steps", 0) for module in cut.blocks[0].modules())
     shape |= {"adapter_lazy_steps": max(lazy_steps)}
-    shape |= {"num_prefix_tokens": _num_prefix_tokens(cut), "cut_blocks": cut.cut_blocks}
+    prefixes = (p.shape[0] for name, p in cut.blocks[0].named_parameters() if name.endswith("prefix_keys"))
+    shape |= {"num_prefix_tokens": next(prefixes, 0), "cut_blocks": cut.cut_blocks}
     return ModelSpec(**shape, groups=cut.groups)
 
 
@@ -93,7 +93,9 @@ def plan_of_model(model: nn.Module, *, batch: int, seq: int, **axes: Any) -> Pla
 def _usual_fields(cut: CutModel, config: Any) -> dict[str, Any]:
     try:
         hidden, heads = config.hidden_size, config.num_attention_heads
+        # The family is unknown: what its blocks' modules are called says what they do.
         gated = any("gate" in name for name, _ in cut.blocks[0].named_modules())
+        is_rms = any("rmsnorm" in type(module).__name__.lower() for module in cut.blocks[0].modules())
         return {
             "family": config.model_type,
             "num_blocks": len(cut.blocks),
@@ -105,7 +107,7 @@ def _usual_fields(cut: CutModel, config: Any) -> dict[str, Any]:
             "vocab_size": config.vocab_size,
             "max_positions": config.max_position_embeddings,
             "mlp": "gated" if gated else "plain",
-            "norm": _norm_of(cut),
+            "norm": "rmsnorm" if is_rms else "layernorm",
             "embed_dim": cut.embedding.weight.shape[1],
             "tied_head": any(group.is_tied for group in cut.groups),
             "activation": getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "gelu"),
@@ -115,17 +117,6 @@ def _usual_fields(cut: CutModel, config: Any) -> dict[str, Any]:
     except AttributeError as error:
         message = f"{type(cut.model).__name__}: its configuration does not state {error.name}"
         raise ModelError(message, hint="zosim needs the usual sizes of a language model") from error
-
-
-def _norm_of(cut: CutModel) -> str:
-    kinds = {type(module).__name__.lower() for module in cut.blocks[0].modules()}
-    return "rmsnorm" if any("rmsnorm" in kind for kind in kinds) else "layernorm"
-
-
-def _num_prefix_tokens(cut: CutModel) -> int:
-    """Return the virtual tokens of the prefix in the first block, 0 where it has none."""
-    shapes = (p.shape for name, p in cut.blocks[0].named_parameters() if name.endswith("prefix_keys"))
-    return next((shape[0] for shape in shapes), 0)
 
 
 def _adapters(cut: CutModel) -> tuple[int, tuple[tuple[int, int], ...]]:

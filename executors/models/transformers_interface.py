@@ -39,10 +39,6 @@ def cached_states(model: Any, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
 class AttentionArguments:
     """The names under which an attention module takes its arguments.
 
-    Parameters
-    ----------
-    attention : torch.nn.Module
-
     Raises
     ------
     ModelError

@@ -28,7 +28,6 @@ def weights_digest(
 
     Parameters
     ----------
-    model : torch.nn.Module
     dtype : str, optional
         Format to read numbers in; by default their own. Other parameters are read as the tensors that they are stored as.
     trainable_only : bool
@@ -69,7 +68,6 @@ def save_weights(
 
     Parameters
     ----------
-    model : torch.nn.Module
     path : path
         Replaced only when everything has been written.
     dtype : str, optional

@@ -14,7 +14,6 @@ class Request:
 
     Attributes
     ----------
-    tokens : tuple of int
     first : int
         Of the tokens, the first whose log-probability is asked for; at least 1.
     adapter : str or None

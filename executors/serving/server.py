@@ -133,12 +133,10 @@ class ScoringServer:
 
     Parameters
     ----------
-    runtime : Runtime
     model : str
         What the base is called.
     port : int
         0: any that is free.
-    limits : ClientLimits
     log : callable, optional
         Called with a line for each request: method, path, status and milliseconds; nothing of what was sent.
 

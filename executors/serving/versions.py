@@ -31,7 +31,6 @@ class Canary:
     ----------
     served, candidate : float
         Mean losses over labelled tokens, of the version that is served (the base where none is) and of the candidate.
-    num_tokens : int
     """
 
     served: float
@@ -51,7 +50,6 @@ class Versions:
     ----------
     directory : Path
         Has a directory for each version, and a file that names the one that is served and those before it.
-    engine : ServingEngine
     name : str
         What the engine calls the version that is served.
 
