@@ -273,14 +273,21 @@ class Dataset:
     def _question(self, line: JsonObject, where: str) -> Question:
         if self.template is None or self.tokenizer is None:
             example = self.limits.fit(_tokens_of(line, where), where)
-            if self.fills_masks:
-                _refuse_visible(example, where)
+            if self.fills_masks and all(example.input_ids[at] == example.labels[at] for at in example.asked):
+                raise DataError(
+                    f"{where} shows what it asks for: its input_ids hold the labels",
+                    hint="a masked model's input_ids hold the mask's token where labels are, and labels of -100 elsewhere",
+                )
             return Question((example,), 0)
         with _named(where):
             question, num_kept = self.template.encode(line, self.tokenizer)
         fitted = (self.limits.fit(example, where, num_kept=num_kept) for example in question.candidates)
         if self.fills_masks:
-            mask_token = _mask_token(self.tokenizer)
+            if (mask_token := self.tokenizer.mask_token_id) is None:
+                raise DataError(
+                    "the model fills in masks, but its tokenizer has no mask token",
+                    hint="copy the tokenizer's files again, or give lines of input_ids with the mask's token in them",
+                )
             fitted = (example.masked(mask_token) for example in fitted)
         return Question(tuple(fitted), question.answer)
 
@@ -313,14 +320,23 @@ def open_dataset(
     """
     lines, template = _lines_and_template(path, template)
     if template is None:
-        dataset = Dataset(lines, limits, fills_masks=fills_masks)
-    else:
-        dataset = Dataset(lines, limits, template, _usable(tokenizer, path), fills_masks)
-        if fills_masks and not template.asks_for_label:
-            raise DataError(
-                f"{path}: a masked model is asked for words at masks, and nothing says which",
-                hint='give a --template with {label}, such as "{text} It was {label}."',
-            )
+        tokenizer = None
+    elif tokenizer is None:
+        raise DataError(
+            f"{path} holds text, but the model comes without a tokenizer",
+            hint="put the tokenizer's files beside the model's, or give lines of input_ids",
+        )
+    elif not tokenizer.is_fast:
+        raise DataError(
+            f"{path} holds text, but the model's tokenizer cannot tell which token covers a label word",
+            hint="install its fast version (the tokenizers package), or give lines of input_ids",
+        )
+    elif fills_masks and not template.asks_for_label:
+        raise DataError(
+            f"{path}: a masked model is asked for words at masks, and nothing says which",
+            hint='give a --template with {label}, such as "{text} It was {label}."',
+        )
+    dataset = Dataset(lines, limits, template, tokenizer, fills_masks)
     dataset.check(NUM_CHECKED_AT_START)
     return dataset
 
@@ -350,7 +366,12 @@ def _lines_and_template(
     lines = LineFile.index(path)
     (first,) = lines.read([0])
     if "input_ids" not in first:
-        return lines, template or _default_template(first, lines)
+        if template is None and ("text" not in first or "label" in first):
+            raise DataError(
+                f"{lines.where(0)} has neither input_ids nor a template to read its fields with",
+                hint=f'its fields are {", ".join(first) or "none"}; give --template, such as "{{text}} It was {{label}}."',
+            )
+        return lines, template or PromptTemplate("{text}")
     if template is not None:
         raise DataError(
             f"{path} holds tokens, so the template {template.text!r} has no use", hint="leave it out"
@@ -428,45 +449,3 @@ def _token_list(line: Mapping[str, Any], name: str, where: str, *, lowest: int) 
             rule = "whole numbers from 0" + (" (or -100)" if lowest else "")
             raise DataError(f"{where}: {name} holds {token!r:.60}, token ids are {rule}")
     return tuple(value)
-
-
-def _default_template(first: JsonObject, lines: LineFile) -> PromptTemplate:
-    if "text" in first and "label" not in first:
-        return PromptTemplate("{text}")
-    raise DataError(
-        f"{lines.where(0)} has neither input_ids nor a template to read its fields with",
-        hint=f'its fields are {", ".join(first) or "none"}; give --template, such as "{{text}} It was {{label}}."',
-    )
-
-
-def _refuse_visible(example: Example, where: str) -> None:
-    """Raise for a line whose answer stands where it is asked for."""
-    if all(example.input_ids[at] == example.labels[at] for at in example.asked):
-        raise DataError(
-            f"{where} shows what it asks for: its input_ids hold the labels",
-            hint="a masked model's input_ids hold the mask's token where labels are, and labels of -100 elsewhere",
-        )
-
-
-def _mask_token(tokenizer: OffsetTokenizer) -> int:
-    token = tokenizer.mask_token_id
-    if token is None:
-        raise DataError(
-            "the model fills in masks, but its tokenizer has no mask token",
-            hint="copy the tokenizer's files again, or give lines of input_ids with the mask's token in them",
-        )
-    return token
-
-
-def _usable(tokenizer: OffsetTokenizer | None, path: str | Path) -> OffsetTokenizer:
-    if tokenizer is None:
-        raise DataError(
-            f"{path} holds text, but the model comes without a tokenizer",
-            hint="put the tokenizer's files beside the model's, or give lines of input_ids",
-        )
-    if not tokenizer.is_fast:
-        raise DataError(
-            f"{path} holds text, but the model's tokenizer cannot tell which token covers a label word",
-            hint="install its fast version (the tokenizers package), or give lines of input_ids",
-        )
-    return tokenizer

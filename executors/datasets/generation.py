@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -74,7 +73,14 @@ def continued(
     first : sequence of int, optional
         The first token of each, where it is known already.
     """
-    return continued_by(partial(_next_tokens, model), prompts, generation, first=first)
+
+    def next_tokens(sequences: Sequence[tuple[int, ...]]) -> list[int]:
+        logits = logits_of(model, [Example(sequence, sequence) for sequence in sequences])
+        last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=logits.device)
+        tokens: list[int] = logits[torch.arange(len(last), device=logits.device), last].argmax(-1).tolist()
+        return tokens
+
+    return continued_by(next_tokens, prompts, generation, first=first)
 
 
 def continued_by(
@@ -117,22 +123,12 @@ def continuing(
     return [answer[:-1] if answer and answer[-1] in stops else answer for answer in answers]
 
 
-def _next_tokens(model: CausalModel, sequences: Sequence[tuple[int, ...]]) -> list[int]:
-    logits = logits_of(model, [Example(sequence, sequence) for sequence in sequences])
-    last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=logits.device)
-    tokens: list[int] = logits[torch.arange(len(last), device=logits.device), last].argmax(-1).tolist()
-    return tokens
-
-
 def logits_of(model: CausalModel, examples: Sequence[Example]) -> Tensor:
     """Return a model's logits of examples padded on the right."""
-    batch, device = pad(examples), _device_of(model)
+    batch, device = pad(examples), getattr(model, "device", None)
+    if not isinstance(device, torch.device):
+        device = torch.device("cpu")
     logits: Tensor = model(
         input_ids=batch.input_ids.to(device), attention_mask=batch.attention_mask.to(device)
     ).logits
     return logits
-
-
-def _device_of(model: CausalModel) -> torch.device:
-    device = getattr(model, "device", None)
-    return device if isinstance(device, torch.device) else torch.device("cpu")

@@ -200,17 +200,14 @@ class PromptTemplate:
         """
         label = _field(line, LABEL_FIELD, self.text)
         if self.label_words:
-            return self._mapped(label)
+            key = _plain(label)
+            if key not in self.label_words:
+                known = ", ".join(f"{name}={word}" for name, word in self.label_words.items())
+                raise DataError(f"label {key!r} has no label word", hint=f"label words are {known}")
+            return tuple(self.label_words.values()), list(self.label_words).index(key)
         if CHOICES_FIELD in line:
             return _chosen(line[CHOICES_FIELD], label)
         return (_plain(label),), 0
-
-    def _mapped(self, label: object) -> tuple[tuple[str, ...], int]:
-        key = _plain(label)
-        if key not in self.label_words:
-            known = ", ".join(f"{name}={word}" for name, word in self.label_words.items())
-            raise DataError(f"label {key!r} has no label word", hint=f"label words are {known}")
-        return tuple(self.label_words.values()), list(self.label_words).index(key)
 
     def candidates(self, line: JsonObject) -> tuple[list[tuple[str, tuple[int, int]]], int]:
         """Return a line's candidates as :meth:`fill` does, and the index of the right one.

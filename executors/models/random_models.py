@@ -33,6 +33,7 @@ def random_model(
     import transformers
 
     shared = {"vocab_size": vocab, "tie_word_embeddings": tied, **_TOKENS}
+    make: type[nn.Module]
     config: Any
     if family == "opt":
         make = transformers.OPTForCausalLM

@@ -184,9 +184,7 @@ class RemoteEngine:
         return [float(value) for value in values]
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        return self._read(path, *self._server.ask(method, path, body))
-
-    def _read(self, path: str, status: int, answer: Any) -> Any:
+        status, answer = self._server.ask(method, path, body)
         if status < 400:
             return answer
         message = answer

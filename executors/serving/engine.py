@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from executors.datasets.prompts import Example
+from executors.labels import IGNORED_LABEL
+from topology.errors import RunError
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,35 @@ class ServingEngine(Protocol):
         """Return the most probable continuation of each prompt, a token that ends it left out."""
 
 
-def mean_losses(engine: ServingEngine, requests: Sequence[Request], num_parts: int) -> list[float]:
-    """Return the mean loss over tokens of each of `num_parts` equal parts of `requests`, all scored at once."""
-    scores = engine.score(requests)
-    size = len(requests) // num_parts
-    parts = [scores[part * size : (part + 1) * size] for part in range(num_parts)]
-    return [-sum(map(sum, part)) / sum(map(len, part)) for part in parts]
+def mean_losses(
+    engine: ServingEngine, adapters: Sequence[str | None], examples: Sequence[Example]
+) -> tuple[list[float], int]:
+    """Return the mean loss over labelled tokens beside each of some adapters, all scored at once, and how many tokens these are.
+
+    Raises
+    ------
+    RunError
+        If nothing is asked of the examples.
+    """
+    # No token stands before the first one: its label has no score.
+    firsts = [(example, max(1, example.asked[0])) for example in examples if example.asked]
+    if not firsts:
+        raise RunError("nothing is asked of the examples")
+    scores = iter(
+        engine.score(
+            [Request(example.input_ids, first, name) for name in adapters for example, first in firsts]
+        )
+    )
+    losses, num_tokens = [], 0
+    for _ in adapters:
+        kept = [
+            [
+                score
+                for score, label in zip(next(scores), example.labels[first:], strict=True)
+                if label != IGNORED_LABEL
+            ]
+            for example, first in firsts
+        ]
+        num_tokens = sum(map(len, kept))
+        losses.append(-math.fsum(map(math.fsum, kept)) / num_tokens)
+    return losses, num_tokens

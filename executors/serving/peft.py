@@ -134,8 +134,7 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
     targeted = _Targets(directory, stated)
     factors = {}
     for path in dict.fromkeys(_path_of(name, directory) for name in tensors):
-        pair = [tensors.get(f"{_PREFIX}{path}.lora_{part}.weight") for part in "AB"]
-        inner, outer = pair
+        inner, outer = (tensors.get(f"{_PREFIX}{path}.lora_{part}.weight") for part in "AB")
         if path not in shapes or inner is None or outer is None:
             raise ModelError(
                 f"{directory} is an adapter of another base: this one has no linear {path!r}"

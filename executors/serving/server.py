@@ -42,9 +42,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from executors.datasets.generation import continuing
-from executors.serving.batcher import Batcher, Kind
 from executors.serving.engine import Request
-from executors.serving.runtime import Runtime
+from executors.serving.runtime import Batcher, Kind, Runtime
 from topology.errors import DataError, RunError, ZosimError
 from topology.reading import parse_json
 from topology.validation import readable
@@ -429,7 +428,9 @@ class _Application:
 
     async def _complete(self, body: bytes) -> Mapping[str, Any]:
         asked = await run_in_threadpool(_read, body, Completion)
-        adapter = self._adapter(asked.model)
+        adapter = None if asked.model == self._model else asked.model
+        if adapter is not None and adapter not in self._runtime.adapters():
+            raise HTTPException(HTTPStatus.NOT_FOUND, f"the model {adapter!r} does not exist")
         choices: list[dict[str, Any]]
         if asked.echo and asked.max_tokens == 0 and asked.logprobs is not None:
             requests = [Request(tuple(tokens), 1, adapter) for tokens in asked.prompt]
@@ -440,7 +441,8 @@ class _Application:
                     "text": "",
                     "finish_reason": "length",
                     "logprobs": {
-                        "token_logprobs": [None, *map(_or_none, score)],
+                        # JSON has no infinity: a token that is impossible has no number.
+                        "token_logprobs": [None, *(x if math.isfinite(x) else None for x in score)],
                         "tokens": [str(t) for t in tokens],
                     },
                 }
@@ -479,13 +481,6 @@ class _Application:
 
     async def _turn(self, kind: Kind, requests: Sequence[Request], priority: int) -> list[Any]:
         return await asyncio.wrap_future(self._batcher.submit(kind, requests, priority))
-
-    def _adapter(self, model: str) -> str | None:
-        if model == self._model:
-            return None
-        if model not in self._runtime.adapters():
-            raise HTTPException(HTTPStatus.NOT_FOUND, f"the model {model!r} does not exist")
-        return model
 
     async def _load(self, body: bytes) -> Mapping[str, Any]:
         asked = await run_in_threadpool(_read, body, _Adapter)
@@ -536,11 +531,6 @@ def _read(body: bytes, model: type[_Body]) -> _Body:
         raise DataError(f"the request is no UTF-8 text: {error.reason} at byte {error.start}") from None
     with readable("the request", DataError, model=model):
         return model.model_validate(parse_json(text, "the request is no JSON", DataError))
-
-
-def _or_none(score: float) -> float | None:
-    """Return a score, or nothing where it is no number that JSON has."""
-    return score if math.isfinite(score) else None
 
 
 # -- answers -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -20,14 +19,13 @@ from executors.datasets.generation import prompt_of
 from executors.datasets.prompts import Example
 from executors.datasets.rewards import Reward, mean_cost
 from executors.files import locked, write_atomically
-from executors.labels import IGNORED_LABEL
 from executors.models.loading import load_config
 from executors.models.mapped import digest_of_files
 from executors.models.slots import AdapterState, Slots
 from executors.randomness.rng import mixed
 from executors.runs.base import BASE, base_facts, refuse_other_base, tokenizer_facts
 from executors.runs.jsonlines import JsonLines, read_lines
-from executors.serving.engine import Request, ServingEngine
+from executors.serving.engine import ServingEngine, mean_losses
 from executors.serving.peft import BASE_DIGEST, linear_shapes
 from topology.errors import RunError, ZosimError
 from topology.reading import read_json_object
@@ -104,10 +102,14 @@ class Tuning:
     """
 
     def __init__(self, engine: ServingEngine, model: str, directory: Path, settings: TuningSettings) -> None:
+        import transformers
+
         self.engine = engine
         self.settings = settings
         self.directory = directory
-        self._base = _skeleton(model)
+        # The base's modules without memory: the engine has the weights.
+        with torch.device("meta"):
+            self._base: nn.Module = transformers.AutoModelForCausalLM.from_config(load_config(model))
         shapes = linear_shapes(self._base)
         self._names = [path for path in shapes if path.rpartition(".")[2] in settings.targets]
         known = dict.fromkeys(path.rpartition(".")[2] for path in shapes)
@@ -216,13 +218,23 @@ class Tuning:
                 self.engine.load(probe, Path(folder) / probe)
             try:
                 if reward is None:
-                    plus, minus = self._losses(examples)
+                    (plus, minus), _ = mean_losses(self.engine, self._probes, examples)
                 else:
+                    prompts = list(map(prompt_of, examples))
                     plus, minus = (
-                        self._cost(probe, examples, reward, decode, max_new_tokens) for probe in self._probes
+                        mean_cost(
+                            reward,
+                            prompts,
+                            self.engine.generate(prompts, probe, max_new_tokens=max_new_tokens),
+                            decode,
+                        )
+                        for probe in self._probes
                     )
             finally:
-                self._forget_probes()
+                for probe in self._probes:
+                    # The engine may be gone: the step's own failure is what is raised.
+                    with suppress(ZosimError):
+                        self.engine.unload(probe)
         gradient = (plus - minus) / (2 * self.settings.epsilon)
         if not math.isfinite(gradient):
             raise RunError(f"step {self.num_steps}: losses of {plus} and {minus} give no projected gradient")
@@ -236,34 +248,6 @@ class Tuning:
         self._log.append([row])
         self._apply(gradient)
         return row
-
-    def _losses(self, examples: Sequence[Example]) -> list[float]:
-        requests, wanted = [], []
-        for probe in self._probes:
-            for example in examples:
-                first = max(1, example.asked[0]) if example.asked else len(example)
-                requests.append(Request(example.input_ids, first, probe))
-                wanted.append([label != IGNORED_LABEL for label in example.labels[first:]])
-        scores = self.engine.score(requests)
-        kept = [
-            [score for score, is_asked in zip(row, asked, strict=True) if is_asked]
-            for row, asked in zip(scores, wanted, strict=True)
-        ]
-        halves = kept[: len(examples)], kept[len(examples) :]
-        return [-math.fsum(map(math.fsum, half)) / sum(map(len, half)) for half in halves]
-
-    def _cost(
-        self, probe: str, examples: Sequence[Example], reward: Reward, decode: Any, max_new_tokens: int
-    ) -> float:
-        prompts = list(map(prompt_of, examples))
-        made = self.engine.generate(prompts, probe, max_new_tokens=max_new_tokens)
-        return mean_cost(reward, prompts, made, decode)
-
-    def _forget_probes(self) -> None:
-        """Unload the probes, if the engine is still there to be asked."""
-        for probe in self._probes:
-            with suppress(ZosimError):  # the step's own failure is what is raised
-                self.engine.unload(probe)
 
     # -- state -------------------------------------------------------------------------------------------------
 
@@ -327,22 +311,10 @@ class Tuning:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
         """End the log."""
         self._log.close()
         self._opened.close()
-
-
-def _skeleton(model: str) -> nn.Module:
-    """Return a model's modules without memory."""
-    import transformers
-
-    config = load_config(model)
-    with torch.device("meta"):
-        skeleton: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    return skeleton

@@ -14,7 +14,7 @@ from typing import Any
 
 from executors.datasets.prompts import Example
 from executors.files import write_atomically
-from executors.serving.engine import Request, ServingEngine
+from executors.serving.engine import ServingEngine, mean_losses
 from executors.serving.peft import CONFIG_NAME
 from topology.errors import RunError
 from topology.reading import read_json_object, refuse_irregular
@@ -149,25 +149,10 @@ class Versions:
         self._load(_CANDIDATE, version)
         try:
             served = None if self.served is None else self.name
-            requests = [
-                Request(example.input_ids, max(1, example.asked[0]), adapter)
-                for adapter in (served, _CANDIDATE)
-                for example in examples
-                if example.asked
-            ]
-            if not requests:
-                raise RunError("nothing is asked of the canary's examples")
-            scores = self.engine.score(requests)
+            (loss_served, loss), num_tokens = mean_losses(self.engine, (served, _CANDIDATE), examples)
         finally:
             self.engine.unload(_CANDIDATE)
-        labels = [example.labels[max(1, example.asked[0]) :] for example in examples if example.asked] * 2
-        kept = [
-            [score for score, label in zip(row, of, strict=True) if label >= 0]
-            for row, of in zip(scores, labels, strict=True)
-        ]
-        half = len(kept) // 2
-        losses = [-sum(map(sum, part)) / sum(map(len, part)) for part in (kept[:half], kept[half:])]
-        return Canary(losses[0], losses[1], sum(map(len, kept[:half])))
+        return Canary(loss_served, loss, num_tokens)
 
     def promote(self, version: str, examples: Sequence[Example], *, tolerance: float = 0.0) -> Canary:
         """Serve a version, if it does not lose more than the served one by more than `tolerance`.

@@ -605,7 +605,7 @@ def test_a_text_lets_live_requests_pass_at_every_token():
 
 def test_one_tenants_failure_is_its_own(monkeypatch):
     """What runs out of memory is refused in words; those who waited beside it, and a request of very many tokens, are answered."""
-    monkeypatch.setattr("executors.serving.batcher._MAX_TOKENS", 8)
+    monkeypatch.setattr("executors.serving.runtime._MAX_TOKENS", 8)
     runtime = Runtime(base())
     real, most = runtime.score, []
 
