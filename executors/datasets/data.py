@@ -49,8 +49,6 @@ class LineFile:
         First byte of each line.
     numbers : array of int64
         Its number in the file, from 1, for messages.
-    sha256 : str
-        Digest of the whole file.
     """
 
     path: Path
@@ -308,10 +306,6 @@ def open_dataset(
         JSON lines of tokens or of a template's fields; the first line shows which of the two.
     template : PromptTemplate, optional
         For lines of text. Lines with a ``text`` field and no template are plain language modelling.
-    tokenizer : OffsetTokenizer, optional
-        The model's, for lines of text.
-    fills_masks : bool
-        Whether it is a masked language model.
 
     Raises
     ------
@@ -445,6 +439,7 @@ def _token_list(line: Mapping[str, Any], name: str, where: str, *, lowest: int) 
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: {name} must be a list of token ids, got {value!r:.60}")
     for token in value:
+        # Of the negative numbers -100 alone stands for something; a bool is an int to Python, and no token.
         if type(token) is not int or token < lowest or lowest < token < 0:
             rule = "whole numbers from 0" + (" (or -100)" if lowest else "")
             raise DataError(f"{where}: {name} holds {token!r:.60}, token ids are {rule}")

@@ -93,8 +93,6 @@ def imported(what: str, name: str, *, from_here: bool = True) -> Callable[..., A
 
     Parameters
     ----------
-    what : str
-        For messages, such as ``"objective"``.
     from_here : bool
         Whether the module may lie in the working directory. A resumed run does not look there: people stand in the directory
         of the run that they go on with, and that may be a stranger's.
@@ -123,6 +121,7 @@ def imported(what: str, name: str, *, from_here: bool = True) -> Callable[..., A
 def working_directory_importable() -> Iterator[None]:
     """Find modules beside the user, as ``python -m`` does; the ``zosim`` script itself does not."""
     here = str(Path.cwd())
+    # Behind all else: a file of the user's takes no installed module's place.
     sys.path.append(here)
     try:
         yield

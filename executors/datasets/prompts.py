@@ -104,8 +104,6 @@ class PromptTemplate:
 
     Attributes
     ----------
-    text : str
-        The template.
     label_words : mapping of str to str
         Word of each label, by the label as JSON spells it (``"0"``, ``"entailment"``, ``"true"``). Empty: the
         label is its own word, or the index of one of the line's ``choices``.
@@ -170,8 +168,6 @@ class PromptTemplate:
 
         Parameters
         ----------
-        line : mapping
-            Fields by name.
         word : str or None
             What stands for ``{label}``; None where the template has none, and everything carries labels.
 
@@ -274,10 +270,12 @@ def _tokens(text: str, span: tuple[int, int], tokenizer: OffsetTokenizer) -> tup
         raise DataError(f"the model's tokenizer cannot read {text!r:.60}: {error}") from error
     ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
     begin, end = span
+    # A token is asked for where it shares a character with the span: words may begin within one.
     labels = [
         token if start < end and stop > begin else IGNORED_LABEL
         for token, (start, stop) in zip(ids, offsets, strict=True)
     ]
+    # Special tokens cover no character.
     num_special = next((at for at, (start, stop) in enumerate(offsets) if stop > start), 0)
     return Example(tuple(ids), tuple(labels)), num_special
 

@@ -33,10 +33,6 @@ def reward_named(name: str, timeout_s: float, *, from_here: bool = True) -> Rewa
     name : str
         ``"module:function"``, called with prompts and texts; or the address of an endpoint on this machine, which is sent
         ``{"prompts": [...], "texts": [...]}`` and answers ``{"rewards": [...]}``.
-    timeout_s : float
-        Most seconds of a call.
-    from_here : bool
-        As of :func:`executors.datasets.objectives.imported`.
 
     Raises
     ------

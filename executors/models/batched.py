@@ -194,8 +194,6 @@ class BatchedModel(CutModel):
         ----------
         cache : StepCache
             Keeps the packing of a step's batch, which may be there already, and what blocks are called with.
-        hidden : torch.Tensor or None
-            What the segment before it made.
         paths : mapping of parameter to SidePath or a sequence of them
             Of the weights that points, or parts of the row, differ in.
         """

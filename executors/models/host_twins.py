@@ -124,8 +124,6 @@ def host_twins(
 
     Parameters
     ----------
-    device : torch.device
-        Where segments run.
     batch, host : mapping, optional
         The batch's tensors there, and those of them that the host has.
     """

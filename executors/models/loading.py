@@ -126,8 +126,6 @@ def load_config(source: str | Path, *, allow_download: bool = False, shipped: bo
 
     Parameters
     ----------
-    allow_download : bool
-        As of :func:`load_model`.
     shipped : bool
         Whether `source` may be a size that comes with zosim.
 
@@ -367,13 +365,6 @@ def refusing(source: str | Path, *, allow_download: bool = False) -> Iterator[No
 
     transformers, huggingface_hub, safetensors and tokenizers raise exceptions of every kind for a damaged file, and new
     releases raise others. Our own errors and a want of memory pass as they are.
-
-    Parameters
-    ----------
-    source : str or path
-        Model directory or name.
-    allow_download : bool
-        Whether the hint need not offer that.
 
     Raises
     ------

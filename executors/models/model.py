@@ -132,13 +132,14 @@ class CutModel:
         self.cut_blocks = tuple(sorted(set(cut_blocks)))
         self.segments = segments_of(len(self.blocks), self.cut_blocks)
         self._halves = {i: HalvedBlock(self.blocks[i]) for i in self.cut_blocks}
-        self.hidden_size = self.inner_size = 0
+        self.hidden_size = self.inner_size = 0  # until that forward
         last = len(self.blocks) - 1
         self._stand_ins = nn.ModuleList(
             StandIn(block, self._role, is_last=i == last) for i, block in enumerate(self.blocks)
         )
         self.tensors = named_tensors(model)
         self.device = self.tensors[0].values.device
+        # Nothing is absent yet: one forward is watched to learn what the front reads.
         self._front: list[NamedTensor] = []
         self._segments_of = self._read_segments(blocks_path)
         self._front = [tensor for tensor in self.tensors if self._segments_of[tensor.name] == (EMBED,)]
@@ -303,8 +304,6 @@ class CutModel:
 
         Parameters
         ----------
-        tensor : NamedTensor
-            The token table.
         rows : torch.Tensor
             Shape (distinct tokens, embedding width).
         positions : torch.Tensor

@@ -258,13 +258,7 @@ def pack(
 
 
 def facts_of(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, int]:
-    """Return what batches hold for a packed forward, as the fields of :class:`zosim.plans.forward.ForwardPass`: means, rounded.
-
-    Parameters
-    ----------
-    batches : iterable of mapping
-        As of :func:`pack`.
-    """
+    """Return what batches hold for a packed forward, as the fields of :class:`zosim.plans.forward.ForwardPass`: means, rounded."""
     num_batches = num_sequences = num_labels = num_rows = num_tokens = num_computed = num_pairs = 0
     for batch in batches:
         labels, tokens = batch["labels"].tolist(), batch["input_ids"].tolist()
@@ -352,8 +346,6 @@ def packed_attention(
         Shape (points, heads, places, width).
     attention_mask : None
         The packing says what sees what.
-    on_attended : callable
-        Called at the end.
 
     Returns
     -------

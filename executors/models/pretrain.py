@@ -255,6 +255,7 @@ def pretrain(recipe: Recipe, data: text.Corpus, *, on_step: OnStep | None = None
 
 def bits_per_byte(model: OPTForCausalLM, recipe: Recipe, data: text.Corpus, *, num_batches: int = 8) -> float:
     """Return the loss on held-out text, prose and code in equal parts."""
+    # Stream 1 draws the windows of training, 2 these.
     rng = np.random.Generator(np.random.PCG64([recipe.seed, 2]))
     with torch.inference_mode():
         losses = [

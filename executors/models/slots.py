@@ -156,8 +156,6 @@ class AdapterState:
 
         Parameters
         ----------
-        model : torch.nn.Module
-            The base.
         facts : mapping
             What the file of weights says about itself, such as the number of steps and the base.
 

@@ -97,6 +97,8 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write named tensors as safetensors, in one instant; parameters as :func:`save_weights`."""
+    # The layout of safetensors: eight bytes of length, a JSON header padded with spaces to a multiple of eight, then the tensors'
+    # bytes one after the other.
     wanted = TORCH_DTYPES[dtype] if dtype else None
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0

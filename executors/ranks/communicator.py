@@ -52,18 +52,11 @@ class Communicator:
     device : str
         ``"cpu"``, or this rank's own, such as ``"cuda:1"``, between which parameters go by NCCL. Losses are numbers of the host, and
         go by gloo in either case: the host has to read them, and gloo can say who does not answer.
-    timeout_s : float
-        After which a rank that waits for others gives up.
 
     Attributes
     ----------
-    rank, world_size : int
     num_calls, num_bytes : Counter
         Exchanges of the program by group, and what each brought to this rank beside its own part.
-    missing : MissingRanks
-        Names those who are waited for in vain.
-    messages : Messages or None
-        To and from other stages, where there are any.
 
     Raises
     ------
@@ -279,6 +272,7 @@ class Communicator:
         size = torch.tensor(len(payload) if self.is_first else _HEARTBEAT)
         with self.missing.named(self.members(WORLD), what):
             self._broadcast(size)
+            # The others take heartbeats until a length comes; rank 0 has sent its own by then.
             while size == _HEARTBEAT:
                 self._broadcast(size)
             data = _tensor_of(payload) if self.is_first else torch.zeros(int(size), dtype=torch.uint8)

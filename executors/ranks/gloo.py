@@ -188,8 +188,6 @@ def doubling_all_gather(
 
     Parameters
     ----------
-    members : sequence of int
-        Ranks of the group.
     place : int
         Of this rank among them.
 

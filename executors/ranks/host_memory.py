@@ -41,10 +41,6 @@ class HostMemory:
     program : Program
         Its shared buffers get their memory here, and its instructions that others wait for a counter each.
 
-    Attributes
-    ----------
-    size_bytes : int
-
     Raises
     ------
     DoesNotFit

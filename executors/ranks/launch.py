@@ -115,11 +115,6 @@ def module_command(name: str) -> tuple[list[str], dict[str, str]]:
 def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[RankInfo]:
     """Join the ranks' process group for the length of the block: gloo, and NCCL between CUDA devices.
 
-    Parameters
-    ----------
-    timeout_s : float
-        After which a rank that waits for another gives up.
-
     Raises
     ------
     RunError

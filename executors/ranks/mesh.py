@@ -56,8 +56,6 @@ def launch_lines(
     ----------
     arguments : sequence of str
         Of this command.
-    device : str, optional
-        That every rank is to run on.
     port : int
         Free on the first host.
 

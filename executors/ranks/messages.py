@@ -61,8 +61,6 @@ class Messages:
     ----------
     parts : sequence of sequence of int
         A partition of the ranks; all ranks make their messages at the same time.
-    rank : int
-        This one.
     backend : str
         Of bytes of the host.
     device_backend : str

@@ -69,8 +69,6 @@ def missing_from(waits_of: Callable[[int], Sequence[int] | None], rank: int) -> 
     ----------
     waits_of : callable
         Takes a rank, and returns for which ranks it waits, None if it does not answer.
-    rank : int
-        One that waits.
     """
     waits: dict[int, Sequence[int] | None] = {}
     ahead = [rank]
@@ -148,15 +146,7 @@ def _key(rank: int) -> str:
 
 @dataclass(frozen=True)
 class MissingRanks:
-    """Makes errors that name ranks out of torch's.
-
-    Attributes
-    ----------
-    rank : int
-        This one.
-    timeout_s : float
-        For which it waits for others.
-    """
+    """Makes errors that name ranks out of torch's."""
 
     rank: int
     timeout_s: float

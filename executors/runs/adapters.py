@@ -105,12 +105,6 @@ def save_tuned(
 
     Low-rank adapters are merged into the model that is written; the session has ended then, since its model has become a
     plain one. A prefix has no place among a model's weights: it is written alone.
-
-    Parameters
-    ----------
-    adapters : LoRA, Prefix, "matrices", "linears" or None
-    save_as : str
-        How weights that are codes are written.
     """
     session.flush()
     model, storage = session.model, session.plan.storage_dtype

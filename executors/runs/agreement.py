@@ -95,8 +95,6 @@ def refuse_disagreement(
 
     Parameters
     ----------
-    reports : sequence of RankReport
-        By rank.
     num_agreed_steps, num_steps : int
         Steps behind the comparison before, and behind this one.
     members : callable, optional
@@ -165,8 +163,6 @@ def odd_ranks(rows: Sequence[Hashable], ranks: Sequence[int] = ()) -> str:
 
     Parameters
     ----------
-    rows : sequence
-        What each rank has.
     ranks : sequence of int
         Their numbers; empty if they are all.
     """

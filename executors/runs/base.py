@@ -100,10 +100,6 @@ def refuse_other_base(header: Mapping[str, Any], present: Mapping[str, Any], sou
     ----------
     header : mapping
         Of the run. One that says nothing of its base is let pass: :func:`unknown_base` says so.
-    present : mapping
-        Facts of the base that is given.
-    source, run : str
-        For the message.
 
     Raises
     ------

@@ -32,13 +32,7 @@ NUM_KEPT = 2
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A file of weights that belongs to a run.
-
-    Attributes
-    ----------
-    num_steps : int
-        Steps behind the weights.
-    """
+    """A file of weights that belongs to a run."""
 
     path: Path
     num_steps: int
@@ -62,10 +56,6 @@ def save_checkpoint(
     ----------
     model : torch.nn.Module
         Its parameters are those after `num_steps` steps, flushed.
-    directory : Path
-        The run's.
-    dtype : str
-        Format of the run's weights.
     base_digest, history_digest : str
         Name the base weights and the steps that led here.
     """
@@ -91,8 +81,6 @@ def newest_checkpoint(
 
     Parameters
     ----------
-    model : torch.nn.Module
-        With the base's parameters, for names and shapes.
     refused : callable
         Called with the reason, in words, why a checkpoint is not used.
     """

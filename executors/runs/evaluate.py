@@ -148,7 +148,8 @@ def evaluate_perplexity(
     residuals = [score + loss * count for score, count in zip(scores, counts, strict=True)]
     num = len(examples)
     spread = math.sqrt(math.fsum(r * r for r in residuals) * num / max(num - 1, 1)) / sum(counts)
-    return PerplexityResult(num, sum(counts), loss, spread, math.exp(loss) if loss < 700 else math.inf)
+    perplexity = math.exp(loss) if loss < 700 else math.inf  # beyond, exp raises
+    return PerplexityResult(num, sum(counts), loss, spread, perplexity)
 
 
 @torch.no_grad()

@@ -101,7 +101,7 @@ class JsonLines:
         left = memoryview("".join(json.dumps(dict(row)) + "\n" for row in rows).encode())
         self.refuse_moved()
         with naming(self.path):
-            while left:
+            while left:  # a write may take a part: where the disk is full, the next one says so
                 left = left[os.write(self._file, left) :]
             if self._durable:
                 os.fsync(self._file)

@@ -27,16 +27,8 @@ def measured_timeline(
 
     Parameters
     ----------
-    interpreter : Interpreter
-        It has flushed.
-    communicator : Communicator or None
-        The other ranks, all of which call.
-    rank : int
-        This one.
     first_step : int
         The first step that was timed, from which steps are counted.
-    num_steps : int
-        Steps that were timed.
     first_steady_step : int
         Of these steps, the first that counts as steady.
     """

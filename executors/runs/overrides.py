@@ -56,8 +56,6 @@ def settings_from(
 
     Parameters
     ----------
-    options : RunConfig
-        What options set, of the plan and of the run.
     plan_file, program_file : path, optional
         Of a plan that is carried out, and of a program in place of the plan's own.
 
@@ -97,6 +95,7 @@ def settings_from(
         )
     data, evaluation = data.complete(), evaluation_in(config.evaluation)
     plan_config = merge(config.plan, PlanConfig(search=Search(ranks=ranks))) if ranks else config.plan
+    # A reward is of text: where nobody says how long, it is as long as usual.
     if run.reward is not None and (base is None or base.forward.num_new_tokens is None):
         plan_config = merge(PlanConfig(forward=ForwardPass(num_new_tokens=USUAL_NEW_TOKENS)), plan_config)
     num_threads = run.given("num_threads") or header.get("num_threads")
@@ -134,6 +133,7 @@ def settings_from(
         evaluation=evaluation,
     )
     settings = _with_facts(settings)
+    # Last, since it counts the buffers of the plan as it will run.
     random_weights = settings.run.random_weights
     large = refuse_too_large(plan, program, on_cpu=device == "cpu", random_weights=random_weights)
     return settings, [*about_epsilon(plan), *large]

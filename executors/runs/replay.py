@@ -198,8 +198,6 @@ def session_at(
         With the base's weights, which have been checked.
     plan, program : optional
         Another placement; by default the run's own.
-    **options
-        Of the session.
 
     Raises
     ------

@@ -20,16 +20,8 @@ class Reporter:
 
     Parameters
     ----------
-    num_steps : int
-        Of the whole run.
     begin : int
         Steps that are behind it already.
-    out : Path
-        Directory of the run.
-    tensorboard : bool
-        Whether to write logs for TensorBoard, where it is installed.
-    every : int
-        Steps between printed lines.
     """
 
     def __init__(

@@ -99,11 +99,6 @@ def run_in_rank(settings: RunSettings) -> dict[str, Any]:
 class Run:
     """One rank's run. Rank 0 writes the files; the others do the same steps.
 
-    Parameters
-    ----------
-    communicator : Communicator, optional
-        The other ranks, where the plan has several.
-
     Raises
     ------
     ZosimError
@@ -162,7 +157,12 @@ class Run:
         """
         # The directory's lock before anything in it is read: what another process still writes is not known yet.
         with ExitStack() as self._held:
-            self._on_rank_0(self._lock_directory, "locking the directory of the run")
+
+            def lock() -> None:
+                is_begun(self.out, resume=self.settings.run.resume)  # what is refused is not touched
+                self.log = self._held.enter_context(RunLog(self.out))
+
+            self._on_rank_0(lock, "locking the directory of the run")
             self.earlier = EarlierRun(
                 self.out, resume=self.settings.run.resume, communicator=self.communicator
             )
@@ -171,7 +171,7 @@ class Run:
             # A session ends with the run, wherever it fails.
             with ExitStack() as self._opened:
                 session = self._session(model)
-                del model
+                del model  # or what it was loaded as would stay beside the session's buffers
                 if note := other_kernel(session.plan, session.device):
                     self._warn(note)
                 if not self.settings.run.checksums:
@@ -182,10 +182,6 @@ class Run:
                 self._verify(session)  # a bit that changed can ruin a loss, too
             keep, why = stopped
             return self._keep_last_good(keep, why)
-
-    def _lock_directory(self) -> None:
-        is_begun(self.out, resume=self.settings.run.resume)  # what is refused is not touched
-        self.log = self._held.enter_context(RunLog(self.out))
 
     # -- beginning ---------------------------------------------------------------------------------------------
 
@@ -253,7 +249,7 @@ class Run:
                 {"num_steps": history.num_steps, NUM_VERIFIED: verified},
             ],
         }
-        self.header.pop("finished", None)
+        self.header.pop("finished", None)  # what goes on has not
         self.header[BASE] = self.header.get(BASE) or self._base_facts(session.model)
         if self.writes:
             # The header before programs: those that it does not speak of are made again.
@@ -354,11 +350,13 @@ class Run:
         watch = DivergenceWatch()
         for record in self.records:
             watch.diverges(record.step + 1, record.loss)
+        # What was due after the steps behind us may have been lost with the process that ran them.
         self._due(session)
         if self.settings.run.device == "cpu" and self.settings.num_steps - session.num_steps >= _PACED_STEPS:
             # Rank 0 alone: ranks that measure at the same time would see each other.
             self.reference_s = self._on_rank_0(partial(reference_now_s, _PACE_S), "measuring the pace")
         begun: deque[BegunStep] = deque()
+        # Steps that the log has are run again to the last one, also where fewer are asked for by now.
         last = max(self.settings.num_steps, len(self.records) + len(self._unverified))
         while (number := session.num_steps) < last:
             batch = self.batches.batch(number)
@@ -504,6 +502,7 @@ class Run:
         session.flush()
         memory, last = session.memory(), self.records[-10:]
         lost, moved = session.lost_updates(), session.moved_codes()
+        # Not the two whose memory was observed.
         timed = self.records[session.first_timed_step + 2 :] or self.records
         step_time_s = statistics.median(record.seconds for record in timed)
         tokens_per_step = statistics.fmean(self._num_tokens(record.step) for record in timed)

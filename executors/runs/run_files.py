@@ -38,14 +38,8 @@ class RunFiles:
 
     Parameters
     ----------
-    log : RunLog
-        Of the run, which closes it.
-    reporter : Reporter
-        Tells people what is written.
     records : sequence of StepRecord
         Steps that the log has already.
-    num_tokens : callable
-        Returns the tokens of a step's batch.
     goes_on : bool
         Whether an earlier process began them.
     """
@@ -152,13 +146,6 @@ class EarlierRun:
 
     The others need not see the directory: they get the header, the log and what else is small as bytes. All then replay
     the same steps from the same base, and so each has the weights to go on with.
-
-    Parameters
-    ----------
-    out : Path
-        Directory of the run.
-    resume : bool
-        Whether to go on with what it holds.
 
     Attributes
     ----------

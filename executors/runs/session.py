@@ -307,6 +307,7 @@ class Session:
 
     def _read(self, frame: StepFrame, batch: Batch, begin_s: float) -> StepRecord:
         """Return the record of a step, and make sure that its numbers are numbers."""
+        # A step is issued while the one before still runs: its time begins with that one's losses.
         record = record_of(frame, max(begin_s, self._read_at_s))
         self._read_at_s = time.perf_counter()
         if self.communicator is not None:

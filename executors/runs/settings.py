@@ -42,18 +42,7 @@ def _label_words(text: str) -> dict[str, str]:
 
 
 class DataSettings(Section):
-    """Which lines are trained on, and how they become tokens.
-
-    Attributes
-    ----------
-    path : str
-    template : str or None
-        Prompt template for lines of text.
-    label_words : mapping of str to str
-    truncate : bool
-        Whether longer examples are cut to the plan's sequence length.
-    shuffle : bool
-    """
+    """Which lines are trained on, and how they become tokens."""
 
     model_config = _STRICT
 
@@ -107,18 +96,11 @@ class EvaluationSettings(Section):
 
     Attributes
     ----------
-    path : str
     every : int
         Steps between evaluations; 0 for one before the first step and one after the last.
-    num_examples : int or None
-        Only the first so many.
-    keep_best : bool
-        Whether the weights with the best result are kept.
     task : str
         What is asked: the right one of several answers, the labelled tokens, or an answer in the model's own words.
         ``"auto"`` goes by the lines.
-    max_new_tokens : int
-        Tokens of a generated answer at most.
     """
 
     model_config = _STRICT
@@ -344,17 +326,8 @@ class RunSettings:
 
     Attributes
     ----------
-    plan : Plan
-    run : RunOptions
-    data : DataSettings
-    learning_rate : LearningRate
-        Learning rates, and with them the number of steps.
     program : Program, ProgramSet or None
         What to run in place of what the plan is lowered to.
-    tuned : {"all", "matrices", "linears"}
-    lora : LoRA or None
-    prefix : Prefix or None
-    evaluation : EvaluationSettings or None
 
     Raises
     ------
@@ -472,7 +445,6 @@ class RunSettings:
 
         Parameters
         ----------
-        data_sha256 : str
         earlier : Plan, optional
             Plan of the run that is gone on with, on whose mesh as many micro-batches are named as cut a batch into the
             same parts.

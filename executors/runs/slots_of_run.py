@@ -44,10 +44,6 @@ def write_adapter(
 
     Parameters
     ----------
-    directory : path
-        Of the run.
-    base : path
-        The weights that it began from.
     out : path
         A directory of its own for each number of steps is a version that can be gone back to.
     num_steps : int, optional

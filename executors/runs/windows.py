@@ -36,8 +36,6 @@ class LazyWindows:
 
     Parameters
     ----------
-    model : torch.nn.Module
-        With its adapters attached.
     lora : LoRA
         Whose ``lazy_steps`` is not None.
 
@@ -65,6 +63,7 @@ class LazyWindows:
 
     def stand_at(self, step: int) -> None:
         """Let as much of the closed slots' memory be read as is in use after `step` steps."""
+        # A window that ends with `step` is closed only when the next step begins.
         num_closed = max(step - 1, 0) // self.lazy_steps
         used = min(num_closed * self._rank, self._closed_rank)
         for module in self._modules:

@@ -28,8 +28,6 @@ class RemoteEngine:
         ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=True`` in its environment; both read adapters from a directory, so that they share a file system.
     model : str, optional
         What the engine calls the base; by default the first that it names.
-    timeout_s : float
-        Most seconds for an answer.
     priority : int or None
         Of scorings, lower ones first; vLLM takes one under ``--scheduling-policy priority`` alone.
 

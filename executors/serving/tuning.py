@@ -125,6 +125,7 @@ class Tuning:
             )
         self._shapes = shapes
         self._scale = 1 / math.sqrt(settings.rank)
+        # The probe stands beside what has been learnt, and the engine's bound is of both together.
         self.state = AdapterState(max_rank=settings.max_rank - settings.rank)
         self.num_steps = 0
         self._rights: dict[str, Tensor] = {}
