@@ -31,12 +31,10 @@ from executors.ranks.rank_info import (
     PREFIX,
     Progress,
     RankInfo,
-    given_up_path,
     is_launched,
     is_on_one_host,
     leave,
-    pid_path,
-    progress_path,
+    note_path,
     rank_0_keeps_the_store,
     read_note,
 )
@@ -328,7 +326,7 @@ def _rank(
     }
     exit_code = 0
     try:
-        with naming(path := pid_path(Path(directory), info.rank)):
+        with naming(path := note_path(Path(directory), "pid", info.rank)):
             path.write_text(str(os.getpid()))
         with refusing_ignored():
             result = function(*arguments)
@@ -364,10 +362,10 @@ def _report(
 ) -> ZosimError:
     """Return what happened to the rank that failed; one that was killed comes before those who missed it."""
     rank = min(exit_codes, key=lambda rank: (exit_codes[rank] >= 0, rank))
-    given_up, failure = read_note(given_up_path(directory, rank)), failures.get(rank)
+    given_up, failure = read_note(note_path(directory, "given-up", rank)), failures.get(rank)
     if given_up is not None:
         return RunError(f"rank {given_up['by']} stopped: {given_up['why']}", hint=WAIT_HINT)
-    left = Progress.read(progress_path(directory, rank))
+    left = Progress.read(note_path(directory, "progress", rank))
     who = left.of(rank) if world_size > 1 else "the run"
     at = f", last at {left.line}" if left.line else ""
     if failure is None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from executors.ranks.leftovers import hold, remove_leftovers
 from topology.errors import RunError, ZosimError
@@ -121,13 +121,13 @@ def _padded(text: str, size: int) -> bytes:
 def progress_of_this_rank() -> Progress | None:
     """Return this rank's lines, where a launcher has started it."""
     directory = launch_directory()
-    return Progress(progress_path(directory, RankInfo.here().rank)) if directory else None
+    return Progress(note_path(directory, "progress", RankInfo.here().rank)) if directory else None
 
 
 def last_words(rank: int) -> LastWords:
     """Return what a rank left that the same launcher started on this host."""
     directory = launch_directory()
-    return Progress.read(progress_path(directory, rank)) if directory else LastWords()
+    return Progress.read(note_path(directory, "progress", rank)) if directory else LastWords()
 
 
 def launch_directory() -> Path | None:
@@ -169,7 +169,7 @@ def leave() -> None:
     """Remove what this rank left, as its work is done; the directory goes with the last rank of a launcher not ours."""
     if DIRECTORY_VARIABLE in os.environ or (directory := launch_directory()) is None:
         return
-    progress_path(directory, RankInfo.here().rank).unlink(missing_ok=True)
+    note_path(directory, "progress", RankInfo.here().rank).unlink(missing_ok=True)
     with suppress(OSError):  # others are still there
         directory.rmdir()
 
@@ -183,9 +183,9 @@ def give_up(ranks: Sequence[int], why: str) -> None:
         return
     directory, own = Path(os.environ[DIRECTORY_VARIABLE]), RankInfo.here().rank
     for rank in ranks:
-        given_up_path(directory, rank).write_text(json.dumps({"by": own, "why": why}))
+        note_path(directory, "given-up", rank).write_text(json.dumps({"by": own, "why": why}))
         with suppress(OSError, ValueError):
-            os.kill(int(pid_path(directory, rank).read_text()), signal.SIGKILL)
+            os.kill(int(note_path(directory, "pid", rank).read_text()), signal.SIGKILL)
 
 
 def read_note(path: Path) -> Mapping[str, Any] | None:
@@ -195,16 +195,6 @@ def read_note(path: Path) -> Mapping[str, Any] | None:
     return None
 
 
-def progress_path(directory: Path, rank: int) -> Path:
-    """Return where a rank keeps its lines."""
-    return directory / f"progress-{rank}"
-
-
-def pid_path(directory: Path, rank: int) -> Path:
-    """Return where a rank leaves its process id."""
-    return directory / f"pid-{rank}"
-
-
-def given_up_path(directory: Path, rank: int) -> Path:
-    """Return where others leave why they ended a rank."""
-    return directory / f"given-up-{rank}"
+def note_path(directory: Path, what: Literal["progress", "pid", "given-up"], rank: int) -> Path:
+    """Return where a rank keeps its lines or its process id, and where others leave why they ended it."""
+    return directory / f"{what}-{rank}"

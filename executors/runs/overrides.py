@@ -77,7 +77,9 @@ def settings_from(
     _required(data.path, "data", "--data FILE (JSON lines)")
     lora, prefix = adapters_of(config.adapters, header.get("run"), seed=run.seed)
     tuned = tuned_by(config.adapters.tuned, lora, prefix)
-    base = Plan.load(plan_file) if plan_file else Plan.model_validate(header["plan"]) if header else None
+    base = Plan.model_validate(header["plan"]) if header else None
+    if plan_file is not None:
+        base = Plan.load(plan_file)
     ranks = _num_ranks(options.plan, base, has_plan=plan_file is not None)
     device = run.given("device") or _device(header, base, out, has_plan=plan_file is not None)
     loading = {"allow_download": run.allow_download, "random_weights": run.random_weights}
@@ -133,7 +135,6 @@ def settings_from(
         evaluation=evaluation,
     )
     settings = _with_facts(settings)
-    # Last, since it counts the buffers of the plan as it will run.
     random_weights = settings.run.random_weights
     large = refuse_too_large(plan, program, on_cpu=device == "cpu", random_weights=random_weights)
     return settings, [*about_epsilon(plan), *large]

@@ -8,7 +8,6 @@ are batches, forwards and losses, whose outcome the log holds.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 from torch import nn
 
 from costmodel.models.configs import Prefix
-from executors.devices import attention_facts, device_name
 from executors.models.mapped import load_weights
 from executors.models.weight_files import weights_digest
 from executors.ranks.mesh import alone
@@ -26,7 +24,7 @@ from executors.runs.base import base_facts, refuse_other_base, unknown_base
 from executors.runs.checkpoint import Checkpoint, newest_checkpoint
 from executors.runs.history import History, read_history
 from executors.runs.programs import recorded_programs
-from executors.runs.runlog import HEADER_NAME
+from executors.runs.runlog import HEADER_NAME, machine_facts
 from executors.runs.session import Session
 from executors.steps.preparing import prepare
 from topology.errors import RunError
@@ -165,20 +163,6 @@ def machine_differences(header: Mapping[str, Any], device: str) -> list[str]:
         for name in _MACHINE_FIELDS
         if name in header and name in here and header[name] != here[name]
     ]
-
-
-def machine_facts(device: str) -> dict[str, Any]:
-    """Return what bits depend on beside a run's own numbers."""
-    return {
-        "torch": torch.__version__,
-        "instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "num_threads": torch.get_num_threads(),
-        "device": device,
-        "device_name": device_name(device),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        **attention_facts(device),
-        "python": platform.python_version(),
-    }
 
 
 def session_at(

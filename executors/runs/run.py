@@ -171,7 +171,7 @@ class Run:
             # A session ends with the run, wherever it fails.
             with ExitStack() as self._opened:
                 session = self._session(model)
-                del model  # or what it was loaded as would stay beside the session's buffers
+                del model
                 if note := other_kernel(session.plan, session.device):
                     self._warn(note)
                 if not self.settings.run.checksums:

@@ -159,6 +159,14 @@ def header_of(
         "trainable": names,
         "base_digest": base_digest or weights_digest(model),
         BASE: base_facts(model),
+        **machine_facts(device),
+        **more,
+    }
+
+
+def machine_facts(device: str) -> dict[str, Any]:
+    """Return what bits depend on beside a run's own numbers."""
+    return {
         "torch": torch.__version__,
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "num_threads": torch.get_num_threads(),
@@ -166,5 +174,4 @@ def header_of(
         "device_name": device_name(device),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         **attention_facts(device),
-        **more,
     }

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -70,6 +71,7 @@ _SAME_ON_ALL_RANKS = (
 """Fields of the header that ranks compare before the first step."""
 
 
+@dataclass(frozen=True)
 class BegunStep:
     """A step that has been issued (:meth:`Session.begin_step`).
 
@@ -77,21 +79,12 @@ class BegunStep:
     ----------
     is_known : bool
         Whether its losses are numbers of the host already, so that reading them waits for nothing.
+    record : callable
+        Returns its losses and projected gradients, waiting for them; raises a RunError if one of them is not a number.
     """
 
-    def __init__(self, session: Session, frame: StepFrame, batch: Batch, begin_s: float) -> None:
-        self.is_known = not any(isinstance(number, DeviceScalar) for number in frame.gradients.values())
-        self._record = partial(session._read, frame, batch, begin_s)
-
-    def record(self) -> StepRecord:
-        """Return its losses and projected gradients, waiting for them.
-
-        Raises
-        ------
-        RunError
-            If one of them is not a number.
-        """
-        return self._record()
+    is_known: bool
+    record: Callable[[], StepRecord]
 
 
 class Session:
@@ -303,7 +296,8 @@ class Session:
         own_rows = self._own_rows(batch)
         with self._observed.step() if num_timed < _OBSERVED_STEPS else nullcontext():
             frame = self.interpreter.step(own_rows, seeds, rate)
-        return BegunStep(self, frame, batch, begin)
+        is_known = not any(isinstance(number, DeviceScalar) for number in frame.gradients.values())
+        return BegunStep(is_known, partial(self._read, frame, batch, begin))
 
     def _read(self, frame: StepFrame, batch: Batch, begin_s: float) -> StepRecord:
         """Return the record of a step, and make sure that its numbers are numbers."""

@@ -13,7 +13,7 @@ from costmodel.models.model_spec import Part
 from executors.ranks.launch import DEFAULT_TIMEOUT_S
 from executors.runs.learning_rate import LearningRate
 from topology.errors import DataError, PlanError, RunError
-from topology.limits import MAX_SEED, MAX_THREADS, Seed, Threads
+from topology.limits import Seed, Threads
 from zosim.adapters import AdapterSettings, tuned_by
 from zosim.config import PlanConfig
 from zosim.plans import AXES, Plan, Section, Setting, fields_of, is_decisive
@@ -346,8 +346,6 @@ class RunSettings:
     evaluation: EvaluationSettings | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.run.num_threads <= MAX_THREADS:
-            raise RunError(f"threads={self.run.num_threads} must be from 1 to {MAX_THREADS}")
         if min(self.run.digest_every, self.run.checkpoint_every) < 0:
             raise RunError("digests and checkpoints are every 1 or more steps, or 0 for never")
         self._refuse_uneven()
@@ -359,8 +357,6 @@ class RunSettings:
             )
         self._refuse_other_objectives()
         tuned_by(self.tuned, self.lora, self.prefix)
-        if not 0 <= self.run.seed <= MAX_SEED:
-            raise RunError(f"seed={self.run.seed} must be from 0 to {MAX_SEED}")
         if self.run.save_as != "numbers":
             self._refuse_no_codes()
         if self.run.weight_decay < 0:

@@ -131,7 +131,6 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
             facts = dict(file.metadata() or {})
     except (OSError, safetensors.SafetensorError) as error:
         raise ModelError(f"{directory / PEFT_WEIGHTS} cannot be read: {error}") from error
-    targeted = _Targets(directory, stated)
     factors = {}
     for path in dict.fromkeys(_path_of(name, directory) for name in tensors):
         inner, outer = (tensors.get(f"{_PREFIX}{path}.lora_{part}.weight") for part in "AB")
@@ -142,7 +141,7 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
                 else f"{directory} lacks a factor of {path}",
                 hint="linears here are such as " + ", ".join(list(shapes)[:2]),
             )
-        if path not in targeted:
+        if not _is_targeted(path, stated, directory):
             raise ModelError(
                 f"{directory} has factors beside {path}, which target_modules, exclude_modules or layers_to_transform in its "
                 f"{CONFIG_NAME} leave out: PEFT would pass over them",
@@ -179,7 +178,7 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
     if not factors:
         raise ModelError(f"{directory} has no factors")
     if stated.init_lora_weights is False and (
-        missing := [path for path in shapes if path in targeted and path not in factors]
+        missing := [path for path in shapes if path not in factors and _is_targeted(path, stated, directory)]
     ):
         raise ModelError(
             f"{directory} lacks the factors beside {missing[0]}, which init_lora_weights=false fills with random numbers"
@@ -228,41 +227,35 @@ def _path_of(name: str, directory: Path) -> str:
     return path
 
 
-class _Targets:
-    """Linears that the configuration of an adapter names, as PEFT looks for them."""
+def _is_targeted(path: str, stated: _Config, directory: Path) -> bool:
+    """Whether the configuration of an adapter names a linear, as PEFT looks for it."""
+    if stated.exclude_modules and _matches(stated.exclude_modules, path, directory):
+        return False
+    if not _matches(stated.target_modules, path, directory):
+        return False
+    layers = stated.layers_to_transform
+    if (
+        layers is None
+        or layers == []
+        or isinstance(stated.target_modules, str)
+        or path in stated.target_modules
+    ):
+        return True
+    # The first number on the path, behind one of the names, or anywhere but at its beginning.
+    names = stated.layers_pattern or []
+    numbered = (
+        int(number)
+        for at, (name, number) in enumerate(pairwise(path.split(".")[:-1]))
+        if number.isdecimal()
+        and (name in ([names] if isinstance(names, str) else names) if names else at > 0)
+    )
+    return next(numbered, None) in ([layers] if isinstance(layers, int) else layers)
 
-    def __init__(self, directory: Path, stated: _Config) -> None:
-        self._directory, self._stated = directory, stated
 
-    def __contains__(self, path: str) -> bool:
-        stated = self._stated
-        if stated.exclude_modules and self._matches(stated.exclude_modules, path):
-            return False
-        if not self._matches(stated.target_modules, path):
-            return False
-        layers = stated.layers_to_transform
-        if (
-            layers is None
-            or layers == []
-            or isinstance(stated.target_modules, str)
-            or path in stated.target_modules
-        ):
-            return True
-        names = stated.layers_pattern or []
-        parts = path.split(".")
-        numbered = (
-            int(number)
-            for at, (name, number) in enumerate(pairwise(parts[:-1]))
-            if number.isdecimal()
-            and (name in ([names] if isinstance(names, str) else names) if names else at > 0)
-        )
-        layer = next(numbered, None)
-        return layer in ([layers] if isinstance(layers, int) else layers)
-
-    def _matches(self, names: list[str] | str, path: str) -> bool:
-        if isinstance(names, str):
-            return _tame(names, self._directory).fullmatch(path) is not None
-        return any(path == name or path.endswith(f".{name}") for name in names)
+def _matches(names: list[str] | str, path: str, directory: Path) -> bool:
+    if isinstance(names, str):
+        return _tame(names, directory).fullmatch(path) is not None
+    return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def _pattern_of(patterns: Mapping[str, Any] | None, path: str, directory: Path) -> str:
