@@ -42,7 +42,10 @@ _PARTS = (
 _CODED_SPAN = 2.0
 """Largest number of A and B that has a code, over the largest that A begins with."""
 
+PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+"""What PEFT puts before the path of a linear."""
 
 
 def attach_lora(
@@ -107,20 +110,10 @@ def save_adapters(
     facts: Mapping[str, str] | None = None,
 ) -> None:
     """Write the adapters as PEFT reads them: ``adapter_model.safetensors`` and ``adapter_config.json``."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     carrying = [(name, module) for name, module, _, _ in block_linears(model) if hasattr(module, _HOOK)]
     first = carrying[0][1]
     is_joined = hasattr(first, "lora_used")
     rank = first.lora_A.weight.shape[0] + (first.lora_used if is_joined else 0)
-    config = peft_config(
-        model,
-        rank=rank,
-        alpha=float(rank) if is_joined else first.lora_scale * rank,
-        targets=sorted({name for name, _ in carrying}),
-        is_transposed=is_transposed(first),
-    )
-    write_atomically(directory / "adapter_config.json", json.dumps(config, indent=2) + "\n")
     named: dict[str, Tensor | Deferred] = {}
     if not is_joined:
         named |= {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name}
@@ -130,20 +123,38 @@ def save_adapters(
             if hasattr(module, _HOOK):
                 inner, outer = (factor.detach() for factor in joined_factors(module))
                 named |= {f"{path}.lora_A.weight": inner, f"{path}.lora_B.weight": outer}
-    prefixed = {f"base_model.model.{name}": tensor for name, tensor in named.items()}
-    write_tensors(prefixed, directory / PEFT_WEIGHTS, dtype, facts)
+    write_peft(
+        model,
+        directory,
+        named,
+        rank=rank,
+        alpha=float(rank) if is_joined else first.lora_scale * rank,
+        targets=sorted({name for name, _ in carrying}),
+        is_transposed=is_transposed(first),
+        dtype=dtype,
+        facts=facts,
+    )
 
 
-def peft_config(
-    model: nn.Module, *, rank: int, alpha: float, targets: list[str], is_transposed: bool
-) -> dict[str, Any]:
-    """Return what PEFT has to know of low-rank adapters beside the linears of the blocks that end in these names."""
+def write_peft(
+    model: nn.Module,
+    directory: str | Path,
+    factors: Mapping[str, Tensor | Deferred],
+    *,
+    rank: int,
+    alpha: float,
+    targets: list[str],
+    is_transposed: bool,
+    dtype: str | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> None:
+    """Write adapters beside linears of the blocks that end in these names as PEFT reads them: ``PATH.lora_A.weight`` and so on."""
     inside = {id(module) for _, module, _, _ in block_linears(model)}
     called = [(path, module) for path, module in model.named_modules() if path.rpartition(".")[2] in targets]
     if any(id(module) not in inside for _, module in called):
         # PEFT matches ends of names, and would put adapters beside layers of the head that are called so, too.
         targets = [path for path, module in called if id(module) in inside]
-    return {
+    config = {
         "peft_type": "LORA",
         "task_type": None if fills_masks(model) else "CAUSAL_LM",
         "r": rank,
@@ -154,6 +165,11 @@ def peft_config(
         "fan_in_fan_out": is_transposed,
         "base_model_name_or_path": getattr(model.config, "_name_or_path", None),
     }
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / PEFT_CONFIG, json.dumps(config, indent=2) + "\n")
+    prefixed = {PEFT_PREFIX + name: tensor for name, tensor in factors.items()}
+    write_tensors(prefixed, directory / PEFT_WEIGHTS, dtype, facts)
 
 
 def _attach(

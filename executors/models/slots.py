@@ -6,7 +6,6 @@ pair, ``[A₁ A₂ …]·[B₁ B₂ …]ᵀ``. A probe is one more slot. Updates
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from executors.files import write_atomically
-from executors.models.lora import PEFT_WEIGHTS, block_linears, peft_config
-from executors.models.weight_files import write_tensors
+from executors.models.lora import block_linears, write_peft
 from topology.errors import ModelError
 
 
@@ -164,13 +161,12 @@ class AdapterState:
         ModelError
             If a weight that has slots is no linear's.
         """
-        directory = Path(directory)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        kinds = {
-            names[id(module.weight)]: nn.Linear if isinstance(module, nn.Linear) else type(module)
+        is_linear = {
+            names[id(module.weight)]: isinstance(module, nn.Linear)
             for _, module, _, _ in block_linears(model)
         }
-        strange = [name for name in self.slots if name not in kinds]
+        strange = [name for name in self.slots if name not in is_linear]
         if strange or not self.slots:
             raise ModelError(
                 f"{strange[0]} is no weight of a linear layer of a block, and an adapter cannot stand beside it"
@@ -182,17 +178,18 @@ class AdapterState:
             left, right = slots.joined()
             missing = self.rank - left.shape[1]  # PEFT gives all of them one rank
             left, right = (nn.functional.pad(factor, (0, missing)) for factor in (left, right))
-            inner, outer = (right, left) if kinds[name] is nn.Linear else (left, right)
-            module = f"base_model.model.{name.removesuffix('.weight')}"
-            tensors[f"{module}.lora_A.weight"] = inner.T.contiguous()
-            tensors[f"{module}.lora_B.weight"] = outer.contiguous()
-        config = peft_config(
+            # A weight of inputs by outputs (Conv1D) has its factors the other way round.
+            inner, outer = (right, left) if is_linear[name] else (left, right)
+            path = name.removesuffix(".weight")
+            tensors[f"{path}.lora_A.weight"] = inner.T.contiguous()
+            tensors[f"{path}.lora_B.weight"] = outer.contiguous()
+        write_peft(
             model,
+            directory,
+            tensors,
             rank=self.rank,
             alpha=float(self.rank),
             targets=sorted({name.split(".")[-2] for name in self.slots}),
-            is_transposed=nn.Linear not in {kinds[name] for name in self.slots},
+            is_transposed=not any(is_linear[name] for name in self.slots),
+            facts=facts,
         )
-        directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(directory / "adapter_config.json", json.dumps(config, indent=2) + "\n")
-        write_tensors(tensors, directory / PEFT_WEIGHTS, metadata=dict(facts))

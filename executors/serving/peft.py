@@ -13,15 +13,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from executors.models.lora import PEFT_WEIGHTS, block_linears
+from executors.models.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS, block_linears
 from topology.errors import ModelError
 from topology.reading import read_json_object, refuse_irregular
 from topology.validation import readable
 
-CONFIG_NAME = "adapter_config.json"
 BASE_DIGEST = "base_digest"
-
-_PREFIX = "base_model.model."
 
 
 class _Config(BaseModel):
@@ -120,9 +117,9 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
     import safetensors
 
     directory = Path(directory)
-    refuse_irregular((directory / name for name in (CONFIG_NAME, PEFT_WEIGHTS)), ModelError, links=True)
-    config = read_json_object(directory / CONFIG_NAME, "adapter's configuration", ModelError)
-    with readable(str(directory / CONFIG_NAME), ModelError, model=_Config):
+    refuse_irregular((directory / name for name in (PEFT_CONFIG, PEFT_WEIGHTS)), ModelError, links=True)
+    config = read_json_object(directory / PEFT_CONFIG, "adapter's configuration", ModelError)
+    with readable(str(directory / PEFT_CONFIG), ModelError, model=_Config):
         stated = _Config.model_validate(config)
     _refuse_other_kinds(directory, config, stated)
     try:
@@ -133,7 +130,7 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
         raise ModelError(f"{directory / PEFT_WEIGHTS} cannot be read: {error}") from error
     factors = {}
     for path in dict.fromkeys(_path_of(name, directory) for name in tensors):
-        inner, outer = (tensors.get(f"{_PREFIX}{path}.lora_{part}.weight") for part in "AB")
+        inner, outer = (tensors.get(f"{PEFT_PREFIX}{path}.lora_{part}.weight") for part in "AB")
         if path not in shapes or inner is None or outer is None:
             raise ModelError(
                 f"{directory} is an adapter of another base: this one has no linear {path!r}"
@@ -144,7 +141,7 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
         if not _is_targeted(path, stated, directory):
             raise ModelError(
                 f"{directory} has factors beside {path}, which target_modules, exclude_modules or layers_to_transform in its "
-                f"{CONFIG_NAME} leave out: PEFT would pass over them",
+                f"{PEFT_CONFIG} leave out: PEFT would pass over them",
                 hint="the two files belong to different adapters, or one was edited: write both again",
             )
         if not (
@@ -165,7 +162,7 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
             )
         if inner.shape[0] != rank:
             raise ModelError(
-                f"{directory / CONFIG_NAME} says r={rank}, the factors beside {path} have rank {inner.shape[0]}",
+                f"{directory / PEFT_CONFIG} says r={rank}, the factors beside {path} have rank {inner.shape[0]}",
                 hint="the two files belong to different adapters, or one is damaged: write both again",
             )
         scale = alpha / (rank**0.5 if stated.use_rslora else rank)
@@ -218,11 +215,11 @@ def _refuse_other_kinds(directory: Path, config: Mapping[str, Any], stated: _Con
 
 def _path_of(name: str, directory: Path) -> str:
     """Return the linear that a tensor of the file stands beside."""
-    path, separator, factor = name.removeprefix(_PREFIX).rpartition(".lora_")
-    if not (separator and name.startswith(_PREFIX) and factor in ("A.weight", "B.weight")):
+    path, separator, factor = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
+    if not (separator and name.startswith(PEFT_PREFIX) and factor in ("A.weight", "B.weight")):
         raise ModelError(
             f"{directory / PEFT_WEIGHTS} holds {name[:120]!r}, which is no factor of a linear",
-            hint=f"factors are called {_PREFIX}PATH.lora_A.weight and {_PREFIX}PATH.lora_B.weight",
+            hint=f"factors are called {PEFT_PREFIX}PATH.lora_A.weight and {PEFT_PREFIX}PATH.lora_B.weight",
         )
     return path
 
@@ -288,7 +285,7 @@ def _tame(pattern: str, directory: Path) -> re.Pattern[str]:
     compiled = _compiled(pattern)
     if compiled is None:
         raise ModelError(
-            f"{directory / CONFIG_NAME} holds a regular expression that is not read here: {pattern[:80]!r}",
+            f"{directory / PEFT_CONFIG} holds a regular expression that is not read here: {pattern[:80]!r}",
             hint="write names of modules: a list for target_modules, paths for rank_pattern and alpha_pattern",
         )
     return compiled

@@ -14,8 +14,8 @@ from typing import Any
 
 from executors.datasets.prompts import Example
 from executors.files import write_atomically
+from executors.models.lora import PEFT_CONFIG
 from executors.serving.engine import ServingEngine, mean_losses
-from executors.serving.peft import CONFIG_NAME
 from topology.errors import RunError
 from topology.reading import read_json_object, refuse_irregular
 
@@ -69,7 +69,7 @@ class Versions:
 
     def kept(self) -> tuple[str, ...]:
         """Return the names of all versions."""
-        return tuple(sorted(path.parent.name for path in self.directory.glob(f"*/{CONFIG_NAME}")))
+        return tuple(sorted(path.parent.name for path in self.directory.glob(f"*/{PEFT_CONFIG}")))
 
     @property
     def served(self) -> str | None:
@@ -103,8 +103,8 @@ class Versions:
         path = self._path(version)
         if path.exists():
             raise RunError(f"{path} is there already", hint="versions stay as they are: choose another name")
-        if not (adapter / CONFIG_NAME).is_file():
-            raise RunError(f"{adapter} holds no adapter: it lacks {CONFIG_NAME}")
+        if not (adapter / PEFT_CONFIG).is_file():
+            raise RunError(f"{adapter} holds no adapter: it lacks {PEFT_CONFIG}")
         refuse_irregular(
             (path for path in adapter.rglob("*") if not path.is_dir() or path.is_symlink()),
             RunError,
@@ -203,7 +203,7 @@ class Versions:
 
     def _load(self, name: str, version: str) -> None:
         path = self._path(version)
-        if not (path / CONFIG_NAME).is_file():
+        if not (path / PEFT_CONFIG).is_file():
             raise RunError(
                 f"{self.directory} has no version {version!r}",
                 hint="versions are " + (", ".join(self.kept()) or "none"),
