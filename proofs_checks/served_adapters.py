@@ -485,8 +485,8 @@ CLAIMS = (
                 Mutant(
                     "candidate and served exchanged",
                     f"{_VERSIONS}.compare",
-                    "Canary(losses[0], losses[1]",
-                    "Canary(losses[1], losses[0]",
+                    "Canary(loss_served, loss,",
+                    "Canary(loss, loss_served,",
                 ),
             ),
         ),

@@ -1,4 +1,4 @@
-"""What ranks on accelerators need beside those of a CPU: a device each, and a library that joins devices."""
+"""What ranks on accelerators need beyond those on a CPU: a device each, and a library that connects devices."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _HEARTBEAT_SLACK_S = 60
 
 
 def backends_of(device_type: str, host_backend: str) -> str:
-    """Return what a process group exchanges by: NCCL or its like on devices, `host_backend` on the host."""
+    """Return the backends of a process group: NCCL or its like on devices, `host_backend` on the host."""
     if device_type == "cpu" or host_backend == "fake":
         return host_backend
     return f"cpu:{host_backend},{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
 def own_accelerator(device_type: str, info: RankInfo) -> torch.device:
-    """Return the device of this rank: that of its number among the ranks of its host, or the only one that it is shown.
+    """Return the device of this rank: the one with its local rank, or the only visible one.
 
     Raises
     ------
@@ -44,7 +44,7 @@ def own_accelerator(device_type: str, info: RankInfo) -> torch.device:
 
 
 def watchdog_settings(timeout_s: float) -> Mapping[str, str]:
-    """Return variables of NCCL's watchdog for a run whose ranks wait for each other so long; what a user has set stays.
+    """Return environment variables of NCCL's watchdog for a timeout; those that a user has set stay.
 
     A collective that does not end after the run's timeout ends the process, and is written down nowhere but in its message:
     a launcher then names the rank and its last instruction. The watchdog's own monitor, which ends a process whose watchdog
@@ -59,14 +59,14 @@ def watchdog_settings(timeout_s: float) -> Mapping[str, str]:
 
 
 def identity_of(device: torch.device) -> str:
-    """Return what no two devices of a run have in common: the host's name, and the device's own number."""
+    """Return what identifies a device among all of a run: the host's name, and the device's UUID or number."""
     properties = device_module(device).get_device_properties(device)
     own = getattr(properties, "uuid", None) or f"{device.type}:{device.index}"
     return f"{socket.gethostname()} {own}"
 
 
 def refuse_shared(identities: Sequence[str]) -> None:
-    """Refuse two ranks on one device, between which NCCL would wait for ever or fail without naming them.
+    """Refuse two ranks on one device: NCCL would hang, or fail without naming them.
 
     Parameters
     ----------

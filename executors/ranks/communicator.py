@@ -1,4 +1,4 @@
-"""The ranks of a run as one of them sees them: exchanges of the program, and words between host loops.
+"""Communication between the ranks of a run: exchanges of the program, and messages between host loops.
 
 Three things keep exchanges from waiting for each other in a circle. Those of a program are made by one thread, in the
 order of the program. What host loops tell each other has a process group of its own. And every wait ends: with the
@@ -113,7 +113,7 @@ class Communicator:
         return own
 
     def _pairs_among(self, groups: Groups) -> dict[str, DuplexPair]:
-        """Return what this rank exchanges over with the other one of each group of two; groups of the same ranks share."""
+        """Return this rank's duplex connection in each group of two; groups of the same ranks share one."""
         if _host_backend() == "fake":
             return {}
         made: dict[tuple[tuple[int, ...], ...], DuplexPair | None] = {}
@@ -127,7 +127,7 @@ class Communicator:
         return pairs
 
     def _made_messages(self, parts: Sequence[Sequence[int]]) -> Messages | None:
-        """Return this rank's messages to others of its pipeline, if it has any."""
+        """Return what carries messages within this rank's pipeline; None where no pipeline has several ranks."""
         if all(len(part) == 1 for part in parts):
             return None
         host = _host_backend()
@@ -143,7 +143,7 @@ class Communicator:
         )
 
     def members(self, group: str) -> tuple[int, ...]:
-        """Return the ranks of `group` that this one is among, in rank order.
+        """Return the members of `group` that include this rank, in rank order.
 
         Raises
         ------
@@ -222,7 +222,7 @@ class Communicator:
     # -- of host loops -----------------------------------------------------------------------------------------
 
     def all_gather_host(self, own: Tensor, what: str) -> Tensor:
-        """Return all ranks' `own`, numbers of the host that are alike in shape, along a new first axis."""
+        """Return all ranks' `own`, host tensors of one shape, stacked along a new first axis."""
         rows = own.new_zeros((self.world_size, *own.shape))
         rows[self.rank] = own
         with self.missing.named(self.members(WORLD), what):
@@ -230,7 +230,7 @@ class Communicator:
         return rows
 
     def all_gather_json(self, own: T, what: str, kind: Any = Any) -> list[T]:
-        """Return all ranks' `own`, in rank order; it travels as JSON, and is checked to be of type `kind`.
+        """Return all ranks' `own` in rank order, sent as JSON and validated as `kind`.
 
         Raises
         ------
@@ -249,7 +249,7 @@ class Communicator:
         ]
 
     def on_rank_0(self, make: Callable[[], T], what: str) -> T:
-        """Return what `make` returns on rank 0, as JSON carries it, on all ranks; what it refuses, all ranks refuse.
+        """Run `make` on rank 0 and return its result, sent as JSON, on all ranks; an error of its is raised on all.
 
         Rank 0 may take as long as it likes, as long as it shows signs of life: the others wait for one after the other.
 
@@ -286,7 +286,7 @@ class Communicator:
         dist.broadcast(tensor, 0, group=self._control)
 
     def refuse_unlike(self, facts: Mapping[str, Any]) -> None:
-        """Raise if ranks do not agree on `facts`, by name.
+        """Raise if ranks differ in one of `facts`.
 
         Raises
         ------
@@ -360,7 +360,7 @@ def _parsed(adapter: TypeAdapter[T], payload: bytes, rank: int, what: str) -> T:
 
 
 def _compared(value: Any, of_rank_0: Any) -> str:
-    """Return two values in words, "" where they are too long to be read."""
+    """Describe two values; "" where they are too long to be read."""
     words = f" ({value}, not {of_rank_0})"
     return words if len(words) <= _LONGEST_WORDS else ""
 

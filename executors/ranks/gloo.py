@@ -1,4 +1,4 @@
-"""gloo between ranks: process groups that share one thread for their sockets and know their peers, and two exchanges.
+"""gloo process groups that share one socket thread and authenticate their peers, and two faster collectives.
 
 A process group of gloo has a device of its own, and every device a thread that wakes a hundred times a second, whether or
 not anything comes, so that as often a kernel finds its caches changed. A rank has ten
@@ -41,7 +41,7 @@ _NUM_THREADS = 2
 
 @cache
 def shared_gloo() -> str:
-    """Return the name of this backend, of which torch has heard."""
+    """Register this backend with torch once, and return its name."""
     dist.Backend.register_backend(BACKEND, _made, extended_api=True, devices=["cpu"])
     return BACKEND
 
@@ -60,7 +60,7 @@ def _made(places: Any, _options: object) -> dist.ProcessGroupGloo:
 
 
 def refuse_strangers(group: dist.ProcessGroupGloo, store: Store, rank: int, size: int) -> None:
-    """Make sure that behind every connection of a new group there is a process that reads the group's store.
+    """Raise unless a process that can read the group's store is behind every connection of a new group.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def refuse_strangers(group: dist.ProcessGroupGloo, store: Store, rank: int, size
 def gloo_group(
     store: Store, rank: int, size: int, timeout: timedelta, devices: Callable[[], list[Any]]
 ) -> dist.ProcessGroupGloo:
-    """Return a process group of gloo over devices of ours, or over its own where torch has no word for them.
+    """Return a gloo process group over given devices, or over its own where torch has no option for them.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ def gloo_group(
 
 @cache
 def _device(interface: str) -> Any:
-    """Return the device that all groups over an interface share; the host's address decides if none is named."""
+    """Return the device that all groups over a network interface share; without a name, that of the host's address."""
     if interface:
         return dist.ProcessGroupGloo.create_device(interface=interface)
     return dist.ProcessGroupGloo.create_default_device()
@@ -155,7 +155,7 @@ class DuplexPair:
     def among(
         cls, parts: Sequence[Sequence[int]], rank: int, *, backend: str, timeout: timedelta
     ) -> DuplexPair | None:
-        """Return that of `rank`, None if its part is not a pair; all ranks of a partition call this together."""
+        """Return the pair of `rank`; None if its part is not of two. All ranks of a partition call this together."""
         pairs = [list(part) for part in parts if len(part) == _PAIR]
         if not pairs:
             return None
@@ -181,7 +181,7 @@ class DuplexPair:
 def doubling_all_gather(
     gathered: Tensor, own: Tensor, members: Sequence[int], place: int, group: dist.ProcessGroup | None
 ) -> None:
-    """Fill `gathered`, of the host, with the `own` of every member, in order, in few rounds: what each holds doubles.
+    """Fill host tensor `gathered` with every member's `own`, in order, in a logarithmic number of rounds.
 
     gloo's all_gather passes every rank's part once around a ring, a round for each rank. For losses, a few bytes each, what
     counts is the number of rounds.

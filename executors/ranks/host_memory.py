@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share: the host's one copy of the weights, and how far each rank has come.
+"""Memory shared by the ranks of one host: one copy of the weights, and counters of each rank's progress.
 
 It is a file in memory that every rank maps and that has no name once all have: when the last of them ends, however it
 ends, nothing is left.
@@ -34,7 +34,7 @@ _FIRST_NAP_S, _LONGEST_NAP_S = 2e-5, 1e-3
 
 
 class HostMemory:
-    """One mapping per rank of the same memory.
+    """The mapping of the shared memory on this rank.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class HostMemory:
         self._pinned: list[int] = []
 
     def _mapped(self) -> mmap.mmap:
-        """Map the file that the first rank of the host makes, and take its name away when all have."""
+        """Map the file that the first rank of the host makes, and unlink it when all have mapped it."""
         rank, first = self._communicator.rank, self._ranks[0]
         with ExitStack() as stack:
             said: dict[str, str] = {}
@@ -100,7 +100,7 @@ class HostMemory:
         return torch.frombuffer(self._map, dtype=dtype, count=num_elements, offset=begin)
 
     def pin(self) -> None:
-        """Let a CUDA device copy from and to the memory without a detour.
+        """Pin the memory, so that a CUDA device copies from and to it directly.
 
         Raises
         ------
@@ -117,7 +117,7 @@ class HostMemory:
         self._pinned.append(address)
 
     def close(self) -> None:
-        """Let go of what was pinned. The memory lives as long as tensors in it do."""
+        """Unpin the memory, which lives as long as tensors in it do."""
         while self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())
 
@@ -128,11 +128,11 @@ class HostMemory:
         return instruction in self._awaited
 
     def note(self, instruction: str, turn: int) -> None:
-        """Say that this rank has finished `instruction` in the part of the run numbered `turn`."""
+        """Record that this rank has finished `instruction` of turn `turn`."""
         self._counters[self._place(self._communicator.rank, instruction)] = turn
 
     def wait(self, instruction: str, turn: int, has_failed: Callable[[], bool] = lambda: False) -> None:
-        """Wait until every other rank of this host has finished `instruction` of the part numbered `turn`.
+        """Wait until every other rank of this host has finished `instruction` of turn `turn`.
 
         Parameters
         ----------
@@ -164,14 +164,14 @@ class HostMemory:
 
 
 def awaited(program: Program) -> list[str]:
-    """Return the instructions that a rank waits for on others, by name."""
+    """Return the names of the instructions of other ranks that a rank waits for."""
     names = (edge.instruction for _, i in program.instructions() for edge in i.after if edge.group)
     return list(dict.fromkeys(names))
 
 
 @contextmanager
 def memory_file(size_bytes: int, folders: Sequence[Path] | None = None) -> Iterator[Path]:
-    """Make a file of `size_bytes` that lies in memory, or where that has no room, among temporary files.
+    """Make a file of `size_bytes` in shared memory, or among temporary files where that has no room.
 
     Its name is gone after the block. What another launch was killed over is removed first.
 

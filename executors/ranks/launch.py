@@ -1,4 +1,4 @@
-"""Starts the ranks of one host, and says in a sentence which one died and at what.
+"""Starts the ranks of one host, and reports which one died and at which instruction.
 
 The ranks find each other through a file in a directory that only this user may enter, and connect over the loopback. Nothing
 of a launch listens beyond this host, and no other user can write what the ranks read.
@@ -104,7 +104,7 @@ def launch(function: Callable[..., Any], *arguments: object, world_size: int = 1
 
 
 def module_command(name: str) -> tuple[list[str], dict[str, str]]:
-    """Return the words and the environment that run a module of zosim in a new Python, which imports nothing from the working directory."""
+    """Return command and environment that run a module of zosim in a new Python that imports nothing from the working directory."""
     path = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
     return [sys.executable, "-P", "-m", name], {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
@@ -156,7 +156,7 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
 
 
 def _store(info: RankInfo, timeout: timedelta) -> Store:
-    """Return what all ranks write to and read: a file of a launch of ours, what torchrun started, or a lone rank's own.
+    """Return the store of all ranks: a file under our launcher, torchrun's TCP store, or a lone rank's own.
 
     Raises
     ------
@@ -205,7 +205,7 @@ def _loopback_interface() -> str:
 
 @contextmanager
 def _main_left_alone() -> Iterator[None]:
-    """Keep new processes from importing the caller's script, which may have no guard and would launch again."""
+    """Keep new processes from importing the caller's script, which may lack a ``__main__`` guard and launch again."""
     main = sys.modules["__main__"]
     kept: dict[str, Any] = {
         name: main.__dict__[name] for name in ("__spec__", "__file__") if name in main.__dict__
@@ -220,7 +220,7 @@ def _main_left_alone() -> Iterator[None]:
 
 @contextmanager
 def _working_directory_left_out() -> Iterator[None]:
-    """Keep new Pythons from importing what lies in the working directory before they are given this process's path.
+    """Keep new Pythons from importing modules of the working directory before they get this process's path.
 
     They begin as ``python -c "from multiprocessing.spawn import ..."``, which finds a ``multiprocessing.py`` there first.
     """
@@ -234,7 +234,7 @@ def _working_directory_left_out() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a rank could not do: a refusal with its hint, or the last line of a traceback, which is a mistake of ours."""
+    """Why a rank failed: a ZosimError with its hint, or the last line of a traceback, which is a bug."""
 
     message: str
     hint: str | None = None
@@ -242,7 +242,7 @@ class _Failure:
 
 
 def _result(ranks: Sequence[BaseProcess], receiving: Sequence[connection.Connection], directory: Path) -> Any:
-    """Return what rank 0 sends, once all ranks have ended well.
+    """Return the result of rank 0 once all ranks have ended without error.
 
     Raises
     ------
@@ -276,7 +276,7 @@ def _result(ranks: Sequence[BaseProcess], receiving: Sequence[connection.Connect
 
 
 def _end(ranks: Sequence[BaseProcess]) -> None:
-    """End what still runs, by SIGTERM, or where that does not help, by SIGKILL."""
+    """End ranks that still run by SIGTERM, then by SIGKILL."""
     running = [rank for rank in ranks if rank.is_alive()]
     for rank in running:
         rank.terminate()
@@ -313,7 +313,7 @@ def _rank(
     function: Callable[..., Any],
     arguments: tuple[object, ...],
 ) -> None:
-    """Be one rank: leave what a user can mend as a file in place of a traceback, and do not outlive the launcher."""
+    """Run one rank: send errors that a user can mend to the launcher in place of a traceback, and do not outlive it."""
     die_with(launcher)
     # The launcher ends its ranks when it is interrupted.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -360,7 +360,7 @@ def die_with(launcher: int) -> None:
 def _report(
     directory: Path, exit_codes: Mapping[int, int], failures: Mapping[int, _Failure], *, world_size: int
 ) -> ZosimError:
-    """Return what happened to the rank that failed; one that was killed comes before those who missed it."""
+    """Return an error about the rank that failed first: one that was killed comes before those that waited for it."""
     rank = min(exit_codes, key=lambda rank: (exit_codes[rank] >= 0, rank))
     given_up, failure = read_note(note_path(directory, "given-up", rank)), failures.get(rank)
     if given_up is not None:
@@ -382,7 +382,7 @@ def _report(
 
 
 def _ended(template: str, exit_code: int) -> RunError:
-    """Return how a process ended that said nothing; one that takes a signal as an exception exits with 128 and its number."""
+    """Return an error about a process that ended without a message. Exit codes above 128 stand for signals, too."""
     number = -exit_code if exit_code < 0 else exit_code - 128
     if number not in {member.value for member in signal.Signals}:
         return RunError(

@@ -15,7 +15,7 @@ from zosim.plans import Mesh, Plan, Split
 
 
 def alone(plan: Plan) -> Plan:
-    """Return what one rank does in place of all those of `plan`: the same numbers, but for the rounding of sums.
+    """Return the plan of one rank that computes what all ranks of `plan` do, but for the rounding of sums.
 
     Codecs are left out, too: what they change are losses alone.
     """
@@ -34,7 +34,7 @@ def uncut(model: ModelSpec) -> ModelSpec:
 
 
 def stage_of(plan: Plan, rank: int) -> str:
-    """Return a rank's part of the model in words, with the cuts that it lies between; "" for all of it."""
+    """Describe a rank's stage, with the cuts that it lies between; "" for a model in one stage."""
     num_stages, cuts = plan.num_stages, plan.cuts
     if num_stages == 1:
         return ""
@@ -50,7 +50,7 @@ _AS_PLANNED = ", as planned; where torch finds no such device it stops, unless -
 def launch_lines(
     plan: Plan, arguments: Sequence[str], *, device: str | None = None, port: int = 29500
 ) -> str:
-    """Return, to be read and copied, how the ranks of a plan of several hosts are started.
+    """Return the commands that start the ranks of a plan on several hosts, to be copied.
 
     Parameters
     ----------

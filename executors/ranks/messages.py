@@ -32,7 +32,7 @@ Naming = Callable[[Sequence[int], str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Packed:
-    """Plain numbers that go from device to device: tensors side by side in one piece of the device's memory.
+    """Tensors that go from device to device unencoded, packed into one buffer.
 
     No header and no checksum, which would take the host: the receiver knows the shapes from its own batch, and the formats
     come with the length, from host to host.
@@ -55,7 +55,7 @@ class Packed:
 
 
 class Messages:
-    """A rank's messages to and from the others of its part.
+    """Sends and receives messages between this rank and the others of its pipeline.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ class Messages:
         self._naming = naming
 
     def connect(self, device: torch.device) -> None:
-        """Let every two neighbours of the part exchange a number by their devices, once, before anything depends on it.
+        """Let every two neighbours of the pipeline exchange one number between their devices, before anything depends on it.
 
         A library that joins devices makes the connection of two ranks when they first need it, which takes both of them and
         may wait for kernels that run. Here all ranks of the part come by in one order. Messages are then sent one by one, not
@@ -159,7 +159,7 @@ def stays_on(device: torch.device) -> bool:
 
 
 def pack(tensors: Sequence[Tensor]) -> Packed:
-    """Return tensors side by side, on their device.
+    """Pack tensors into one buffer on their device.
 
     Raises
     ------
@@ -177,7 +177,7 @@ def pack(tensors: Sequence[Tensor]) -> Packed:
 
 
 def unpack(packed: Packed, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Return the tensors of a message, of these shapes, where they are.
+    """Return the tensors of a message, of these shapes, as views of it.
 
     Raises
     ------

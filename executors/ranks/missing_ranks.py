@@ -1,4 +1,4 @@
-"""Ranks that are missing, by name: who ended, and who was waited for in vain.
+"""Names the ranks that are missing: those that ended, and those that others waited for in vain.
 
 A rank that waited in vain cannot tell by itself whether the rank that it waited for is the one that is missing: that one may
 wait, in another exchange, for a third. So it calls the roll. Every rank answers, on a thread of its own, for which ranks it
@@ -82,7 +82,7 @@ def missing_from(waits_of: Callable[[int], Sequence[int] | None], rank: int) -> 
 
 
 class _Waits:
-    """For which ranks the threads of this process wait at the moment.
+    """The ranks that the threads of this process currently wait for.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ def _waits() -> _Waits:
 
 @contextmanager
 def answering(rank: int, store: Store) -> Iterator[None]:
-    """Answer whenever the roll is called, as rank `rank`, for the length of the block; after a failure until the process ends.
+    """Answer roll calls as rank `rank` for the length of the block; after a failure, until the process ends.
 
     `store` is one that all ranks write to and read.
     """
@@ -146,14 +146,14 @@ def _key(rank: int) -> str:
 
 @dataclass(frozen=True)
 class MissingRanks:
-    """Makes errors that name ranks out of torch's."""
+    """Turns torch's errors into errors that name the missing ranks."""
 
     rank: int
     timeout_s: float
 
     @contextmanager
     def named(self, members: Sequence[int], what: str) -> Iterator[None]:
-        """Do something that takes all `members`, and raise an error that names those who are missing.
+        """Run a block that needs all `members`; an error in it names those that are missing.
 
         Raises
         ------
@@ -193,7 +193,7 @@ class MissingRanks:
         return self.named(range(size), f"rank {self.rank} could not join the others of {size} ranks")
 
     def _absent(self, members: Sequence[int]) -> list[int]:
-        """Return the ranks that keep `members` from coming together, as all that live answer within a short time."""
+        """Return the ranks that keep `members` from meeting: all ranks that live answer within a short time."""
         others = [rank for rank in members if rank != self.rank]
         if not others:
             return []
@@ -229,7 +229,7 @@ class MissingRanks:
 
 
 def _answer(store: Store, rank: int) -> list[int] | None:
-    """Return for which ranks another one says that it waits; None if it says nothing."""
+    """Return the ranks that another rank says it waits for; None if it has not answered."""
     if not store.check([_key(rank)]):
         return None
     try:
@@ -240,12 +240,12 @@ def _answer(store: Store, rank: int) -> list[int] | None:
 
 
 def roll_store() -> Store:
-    """Return where ranks call the roll, and answer."""
+    """Return the store in which ranks call the roll and answer."""
     return _waits().store
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks in words, each with the last instruction that it noted."""
+    """Describe ranks, each with the last instruction that it noted."""
     left = {rank: last_words(rank) for rank in ranks}
     return " and ".join(
         words.of(rank) + (f", last at {words.line}," if words.line else "") for rank, words in left.items()

@@ -1,4 +1,4 @@
-"""A process's place among the ranks, and the directory in which the ranks of a host say what they are doing.
+"""A process's place among the ranks, and the directory in which the ranks of a host note what they are doing.
 
 Every rank keeps a line with the instruction that it is running in a small file that is mapped into memory, so that
 the line is there even when the process is killed.
@@ -47,12 +47,12 @@ _ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 def is_launched() -> bool:
-    """Whether a launcher, torchrun or ours, has started this process as one of several."""
+    """Whether torchrun or our launcher has started this process as a rank."""
     return "RANK" in os.environ and (DIRECTORY_VARIABLE in os.environ or "MASTER_ADDR" in os.environ)
 
 
 def rank_0_keeps_the_store() -> bool:
-    """Whether the store of the ranks is in the process of rank 0: there is neither a file nor a launcher that keeps it."""
+    """Whether the process of rank 0 keeps the ranks' store: neither a file nor a launcher does."""
     return DIRECTORY_VARIABLE not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
@@ -77,12 +77,12 @@ class LastWords:
     line: str = ""
 
     def of(self, rank: int) -> str:
-        """Return the rank in words, with its place."""
+        """Describe the rank, with its stage."""
         return f"rank {rank}" + (f" ({self.place})" if self.place else "")
 
 
 class Progress:
-    """The lines that say where a rank stands and what it is doing.
+    """A file with a rank's stage and the instruction that it is running.
 
     Parameters
     ----------
@@ -96,16 +96,16 @@ class Progress:
             self._memory = mmap.mmap(file.fileno(), _PLACE_BYTES + _LINE_BYTES)
 
     def place(self, text: str) -> None:
-        """Say which part of the model this rank holds."""
+        """Note which stage of the model this rank holds."""
         self._memory[:_PLACE_BYTES] = _padded(text, _PLACE_BYTES)
 
     def note(self, text: str) -> None:
-        """Say what this rank is doing now."""
+        """Note the instruction that this rank is running."""
         self._memory[_PLACE_BYTES:] = _padded(text, _LINE_BYTES)
 
     @staticmethod
     def read(path: str | Path) -> LastWords:
-        """Return what a process left, nothing where there is no file."""
+        """Return what a process noted; empty where there is no file."""
         try:
             content = Path(path).read_bytes()
         except OSError:
@@ -119,13 +119,13 @@ def _padded(text: str, size: int) -> bytes:
 
 
 def progress_of_this_rank() -> Progress | None:
-    """Return this rank's lines, where a launcher has started it."""
+    """Return this rank's progress file; None without a launcher."""
     directory = launch_directory()
     return Progress(note_path(directory, "progress", RankInfo.here().rank)) if directory else None
 
 
 def last_words(rank: int) -> LastWords:
-    """Return what a rank left that the same launcher started on this host."""
+    """Return the last words of a rank that the same launcher started on this host."""
     directory = launch_directory()
     return Progress.read(note_path(directory, "progress", rank)) if directory else LastWords()
 
@@ -166,7 +166,7 @@ def _shared_directory(path: Path) -> Path:
 
 
 def leave() -> None:
-    """Remove what this rank left, as its work is done; the directory goes with the last rank of a launcher not ours."""
+    """Remove this rank's files when its work is done; the last rank under torchrun removes the directory."""
     if DIRECTORY_VARIABLE in os.environ or (directory := launch_directory()) is None:
         return
     note_path(directory, "progress", RankInfo.here().rank).unlink(missing_ok=True)
@@ -175,7 +175,7 @@ def leave() -> None:
 
 
 def give_up(ranks: Sequence[int], why: str) -> None:
-    """End ranks of this launch that this one waited for in vain, and leave word of it.
+    """Kill ranks of this launch that this one waited for in vain, and note why.
 
     One that is stopped does not end when its launcher asks it to, and one that is killed cannot say why.
     """
@@ -189,12 +189,12 @@ def give_up(ranks: Sequence[int], why: str) -> None:
 
 
 def read_note(path: Path) -> Mapping[str, Any] | None:
-    """Return what a rank wrote to a file before it ended; None if it did not, or ended while it wrote."""
+    """Return the note in a file; None if there is none, or the rank ended while writing it."""
     with suppress(ZosimError):
         return read_json_object(path, "note of a rank", ZosimError)
     return None
 
 
 def note_path(directory: Path, what: Literal["progress", "pid", "given-up"], rank: int) -> Path:
-    """Return where a rank keeps its lines or its process id, and where others leave why they ended it."""
+    """Return the path of a rank's progress file, process id, or the reason why another rank killed it."""
     return directory / f"{what}-{rank}"

@@ -1,4 +1,4 @@
-"""The whole model on one rank, or on all, for as long as it takes: groups that other stages hold, fetched one by one.
+"""Brings the whole model to one rank, or to all, for a while: parameter groups of other stages are fetched one by one.
 
 Between steps only, after a flush. What is fetched lies in host memory, in the format of the weights.
 """
@@ -18,7 +18,7 @@ from zosim.plans import Plan
 
 
 class WholeModel:
-    """Brings what other stages hold.
+    """Fetches parameters that other stages hold.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class WholeModel:
 
     @contextmanager
     def here(self, segment: str | None = None, *, on_first_alone: bool = False) -> Iterator[None]:
-        """Let all parameters be here for a while, or those of one segment.
+        """Hold all parameters on this rank for the length of the block, or those of one segment.
 
         Parameters
         ----------
@@ -69,7 +69,7 @@ class WholeModel:
                 tensor.hold(stand_in(tensor, self._device))
 
     def _fetched(self, segment: str | None, *, on_first_alone: bool) -> list[NamedTensor]:
-        """Return the parameters that were fetched, each in its place."""
+        """Fetch parameters into their places, and return them."""
         communicator = self._communicator
         if communicator is None or not self._owners:
             return []
@@ -105,7 +105,7 @@ class WholeModel:
 
 
 def _owners(plan: Plan, engine: ForwardEngine, communicator: Communicator) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of this one's pipeline that hold each parameter group; nothing where each holds all."""
+    """Return, by parameter group, the ranks of this pipeline that hold it; empty for a single stage."""
     if plan.num_stages == 1:
         return {}
     segments = {rank: set(plan.segments_of(rank)) for rank in communicator.members(PIPELINE)}

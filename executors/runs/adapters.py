@@ -1,4 +1,4 @@
-"""Parameters beside a frozen base, whichever kind a run tunes: attached, recognised in a header, written apart."""
+"""LoRA adapters and prefixes of a run: attached to the model, read from a header, written without the base."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _INITIAL = Path(PREFIX_NAME) / "initial"
 
 
 def attach(model: nn.Module, adapters: Tuned, *, run: Path | None = None, plan: Plan | None = None) -> None:
-    """Freeze a model but for part of its parameters, or give it those that are tuned in place of its own.
+    """Freeze all of a model but the tuned part, or freeze it whole and add the adapters or the prefix that are tuned instead.
 
     Parameters
     ----------
@@ -68,13 +68,13 @@ def attach(model: nn.Module, adapters: Tuned, *, run: Path | None = None, plan: 
 
 
 def keep_beginning(model: nn.Module, run: Path, adapters: Tuned | None, dtype: str) -> None:
-    """Write what a run begins with and its base does not tell on every machine: a prefix."""
+    """Write the prefix that a run begins with: computed from the base on another machine, it would have other bits."""
     if isinstance(adapters, Prefix):
         save_prefix(model, run / _INITIAL, dtype)
 
 
 def recorded_adapters(run: Mapping[str, Any]) -> Tuned | None:
-    """Return what the settings in a header say was tuned; None for all of the model's own parameters."""
+    """Return what a header says was tuned; None for all of the model's own parameters."""
     if (subset := run.get("tuned", "all")) != "all":
         return TypeAdapter(Subset).validate_python(subset)
     if run.get("lora"):
@@ -89,7 +89,7 @@ def save_alone(
     dtype: str,
     facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the tuned parameters without the base that they stand beside, and what low-rank adapters say of themselves."""
+    """Write adapters or a prefix without the base, low-rank adapters with their metadata."""
     if isinstance(adapters, Prefix):
         save_prefix(model, directory, dtype)
         return
@@ -101,7 +101,7 @@ def save_alone(
 def save_tuned(
     out: str | Path, session: Session, adapters: Tuned | None, *, save_as: SaveAs = "numbers"
 ) -> None:
-    """Write a session's weights: a model directory, and beside it what was tuned apart from a base.
+    """Write a session's weights as a model directory, and adapters or a prefix beside it.
 
     Low-rank adapters are merged into the model that is written; the session has ended then, since its model has become a
     plain one. A prefix has no place among a model's weights: it is written alone.

@@ -1,4 +1,4 @@
-"""Whether the ranks of a run did the same, and hold what they left.
+"""Checks that all ranks of a run did the same steps, and that the weights hold what was written.
 
 Between two comparisons each rank notes what it put into every step, and what its checksums found. A comparison brings
 these together, so that all ranks come to the same conclusion and end with the same words.
@@ -22,7 +22,7 @@ _MOST_STEPS = 1000
 
 
 class Disagreement(RunError):  # noqa: N818 - reads as the statement it makes
-    """Weights that do not follow from the run's steps on some rank.
+    """Raised when the weights of some rank do not follow from the run's steps.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class Disagreement(RunError):  # noqa: N818 - reads as the statement it makes
 
 
 class StepInputs:
-    """What one rank put into the steps since a comparison.
+    """Inputs of one rank's steps since the last comparison.
 
     Batches are those of all ranks, so that every rank has the same.
     """
@@ -44,7 +44,7 @@ class StepInputs:
         self._latest: deque[dict[str, str]] = deque(maxlen=_MOST_STEPS)
 
     def note(self, step: int, batch: Mapping[str, Tensor], **numbers: object) -> None:
-        """Note the batch of a step and other inputs by name; as texts, since NaN does not equal itself."""
+        """Note a step's batch and other inputs by name, as texts, since NaN does not equal itself."""
         tokens = hashlib.blake2b(digest_size=8)
         for name, tensor in batch.items():
             tokens.update(f"{name} {tuple(tensor.shape)}".encode())
@@ -56,18 +56,18 @@ class StepInputs:
 
     @property
     def history(self) -> str:
-        """Hash of all that was noted."""
+        """Hash of everything noted so far."""
         return self._history.hexdigest()
 
     @property
     def latest(self) -> list[dict[str, str]]:
-        """What was noted of the latest steps."""
+        """Inputs of the latest steps."""
         return list(self._latest)
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank says of itself in a comparison.
+    """What one rank reports in a comparison.
 
     Attributes
     ----------
@@ -91,7 +91,7 @@ def refuse_disagreement(
     num_steps: int,
     members: Callable[[str], Sequence[int]] | None = None,
 ) -> None:
-    """Raise if ranks did not do the same, or do not hold what they left.
+    """Raise if ranks did different steps, or hold weights that no step wrote.
 
     Parameters
     ----------
@@ -119,7 +119,7 @@ def refuse_disagreement(
 
 
 def _other_inputs(reports: Sequence[RankReport]) -> str:
-    """Return in words which ranks had other inputs in the first step in which any had; empty if none had."""
+    """Describe which ranks had other inputs, in the first step where any had; empty if none had."""
     for rows in zip(*(report.inputs for report in reports), strict=False):
         odd = odd_ranks([tuple(row.items()) for row in rows])
         if odd:
@@ -130,7 +130,7 @@ def _other_inputs(reports: Sequence[RankReport]) -> str:
 
 
 def _other_sums(reports: Sequence[RankReport]) -> str:
-    """Return in words which ranks hold other parameters than those that hold them, too; empty if none does."""
+    """Describe which ranks differ in parameters that several ranks hold; empty if none does."""
     names_of: dict[tuple[int, ...], list[str]] = {}
     for name in dict.fromkeys(name for report in reports for name in report.sums):
         holders = tuple(rank for rank, report in enumerate(reports) if name in report.sums)
@@ -146,7 +146,7 @@ def _other_sums(reports: Sequence[RankReport]) -> str:
 
 
 def _disturbed(reports: Sequence[RankReport], members: Callable[[str], Sequence[int]] | None) -> str:
-    """Return in words the earliest weights that ranks did not find as they had left them; empty if there are none."""
+    """Describe the earliest weights that changed without an instruction that wrote them; empty if there are none."""
     disturbed = [(report.disturbances[0], rank) for rank, report in enumerate(reports) if report.disturbances]
     if not disturbed:
         return ""
@@ -159,7 +159,7 @@ def _disturbed(reports: Sequence[RankReport], members: Callable[[str], Sequence[
 
 
 def odd_ranks(rows: Sequence[Hashable], ranks: Sequence[int] = ()) -> str:
-    """Return in words which ranks differ from most others; empty if none does.
+    """Describe which ranks differ from the majority; empty if none does.
 
     Parameters
     ----------

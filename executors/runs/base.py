@@ -1,4 +1,4 @@
-"""What a run records of its base beside the bits of its weights: the configuration that they are run with, and the tokenizer.
+"""What a run records of its base model beside its weights: the configuration and the tokenizer.
 
 The same weights under another activation are another model, and the same lines under another tokenizer other examples.
 """
@@ -55,7 +55,7 @@ _NO_FUNCTION = {
 
 
 def base_facts(model: nn.Module) -> dict[str, Any]:
-    """Return the configuration of a model, as far as it decides what the model computes, and whose names its fields have."""
+    """Return the fields of a model's configuration that decide what it computes, and the transformers version that named them."""
     import transformers
 
     config: Any = getattr(model, "config", None)
@@ -64,14 +64,14 @@ def base_facts(model: nn.Module) -> dict[str, Any]:
 
 
 def _deciding(value: Any) -> Any:
-    """Return a JSON value without fields that decide nothing, however deep they lie."""
+    """Return a JSON value without the fields that decide nothing, at any depth."""
     if not isinstance(value, dict):
         return value
     return {name: _deciding(part) for name, part in value.items() if name not in _NO_FUNCTION}
 
 
 def tokenizer_facts(model: str) -> dict[str, str]:
-    """Return a hash of each file of a model's tokenizer by name; of its configuration that of what it says."""
+    """Return a hash of each file of a model's tokenizer, by name; formatting of its configuration does not matter."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -94,7 +94,7 @@ def tokenizer_facts(model: str) -> dict[str, str]:
 
 
 def refuse_other_base(header: Mapping[str, Any], present: Mapping[str, Any], source: str, run: str) -> None:
-    """Raise if a base computes something else than the one that a run began from, its weights being the same.
+    """Raise if a base with the same weights computes something else than the one that a run began from.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ def _shown(facts: Mapping[str, Any], name: str) -> str:
 
 
 def unknown_base(header: Mapping[str, Any]) -> list[str]:
-    """Return a note on a run of an earlier version, which recorded its base's weights alone."""
+    """Return a note for a run of an earlier version, which recorded only its base's weights."""
     if header.get(BASE):
         return []
     said = "an earlier version wrote run.json, without the configuration and the tokenizer of the base"

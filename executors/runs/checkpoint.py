@@ -38,7 +38,7 @@ class Checkpoint:
     num_steps: int
 
     def load(self, model: nn.Module) -> None:
-        """Give a model of the base's shape these weights, stored as the model is to store them."""
+        """Load these weights into a model of the base's shape."""
         with _opened(self.path) as file, torch.no_grad():
             held = set(file.keys())
             for tensor in stored_parameters(model):
@@ -50,7 +50,7 @@ class Checkpoint:
 def save_checkpoint(
     model: nn.Module, directory: Path, *, dtype: str, num_steps: int, base_digest: str, history_digest: str
 ) -> Path:
-    """Write what the run changes as it stands, remove the oldest checkpoint but :data:`NUM_KEPT`.
+    """Write the parameters that the run changes, and keep the newest :data:`NUM_KEPT` checkpoints.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ def save_checkpoint(
 def newest_checkpoint(
     history: History, model: nn.Module, refused: Callable[[str], None] = lambda _: None
 ) -> Checkpoint | None:
-    """Return the newest checkpoint of a run that can be trusted.
+    """Return the newest checkpoint of a run that is whole and belongs to it.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ def _checked(path: Path, history: History, model: nn.Module) -> Checkpoint:
 
 
 def _digest(file: Any, model: nn.Module, path: Path) -> str:
-    """Return the hash of the parameters in a file, which must be those of `model`."""
+    """Return the hash of the parameters in a file; raise unless they are those of `model`."""
     held = set(file.keys())
     digest = hashlib.blake2b(digest_size=16)
     for tensor in filter(is_tuned, stored_parameters(model)):

@@ -32,7 +32,7 @@ NUM_SHOWN_ANSWERS = 3
 
 @dataclass(frozen=True)
 class _EvaluatedWeights:
-    """A session as the evaluations call a model."""
+    """A session that evaluations can call as a model."""
 
     session: Session
 
@@ -75,7 +75,7 @@ class Evaluations:
         self.latest: dict[str, Any] | None = None
 
     def recall(self, directory: Path, num_steps: int) -> None:
-        """Take over the evaluations of an earlier process in the first so many steps.
+        """Take over the evaluations that an earlier process recorded in the first `num_steps` steps.
 
         Raises
         ------
@@ -94,7 +94,7 @@ class Evaluations:
             self.latest = row
 
     def is_due(self, num_steps: int) -> bool:
-        """Whether an evaluation is due after so many steps, and no earlier process did it."""
+        """Whether an evaluation is due after `num_steps` steps and was not done yet."""
         wanted = self._settings.evaluation
         if wanted is None or (self.latest is not None and self.latest["num_steps"] == num_steps):
             return False
@@ -102,7 +102,7 @@ class Evaluations:
         return num_steps in ends or bool(wanted.every and num_steps % wanted.every == 0)
 
     def evaluate(self, session: Session) -> dict[str, Any]:
-        """Evaluate the present weights, keep them if they are the best and that is wanted, and return the metrics."""
+        """Evaluate the current weights, keep them if they are the best and ``--keep-best`` is set, and return the metrics."""
         metrics = {"num_steps": session.num_steps, "split": "eval", **self._metrics(session)}
         wanted = self._settings.evaluation
         if is_better(metrics, self.best):
@@ -113,7 +113,7 @@ class Evaluations:
         return metrics
 
     def _metrics(self, session: Session) -> dict[str, Any]:
-        """Return the metrics at the present weights; the first time, the lines say what they ask for where nobody does.
+        """Return the metrics at the current weights. With ``--eval-task auto``, the first lines decide the task.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""What a run's files say happened: read back, and refused where they contradict themselves.
+"""Reads a run's files back, and refuses them where they contradict each other.
 
 Every number of the log is checked against what determines it: seeds against the run's seed, learning rates against
 the schedule, projected gradients against the losses. A digit that changed on disk is found by its line.
@@ -65,7 +65,7 @@ class History:
 
     @property
     def periods(self) -> tuple[int, ...]:
-        """Numbers of steps between digests, between checkpoints and between evaluations, before each of which weights are verified."""
+        """Steps between digests, between checkpoints and between evaluations; weights are verified before each of them."""
         run = self.settings
         if not run:
             return ()
@@ -73,7 +73,7 @@ class History:
         return tuple(period for period in every if period)
 
     def digest(self, num_steps: int) -> str:
-        """Return a hash over what the first steps did, to tell this run's checkpoints from another's."""
+        """Return a hash over the first steps, which tells this run's checkpoints from another's."""
         digest = hashlib.blake2b(self.header["base_digest"].encode(), digest_size=16)
         for record in self.records[:num_steps]:
             numbers = (record.step, record.seeds, record.projected_gradients, record.learning_rate)
@@ -105,7 +105,7 @@ def read_history(directory: str | Path) -> History:
 
 
 def _steps_of(path: Path, lines: Sequence[Line], queries: int) -> list[list[Line]]:
-    """Return the lines of each complete step; a last step that lacks queries was being written."""
+    """Return the lines of each complete step; a last step without all its queries was still being written."""
     whole = len(lines) // queries * queries
     steps = [list(lines[begin : begin + queries]) for begin in range(0, whole, queries)]
     for position, line in enumerate(lines):
@@ -128,7 +128,7 @@ _OTHER_LOSS = {"central": "loss_minus", "forward": "loss_base", "residual": "los
 
 
 class _RowCheck:
-    """Compares every row with what determines it."""
+    """Checks every row of the log against what determines it."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self._path = path
@@ -187,14 +187,14 @@ class _RowCheck:
 
 
 def _is_of(loss: float, dtype: torch.dtype) -> bool:
-    """Whether a loss is a number of this format: one digit changed, it hardly ever is."""
+    """Whether a loss is representable in this format: with one digit changed, it hardly ever is."""
     return torch.tensor(loss, dtype=torch.float64).to(dtype).item() == loss
 
 
 def _gradients(
     plus: float, other: float, epsilon: float, dtype: torch.dtype, *, central: bool
 ) -> Iterator[float]:
-    """Yield what devices make of two losses: torch divides by a number on a CPU, and on CUDA multiplies by its reciprocal."""
+    """Yield the projected gradients of two losses on either device: torch divides on a CPU, and multiplies by the reciprocal on CUDA."""
     first, second = (torch.tensor(loss, dtype=torch.float64).to(dtype) for loss in (plus, other))
     yield projected_gradient(first, second, epsilon, central=central).item()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -214,7 +214,7 @@ def _digests(path: Path) -> dict[int, str]:
 
 
 def _refuse_truncated(history: History, path: Path) -> None:
-    """Refuse a log that ends before something that was written after its rows."""
+    """Refuse a log that is shorter than the digests or the header say."""
     reached = max(history.digests, default=0)
     if reached > history.num_steps:
         raise RunError(

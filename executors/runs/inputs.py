@@ -1,4 +1,4 @@
-"""What a run reads beside its weights: lines as examples for its model, and the model's tokenizer."""
+"""What a run reads beside its weights: the data as examples, and the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def open_data(settings: RunSettings, data: DataSettings) -> Dataset:
 def longest_line(
     model: str, spec: ModelSpec, data: DataSettings, evaluation: EvaluationSettings | None
 ) -> int:
-    """Return the tokens of the longest line that a run trains or evaluates on, cut to the model's positions if it cuts lines.
+    """Return the number of tokens of the longest line that a run reads; with ``--truncate``, at most the model's positions.
 
     Raises
     ------
@@ -114,7 +114,7 @@ class _TokenizerConfig(BaseModel):
 
 
 def _check_tokenizer_files(directory: Path) -> None:
-    """Raise for tokenizer files that cannot be, naming the file.
+    """Raise for tokenizer files that are damaged, naming the file.
 
     What ``tokenizer.json`` holds is a program of a kind: patterns and replacements. It is tried in a process of its own, which
     a pattern or a replacement that multiplies without end cannot leave with this one's memory or time.
@@ -184,7 +184,7 @@ def generation_of(settings: RunSettings, wanted: EvaluationSettings) -> Generati
 
 
 def text_objective(settings: RunSettings) -> TextObjective | None:
-    """Return what a run minimises of generated text: less the mean reward. None for a run without one.
+    """Return the objective of a run with a reward, minus the mean reward of generated text; None for any other run.
 
     Text ends with the model's own token for that, as a server's does.
     """
@@ -210,7 +210,7 @@ def _end_tokens(settings: RunSettings) -> set[int]:
 
 
 def pad_token(settings: RunSettings) -> int:
-    """Return what padded positions hold: the model's own token for it, if it has one."""
+    """Return the token of padded positions: the model's own if it has one, else 0."""
     if settings.run.random_weights:
         return 0
     config = load_config(settings.run.model, allow_download=settings.run.allow_download)
@@ -219,7 +219,7 @@ def pad_token(settings: RunSettings) -> int:
 
 
 def copy_tokenizer(model: str, out: Path) -> None:
-    """Put a model directory's tokenizer beside weights that were made from it.
+    """Copy a model directory's tokenizer to weights that were made from it.
 
     A link that leads out of the directory is not copied, unless into the cache of the Hub that the directory is of: it
     might lead to anything that the user can read.

@@ -70,7 +70,7 @@ def _object(path: Path, number: int, text: bytes) -> dict[str, Any]:
 
 
 class JsonLines:
-    """A file of JSON lines that one process appends to; that it is one is the lock's of its directory.
+    """A file of JSON lines that one process appends to; the lock of its directory keeps others out.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ class JsonLines:
             ) from error
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows, all at once."""
+        """Append rows with one write."""
         left = memoryview("".join(json.dumps(dict(row)) + "\n" for row in rows).encode())
         self.refuse_moved()
         with naming(self.path):
@@ -107,7 +107,7 @@ class JsonLines:
                 os.fsync(self._file)
 
     def refuse_moved(self) -> None:
-        """Raise where the path no longer leads to the open file: what is appended would be lost with it."""
+        """Raise if the path no longer leads to the open file: appended lines would be lost."""
         try:
             is_same = os.path.samestat(os.fstat(self._file), self.path.stat())
         except OSError:
@@ -131,7 +131,7 @@ class JsonLines:
         os.fsync(self._file)
 
     def close(self) -> None:
-        """End the file."""
+        """Sync and close the file."""
         try:
             with naming(self.path):
                 os.fsync(self._file)

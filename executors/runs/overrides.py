@@ -141,7 +141,7 @@ def settings_from(
 
 
 def _with_facts(settings: RunSettings) -> RunSettings:
-    """Return settings whose plan, where batches are packed and nothing is said of them, has what the first of them hold."""
+    """Return settings whose plan knows the lengths in the first batches, if batches are packed and the options do not say."""
     plan = settings.plan
     if not plan.points_are_adapters or plan.forward.has_facts:
         return settings
@@ -162,7 +162,7 @@ def default_threads(num_ranks: int = 1) -> int:
 
 
 def _recorded(header: Recorded) -> RunConfig:
-    """Return what a resumed run takes over from its record: what changes its numbers, and its data."""
+    """Return what a resumed run takes over from its record: the options that change its numbers, and its data."""
     if not header.get("run"):
         return RunConfig()
     recorded = header["run"]
@@ -185,7 +185,7 @@ def _recorded(header: Recorded) -> RunConfig:
 
 
 def _refuse_unnamed_code(recorded: Recorded, options: RunOptions, out: str) -> None:
-    """Refuse code to run, or an address to ask, that a record names and no option does: the record may be a stranger's."""
+    """Refuse code or an address that a record names and no option does: the record may be a stranger's."""
     for name, what in (("objective", "code to import"), ("reward", "code to import, or an address to ask")):
         value = recorded.get(name)
         if value is not None and ":" in value and name not in options.model_fields_set:
@@ -202,7 +202,7 @@ def _required(value: Any, what: str, option: str) -> Any:
 
 
 def _device(header: Recorded, base: Plan | None, out: str, *, has_plan: bool) -> str:
-    """Return the device of a run for which no option names one: that of its plan, or on which it was begun; else the CPU.
+    """Return the device of a run without ``--device``: its plan's, else the one it was begun on, else the CPU.
 
     Raises
     ------
@@ -226,7 +226,7 @@ def _device(header: Recorded, base: Plan | None, out: str, *, has_plan: bool) ->
 
 
 def _num_ranks(options: PlanConfig, base: Plan | None, *, has_plan: bool) -> int | None:
-    """Return how many ranks the options ask for, or else those of this host that a launcher has started."""
+    """Return the number of ranks that the options ask for, else the number that a launcher started on this host."""
     if (
         options.search.ranks is not None
         or has_plan
@@ -241,7 +241,7 @@ def _num_ranks(options: PlanConfig, base: Plan | None, *, has_plan: bool) -> int
 
 
 def _num_micro_batches(header: Recorded, plan: Plan) -> int:
-    """Return the micro-batches of a step: of a run that is gone on with, as make up the parts of a batch that it had.
+    """Return the micro-batches of a step; in a resumed run they cut a batch into the same parts as before.
 
     Shards of a batch are such parts, too: a rank alone forwards those of two ranks one after the other, to the same
     losses. Where equal parts cannot be made, what was recorded stays.

@@ -1,4 +1,4 @@
-"""The programs that a run keeps beside its log, so that a replay does what ran, and not what a plan means by now."""
+"""The programs that a run keeps beside its log, so that a replay does what ran even where the lowering has changed since."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def program_digest(text: str) -> str:
 
 
 def recorded_programs(directory: str | Path, header: Mapping[str, Any]) -> ProgramSet | None:
-    """Return the programs that a run kept.
+    """Return the programs in a run's directory.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Losses and projected gradients of one step, in memory and as rows of a log, and what in them says that a run is ruined."""
+"""Losses and projected gradients of one step, in memory and as rows of a log, and signs in them that a run diverges."""
 
 from __future__ import annotations
 
@@ -122,11 +122,11 @@ def record_of(frame: StepFrame, begin_s: float) -> StepRecord:
 
 
 class LossNotFinite(RunError):  # noqa: N818 - reads as the statement it makes
-    """A projected gradient that is no number. The weights may hold its traces: rebuild them from the log."""
+    """Raised for a projected gradient that is not finite. It may have reached the weights: rebuild them from the log."""
 
 
 def refuse_nonfinite(record: StepRecord) -> None:
-    """Raise LossNotFinite if a projected gradient is no number."""
+    """Raise LossNotFinite if a projected gradient is not finite."""
     if all(map(math.isfinite, record.projected_gradients)):
         return
     raise LossNotFinite(
@@ -139,7 +139,7 @@ def refuse_nonfinite(record: StepRecord) -> None:
 
 @dataclass
 class DivergenceWatch:
-    """Notices when a loss leaves for good: follows the median loss of the latest :data:`WINDOW_STEPS` steps.
+    """Detects divergence by the median loss of the latest :data:`WINDOW_STEPS` steps.
 
     Attributes
     ----------
@@ -157,7 +157,7 @@ class DivergenceWatch:
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
 
     def diverges(self, num_steps: int, loss: float) -> bool:
-        """Note the loss of the latest of `num_steps` steps, which is that of the weights before it.
+        """Note the loss of the latest of `num_steps` steps, which was taken at the weights before that step.
 
         Returns
         -------
@@ -174,7 +174,7 @@ class DivergenceWatch:
         return len(self._recent) >= _LEAST_STEPS and self._is_far(level)
 
     def last_good(self, num_steps: int) -> int:
-        """Return the steps behind the last good state of a run whose losses after `num_steps` are no numbers."""
+        """Return the number of steps behind the last good weights of a run whose loss after `num_steps` is not finite."""
         ruined = bool(self._recent) and self._is_far(median(self._recent))
         return self.best_step if ruined else max(num_steps - 1, 0)
 

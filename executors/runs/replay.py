@@ -1,4 +1,4 @@
-"""Weights from base weights and a log: every logged step done again to the weights, without its forwards.
+"""Rebuilds weights from base weights and a log: every logged step is applied again, without its forwards.
 
 A step changes each parameter by ``+ε·z``, ``-2ε·z``, ``+ε·z`` and the update, in these operations and this order.
 The first three do not cancel to the last bit, so a replay runs them too. It runs the very program of the run (or
@@ -156,7 +156,7 @@ def check_base(history: History, model: nn.Module, source: str | Path) -> None:
 
 
 def machine_differences(header: Mapping[str, Any], device: str) -> list[str]:
-    """Return, in words, what is not as it was where the run began, or is not known, and may change bits."""
+    """Describe what differs from where the run began, or is unknown, and may change bits."""
     here = machine_facts(device)
     return unknown_base(header) + [
         f"{name} was {header[name]} where the run began and is {here[name]} here: bits may differ"
@@ -223,7 +223,7 @@ def session_at(
 
 
 def plan_alone(history: History) -> Plan | None:
-    """Return the plan by which one rank replays a run of several; None where the run's own will do."""
+    """Return the plan by which one rank replays a run of several ranks; None for a run of one."""
     return alone(history.plan) if history.plan.placement.world_size > 1 else None
 
 

@@ -1,4 +1,4 @@
-"""What people see of a run: an aligned line a step, a bar, and logs that TensorBoard reads."""
+"""Shows a run: a line per step, a progress bar, and logs for TensorBoard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TENSORBOARD_NAME = "tensorboard"
 
 
 class Reporter:
-    """Tells the steps of one run as they happen; used as a context manager.
+    """Prints the steps of one run as they happen; used as a context manager.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class Reporter:
             self._writer.close()
 
     def step(self, record: StepRecord, num_tokens: int) -> None:
-        """Tell one step, whose batch has so many tokens."""
+        """Print one step, whose batch has `num_tokens` tokens."""
         if (record.step + 1) % self._every == 0 or record.step + 1 == self._num_steps:
             self._print(record, num_tokens)
         self._bar.update(self._task, completed=record.step + 1)
@@ -73,7 +73,7 @@ class Reporter:
         )
 
     def evaluation(self, num_steps: int, metrics: Mapping[str, Any]) -> None:
-        """Tell one evaluation."""
+        """Print one evaluation."""
         shown = "  ".join(
             f"{name} {value:.5g}" for name, value in metrics.items() if isinstance(value, float)
         )

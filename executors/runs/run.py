@@ -132,7 +132,7 @@ class Run:
         self.evaluations = Evaluations(settings)
 
     def _refuse_unlike(self) -> None:
-        """Make sure that all ranks were asked for the same, in every step, and read the same data."""
+        """Raise unless all ranks have the same settings and read the same data."""
         if self.communicator is None:
             return
         settings, program = self.settings, self.settings.program
@@ -215,7 +215,7 @@ class Run:
         )
 
     def _session(self, model: nn.Module) -> Session:
-        """Return a session on the weights that the log leads to, its files open behind them."""
+        """Return a session on the weights that the log leads to, and write the header, the plan and the programs."""
         settings = self.settings
         options = {
             "learning_rate": settings.learning_rate.at,
@@ -309,7 +309,7 @@ class Run:
         self._tell(f"weights have no checksums: a bit that changes in memory is noticed {by} (--checksums)")
 
     def _programs(self) -> str:
-        """Return the programs that run, as a file, and let the header name them."""
+        """Return the text of the run's programs, and note its digest in the header."""
         text = (self.settings.program or lower_all(self.settings.plan)).to_json()
         self.header[PROGRAM_DIGEST] = program_digest(text)
         return text
@@ -322,7 +322,7 @@ class Run:
     # -- training ----------------------------------------------------------------------------------------------
 
     def _train(self, session: Session) -> tuple[int, str] | None:
-        """Train to the last step; where that cannot be, return the last good number of steps and what happened."""
+        """Train to the last step. If the run diverges, return the last good number of steps and the reason."""
         if self.history is not None:
             self.evaluations.recall(self.earlier.directory, session.num_steps)
         with self._opened_files(session.num_steps) if self.writes else nullcontext() as self._files:
@@ -341,7 +341,7 @@ class Run:
         return RunFiles(self.log, reporter, self.records, num_tokens=self._num_tokens, goes_on=goes_on)
 
     def _num_tokens(self, step: int) -> int:
-        """Return the tokens of a step's batch, without its padding; its lines are read again where it was not run here."""
+        """Return the number of tokens of a step's batch without padding, read again for steps of an earlier process."""
         if step not in self._tokens:
             self._tokens[step] = self.batches.num_tokens(step)
         return self._tokens[step]
@@ -381,7 +381,7 @@ class Run:
         return None
 
     def _write(self, record: StepRecord) -> None:
-        """Write a step, unless the log has it with the same numbers."""
+        """Write a step to the log, unless an earlier process did with the same numbers."""
         logged = self._unverified[0] if self._unverified else None
         if logged is not None and replace(record, seconds=logged.seconds) == logged:
             if self._files is not None:
@@ -394,7 +394,7 @@ class Run:
         self.records.append(record)
 
     def _replace_unverified(self) -> None:
-        """Take from the log what was not verified and comes out otherwise."""
+        """Remove unverified steps from the log: run again, they have other numbers."""
         if self._unverified:
             self._warn(
                 f"step {self._unverified[0].step} comes out with other numbers than those logged: it and what followed "
