@@ -37,7 +37,7 @@ class Batch:
 
 
 def check_batch(batch: Mapping[str, object], max_positions: int) -> None:
-    """Raise for a batch of somebody's own loop that no model could be fed.
+    """Raise for a batch, given to a session, that no model can be fed.
 
     Parameters
     ----------

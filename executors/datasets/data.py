@@ -41,7 +41,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class LineFile:
-    """Where the lines of a JSON-lines file begin. Blank lines do not count.
+    """Index of the lines of a JSON-lines file; blank lines do not count.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ class LineFile:
             raise _unreadable(self.path, error) from None
 
     def where(self, index: int) -> str:
-        """Return the place of a line in words."""
+        """Return the file and number of a line, for messages."""
         return f"{self.path}, line {self.numbers[index]}"
 
     def _parse(self, index: int, line: bytes) -> JsonObject:
@@ -132,7 +132,7 @@ class LineFile:
 
 @dataclass(frozen=True)
 class Limits:
-    """What an example must respect to be fed to a model.
+    """Limits of the examples that a model can be fed.
 
     Attributes
     ----------
@@ -156,7 +156,7 @@ class Limits:
             raise DataError(f"max_length={self.max_length} leaves nothing to predict", hint="use at least 2")
 
     def fit(self, example: Example, where: str, *, num_kept: int = 0) -> Example:
-        """Return the example, cut if that was asked.
+        """Return the example, cut if it may be; raise if it cannot be used.
 
         Raises
         ------
@@ -231,7 +231,7 @@ class Dataset:
         return [question.candidates[question.answer] for question in self.questions(indices)]
 
     def questions(self, indices: Sequence[int]) -> list[Question]:
-        """Return some lines as candidates to choose from; a line of tokens has only its own.
+        """Return some lines as questions with candidates; a line of tokens has only its own.
 
         Raises
         ------
@@ -336,7 +336,7 @@ def open_dataset(
 
 
 def check_lines(path: str | Path, template: PromptTemplate | None) -> None:
-    """Read all lines of a file and raise for one that is no example of any model: no tokenizer is needed.
+    """Read all lines of a file, and raise for one that no model can be fed; needs no tokenizer.
 
     Raises
     ------
@@ -356,7 +356,7 @@ def check_lines(path: str | Path, template: PromptTemplate | None) -> None:
 def _lines_and_template(
     path: str | Path, template: PromptTemplate | None
 ) -> tuple[LineFile, PromptTemplate | None]:
-    """Return a file's lines and what makes text of them; None where they are tokens, as the first line shows."""
+    """Return a file's lines and their template; None where the first line holds tokens."""
     lines = LineFile.index(path)
     (first,) = lines.read([0])
     if "input_ids" not in first:
@@ -375,7 +375,7 @@ def _lines_and_template(
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Let what cannot be used of a line name it."""
+    """Add the place of a line to errors in the block."""
     try:
         yield
     except DataError as error:
@@ -383,7 +383,7 @@ def _named(where: str) -> Iterator[None]:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Return a file of data, open; what is no file, such as a pipe, could not be read twice, or would be waited for."""
+    """Open a file of data; raise for a directory, a pipe or a device, which could not be read twice or might hang."""
     if path.exists() and not path.is_file():
         kind = "a directory" if path.is_dir() else "a pipe or a device"
         raise DataError(f"{path} is {kind}, not a file", hint="write the lines into a file, and give that")
@@ -420,7 +420,7 @@ def _tokens_of(line: JsonObject, where: str) -> Example:
 
 
 def _refuse_ignored(line: JsonObject, where: str) -> None:
-    """Raise for fields that would be passed over, although they say what is to be learned."""
+    """Raise for fields that would be ignored although they say what is to be learned."""
     if line.get("labels") is None:
         close = difflib.get_close_matches(
             "labels", [name for name in line if name != "labels"], n=1, cutoff=0.75

@@ -1,4 +1,4 @@
-"""Greedy continuations: what a model goes on with, token by token."""
+"""Greedy generation, token by token."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Generation:
 
 
 def prompt_of(example: Example) -> tuple[int, ...]:
-    """Return what stands before the first label, or the whole of an example without labels.
+    """Return the tokens before the first label, or all of an example without labels.
 
     Raises
     ------
@@ -66,7 +66,7 @@ def continued(
     *,
     first: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Return the most probable continuation of each prompt, a forward over the whole sequences for every token.
+    """Return the greedy continuation of each prompt, with a forward over the whole sequences for every token.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def continued_by(
     *,
     first: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Return continuations as :func:`continued`, made of what `next_tokens` says follows on each of some sequences."""
+    """Return continuations as :func:`continued`, with next tokens from `next_tokens`."""
     texts = continuing(prompts, generation, first=first)
     try:
         sequences = next(texts)
@@ -104,7 +104,7 @@ def continued_by(
 def continuing(
     prompts: Sequence[tuple[int, ...]], generation: Generation, *, first: Sequence[int] | None = None
 ) -> Generator[list[tuple[int, ...]], Sequence[int], list[list[int]]]:
-    """Yield the sequences that need a next token, take these tokens, and return the continuations at the end."""
+    """Yield the sequences that need a next token, receive these tokens, and return the continuations at the end."""
     answers: list[list[int]] = [[] for _ in prompts]
     stops, longest = set(generation.stop_tokens), generation.max_length
     going = list(range(len(prompts)))

@@ -57,7 +57,7 @@ _NAMED: dict[str, Objective] = {"accuracy": error_rate, "f1": f1_shortfall}
 
 
 def objective_named(name: str, *, from_here: bool = True) -> Objective | None:
-    """Return what `name` stands for; None for the model's own loss.
+    """Return the objective called `name`; None for the model's own loss.
 
     Parameters
     ----------
@@ -119,7 +119,7 @@ def imported(what: str, name: str, *, from_here: bool = True) -> Callable[..., A
 
 @contextmanager
 def working_directory_importable() -> Iterator[None]:
-    """Find modules beside the user, as ``python -m`` does; the ``zosim`` script itself does not."""
+    """Let modules of the working directory be imported, as ``python -m`` does."""
     here = str(Path.cwd())
     # Behind all else: a file of the user's takes no installed module's place.
     sys.path.append(here)
@@ -130,7 +130,7 @@ def working_directory_importable() -> Iterator[None]:
 
 
 def _checked(name: str, objective: Objective) -> Objective:
-    """Return `objective`, its results refused where they are no scalar."""
+    """Wrap `objective` to raise where its result is not a scalar."""
 
     def checked(logits: Tensor, batch: Batch) -> Tensor:
         value = objective(logits, batch)

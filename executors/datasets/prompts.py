@@ -24,7 +24,7 @@ JsonObject = Mapping[str, Any]
 
 
 class OffsetTokenizer(Protocol):
-    """What is used of a transformers tokenizer: calling it, and token positions in the text."""
+    """The part of a transformers tokenizer that is used here."""
 
     @property
     def mask_token_id(self) -> int | None:
@@ -40,7 +40,7 @@ class OffsetTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One sequence and what is asked of it.
+    """One sequence and its labels.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""A reward of the user's over generated text: a function, or an endpoint on this machine."""
+"""Rewards of generated text: a user's function, or an endpoint on this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Reward = Callable[[Sequence[Text], Sequence[Text]], list[float]]
 
 
 def reward_named(name: str, timeout_s: float, *, from_here: bool = True) -> Reward:
-    """Return the reward that `name` stands for, checked and in time.
+    """Return the reward called `name`, with its answers checked and its time limited.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def mean_cost(
     made: Sequence[Sequence[int]],
     decode: Callable[[Sequence[int]], str] | None,
 ) -> float:
-    """Return what a step minimises: less the mean reward of what was made of prompts, as text where it can be decoded."""
+    """Return minus the mean reward of generated texts, decoded where possible: what a step minimises."""
     as_text: Callable[[Sequence[int]], Text] = decode or list
     return -math.fsum(reward(list(map(as_text, prompts)), list(map(as_text, made)))) / len(made)
 
@@ -107,7 +107,7 @@ def _function(name: str, *, from_here: bool) -> Callable[..., Any]:
 
 
 def _in_time(name: str, function: Callable[..., Any], timeout_s: float) -> Callable[..., Any]:
-    """Return `function`, given up after a while. Its thread cannot be ended, and is left behind."""
+    """Wrap `function` to give up after a timeout. Its thread cannot be ended, and is left behind."""
     checked_limit_s(timeout_s, "reward")
 
     def ask(prompts: list[Text], texts: list[Text]) -> Any:

@@ -1,4 +1,4 @@
-"""All evaluation points of a step in one forward over one read of the weights: directions beside the linears, as adapters are.
+"""All evaluation points of a step in one forward over one read of the weights, with perturbations as adapters of the linears.
 
 At the point ``θ + s·ε·U·Vᵀ`` a linear layer returns ``x·Wᵀ + s·ε·(x·V)·Uᵀ``. The first product is the same for all points, whose inputs
 lie side by side; the second takes ``r·(m + n)`` multiplications a token. Weights are neither changed nor copied.
@@ -50,7 +50,7 @@ class SidePath:
 
 @dataclass
 class _Narrowing:
-    """What of a last block's tokens goes on behind its attention.
+    """Selects the tokens of the last block that are needed after its attention.
 
     Attributes
     ----------
@@ -70,13 +70,13 @@ class _Narrowing:
         self.is_due = True
 
     def narrowed(self, inputs: Tensor) -> Tensor:
-        """Narrow the stream, and return `inputs` of a linear narrowed."""
+        """Narrow the residual stream in place, and return a linear's `inputs` narrowed."""
         self.is_due, self.is_done = False, True
         self.stream.data = self.stream.index_select(1, self.rows)
         return inputs.index_select(1, self.rows)
 
     def places(self, whole: slice) -> slice:
-        """Return where the rows of a part of the packed row are now; parts have theirs side by side."""
+        """Return where the narrowed rows of a part of the packed row lie."""
         begin, end = (int((self.rows_on_host < edge).sum()) for edge in (whole.start, whole.stop))
         return slice(begin, end)
 
@@ -134,7 +134,7 @@ class BatchedModel(CutModel):
         self.narrows = self._can_narrow()
 
     def pack(self, batch: Batch) -> Packing:
-        """Return a batch packed; on a CPU a token of a large block takes longer than a call of attention."""
+        """Pack a batch. On a CPU, a token of a large block takes longer than a call of attention."""
         weight = min(1.0, 2e5 / self._block_elements) if self.device.type == "cpu" else 1.0
         return pack(batch, least_saved=max(8, LEAST_SAVED * weight), device=self.device)
 
@@ -188,7 +188,7 @@ class BatchedModel(CutModel):
         paths: Mapping[nn.Parameter, SidePath | Sequence[SidePath]],
         num_points: int,
     ) -> Tensor:
-        """Return what `segment` makes at all points, of shape (points, tokens, width): from the head, each point's loss.
+        """Return the output of `segment` at all points, of shape (points, tokens, width); of the head, each point's loss.
 
         Parameters
         ----------
@@ -236,7 +236,7 @@ class BatchedModel(CutModel):
 
     @staticmethod
     def predicting(hidden: Tensor, packing: Packing) -> Tensor:
-        """Return what the last block left of the tokens that predict a label, where it has not left that alone."""
+        """Return the last block's output at tokens that predict a label, narrowed already or not."""
         return hidden if hidden.shape[1] != packing.num_tokens else hidden.index_select(1, packing.predictors)
 
     def _losses(self, hidden: Tensor, packing: Packing) -> Tensor:
@@ -267,7 +267,7 @@ class BatchedModel(CutModel):
         return narrowing.narrowed(arguments[0]), *arguments[1:]
 
     def _check_packing(self) -> None:
-        """Refuse a model that computes something else of packed sequences than of padded ones.
+        """Raise ModelError for a model that computes different losses on packed and on padded sequences.
 
         Raises
         ------
@@ -299,7 +299,7 @@ class BatchedModel(CutModel):
             raise ModelError(message, hint="use --weights serial or copies")
 
     def _can_narrow(self) -> bool:
-        """Whether what stands behind the last attention adds to what the block was given, token by token."""
+        """Whether the part of a block behind its attention works token by token on the residual stream."""
         tokens = torch.tensor([[1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 6, 7]], device=self.device)
         tokens = tokens % self.embedding.num_embeddings
         labels = tokens.clone()
@@ -323,7 +323,7 @@ class BatchedModel(CutModel):
 
 
 def _times(inputs: Tensor, inner: Tensor) -> Tensor:
-    """Return inputs (points, tokens, inputs) times what is the same at all points, or not: (points, tokens, rank)."""
+    """Return inputs (points, tokens, inputs) times `inner`, shared by all points or one each: (points, tokens, rank)."""
     inner = inner.to(inputs.dtype)
     if inner.dim() == 3:
         return torch.matmul(inputs, inner)

@@ -1,4 +1,4 @@
-"""Where a model keeps its blocks, and which models cannot be cut between them."""
+"""Finds a model's blocks, and refuses models that cannot be cut between them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 
 def linears_of(block: nn.Module) -> Iterator[tuple[str, Any, int, int]]:
-    """Yield (path, module, inputs, outputs) of every linear layer of a block, or of a model, those of adapters left out."""
+    """Yield (path, module, inputs, outputs) of every linear layer of a block or a model, except those of adapters."""
     from transformers.pytorch_utils import Conv1D
 
     for path, module in block.named_modules():

@@ -1,4 +1,4 @@
-"""Text that every Python installation has, its byte-level tokenizer, and a task made from it.
+"""A corpus from the Python installation itself, a byte-level tokenizer, and a classification task.
 
 The prose is the language reference that :mod:`pydoc` ships (:mod:`pydoc_data.topics`), the code is the
 standard library's own source. Part of both is held out of pretraining; the task asks of 60 held-out bytes
@@ -50,7 +50,7 @@ _LEAST_BYTES = 100_000
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents by name, of two kinds.
+    """Prose and source code, by name.
 
     Attributes
     ----------

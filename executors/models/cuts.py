@@ -1,4 +1,4 @@
-"""Where a model may be cut into stages, what crosses there, and a forward through cuts that change what crosses.
+"""Stage boundaries of a model, the activations that cross them, and a forward that changes these.
 
 Between blocks the hidden state crosses. Inside a block, at the input of the MLP's second linear, two tensors do: that
 input (``relu(fc1 x)`` in OPT, GELU of it in GPT-2, ``silu(gate)·up`` in Llama and Qwen3), and the residual stream that
@@ -27,7 +27,7 @@ Change = Callable[[Crossing, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cut:
-    """A place to cut at.
+    """A stage boundary.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class Cut:
 
     @property
     def name(self) -> str:
-        """As plans have it."""
+        """Name of the cut in plans."""
         return block_segment(self.block) + (INSIDE if self.inside else "")
 
 

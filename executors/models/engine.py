@@ -1,4 +1,4 @@
-"""What runs the forwards of a program: the seam at which another engine takes the place of torch modules run in turn."""
+"""The interface of what runs the forwards of a program, and the choice of one for a plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zosim.plans import Plan
 
 
 class ForwardEngine(Protocol):
-    """Runs segments of a model at the weights that its tensors hold at the moment.
+    """Runs segments of a model at the weights that its tensors currently hold.
 
     :class:`executors.models.model.CutModel` is one, by running the model's own modules. Before a segment runs at an
     evaluation point, the interpreter lets the tensors that the segment reads hold that point's weights
@@ -62,7 +62,7 @@ class ForwardEngine(Protocol):
     def gathered_rows(
         self, tensor: NamedTensor, rows: Tensor, positions: Tensor
     ) -> AbstractContextManager[None]:
-        """Let a token table be read as `rows` at `positions` for a while."""
+        """Let the token table be read as `rows` at `positions` for the length of the block."""
 
     def loss_format(self) -> torch.dtype:
         """Return the format that losses have."""

@@ -41,7 +41,7 @@ Handed = Tensor | Halfway
 
 
 def as_tensor(handed: Handed | None) -> Tensor:
-    """Return what was handed on behind a whole block or the head."""
+    """Return what a whole block handed on."""
     assert isinstance(handed, Tensor)
     return handed
 
@@ -78,7 +78,7 @@ class HalvedBlock:
         self._is_flat = path == "fc2"
 
     def front(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Halfway:
-        """Return what the block makes of `hidden` until the second linear."""
+        """Run the block up to its MLP's second linear."""
         residuals: list[Tensor] = []
 
         def stop(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -110,7 +110,7 @@ class HalvedBlock:
         return hidden if self._norm_behind is None else self._norm_behind(hidden)  # type: ignore[no-any-return]
 
     def check(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Halfway:
-        """Make sure that both halves are the block, bit for bit, and return what passes between them.
+        """Raise unless both halves together are the block, bit for bit; return what passes between them.
 
         Raises
         ------

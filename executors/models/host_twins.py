@@ -1,4 +1,4 @@
-"""Answers of the host to what a model's code asks of small integer tensors that lie on an accelerator.
+"""Answers on the host to questions that a model's code asks of small integer tensors on an accelerator.
 
 Transformers decide with the numbers of a batch which mask attention needs: ``if mask.all()``. Asked of a tensor on an
 accelerator, such a question holds the host until the device has done all that it was given, at every evaluation point.
@@ -38,7 +38,7 @@ _HOST = torch.device("cpu")
 
 
 class _Twin:
-    """A tensor of the host with the numbers of another, computed when someone asks."""
+    """A host tensor equal to one on the accelerator, computed on demand."""
 
     __slots__ = ("_args", "_function", "_kwargs", "_made")
 
@@ -58,7 +58,7 @@ class _Twin:
 
 
 class HostTwins(TorchFunctionMode):
-    """Answers questions about integers of a batch, and what is computed of them, without waiting for an accelerator.
+    """Answers questions about integers of a batch, and about integers computed from them, without waiting for the accelerator.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ class HostTwins(TorchFunctionMode):
 def host_twins(
     device: torch.device, batch: Mapping[str, Tensor] | None = None, host: Mapping[str, Tensor] | None = None
 ) -> AbstractContextManager[Any]:
-    """Let questions about a batch on an accelerator be answered by its tensors of the host; on a CPU do nothing.
+    """Answer questions about a batch on an accelerator from its tensors on the host; on a CPU do nothing.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Models from a directory or a name, as weights that are safe to read.
+"""Loads models from a directory or by name, running no code of theirs.
 
 A model directory may come from anybody. Its ``config.json`` is read once, by the reader and the types that the planner
 uses, and what libraries are given is made from that. No code of the directory runs: neither modelling code that it names
@@ -174,7 +174,7 @@ _ADAPTER_NAME = "adapter_config.json"
 
 
 def _refuse_irregular(directory: Path) -> None:
-    """Raise for a directory in which something is no file to read, or which holds an adapter, that transformers would load too.
+    """Raise for a directory with something other than files to read, or with an adapter, which transformers would load too.
 
     Links are followed: caches and users' own directories are made of them, and nothing is written there.
     """
@@ -195,7 +195,7 @@ _READ = {".json", ".safetensors", ".txt", ".model", ".jinja"}
 
 
 def _config_class(fields: Mapping[str, Any], where: str) -> Any:
-    """Return transformers' configuration of fields from a file, without those that would be more than a description."""
+    """Return transformers' configuration from a file's fields, without those that do more than describe a model."""
     from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -247,7 +247,7 @@ _NO_DESCRIPTION = {
 
 
 class _UsualSizes(BaseModel):
-    """Sizes of a model of any family, where it has them, and what it is called."""
+    """Usual sizes of a model of any family."""
 
     model_config = ConfigDict(from_attributes=True, strict=True)
 
@@ -262,7 +262,7 @@ class _UsualSizes(BaseModel):
 
 
 def _refuse_too_large(source: str | Path, skeleton: nn.Module) -> None:
-    """Raise for a model whose numbers this machine could not hold, however they are used."""
+    """Raise for a model whose weights exceed this machine's memory."""
     tensors = [*skeleton.parameters(), *skeleton.buffers()]
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     limits = host_limits()
@@ -275,7 +275,7 @@ def _refuse_too_large(source: str | Path, skeleton: nn.Module) -> None:
 
 
 def _check_weights(directory: Path, names: set[str]) -> None:
-    """Raise for weight files that could not be read, before transformers maps them.
+    """Raise for weight files that cannot be read, before transformers maps them.
 
     Raises
     ------
@@ -298,7 +298,7 @@ def _check_weights(directory: Path, names: set[str]) -> None:
 
 
 def opened_weights(directory: Path, weights_name: str = WEIGHTS_NAME) -> dict[str, Tensor]:
-    """Return the tensors of a directory by name, mapped from their files: what is not read takes no memory.
+    """Return the tensors of a directory by name, memory-mapped: what is not read takes no memory.
 
     Raises
     ------
@@ -394,7 +394,7 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 @contextmanager
 def quietly_loading(source: str | Path, *, allow_download: bool = False) -> Iterator[None]:
-    """As :func:`refusing`, and keep transformers from reporting what is refused here in fewer words."""
+    """As :func:`refusing`, with transformers' own reports switched off."""
     import transformers
 
     level = transformers.utils.logging.get_verbosity()
@@ -408,7 +408,7 @@ def quietly_loading(source: str | Path, *, allow_download: bool = False) -> Iter
 
 
 def _refuse_incomplete(source: str | Path, loading_info: Mapping[str, Any]) -> None:
-    """Raise where transformers would have drawn weights at random in place of those that a file lacks."""
+    """Raise where a file lacks weights that transformers would initialise at random."""
     wrong = [str(name) for name, *_ in loading_info["mismatched_keys"]]
     if wrong:
         raise ModelError(

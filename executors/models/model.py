@@ -1,4 +1,4 @@
-"""A language model cut into segments that run one at a time, by running the model's own code.
+"""A language model cut into segments that run one at a time, by the model's own code.
 
 The list of blocks is replaced by stand-ins while the model's forward runs. For ``embed`` they record what each
 block is called with and stop the forward after the last; for ``head`` they hand on the hidden state that the
@@ -47,7 +47,7 @@ Objective = Callable[[Tensor, Batch], Tensor]
 
 @dataclass(frozen=True)
 class TextObjective:
-    """What is minimised of text that the model goes on with, by more forwards of all of it at the same weights.
+    """An objective of generated text, which takes further forwards at the same weights.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ LossDType = Literal["model", "fp64"]
 
 
 def _concerns_a_user(record: logging.LogRecord) -> bool:
-    """Whether transformers warns of more than how segments are run: heads on one token, with the loss that is the default."""
+    """Whether a warning of transformers is about more than how segments run: one token for the head, and the default loss."""
     message = record.getMessage()
     return not message.startswith(
         ("We strongly recommend passing in an `attention_mask`", "`loss_type=None` was set")
@@ -151,7 +151,7 @@ class CutModel:
     # -- running -----------------------------------------------------------------------------------------------
 
     def run(self, segment: str, batch: Batch, cache: StepCache, handed: Handed | None) -> Handed:
-        """Return what `segment` makes of a batch and of what the segment before it handed on: from the head, the loss."""
+        """Return the output of `segment`, given a batch and the output of the segment before; of the head, the loss."""
         if segment == EMBED:
             return self.embed(batch, cache)
         if segment == HEAD:
@@ -200,7 +200,7 @@ class CutModel:
             return states_of(self.blocks[index](hidden, *args, **kwargs))
 
     def between(self, segment: str, handed: Handed, cache: StepCache) -> Handed:
-        """Return what `segment`, a block or half of one, makes of what the segment before it handed on."""
+        """Return the output of `segment`, a block or half of one, given the output of the segment before."""
         index = block_index(segment)
         if segment.endswith(BACK):
             assert isinstance(handed, Halfway)
@@ -260,7 +260,7 @@ class CutModel:
         return logits if self.is_causal else logits.roll(-1, dims=1)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Return what the head makes of each position by itself."""
+        """Return the head's logits at each position, not shifted."""
         if not self._head_needs_shape:
             return self._run_head(hidden).logits  # type: ignore[no-any-return]
         # A row of many sequences may be longer than any that the model has positions for.
@@ -334,7 +334,7 @@ class CutModel:
             modules[self._list_name] = self._whole
 
     def format(self) -> AbstractContextManager[Any]:
-        """Let matrix products have their format for a while."""
+        """Compute matrix products in their format for the length of the block."""
         if self.autocast_dtype is None:
             return nullcontext()
         # The cache would keep a cast of weights that change between calls.
@@ -408,7 +408,7 @@ class CutModel:
         return segments_of
 
     def _watch_edges(self) -> tuple[set[int], set[int]]:
-        """Return which parameters the modules around the blocks read, before and after them."""
+        """Return the parameters that modules before the blocks read, and those that modules behind them read."""
         before: set[int] = set()
         after: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""Sequences side by side without padding, their common beginnings once: what a batch's forwards need to compute, and no more.
+"""Packs sequences side by side without padding, and their common prefixes once, so that forwards compute nothing twice.
 
 A decoder's token sees only what comes before it. Of a sequence nothing is computed behind the last token that predicts a
 label, and what several sequences begin with is computed for all of them at once. What is left is a forest of *runs* of
@@ -87,7 +87,7 @@ class Packing:
 
 
 def joined(packings: Sequence[Packing]) -> tuple[Packing, list[slice]]:
-    """Return several packings as one row, in which none sees another's tokens, and where each of them lies."""
+    """Join packings in one row, in which none attends to another; also return where each lies."""
     places, begin = [], 0
     groups: list[AttentionGroup] = []
     predictors, predictors_on_host = [], []
@@ -144,7 +144,7 @@ class _Forest:
         self._grow(sorted(range(len(self.rows)), key=lambda row: self.rows[row]), 0)
 
     def _grow(self, rows: Sequence[int], begin: int) -> None:
-        """Cut what sorted rows, whose first `begin` tokens are the same and have places, go on with."""
+        """Cut sorted rows behind their first `begin` tokens, which are the same and have places already."""
         rows = [row for row in rows if len(self.rows[row]) > begin]
         if len(rows) < 2:
             for row in rows:
@@ -180,7 +180,7 @@ def pack(
     bucket: int = _BUCKET,
     device: torch.device | None = None,
 ) -> Packing:
-    """Return a batch packed.
+    """Pack a batch.
 
     Parameters
     ----------

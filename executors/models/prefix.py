@@ -141,7 +141,7 @@ def _attach(attention: nn.Module, keys: Tensor, values: Tensor, num_heads: int) 
 
 
 class _Prepend:
-    """Lets an attention module find the prefix in what it takes for its cache, and see it through its mask."""
+    """Makes an attention module read the prefix from its cache argument, and extends its mask to it."""
 
     def __init__(self, num_heads: int, arguments: AttentionArguments) -> None:
         self._num_heads = num_heads
@@ -175,7 +175,7 @@ class _Prepend:
 
 
 class _PrefixCache:
-    """A cache that holds a prefix before whatever `inner` holds, as far as attention modules use one."""
+    """A key-value cache with a prefix before the states of `inner`, as far as attention modules use one."""
 
     def __init__(self, keys: Tensor, values: Tensor, inner: Any) -> None:
         self._prefix = keys, values
@@ -195,7 +195,7 @@ class _PrefixCache:
 
 
 def _extended(mask: Tensor | None, num_tokens: int, past: int, hidden: Tensor) -> Tensor | None:
-    """Return a mask under which every token sees the prefix, and of the rest what it saw before.
+    """Return a mask under which every token also sees the prefix.
 
     Without a mask a fused kernel is called with a flag that attention is causal, which it takes to begin at the first key.
     """

@@ -146,7 +146,7 @@ class Pretrained:
 def pretrained_model(
     recipe: Recipe = Recipe(), *, cache: Path | None = None, on_step: OnStep | None = None
 ) -> Pretrained:
-    """Return the model that `recipe` makes, from the cache if it is there whole, else from the package, or pretrained now.
+    """Return the model of `recipe`: from the cache if it is intact, else from the package, else pretrained now.
 
     Parameters
     ----------
@@ -329,7 +329,7 @@ def _own_weights(model: OPTForCausalLM) -> dict[str, torch.Tensor]:
 
 
 def _shipped_facts(recipe: Recipe) -> dict[str, Any] | None:
-    """Return what is known of the weights that come with the package; None if they are not this recipe's."""
+    """Return the facts of the weights that come with the package; None if they are another recipe's or damaged."""
     if not _SHIPPED_FACTS.is_file():
         return None
     facts = read_json_object(_SHIPPED_FACTS, "description of the weights that come with zosim", ModelError)
@@ -371,7 +371,7 @@ def ship(recipe: Recipe = Recipe()) -> None:
 
 
 def _intact(target: Path) -> Pretrained | None:
-    """Return the model in `target` if every file is as it was written."""
+    """Return the model in `target`; None unless every file is as it was written."""
     try:
         facts = read_json_object(target / _MANIFEST, "manifest", ZosimError)
         if any(_sha256(target / name) != digest for name, digest in facts["sha256"].items()):

@@ -1,4 +1,4 @@
-"""Modules that take the blocks' places while a model's own forward runs, to learn what it does around them."""
+"""Stand-ins for a model's blocks while its own forward runs, which record what it does around them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 
 @dataclass
 class StepCache:
-    """What the segments of a step's batch have in common, whatever the weights.
+    """What a step's segments share that does not depend on the weights.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""An adapter of low rank that grows: updates as slots beside a frozen base, joined, compacted, and written as PEFT writes them.
+"""A low-rank adapter that grows: increments of a frozen base, joined, compacted, and written for PEFT.
 
 A slot is a product ``A·Bᵀ`` beside a matrix. Slots add up in any order; joined, their factors stand side by side in one
 pair, ``[A₁ A₂ …]·[B₁ B₂ …]ᵀ``. A probe is one more slot. Updates with one right factor are one slot, whose left factor is their sum.
@@ -19,7 +19,7 @@ from topology.errors import ModelError
 
 @dataclass
 class Slots:
-    """What stands beside one matrix.
+    """Low-rank increments of one matrix.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class Slots:
         return joined, torch.cat([right.to(joined.dtype) for right in rights], 1)
 
     def compact(self, rank: int) -> None:
-        """Leave one slot of at most `rank`: the nearest matrix of that rank, by the singular values of the sum.
+        """Replace all slots by one of at most `rank`: the nearest matrix of that rank, by singular values.
 
         Notes
         -----
@@ -94,7 +94,7 @@ class Slots:
 
 @dataclass
 class AdapterState:
-    """Slots beside the linears of a base.
+    """Low-rank increments of the linears of a base.
 
     Attributes
     ----------
@@ -112,7 +112,7 @@ class AdapterState:
         self.slots.setdefault(name, Slots()).add(left, right, factor)
 
     def close(self, next_rank: int) -> None:
-        """Compact slots that nothing will be added to, where others of `next_rank` together would let the rank pass the bound.
+        """Compact finished slots so that others of `next_rank` together fit within the bound of the rank.
 
         Raises
         ------
@@ -137,7 +137,7 @@ class AdapterState:
 
     @property
     def relative_error(self) -> float:
-        """What compacting has left out at most, as a share of the norm of what is there, of the worst matrix."""
+        """Upper bound of what compacting has left out, relative to the norm of the sum, of the worst matrix."""
         return max((s.lost / norm for s in self.slots.values() if (norm := s.norm())), default=0.0)
 
     def merge_into(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""How transformers' modules call each other: the one place to mend when a release renames what prefixes and packed forwards touch.
+"""The names in transformers that prefixes and packed forwards rely on: the one place to adapt when a release changes them.
 
 Attention modules take the states that they attend to besides their own from a cache, under a name that has changed several
 times. A release that knows a new name drops the old one with a warning, so the name is read from each module's signature.
@@ -64,7 +64,7 @@ class AttentionArguments:
 
 
 def register_attention(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
-    """Let models compute attention with `function` while :func:`attention_by` names it."""
+    """Register `function` as an attention implementation for :func:`attention_by`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(name, function)
@@ -72,7 +72,7 @@ def register_attention(name: str, function: Callable[..., tuple[Tensor, None]]) 
 
 @contextmanager
 def attention_by(model: nn.Module, name: str) -> Iterator[None]:
-    """Let a model's blocks compute attention with a registered function for a while.
+    """Compute a model's attention with a registered function for the length of the block.
 
     Keyword arguments of a block that neither it nor its attention knows reach the function.
     """

@@ -1,4 +1,4 @@
-"""Weights on disk: written one by one under Hugging Face's names, and hashed."""
+"""Writes weights to disk one by one under Hugging Face's names, and hashes them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def weights_digest(
 
 
 def is_tuned(tensor: NamedTensor) -> bool:
-    """Whether a run changes a parameter: it is perturbed, or it is a part of an adapter that is drawn anew."""
+    """Whether a run changes a parameter: it is trainable, or part of an adapter that is drawn anew."""
     return tensor.trainable or ".lora_" in tensor.name
 
 
@@ -96,7 +96,7 @@ def write_tensors(
     dtype: str | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write named tensors as safetensors, in one instant; parameters as :func:`save_weights`."""
+    """Write named tensors as safetensors, atomically; parameters as of :func:`save_weights`."""
     # The layout of safetensors: eight bytes of length, a JSON header padded with spaces to a multiple of eight, then the tensors'
     # bytes one after the other.
     wanted = TORCH_DTYPES[dtype] if dtype else None
@@ -130,7 +130,7 @@ def save_pretrained(model: nn.Module, directory: str | Path, dtype: str | None =
 
 
 def save_configuration(model: nn.Module, directory: Path, more: Mapping[str, Any] | None = None) -> None:
-    """Write what describes a model beside its weights, and fields of ``config.json`` that are not the model's own."""
+    """Write a model's configuration files, and further fields of ``config.json``."""
     directory.mkdir(parents=True, exist_ok=True)
     refuse_irregular((directory / name for name in (CONFIG_NAME, "generation_config.json")), RunError)
     config = model.config

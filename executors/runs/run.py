@@ -208,7 +208,7 @@ class Run:
         return model
 
     def _base_facts(self, model: nn.Module) -> dict[str, Any]:
-        """Return what is recorded of the base beside its weights; its tokenizer where lines are text."""
+        """Return what the header records of the base beside its weights: its configuration, and its tokenizer if lines are text."""
         is_text = self.data.template is not None
         return base_facts(model) | (
             {"tokenizer": tokenizer_facts(self.settings.run.model)} if is_text else {}
@@ -302,7 +302,7 @@ class Run:
         return session
 
     def _tell_of_no_checksums(self) -> None:
-        """Say what watches the weights of a rank without checksums, as on CUDA unless these are asked for."""
+        """Tell what detects changed bits in a run without checksums, which is the default on CUDA."""
         plan = self.settings.plan
         has_replicas = plan.placement.world_size > plan.num_stages
         by = "only where ranks hold the same weights, at verifications" if has_replicas else "by nothing"
@@ -405,7 +405,7 @@ class Run:
                 self.log.cut(len(self.records))
 
     def _due(self, session: Session) -> None:
-        """Do what is due after the steps so far and has not been done."""
+        """Take the digest, the checkpoint and the evaluation that are due after the steps so far."""
         done = session.num_steps
         digest, checkpoint, evaluation = self._is_due(done)
         if digest or checkpoint or evaluation:
@@ -425,7 +425,7 @@ class Run:
                 self._files.evaluation(done, metrics)
 
     def _is_due(self, done: int) -> tuple[bool, bool, bool]:
-        """Return whether a digest, a checkpoint and an evaluation are due after so many steps."""
+        """Return whether a digest, a checkpoint and an evaluation are due after `done` steps."""
         settings = self.settings
         digest, checkpoint = (
             bool(every and done and done % every == 0)
@@ -434,7 +434,7 @@ class Run:
         return digest, checkpoint, self.evaluations.is_due(done)
 
     def _verify(self, session: Session) -> None:
-        """Verify the weights and what all ranks did; if they are refused, cut the log back to what was agreed on.
+        """Verify the weights and the steps of all ranks; if they differ, cut the log back to the last agreement.
 
         Raises
         ------
@@ -468,7 +468,7 @@ class Run:
         session.on_rank_0(save, "writing a checkpoint")
 
     def _on_rank_0(self, action: Callable[[], T], what: str) -> T:
-        """Let rank 0 do what needs no model, the others waiting; where it fails, no rank goes on."""
+        """Run an action that needs no model on rank 0 while the others wait; if it fails, all ranks fail."""
         return action() if self.communicator is None else self.communicator.on_rank_0(action, what)
 
     # -- end ---------------------------------------------------------------------------------------------------

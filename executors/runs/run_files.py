@@ -1,4 +1,4 @@
-"""The files of one run: what an earlier process left, and as they grow. Rank 0 alone reads and writes them."""
+"""The files of one run: reading what an earlier process left, and appending to them. Only rank 0 touches the directory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NUM_VERIFIED = "num_verified"
 
 
 class RunFiles:
-    """The files of a run beside its log, open; used as a context manager.
+    """The open files of a run beside its log; used as a context manager.
 
     Parameters
     ----------
@@ -81,12 +81,12 @@ class RunFiles:
         self._opened.close()
 
     def step(self, record: StepRecord) -> None:
-        """Write a step: first to the log, and to the disk."""
+        """Write a step to the log, which reaches the disk, then to the metrics, and print it."""
         self._log.append(record.rows())
         self.step_again(record)
 
     def step_again(self, record: StepRecord) -> None:
-        """Tell a step that the log has."""
+        """Write the metrics of a step that the log has, and print it."""
         num_tokens = self._num_tokens(record.step)
         self._metrics.append([_metrics_row(record, num_tokens)])
         self._reporter.step(record, num_tokens)
@@ -106,7 +106,7 @@ class RunFiles:
 
 
 def evaluations_of(directory: Path, num_steps: int) -> list[dict[str, Any]]:
-    """Return the evaluations that a run recorded up to so many steps."""
+    """Return the evaluations that a run recorded in its first `num_steps` steps."""
     lines = _lines_behind(directory / METRICS_NAME, num_steps)
     return [line.row for line in lines if line.row["split"] == "eval"]
 
@@ -123,7 +123,7 @@ def _lines_behind(path: Path, num_steps: int) -> list[Line]:
 
 
 def remove_partial(out: Path) -> None:
-    """Remove what a process that was killed had begun to write."""
+    """Remove files that a killed process had begun to write."""
     for folder in (out, *(out / name for name in RUN_FOLDERS)):
         for partial in folder.glob(".*.partial") if folder == out else folder.rglob(".*.partial"):
             partial.unlink(missing_ok=True)
@@ -142,7 +142,7 @@ def _metrics_row(record: StepRecord, num_tokens: int) -> dict[str, Any]:
 
 
 class EarlierRun:
-    """What there is of a run before this process, read by rank 0 and sent to the others.
+    """What an earlier process left of a run, read by rank 0 and sent to the others.
 
     The others need not see the directory: they get the header, the log and what else is small as bytes. All then replay
     the same steps from the same base, and so each has the weights to go on with.
@@ -194,7 +194,7 @@ class EarlierRun:
         return newest
 
     def num_verified(self, history: History, checkpoint: Checkpoint | None) -> int:
-        """Return how many steps of a run were verified: on all ranks, and before anything that was written since.
+        """Return how many steps of a run were verified on all ranks, before digests, checkpoints or evaluations were written.
 
         Of a run without verifications all count as such.
         """
@@ -211,7 +211,7 @@ class EarlierRun:
 
 
 def is_begun(out: Path, *, resume: bool) -> bool:
-    """Whether an earlier process left something to go on with, which is then wanted."""
+    """Whether an earlier process left steps to resume from; raise if there are any without ``--resume``."""
     if not (out / HEADER_NAME).exists():
         if (out / STEPS_NAME).exists():
             raise RunError(f"{out} has a log but no {HEADER_NAME}, so it is not known what run it is of")
@@ -230,7 +230,7 @@ def is_begun(out: Path, *, resume: bool) -> bool:
 
 
 def _small_files(out: Path) -> dict[str, str]:
-    """Return the small files of a run, in letters."""
+    """Return the small files of a run by name, encoded as base64."""
     read_history(out)  # what is damaged is refused here, on all ranks
     paths = [out / name for name in (HEADER_NAME, STEPS_NAME, DIGESTS_NAME, METRICS_NAME)]
     paths += [path for path in sorted((out / PREFIX_NAME).rglob("*")) if path.is_file()]

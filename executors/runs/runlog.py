@@ -59,7 +59,7 @@ class RunLog:
                 raise
 
     def begin(self, header: Mapping[str, Any]) -> None:
-        """Write ``run.json`` and an empty log; one that stands there already is refused."""
+        """Write ``run.json`` and an empty log; raise if there is a log already."""
         if (self.directory / STEPS_NAME).exists():
             raise RunError(
                 f"{self.directory} holds the log of a run already ({STEPS_NAME})",
@@ -69,7 +69,7 @@ class RunLog:
         self._steps = self._opened.enter_context(JsonLines(self.directory / STEPS_NAME))
 
     def go_on(self, keep_bytes: int) -> None:
-        """Go on after the first `keep_bytes` bytes of the log that is there."""
+        """Continue the existing log after its first `keep_bytes` bytes."""
         self._steps = self._opened.enter_context(
             JsonLines(self.directory / STEPS_NAME, keep_bytes=keep_bytes)
         )
@@ -79,7 +79,7 @@ class RunLog:
         self._steps.append(rows)
 
     def refuse_moved(self) -> None:
-        """Raise if the log is no longer where it was begun."""
+        """Raise if the log's path no longer leads to the open file."""
         self._steps.refuse_moved()
 
     def __enter__(self) -> Self:
@@ -89,7 +89,7 @@ class RunLog:
         self.close()
 
     def cut(self, num_steps: int) -> None:
-        """Keep the first `num_steps` steps; move what follows to :data:`REFUSED_NAME`, which it replaces."""
+        """Keep the first `num_steps` steps; write the others to :data:`REFUSED_NAME`, replacing that file."""
         lines = read_lines(self.directory / STEPS_NAME)
         kept = [line for line in lines if line.row["step"] < num_steps]
         refused = "".join(json.dumps(line.row) + "\n" for line in lines[len(kept) :])
@@ -97,12 +97,12 @@ class RunLog:
         self._steps.cut(kept[-1].end if kept else 0)
 
     def close(self) -> None:
-        """End the log, and let go of the directory."""
+        """Close the log, and unlock the directory."""
         self._opened.close()
 
 
 def write_header(directory: Path, header: Mapping[str, Any]) -> None:
-    """Write ``run.json``, with a digest, in one instant."""
+    """Write ``run.json`` with its digest, atomically."""
     content = json.loads(json.dumps(dict(header)))  # as it will be read
     write_atomically(directory / HEADER_NAME, json.dumps(with_digest(content), indent=2) + "\n")
 
@@ -149,7 +149,7 @@ def header_of(
     base_digest: str | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Return what a replay has to know beside the log, and what its bits depend on."""
+    """Return the header of a run: what a replay needs beside the log, and what bits depend on."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return {
         "version": RUNLOG_VERSION,

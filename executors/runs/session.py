@@ -236,7 +236,7 @@ class Session:
         self._read_at_s = 0.0
 
     def _rank_among_others(self, rank: int) -> int:
-        """Return this rank's number, once it is sure that there are as many ranks as the plan has."""
+        """Return this rank's number; raise unless as many ranks run as the plan has."""
         if self.communicator is None:
             return rank
         there, wanted = self.communicator.world_size, self.plan.placement.world_size
@@ -300,7 +300,7 @@ class Session:
         return BegunStep(is_known, partial(self._read, frame, batch, begin))
 
     def _read(self, frame: StepFrame, batch: Batch, begin_s: float) -> StepRecord:
-        """Return the record of a step, and make sure that its numbers are numbers."""
+        """Return the record of a step; raise if a projected gradient is not finite."""
         # A step is issued while the one before still runs: its time begins with that one's losses.
         record = record_of(frame, max(begin_s, self._read_at_s))
         self._read_at_s = time.perf_counter()
@@ -320,7 +320,7 @@ class Session:
         return record
 
     def _open_window(self, step: int) -> None:
-        """Close what adapters have learnt since their ``A`` was drawn, and draw it anew, where `step` begins a window."""
+        """If `step` begins a window, close the adapters' open increment and draw their ``A`` anew."""
         if self._windows is None or not self._windows.opens(step):
             return
         self.flush()
@@ -354,7 +354,7 @@ class Session:
         seeds_of: Callable[[int], tuple[int, ...]] | None = None,
         losses: tuple[float, ...] = (),
     ) -> None:
-        """Number the next step; the model holds the weights after `step` steps. Only before the first step.
+        """Set the number of the next step: the model holds the weights after `step` steps. Only before the first step.
 
         Parameters
         ----------
@@ -370,7 +370,7 @@ class Session:
             self._windows.stand_at(step)
 
     def replay(self, record: StepRecord) -> None:
-        """Do to the weights, bit for bit, what a logged step did, without its forwards.
+        """Apply a logged step to the weights, bit for bit, without its forwards.
 
         Raises
         ------
@@ -393,7 +393,7 @@ class Session:
             return weights_digest(self.model, self.plan.storage_dtype)
 
     def verify(self) -> None:
-        """Flush, and make sure that weights hold what instructions wrote, and that all ranks hold and did the same.
+        """Flush, and raise unless weights hold what instructions wrote and all ranks did the same steps.
 
         Raises
         ------
@@ -411,11 +411,11 @@ class Session:
         self._verified_steps, self._inputs = self.num_steps, StepInputs()
 
     def flush(self) -> None:
-        """Apply pending updates; all ranks have to. Evaluations and checkpoints flush by themselves."""
+        """Apply pending updates; all ranks have to call it. Evaluations and checkpoints flush by themselves."""
         self.interpreter.flush()
 
     def on_rank_0(self, action: Callable[[], None], what: str) -> None:
-        """Flush, and let rank 0, which has the whole model meanwhile, do something while the others wait."""
+        """Flush, and run an action on rank 0, which holds the whole model, while the others wait."""
         self.flush()
         if self.communicator is None:
             action()
@@ -427,16 +427,16 @@ class Session:
 
     @property
     def present(self) -> PresentWeights:
-        """The model after a flush: losses and logits, and copies of its weights."""
+        """The current weights, after a flush: their losses and logits, and copies of them."""
         self.flush()
         return self._present
 
     def loss(self, batch: Batch) -> float:
-        """Return the loss of a batch at the present weights."""
+        """Return the loss of a batch at the current weights."""
         return self.present.loss(batch)
 
     def logits(self, batch: Batch) -> Tensor:
-        """Return the logits of a batch at the present weights, on the session's device."""
+        """Return the logits of a batch at the current weights, on the session's device."""
         return self.present.logits(batch)
 
     def whole_model(self) -> AbstractContextManager[nn.Module]:
@@ -447,7 +447,7 @@ class Session:
         return self.present.whole_model(self.model)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the present parameters by name, a tied one once, on the CPU."""
+        """Return a copy of the current parameters by name on the CPU, a tied one once."""
         return self.present.state_dict()
 
     def save_pretrained(self, directory: str | Path) -> None:
@@ -494,7 +494,7 @@ class Session:
         )
 
     def memory(self) -> MemoryReport:
-        """Return what has been measured of memory."""
+        """Return the measured peaks of memory."""
         return report(self.device, self.interpreter.store.peak_bytes, self._observed.peak_bytes)
 
     def timeline(self) -> Timeline:
@@ -523,5 +523,5 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """End the streams. The model keeps its weights, in the plan's buffers."""
+        """End the session's streams. The model keeps its weights, in the plan's buffers."""
         self.interpreter.close()

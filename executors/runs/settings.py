@@ -1,4 +1,4 @@
-"""What ``zosim run`` was asked for, complete: a rank needs nothing else."""
+"""The settings of ``zosim run``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _label_words(text: str) -> dict[str, str]:
 
 
 class DataSettings(Section):
-    """Which lines are trained on, and how they become tokens."""
+    """The training data, and how its lines become tokens."""
 
     model_config = _STRICT
 
@@ -92,7 +92,7 @@ class DataSettings(Section):
 
 
 class EvaluationSettings(Section):
-    """What is measured on other lines while training.
+    """Evaluations on other data while training.
 
     Attributes
     ----------
@@ -140,7 +140,7 @@ class EvaluationSettings(Section):
 
 
 def evaluation_in(settings: EvaluationSettings) -> EvaluationSettings | None:
-    """Return what is to be measured on other lines; None where none are named.
+    """Return the settings of evaluations; None without ``--eval-data``.
 
     Raises
     ------
@@ -155,7 +155,7 @@ def evaluation_in(settings: EvaluationSettings) -> EvaluationSettings | None:
 
 
 def check_data(data: DataSettings, evaluation: EvaluationSettings | None) -> None:
-    """Raise for lines that no model could be fed, before what is slow: torch is not needed.
+    """Raise for lines that no model can be fed, early, since torch is not needed.
 
     Raises
     ------
@@ -322,7 +322,7 @@ class RunConfig(Section):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """One run, complete: a rank needs nothing else.
+    """All settings of one run: a rank needs nothing else.
 
     Attributes
     ----------
@@ -370,7 +370,7 @@ class RunSettings:
             )
 
     def _refuse_other_objectives(self) -> None:
-        """Refuse a reward beside what else could be minimised, and a plan that generates text for none."""
+        """Refuse a reward with another objective, or without generated text, and generated text without a reward."""
         num_new_tokens = self.plan.forward.num_new_tokens
         if self.run.reward is None:
             if num_new_tokens is not None:
@@ -409,7 +409,7 @@ class RunSettings:
         refuse_unwritable(coding)
 
     def _refuse_uneven(self) -> None:
-        """Refuse micro-batches that do not share out every rank's part of a batch."""
+        """Refuse micro-batches that do not divide every rank's part of a batch."""
         plan = self.plan
         parts = {len(plan.rows_of(rank)) for rank in range(plan.placement.world_size)}
         if self.run.accumulate < 1 or any(part % self.run.accumulate for part in parts):
@@ -421,12 +421,12 @@ class RunSettings:
 
     @property
     def adapters(self) -> LoRA | Prefix | Subset | None:
-        """What is tuned beside a frozen base, or which part of it; None where the whole base is."""
+        """The adapters or the prefix, or the tuned part of the base; None where all of it is tuned."""
         return self.lora or self.prefix or (None if self.tuned == "all" else self.tuned)
 
     @property
     def stops_early(self) -> bool:
-        """Whether a loss that leaves for good ends the run; a reward, whose scale nobody knows, never does."""
+        """Whether divergence ends the run; with a reward, whose scale is unknown, it never does."""
         return self.run.early_stop and self.run.reward is None
 
     @property
@@ -497,7 +497,7 @@ class RunSettings:
 
 
 def refuse_other_identity(recorded: dict[str, Any], stated: dict[str, Any], where: str) -> None:
-    """Raise for the first setting in which a command differs from the run that it would go on with.
+    """Raise for the first setting in which a command differs from the run that it resumes.
 
     Raises
     ------

@@ -1,1 +1,1 @@
-"""A model as a server holds it: frozen, with adapters that come and go; scoring, generating, and steps made of these alone."""
+"""A frozen model behind a server: adapters that come and go, scores and text, and zeroth-order steps made of these alone."""

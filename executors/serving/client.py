@@ -19,7 +19,7 @@ _NUM_CONNECTIONS = 8
 
 
 class RemoteEngine:
-    """An engine that answers at an address.
+    """A serving engine at an address.
 
     Parameters
     ----------
@@ -79,28 +79,28 @@ class RemoteEngine:
 
     @cached_property
     def base_digest(self) -> str | None:
-        """Hash of the base's weights: what zosim's server tells, or of the directory that vLLM says it serves."""
+        """Hash of the base's weights: as zosim's server reports it, or of the directory that vLLM says it serves."""
         return self._stated_digest or (digest_of_files(self._root) if self._root else None)
 
     # -- what an engine does -----------------------------------------------------------------------------------
 
     def load(self, name: str, directory: Path) -> None:
-        """Let the engine take an adapter, as :meth:`executors.serving.engine.ServingEngine.load`."""
+        """Load an adapter, as :meth:`executors.serving.engine.ServingEngine.load`."""
         if name in self.adapters():
             self.unload(name)
         body = {"lora_name": name, "lora_path": str(directory.resolve())}
         self._call("POST", "/v1/load_lora_adapter", body)
 
     def unload(self, name: str) -> None:
-        """Let the engine drop an adapter."""
+        """Unload an adapter."""
         self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
     def adapters(self) -> tuple[str, ...]:
-        """Return the names that the engine serves beside the base's."""
+        """Return the names of the loaded adapters."""
         return tuple(name for name in self._models() if name != self.model)
 
     def score(self, requests: Sequence[Request]) -> list[list[float]]:
-        """Return log-probabilities of tokens; what different adapters are for goes out at the same time.
+        """Return log-probabilities of tokens; requests of different adapters are sent at the same time.
 
         What is for the base alone goes before: vLLM 0.32 on a CPU adds an adapter to it where one forward has both.
         """

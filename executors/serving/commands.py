@@ -1,4 +1,4 @@
-"""`zosim serve`, `zosim adapt` and `zosim canary`: a server, a tuning on one, and versions of what it has learnt."""
+"""`zosim serve`, `zosim adapt` and `zosim canary`: serve a model, tune adapters on the server, and promote versions of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a serving engine must offer for zeroth-order steps to run on it: adapters that come and go, scores, and text."""
+"""The interface of a serving engine on which zeroth-order steps can run: load adapters, score, generate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from topology.errors import RunError
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens that are to be scored.
+    """Tokens to score.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class Request:
 
 
 class ServingEngine(Protocol):
-    """A base model with adapters beside it, each of which some requests are for.
+    """A base model with adapters, one of which each request may name.
 
     :class:`executors.serving.runtime.Runtime` is one in this process; :class:`executors.serving.client.RemoteEngine` one behind the
     OpenAI-compatible protocol.
@@ -46,7 +46,7 @@ class ServingEngine(Protocol):
         """Format that :attr:`base_digest` reads them in; None for that of their files."""
 
     def load(self, name: str, directory: Path) -> None:
-        """Take an adapter as PEFT writes it, in place of one of the same name.
+        """Load an adapter that PEFT wrote, replacing one of the same name.
 
         Raises
         ------
@@ -55,24 +55,24 @@ class ServingEngine(Protocol):
         """
 
     def unload(self, name: str) -> None:
-        """Let an adapter go."""
+        """Unload an adapter."""
 
     def adapters(self) -> tuple[str, ...]:
-        """Return the names of the adapters that are there."""
+        """Return the names of the loaded adapters."""
 
     def score(self, requests: Sequence[Request]) -> list[list[float]]:
-        """Return of every request the log-probabilities of its tokens from :attr:`Request.first` on."""
+        """Return the log-probabilities of every request's tokens from :attr:`Request.first` on."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], adapter: str | None, *, max_new_tokens: int
     ) -> list[list[int]]:
-        """Return the most probable continuation of each prompt, a token that ends it left out."""
+        """Return the greedy continuation of each prompt, without the token that ends it."""
 
 
 def mean_losses(
     engine: ServingEngine, adapters: Sequence[str | None], examples: Sequence[Example]
 ) -> tuple[list[float], int]:
-    """Return the mean loss over labelled tokens beside each of some adapters, all scored at once, and how many tokens these are.
+    """Return the mean loss over labelled tokens with each adapter, scored together, and the number of these tokens.
 
     Raises
     ------

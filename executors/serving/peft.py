@@ -1,4 +1,4 @@
-"""Adapters as PEFT writes them, read for the base that they are to stand beside."""
+"""Reads adapters that PEFT wrote, and checks that they fit the base."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True)
 class Adapter:
-    """What stands beside the linears of a base.
+    """Low-rank factors of linears of a base.
 
     Attributes
     ----------
@@ -107,7 +107,7 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -> Adapter:
-    """Return an adapter for a base whose linears have `shapes`: what PEFT would add to them, or a refusal.
+    """Return an adapter for a base whose linears have `shapes`; raise unless it adds what PEFT would.
 
     Raises
     ------
@@ -214,7 +214,7 @@ def _refuse_other_kinds(directory: Path, config: Mapping[str, Any], stated: _Con
 
 
 def _path_of(name: str, directory: Path) -> str:
-    """Return the linear that a tensor of the file stands beside."""
+    """Return the path of the linear that a tensor of the file belongs to."""
     path, separator, factor = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
     if not (separator and name.startswith(PEFT_PREFIX) and factor in ("A.weight", "B.weight")):
         raise ModelError(
@@ -225,7 +225,7 @@ def _path_of(name: str, directory: Path) -> str:
 
 
 def _is_targeted(path: str, stated: _Config, directory: Path) -> bool:
-    """Whether the configuration of an adapter names a linear, as PEFT looks for it."""
+    """Whether the configuration of an adapter selects a linear, by PEFT's rules."""
     if stated.exclude_modules and _matches(stated.exclude_modules, path, directory):
         return False
     if not _matches(stated.target_modules, path, directory):
@@ -256,7 +256,7 @@ def _matches(names: list[str] | str, path: str, directory: Path) -> bool:
 
 
 def _pattern_of(patterns: Mapping[str, Any] | None, path: str, directory: Path) -> str:
-    """Return the first pattern that a path is, or ends in behind a dot."""
+    """Return the first pattern that matches a path or its end behind a dot."""
     begins = [0, *(at + 1 for at, character in enumerate(path) if character == ".")]
     for pattern in patterns or ():
         compiled = _tame(pattern, directory)
@@ -270,7 +270,7 @@ _QUANTIFIER = re.compile(r"[*+]\??|\{[^}]*\}\??|(?<!\()\?")
 
 @lru_cache(256)
 def _compiled(pattern: str) -> re.Pattern[str] | None:
-    """Return a regular expression that takes few steps: no group is repeated or meant again, and few characters are."""
+    """Compile a pattern whose matching is fast: no repeated group, no backreference, few quantifiers; None for any other."""
     is_tame = len(pattern) <= 2000 and len(_QUANTIFIER.findall(pattern)) <= 4
     if not is_tame or re.search(r"\)[*+{]|\\\d|\(\?P=", pattern):
         return None
@@ -281,7 +281,7 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
 
 
 def _tame(pattern: str, directory: Path) -> re.Pattern[str]:
-    """Return a regular expression of a stranger, if it cannot take for ever."""
+    """Compile a stranger's regular expression; raise if matching might not end."""
     compiled = _compiled(pattern)
     if compiled is None:
         raise ModelError(

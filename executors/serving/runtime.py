@@ -35,7 +35,7 @@ from zosim.plans import LowBits
 
 
 class Runtime:
-    """A frozen base with adapters beside it.
+    """A frozen base with adapters.
 
     Parameters
     ----------
@@ -85,11 +85,11 @@ class Runtime:
     # -- adapters ----------------------------------------------------------------------------------------------
 
     def load(self, name: str, directory: Path) -> None:
-        """Take an adapter, as :meth:`executors.serving.engine.ServingEngine.load`."""
+        """Load an adapter, as :meth:`executors.serving.engine.ServingEngine.load`."""
         self.add(name, self.read(directory))
 
     def read(self, directory: Path) -> Adapter:
-        """Return an adapter of this base, which is not beside it yet: files may be read while forwards run.
+        """Read an adapter of this base without adding it: files may be read while forwards run.
 
         Raises
         ------
@@ -107,11 +107,11 @@ class Runtime:
         return adapter
 
     def add(self, name: str, adapter: Adapter) -> None:
-        """Put an adapter beside the base, in place of one of the same name."""
+        """Add an adapter to the base, replacing one of the same name."""
         self._adapters[name] = adapter
 
     def unload(self, name: str) -> None:
-        """Let an adapter go.
+        """Unload an adapter.
 
         Raises
         ------
@@ -124,7 +124,7 @@ class Runtime:
             )
 
     def adapters(self) -> tuple[str, ...]:
-        """Return the names of the adapters that are there."""
+        """Return the names of the loaded adapters."""
         return tuple(self._adapters)
 
     def _paths(
@@ -171,11 +171,11 @@ class Runtime:
         )
 
     def generation(self, max_new_tokens: int) -> Generation:
-        """Return how text is made: where it ends, and how long it is at most."""
+        """Return the rules of generation: what ends a text, and its maximum length."""
         return Generation(list, self.stop_tokens, max_new_tokens, self.max_positions)
 
     def next_tokens(self, requests: Sequence[Request]) -> list[int]:
-        """Return the most probable token behind those of each request; which of these are asked for is left aside."""
+        """Return the most probable next token of each request; :attr:`Request.first` is ignored."""
         longer = [replace(one, tokens=(*one.tokens, 0), first=len(one.tokens)) for one in requests]
         for request in longer:
             if request.first < 1:
@@ -188,7 +188,7 @@ class Runtime:
 
     @torch.no_grad()
     def _logits(self, requests: Sequence[Request]) -> tuple[list[int], Tensor, Packing]:
-        """Return requests in the order of the row, and the logits before each token that is asked for."""
+        """Return the order of requests in the packed row, and the logits before each token to score."""
         by_adapter: dict[str | None, list[int]] = {}
         for number, request in enumerate(requests):
             by_adapter.setdefault(request.adapter, []).append(number)
@@ -251,7 +251,7 @@ class _Waiting:
 
 
 class Batcher:
-    """Runs forwards on a thread of its own.
+    """Runs forwards on one thread, in order of priority.
 
     Parameters
     ----------
@@ -270,7 +270,7 @@ class Batcher:
         self._thread.start()
 
     def submit(self, kind: Kind, requests: Sequence[Request], priority: int) -> Future[list[Any]]:
-        """Return what will hold an answer for each request; a future that is cancelled before its turn costs nothing."""
+        """Queue requests, and return the future of their answers; one that is cancelled before its turn costs nothing."""
         with self._changed:
             self._number += 1
             entry = _Waiting(priority, self._number, kind, requests, Future())
@@ -282,12 +282,12 @@ class Batcher:
         return entry.answers
 
     def alone(self, action: Callable[[], Any]) -> Any:
-        """Do something with the runtime between two forwards."""
+        """Run an action on the runtime between two forwards."""
         with self._at_work:
             return action()
 
     def close(self) -> None:
-        """End the thread after the forward that runs; what waits is cancelled."""
+        """End the thread after the current forward, and cancel what waits."""
         with self._changed:
             self._is_over = True
             self._changed.notify()
@@ -341,7 +341,7 @@ class Batcher:
 
 
 def _in_parts(requests: Sequence[Request]) -> Iterator[list[Request]]:
-    """Yield requests in parts of which a forward has memory: one of very many is several forwards."""
+    """Yield requests in parts that fit the memory of one forward."""
     part: list[Request] = []
     num_tokens = 0
     for request in requests:

@@ -56,7 +56,7 @@ _GONE = 499
 
 
 def _max_connections() -> int:
-    """Return how many connections fit into the open files that this process may have."""
+    """Return how many connections this process may hold, given its limit of open files."""
     try:
         import resource
     except ImportError:  # Windows
@@ -193,7 +193,7 @@ class ScoringServer:
 
     @property
     def url(self) -> str:
-        """Where the server is."""
+        """Address of the server."""
         return f"http://{LOOPBACK}:{self.port}"
 
     def serve_forever(self) -> None:
@@ -225,7 +225,7 @@ class ScoringServer:
 
 
 class _Loop(uvicorn.Server):
-    """Ends requests that outlast the grace with an answer."""
+    """A uvicorn server that answers requests that outlast the grace period."""
 
     def __init__(self, config: uvicorn.Config, is_ending: asyncio.Event, grace_s: float) -> None:
         super().__init__(config)
@@ -292,7 +292,7 @@ class _Connection(H11Protocol):
             self._for_reader.cancel()
 
     def _watch_head(self) -> None:
-        """Give a head the time from its first byte on, whatever follows, until it is there."""
+        """Limit the time of a request's head, from the moment that the connection is idle until the head is there."""
         if not self.is_idle:
             if self._for_head is not None:
                 self._for_head.cancel()
@@ -302,7 +302,7 @@ class _Connection(H11Protocol):
 
 
 class _Application:
-    """What answers requests.
+    """The application: reads requests, queues them, and answers.
 
     Attributes
     ----------
@@ -325,7 +325,7 @@ class _Application:
         self._loading = ThreadPoolExecutor(1, "loading adapters")
 
     def routed(self) -> ASGIApp:
-        """Return the application with its routes; a page cannot reach it by a name that it has made lead here."""
+        """Return the routed application; host names other than localhost are refused (DNS rebinding)."""
         app = Starlette(
             routes=[
                 Route("/health", self._health),
@@ -385,7 +385,7 @@ class _Application:
             self.num_held_bytes -= len(body)
 
     async def _receive(self, request: HttpRequest, body: bytearray) -> None:
-        """Read a body, which counts among those that are held from here on."""
+        """Read a body, and count its bytes as held."""
         limits = self._limits
         if int(request.headers.get("content-length", "0")) > limits.body_bytes:
             raise _too_large(limits.body_bytes)
@@ -405,7 +405,7 @@ class _Application:
     async def _unless_over(
         self, request: HttpRequest, work: Coroutine[Any, Any, Mapping[str, Any]]
     ) -> Mapping[str, Any]:
-        """Return an answer, unless the client goes, time is over, or the server ends."""
+        """Return an answer; raise if the client disconnects, time is up, or the server ends."""
         answer = asyncio.ensure_future(work)
         gone, ending = (asyncio.ensure_future(wait) for wait in (_gone(request), self.is_ending.wait()))
         try:
@@ -567,13 +567,13 @@ async def _refused_in_words(_request: HttpRequest, error: Exception) -> Response
 
 
 async def _failed(_request: HttpRequest, error: Exception) -> Response:
-    """Answer after a failure here, which is no reason to hang up on whoever asked."""
+    """Answer with status 500 after a failure here, and keep the connection."""
     words = f"the server failed: {type(error).__name__}: {error}"
     return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, words[:300])
 
 
 def _logged(app: ASGIApp, log: Callable[[str], None]) -> ASGIApp:
-    """Return an application that writes a line for each request; queries of addresses are left out, as bodies are."""
+    """Wrap an application to log a line for each request, without query strings and bodies."""
 
     async def logged(scope: Scope, receive: Receive, send: Send) -> None:
         begin, status = time.perf_counter(), _GONE

@@ -1,4 +1,4 @@
-"""LoZO on a serving engine: a step is two adapters, loaded, asked for, and forgotten; what is learnt is one more adapter."""
+"""LoZO on a serving engine: a step loads two adapters, scores them, and unloads them; the result is one more adapter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LARGEST = 1e30
 
 @dataclass(frozen=True)
 class TuningSettings:
-    """What decides the numbers of a tuning.
+    """Settings that decide the numbers of a tuning.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class TuningSettings:
 
 
 class Tuning:
-    """A zeroth-order tuning whose forwards an engine runs.
+    """Zeroth-order tuning whose forwards a serving engine runs.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ class Tuning:
             self._opened = opened.pop_all()
 
     def _check_base(self, model: str) -> None:
-        """Refuse an engine that serves other weights than those in the directory of the base, where both can be known."""
+        """Refuse an engine that serves other weights than the directory of the base holds, if both are known."""
         served = self.engine.base_digest
         own = None if served is None else digest_of_files(model, self.engine.base_dtype)
         if own not in (None, served):
@@ -253,7 +253,7 @@ class Tuning:
     # -- state -------------------------------------------------------------------------------------------------
 
     def _open_window(self) -> None:
-        """Close what has been learnt along one ``V`` before it is drawn anew, and draw it."""
+        """If a window begins, close the open increment and draw ``V`` anew."""
         window, place = divmod(self.num_steps, self.settings.lazy_steps)
         if place == 0 and self.num_steps:
             self.state.close(self.settings.rank)
@@ -274,7 +274,7 @@ class Tuning:
         return torch.randn((rows, self.settings.rank), generator=torch.Generator().manual_seed(key))
 
     def _save(self, directory: Path, probe: dict[str, tuple[Tensor, float]]) -> None:
-        """Write the slots, and a probe as the last of them."""
+        """Write the increments as one adapter, with a probe as the last of them."""
         state = AdapterState()
         for name in self._names:
             key = f"{name}.weight"
@@ -296,7 +296,7 @@ class Tuning:
         return facts if digest is None else facts | {BASE_DIGEST: digest}
 
     def save(self, directory: Path) -> None:
-        """Write what has been learnt as PEFT reads it.
+        """Write the tuned adapter as PEFT reads it.
 
         Raises
         ------
@@ -316,6 +316,6 @@ class Tuning:
         self.close()
 
     def close(self) -> None:
-        """End the log."""
+        """Close the log, and unlock the directory."""
         self._log.close()
         self._opened.close()

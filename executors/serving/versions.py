@@ -1,4 +1,4 @@
-"""Versions of an adapter: kept, compared with the one that is served, served in its place, and gone back to."""
+"""Versions of an adapter: keep them, compare one with the served one, promote it, roll back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CANDIDATE = "zosim-candidate"
 
 @dataclass(frozen=True)
 class Canary:
-    """What two versions lose on the same examples.
+    """Losses of two versions on the same examples.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class Canary:
 
     @property
     def difference(self) -> float:
-        """By how much the candidate loses more."""
+        """Loss of the candidate minus that of the served version."""
         return self.candidate - self.served
 
 
@@ -117,7 +117,7 @@ class Versions:
 
     @contextmanager
     def trying(self, version: str, adapter: Path) -> Iterator[None]:
-        """Keep an adapter as a version, and remove it again if the block fails before it is served.
+        """Keep an adapter as a version; remove it if the block fails before it is served.
 
         Raises
         ------
@@ -135,7 +135,7 @@ class Versions:
     # -- serving -----------------------------------------------------------------------------------------------
 
     def compare(self, version: str, examples: Sequence[Example]) -> Canary:
-        """Return what the served version and another lose on examples, scored together.
+        """Return the losses of the served version and another on examples, scored together.
 
         Raises
         ------
@@ -155,7 +155,7 @@ class Versions:
         return Canary(loss_served, loss, num_tokens)
 
     def promote(self, version: str, examples: Sequence[Example], *, tolerance: float = 0.0) -> Canary:
-        """Serve a version, if it does not lose more than the served one by more than `tolerance`.
+        """Serve a version if its loss exceeds the served one's by at most `tolerance`.
 
         Raises
         ------
@@ -196,7 +196,7 @@ class Versions:
         return before
 
     def serve_again(self) -> str | None:
-        """Let an engine that has just started serve what the file says, and return it."""
+        """Load the version that the file names into a newly started engine, and return its name."""
         if self.served is not None:
             self._load(self.name, self.served)
         return self.served
