@@ -37,6 +37,7 @@ MAX_LINE_BYTES = 64 * 2**20
 """Of one example; a million tokens take a tenth of it."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""What some editors begin a file with."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class LineFile:
         offsets, numbers, at, number = [], [], 0, 0
         try:
             with _opened(path) as file:
+                # A byte more than is allowed, so that a longer line shows.
                 while line := file.readline(MAX_LINE_BYTES + 1):
                     number += 1
                     if len(line) > MAX_LINE_BYTES:
@@ -265,6 +267,7 @@ class Dataset:
 
     def _first(self, num_lines: int | None) -> Iterator[Question]:
         num_lines = len(self) if num_lines is None else min(num_lines, len(self))
+        # The file is opened once for a thousand lines, whose examples alone are in memory.
         for start in range(0, num_lines, 1000):
             yield from self.questions(range(start, min(start + 1000, num_lines)))
 

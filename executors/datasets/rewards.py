@@ -76,6 +76,7 @@ def objective_of_text(
     """
 
     def cost(model: nn.Module, logits: Tensor, batch: Batch) -> float:
+        # These logits have each text's first token; every further one takes a forward.
         prompts = list(map(prompt_of, _examples(batch)))
         ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=logits.device)
         first = logits[torch.arange(len(prompts), device=logits.device), ends].argmax(-1).tolist()

@@ -31,6 +31,7 @@ def block_list(model: nn.Module) -> tuple[nn.Module, str, str]:
         If there is no single list, or blocks share parameters.
     """
     wanted = _num_blocks(model)
+    # By its length: families call the list `layers`, `h` or `blocks`.
     lists = [
         (path, module)
         for path, module in model.named_modules()

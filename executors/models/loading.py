@@ -80,6 +80,7 @@ def load_model(
         )
     auto = _auto_class(config)
     with quietly_loading(source, allow_download=allow_download):
+        # Without memory first: size and names are checked before any weight is read.
         with torch.device("meta"):
             skeleton = auto.from_config(config, **loading)
         _refuse_too_large(source, skeleton)

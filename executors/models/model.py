@@ -381,6 +381,7 @@ class CutModel:
             ) from None
 
     def _group(self) -> tuple[ParameterGroup, ...]:
+        # Groups keep the order of registration, so that each takes the next tensors.
         groups = group_parameters(self.entries())
         remaining = iter(self.tensors)
         self._tensors_of = {

@@ -209,6 +209,7 @@ def pack(
     for row, (places, length) in enumerate(zip(asked, lengths, strict=True)):
         if places and places[-1] > length:
             raise DataError(f"sequence {row} of the batch has labels behind its {length} tokens")
+    # The token before a label predicts it: nothing is computed from a sequence's last label on.
     forest = _Forest(
         [row[: places[-1]] if places else [] for row, places in zip(tokens, asked, strict=True)], least_saved
     )

@@ -88,6 +88,7 @@ class Slots:
 
     def norm(self) -> float:
         """Return the Frobenius norm of the sum of all slots."""
+        # ‖A·Bᵀ‖² = Σ (AᵀA ∘ BᵀB), so that no matrix of the weight's size is made.
         left, right = (factor.double() for factor in self.joined())
         return float(((left.T @ left) * (right.T @ right)).sum().clamp(min=0).sqrt())
 

@@ -151,5 +151,6 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
+    # As bytes, since numpy has no bfloat16 and no 8-bit floats.
     flat = tensor.detach().contiguous().view(-1)
     return flat.view(torch.uint8).cpu().numpy().data if math.prod(tensor.shape) else memoryview(b"")

@@ -181,6 +181,7 @@ class Communicator:
             gathered.copy_(own.view_as(gathered))
             return
         with self.missing.named(members, what):
+            # Two ranks use both directions of their link at once; a few bytes go in few rounds; the rest in a ring.
             if own.device.type == "cpu" and group in self._pairs:
                 self._pairs[group].all_gather(gathered, own)
             elif own.device.type == "cpu" and gathered.nbytes <= DOUBLING_BYTES and _host_backend() != "fake":

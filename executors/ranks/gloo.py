@@ -78,6 +78,7 @@ def refuse_strangers(group: dist.ProcessGroupGloo, store: Store, rank: int, size
     peers = [peer for peer in range(size) if peer != rank]
     shown = {peer: torch.zeros_like(proof(peer, rank)) for peer in peers}
     talk: Any = group  # torch's stubs lack its messages
+    # To all at once: who waited for one peer before it showed itself to the next could wait in a circle.
     works = [(talk.recv([shown[peer]], peer, 0), talk.send([proof(rank, peer)], peer, 0)) for peer in peers]
     for peer, (coming, going) in zip(peers, works, strict=True):
         try:

@@ -166,6 +166,7 @@ def odd_ranks(rows: Sequence[Hashable], ranks: Sequence[int] = ()) -> str:
     ranks : sequence of int
         Their numbers; empty if they are all.
     """
+    # Nobody knows who is right: what most have is taken for it.
     ((common, count), *_) = Counter(rows).most_common()
     if count == len(rows):
         return ""

@@ -225,6 +225,7 @@ def copy_tokenizer(model: str, out: Path) -> None:
     might lead to anything that the user can read.
     """
     directory = Path(model).resolve()
+    # A snapshot in the Hub's cache is made of links to the blobs beside it.
     homes = [directory, *([directory.parents[1] / "blobs"] if directory.parent.name == "snapshots" else [])]
     for name in TOKENIZER_FILES:
         source = (directory / name).resolve()

@@ -255,6 +255,7 @@ class Run:
             # The header before programs: those that it does not speak of are made again.
             self.log.go_on(history.num_bytes)
             remove_partial(self.out)
+            # While the plan stays, so do its programs: what lowering makes of it may have changed since.
             is_kept = plan is None and recorded_programs(self.out, history.header) is not None
             programs = None if is_kept else self._programs()
             write_header(self.out, self.header)

@@ -324,6 +324,7 @@ class Session:
         if self._windows is None or not self._windows.opens(step):
             return
         self.flush()
+        # Of other stages this rank has stand-ins alone.
         held = self.interpreter.store.held
         here = {
             id(tensor.parameter)

@@ -305,6 +305,7 @@ class Batcher:
             self._changed.wait_for(lambda: self._waiting or self._is_over)
             if self._is_over:
                 return None
+            # By priority, then by arrival: entries like the first one, as many as fit a forward.
             self._waiting = sorted(entry for entry in self._waiting if not entry.answers.cancelled())
             chosen: list[_Waiting] = []
             num_tokens = 0

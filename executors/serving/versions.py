@@ -110,6 +110,7 @@ class Versions:
             RunError,
             links=True,
         )
+        # A copy that was interrupted is no version yet.
         partial = self.directory / f".{version}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(adapter, partial)
