@@ -157,13 +157,7 @@ class Batches:
         return pad(examples, length=self.length, pad_token=self.pad_token)
 
     def num_tokens(self, k: int) -> int:
-        """Return the tokens of batch `k`, without its padding.
-
-        Raises
-        ------
-        DataError
-            As :meth:`batch`.
-        """
+        """Return the tokens of batch `k`, without its padding."""
         return sum(map(len, self.dataset.examples(self.indices(k))))
 
     def _line(self, epoch: int, place: int) -> int:

@@ -233,36 +233,18 @@ class Dataset:
         return [question.candidates[question.answer] for question in self.questions(indices)]
 
     def questions(self, indices: Sequence[int]) -> list[Question]:
-        """Return some lines as questions with candidates; a line of tokens has only its own.
-
-        Raises
-        ------
-        DataError
-            As :meth:`examples`.
-        """
+        """Return some lines as questions with candidates; a line of tokens has only its own."""
         with closing(self.lines.read(indices)) as read:
             pairs = zip(indices, read, strict=True)
             return [self._question(line, self.lines.where(index)) for index, line in pairs]
 
     def check(self, num_lines: int | None = None) -> None:
-        """Read the first lines (None: all) and raise for one that cannot be used.
-
-        Raises
-        ------
-        DataError
-            As :meth:`examples`.
-        """
+        """Read the first lines (None: all) and raise for one that cannot be used."""
         for _ in self._first(num_lines):
             pass
 
     def longest(self) -> int:
-        """Return the tokens of the longest candidate on any line, cut as the limits say.
-
-        Raises
-        ------
-        DataError
-            As :meth:`examples`.
-        """
+        """Return the tokens of the longest candidate on any line, cut as the limits say."""
         return max(len(one) for question in self._first(None) for one in question.candidates)
 
     def _first(self, num_lines: int | None) -> Iterator[Question]:

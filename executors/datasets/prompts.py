@@ -206,24 +206,12 @@ class PromptTemplate:
         return (_plain(label),), 0
 
     def candidates(self, line: JsonObject) -> tuple[list[tuple[str, tuple[int, int]]], int]:
-        """Return a line's candidates as :meth:`fill` does, and the index of the right one.
-
-        Raises
-        ------
-        DataError
-            As :meth:`fill` and :meth:`words`.
-        """
+        """Return a line's candidates as :meth:`fill` does, and the index of the right one."""
         words, answer = self.words(line) if self.asks_for_label else ((None,), 0)
         return [self.fill(line, word) for word in words], answer
 
     def encode(self, line: JsonObject, tokenizer: OffsetTokenizer) -> tuple[Question, int]:
-        """Return a line as its candidates in tokens, and the number of special tokens that open each.
-
-        Raises
-        ------
-        DataError
-            As :meth:`candidates`.
-        """
+        """Return a line as its candidates in tokens, and the number of special tokens that open each."""
         filled, answer = self.candidates(line)
         encoded = [_tokens(text, span, tokenizer) for text, span in filled]
         return Question(tuple(example for example, _ in encoded), answer), encoded[0][1]

@@ -42,8 +42,13 @@ def reward_named(name: str, timeout_s: float, *, from_here: bool = True) -> Rewa
     """
     if "//" in name:
         ask = _endpoint(name, timeout_s)
+    elif names_code(name):
+        ask = _in_time(name, imported("reward", name, from_here=from_here), timeout_s)
     else:
-        ask = _in_time(name, _function(name, from_here=from_here), timeout_s)
+        raise RunError(
+            f"there is no reward {name!r}",
+            hint="a reward is module:function of prompts and texts, or http://127.0.0.1:PORT/PATH",
+        )
 
     def reward(prompts: Sequence[Text], texts: Sequence[Text]) -> list[float]:
         return _checked(name, ask(list(prompts), list(texts)), len(texts))
@@ -96,15 +101,6 @@ def _examples(batch: Batch) -> list[Example]:
             strict=True,
         )
     ]
-
-
-def _function(name: str, *, from_here: bool) -> Callable[..., Any]:
-    if not names_code(name):
-        raise RunError(
-            f"there is no reward {name!r}",
-            hint="a reward is module:function of prompts and texts, or http://127.0.0.1:PORT/PATH",
-        )
-    return imported("reward", name, from_here=from_here)
 
 
 def _in_time(name: str, function: Callable[..., Any], timeout_s: float) -> Callable[..., Any]:

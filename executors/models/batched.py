@@ -267,12 +267,7 @@ class BatchedModel(CutModel):
         return narrowing.narrowed(arguments[0]), *arguments[1:]
 
     def _check_packing(self) -> None:
-        """Raise ModelError for a model that computes different losses on packed and on padded sequences.
-
-        Raises
-        ------
-        ModelError
-        """
+        """Raise ModelError for a model that computes different losses on packed and on padded sequences."""
         tokens = (
             torch.tensor([[1, 2, 3, 4, 5], [1, 2, 0, 0, 0]], device=self.device)
             % self.embedding.num_embeddings

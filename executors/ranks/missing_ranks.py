@@ -153,12 +153,7 @@ class MissingRanks:
 
     @contextmanager
     def named(self, members: Sequence[int], what: str) -> Iterator[None]:
-        """Run a block that needs all `members`; an error in it names those that are missing.
-
-        Raises
-        ------
-        RunError
-        """
+        """Run a block that needs all `members`; its errors become RunErrors that name those that are missing."""
         with _waits().noted(members):
             begin_s = _now_s()
             try:
@@ -183,12 +178,7 @@ class MissingRanks:
                 raise RunError(f"{said} ({reason})" if reason else said, hint=hint) from error
 
     def joining(self) -> AbstractContextManager[None]:
-        """Make process groups, for which all ranks have to come.
-
-        Raises
-        ------
-        RunError
-        """
+        """Make process groups, which takes all ranks; as :meth:`named`."""
         size = RankInfo.here().world_size
         return self.named(range(size), f"rank {self.rank} could not join the others of {size} ranks")
 

@@ -67,10 +67,9 @@ def attach(model: nn.Module, adapters: Tuned, *, run: Path | None = None, plan: 
         attach_prefix(model, adapters)
 
 
-def keep_beginning(model: nn.Module, run: Path, adapters: Tuned | None, dtype: str) -> None:
+def keep_beginning(model: nn.Module, run: Path, dtype: str) -> None:
     """Write the prefix that a run begins with: computed from the base on another machine, it would have other bits."""
-    if isinstance(adapters, Prefix):
-        save_prefix(model, run / _INITIAL, dtype)
+    save_prefix(model, run / _INITIAL, dtype)
 
 
 def recorded_adapters(run: Mapping[str, Any]) -> Tuned | None:

@@ -293,9 +293,7 @@ class Run:
             "run": settings.to_header(self.data.lines.sha256),
         }
         if settings.prefix is not None:
-            session.on_rank_0(
-                lambda: keep_beginning(model, self.out, settings.adapters, storage), "writing the prefix"
-            )
+            session.on_rank_0(lambda: keep_beginning(model, self.out, storage), "writing the prefix")
         if self.writes:
             remove_partial(self.out)
             self._save_plan(self._programs())

@@ -155,12 +155,7 @@ def evaluation_in(settings: EvaluationSettings) -> EvaluationSettings | None:
 
 
 def check_data(data: DataSettings, evaluation: EvaluationSettings | None) -> None:
-    """Raise for lines that no model can be fed, early, since torch is not needed.
-
-    Raises
-    ------
-    DataError
-    """
+    """Raise DataError for lines that no model can be fed, early, since torch is not needed."""
     from executors.datasets.data import check_lines
 
     prompt = data.prompt

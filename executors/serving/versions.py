@@ -118,13 +118,7 @@ class Versions:
 
     @contextmanager
     def trying(self, version: str, adapter: Path) -> Iterator[None]:
-        """Keep an adapter as a version; remove it if the block fails before it is served.
-
-        Raises
-        ------
-        RunError
-            As :meth:`keep`.
-        """
+        """Keep an adapter as a version; remove it if the block fails before it is served."""
         self.keep(version, adapter)
         try:
             yield
