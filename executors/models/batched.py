@@ -150,6 +150,7 @@ class BatchedModel(CutModel):
         scales : sequence of float
             What their product is multiplied by.
         """
+        # Linear multiplies by its weight transposed, Conv1D by its weight: U and V change sides.
         ends = [pair if self._is_transposed[id(parameter)] else pair[::-1] for pair in factors]
         is_one = all(inner is ends[0][0] for inner, _ in ends)
         return SidePath(

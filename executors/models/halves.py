@@ -79,6 +79,7 @@ class HalvedBlock:
 
     def front(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Halfway:
         """Run the block up to its MLP's second linear."""
+        # The block runs its own code, until a hook stops it by an exception.
         residuals: list[Tensor] = []
 
         def stop(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -345,6 +345,7 @@ def _weight_files(directory: Path, weights_name: str = WEIGHTS_NAME) -> list[Pat
             f"{index} has no weight_map", hint="it maps each tensor's name to the file that holds it"
         )
     for name, file in where.items():
+        # Plain names alone: a stranger's index must not lead out of its directory.
         if not isinstance(file, str) or file != Path(file).name or not file.endswith(".safetensors"):
             raise ModelError(
                 f"{index}: {name!r:.60} is said to be in {file!r:.60}",

@@ -93,6 +93,7 @@ def merge_lora(model: nn.Module) -> None:
         for _, module, _, _ in block_linears(model):
             if not hasattr(module, _HOOK):
                 continue
+            # Codes become numbers, to which something can be added.
             for layer in (module, module.lora_A, module.lora_B):
                 become_plain(layer)
             inner, outer = joined_factors(module)
@@ -192,6 +193,7 @@ def _attach(
         module.lora_B.weight.zero_()
     add = _add_adapter
     if closed := lora.closed_rank:
+        # A is drawn anew once a window, and not tuned.
         module.lora_A.weight.requires_grad_(requires_grad=False)
         for name, shape in (("closed_A", (closed, inputs)), ("closed_B", (outputs, closed)), ("lost", (1,))):
             zeros = nn.Parameter(torch.zeros(shape, **like), requires_grad=False)

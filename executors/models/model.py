@@ -285,6 +285,7 @@ class CutModel:
     def _summed_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         dtype = torch.float64 if self.loss_dtype == "fp64" else torch.float32
         if self.is_causal:
+            # Each label moves to the token that predicts it.
             labels = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
         targets = labels.reshape(-1)
         flat = hidden.reshape(1, -1, hidden.shape[-1])

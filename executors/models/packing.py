@@ -354,6 +354,7 @@ def packed_attention(
         Shape (points, places, heads, width).
     """
     del attention_mask
+    # A window longer than every sequence hides nothing.
     is_windowed = sliding_window is not None and int(packing.on_host["position_ids"].max()) >= sliding_window
     if is_windowed or softcap is not None or s_aux is not None:
         raise ModelError(

@@ -284,6 +284,7 @@ def _windows(
 
 def _make(recipe: Recipe, target: Path, on_step: OnStep | None) -> Pretrained:
     """Pretrain into a directory of its own, then move it into place. The caller holds the lock."""
+    # What processes left that were killed.
     for left in target.parent.glob(f".{target.name}-*"):
         shutil.rmtree(left, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))

@@ -62,6 +62,7 @@ def random_model(
             max_position_embeddings=max_positions,
             **shared,
         )
+    # The caller's random numbers stay as they are.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: nn.Module = make(config)

@@ -59,6 +59,7 @@ class StandIn(nn.Module):
 
     def __init__(self, block: nn.Module, role: StandInState, *, is_last: bool) -> None:
         super().__init__()
+        # Not as a submodule: its parameters would be listed a second time.
         self.__dict__["_block"] = block
         self._role = role
         self._is_last = is_last

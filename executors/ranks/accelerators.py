@@ -78,6 +78,7 @@ def refuse_shared(identities: Sequence[str]) -> None:
     RunError
         Naming the ranks and the device.
     """
+    # Sorted, ranks of one device are neighbours.
     for (device, first), (other, second) in pairwise(
         sorted((own, rank) for rank, own in enumerate(identities))
     ):

@@ -85,6 +85,7 @@ class Communicator:
         self._members = {WORLD: tuple(range(self.world_size))}
         for name, parts in groups.items():
             own_parts = [tuple(part) for part in parts if self.rank in part]
+            # A partition has every rank in exactly one part.
             if len(own_parts) != 1 or sum(map(len, parts)) != self.world_size:
                 raise RunError(
                     f"group {name} is {[list(part) for part in parts]}, but {self.world_size} ranks run",
@@ -240,6 +241,7 @@ class Communicator:
         """
         adapter: TypeAdapter[T] = TypeAdapter(kind)
         payload = adapter.dump_json(own)
+        # Lengths first, since a gather takes tensors of one shape.
         sizes = self.all_gather_host(torch.tensor(len(payload)), what).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(payload)] = _tensor_of(payload)

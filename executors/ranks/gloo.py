@@ -210,4 +210,5 @@ def doubling_all_gather(
             assert work is not None  # this rank is a member
             work.wait()
         held += count
+    # Rows are counted from this rank on; members from the first.
     gathered.view(size, -1).copy_(rows.roll(place, 0))

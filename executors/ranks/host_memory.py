@@ -55,6 +55,7 @@ class HostMemory:
         for buffer in program.buffers:
             if buffer.shared:
                 self._offsets[buffer.name] = offset
+                # Whole pages, so that no two buffers share one.
                 offset += -(-buffer.size_bytes // _PAGE_BYTES) * _PAGE_BYTES
         self._awaited = {name: index for index, name in enumerate(awaited(program))}
         self._counters_at = offset
@@ -92,6 +93,7 @@ class HostMemory:
                     hint="ranks of one host must see one file system; or use --transfers private",
                 ) from error
             finally:
+                # The file loses its name with the block: not before every rank has mapped it, or failed to.
                 self._communicator.barrier("mapping shared memory")
 
     def tensor(self, buffer: Buffer, num_elements: int, dtype: torch.dtype) -> Tensor:

@@ -261,6 +261,7 @@ def _result(ranks: Sequence[BaseProcess], receiving: Sequence[connection.Connect
             del pipes[pipe]
 
     while running:
+        # Pipes are read while ranks run: a full one would keep its rank from ending.
         ready = connection.wait([*running, *pipes])
         read()
         ended = [running.pop(sentinel) for sentinel in ready if isinstance(sentinel, int)]

@@ -69,6 +69,7 @@ def save_checkpoint(
         "history_digest": history_digest,
     }
     save_weights(model, path, dtype, metadata=facts, trainable_only=True)
+    # Only now: a crash leaves one checkpoint too many, never one too few.
     for old in _files(folder)[:-NUM_KEPT]:
         old.unlink()
     return path
@@ -102,6 +103,7 @@ def _checked(path: Path, history: History, model: nn.Module) -> Checkpoint:
         num_steps = whole_number(facts.get("num_steps", ""))
         if num_steps is None:
             raise RunError(f"checkpoint {path} does not say after which step it was written")
+        # What is cheap first: the digest reads the whole file.
         if facts.get("base_digest") != history.header["base_digest"]:
             raise RunError(f"checkpoint {path} is another run's: it began from other base weights")
         if num_steps > history.num_steps:

@@ -127,6 +127,7 @@ def evaluate_choices(
         lengths = [len(_predicted(candidate)) for candidate in question.candidates]
         means = [score / length for score, length in zip(scored, lengths, strict=True)]
         chosen = means if per_token else scored
+        # Of equal scores the first candidate wins.
         right.append(float(max(range(len(chosen)), key=chosen.__getitem__) == question.answer))
         losses.append(-means[question.answer])
     (accuracy, accuracy_stderr), (loss, loss_stderr) = _share(right), _mean(losses)

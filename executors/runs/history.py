@@ -111,6 +111,7 @@ def _steps_of(path: Path, lines: Sequence[Line], queries: int) -> list[list[Line
     for position, line in enumerate(lines):
         step, query = divmod(position, queries)
         numbers = (line.row.get("step"), line.row.get("query"))
+        # By type, too: 1.0 and True equal 1.
         if numbers != (step, query) or not all(type(number) is int for number in numbers):
             raise RunError(
                 f"{path} line {line.number} is of step {numbers[0]!r}, query {numbers[1]!r}, where step {step}, "
@@ -208,6 +209,7 @@ def _digests(path: Path) -> dict[int, str]:
         step, digest = line.row.get("num_steps"), line.row.get("digest")
         if type(step) is not int or not isinstance(digest, str):
             raise RunError(f"{path} line {line.number} is damaged: it holds no digest")
+        # A run that goes on may take a digest again, but not another one.
         if digests.setdefault(step, digest) != digest:
             raise RunError(f"{path} line {line.number} contradicts an earlier digest of step {step}")
     return digests

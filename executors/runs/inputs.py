@@ -167,6 +167,7 @@ def generation_of(settings: RunSettings, wanted: EvaluationSettings) -> Generati
     ends = _end_tokens(settings)
     tokenizer = _any_tokenizer(settings.run.model)
     if tokenizer is not None:
+        # The last token: some tokenizers put one for a space before it.
         ends |= set(tokenizer.encode("\n", add_special_tokens=False)[-1:])
 
     def decode(tokens: Sequence[int]) -> str:

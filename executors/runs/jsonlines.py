@@ -51,6 +51,7 @@ def read_lines(path: str | Path) -> list[Line]:
         return []
     data = read_bytes(path, "log", RunError, max_bytes=MAX_LOG_BYTES)
     lines, end = [], 0
+    # What stands behind the last newline is no line.
     for number, text in enumerate(data.split(b"\n")[:-1], start=1):
         end += len(text) + 1
         lines.append(Line(number, end, _object(path, number, text)))

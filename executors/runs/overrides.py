@@ -157,6 +157,7 @@ def default_threads(num_ranks: int = 1) -> int:
     """Return ``$OMP_NUM_THREADS``, or the physical cores that each of a host's ranks may use."""
     if wanted := whole_number(os.environ.get("OMP_NUM_THREADS", "")):
         return wanted
+    # A container or taskset may leave this process fewer cores than the host has.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed) // num_ranks)
 
@@ -235,6 +236,7 @@ def _num_ranks(options: PlanConfig, base: Plan | None, *, has_plan: bool) -> int
     ):
         return options.search.ranks
     there = RankInfo.here().world_size
+    # A launcher says how many ranks this host has; here all of them have to be.
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE", "") == str(there)
     known = 1 if base is None else base.placement.world_size
     return there if is_launched() and is_one_host and there != known else None

@@ -145,6 +145,7 @@ class Run:
             "early_stop": settings.run.early_stop,
             "program": None if program is None else program_digest(program.to_json()),
         }
+        # As texts, which JSON carries and everybody can read.
         self.communicator.refuse_unlike({name.replace("_", " "): str(v) for name, v in facts.items()})
 
     def run(self) -> dict[str, Any]:
@@ -492,6 +493,7 @@ class Run:
             summary["digest"] = session.digest()
             save_tuned(self.out, session, self.settings.adapters, save_as=self.settings.run.save_as)
             copy_tokenizer(self.settings.run.model, self.out)
+            # Last: where a run has finished, everything else is there.
             write_header(self.out, self.header | {"finished": summary})
 
         session.on_rank_0(finish, "writing the weights")

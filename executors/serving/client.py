@@ -41,6 +41,7 @@ class RemoteEngine:
         self, url: str, model: str | None = None, *, timeout_s: float = 60.0, priority: int | None = None
     ) -> None:
         server = JsonServer.at(url, "engine", timeout_s)
+        # Addresses are given with /v1 and without.
         self._server = replace(server, path=server.path.rstrip("/").removesuffix("/v1"))
         self.url = url
         self.priority = priority

@@ -265,6 +265,7 @@ class Tuning:
     def _apply(self, gradient: float) -> None:
         factor = -self.settings.learning_rate * gradient * self._scale
         for name in self._names:
+            # Drawn again, as when a tuning goes on from its log.
             left = self._normals(name, self._shapes[name][1], _LEFT, self.num_steps)
             self.state.add(f"{name}.weight", left, self._rights[name], factor)
         self.num_steps += 1

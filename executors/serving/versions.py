@@ -160,6 +160,7 @@ class Versions:
         if math.isnan(tolerance):
             raise RunError("--tolerance nan allows and forbids nothing", hint="use a number, such as 0.01")
         canary = self.compare(version, examples)
+        # So put, NaN does not pass.
         if not canary.difference <= tolerance:
             raise RunError(
                 f"version {version} loses {canary.candidate:.6g} on the canary's {canary.num_tokens} tokens, the served one "
