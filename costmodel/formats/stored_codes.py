@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 
-from costmodel.formats import CodeFormat, ScaleScope
+from costmodel.formats import FORMATS, CodeFormat, ScaleScope
 from topology.errors import ModelError, PlanError
 from topology.validation import readable, without_removed
 
@@ -335,7 +335,7 @@ def refuse_unwritable(coding: Coding) -> None:
     ------
     PlanError
     """
-    if coding.format in ("float8_e5m2", "float4_e2m1"):
+    if FORMATS[coding.format].is_float and coding.format != "float8_e4m3":
         raise PlanError(
             f"a directory of codes in {coding.format} has no format that compressed-tensors knows",
             hint="write it in zosim's own layout (--save-as zosim-codes), or as numbers (--save-as numbers)",
