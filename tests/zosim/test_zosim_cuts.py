@@ -66,24 +66,18 @@ def test_bounds_of_candidates_are_below_what_is_simulated():
 
 
 def test_a_codec_pays_on_a_slow_link_and_not_on_a_fast_one():
-    split = Split(cuts=("block.5.mlp",), codec="q4", residual_codec="q4")
-    cutting = replace(cutting_of(MODEL, split), tries_plain=True)
     fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
-    slow = choose(request("cpu-cluster-1gbit", cutting, allow_lossy=True, fixed=fixed)).chosen.plan.split
-    assert slow.codec.startswith("q4")
-    fast = choose(request("dgx-h100", cutting, allow_lossy=True, fixed=fixed))
-    plain, coded = (
-        min(
-            candidate.seconds
-            for candidate in (fast.chosen, *fast.others)
-            if (candidate.plan.split.codec == "none") is is_plain
-        )
-        for is_plain in (True, False)
-    )
-    # Where a codec is chosen over NVLink, it is the cheapest to run, dense; never one that works for fewer bytes.
-    split = fast.chosen.plan.split
-    assert split.codec == "none" or split.codec.endswith(":dense")
-    assert fast.chosen.seconds == pytest.approx(min(plain, coded), rel=1e-3)
+
+    def step(hardware, codec):
+        split = Split(cuts=("block.5.mlp",), codec=codec, residual_codec=codec)
+        chosen = choose(request(hardware, cutting_of(MODEL, split), allow_lossy=True, fixed=fixed)).chosen
+        return chosen.seconds, chosen.plan.split.codec
+
+    assert step("cpu-cluster-1gbit", "q4")[0] < step("cpu-cluster-1gbit", "none")[0]
+    seconds, codec = step("dgx-h100", "q4")
+    assert seconds > 0.999 * step("dgx-h100", "none")[0]
+    # Over NVLink the cheapest to run is chosen, dense; never one that works for fewer bytes.
+    assert codec.endswith(":dense")
 
 
 def test_a_codec_needs_leave_to_lose():
@@ -124,11 +118,10 @@ def test_cuts_found_one_after_the_other_are_the_best_of_all(num_stages):
 
     cutting = cutting_of(MODEL)
     ranked = ranking("dgx-h100", cutting, Mesh(stage=num_stages))
-    codecs = ("none", "none")
     between = [name for name in ranked._costs.names if not name.endswith(".mlp")]
     all_of_them = itertools.combinations(between, num_stages - 1)
-    least = min(ranked.bound_s(cuts, codecs) for cuts in all_of_them)
-    found = min(ranked.bound_s(cuts, codecs) for cuts in ranked.best(codecs))
+    least = min(ranked.bound_s(cuts) for cuts in all_of_them)
+    found = min(ranked.bound_s(cuts) for cuts in ranked.best())
     assert found <= least * (1 + 1e-9)
 
 

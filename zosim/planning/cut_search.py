@@ -48,15 +48,8 @@ from zosim.program.instructions import Stream
 from zosim.program.operations import Recv, Send
 from zosim.simulators.shortening import shortened, shortest
 
-Codecs = tuple[str, str]
-"""Names of the codecs of MLP activations and of the residual stream."""
-
-PLAIN: Codecs = ("none", "none")
 # Cuts of each kind (inside blocks, between them) that are worth a simulation, where there is one cut.
 _NUM_TRIED = 2
-# Pairs of codecs that are worth one, beside plain numbers.
-_NUM_CODECS = 3
-
 
 Seconds = NDArray[np.float64]
 
@@ -204,10 +197,9 @@ def _walk_s(num_elements: int, site: CutSite) -> float:
 
 @dataclass(frozen=True)
 class BoundedCuts:
-    """Cuts with their codecs, and the seconds that a step takes at least with them."""
+    """Cuts, and the seconds that a step takes at least with them."""
 
     cuts: tuple[str, ...]
-    codecs: Codecs
     bound_s: float
 
 
@@ -226,59 +218,41 @@ class Ranking:
         self._site = site
         self._cutting = cutting
         self._costs = costs or Costs(site.plan.model, cutting)
-        self._crossings: dict[tuple[str, Codecs], tuple[float, float, float]] = {}
+        self._crossings: dict[str, tuple[float, float, float]] = {}
 
-    @cached_property
-    def codecs(self) -> list[Codecs]:
-        """Pairs of codecs that are worth a simulation: plain numbers, and the best of what was asked for."""
-        cutting = self._cutting
-        asked = list(
-            dict.fromkeys(
-                itertools.product(cutting.codecs or ("none",), cutting.residual_codecs or ("none",))
-            )
-        )
-        asked = [pair for pair in asked if pair != PLAIN]
-        # Each pair multiplies the plans that are simulated.
-        if len(asked) > _NUM_CODECS:
-            bounds = {pair: self.best_of_all(pair).bound_s for pair in asked}
-            asked = sorted(asked, key=bounds.__getitem__)[:_NUM_CODECS]
-        return [PLAIN, *asked] if cutting.tries_plain or not asked else asked
-
-    def best(self, codecs: Codecs) -> list[tuple[str, ...]]:
+    def best(self) -> list[tuple[str, ...]]:
         """Return the cuts worth a simulation: the best inside blocks, the best between them, and SparQ's own choice."""
         num_cuts = self._site.num_stages - 1
         inside = [name for name in self._costs.names if name.endswith(INSIDE)]
         between = [name for name in self._costs.names if not name.endswith(INSIDE)]
-        candidates = [cuts for names in (between, inside) for cuts in self._best_of(names, num_cuts, codecs)]
+        candidates = [cuts for names in (between, inside) for cuts in self._best_of(names, num_cuts)]
         # Several cuts may be of both kinds. Those of one kind are simulated all the same: a codec does other things inside a block than between.
         if num_cuts > 1:
-            candidates += self._best_of(self._costs.names, num_cuts, codecs)
+            candidates += self._best_of(self._costs.names, num_cuts)
         candidates.append(sparsest_near_the_middle(self._costs.names, self._cutting.densities, num_cuts + 1))
         return [cuts for cuts in dict.fromkeys(candidates) if len(cuts) == num_cuts]
 
-    def best_of_all(self, codecs: Codecs, limit_bytes: float = np.inf) -> BoundedCuts:
+    def best_of_all(self, limit_bytes: float = np.inf) -> BoundedCuts:
         """Return the best cuts of any kind, of whose stages none has more bytes of weights, if there are any."""
         if self._cutting.cuts:
-            return BoundedCuts(self._cutting.cuts, codecs, self.bound_s(self._cutting.cuts, codecs))
-        cuts = self._spread(self._costs.names, self._site.num_stages - 1, codecs, limit_bytes)
-        return BoundedCuts(cuts, codecs, self.bound_s(cuts, codecs) if cuts else np.inf)
+            return BoundedCuts(self._cutting.cuts, self.bound_s(self._cutting.cuts))
+        cuts = self._spread(self._costs.names, self._site.num_stages - 1, limit_bytes)
+        return BoundedCuts(cuts, self.bound_s(cuts) if cuts else np.inf)
 
-    def _best_of(self, names: Sequence[str], num_cuts: int, codecs: Codecs) -> list[tuple[str, ...]]:
+    def _best_of(self, names: Sequence[str], num_cuts: int) -> list[tuple[str, ...]]:
         if len(names) < num_cuts:
             return []
         if num_cuts == 1:
             alone: list[tuple[str, ...]] = [(name,) for name in names]
-            return sorted(alone, key=lambda cuts: self.bound_s(cuts, codecs))[:_NUM_TRIED]
-        return [self._spread(names, num_cuts, codecs)]
+            return sorted(alone, key=self.bound_s)[:_NUM_TRIED]
+        return [self._spread(names, num_cuts)]
 
-    def _spread(
-        self, names: Sequence[str], num_cuts: int, codecs: Codecs, limit_bytes: float = np.inf
-    ) -> tuple[str, ...]:
+    def _spread(self, names: Sequence[str], num_cuts: int, limit_bytes: float = np.inf) -> tuple[str, ...]:
         """Return the cuts of least bound; none where no stages keep to the limit."""
         if len(names) < num_cuts:
             return ()
         # Cut by cut, the cheapest way to each place is kept, and from where it came.
-        table = self._table(names, codecs)
+        table = self._table(names)
         # Places between which stages lie: the model's beginning, the cuts, its end.
         busy = np.where(table.weight_bytes <= limit_bytes, table.busy_s, np.inf)
         last = len(names) + 1
@@ -306,11 +280,11 @@ class Ranking:
             places.append(int(chosen[places[-1]]))
         return tuple(names[place - 1] for place in reversed(places[1:]))
 
-    def _table(self, names: Sequence[str], codecs: Codecs) -> _CostTable:
+    def _table(self, names: Sequence[str]) -> _CostTable:
         seconds, points = self._costs.seconds(self._site), self._site.num_points
         # Sums up to each place, whose differences are what lies between two.
         ends = np.array([0, *(self._costs.ends[name] for name in names), len(seconds.forward)])
-        crossings = np.array([(0.0, 0.0, 0.0), *(self._crossing(name, codecs) for name in names), (0.0,) * 3])
+        crossings = np.array([(0.0, 0.0, 0.0), *(self._crossing(name) for name in names), (0.0,) * 3])
         encode, transfer, decode = crossings.T
         forward, once, walk, stored = (
             np.concatenate([[0.0], np.cumsum(column)])[ends]
@@ -327,9 +301,9 @@ class Ranking:
             float(seconds.forward.sum()),
         )
 
-    def bound_s(self, cuts: Sequence[str], codecs: Codecs) -> float:
+    def bound_s(self, cuts: Sequence[str]) -> float:
         """Return the seconds that a step takes at least."""
-        table, last = self._table(cuts, codecs), len(cuts) + 1
+        table, last = self._table(cuts), len(cuts) + 1
         places = list(itertools.pairwise(range(last + 1)))
         busy_s = max(table.busy_s[place] for place in places)
         point_s = max(table.point_s[place] for place in places)
@@ -338,14 +312,15 @@ class Ranking:
 
     def weight_bytes(self, cuts: Sequence[str]) -> float:
         """Return the weights of the fullest stage."""
-        table = self._table(cuts, PLAIN)
+        table = self._table(cuts)
         return float(max(table.weight_bytes[place] for place in itertools.pairwise(range(len(cuts) + 2))))
 
-    def split(self, cuts: tuple[str, ...], codecs: Codecs) -> Split:
+    def split(self, cuts: tuple[str, ...]) -> Split:
         """Return where and how the model is cut."""
+        codec, residual_codec = self._cutting.codecs
         inside = [cut for cut in cuts if cut.endswith(INSIDE)]
-        activation = self.codec_for(codecs[0], inside, residual=False) if inside else CodecSpec()
-        stream = self.codec_for(codecs[1], cuts, residual=True)
+        activation = self.codec_for(codec, inside, residual=False) if inside else CodecSpec()
+        stream = self.codec_for(residual_codec, cuts, residual=True)
         known = [self._cutting.symbols(cut, activation, stream) for cut in cuts]
         return Split(
             cuts=cuts,
@@ -380,11 +355,11 @@ class Ranking:
         beside = residual and cut.endswith(INSIDE)
         return shape, crossing_statistics(known, shape, bits=spec.bits or 1, is_beside=beside)
 
-    def _crossing(self, cut: str, codecs: Codecs) -> tuple[float, float, float]:
+    def _crossing(self, cut: str) -> tuple[float, float, float]:
         """Return the seconds in which one message is encoded, sent and decoded."""
-        known = self._cutting.densities.get(cut, 1.0)
+        known, codecs = self._cutting.densities.get(cut, 1.0), self._cutting.codecs
         # Cuts of one kind and density take the same.
-        key = f"{cut.endswith(INSIDE)} {known}" if isinstance(known, float) else cut, codecs
+        key = f"{cut.endswith(INSIDE)} {known}" if isinstance(known, float) else cut
         if key in self._crossings:
             return self._crossings[key]
         profile = self._site.machines[0].profile
@@ -399,7 +374,7 @@ class Ranking:
             encode_s += sum(coding_terms(encode, values, kind).values())
             decode_s += sum(coding_terms(decode, values, kind).values())
         # Coded messages pass through host memory, plain ones go from device to device.
-        hop = self._plain_hop if all(codec_spec(name).is_lossless for name in codecs) else self._coded_hop
+        hop = self._coded_hop if self._cutting.is_lossy else self._plain_hop
         self._crossings[key] = encode_s, hop.latency_s + size / hop.bandwidth_bytes_per_s, decode_s
         return self._crossings[key]
 
@@ -445,7 +420,7 @@ class _CostTable:
 
 
 def splits(site: CutSite, cutting: Cutting, costs: Costs) -> Iterator[tuple[ModelSpec, Split]]:
-    """Yield cut models with their splits that are worth a simulation, each cut with each codec that is worth one.
+    """Yield cut models with their splits that are worth a simulation.
 
     Raises
     ------
@@ -454,9 +429,8 @@ def splits(site: CutSite, cutting: Cutting, costs: Costs) -> Iterator[tuple[Mode
     """
     ranking = Ranking(site, cutting, costs)
     seen: set[Split] = set()
-    for codecs in ranking.codecs:
-        for cuts in [cutting.cuts] if cutting.cuts else ranking.best(codecs):
-            split = ranking.split(cuts, codecs)
-            if split not in seen:
-                seen.add(split)
-                yield cutting.cut(site.plan.model, cuts), split
+    for cuts in [cutting.cuts] if cutting.cuts else ranking.best():
+        split = ranking.split(cuts)
+        if split not in seen:
+            seen.add(split)
+            yield cutting.cut(site.plan.model, cuts), split

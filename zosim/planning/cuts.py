@@ -87,35 +87,28 @@ class Cutting:
     ----------
     cuts : tuple of str
         The only ones to plan for; by default any.
-    codecs, residual_codecs : tuple of str
-        That may be used for MLP activations and for the residual stream; plain numbers are tried beside them.
+    codecs : tuple of (str, str)
+        For MLP activations and for the residual stream.
     densities : mapping of str to float or Probed
         Of what crosses each cut, where it was measured; 1 for the others.
     cut_model : callable or None
         How to cut inside blocks; unless given, a model is cut where it is cut already, and between blocks.
-    tries_plain : bool
-        Whether plain numbers are tried beside the codecs.
     """
 
     cuts: tuple[str, ...] = ()
-    codecs: tuple[str, ...] = ()
-    residual_codecs: tuple[str, ...] = ()
+    codecs: tuple[str, str] = ("none", "none")
     densities: Mapping[str, float | Probed] = field(default_factory=dict)
     cut_model: CutModel | None = None
-    tries_plain: bool = True
 
     @classmethod
     def of(
         cls, split: Split, cut_model: CutModel | None, densities: Mapping[str, float | Probed] | None = None
     ) -> Cutting:
-        """Return what a config asks of cuts: a codec that it sets is the only one."""
-        codecs, residual_codecs = (
-            () if name == "none" else (name,) for name in (split.codec, split.residual_codec)
-        )
-        return cls(split.cuts, codecs, residual_codecs, densities or {}, cut_model, tries_plain=False)
+        """Return what a config asks of cuts."""
+        return cls(split.cuts, (split.codec, split.residual_codec), densities or {}, cut_model)
 
     def __post_init__(self) -> None:
-        for name in (*self.codecs, *self.residual_codecs):
+        for name in self.codecs:
             codec_spec(name)
         densities = {cut: density_of(value) for cut, value in self.densities.items()}
         wrong = {cut: value for cut, value in densities.items() if not 0 <= value <= 1}
@@ -135,7 +128,7 @@ class Cutting:
     @property
     def is_lossy(self) -> bool:
         """Whether a codec that is asked for changes numbers."""
-        return any(not codec_spec(name).is_lossless for name in (*self.codecs, *self.residual_codecs))
+        return not all(codec_spec(name).is_lossless for name in self.codecs)
 
     def cut(self, model: ModelSpec, cuts: Sequence[str]) -> ModelSpec:
         """Return `model` with the blocks cut that these cuts are inside.
@@ -160,7 +153,7 @@ class Cutting:
 def cutting_of(
     source: str, split: Split | None = None, densities: Path | None = None, tuned: Trainable = "all"
 ) -> Cutting:
-    """Return where the model may be cut, as far as a config sets it; a codec that it sets is the only one."""
+    """Return where and how the model may be cut, as far as a config sets it."""
 
     @cache
     def cut_model(blocks: tuple[int, ...]) -> ModelSpec:

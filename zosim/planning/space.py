@@ -128,7 +128,7 @@ def check(request: Request) -> None:
         )
     cutting = request.cutting
     if cutting.is_lossy and not request.allow_lossy:
-        codecs = dict.fromkeys((*cutting.codecs, *cutting.residual_codecs))
+        codecs = dict.fromkeys(name for name in cutting.codecs if name != "none")
         raise PlanError(
             f"codecs {', '.join(codecs)} change what arrives at the next stage",
             hint="add --allow-lossy if that is meant",

@@ -1,6 +1,6 @@
 """Which meshes of several stages are worth a look: those of the least bounds, of the many that there are.
 
-A mesh, its cuts and its codecs are bounded by :mod:`zosim.planning.cut_search` alone, so that hundreds take as long as a few plans do.
+A mesh and its cuts are bounded by :mod:`zosim.planning.cut_search` alone, so that hundreds take as long as a few plans do.
 Those that could undercut what is known without stages, and the best in any case, become plans.
 """
 
@@ -12,12 +12,12 @@ from math import inf
 
 from costmodel.models.model_spec import ModelSpec
 from topology.errors import PlanError
-from zosim.planning.cut_search import PLAIN, BoundedCuts, Codecs, Costs, Ranking
+from zosim.planning.cut_search import BoundedCuts, Costs, Ranking
 from zosim.planning.request import Request
 from zosim.planning.space import check, layouts, plans_of, shares, site_of
 from zosim.plans import Mesh, Placement, Plan, Split
 
-# Meshes with their codecs that are made plans of.
+# Meshes that are made plans of.
 _NUM_TRIED = 3
 # More stages than this leave a pipeline of few points empty most of the time.
 _MOST_STAGES = 16
@@ -27,15 +27,15 @@ _FOR_WEIGHTS = 0.9
 
 @dataclass(frozen=True)
 class _StageShape:
-    """A mesh with its best cuts for a pair of codecs, and what ranked them."""
+    """A mesh with its best cuts, and what ranked them."""
 
     mesh: Mesh
     best: BoundedCuts
     ranking: Ranking
 
     @property
-    def sort_key(self) -> tuple[float, int, bool]:
-        return float(f"{self.best.bound_s:.6g}"), self.mesh.world_size, self.best.codecs != PLAIN
+    def sort_key(self) -> tuple[float, int]:
+        return float(f"{self.best.bound_s:.6g}"), self.mesh.world_size
 
 
 def staged_plans(request: Request, fastest_s: float = inf) -> Iterator[Plan]:
@@ -60,50 +60,45 @@ def staged_plans(request: Request, fastest_s: float = inf) -> Iterator[Plan]:
             f"{request.hardware.name} and a batch of {request.batch}",
             hint="raise --ranks (several may share a CPU, a GPU takes one)",
         )
-    chosen = [shape for shape in listed[:_NUM_TRIED] if shape.best.bound_s < fastest_s]
-    # Also the best without codecs: nobody has to lose precision to see what stages would do.
-    plain = [shape for shape in listed if shape.best.codecs == PLAIN]
-    chosen += [shape for shape in (*listed[:1], *plain[:1]) if shape not in chosen]
-    yield from plans_of(request, (_placed(request, shape) for shape in dict.fromkeys(chosen)))
+    # Whoever asked why there are no stages sees the best of them, however slow.
+    chosen = [shape for shape in listed[:_NUM_TRIED] if shape.best.bound_s < fastest_s] or listed[:1]
+    yield from plans_of(request, (_placed(request, shape) for shape in chosen))
 
 
 def _placed(request: Request, shape: _StageShape) -> tuple[Mesh, Placement, tuple[ModelSpec, Split]]:
     placement = next(layouts(request, shape.mesh.world_size))
     model = request.cutting.cut(request.model, shape.best.cuts)
-    return shape.mesh, placement, (model, shape.ranking.split(shape.best.cuts, shape.best.codecs))
+    return shape.mesh, placement, (model, shape.ranking.split(shape.best.cuts))
 
 
 def _shapes(request: Request) -> Iterator[_StageShape]:
-    """Yield every mesh of several stages with the best cuts, for each pair of codecs."""
+    """Yield every mesh of several stages that the model can be cut for, with the best cuts."""
     costs = Costs(request.model, request.cutting)
-    known: dict[tuple[object, ...], tuple[Ranking, list[BoundedCuts]]] = {}
+    known: dict[tuple[object, ...], tuple[Ranking, BoundedCuts]] = {}
     for mesh in _meshes(request, costs):
         site = site_of(request, mesh, next(layouts(request, len(mesh.pipelines[0]))))
         # Meshes whose pipelines do the same are ranked once.
         key = site.num_stages, site.num_sequences, site.num_points
         if key not in known:
             ranking = Ranking(site, request.cutting, costs)
-            known[key] = (
-                ranking,
-                [best for codecs in ranking.codecs for best in _best(request, ranking, codecs)],
-            )
-        ranking, listed = known[key]
-        for best in listed:
+            known[key] = ranking, _best(request, ranking)
+        ranking, best = known[key]
+        if best.cuts:
             yield _StageShape(mesh, best, ranking)
 
 
-def _best(request: Request, ranking: Ranking, codecs: Codecs) -> Iterator[BoundedCuts]:
-    """Yield the best cuts whose stages fit their devices, or the best of all with the uploads that those take."""
+def _best(request: Request, ranking: Ranking) -> BoundedCuts:
+    """Return the best cuts whose stages fit their devices, or the best of all with the uploads that those take."""
     limit = _FOR_WEIGHTS * request.device_limit_bytes(request.hardware.device)
-    best = ranking.best_of_all(codecs, limit)
+    best = ranking.best_of_all(limit)
     if not best.cuts or ranking.weight_bytes(best.cuts) > limit:
-        best = ranking.best_of_all(codecs)
+        best = ranking.best_of_all()
         if not best.cuts:
-            return
+            return best
         # What does not fit is offloaded, so that a step takes the uploads at least.
         uploads_s = ranking.weight_bytes(best.cuts) / request.hardware.profile.values()["copy_h2d_bandwidth"]
         best = replace(best, bound_s=max(best.bound_s, uploads_s))
-    yield best
+    return best
 
 
 def _meshes(request: Request, costs: Costs) -> Iterator[Mesh]:
