@@ -150,6 +150,8 @@ class LiteralRun:
         over labels, in float64.
     central, copies : bool
         Without `copies`, weights walk from point to point and keep the drift.
+    residual : bool
+        Whether differences are from the loss of the step before, which in the first step is its own.
     rng, distribution : str
     execution_order : bool
         Whether ``mezo`` draws the final norm last, and of blocks that are cut inside what lies behind the cut last.
@@ -163,6 +165,8 @@ class LiteralRun:
         By step, query and parameter name: ``z``; and what an update goes along, where that is another.
     gradients : list of tuple of float
         Projected gradients of each step.
+    losses_plus : list of tuple of float
+        Losses at ``+ε`` of each step, of differences from the step before.
     """
 
     loss: Callable[[nn.Module, Batch], tuple[Tensor, int]]
@@ -174,6 +178,7 @@ class LiteralRun:
     num_shards: int = 1
     central: bool = True
     copies: bool = False
+    residual: bool = False
     rng: str = "mezo"
     distribution: str = "gaussian"
     execution_order: bool = False
@@ -183,6 +188,7 @@ class LiteralRun:
     drawn: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
     redrawn: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
     gradients: list[tuple[float, ...]] = field(default_factory=list)
+    losses_plus: list[tuple[float, ...]] = field(default_factory=list)
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -199,15 +205,21 @@ class LiteralRun:
         """Run one step."""
         number = len(self.gradients)
         z = [self._direction(number, query) for query in range(self.num_queries)]
-        base = None if self.central else self._loss(batch)
-        gradients = []
+        base = None if self.central or self.residual else self._loss(batch)
+        gradients, losses = [], []
         for query in range(self.num_queries):
+            if self.residual:
+                losses.append(self._loss_beside(batch, z[query]))
+                before = self.losses_plus[-1][query] if self.losses_plus else losses[-1]
+                gradients.append((losses[-1] - before) / self.epsilon)
+                continue
             plus, other = self._losses(batch, z[query], base)
             gradients.append(((plus - other) / (2 * self.epsilon if self.central else self.epsilon)).item())
         for query, g in enumerate(gradients):
             along = self._update_direction(number, query) or z[query]
             self._update(along, g / self.num_queries, learning_rate, decays=query == 0)
         self.gradients.append(tuple(gradients))
+        self.losses_plus.append(tuple(losses))
 
     def _direction(self, number: int, query: int) -> dict[str, Tensor]:
         named = self.tuned
@@ -326,6 +338,17 @@ class LiteralRun:
         else:
             self._perturb(z, 1)
         return plus, minus
+
+    def _loss_beside(self, batch: Batch, z: Mapping[str, Tensor]) -> float:
+        """Return the loss at ``θ + εz``."""
+        start = self.weights
+        self._perturb(z, 1)
+        loss = self._loss(batch).double().item()
+        if self.copies:
+            self._set(start)
+        else:
+            self._perturb(z, -1)
+        return loss
 
     def _perturb(self, z: Mapping[str, Tensor], scale: int) -> None:
         self._set({name: self.weights[name] + (scale * z[name]) * self.epsilon for name in z})

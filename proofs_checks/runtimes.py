@@ -60,8 +60,11 @@ def second_moment() -> float:
 class CodedRun:
     """QuZO with int8 weights, a scale for each output, on a whole model whose weights are made of the codes."""
 
-    def __init__(self, model: nn.Module, seed: int, estimator: str, rng: str, names: set[str]) -> None:
+    def __init__(
+        self, model: nn.Module, seed: int, estimator: str, rng: str, names: set[str], *, is_rounded_once: bool
+    ) -> None:
         self.model, self.seed, self.estimator, self.rng = model, seed, estimator, rng
+        self.is_rounded_once = is_rounded_once
         self.plain = {n: p.detach().numpy().copy() for n, p in model.named_parameters() if n not in names}
         self.scales: dict[str, Array] = {}
         self.codes: dict[str, Array] = {}
@@ -117,7 +120,8 @@ class CodedRun:
         return (losses[0] - losses[1]) / (2 * _EPSILON)
 
     def update(self, step: int, gradients: tuple[float, ...]) -> None:
-        """Move by the gradients of a step, query by query; codes by whole numbers, as chance has it."""
+        """Move by the gradients of a step, query by query; codes by whole numbers, as chance has it, or all at once."""
+        summed: dict[str, Array] = {}
         rate, divisor = learning_rate(step), second_moment() if self.estimator == "normalised" else 1.0
         purpose = "second direction" if self.estimator == "q-rge2" else "direction"
         for query, gradient in enumerate(gradients):
@@ -133,7 +137,13 @@ class CodedRun:
                     continue
                 codes = self.codes[name]
                 step_of = rate * factor / self.scales[name].astype(np.float64)
-                change = along[name].reshape(codes.shape) * step_of + rate * decay * codes
+                change = along[name].reshape(codes.shape) * step_of
+                if self.is_rounded_once:
+                    summed[name] = summed.get(name, 0.0) + change
+                    if query + 1 < len(gradients):
+                        continue
+                    change, decay = summed[name], 0.0 if _is_spared(name) else _DECAY
+                change = change + rate * decay * codes
                 assert numel == codes.size
                 whole = np.floor(np.abs(change) + chances[name].reshape(codes.shape))
                 self.codes[name] = np.clip(codes - np.copysign(whole, change), -127, 127)
@@ -147,8 +157,9 @@ _CODED_RUNS: Mapping[str, Mapping[str, Any]] = {
     "normalised": {"directions": Directions()},
     "q-rge1": {"directions": Directions(rng="counter"), **OFFLOADED},
     "q-rge2": {"directions": Directions(), **OFFLOADED},
+    "normalised, rounded once": {"directions": Directions()},
 }
-"""Axes of the plan by estimator; each takes another path through the executor: resident or offloaded with delayed updates, by either discipline of random numbers."""
+"""Axes of the plan by estimator, the last of which rounds all updates of a step together; each takes another path through the executor: resident or offloaded with delayed updates, by either discipline of random numbers."""
 
 
 def _coded_session(
@@ -156,8 +167,15 @@ def _coded_session(
 ) -> tuple[list[StepRecord], dict[str, Tensor], dict[str, Tensor], set[str]]:
     """Return records, weights and codes after some steps of the shipped runtime, and which weights are codes."""
     model = tiny_model("tied")
+    kind, _, is_rounded_once = estimator.partition(", ")
     low_bits = LowBits.model_validate(
-        {"weights": "int8", "direction_bits": _BITS, "estimator": estimator, "scales": "channel"}
+        {
+            "weights": "int8",
+            "direction_bits": _BITS,
+            "estimator": kind,
+            "scales": "channel",
+            "update_rounding": "step" if is_rounded_once else "query",
+        }
     )
     plan = tiny_plan(
         model,
@@ -183,10 +201,11 @@ def check_codes_over_steps(context: Context) -> Outcome:
     last bit a code near the border of its chance may go the other way, one in thousands.
     """
     parts = {}
-    for estimator in ("normalised", "q-rge1", "q-rge2"):
+    for estimator in _CODED_RUNS:
         records, weights, codes, names = _coded_session(estimator, context.seed)
         rng = _CODED_RUNS[estimator]["directions"].rng
-        run = CodedRun(tiny_model("tied"), context.seed, estimator, rng, names)
+        kind, _, once = estimator.partition(", ")
+        run = CodedRun(tiny_model("tied"), context.seed, kind, rng, names, is_rounded_once=bool(once))
         off, size = 0.0, 0.0
         before = {name: values.copy() for name, values in run.codes.items()}
         for step, (record, batch) in enumerate(zip(records, tiny_batches(_NUM_STEPS), strict=True)):
@@ -350,7 +369,7 @@ CLAIMS = (
         paper="zosim",
         where=("executors.low_bits", "executors.steps.ops.sweep", "executors.randomness.rounded"),
         quotation="Weights in int8 train as a loop trains them that writes everything out.",
-        statement="Over several steps and queries, with rates that change and decay, projected gradients, codes and all other weights of a run in int8 are those of a loop in NumPy: normals drawn in MeZO's order, clamped and rounded at random by keyed chances, whole codes moved by chance, scales as they were; for Q-RGE1, Q-RGE2 and the normalised estimator.",
+        statement="Over several steps and queries, with rates that change and decay, projected gradients, codes and all other weights of a run in int8 are those of a loop in NumPy: normals drawn in MeZO's order, clamped and rounded at random by keyed chances, whole codes moved by chance, scales as they were; for Q-RGE1, Q-RGE2 and the normalised estimator, rounded for every query or once a step.",
         hypotheses="int8 with a scale for each output, directions of 3 bits, central differences, float32; gradients to 1e-3, codes but for one in a thousand",
         references="QuZO algorithm 1, as corrected in its claims",
         checks=(
@@ -361,6 +380,12 @@ CLAIMS = (
                 coded.MOVE_CHANCES,
                 coded.SAME_KEY,
                 coded.DRAWN_LONG,
+                Mutant(
+                    "later queries 1 % short where all are rounded together",
+                    "executors.low_bits.coded:QuantizedTensor.update",
+                    "total.add_(direction[:], alpha=alpha)",
+                    "total.add_(direction[:], alpha=0.99 * alpha)",
+                ),
                 Mutant("no second moment", _BY_CODES, "/ op.divisor", "/ 1"),
                 Mutant("a step's chances in every step", _BY_CODES, "source.step, op.query", "0, op.query"),
                 Mutant(

@@ -132,7 +132,7 @@ def check_windows(context: Context) -> Outcome:
 def _adapted(seed: int) -> nn.Module:
     """Return the tiny model with an adapter that is not zero."""
     model = tiny_model("tied", _DOUBLE)
-    attach(model, LoRA(rank=_RANK, target_modules=("q_proj", "fc2"), seed=seed))
+    attach(model, LoRA(rank=_RANK, target_modules=("q_proj", "fc2"), seed=seed, alpha=2.5 * _RANK))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -246,6 +246,17 @@ def check_tenants(context: Context) -> Outcome:
                     [score for row in scores[place::3] for score in row],
                     whole,
                     what="scores",
+                    tolerance=_SCORE,
+                )
+            # Few of many tokens are asked for: the last block leaves the others behind at its attention.
+            few = runtime.score(
+                [Request(tokens, len(tokens) - 2, name) for tokens in prompts for name, _ in tenants]
+            )
+            for place, (name, own) in enumerate(tenants):
+                parts[f"{name or 'the base'}, other {other}, last tokens"] = equal(
+                    [score for row in few[place::3] for score in row],
+                    [score for tokens in prompts for score in literal_scores(_merged(own), tokens)[-2:]],
+                    what="scores of the last two",
                     tolerance=_SCORE,
                 )
             beside.append((scores[1::3], scores[2::3]))
@@ -503,6 +514,30 @@ CLAIMS = (
         checks=(
             printed(
                 check_tenants,
+                Mutant(
+                    "narrowed rows one too far",
+                    "executors.models.batched:_Narrowing.places",
+                    "slice(begin, end)",
+                    "slice(begin + (end - begin > 1), end + (end - begin > 1))",
+                ),
+                Mutant(
+                    "narrowed rows one short",
+                    "executors.models.batched:_Narrowing.places",
+                    "slice(begin, end)",
+                    "slice(begin, end - (end - begin > 1))",
+                ),
+                Mutant(
+                    "an alpha that is read as twice the rank",
+                    "executors.serving.peft:read_adapter",
+                    "scale = alpha / (rank**0.5 if stated.use_rslora else rank)",
+                    "scale = 2.0 + 0 * alpha / (rank**0.5 if stated.use_rslora else rank)",
+                ),
+                Mutant(
+                    "an alpha that is written as twice the rank",
+                    "executors.models.lora:save_adapters",
+                    "first.lora_scale * rank",
+                    "2.0 * rank + 0 * first.lora_scale",
+                ),
                 Mutant("keys of another tenant", _JOINED, "keys=group.keys + begin", "keys=group.keys"),
                 Mutant(
                     "slots that reach the tokens before",
