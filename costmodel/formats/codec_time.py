@@ -80,6 +80,7 @@ def _encodings_run(spec: CodecSpec, stats: SymbolStatistics) -> list[Encoding]:
     if spec.encoding != "smallest":
         return [chosen]
     run: list[Encoding] = [chosen]
+    # To choose by size takes coding, whose size nothing else tells, and finding runs.
     if chosen != "entropy":
         run.append("entropy")
     least_runs = run_length_bytes(stats.num_kept, stats.bits, 1)

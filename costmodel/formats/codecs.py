@@ -175,7 +175,7 @@ def overhead_bytes(spec: CodecSpec, shape: Sequence[int], element_bytes: int) ->
     header = PREAMBLE_BYTES + DIM_BYTES * len(shape)
     if spec.bits is None:
         return header
-    real = max(4, element_bytes)
+    real = max(4, element_bytes)  # of half precision, too, grids are in float32
     per_group = sum(real if kind == "number" else 1 for kind in GRID_PARAMETERS[spec.grid])
     return header + num_groups(shape, spec.scope) * per_group
 

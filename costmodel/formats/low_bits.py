@@ -281,25 +281,23 @@ def coded_forward_work(
             num_kernels += 5 * times
             alive += rows * (inputs + 4) + shared
             largest = max(largest, alive + _coding_bytes(rows, inputs, width, kernel))
-        passes["unpacking"] += times * round(outputs * moved_share) * inputs * (is_beside and is_packed)
+        # Rows of the direction that are not 0: their mean, which time is made of, and their most, which memory is.
+        moved, most = round(outputs * moved_share) * is_beside, _most_rows(outputs, moved_share)
+        passes["unpacking"] += times * moved * inputs * is_packed
         if kernel != "dequantise":
-            moved = round(outputs * moved_share) * is_beside
             kind = "int8" if kernel == "int_mm" else "float8_e4m3"
             products.append(product.model_copy(update={"format": kind}))
             if moved:
                 products.append(product.model_copy(update={"n": moved, "format": kind}))
             cast = moved * inputs * (kernel == "scaled_mm")
             sweep_bytes += 2 * times * cast
-            num_kernels += times * bool(cast)
-            num_kernels += 3 * times * (1 + is_beside)
-            sums, most = rows * outputs * 4, _most_rows(outputs, moved_share)
-            is_gathered = most < outputs
+            num_kernels += times * (bool(cast) + 3 * (1 + is_beside))
+            sums, is_gathered = rows * outputs * 4, most < outputs
             passes["sums"] += times * rows * (outputs + moved * (not is_gathered))
             passes["gathering"] += times * rows * moved * is_gathered
             made = most + -most % FILLED_ROWS if is_gathered else outputs
-            of_rows, numbers = rows * made * 4, 0
-            if kernel == "int_mm":
-                numbers = _numbers_bytes(rows, outputs, inputs)
+            of_rows = rows * made * 4
+            numbers = _numbers_bytes(rows, outputs, inputs) if kernel == "int_mm" else 0
             taken = (most if is_gathered else outputs) * inputs
             passing = max(taken_out_bytes(taken, direction_format) - taken, 0)
             along = of_rows + max(of_rows, numbers, passing) + taken * (kernel == "scaled_mm")
@@ -308,6 +306,7 @@ def coded_forward_work(
             else:
                 along += sums + taken * is_packed
             kept = of_rows * is_gathered * is_beside
+            # While sums are made, while the direction's are, and while they become the output.
             alive += max(
                 kept + sums + max(sums, numbers) + levels,
                 along * is_beside,
@@ -315,12 +314,10 @@ def coded_forward_work(
             )
         else:
             products.append(product)
-            moved = round(outputs * moved_share) * inputs * is_beside
             passes[_of_format("levels", coding.format)] += times * elements
             passes["zeros"] += times * elements * coding.has_zero_point
-            passes["beside"] += times * moved
+            passes["beside"] += times * moved * inputs
             num_kernels += times * (1 + is_beside)
-            most = _most_rows(outputs, moved_share)
             is_gathered = is_beside and most < outputs
             gathered = most * inputs * (width + (not is_packed)) * is_gathered
             if is_packed and is_beside:  # in pieces, where all rows are added
@@ -328,9 +325,9 @@ def coded_forward_work(
                 gathered += taken_out_bytes(num, direction_format)
             if FORMATS[coding.format].is_float:
                 levels = elements * max(4, is_parted * (9 - width))
-            alive += elements * width
-            alive += max(levels, gathered, rows * outputs * width)
-            alive += rows * inputs * width if are_inputs_coded else 0
+            # The weight as numbers outlives what it is made of, and is there when the output is.
+            alive += elements * width + max(levels, gathered, rows * outputs * width)
+            alive += rows * inputs * width * are_inputs_coded
         largest = max(largest, alive)
     return work.model_copy(
         update={
@@ -449,6 +446,7 @@ def coded_update_work(
     return Work(
         dtype="float32",
         draw_dtype="float32",
+        # Codes are read and written, those of the direction read.
         sweep_bytes=2 * round(moved_share * sum(map(coding.code_bytes, linears))) + elements,
         code_passes=_counted(
             {
@@ -458,6 +456,7 @@ def coded_update_work(
             }
         ),
         num_rounded=chances.num_drawn + round(_CHANCE_PART * chances.num_passed),
+        # A matrix of fewer chances is drawn by the thread that asks.
         num_shared_draws=sum(-(-num // CHANCES_AT_ONCE) for num in moved if num >= SHARED_CHANCES),
         num_seeds=chances.num_blocks,
         num_kernels=_MOVED_KERNELS * len(linears),
@@ -527,4 +526,5 @@ def moved_rows_bytes(linears: Iterable[Linear], share: float) -> int:
 def _most_rows(num: int, share: float) -> int:
     """Return how many of `num` rows move in hardly any step more than, where each does with the chance `share`."""
     mean = num * share
+    # Three standard deviations more.
     return min(num, math.ceil(mean + 3 * math.sqrt(mean * (1 - share))))

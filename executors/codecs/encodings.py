@@ -277,7 +277,7 @@ class RunLength(SymbolEncoding):
     def encode(self, symbols: Symbols) -> Payload:
         """Return runs and symbols."""
         gap_bits, _ = self._best(symbols)
-        fillers = symbols.gaps >> gap_bits
+        fillers = symbols.gaps >> gap_bits  # tokens that stand for 2^g of the background each
         ends = np.cumsum(fillers + 1)
         num = int(ends[-1]) if len(ends) else 0
         runs = np.full(num, 2**gap_bits - 1, dtype=np.int64)
@@ -326,6 +326,7 @@ class Entropy(SymbolEncoding):
         counts = symbols.histogram.tolist()
         frequency = frequencies(counts)
         present = np.asarray([count > 0 for count in counts])
+        # Less one: the only symbol of a tensor has 2^16 units, one more than 16 bits hold.
         units = np.asarray([f - 1 for f in frequency if f], dtype="<u2")
         several = len(units) > 1
         words = encode_entropy(symbols.values, frequency) if several else np.empty(0, dtype=np.uint32)
@@ -344,7 +345,7 @@ class Entropy(SymbolEncoding):
         expected = 2**FREQUENCY_BITS if layout.num_elements else 0
         if int(frequency.sum()) != expected:
             raise CodecError(f"frequencies of symbols add up to {int(frequency.sum())}, not to {expected}")
-        if num_present < 2:
+        if num_present < 2:  # there is nothing to tell apart, and no word was written
             return np.full(layout.num_elements, mask.argmax(), dtype=np.uint8)
         return decode_entropy(coded.view("<u4").astype(np.uint32), layout.num_elements, frequency.tolist())
 
@@ -367,6 +368,7 @@ def encode_smallest(symbols: Symbols) -> Payload:
     sizes = {encoding.name: encoding.size_bytes(symbols) for encoding in candidates}
     coded: Payload | None = None
     if is_available() and BY_NAME["entropy"].size_bytes(symbols) < min(sizes.values()):
+        # Its size is known once it is coded, which is not done twice.
         coded = BY_NAME["entropy"].encode(symbols)
         sizes["entropy"] = len(coded.body)
     if run_length_bytes(stats.num_kept, stats.bits, 1) < min(sizes.values()):

@@ -130,9 +130,9 @@ def _pieces(grids: Fitted, rows: Tensor) -> Iterator[tuple[slice, Fitted]]:
     by_row = grids.step.shape[0] > 1
     for begin in range(0, num_rows, size):
         piece = slice(begin, begin + size)
-        part = Fitted(*(field[piece] for field in _fields(grids))) if by_row else grids
+        part = (
+            Fitted(*(field[piece] for field in (grids.offset, grids.step, grids.low, grids.high)))
+            if by_row
+            else grids
+        )
         yield piece, part
-
-
-def _fields(grids: Fitted) -> tuple[Tensor, ...]:
-    return grids.offset, grids.step, grids.low, grids.high

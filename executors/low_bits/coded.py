@@ -66,10 +66,10 @@ class Beside(NamedTuple):
         assert place.layer is not None
         place.layer.beside = self
 
-    def within(self, outputs: range) -> tuple[Tensor | None, slice]:
-        """Return the numbers of the rows within some outputs, counted from the first of these, and where they stand in `rows`."""
-        if self.rows is None:
-            return None, slice(0, 0)
+    def within(self, outputs: slice) -> tuple[Tensor, slice]:
+        """Return the numbers of the `rows` within some outputs, counted from the first of these, and where they stand there."""
+        assert self.rows is not None
+        # Asked on the host: to slice by what is on a device waits for it.
         on_host = self.rows if self.rows_on_host is None else self.rows_on_host
         first, last = torch.searchsorted(on_host, on_host.new_tensor((outputs.start, outputs.stop))).tolist()
         return self.rows[first:last] - outputs.start, slice(first, last)
@@ -161,6 +161,7 @@ class QuantizedTensor(Stored):
 
     @cached_property
     def _stand_in(self) -> Tensor:
+        # The model's code asks its parameter for shape, format and device.
         return nothing(self.shape, self.scales.dtype, self.device)
 
     def load(self, other: Stored, name: str) -> None:
@@ -217,6 +218,7 @@ class QuantizedTensor(Stored):
                 f"{name or 'a weight'} holds numbers that are infinite or not numbers, for which there is no code",
                 hint="copy or convert the model again",
             )
+        # A scale for the matrix is made of all its rows.
         for rows in self._pieces(self.shape[0], all_rows=self.coding.scales == "tensor"):
             part = weights[rows].to(self.device, torch.float32)
             self._fit(part, rows)
@@ -258,10 +260,12 @@ class QuantizedTensor(Stored):
         if self.zeros is None:
             spans = torch.maximum(-least, most) / grid.high
         else:
+            # 0 stays on the grid: a zero point is one of the codes.
             least, most = least.clamp(max=0), most.clamp(min=0)
             spans = (most - least) / grid.high
         # Weights that are all 0 have a scale, too: that of a grid up to 1.
         scales = torch.where(spans > 0, spans, torch.full_like(spans, 1 / grid.high)).to(self.scales.dtype)
+        # Half precision rounds the scales of tiny weights to 0, by which nothing can be divided.
         scales.clamp_(min=torch.finfo(scales.dtype).tiny)
         scope = slice(None) if self.coding.scales == "tensor" else rows
         self.scales[scope] = scales

@@ -66,11 +66,11 @@ def sums_in_float32(inputs: Tensor, weights: Tensor) -> Tensor:
         numbers = inputs[:, stretch].float()
         for tile in tiles:
             factors = weights[tile, stretch].float().T
-            if is_short:
+            if is_short:  # exact as it is: no sum of integers is needed
                 torch.mm(numbers, factors, out=sums[:, tile])
             else:
                 sums[:, tile] += torch.mm(numbers, factors).to(torch.int32)
-        del numbers
+        del numbers  # before the next ones are made
     return sums.float()
 
 
@@ -87,5 +87,6 @@ def _has_integer_instructions() -> bool:
         product(inputs, weights)
         return perf_counter() - begin
 
+    # The quickest of three: the first compiles, and others may be at work on the same cores.
     own = min(seconds(lambda left, right: torch._int_mm(left, right.T)) for _ in range(3))
     return own < min(seconds(sums_in_float32) for _ in range(3))

@@ -114,6 +114,7 @@ class Integers(Grid):
 
     def symbols(self, values: Tensor) -> Tensor:
         """Return the low byte of each number."""
+        # By way of int16: what uint8 makes of a negative float is not defined.
         return values.to(torch.int16).to(torch.uint8)
 
     def values(self, symbols: Tensor) -> Tensor:
@@ -163,7 +164,7 @@ class Floats(Grid):
     def symbols(self, values: Tensor) -> Tensor:
         """Return the bits of each number."""
         wide = self._wide_type
-        if wide is not None:
+        if wide is not None:  # the cast rounds nothing: these are values of the grid
             return values.to(wide).view(torch.uint8)
         magnitudes = values.abs().contiguous()
         symbols = torch.bucketize(magnitudes, self._magnitudes(values), out_int32=True).to(torch.uint8)

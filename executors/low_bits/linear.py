@@ -181,11 +181,11 @@ class _DirectionProduct:
 
     def add_to(self, sums: Tensor, rows: slice, columns: slice) -> None:
         """Add it to some rows and columns of the output."""
-        moved, places = self._beside.within(range(columns.start, columns.stop))
-        if moved is None:
+        if self._beside.rows is None:
             scales = self._scales[rows] if len(self._scales) > 1 else self._scales
             sums += byte_product(self._codes[rows], self._factors(columns), scales)
         elif self._product is not None:
+            moved, places = self._beside.within(columns)
             sums.index_add_(1, moved, self._product[rows, places])
 
 
@@ -309,6 +309,7 @@ def make_codable(blocks: Iterable[nn.Module], coding: Coding | None) -> None:
         for path, module in list(block.named_modules()):
             if is_of_adapter(path):
                 continue
+            # What derives from these may compute something else.
             if type(module) is Conv1D:
                 module.weight.data = module.weight.data.T
             if type(module) in (nn.Linear, Conv1D):
@@ -403,6 +404,7 @@ def has_byte_product(device: torch.device, kernel: KernelName) -> bool:
     if kernel == "scaled_mm" and device.type == "cpu":
         return False  # torch 2.13 multiplies one number after the other there, a thousand times slower than in float32
     try:
+        # torch says what a device lacks when it is asked to multiply, by one of three errors.
         ones = torch.ones((32, 32), device=device)
         ones = ones.to(torch.int8 if kernel == "int_mm" else torch.float8_e4m3fn)
         scales = torch.ones(1, device=device)

@@ -70,6 +70,7 @@ def _move(moves: Sequence[Move], by: float | Tensor, decay: float, counted: Move
     weights = [move.coded for move in moves]
     grid, sizes = weights[0].grid, [coded.shape.numel() for coded in weights]
     levels = torch.cat([coded.levels().reshape(-1) for coded in weights]).float()
+    # The reciprocal before the factor, as a single weight's move has it, so that the bits are the same.
     units = torch.cat([coded.scales.reshape(-1) for coded in weights]).float().reciprocal().mul_(by)
     change = torch.empty_like(levels)
     of_scales = units.split([coded.scales.numel() for coded in weights])
@@ -84,6 +85,7 @@ def _move(moves: Sequence[Move], by: float | Tensor, decay: float, counted: Move
     whole = towards_zero(chance.copysign_(change).add_(change))
     wanted = levels - whole
     moved = grid.clamped(wanted)
+    # What saturates would have moved: it is not among the unmoved.
     counted.add(num, num - num_nonzero(whole), num_nonzero(wanted.sub_(moved)))
     symbols = [
         own.view(coded.shape) for own, coded in zip(grid.symbols(moved).split(sizes), weights, strict=True)

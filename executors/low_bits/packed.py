@@ -88,10 +88,10 @@ class PackedCodes:
         if isinstance(rows, slice):
             first, last, _ = rows.indices(len(self))
             begin, end = first * self._row_elements, last * self._row_elements
-            kept = begin % self._per_byte
+            kept = begin % self._per_byte  # rows may begin within a byte
             codes = self._taken_out(self._bytes(begin, end))[kept : kept + end - begin]
             return codes.view(last - first, *self.shape[1:])
-        if self._row_elements % self._per_byte:
+        if self._row_elements % self._per_byte:  # no row is a number of bytes
             return self[:][rows]
         chosen = self.memory.view(len(self), -1)[rows]
         return self._taken_out(chosen.view(-1)).view(len(rows), *self.shape[1:])
@@ -101,6 +101,7 @@ class PackedCodes:
         if isinstance(rows, slice):
             first, last, _ = rows.indices(len(self))
             begin, end = first * self._row_elements, last * self._row_elements
+            # Whoever else writes to a byte at the ends would lose its codes, or these.
             assert begin % self._per_byte == 0
             assert end % self._per_byte == 0 or end == self.numel()
             self._put_in(codes.reshape(-1), self._bytes(begin, end))
@@ -135,9 +136,11 @@ class PackedCodes:
         codes = packed.new_empty(len(packed) * self._per_byte, dtype=torch.int8)
         spread, sign = codes.view(_WIDE[self.bits]), 1 << self.bits - 1
         for piece in self._pieces(len(packed)):
+            # Half of a byte's codes go where they belong at a time, with those of all bytes of the piece.
             here = spread[piece].copy_(packed[piece])
             for shift, mask in zip(_SHIFTS[self.bits], _MASKS[self.bits], strict=True):
                 here.bitwise_or_(here << shift).bitwise_and_(mask)
+            # Two's complement of few bits in that of eight.
             here.view(torch.int8).bitwise_xor_(sign).sub_(sign)
         return codes
 

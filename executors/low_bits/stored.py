@@ -93,6 +93,7 @@ class Moved:
     def add(self, num: Tensor, unmoved: Tensor, saturated: Tensor) -> None:
         """Add to the three; on a device the sums stay there until :meth:`read`."""
         counts = torch.stack((num, unmoved, saturated))
+        # To read them here would let the host wait for the device in every update.
         if counts.device.type == "cpu":
             self._take(counts)
         else:
