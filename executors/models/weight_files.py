@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,10 @@ def save_weights(
         return
     named: dict[str, Tensor | Deferred] = {}
     for tensor in filter(is_tuned, stored_parameters(model)):
-        named |= {tensor.name + suffix: piece for suffix, piece in tensor.held.dump().items()}
+        for suffix, piece in tensor.held.dump().items():
+            # Numbers of 8 bits, as a host may hold them, are no codes.
+            wanted = TORCH_DTYPES[dtype] if dtype and tensor.is_numbers else piece.dtype
+            named[tensor.name + suffix] = Deferred(piece.shape, wanted, partial(piece.to, wanted))
     write_tensors(named, path, dtype, metadata)
 
 
