@@ -16,11 +16,21 @@ class LiteralMezo:
     """The loop: perturb all parameters, run the whole model, three times over, then update.
 
     ``walk`` gives the order in which directions are drawn; registration order by default. With ``weights="copies"`` every
-    point is made of the unperturbed parameters, in tensors of its own, which are thrown away.
+    point is made of the unperturbed parameters, in tensors of its own, which are thrown away. ``draw`` makes other directions
+    than normals: given seed, step and query, it returns a function of a parameter and its number.
     """
 
     def __init__(
-        self, model, *, epsilon, weight_decay=0.0, walk=None, loss=None, central=True, weights="serial"
+        self,
+        model,
+        *,
+        epsilon,
+        weight_decay=0.0,
+        walk=None,
+        loss=None,
+        central=True,
+        weights="serial",
+        draw=None,
     ):
         self.model = model.eval()
         self.epsilon = epsilon
@@ -29,12 +39,18 @@ class LiteralMezo:
         self.copies = weights == "copies"
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.named = walk(trainable) if walk else trainable
+        self.numbers = {name: number for number, (name, _) in enumerate(trainable)}
+        self.draw = draw or _normals
+        self.num_steps = 0
         self.loss = loss or (lambda batch: model(**batch).loss)
 
-    def _perturb(self, seed, scale):
-        torch.manual_seed(seed)
-        for _, p in self.named:
-            z = torch.normal(mean=0, std=1, size=p.data.size(), device=p.data.device, dtype=p.data.dtype)
+    def _drawn(self, seed, query):
+        draw = self.draw(seed, self.num_steps, query)
+        for name, p in self.named:
+            yield name, p, draw(p.data, self.numbers[name])
+
+    def _perturb(self, seed, query, scale):
+        for _, p, z in self._drawn(seed, query):
             p.data = p.data + (scale * z) * self.epsilon
 
     @torch.no_grad()
@@ -42,39 +58,57 @@ class LiteralMezo:
         """Return [(loss_plus, loss_other, g)] of each query, after updating."""
         rows = []
         base = None if self.central else self.loss(batch)
-        for seed in seeds:
+        for query, seed in enumerate(seeds):
             if self.copies:
-                plus = self._loss_at(batch, seed, 1)
-                other = self._loss_at(batch, seed, -1) if self.central else base
+                plus = self._loss_at(batch, seed, query, 1)
+                other = self._loss_at(batch, seed, query, -1) if self.central else base
             else:
-                self._perturb(seed, 1)
+                self._perturb(seed, query, 1)
                 plus, other, way_back = self.loss(batch), base, -1
                 if self.central:
-                    self._perturb(seed, -2)
+                    self._perturb(seed, query, -2)
                     other, way_back = self.loss(batch), 1
-                self._perturb(seed, way_back)
+                self._perturb(seed, query, way_back)
             g = ((plus - other) / (2 * self.epsilon if self.central else self.epsilon)).item()
             rows.append((plus.item(), other.item(), g))
         for query, seed in enumerate(seeds):
-            self._update(seed, rows[query][2] / len(seeds), learning_rate, decay=query == 0)
+            self._update(seed, query, rows[query][2] / len(seeds), learning_rate)
+        self.num_steps += 1
         return rows
 
-    def _loss_at(self, batch, seed, sign):
+    def _loss_at(self, batch, seed, query, sign):
         theta = [p.data for _, p in self.named]
-        self._perturb(seed, sign)
+        self._perturb(seed, query, sign)
         loss = self.loss(batch)
         for (_, p), kept in zip(self.named, theta, strict=True):
             p.data = kept
         return loss
 
-    def _update(self, seed, g, learning_rate, *, decay):
-        torch.manual_seed(seed)
-        for name, p in self.named:
-            z = torch.normal(mean=0, std=1, size=p.data.size(), device=p.data.device, dtype=p.data.dtype)
-            if decay and "bias" not in name and "layer_norm" not in name and "layernorm" not in name:
+    def _update(self, seed, query, g, learning_rate):
+        for name, p, z in self._drawn(seed, query):
+            if query == 0 and "bias" not in name and "layer_norm" not in name and "layernorm" not in name:
                 p.data = p.data - learning_rate * (g * z + self.weight_decay * p.data)
             else:
                 p.data = p.data - learning_rate * (g * z)
+
+
+def _normals(seed, _step, _query):
+    torch.manual_seed(seed)
+    return lambda p, _: torch.normal(mean=0, std=1, size=p.size(), device=p.device, dtype=p.dtype)
+
+
+def execution_order(named):
+    """Draw what the head alone reads after the blocks, wherever it is registered."""
+    late = [pair for pair in named if "final_layer_norm" in pair[0] and "layers" not in pair[0]]
+    late += [pair for pair in named if "project_out" in pair[0]]
+    late += [pair for pair in named if "lm_head" in pair[0]]
+    names = {name for name, _ in late}
+    return [pair for pair in named if pair[0] not in names] + late
+
+
+def prefix_parts(model):
+    """Keys and values of a prefix, block by block."""
+    return [p for name, p in model.named_parameters() if name.endswith(("prefix_keys", "prefix_values"))]
 
 
 class CachedPrefix(nn.Module):

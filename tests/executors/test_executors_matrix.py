@@ -1,0 +1,63 @@
+"""Placement x setting x {fresh, resumed, replayed}: whatever a step's placement, every bit is that of its mathematics.
+
+:mod:`tests.support.matrix` makes the cases of the settings. Quick are those that hold every pair of values that the literal
+loop is written for, and every other value with every value of a placement; slow, all pairs; broad, a thousand at random.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from executors.runs.learning_rate import LearningRate
+from executors.runs.settings import RunOptions
+from tests.support import matrix
+from zosim.plans import AXES, fields_of
+
+NUM_AT_RANDOM = 1000
+NOT_QUICK = {
+    ("mesh.inner", "data"),  # takes four ranks
+    ("split.cuts", ("block.0", "block.1.mlp")),  # takes three
+    ("low_bits.kernel", "scaled_mm"),  # is there on GPUs alone
+    ("residency.transfer_dtype", "float64"),  # rounds nothing
+}
+
+
+def pytest_generate_tests(metafunc):
+    if "case" not in metafunc.fixturenames:
+        return
+    chosen = dict.fromkeys((*matrix.literal_cases(), *matrix.other_cases()), ())
+    if metafunc.config.getoption("--run-slow"):
+        chosen = dict.fromkeys(matrix.all_cases(), pytest.mark.slow) | chosen
+    if metafunc.config.getoption("--run-broad"):
+        chosen = dict.fromkeys(matrix.random_cases(NUM_AT_RANDOM), pytest.mark.broad) | chosen
+    cases = [
+        pytest.param(case, marks=marks, id=f"{number}-{case['way']}")
+        for number, (case, marks) in enumerate(chosen.items())
+    ]
+    metafunc.parametrize("case", cases)
+
+
+def test_every_bit_is_that_of_the_mathematics(case, tmp_path):
+    matrix.assert_as_wanted(case, tmp_path)
+
+
+def test_every_setting_that_may_change_a_step_is_varied_or_left_out_for_a_reason():
+    of_plans = {f"{axis}.{name}" for axis, kind in AXES.items() for name in fields_of(kind)}
+    of_runs = {
+        f"{section}.{name}"
+        for section, kind in (("run", RunOptions), ("learning_rate", LearningRate))
+        for name, field in fields_of(kind).items()
+        if field.setting.changes == "numbers"
+    }
+    assert of_plans | of_runs <= matrix.values().keys() | matrix.LEFT_OUT.keys()
+
+
+def test_every_value_is_in_a_quick_case():
+    cases = [*matrix.literal_cases(), *matrix.other_cases()]
+    missing = {
+        (name, value)
+        for name, known in matrix.values().items()
+        for value in known
+        if not any(case[name] == value for case in cases)
+    }
+    assert missing <= NOT_QUICK
