@@ -14,103 +14,21 @@ SHARED = {"residency": {"blocks": "offloaded", "transfers": "shared"}, "schedule
 SLICED = {"residency": {"blocks": "offloaded", "transfers": "sliced"}, "schedule": {"update": "delayed"}}
 PERTP, DDP = {"perturb": 2}, {"data": 2}
 COUNTER = {"rng": "counter"}
-LOZO = {"distribution": "lozo", "lazy_steps": 3}
 LAZY_LORA = {"rank": 2, "target_modules": ("q_proj", "fc2"), "lazy_steps": 2, "max_rank": 4}
 
 PAIRS = {
     "pertp": {"mesh": PERTP},
-    "pertp-sweep": {"mesh": PERTP, "schedule": {"traversal": "sweep"}},
-    "pertp-kept": {"mesh": PERTP, "directions": {"kept": True}},
-    "ddp-kept-sliced": {
-        "mesh": DDP,
-        **SLICED,
-        "directions": {"kept": True},
-        "schedule": {"update": "delayed"},
-    },
-    "pertp-copies": {
-        "mesh": PERTP,
-        "weights": {"perturbation": "copies"},
-        "schedule": {"traversal": "sweep"},
-    },
-    "ddp-copies-sliced": {
-        "mesh": DDP,
-        **SLICED,
-        "directions": {"drawn_ahead": True},
-        "weights": {"perturbation": "copies"},
-        "schedule": {"update": "delayed"},
-    },
-    "pertp-bfloat16": {"mesh": PERTP, "dtype": "bfloat16"},
-    "pertp-int8": {"mesh": PERTP, "low_bits": {"weights": "int8", "activations": "int8-token"}},
-    "ddp-int4-sliced": {"mesh": DDP, "low_bits": {"weights": "int4", "estimator": "q-rge2"}, **SLICED},
-    "pertp-int4-sparse": {
-        "mesh": PERTP,
-        "low_bits": {"weights": "int4", "direction_bits": 4, "sparsity": 0.5},
-    },
-    "ddp-int8-2-bit-sliced": {
-        "mesh": DDP,
-        "low_bits": {"weights": "int8", "activations": "int8-token", "direction_bits": 2},
-        **SLICED,
-    },
-    "ddp-int4-adapters-sliced": {
-        "mesh": DDP,
-        "lora": {"rank": 2, "target_modules": ("q_proj", "fc2")},
-        "low_bits": {"weights": "int4", "adapters": "int8"},
-        **SLICED,
-    },
-    "ddp-residual": {"mesh": DDP, "estimator": {"difference": "residual"}},
-    "pertp-forward": {"mesh": PERTP, "estimator": {"difference": "forward"}},
-    "pertp-offloaded": {"mesh": PERTP, **OFFLOADED},
-    "pertp-shared": {"mesh": PERTP, **SHARED},
     "pertp-sliced": {"mesh": PERTP, "model": "opt-untied", **SLICED},
-    "pertp-sliced-immediate": {
-        "mesh": PERTP,
-        "residency": {"blocks": "offloaded", "transfers": "sliced"},
-    },
-    "pertp-edges-offloaded": {
-        "mesh": PERTP,
-        "model": "opt-untied",
-        "residency": {"blocks": "offloaded", "edges": "offloaded", "transfers": "sliced"},
-        "schedule": {"update": "delayed"},
-        "directions": COUNTER,
-    },
-    "pertp-lozo": {"mesh": PERTP, **SLICED, "directions": LOZO},
     "pertp-windows": {"mesh": PERTP, "lora": LAZY_LORA, "weights": {"perturbation": "adapters"}},
-    "ddp-windows-int8-delayed": {
-        "mesh": DDP,
-        "lora": LAZY_LORA,
-        "low_bits": {"weights": "int8"},
-        **OFFLOADED,
-    },
-    "pertp-lossy": {
-        "mesh": PERTP,
-        **SLICED,
-        "residency": SLICED["residency"] | {"transfer_dtype": "bfloat16"},
-    },
-    "ddp": {"mesh": DDP},
+    "ddp-int4-sliced": {"mesh": DDP, "low_bits": {"weights": "int4", "estimator": "q-rge2"}, **SLICED},
     "ddp-shared": {"mesh": DDP, "directions": COUNTER, **SHARED},
-    "ddp-shared-fresh-slots": {
-        "mesh": DDP,
-        "residency": {"blocks": "offloaded", "transfers": "shared", "reuse_slots": False},
-        "schedule": {"update": "delayed"},
-    },
-    "ddp-sliced-one-slot": {
-        "mesh": DDP,
-        "residency": {"blocks": "offloaded", "transfers": "sliced", "num_slots": 1},
-        "directions": {"drawn_ahead": True},
-        "schedule": {"update": "delayed"},
-    },
     "ddp-unequal": {"mesh": DDP, "batch": 5, **SLICED},
-    "ddp-unequal-resident": {"mesh": DDP, "batch": 3},
 }
+"""By how two processes meet: losses alone, parts of blocks, memory of the host; the rest of a step is the matrix's."""
 
 FOURS = {
-    "2d": {"mesh": {"data": 2, "perturb": 2}},
     "2d-data-inner": {"mesh": {"data": 2, "perturb": 2, "inner": "data"}, "directions": COUNTER, **SHARED},
-    "2d-sliced": {"mesh": {"data": 2, "perturb": 2}, "model": "llama-tied", **SLICED},
-    "2d-int4-sliced": {"mesh": {"data": 2, "perturb": 2}, "low_bits": {"weights": "int4"}, **SLICED},
-    "2d-lozo": {"mesh": {"data": 2, "perturb": 2}, "directions": LOZO | COUNTER},
     "2d-two-hosts": {"mesh": {"data": 2, "perturb": 2}, "hosts": ("a", "a", "b", "b"), **SLICED},
-    "queries": {"mesh": {"perturb": 4}, "estimator": {"num_queries": 2}, **SHARED},
     "queries-forward-unequal": {
         "mesh": {"perturb": 4},
         "estimator": {"num_queries": 4, "difference": "forward"},
@@ -122,7 +40,6 @@ FOURS = {
         "weights": {"perturbation": "copies"},
         "schedule": {"update": "delayed"},
     },
-    "ddp-of-4": {"mesh": {"data": 4}, "batch": 8, **OFFLOADED},
 }
 
 
@@ -207,16 +124,14 @@ MODES = {
     "private": OFFLOADED,
     "shared": SHARED,
     "sliced": SLICED,
-    "sliced-immediate": {"residency": {"blocks": "offloaded", "transfers": "sliced"}},
 }
 
 
 FAULTS = {
-    "resident": ("bit in a forward", "bit at rest", "batch", "learning rate"),
-    "private": ("bit in a forward", "learning rate"),
-    "shared": ("bit at rest", "batch"),
-    "sliced": ("bit in a forward", "bit at rest"),
-    "sliced-immediate": ("bit at rest", "learning rate"),
+    "resident": ("bit at rest",),
+    "private": ("learning rate",),
+    "shared": ("batch",),
+    "sliced": ("bit in a forward",),
 }
 """Those that are planted in each mode."""
 

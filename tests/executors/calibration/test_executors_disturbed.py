@@ -220,6 +220,7 @@ def test_predictions_with_a_disturbed_profile_say_so(
         assert ("disturbed" in capsys.readouterr().err) == profile.is_disturbed
 
 
+@pytest.mark.slow
 @pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("has_earlier", [False, True])
 def test_the_demo_ends_on_a_busy_machine_and_says_what_its_prediction_rests_on(

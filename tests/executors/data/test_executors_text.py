@@ -122,7 +122,7 @@ def test_a_label_without_a_word_is_refused_on_whichever_line(model, tmp_path, ca
     assert "label words are 0=terrible, 1=great" in said
 
 
-@pytest.mark.crossed(quick=3)
+@pytest.mark.crossed(quick=6)
 @pytest.mark.parametrize(
     ("content", "options", "says"),
     [

@@ -284,7 +284,7 @@ def test_codes_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity):
             assert torch.equal(table[1:60], own.view(shape)[1:60])
 
 
-@pytest.mark.crossed(quick=5)
+@pytest.mark.crossed(quick=8)
 @pytest.mark.parametrize(
     "low_bits",
     [
@@ -497,80 +497,12 @@ def test_a_step_in_e4m3_is_run_where_the_kernel_is_and_refused_where_it_cannot_b
 # -- steps -----------------------------------------------------------------------------------------------------
 
 
-PLACEMENTS = {
-    "resident": {},
-    "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
-    "one slot": {"residency": {"blocks": "offloaded", "num_slots": 1}, "directions": {"drawn_ahead": True}},
-    "kept": {"directions": {"kept": True}},
-}
-
-
-def tuned(
-    low_bits, placement="resident", *, num_steps=3, shape="opt", rng="mezo", decay=0.1, base=None, **axes
-):
+def tuned(low_bits, *, num_steps=3, shape="opt", rng="mezo", decay=0.1, base=None, **axes):
     model = base or model_of(shape, num_hidden_layers=2)
-    placed = PLACEMENTS[placement]
-    placed = placed | {
-        "directions": {"rng": rng, **placed.get("directions", {}), **axes.pop("directions", {})}
-    }
-    plan = plan_of(model, low_bits=low_bits, **(placed | axes))
+    plan = plan_of(model, low_bits=low_bits, directions={"rng": rng}, **axes)
     with Session(plan, model, learning_rate=RATE, seed=SEED, weight_decay=decay) as session:
         records = [session.step(batch) for batch in batches(num_steps)]
         return [(r.losses_plus, r.losses_minus, r.projected_gradients) for r in records], session.digest()
-
-
-@pytest.mark.crossed(quick=5, slow=3)
-@pytest.mark.parametrize(
-    ("low_bits", "shape", "rng"),
-    [
-        ({"weights": "int8", "activations": "int8-token"}, "opt", "mezo"),
-        (
-            {"weights": "int4", "zero_point": True, "direction_bits": 3, "estimator": "q-rge1"},
-            "llama-tied",
-            "counter",
-        ),
-        pytest.param(
-            {"weights": "float4_e2m1", "scales": "tensor", "direction_bits": 2},
-            "opt-untied",
-            "mezo",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"weights": "int8", "fit": "least-error", "sparsity": 0.5},
-            "opt",
-            "counter",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"weights": "int4", "sparsity": 0.8, "direction_bits": 3}, "opt", "mezo", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            {"weights": "int8", "activations": "int8-token", "sparsity": 0.5},
-            "llama-tied",
-            "counter",
-            marks=pytest.mark.slow,
-        ),
-        ({"weights": "int4", "scales": "group", "group_elements": 16}, "gpt2", "counter"),
-        ({"weights": "int4", "sparsity": 0.6, "direction_bits": 3}, "gpt2", "mezo"),
-        ({"weights": "int8", "sparsity": 0.6}, "roberta", "counter"),
-        pytest.param(
-            {"weights": "int4", "zero_point": True, "estimator": "q-rge1"},
-            "opt-projected",
-            "counter",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_every_placement_computes_the_same(low_bits, shape, rng):
-    # Weights that decay do so in all rows, those that do not only in the rows that a direction moves.
-    decay = 0.0 if "sparsity" in low_bits else 0.1
-    found = {
-        name: tuned(
-            low_bits, name, num_steps=2, shape=shape, rng=rng, decay=decay, estimator={"num_queries": 2}
-        )
-        for name in PLACEMENTS
-    }
-    assert all(one == found["resident"] for one in found.values())
 
 
 def test_a_second_rounding_is_another_one():
@@ -671,26 +603,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity, sha
         assert torch.equal(left[name].scales, held.scales)
 
 
-@pytest.mark.parametrize(
-    "low_bits",
-    [
-        {"weights": "int4", "estimator": "q-rge2"},
-        {"weights": "float4_e2m1", "fit": "least-error"},
-        {"weights": "int4", "sparsity": 0.5},
-    ],
-)
-def test_replayed_steps_leave_the_same_codes(low_bits):
-    base = model_of("opt", num_hidden_layers=2)
-    plan = plan_of(base, low_bits=low_bits)
-    sessions = [Session(plan, copy.deepcopy(base), learning_rate=RATE, seed=SEED) for _ in range(2)]
-    for batch in batches(3):
-        sessions[1].replay(sessions[0].step(batch))
-    assert sessions[0].digest() == sessions[1].digest()
-    assert sessions[0].moved_codes() == sessions[1].moved_codes()
-    for session in sessions:
-        session.close()
-
-
+@pytest.mark.slow
 def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path):
     inputs = saved_inputs(tmp_path)
     # The tiny model's MLP has 52 inputs, which no group divides.
@@ -711,7 +624,7 @@ def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path):
     assert all(torch.equal(p, q) for p, q in zip(again.parameters(), first.parameters(), strict=True))
 
 
-@pytest.mark.crossed(quick=5, slow=3)
+@pytest.mark.crossed(quick=8, slow=3)
 @pytest.mark.parametrize(
     "low_bits",
     [
@@ -760,7 +673,7 @@ def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits, monkeyp
     assert predicted <= 1.05 * measured
 
 
-@pytest.mark.crossed(quick=4)
+@pytest.mark.crossed(quick=7)
 @pytest.mark.parametrize(
     ("shape", "low_bits", "decay"),
     [
@@ -822,58 +735,57 @@ def test_adapters_are_tuned_beside_codes_that_stay():
 NUM_SUMMED = 4
 
 
-def updated(rounding, rate, placement="resident", *, decay=0.0, num_steps=2):
-    """Train codes along several queries a step; return digest, levels, and what moved."""
+def updated(rounding, rate, *, num_steps=2):
+    """Train codes along several queries a step; return levels, and what moved."""
     model = model_of("opt", num_hidden_layers=2)
     low_bits = {"weights": "int8", "update_rounding": rounding}
-    plan = plan_of(model, low_bits=low_bits, estimator={"num_queries": NUM_SUMMED}, **PLACEMENTS[placement])
-    with Session(plan, model, learning_rate=rate, seed=SEED, weight_decay=decay) as session:
+    plan = plan_of(model, low_bits=low_bits, estimator={"num_queries": NUM_SUMMED})
+    with Session(plan, model, learning_rate=rate, seed=SEED) as session:
         for batch in batches(num_steps):
             session.step(batch)
-        digest = session.digest()
+        session.flush()
         levels = {name: layer.coded.levels().int() for name, layer in linear.coded_layers(model)}
-        return digest, levels, session.moved_codes()
+        return levels, session.moved_codes()
 
 
 @pytest.mark.slow
 def test_updates_of_a_steps_queries_are_rounded_once_where_that_is_asked():
-    each, once = (updated(rounding, 1e-3)[2] for rounding in ("query", "step"))
+    each, once = (updated(rounding, 1e-3)[1] for rounding in ("query", "step"))
     assert each.num == pytest.approx(NUM_SUMMED * once.num, rel=0.05)
     # E|sum| is a root of the number of queries below the sum of E|.|, of projected gradients about as large.
     assert 0 < once.num - once.unmoved < 0.8 * (each.num - each.unmoved)
     # What is many steps long, roundings do not matter to: but to what meets an end of the grid on the way.
     base, ones, sums = (
-        updated(*case, num_steps=1)[1] for case in (("step", 0.0), ("query", 5e-3), ("step", 5e-3))
+        updated(*case, num_steps=1)[0] for case in (("step", 0.0), ("query", 5e-3), ("step", 5e-3))
     )
     inside = {name: levels.abs() < 64 for name, levels in base.items()}
     assert max(int(((sums[name] - base[name]) * inside[name]).max()) for name in base) > 2 * NUM_SUMMED
     for name in base:
         assert int(((ones[name] - sums[name]).abs() * inside[name]).max()) <= NUM_SUMMED + 1
-    digests = {updated("step", 1e-3, name, decay=0.1)[0] for name in ("resident", "one slot", "kept")}
-    assert len(digests) == 1
 
 
 ADAPTERS = LoRA(rank=2, target_modules=("q_proj", "fc2"), seed=3)
 
 
-def adapted(low_bits, placement="resident", *, num_steps=3):
-    """Tune adapters in codes beside codes; return what steps found, the digest, and what the adapters are."""
+def adapted(low_bits, *, num_steps=3):
+    """Tune adapters in codes beside codes; return what the adapters are, and what moved."""
     model = model_of("opt", num_hidden_layers=2)
     attach_lora(model, ADAPTERS)
-    plan = plan_of(model, low_bits=low_bits, **PLACEMENTS[placement])
+    plan = plan_of(model, low_bits=low_bits)
     again = model_of("opt", num_hidden_layers=2)
     attach_lora(again, ADAPTERS, coding=plan.storage.coding)
     with Session(plan, again, learning_rate=1e-2, seed=SEED) as session:
-        records = [session.step(batch) for batch in batches(num_steps)]
+        for batch in batches(num_steps):
+            session.step(batch)
         session.flush()
         held = {name: layer.coded for name, layer in linear.coded_layers(again) if "lora_" in name}
         values = {name: coded.values(torch.float32) for name, coded in held.items()}
-        return [r.projected_gradients for r in records], session.digest(), values, session.moved_codes()
+        return values, session.moved_codes()
 
 
 def test_adapters_in_codes_are_tuned_on_their_grid_beside_codes_that_stay():
     low_bits = {"weights": "int4", "adapters": "int8"}
-    gradients, digest, values, moved = adapted(low_bits)
+    values, moved = adapted(low_bits)
     assert len(values) == 2 * 2 * 2
     for name, value in values.items():
         inputs = 52 if "fc2" in name else 32
@@ -882,8 +794,6 @@ def test_adapters_in_codes_are_tuned_on_their_grid_beside_codes_that_stay():
         assert "lora_B" not in name or bool(value.any())  # B has left zero
     assert moved.num > moved.unmoved > 0
     assert moved.saturated == 0
-    for placement in PLACEMENTS:
-        assert adapted(low_bits, placement)[:2] == (gradients, digest), placement
 
 
 @pytest.mark.parametrize(
@@ -900,26 +810,6 @@ def test_adapters_that_cannot_be_codes_are_refused(stated, lora, reason):
     place = Placement(topology="test", devices=("cpu0",))
     with pytest.raises(PlanError, match=reason):
         Plan(model=spec, placement=place, batch=1, seq=8, low_bits=stated)
-
-
-@pytest.mark.slow
-def test_a_run_of_adapters_in_codes_is_resumed_and_replayed(tmp_path):
-    inputs = saved_inputs(tmp_path)
-    stated = ("--weight-format", "int4", "--adapter-format", "int8", "--checkpoint-every", 5)
-    stated += ("--lora-rank", 2, "--lora-targets", "q_proj,fc2")
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert zosim(*options(inputs, whole, *stated)) == 0
-    assert zosim(*options(inputs, run, *stated, *OFFLOADED)) == 0
-    assert same(run, whole)
-    cut(run, 7)
-    assert zosim("run", "--out", run, "--resume", "--no-launch", "--no-tensorboard") == 0
-    assert same(run, whole)
-    names = load_file(run / "checkpoints" / "step-00000010.safetensors").keys()
-    assert "model.decoder.layers.0.fc2.lora_B.weight_scale" in names
-    assert "model.decoder.layers.0.fc2.weight" not in names
-    assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "again") == 0
-    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
-        assert (tmp_path / "again" / name).read_bytes() == (whole / name).read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -405,6 +405,7 @@ def test_codes_that_stand_for_nothing_are_refused(tmp_path, form, part, damage):
         weights_digest(load_base(str(out), plan_of(out, "float32")))
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_ranks_that_slice_a_quantised_directory_are_one_that_accumulates(tmp_path):
     base, lines = tmp_path / "model", tmp_path / "data.jsonl"

@@ -164,24 +164,6 @@ def test_an_update_from_factors_has_the_bits_of_one_from_their_product():
     assert differing(*models) == []
 
 
-@pytest.mark.parametrize("begin", [1, 3])
-def test_a_session_goes_on_at_any_instant_of_the_window(begin):
-    base = linears_of("opt", torch.float32, num_hidden_layers=1)
-    plan = plan_of(base, directions=LOZO, weights={"perturbation": "adapters"}, **OFFLOADED)
-    models = [copy.deepcopy(base), copy.deepcopy(base)]
-    with Session(plan, models[0], learning_rate=1e-2, seed=5) as session:
-        for batch in batches(5):
-            session.step(batch)
-        session.flush()
-    for steps in (range(begin), range(begin, 5)):
-        with Session(plan, models[1], learning_rate=1e-2, seed=5) as session:
-            session.start_at(steps.start)
-            for step in steps:
-                session.step(batches(5)[step])
-            session.flush()
-    assert differing(*models) == []
-
-
 def test_what_cannot_be_adapters_is_refused():
     model = model_of("opt", num_hidden_layers=1)
     adapters = {"weights": {"perturbation": "adapters"}}

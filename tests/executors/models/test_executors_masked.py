@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 
 import pytest
@@ -21,10 +20,8 @@ from executors.models.prefix import attach_prefix
 from executors.models.recording_blocks import StepCache
 from executors.models.spec import spec_of_model
 from executors.runs.evaluate import evaluate_choices
-from executors.runs.session import Session
 from tests.support.command import zosim
-from tests.support.reference_mezo import LiteralMezo, differing
-from tests.support.tiny import batches, model_of, plan_of
+from tests.support.tiny import batches, model_of
 from topology.errors import DataError, ModelError
 
 MASK = 4
@@ -73,23 +70,6 @@ def test_a_loss_in_chunks_or_in_double_precision_is_that_at_the_masks():
         for how in ({"loss_chunk_tokens": 5}, {"loss_dtype": "fp64"}):
             cut = CutModel(model, **how)
             assert cut.head(segments_run(cut, batch), batch).item() == pytest.approx(wanted.item(), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    "placement", [{}, {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}]
-)
-def test_steps_are_the_literal_loops(placement):
-    model = model_of("roberta")
-    reference = LiteralMezo(copy.deepcopy(model), epsilon=plan_of(model).estimator.epsilon)
-    plan = plan_of(model, **placement)
-    assert not plan.model.is_causal
-    with Session(plan, model, learning_rate=1e-3, seed=7) as session:
-        for number, batch in enumerate(masked_batches(4)):
-            ((loss_plus, _, _),) = reference.step(batch, session.seeds_of(number), 1e-3)
-            assert session.step(batch).loss == loss_plus
-        session.flush()
-        with session.whole_model() as trained:
-            assert differing(trained, reference.model) == []
 
 
 def test_the_spec_of_a_model_at_hand_is_that_of_its_configuration():

@@ -15,10 +15,9 @@ from executors.models.loading import load_model
 from executors.models.prefix import CONFIG_NAME, WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix
 from executors.models.spec import spec_of_model
 from executors.models.transformers_interface import AttentionArguments
-from executors.runs.session import Session
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
-from tests.support.reference_mezo import CACHE, CachedPrefix, LiteralMezo, differing
-from tests.support.tiny import CONFIGS, SHAPE, SPECIAL, batches, model_of, plan_of
+from tests.support.reference_mezo import CACHE, CachedPrefix, differing
+from tests.support.tiny import CONFIGS, SHAPE, SPECIAL, batches, model_of
 from topology.errors import ModelError
 
 QWEN3 = Qwen3Config(
@@ -28,7 +27,6 @@ SHAPES = {
     **{name: CONFIGS[name] for name in ("opt", "llama", "llama-tied", "gpt2")},
     "qwen3": QWEN3,
 }
-OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
 PREFIX = Prefix(num_tokens=4)
 
 
@@ -87,24 +85,6 @@ def test_the_configuration_alone_tells_the_same_specification(name):
     known = spec_of_config(SHAPES[name].to_dict(), name="tiny", trainable=PREFIX)
     assert known == spec_of_model(model, name="tiny")
     assert known.num_trainable == sum(part.numel() for part in parts_of(model))
-
-
-@pytest.mark.parametrize(
-    "placement", [{}, {"schedule": {"traversal": "sweep"}}, OFFLOADED], ids=["res", "sweep", "off"]
-)
-@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
-def test_a_tuned_prefix_equals_the_literal_loop(name, placement):
-    model, reference = prefixed(name)
-    loop = LiteralMezo(reference, epsilon=1e-2, weight_decay=0.1)
-    before = copy.deepcopy(model)
-    plan = plan_of(model, estimator={"epsilon": 1e-2}, **placement)
-    with Session(plan, model, learning_rate=1e-1, weight_decay=0.1) as session:
-        for batch in batches(5):
-            record = session.step(batch)
-            assert loop.step(batch, record.seeds, 1e-1)[0][2] == record.projected_gradients[0]
-        session.flush()
-    assert all(torch.equal(*pair) for pair in zip(parts_of(model), reference.parts, strict=True))
-    assert len(differing(before, model)) == len(parts_of(model))
 
 
 def test_generation_with_a_cache_sees_the_prefix():

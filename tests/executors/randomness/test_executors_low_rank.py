@@ -71,47 +71,6 @@ def test_the_literal_loop_bit_for_bit(shape, direction, placement, decay):
     assert differing(model, reference) == []
 
 
-@pytest.mark.parametrize(("direction", "rng"), [("lozo", "counter"), ("factorised", "mezo")])
-def test_placements_have_the_same_bits(direction, rng):
-    base = model_of("opt", torch.bfloat16, num_hidden_layers=2)
-    models = {
-        name: tuned(lozo_plan(base, name, direction=direction, rng=rng, dtype="bfloat16"), base)[1]
-        for name in PLACEMENTS
-    }
-    assert all(differing(model, models["sweep"]) == [] for model in models.values())
-
-
-@pytest.mark.crossed(quick=3)
-@pytest.mark.parametrize(
-    ("direction", "rng"), [("lozo", "mezo"), ("lozo", "counter"), ("lozo-released", "mezo")]
-)
-@pytest.mark.parametrize("begin", [1, 3, 5])
-def test_a_session_goes_on_at_any_instant_of_the_window(direction, rng, begin):
-    """With the weights after some steps, and seeds alone."""
-    base = model_of("opt", num_hidden_layers=1)
-    plan = lozo_plan(base, "offloaded", direction=direction, rng=rng)
-    _, whole = tuned(plan, base)
-    _, model = tuned(plan, base, num_steps=begin)
-    with Session(plan, model, learning_rate=RATE, seed=5) as session:
-        session.start_at(begin)
-        for batch in batches(NUM_STEPS)[begin:]:
-            session.step(batch)
-        session.flush()
-    assert differing(model, whole) == []
-
-
-def test_a_replay_restores_every_bit():
-    base = model_of("opt", num_hidden_layers=1)
-    plan = lozo_plan(base, "offloaded")
-    records, whole = tuned(plan, base)
-    model = copy.deepcopy(base)
-    with Session(lozo_plan(base, "sweep"), model, learning_rate=RATE, seed=99) as session:
-        for record in records:
-            session.replay(record)
-        session.flush()
-    assert differing(model, whole) == []
-
-
 def test_the_update_of_a_window_has_its_rank():
     base = model_of("opt", torch.float64, num_hidden_layers=1)
     _, model = tuned(lozo_plan(base, dtype="float64", lazy_steps=3), base, num_steps=6)

@@ -132,7 +132,7 @@ def test_pinned_buffers_lie_in_one_slab():
         assert device.pinned_taken_bytes == 2048 + 1024
 
 
-@pytest.mark.crossed(quick=2)
+@pytest.mark.crossed(quick=3)
 @pytest.mark.dist
 @pytest.mark.parametrize("mesh", [(), (("perturb", 2),)], ids=["stages", "perturb"])
 def test_a_dry_run_of_two_hosts_does_what_a_rank_alone_does(mesh):

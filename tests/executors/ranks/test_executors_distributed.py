@@ -1,4 +1,4 @@
-"""Several ranks compute what one does: the same losses, projected gradients and weights, bit for bit."""
+"""Ranks that are processes compute what one does, bit for bit; how ranks share a step in all other ways, the matrix holds."""
 
 from __future__ import annotations
 
@@ -19,52 +19,26 @@ from tests.support.tiny import model_of
 pytestmark = pytest.mark.dist
 
 CASES = PAIRS | FOURS
-BROAD = {
-    "pertp-copies",
-    "pertp-sliced-immediate",
-    "pertp-lossy",
-    "ddp-kept-sliced",
-    "ddp-shared-fresh-slots",
-    "2d-data-inner",
-    "2d-lozo",
-    "2d-two-hosts",
-    "ddp-of-4",
-    "pertp-offloaded",
-    "pertp-int8",
-    "ddp-shared",
-    "ddp-unequal-resident",
-    "2d-int4-sliced",
-    "queries-forward-unequal",
-}
-"""Each of their choices is in a quick case, too."""
-
 UNEQUAL = [name for name, case in CASES.items() if case.get("batch", 4) % case["mesh"].get("data", 1)]
 
 
-def each(names):
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=pytest.mark.slow if name in BROAD else ()) for name in names]
-    )
-
-
 @pytest.fixture(scope="module")
-def found(request):
+def found():
     """Run all cases in two launches: what costs time is starting processes."""
-    left_out = set() if request.config.getoption("--run-slow") else BROAD
-    pairs, fours = ({n: cases[n] for n in cases if n not in left_out} for cases in (PAIRS, FOURS))
-    return launch(distributed.run_cases, pairs, world_size=2) | launch(
-        distributed.run_cases, fours, world_size=4
+    pairs, fours = (
+        launch(distributed.run_cases, cases, world_size=n) for n, cases in ((2, PAIRS), (4, FOURS))
     )
+    return pairs | fours
 
 
-@each(CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_all_ranks_find_the_same(found, name):
     first, *others = found[name]
     assert len(others) == CASES[name]["mesh"].get("data", 1) * CASES[name]["mesh"].get("perturb", 1) - 1
     assert all(other == first for other in others)
 
 
-@each(name for name in CASES if name not in UNEQUAL)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in UNEQUAL])
 def test_ranks_together_equal_a_rank_alone(found, name):
     """A rank alone accumulates over as many micro-batches as there are shards."""
     torch.set_num_threads(1)
@@ -74,7 +48,7 @@ def test_ranks_together_equal_a_rank_alone(found, name):
     assert found[name][0] == json.loads(json.dumps(alone))
 
 
-@each(UNEQUAL)
+@pytest.mark.parametrize("name", UNEQUAL)
 def test_unequal_shards_count_by_their_labels(found, name):
     """The reference is the literal loop, its loss the mean over all labels, part by part in float64."""
     torch.set_num_threads(1)

@@ -27,6 +27,7 @@ from topology.errors import RunError
 pytestmark = pytest.mark.dist
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_ranks")
 def test_ranks_find_each_other():
     assert launch(launched.add_ranks, 10, world_size=2) == 21

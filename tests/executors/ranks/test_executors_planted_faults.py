@@ -83,23 +83,21 @@ def said_by_all(placement, fault):
     return on_all_ranks(plan, rank)
 
 
-@pytest.mark.parametrize(
-    "placement",
-    [*ALONE, *STAGES, *(pytest.param(name, marks=pytest.mark.slow) for name in SEVERAL)],
-)
+@pytest.mark.crossed(quick=6)
+@pytest.mark.parametrize("placement", [*ALONE, *STAGES, *SEVERAL])
 def test_nothing_is_said_of_a_run_without_a_fault(placement):
     assert set(said_by_all(placement, None)) == {""}
 
 
 def _pairs_of_bits():
-    """Every fault in every placement; the quick tests take one of each placement, and so all somewhere; both stages take all."""
+    """Every fault in every placement; of one in each placement, and so of all somewhere, every third is quick."""
     for row, placement in enumerate([*ALONE, *SEVERAL, *STAGES]):
         for column, fault in enumerate(faults.BITS):
-            is_quick = placement in STAGES or (row + column) % len(faults.BITS) == 0
+            is_quick = (row + column) % len(faults.BITS) == 0
             yield pytest.param(placement, fault, marks=() if is_quick else pytest.mark.slow)
 
 
-@pytest.mark.crossed(slow=4)
+@pytest.mark.crossed(quick=3, slow=4)
 @pytest.mark.parametrize(("placement", "fault"), list(_pairs_of_bits()))
 def test_bits_are_named_on_all_ranks(placement, fault):
     if "copies" in placement and fault == "bit in a forward":
@@ -118,14 +116,14 @@ def test_bits_are_named_on_all_ranks(placement, fault):
 
 
 def _pairs_of_inputs():
-    """Every input in every placement; the quick tests take one of each placement, and so all of them somewhere."""
+    """Every input in every placement; of one in each placement, and so of all somewhere, every second is quick."""
     for row, placement in enumerate([*SEVERAL, *STAGES]):
         for column, fault in enumerate(faults.INPUTS):
             is_quick = (row + column) % len(faults.INPUTS) == 0
             yield pytest.param(placement, fault, marks=() if is_quick else pytest.mark.slow)
 
 
-@pytest.mark.crossed(slow=4)
+@pytest.mark.crossed(quick=2, slow=4)
 @pytest.mark.parametrize(("placement", "fault"), list(_pairs_of_inputs()))
 def test_other_inputs_of_one_rank_are_named_on_all_ranks(placement, fault):
     told = set(said_by_all(placement, fault))
@@ -152,6 +150,7 @@ def train(inputs, out, *more, steps=7):
     )  # fmt: skip
 
 
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("residency", ["resident", "offloaded"])
 def test_a_run_that_was_refused_goes_on_to_the_right_bits(inputs, tmp_path, capsys, monkeypatch, residency):
     """The log ends where the weights were last as they should be, and keeps apart what followed."""
@@ -211,6 +210,7 @@ def test_a_first_digest_that_is_refused_lets_the_run_begin_again(inputs, tmp_pat
     assert len(rows_of(tmp_path / "out")) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_that_disagree_end_and_go_on_to_the_right_bits(inputs, tmp_path):
     settings = RunSettings(
@@ -252,7 +252,7 @@ def _settings(inputs, out, placement):
 def _pairs_of_deaths():
     for row, placement in enumerate(("resident", "data", "perturb, sliced", "stage")):
         for column, fault in enumerate(("label", "seeds", "bit")):
-            is_quick = (row, column) in ((0, 2), (1, 0))
+            is_quick = (row, column) == (1, 0)
             if (placement, fault) == ("resident", "seeds"):
                 continue  # seeds that are logged are checked as they are read
             yield pytest.param(placement, fault, marks=() if is_quick else pytest.mark.slow)

@@ -33,7 +33,7 @@ from topology.errors import RunError
 pytestmark = pytest.mark.dist
 
 NOBODY = 65534
-STEPS = 50
+STEPS = 30
 LOOKS_EVERY_S = 0.1
 """A look at all connections takes a tenth of this; what listens does so until the run ends."""
 
@@ -88,7 +88,7 @@ def said_by(command, each_turn):
     "more",
     [
         ("--method", "pertp", "--transfers", "sliced"),
-        ("--mesh", "stage=2", "--residency", "resident"),
+        pytest.param(("--mesh", "stage=2", "--residency", "resident"), marks=pytest.mark.slow),
         pytest.param(
             ("--mesh", "perturb=2", "--weight-format", "int8", "--allow-lossy"), marks=pytest.mark.slow
         ),
@@ -237,7 +237,7 @@ def stranger(tmp_path):
     assert (tmp_path / "bait").exists()
 
 
-@pytest.mark.parametrize("begins", ["at the start", "in the steps"])
+@pytest.mark.parametrize("begins", ["at the start", pytest.param("in the steps", marks=pytest.mark.slow)])
 def test_a_stranger_who_writes_to_every_port_runs_no_code(inputs, tmp_path, stranger, begins):
     """Who comes while ranks connect can take a rank's place, which is noticed; later it is too late for that."""
     out, alone = tmp_path / "out", tmp_path / "alone"
@@ -261,6 +261,7 @@ def test_a_stranger_who_writes_to_every_port_runs_no_code(inputs, tmp_path, stra
     assert numbers_of(out) == numbers_of(alone)
 
 
+@pytest.mark.slow
 def test_a_stranger_who_writes_under_every_key_runs_no_code(inputs, tmp_path, stranger):
     """Ranks without a launcher of ours have a store that listens: gloo's addresses go through it, and nothing pickled."""
     port = free_port()

@@ -72,26 +72,13 @@ SLOW = {
         (*(COUNTER if rng == "counter" else ()), *(FORWARD if difference == "forward" else ()), *more),
     )
     for model, cut, codec, rng, difference, more in [
-        ("llama", "inside", "none", "mezo", "central", ()),
-        ("llama", "between", "q4", "counter", "forward", QUERIES),
         ("llama", "three", "random", "mezo", "forward", QUERIES),
-        ("llama-tied", "three", "none", "mezo", "forward", QUERIES),
-        ("llama-tied", "inside", "q4", "mezo", "central", QUERIES),
         ("llama-tied", "three", "none", "counter", "central", ("--traversal", "sweep")),
-        ("qwen3", "inside", "none", "mezo", "central", ()),
         ("qwen3", "between", "none", "counter", "forward", QUERIES),
-        ("qwen3", "three", "q4", "counter", "central", QUERIES),
-        ("qwen3-tied", "three", "none", "mezo", "forward", QUERIES),
         ("qwen3-tied", "inside", "random", "counter", "forward", ("--traversal", "sweep", *QUERIES)),
-        ("gpt2", "inside", "none", "counter", "central", ("--update", "delayed")),
-        ("gpt2", "between", "none", "mezo", "forward", QUERIES),
         ("gpt2", "three", "none", "mezo", "central", ("--accumulate", 2)),
-        ("gpt2", "three", "random", "counter", "central", QUERIES),
-        ("gpt2-untied", "inside", "none", "mezo", "forward", QUERIES),
-        ("gpt2-untied", "between", "random", "mezo", "central", ("--keep-directions",)),
         ("gpt2-untied", "three", "none", "counter", "central", ("--residency", "offloaded")),
         ("llama-tied", "three", "q4", "mezo", "central", ("--traversal", "sweep", *COPIES, *QUERIES)),
-        ("qwen3", "three", "none", "counter", "forward", ("--residency", "offloaded", *COPIES)),
     ]
 }
 

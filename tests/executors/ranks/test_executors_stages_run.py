@@ -22,26 +22,10 @@ pytestmark = pytest.mark.dist
 FOURS = {
     "four": Case(("block.0.mlp", "block.1", "block.2.mlp")),
     "two-with-shards": Case(("block.1.mlp",), mesh=(("data", 2),), codec="q4"),
-    "two-of-codes": Case(
-        ("block.1.mlp",),
-        mesh=(("data", 2),),
-        axes=(("low_bits", (("weights", "int4"), ("zero_point", True))),),
-    ),
-    "two-of-codes-that-multiply": Case(
-        ("block.1.mlp",),
-        mesh=(("data", 2),),
-        axes=(
-            ("low_bits", (("weights", "int8"), ("activations", "int8-token"))),
-            ("directions", (("rng", "counter"),)),
-        ),
-    ),
-    "two-of-codes-and-points": Case(
+    "two-of-codes-with-points": Case(
         ("block.0",),
         mesh=(("perturb", 2),),
         axes=(("low_bits", (("weights", "int4"), ("sparsity", 0.5))),),
-    ),
-    "two-with-signs": Case(
-        ("block.0",), mesh=(("perturb", 2),), axes=(("directions", (("rng", "counter"),)),)
     ),
 }
 THREES = {"three": Case(("block.0", "block.1.mlp"), "llama", accumulate=2)}
@@ -123,6 +107,7 @@ def test_a_killed_stage_is_named_and_one_rank_goes_on(runs, inputs, tmp_path):
     assert (out / "model.safetensors").read_bytes() == (runs / "alone/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_of_one_goes_on_on_stages(runs, inputs, tmp_path):
     out = tmp_path / "out"
     assert train(inputs, out, "--no-launch", "--residency", "resident", steps=5) == 0
@@ -157,6 +142,7 @@ def test_codecs_need_leave_and_something_to_encode(inputs, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_what_a_codec_changed_is_gone_on_with_by_the_same_alone(runs, inputs, tmp_path, capsys):
     out = tmp_path / "out"
     coded = ("--method", "sparq", "--cut", "block.1.mlp", "--codec", "q8", "--allow-lossy")

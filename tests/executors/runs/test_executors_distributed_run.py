@@ -71,6 +71,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_on_one(pertp, inputs, tmp_pa
     assert (out / "model.safetensors").read_bytes() == (pertp / "alone/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_of_one_goes_on_on_two(pertp, inputs, tmp_path):
     out = tmp_path / "out"
     assert train(inputs, out, "--no-launch", "--residency", "resident", "--checkpoint-every", 2, steps=5) == 0

@@ -41,7 +41,7 @@ def test_replay_rebuilds_every_bit(inputs, whole, tmp_path, residency, start, ca
     assert told["digest"] == json.loads((whole / "run.json").read_text())["finished"]["digest"]
 
 
-@pytest.mark.crossed(quick=3)
+@pytest.mark.crossed(quick=6)
 @pytest.mark.parametrize(
     "more",
     [

@@ -24,7 +24,6 @@ from executors.runs.windows import LazyWindows, lazy_windows_of, rounded_up
 from tests.support.builders import unshared
 from tests.support.command import loaded, rows_of, saved_lines, saved_model, zosim
 from tests.support.forked import Command
-from tests.support.reference_mezo import differing
 from tests.support.tiny import CONFIGS, batches, model_of, plan_of
 from topology.errors import ModelError, PlanError
 from zosim.lowering import lower
@@ -113,17 +112,6 @@ def test_all_points_in_one_forward_are_the_points_one_by_one(name, axes, low_bit
         codes = [[layer.coded.codes for _, layer in linear.coded_layers(model)] for model, _ in (one, other)]
         assert len(codes[0]) > 0
         assert all(torch.equal(*pair) for pair in zip(*codes, strict=True))
-
-
-@pytest.mark.crossed(quick=3)
-@pytest.mark.parametrize("begin", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("axes", [TOGETHER, OFFLOADED], ids=["together", "delayed"])
-def test_a_session_goes_on_at_any_instant_of_a_window(axes, begin):
-    base = carrying(TIGHT, torch.float32)
-    whole, _ = trained(base, axes, dtype="float32")
-    half, _ = trained(base, axes, range(begin), dtype="float32")
-    rest, _ = trained(half, axes, range(begin, STEPS), dtype="float32")
-    assert differing(whole, rest) == []
 
 
 def test_slots_are_compacted_at_the_bound_and_say_what_that_lost():

@@ -63,7 +63,7 @@ def numbers_of(plan, model, *, device="cpu"):
         return [*found, session.digest()], list(pieces_of(session.interpreter.store))
 
 
-@pytest.mark.crossed(quick=2)
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_plan_on_gpus_has_pieces_at_multiples_of_256_and_the_same_numbers(placement):
     shape, axes = PLACEMENTS[placement]
@@ -90,7 +90,7 @@ def test_a_plan_on_cpus_has_the_program_that_it_had():
     assert read == lower(on_gpus(plan))
 
 
-@pytest.mark.crossed(quick=4)
+@pytest.mark.crossed(quick=8)
 @pytest.mark.parametrize("number", range(40))
 def test_parameters_and_directions_of_any_plan_on_gpus_start_at_multiples_of_256(number):
     plan, _ = case_of(number).made()

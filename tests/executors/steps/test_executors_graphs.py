@@ -58,7 +58,7 @@ def trained(shape, axes, *, steps=4, graphs=True, change=None, num_blocks=2, **o
         return device, numbers, launches
 
 
-@pytest.mark.crossed(quick=4)
+@pytest.mark.crossed(quick=5)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_graphs_find_the_same_bits_in_fewer_launches(placement):
     device, numbers, launches = trained(*PLACEMENTS[placement])
@@ -74,6 +74,7 @@ def test_accumulated_losses_have_graphs_of_their_own():
     assert device.findings == []
 
 
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("axes", [{}, OFFLOADED], ids=["resident", "offloaded"])
 def test_adapters_that_grow_are_captured_anew(axes):
     """When a window closes, blocks read more of the memory of slots, at the same addresses."""
@@ -153,7 +154,7 @@ def seen(device_and_more, wanted):
     return bool(device.findings) or numbers != wanted
 
 
-@pytest.mark.crossed(quick=4)
+@pytest.mark.crossed(quick=6)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_graphs_is_found(fault):
     placement, *where = FAULTS[fault]
@@ -207,8 +208,8 @@ def number_of_graphs(axes, *, num_blocks, lengths=(9,), repeats=3):
 
 def test_blocks_that_take_turns_in_slots_and_equal_draws_share_graphs():
     """Three slots at two points, and six kinds of draws; each of a step's streams is a native one of its own."""
-    few, *_ = number_of_graphs(OFFLOADED, num_blocks=6)
-    more, num_streams, findings = number_of_graphs(OFFLOADED, num_blocks=12)
+    few, *_ = number_of_graphs(OFFLOADED, num_blocks=4)
+    more, num_streams, findings = number_of_graphs(OFFLOADED, num_blocks=8)
     assert more == few <= 3 * 2 + 6
     assert num_streams <= 7
     assert findings == []

@@ -5,10 +5,7 @@ A seed says whose turn it is (:mod:`tests.support.interleaved`). A failure names
 
 from __future__ import annotations
 
-import copy
-import itertools
 from contextlib import contextmanager
-from functools import cache
 
 import pytest
 
@@ -18,42 +15,15 @@ from executors.runs.session import Session
 from executors.steps.ops.context import Context
 from executors.steps.ops.copy import Copies
 from proofs_checks.mutation import Mutant
+from tests.support import matrix
 from tests.support.interleaved import interleaved
 from tests.support.random_plans import Case, case_of
-from tests.support.reference_mezo import LiteralMezo, differing
 from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import RunError
 
 NUM_STEPS, RATE, DECAY = 3, 1e-2, 0.1
-PLACEMENTS = {
-    "resident": {},
-    "resident, delayed": {"schedule": {"update": "delayed"}},
-    "sweep": {"schedule": {"traversal": "sweep"}},
-    "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
-    "offloaded, immediate": {"residency": {"blocks": "offloaded"}},
-    "offloaded, one slot": {"residency": {"blocks": "offloaded", "num_slots": 1}},
-    "offloaded, edges": {
-        "residency": {"blocks": "offloaded", "edges": "offloaded", "num_slots": 2},
-        "schedule": {"update": "delayed"},
-    },
-    "fresh slots": {
-        "residency": {"blocks": "offloaded", "reuse_slots": False},
-        "schedule": {"update": "delayed"},
-    },
-    "fresh slots, immediate": {"residency": {"blocks": "offloaded", "reuse_slots": False, "num_slots": 2}},
-    "fresh slots, edges": {"residency": {"blocks": "offloaded", "edges": "offloaded", "reuse_slots": False}},
-}
-DRAWN = {"again": {}, "ahead": {"drawn_ahead": True}, "kept": {"kept": True}}
-WEIGHTS = ("serial", "copies")
-ESTIMATORS = {
-    "central": {},
-    "forward": {"difference": "forward"},
-    "three queries": {"num_queries": 3},
-    "forward, two queries": {"difference": "forward", "num_queries": 2},
-}
-LITERAL = list(itertools.product(PLACEMENTS, DRAWN, WEIGHTS, ESTIMATORS))
-
-OFFLOADED, FRESH = PLACEMENTS["offloaded"], PLACEMENTS["fresh slots"]
+OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
+FRESH = {"residency": {"blocks": "offloaded", "reuse_slots": False}, "schedule": {"update": "delayed"}}
 AHEAD = {"directions": {"drawn_ahead": True}}
 SPARSE = {"low_bits": {"weights": "int8", "sparsity": 0.5}}
 TWO = {"estimator": {"num_queries": 2}}
@@ -97,54 +67,19 @@ def ran(case, monkeypatch, seed):
         return rows, session.digest(), session.model
 
 
-@cache
-def literal(shape, weights, estimator):
-    """Return the losses and gradients of the literal loop, and the weights that it ends with."""
-    stated = ESTIMATORS[estimator]
-    loop = LiteralMezo(
-        model_of(shape),
-        epsilon=1e-3,
-        weight_decay=DECAY,
-        weights=weights,
-        central="difference" not in stated,
-    )
-    with Session(
-        plan_of(loop.model, estimator=stated), copy.deepcopy(loop.model), learning_rate=0.0
-    ) as session:
-        seeds = [session.step(batch).seeds for batch in batches(NUM_STEPS)]
-    rows = [loop.step(batch, of, RATE) for batch, of in zip(batches(NUM_STEPS), seeds, strict=True)]
-    return rows, loop.model
-
-
-def assert_literal(case, monkeypatch, seeds):
-    placement, drawn, weights, estimator = case
-    axes = PLACEMENTS[placement] | {
-        "directions": DRAWN[drawn],
-        "weights": {"perturbation": weights},
-        "estimator": ESTIMATORS[estimator],
-    }
-    shape = "opt-untied" if "edges" in placement else "opt"
-    expected, reference = literal(shape, weights, estimator)
-    for seed in seeds:
-        rows, _, model = ran(case_with(axes, shape), monkeypatch, seed)
-        found = [
-            list(zip(plus, minus or (base,) * len(plus), gradients, strict=True))
-            for plus, minus, base, gradients in rows
-        ]
-        assert found == expected, f"seed {seed}"
-        assert differing(reference, model) == [], f"seed {seed}"
-
-
 def assert_as_in_order(case, monkeypatch, seeds):
     expected = ran(case, monkeypatch, None)[:2]
     for seed in seeds:
         assert ran(case, monkeypatch, seed)[:2] == expected, f"seed {seed}: {case}"
 
 
-@pytest.mark.crossed(quick=131, slow=5)
-@pytest.mark.parametrize("case", [pytest.param(case, id=", ".join(case)) for case in LITERAL])
-def test_every_placement_has_the_literal_loops_bits(case, monkeypatch, seeds):
-    assert_literal(case, monkeypatch, seeds)
+@pytest.mark.crossed(quick=12, slow=3)
+@pytest.mark.parametrize("case", matrix.of_one_rank(matrix.literal_cases()), ids=str)
+def test_every_placement_has_the_literal_loops_bits(case, monkeypatch, seeds, tmp_path):
+    expected = matrix.wanted(case.plain, tmp_path)
+    for seed in seeds:
+        with interleaved(monkeypatch, seed):
+            matrix.assert_as_wanted(case, tmp_path, expected)
 
 
 @pytest.mark.parametrize(

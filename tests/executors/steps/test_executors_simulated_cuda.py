@@ -131,6 +131,7 @@ def test_nor_does_a_plan_at_random(number):
         assert same == numbers
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
 @pytest.mark.parametrize("placement", ["resident", "offloaded"])
 def test_nor_does_another_family(placement, shape):
@@ -216,9 +217,9 @@ def test_a_run_is_resumed_from_its_log(tmp_path):
     words = ["run", "--model", model, "--data", lines, "--batch", 4, "--lr", "1e-3", "--device", "cuda:0"]
     words += ["--no-launch", "--no-tensorboard", "--residency", "resident"]
     with simulated():
-        assert zosim(*words, "--steps", 8, "--out", tmp_path / "whole") == 0
-        assert zosim(*words, "--steps", 4, "--out", tmp_path / "parts") == 0
-        assert zosim(*words, "--steps", 8, "--out", tmp_path / "parts", "--resume") == 0
+        assert zosim(*words, "--steps", 4, "--out", tmp_path / "whole") == 0
+        assert zosim(*words, "--steps", 2, "--out", tmp_path / "parts") == 0
+        assert zosim(*words, "--steps", 4, "--out", tmp_path / "parts", "--resume") == 0
     rows = rows_of(tmp_path / "whole")
     divided = [(row["loss_plus"] - row["loss_minus"]) / 2e-3 for row in rows]
     as_on_cpu = [torch.tensor(row["loss_plus"]) - torch.tensor(row["loss_minus"]) for row in rows]
@@ -632,6 +633,7 @@ CODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize(
     "codes",

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from dataclasses import replace
 
 import pytest
 import torch
-from test_executors_parity import execution_order
 
-from costmodel.models.configs import LoRA
-from executors.models.lora import attach_lora
 from executors.runs.session import Session
-from tests.support.reference_mezo import LiteralMezo, differing
+from tests.support.reference_mezo import differing
 from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import ProgramError
 from zosim.lowering import lower
@@ -36,7 +32,7 @@ AHEAD = {f"{name}-ahead": placement | {"directions": placement.get("directions",
 PLACEMENTS |= AHEAD
 EDGES = {"residency": {"blocks": "offloaded", "edges": "offloaded"}, "schedule": {"update": "delayed"}}
 QUICK = ("sweep", "resident-delayed", "offloaded-ahead", "sweep-kept-ahead")
-DECAY, RATE = 0.1, 1e-2
+RATE = 1e-2
 
 
 def weighing(placement, how="copies"):
@@ -78,78 +74,6 @@ def test_copies_drift_by_nothing_and_serial_weights_by_roundings(placement, dtyp
     unit = {"float32": 2**-25, "bfloat16": 2**-9}[dtype]
     assert 0.05 * unit < drift < 3 * 6 * unit
     assert len(changed) > 20
-
-
-ESTIMATORS = {
-    "central": {},
-    "three-queries": {"num_queries": 3},
-    "forward": {"difference": "forward"},
-    "forward-queries": {"difference": "forward", "num_queries": 3},
-}
-SHAPES = ("opt", "opt-untied", "llama-tied", "gpt2")
-PRODUCT = list(itertools.product(SHAPES, PLACEMENTS, ESTIMATORS, ["registration", "execution"]))
-
-
-def assert_literal(plan, model, loop, *, steps=3):
-    """Train, and compare every loss, projected gradient and weight with a literal loop."""
-    with Session(plan, model, learning_rate=lambda step: RATE / (step + 1), weight_decay=DECAY) as session:
-        for step, batch in enumerate(batches(steps)):
-            record = session.step(batch)
-            expected = loop.step(batch, record.seeds, RATE / (step + 1))
-            others = record.losses_minus or (record.loss_base,) * len(expected)
-            found = zip(record.losses_plus, others, record.projected_gradients, strict=True)
-            assert list(found) == expected, f"step {step}"
-        session.flush()
-    assert differing(loop.model, model) == []
-
-
-@pytest.mark.crossed(quick=3)
-@pytest.mark.parametrize(
-    ("shape", "placement", "estimator", "order"),
-    [some(*case, quick=n % 37 == 0) for n, case in enumerate(PRODUCT)],
-)
-def test_copies_equal_the_literal_loop(shape, placement, estimator, order):
-    reference = model_of(shape)
-    model, estimator = copy.deepcopy(reference), ESTIMATORS[estimator]
-    is_walked = order == "execution" and shape != "gpt2"
-    loop = LiteralMezo(
-        reference,
-        epsilon=1e-3,
-        weight_decay=DECAY,
-        walk=execution_order if is_walked else None,
-        central="difference" not in estimator,
-        weights="copies",
-    )
-    axes = weighing(PLACEMENTS[placement])
-    walked = axes.get("directions", {}) | {"order": order if is_walked else "registration"}
-    assert_literal(plan_of(model, **axes | {"estimator": estimator, "directions": walked}), model, loop)
-
-
-@pytest.mark.crossed(quick=3)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-@pytest.mark.parametrize("placement", ["resident", "sweep-ahead", "offloaded-ahead"])
-def test_other_formats_and_adapters_equal_the_literal_loop(placement, dtype):
-    reference = model_of("opt", getattr(torch, dtype))
-    if dtype == "float64":
-        attach_lora(reference, LoRA(rank=2, target_modules=("q_proj", "v_proj"), seed=3))
-    model = copy.deepcopy(reference)
-    loop = LiteralMezo(reference, epsilon=1e-3, weight_decay=DECAY, weights="copies")
-    plan = plan_of(model, dtype=dtype, estimator={"num_queries": 2}, **weighing(PLACEMENTS[placement]))
-    assert_literal(plan, model, loop)
-
-
-@pytest.mark.parametrize("direction", ["gaussian", "rademacher"])
-def test_a_keyed_stream_gives_the_same_copies_under_every_placement(direction):
-    """Each point is made of the weights and one direction alone, so that nothing depends on what was visited before."""
-    found = []
-    for placement in map(PLACEMENTS.get, QUICK):
-        model = model_of("opt")
-        axes = weighing(placement)
-        axes["directions"] = axes.get("directions", {}) | {"rng": "counter", "distribution": direction}
-        with Session(plan_of(model, estimator={"num_queries": 2}, **axes), model, learning_rate=RATE) as s:
-            losses = [(r.losses_plus, r.losses_minus) for r in map(s.step, batches(2))]
-            found.append((losses, s.digest()))
-    assert all(one == found[0] for one in found)
 
 
 def test_points_are_theta_plus_and_minus_one_product_rounded_once():
@@ -246,20 +170,3 @@ def test_the_memory_that_is_planned_is_what_is_taken(placement):
         session.step(batches(1)[0])
         taken = session.memory().arena_bytes
     assert taken[Space.DEVICE, "copies"] == planned
-
-
-@pytest.mark.parametrize("ran", ["sweep", "offloaded-ahead"])
-def test_replay_depends_on_updates_alone(ran):
-    """However points were reached: the weights of a replay are those of the run under every placement."""
-    model = model_of("opt")
-    with Session(plan_of(model, **weighing(PLACEMENTS[ran])), model, learning_rate=RATE, seed=3) as session:
-        records = [session.step(batch) for batch in batches(4)]
-        session.flush()
-    for placement in ("resident", "sweep", "offloaded"):
-        again = model_of("opt")
-        plan = plan_of(again, **weighing(PLACEMENTS[placement]))
-        with Session(plan, again, learning_rate=RATE, seed=3) as session:
-            for record in records:
-                session.replay(record)
-            session.flush()
-        assert differing(model, again) == []
