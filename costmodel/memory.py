@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from costmodel.rates.profile import Bound, Profile
 from topology.units import format_bytes
 
@@ -116,6 +114,8 @@ class MemoryShortage:
 
 def host_limits() -> HostLimits:
     """Return the limits of the machine that this runs on."""
+    import psutil  # not above: a plan for other hardware asks for none of this
+
     available = psutil.virtual_memory().available
     group = _cgroup_headroom_bytes()
     shared = shutil.disk_usage(SHARED_MEMORY_PATH).free if SHARED_MEMORY_PATH.is_dir() else None

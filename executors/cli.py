@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -146,13 +146,37 @@ def _run(
     return summary if is_first else {}
 
 
+_RunDirectory = Annotated[Path, typer.Argument(help="Directory of a run.", show_default=False)]
+_BaseWeights = Annotated[
+    str | None,
+    typer.Option(help="Base weights that it began from; by default those that it names.", show_default=False),
+]
+
+
+def _recorded_base(header: Mapping[str, Any], directory: Path) -> str:
+    """Return, and say, from which base weights a run began.
+
+    Raises
+    ------
+    RunError
+        If its header does not say: a loop of one's own wrote it.
+    """
+    model: str | None = (header.get("run") or {}).get("model")
+    if model is None:
+        raise RunError(
+            f"{directory} does not say from which base weights it began", hint="name them with --model"
+        )
+    stderr.print(f"base weights: {model}, as {directory} says", markup=False, soft_wrap=True)
+    return model
+
+
 def adapter(
-    directory: Annotated[Path, typer.Argument(help="Directory of a run.", show_default=False)],
-    model: Annotated[str, typer.Option(help="The base weights that it began from.", show_default=False)],
+    directory: _RunDirectory,
     output: Annotated[
         Path,
         typer.Option("--output", "-o", help="Where the adapter goes, as PEFT reads it.", show_default=False),
     ],
+    model: _BaseWeights = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps that it holds; by default all.", show_default=False)
     ] = None,
@@ -163,8 +187,10 @@ def adapter(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Write what a run along directions of low rank did to its base as an adapter, from its log."""
+    from executors.runs.runlog import read_header
     from executors.runs.slots_of_run import write_adapter
 
+    model = model or _recorded_base(read_header(directory), directory)
     with progress() as bar:
         task = bar.add_task("adding up", total=None)
         result = write_adapter(
@@ -184,19 +210,14 @@ def adapter(
 
 
 def replay(
-    directory: Annotated[Path, typer.Argument(help="Directory of a run.", show_default=False)],
+    directory: _RunDirectory,
     output: Annotated[
         Path,
         typer.Option(
             "--output", "-o", help="Where the weights go, as a model directory.", show_default=False
         ),
     ],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Base weights that it began from; by default those that it names.", show_default=False
-        ),
-    ] = None,
+    model: _BaseWeights = None,
     steps: Annotated[
         int | None, typer.Option(min=0, help="Steps to replay; by default all.", show_default=False)
     ] = None,
@@ -221,13 +242,7 @@ def replay(
     from zosim.planning.resolve import laid_over, resolve
 
     header = read_header(directory)
-    if model is None:
-        model = (header.get("run") or {}).get("model")
-        if model is None:
-            raise RunError(
-                f"{directory} does not say from which base weights it began", hint="name them with --model"
-            )
-        stderr.print(f"base weights: {model}, as {directory} says", markup=False, soft_wrap=True)
+    model = model or _recorded_base(header, directory)
     use_threads(threads or header["num_threads"])
     recorded = Plan.model_validate(header["plan"])
     base = alone(recorded)

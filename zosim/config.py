@@ -169,6 +169,12 @@ class PlanConfig(Section):
     forward: ForwardPass = ForwardPass()
     search: Search = Search()
 
+    @property
+    def spec(self) -> ModelSpec:
+        """The model, of a config that has one: what is asked of the planner and what becomes a plan do."""
+        assert self.model is not None
+        return self.model
+
     @classmethod
     def of(cls, plan: Plan) -> PlanConfig:
         """Return a plan as a config: every field is set."""
@@ -181,9 +187,11 @@ class PlanConfig(Section):
         return {name: getattr(self, name).set_fields() for name in names if name in self.model_fields_set}
 
 
-def with_stored_codes(config: PlanConfig) -> PlanConfig:
-    """Return a config, and where it sets nothing else, how a model that is quantised already keeps its weights."""
-    stored = None if config.model is None else config.model.stored
+def filled(config: PlanConfig) -> PlanConfig:
+    """Return a config with what data and model leave to be said: a sequence's tokens, how a model in codes keeps its weights."""
+    if config.seq is None:
+        config = config.model_copy(update={"seq": USUAL_SEQ})
+    stored = config.spec.stored
     if stored is None:
         return config
     return merge(PlanConfig(low_bits=LowBits.model_construct(None, **stored.fields)), config)

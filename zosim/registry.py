@@ -42,14 +42,15 @@ def registered(group: str = GROUP) -> dict[str, EntryPoint]:
 
     Where two distributions claim a name, zosim's own wins: a plug-in adds commands, it does not replace them.
     """
-    own_last = sorted(entry_points(group=group), key=_is_own)
-    if not any(map(_is_own, own_last)):
-        own_last += _of_source_tree(group)
-    return dict(sorted((entry.name, entry) for entry in own_last))
+    known = entry_points(group=group)
+    # A source tree may be newer than what was recorded when it was installed, or never have been installed.
+    own = _of_source_tree(group) or [entry for entry in known if _is_own(entry)]
+    by_name = {entry.name: entry for entry in (*(entry for entry in known if not _is_own(entry)), *own)}
+    return dict(sorted(by_name.items()))
 
 
 def _of_source_tree(group: str) -> list[EntryPoint]:
-    """Return zosim's own, where it is a source tree on the path that nobody installed."""
+    """Return zosim's own, where it is a source tree."""
     import tomllib
 
     project = Path(__file__).parents[1] / "pyproject.toml"

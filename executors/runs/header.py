@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, create_model
 
 from costmodel.models.configs import LoRA, Prefix, Subset
 from executors.runs.learning_rate import LearningRate
-from executors.runs.settings import DataSettings, EvaluationSettings, LossName, SaveAs
+from executors.runs.settings import DataSettings, EvaluationSettings, LossName, recorded_options
 from topology.errors import RunError, ZosimError
 from topology.limits import Seed, Threads
 from topology.validation import readable
@@ -23,25 +23,28 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class RunSection(_Section):
-    """What ``zosim run`` was asked for; fields as of :class:`executors.runs.settings.RunSettings`."""
+class _RunSection(_Section):
+    """What ``zosim run`` was asked for, but for its options: fields as of :class:`executors.runs.settings.RunSettings`."""
 
     learning_rate: LearningRate
-    digest_every: NonNegativeInt
-    checkpoint_every: NonNegativeInt
     identity: dict[str, Any] | None = None
-    model: str | None = None
     data: DataSettings | None = None
     tuned: Literal["all"] | Subset = "all"
     lora: LoRA | None = None
     prefix: Prefix | None = None
-    objective: str = "loss"
-    reward: str | None = None
-    accumulate: PositiveInt = 1
     evaluation: EvaluationSettings | None = None
-    random_weights: bool = False
     edited_program: bool = False
-    save_as: SaveAs = "numbers"
+
+
+# Of the options those that are recorded, each as RunOptions declares it. Earlier versions did not know all of them.
+RunSection = create_model(
+    "RunSection",
+    __base__=_RunSection,
+    **{
+        name: (field.annotation, ... if name.endswith("_every") else field.default)
+        for name, field in recorded_options().items()
+    },  # type: ignore[call-overload]
+)
 
 
 class Finished(_Section):
@@ -66,7 +69,7 @@ class RunHeader(_Section):
     seed: Seed
     loss_dtype: LossName
     num_threads: Threads = 1
-    run: RunSection | None = None
+    run: RunSection | None = None  # type: ignore[valid-type]
     resumed: list[Any] = []
     finished: Finished | None = None
     device: str = "cpu"

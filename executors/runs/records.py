@@ -13,7 +13,7 @@ from typing import Any, Self
 from executors.randomness.rng import mixed
 from executors.steps.frames import StepFrame
 from topology.errors import RunError
-from zosim.program.points import BASE, Point
+from zosim.points import BASE, Point
 
 _NUM_SEEDS = 1_000_000_000
 """Seeds are drawn below this, as the reference loop draws them."""

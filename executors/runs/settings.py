@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, model_validator
+from pydantic import ConfigDict, NonNegativeInt, PositiveInt, model_validator
 
 from costmodel.formats.stored_codes import refuse_unwritable
 from costmodel.models.configs import LoRA, Prefix, Subset
@@ -17,6 +17,7 @@ from topology.limits import Seed, Threads
 from zosim.adapters import AdapterSettings, tuned_by
 from zosim.config import PlanConfig
 from zosim.plans import AXES, Plan, Section, Setting, fields_of, is_decisive
+from zosim.plans.setting import SettingField
 from zosim.plans.upgrade import REMOVED_IDENTITIES
 from zosim.program import Program
 from zosim.program.program_set import ProgramSet
@@ -238,7 +239,7 @@ class RunOptions(Section):
         float, Setting("--reward-timeout", "Most seconds until a reward has answered.", shown="expert")
     ] = 60.0
     accumulate: Annotated[
-        int, Setting("--accumulate", "Micro-batches that a step's batch is forwarded in.", "numbers")
+        PositiveInt, Setting("--accumulate", "Micro-batches that a step's batch is forwarded in.", "numbers")
     ] = 1
     device: Annotated[
         str, Setting("--device", "cpu, cuda or cuda:N.", usual="the plan's, else cpu", shown="first")
@@ -252,7 +253,7 @@ class RunOptions(Section):
         ),
     ] = 1
     digest_every: Annotated[
-        int,
+        NonNegativeInt,
         Setting(
             "--digest-every",
             "Steps between digests of the parameters; 0 for never.",
@@ -261,7 +262,7 @@ class RunOptions(Section):
         ),
     ] = 100
     checkpoint_every: Annotated[
-        int,
+        NonNegativeInt,
         Setting(
             "--checkpoint-every",
             "Steps between checkpoints; 0: the log is enough.",
@@ -304,6 +305,23 @@ class RunOptions(Section):
     ] = DEFAULT_TIMEOUT_S
 
 
+_RECORDED = (
+    "model",
+    "objective",
+    "reward",
+    "accumulate",
+    "digest_every",
+    "checkpoint_every",
+    "random_weights",
+    "save_as",
+)
+
+
+def recorded_options() -> dict[str, SettingField]:
+    """Return the options that ``run.json`` keeps in the section of the run; seed, decay and device are in its header, for any loop."""
+    return {name: fields_of(RunOptions)[name] for name in _RECORDED}
+
+
 class RunConfig(Section):
     """The config tree of a run: what options, Python, a plan's file and a resumed run's header state."""
 
@@ -341,8 +359,6 @@ class RunSettings:
     evaluation: EvaluationSettings | None = None
 
     def __post_init__(self) -> None:
-        if min(self.run.digest_every, self.run.checkpoint_every) < 0:
-            raise RunError("digests and checkpoints are every 1 or more steps, or 0 for never")
         self._refuse_uneven()
         is_parted = self.run.accumulate * self.plan.num_batch_shards > 1
         if is_parted and self.run.objective not in ("loss", "accuracy"):
@@ -407,7 +423,7 @@ class RunSettings:
         """Refuse micro-batches that do not divide every rank's part of a batch."""
         plan = self.plan
         parts = {len(plan.rows_of(rank)) for rank in range(plan.placement.world_size)}
-        if self.run.accumulate < 1 or any(part % self.run.accumulate for part in parts):
+        if any(part % self.run.accumulate for part in parts):
             of = f" over data={plan.num_batch_shards}" if plan.num_batch_shards > 1 else ""
             raise PlanError(
                 f"batch={plan.batch}{of} cannot be forwarded in {self.run.accumulate} equal micro-batches",
@@ -473,21 +489,14 @@ class RunSettings:
         """Return the settings as ``run.json`` keeps them."""
         return {
             "identity": self.identity(data_sha256),
-            "model": self.run.model,
             "data": self.data.model_dump(),
             "learning_rate": self.learning_rate.model_dump(),
             "lora": None if self.lora is None else self.lora.model_dump(mode="json"),
             "prefix": None if self.prefix is None else self.prefix.model_dump(mode="json"),
             "tuned": self.tuned,
-            "objective": self.run.objective,
-            "reward": self.run.reward,
-            "accumulate": self.run.accumulate,
             "evaluation": None if self.evaluation is None else self.evaluation.model_dump(),
-            "digest_every": self.run.digest_every,
-            "checkpoint_every": self.run.checkpoint_every,
-            "random_weights": self.run.random_weights,
-            "save_as": self.run.save_as,
             "edited_program": self.program is not None,
+            **{name: getattr(self.run, name) for name in recorded_options()},
         }
 
 

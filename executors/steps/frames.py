@@ -10,7 +10,7 @@ from executors.device_scalars import DeviceScalar
 from executors.models.model import Batch
 from executors.models.recording_blocks import StepCache
 from executors.randomness.low_rank import Window
-from zosim.program.points import Point
+from zosim.points import Point
 
 
 @dataclass(frozen=True)

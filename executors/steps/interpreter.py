@@ -33,10 +33,10 @@ from executors.steps.streams import Backend, PeersTicket, Task, Ticket
 from executors.steps.update_watch import UpdateWatch
 from executors.threads import DrawThreads
 from topology.errors import ModelError, ProgramError, RunError
+from zosim.points import Point
 from zosim.program import Program
 from zosim.program.instructions import PARTS, Buffer, Dependency, Instruction, Part, Space
 from zosim.program.operations import Backward, Collective, Draw, Forward, Optimize
-from zosim.program.points import Point
 from zosim.program.validate import validate
 
 __all__ = ["Hyperparameters", "Interpreter", "StepFrame"]

@@ -364,8 +364,6 @@ COMMANDS: tuple[Target, ...] = (
     command(
         "compare", "run", lambda: {n: c for n, c in seeds.run().items() if not n.endswith("l")}, quick=10
     ),
-    command("traffic", "scenario.json", lambda: {"scenario.json": seeds.scenario()}),
-    command("traffic (topology)", "rtx4090-2x flows.json -o f.json", lambda: {"flows.json": seeds.flows()}),
     command(
         "buy",
         _BUY + " --prices prices.yaml",

@@ -295,21 +295,3 @@ def evidence() -> bytes:
 def densities() -> bytes:
     """Densities of cuts."""
     return json.dumps({"block.0.mlp": 0.1, "block.1.mlp": 0.5, "block.2": 1.0}).encode()
-
-
-def flows() -> bytes:
-    """Flows on the preset."""
-    items = [
-        {"id": i, "source": "gpu0", "destination": "gpu1", "bytes": 1e9, "start": 0.1 * i} for i in range(3)
-    ]
-    return json.dumps({"flows": items}).encode()
-
-
-def scenario() -> bytes:
-    """Links and flows."""
-    links = {"a": {"bandwidth": 1e9, "latency": 1e-6, "sharing": "fifo"}, "b": 2e9}
-    items = [
-        {"id": "f1", "route": ["a", "b"], "bytes": 1e9},
-        {"id": 2, "route": ["b"], "bytes": 5, "start": 1.5},
-    ]
-    return json.dumps({"links": links, "flows": items}).encode()

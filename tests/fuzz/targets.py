@@ -34,7 +34,6 @@ from topology.errors import ZosimError
 from topology.lint import lint
 from topology.reading import parse_json
 from zosim.applications.evidence.file import Evidence
-from zosim.applications.traffic.command import _read, read_scenario, scenario_on
 from zosim.planning.cuts import read_densities
 from zosim.plans import Plan
 from zosim.program.program_set import ProgramSet
@@ -202,18 +201,6 @@ READERS: tuple[Target, ...] = (
     ),
     reader("timeline", "timeline.json", lambda: [seeds.timeline()], _timeline, quick=15),
     reader("densities", "densities.json", lambda: [seeds.densities()], read_densities),
-    reader(
-        "scenario",
-        "scenario.json",
-        lambda: [seeds.scenario()],
-        lambda path: read_scenario(_read(path)).finish_times(),
-    ),
-    reader(
-        "flows",
-        "flows.json",
-        lambda: [seeds.flows()],
-        lambda path: scenario_on(seeds.subject().topology, _read(path)).finish_times(),
-    ),
     reader("evidence", "evidence.json", lambda: [seeds.evidence()], Evidence.load, resigned, quick=15),
     reader("json lines", "log.jsonl", lambda: [seeds.run()["run/steps.jsonl"]], read_lines),
     run_reader("run header", read_header, ("run/run.json",)),

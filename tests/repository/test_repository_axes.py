@@ -44,8 +44,9 @@ PASSED_ON = {
 }
 """Fields that are read elsewhere, and why: what reads them does not decide by them how a step is made."""
 
-WITHOUT_AN_OPTION = {"densities", "edges", "reuse_slots"}
-"""Fields that a command does not set: the planner, a plan's file or an ablation does."""
+_FACTS = {"num_labels", "num_tokens", "num_shared", "num_answers", "num_attended"}
+WITHOUT_AN_OPTION = {"densities", "edges", "reuse_slots"} | _FACTS
+"""Fields that a command does not set: the planner, a plan's file, an ablation or a run's data does."""
 
 OF_A_PLAN = {option.name for option in options_of(PlanConfig)}
 

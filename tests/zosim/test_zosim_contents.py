@@ -12,6 +12,7 @@ from costmodel import read_model_spec
 from topology.errors import ProgramError
 from zosim.lowering import lower
 from zosim.plans import Estimator, Placement, Plan, Residency
+from zosim.points import BASE, Point, parse_point, points_of_step
 from zosim.program import Program
 from zosim.program.contents import (
     BATCH,
@@ -32,7 +33,6 @@ from zosim.program.contents import (
     ProjectedGradient,
     parse_contents,
 )
-from zosim.program.points import BASE, Point, parse_point, points_of_step
 
 GROUPS = st.sampled_from(["embed.tokens", "block.0", "block.17.front", "embed+head", "head.norm"])
 QUERIES = st.integers(0, 20)

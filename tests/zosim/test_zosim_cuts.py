@@ -44,7 +44,7 @@ def request(hardware, cutting=None, *, mesh=None, queries=2, **fields):
 
 def ranking(hardware, cutting, mesh):
     asked = request(hardware, cutting, mesh=mesh)
-    devices = tuple(node.id for node in asked.topology.compute_devices[: mesh.world_size])
+    devices = tuple(node.id for node in asked.hardware.topology.compute_devices[: mesh.world_size])
     placement = Placement(topology=asked.hardware.name, devices=devices)
     return Ranking(site_of(asked, mesh, placement), cutting)
 

@@ -13,10 +13,10 @@ from topology.rings import edge_disjoint_rings
 from zosim.applications.closed_form.recurrence import step_time_bound_of
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
+from zosim.points import Point
 from zosim.program.contents import GroupWeights, Loss
 from zosim.program.instructions import Access, Buffer, Space
 from zosim.program.operations import Collective
-from zosim.program.points import Point
 from zosim.program.program_set import ProgramSet
 from zosim.simulators.fold import fold
 from zosim.simulators.lockstep import simulate_many

@@ -27,7 +27,7 @@ def request(
 
 
 def simulated_s(asked: Request, plan: Plan) -> float:
-    return Subject(plan, asked.topology, asked.hardware.profile).timeline.step_time_s
+    return Subject(plan, asked.hardware.topology, asked.hardware.profile).timeline.step_time_s
 
 
 @pytest.mark.parametrize("limit", [None, 2 * GIB])

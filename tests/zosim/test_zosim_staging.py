@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import zosim
 from costmodel import read_model_spec
 from tests.support.requests import request_for
 from topology import load_preset
@@ -110,3 +111,11 @@ def test_sparq_without_a_mesh_finds_one() -> None:
     assert plan.mesh.stage == 2
     with pytest.raises(PlanError, match="needs 2 ranks"):
         choose(request("h200-1x", method="sparq"))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"mesh": "stage=2"}, {"method": "sparq"}, {"mesh": "stage=2", "traversal": "sweep"}]
+)
+def test_text_is_refused_for_the_stages_that_were_asked_for_and_not_for_where_blocks_might_be(settings):
+    with pytest.raises(PlanError, match="text is not generated with cuts or stages"):
+        zosim.plan("opt-125m", "rtx4090-2x", batch=2, seq=16, max_new_tokens=4, **settings)

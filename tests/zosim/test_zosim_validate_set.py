@@ -15,10 +15,10 @@ from costmodel import read_model_spec
 from topology.errors import Hazard, PlanError, ProgramError, ZosimError
 from zosim.lowering import lower_all
 from zosim.plans import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule, Split
+from zosim.points import Point
 from zosim.program import Program
 from zosim.program.instructions import Dependency, Instruction
 from zosim.program.operations import Collective, Recv, Scalar, Send
-from zosim.program.points import Point
 from zosim.program.program_set import ProgramSet
 from zosim.program.validate_set import validate_set
 

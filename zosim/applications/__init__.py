@@ -1,1 +1,1 @@
-"""What stands on plans, programs and predictions: buying, traffic, evidence, first-order steps. The core imports none of it."""
+"""What stands on plans, programs and predictions: buying, evidence, first-order steps. The core imports none of it."""

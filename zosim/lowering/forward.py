@@ -29,9 +29,9 @@ from zosim.lowering.mesh import Losses
 from zosim.lowering.rank import AxisWriter, Listing, Rank
 from zosim.lowering.split import Cuts
 from zosim.lowering.weights import Points
+from zosim.points import BASE, Point
 from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.program.operations import Forward, Load
-from zosim.program.points import BASE, Point
 
 # Passes around the attention of packed rows: queries, keys and values are picked, what comes out is laid side by side and put back.
 _NUM_GATHERED = 5

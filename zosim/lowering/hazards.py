@@ -12,7 +12,7 @@ upload of the next step, which overwrites the slot, for the forward of this one:
 >>> from zosim.program.contents import FrozenWeights
 >>> from zosim.program.instructions import Access
 >>> from zosim.program.operations import Copy, Forward
->>> from zosim.program.points import BASE
+>>> from zosim.points import BASE
 >>> slot = (Access("slot.0", FrozenWeights("block.0"), None, 64),)
 >>> listed = [
 ...     Instruction("upload", Copy(), Stream.H2D, "upload", "block.0", writes=slot),

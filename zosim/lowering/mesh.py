@@ -32,10 +32,10 @@ from collections.abc import Iterator
 from costmodel.models.model_spec import HEAD
 from costmodel.work import Work
 from zosim.lowering.rank import AxisWriter, Listing, Rank
+from zosim.points import Point, points_of_query
 from zosim.program.contents import GATHERED_LOSSES, PACKED_LOSSES, Loss, ProjectedGradient
 from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.program.operations import Collective, Scalar
-from zosim.program.points import Point, points_of_query
 
 _SCALAR_BYTES = 8
 # A loss and the number of labels that it is the mean over.

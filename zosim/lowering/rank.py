@@ -26,10 +26,10 @@ from costmodel.storage import DenseStorage
 from costmodel.work import Work
 from zosim.lowering.buckets import alignment_of
 from zosim.plans import Plan
+from zosim.points import Point
 from zosim.program.contents import BATCH, Hidden
 from zosim.program.instructions import Access, Instruction, Stream
 from zosim.program.operations import Operation
-from zosim.program.points import Point
 
 
 def is_edge(segment: str) -> bool:

@@ -35,10 +35,10 @@ from costmodel.sweeps import cast_work, copy_work
 from costmodel.work import Work
 from zosim.lowering.buckets import aligned, bucket_bytes
 from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
+from zosim.points import BASE, Point
 from zosim.program.contents import FREED, UNSET, FrozenWeights, GroupWeights
 from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.program.operations import Allocate, Cast, Collective, Copy, Free
-from zosim.program.points import BASE, Point
 
 
 class Homes(AxisWriter):

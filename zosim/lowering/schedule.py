@@ -35,8 +35,8 @@ from zosim.lowering.residency import Homes
 from zosim.lowering.split import Cuts
 from zosim.lowering.weights import Leap, Points
 from zosim.plans import Plan
+from zosim.points import BASE
 from zosim.program.instructions import Access, Buffer, Instruction
-from zosim.program.points import BASE
 
 
 class StepWriter:

@@ -35,10 +35,10 @@ from costmodel.formats.symbols import SymbolStatistics, crossing_statistics
 from costmodel.work import Work
 from zosim.lowering.rank import AxisWriter
 from zosim.plans import INSIDE, Plan
+from zosim.points import Point
 from zosim.program.contents import Message
 from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.program.operations import Decode, Encode, Recv, Send
-from zosim.program.points import Point
 
 Side = Literal["in", "out", "here"]
 """Where a message comes from or goes to: the stage before, the next one, or this one."""

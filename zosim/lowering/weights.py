@@ -42,10 +42,10 @@ from zosim.lowering.directions import Directions
 from zosim.lowering.mesh import Losses
 from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
 from zosim.lowering.residency import Homes
+from zosim.points import BASE, Point
 from zosim.program.contents import UPDATE_SUM, GroupWeights, Named, is_scaled
 from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.program.operations import Perturb, Update
-from zosim.program.points import BASE, Point
 
 SCRATCH_ELEMENTS = 1 << 20
 """Elements of the temporaries that sweeps over parameters on a CPU keep from one to the next, all together."""

@@ -34,7 +34,7 @@ from zosim.planning.footprint import Footprints, HostFootprint
 from zosim.planning.request import Request, profiles_of
 from zosim.planning.sketch import Sketch, Sketcher
 from zosim.plans import Mesh, Placement, Plan
-from zosim.program.points import BASE
+from zosim.points import BASE
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class Bounds:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._sketcher = Sketcher(request.model)
-        self._isomorphic = IsomorphicHosts(request.topology)
+        self._sketcher = Sketcher(request.config.spec)
+        self._isomorphic = IsomorphicHosts(request.hardware.topology)
         self._sites: dict[tuple[Mesh, Placement], _PlacementKinds] = {}
         self._paths = KnownPaths()
         self._known: dict[tuple[Placement, int], tuple[Machine, ...]] = {}
@@ -129,12 +129,12 @@ class Bounds:
         if key not in self._known:
             profiles = profiles_of(placement, request.hardware.profile, request.hardware.profiles)
             self._known[key] = machines_for(
-                request.topology, placement.devices, profiles, plan.groups, known=self._paths
+                request.hardware.topology, placement.devices, profiles, plan.groups, known=self._paths
             )
         return self._known[key]
 
     def _kinds(self, plan: Plan) -> _PlacementKinds:
-        machines, topology = self._machines(plan), self._request.topology
+        machines, topology = self._machines(plan), self._request.hardware.topology
         number_of: dict[Hashable, int] = {}
         ranks: list[int] = []
         on_host: dict[str, list[tuple[int, int]]] = defaultdict(list)

@@ -91,8 +91,8 @@ def _about_adapters(plan: Plan) -> Iterator[str]:
     )
     if not plan.forward.has_facts:
         yield (
-            "with --weights adapters a forward computes no padding, logits of labelled tokens alone, and what sequences begin with once: say how many there are "
-            "(--tokens-per-sequence, --labels-per-sequence, --shared-tokens, --answers-per-prompt, --attended-tokens), and the prediction counts on it"
+            "with --weights adapters a forward computes no padding, logits of labelled tokens alone, and what sequences begin with once; nothing "
+            "is known of the data here, and the prediction counts on none of it: `zosim run` counts it in its data, and writes it into the plan of the run"
         )
 
 

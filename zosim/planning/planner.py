@@ -255,7 +255,7 @@ def _enough_s(times: list[float]) -> float:
 def _nothing_fits(request: Request, rejected: list[Candidate]) -> DoesNotFit:
     closest = min(rejected, key=lambda candidate: candidate.footprints.largest.device_bytes)
     message = (
-        f"no plan fits {request.model.name} with batch {request.batch} and {request.seq} tokens on "
+        f"no plan fits {request.config.spec.name} with batch {request.config.batch} and {request.config.seq} tokens on "
         f"{request.hardware.device} of {request.hardware.name}; the closest, {closest.describe()}, {closest.missing}"
     )
     hint = "a smaller batch or sequence, a narrower --dtype, or hardware with more memory"

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from costmodel.formats import default_dtype
-from costmodel.models.model_spec import ModelSpec
 from costmodel.rates.profile import Profile
 from topology.errors import PlanError
 from topology.graph import Topology
 from topology.validation import readable
-from zosim.config import HOST, USUAL_SEQ, PlanConfig, merge, with_stored_codes
+from zosim.config import HOST, PlanConfig, filled, merge
 from zosim.hardware.profiles import Profiles
 from zosim.planning.cuts import Cutting
 from zosim.plans import AXES, Axis, LowBits, Mesh, Method, Placement, Weights
@@ -125,17 +124,16 @@ class Request:
         """Return a request whose weights have the checkpoint's format where the config sets none and the device has units for it."""
         if config.weights.given("dtype") is not None:
             return cls(config, hardware, cutting)
-        assert config.model is not None
         device = hardware.topology.device_spec(hardware.device)
-        dtype, why = default_dtype(config.model.checkpoint_dtype, device)
+        dtype, why = default_dtype(config.spec.checkpoint_dtype, device)
         note = f"weights in {dtype}: {why}; --dtype names another"
         return cls(merge(PlanConfig(weights=Weights(dtype=dtype)), config), hardware, cutting, (note,))
 
     def __post_init__(self) -> None:
         # The class is frozen; a model that is quantized already decides how its weights are kept.
-        object.__setattr__(self, "config", with_stored_codes(self.config))
+        object.__setattr__(self, "config", filled(self.config))
         self._refuse_missing_kernel()
-        mesh, search = self.mesh, self.config.search
+        mesh, search = self.config.given("mesh"), self.config.search
         if mesh is not None and search.ranks not in (None, mesh.world_size):
             raise PlanError(
                 f"--mesh {mesh.describe()} has {mesh.world_size} ranks, not {search.ranks}",
@@ -144,11 +142,15 @@ class Request:
         if mesh is not None and not self.admits(mesh):
             shape = mesh.describe() or "one rank"
             raise PlanError(
-                f"--method {self.method} is no plan for {shape}",
+                f"--method {self.config.search.method} is no plan for {shape}",
                 hint="leave one of the two out; pertp has several ranks along perturb, ddp along data, 2d along both, "
                 "sparq several stages",
             )
-        if self.cutting.cuts and self.method != "sparq" and (mesh is None or not mesh.is_staged):
+        if (
+            self.cutting.cuts
+            and self.config.search.method != "sparq"
+            and (mesh is None or not mesh.is_staged)
+        ):
             raise PlanError(
                 f"--cut {', '.join(self.cutting.cuts)} without stages",
                 hint=f"add --mesh stage={len(self.cutting.cuts) + 1}",
@@ -159,50 +161,13 @@ class Request:
         return replace(self, config=merge(self.config, config))
 
     @property
-    def model(self) -> ModelSpec:
-        """The model to be tuned."""
-        assert self.config.model is not None
-        return self.config.model
-
-    @property
-    def topology(self) -> Topology:
-        """What the hardware is made of."""
-        return self.hardware.topology
-
-    @property
-    def batch(self) -> int:
-        """Sequences per step."""
-        return self.config.batch
-
-    @property
-    def seq(self) -> int:
-        """Tokens per sequence."""
-        return self.config.seq or USUAL_SEQ
-
-    @property
-    def method(self) -> Method:
-        """Which kind of plan may be chosen."""
-        return self.config.search.method
-
-    @property
-    def allow_lossy(self) -> bool:
-        """Whether plans that lose precision may be chosen."""
-        return self.config.search.allow_lossy
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """The only mesh to plan for; None for any that method and ranks allow."""
-        mesh: Mesh | None = self.config.given("mesh")
-        return mesh
-
-    @property
     def max_ranks(self) -> int:
         """Most ranks of a plan."""
         return self.config.search.ranks or self.hardware.max_ranks
 
     def _refuse_missing_kernel(self) -> None:
         """Refuse products of e4m3 matrices on CPUs, and on GPUs whose data sheet has none, or count on others where that is allowed."""
-        low_bits, spec = self.axis(LowBits), self.topology.device_spec(self.hardware.device)
+        low_bits, spec = self.axis(LowBits), self.hardware.topology.device_spec(self.hardware.device)
         if low_bits.product != "scaled_mm" or (spec.kind == "gpu" and "fp8" in spec.peak_dense):
             return
         # Where that is allowed, weights are multiplied as numbers.
@@ -232,65 +197,54 @@ class Request:
     @property
     def blocks(self) -> tuple[Blocks, ...]:
         """Where blocks may live between their uses."""
-        return _BLOCKS.get(self.method, ("resident", "offloaded"))
+        return _BLOCKS.get(self.config.search.method, ("resident", "offloaded"))
 
     @property
     def seeks_stages(self) -> bool:
         """Whether meshes of several stages are to be found."""
-        return self.mesh is None and self.max_ranks > 1 and self.method in ("auto", "sparq")
+        is_open = self.config.given("mesh") is None and self.max_ranks > 1
+        return is_open and self.config.search.method in ("auto", "sparq")
 
     def admits(self, mesh: Mesh) -> bool:
         """Whether `mesh` is one of the method's."""
-        if self.method in ("auto", "sparq"):
-            return self.method == "auto" or mesh.is_staged
-        return not mesh.is_staged and mesh.shared_by == (self.method if self.method in _SHARED else "")
+        method = self.config.search.method
+        if method in ("auto", "sparq"):
+            return method == "auto" or mesh.is_staged
+        return not mesh.is_staged and mesh.shared_by == (method if method in _SHARED else "")
 
     def device_limit_bytes(self, device: str) -> int:
         """Return the memory that a rank may take on a device."""
-        has = self.topology.device_spec(device).memory_bytes
-        return (
-            has
-            if self.config.search.max_device_bytes is None
-            else min(has, self.config.search.max_device_bytes)
+        has, limit = (
+            self.hardware.topology.device_spec(device).memory_bytes,
+            self.config.search.max_device_bytes,
         )
+        return has if limit is None else min(has, limit)
 
     def host_memories(self, devices: tuple[str, ...]) -> tuple[str, ...]:
         """Return the memories that ranks on these devices of one host have: all of it, or of CPUs those next to them."""
-        near = {self.topology.host_memory(device).id for device in devices}
+        topology = self.hardware.topology
+        near = {topology.host_memory(device).id for device in devices}
         # A GPU's copies reach all NUMA domains; ranks on CPUs are planned for the memory next to them.
-        kinds = {self.topology.node(device).kind for device in devices}
-        return tuple(
-            memory.id
-            for memory in self.topology.memories_of(devices[0])
-            if memory.id in near or kinds == {"gpu"}
-        )
+        on_gpus = {topology.node(device).kind for device in devices} == {"gpu"}
+        listed = [memory.id for memory in topology.memories_of(devices[0])]
+        return tuple(memory for memory in listed if on_gpus or memory in near)
 
     def host_limit_bytes(self, devices: tuple[str, ...]) -> int:
         """Return the memory that ranks on these devices of one host may take of it."""
-        has = sum(self.topology.node(memory).memory_bytes for memory in self.host_memories(devices))
-        return (
-            has if self.config.search.max_host_bytes is None else min(has, self.config.search.max_host_bytes)
-        )
+        topology, limit = self.hardware.topology, self.config.search.max_host_bytes
+        has = sum(topology.node(memory).memory_bytes for memory in self.host_memories(devices))
+        return has if limit is None else min(has, limit)
 
     def about_host_memory(self, devices: tuple[str, ...]) -> str:
         """Return what the limit of a host's memory is made of, in words: its NUMA domains, and whether they are assumed."""
-        memories = self.host_memories(devices)
-        if (
-            self.config.search.max_host_bytes is not None
-            and self.host_limit_bytes(devices) == self.config.search.max_host_bytes
-        ):
+        topology, memories = self.hardware.topology, self.host_memories(devices)
+        if self.config.search.max_host_bytes == self.host_limit_bytes(devices):
             return "--max-host-memory"
-        sizes = [self.topology.node(memory).capacity for memory in memories]
+        sizes = [topology.node(memory).capacity for memory in memories]
         assumed = any(size is not None and size.basis == "assumed" for size in sizes)
-        where = memories[0] if len(memories) == 1 else f"{len(memories)} NUMA domains"
-        beyond = len(self.topology.memories_of(devices[0])) - len(memories)
-        near = (
-            ", those next to its processors"
-            if beyond and len(memories) > 1
-            else ", next to its processor"
-            if beyond
-            else ""
-        )
+        near, where = "", memories[0] if len(memories) == 1 else f"{len(memories)} NUMA domains"
+        if len(topology.memories_of(devices[0])) > len(memories):
+            near = ", next to its processor" if len(memories) == 1 else ", those next to its processors"
         return f"{where}{near}{ASSUMED_SIZE if assumed else ''}"
 
 

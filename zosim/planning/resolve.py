@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from topology.errors import PlanError
 from topology.validation import readable
-from zosim.config import USUAL_SEQ, PlanConfig, merge, with_stored_codes
+from zosim.config import PlanConfig, filled, merge
 from zosim.planning.cuts import CutModel, Cutting
 from zosim.planning.planner import Decision, choose
 from zosim.planning.request import Hardware, Request
@@ -54,11 +54,10 @@ def resolve(
         decision = choose(Request.of(config, hardware, cutting or Cutting()))
         on_decision(decision)
         return decision.plan
-    fields = {
-        name: value for name, value in with_stored_codes(config).set_fields().items() if name != "search"
-    }
+    fields = {"batch": config.batch} | filled(config).set_fields()
+    fields.pop("search", None)
     with readable(WHAT, PlanError, model=Plan):
-        return Plan.model_validate({"batch": config.batch, "seq": config.seq or USUAL_SEQ} | fields)
+        return Plan.model_validate(fields)
 
 
 def laid_over(plan: Plan, config: PlanConfig, cut_model: CutModel) -> PlanConfig:
@@ -123,11 +122,10 @@ def spread(config: PlanConfig, cut_model: CutModel, known: Plan | None = None) -
         kind = first.rstrip("0123456789")
         devices = [f"{kind}{rank}" if kind == "gpu" else first for rank in range(mesh.world_size)]
         placement = placement.model_copy(update={"devices": tuple(devices), "hosts": ()})
-    assert config.model is not None
     cuts = split.cuts
     if mesh.stage > 1 and len(cuts) != mesh.stage - 1 and (known is None or cuts == known.split.cuts):
         # A plan's own cuts go where they no longer fit the stages; others stay, and are refused if they do not fit.
-        cuts = even_cuts(config.model.num_blocks, mesh.stage)
+        cuts = even_cuts(config.spec.num_blocks, mesh.stage)
     if known is not None and cuts != known.split.cuts:
         # Densities were measured at the old cuts.
         split = split.model_copy(update={"densities": ()})

@@ -43,10 +43,10 @@ from zosim.lowering.schedule import StepWriter
 from zosim.planning.footprint import Footprint, footprint_of
 from zosim.planning.visits import STREAMS, Item, Visit, chained_s, period_s, pipelined_s
 from zosim.plans import Plan
+from zosim.points import BASE
 from zosim.program import Program
 from zosim.program.instructions import Buffer, Instruction
 from zosim.program.operations import Collective, Decode, Recv, Send
-from zosim.program.points import BASE
 from zosim.simulators.shortening import shortened_stages, shortest
 
 _SLOT_ROLES = ("slots", "staging")

@@ -75,10 +75,10 @@ def placements(request: Request) -> Iterator[Plan]:
 
 def _shapes(request: Request) -> Iterator[tuple[Mesh, Placement, tuple[ModelSpec, Split]]]:
     """Yield the meshes that the request admits on the devices that they can lie on, those of several stages with each cut."""
-    costs = Costs(request.model, request.cutting)
+    costs = Costs(request.config.spec, request.cutting)
     for mesh in meshes(request):
         for placement in layouts(request, mesh.world_size):
-            cuts: Iterable[tuple[ModelSpec, Split]] = [(request.model, Split())]
+            cuts: Iterable[tuple[ModelSpec, Split]] = [(request.config.spec, Split())]
             if mesh.stage > 1:
                 cuts = splits(site_of(request, mesh, placement), request.cutting, costs)
             yield from ((mesh, placement, cut) for cut in cuts)
@@ -103,7 +103,7 @@ def plans_of(
             try:
                 plan = _plan(request, cut, mesh, placement, {**point, **drawn, **coded})
             except PlanError as error:
-                contradiction = error
+                contradiction = contradiction or error  # that of the plainest plan
                 continue
             chosen = (
                 plan.residency, plan.schedule, plan.directions, plan.weights, plan.forward, plan.low_bits
@@ -120,14 +120,14 @@ def plans_of(
 def check(request: Request) -> None:
     """Raise PlanError if the request cannot be met."""
     stored, transferred = request.axis(Weights).dtype, request.axis(Residency).transfer_dtype
-    if transferred not in (None, stored) and not request.allow_lossy:
+    if transferred not in (None, stored) and not request.config.search.allow_lossy:
         raise PlanError(
             f"transfer format {transferred} is narrower than storage format "
             f"{stored} and loses precision at every offload",
             hint="add --allow-lossy if that is meant",
         )
     cutting = request.cutting
-    if cutting.is_lossy and not request.allow_lossy:
+    if cutting.is_lossy and not request.config.search.allow_lossy:
         codecs = dict.fromkeys(name for name in cutting.codecs if name != "none")
         raise PlanError(
             f"codecs {', '.join(codecs)} change what arrives at the next stage",
@@ -138,14 +138,14 @@ def check(request: Request) -> None:
 
 def meshes(request: Request) -> Iterator[Mesh]:
     """Yield the meshes of one stage that the request admits, those of few ranks first; or the one that it names."""
-    if request.mesh is not None:
-        yield request.mesh
+    if request.config.given("mesh") is not None:
+        yield request.config.given("mesh")
         return
     points, is_uniform = request.axis(Estimator).num_points, _is_uniform(request)
     admitted = [mesh for mesh in shares(request, stage=1) if request.admits(mesh)]
     for mesh in sorted(admitted, key=lambda mesh: (mesh.world_size, -mesh.perturb)):
         yield mesh
-        is_even = request.batch % mesh.data == 0 and points % mesh.perturb == 0
+        is_even = request.config.batch % mesh.data == 0 and points % mesh.perturb == 0
         if mesh.data > 1 and mesh.perturb > 1 and not (is_even or is_uniform):
             # Where all ranks do the same on the same devices, their order changes nothing.
             yield mesh.model_copy(update={"inner": "data"})
@@ -154,7 +154,7 @@ def meshes(request: Request) -> Iterator[Mesh]:
 def shares(request: Request, *, stage: int) -> Iterator[Mesh]:
     """Yield the meshes of so many stages that share a step out among as many ranks as are asked for, or worth a try."""
     limit, points, sizes = request.max_ranks // stage, request.axis(Estimator).num_points, _sizes(request)
-    for data in range(1, min(request.batch, limit) + 1):
+    for data in range(1, min(request.config.batch, limit) + 1):
         for perturb in range(1, min(points, limit // data) + 1):
             # A part more helps only if the largest part gets smaller.
             helps = perturb == 1 or ceil(points / perturb) < ceil(points / (perturb - 1))
@@ -168,7 +168,7 @@ def site_of(request: Request, mesh: Mesh, placement: Placement) -> CutSite:
         update={"devices": placement.devices[: mesh.stage], "hosts": placement.hosts[: mesh.stage]}
     )
     machines = machines_for(
-        request.topology,
+        request.hardware.topology,
         pipeline.devices,
         profiles_of(pipeline, request.hardware.profile, request.hardware.profiles),
         {"pipeline": (tuple(range(mesh.stage)),)},
@@ -176,7 +176,7 @@ def site_of(request: Request, mesh: Mesh, placement: Placement) -> CutSite:
     alone = Placement(topology=placement.topology, devices=placement.devices[:1])
     fixed = request.config.fixed("estimator", "directions", "weights", "forward")
     fixed.get("forward", {}).pop("num_new_tokens", None)  # text goes with no cut, as its plans say
-    return CutSite(mesh, machines, _plan(request, (request.model, Split()), Mesh(), alone, {}, fixed))
+    return CutSite(mesh, machines, _plan(request, (request.config.spec, Split()), Mesh(), alone, {}, fixed))
 
 
 def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
@@ -197,7 +197,7 @@ def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
     if not picks:
         picks.append(tuple(device for devices in listed for device in devices)[:num_ranks])
     for picked in picks:
-        on = tuple(request.topology.host_of(device).id for device in picked)
+        on = tuple(request.hardware.topology.host_of(device).id for device in picked)
         yield Placement(topology=request.hardware.name, devices=picked, hosts=on if len(set(on)) > 1 else ())
 
 
@@ -210,7 +210,7 @@ def _picks(request: Request, hosts: list[list[str]], per_host: int) -> Iterator[
         for step in (1, max(stride, 1))
     )
     yield first
-    topology = request.topology
+    topology = request.hardware.topology
 
     def num_links(devices: tuple[str, ...]) -> int:
         """Return how many shared resources lie between devices and their hosts' memories."""
@@ -223,7 +223,7 @@ def _picks(request: Request, hosts: list[list[str]], per_host: int) -> Iterator[
 
 def _devices_by_host(request: Request) -> dict[str, list[str]]:
     """Return the devices that ranks may run on, host by host, from the request's own device on."""
-    topology = request.topology
+    topology = request.hardware.topology
     kind = topology.node(request.hardware.device).kind
     # GPUs where the request is for one; else the processors.
     devices = [node.id for node in topology.compute_devices] if kind == "gpu" else []
@@ -238,8 +238,10 @@ def _devices_by_host(request: Request) -> dict[str, list[str]]:
 def _check_devices(request: Request) -> None:
     """Refuse more ranks than there are GPUs, of which each runs one, and blocks where the method has none."""
     num_devices = sum(map(len, _devices_by_host(request).values()))
-    num_ranks = request.max_ranks if request.mesh is None else request.mesh.world_size
-    if request.topology.node(request.hardware.device).kind == "gpu" and num_ranks > num_devices:
+    num_ranks = (
+        request.max_ranks if request.config.given("mesh") is None else request.config.given("mesh").world_size
+    )
+    if request.hardware.topology.node(request.hardware.device).kind == "gpu" and num_ranks > num_devices:
         raise PlanError(
             f"{num_ranks} ranks need {num_ranks} GPUs, and {request.hardware.name} has {num_devices}",
             hint=f"use --ranks {num_devices} or less, or a smaller --mesh",
@@ -248,7 +250,7 @@ def _check_devices(request: Request) -> None:
     blocks = residency.given("blocks")
     if blocks in get_args(Blocks) and blocks not in request.blocks:
         raise PlanError(
-            f"--method {request.method} keeps blocks {request.blocks[0]}, not {blocks}",
+            f"--method {request.config.search.method} keeps blocks {request.blocks[0]}, not {blocks}",
             hint="leave --residency or --method out",
         )
     moving = [name for name in ("num_slots", "overlap") if name in residency.model_fields_set]
@@ -279,7 +281,9 @@ def _sizes(request: Request) -> frozenset[int]:
 def _is_uniform(request: Request) -> bool:
     """Whether the devices are all of one kind and on one host."""
     hosts = _devices_by_host(request)
-    specs = {request.topology.device_spec(device).id for devices in hosts.values() for device in devices}
+    specs = {
+        request.hardware.topology.device_spec(device).id for devices in hosts.values() for device in devices
+    }
     return len(hosts) == 1 and len(specs) == 1
 
 
@@ -287,8 +291,8 @@ def too_few_ranks(request: Request) -> PlanError:
     """Return that the request leaves no mesh."""
     if request.config.search.ranks is not None:
         return PlanError(
-            f"{request.max_ranks} ranks cannot share out a batch of {request.batch} and "
-            f"{request.axis(Estimator).num_queries} directions by --method {request.method}",
+            f"{request.max_ranks} ranks cannot share out a batch of {request.config.batch} and "
+            f"{request.axis(Estimator).num_queries} directions by --method {request.config.search.method}",
             hint="use fewer ranks, or a larger --batch; data shards have a sequence at least, and points of evaluation a rank",
         )
     least = {
@@ -298,8 +302,8 @@ def too_few_ranks(request: Request) -> PlanError:
         "2d": "4 ranks and 2 sequences",
     }
     return PlanError(
-        f"--method {request.method} needs {least.get(request.method, 'a device')} at least, and was given "
-        f"{request.max_ranks} of the devices of {request.hardware.name} and a batch of {request.batch}",
+        f"--method {request.config.search.method} needs {least.get(request.config.search.method, 'a device')} at least, and was given "
+        f"{request.max_ranks} of the devices of {request.hardware.name} and a batch of {request.config.batch}",
         hint="raise --ranks (several may share a CPU, a GPU takes one) or --batch",
     )
 
@@ -325,8 +329,8 @@ def _plan(
                 "model": cut[0],
                 "split": cut[1],
                 "placement": placement,
-                "batch": request.batch,
-                "seq": request.seq,
+                "batch": request.config.batch,
+                "seq": request.config.seq,
                 "mesh": mesh,
             }
         )
@@ -351,7 +355,7 @@ def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Poin
                 }
                 yield {"residency": residency, "schedule": {"update": "delayed"}}
                 # A tied table stays for the head, whatever becomes of the embedding.
-                if not request.model.tied_head:
+                if not request.config.spec.tied_head:
                     yield {
                         "residency": {**residency, "edges": "offloaded"},
                         "schedule": {"update": "delayed"},
@@ -371,9 +375,9 @@ def _codings(request: Request, mesh: Mesh) -> Iterator[Point]:
     Other lossy choices, codecs between stages and a transfer format that is asked for, are not tried together with codes.
     """
     yield {}
-    is_open = request.allow_lossy and request.config.low_bits.given("weights") is None
+    is_open = request.config.search.allow_lossy and request.config.low_bits.given("weights") is None
     is_plain = mesh.stage == 1 and request.axis(Residency).transfer_dtype is None
-    has_linears = any(group.linears or group.frozen_linears for group in request.model.groups)
+    has_linears = any(group.linears or group.frozen_linears for group in request.config.spec.groups)
     if is_open and is_plain and has_linears:
         for coded in _CODINGS:
             yield {"low_bits": coded}
@@ -393,7 +397,7 @@ def _transfer_formats(request: Request) -> Iterator[TransferDType | None]:
     """Yield the formats of transfers: the one that is fixed, else that of the weights, and if loss is allowed, narrower ones."""
     fixed, stored = request.axis(Residency).transfer_dtype, request.axis(Weights).dtype
     yield fixed
-    if request.allow_lossy and fixed in (None, stored):
+    if request.config.search.allow_lossy and fixed in (None, stored):
         yield from (
             dtype
             for dtype in get_args(TransferFormat)

@@ -54,10 +54,10 @@ def staged_plans(request: Request, fastest_s: float = inf) -> Iterator[Plan]:
     """
     check(request)
     listed = sorted(_shapes(request), key=lambda shape: shape.sort_key)
-    if not listed and request.method == "sparq":
+    if not listed and request.config.search.method == "sparq":
         raise PlanError(
             f"--method sparq needs 2 ranks at least, and was given {request.max_ranks} of the devices of "
-            f"{request.hardware.name} and a batch of {request.batch}",
+            f"{request.hardware.name} and a batch of {request.config.batch}",
             hint="raise --ranks (several may share a CPU, a GPU takes one)",
         )
     # Whoever asked why there are no stages sees the best of them, however slow.
@@ -67,13 +67,13 @@ def staged_plans(request: Request, fastest_s: float = inf) -> Iterator[Plan]:
 
 def _placed(request: Request, shape: _StageShape) -> tuple[Mesh, Placement, tuple[ModelSpec, Split]]:
     placement = next(layouts(request, shape.mesh.world_size))
-    model = request.cutting.cut(request.model, shape.best.cuts)
+    model = request.cutting.cut(request.config.spec, shape.best.cuts)
     return shape.mesh, placement, (model, shape.ranking.split(shape.best.cuts))
 
 
 def _shapes(request: Request) -> Iterator[_StageShape]:
     """Yield every mesh of several stages that the model can be cut for, with the best cuts."""
-    costs = Costs(request.model, request.cutting)
+    costs = Costs(request.config.spec, request.cutting)
     known: dict[tuple[object, ...], tuple[Ranking, BoundedCuts]] = {}
     for mesh in _meshes(request, costs):
         site = site_of(request, mesh, next(layouts(request, len(mesh.pipelines[0]))))

@@ -32,7 +32,7 @@ from zosim.plans.setting import Axis, Section, Setting, fields_of, is_decisive
 from zosim.plans.split import INSIDE, Split, check_cut_names, cut_behind, last_before
 from zosim.plans.upgrade import PLAN_VERSION, upgrade
 from zosim.plans.weights import StorageDType, Weights
-from zosim.program.points import Point, points_of_step
+from zosim.points import Point, points_of_step
 
 __all__ = [
     "AXES",

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from topology.limits import Queries
 from zosim.plans.setting import Axis, Conflict, Setting
-from zosim.program.points import Difference, points_of_step
+from zosim.points import Difference, points_of_step
 
 if TYPE_CHECKING:
     from zosim.plans import Plan

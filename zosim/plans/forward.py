@@ -40,8 +40,8 @@ class ForwardPass(Axis):
         a sequence that have a label, of which alone it makes logits; tokens of a sequence on average, padding left out;
         tokens that all sequences begin with, and sequences that differ in the answer to their prompt alone, both of which it
         computes once; tokens that attention holds beside one on average, which are more than those of the mean sequence where
-        lengths differ. None for all, for the sequence length, for none, for one, and for those of a sequence. A run to which
-        none is given counts them in its data.
+        lengths differ. None for all, for the sequence length, for none, for one, and for those of a sequence. No option sets them:
+        a run counts them in its data.
     """
 
     compute_dtype: Annotated[
@@ -80,54 +80,12 @@ class ForwardPass(Axis):
             usual=f"none, or {USUAL_NEW_TOKENS} with --reward",
         ),
     ] = None
-    num_labels: Annotated[
-        Extent | None,
-        Setting(
-            "--labels-per-sequence",
-            "Labelled tokens of a sequence, of which alone --weights adapters makes logits, for predictions.",
-            usual="all",
-            shown="expert",
-        ),
-    ] = None
-
-    num_tokens: Annotated[
-        Extent | None,
-        Setting(
-            "--tokens-per-sequence",
-            "Tokens of a sequence on average: --weights adapters computes no padding, for predictions.",
-            usual="--seq",
-            shown="expert",
-        ),
-    ] = None
-    num_shared: Annotated[
-        Extent | None,
-        Setting(
-            "--shared-tokens",
-            "Tokens that all sequences begin with, which --weights adapters computes once, for predictions.",
-            usual="none",
-            shown="expert",
-        ),
-    ] = None
-
-    num_answers: Annotated[
-        Extent | None,
-        Setting(
-            "--answers-per-prompt",
-            "Sequences of a batch that differ in the answer to their prompt alone, which --weights adapters computes once, for predictions.",
-            usual="1",
-            shown="expert",
-        ),
-    ] = None
-
-    num_attended: Annotated[
-        Extent | None,
-        Setting(
-            "--attended-tokens",
-            "Tokens that attention holds beside one on average, filling included, with --weights adapters, for predictions.",
-            usual="those of a sequence",
-            shown="expert",
-        ),
-    ] = None
+    # Facts of the data: a run counts them, and no option sets them.
+    num_labels: Annotated[Extent | None, Setting(help="Labelled tokens of a sequence.")] = None
+    num_tokens: Annotated[Extent | None, Setting(help="Tokens of a sequence on average.")] = None
+    num_shared: Annotated[Extent | None, Setting(help="Tokens that all sequences begin with.")] = None
+    num_answers: Annotated[Extent | None, Setting(help="Sequences that differ in their answer alone.")] = None
+    num_attended: Annotated[Extent | None, Setting(help="Tokens that attention holds beside one.")] = None
 
     @property
     def has_facts(self) -> bool:
@@ -163,7 +121,13 @@ class ForwardPass(Axis):
     def _conflicts_of_text(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what does not go with forwards of the whole model at one point, one for each token."""
         num_crossings = len(plan.points) * (self.num_new_tokens or 0)
+        # Stages first: where blocks are and how they are visited is often the planner's choice, the mesh rarely is.
         for is_stated, words, remedy in (
+            (
+                bool(plan.split.cuts),
+                "cuts or stages, the first of which would wait for the last before every token",
+                "share the step out otherwise: --mesh data=N or perturb=N",
+            ),
             (
                 plan.residency.blocks == "offloaded",
                 f"offloaded blocks, which would cross the bus {num_crossings} times a step, for every token at each point",
@@ -173,11 +137,6 @@ class ForwardPass(Axis):
                 plan.schedule.traversal != "sweep",
                 f"traversal={plan.schedule.traversal}, which has no point at which all blocks are",
                 "use --traversal sweep",
-            ),
-            (
-                bool(plan.split.cuts),
-                "cuts or stages, the first of which would wait for the last before every token",
-                "share the step out otherwise: --mesh data=N or perturb=N",
             ),
             (plan.points_are_adapters, "weights=adapters", "use --weights serial or copies"),
             (not plan.model.is_causal, f"{plan.model.name}, which fills in masks", "use a causal model"),

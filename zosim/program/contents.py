@@ -23,7 +23,7 @@ from typing import Annotated
 
 from pydantic import PlainSerializer
 
-from zosim.program.points import BASE, Point, from_text, parse_point
+from zosim.points import BASE, Point, from_text, parse_point
 
 
 @dataclass(frozen=True, slots=True)

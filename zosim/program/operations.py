@@ -9,7 +9,7 @@ from pydantic import Field
 
 from costmodel.devices.collectives import CollectiveName
 from costmodel.formats.distributions import DistributionName
-from zosim.program.points import WrittenPoint
+from zosim.points import WrittenPoint
 
 
 @dataclass(frozen=True, slots=True)

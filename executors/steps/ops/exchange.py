@@ -14,10 +14,10 @@ from executors.steps.micro_batches import accumulated
 from executors.steps.ops.context import Context, Ranks
 from executors.steps.ops.operands import Action, Unfit
 from topology.errors import ProgramError, RunError
+from zosim.points import BASE, Point
 from zosim.program.contents import Loss
 from zosim.program.instructions import Access, Instruction
 from zosim.program.operations import Collective, Scalar
-from zosim.program.points import BASE, Point
 
 Exchange = Callable[[str, Tensor, Tensor, str], None]
 """Given a group, what is to be filled, this rank's own, and the name of the instruction: a method of :class:`Ranks`."""

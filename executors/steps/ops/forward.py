@@ -26,11 +26,11 @@ from executors.steps.graphs import Arguments
 from executors.steps.micro_batches import accumulated, micro_batches
 from executors.steps.ops.context import Context, rounding_of
 from executors.steps.ops.operands import Action, Unfit, of_group, only, place_of
+from zosim.points import Point
 from zosim.program import Program
 from zosim.program.contents import Direction, DirectionFactors, DirectionRows, GroupWeights, Hidden
 from zosim.program.instructions import Access, Instruction
 from zosim.program.operations import Cast, Draw, Forward, Perturb
-from zosim.program.points import Point
 
 
 class Forwards:

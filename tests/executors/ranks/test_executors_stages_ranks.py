@@ -20,9 +20,9 @@ from tests.support.staged import SETTINGS, Case, on_one_device, on_stages
 from tests.support.tiny import batches
 from topology.errors import CodecError, ModelError, RunError, ZosimError
 from zosim.plans import Plan
+from zosim.points import Point
 from zosim.program.contents import Message
 from zosim.program.instructions import Access
-from zosim.program.points import Point
 
 THREE = Case(("block.0", "block.1.mlp"))
 

@@ -157,7 +157,7 @@ def test_peft_loads_the_updates_of_a_log(tmp_path, name):
     saved_lines(lines)
     command = run_command(base, lines, "--tune", "linears", "--direction", "lozo", "--lazy-steps", 2)
     assert zosim(*command, "--out", out) == 0
-    assert zosim("adapter", out, "--model", base, "-o", tmp_path / "adapter") == 0
+    assert zosim("adapter", out, "-o", tmp_path / "adapter") == 0
     inputs = {"input_ids": batches(1)[0]["input_ids"]}
     with torch.no_grad():
         plain, tuned = (loaded(folder)(**inputs).logits for folder in (base, out))

@@ -52,7 +52,7 @@ class Answer:
     lacking: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        job = f"{self.market.job.num_steps:,} steps of {self.market.job.model.name}"
+        job = f"{self.market.job.num_steps:,} steps of {self.market.job.config.spec.name}"
         if not self.offers:
             return f"Answer({job}: no machine fits)"
         best = self.offers[0]
@@ -91,9 +91,9 @@ class Answer:
         job, prices = self.market.job, self.market.prices
         return {
             "job": {
-                "model": job.model.name,
+                "model": job.config.spec.name,
                 "batch": job.config.batch,
-                "seq": job.seq,
+                "seq": job.config.seq,
                 "num_steps": job.num_steps,
                 "method": job.config.search.method,
                 "dtype": job.config.weights.given("dtype"),
@@ -306,7 +306,7 @@ def _offers_tables(market: Market, offers: Sequence[Offer], limiters: Sequence[s
         for number, (offer, limiter) in enumerate(zip(offers, limiters, strict=True), start=1)
     ]
     formats = " or ".join(sorted({offer.machine.plan.storage_dtype for offer in offers}))
-    title = f"{job.num_steps:,} steps of {job.model.name} in {formats}, {job.config.batch} x {job.seq} tokens, ranked by {market.by}"
+    title = f"{job.num_steps:,} steps of {job.config.spec.name} in {formats}, {job.config.batch} x {job.config.seq} tokens, ranked by {market.by}"
     headings = ("", "machine", "pay", "step", "hours", money, *(("within limits",) if asked else ()))
     return [
         Table(headings, costs, title=title, numeric=("step", "hours", money)),

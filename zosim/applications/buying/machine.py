@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from costmodel.devices.prices import Payment, Range
-from costmodel.models.model_spec import ModelSpec
 from costmodel.rates.profile import Bound, Profile
 from topology.errors import PlanError
 from topology.figures import Figure
@@ -16,7 +15,7 @@ from topology.graph import Topology
 from topology.hardware import resolve as topology_named
 from topology.schema import Node
 from zosim.applications.buying.levers import Lever, levers
-from zosim.config import USUAL_SEQ, PlanConfig, merge
+from zosim.config import PlanConfig, filled, merge
 from zosim.planning.bounds import Bounds
 from zosim.planning.cuts import Cutting
 from zosim.planning.planner import Candidate, Decision
@@ -48,10 +47,12 @@ class Job:
     cutting: Cutting = field(default_factory=Cutting)
 
     def __post_init__(self) -> None:
-        if self.seq > self.model.max_positions:
+        config = filled(self.config)
+        object.__setattr__(self, "config", config)
+        if (config.seq or 0) > config.spec.max_positions:
             raise PlanError(
-                f"seq={self.seq} exceeds the {self.model.max_positions} positions of {self.model.name}",
-                hint=f"use --seq {self.model.max_positions} or less",
+                f"seq={config.seq} exceeds the {config.spec.max_positions} positions of {config.spec.name}",
+                hint=f"use --seq {config.spec.max_positions} or less",
             )
 
     def request(
@@ -71,17 +72,6 @@ class Job:
     @staticmethod
     def _hardware(name: str, topology: Topology, num_devices: int) -> Hardware:
         return Hardware.of(topology, name, max_ranks=num_devices, is_calibrated=False)
-
-    @property
-    def model(self) -> ModelSpec:
-        """The model to be tuned."""
-        assert self.config.model is not None
-        return self.config.model
-
-    @property
-    def seq(self) -> int:
-        """Tokens per sequence."""
-        return self.config.seq or USUAL_SEQ
 
     def hours(self, step_s: Range) -> Range:
         """Return what the job takes at so many seconds a step."""

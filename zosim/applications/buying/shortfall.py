@@ -110,7 +110,7 @@ def _with_a_smaller_batch(job: Job, refusal: Refusal, topology: Topology) -> str
     """Return the largest batch, halved again and again, that fits where least memory lacks."""
     batch = job.config.batch
     if batch == 1 or not _fits(_of(job, 1), refusal, topology):
-        return f"no smaller --batch helps there: one sequence of {job.seq} tokens does not fit either"
+        return f"no smaller --batch helps there: one sequence of {job.config.seq} tokens does not fit either"
     while not _fits(_of(job, batch), refusal, topology):
         batch //= 2
     return f"with --batch {batch} it fits {_named(refusal)}"

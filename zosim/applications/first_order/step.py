@@ -16,6 +16,7 @@ from zosim.applications.first_order.settings import FirstOrder, turns
 from zosim.lowering.rank import Listing
 from zosim.lowering.split import coding_work, expected_message_bytes
 from zosim.plans import Plan
+from zosim.points import BASE
 from zosim.program.instructions import Access, Stream
 from zosim.program.operations import (
     Backward,
@@ -29,7 +30,6 @@ from zosim.program.operations import (
     Recv,
     Send,
 )
-from zosim.program.points import BASE
 
 REPLICAS = "replicas"
 """Ranks of one stage, which sum their gradients."""

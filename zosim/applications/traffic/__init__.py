@@ -1,1 +1,0 @@
-"""Flows that share the links of a network, without programs."""
