@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from topology.documents import catalogue
 from topology.errors import TopologyError
-from topology.figures import Basis, Figure
+from topology.figures import Bandwidth, Basis, Bytes, Figure
 from topology.graph import Topology
 from topology.lint import NVLINK_BYTES_PER_S, PCIE_LANE_BYTES_PER_S
 from topology.schema import DeviceSpec, Link, LinkType, Node, PcieWidth
@@ -27,6 +29,10 @@ SOCKET_BANDWIDTH_BYTES_PER_S = {3: 6 * 2666e6 * 8, 4: 8 * 3200e6 * 8, 5: 8 * 480
 # https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip, https://www.nvidia.com/en-us/data-center/gb200-nvl72/
 GRACE_MEMORY_BYTES = 480e9
 GRACE_BANDWIDTH_BYTES_PER_S = {4: 384e9, 5: 512e9}
+_MEMORY_FIGURES: dict[str, TypeAdapter[Figure]] = {
+    "capacity": TypeAdapter(Bytes),
+    "bandwidth": TypeAdapter(Bandwidth),
+}
 _STATE_MEMORY = "state yours with --memory and --memory-bandwidth of `zosim topology import`"
 _logger = logging.getLogger(__name__)
 MAX_NODES, MAX_LINKS = 4096, 2**16
@@ -36,20 +42,15 @@ MAX_PROCESSORS = 2**14
 
 
 class MachineBuilder:
-    """Collects nodes and links of a machine.
+    """Nodes and links of a machine of one host, ``host0``, that is put together piece by piece, and notes on what had to be assumed."""
 
-    Parameters
-    ----------
-    name : str
-        Name of the machine.
-    """
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, label: str | None = None) -> None:
         self.name = name
         self.notes: list[str] = []
         self._nodes: dict[str, Node] = {}
         self._links: dict[str, Link] = {}
         self._counts: Counter[str] = Counter()
+        self.add_node("host0", "host", label=label)
 
     def __contains__(self, node_id: str) -> bool:
         return node_id in self._nodes
@@ -98,29 +99,18 @@ class MachineBuilder:
             link = Link(source=source, target=target, type=link_type, count=count)
         self._links[link.id] = link
 
-    def add_numa(self, index: int, host: str, memory: Mapping[str, Any] | None = None) -> str:
-        """Add a NUMA domain with its memory and return its id.
-
-        Parameters
-        ----------
-        index : int
-            Number of the domain.
-        host : str
-            Its host.
-        memory : mapping, optional
-            Capacity, bandwidth and the like of its DRAM; assumed if left out.
-        """
-        numa, dram = self.add_node(f"numa{index}", "numa", host=host), f"dram{index}"
-        self.add_node(dram, "memory", host=host, **(memory or assumed_memory()))
+    def add_numa(self, index: int, memory: Mapping[str, Any]) -> str:
+        """Add a NUMA domain with its memory, of which the fields are given, and return its id."""
+        numa, dram = self.add_node(f"numa{index}", "numa", host="host0"), f"dram{index}"
+        self.add_node(dram, "memory", host="host0", **memory)
         self.join(numa, dram, catalogue().link_types["dram-bus"])
         return numa
 
-    def add_cpu(self, index: int, host: str, numas: list[str], spec: DeviceSpec) -> str:
-        """Add a CPU socket that is joined to its NUMA domains and return its id."""
-        cpu = self.add_node(f"cpu{index}", "cpu", host=host, spec=spec)
+    def add_cpu(self, index: int, numas: list[str], spec: DeviceSpec) -> None:
+        """Add a CPU socket that is joined to its NUMA domains."""
+        cpu = self.add_node(f"cpu{index}", "cpu", host="host0", spec=spec)
         for numa in numas:
             self.join(numa, cpu, catalogue().link_types["fabric"])
-        return cpu
 
     def join_numas(self, numas: list[str], link_type: LinkType) -> None:
         """Join every pair of NUMA domains."""
@@ -225,7 +215,7 @@ def assumed_memory(
         assumed["capacity"] = f"{GRACE_MEMORY_BYTES * num_domains:g} B", "480 GB of LPDDR5X beside a Grace"
         assumed["bandwidth"] = f"{rate * num_domains:g} B/s", "the LPDDR5X of a Grace"
     elif any(not spec.id.startswith(("rtx", "titan", "detected")) for spec in gpus):
-        # A GPU that is not named for games or desks stands in a server.
+        # GPUs that are not named for games or desks stand in a server.
         twice = 2 * sum(spec.memory_bytes for spec in gpus)
         generation = min(max((spec.pcie.generation for spec in gpus if spec.pcie), default=4), 5)
         rate = SOCKET_BANDWIDTH_BYTES_PER_S[max(generation, 3)]
@@ -239,17 +229,7 @@ def assumed_memory(
     for key, given in (("capacity", capacity), ("bandwidth", bandwidth)):
         value, why = assumed[key]
         with readable(f"host memory {key}"):
-            probe = Node.model_validate(
-                {
-                    "id": "probe",
-                    "kind": "memory",
-                    "host": "h",
-                    "capacity": "1 GiB",
-                    "bandwidth": "1 GB/s",
-                    key: given or value,
-                }
-            )
-        read: Figure = getattr(probe, key)
+            read = _MEMORY_FIGURES[key].validate_python(given or value)
         source = "given by the user" if given else f"assumed: {why}"
         basis: Basis = "declared" if given else "assumed"
         fields[key] = figure(read.value / num_domains, read.unit, source, basis)
@@ -348,13 +328,8 @@ def socket_type(vendor: str, model: int, family: int = 6) -> LinkType:
     types = catalogue().link_types
     if vendor != "GenuineIntel" or family != 6:
         return types["xgmi-milan"]
-    newest_first = (
-        (0xCF, "upi-emerald-rapids"),
-        (0x8F, "upi-sapphire-rapids"),
-        (0x55, "upi-skylake"),
-        (0, "qpi-broadwell"),
-    )
-    return types[next(name for first, name in newest_first if model >= first)]
+    newest_first = ((0xCF, "upi-emerald-rapids"), (0x8F, "upi-sapphire-rapids"), (0x55, "upi-skylake"))
+    return types[next((name for first, name in newest_first if model >= first), "qpi-broadwell")]
 
 
 def connector_type(spec: DeviceSpec) -> LinkType:
@@ -375,14 +350,8 @@ def cores_of(cpus: Iterable[int]) -> int:
     >>> cores_of([0, 1, 2, 3, 8, 9, 10, 11]), cores_of([0, 1, 2])
     (4, 3)
     """
-    runs: list[int] = []
-    previous = -2
-    for cpu in sorted(cpus):
-        if cpu == previous + 1:
-            runs[-1] += 1
-        else:
-            runs.append(1)
-        previous = cpu
+    # Neighbouring numbers differ from their positions by the same.
+    runs = list(Counter(cpu - position for position, cpu in enumerate(sorted(cpus))).values())
     return runs[0] if len(runs) == 2 and runs[0] == runs[1] else max(1, sum(runs))
 
 

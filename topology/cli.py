@@ -10,7 +10,7 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -22,9 +22,6 @@ from topology.limits import whole_number
 from topology.lint import lint, refuse_errors
 from topology.printable import one_line, printable
 from topology.reading import read_stdin, read_text
-
-if TYPE_CHECKING:
-    from topology.rings import RingSet
 
 app = typer.Typer(
     name="topology",
@@ -129,27 +126,29 @@ def rings(
     topology = resolve(hardware)
     ring_sets = [edge_disjoint_rings(topology, ids) for ids in _gpu_sets(topology, gpus)]
     if as_json:
-        _print_json([_ring_data(item) for item in ring_sets])
+        data = [
+            {
+                "gpus": list(item.gpu_ids),
+                "num_rings": len(item.rings),
+                "bandwidth_bytes_per_s": item.bandwidth_bytes_per_s,
+                "both_ways_bytes_per_s": item.both_ways_bytes_per_s,
+                "rings": [dataclasses.asdict(ring) for ring in item.rings],
+            }
+            for item in ring_sets
+        ]
+        _print_json(data)
         return
     for item in ring_sets:
-        bandwidth = (
-            f"{item.bandwidth_bytes_per_s / 1e9:.1f} GB/s, {item.both_ways_bytes_per_s / 1e9:.1f} both ways"
-        )
+        one_way, both_ways = item.bandwidth_bytes_per_s / 1e9, item.both_ways_bytes_per_s / 1e9
         counted = f"{len(item.rings)} ring{'s' if len(item.rings) > 1 else ''}"
-        shown = f"{counted}, {bandwidth}" if item.rings else "no ring of NVLinks"
+        shown = (
+            f"{counted}, {one_way:.1f} GB/s, {both_ways:.1f} both ways"
+            if item.rings
+            else "no ring of NVLinks"
+        )
         _say(f"{len(item.gpu_ids)} gpus ({', '.join(item.gpu_ids)}): {shown}")
         for ring in item.rings:
             typer.echo(f"  {' - '.join(ring.gpu_ids)}")
-
-
-def _ring_data(ring_set: RingSet) -> dict[str, Any]:
-    return {
-        "gpus": list(ring_set.gpu_ids),
-        "num_rings": len(ring_set.rings),
-        "bandwidth_bytes_per_s": ring_set.bandwidth_bytes_per_s,
-        "both_ways_bytes_per_s": ring_set.both_ways_bytes_per_s,
-        "rings": [dataclasses.asdict(ring) for ring in ring_set.rings],
-    }
 
 
 def _gpu_sets(topology: Topology, wanted: str | None) -> list[tuple[str, ...]]:
@@ -190,8 +189,13 @@ def import_description(
 ) -> None:
     """Import what NCCL, hwloc, nvidia-smi or rocm-smi wrote."""
     from topology import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo, from_rocm_smi_topo
+    from topology.importers.safe_xml import MAX_BYTES
 
-    text = _read_text(path)
+    what = "matrix or XML file"
+    if str(path) == "-":
+        text = read_stdin(what, TopologyError, max_bytes=MAX_BYTES)
+    else:
+        text = read_text(path, what, TopologyError, max_bytes=MAX_BYTES)
     named: dict[str, Any] = {"gpu": gpu, "cpu": cpu, "memory": memory, "memory_bandwidth": memory_bandwidth}
     name = "stdin" if str(path) == "-" else path.stem
     match tool or guess_tool(path, text):
@@ -228,15 +232,6 @@ def guess_tool(path: Path, text: str) -> Tool:
     raise TopologyError(message, hint="NCCL's starts with <system>, hwloc's with <topology>")
 
 
-def _read_text(path: Path) -> str:
-    from topology.importers.safe_xml import MAX_BYTES
-
-    what = "matrix or XML file"
-    if str(path) == "-":
-        return read_stdin(what, TopologyError, max_bytes=MAX_BYTES)
-    return read_text(path, what, TopologyError, max_bytes=MAX_BYTES)
-
-
 def _deliver(topology: Topology, output: Path | None, as_json: bool) -> None:
     if output is not None:
         try:
@@ -245,10 +240,6 @@ def _deliver(topology: Topology, output: Path | None, as_json: bool) -> None:
             message = f"cannot write {str(output)!r}: {error.strerror}"
             raise TopologyError(message) from error
         typer.echo(printable(f"wrote {output}"), err=True)
-    _show(topology, as_json)
-
-
-def _show(topology: Topology, as_json: bool) -> None:
     if as_json:
         _print_json(describe(topology))
         return
@@ -287,20 +278,18 @@ def describe(topology: Topology) -> dict[str, Any]:
         }
         for name, resource in topology.resources.items()
     }
-    dumped["host_to_device"] = {node.id: _host_route(topology, node.id) for node in topology.compute_devices}
+    dumped["host_to_device"] = {}
+    for node in topology.compute_devices:
+        memory = topology.host_memory(node.id)
+        route = topology.route(memory.id, node.id)
+        bandwidth = route.bandwidth_bytes_per_s
+        dumped["host_to_device"][node.id] = {
+            "memory": memory.id,
+            "nodes": list(route.node_ids),
+            "bandwidth_bytes_per_s": bandwidth if math.isfinite(bandwidth) else None,
+            "latency_s": route.latency_s,
+        }
     return dumped
-
-
-def _host_route(topology: Topology, device_id: str) -> dict[str, Any]:
-    memory = topology.host_memory(device_id)
-    route = topology.route(memory.id, device_id)
-    bandwidth = route.bandwidth_bytes_per_s
-    return {
-        "memory": memory.id,
-        "nodes": list(route.node_ids),
-        "bandwidth_bytes_per_s": bandwidth if math.isfinite(bandwidth) else None,
-        "latency_s": route.latency_s,
-    }
 
 
 def _say(text: str) -> None:

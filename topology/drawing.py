@@ -94,7 +94,10 @@ def draw(topology: Topology, path: str | Path) -> Path:
     from matplotlib.figure import Figure as Picture
 
     layout = _arrange(topology)
-    left, right, bottom, top = _extent(layout)
+    xs, ys = zip(*layout.positions.values(), strict=True)
+    left, right, top = min(xs) - 1.5, max(xs) + 1.5, max(ys) + 1.7
+    # Arcs between GPUs reach below the lowest row, to where their host's box ends; the legend stands below all of it.
+    bottom = min([min(ys) - NODE_HEIGHT, *(y for _, y, _, _ in layout.boxes.values())]) - LEGEND_HEIGHT
     picture = Picture(figsize=(max(6.5, 0.75 * (right - left)), max(4.0, 0.8 * (top - bottom) + 0.8)))
     FigureCanvasAgg(picture)
     axes = picture.add_axes((0, 0, 1, 1))
@@ -120,14 +123,6 @@ def _save(picture: Picture, file: Path) -> None:
         raise TopologyError(message) from error
 
 
-def _extent(layout: _Drawing) -> tuple[float, float, float, float]:
-    xs = [x for x, _ in layout.positions.values()]
-    ys = [y for _, y in layout.positions.values()]
-    # Arcs between GPUs reach below the lowest row, to where their host's box ends; the legend stands below all of it.
-    lowest = min([min(ys) - NODE_HEIGHT, *(y for _, y, _, _ in layout.boxes.values())])
-    return min(xs) - 1.5, max(xs) + 1.5, lowest - LEGEND_HEIGHT, max(ys) + 1.7
-
-
 def _arrange(topology: Topology) -> _Drawing:
     """Place each host's nodes in rows by kind, hosts side by side, networks below as bars."""
     layout = _Drawing({}, {}, {})
@@ -140,7 +135,13 @@ def _arrange(topology: Topology) -> _Drawing:
                 layout.positions[name] = offset + widest * (place + 0.5) / len(names), -ROW * depth
                 is_bar = topology.node(name).kind == "nvswitch"
                 layout.widths[name] = widest / len(names) - 0.4 if is_bar else NODE_WIDTH
-        lowest = -ROW * max(len(rows) - 1, 0) - _deepest_arc(topology, host.id, layout)
+        arcs = [
+            abs(layout.positions[link.source][0] - layout.positions[link.target][0])
+            for link in topology.links
+            if _is_mesh(topology, link) and topology.node(link.source).host == host.id
+        ]
+        # Arcs between the host's GPUs reach below the lowest row.
+        lowest = -ROW * max(len(rows) - 1, 0) - (_arc_depth(max(arcs)) + 0.1 if arcs else 0.0)
         layout.boxes[host.id] = (
             offset - 0.15,
             lowest - NODE_HEIGHT,
@@ -154,16 +155,6 @@ def _arrange(topology: Topology) -> _Drawing:
         layout.positions[name] = (offset - 1.1) / 2, bottom - 1.1 - ROW * place
         layout.widths[name] = max(offset - 1.5, NODE_WIDTH)
     return layout
-
-
-def _deepest_arc(topology: Topology, host_id: str, layout: _Drawing) -> float:
-    """How far the arcs between a host's GPUs reach below their row."""
-    spans = [
-        abs(layout.positions[link.source][0] - layout.positions[link.target][0])
-        for link in topology.links
-        if _is_mesh(topology, link) and topology.node(link.source).host == host_id
-    ]
-    return _arc_depth(max(spans)) + 0.1 if spans else 0.0
 
 
 def _is_mesh(topology: Topology, link: Link) -> bool:
@@ -185,20 +176,17 @@ def _rows(topology: Topology, members: list[Node]) -> dict[int, list[str]]:
     # NUMA domains keep file order and give the order to what stands above and below them.
     for row in sorted(rows, key=lambda row: (abs(row - 1), row)):
         names = rows[row]
-        order = {name: _parent_place(topology, name, place, fallback) for fallback, name in enumerate(names)}
+        order = {}
+        for position, name in enumerate(names):
+            links = [
+                link for link in topology.links_of(name) if link.type.kind in {"pcie", "fabric", "memory"}
+            ]
+            near = [place[end] for link in links if (end := link.other_end(name)) in place]
+            order[name] = sum(near) / len(near) if near else float(position)
         rows[row] = sorted(names, key=lambda name: (order[name], names.index(name)))
         for position, name in enumerate(rows[row]):
             place[name] = (position + 0.5) / len(names)
     return rows
-
-
-def _parent_place(topology: Topology, name: str, place: dict[str, float], fallback: int) -> float:
-    known = [
-        place[link.other_end(name)]
-        for link in topology.links_of(name)
-        if link.type.kind in {"pcie", "fabric", "memory"} and link.other_end(name) in place
-    ]
-    return sum(known) / len(known) if known else float(fallback)
 
 
 def _write(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:

@@ -1,4 +1,4 @@
-"""The machine as a directed multigraph of nodes and links."""
+"""The machine as a multigraph of nodes and links."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
@@ -52,15 +51,25 @@ class Topology(FrozenModel):
         _refuse_duplicates("node", [node.id for node in self.nodes])
         _refuse_duplicates("link", [link.id for link in self.links])
         known = dict.fromkeys(node.id for node in self.nodes)
-        for position, link in enumerate(self.links):
-            for end in (link.source, link.target):
-                if end not in known:
-                    raise unknown_node(end, list(known), f"link {link.id!r}", ("links", position))
-        for position, entry in enumerate(self.measured):
-            for end in (entry.source, entry.target):
-                if end not in known:
-                    raise unknown_node(end, list(known), "a measured bandwidth", ("measured", position))
-        self._check_hosts()
+        ends = [
+            (end, f"link {link.id!r}", ("links", position))
+            for position, link in enumerate(self.links)
+            for end in (link.source, link.target)
+        ]
+        ends += [
+            (end, "a measured bandwidth", ("measured", position))
+            for position, entry in enumerate(self.measured)
+            for end in (entry.source, entry.target)
+        ]
+        for end, where, location in ends:
+            if end not in known:
+                raise unknown_node(end, list(known), where, location)
+        hosts = {node.id for node in self.nodes if node.kind == "host"}
+        for position, node in enumerate(self.nodes):
+            if node.host is not None and node.host not in hosts:
+                message = f"node {node.id!r} names the unknown host {node.host!r}"
+                hint = did_you_mean(node.host, hosts)
+                raise RuleError(message, hint=hint, location=("nodes", position, "host"))
         self._check_size()
         _refuse_ambiguous("device", [(node.spec.id, node.spec) for node in self.nodes if node.spec])
         _refuse_ambiguous("link type", [(link.type.name, link.type) for link in self.links if link.type.name])
@@ -68,14 +77,6 @@ class Topology(FrozenModel):
             message = f"topology {self.name!r} has neither a gpu nor a cpu"
             raise RuleError(message)
         return self
-
-    def _check_hosts(self) -> None:
-        hosts = {node.id for node in self.nodes if node.kind == "host"}
-        for position, node in enumerate(self.nodes):
-            if node.host is not None and node.host not in hosts:
-                message = f"node {node.id!r} names the unknown host {node.host!r}"
-                hint = did_you_mean(node.host, hosts)
-                raise RuleError(message, hint=hint, location=("nodes", position, "host"))
 
     def links_of(self, node_id: str) -> Sequence[Link]:
         """Links at a node, in file order."""
@@ -87,11 +88,11 @@ class Topology(FrozenModel):
         for link in self.links:
             at.setdefault(link.source, []).append(link)
             at.setdefault(link.target, []).append(link)
-        return MappingProxyType(at)
+        return at
 
     @cached_property
     def _nodes_by_id(self) -> Mapping[str, Node]:
-        return MappingProxyType({node.id: node for node in self.nodes})
+        return {node.id: node for node in self.nodes}
 
     def _check_size(self) -> None:
         """Refuse what routes cannot be found in within seconds: every device looks for the nearest memory of its host."""
@@ -206,14 +207,14 @@ class Topology(FrozenModel):
 
     def memories_of(self, node_id: str) -> tuple[Node, ...]:
         """Memories of the host that contains a node, in file order."""
-        return self._memories_of_host.get(self.host_of(node_id).id, ())
+        return self._memories_by_host.get(self.host_of(node_id).id, ())
 
     @cached_property
-    def _memories_of_host(self) -> Mapping[str | None, tuple[Node, ...]]:
+    def _memories_by_host(self) -> Mapping[str | None, tuple[Node, ...]]:
         by_host: dict[str | None, tuple[Node, ...]] = {}
         for memory in self.of_kind("memory"):
             by_host[memory.host] = (*by_host.get(memory.host, ()), memory)
-        return MappingProxyType(by_host)
+        return by_host
 
     def device_spec(self, node_id: str) -> DeviceSpec:
         """Specification of a GPU or CPU; a CPU's memory is that of its nearest DRAM unless declared.
@@ -284,70 +285,18 @@ class Topology(FrozenModel):
         """
         return self._routes.resources
 
-    def with_measured_bandwidth(
-        self, matrix: Mapping[tuple[str, str], float], *, source: str = "measured on this machine"
-    ) -> Topology:
-        """The same machine with measured end-to-end bandwidths in place of declared ones.
-
-        Parameters
-        ----------
-        matrix : mapping of (source id, target id) to float
-            Bandwidth in bytes per second that a single large transfer reached; one direction per entry.
-        source : str, optional
-            Where the numbers come from.
-
-        Raises
-        ------
-        TopologyError
-            If a node is unknown, no route joins a pair, or a bandwidth is not positive and finite.
-        """
-        known = dict(self._routes.measured_by_pair) | dict(matrix)
-        for (source_id, target_id), value in matrix.items():
-            self.route(source_id, target_id)
-            if not 0 < value < math.inf:
-                message = f"measured bandwidth from {source_id!r} to {target_id!r} is {value} B/s"
-                raise TopologyError(message, hint="it must be positive and finite")
-        kept = {(entry.source, entry.target): entry for entry in self.measured}
-        entries = tuple(
-            kept[pair]
-            if pair in kept and pair not in matrix
-            else MeasuredBandwidth(
-                source=pair[0],
-                target=pair[1],
-                bandwidth=Figure(value=float(value), unit="B/s", source=source, basis="measured"),
-            )
-            for pair, value in known.items()
-        )
-        return self.model_copy(update={"measured": entries})
-
     def with_assumed_memory(self, factor: float) -> Topology:
         """The same machine with so many times the bandwidth of each host memory whose own is assumed; itself where none is."""
-        nodes = tuple(
-            node.model_copy(
-                update={
-                    "bandwidth": node.bandwidth.model_copy(update={"value": node.bandwidth.value * factor})
-                }
-            )
-            if node.kind == "memory" and node.bandwidth is not None and node.bandwidth.basis == "assumed"
-            else node
-            for node in self.nodes
-        )
-        return (
-            self
-            if all(new is old for new, old in zip(nodes, self.nodes, strict=True))
-            else self.model_copy(update={"nodes": nodes})
-        )
+        nodes = list(self.nodes)
+        for position, node in enumerate(nodes):
+            figure = node.bandwidth
+            if node.kind == "memory" and figure is not None and figure.basis == "assumed":
+                scaled = figure.model_copy(update={"value": figure.value * factor})
+                nodes[position] = node.model_copy(update={"bandwidth": scaled})
+        return self if tuple(nodes) == self.nodes else self.model_copy(update={"nodes": tuple(nodes)})
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Topology:  # noqa: ARG002
-        """A copy with some fields replaced, validated, and with nothing computed from the old ones.
-
-        Parameters
-        ----------
-        update : mapping, optional
-            Fields to replace.
-        deep : bool, optional
-            Without effect: everything in a topology is immutable.
-        """
+        """A copy with some fields replaced, validated, and with nothing computed from the old ones; `deep` changes nothing."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**{**fields, **(update or {})})
 

@@ -61,10 +61,9 @@ def assumed_machine(gpu: DeviceSpec, count: int = 1) -> Topology:
         GPUs of one host. Two are joined by all of their NVLinks, more by a switch.
     """
     builder = MachineBuilder(gpu.id if count == 1 else f"{count}x-{gpu.id}")
-    builder.add_node("host0", "host")
     is_grace = re.match("g[hb][23]00-", gpu.id) is not None
-    numa = builder.add_numa(0, "host0", assumed_memory(gpus=[gpu] * count, is_grace=is_grace))
-    builder.add_cpu(0, "host0", [numa], generic_cpu(0, _CORES, "the GPU's name"))
+    numa = builder.add_numa(0, assumed_memory(gpus=[gpu] * count, is_grace=is_grace))
+    builder.add_cpu(0, [numa], generic_cpu(0, _CORES, "the GPU's name"))
     names = []
     for index in range(count):
         root = builder.add_root(numa)

@@ -84,9 +84,8 @@ def _pcie_speed(topology: Topology) -> Iterator[Finding]:
         if width is None:
             if link.type.kind == "pcie":
                 message = "no PCIe generation and lanes, so its bandwidth cannot be checked"
-                yield Finding(
-                    "warning", "pcie-width", link.id, message, "add pcie: {generation: 4, lanes: 16}"
-                )
+                hint = "add pcie: {generation: 4, lanes: 16}"
+                yield Finding("warning", "pcie-width", link.id, message, hint)
             continue
         limit = width.lanes * PCIE_LANE_BYTES_PER_S[width.generation]
         if link.type.nominal_bandwidth_bytes_per_s > limit * ROUNDING:
@@ -94,9 +93,8 @@ def _pcie_speed(topology: Topology) -> Iterator[Finding]:
                 f"{format_bandwidth(link.type.nominal_bandwidth_bytes_per_s)} is faster than PCIe "
                 f"{width.generation}.0 x{width.lanes}, which carries {format_bandwidth(limit)} per direction"
             )
-            yield Finding(
-                "error", "pcie-speed", link.id, message, "datasheets often print both directions together"
-            )
+            hint = "datasheets often print both directions together"
+            yield Finding("error", "pcie-speed", link.id, message, hint)
 
 
 def _nvlink_speed(topology: Topology) -> Iterator[Finding]:
@@ -168,19 +166,16 @@ def _reachable(topology: Topology) -> Iterator[Finding]:
     linked = {end for link in topology.links for end in (link.source, link.target)}
     for node in topology.nodes:
         if node.kind in {"gpu", "cpu"}:
-            yield from _reaches_memory(topology, node, linked)
+            try:
+                topology.host_memory(node.id)
+            except TopologyError:
+                what = "no memory of its host reaches it" if node.id in linked else "nothing reaches it"
+                message = f"{what}: this {node.kind} cannot be used"
+                near = "a pcie_root or numa node" if node.kind == "gpu" else "its numa node"
+                yield Finding("error", "unreachable", node.id, message, f"link it to {near}")
         elif node.kind != "host" and node.id not in linked:
             message = f"no link joins this {node.kind}"
             yield Finding("warning", "unlinked", node.id, message, "link it, or leave it out")
-
-
-def _reaches_memory(topology: Topology, node: Node, linked: set[str]) -> Iterator[Finding]:
-    try:
-        topology.host_memory(node.id)
-    except TopologyError:
-        what = "nothing reaches it" if node.id not in linked else "no memory of its host reaches it"
-        hint = "link it to a pcie_root or numa node" if node.kind == "gpu" else "link it to its numa node"
-        yield Finding("error", "unreachable", node.id, f"{what}: this {node.kind} cannot be used", hint)
 
 
 def _hosts_joined(topology: Topology) -> Iterator[Finding]:

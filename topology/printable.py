@@ -46,15 +46,15 @@ def one_line(text: str) -> str:
 
 def spell_what_cannot_be_written() -> None:
     """Let stdout and stderr spell characters that their encoding lacks, instead of raising UnicodeEncodeError."""
-    codecs.register_error(_SPELLED, lambda error: (_spelled(error), getattr(error, "end", 0)))
+
+    def spell(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        return "".join(map(in_ascii, error.object[error.start : error.end])), error.end
+
+    codecs.register_error(_SPELLED, spell)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=_SPELLED)
-
-
-def _spelled(error: UnicodeError) -> str:
-    assert isinstance(error, UnicodeEncodeError)
-    return "".join(map(in_ascii, error.object[error.start : error.end]))
 
 
 def in_ascii(character: str) -> str:

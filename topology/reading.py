@@ -7,15 +7,16 @@ thousands of levels, keys that stand twice, infinity and NaN, YAML whose aliases
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
@@ -111,9 +112,12 @@ def read_bytes(
     ZosimError
         Of type `error`, if there is no such file, or it cannot be read or is too large.
     """
+    content = bytearray()
     try:
         with Path(path).open("rb") as file:
-            content = _at_most(file, max_bytes + 1)
+            # Python sets memory aside for all that a call may read, so that one call for the limit would take it whole.
+            while len(content) <= max_bytes and (chunk := file.read(_CHUNK_BYTES)):
+                content += chunk
     except FileNotFoundError:
         raise error(f"no {what} at {path}", hint=hint) from None
     except OSError as problem:
@@ -122,14 +126,6 @@ def read_bytes(
         raise error(f"the {what} {str(path)!r} cannot be read: {problem}", hint=hint) from problem
     if len(content) > max_bytes:
         raise error(f"{path} is not a {what}: it has more than {max_bytes // 2**20} MiB", hint=hint)
-    return content
-
-
-def _at_most(file: IO[bytes], num_bytes: int) -> bytes:
-    """Return the first bytes of a file that may have no end, without memory for more than it has."""
-    content = bytearray()
-    while len(content) < num_bytes and (chunk := file.read(min(_CHUNK_BYTES, num_bytes - len(content)))):
-        content += chunk
     return bytes(content)
 
 
@@ -282,16 +278,15 @@ _DECODER = json.JSONDecoder(
 def _refuse_depth(value: Any) -> None:
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [child for item in level for child in _children(item)]
+        below = [
+            item.values() if isinstance(item, dict) else item
+            for item in level
+            if isinstance(item, dict | list)
+        ]
+        level = list(itertools.chain.from_iterable(below))
         if not level:
             return
     raise _UnreadableError(_TOO_DEEP)
-
-
-def _children(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def shipped_yaml(text: str) -> Any:
@@ -328,7 +323,11 @@ def parse_yaml(
             if root is None:
                 return None, None
             _refuse_multiplied(root)
-            value = _constructed(loader, root)
+            try:
+                value = loader.construct_document(root)
+            except (TypeError, LookupError, AttributeError, ArithmeticError) as problem:
+                # Scalars with a tag that they do not suit, such as !!bool x, and keys that cannot be hashed.
+                raise _UnreadableError(f"it holds what its tag does not allow: {problem}") from problem
         finally:
             loader.dispose()
         _refuse_numbers(value)
@@ -341,14 +340,6 @@ def parse_yaml(
         reason = str(problem).partition("\n")[0]
         raise error(f"{what} is not YAML that can be read: {reason}", hint=hint) from problem
     return value, root
-
-
-def _constructed(loader: Any, root: yaml.Node) -> Any:
-    try:
-        return loader.construct_document(root)
-    except (TypeError, LookupError, AttributeError, ArithmeticError) as problem:
-        # Scalars with a tag that they do not suit, such as !!bool x, and keys that cannot be hashed.
-        raise _UnreadableError(f"it holds what its tag does not allow: {problem}") from problem
 
 
 def _refuse_yaml_depth(text: str) -> None:
@@ -383,7 +374,10 @@ def _refuse_multiplied(root: yaml.Node) -> None:
                 twice = _first_twice(value for _, value in keys)
                 raise _UnreadableError(f"the key {twice!r} stands twice in the mapping of line {line}")
         above.add(id(node))
-        below = [size_and_depth(child) for child in _nodes_below(node)]
+        children = node.value if isinstance(node, yaml.SequenceNode) else []
+        if isinstance(node, yaml.MappingNode):
+            children = itertools.chain.from_iterable(node.value)
+        below = [size_and_depth(child) for child in children]
         above.remove(id(node))
         size = 1 + sum(size for size, _ in below)
         depth = 1 + max((depth for _, depth in below), default=0)
@@ -403,15 +397,6 @@ def _line(mark: Any) -> int:
     return 0 if mark is None else int(mark.line) + 1
 
 
-def _nodes_below(node: yaml.Node) -> Iterator[yaml.Node]:
-    if isinstance(node, yaml.SequenceNode):
-        yield from node.value
-    elif isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield key
-            yield value
-
-
 def _refuse_numbers(root: Any) -> None:
     """Refuse integers that do not become floats, which YAML writes with few characters."""
     pending = [root]
@@ -420,5 +405,6 @@ def _refuse_numbers(root: Any) -> None:
         if isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
             raise _UnreadableError(f"it holds an integer of more than {MAX_DIGITS} digits")
         if isinstance(value, Mapping):
+            pending += [*value, *value.values()]
+        elif isinstance(value, list | set | tuple):
             pending += value
-        pending += _children(value) if not isinstance(value, set | tuple) else value

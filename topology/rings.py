@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 
 import numpy as np
 
@@ -17,13 +17,15 @@ from topology.errors import TopologyError
 from topology.graph import Topology
 from topology.schema import Link
 
-# Cycles that the exact search takes on: all of a complete graph of nine GPUs, many more than a real board has.
 MAX_CYCLES = 25_000
+"""Cycles that the exact search chooses from: all of a complete graph of nine GPUs, many more than a real board has."""
+MAX_VISITS = 2_000_000
+"""Beginnings of cycles that it follows, whether or not they close."""
 MAX_BRANCHES = 10_000
 """Of the integer program; those of real boards take a handful."""
 
-MAX_VISITS = 2_000_000
-"""Beginnings of cycles that it follows, whether or not they close."""
+_Cycle = tuple[tuple[str, ...], tuple["_SharedWire", ...]]
+"""GPUs in order, and what joins each to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +131,18 @@ def edge_disjoint_rings(topology: Topology, gpu_ids: Sequence[str]) -> RingSet:
     >>> len(rings.rings)
     3
     """
-    _check(topology, gpu_ids)
-    joints = _joints(topology, set(gpu_ids))
-    cycles = list(_limited(_cycles(tuple(gpu_ids), joints)))
+    for gpu_id in gpu_ids:
+        if topology.node(gpu_id).kind != "gpu":
+            message = f"{gpu_id!r} is a {topology.node(gpu_id).kind}, not a gpu"
+            gpus = ", ".join(node.id for node in topology.of_kind("gpu"))
+            raise TopologyError(message, hint=f"gpus: {gpus or 'none'}")
+    if len(set(gpu_ids)) != len(gpu_ids) or len(gpu_ids) < 2:
+        message = f"a ring needs two different GPUs at least, got {', '.join(gpu_ids) or 'none'}"
+        raise TopologyError(message, hint="name each GPU once")
+    cycles = list(islice(_cycles(tuple(gpu_ids), _joints(topology, set(gpu_ids))), MAX_CYCLES + 1))
+    if len(cycles) > MAX_CYCLES:
+        message = f"more than {MAX_CYCLES} rings of NVLinks visit these GPUs"
+        raise TopologyError(message, hint="ask for fewer GPUs")
     if not cycles:
         return RingSet(tuple(gpu_ids), ())
     # Most machines have no NVLinks, and scipy takes a while to import.
@@ -149,7 +160,7 @@ def edge_disjoint_rings(topology: Topology, gpu_ids: Sequence[str]) -> RingSet:
         options={"node_limit": MAX_BRANCHES},
     )
     if not solution.success:
-        message = f"the best set of rings among {len(gpu_ids)} GPUs was not solution: {solution.message}"
+        message = f"the best set of rings among {len(gpu_ids)} GPUs was not found: {solution.message}"
         raise TopologyError(message, hint="ask for fewer GPUs")
     rings = [
         LinkRing(order, tuple(joint.links[0].id for joint in path), float(slowest[number]))
@@ -157,17 +168,6 @@ def edge_disjoint_rings(topology: Topology, gpu_ids: Sequence[str]) -> RingSet:
         for _ in range(round(solution.x[number]))
     ]
     return RingSet(tuple(gpu_ids), tuple(rings))
-
-
-def _check(topology: Topology, gpu_ids: Sequence[str]) -> None:
-    for gpu_id in gpu_ids:
-        if topology.node(gpu_id).kind != "gpu":
-            message = f"{gpu_id!r} is a {topology.node(gpu_id).kind}, not a gpu"
-            gpus = ", ".join(node.id for node in topology.of_kind("gpu"))
-            raise TopologyError(message, hint=f"gpus: {gpus or 'none'}")
-    if len(set(gpu_ids)) != len(gpu_ids) or len(gpu_ids) < 2:
-        message = f"a ring needs two different GPUs at least, got {', '.join(gpu_ids) or 'none'}"
-        raise TopologyError(message, hint="name each GPU once")
 
 
 def _joints(topology: Topology, gpu_ids: set[str]) -> dict[str, list[tuple[str, _SharedWire]]]:
@@ -188,20 +188,17 @@ def _joints(topology: Topology, gpu_ids: set[str]) -> dict[str, list[tuple[str, 
 
 def _cycles(
     gpu_ids: tuple[str, ...], neighbours: dict[str, list[tuple[str, _SharedWire]]]
-) -> Iterator[tuple[tuple[str, ...], tuple[_SharedWire, ...]]]:
-    """Yield every cycle once, as the GPUs in order and what joins each to the next."""
+) -> Iterator[_Cycle]:
+    """Yield every cycle once."""
     if len(gpu_ids) == 2:
         # There and back over the two directions of one link.
         yield from ((gpu_ids, (joint,)) for _, joint in neighbours[gpu_ids[0]])
         return
     first = gpu_ids[0]
     place = {gpu_id: number for number, gpu_id in enumerate(gpu_ids)}
-
     visits = count()
 
-    def extend(
-        order: tuple[str, ...], path: tuple[_SharedWire, ...]
-    ) -> Iterator[tuple[tuple[str, ...], tuple[_SharedWire, ...]]]:
+    def extend(order: tuple[str, ...], path: tuple[_SharedWire, ...]) -> Iterator[_Cycle]:
         if next(visits) > MAX_VISITS:
             message = f"these {len(gpu_ids)} GPUs can be visited in too many orders to look for rings"
             raise TopologyError(message, hint="ask for fewer GPUs")
@@ -213,13 +210,3 @@ def _cycles(
                 yield from extend((*order, other), (*path, joint))
 
     yield from extend((first,), ())
-
-
-def _limited(
-    cycles: Iterator[tuple[tuple[str, ...], tuple[_SharedWire, ...]]],
-) -> Iterator[tuple[tuple[str, ...], tuple[_SharedWire, ...]]]:
-    for number, cycle in enumerate(cycles):
-        if number == MAX_CYCLES:
-            message = f"more than {MAX_CYCLES} rings of NVLinks visit these GPUs"
-            raise TopologyError(message, hint="ask for fewer GPUs")
-        yield cycle

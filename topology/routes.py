@@ -158,7 +158,20 @@ class Routes:
                 message = f"no route leads from {start!r} to {end!r} in topology {self._graph.name!r}"
                 raise TopologyError(message, hint="`zosim topology validate` names the nodes nothing reaches")
             hops += path
-        return self._make_route(source_id, target_id, hops, staged_in=staged_in)
+        resource_ids = self._declared_resource_ids(source_id, target_id, hops, staged_in)
+        if (source_id, target_id) in self.measured_by_pair:
+            resource_ids += (measured_resource_id(source_id, target_id),)
+        capacities = [self.resources[name].bandwidth_bytes_per_s for name in resource_ids]
+        return Route(
+            source=source_id,
+            target=target_id,
+            node_ids=(source_id, *(hop.target for hop in hops)),
+            links=tuple(hop.link for hop in hops),
+            resource_ids=resource_ids,
+            bandwidth_bytes_per_s=min(capacities, default=math.inf),
+            latency_s=sum(hop.link.latency_s for hop in hops),
+            staged_in=staged_in,
+        )
 
     def path(self, source_id: str, target_id: str) -> tuple[RouteHop, ...] | None:
         """Links passed between two nodes, the widest way; None if there is none."""
@@ -212,37 +225,23 @@ class Routes:
         nodes, links = total[2][::2], total[2][1::2]
         return tuple(map(RouteHop, map(self._links.__getitem__, links), (source_id, *nodes), nodes))
 
-    def _make_route(
-        self, source_id: str, target_id: str, hops: tuple[RouteHop, ...], *, staged_in: str | None
-    ) -> Route:
-        declared = self._declared_resource_ids(source_id, target_id, hops, staged_in)
-        measured_id = measured_resource_id(source_id, target_id)
-        is_measured = (source_id, target_id) in self.measured_by_pair
-        resource_ids = (*declared, measured_id) if is_measured else declared
-        capacities = [self.resources[name].bandwidth_bytes_per_s for name in resource_ids]
-        return Route(
-            source=source_id,
-            target=target_id,
-            node_ids=(source_id, *(hop.target for hop in hops)),
-            links=tuple(hop.link for hop in hops),
-            resource_ids=resource_ids,
-            bandwidth_bytes_per_s=min(capacities, default=math.inf),
-            latency_s=sum(hop.link.latency_s for hop in hops),
-            staged_in=staged_in,
-        )
-
     def _declared_resource_ids(
         self, source_id: str, target_id: str, hops: tuple[RouteHop, ...], staged_in: str | None
     ) -> tuple[str, ...]:
-        ends = (source_id, staged_in, target_id)
-        memories = [end for end in ends if end is not None and self._nodes[end].kind in {"memory", "disk"}]
+        """Memories and disks at which a flow starts, ends or stops on the way, and directions of links that can limit it."""
+        stores = [
+            end
+            for end in (source_id, staged_in, target_id)
+            if end is not None
+            and self._nodes[end].kind in {"memory", "disk"}
+            and self._nodes[end].bandwidth is not None
+        ]
         links = [
             link_resource_id(hop.link, hop.source)
             for hop in hops
             if math.isfinite(hop.link.bandwidth_bytes_per_s)
         ]
-        stored = [name for name in memories if self._nodes[name].bandwidth is not None]
-        return tuple(dict.fromkeys([*stored, *links]))
+        return tuple(dict.fromkeys([*stores, *links]))
 
     @cached_property
     def _declared_resources(self) -> Mapping[str, Resource]:

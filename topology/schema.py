@@ -58,12 +58,8 @@ class DeviceSpec(FrozenModel):
 
     Attributes
     ----------
-    id : str
-        Name in the device catalogue.
-    name : str
-        Product name.
-    kind : {"gpu", "cpu"}
-        What it is.
+    id, name : str
+        Name in the device catalogue, and of the product.
     peak_dense, peak_sparse : mapping of dtype to Figure
         Peak rates in flop/s (op/s for integers), without and with structured sparsity. Datasheets often
         print the sparse ones only; the roofline uses the dense ones.
@@ -78,8 +74,6 @@ class DeviceSpec(FrozenModel):
         Thermal design power in watts.
     pcie : PcieWidth or None
         What its connector can do; the slot may do less.
-    nvlink : NvlinkPorts or None
-        Its NVLinks.
     pcie_peer_to_peer : bool
         Whether two of these exchange data over PCIe directly; if not, copies are staged in host memory.
     """
@@ -171,14 +165,10 @@ class Node(FrozenModel):
     ----------
     id : str
         Unique name, such as ``"gpu0"`` or ``"node1/gpu0"``.
-    kind : NodeKind
-        What it is.
     host : str or None
         The host that contains it; hosts and networks have none.
     index : int or None
         Number of a GPU within its host, as its driver counts; file order if None.
-    label : str or None
-        What people call it.
     spec : DeviceSpec or None
         For GPUs and CPUs.
     capacity, bandwidth, efficiency : Figure or None
@@ -250,8 +240,6 @@ class LinkType(FrozenModel):
     ----------
     name : str or None
         Name in the link catalogue.
-    kind : LinkKind
-        Technology.
     bandwidth : Figure or None
         Nominal bandwidth of one link in one direction, after line encoding. None where the link is never
         what limits: on-die fabrics, and the attachment of a memory that has its own bandwidth.
@@ -263,10 +251,8 @@ class LinkType(FrozenModel):
         Concurrent flows share fairly, or are stored and forwarded one after the other.
     efficiency : Figure or None
         Part of the nominal bandwidth that large transfers reach.
-    pcie : PcieWidth or None
-        Generation and lanes, for the lint.
-    nvlink_generation : int or None
-        Generation of NVLink, for the lint.
+    pcie, nvlink_generation
+        For the lint.
     """
 
     name: Identifier | None = None
@@ -305,10 +291,6 @@ class Link(FrozenModel):
     ----------
     id : str
         Unique name; ``source--target`` if left out.
-    source, target : str
-        The nodes it joins.
-    type : LinkType
-        What it carries.
     count : int
         Number of identical physical links that act as one, such as an NVLink bundle.
     """

@@ -50,7 +50,12 @@ def render_text(
     rest = [link for link in topology.links if link.id not in drawn]
     if rest:
         console.print()
-        console.print(_link_table(rest))
+        table = Table(title="Other links", title_justify="left", box=None, pad_edge=False)
+        for heading in ("from", "to", "link", "latency"):
+            table.add_column(heading)
+        for link in rest:
+            table.add_row(link.source, link.target, describe_link(link), format_seconds(link.latency_s))
+        console.print(table)
     page.flush()
     text = written.getvalue().decode(page.encoding)
     return "\n".join(line.rstrip() for line in text.split("\n")[:-1]) + "\n"
@@ -105,14 +110,11 @@ def _describe(node: Node) -> str:
         shown = [dtype for dtype in _MAIN_DTYPES if dtype in node.spec.peak_dense][:2]
         parts.extend(f"{dtype} {format_flops(node.spec.peak_flop_per_s(dtype), 3)}" for dtype in shown)
     elif node.kind == "memory":
-        size, speed = (
-            f"{text} (assumed)" if figure is not None and figure.basis == "assumed" else text
-            for text, figure in (
-                (format_bytes(node.memory_bytes), node.capacity),
-                (format_bandwidth(node.bandwidth_bytes_per_s), node.bandwidth),
-            )
-        )
-        parts.append(f"{size} at {speed}")
+        texts = [format_bytes(node.memory_bytes), format_bandwidth(node.bandwidth_bytes_per_s)]
+        for position, figure in enumerate((node.capacity, node.bandwidth)):
+            if figure is not None and figure.basis == "assumed":
+                texts[position] += " (assumed)"
+        parts.append(" at ".join(texts))
     elif node.label:
         parts.append(_shown(node.label))
     return "  ".join(parts)
@@ -123,12 +125,3 @@ def describe_link(link: Link) -> str:
     name = link.type.name or link.type.kind
     times = f"{link.count} x " if link.count > 1 else ""
     return f"{times}{name}, {format_bandwidth(link.bandwidth_bytes_per_s)}"
-
-
-def _link_table(links: list[Link]) -> Table:
-    table = Table(title="Other links", title_justify="left", box=None, pad_edge=False)
-    for heading in ("from", "to", "link", "latency"):
-        table.add_column(heading)
-    for link in links:
-        table.add_row(link.source, link.target, describe_link(link), format_seconds(link.latency_s))
-    return table

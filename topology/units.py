@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, Literal
 
@@ -28,6 +29,27 @@ SECONDS_PER_UNIT: Final = MappingProxyType(
 )
 COUNT_UNITS: Final = ("1", "", "core", "cores", "SM", "SMs", "engine", "engines", "link", "links", "channels")
 
+_BYTES = {f"{prefix}B": scale for prefix, scale in (DECIMAL_PREFIXES | BINARY_PREFIXES).items()}
+
+
+def _decimal(*units: str, size: float = 1.0) -> dict[str, float]:
+    return {prefix + unit: scale * size for unit in units for prefix, scale in DECIMAL_PREFIXES.items()}
+
+
+_SCALES: Final[MappingProxyType[Dimension, Mapping[str, float]]] = MappingProxyType(
+    {
+        "bytes": _BYTES,
+        "bandwidth": {f"{unit}/s": scale for unit, scale in _BYTES.items()} | _decimal("bit/s", size=1 / 8),
+        "time": SECONDS_PER_UNIT,
+        "compute": _decimal("flop/s", "FLOP/s", "FLOPS", "op/s", "OPS"),
+        "power": _decimal("W"),
+        "frequency": _decimal("Hz"),
+        "transfer_rate": _decimal("T/s"),
+        "count": dict.fromkeys(COUNT_UNITS, 1.0),
+        "ratio": {"": 1.0, "1": 1.0, "%": 0.01},
+    }
+)
+"""SI units in one of each unit that a dimension can be written in."""
 _NAMES: Final[MappingProxyType[Dimension, str]] = MappingProxyType(
     {"bytes": "size", "compute": "rate of computing", "transfer_rate": "transfer rate"}
 )
@@ -99,7 +121,7 @@ def unit_scale(unit: str, dimension: Dimension) -> float:
     QuantityError
         If the unit is missing or of another dimension.
     """
-    scale = _find_scale(unit.strip(), dimension)
+    scale = _SCALES[dimension].get(unit.strip())
     if scale is None:
         what = f"unit {unit!r}" if unit else "a number without a unit"
         message = f"{what} cannot be a {_NAMES.get(dimension, dimension)}"
@@ -107,59 +129,14 @@ def unit_scale(unit: str, dimension: Dimension) -> float:
     return scale
 
 
-def _find_scale(unit: str, dimension: Dimension) -> float | None:
-    match dimension:
-        case "bytes":
-            return _byte_scale(unit)
-        case "bandwidth":
-            return _per_second(unit)
-        case "time":
-            return SECONDS_PER_UNIT.get(unit)
-        case "compute":
-            return _prefixed(unit, ("flop/s", "FLOP/s", "FLOPS", "op/s", "OPS"))
-        case "power":
-            return _prefixed(unit, ("W",))
-        case "frequency":
-            return _prefixed(unit, ("Hz",))
-        case "transfer_rate":
-            return _prefixed(unit, ("T/s",))
-        case "count":
-            return 1.0 if unit in COUNT_UNITS else None
-        case "ratio":
-            return {"": 1.0, "1": 1.0, "%": 0.01}.get(unit)
-
-
-def _prefixed(unit: str, names: tuple[str, ...]) -> float | None:
-    for name in names:
-        if unit.endswith(name):
-            return DECIMAL_PREFIXES.get(unit.removesuffix(name))
-    return None
-
-
-def _byte_scale(unit: str) -> float | None:
-    prefix = unit.removesuffix("B")
-    return None if prefix == unit else (DECIMAL_PREFIXES | BINARY_PREFIXES).get(prefix)
-
-
-def _per_second(unit: str) -> float | None:
-    if not unit.endswith("/s"):
-        return None
-    amount = unit.removesuffix("/s")
-    if amount.endswith("bit"):
-        bits = DECIMAL_PREFIXES.get(amount.removesuffix("bit"))
-        return None if bits is None else bits / 8
-    return _byte_scale(amount)
-
-
 def _unit_hint(unit: str, dimension: Dimension) -> str:
-    example = f'write it like "{_EXAMPLES[dimension]}"'
     if unit.startswith("K") and not unit.startswith("Ki"):
         return f"1000 is k and 1024 is Ki: k{unit[1:]} or Ki{unit[1:]}"
     if unit.endswith(("b", "b/s", "bps")):
         return "say B for bytes or bit for bits, such as GB/s or Gbit/s"
-    if dimension == "bandwidth" and _byte_scale(unit) is not None:
+    if dimension == "bandwidth" and unit in _SCALES["bytes"]:
         return f"a bandwidth is per second: {unit}/s"
-    return example
+    return f'write it like "{_EXAMPLES[dimension]}"'
 
 
 def parse_bytes(text: str) -> int:

@@ -29,7 +29,7 @@ class FrozenModel(BaseModel):
 
 
 class RuleError(ValueError):
-    """A broken rule inside a validator, with the fix that :func:`raise_readable` prints.
+    """A broken rule inside a validator, with the fix that :func:`readable` prints.
 
     Parameters
     ----------
@@ -108,6 +108,17 @@ def readable(
 ) -> Iterator[None]:
     """Context in which a pydantic ``ValidationError`` leaves as a readable error of the given class.
 
+    Parameters
+    ----------
+    what : str
+        The thing that is validated, such as ``"plan.json"``.
+    cls : type of ZosimError
+    locate : callable, optional
+        Turns a location into words, such as ``"line 12"``.
+    model : type, optional
+        The validated class, used to suggest known keys for unknown ones; looked up by the error's title
+        among the :class:`FrozenModel` classes if omitted.
+
     Examples
     --------
     >>> class Point(FrozenModel):
@@ -124,90 +135,49 @@ def readable(
     try:
         yield
     except ValidationError as error:
-        raise_readable(error, what, cls, locate=locate, model=model)
-
-
-def raise_readable(
-    error: ValidationError,
-    what: str,
-    cls: type[ZosimError] = TopologyError,
-    *,
-    locate: Callable[[Location], str | None] | None = None,
-    model: type | None = None,
-) -> typing.NoReturn:
-    """Raise a pydantic error as one of ours.
-
-    Parameters
-    ----------
-    error : ValidationError
-        What pydantic found.
-    what : str
-        The thing that was validated, such as ``"plan.json"``.
-    cls : type of ZosimError
-        Class of the error raised.
-    locate : callable, optional
-        Turns a location into words, such as ``"line 12"``.
-    model : type, optional
-        The validated class, used to suggest known keys for unknown ones; looked up by the error's title
-        among the :class:`FrozenModel` classes if omitted.
-
-    Raises
-    ------
-    ZosimError
-        Always, of class `cls`.
-    """
-    known_model = model or _model_by_name(error.title)
-    details = error.errors(include_url=False)
-    named = details[:MAX_ERRORS_SHOWN]
-    lines = [_describe(detail, locate) for detail in named]
-    hints = [hint for detail in named if (hint := _hint(detail, known_model)) is not None]
-    if len(details) > len(named):
-        lines.append(f"and {len(details) - len(named)} more")
-    if len(details) == 1:
-        message = f"{what} is not valid: {lines[0]}"
-    else:
-        message = "\n  ".join([f"{what} is not valid ({len(details)} problems):", *lines])
-    raise cls(message, hint="; ".join(dict.fromkeys(hints)) or None) from error
+        known_model = model or _model_by_name(error.title)
+        details = error.errors(include_url=False)
+        named = details[:MAX_ERRORS_SHOWN]
+        lines = [_describe(detail, locate) for detail in named]
+        hints = [hint for detail in named if (hint := _hint(detail, known_model)) is not None]
+        if len(details) > len(named):
+            lines.append(f"and {len(details) - len(named)} more")
+        if len(details) == 1:
+            message = f"{what} is not valid: {lines[0]}"
+        else:
+            message = "\n  ".join([f"{what} is not valid ({len(details)} problems):", *lines])
+        raise cls(message, hint="; ".join(dict.fromkeys(hints)) or None) from error
 
 
 def _describe(detail: Any, locate: Callable[[Location], str | None] | None) -> str:
+    """Name, broken rule, value and place of one of pydantic's errors, in a line."""
     location: Location = detail["loc"]
-    name = _spell(location)
-    rule = _rule(detail)
+    name = ""
+    for part in location:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        # Pydantic puts validators' names and members of unions between those of fields.
+        elif not (part.startswith("function-") or part.endswith("]")):
+            name += f".{part}" if name else part
+    error = detail.get("ctx", {}).get("error")
+    match detail["type"]:
+        case "missing":
+            rule = "missing"
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            rule = "unknown key"
+        case "literal_error" | "enum":
+            rule = f"must be one of {detail['ctx']['expected']}"
+        case "value_error":
+            rule = error.message if isinstance(error, ZosimError) else str(error)
+        case _:
+            rule = detail["msg"][:1].lower() + detail["msg"][1:]
     value = ""
     if detail["type"] not in {"missing", "value_error"}:
         given = repr(detail["input"])
         value = f", value {given if len(given) <= _MAX_SHOWN else given[: _MAX_SHOWN - 1] + '…'}"
-    error = detail.get("ctx", {}).get("error")
     inside: Location = error.location if isinstance(error, RuleError) else ()
     where = locate((*location, *inside)) if locate else None
     return f"{name}{': ' if name else ''}{rule}{value}{f' ({where})' if where else ''}"
-
-
-def _spell(location: Location) -> str:
-    text = ""
-    for part in location:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        elif not (part.startswith("function-") or part.endswith("]")):
-            text += f".{part}" if text else part
-    return text
-
-
-def _rule(detail: Any) -> str:
-    match detail["type"]:
-        case "missing":
-            return "missing"
-        case "extra_forbidden" | "unexpected_keyword_argument":
-            return "unknown key"
-        case "literal_error" | "enum":
-            return f"must be one of {detail['ctx']['expected']}"
-        case "value_error":
-            error = detail["ctx"]["error"]
-            return error.message if isinstance(error, ZosimError) else str(error)
-        case _:
-            message: str = detail["msg"]
-            return message[:1].lower() + message[1:]
 
 
 def _hint(detail: Any, model: type | None) -> str | None:
@@ -227,8 +197,7 @@ def _hint(detail: Any, model: type | None) -> str | None:
 
 def _model_by_name(name: str) -> type | None:
     pending: list[type[FrozenModel]] = [FrozenModel]
-    while pending:
-        cls = pending.pop()
+    for cls in pending:
         if cls.__name__ == name:
             return cls
         pending.extend(cls.__subclasses__())
@@ -240,11 +209,8 @@ def _keys_at(model: object, location: Location) -> set[str]:
     candidates: list[object] = [model]
     for part in location:
         candidates = [child for parent in candidates for child in _children(parent, part)]
-    keys: set[str] = set()
-    for candidate in candidates:
-        for leaf in _alternatives(candidate):
-            keys |= _field_types(leaf).keys()
-    return keys
+    leaves = [leaf for candidate in candidates for leaf in _alternatives(candidate)]
+    return {key for leaf in leaves for key in _field_types(leaf)}
 
 
 def _children(parent: object, part: int | str) -> list[object]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from topology import TopologyError, dump, load_preset, loads, refuse_errors
+from topology import MeasuredBandwidth, TopologyError, dump, load_preset, loads, refuse_errors
 from topology.lint import lint
 
 
@@ -88,7 +88,8 @@ def test_a_sparse_peak_passed_off_as_dense_is_a_warning():
 
 
 def test_a_measurement_beyond_the_wire_is_a_warning():
-    machine = load_preset("a100-80gb-milan").with_measured_bandwidth({("dram0", "gpu0"): 50e9})
+    entry = MeasuredBandwidth(source="dram0", target="gpu0", bandwidth="50 GB/s")
+    machine = load_preset("a100-80gb-milan").model_copy(update={"measured": (entry,)})
     (finding,) = lint(machine)
     assert (finding.rule, finding.severity) == ("measured", "warning")
     assert "root0--gpu0" in finding.message

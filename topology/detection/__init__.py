@@ -43,11 +43,10 @@ def detect(
         If a GPU is of an unknown model and only ``nvidia-smi`` is there to ask.
     """
     facts = read_host(root)
-    measured = memory_bandwidth_bytes_per_s
-    if measured is None:
-        measured = measure_copy_bandwidth(facts.num_cores, facts.last_level_cache_bytes, facts.memory_bytes)
-    builder = MachineBuilder(platform.node() or "host")
-    builder.add_node("host0", "host", label=facts.cpu_model)
+    measured = memory_bandwidth_bytes_per_s or measure_copy_bandwidth(
+        facts.num_cores, facts.last_level_cache_bytes, facts.memory_bytes
+    )
+    builder = MachineBuilder(platform.node() or "host", label=facts.cpu_model)
     numas = _add_host(builder, facts, measured)
     gpus = find_gpus(nvml)
     if gpus is not None:
@@ -65,10 +64,10 @@ def _add_host(builder: MachineBuilder, facts: HostFacts, bandwidth_bytes_per_s: 
             "capacity": figure(domain.memory_bytes, "B", facts.memory_source, "measured"),
             "bandwidth": figure(share, "GB/s", how, "measured"),
         }
-        numas[domain.index] = builder.add_numa(domain.index, "host0", fields)
+        numas[domain.index] = builder.add_numa(domain.index, fields)
     for package in facts.packages:
         nearby = [numas[index] for index in package.domains]
-        builder.add_cpu(package.index, "host0", nearby, cpu_spec(facts, package))
+        builder.add_cpu(package.index, nearby, cpu_spec(facts, package))
     socket = "xgmi-milan" if facts.vendor == "AuthenticAMD" else "upi-sapphire-rapids"
     builder.join_numas(list(numas.values()), catalogue().link_types[socket])
     return numas

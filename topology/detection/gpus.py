@@ -13,7 +13,6 @@ from typing import Any
 
 from topology.building import connector_type, figure, find_device, pcie_type
 from topology.errors import TopologyError
-from topology.figures import Figure
 from topology.importers.pairs import Pair
 from topology.importers.smi import parse_topo_matrix
 from topology.schema import DeviceSpec, Dtype, LinkType
@@ -101,8 +100,24 @@ def _text(value: Any) -> str:
 
 def _from_nvml(nvml: Any) -> Gpus:
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    peer_to_peer = _all_peers(nvml, handles)
-    gpus = Gpus([_gpu(nvml, index, handle, peer_to_peer) for index, handle in enumerate(handles)])
+    # Every pair of GPUs can read each other's memory where the driver does not say that it cannot.
+    reading = getattr(nvml, "NVML_P2P_CAPS_INDEX_READ", 0)
+    told = [_ask(nvml, "nvmlDeviceGetP2PStatus", *pair, reading) for pair in combinations(handles, 2)]
+    peer_to_peer = set(told) <= {None, getattr(nvml, "NVML_P2P_STATUS_OK", 0)}
+    gpus = Gpus([])
+    for index, handle in enumerate(handles):
+        spec = _spec(nvml, handle, peer_to_peer)
+        pci = _ask(nvml, "nvmlDeviceGetPciInfo", handle)
+        generation = _ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle)
+        lanes = _ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle)
+        gpu = Gpu(
+            index=index,
+            spec=spec,
+            bus_id="" if pci is None else _text(pci.busId),
+            link_type=_pcie_or_assumed(spec, generation, lanes),
+            numa=_ask(nvml, "nvmlDeviceGetNumaNodeId", handle),
+        )
+        gpus.devices.append(gpu)
     for (first, one), (second, other) in combinations(enumerate(handles), 2):
         code = _ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", one, other)
         if code in _LEVELS:
@@ -112,31 +127,9 @@ def _from_nvml(nvml: Any) -> Gpus:
     return gpus
 
 
-def _all_peers(nvml: Any, handles: list[Any]) -> bool:
-    """Whether every pair of GPUs can read each other's memory; yes where the driver does not tell."""
-    index = getattr(nvml, "NVML_P2P_CAPS_INDEX_READ", 0)
-    told = (_ask(nvml, "nvmlDeviceGetP2PStatus", *pair, index) for pair in combinations(handles, 2))
-    return all(status in {None, getattr(nvml, "NVML_P2P_STATUS_OK", 0)} for status in told)
-
-
-def _gpu(nvml: Any, index: int, handle: Any, peer_to_peer: bool) -> Gpu:
-    spec = _spec(nvml, handle, peer_to_peer)
-    pci = _ask(nvml, "nvmlDeviceGetPciInfo", handle)
-    generation = _ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle)
-    lanes = _ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle)
-    return Gpu(
-        index=index,
-        spec=spec,
-        bus_id="" if pci is None else _text(pci.busId),
-        link_type=_pcie_or_assumed(spec, generation, lanes),
-        numa=_ask(nvml, "nvmlDeviceGetNumaNodeId", handle),
-    )
-
-
 def _pcie_or_assumed(spec: DeviceSpec, generation: int | None, lanes: int | None) -> LinkType:
     """The reported PCIe link; that of its connector where a virtual machine hides it."""
-    known = generation is not None and 1 <= generation <= 7 and lanes in {1, 2, 4, 8, 16, 32}
-    if known and generation is not None and lanes is not None:
+    if generation in {1, 2, 3, 4, 5, 6, 7} and lanes in {1, 2, 4, 8, 16, 32}:
         return pcie_type(generation, lanes)
     return connector_type(spec)
 
@@ -169,6 +162,15 @@ def _estimate_spec(nvml: Any, handle: Any, name: str, total_bytes: int, peer_to_
     rates: dict[Dtype, float] = {"fp32": fp32, "fp16": tensor}
     if nearest >= (8, 0):
         rates |= {"tf32": tensor / 2, "bf16": tensor}
+    memory_megahertz = _ask(nvml, "nvmlDeviceGetMaxClockInfo", handle, 2)
+    bits = _ask(nvml, "nvmlDeviceGetMemoryBusWidth", handle)
+    bandwidth = figure(500, "GB/s", "assumed: NVML does not tell", "assumed")
+    if memory_megahertz and bits:
+        # Two transfers a clock.
+        rate = round(2 * memory_megahertz * bits / 8 / 1000, 1)
+        bandwidth = figure(rate, "GB/s", f"estimate: 2 x {memory_megahertz} MHz x {bits} bit", "estimated")
+    milliwatts = _ask(nvml, "nvmlDeviceGetPowerManagementDefaultLimit", handle)
+    power = figure(milliwatts / 1000, "W", "default power limit of NVML", "measured") if milliwatts else None
     return DeviceSpec(
         id="detected-" + "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")[:60],
         name=name,
@@ -177,26 +179,12 @@ def _estimate_spec(nvml: Any, handle: Any, name: str, total_bytes: int, peer_to_
             dtype: figure(round(rate, 2), "Tflop/s", how, "estimated") for dtype, rate in rates.items()
         },
         memory=figure(total_bytes / 2**20, "MiB", "NVML", "measured"),
-        memory_bandwidth=_memory_bandwidth(nvml, handle),
+        memory_bandwidth=bandwidth,
         cores=figure(num_sms, "SM", "NVML", "measured"),
         copy_engines=figure(2, "engines", "assumed: one per direction", "assumed"),
-        tdp=_power(nvml, handle),
+        tdp=power,
         pcie_peer_to_peer=peer_to_peer,
     )
-
-
-def _memory_bandwidth(nvml: Any, handle: Any) -> Figure:
-    megahertz = _ask(nvml, "nvmlDeviceGetMaxClockInfo", handle, 2)
-    bits = _ask(nvml, "nvmlDeviceGetMemoryBusWidth", handle)
-    if not megahertz or not bits:
-        return figure(500, "GB/s", "assumed: NVML does not tell", "assumed")
-    how = f"estimate: 2 x {megahertz} MHz x {bits} bit"
-    return figure(round(2 * megahertz * bits / 8 / 1000, 1), "GB/s", how, "estimated")
-
-
-def _power(nvml: Any, handle: Any) -> Figure | None:
-    milliwatts = _ask(nvml, "nvmlDeviceGetPowerManagementDefaultLimit", handle)
-    return figure(milliwatts / 1000, "W", "default power limit of NVML", "measured") if milliwatts else None
 
 
 def _count_nvlinks(nvml: Any, handles: list[Any], gpus: Gpus) -> None:
@@ -274,7 +262,6 @@ def _gpu_from_row(line: str) -> Gpu:
     if spec is None:
         message = f"the GPU {name!r} is not in the catalogue"
         raise TopologyError(message, hint="install zosim[gpu]: NVML tells enough to estimate its peaks")
-    link_type = _pcie_or_assumed(
-        spec, int(generation) if generation.isdigit() else None, int(lanes) if lanes.isdigit() else None
-    )
+    told = [int(cell) if cell.isdigit() else None for cell in (generation, lanes)]
+    link_type = _pcie_or_assumed(spec, *told)
     return Gpu(int(index), spec, bus_id, link_type, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -46,24 +47,16 @@ class HostFacts:
 
     Attributes
     ----------
-    cpu_model, vendor : str
-        As the kernel prints them.
     family : int
         Family number of an x86 processor; 0 elsewhere.
     flags : frozenset of str
         Instruction set extensions.
     frequency_hz : float
         Base clock where it is known.
-    frequency_source : str
-        Where the clock was read.
-    packages, domains : tuple
-        Sockets and NUMA domains.
     memory_bytes : int
         Usable memory, limits of control groups included.
-    memory_source : str
-        What set it.
     last_level_cache_bytes : int
-        Of one core's view; 0 if unknown.
+        Largest cache of the first usable processor; 0 if unknown.
     """
 
     cpu_model: str
@@ -100,10 +93,14 @@ def read_host(root: Path = Path("/"), *, cpus: Iterable[int] | None = None) -> H
     pairs = (line.partition(":") for line in first.splitlines())
     info = {key.strip(): value.strip() for key, _, value in pairs}
     memory_bytes, memory_source = _memory_limit(root)
-    frequency_hz, frequency_source = _frequency(root, info)
+    frequency_hz, frequency_source = _frequency(root, info.get("cpu MHz", ""))
     domains = _domains(root, usable, memory_bytes)
+    caches = root / f"sys/devices/system/cpu/cpu{min(usable, default=0)}/cache"
+    cache_sizes = [_read(index / "size") or "" for index in caches.glob("index*")]
+    kibibytes = [int(size[:-1]) for size in cache_sizes if re.fullmatch(r"\d+K", size)]
     return HostFacts(
-        cpu_model=info.get("model name") or platform_name(),
+        # The file names no model on ARM.
+        cpu_model=info.get("model name") or platform.processor() or platform.machine() or "CPU",
         vendor=info.get("vendor_id", ""),
         family=int(family) if (family := info.get("cpu family", "")).isdigit() else 0,
         flags=frozenset((info.get("flags") or info.get("Features") or "").split()),
@@ -113,7 +110,7 @@ def read_host(root: Path = Path("/"), *, cpus: Iterable[int] | None = None) -> H
         domains=domains,
         memory_bytes=memory_bytes,
         memory_source=memory_source,
-        last_level_cache_bytes=_last_level_cache(root, usable),
+        last_level_cache_bytes=max(kibibytes, default=0) * 1024,
     )
 
 
@@ -122,13 +119,6 @@ def usable_cpus() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
-
-
-def platform_name() -> str:
-    """Name of the processor where ``/proc/cpuinfo`` has none, as on ARM."""
-    import platform
-
-    return platform.processor() or platform.machine() or "CPU"
 
 
 def _read(path: Path) -> str | None:
@@ -143,14 +133,15 @@ def _read_int(path: Path) -> int | None:
     return int(text) if text is not None and re.fullmatch(r"-?\d+", text) else None
 
 
-def _frequency(root: Path, info: dict[str, str]) -> tuple[float, str]:
+def _frequency(root: Path, megahertz: str) -> tuple[float, str]:
+    """Clock in Hz and where it was read, from sysfs or else from what ``/proc/cpuinfo`` says in MHz."""
     folder = root / "sys/devices/system/cpu/cpu0/cpufreq"
     for name in ("base_frequency", "cpuinfo_max_freq"):
         kilohertz = _read_int(folder / name)
         if kilohertz:
             return kilohertz * 1e3, f"sysfs {name}"
-    if re.fullmatch(r"\d+(\.\d+)?", info.get("cpu MHz", "")):
-        return float(info["cpu MHz"]) * 1e6, "/proc/cpuinfo"
+    if re.fullmatch(r"\d+(\.\d+)?", megahertz):
+        return float(megahertz) * 1e6, "/proc/cpuinfo"
     return DEFAULT_FREQUENCY_HZ, "assumed, the machine does not tell"
 
 
@@ -187,8 +178,7 @@ def _packages(
         cores.setdefault(package, set()).add(siblings)
         near = {domain.index for domain in domains if cpu in domain.cpus} or {domains[0].index}
         domain_ids.setdefault(package, set()).update(near)
-    total = sum(len(members) for members in cores.values())
-    share = min(1.0, quota / total)
+    share = min(1.0, quota / sum(map(len, cores.values())))
     return tuple(
         Package(index, max(1, math.ceil(len(cores[index]) * share)), tuple(sorted(domain_ids[index])))
         for index in sorted(cores)
@@ -235,12 +225,6 @@ def _cpu_quota(root: Path) -> float:
         if quota is not None and period is not None and quota > 0:
             quotas.append(quota / period)
     return min(quotas)
-
-
-def _last_level_cache(root: Path, usable: frozenset[int]) -> int:
-    folder = root / f"sys/devices/system/cpu/cpu{min(usable, default=0)}/cache"
-    sizes = (_read(index / "size") or "" for index in folder.glob("index*"))
-    return max((int(size[:-1]) * 1024 for size in sizes if re.fullmatch(r"\d+K", size)), default=0)
 
 
 def flop_per_cycle(facts: HostFacts) -> dict[Dtype, tuple[int, str]]:

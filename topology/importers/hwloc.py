@@ -98,7 +98,6 @@ def from_hwloc_xml(
         message = f"{str(path)!r} has no object of type Machine"
         raise TopologyError(message, hint="write it with `lstopo machine.xml`")
     builder = MachineBuilder(Path(path).stem)
-    builder.add_node("host0", "host")
     walk = _HwlocTree(builder, path, gpu, cpu)
     for device in machine.iterfind(".//object[@type='PCIDev']"):
         spec = _gpu_spec(walk, device)
@@ -112,9 +111,8 @@ def from_hwloc_xml(
         vendor, model = (
             "" if package is None else _info(package, name) or "" for name in ("CPUVendor", "CPUModelNumber")
         )
-        builder.join_numas(
-            numas, socket_type(vendor, int(model) if model.isdigit() and len(model) < 6 else 0)
-        )
+        number = int(model) if model.isdigit() and len(model) < 6 else 0
+        builder.join_numas(numas, socket_type(vendor, number))
         if not vendor:
             builder.notes.append("The link between NUMA domains is assumed to be that of AMD's Milan.")
     _add_bridges(walk, machine, numas[0])
@@ -162,30 +160,38 @@ def _add_numas(
         fields = assumed_memory(memory, memory_bandwidth, len(with_memory), specs, is_grace=walk.is_grace)
         if usable:
             fields["capacity"] = figure(usable[index], "B", "local_memory of the hwloc file", "measured")
-        walk.numas[index] = walk.builder.add_numa(index, "host0", fields)
+        walk.numas[index] = walk.builder.add_numa(index, fields)
 
 
 def _bitmap(text: str | None) -> frozenset[int]:
     """Members of a set of hwloc, such as ``0x3,0xffffffff``; empty where it is left out or has no end."""
     words = (text or "").split(",")
-    if (
-        not all(re.fullmatch("0x[0-9a-fA-F]{1,8}|0x0|", word) for word in words)
-        or len(words) * 32 > MAX_PROCESSORS
-    ):
+    # A set without an end has 0xf...f for its first word.
+    is_finite = all(re.fullmatch("0x[0-9a-fA-F]{1,8}|", word) for word in words)
+    if not is_finite or len(words) * 32 > MAX_PROCESSORS:
         return frozenset()
     bits = int("0" + "".join(word.removeprefix("0x").rjust(8, "0") for word in words), 16)
     return frozenset(number for number in range(bits.bit_length()) if bits >> number & 1)
 
 
 def _add_packages(walk: _HwlocTree, machine: ET.Element) -> None:
+    """Add processors: packages with cores that may be used, or the whole machine where the file has no packages."""
     packages = list(machine.iterfind(".//object[@type='Package']")) or [machine]
-    cores = {package: _num_cores(package, _bitmap(machine.get("allowed_cpuset"))) for package in packages}
+    allowed = _bitmap(machine.get("allowed_cpuset"))
+    cores = {package: _num_cores(package, allowed) for package in packages}
     usable = [package for package in packages if cores[package]] or packages
     for index, package in enumerate(usable):
-        inside = [walk.numas[number] for number in _domains_of(walk, package)] or [
-            next(iter(walk.numas.values()))
+        inside = [walk.numas[number] for number in _domains_of(walk, package)] or list(walk.numas.values())[
+            :1
         ]
-        walk.builder.add_cpu(index, "host0", inside, _cpu_spec(walk, package, index, max(1, cores[package])))
+        known = find_device(_info(package, "CPUModel") or "")
+        if walk.cpu is not None:
+            spec = require_device(walk.cpu, "cpu", str(walk.path))
+        elif known is not None and known.kind == "cpu":
+            spec = known
+        else:
+            spec = generic_cpu(index, max(1, cores[package]), "hwloc's cores")
+        walk.builder.add_cpu(index, inside, spec)
         if package is not machine:
             walk.node_of[f"Package:{package.get('gp_index')}"] = inside[0]
 
@@ -211,15 +217,6 @@ def _num_cores(package: ET.Element, allowed: frozenset[int]) -> int:
                 for item in found
             )
     return 0
-
-
-def _cpu_spec(walk: _HwlocTree, package: ET.Element, index: int, num_cores: int) -> DeviceSpec:
-    if walk.cpu is not None:
-        return require_device(walk.cpu, "cpu", str(walk.path))
-    known = find_device(_info(package, "CPUModel") or "")
-    if known is not None and known.kind == "cpu":
-        return known
-    return generic_cpu(index, num_cores, "hwloc's cores")
 
 
 def _info(element: ET.Element, name: str) -> str | None:
@@ -302,9 +299,7 @@ def _gpu_spec(walk: _HwlocTree, device: ET.Element) -> DeviceSpec | None:
     if walk.gpu is None and model is None and vendor != NVIDIA:
         return None  # the display adapter of a processor of AMD's
     name = walk.gpu or model or _info(device, "PCIDevice")
-    return require_device(
-        name, "gpu", f"{str(walk.path)!r} ({attribute(device, 'pci_type', walk.path)[:16]})"
-    )
+    return require_device(name, "gpu", f"{str(walk.path)!r} ({device.get('pci_type', '')[:16]})")
 
 
 def _link_type(walk: _HwlocTree, device: ET.Element) -> LinkType:
@@ -345,13 +340,10 @@ def _add_nvlinks(walk: _HwlocTree, root: ET.Element, machine: ET.Element) -> Non
     for first, second, rate_bytes_per_s, matrix in _pairs(walk, root):
         is_told = True
         node, other = walk.node_of.get(first), walk.node_of.get(second)
-        if (
-            node is None
-            or node not in walk.added
-            or node == other
-            or frozenset({node, other or ""}) in joined
-        ):
+        if node is None or node not in walk.added or node == other:
             continue
+        if frozenset({node, other or ""}) in joined:
+            continue  # matrices have both directions of a pair
         if other is None and not second.startswith("PCIDev:"):
             continue  # a processor that may not be used
         if matrix == "XGMIBandwidth":
@@ -361,7 +353,10 @@ def _add_nvlinks(walk: _HwlocTree, root: ET.Element, machine: ET.Element) -> Non
                 bandwidth = figure(rate_bytes_per_s / 1e9, "GB/s", source, "declared")
                 link_type = LinkType(kind="c2c", bandwidth=bandwidth, latency=latency)
         else:
-            generation = _generation(walk.added[node], rate_bytes_per_s)
+            ports = walk.added[node].nvlink
+            # Of a GPU that the catalogue lacks, the generation whose bandwidth the rate is a multiple of.
+            fitting = (gen for gen in (5, 4, 1) if rate_bytes_per_s % NVLINK_BYTES_PER_S[gen] == 0)
+            generation = next(fitting, 4) if ports is None else ports.generation
             link_type = nvlink_type(generation)
             count = max(1, round(rate_bytes_per_s / NVLINK_BYTES_PER_S[generation]))
         if other is None:
@@ -369,19 +364,19 @@ def _add_nvlinks(walk: _HwlocTree, root: ET.Element, machine: ET.Element) -> Non
         else:
             joined.add(frozenset({node, other}))
             walk.builder.join(*((node, other) if other in walk.added else (other, node)), link_type, count)
-    ports = {node: spec.nvlink for node, spec in walk.added.items() if spec.nvlink is not None}
-    newest = max((port.generation for port in ports.values()), default=2)
+    ports_of = {node: spec.nvlink for node, spec in walk.added.items() if spec.nvlink is not None}
+    newest = max((ports.generation for ports in ports_of.values()), default=2)
     if to_switch:
         join_switch(walk.builder, to_switch, newest)
-    if is_told or not ports:
+    if is_told or not ports_of:
         return
     devices = map(_pci_type, machine.iterfind(".//object[@type='PCIDev']"))
     if any(found[:2] == (NVSWITCH, NVIDIA) for found in devices):
-        join_switch(walk.builder, {node: port.num_links for node, port in ports.items()}, newest)
+        join_switch(walk.builder, {node: ports.num_links for node, ports in ports_of.items()}, newest)
         walk.builder.notes.append(
-            f"The file has NVSwitches and does not tell what hangs on them: all NVLinks of all {len(ports)} GPUs are assumed."
+            f"The file has NVSwitches and does not tell what hangs on them: all NVLinks of all {len(ports_of)} GPUs are assumed."
         )
-    elif len(ports) > 1 and any("sxm" in spec.id for spec in walk.added.values()):
+    elif len(ports_of) > 1 and any("sxm" in spec.id for spec in walk.added.values()):
         walk.builder.notes.append(
             "The file does not tell NVLinks (lstopo writes them where it is built with NVML): none are assumed."
         )
@@ -405,10 +400,3 @@ def _pairs(walk: _HwlocTree, root: ET.Element) -> Iterator[tuple[str, str, float
                 rate = int(values[row * len(objects) + column])
                 if row != column and rate:
                     yield first, second, rate * 1e6, name
-
-
-def _generation(spec: DeviceSpec, rate_bytes_per_s: float) -> int:
-    """The generation of a GPU's NVLinks: its model's, or that whose bandwidth the rate is a multiple of."""
-    if spec.nvlink is not None:
-        return spec.nvlink.generation
-    return next((gen for gen in (5, 4, 1) if rate_bytes_per_s % NVLINK_BYTES_PER_S[gen] == 0), 4)

@@ -100,7 +100,6 @@ def from_nccl_xml(
         raise TopologyError(message, hint="dump the topology of one host")
     indexes = [max(integer(domain, "numaid", path), 0) for domain in domains]
     builder = MachineBuilder(Path(path).stem)
-    builder.add_node("host0", "host")
     gpus = _find_gpus(root, path, gpu)
     walk = _NcclTree(builder, path, gpus, _carrying(root, gpus))
     specs = [spec for _, spec in walk.gpus.values()]
@@ -108,9 +107,9 @@ def from_nccl_xml(
     for index, domain in zip(indexes, domains, strict=True):
         is_grace = domain.find(".//c2c") is not None
         fields = assumed_memory(memory, memory_bandwidth, len(domains), specs, is_grace=is_grace)
-        numa = builder.add_numa(index, "host0", fields)
+        numa = builder.add_numa(index, fields)
         numas.append(numa)
-        builder.add_cpu(index, "host0", [numa], _cpu_spec(cpu, domain, index, path))
+        builder.add_cpu(index, [numa], _cpu_spec(cpu, domain, index, path))
         for child in domain.findall("pci"):
             if child in walk.carrying:
                 _add_pci(walk, child, builder.add_root(numa), numa)
@@ -127,15 +126,11 @@ def from_nccl_xml(
 
 
 def _find_gpus(
-    root: ET.Element, path: str | Path, gpu: str | None
+    root: ET.Element, path: str | Path, model: str | None
 ) -> dict[ET.Element, tuple[int, DeviceSpec]]:
     """The PCI devices that are GPUs, each with its number and what it is."""
     devices = list(root.iter("pci"))
-    numbers: dict[ET.Element, int] = {}
-    for pci in devices:
-        element = pci.find("gpu")
-        if element is not None:
-            numbers[pci] = integer(element, "dev", path)
+    numbers = {pci: integer(gpu, "dev", path) for pci in devices if (gpu := pci.find("gpu")) is not None}
     others = [
         pci
         for pci in devices
@@ -156,9 +151,9 @@ def _find_gpus(
     specs = {}
     for pci, number in numbers.items():
         vendor, device = hexadecimal(pci.get("vendor")) or 0x10DE, hexadecimal(pci.get("device"))
-        spec = find_device(gpu or PCI_ID_TO_DEVICE.get((vendor, device or 0)) or "")
+        spec = find_device(model or PCI_ID_TO_DEVICE.get((vendor, device or 0)) or "")
         if spec is None or spec.kind != "gpu":
-            spec = require_device(gpu, "gpu", f"{str(path)!r} (PCI device {pci.get('device', 'unnamed')})")
+            spec = require_device(model, "gpu", f"{str(path)!r} (PCI device {pci.get('device', 'unnamed')})")
         specs[pci] = number, spec
     return specs
 
@@ -168,6 +163,7 @@ def _is_nic(pci: ET.Element) -> bool:
 
 
 def _carrying(root: ET.Element, gpus: Container[ET.Element]) -> set[ET.Element]:
+    """GPUs and adapters, and the bridges above them."""
     above = {child: parent for parent in root.iter() for child in parent}
     carrying: set[ET.Element] = set()
     for pci in root.iter("pci"):
@@ -211,17 +207,17 @@ def _add_gpu(walk: _NcclTree, pci: ET.Element, numa: str) -> str:
     gpu = pci.find("gpu")
     if gpu is None:
         return node
-    sm = integer(gpu, "sm", walk.path, default=90)
-    generation = max(gen for known, gen in SM_TO_NVLINK_GENERATION.items() if known <= max(sm, 60))
-    generation = spec.nvlink.generation if spec.nvlink else generation
+    sm = max(integer(gpu, "sm", walk.path, default=90), min(SM_TO_NVLINK_GENERATION))
+    generation = max(gen for known, gen in SM_TO_NVLINK_GENERATION.items() if known <= sm)
+    if spec.nvlink:
+        generation = spec.nvlink.generation
     walk.nvlinks.extend((node, numa, nvlink, generation) for nvlink in gpu.findall("nvlink"))
     for c2c in gpu.findall("c2c"):
         with readable(f"the C2C link of {node} in {str(walk.path)!r}"):
-            bandwidth = Figure(
-                value=integer(c2c, "bw", walk.path), unit="MB/s", source="c2c of the NCCL topology file"
-            )
-            known = catalogue().link_types["nvlink-c2c"]
-            link_type = LinkType(kind="c2c", bandwidth=bandwidth, latency=known.latency)
+            rate = integer(c2c, "bw", walk.path)
+            bandwidth = Figure(value=rate, unit="MB/s", source="c2c of the NCCL topology file")
+            latency = catalogue().link_types["nvlink-c2c"].latency
+            link_type = LinkType(kind="c2c", bandwidth=bandwidth, latency=latency)
         walk.builder.join(numa, node, link_type, integer(c2c, "count", walk.path))
     return node
 
@@ -233,10 +229,9 @@ def _add_nic(walk: _NcclTree, nic: ET.Element | None) -> str:
         if "network0" not in walk.builder:
             walk.builder.add_node("network0", "network")
         speed = integer(net, "speed", walk.path)
-        source = "speed of the NCCL topology file"
         latency = catalogue().link_types["infiniband-hdr"].latency
         with readable(f"the network of {node} in {str(walk.path)!r}"):
-            bandwidth = Figure(value=speed, unit="Mbit/s", source=source)
+            bandwidth = Figure(value=speed, unit="Mbit/s", source="speed of the NCCL topology file")
             link_type = LinkType(kind="network", bandwidth=bandwidth, latency=latency)
         walk.builder.join(node, "network0", link_type)
     return node
@@ -292,13 +287,11 @@ def _assume_switch(walk: _NcclTree) -> None:
     boards = {
         f"gpu{index}": spec.nvlink for index, spec in walk.gpus.values() if spec.nvlink and "sxm" in spec.id
     }
-    ports = next(iter(boards.values()), None)
-    if ports is None:
+    if not boards:
         return
-    is_switched = ports.generation >= 3 and len(boards) >= _FEWEST_BEHIND_SWITCH
-    if is_switched:
+    ports = next(iter(boards.values()))
+    assumed = "none are assumed"
+    if ports.generation >= 3 and len(boards) >= _FEWEST_BEHIND_SWITCH:
         join_switch(walk.builder, dict.fromkeys(boards, ports.num_links), ports.generation)
-    assumed = (
-        f"a switch with {ports.num_links} from each GPU is assumed" if is_switched else "none are assumed"
-    )
+        assumed = f"a switch with {ports.num_links} from each GPU is assumed"
     walk.builder.notes.append(f"The file has no NVLinks, which NCCL finds on the machine: {assumed}.")

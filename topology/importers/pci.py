@@ -67,7 +67,7 @@ _DOUBT = 4
 
 
 def hexadecimal(text: str | None) -> int | None:
-    """A number such as ``0x10de`` or ``10de``; None where there is none."""
+    """Return the number that ``0x10de`` or ``10de`` spells; None where there is none."""
     match = re.fullmatch(r"(?:0[xX])?([0-9a-fA-F]{1,8})", (text or "").strip())
     return None if match is None else int(match[1], 16)
 

@@ -14,14 +14,13 @@ from topology.building import (
     connector_type,
     cores_of,
     generic_cpu,
-    pcie_type,
     require_device,
 )
 from topology.documents import catalogue
 from topology.errors import TopologyError
 from topology.graph import Topology
 from topology.importers.pairs import Endpoint, Pair, attach, join_nvlinks
-from topology.schema import DeviceSpec, LinkType
+from topology.schema import DeviceSpec
 
 CODES = ("X", "PIX", "PXB", "PHB", "NODE", "SYS")
 OLDER_CODES = {"PSB": "PIX", "INT": "PIX", "SOC": "SYS", "NVB": "SYS"}
@@ -30,6 +29,8 @@ between these two."""
 _HEADINGS = re.compile(r"\b(CPU Affinity|NUMA Affinity|GPU NUMA ID|Memory Affinity)\b")
 _NOT_DEVICES = frozenset({"CPU", "NUMA", "GPU", "Memory"})
 _CPU_LIST = re.compile(r"\d+([,-]\d+)*")
+_CELL = re.compile(r"[A-Z]{1,4}|NV\d+|N/A|\d.*")
+_COLUMN = re.compile(r"GPU\d+|CPU|NUMA|GPU")
 _MAX_DIGITS = 9
 _MOST_NUMBERED = 2**17
 """Numbers of processors end below."""
@@ -109,7 +110,9 @@ def _tables(text: str) -> list[_Table]:
     tables: list[_Table] = []
     for line in (_ANSI.sub("", line).rstrip() for line in text.splitlines()):
         words = line.split()
-        if words and words[0] == "GPU0" and _is_heading(words):
+        # A line that begins with GPU0 is a row if a cell of the matrix follows, else the line of names.
+        is_row = len(words) > 1 and _CELL.fullmatch(words[1]) and not _COLUMN.fullmatch(words[1])
+        if words and words[0] == "GPU0" and not is_row:
             devices = list(itertools.takewhile(lambda word: word not in _NOT_DEVICES, words))
             tables.append(_Table(devices, _HEADINGS.findall(line)))
         elif words and tables and words[0] in tables[-1].columns:
@@ -121,15 +124,6 @@ def _tables(text: str) -> list[_Table]:
         message = "there is no matrix that starts with GPU0 in the nvidia-smi output"
         raise TopologyError(message, hint="paste the output of `nvidia-smi topo -m`")
     return tables
-
-
-def _is_heading(words: list[str]) -> bool:
-    """Whether a line that begins with GPU0 names columns: a row goes on with a cell."""
-    return (
-        len(words) == 1
-        or re.fullmatch(r"GPU\d+|CPU|NUMA|GPU", words[1]) is not None
-        or re.fullmatch(r"[A-Z]{1,4}|NV\d+|N/A|\d.*", words[1]) is None
-    )
 
 
 def _is_of_codes(table: _Table) -> bool:
@@ -144,7 +138,7 @@ def _read_rows(table: _Table) -> TopoMatrix:
     levels: dict[Pair, str] = {}
     nvlinks: dict[tuple[str, str], int] = {}
     numa: dict[str, int] = {}
-    cpus: dict[str, int] = {}
+    cpus: dict[str, frozenset[int]] = {}
     coherent = set()
     columns = table.columns
     for name in columns:
@@ -152,60 +146,39 @@ def _read_rows(table: _Table) -> TopoMatrix:
         if len(cells) < len(columns):
             message = f"row {name} of the nvidia-smi matrix has {len(cells)} cells, not {len(columns)}"
             raise TopologyError(message, hint="a line may have been wrapped when it was copied")
-        for other, code in zip(columns, cells, strict=False):
-            _read_cell(name, other, code, levels, nvlinks)
+        for other, cell in zip(columns, cells, strict=False):
+            code = OLDER_CODES.get(cell, cell)
+            if re.fullmatch(r"NV\d+", code):
+                if (other, name) not in nvlinks and name != other:
+                    nvlinks[name, other] = _number(code[2:], "NVLinks")
+            elif code not in CODES:
+                message = f"{code!r} between {name} and {other} is no code of nvidia-smi's matrix"
+                raise TopologyError(message, hint=f"known: NV# and {', '.join(CODES)}")
+            elif code != "X" and name != other:
+                levels[frozenset({name, other})] = code
         tail = _affinities(cells[len(columns) :], table.headings)
-        if (listed := tail.get("CPU Affinity", "")) and _CPU_LIST.fullmatch(listed):
-            cpus[name] = _mask(listed)
+        if _CPU_LIST.fullmatch(listed := tail.get("CPU Affinity", "")):
+            cpus[name] = frozenset(parse_cpu_list(listed))
         if printed := re.match(r"\d+", tail.get("NUMA Affinity", "")):
             numa[name] = _number(printed[0], "NUMA domains")
         if re.fullmatch(r"\d+", tail.get("GPU NUMA ID", "")):
             coherent.add(name)
-    members = _domains(numa, cpus)
-    cores = {
-        domain: cores_of(cpu for cpu, bit in enumerate(reversed(f"{mask:b}")) if bit == "1")
-        for domain, mask in members.items()
-        if mask
-    }
+    cores = {domain: cores_of(members) for domain, members in _domains(numa, cpus).items() if members}
     return TopoMatrix(tuple(columns), levels, nvlinks, numa, cores, frozenset(coherent))
 
 
-def _mask(listed: str) -> int:
-    """A list of processors as a number with a bit for each."""
-    mask = 0
-    for run in _runs(listed):
-        mask |= ((1 << len(run)) - 1) << run.start
-    return mask
-
-
-def _domains(numa: dict[str, int], cpus: Mapping[str, int]) -> dict[int, int]:
+def _domains(numa: dict[str, int], cpus: Mapping[str, frozenset[int]]) -> dict[int, frozenset[int]]:
     """The processors of each NUMA domain; GPUs without a printed one are put into that of their processors."""
-    members: dict[int, int] = {}
+    members: dict[int, frozenset[int]] = {}
     for name, domain in numa.items():
-        members[domain] = members.get(domain, 0) | cpus.get(name, 0)
-    rest = sorted(
-        (name for name in cpus if name not in numa and cpus[name]), key=lambda name: cpus[name] & -cpus[name]
-    )
-    for name in rest:
-        near = (domain for domain, mask in members.items() if mask & cpus[name])
+        members[domain] = members.get(domain, frozenset()) | cpus.get(name, frozenset())
+    rest = [name for name in cpus if name not in numa and cpus[name]]
+    for name in sorted(rest, key=lambda name: min(cpus[name])):
+        near = (domain for domain, known in members.items() if known & cpus[name])
         fresh = (number for number in itertools.count() if number not in members)
         numa[name] = next(itertools.chain(near, fresh))
-        members[numa[name]] = members.get(numa[name], 0) | cpus[name]
+        members[numa[name]] = members.get(numa[name], frozenset()) | cpus[name]
     return members
-
-
-def _read_cell(
-    name: str, other: str, code: str, levels: dict[Pair, str], nvlinks: dict[tuple[str, str], int]
-) -> None:
-    code = OLDER_CODES.get(code, code)
-    if re.fullmatch(r"NV\d+", code):
-        if (other, name) not in nvlinks and name != other:
-            nvlinks[name, other] = _number(code[2:], "NVLinks")
-    elif code not in CODES:
-        message = f"{code!r} between {name} and {other} is no code of nvidia-smi's matrix"
-        raise TopologyError(message, hint=f"known: NV# and {', '.join(CODES)}")
-    elif code != "X" and name != other:
-        levels[frozenset({name, other})] = code
 
 
 def _affinities(cells: list[str], headings: list[str]) -> dict[str, str]:
@@ -257,11 +230,6 @@ def parse_cpu_list(text: str) -> Iterator[int]:
     TopologyError
         If it names more processors than any machine has.
     """
-    for run in _runs(text):
-        yield from run
-
-
-def _runs(text: str) -> Iterator[range]:
     num_processors = 0
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         members = range(_number(first, "processors"), _number(last or first, "processors") + 1)
@@ -269,7 +237,7 @@ def _runs(text: str) -> Iterator[range]:
         if num_processors > MAX_PROCESSORS or members.stop > _MOST_NUMBERED:
             message = f"a list of processors names {num_processors} of them with {members.stop - 1}"
             raise TopologyError(message, hint=f"no more than {MAX_PROCESSORS} are read")
-        yield members
+        yield from members
 
 
 def from_nvidia_smi_topo(
@@ -279,7 +247,6 @@ def from_nvidia_smi_topo(
     cpu: str | None = None,
     memory: str | None = None,
     memory_bandwidth: str | None = None,
-    pcie_generation: int | None = None,
     name: str = "nvidia-smi",
 ) -> Topology:
     """The machine behind the output of ``nvidia-smi topo -m``.
@@ -292,8 +259,6 @@ def from_nvidia_smi_topo(
         Catalogue or product names; `gpu` is that of all GPUs. Without `cpu` a generic one is taken.
     memory, memory_bandwidth : str, optional
         Of the host; assumed if left out.
-    pcie_generation : int, optional
-        Of the GPUs' links; that of the GPU's architecture if left out. Width is taken as x16.
     name : str, optional
         Name of the machine.
 
@@ -308,7 +273,7 @@ def from_nvidia_smi_topo(
     }
     specs = gpu_specs(matrix.gpus, listed, gpu, "the nvidia-smi matrix")
     builder = MachineBuilder(name)
-    build_matrix(builder, matrix, specs, cpu, memory, memory_bandwidth, pcie_generation)
+    build_matrix(builder, matrix, specs, cpu, memory, memory_bandwidth)
     return builder.build_imported("Imported from `nvidia-smi topo -m`; PCIe widths are assumed.")
 
 
@@ -338,18 +303,13 @@ def build_matrix(
     cpu: str | None,
     memory: str | None,
     memory_bandwidth: str | None,
-    pcie_generation: int | None = None,
 ) -> None:
-    """Add a host with all that a matrix tells of it.
+    """Add a host with all that a matrix tells of it; parameters as of :func:`from_nvidia_smi_topo`.
 
     Parameters
     ----------
-    builder : MachineBuilder
-    matrix : TopoMatrix
     specs : mapping of str to DeviceSpec
         By the rows that are GPUs.
-    cpu, memory, memory_bandwidth, pcie_generation
-        As of :func:`from_nvidia_smi_topo`.
 
     Raises
     ------
@@ -357,53 +317,47 @@ def build_matrix(
         If there are too many devices, or something is not known to the catalogue.
     """
     types = catalogue().link_types
-    builder.add_node("host0", "host")
     num_domains = max([*matrix.numa.values(), 0]) + 1
-    with_c2c = {
-        _numa_of(name, matrix)
-        for name in matrix.coherent
-        if name in specs and specs[name].nvlink is not None and specs[name].nvlink.generation >= 4  # type: ignore[union-attr]
-    }
+    domain_of = {device: _numa_of(device, matrix) for device in matrix.devices}
+    # A GPU whose memory is a NUMA domain hangs on a Grace from the fourth generation of NVLink on, before on a POWER.
+    behind_c2c = [
+        name
+        for name in matrix.gpus
+        if name in matrix.coherent and (ports := specs[name].nvlink) and ports.generation >= 4
+    ]
+    graces = {domain_of[name] for name in behind_c2c}
     numas = []
     for index in range(num_domains):
+        is_grace = index in graces
         fields = assumed_memory(
-            memory, memory_bandwidth, num_domains, list(specs.values()), is_grace=index in with_c2c
+            memory, memory_bandwidth, num_domains, list(specs.values()), is_grace=is_grace
         )
-        numas.append(builder.add_numa(index, "host0", fields))
-        cores = matrix.cores.get(index, _CORES)
-        spec_cpu = (
-            require_device(cpu, "cpu", "the command")
-            if cpu
-            else generic_cpu(index, cores, "CPU affinity of the matrix")
-        )
-        builder.add_cpu(index, "host0", numas[-1:], spec_cpu)
+        numas.append(builder.add_numa(index, fields))
+        if cpu:
+            processor = require_device(cpu, "cpu", "the command")
+        else:
+            processor = generic_cpu(index, matrix.cores.get(index, _CORES), "CPU affinity of the matrix")
+        builder.add_cpu(index, numas[-1:], processor)
     if len(numas) > 1:
         builder.join_numas(numas, types["xgmi-milan"])
         builder.notes.append("The link between NUMA domains is assumed to be that of AMD's Milan.")
-    endpoints = [
-        Endpoint(
-            device.lower(),
-            {"kind": "gpu", "index": _number(device[3:], "GPUs"), "spec": specs[device]}
-            if device in specs
-            else {"kind": "nic"},
-            _slot(specs.get(device, next(iter(specs.values()))), pcie_generation),
-            numas[_numa_of(device, matrix)],
-        )
-        for device in matrix.devices
-    ]
+    first_spec = next(iter(specs.values()))
+    endpoints = []
+    for device in matrix.devices:
+        fields = {"kind": "nic"}
+        if device in specs:
+            fields = {"kind": "gpu", "index": _number(device[3:], "GPUs"), "spec": specs[device]}
+        # The slot of an adapter is taken to be as that of the first GPU.
+        slot = connector_type(specs.get(device, first_spec))
+        endpoints.append(Endpoint(device.lower(), fields, slot, numas[domain_of[device]]))
     levels = {frozenset(name.lower() for name in pair): code for pair, code in matrix.levels.items()}
     attach(builder, endpoints, levels)
-    for device in matrix.gpus:
-        if device in matrix.coherent and _numa_of(device, matrix) in with_c2c:
-            builder.join(numas[_numa_of(device, matrix)], device.lower(), types["nvlink-c2c"])
+    for device in behind_c2c:
+        builder.join(numas[domain_of[device]], device.lower(), types["nvlink-c2c"])
     nvlinks = {(a.lower(), b.lower()): count for (a, b), count in matrix.nvlinks.items()}
     if nvlinks:
-        ports = [specs[name].nvlink for pair in matrix.nvlinks for name in pair if name in specs]
-        join_nvlinks(builder, nvlinks, next((port for port in ports if port is not None), None))
-
-
-def _slot(spec: DeviceSpec, generation: int | None) -> LinkType:
-    return connector_type(spec) if generation is None else pcie_type(generation, 16)
+        known = (specs[name].nvlink for pair in matrix.nvlinks for name in pair if name in specs)
+        join_nvlinks(builder, nvlinks, next(filter(None, known), None))
 
 
 def _numa_of(device: str, matrix: TopoMatrix) -> int:
