@@ -296,30 +296,10 @@ class Work(_FrozenCounts):
         return sum(part.flops for part in self.matmuls) + sum(part.flops for part in self.attention)
 
 
-_SUMMED = (
-    "elementwise_bytes",
-    "sweep_bytes",
-    "scratch_bytes",
-    "num_exponentials",
-    "num_normals",
-    "num_shared_normals",
-    "num_shared_draws",
-    "num_split_walks",
-    "num_seeds",
-    "num_skipped",
-    "num_jumped",
-    "num_jumps",
-    "num_kept_rows",
-    "num_rounded",
-    "num_factor_flops",
-    "num_casts",
-    "num_kernels",
-    "num_shared_kernels",
-    "copy_bytes",
-    "link_bytes",
-    "num_allocations",
-    "allocation_bytes",
+_SUMMED = tuple(
+    name for name, field in Work.model_fields.items() if field.default == 0 and name != "workspace_bytes"
 )
+"""Counts of which a sum has those of both."""
 
 
 def _added(some: _Counts, others: _Counts) -> _Counts:

@@ -78,8 +78,12 @@ def kept_bytes(
         return (norms * hidden + projected) * width + logits
     attended = _kept_by_attention(spec, batch, seq, width, attention, dropout=dropout) + mask
     # Inputs of the MLP's norm and of its first linear; what crosses to a block's back is kept there.
-    first = 2 * hidden * width + _kept_by_activation(spec, rows) * width
-    second = rows * spec.intermediate_size * width + mask
+    inner = rows * spec.intermediate_size * width
+    activation = 0 if spec.activation == "relu" else inner
+    if spec.mlp == "gated":
+        activation = 3 * inner  # the gate, its activation, and what it is multiplied with
+    first = 2 * hidden * width + activation
+    second = inner + mask
     if segment.endswith(FRONT):
         return attended + first
     return second if segment.endswith(BACK) else attended + first + second
@@ -98,13 +102,6 @@ def _kept_by_attention(
     # With dropout both what goes in (softmax's output) and what comes out (the product's operand).
     copies = 2 if dropout else 1
     return (tensors + copies * scores) * width + (scores * _MASK_BYTES if dropout else 0)
-
-
-def _kept_by_activation(spec: ModelSpec, rows: int) -> int:
-    """Return the numbers kept between the MLP's first linears and the input of its second."""
-    if spec.mlp == "gated":
-        return 3 * rows * spec.intermediate_size  # the gate, its activation, and what it is multiplied with
-    return 0 if spec.activation == "relu" else rows * spec.intermediate_size
 
 
 def backward_work(
@@ -140,31 +137,26 @@ def backward_work(
         storage_dtype=storage_dtype,
         attention=attention,
     )
-    products = [product for part in forward.matmuls for product in _products(part)]
+    products: list[Matmul] = []
+    for part in forward.matmuls:
+        products.append(Matmul(m=part.m, n=part.k, k=part.n, num=part.num))
+        products.append(Matmul(m=part.k, n=part.n, k=part.m, num=part.num))
+    attention_parts: list[Attention] = []
+    for item in forward.attention:
+        attention_parts += [item, item] if item.materialised else [item.model_copy(update={"backward": True})]
     gradient_bytes = (
         sum(group.num_trainable for group in spec.groups_of(segment)) * FORMATS[dtype].element_bytes
     )
     return forward.model_copy(
         update={
             "matmuls": tuple(products),
-            "attention": tuple(again for part in forward.attention for again in _attentions(part)),
+            "attention": tuple(attention_parts),
             "elementwise_bytes": 2 * forward.elementwise_bytes,
             "num_exponentials": 0,
             "num_kernels": 2 * forward.num_kernels,
             "sweep_bytes": forward.sweep_bytes + (3 * gradient_bytes if accumulates else 0),
         }
     )
-
-
-def _products(part: Matmul) -> tuple[Matmul, Matmul]:
-    return (
-        Matmul(m=part.m, n=part.k, k=part.n, num=part.num),
-        Matmul(m=part.k, n=part.n, k=part.m, num=part.num),
-    )
-
-
-def _attentions(part: Attention) -> tuple[Attention, ...]:
-    return (part, part) if part.materialised else (part.model_copy(update={"backward": True}),)
 
 
 def optimizer_bytes(num_parameters: int, optimizer: Optimizer, dtype: DType = "float32") -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from costmodel.formats.stored_codes import StoredCodes, stored_codes
-from costmodel.models.families import FAMILIES, Architecture, FamilyConfig, TensorSpec
+from costmodel.models.families import FAMILIES, FamilyConfig
 from costmodel.models.groups import ParameterEntry, cut_blocks_inside, group_parameters
 from costmodel.models.model_spec import ModelSpec, Part, segments_of
 from topology.errors import ModelError, UnknownFamily
@@ -151,10 +151,16 @@ def read_model_spec(
     path = Path(source)
     if path.is_dir():
         path = path / CONFIG_NAME
-    if path.is_file():
-        return _spec_of_file(path, trainable, cut_blocks)
-    name = _shipped_name(str(source))
-    return spec_of_config(_shipped()[name], name=name, trainable=trainable, cut_blocks=cut_blocks)
+    if not path.is_file():
+        name = _shipped_name(str(source))
+        return spec_of_config(_shipped()[name], name=name, trainable=trainable, cut_blocks=cut_blocks)
+    loaded = read_json_object(path, "model's configuration", ModelError)
+    if "groups" in loaded:
+        return _saved_spec(loaded, path, trainable, cut_blocks)
+    name = path.parent.name if path.name == CONFIG_NAME else path.stem
+    return spec_of_config(
+        loaded, name=name or str(path), trainable=trainable, cut_blocks=cut_blocks, source=str(path)
+    )
 
 
 def shipped_config(name: str) -> dict[str, Any]:
@@ -219,12 +225,11 @@ def spec_of_config(
     tensors = list(family.tensors(arch))
     lora = trainable if isinstance(trainable, LoRA) else None
     num_prefix_tokens = trainable.num_tokens if isinstance(trainable, Prefix) else 0
-    adapters = _adapter_shapes(tensors, lora, name)
-    entries = (
-        _with_prefixes(tensors, arch, num_prefix_tokens)
-        if num_prefix_tokens
-        else _entries(tensors, trainable)
-    )
+    adapters = [] if lora is None else _adapted_linears(tensors, lora, name)
+    if num_prefix_tokens:
+        entries = _with_prefixes(tensors, (num_prefix_tokens, arch.num_key_value_heads * arch.head_dim))
+    else:
+        entries = _entries(tensors, trainable)
     cut = tuple(sorted(set(cut_blocks)))
     if not arch.is_causal and (num_prefix_tokens or cut):
         what = "a prefix" if num_prefix_tokens else "a cut inside a block"
@@ -238,9 +243,9 @@ def spec_of_config(
     return ModelSpec(
         name=name,
         family=family.family,
-        **{field: getattr(arch, field) for field in _SHARED_FIELDS},
+        **{field: value for field, value in vars(arch).items() if field in ModelSpec.model_fields},
         adapter_rank=lora.rank + lora.closed_rank if lora else 0,
-        adapter_shapes=adapters,
+        adapter_shapes=tuple((inputs, outputs) for outputs, inputs in adapters),
         adapter_lazy_steps=(lora.lazy_steps or 0) if lora else 0,
         num_prefix_tokens=num_prefix_tokens,
         cut_blocks=cut,
@@ -248,28 +253,6 @@ def spec_of_config(
         stored=stored_codes(config, source or name),
         checkpoint_dtype=family.checkpoint_dtype,
     )
-
-
-_SHARED_FIELDS = (
-    "num_blocks",
-    "hidden_size",
-    "intermediate_size",
-    "num_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_positions",
-    "mlp",
-    "norm",
-    "embed_dim",
-    "tied_head",
-    "activation",
-    "positions",
-    "qk_norm",
-    "fused_qkv",
-    "final_norm",
-    "is_causal",
-)
 
 
 def checked_config(config: Mapping[str, Any], source: str) -> FamilyConfig | None:
@@ -294,80 +277,68 @@ def checked_config(config: Mapping[str, Any], source: str) -> FamilyConfig | Non
         return family.model_validate(config)
 
 
-def _targets(tensor: TensorSpec, lora: LoRA | None) -> bool:
-    if lora is None or tensor.linear is None or not tensor.segments[0].startswith("block."):
-        return False
-    return tensor.name.split(".")[-2] in lora.target_modules
+def _is_in_block(entry: ParameterEntry) -> bool:
+    return entry.segments[0].startswith("block.")
 
 
-def _is_tuned(tensor: TensorSpec, trainable: Trainable) -> bool:
-    """Whether a tensor of the base is perturbed and updated."""
-    if trainable == "linears":
-        return tensor.linear is not None and tensor.segments[0].startswith("block.")
-    return trainable == "all" or (trainable == "matrices" and len(tensor.shape) == 2)
+def _module_name(entry: ParameterEntry) -> str:
+    """Last component of the name of the module that a parameter belongs to, by which PEFT matches targets."""
+    return entry.name.split(".")[-2]
 
 
-def _entries(tensors: list[TensorSpec], trainable: Trainable) -> Iterator[ParameterEntry]:
+def _entries(tensors: Iterable[ParameterEntry], trainable: Trainable) -> Iterator[ParameterEntry]:
+    """Yield the base's tensors, and behind the weights of linears that carry an adapter its factors."""
     lora = trainable if isinstance(trainable, LoRA) else None
     for tensor in tensors:
-        yield _entry(tensor, trainable=_is_tuned(tensor, trainable))
-        if lora is not None and tensor.linear is not None and _targets(tensor, lora):
-            module = tensor.name.removesuffix(".weight")
-            inputs, outputs = tensor.linear
+        if trainable == "linears":
+            is_tuned = tensor.linear is not None and _is_in_block(tensor)
+        else:
+            is_tuned = trainable == "all" or (trainable == "matrices" and len(tensor.shape) == 2)
+        yield tensor._replace(trainable=is_tuned)
+        if lora is None or tensor.linear is None or not _is_in_block(tensor):
+            continue
+        if _module_name(tensor) in lora.target_modules:
+            prefix = f"{tensor.name.removesuffix('.weight')}.lora_"
+            outputs, inputs = tensor.linear
             closed = lora.closed_rank
-            yield ParameterEntry(
-                f"{module}.lora_A.weight", tensor.segments, (lora.rank, inputs), trainable=not closed
-            )
-            yield ParameterEntry(f"{module}.lora_B.weight", tensor.segments, (outputs, lora.rank))
-            closed_shapes = (("closed_A", (closed, inputs)), ("closed_B", (outputs, closed)), ("lost", (1,)))
-            for name, shape in closed_shapes if closed else ():
-                yield ParameterEntry(f"{module}.lora_{name}", tensor.segments, shape, trainable=False)
+            # Where A is drawn anew, B alone is tuned.
+            factors: dict[str, tuple[tuple[int, ...], bool]] = {
+                "A.weight": ((lora.rank, inputs), not closed),
+                "B.weight": ((outputs, lora.rank), True),
+            }
+            if closed:
+                factors["closed_A"] = (closed, inputs), False
+                factors["closed_B"] = (outputs, closed), False
+                factors["lost"] = (1,), False
+            for name, (shape, is_tuned) in factors.items():
+                yield ParameterEntry(prefix + name, tensor.segments, shape, is_tuned)
 
 
-def _entry(tensor: TensorSpec, *, trainable: bool) -> ParameterEntry:
-    inputs, outputs = tensor.linear or (0, 0)
-    linear = (outputs, inputs) if tensor.linear else None
-    return ParameterEntry(tensor.name, tensor.segments, tensor.shape, trainable, linear)
-
-
-def _with_prefixes(
-    tensors: list[TensorSpec], arch: Architecture, num_prefix_tokens: int
-) -> Iterator[ParameterEntry]:
-    """Yield the frozen base, and the keys and values that each block's attention gets."""
-    width = arch.num_key_value_heads * arch.head_dim
+def _with_prefixes(tensors: Iterable[ParameterEntry], shape: tuple[int, int]) -> Iterator[ParameterEntry]:
+    """Yield the frozen base, and before each block the keys and values that its attention gets."""
     previous = None
     for tensor in tensors:
         segment = tensor.segments[0]
-        if segment.startswith("block.") and segment != previous:
+        if _is_in_block(tensor) and segment != previous:
             for kind in ("keys", "values"):
-                yield ParameterEntry(f"{segment}.prefix_{kind}", tensor.segments, (num_prefix_tokens, width))
+                yield ParameterEntry(f"{segment}.prefix_{kind}", tensor.segments, shape)
         previous = segment
-        yield _entry(tensor, trainable=False)
+        yield tensor._replace(trainable=False)
 
 
-def _adapter_shapes(tensors: list[TensorSpec], lora: LoRA | None, name: str) -> tuple[tuple[int, int], ...]:
-    if lora is None:
-        return ()
-    linears = [tensor for tensor in tensors if tensor.linear and tensor.segments == ("block.0",)]
-    names = [tensor.name.split(".")[-2] for tensor in linears]
+def _adapted_linears(tensors: Iterable[ParameterEntry], lora: LoRA, name: str) -> list[tuple[int, int]]:
+    """Return outputs and inputs of each linear of a block that carries an adapter."""
+    linears = [
+        (_module_name(entry), entry.linear)
+        for entry in tensors
+        if entry.segments == ("block.0",) and entry.linear
+    ]
+    names = [module for module, _ in linears]
     missing = [target for target in lora.target_modules if target not in names]
     if missing:
         message = f"model {name}: no linear of its blocks is called {', '.join(missing)}"
-        raise ModelError(
-            message,
-            hint="linears are " + ", ".join(dict.fromkeys(names)),
-        )
-    return tuple(tensor.linear for tensor in linears if tensor.linear and _targets(tensor, lora))
-
-
-def _spec_of_file(path: Path, trainable: Trainable, cut_blocks: tuple[int, ...]) -> ModelSpec:
-    loaded = read_json_object(path, "model's configuration", ModelError)
-    if "groups" in loaded:
-        return _saved_spec(loaded, path, trainable, cut_blocks)
-    name = path.parent.name if path.name == CONFIG_NAME else path.stem
-    return spec_of_config(
-        loaded, name=name or str(path), trainable=trainable, cut_blocks=cut_blocks, source=str(path)
-    )
+        raise ModelError(message, hint="linears are " + ", ".join(dict.fromkeys(names)))
+    return [linear for module, linear in linears if module in lora.target_modules]
 
 
 def _saved_spec(

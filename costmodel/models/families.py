@@ -10,33 +10,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from costmodel.formats import StorageFormat
+from costmodel.models.groups import ParameterEntry
 from costmodel.models.model_spec import EMBED, HEAD, block_segment
 from topology.limits import MAX_ELEMENTS, Blocks, Extent
 from topology.validation import RuleError, did_you_mean
-
-
-class TensorSpec(NamedTuple):
-    """One stored tensor: its name, its shape and the segments that read it.
-
-    ``linear`` holds (inputs, outputs) where the tensor is the weight of a linear layer, which is what an
-    adapter can be put on.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    segments: tuple[str, ...]
-    linear: tuple[int, int] | None = None
-
-    @property
-    def num_elements(self) -> int:
-        """Product of the shape."""
-        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -72,133 +54,29 @@ class Architecture:
     num_unused_positions: int = 0
     """Rows at the head of RoBERTa's position table, up to that of padding."""
 
-    @property
-    def token_segments(self) -> tuple[str, ...]:
-        """Segments that read the token table."""
-        return (EMBED, HEAD) if self.tied_head else (EMBED,)
 
-
-def _token_table(name: str, arch: Architecture) -> TensorSpec:
-    return TensorSpec(name, (arch.vocab_size, arch.embed_dim), arch.token_segments)
+def _token_table(name: str, arch: Architecture) -> ParameterEntry:
+    segments = (EMBED, HEAD) if arch.tied_head else (EMBED,)
+    return ParameterEntry(name, segments, (arch.vocab_size, arch.embed_dim))
 
 
 def _linear(
     name: str, inputs: int, outputs: int, segment: str, *, bias: bool, transposed: bool = False
-) -> Iterator[TensorSpec]:
+) -> Iterator[ParameterEntry]:
     shape = (inputs, outputs) if transposed else (outputs, inputs)
-    yield TensorSpec(f"{name}.weight", shape, (segment,), (inputs, outputs))
+    yield ParameterEntry(f"{name}.weight", (segment,), shape, linear=(outputs, inputs))
     if bias:
-        yield TensorSpec(f"{name}.bias", (outputs,), (segment,))
+        yield ParameterEntry(f"{name}.bias", (segment,), (outputs,))
 
 
-def _layer_norm(name: str, width: int, segment: str, *, affine: bool = True) -> Iterator[TensorSpec]:
+def _layer_norm(name: str, width: int, segment: str, *, affine: bool = True) -> Iterator[ParameterEntry]:
     if affine:
-        yield TensorSpec(f"{name}.weight", (width,), (segment,))
-        yield TensorSpec(f"{name}.bias", (width,), (segment,))
+        yield ParameterEntry(f"{name}.weight", (segment,), (width,))
+        yield ParameterEntry(f"{name}.bias", (segment,), (width,))
 
 
 _OPT_POSITION_OFFSET = 2
 """Rows at the head of OPT's position table that no position uses."""
-
-
-def _opt_tensors(arch: Architecture) -> Iterator[TensorSpec]:
-    root, hidden = "model.decoder", arch.hidden_size
-    yield _token_table(f"{root}.embed_tokens.weight", arch)
-    rows = arch.max_positions + _OPT_POSITION_OFFSET
-    yield TensorSpec(f"{root}.embed_positions.weight", (rows, hidden), (EMBED,))
-    if arch.embed_dim != hidden:
-        yield from _linear(f"{root}.project_out", hidden, arch.embed_dim, HEAD, bias=False)
-        yield from _linear(f"{root}.project_in", arch.embed_dim, hidden, EMBED, bias=False)
-    if arch.final_norm:
-        yield from _layer_norm(f"{root}.final_layer_norm", hidden, HEAD, affine=arch.norm_affine)
-    for i in range(arch.num_blocks):
-        yield from _opt_block(arch, f"{root}.layers.{i}", block_segment(i))
-    if not arch.tied_head:
-        yield from _linear("lm_head", arch.embed_dim, arch.vocab_size, HEAD, bias=False)
-
-
-def _opt_block(arch: Architecture, root: str, segment: str) -> Iterator[TensorSpec]:
-    hidden, inner, bias = arch.hidden_size, arch.intermediate_size, arch.mlp_bias
-    for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
-        yield from _linear(f"{root}.self_attn.{name}", hidden, hidden, segment, bias=arch.attention_bias[0])
-    yield from _layer_norm(f"{root}.self_attn_layer_norm", hidden, segment, affine=arch.norm_affine)
-    yield from _linear(f"{root}.fc1", hidden, inner, segment, bias=bias)
-    yield from _linear(f"{root}.fc2", inner, hidden, segment, bias=bias)
-    yield from _layer_norm(f"{root}.final_layer_norm", hidden, segment, affine=arch.norm_affine)
-
-
-def _gpt2_tensors(arch: Architecture) -> Iterator[TensorSpec]:
-    root, hidden = "transformer", arch.hidden_size
-    yield _token_table(f"{root}.wte.weight", arch)
-    yield TensorSpec(f"{root}.wpe.weight", (arch.max_positions, hidden), (EMBED,))
-    for i in range(arch.num_blocks):
-        yield from _gpt2_block(arch, f"{root}.h.{i}", block_segment(i))
-    yield from _layer_norm(f"{root}.ln_f", hidden, HEAD)
-    if not arch.tied_head:
-        yield from _linear("lm_head", hidden, arch.vocab_size, HEAD, bias=False)
-
-
-def _gpt2_block(arch: Architecture, root: str, segment: str) -> Iterator[TensorSpec]:
-    hidden, inner = arch.hidden_size, arch.intermediate_size
-    yield from _layer_norm(f"{root}.ln_1", hidden, segment)
-    for name, outputs in (("attn.c_attn", 3 * hidden), ("attn.c_proj", hidden)):
-        yield from _linear(f"{root}.{name}", hidden, outputs, segment, bias=True, transposed=True)
-    yield from _layer_norm(f"{root}.ln_2", hidden, segment)
-    for name, inputs, outputs in (("mlp.c_fc", hidden, inner), ("mlp.c_proj", inner, hidden)):
-        yield from _linear(f"{root}.{name}", inputs, outputs, segment, bias=True, transposed=True)
-
-
-def _llama_tensors(arch: Architecture) -> Iterator[TensorSpec]:
-    root, hidden = "model", arch.hidden_size
-    yield _token_table(f"{root}.embed_tokens.weight", arch)
-    for i in range(arch.num_blocks):
-        yield from _llama_block(arch, f"{root}.layers.{i}", block_segment(i))
-    yield TensorSpec(f"{root}.norm.weight", (hidden,), (HEAD,))
-    if not arch.tied_head:
-        yield from _linear("lm_head", hidden, arch.vocab_size, HEAD, bias=False)
-
-
-def _llama_block(arch: Architecture, root: str, segment: str) -> Iterator[TensorSpec]:
-    hidden, inner = arch.hidden_size, arch.intermediate_size
-    queries, keys = arch.num_heads * arch.head_dim, arch.num_key_value_heads * arch.head_dim
-    in_bias, out_bias = arch.attention_bias
-    for name, outputs in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        yield from _linear(f"{root}.self_attn.{name}", hidden, outputs, segment, bias=in_bias)
-    yield from _linear(f"{root}.self_attn.o_proj", queries, hidden, segment, bias=out_bias)
-    if arch.qk_norm:
-        yield TensorSpec(f"{root}.self_attn.q_norm.weight", (arch.head_dim,), (segment,))
-        yield TensorSpec(f"{root}.self_attn.k_norm.weight", (arch.head_dim,), (segment,))
-    for name, inputs, outputs in (("gate", hidden, inner), ("up", hidden, inner), ("down", inner, hidden)):
-        yield from _linear(f"{root}.mlp.{name}_proj", inputs, outputs, segment, bias=arch.mlp_bias)
-    yield TensorSpec(f"{root}.input_layernorm.weight", (hidden,), (segment,))
-    yield TensorSpec(f"{root}.post_attention_layernorm.weight", (hidden,), (segment,))
-
-
-def _roberta_tensors(arch: Architecture) -> Iterator[TensorSpec]:
-    root, hidden = "roberta.embeddings", arch.hidden_size
-    yield _token_table(f"{root}.word_embeddings.weight", arch)
-    yield TensorSpec(f"{root}.token_type_embeddings.weight", (arch.num_token_types, hidden), (EMBED,))
-    yield from _layer_norm(f"{root}.LayerNorm", hidden, EMBED)
-    rows = arch.max_positions + arch.num_unused_positions
-    yield TensorSpec(f"{root}.position_embeddings.weight", (rows, hidden), (EMBED,))
-    for i in range(arch.num_blocks):
-        yield from _roberta_block(arch, f"roberta.encoder.layer.{i}", block_segment(i))
-    yield TensorSpec("lm_head.bias", (arch.vocab_size,), (HEAD,))
-    yield from _linear("lm_head.dense", hidden, hidden, HEAD, bias=True)
-    yield from _layer_norm("lm_head.layer_norm", hidden, HEAD)
-    if not arch.tied_head:
-        yield from _linear("lm_head.decoder", hidden, arch.vocab_size, HEAD, bias=True)
-
-
-def _roberta_block(arch: Architecture, root: str, segment: str) -> Iterator[TensorSpec]:
-    hidden, inner = arch.hidden_size, arch.intermediate_size
-    for name in ("query", "key", "value"):
-        yield from _linear(f"{root}.attention.self.{name}", hidden, hidden, segment, bias=True)
-    yield from _linear(f"{root}.attention.output.dense", hidden, hidden, segment, bias=True)
-    yield from _layer_norm(f"{root}.attention.output.LayerNorm", hidden, segment)
-    yield from _linear(f"{root}.intermediate.dense", hidden, inner, segment, bias=True)
-    yield from _linear(f"{root}.output.dense", inner, hidden, segment, bias=True)
-    yield from _layer_norm(f"{root}.output.LayerNorm", hidden, segment)
 
 
 Activation = Literal[
@@ -260,7 +138,7 @@ class FamilyConfig(BaseModel):
 
     @staticmethod
     @abstractmethod
-    def tensors(arch: Architecture) -> Iterator[TensorSpec]:
+    def tensors(arch: Architecture) -> Iterator[ParameterEntry]:
         """Yield the tensors of an architecture in registration order."""
 
     @model_validator(mode="after")
@@ -311,7 +189,6 @@ class OptConfig(FamilyConfig):
     """OPT."""
 
     family = "opt"
-    tensors = staticmethod(_opt_tensors)
 
     vocab_size: Extent = 50272
     hidden_size: Extent = 768
@@ -356,12 +233,36 @@ class OptConfig(FamilyConfig):
             norm_after_mlp=not self.do_layer_norm_before,
         )
 
+    @staticmethod
+    def tensors(arch: Architecture) -> Iterator[ParameterEntry]:
+        """Yield the tensors of an architecture in registration order."""
+        root, hidden, inner = "model.decoder", arch.hidden_size, arch.intermediate_size
+        affine = arch.norm_affine
+        yield _token_table(f"{root}.embed_tokens.weight", arch)
+        rows = arch.max_positions + _OPT_POSITION_OFFSET
+        yield ParameterEntry(f"{root}.embed_positions.weight", (EMBED,), (rows, hidden))
+        if arch.embed_dim != hidden:
+            yield from _linear(f"{root}.project_out", hidden, arch.embed_dim, HEAD, bias=False)
+            yield from _linear(f"{root}.project_in", arch.embed_dim, hidden, EMBED, bias=False)
+        if arch.final_norm:
+            yield from _layer_norm(f"{root}.final_layer_norm", hidden, HEAD, affine=affine)
+        for i in range(arch.num_blocks):
+            block, segment = f"{root}.layers.{i}", block_segment(i)
+            for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+                bias = arch.attention_bias[0]
+                yield from _linear(f"{block}.self_attn.{name}", hidden, hidden, segment, bias=bias)
+            yield from _layer_norm(f"{block}.self_attn_layer_norm", hidden, segment, affine=affine)
+            yield from _linear(f"{block}.fc1", hidden, inner, segment, bias=arch.mlp_bias)
+            yield from _linear(f"{block}.fc2", inner, hidden, segment, bias=arch.mlp_bias)
+            yield from _layer_norm(f"{block}.final_layer_norm", hidden, segment, affine=affine)
+        if not arch.tied_head:
+            yield from _linear("lm_head", arch.embed_dim, arch.vocab_size, HEAD, bias=False)
+
 
 class Gpt2Config(FamilyConfig):
     """GPT-2, whose sizes transformers also takes under their usual names."""
 
     family = "gpt2"
-    tensors = staticmethod(_gpt2_tensors)
 
     vocab_size: Extent = 50257
     n_positions: Extent = Field(1024, validation_alias=AliasChoices("n_positions", "max_position_embeddings"))
@@ -400,12 +301,30 @@ class Gpt2Config(FamilyConfig):
             mlp_bias=True,
         )
 
+    @staticmethod
+    def tensors(arch: Architecture) -> Iterator[ParameterEntry]:
+        """Yield the tensors of an architecture in registration order."""
+        root, hidden, inner = "transformer", arch.hidden_size, arch.intermediate_size
+        yield _token_table(f"{root}.wte.weight", arch)
+        yield ParameterEntry(f"{root}.wpe.weight", (EMBED,), (arch.max_positions, hidden))
+        for i in range(arch.num_blocks):
+            block, segment = f"{root}.h.{i}", block_segment(i)
+            # Its linears are transformers' Conv1D, which keeps inputs by outputs.
+            yield from _layer_norm(f"{block}.ln_1", hidden, segment)
+            for name, outputs in (("attn.c_attn", 3 * hidden), ("attn.c_proj", hidden)):
+                yield from _linear(f"{block}.{name}", hidden, outputs, segment, bias=True, transposed=True)
+            yield from _layer_norm(f"{block}.ln_2", hidden, segment)
+            for name, inputs, outputs in (("mlp.c_fc", hidden, inner), ("mlp.c_proj", inner, hidden)):
+                yield from _linear(f"{block}.{name}", inputs, outputs, segment, bias=True, transposed=True)
+        yield from _layer_norm(f"{root}.ln_f", hidden, HEAD)
+        if not arch.tied_head:
+            yield from _linear("lm_head", hidden, arch.vocab_size, HEAD, bias=False)
+
 
 class LlamaConfig(FamilyConfig):
     """Llama, and what is built like it."""
 
     family = "llama"
-    tensors = staticmethod(_llama_tensors)
 
     vocab_size: Extent = 32000
     hidden_size: Extent = 4096
@@ -470,6 +389,33 @@ class LlamaConfig(FamilyConfig):
         }
         return Architecture(**(fields | particular))
 
+    @staticmethod
+    def tensors(arch: Architecture) -> Iterator[ParameterEntry]:
+        """Yield the tensors of an architecture in registration order."""
+        root, hidden, inner = "model", arch.hidden_size, arch.intermediate_size
+        queries, keys = arch.num_heads * arch.head_dim, arch.num_key_value_heads * arch.head_dim
+        in_bias, out_bias = arch.attention_bias
+        yield _token_table(f"{root}.embed_tokens.weight", arch)
+        for i in range(arch.num_blocks):
+            block, segment = f"{root}.layers.{i}", block_segment(i)
+            for name, outputs in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+                yield from _linear(f"{block}.self_attn.{name}", hidden, outputs, segment, bias=in_bias)
+            yield from _linear(f"{block}.self_attn.o_proj", queries, hidden, segment, bias=out_bias)
+            if arch.qk_norm:
+                for name in ("q_norm", "k_norm"):
+                    yield ParameterEntry(f"{block}.self_attn.{name}.weight", (segment,), (arch.head_dim,))
+            for name, inputs, outputs in (
+                ("gate", hidden, inner),
+                ("up", hidden, inner),
+                ("down", inner, hidden),
+            ):
+                yield from _linear(f"{block}.mlp.{name}_proj", inputs, outputs, segment, bias=arch.mlp_bias)
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                yield ParameterEntry(f"{block}.{name}.weight", (segment,), (hidden,))
+        yield ParameterEntry(f"{root}.norm.weight", (HEAD,), (hidden,))
+        if not arch.tied_head:
+            yield from _linear("lm_head", hidden, arch.vocab_size, HEAD, bias=False)
+
 
 class Qwen2Config(LlamaConfig):
     """Qwen 2 and 2.5: biases at q, k and v alone."""
@@ -503,7 +449,6 @@ class RobertaConfig(FamilyConfig):
 
     family = "roberta"
     is_causal = False
-    tensors = staticmethod(_roberta_tensors)
 
     vocab_size: Extent = 50265
     hidden_size: Extent = 768
@@ -559,6 +504,29 @@ class RobertaConfig(FamilyConfig):
             num_token_types=self.type_vocab_size,
             num_unused_positions=unused,
         )
+
+    @staticmethod
+    def tensors(arch: Architecture) -> Iterator[ParameterEntry]:
+        """Yield the tensors of an architecture in registration order."""
+        root, hidden, inner = "roberta.embeddings", arch.hidden_size, arch.intermediate_size
+        yield _token_table(f"{root}.word_embeddings.weight", arch)
+        yield ParameterEntry(f"{root}.token_type_embeddings.weight", (EMBED,), (arch.num_token_types, hidden))
+        yield from _layer_norm(f"{root}.LayerNorm", hidden, EMBED)
+        rows = arch.max_positions + arch.num_unused_positions
+        yield ParameterEntry(f"{root}.position_embeddings.weight", (EMBED,), (rows, hidden))
+        for i in range(arch.num_blocks):
+            block, segment = f"roberta.encoder.layer.{i}", block_segment(i)
+            for name in ("self.query", "self.key", "self.value", "output.dense"):
+                yield from _linear(f"{block}.attention.{name}", hidden, hidden, segment, bias=True)
+            yield from _layer_norm(f"{block}.attention.output.LayerNorm", hidden, segment)
+            yield from _linear(f"{block}.intermediate.dense", hidden, inner, segment, bias=True)
+            yield from _linear(f"{block}.output.dense", inner, hidden, segment, bias=True)
+            yield from _layer_norm(f"{block}.output.LayerNorm", hidden, segment)
+        yield ParameterEntry("lm_head.bias", (HEAD,), (arch.vocab_size,))
+        yield from _linear("lm_head.dense", hidden, hidden, HEAD, bias=True)
+        yield from _layer_norm("lm_head.layer_norm", hidden, HEAD)
+        if not arch.tied_head:
+            yield from _linear("lm_head.decoder", hidden, arch.vocab_size, HEAD, bias=True)
 
 
 class MistralConfig(LlamaConfig):

@@ -84,14 +84,22 @@ def forward_work(
         num_kept=num_kept,
     )
     code: ModelCode = "embed" if segment == EMBED else "head" if segment == HEAD else "block"
-    work = _player_of(segment)(spec, shape).model_copy(update={"calls": (code,)})
+    ending = next((end for end in (FRONT, BACK) if segment.endswith(end)), "")
+    work = _PLAYERS[ending or code](spec, shape).model_copy(update={"calls": (code,)})
     stored = storage_dtype or dtype
-    if FORMATS[stored].element_bytes == FORMATS[dtype].element_bytes and {stored, dtype} != {
-        "float16",
-        "bfloat16",
-    }:
+    halves = {"float16", "bfloat16"}
+    is_as_wide = FORMATS[stored].element_bytes == FORMATS[dtype].element_bytes
+    if is_as_wide and {stored, dtype} != halves:
         return work
-    return _with_cast_weights(work, spec, segment, stored, dtype)
+    groups = spec.groups_of(segment)
+    elements = sum(group.num_parameters for group in groups)
+    cast = Work(
+        dtype=dtype,
+        sweep_bytes=elements * (FORMATS[stored].element_bytes + FORMATS[dtype].element_bytes),
+        num_kernels=sum(group.num_tensors for group in groups),
+    )
+    workspace = work.workspace_bytes + elements * FORMATS[dtype].element_bytes
+    return (work + cast).model_copy(update={"workspace_bytes": workspace})
 
 
 def activation_bytes(
@@ -120,18 +128,6 @@ def shared_activation_bytes(
     mask = batch * seq * seq * (width if attention == "eager" else is_padded)
     rotary = 2 * seq * spec.head_dim * width if spec.positions == "rotary" else 0
     return mask + rotary
-
-
-def _with_cast_weights(work: Work, spec: ModelSpec, segment: str, stored: DType, dtype: DType) -> Work:
-    groups = spec.groups_of(segment)
-    elements = sum(group.num_parameters for group in groups)
-    cast = Work(
-        dtype=dtype,
-        sweep_bytes=elements * (FORMATS[stored].element_bytes + FORMATS[dtype].element_bytes),
-        num_kernels=sum(group.num_tensors for group in groups),
-    )
-    workspace = work.workspace_bytes + elements * FORMATS[dtype].element_bytes
-    return (work + cast).model_copy(update={"workspace_bytes": workspace})
 
 
 def _embed_work(spec: ModelSpec, shape: Pass) -> Work:
@@ -187,19 +183,14 @@ def _loss(tape: Tape, spec: ModelSpec, rows: int) -> None:
     logits = tape.linear(rows, spec.embed_dim, spec.vocab_size)
     upcast = logits  # transformers' masked models take the loss of logits as they are
     if spec.is_causal:
-        upcast = (
-            tape.cast(logits, "float32") if tape.dtype != "float64" else tape.map(logits, dtype="float32")
-        )
+        if tape.dtype == "float64":  # which a cast of the tape takes for as wide
+            upcast = tape.map(logits, dtype="float32")
+        else:
+            upcast = tape.cast(logits, "float32")
     log_probabilities = tape.map(upcast, exponentials=1)
     tape.num_kernels += 1  # the loss picks one element per row, which costs a launch and a few numbers
     loss = tape.new(_NUM_LOSS_SCALARS, "float32")
     tape.free(logits, upcast, log_probabilities, loss)
-
-
-def _player_of(segment: str) -> Callable[[ModelSpec, Pass], Work]:
-    if segment.endswith(FRONT):
-        return _front_work
-    return _back_work if segment.endswith(BACK) else _SEGMENTS.get(segment, _block_work)
 
 
 def _front_work(spec: ModelSpec, shape: Pass) -> Work:
@@ -310,4 +301,10 @@ def _adapters(tape: Tape, spec: ModelSpec, shape: Pass, *, behind: bool | None =
 _TANH = 4
 """Exponentials that a hyperbolic tangent counts as: torch's takes about four times as long on a CPU."""
 
-_SEGMENTS = {EMBED: _embed_work, HEAD: _head_work}
+_PLAYERS: dict[str, Callable[[ModelSpec, Pass], Work]] = {
+    "embed": _embed_work,
+    "block": _block_work,
+    FRONT: _front_work,
+    BACK: _back_work,
+    "head": _head_work,
+}

@@ -61,20 +61,14 @@ def cut_blocks_inside(
         Whether the block's last norm comes after the MLP (OPT-350M) rather than before it.
     """
     cut = {block_segment(i) for i in cut_blocks}
+    behind = {*SECOND_LINEARS, "final_layer_norm"} if norm_after_mlp else {*SECOND_LINEARS}
     for entry in entries:
         if entry.segments[0] not in cut:
             yield entry
             continue
-        half = BACK if _is_behind(entry.name, norm_after_mlp=norm_after_mlp) else FRONT
+        parts = set(entry.name.split("."))
+        half = BACK if parts & behind and not parts & {"attn", "self_attn"} else FRONT
         yield entry._replace(segments=(entry.segments[0] + half,))
-
-
-def _is_behind(name: str, *, norm_after_mlp: bool) -> bool:
-    """Whether a block's parameter acts after the input of the MLP's second linear."""
-    parts = name.split(".")
-    if "attn" in parts or "self_attn" in parts:
-        return False
-    return any(part in SECOND_LINEARS for part in parts) or (norm_after_mlp and "final_layer_norm" in parts)
 
 
 def group_parameters(entries: Iterable[ParameterEntry]) -> tuple[ParameterGroup, ...]:
