@@ -6,6 +6,7 @@ context of a GPU's runtime, the allocator's rounding and slack, and the limits o
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,18 +20,13 @@ Where = Literal["device", "host"]
 
 SHARED_MEMORY_PATH = Path("/dev/shm")
 CGROUP_PATH = Path("/sys/fs/cgroup")
+_NO_LIMIT = 1 << 60
+"""Control groups of version 1 write a number above this where they mean no limit."""
 
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """One named part of the memory that a plan takes.
-
-    Attributes
-    ----------
-    name : str
-    size_bytes : int
-    where : {"device", "host"}
-    """
+    """One named part of the memory that a plan takes."""
 
     name: str
     size_bytes: int
@@ -56,11 +52,9 @@ def runtime_parts(profile: Profile, temporary_bytes: int, bound: Bound = "centra
     Both are zero on a CPU, where the interpreter's own memory is reported apart.
     """
     values = profile.values(bound)
-    context = round(values["context_bytes"])
-    slack = round(values["allocator_slack"] * temporary_bytes)
     parts = (
-        MemoryPart(CONTEXT, context, "device"),
-        MemoryPart(SLACK, slack, "device"),
+        MemoryPart(CONTEXT, round(values["context_bytes"]), "device"),
+        MemoryPart(SLACK, round(values["allocator_slack"] * temporary_bytes), "device"),
     )
     return tuple(part for part in parts if part.size_bytes)
 
@@ -116,6 +110,14 @@ def host_limits() -> HostLimits:
     """Return the limits of the machine that this runs on."""
     import psutil  # not above: a plan for other hardware asks for none of this
 
+    locked = None
+    try:
+        import resource
+    except ImportError:  # not a POSIX system: nothing to ask
+        pass
+    else:
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        locked = None if soft == resource.RLIM_INFINITY else soft
     available = psutil.virtual_memory().available
     group = _cgroup_headroom_bytes()
     shared = shutil.disk_usage(SHARED_MEMORY_PATH).free if SHARED_MEMORY_PATH.is_dir() else None
@@ -123,7 +125,7 @@ def host_limits() -> HostLimits:
     return HostLimits(
         available_bytes=min(available, group) if group is not None else available,
         shared_memory_bytes=shared,
-        locked_bytes=_locked_limit_bytes(),
+        locked_bytes=locked,
         limited_by="control group" if limited else "RAM",
     )
 
@@ -204,59 +206,35 @@ def preflight_host(
         Those of this machine if not given.
     """
     limits = limits or host_limits()
-    checks = (
-        _host_finding(required_host_bytes, limits),
-        _pinned_finding(pinned_bytes, limits),
-        _shared_finding(shared_memory_bytes, limits),
-    )
-    return [finding for finding in checks if finding is not None]
-
-
-def _host_finding(required: int, limits: HostLimits) -> MemoryShortage | None:
-    if required <= limits.available_bytes:
-        return None
-    return MemoryShortage(
-        "host memory",
-        f"the plan needs {format_bytes(required)} of host memory, {format_bytes(limits.available_bytes)} are "
-        f"available ({limits.limited_by})",
-        "store weights in a narrower format, run fewer ranks on this host, or end other processes"
-        if limits.limited_by == "RAM"
-        else "raise the container's memory limit, or store weights in a narrower format",
-    )
-
-
-def _pinned_finding(pinned: int, limits: HostLimits) -> MemoryShortage | None:
-    if limits.locked_bytes is None or pinned <= limits.locked_bytes:
-        return None
-    return MemoryShortage(
-        "pinned memory",
-        f"the plan pins {format_bytes(pinned)} in one process, RLIMIT_MEMLOCK allows "
-        f"{format_bytes(limits.locked_bytes)}",
-        "raise it with `ulimit -l unlimited` or the container's --ulimit memlock=-1; "
-        "CUDA's driver often pins outside this limit, mlock and RDMA never do",
-        severity="warning",
-    )
-
-
-def _shared_finding(shared: int, limits: HostLimits) -> MemoryShortage | None:
+    found = []
+    if required_host_bytes > limits.available_bytes:
+        hint = "store weights in a narrower format, run fewer ranks on this host, or end other processes"
+        if limits.limited_by == "control group":
+            hint = "raise the container's memory limit, or store weights in a narrower format"
+        message = (
+            f"the plan needs {format_bytes(required_host_bytes)} of host memory, "
+            f"{format_bytes(limits.available_bytes)} are available ({limits.limited_by})"
+        )
+        found.append(MemoryShortage("host memory", message, hint))
+    if limits.locked_bytes is not None and pinned_bytes > limits.locked_bytes:
+        message = (
+            f"the plan pins {format_bytes(pinned_bytes)} in one process, RLIMIT_MEMLOCK allows "
+            f"{format_bytes(limits.locked_bytes)}"
+        )
+        hint = (
+            "raise it with `ulimit -l unlimited` or the container's --ulimit memlock=-1; "
+            "CUDA's driver often pins outside this limit, mlock and RDMA never do"
+        )
+        found.append(MemoryShortage("pinned memory", message, hint, severity="warning"))
     free = limits.shared_memory_bytes
-    if shared == 0 or (free is not None and shared <= free):
-        return None
-    available = "there is none" if free is None else f"{format_bytes(free)} are free"
-    return MemoryShortage(
-        "shared memory",
-        f"the plan puts {format_bytes(shared)} into {SHARED_MEMORY_PATH}, {available}",
-        f"enlarge it with `mount -o remount,size=... {SHARED_MEMORY_PATH}`, or start the container with --shm-size",
-    )
-
-
-def _locked_limit_bytes() -> int | None:
-    try:
-        import resource
-    except ImportError:  # not a POSIX system: nothing to ask
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
+    if shared_memory_bytes > (free or 0):
+        available = "there is none" if free is None else f"{format_bytes(free)} are free"
+        message = f"the plan puts {format_bytes(shared_memory_bytes)} into {SHARED_MEMORY_PATH}, {available}"
+        enlarge = f"enlarge it with `mount -o remount,size=... {SHARED_MEMORY_PATH}`"
+        found.append(
+            MemoryShortage("shared memory", message, f"{enlarge}, or start the container with --shm-size")
+        )
+    return found
 
 
 def _cgroup_headroom_bytes(root: Path = CGROUP_PATH) -> int | None:
@@ -273,18 +251,10 @@ def _cgroup_headroom_bytes(root: Path = CGROUP_PATH) -> int | None:
         except OSError:
             continue
         if limit.isdecimal() and int(limit) < _NO_LIMIT:
-            return max(0, int(limit) - int(used) + _reclaimable_bytes(folder / "memory.stat", cache_name))
+            reclaimable = 0
+            # The kernel gives up file cache before it refuses memory.
+            with contextlib.suppress(OSError):
+                rows = map(str.split, (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+                reclaimable = next((int(row[1]) for row in rows if row[0] == cache_name), 0)
+            return max(0, int(limit) - int(used) + reclaimable)
     return None
-
-
-_NO_LIMIT = 1 << 60
-"""Control groups of version 1 write a number above this where they mean no limit."""
-
-
-def _reclaimable_bytes(stat_path: Path, name: str) -> int:
-    """Return the file cache that the kernel gives up before it refuses memory."""
-    try:
-        rows = (line.split() for line in stat_path.read_text(encoding="ascii").splitlines())
-        return next((int(row[1]) for row in rows if row[0] == name), 0)
-    except OSError:
-        return 0

@@ -161,8 +161,7 @@ def fit_profile(
             )
             raise ProfileError(message, hint="measure with the number of threads that runs will use")
     problem = _CalibrationProblem.of(fitted, base_profile, statistic, kinds)
-    solution = problem.solve()
-    return _outcome(problem, solution, measurements)
+    return _outcome(problem, problem.solve(), measurements)
 
 
 @dataclass(frozen=True)
@@ -334,20 +333,27 @@ def _outcome(
         reason = _open_reason(
             jacobian[:, index], everywhere[:, index], posterior[index] / problem.sigma[index]
         )
+        value = math.exp(x[index])
         if reason:
+            # It stays at the value that the others were fitted beside.
             reasons[name] = reason
-            constants.append(_kept(base, math.exp(x[index])))
+            source = f"not identified by calibration; {base.source}"
+            low, high = min(base.low, value), max(base.high, value)
         else:
             half = math.hypot(2 * posterior[index], spread[index])
             count = int(np.sum(np.abs(jacobian[:, index]) > 0.05))
-            constants.append(_determined(base, x[index], half, count))
+            source = f"fitted to {count} measurement{'s' if count != 1 else ''}"
+            low, high = math.exp(x[index] - half), math.exp(x[index] + half)
+        constants.append(Constant(name=name, value=value, low=low, high=high, unit=base.unit, source=source))
     profile = problem.profile.with_constants(*constants, origin="calibrated")
     identified = [index for index, name in enumerate(problem.names) if name not in reasons]
+    condition = float(np.linalg.cond(jacobian[:, identified])) if identified else math.inf
     report = FitReport(
         residuals=tuple(_residual(m, profile, problem.statistic) for m in measurements),
         identified=tuple(problem.names[index] for index in identified),
         unidentified=reasons,
-        condition=_condition(jacobian[:, identified]) if identified else None,
+        # JSON has no number for it where a column depends on others.
+        condition=condition if math.isfinite(condition) else None,
     )
     return profile, report
 
@@ -371,31 +377,6 @@ def _open_reason(column: Array, everywhere: Array, shrinkage: float) -> str:
     return ""
 
 
-def _kept(base: Constant, value: float) -> Constant:
-    """Return a constant that data leave open at the value that the others were fitted beside."""
-    ends = {"low": min(base.low, value), "high": max(base.high, value)}
-    source = f"not identified by calibration; {base.source}"
-    return base.model_copy(update={"value": value, "source": source, **ends})
-
-
-def _determined(base: Constant, x: float, half: float, count: int) -> Constant:
-    source = f"fitted to {count} measurement{'s' if count != 1 else ''}"
-    return Constant(
-        name=base.name,
-        value=math.exp(x),
-        low=math.exp(x - half),
-        high=math.exp(x + half),
-        unit=base.unit,
-        source=source,
-    )
-
-
 def _residual(measurement: Measurement, profile: Profile, statistic: Statistic) -> Residual:
     predicted = _predicted_s(measurement, profile.values(), profile.device_kind)
     return Residual(measurement.name, measurement.duration_s(statistic), predicted, measurement.contended)
-
-
-def _condition(slopes: Array) -> float | None:
-    """Return the condition number of a matrix; None where a column depends on others, which JSON has no number for."""
-    number = float(np.linalg.cond(slopes))
-    return number if math.isfinite(number) else None

@@ -1,19 +1,14 @@
-"""What a machine did, as pairs of work and seconds that a profile is fitted to, kept as JSON lines."""
+"""What a machine did, as pairs of work and seconds that a profile is fitted to."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
-
-from pydantic import TypeAdapter
 
 from costmodel.estimate import CopyDirection
 from costmodel.work import Work
 from topology.errors import ProfileError
-from topology.reading import parse_json
-from topology.validation import readable
 
 Statistic = Literal["median", "fastest"]
 
@@ -82,13 +77,3 @@ class Measurement:
     def duration_s(self, statistic: Statistic) -> float:
         """Return the median or the shortest duration."""
         return self.seconds if statistic == "median" else self.fastest_s
-
-
-_ADAPTER = TypeAdapter(Measurement)
-
-
-def _parse_line(line: str, number: int, path: str | Path) -> Measurement:
-    complaint = f"{path}, line {number} is not a measurement"
-    row = parse_json(line, complaint, ProfileError)
-    with readable(f"{path}, line {number}", ProfileError, model=Measurement):
-        return _ADAPTER.validate_python(row)
