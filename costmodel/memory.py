@@ -206,7 +206,7 @@ def preflight_host(
         Those of this machine if not given.
     """
     limits = limits or host_limits()
-    found = []
+    shortages = []
     if required_host_bytes > limits.available_bytes:
         hint = "store weights in a narrower format, run fewer ranks on this host, or end other processes"
         if limits.limited_by == "control group":
@@ -215,7 +215,7 @@ def preflight_host(
             f"the plan needs {format_bytes(required_host_bytes)} of host memory, "
             f"{format_bytes(limits.available_bytes)} are available ({limits.limited_by})"
         )
-        found.append(MemoryShortage("host memory", message, hint))
+        shortages.append(MemoryShortage("host memory", message, hint))
     if limits.locked_bytes is not None and pinned_bytes > limits.locked_bytes:
         message = (
             f"the plan pins {format_bytes(pinned_bytes)} in one process, RLIMIT_MEMLOCK allows "
@@ -225,16 +225,16 @@ def preflight_host(
             "raise it with `ulimit -l unlimited` or the container's --ulimit memlock=-1; "
             "CUDA's driver often pins outside this limit, mlock and RDMA never do"
         )
-        found.append(MemoryShortage("pinned memory", message, hint, severity="warning"))
+        shortages.append(MemoryShortage("pinned memory", message, hint, severity="warning"))
     free = limits.shared_memory_bytes
     if shared_memory_bytes > (free or 0):
         available = "there is none" if free is None else f"{format_bytes(free)} are free"
         message = f"the plan puts {format_bytes(shared_memory_bytes)} into {SHARED_MEMORY_PATH}, {available}"
         enlarge = f"enlarge it with `mount -o remount,size=... {SHARED_MEMORY_PATH}`"
-        found.append(
+        shortages.append(
             MemoryShortage("shared memory", message, f"{enlarge}, or start the container with --shm-size")
         )
-    return found
+    return shortages
 
 
 def _cgroup_headroom_bytes(root: Path = CGROUP_PATH) -> int | None:

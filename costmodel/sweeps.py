@@ -126,29 +126,16 @@ def perturb_work(
             num_kernels=2,
             num_shared_kernels=_num_shared(num_elements, 2),
         )
-    if arithmetic == "fused":
-        return Work(
-            dtype=dtype,
-            sweep_bytes=num_elements * axpy_bytes,
-            num_kernels=num_tensors,
-            num_shared_kernels=_num_shared(num_elements, num_tensors),
-        )
-    if arithmetic == "scaled":
-        passes_bytes = num_elements * (axpy_bytes + 2 * z)
-        return Work(
-            dtype=dtype,
-            sweep_bytes=passes_bytes,
-            num_kernels=2 * num_tensors,
-            num_shared_kernels=_num_shared(num_elements, 2 * num_tensors),
-        )
+    # Kernels for each tensor, and reads and writes of z beside those of θ += s·z.
+    kernels, passes = {"fused": (1, 0), "scaled": (2, 2), "literal": (3, 4)}[arithmetic]
     largest = num_elements if largest_tensor is None else largest_tensor
     return Work(
         dtype=dtype,
-        sweep_bytes=num_elements * (axpy_bytes + 4 * z),
-        num_kernels=3 * num_tensors,
-        num_shared_kernels=_num_shared(num_elements, 3 * num_tensors),
+        sweep_bytes=num_elements * (axpy_bytes + passes * z),
+        num_kernels=kernels * num_tensors,
+        num_shared_kernels=_num_shared(num_elements, kernels * num_tensors),
         # The second temporary is made while the first is alive; then the sum while the second is.
-        workspace_bytes=largest * (z + max(z, theta)),
+        workspace_bytes=largest * (z + max(z, theta)) if arithmetic == "literal" else 0,
     )
 
 
@@ -267,10 +254,8 @@ def closing_work(outputs: int, inputs: int, *, rank: int, closed_rank: int) -> W
     products = sum(2 * side * thin * closed_rank for side, thin in sides)
     return Work(
         num_factor_flops=bases + between + products,
-        sweep_bytes=(outputs + inputs)
-        * joined
-        * 6
-        * (4 + 8),  # three times read and written in float32, and in float64
+        # Three times read and written in float32, and in float64.
+        sweep_bytes=(outputs + inputs) * joined * 6 * (4 + 8),
         num_normals=rank * inputs,
         num_kernels=_CLOSING_KERNELS,
     )

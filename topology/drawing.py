@@ -214,25 +214,13 @@ def _draw_node(axes: Axes, node: Node, position: tuple[float, float], width: flo
     x, y = position
     style = "round,pad=0.02,rounding_size=0.1"
     corner = (x - width / 2, y - NODE_HEIGHT / 2)
-    axes.add_patch(
-        FancyBboxPatch(
-            corner, width, NODE_HEIGHT, boxstyle=style, fc=COLORS[node.kind], ec="#444444", lw=0.8, zorder=3
-        )
-    )
+    colors: dict[str, Any] = {"fc": COLORS[node.kind], "ec": "#444444"}
+    axes.add_patch(FancyBboxPatch(corner, width, NODE_HEIGHT, boxstyle=style, lw=0.8, zorder=3, **colors))
     name, detail = node.id.rsplit("/", maxsplit=1)[-1], _detail(node)
-    _write(
-        axes,
-        x,
-        y + (0.12 if detail else 0),
-        name,
-        ha="center",
-        va="center",
-        fontsize=9,
-        fontweight="bold",
-        zorder=4,
-    )
+    centred: dict[str, Any] = {"ha": "center", "va": "center", "zorder": 4}
+    _write(axes, x, y + (0.12 if detail else 0), name, fontsize=9, fontweight="bold", **centred)
     if detail:
-        _write(axes, x, y - 0.15, detail, ha="center", va="center", fontsize=6.5, zorder=4)
+        _write(axes, x, y - 0.15, detail, fontsize=6.5, **centred)
 
 
 def _detail(node: Node) -> str:
@@ -301,18 +289,8 @@ def _line_width(link: Link) -> float:
 def _label(axes: Axes, link: Link, x: float, y: float) -> None:
     text = format_bandwidth(link.bandwidth_bytes_per_s)
     box = {"boxstyle": "round,pad=0.12", "fc": "white", "ec": "none", "alpha": 0.85}
-    _write(
-        axes,
-        x,
-        y,
-        text,
-        fontsize=6.5,
-        ha="center",
-        va="center",
-        color=LINK_COLORS[link.type.kind],
-        bbox=box,
-        zorder=2,
-    )
+    color = LINK_COLORS[link.type.kind]
+    _write(axes, x, y, text, fontsize=6.5, ha="center", va="center", color=color, bbox=box, zorder=2)
 
 
 def _legend(axes: Axes, topology: Topology) -> None:

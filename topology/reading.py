@@ -65,11 +65,8 @@ def refuse_irregular(
 
     Parameters
     ----------
-    paths : iterable of path
-    error : type
     links : bool
         Whether a link to a regular file will do.
-    hint : str, optional
 
     Raises
     ------
@@ -204,11 +201,8 @@ def parse_json(text: str, complaint: str, error: type[ZosimError], *, hint: str 
 
     Parameters
     ----------
-    text : str
     complaint : str
         What the message begins with, such as ``"plan.json is not a plan"``.
-    error : type
-    hint : str, optional
 
     Raises
     ------
@@ -301,10 +295,8 @@ def parse_yaml(
 
     Parameters
     ----------
-    text : str
     what : str
         Names the text in messages.
-    error : type
     hint : str, optional
         For a text that is not YAML at all.
 

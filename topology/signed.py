@@ -23,8 +23,6 @@ def save_signed(content: Mapping[str, Any], path: str | Path, what: str, error: 
 
     Parameters
     ----------
-    content : mapping of str to any
-    path : path
     what : str
         What messages call the file, such as ``"profile"``.
     error : type of ZosimError

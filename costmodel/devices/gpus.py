@@ -223,7 +223,7 @@ def _architecture(name: str) -> Architecture | None:
 
 
 def architecture_of(spec: DeviceSpec) -> Architecture | None:
-    """Return the architecture of a GPU, None where its name is not known.
+    """Return the architecture of a GPU, None where its name is not known and for other devices.
 
     Examples
     --------
@@ -232,7 +232,7 @@ def architecture_of(spec: DeviceSpec) -> Architecture | None:
     'hopper'
     """
     # "RTX 6000 Ada Generation" and "RTX A6000" are of different designs, "A100" is not "RTX A1000".
-    return _architecture(spec.name)
+    return _architecture(spec.name) if spec.kind == "gpu" else None
 
 
 def clocks_per_s(spec: DeviceSpec) -> float:
@@ -275,7 +275,7 @@ def multiplies_float8(spec: DeviceSpec) -> bool:
     ----------
     .. [1] https://github.com/pytorch/pytorch/pull/164251
     """
-    architecture = architecture_of(spec) if spec.kind == "gpu" else None
+    architecture = architecture_of(spec)
     return "fp8" in spec.peak_dense or (architecture is not None and architecture.multiplies_float8)
 
 
@@ -287,7 +287,7 @@ def int8_peak(spec: DeviceSpec) -> tuple[float, str] | None:
     declared, half = spec.peak_dense.get("int8"), spec.peak_dense.get("fp16")
     if declared is not None:
         return declared.in_si("compute"), f"data sheet peak of {spec.name}"
-    architecture = architecture_of(spec) if spec.kind == "gpu" else None
+    architecture = architecture_of(spec)
     if architecture is None or half is None or not architecture.multiplies_int8:
         return None
     return 2 * half.in_si("compute"), f"{spec.name} declares no peak for int8: twice that of float16"
@@ -295,7 +295,7 @@ def int8_peak(spec: DeviceSpec) -> tuple[float, str] | None:
 
 def float64_part(spec: DeviceSpec) -> float:
     """Return float64's rate as a part of float32's, where a data sheet does not print it: a half, or what a known GPU has."""
-    architecture = architecture_of(spec) if spec.kind == "gpu" else None
+    architecture = architecture_of(spec)
     return 0.5 if architecture is None else architecture.float64_part
 
 

@@ -160,31 +160,20 @@ def fit_profile(
                 f"the profile is for {base_profile.num_threads}"
             )
             raise ProfileError(message, hint="measure with the number of threads that runs will use")
-    problem = _CalibrationProblem.of(fitted, base_profile, statistic, kinds)
+    problem = _CalibrationProblem(fitted, base_profile, statistic, kinds)
     return _outcome(problem, problem.solve(), measurements)
 
 
-@dataclass(frozen=True)
 class _CalibrationProblem:
     """The fit as vectors: one entry per measurement, one per constant."""
 
-    measurements: tuple[Measurement, ...]
-    profile: Profile
-    names: tuple[str, ...]
-    start: Array
-    sigma: Array
-    log_seconds: Array
-    fixed: Mapping[str, float]
-    statistic: Statistic
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         measurements: Sequence[Measurement],
         profile: Profile,
         statistic: Statistic,
         kinds: Collection[str],
-    ) -> _CalibrationProblem:
+    ) -> None:
         constants = [
             constant
             for constant in profile.constants
@@ -193,19 +182,18 @@ class _CalibrationProblem:
             and constant.value > 0
             and constant.low < constant.high
         ]
-        return cls(
-            tuple(measurements),
-            profile,
-            tuple(constant.name for constant in constants),
-            np.log([constant.value for constant in constants]),
-            np.array([_prior_sigma(constant, profile.device_kind) for constant in constants]),
-            np.log([measurement.duration_s(statistic) for measurement in measurements]),
-            dict(profile.values()),
-            statistic,
-        )
+        self.measurements = tuple(measurements)
+        self.profile = profile
+        self.statistic = statistic
+        self.names = tuple(constant.name for constant in constants)
+        self.start: Array = np.log([constant.value for constant in constants])
+        self.sigma = np.array([_prior_sigma(constant, profile.device_kind) for constant in constants])
+        self.log_seconds: Array = np.log([measurement.duration_s(statistic) for measurement in measurements])
+        self.given_weights = np.array([measurement.weight for measurement in measurements])
+        self.bounds = np.array([measurement.is_bound for measurement in measurements])
 
     def values(self, x: Array) -> dict[str, float]:
-        return {**self.fixed, **dict(zip(self.names, np.exp(x).tolist(), strict=True))}
+        return {**self.profile.values(), **dict(zip(self.names, np.exp(x).tolist(), strict=True))}
 
     def log_ratios(self, x: Array) -> Array:
         """Return log predicted over measured, one per measurement."""
@@ -221,16 +209,6 @@ class _CalibrationProblem:
         log_ratios = self.log_ratios(x)
         softened = self.counted(log_ratios) * self.given_weights * _soften(log_ratios) / NOISE
         return np.concatenate([softened, (x - self.start) / self.sigma])
-
-    @cached_property
-    def given_weights(self) -> Array:
-        """Weights of the measurements."""
-        return np.array([measurement.weight for measurement in self.measurements])
-
-    @cached_property
-    def bounds(self) -> NDArray[np.bool_]:
-        """Which of the measurements are bounds."""
-        return np.array([measurement.is_bound for measurement in self.measurements])
 
     def solve(self) -> Array:
         reach = np.maximum(8 * self.sigma, math.log(100.0))
@@ -380,3 +358,48 @@ def _open_reason(column: Array, everywhere: Array, shrinkage: float) -> str:
 def _residual(measurement: Measurement, profile: Profile, statistic: Statistic) -> Residual:
     predicted = _predicted_s(measurement, profile.values(), profile.device_kind)
     return Residual(measurement.name, measurement.duration_s(statistic), predicted, measurement.contended)
+
+
+_BESIDE = " beside a "
+"""In the name of a contended measurement, between what was timed and what ran meanwhile."""
+_NOTICED_LOSS = 0.05
+_LEAST_CORES, _MOST_CORES = 0.1, 2.0
+
+
+def with_copy_cores(profile: Profile, measurements: Sequence[Measurement]) -> tuple[Profile, str]:
+    """Return a CPU's profile with the cores that a copy takes from kernels beside it, and why it is not known, or nothing if it is.
+
+    Parameters
+    ----------
+    measurements : sequence of Measurement
+        Among them a product and a copy, each alone, and contended beside the other.
+
+    Notes
+    -----
+    While a copy runs, a product that wants all ``n`` cores loses a part ``L = 1 - alone / beside`` of its speed, for
+    ``r`` times as long as the copy takes alone. Where threads share cores evenly, a copy that takes ``c`` of them makes
+    both slower by ``(n + c) / n``, and the product loses ``c / n`` of the copy's time: ``c = n L r``.
+    """
+    alone = {m.name: m.seconds for m in measurements if not m.contended}
+    slowed = {m.work.copy_bytes > 0: m for m in measurements if m.contended}
+    if profile.device_kind != "cpu" or set(slowed) != {False, True}:
+        return profile, "no copy was measured beside a product"
+    if profile.num_threads < profile.num_cores:
+        return profile, "with a core to spare, a copy takes nothing from kernels"
+    product, copy = (
+        slowed[is_copy].seconds / alone[slowed[is_copy].name.partition(_BESIDE)[0]]
+        for is_copy in (False, True)
+    )
+    lost = 1 - 1 / product
+    if lost < _NOTICED_LOSS:
+        return profile, "the product did not lose speed to the copy"
+    cores = min(_MOST_CORES, max(_LEAST_CORES, profile.num_cores * lost * copy))
+    constant = profile.constant("copy_cores").model_copy(
+        update={
+            "value": cores,
+            "low": cores / 1.5,
+            "high": cores * 1.5,
+            "source": "a product and a copy, each beside the other",
+        }
+    )
+    return profile.with_constants(constant, origin=profile.origin), ""

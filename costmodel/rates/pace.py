@@ -100,12 +100,14 @@ def at_pace(profile: Profile, ratio: float) -> Profile:
     if own is None:
         return profile
     ratio = max(1.0, ratio)
-    scaled = [
-        _scaled(constant, _slowing(profile, constant.kind, own, ratio)) for constant in profile.constants
-    ]
-    known = profile.constant("pace").model_copy(
-        update={"value": ratio, "high": max(ratio, profile.constant("pace").high)}
-    )
+    scaled = []
+    for constant in profile.constants:
+        slowing = _slowing(profile, constant.kind, own, ratio)
+        factor = 1 / slowing if constant.is_rate else slowing
+        ends = {name: getattr(constant, name) * factor for name in ("low", "value", "high")}
+        scaled.append(constant.model_copy(update=ends))
+    pace = profile.constant("pace")
+    known = pace.model_copy(update={"value": ratio, "high": max(ratio, pace.high)})
     return profile.with_constants(*scaled, known, origin=profile.origin)
 
 
@@ -130,12 +132,6 @@ def _slowing(profile: Profile, constant: str, own: float, ratio: float) -> float
         return 1.0
     part = profile.values()[f"pace_part.{kind}"]
     return (1 + part * (ratio - 1)) / (1 + part * (own - 1))
-
-
-def _scaled(constant: Constant, slowing: float) -> Constant:
-    factor = 1 / slowing if constant.is_rate else slowing
-    ends = {name: getattr(constant, name) * factor for name in ("low", "value", "high")}
-    return constant.model_copy(update=ends)
 
 
 def _constant(name: str, value: float, low: float, high: float, source: str) -> Constant:

@@ -9,9 +9,8 @@ from statistics import fmean
 
 import torch
 
-from costmodel.devices.contention import with_copy_cores
 from costmodel.devices.datasheet import datasheet_profile
-from costmodel.rates.calibration import FitReport, Residual, fit_profile
+from costmodel.rates.calibration import FitReport, Residual, fit_profile, with_copy_cores
 from costmodel.rates.measurement import Measurement
 from costmodel.rates.pace import Pace, off_pace, with_pace
 from costmodel.rates.profile import Profile

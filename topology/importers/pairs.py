@@ -16,19 +16,7 @@ ONE_SWITCH, SWITCHES, ROOT = ("PIX",), ("PIX", "PXB"), ("PIX", "PXB", "PHB")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A GPU or an adapter to be hung into the tree.
-
-    Attributes
-    ----------
-    id : str
-        Its node's id.
-    fields : mapping
-        Further fields of the node, its kind among them.
-    link_type : LinkType
-        Its PCIe link.
-    numa : str
-        NUMA domain it belongs to.
-    """
+    """A GPU or an adapter to be hung into the tree: its node's id and further fields, its PCIe link and its NUMA domain."""
 
     id: str
     fields: Mapping[str, Any]
@@ -42,9 +30,7 @@ def attach(builder: MachineBuilder, endpoints: Iterable[Endpoint], levels: Mappi
     Parameters
     ----------
     builder : MachineBuilder
-        Gets the nodes and links; the host is ``host0`` and the NUMA domains exist.
-    endpoints : iterable of Endpoint
-        GPUs and adapters.
+        Gets the nodes and links; the NUMA domains exist.
     levels : mapping of pair of ids to str
         PIX, PXB or PHB per pair; other codes do not place a device below a common root.
 
@@ -96,8 +82,6 @@ def join_nvlinks(
 
     Parameters
     ----------
-    builder : MachineBuilder
-        Has the GPUs.
     counts : mapping of (id, id) to int
         NVLinks per pair.
     ports : NvlinkPorts or None

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from costmodel.devices.contention import with_copy_cores
 from costmodel.devices.datasheet import datasheet_profile
+from costmodel.rates.calibration import with_copy_cores
 from costmodel.rates.measurement import Measurement
 from costmodel.rates.pace import Pace
 from costmodel.rates.profile import Profile
