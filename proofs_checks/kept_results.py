@@ -179,7 +179,7 @@ CLAIMS = (
             printed(
                 check_last_update,
                 Mutant("a state without it", f"{_SESSION}.present", "self.flush()", "pass"),
-                Mutant("a saved model without it", f"{_SESSION}.save_pretrained", "self.flush()", "pass"),
+                Mutant("a saved model without it", f"{_SESSION}.on_rank_0", "self.flush()", "pass"),
                 Mutant("a digest without it", f"{_SESSION}.digest", "self.flush()", "pass"),
                 Mutant("windows closed without it", f"{_SESSION}._open_window", "self.flush()", "pass"),
                 Mutant(
