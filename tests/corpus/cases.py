@@ -93,7 +93,7 @@ ASKED = (
     ("--dtype", "float16", "--max-device-memory", "8GiB"),
     ("--weight-format", "int8", "--allow-lossy"),
     ("--queries", "2", "--weights", "copies"),
-    ("--direction", "lozo", "--direction-rank", "2", "--weights", "adapters"),
+    ("--direction", "lozo", "--direction-rank", "2", "--tune", "linears", "--weights", "adapters"),
 )
 
 
