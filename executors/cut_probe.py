@@ -12,7 +12,6 @@ import torch
 import typer
 from torch import Tensor
 
-from costmodel.formats import format_name
 from costmodel.formats.codecs import CodecSpec, codec_spec, overhead_bytes
 from executors.codecs import codec_of, decode_quantised, encode_quantised, encoding_of, quantise
 from executors.codecs.encodings import Symbols
@@ -21,9 +20,11 @@ from executors.models.cuts import Crossing, Cut, crossings, cuts_of, loss_throug
 from executors.models.model import Batch, CutModel
 from executors.randomness.directions import Gaussian
 from executors.randomness.rng import generator_on
+from executors.runs.settings import RunConfig
 from topology.errors import CodecError, PlanError
-from topology.limits import MAX_SEED
+from zosim.config import PlanConfig, merge
 from zosim.console import emit, stderr
+from zosim.options import Json, config_of, with_settings
 from zosim.report import Table
 
 
@@ -239,6 +240,11 @@ def _change_of_loss(
     return fmean(after - before for after, before in zip(losses, plain, strict=True))
 
 
+_SETTINGS = ("batch", "seq", "eps", "seed", "dtype", "template", "random_weights")
+_USUAL = RunConfig(plan=PlanConfig(batch=8))
+
+
+@with_settings(RunConfig, only=_SETTINGS, usual=_USUAL)
 def probe(
     model: Annotated[str, typer.Option(help="Directory (or cached name) of the weights.")],
     data: Annotated[str, typer.Option(help="JSON lines: input_ids and labels, or text fields.")],
@@ -246,27 +252,19 @@ def probe(
         list[str] | None,
         typer.Option(help="Such as q4 or q4:affine-zero:token; may be given again. q4 and q8."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, max=4096, help="Sequences per batch.")] = 8,
     num_batches: Annotated[int, typer.Option(min=1, max=4096, help="Batches to measure.")] = 2,
-    seq: Annotated[
-        int | None, typer.Option(min=2, help="Most tokens per sequence; longer ones are cut.")
-    ] = None,
-    template: Annotated[str | None, typer.Option(help='Such as "{text} It was {label}."')] = None,
-    eps: Annotated[float, typer.Option(help="Smoothing radius.")] = 1e-3,
-    seed: Annotated[
-        int, typer.Option(min=0, max=MAX_SEED, help="Of the direction and of random rounding.")
-    ] = 0,
-    dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
-    random_weights: Annotated[bool, typer.Option("--random-weights", help="The architecture alone.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    as_json: Json = False,
+    **settings: Any,
 ) -> None:
     """Measure density, entropy and quantisation error of what crosses each possible cut, on real batches."""
     from executors.models.loading import load_model
 
     specs = [codec_spec(name) for name in codec or ("q4", "q8")]
-    loaded = load_model(model, dtype=format_name(dtype), random_weights=random_weights, seed=seed)
-    batches = _batches(loaded, model, data, batch, num_batches, seq, template)
-    report = probe_cuts(CutModel(loaded), batches, specs, epsilon=eps, seed=seed)
+    config = merge(_USUAL, config_of(RunConfig, settings, only=_SETTINGS))
+    plan, run = config.plan, config.run
+    loaded = load_model(model, dtype=plan.weights.dtype, random_weights=run.random_weights, seed=run.seed)
+    batches = _batches(loaded, model, data, plan.batch, num_batches, plan.seq, config.data.template)
+    report = probe_cuts(CutModel(loaded), batches, specs, epsilon=plan.estimator.epsilon, seed=run.seed)
     for row in report.tensors:
         if row.warning:
             stderr.print(

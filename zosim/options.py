@@ -9,7 +9,7 @@ import builtins
 import inspect
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -259,12 +259,27 @@ def _built(tree: type[_Tree], path: tuple[str, ...], stated: dict[tuple[str, ...
     return tree.model_construct(**fields)
 
 
+def _usual(option: ConfigOption, usual: Section | None) -> ConfigOption:
+    """Return an option whose default is that of a command's own, where `usual` sets its field."""
+    section = usual
+    for name in option.path if usual else ():
+        section = getattr(section, name)
+    value = None if section is None or option.field is None else section.given(option.field.name)
+    if value is None or option.field is None:
+        return option
+    setting = replace(option.setting, usual="", planned=False)
+    return replace(option, setting=setting, field=replace(option.field, default=value))
+
+
 def with_settings(
-    tree: type[Section] | None, like: Callable[..., Any] | None = None, only: Collection[str] = ()
+    tree: type[Section] | None,
+    like: Callable[..., Any] | None = None,
+    only: Collection[str] = (),
+    usual: Section | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command an option for every setting of a config tree, and for what another function has an option for.
 
-    Of the settings those in `only`, if any are named. The command takes them as ``**settings``, as a function of Python does (:func:`config_of` reads both): by the names of
+    Of the settings those in `only`, if any are named; what `usual` sets is the command's own default. The command takes them as ``**settings``, as a function of Python does (:func:`config_of` reads both): by the names of
     the options, None for what was not typed.
     """
 
@@ -275,8 +290,8 @@ def with_settings(
             known = [one for one in _parameters(like) if get_origin(one.annotation) is Annotated]
             place = next((n for n, one in enumerate(parameters) if one.default is not one.empty), None)
             parameters[place:place] = map(_as_option, known)
-        known_options = options_of(tree) if tree else ()
-        parameters += {o.name: o.parameter for o in known_options if not only or o.name in only}.values()
+        known_options = [o for o in (options_of(tree) if tree else ()) if not only or o.name in only]
+        parameters += {o.name: _usual(o, usual).parameter for o in known_options}.values()
         if any(option.is_expert for option in known_options):
             parameters.append(
                 inspect.Parameter(

@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from executors.runs.learning_rate import LearningRate
+from executors.runs.settings import RunConfig
 from topology.errors import RunError
+from zosim.config import PlanConfig, merge
 from zosim.console import emit, stderr
+from zosim.options import config_of, with_settings
+from zosim.plans import ForwardPass
+from zosim.plans.forward import USUAL_NEW_TOKENS
 
 if TYPE_CHECKING:
     from executors.serving.client import RemoteEngine
@@ -104,6 +110,14 @@ def serve(
             stderr.print("ended")
 
 
+_ADAPTED = ("steps", "batch", "eps", "epsilon", "lr", "seed", "reward", "reward_timeout", "max_new_tokens")
+_USUAL = RunConfig(
+    plan=PlanConfig(batch=16, forward=ForwardPass(num_new_tokens=USUAL_NEW_TOKENS)),
+    learning_rate=LearningRate(learning_rate=1e-4, num_steps=100),
+)
+
+
+@with_settings(RunConfig, only=_ADAPTED, usual=_USUAL)
 def adapt(
     model: _Model,
     data: _Data,
@@ -114,36 +128,19 @@ def adapt(
     engine: _Engine = "http://127.0.0.1:8000",
     served_model: _Served = None,
     targets: Annotated[str, typer.Option(help="Names of the linear layers to tune.")] = "q_proj,v_proj",
-    steps: Annotated[int, typer.Option(min=1, help="Total number of steps.")] = 100,
-    batch: Annotated[int, typer.Option(min=1, max=65536, help="Sequences per step.")] = 16,
     rank: Annotated[int, typer.Option(min=1, max=4096, help="Rank of a perturbation.")] = 2,
     lazy_steps: Annotated[int, typer.Option(min=1, help="Steps before V is drawn anew.")] = 50,
     max_rank: Annotated[
         int, typer.Option(min=3, max=65536, help="Maximum rank of an adapter that the server accepts.")
     ] = 16,
-    epsilon: Annotated[float, typer.Option(min=1e-12, help="Perturbation scale.")] = 1e-3,
-    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate.")] = 1e-4,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of perturbations and batches.")] = 0,
     template: _Template = None,
     label_words: _LabelWords = None,
-    reward: Annotated[
-        str | None,
-        typer.Option(
-            help="Maximise this of generated text: module:function of prompts and texts, or http://127.0.0.1:PORT/PATH.",
-            show_default=False,
-        ),
-    ] = None,
-    reward_timeout: Annotated[
-        float, typer.Option(min=0.01, help="Maximum seconds to wait for a reward.")
-    ] = 60.0,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, max=4096, help="Maximum tokens of a generated text.")
-    ] = 16,
     timeout: _Timeout = 60.0,
     priority: Annotated[
         int | None, typer.Option(help="Priority of the requests; lower ones run first.", show_default=False)
     ] = None,
     as_json: _Json = False,
+    **options: Any,
 ) -> None:
     """Tune a model behind a serving endpoint without loading its weights."""
     from executors.datasets.batches import Batches
@@ -151,18 +148,23 @@ def adapt(
     from executors.serving.client import RemoteEngine
     from executors.serving.tuning import SERVED_NAME, Tuning, TuningSettings
 
+    config = merge(_USUAL, config_of(RunConfig, options, only=_ADAPTED))
+    run, plan, rate = config.run, config.plan, config.learning_rate.complete()
+    steps = rate.num_steps
     dataset, tokenizer = _examples(model, data, template, label_words)
-    wanted = None if reward is None else reward_named(reward, reward_timeout)
+    wanted = None if run.reward is None else reward_named(run.reward, run.reward_timeout_s)
     served = RemoteEngine(engine, served_model, timeout_s=timeout, priority=priority)
     names = tuple(name.strip() for name in targets.split(",") if name.strip())
-    settings = TuningSettings(names, rank, lazy_steps, max_rank, epsilon, lr, seed)
-    batches = Batches(dataset, batch, shuffle=True, seed=seed)
+    epsilon = plan.estimator.epsilon
+    settings = TuningSettings(names, rank, lazy_steps, max_rank, epsilon, rate.learning_rate, run.seed)
+    batches = Batches(dataset, plan.batch, shuffle=True, seed=run.seed)
     decode = None if tokenizer is None else tokenizer.decode
     row: dict[str, Any] = {}
     with Tuning(served, model, output, settings) as tuning:
         while tuning.num_steps < steps:
             examples = dataset.examples(batches.indices(tuning.num_steps))
-            row = tuning.step(examples, reward=wanted, decode=decode, max_new_tokens=max_new_tokens)
+            num_new = plan.forward.num_new_tokens or USUAL_NEW_TOKENS
+            row = tuning.step(examples, reward=wanted, decode=decode, max_new_tokens=num_new)
             loss = (row["loss_plus"] + row["loss_minus"]) / 2
             stderr.print(
                 f"step {tuning.num_steps}/{steps}  {'loss' if wanted is None else '-reward'} {loss:9.5f}  "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 from costmodel import read_model_spec
 from topology.hardware import resolve as topology_named
 from zosim.config import PlanConfig, merge
-from zosim.options import config_of
+from zosim.options import config_of, with_settings
 from zosim.planning.request import Hardware
 from zosim.planning.resolve import even_cuts, laid_over, resolve, spread
 from zosim.plans import Mesh, Placement, Plan, Residency
@@ -92,3 +93,17 @@ def test_only_resolve_asks_the_planner_to_choose() -> None:
         if re.search(r"\bchoose\(", path.read_text())
     ]
     assert sorted(asking) == [Path("zosim/planning/planner.py"), Path("zosim/planning/resolve.py")]
+
+
+def test_a_command_may_have_defaults_of_its_own_for_declared_options() -> None:
+    usual = PlanConfig(batch=8)
+
+    @with_settings(PlanConfig, only=("batch", "seq", "eps"), usual=usual)
+    def command(**settings: object) -> None: ...
+
+    options = inspect.signature(command).parameters
+    assert list(options) == ["batch", "seq", "eps"]
+    helps = {name: option.annotation.__metadata__[0].help for name, option in options.items()}
+    assert helps["batch"].endswith("By default 8.")
+    assert helps["eps"].endswith("By default 0.001.")
+    assert merge(usual, config_of(PlanConfig, {"seq": 5})).set_fields() == {"batch": 8, "seq": 5}

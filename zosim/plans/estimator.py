@@ -46,7 +46,9 @@ class Estimator(Axis):
     epsilon: Annotated[
         float,
         Field(gt=0, allow_inf_nan=False),
-        Setting("--eps", "Smoothing radius epsilon.", "numbers", recorded_as="epsilon"),
+        Setting(
+            "--eps", "Smoothing radius epsilon.", "numbers", recorded_as="epsilon", aliases=("--epsilon",)
+        ),
     ] = 1e-3
 
     def words(self, plan: Plan) -> Iterator[str]:  # noqa: ARG002 - others look at it
