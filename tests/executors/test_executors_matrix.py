@@ -1,7 +1,7 @@
 """Placement x setting x {fresh, resumed, replayed}: whatever a step's placement, every bit is that of its mathematics.
 
 :mod:`tests.support.matrix` makes the cases of the settings. Quick are those that hold every pair of values that the literal
-loop is written for, and every other value with every value of a placement; slow, all pairs; broad, a thousand at random.
+loop is written for, and every other value with every value of a placement; broad, all pairs on up to four ranks, and a thousand at random.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ def pytest_generate_tests(metafunc):
     if "case" not in metafunc.fixturenames:
         return
     chosen = dict.fromkeys((*matrix.literal_cases(), *matrix.other_cases()), ())
-    if metafunc.config.getoption("--run-slow"):
-        chosen = dict.fromkeys(matrix.all_cases(), pytest.mark.slow) | chosen
     if metafunc.config.getoption("--run-broad"):
-        chosen = dict.fromkeys(matrix.random_cases(NUM_AT_RANDOM), pytest.mark.broad) | chosen
+        others = (*matrix.all_cases(), *matrix.random_cases(NUM_AT_RANDOM))
+        chosen = dict.fromkeys(others, pytest.mark.broad) | chosen
     cases = [
         pytest.param(case, marks=marks, id=f"{number}-{case['way']}")
         for number, (case, marks) in enumerate(chosen.items())
