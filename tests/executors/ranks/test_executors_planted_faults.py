@@ -90,14 +90,14 @@ def test_nothing_is_said_of_a_run_without_a_fault(placement):
 
 
 def _pairs_of_bits():
-    """Every fault in every placement; of one in each placement, and so of all somewhere, every third is quick."""
+    """Every fault in every placement; of one in each placement, and so of all somewhere, every fifth is quick."""
     for row, placement in enumerate([*ALONE, *SEVERAL, *STAGES]):
         for column, fault in enumerate(faults.BITS):
             is_quick = (row + column) % len(faults.BITS) == 0
             yield pytest.param(placement, fault, marks=() if is_quick else pytest.mark.slow)
 
 
-@pytest.mark.crossed(quick=3, slow=4)
+@pytest.mark.crossed(quick=5, slow=4)
 @pytest.mark.parametrize(("placement", "fault"), list(_pairs_of_bits()))
 def test_bits_are_named_on_all_ranks(placement, fault):
     if "copies" in placement and fault == "bit in a forward":
@@ -116,14 +116,14 @@ def test_bits_are_named_on_all_ranks(placement, fault):
 
 
 def _pairs_of_inputs():
-    """Every input in every placement; of one in each placement, and so of all somewhere, every second is quick."""
+    """Every input in every placement; of one in each placement, and so of all somewhere, every fourth is quick."""
     for row, placement in enumerate([*SEVERAL, *STAGES]):
         for column, fault in enumerate(faults.INPUTS):
             is_quick = (row + column) % len(faults.INPUTS) == 0
             yield pytest.param(placement, fault, marks=() if is_quick else pytest.mark.slow)
 
 
-@pytest.mark.crossed(quick=2, slow=4)
+@pytest.mark.crossed(quick=4, slow=4)
 @pytest.mark.parametrize(("placement", "fault"), list(_pairs_of_inputs()))
 def test_other_inputs_of_one_rank_are_named_on_all_ranks(placement, fault):
     told = set(said_by_all(placement, fault))

@@ -73,7 +73,7 @@ def assert_as_in_order(case, monkeypatch, seeds):
         assert ran(case, monkeypatch, seed)[:2] == expected, f"seed {seed}: {case}"
 
 
-@pytest.mark.crossed(quick=12, slow=3)
+@pytest.mark.crossed(quick=25, slow=3)
 @pytest.mark.parametrize("case", matrix.of_one_rank(matrix.literal_cases()), ids=str)
 def test_every_placement_has_the_literal_loops_bits(case, monkeypatch, seeds, tmp_path):
     expected = matrix.wanted(case.plain, tmp_path)

@@ -101,7 +101,7 @@ def trained(axes, *, shape="opt", dtype="float32", steps=3, change=None):
         return device, numbers
 
 
-@pytest.mark.crossed(quick=3)
+@pytest.mark.crossed(quick=5)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_no_placement_leaves_anything_to_chance(placement):
     device, numbers = trained(PLACEMENTS[placement])
