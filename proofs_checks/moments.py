@@ -10,7 +10,7 @@ from torch import Tensor
 
 from executors.randomness.counter import CounterDraws, CounterKey
 from executors.randomness.directions import DIRECTIONS, Direction, Gaussian, Rademacher
-from executors.randomness.families import LowRank, QuantisedGaussian, Sphere
+from executors.randomness.families import LowRank, QuantisedGaussian
 from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rng import generator_on
 from proofs_checks import literal
@@ -34,7 +34,6 @@ def _families() -> Iterator[tuple[Direction, dict[str, float]]]:
     rows, columns = SHAPE
     for direction in (Gaussian(), Rademacher()):
         yield direction, direction_moments(direction.distribution.name, dimension=numel)  # type: ignore[arg-type]
-    yield Sphere(), direction_moments("sphere", dimension=numel)
     for rank in (1, 3):
         yield LowRank(rank), direction_moments("low-rank", rows=rows, columns=columns, rank=rank)
     for bits, scale in ((3, 1.5), (2, 0.5), (8, 127 / 6)):
@@ -55,8 +54,6 @@ def _literal(direction: Direction, seed: int) -> Tensor:
     if isinstance(direction, Rademacher):
         return literal.drawn(SHAPE, "rademacher", generator, torch.float64)
     z = normals(SHAPE)
-    if isinstance(direction, Sphere):
-        return z * math.sqrt(z.numel() / float((z * z).sum()))
     if isinstance(direction, QuantisedGaussian):
         cells = z * direction.rounding.scale
         limit = 2 ** (direction.rounding.bits - 1) - 1
@@ -173,9 +170,9 @@ CLAIMS = (
         ),
         quotation="Every family of directions is what it says, and has the moments that it declares.",
         statement=(
-            "Normals and signs are the generator's; the sphere is √d·u/|u|; low rank is UVᵀ/√r; a rounded normal goes up with "
+            "Normals and signs are the generator's; low rank is UVᵀ/√r; a rounded normal goes up with "
             "the probability of the fraction cut off, and is clamped. Every family has the mean, the second moment and the energy "
-            "E[(a·z)²|z|²] that it declares: d + 2 for normals, d for signs and the sphere, mn + 2 + 2(m + n + 1)/r for low "
+            "E[(a·z)²|z|²] that it declares: d + 2 for normals, d for signs, mn + 2 + 2(m + n + 1)/r for low "
             "rank, E[q⁴] + (d - 1)E[q²]² for rounded normals."
         ),
         hypotheses="float64 draws of 6 × 7 tensors",
@@ -184,12 +181,6 @@ CLAIMS = (
             printed(
                 check_families,
                 WIDE_NORMALS,
-                Mutant(
-                    "a sphere of radius 1",
-                    "executors.randomness.families:Sphere.fill",
-                    "math.sqrt(out.numel())",
-                    "1.0",
-                ),
                 Mutant(
                     "low rank without its scale",
                     "executors.randomness.families:LowRank.fill",

@@ -1,4 +1,4 @@
-"""Directions beyond independent normals and signs: on a sphere, of low rank, of few bits.
+"""Directions beyond independent normals and signs: of low rank, of few bits.
 
 They stand under the interface of :mod:`executors.randomness.directions`, each knowing its moments.
 """
@@ -18,27 +18,6 @@ from executors.randomness.quantisers import StochasticRounding
 from topology.errors import PlanError
 
 _NORMALS = Gaussian()
-
-
-class Sphere(Direction):
-    """A tensor of ``d`` elements, uniform on the sphere of radius ``√d``.
-
-    Notes
-    -----
-    Normals divided by their norm. The elements are uncorrelated with second moment 1, but not independent: the
-    norm is exact, which takes the ``+ 2`` from the Gaussian's energy.
-    """
-
-    distribution = Distribution("sphere")
-
-    def fill(self, out: Tensor, generator: Generator) -> None:
-        """Fill `out`, as a whole, with a point of the sphere."""
-        _NORMALS.fill(out, generator)
-        out.mul_(math.sqrt(out.numel()) / out.norm())
-
-    def energy(self, shape: Sequence[int]) -> float:
-        """Return ``d``."""
-        return float(math.prod(shape))
 
 
 class LowRank(Direction):

@@ -9,7 +9,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from executors.randomness.families import LowRank, QuantisedGaussian, Sphere
+from executors.randomness.families import LowRank, QuantisedGaussian
 from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rng import generator_on
 from executors.steps import arithmetic
@@ -355,10 +355,8 @@ def test_what_cannot_be_is_refused_with_a_hint(make):
     assert caught.value.hint
 
 
-def test_a_sphere_has_exactly_its_radius_and_low_rank_its_rank():
+def test_low_rank_has_its_rank():
     out = torch.empty((9, 7), dtype=torch.float64)
-    Sphere().fill(out, generator_on(CPU, 0))
-    assert out.norm().item() == pytest.approx(math.sqrt(63), rel=1e-12)
     LowRank(2).fill(out, generator_on(CPU, 0))
     assert torch.linalg.matrix_rank(out) == 2
     assert LowRank(10**9).energy((3, 4)) == pytest.approx(14)  # many ranks: a normal matrix's
