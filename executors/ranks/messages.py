@@ -188,7 +188,7 @@ def unpack(packed: Packed, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     for shape, number in zip(shapes, itertools.cycle(packed.formats), strict=False):
         dtype = DTYPES[number]
         size = math.prod(shape) * dtype.itemsize
-        # One that does not fit is told below, with the whole length.
+        # One that does not fit is refused below, with the length of all.
         if begin + size <= packed.num_bytes:
             tensors.append(packed.data[begin : begin + size].view(dtype).view(shape))
         begin += aligned(size, GPU_ALIGNMENT_BYTES)

@@ -77,17 +77,17 @@ def tokenizer_facts(model: str) -> dict[str, str]:
 
     facts, directory = {}, Path(model)
     for name in TOKENIZER_FILES:
-        found: Any = directory / name
+        path: Any = directory / name
         if not directory.is_dir():
-            found = None
+            path = None
             with suppress(HFValidationError):
-                found = try_to_load_from_cache(model, name)
+                path = try_to_load_from_cache(model, name)
         # The cache remembers, too, what a model does not have.
-        if not isinstance(found, str | Path) or not Path(found).is_file():
+        if not isinstance(path, str | Path) or not Path(path).is_file():
             continue
-        content = read_bytes(Path(found), "tokenizer's file", ModelError)
+        content = read_bytes(Path(path), "tokenizer's file", ModelError)
         if name.endswith("_config.json"):
-            said = parse_json(content.decode(errors="replace"), f"{found} is damaged", ModelError)
+            said = parse_json(content.decode(errors="replace"), f"{path} is damaged", ModelError)
             content = json.dumps(_deciding(said), sort_keys=True).encode()
         facts[name] = hashlib.blake2b(content, digest_size=16).hexdigest()
     return facts

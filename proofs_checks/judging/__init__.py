@@ -3,8 +3,15 @@
 ``docs/judging.md`` says what is asked of them, and what each finding means.
 """
 
-from proofs_checks.judging.estimators import Estimator, judge_estimator
-from proofs_checks.judging.findings import Finding, Judgement
+from proofs_checks.judging.estimators import GradientEstimator, judge_estimator
+from proofs_checks.judging.findings import JudgedProperty, Judgement
 from proofs_checks.judging.quantizers import Quantizer, judge_quantizer
 
-__all__ = ["Estimator", "Finding", "Judgement", "Quantizer", "judge_estimator", "judge_quantizer"]
+__all__ = [
+    "GradientEstimator",
+    "JudgedProperty",
+    "Judgement",
+    "Quantizer",
+    "judge_estimator",
+    "judge_quantizer",
+]

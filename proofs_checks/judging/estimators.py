@@ -16,7 +16,7 @@ from torch import Tensor
 
 from proofs_checks.exact import sign_nodes
 from proofs_checks.judging.findings import (
-    Finding,
+    JudgedProperty,
     Judgement,
     Verdict,
     at_most,
@@ -36,7 +36,7 @@ Distribution = Literal["normal", "signs", "sphere", "any"]
 """Of directions: independent normals, independent signs, uniform on the sphere of radius √d, or something else."""
 
 
-class Estimator(Protocol):
+class GradientEstimator(Protocol):
     """What is judged: a function of a loss, parameters, a smoothing radius and a seed that returns a gradient's estimate."""
 
     def __call__(self, loss: Loss, theta: Tensor, epsilon: float, seed: int) -> Tensor:
@@ -76,7 +76,7 @@ class Stated:
 
 
 def judge_estimator(
-    estimator: Estimator,
+    estimator: GradientEstimator,
     *,
     name: str = "estimator",
     distribution: Distribution = "normal",
@@ -149,7 +149,13 @@ class _Judge:
     """One estimator, and the losses that it is tried on."""
 
     def __init__(
-        self, estimator: Estimator, stated: Stated, dimension: int, num_samples: int, seed: int, name: str
+        self,
+        estimator: GradientEstimator,
+        stated: Stated,
+        dimension: int,
+        num_samples: int,
+        seed: int,
+        name: str,
     ) -> None:
         self._estimator, self._stated, self._name = estimator, stated, name
         self._num_samples, self._seed = num_samples, seed
@@ -159,7 +165,7 @@ class _Judge:
         slope = 0.5 + torch.rand(dimension, generator=generator, dtype=torch.float64)
         self._slope = slope / slope.norm()
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[JudgedProperty]:
         yield from self._replay()
         yield from self._arithmetic()
         yield self._mean()
@@ -202,7 +208,7 @@ class _Judge:
 
     # -- findings ----------------------------------------------------------------------------------------------
 
-    def _replay(self) -> Iterator[Finding]:
+    def _replay(self) -> Iterator[JudgedProperty]:
         """Yield whether an estimate follows from its seed, and leaves alone what is not its own."""
         first = [self._estimate(self._linear, 1e-2, self._seed + n) for n in range(8)]
         torch.manual_seed(1)
@@ -245,7 +251,7 @@ class _Judge:
             measured=f"moved by {moved:.2g}",
         )
 
-    def _arithmetic(self) -> Iterator[Finding]:
+    def _arithmetic(self) -> Iterator[JudgedProperty]:
         """Yield whether a two-point estimate is the difference over its distance, along the direction that was measured."""
         name = "difference, distance and direction"
         tested = "the estimate is the difference of its losses over the distance between them, times the direction between them"
@@ -282,7 +288,7 @@ class _Judge:
             measured=f"differs by {worst:.2g}, {ratio:.6g} of it along it, in the worst of 16",
         )
 
-    def _mean(self) -> Finding:
+    def _mean(self) -> JudgedProperty:
         samples = self._of_linear
         along = estimates_of("along", (samples @ self._slope)[:, None], torch.ones(1))
         beside = estimates_of("beside", samples, self._slope, scale=1.0)
@@ -292,7 +298,7 @@ class _Judge:
             along + beside,
         )
 
-    def _smoothed(self) -> Finding:
+    def _smoothed(self) -> JudgedProperty:
         """Return whether the mean is the gradient of the smoothed loss, at a radius where smoothing halves it."""
         name = "mean against the smoothed gradient"
         if self._stated.distribution == "any":
@@ -333,7 +339,7 @@ class _Judge:
         along = float((weights * np.sin(epsilon * size * part) / epsilon * part).sum() / weights.sum())
         return along / size * slope
 
-    def _first_order(self) -> Finding:
+    def _first_order(self) -> JudgedProperty:
         """Return whether an even term of the loss leaves no bias, as where a direction is as likely as its opposite."""
         name = "no bias of first order in ε"
         if self._stated.order < 2:
@@ -344,7 +350,7 @@ class _Judge:
             name, "the mean is ∇f for a quadratic loss, too, at ε = 1, in units of |∇f|", [estimate]
         )
 
-    def _order_of_bias(self) -> Finding:
+    def _order_of_bias(self) -> JudgedProperty:
         """Return whether the bias falls with ε as fast as is stated.
 
         Notes
@@ -373,7 +379,7 @@ class _Judge:
         verdict: Verdict = "holds" if resolution <= COARSEST else "not resolved"
         if slope + limit * error < self._stated.order - 1e-6:
             verdict = "fails"
-        return Finding(
+        return JudgedProperty(
             name, verdict, tested, f"ε^{slope:.3g}, at least ε^{self._stated.order:g}", resolution, 1, num
         )
 
@@ -395,7 +401,7 @@ class _Judge:
             ]
         )
 
-    def _second_moment(self) -> Finding:
+    def _second_moment(self) -> JudgedProperty:
         """Return whether ``E|ĝ|²`` is within its bound.
 
         A mean of squares without a variance says nothing. Squares are cut at a thousand times the bound: that makes the
@@ -413,7 +419,7 @@ class _Judge:
             bound,
         )
 
-    def _adds_up(self) -> Finding:
+    def _adds_up(self) -> JudgedProperty:
         name = "ranks' estimates add up"
         if not self._stated.is_linear:
             return not_applicable(name, "it is stated that estimates of losses do not add up")

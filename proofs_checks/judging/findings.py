@@ -17,7 +17,7 @@ Verdict = Literal["holds", "fails", "not resolved", "not applicable"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class JudgedProperty:
     """One property.
 
     Attributes
@@ -52,19 +52,19 @@ class Judgement:
     Attributes
     ----------
     subject : str
-    findings : tuple of Finding
+    findings : tuple of JudgedProperty
     """
 
     subject: str
-    findings: tuple[Finding, ...]
+    findings: tuple[JudgedProperty, ...]
 
     @property
-    def failed(self) -> tuple[Finding, ...]:
+    def failed(self) -> tuple[JudgedProperty, ...]:
         """Findings that something stated is not so."""
         return tuple(finding for finding in self.findings if finding.verdict == "fails")
 
     @property
-    def unresolved(self) -> tuple[Finding, ...]:
+    def unresolved(self) -> tuple[JudgedProperty, ...]:
         """Findings that the samples could not tell."""
         return tuple(finding for finding in self.findings if finding.verdict == "not resolved")
 
@@ -96,7 +96,7 @@ class Judgement:
         return said
 
 
-def compared(name: str, tested: str, estimates: Sequence[Estimate], what: str = "") -> Finding:
+def compared(name: str, tested: str, estimates: Sequence[Estimate], what: str = "") -> JudgedProperty:
     """Return the finding of means beside their theory: it fails where chance does not explain one of them.
 
     Parameters
@@ -114,10 +114,10 @@ def compared(name: str, tested: str, estimates: Sequence[Estimate], what: str = 
     measured = f"{farthest.value:.5g}{what}, theory {farthest.theory:.5g}" + (
         f" (farthest of {len(estimates)})" if len(estimates) > 1 else ""
     )
-    return Finding(name, verdict, tested, measured, coarsest, len(estimates), farthest.num_samples)
+    return JudgedProperty(name, verdict, tested, measured, coarsest, len(estimates), farthest.num_samples)
 
 
-def at_most(name: str, tested: str, samples: Tensor, bound: float) -> Finding:
+def at_most(name: str, tested: str, samples: Tensor, bound: float) -> JudgedProperty:
     """Return the finding that a mean is at most `bound`; samples have shape (n,)."""
     means = batch_means(samples[:, None])[:, 0]
     mean, error = float(means.mean()), float(means.std()) / math.sqrt(len(means))
@@ -127,14 +127,16 @@ def at_most(name: str, tested: str, samples: Tensor, bound: float) -> Finding:
     verdict: Verdict = "holds" if resolution <= COARSEST else "not resolved"
     if not excess <= threshold(len(means)) * error:
         verdict = "fails"
-    return Finding(name, verdict, tested, f"{mean:.4g} of at most {bound:.4g}", resolution, 1, len(samples))
+    return JudgedProperty(
+        name, verdict, tested, f"{mean:.4g} of at most {bound:.4g}", resolution, 1, len(samples)
+    )
 
 
-def exactly(name: str, tested: str, *, holds: bool, measured: str) -> Finding:
+def exactly(name: str, tested: str, *, holds: bool, measured: str) -> JudgedProperty:
     """Return the finding of a comparison without chance."""
-    return Finding(name, "holds" if holds else "fails", tested, measured)
+    return JudgedProperty(name, "holds" if holds else "fails", tested, measured)
 
 
-def not_applicable(name: str, reason: str) -> Finding:
+def not_applicable(name: str, reason: str) -> JudgedProperty:
     """Return the finding that nothing was stated which could be compared."""
-    return Finding(name, "not applicable", reason, "not compared")
+    return JudgedProperty(name, "not applicable", reason, "not compared")

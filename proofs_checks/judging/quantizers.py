@@ -12,7 +12,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from proofs_checks.judging.findings import (
-    Finding,
+    JudgedProperty,
     Judgement,
     Verdict,
     compared,
@@ -123,7 +123,7 @@ class _Judge:
             # Whatever the group, each has a number of its range's end, so that all groups have one scale.
             numbers[::group] = numbers.abs().max() * numbers.new_tensor(1.0)
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[JudgedProperty]:
         yield from self._replay()
         yield self._range()
         yield self._special()
@@ -167,7 +167,7 @@ class _Judge:
 
     # -- findings ----------------------------------------------------------------------------------------------
 
-    def _replay(self) -> Iterator[Finding]:
+    def _replay(self) -> Iterator[JudgedProperty]:
         numbers = self._inputs["normals"]
         first = [self._quantized(numbers, self._seed + n) for n in range(8)]
         torch.manual_seed(1)
@@ -189,7 +189,7 @@ class _Judge:
             measured=f"{num_unlike} unlike",
         )
 
-    def _range(self) -> Finding:
+    def _range(self) -> JudgedProperty:
         over = max(
             float(self._quantized(numbers, self._seed + n).abs().max() / numbers.abs().max())
             for numbers in self._inputs.values()
@@ -202,7 +202,7 @@ class _Judge:
             measured=f"at most {over:.6g} times",
         )
 
-    def _special(self) -> Finding:
+    def _special(self) -> JudgedProperty:
         """Return whether inputs without a range, and of extreme ones, give finite numbers."""
         extreme = {
             "zeros": torch.zeros(_COUNT),
@@ -222,7 +222,7 @@ class _Judge:
             measured=f"not so for {', '.join(wrong)}" if wrong else "all do",
         )
 
-    def _neighbours(self, samples: dict[str, Tensor]) -> Finding:
+    def _neighbours(self, samples: dict[str, Tensor]) -> JudgedProperty:
         """Return whether a number is rounded to no more than two numbers, between which it lies."""
         wrong = 0
         for name, rows in samples.items():
@@ -239,7 +239,7 @@ class _Judge:
             measured=f"not so for {wrong} of {_COUNT * len(samples)}",
         )
 
-    def _unbiased(self, samples: dict[str, Tensor]) -> Finding:
+    def _unbiased(self, samples: dict[str, Tensor]) -> JudgedProperty:
         """Return whether every number is right on average.
 
         How often a number goes up, of two that it lies between, has a binomial distribution if it is right on average. One that never
@@ -262,7 +262,7 @@ class _Judge:
             worst = max(worst, *np.abs(num_up / count - chance), *away)
         resolution = (threshold() + float(student.isf(MISSED, NUM_BATCHES - 1))) / 2 / self._num_samples**0.5
         verdict: Verdict = "fails" if least < LEVEL else "holds" if resolution <= COARSEST else "not resolved"
-        return Finding(
+        return JudgedProperty(
             "unbiased, number by number",
             verdict,
             "E Q(x) = x, by the binomial distribution of how often a number goes up",
@@ -272,7 +272,7 @@ class _Judge:
             self._num_samples,
         )
 
-    def _unbiased_together(self, samples: dict[str, Tensor]) -> Finding:
+    def _unbiased_together(self, samples: dict[str, Tensor]) -> JudgedProperty:
         """Return whether errors have no mean over all numbers, in steps: a small bias of each shows here."""
         errors = torch.cat([self._errors_in_steps(name, rows) for name, rows in samples.items()], 1)
         (estimate,) = estimates_of("error", errors.mean(1)[:, None], torch.zeros(1))
@@ -286,7 +286,7 @@ class _Judge:
         both = high > low
         return ((rows - self._inputs[name].double()) / (high - low).clamp(min=1e-300))[:, both]
 
-    def _independent(self, samples: dict[str, Tensor]) -> Finding:
+    def _independent(self, samples: dict[str, Tensor]) -> JudgedProperty:
         """Return whether errors of neighbours have nothing in common."""
         products = []
         for name, rows in samples.items():
@@ -298,7 +298,7 @@ class _Judge:
         (estimate,) = estimates_of("correlation", torch.stack(products).mean(0)[:, None], torch.zeros(1))
         return compared("independent", "errors of neighbouring numbers are not correlated", [estimate])
 
-    def _ordered(self, bounds: dict[str, tuple[Tensor, Tensor]]) -> Finding:
+    def _ordered(self, bounds: dict[str, tuple[Tensor, Tensor]]) -> JudgedProperty:
         """Return whether a larger number never becomes less, within a group: of random roundings the lower and the upper ends."""
         wrong = 0
         for name, ends in bounds.items():
@@ -313,7 +313,7 @@ class _Judge:
             holds=not wrong, measured=f"{wrong} pairs are the other way round",
         )  # fmt: skip
 
-    def _nearest(self) -> Finding:
+    def _nearest(self) -> JudgedProperty:
         """Return whether no number of the grid that came out lies nearer than the one that was chosen."""
         worst = 0.0
         for numbers in self._inputs.values():
@@ -331,7 +331,7 @@ class _Judge:
             measured=f"another lies nearer by {worst:.3g} steps at most",
         )
 
-    def _stays(self) -> Finding:
+    def _stays(self) -> JudgedProperty:
         """Return whether numbers of the grid stay where they are."""
         name, moved, num_tried = "numbers of the grid stay", 0.0, 0
         for numbers in self._inputs.values():
