@@ -156,7 +156,8 @@ class QuantizedTensor(Stored):
     def bind(self, place: BoundParameter) -> None:
         """Let the layer read these codes; its parameter has a shape and no memory."""
         assert place.layer is not None
-        place.layer.hold(self)
+        # Not by a method: a layer that adapters were merged into meanwhile is a plain one, and nobody reads what it is given here.
+        place.layer.coded, place.layer.beside = self, None
         place.parameter.data = self._stand_in
 
     @cached_property

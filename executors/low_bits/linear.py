@@ -76,10 +76,6 @@ class CodedLinear(nn.Linear):
     def coded(self, given: QuantizedTensor | Callable[[], QuantizedTensor] | None) -> None:
         self._coded = given
 
-    def hold(self, coded: QuantizedTensor | None) -> None:
-        """Let the layer read these codes, to which nothing is added; or none, but the parameter's numbers."""
-        self.coded, self.beside = coded, None
-
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """Return what the codes stand for, in the shape that files have."""
         coded = self.coded

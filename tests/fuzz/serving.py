@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 from executors.json_server import read_answer
 from executors.serving.client import RemoteEngine
@@ -95,18 +96,20 @@ _ANSWERS: tuple[Mapping[str, Any], ...] = (
 )  # fmt: skip
 
 
-class _Answered(RemoteEngine):
-    """An engine that says which model it has, and then one answer to all that it is asked."""
+class _Server:
+    """In place of a server: it says which model it has, and then one answer to all that it is asked."""
 
     status, raw = 200, b'{"data": [{"id": "base"}]}'
 
-    def _call(self, method: str, path: str, body: Any = None) -> Any:
-        return self._read(path, self.status, read_answer(self.raw))
+    def ask(self, *_: Any) -> tuple[int, Any]:
+        return self.status, read_answer(self.raw)
 
 
 def _answered(case: Case, folder: Path) -> None:
-    engine = _Answered("http://127.0.0.1:1")
-    engine.status, engine.raw = int(case.argv[0]), (folder / "answer.json").read_bytes()
+    server = _Server()
+    with patch("executors.serving.client.replace", lambda *_, **__: server):
+        engine = RemoteEngine("http://127.0.0.1:1")
+    server.status, server.raw = int(case.argv[0]), (folder / "answer.json").read_bytes()
     for ask in (
         engine.adapters,
         lambda: engine.score([Request((5, 4, 7), 1, None), Request((9, 4, 7), 1, None)]),

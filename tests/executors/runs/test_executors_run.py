@@ -259,7 +259,7 @@ def test_objectives_need_no_gradient(inputs, tmp_path):
     row = rows_of(tmp_path / "accuracy")[0]
     weights = loaded(model)
     loop = LiteralMezo(weights, epsilon=0.1)
-    loop._perturb(row["seed"], 1)
+    loop._perturb(row["seed"], 0, 1)
     batch = batch_of(lines, 0, BATCH)
     with torch.no_grad():
         predicted = weights(
