@@ -32,6 +32,8 @@ PASSED_ON = {
     ("placement", "hosts"),
     # Named to torch and to the cost model, which know what it means; a Work has a field of the same name.
     ("forward", "attention"),
+    # The name of the format goes to torch where a model is loaded that no plan is made of.
+    ("weights", "dtype"),
     # The number of tokens goes to the model that makes logits, which alone divides them.
     ("forward", "loss_chunk_tokens"),
     # The number of tokens goes to what generates them for a reward.
