@@ -76,6 +76,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
+@pytest.mark.slow
 @given(plans())
 def test_every_placement_keeps_both_rules(plan: Plan) -> None:
     validate(lower(plan))

@@ -76,6 +76,7 @@ def fill(disk):
     assert shutil.disk_usage(disk).free == 0
 
 
+@pytest.mark.slow
 @pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     ("more", "named"),
