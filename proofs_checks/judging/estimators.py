@@ -19,6 +19,8 @@ from proofs_checks.judging.findings import (
     JudgedProperty,
     Judgement,
     Verdict,
+    answer_of,
+    asked_twice,
     at_most,
     compared,
     exactly,
@@ -178,22 +180,15 @@ class _Judge:
     # -- asking ------------------------------------------------------------------------------------------------
 
     def _estimate(self, loss: Loss, epsilon: float, seed: int) -> Tensor:
-        theta = self._theta.clone()
-        try:
-            answer = torch.as_tensor(self._estimator(loss, theta, epsilon, seed), dtype=torch.float64)
-        except ZosimError:
-            raise
-        except Exception as error:
-            raise ZosimError(
-                f"{self._name} raises {type(error).__name__}: {error}",
-                hint="it is called as estimator(loss, theta, epsilon, seed): theta has shape (d,) in float64, loss returns a scalar tensor",
-            ) from error
-        if answer.shape != theta.shape:
-            raise ZosimError(
-                f"{self._name} returns numbers of shape {tuple(answer.shape)} for parameters of shape {tuple(theta.shape)}",
-                hint="return an estimate of the gradient, a number for each parameter",
-            )
-        return answer.detach().clone()
+        return self._estimate_at(self._theta.clone(), loss, epsilon, seed)
+
+    def _estimate_at(self, theta: Tensor, loss: Loss, epsilon: float, seed: int) -> Tensor:
+        """Return an estimate in float64; `theta` is the estimator's to move, and to move back."""
+        return answer_of(
+            self._estimator, loss, theta, epsilon, seed, name=self._name, like=self._theta,
+            called="it is called as estimator(loss, theta, epsilon, seed): theta has shape (d,) in float64, loss returns a scalar tensor",
+            returned="return an estimate of the gradient, a number for each parameter",
+        ).double()  # fmt: skip
 
     def _samples(self, loss: Loss, epsilon: float) -> Tensor:
         """Return estimates of as many seeds, shape (n, d)."""
@@ -210,11 +205,9 @@ class _Judge:
 
     def _replay(self) -> Iterator[JudgedProperty]:
         """Yield whether an estimate follows from its seed, and leaves alone what is not its own."""
-        first = [self._estimate(self._linear, 1e-2, self._seed + n) for n in range(8)]
-        torch.manual_seed(1)
-        before = torch.get_rng_state()
-        again = [self._estimate(self._linear, 1e-2, self._seed + n) for n in reversed(range(8))][::-1]
-        num_equal = sum(bool(torch.equal(one, other)) for one, other in zip(first, again, strict=True))
+        first, num_equal, is_left_alone = asked_twice(
+            lambda seed: self._estimate(self._linear, 1e-2, seed), self._seed
+        )
         yield exactly(
             "replay",
             "the same seed gives the same bits, whatever was asked for before and wherever torch's own generator stands",
@@ -224,7 +217,7 @@ class _Judge:
         yield exactly(
             "other numbers are left alone",
             "torch's own generator, which the training loop draws from, stands where it stood",
-            holds=bool(torch.equal(before, torch.get_rng_state())),
+            holds=is_left_alone,
             measured="compared before and after eight estimates",
         )
         num_unlike = len({tuple(estimate.tolist()) for estimate in first})
@@ -235,14 +228,8 @@ class _Judge:
             yield exactly(
                 "seeds matter", tested, holds=num_unlike > 2, measured=f"{num_unlike} unlike estimates"
             )
-        points: list[Tensor] = []
-
-        def remembering(theta: Tensor) -> Tensor:
-            points.append(theta)
-            return torch.dot(self._slope, theta)
-
         theta = self._theta.clone()
-        self._estimator(remembering, theta, 1e-2, self._seed)
+        self._estimate_at(theta, self._linear, 1e-2, self._seed)
         moved = float((theta - self._theta).abs().max())
         yield exactly(
             "parameters are given back",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import torch
 from scipy.stats import t as student
 from torch import Tensor
 
 from proofs_checks.outcomes import COARSEST, Estimate
 from proofs_checks.statistics import LEVEL, MISSED, batch_means, threshold
+from topology.errors import ZosimError
 
 Verdict = Literal["holds", "fails", "not resolved", "not applicable"]
 
@@ -140,3 +142,60 @@ def exactly(name: str, tested: str, *, holds: bool, measured: str) -> JudgedProp
 def not_applicable(name: str, reason: str) -> JudgedProperty:
     """Return the finding that nothing was stated which could be compared."""
     return JudgedProperty(name, "not applicable", reason, "not compared")
+
+
+def answer_of(
+    function: Callable[..., Any], *arguments: Any, name: str, like: Tensor, called: str, returned: str
+) -> Tensor:
+    """Return what somebody's function answers, as a tensor of its own.
+
+    Parameters
+    ----------
+    function : callable
+    *arguments
+    name : str
+        Of the function, for messages.
+    like : torch.Tensor
+        Has the shape that an answer must have.
+    called, returned : str
+        Hints: how the function is called, and what it is to return.
+
+    Raises
+    ------
+    ZosimError
+        If the function raises, or returns another shape.
+    """
+    try:
+        answer = torch.as_tensor(function(*arguments))
+    except ZosimError:
+        raise
+    except Exception as error:
+        raise ZosimError(f"{name} raises {type(error).__name__}: {error}", hint=called) from error
+    if answer.shape != like.shape:
+        raise ZosimError(
+            f"{name} returns numbers of shape {tuple(answer.shape)}, given numbers of shape {tuple(like.shape)}",
+            hint=returned,
+        )
+    return answer.detach().clone()
+
+
+def asked_twice(ask: Callable[[int], Tensor], seed: int) -> tuple[list[Tensor], int, bool]:
+    """Ask for eight seeds, and for them again in another order and with torch's own generator elsewhere.
+
+    Returns
+    -------
+    answers : list of torch.Tensor
+    num_equal : int
+        Of them that came back to the bit.
+    is_left_alone : bool
+        Whether torch's own generator stood afterwards where it had stood.
+    """
+    seeds = range(seed, seed + 8)
+    with torch.random.fork_rng(devices=[]):
+        answers = [ask(each) for each in seeds]
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        again = [ask(each) for each in reversed(seeds)][::-1]
+        is_left_alone = bool(torch.equal(before, torch.get_rng_state()))
+    num_equal = sum(bool(torch.equal(one, other)) for one, other in zip(answers, again, strict=True))
+    return answers, num_equal, is_left_alone

@@ -15,6 +15,8 @@ from proofs_checks.judging.findings import (
     JudgedProperty,
     Judgement,
     Verdict,
+    answer_of,
+    asked_twice,
     compared,
     exactly,
     not_applicable,
@@ -81,7 +83,7 @@ def judge_quantizer(
     """
     if rounding not in ("stochastic", "nearest"):
         raise ZosimError(f"rounding {rounding!r} is neither stochastic nor nearest")
-    group = group_size or _COUNT
+    group = _COUNT if group_size is None else group_size
     if group < 2 or _COUNT % group:
         raise ZosimError(
             f"group_size={group_size} does not divide the {_COUNT} numbers that a quantizer is given",
@@ -121,7 +123,7 @@ class _Judge:
         }
         for numbers in self._inputs.values():
             # Whatever the group, each has a number of its range's end, so that all groups have one scale.
-            numbers[::group] = numbers.abs().max() * numbers.new_tensor(1.0)
+            numbers[::group] = numbers.abs().max()
 
     def findings(self) -> Iterator[JudgedProperty]:
         yield from self._replay()
@@ -143,21 +145,11 @@ class _Judge:
     # -- asking ------------------------------------------------------------------------------------------------
 
     def _quantized(self, numbers: Tensor, seed: int) -> Tensor:
-        try:
-            answer = torch.as_tensor(self._quantizer(numbers.clone(), seed))
-        except ZosimError:
-            raise
-        except Exception as error:
-            raise ZosimError(
-                f"{self._name} raises {type(error).__name__}: {error}",
-                hint="it is called as quantizer(numbers, seed): numbers have shape (256,) in float32",
-            ) from error
-        if answer.shape != numbers.shape:
-            raise ZosimError(
-                f"{self._name} returns numbers of shape {tuple(answer.shape)} for numbers of shape {tuple(numbers.shape)}",
-                hint="return what the codes stand for, a number for each",
-            )
-        return answer.detach().clone()
+        return answer_of(
+            self._quantizer, numbers.clone(), seed, name=self._name, like=numbers,
+            called="it is called as quantizer(numbers, seed): numbers have shape (256,) in float32",
+            returned="return what the codes stand for, a number for each",
+        )  # fmt: skip
 
     def _samples(self, numbers: Tensor) -> Tensor:
         """Return roundings by as many seeds, shape (n, 256)."""
@@ -169,15 +161,11 @@ class _Judge:
 
     def _replay(self) -> Iterator[JudgedProperty]:
         numbers = self._inputs["normals"]
-        first = [self._quantized(numbers, self._seed + n) for n in range(8)]
-        torch.manual_seed(1)
-        before = torch.get_rng_state()
-        again = [self._quantized(numbers, self._seed + n) for n in reversed(range(8))][::-1]
-        num_equal = sum(bool(torch.equal(one, other)) for one, other in zip(first, again, strict=True))
+        first, num_equal, is_left_alone = asked_twice(lambda seed: self._quantized(numbers, seed), self._seed)
         yield exactly(
             "replay",
             "the same seed gives the same bits, whatever was asked for before and wherever torch's own generator stands",
-            holds=num_equal == len(first) and bool(torch.equal(before, torch.get_rng_state())),
+            holds=num_equal == len(first) and is_left_alone,
             measured=f"{num_equal} of {len(first)} come back",
         )
         num_unlike = len({tuple(rounded.tolist()) for rounded in first})

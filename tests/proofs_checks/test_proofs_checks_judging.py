@@ -183,7 +183,7 @@ def test_a_mean_that_few_samples_cannot_tell_is_not_said_to_hold():
 def test_estimators_that_cannot_be_called_are_refused_in_words():
     with pytest.raises(ZosimError, match="raises TypeError"):
         judge_estimator(lambda loss: 1)
-    with pytest.raises(ZosimError, match=r"shape \(3,\) for parameters of shape \(6,\)"):
+    with pytest.raises(ZosimError, match=r"shape \(3,\), given numbers of shape \(6,\)"):
         judge_estimator(lambda loss, theta, epsilon, seed: theta[:3])
     with pytest.raises(ZosimError, match="dimension=1 lies outside"):
         judge_estimator(forward, dimension=1)
@@ -315,12 +315,22 @@ def test_roundings_that_few_seeds_cannot_tell_are_not_said_to_be_unbiased():
     [
         ({"rounding": "up"}, "neither stochastic nor nearest"),
         ({"group_size": 100}, "does not divide"),
+        ({"group_size": 0}, "does not divide"),
         ({"num_samples": 3}, "lies outside"),
     ],
 )
 def test_what_is_said_of_a_quantizer_is_checked(arguments, message):
     with pytest.raises(ZosimError, match=message):
         judge_quantizer(nearest, **arguments)
+
+
+def test_judging_leaves_the_callers_own_random_numbers_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    judge_quantizer(nearest, rounding="nearest")
+    judge_estimator(half, num_samples=512)
+    assert torch.equal(torch.rand(4), expected)
 
 
 def test_the_command_judges_a_function_beside_the_user(tmp_path, monkeypatch, capsys):
