@@ -10,7 +10,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Literal
 
-from proofs_checks.mutation import Mutant, MutantError
+from proofs_checks.mutation import Fault, Mutant, MutantError
 from proofs_checks.outcomes import COARSEST, Context, Outcome
 from proofs_checks.papers import PAPERS, Paper
 
@@ -52,7 +52,7 @@ class Check:
         What passing says: see :class:`Claim`.
     measure : callable
         Takes a :class:`~proofs_checks.outcomes.Context`, returns an :class:`~proofs_checks.outcomes.Outcome`.
-    mutants : tuple of Mutant
+    mutants : tuple of Fault
         Faults that the check must notice.
     name : str
         Of a reading: how the print is read. Else what the check does, by default its function's first line.
@@ -60,7 +60,7 @@ class Check:
 
     role: Role
     measure: Callable[[Context], Outcome]
-    mutants: tuple[Mutant, ...] = ()
+    mutants: tuple[Fault | Mutant, ...] = ()
     name: str = ""
 
     @property
@@ -88,22 +88,22 @@ class Check:
         return outcome
 
 
-def printed(measure: Callable[[Context], Outcome], *mutants: Mutant) -> Check:
+def printed(measure: Callable[[Context], Outcome], *mutants: Fault | Mutant) -> Check:
     """Return a check that passes where the statement holds as it is printed."""
     return Check(Role.PRINTED, measure, mutants)
 
 
-def conditioned(measure: Callable[[Context], Outcome], *mutants: Mutant) -> Check:
+def conditioned(measure: Callable[[Context], Outcome], *mutants: Fault | Mutant) -> Check:
     """Return a check that passes where the statement holds under the claim's amendment, a condition."""
     return Check(Role.CONDITIONED, measure, mutants)
 
 
-def corrected(measure: Callable[[Context], Outcome], *mutants: Mutant) -> Check:
+def corrected(measure: Callable[[Context], Outcome], *mutants: Fault | Mutant) -> Check:
     """Return a check that passes where the statement holds with the claim's amendment, a correction."""
     return Check(Role.CORRECTED, measure, mutants)
 
 
-def counterexample(measure: Callable[[Context], Outcome], *mutants: Mutant) -> Check:
+def counterexample(measure: Callable[[Context], Outcome], *mutants: Fault | Mutant) -> Check:
     """Return a check that passes where a case that meets every printed hypothesis breaks what is printed.
 
     It asserts what happens instead, by theory of its own, so that wrong code does not pass for a counterexample.
@@ -111,19 +111,23 @@ def counterexample(measure: Callable[[Context], Outcome], *mutants: Mutant) -> C
     return Check(Role.COUNTEREXAMPLE, measure, mutants)
 
 
-def reading(name: str, measure: Callable[[Context], Outcome], *mutants: Mutant) -> Check:
+def reading(name: str, measure: Callable[[Context], Outcome], *mutants: Fault | Mutant) -> Check:
     """Return a check that passes where the statement holds, if the print is read as `name` says."""
     return Check(Role.READING, measure, mutants, name)
 
 
-def missing(measure: Callable[[Context], Outcome], *mutants: Mutant) -> Check:
+def missing(measure: Callable[[Context], Outcome], *mutants: Fault | Mutant) -> Check:
     """Return a check that passes where what is printed admits several outcomes; the amendment says what is lacking."""
     return Check(Role.MISSING, measure, mutants)
 
 
+Checks = dict[str, Check | tuple[Check, ...]]
+"""What a module runs for claims, by their names."""
+
+
 @dataclass(frozen=True)
 class Claim:
-    """A statement, judged by what is run.
+    """A statement, judged by what is run: what its page says of it (:mod:`proofs_checks.pages`), and its checks.
 
     Attributes
     ----------
@@ -150,7 +154,7 @@ class Claim:
     references : str
         What else it rests on.
     derivation : str
-        Page of ``docs/theory`` with its anchor: ``"zo2.md#smoothing"``.
+        Page of ``docs/theory``, with its section where it names one: ``"zo2/narrow-transfers.md#sizes"``.
     awaits : str
         Code that is not built yet, and with which the claim gets its faults.
 
@@ -211,7 +215,12 @@ class Claim:
         return PAPERS[self.paper]
 
     @property
-    def mutants(self) -> tuple[Mutant, ...]:
+    def verdict_if_settled(self) -> Verdict:
+        """The verdict that the checks lead to where they return what it needs."""
+        return _VERDICTS[_leading({check.role for check in self.checks})]
+
+    @property
+    def mutants(self) -> tuple[Fault | Mutant, ...]:
         """Planted faults of all checks, each once."""
         return tuple(dict.fromkeys(mutant for check in self.checks for mutant in check.mutants))
 
@@ -293,7 +302,7 @@ class FaultResult:
     Attributes
     ----------
     check : Check
-    mutant : Mutant
+    mutant : Fault
     verdict : str
         ``"caught"`` if the check measured that something is wrong, ``"crashed"`` if it could not measure.
     outcome : Outcome or None
@@ -302,20 +311,20 @@ class FaultResult:
     """
 
     check: Check
-    mutant: Mutant
+    mutant: Fault | Mutant
     verdict: FaultVerdict
     outcome: Outcome | None = None
     reason: str = ""
 
 
-def faults_of(claim: Claim) -> Iterator[tuple[Check, Mutant]]:
+def faults_of(claim: Claim) -> Iterator[tuple[Check, Fault | Mutant]]:
     """Yield each check with each fault that it must notice."""
     for check in claim.checks:
         for mutant in check.mutants:
             yield check, mutant
 
 
-def try_mutant(check: Check, mutant: Mutant, context: Context) -> FaultResult:
+def try_mutant(check: Check, mutant: Fault | Mutant, context: Context) -> FaultResult:
     """Run `check` while `mutant` is in force."""
     try:
         with mutant.apply():

@@ -21,7 +21,7 @@ from proofs_checks.claims import (
     faults_of,
     try_mutant,
 )
-from proofs_checks.mutation import Mutant, MutantError
+from proofs_checks.mutation import Fault, Mutant, MutantError
 from proofs_checks.outcomes import Context, Estimate, Outcome
 
 
@@ -98,14 +98,14 @@ class FaultRow:
 
     Attributes
     ----------
-    mutant : Mutant
+    mutant : Fault
     planted_by : tuple of str
         Names of the claims that plant it.
     verdicts : dict of str to str
         By the name of the claim.
     """
 
-    mutant: Mutant
+    mutant: Fault | Mutant
     planted_by: tuple[str, ...]
     verdicts: dict[str, FaultVerdict]
 

@@ -1,20 +1,22 @@
-"""Planted faults: one-line changes of shipped code, in force while a context lasts.
+"""Planted faults: small changes of shipped code, in force while a context lasts.
 
-A fault names a function and a piece of its source, and what to put in its place. The changed source is compiled and
-its code object put into the shipped function, so that every caller sees it, however it imported the function. A
-fault of a constant names its module and its name, and replaces the value in every module that imported it.
+A :class:`Fault` names a function and what runs in its place, which is handed the shipped function first. It is put into the shipped
+function's code object, so that every caller sees it, however it imported the function. A fault of a constant names its
+module and its name, and replaces the value in every module that imported it.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from types import CodeType, FunctionType
 from typing import Any
@@ -24,6 +26,115 @@ from topology.errors import ZosimError
 
 class MutantError(ZosimError):
     """A planted fault that no longer fits the code it was written for."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A small change of shipped code that a claim's check must notice.
+
+    Attributes
+    ----------
+    name : str
+        What is wrong with it, in words.
+    target : str
+        ``module:function``, ``module:Class.method``, ``module:Class.property``, or ``module:CONSTANT``.
+    change : callable
+        Of a function: takes the shipped function, then what the function is called with, by the function's own names. Of a
+        constant: takes its value and returns another.
+    """
+
+    name: str
+    target: str
+    change: Callable[..., Any]
+
+    @property
+    def description(self) -> str:
+        """The change in words."""
+        return f"{self.target}: {self.name}"
+
+    def is_reached_by(self, codes: AbstractSet[CodeType]) -> bool:
+        """Return whether functions that were called, while the fault was not in force, run or read what it changes."""
+        return _is_reached(self.target, codes)
+
+    def apply(self) -> AbstractContextManager[None]:
+        """Return a context in which the shipped code has the fault.
+
+        Raises
+        ------
+        MutantError
+            If there is no such target (any more), its parameters have other names than those of the change, or the change of a
+            constant changes nothing.
+        """
+        shipped = _target(self.target)
+        if isinstance(shipped, FunctionType):
+            return self._in_place_of(shipped)
+        changed = self.change(shipped)
+        if changed == shipped:
+            raise MutantError(
+                f"{self.target} is {shipped!r} with the planted fault {self.name!r} as well", hint=_ADAPT
+            )
+        return _bound(self.target, shipped, changed)
+
+    @contextmanager
+    def _in_place_of(self, shipped: FunctionType) -> Iterator[None]:
+        known = inspect.signature(shipped).parameters
+        taken = list(inspect.signature(self.change).parameters.values())[1:]
+        named = (each.name for each in taken if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD))
+        for name in named:
+            if name not in known:
+                raise MutantError(
+                    f"the planted fault {self.name!r} takes {name!r}, which is no parameter of {self.target}",
+                    hint=_ADAPT,
+                )
+        code = shipped.__code__
+        original = FunctionType(
+            code, shipped.__globals__, shipped.__name__, shipped.__defaults__, shipped.__closure__
+        )
+        original.__kwdefaults__ = shipped.__kwdefaults__
+        number = next(_NUMBERS)
+        _IN_FORCE[number] = partial(self.change, original)
+        shipped.__code__ = _call_of(number).replace(co_freevars=code.co_freevars)
+        try:
+            yield
+        finally:
+            shipped.__code__ = code
+            del _IN_FORCE[number]
+
+
+def planted(target: str, name: str) -> Callable[[Callable[..., Any]], Fault]:
+    """Return a decorator that makes a :class:`Fault` of what runs in place of `target`.
+
+    Examples
+    --------
+    >>> @planted("executors.randomness.rng:seed_of", "seeds that are one too large")
+    ... def larger_seeds(shipped, *args):
+    ...     return shipped(*args) + 1
+    >>> larger_seeds.name
+    'seeds that are one too large'
+    """
+    return lambda change: Fault(name, target, change)
+
+
+_ADAPT = "adapt the planted fault to the code as it is now"
+_NUMBERS = itertools.count()
+_IN_FORCE: dict[int, Callable[..., Any]] = {}
+"""What runs in place of shipped functions, by number."""
+
+
+def _call_of(number: int) -> CodeType:
+    """Return the code of a function that calls what is in force under a number, in whatever module the code lies."""
+    found = f"__import__({__name__!r}, fromlist=['_'])._IN_FORCE[{number}]"
+    module = compile(f"def planted(*args, **kwargs): return {found}(*args, **kwargs)", "<planted>", "exec")
+    (code,) = (each for each in module.co_consts if isinstance(each, CodeType))
+    return code
+
+
+def _is_reached(target: str, codes: AbstractSet[CodeType]) -> bool:
+    shipped = _target(target)
+    if isinstance(shipped, FunctionType):
+        return shipped.__code__ in codes
+    name = target.rpartition(":")[2]
+    return any(name in code.co_names for code in codes)
 
 
 @dataclass(frozen=True)
@@ -51,11 +162,7 @@ class Mutant:
 
     def is_reached_by(self, codes: AbstractSet[CodeType]) -> bool:
         """Return whether functions that were called, while the fault was not in force, run or read what it changes."""
-        shipped = _target(self.target)
-        if isinstance(shipped, FunctionType):
-            return shipped.__code__ in codes
-        name = self.target.rpartition(":")[2]
-        return any(name in code.co_names for code in codes)
+        return _is_reached(self.target, codes)
 
     def apply(self) -> AbstractContextManager[None]:
         """Return a context in which the shipped function has the fault.
@@ -85,14 +192,18 @@ def _target(target: str) -> Any:
     return inspect.unwrap(owner) if callable(owner) else owner
 
 
-@contextmanager
-def _replaced(value: Any, mutant: Mutant) -> Iterator[None]:
-    """Replace a constant wherever it was imported under its name."""
-    name = mutant.target.rpartition(":")[2]
+def _replaced(value: Any, mutant: Mutant) -> AbstractContextManager[None]:
+    """Replace a constant by text of its ``repr``."""
     written = repr(value)
     if written.count(mutant.old) != 1:
         raise _unfit(mutant, written.count(mutant.old))
-    changed = ast.literal_eval(written.replace(mutant.old, mutant.new))
+    return _bound(mutant.target, value, ast.literal_eval(written.replace(mutant.old, mutant.new)))
+
+
+@contextmanager
+def _bound(target: str, value: Any, changed: Any) -> Iterator[None]:
+    """Replace a constant wherever it was imported under its name."""
+    name = target.rpartition(":")[2]
     importers = [module for module in list(sys.modules.values()) if module.__dict__.get(name) is value]
     for module in importers:
         setattr(module, name, changed)

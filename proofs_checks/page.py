@@ -10,9 +10,9 @@ from pathlib import Path
 from proofs_checks.claims import Check, Verdict
 from proofs_checks.ledger import Entry
 from proofs_checks.outcomes import Context, Estimate, Outcome
+from proofs_checks.pages import THEORY
 from proofs_checks.papers import PAPERS, Paper
 
-_THEORY = Path(__file__).parents[1] / "docs" / "theory"
 _SHOWN_ESTIMATES = 3
 _SHOWN_LINES = 6
 _AGAINST_PRINT = (Verdict.FAILS, Verdict.CORRECTION, Verdict.CONDITION)
@@ -168,7 +168,7 @@ def _interval(estimate: Estimate) -> str:
 
 def _link(derivation: str, folder: Path) -> str:
     page, _, anchor = derivation.partition("#")
-    target = _THEORY / page
+    target = THEORY / page
     if not target.is_file():
         return _text(f"docs/theory/{derivation}")
     path = Path(os.path.relpath(target, folder.resolve())).as_posix()

@@ -1,83 +1,42 @@
-"""Every claim, in the order in which they are listed and checked: a module of claims is added to ``_MODULES``."""
+"""Every claim, in the order in which they are listed and checked: by paper, page and place on the page."""
 
 from __future__ import annotations
 
-from proofs_checks import (
-    alignment,
-    baselines,
-    compositions,
-    compressors,
-    cost_invariants,
-    distzo2_statements,
-    estimators,
-    kept_results,
-    low_bits,
-    meshes,
-    moments,
-    printed_ranges,
-    printed_tables,
-    quantised,
-    quantised_cut,
-    quzo_statements,
-    restoring,
-    runtimes,
-    schedules,
-    served_adapters,
-    sliced_transfers,
-    smoothing,
-    sparq_chains,
-    sparq_methods,
-    sparq_premises,
-    sparq_theorems,
-    stages,
-    step_time,
-    zo2_statements,
-    zoinfer_statements,
-)
-from proofs_checks.claims import Claim
+import pkgutil
+from importlib import import_module
+
+import proofs_checks
+from proofs_checks.claims import Check, Claim
+from proofs_checks.pages import pages
 from proofs_checks.papers import PAPERS
 from topology.errors import ZosimError
 from topology.validation import did_you_mean
 
-_MODULES = (
-    estimators,
-    moments,
-    alignment,
-    meshes,
-    restoring,
-    kept_results,
-    schedules,
-    step_time,
-    sliced_transfers,
-    stages,
-    quantised,
-    compressors,
-    quantised_cut,
-    zo2_statements,
-    distzo2_statements,
-    smoothing,
-    sparq_methods,
-    sparq_premises,
-    sparq_theorems,
-    sparq_chains,
-    quzo_statements,
-    low_bits,
-    zoinfer_statements,
-    served_adapters,
-    printed_ranges,
-    printed_tables,
-    compositions,
-    runtimes,
-    cost_invariants,
-    baselines,
-)
+_FOLDERS = ("promises", "zo2", "distzo2", "sparq", "quzo", "zoinfer", "printed")
+"""Folders whose modules say in ``CHECKS`` what is run for claims."""
 
-CLAIMS: tuple[Claim, ...] = tuple(
-    sorted(
-        (claim for module in _MODULES for claim in module.CLAIMS),
-        key=lambda claim: list(PAPERS).index(claim.paper),
-    )
-)
+
+def _checks() -> dict[str, tuple[Check, ...]]:
+    found: dict[str, tuple[Check, ...]] = {}
+    for folder in _FOLDERS:
+        package = import_module(f"{proofs_checks.__name__}.{folder}")
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            for name, checks in getattr(import_module(module.name), "CHECKS", {}).items():
+                assert name not in found, f"{module.name} checks {name}, and another module does"
+                found[name] = checks if isinstance(checks, tuple) else (checks,)
+    return found
+
+
+def _claims() -> tuple[Claim, ...]:
+    checks = _checks()
+    claims = [claim for page in pages() for claim in page.claims(checks)]
+    assert len(claims) == len({claim.name for claim in claims}), "two pages state claims of one name"
+    if unstated := checks.keys() - {claim.name for claim in claims}:
+        raise ValueError(f"no page of docs/theory states {', '.join(sorted(unstated))}")
+    return tuple(sorted(claims, key=lambda claim: list(PAPERS).index(claim.paper)))
+
+
+CLAIMS: tuple[Claim, ...] = _claims()
 """By paper, in the order of :data:`~proofs_checks.papers.PAPERS`."""
 
 

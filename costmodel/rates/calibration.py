@@ -18,7 +18,6 @@ from scipy.optimize import least_squares
 from costmodel.estimate import combine_terms, work_terms
 from costmodel.rates.measurement import Measurement, Statistic
 from costmodel.rates.profile import CONSTANT_UNITS, Constant, DeviceKind, Profile
-from costmodel.scoring import Row, Score, scores
 from topology.errors import ProfileError
 
 Array = NDArray[np.float64]
@@ -53,44 +52,63 @@ _NOT_FITTED = frozenset(
 
 
 @dataclass(frozen=True)
+class Residual:
+    """One measurement beside what the fitted profile says."""
+
+    name: str
+    measured_s: float
+    predicted_s: float
+    contended: bool = False
+
+    @property
+    def relative_error(self) -> float:
+        """``predicted / measured - 1``."""
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True)
 class FitReport:
     """What a fit found.
 
     Attributes
     ----------
-    residuals : tuple of Row
-        Seconds, in the order of the measurements; those beside others have a flag.
+    residuals : tuple of Residual
+        In the order of the measurements.
     identified : tuple of str
         Constants that the data determine.
     unidentified : mapping of str to str
         The others, each with the reason; they keep (close to) the base profile's value and its interval.
     condition : float or None
         Ratio of the largest to the smallest singular value of the data's Jacobian over the identified constants.
-    steps : tuple of Row
+    steps : tuple of Residual
         Whole steps that were measured and not fitted, where there are any.
     disturbances : tuple of str
         What disturbed the measuring, in words.
     """
 
-    residuals: tuple[Row, ...]
+    residuals: tuple[Residual, ...]
     identified: tuple[str, ...]
     unidentified: Mapping[str, str]
     condition: float | None
-    steps: tuple[Row, ...] = ()
+    steps: tuple[Residual, ...] = ()
     disturbances: tuple[str, ...] = ()
 
     @property
     def median_error(self) -> float:
         """Median of the absolute relative errors of what was fitted."""
-        return Score.of(self.residuals).median
+        return float(np.median([abs(row.relative_error) for row in self.residuals if not row.contended]))
 
-    def by_kind(self) -> list[Score]:
-        """Return the scores of what was fitted, by the first word of its name."""
-        return scores(self.residuals, key=lambda row: row.case.split(" ", 1)[0].split(".", 1)[0])
+    def errors_by_kind(self) -> dict[str, list[float]]:
+        """Return the relative errors of what was fitted, by the first word of its name."""
+        errors: dict[str, list[float]] = {}
+        for row in self.residuals:
+            if not row.contended:
+                errors.setdefault(row.name.split(" ", 1)[0].split(".", 1)[0], []).append(row.relative_error)
+        return errors
 
-    def worst(self, count: int = 5) -> tuple[Row, ...]:
+    def worst(self, count: int = 5) -> tuple[Residual, ...]:
         """Return the rows with the largest log errors."""
-        ranked = sorted(self.residuals, key=lambda row: -abs(math.log1p(row.error or 0.0)))
+        ranked = sorted(self.residuals, key=lambda row: -abs(math.log(row.predicted_s / row.measured_s)))
         return tuple(ranked[:count])
 
 
@@ -337,10 +355,9 @@ def _open_reason(column: Array, everywhere: Array, shrinkage: float) -> str:
     return ""
 
 
-def _residual(measurement: Measurement, profile: Profile, statistic: Statistic) -> Row:
-    predicted_s = _predicted_s(measurement, profile.values(), profile.device_kind)
-    flag = "beside others" if measurement.contended else ""
-    return Row(measurement.name, "seconds", measurement.duration_s(statistic), predicted_s, flag=flag)
+def _residual(measurement: Measurement, profile: Profile, statistic: Statistic) -> Residual:
+    predicted = _predicted_s(measurement, profile.values(), profile.device_kind)
+    return Residual(measurement.name, measurement.duration_s(statistic), predicted, measurement.contended)
 
 
 _BESIDE = " beside a "

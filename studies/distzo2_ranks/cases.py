@@ -12,7 +12,7 @@ import numpy as np
 from costmodel.devices.datasheet import datasheet_profile
 from costmodel.estimate import CopyDirection
 from costmodel.models.configs import read_model_spec, spec_of_config
-from proofs_checks.step_time import block_bytes, machine
+from proofs_checks.zo2.step_time import block_bytes, machine
 from topology import Topology, load_preset
 from topology.documents import catalogue
 from topology.schema import Link, Node

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from proofs_checks.printed_cells import REQUIRED, printed_rows
+from proofs_checks.printed.cells import REQUIRED, printed_rows
 from zosim.applications.validation.tables import RowsError, TableRow, read_table, write_table
 
 __all__ = ["PublishedRow", "RowsError", "read_rows", "shipped_rows", "write_rows"]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from executors.randomness.counter import CounterDraws, CounterKey
 from executors.randomness.directions import DIRECTIONS
-from proofs_checks import literal
-from proofs_checks.executed import AXES, Case, against_literal, case_of, differences, random_cases
 from proofs_checks.mutation import Mutant
+from proofs_checks.setups import literal
+from proofs_checks.setups.executed import AXES, Case, against_literal, case_of, differences, random_cases
 
 FEW = settings(
     max_examples=4, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)

@@ -26,9 +26,10 @@ from proofs_checks.claims import (
 )
 from proofs_checks.exact import at_most, within
 from proofs_checks.ledger import matrix
-from proofs_checks.mutation import Mutant, MutantError
+from proofs_checks.mutation import Fault, Mutant, MutantError, planted
 from proofs_checks.outcomes import Context, Estimate, Outcome, everything_holds, worst
 from proofs_checks.registry import claims_named
+from proofs_checks.setups.placements import tiny_model, tiny_plan
 from proofs_checks.statistics import compare_means, estimates_of
 from topology.errors import PlanError, ZosimError
 
@@ -63,6 +64,50 @@ def test_a_planted_fault_lasts_as_long_as_its_context_and_reaches_every_importer
         assert gradient() == 0.5
         assert imported_by_name(torch.tensor(3.0), torch.tensor(1.0), 1.0, central=True) == 0.5
     assert gradient() == 1.0
+
+
+@planted("executors.steps.arithmetic:projected_gradient", "twice as large")
+def doubled(shipped, loss_plus, loss_other, epsilon, *, central):
+    return 2 * shipped(loss_plus, loss_other, epsilon, central=central)
+
+
+def test_a_fault_runs_in_place_of_a_function_wherever_it_was_imported_and_calls_it():
+    from executors.steps.arithmetic import projected_gradient as imported_by_name
+
+    with doubled.apply():
+        assert gradient() == 2.0
+        assert imported_by_name(torch.tensor(3.0), torch.tensor(1.0), 1.0, central=True) == 2.0
+    assert gradient() == 1.0
+    assert doubled.description == "executors.steps.arithmetic:projected_gradient: twice as large"
+
+
+def test_a_fault_runs_in_place_of_methods_properties_and_what_calls_super():
+    from executors.models.recording_blocks import Stop
+
+    opposite = Fault(
+        "off",
+        "executors.models.recording_blocks:Stop.__init__",
+        lambda made, self, hidden: made(self, -hidden),
+    )
+    with opposite.apply():
+        assert torch.equal(Stop(torch.ones(2)).hidden, -torch.ones(2))
+    assert torch.equal(Stop(torch.ones(2)).hidden, torch.ones(2))
+    narrow = Fault("narrow", "zosim.plans:Plan.transfer_dtype", lambda dtype, self: f"half of {dtype(self)}")
+    plan = tiny_plan(tiny_model("untied"))
+    with narrow.apply():
+        assert plan.transfer_dtype == "half of float32"
+    assert plan.transfer_dtype == "float32"
+
+
+def test_a_fault_whose_parameters_the_function_has_not_or_that_changes_no_constant_is_refused():
+    renamed = Fault(
+        "renamed", doubled.target, lambda shipped, losses, *rest, **more: shipped(losses, *rest, **more)
+    )
+    with pytest.raises(MutantError, match="takes 'losses', which is no parameter"), renamed.apply():
+        pass
+    same = Fault("same", "executors.models.parameters:_NO_DECAY", lambda names: names)
+    with pytest.raises(MutantError, match="with the planted fault 'same' as well"), same.apply():
+        pass
 
 
 def test_a_fault_of_a_constant_reaches_whoever_imported_it_and_is_taken_back():

@@ -38,7 +38,7 @@ from executors.runs.runlog import RunLog
 from executors.runs.session import Session
 from executors.runs.settings import RunOptions
 from executors.steps.preparing import prepare
-from proofs_checks.ranks import on_all_ranks
+from proofs_checks.setups.ranks import on_all_ranks
 from tests.support.reference_lozo import LiteralLozo
 from tests.support.reference_mezo import CachedPrefix, LiteralMezo, bits, execution_order, prefix_parts
 from tests.support.tiny import CONFIGS, batches, model_of

@@ -12,7 +12,7 @@ from executors.models.spec import spec_of_model
 from executors.ranks.mesh import alone
 from executors.runs.adapters import attach
 from executors.runs.session import Session
-from proofs_checks.ranks import on_all_ranks
+from proofs_checks.setups.ranks import on_all_ranks
 from tests.support.tiny import batches, model_of, plan_of
 from zosim.plans import Plan, Split
 

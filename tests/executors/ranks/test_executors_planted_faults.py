@@ -15,7 +15,7 @@ from executors.runs.learning_rate import LearningRate
 from executors.runs.run import run_in_rank
 from executors.runs.session import Session
 from executors.runs.settings import DataSettings, RunOptions, RunSettings
-from proofs_checks.ranks import on_all_ranks
+from proofs_checks.setups.ranks import on_all_ranks
 from tests.support import distributed, faults, staged
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
 from tests.support.distributed import OFFLOADED, SHARED, SLICED, plan_for

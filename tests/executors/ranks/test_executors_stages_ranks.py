@@ -15,7 +15,7 @@ from executors.models.spec import spec_of_model
 from executors.ranks.mesh import alone, uncut
 from executors.ranks.messages import check_length
 from executors.runs.session import Session
-from proofs_checks.ranks import InProcess, on_all_ranks
+from proofs_checks.setups.ranks import InProcess, on_all_ranks
 from tests.support.staged import SETTINGS, Case, on_one_device, on_stages
 from tests.support.tiny import batches
 from topology.errors import CodecError, ModelError, RunError, ZosimError

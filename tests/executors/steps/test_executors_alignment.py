@@ -9,7 +9,7 @@ import torch
 
 import zosim
 from executors.runs.session import Session
-from proofs_checks.ranks import on_all_ranks
+from proofs_checks.setups.ranks import on_all_ranks
 from tests.support import distributed
 from tests.support.command import zosim as command
 from tests.support.distributed import OFFLOADED, SLICED

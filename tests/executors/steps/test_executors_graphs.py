@@ -16,7 +16,7 @@ from executors.runs.session import Session
 from executors.steps.graphs import Graphs
 from executors.steps.streams_accelerator import AcceleratorBackend
 from proofs_checks.mutation import Mutant
-from proofs_checks.ranks import on_all_ranks
+from proofs_checks.setups.ranks import on_all_ranks
 from tests.support import distributed
 from tests.support.distributed import OFFLOADED
 from tests.support.simulated_cuda import seen_by, simulated

@@ -25,7 +25,7 @@ from executors.runs.session import Session
 from executors.steps import arithmetic
 from executors.steps.streams_accelerator import AcceleratorBackend
 from proofs_checks.mutation import Mutant
-from proofs_checks.ranks import on_all_ranks
+from proofs_checks.setups.ranks import on_all_ranks
 from tests.support import distributed, staged
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
 from tests.support.distributed import FOURS, OFFLOADED, PAIRS, SHARED, SLICED

@@ -28,7 +28,7 @@ from executors.ranks.host_memory import HostMemory
 from executors.ranks.messages import Packed
 from executors.steps import streams_accelerator
 from executors.steps.streams import Task
-from proofs_checks import ranks
+from proofs_checks.setups import ranks
 from tests.support.simulated_cuda.clocks import Clock, merge
 from tests.support.simulated_cuda.device import (
     CONTEXT_BYTES,

@@ -11,7 +11,7 @@ from typing import Any
 from costmodel.models.configs import LoRA
 from executors.runs.adapters import attach
 from executors.runs.session import Session
-from proofs_checks.ranks import on_all_ranks
+from proofs_checks.setups.ranks import on_all_ranks
 from tests.support import staged
 from tests.support.distributed import OFFLOADED
 from tests.support.simulated_cuda import Device, seen_by, simulated

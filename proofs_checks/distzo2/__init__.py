@@ -1,0 +1,1 @@
+"""DistZO2's statements."""

@@ -1,0 +1,231 @@
+"""Several ranks are one device: what they draw, what they end with, and the estimate that they make together."""
+
+from __future__ import annotations
+
+import copy
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executors.ranks.communicator import Communicator
+from executors.runs.session import Session
+from executors.steps.arithmetic import projected_gradient
+from proofs_checks.claims import Checks, corrected, counterexample, printed
+from proofs_checks.exact import equal, exceeds, normal_nodes
+from proofs_checks.faults import CENTRAL_BY_EPSILON, LOSSES_ADDED
+from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.setups.analytic import DIMENSION, PER_SEGMENT, AnalyticModel, plan_of
+from proofs_checks.setups.executed import Case, against_literal, random_cases
+from proofs_checks.setups.literal import directions_of_steps
+from proofs_checks.setups.ranks import on_all_ranks
+from zosim.plans import Directions, Estimator, Mesh, Placement, Plan
+
+CASES = (
+    Case(data=2, num_sequences=3, rng="counter", num_queries=2),
+    Case(perturb=2, num_sequences=1, blocks="offloaded", update="delayed"),
+    Case(
+        data=2,
+        perturb=2,
+        num_sequences=3,
+        blocks="offloaded",
+        transfers="sliced",
+        update="delayed",
+        rng="counter",
+    ),
+    Case(perturb=4, num_queries=2, inner="data", traversal="sweep", num_steps=1),
+)
+"""A batch in unlike shards; the two signs of a query on two devices; both at once with sliced uploads; queries on devices of their own."""
+
+
+def check_ranks(context: Context) -> Outcome:
+    """Count directions, losses and weights of any rank that differ in a bit from those of a literal loop on one device."""
+    cases = [*CASES, *random_cases("ranks", context.samples(60, 4), context.seed)]
+    return against_literal(cases, context.seed)
+
+
+# -- the estimate ----------------------------------------------------------------------------------------------------
+
+NUM_SEQUENCES = 5
+EPSILON = 0.05
+_THETA = torch.linspace(-0.6, 0.9, DIMENSION, dtype=torch.float64)
+_SLOPES = torch.stack(
+    [torch.linspace(0.2 + i, 1.0 - 2 * i, DIMENSION, dtype=torch.float64) for i in range(NUM_SEQUENCES)]
+)
+"""``c_i`` of the loss ``c_i·θ`` of sequence ``i``: very unlike each other, as sequences are."""
+
+
+class DataModel(AnalyticModel):
+    """A model whose loss is the mean over its sequences of ``c_i·θ``; a sequence's label is its ``i``."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda theta: theta.sum())
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **_ignored: Any) -> Any:
+        """Return ``loss`` and ``logits``."""
+        theta = super().forward(input_ids).logits[0, 0]
+        loss = None if labels is None else (_SLOPES[labels[:, 1]] @ theta).mean()
+        return SimpleNamespace(logits=theta.expand(*input_ids.shape, -1), loss=loss)
+
+
+def _batch() -> dict[str, Tensor]:
+    labels = torch.stack([torch.full((NUM_SEQUENCES,), -100), torch.arange(NUM_SEQUENCES)], dim=1)
+    return {
+        "input_ids": torch.zeros_like(labels),
+        "attention_mask": torch.ones_like(labels),
+        "labels": labels,
+    }
+
+
+def _on(mesh: Mesh) -> dict[str, Any]:
+    ranks = range(mesh.world_size)
+    return {
+        "mesh": mesh,
+        "placement": Placement(topology="none", devices=tuple(f"cpu{rank}" for rank in ranks)),
+    }
+
+
+def estimates_on(mesh: Mesh, num_steps: int, seed: int) -> Tensor:
+    """Return the estimates ``g·z`` that the ranks of `mesh` apply, shape (n, d), each at the same weights."""
+    first = DataModel()
+    models = [copy.deepcopy(first) for _ in range(mesh.world_size)]
+    plan: Plan = plan_of(
+        models[0],
+        batch=NUM_SEQUENCES,
+        seq=2,
+        estimator=Estimator(epsilon=EPSILON),
+        directions=Directions(rng="counter"),
+        **_on(mesh),
+    )
+
+    def rank(number: int, communicator: Communicator) -> Tensor:
+        estimates_SP = torch.empty((num_steps, DIMENSION), dtype=torch.float64)
+        model, batch = models[number], _batch()
+        with Session(
+            plan, model, learning_rate=1.0, seed=seed, num_timed_steps=0, communicator=communicator
+        ) as session:
+            session.flush()
+            for row in estimates_SP:
+                with torch.no_grad():
+                    for parameter, values in zip(model.parameters(), _THETA.split(PER_SEGMENT), strict=True):
+                        parameter.view(-1).copy_(values)
+                    session.step(batch)
+                    row.copy_(_THETA - torch.cat([parameter.view(-1) for parameter in model.parameters()]))
+        return estimates_SP
+
+    return on_all_ranks(plan, rank)[0]
+
+
+def check_estimates(context: Context) -> Outcome:
+    """Compare the estimate of every mesh with ``(c·z)z``, c the mean slope over the whole batch, direction by direction.
+
+    Notes
+    -----
+    A pair whose signs saw two shards would have ``g = (c₊ + c₋)·z/2 + (c₊ - c₋)·θ/2ε``: the same mean, and another estimate for
+    every direction.
+    """
+    slope = _SLOPES.mean(0)
+    meshes = (
+        Mesh(data=2, perturb=2),
+        Mesh(data=2),
+        Mesh(perturb=2),
+        Mesh(data=2, perturb=2, inner="data"),
+        Mesh(data=4, perturb=2),
+        Mesh(data=5),
+    )[: context.samples(6, 2)]
+    largest, lines = 0.0, []
+    for mesh in meshes:
+        applied = estimates_on(mesh, context.samples(30, 3), context.seed)
+        wanted = torch.stack([(slope @ z) * z for z in directions_of_steps(len(applied), context.seed)])
+        off = float((applied - wanted).abs().max() / wanted.abs().max())
+        largest = max(largest, off) if not math.isnan(off) else math.nan
+        lines.append(
+            f"{mesh.describe()}: off by {off:.1e} over {len(applied)} steps of {NUM_SEQUENCES} sequences"
+        )
+    return Outcome(largest, 1e-9, "largest relative distance of an applied estimate", tuple(lines))
+
+
+def check_two_shards(_context: Context) -> Outcome:
+    """Compare mean and mean square of an estimate whose signs see two shards with those of one shard, by exact nodes."""
+    first, second = (torch.tensor(slope, dtype=torch.float64) for slope in ((0.8, -0.3), (0.2, 0.5)))
+    theta, apart, epsilon = torch.tensor([0.4, -0.2], dtype=torch.float64), 0.05, 1e-3
+    nodes, weights = normal_nodes(2, 4)
+    mean, square = torch.zeros(2, dtype=torch.float64), 0.0
+    for z, chance in zip(torch.from_numpy(nodes), weights.tolist(), strict=True):
+        plus, minus = first @ (theta + epsilon * z) + apart, second @ (theta - epsilon * z)
+        estimate = projected_gradient(plus, minus, epsilon, central=True).item() * z
+        mean += chance * estimate
+        square += chance * float(estimate @ estimate)
+    slope, gap = (first + second) / 2, float((first - second) @ theta) + apart
+    alike = 4 * float(slope @ slope)
+    return everything_holds(
+        {
+            "E ĝ": equal(mean, slope, what="no bias"),
+            "E|ĝ|²": equal(
+                square, alike + 2 * gap**2 / (4 * epsilon**2), what="(d + 2)|c|² + d(L_i - L_j)²/4ε²"
+            ),
+            "against one shard": exceeds(square, alike, what="E|ĝ|²", factor=1000),
+        }
+    )
+
+
+CHECKS: Checks = {
+    "distzo2-one-shard-a-pair": (
+        corrected(
+            check_estimates,
+            Mutant(
+                "signs that see two shards",
+                "zosim.plans:Plan.rows_of",
+                "self.mesh.coordinates(rank).data",
+                "rank % self.mesh.data",
+            ),
+        ),
+        counterexample(check_two_shards, CENTRAL_BY_EPSILON),
+    ),
+    "ranks-are-one-device": printed(
+        check_ranks,
+        Mutant(
+            "every rank with seeds of its own",
+            "executors.runs.session:Session.seeds_of",
+            "seed_of(self.seed, step, query)",
+            "seed_of(self.seed + self.rank, step, query)",
+        ),
+        Mutant(
+            "the first rank's loss alone",
+            "executors.steps.ops.exchange:_mean_of",
+            "len(holders) == 1",
+            "len(holders) >= 1",
+        ),
+        Mutant(
+            "a second rank's loss 3 % too large",
+            "executors.steps.ops.exchange:_mean_of",
+            "rows[rank, 0].to(device, non_blocking=True) for rank in holders",
+            "rows[rank, 0].to(device, non_blocking=True) * (1.03 if rank else 1) for rank in holders",
+        ),
+        Mutant(
+            "losses of shards averaged without their labels",
+            "executors.steps.ops.exchange:_mean_of",
+            "[counts[rank] for rank in holders]",
+            "[1 for rank in holders]",
+        ),
+        Mutant(
+            "every rank on the first shard",
+            "zosim.plans:Plan.rows_of",
+            "self.mesh.coordinates(rank).data",
+            "0 * rank",
+        ),
+    ),
+    "pairs-see-one-shard": printed(
+        check_estimates,
+        Mutant(
+            "signs that see two shards",
+            "zosim.plans:Plan.rows_of",
+            "self.mesh.coordinates(rank).data",
+            "rank % self.mesh.data",
+        ),
+        LOSSES_ADDED,
+    ),
+}

@@ -1,0 +1,105 @@
+"""Claims as data: what the pages of ``docs/theory`` say of them before their text.
+
+A page begins with front matter in YAML: a list ``claims``, each with its ``name``, the place in its paper (``where``), its
+``quotation``, ``statement`` and ``hypotheses``, the ``verdict`` that its checks have to lead to, the ``section`` of the page that
+derives it, and what :class:`~proofs_checks.claims.Claim` names besides. The folder of the page is the paper, unless an
+entry names another. What is run for a claim is in ``CHECKS`` of a module in the folder of this package that bears the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from proofs_checks.claims import Check, Claim
+from proofs_checks.papers import PAPERS
+
+_SHIPPED = Path(__file__).parent / "theory"
+THEORY = _SHIPPED if _SHIPPED.is_dir() else Path(__file__).parents[1] / "docs" / "theory"
+"""The folder of pages: of this package, a link to that of the documentation where links are followed."""
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of ``docs/theory``.
+
+    Attributes
+    ----------
+    path : str
+        Within ``docs/theory``.
+    text : str
+        Behind the front matter.
+    entries : tuple of dict
+        What the front matter says of each claim.
+    """
+
+    path: str
+    text: str
+    entries: tuple[Mapping[str, Any], ...]
+
+    @classmethod
+    def of(cls, path: str) -> Page:
+        """Read a page.
+
+        Raises
+        ------
+        ValueError
+            If its front matter does not end, is no YAML, or says anything but ``claims``.
+        """
+        text = (THEORY / path).read_text(encoding="utf-8")
+        if not text.startswith("---\n"):
+            return cls(path, text, ())
+        matter, end, rest = text[4:].partition("\n---\n")
+        if not end:
+            raise ValueError(f"{path}: the front matter does not end with a line of ---")
+        try:
+            found = yaml.load(matter, _LOADER)  # noqa: S506 - one of the two safe loaders
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path}: the front matter is no YAML: {error}") from None
+        if not isinstance(found, dict) or set(found) != {"claims"}:
+            raise ValueError(f"{path}: the front matter is a list `claims`, and nothing else")
+        return cls(path, rest.lstrip("\n"), tuple(found["claims"]))
+
+    def claims(self, checks: Mapping[str, tuple[Check, ...]]) -> Iterator[Claim]:
+        """Yield the page's claims, each with its checks.
+
+        Raises
+        ------
+        ValueError
+            If an entry lacks a field or has one too many, nothing checks it, or its checks lead to another verdict.
+        """
+        for entry in self.entries:
+            name = entry.get("name", "a claim without a name")
+            said = {key: value for key, value in entry.items() if key not in ("section", "verdict", "where")}
+            said.setdefault("paper", folder if (folder := self.path.partition("/")[0]) in PAPERS else "zosim")
+            if name not in checks:
+                raise ValueError(
+                    f"{self.path}: nothing checks {name}; add it to CHECKS of a module of its paper"
+                )
+            anchor = f"#{entry['section']}" if "section" in entry else ""
+            try:
+                claim = Claim(
+                    **said,
+                    where=tuple(entry.get("where", ())),
+                    checks=checks[name],
+                    derivation=f"{self.path}{anchor}",
+                )
+            except (TypeError, AssertionError) as error:
+                raise ValueError(f"{self.path}: {name}: {error}") from None
+            if (led := claim.verdict_if_settled.name.lower()) != (stated := entry.get("verdict")):
+                raise ValueError(f"{self.path}: {name}: its checks lead to {led!r}, the page says {stated!r}")
+            yield claim
+
+
+@cache
+def pages() -> tuple[Page, ...]:
+    """Return all pages: by paper, then by name."""
+    paths = (path.relative_to(THEORY).as_posix() for path in THEORY.rglob("*.md"))
+    return tuple(Page.of(path) for path in sorted(paths))

@@ -1,0 +1,1 @@
+"""What papers say of the tables that they print."""

@@ -1,0 +1,1 @@
+"""What zosim itself promises: estimators, randomness, schedules, stages, costs, and compositions of several papers."""

@@ -1,0 +1,373 @@
+"""Gradient estimates: what the executor applies, direction by direction, and what that is on average, exactly.
+
+Nothing here is left to chance. The executor's estimates are held against a literal loop over the same directions; the
+loop's average over all directions is computed by enumeration of signs and by Gauss-Hermite quadrature. How directions
+are distributed is another module's claim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.integrate import quad
+from torch import Tensor
+
+from proofs_checks.claims import Checks, printed
+from proofs_checks.exact import normal_nodes, sign_nodes
+from proofs_checks.faults import (
+    CENTRAL_BY_EPSILON,
+    CLIMBING,
+    FORWARD_BY_TWO_EPSILON,
+    SECOND_BY_EPSILON,
+    WIDE_NORMALS,
+)
+from proofs_checks.mutation import Mutant
+from proofs_checks.oracles.estimates import estimate_moments
+from proofs_checks.oracles.smoothing import Loss, rademacher_expected_gradient, smoothed_loss
+from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.setups import literal
+from proofs_checks.setups.analytic import DIMENSION, estimates
+from proofs_checks.statistics import fitted_slope
+
+EPSILON = 0.3
+"""Large, so that the smoothed loss is visibly another function than the loss."""
+
+_ROUNDING = 1e-9
+"""Relative: differences of float64 losses over ε."""
+
+Array = NDArray[np.float64]
+
+
+# -- what the executor applies ---------------------------------------------------------------------------------------
+
+_THETA = torch.linspace(-0.4, 0.5, DIMENSION, dtype=torch.float64)
+_A = torch.linspace(-0.6, 0.9, DIMENSION, dtype=torch.float64)
+
+
+def _uneven(theta: Tensor) -> Tensor:
+    """Return a loss with neither symmetry nor a vanishing derivative."""
+    along = _A @ theta
+    return torch.exp(along) + (theta[0] - 2 * theta[5]) ** 3 + theta[3] * theta[6]
+
+
+def literal_estimates(
+    num_steps: int, seed: int, *, num_queries: int, direction: str, rng: str, difference: str
+) -> Tensor:
+    """Return ``(1/q) Σ g·z`` of every step at ``θ``, each ``z`` made and each ``g`` computed one after the other."""
+    rows = []
+    for step in range(num_steps):
+        total = torch.zeros(DIMENSION, dtype=torch.float64)
+        for query in range(num_queries):
+            parts = literal.directions(
+                literal.ANALYTIC_SHAPES,
+                seed=literal.seed_of(seed, step, query),
+                step=step,
+                query=query,
+                rng=rng,
+                distribution=direction,
+                dtype=torch.float64,
+            )
+            z = torch.cat([part.flatten() for part in parts])
+            plus = _uneven(_THETA + EPSILON * z)
+            if difference == "central":
+                g = (plus - _uneven(_THETA - EPSILON * z)) / (2 * EPSILON)
+            else:
+                g = (plus - _uneven(_THETA)) / EPSILON
+            total += g * z
+        rows.append(total / num_queries)
+    return torch.stack(rows)
+
+
+def check_applied(direction: str, context: Context) -> Outcome:
+    """Compare what the executor subtracts from the weights with a literal loop over the same directions."""
+    largest, lines = 0.0, []
+    for difference, queries, rng in itertools.product(("central", "forward"), (1, 3), ("mezo", "counter")):
+        count = context.samples(40, 3)
+        options = {"num_queries": queries, "direction": direction, "rng": rng, "difference": difference}
+        applied = estimates(_uneven, _THETA, count, seed=context.seed, epsilon=EPSILON, **options)  # type: ignore[arg-type]
+        wanted = literal_estimates(count, context.seed, **options)  # type: ignore[arg-type]
+        off = float((applied - wanted).abs().max() / wanted.abs().max())
+        largest = max(largest, off) if not math.isnan(off) else math.nan
+        lines.append(f"{difference}, queries {queries}, {rng}: off by {off:.1e} over {count} steps")
+    return Outcome(largest, _ROUNDING, "largest relative distance of an applied estimate", tuple(lines))
+
+
+# -- what that is on average -----------------------------------------------------------------------------------------
+
+
+def projected(
+    loss: Callable[[Array], Array], theta: Array, z_NP: Array, difference: str, epsilon: float = EPSILON
+) -> Array:
+    """Return ``g`` of each direction, literally."""
+    plus = loss(theta + epsilon * z_NP)
+    if difference == "central":
+        return np.asarray((plus - loss(theta - epsilon * z_NP)) / (2 * epsilon))
+    return np.asarray((plus - loss(theta[None])) / epsilon)
+
+
+@dataclass(frozen=True)
+class Ridge:
+    """A loss ``φ(a·θ)``."""
+
+    name: Loss
+    function: Callable[[Array], Array]
+
+
+RIDGES = (
+    Ridge("linear", lambda t: t),
+    Ridge("quadratic", lambda t: t**2 / 2),
+    Ridge("cubic", lambda t: t**3 / 6),
+    Ridge("quartic", lambda t: t**4 / 24),
+    Ridge("exponential", np.exp),
+    Ridge("sine", np.sin),
+)
+_SLOPE = np.array([0.7, -0.5, 1.1])
+_POINT = np.array([0.4, 0.3, 0.6])
+
+
+def _mean_estimates(difference: str, epsilon: float) -> Iterator[tuple[Ridge, Array]]:
+    z, weights = normal_nodes(3, 14)
+    for ridge in RIDGES:
+        g = projected(partial(_ridge, ridge.function), _POINT, z, difference, epsilon)
+        yield ridge, (weights * g) @ z
+
+
+def _ridge(function: Callable[[Array], Array], x: Array) -> Array:
+    return function(x @ _SLOPE)
+
+
+def check_smoothing(_context: Context) -> Outcome:
+    """Compare the mean of g·z along normals with the gradient of the smoothed loss, by quadrature; kinks by integration."""
+    largest, lines = 0.0, []
+    t, norm = float(_POINT @ _SLOPE), float(np.linalg.norm(_SLOPE))
+    for difference, epsilon in itertools.product(("central", "forward"), (0.1, 0.3, 1.0)):
+        for ridge, mean in _mean_estimates(difference, epsilon):
+            wanted = smoothed_loss(ridge.name, t, epsilon * norm)["derivative"] * _SLOPE
+            off = float(np.abs(mean - wanted).max() / np.abs(wanted).max())
+            largest = max(largest, off)
+            lines.append(f"{ridge.name}, {difference}, ε = {epsilon:g}: off by {off:.1e}")
+    for width in (0.2, 1.0):
+        kink = quad(_kink(0.3, width), -10, 10, points=(-0.3 / width, 0.3 / width), epsabs=1e-12)[0]
+        off = abs(kink - smoothed_loss("absolute", 0.3, width)["derivative"])
+        largest = max(largest, off)
+        lines.append(f"absolute, central, w = {width:g}: off by {off:.1e}")
+    return Outcome(largest, _ROUNDING, "largest relative distance of E[g·z] from ∇f_ε", tuple(lines))
+
+
+def _kink(t: float, width: float) -> Callable[[float], float]:
+    density = 1 / math.sqrt(2 * math.pi)
+    return lambda x: (
+        (abs(t + width * x) - abs(t - width * x)) / (2 * width) * x * density * math.exp(-x * x / 2)
+    )
+
+
+def check_order(_context: Context) -> Outcome:
+    """Fit the power of ε with which E[g·z] nears the gradient: 2, for central and forward differences alike."""
+    largest, lines = 0.0, []
+    t = float(_POINT @ _SLOPE)
+    radii = [0.02, 0.04, 0.08]
+    for difference in ("central", "forward"):
+        for number, ridge in enumerate(RIDGES):
+            if ridge.name in ("linear", "quadratic"):
+                continue
+            exact = smoothed_loss(ridge.name, t, 0.0)["derivative"] * _SLOPE
+            errors = []
+            for epsilon in radii:
+                _, mean = list(_mean_estimates(difference, epsilon))[number]
+                errors.append(float(np.linalg.norm(mean - exact)))
+            power = fitted_slope(radii, errors)
+            largest = max(largest, abs(power - 2))
+            lines.append(f"{ridge.name}, {difference}: error ~ ε^{power:.3f}")
+    return Outcome(largest, 0.02, "largest distance of a fitted power from 2", tuple(lines))
+
+
+def check_signs(_context: Context) -> Outcome:
+    """Compare the mean of g·z over all 256 sign vectors with the half-smoothed derivative, which is not the Gaussian's."""
+    z, weights = sign_nodes(DIMENSION)
+    a, theta = _A.numpy(), _THETA.numpy()
+    wanted = np.array(rademacher_expected_gradient(a.tolist(), float(a @ theta), EPSILON))
+    largest, lines = 0.0, []
+    for difference in ("central", "forward"):
+        g = projected(lambda x: np.exp(x @ a), theta, z, difference)
+        off = float(np.abs((weights * g) @ z - wanted).max() / np.abs(wanted).max())
+        largest = max(largest, off)
+        lines.append(f"exponential, {difference}: off by {off:.1e}")
+    # The same by definition: E over signs of the others of the mean derivative over u_i in [-1, 1].
+    for i in (0, DIMENSION - 1):
+        others = np.delete(z, i, axis=1)[:: 2 if i == DIMENSION - 1 else 1]
+        mean = quad(lambda u, i=i, o=others: float(_along(i, u, o, a, theta).mean()), -1, 1)[0] / 2
+        off = abs(mean / wanted[i] - 1)
+        largest = max(largest, off)
+        lines.append(f"coordinate {i}, by its definition: off by {off:.1e}")
+    gaussian = (
+        smoothed_loss("exponential", float(a @ theta), EPSILON * float(np.linalg.norm(a)))["derivative"] * a
+    )
+    gap = float(np.abs(gaussian - wanted).max() / np.abs(wanted).max())
+    lines.append(f"relative distance to the Gaussian's: {gap:.3f}")
+    return Outcome(
+        largest if gap > 1e-3 else math.inf, _ROUNDING, "largest relative distance of E[g·z]", tuple(lines)
+    )
+
+
+def _along(i: int, u: float, others: Array, a: Array, theta: Array) -> Array:
+    """Return ``∂_i f(θ + εu)`` of the exponential loss for all signs of the other coordinates."""
+    rest = np.delete(a, i)
+    return np.asarray(a[i] * np.exp(a @ theta + EPSILON * (u * a[i] + others @ rest)))
+
+
+_HESSIAN = np.array([[0.9, 0.4, -0.2], [0.4, -0.5, 0.3], [-0.2, 0.3, 1.2]])
+
+
+def check_energy(direction: str, _context: Context) -> Outcome:
+    """Compare the mean square of estimates of a quadratic loss, by one and by two queries, with its closed form."""
+    z, weights = normal_nodes(3, 4) if direction == "gaussian" else sign_nodes(3)
+
+    def quadratic(x: Array) -> Array:
+        return np.asarray(x @ _SLOPE + np.einsum("ni,ij,nj->n", x, _HESSIAN, x) / 2)
+
+    gradient = _SLOPE + _HESSIAN @ _POINT
+    largest, lines = 0.0, []
+    for difference, queries in itertools.product(("central", "forward"), (1, 2)):
+        estimate = projected(quadratic, _POINT, z, difference)[:, None] * z
+        if queries == 1:
+            square = float(weights @ (estimate**2).sum(1))
+        else:  # all pairs of independent directions
+            pairs = ((estimate[:, None] + estimate[None]) / 2) ** 2
+            square = float(weights @ pairs.sum(2) @ weights)
+        wanted = estimate_moments(
+            direction,  # type: ignore[arg-type]
+            difference,  # type: ignore[arg-type]
+            dimension=3,
+            gradient_norm=float(np.linalg.norm(gradient)),
+            hessian_trace=float(np.trace(_HESSIAN)),
+            hessian_square=float((_HESSIAN**2).sum()),
+            hessian_diagonal_square=float((np.diag(_HESSIAN) ** 2).sum()),
+            epsilon=EPSILON,
+            num_queries=queries,
+        )["mean_square"]
+        off = abs(square / wanted - 1)
+        largest = max(largest, off)
+        lines.append(f"{difference}, queries {queries}: {square:.6f}, theory {wanted:.6f}")
+    return Outcome(largest, _ROUNDING, "largest relative distance of E|ĝ|²", tuple(lines))
+
+
+def _both(
+    first: Callable[[Context], Outcome], second: Callable[[Context], Outcome]
+) -> Callable[[Context], Outcome]:
+    """Return a check of two assertions."""
+
+    def check(context: Context) -> Outcome:
+        return everything_holds({"applied": first(context), "on average": second(context)})
+
+    check.__doc__ = f"{_title(first)} {_title(second)}"
+    return check
+
+
+def _title(function: Callable[[Context], Outcome]) -> str:
+    inner = function.func if isinstance(function, partial) else function
+    return (inner.__doc__ or "").partition("\n")[0]
+
+
+_THREE_PERCENT = Mutant(
+    "an estimate 3 % too large",
+    "executors.steps.arithmetic:projected_gradient",
+    "(loss_plus - loss_other)",
+    "1.03 * (loss_plus - loss_other)",
+)
+_SUMMED = Mutant(
+    "queries summed, not averaged",
+    "executors.steps.ops.sweep:Sweeps.update",
+    "source.gradients[op.query] / self.num_queries",
+    "source.gradients[op.query]",
+)
+_STALE = Mutant(
+    "the first query's gradient for all",
+    "executors.steps.ops.sweep:Sweeps.update",
+    "source.gradients[op.query] / self.num_queries",
+    "source.gradients[0] / self.num_queries",
+)
+_SHORT_STEP = Mutant(
+    "perturbations 3 % short",
+    "executors.steps.arithmetic:Sweeper.perturb",
+    "scale * epsilon",
+    "scale * epsilon * 0.97",
+)
+_ROUNDED_G = Mutant(
+    "a difference of losses rounded to float32",
+    "executors.steps.arithmetic:projected_gradient",
+    "return (loss_plus - loss_other)",
+    "return (loss_plus - loss_other).float()",
+)
+_ONE_LOSS = Mutant(
+    "a central difference that leaves out its second loss",
+    "executors.steps.arithmetic:projected_gradient",
+    "(loss_plus - loss_other)",
+    "(loss_plus - (0.0 if central else loss_other))",
+)
+
+CHECKS: Checks = {
+    "rge-gaussian-unbiased": (
+        printed(
+            partial(check_applied, "gaussian"),
+            CENTRAL_BY_EPSILON,
+            FORWARD_BY_TWO_EPSILON,
+            _THREE_PERCENT,
+            CLIMBING,
+            _SUMMED,
+            _STALE,
+            SECOND_BY_EPSILON,
+            _SHORT_STEP,
+            _ROUNDED_G,
+            WIDE_NORMALS,
+        ),
+        printed(check_smoothing),
+        printed(check_order),
+    ),
+    "rge-rademacher-unbiased": (
+        printed(
+            partial(check_applied, "rademacher"),
+            CENTRAL_BY_EPSILON,
+            Mutant(
+                "signs that are one three times in four",
+                "executors.randomness.directions:sign_words",
+                "words.random_(-(2**63), None, generator=generator)",
+                "words.random_(-(2**63), None, generator=generator).bitwise_and_(0x5555555555555555)",
+            ),
+            Mutant(
+                "one sign of a word turned over",
+                "executors.randomness.directions:sign_words",
+                "words.random_(-(2**63), None, generator=generator)",
+                "words.random_(-(2**63), None, generator=generator).bitwise_xor_(1 << 62)",
+            ),
+            Mutant(
+                "updates along signs twice as long",
+                "executors.steps.arithmetic:Sweeper.update_signs",
+                "alpha=-step",
+                "alpha=-2 * step",
+            ),
+        ),
+        printed(check_signs),
+    ),
+    "rge-gaussian-second-moment": printed(
+        _both(partial(check_applied, "gaussian"), partial(check_energy, "gaussian")),
+        WIDE_NORMALS,
+        _ONE_LOSS,
+        _THREE_PERCENT,
+    ),
+    "rge-rademacher-second-moment": printed(
+        _both(partial(check_applied, "rademacher"), partial(check_energy, "rademacher")),
+        Mutant(
+            "signs of one word for all",
+            "executors.randomness.directions:Rademacher.spread",
+            "torch.bitwise_left_shift(words.view(integer).view(-1, 1), shifts, out=signs)",
+            "torch.bitwise_left_shift(words.view(integer).view(-1, 1), shifts * 0, out=signs)",
+        ),
+    ),
+}

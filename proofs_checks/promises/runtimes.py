@@ -1,0 +1,405 @@
+"""Runs whose arithmetic is not MeZO's own, beside loops of their own: weights as codes, and all points in one forward as adapters.
+
+The other side of each comparison is a whole model of transformers, whose weights a loop sets; seeds, chances, grids and factors come from
+their description, in :mod:`proofs_checks.setups.literal` or here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from executors.low_bits.coded import QuantizedTensor
+from executors.runs.adapters import attach
+from executors.runs.records import StepRecord
+from executors.runs.session import Session
+from proofs_checks.claims import Checks, printed
+from proofs_checks.exact import Array, equal, exceeds, within
+from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.setups import coded_weights as coded
+from proofs_checks.setups.executed import learning_rate
+from proofs_checks.setups.literal import (
+    Batch,
+    LiteralRun,
+    block_seed,
+    chained,
+    directions,
+    language_model_loss,
+    seed_of,
+)
+from proofs_checks.setups.placements import OFFLOADED, tiny_batches, tiny_model, tiny_plan
+from zosim.plans import Directions, Estimator, LowBits, Weights
+
+_EPSILON, _DECAY, _NUM_QUERIES, _NUM_STEPS = 1e-2, 0.1, 2, 3
+
+# -- weights as codes -------------------------------------------------------------------------------------------------
+
+_BITS, _HIGHEST = 3, 3
+_UNIT = 1.73 / _HIGHEST
+"""Value of a code of 1 of a direction of 3 bits, whose codes are -3 to 3 and whose largest value is 1.73."""
+
+_BLOCK = 1 << 14
+_PURPOSES = {"direction": 1, "second direction": 2, "update": 3}
+
+
+def second_moment() -> float:
+    """Return ``E[û²]`` of a normal, clamped to 1.73 and rounded at random to multiples of 1.73/3, on a fine grid."""
+    u = np.linspace(-9, 9, 400_001)
+    x = np.clip(u / _UNIT, -_HIGHEST, _HIGHEST)
+    below = np.floor(x)
+    squared = (below + 1 - x) * below**2 + (x - below) * (below + 1) ** 2
+    density = np.exp(-u * u / 2) / np.sqrt(2 * np.pi)
+    return float((squared * density).sum() * (u[1] - u[0])) * _UNIT**2
+
+
+class CodedRun:
+    """QuZO with int8 weights, a scale for each output, on a whole model whose weights are made of the codes."""
+
+    def __init__(
+        self, model: nn.Module, seed: int, estimator: str, rng: str, names: set[str], *, is_rounded_once: bool
+    ) -> None:
+        self.model, self.seed, self.estimator, self.rng = model, seed, estimator, rng
+        self.is_rounded_once = is_rounded_once
+        self.plain = {n: p.detach().numpy().copy() for n, p in model.named_parameters() if n not in names}
+        self.scales: dict[str, Array] = {}
+        self.codes: dict[str, Array] = {}
+        self._sizes = [(name, p.numel()) for name, p in model.named_parameters()]
+        for name in names:
+            weight = dict(model.named_parameters())[name].detach().numpy()
+            scale = np.abs(weight).max(1, keepdims=True) / np.float32(127)
+            self.scales[name], self.codes[name] = scale, np.rint(weight / scale)
+
+    def values(self) -> dict[str, Array]:
+        """Return what all weights are."""
+        made = {name: (self.codes[name] * self.scales[name]).astype(np.float32) for name in self.codes}
+        return self.plain | made
+
+    def chances(self, step: int, query: int, purpose: str) -> dict[str, Array]:
+        """Return the numbers in [0, 1) that decide a rounding: blocks of 2¹⁴, counted over all parameters."""
+        key, block, chances = chained(seed_of(self.seed, step, query), _PURPOSES[purpose]), 0, {}
+        for name, numel in self._sizes:
+            pieces = []
+            for begin in range(0, numel, _BLOCK):
+                generator = torch.Generator().manual_seed(block_seed(key, step, query, block))
+                pieces.append(torch.empty(min(_BLOCK, numel - begin)).uniform_(generator=generator))
+                block += 1
+            chances[name] = torch.cat(pieces).numpy()
+        return chances
+
+    def direction(self, step: int, query: int, purpose: str) -> dict[str, Array]:
+        """Return codes of a direction, by parameter."""
+        chances, codes = self.chances(step, query, purpose), {}
+        normals = directions(
+            [(numel,) for _, numel in self._sizes],
+            seed=seed_of(self.seed, step, query),
+            step=step,
+            query=query,
+            rng=self.rng,
+            distribution="gaussian",
+            dtype=torch.float32,
+        )
+        for (name, _), numbers in zip(self._sizes, normals, strict=True):
+            scaled = numbers.numpy() * np.float32(1 / _UNIT)
+            codes[name] = np.clip(np.floor(scaled + chances[name]), -_HIGHEST, _HIGHEST)
+        return codes
+
+    def gradient(self, step: int, query: int, batch: Batch) -> float:
+        """Return the difference of both losses over ``2ε``."""
+        base, along, losses = self.values(), self.direction(step, query, "direction"), []
+        for sign in (1, -1):
+            for name, parameter in self.model.named_parameters():
+                moved = base[name] + sign * _EPSILON * _UNIT * along[name].reshape(base[name].shape)
+                parameter.data = torch.from_numpy(moved.astype(np.float32))
+            with torch.no_grad():
+                losses.append(float(language_model_loss(self.model, batch)[0]))
+        return (losses[0] - losses[1]) / (2 * _EPSILON)
+
+    def update(self, step: int, gradients: tuple[float, ...]) -> None:
+        """Move by the gradients of a step, query by query; codes by whole numbers, as chance has it, or all at once."""
+        summed: dict[str, Array] = {}
+        rate, divisor = learning_rate(step), second_moment() if self.estimator == "normalised" else 1.0
+        purpose = "second direction" if self.estimator == "q-rge2" else "direction"
+        for query, gradient in enumerate(gradients):
+            along = self.direction(step, query, purpose)
+            chances = self.chances(step, query, "update")
+            for name, numel in self._sizes:
+                factor = gradient / _NUM_QUERIES / divisor * _UNIT
+                decay = _DECAY if query == 0 and not _is_spared(name) else 0.0
+                if name in self.plain:
+                    weight = self.plain[name]
+                    change = factor * along[name].reshape(weight.shape) + decay * weight
+                    self.plain[name] = (weight - rate * change).astype(np.float32)
+                    continue
+                codes = self.codes[name]
+                step_of = rate * factor / self.scales[name].astype(np.float64)
+                change = along[name].reshape(codes.shape) * step_of
+                if self.is_rounded_once:
+                    summed[name] = summed.get(name, 0.0) + change
+                    if query + 1 < len(gradients):
+                        continue
+                    change, decay = summed[name], 0.0 if _is_spared(name) else _DECAY
+                change = change + rate * decay * codes
+                assert numel == codes.size
+                whole = np.floor(np.abs(change) + chances[name].reshape(codes.shape))
+                self.codes[name] = np.clip(codes - np.copysign(whole, change), -127, 127)
+
+
+def _is_spared(name: str) -> bool:
+    return any(part in name for part in ("bias", "layer_norm", "layernorm"))
+
+
+_CODED_RUNS: Mapping[str, Mapping[str, Any]] = {
+    "normalised": {"directions": Directions()},
+    "q-rge1": {"directions": Directions(rng="counter"), **OFFLOADED},
+    "q-rge2": {"directions": Directions(), **OFFLOADED},
+    "normalised, rounded once": {"directions": Directions()},
+}
+"""Axes of the plan by estimator, the last of which rounds all updates of a step together; each takes another path through the executor: resident or offloaded with delayed updates, by either discipline of random numbers."""
+
+
+def _coded_session(
+    estimator: str, seed: int
+) -> tuple[list[StepRecord], dict[str, Tensor], dict[str, Tensor], set[str]]:
+    """Return records, weights and codes after some steps of the shipped runtime, and which weights are codes."""
+    model = tiny_model("tied")
+    kind, _, is_rounded_once = estimator.partition(", ")
+    low_bits = LowBits.model_validate(
+        {
+            "weights": "int8",
+            "direction_bits": _BITS,
+            "estimator": kind,
+            "scales": "channel",
+            "update_rounding": "step" if is_rounded_once else "query",
+        }
+    )
+    plan = tiny_plan(
+        model,
+        low_bits=low_bits,
+        estimator=Estimator(epsilon=_EPSILON, num_queries=_NUM_QUERIES),
+        **_CODED_RUNS[estimator],
+    )
+    options = {"learning_rate": learning_rate, "weight_decay": _DECAY, "seed": seed, "num_timed_steps": 0}
+    with Session(plan, model, **options) as session:  # type: ignore[arg-type]
+        records = [session.step(batch) for batch in tiny_batches(_NUM_STEPS)]
+        session.flush()
+        held = {tensor.name: tensor.held for tensor in session.engine.tensors}
+        codes = {
+            name: each.levels().clone() for name, each in held.items() if isinstance(each, QuantizedTensor)
+        }
+        return records, session.state_dict(), codes, set(codes)
+
+
+def check_codes_over_steps(context: Context) -> Outcome:
+    """Compare projected gradients, codes and other weights of three steps in int8 with a loop in NumPy, for each estimator.
+
+    Each step of the loop goes on from its own codes with the run's gradients, which are compared before: where two gradients differ in a
+    last bit a code near the border of its chance may go the other way, one in thousands.
+    """
+    parts = {}
+    for estimator in _CODED_RUNS:
+        records, weights, codes, names = _coded_session(estimator, context.seed)
+        rng = _CODED_RUNS[estimator]["directions"].rng
+        kind, _, once = estimator.partition(", ")
+        run = CodedRun(tiny_model("tied"), context.seed, kind, rng, names, is_rounded_once=bool(once))
+        off, size = 0.0, 0.0
+        before = {name: values.copy() for name, values in run.codes.items()}
+        for step, (record, batch) in enumerate(zip(records, tiny_batches(_NUM_STEPS), strict=True)):
+            for query, gradient in enumerate(record.projected_gradients):
+                off = max(off, abs(run.gradient(step, query, batch) - gradient))
+                size = max(size, abs(gradient))
+            run.update(step, record.projected_gradients)
+        unlike = sum(int((codes[name].numpy() != run.codes[name]).sum()) for name in names)
+        moved = sum(int((before[name] != run.codes[name]).sum()) for name in names)
+        total = sum(values.size for values in run.codes.values())
+        far = max(float(np.abs(weights[n].numpy() - values).max()) for n, values in run.plain.items())
+        parts[f"{estimator}, gradients"] = within(off, 1e-3 * size, what="largest distance, of the largest")
+        parts[f"{estimator}, codes"] = within(unlike, 1e-3 * total, what=f"unlike of {total}")
+        parts[f"{estimator}, others"] = within(far, 1e-5, what="largest distance of what is no code")
+        parts[f"{estimator}, it moves"] = exceeds(moved, 0.3 * total, what="codes that moved")
+    return everything_holds(parts)
+
+
+# -- all points in one forward ----------------------------------------------------------------------------------------
+
+_AXES = (
+    {"distribution": "lozo", "rng": "mezo", "difference": "central"},
+    {"distribution": "lozo", "rng": "counter", "difference": "forward"},
+    {"distribution": "factorised", "rng": "mezo", "difference": "forward"},
+)
+_RANK, _LAZY_STEPS, _RADIUS = 2, 2, 1e-3
+
+
+def _linears() -> nn.Module:
+    """Return a tiny model in float64, of which linear layers of blocks are tuned."""
+    model = tiny_model("untied", torch.float64)
+    attach(model, "linears")
+    return model
+
+
+def _ragged_batches(count: int) -> list[Batch]:
+    """Return batches of five sequences of 11 to 14 tokens that begin alike, some of whose tokens are labels."""
+    generator, lengths = torch.Generator().manual_seed(5), (14, 12, 13, 11, 14)
+    batches: list[Batch] = []
+    for _ in range(count):
+        ids = torch.randint(3, 48, (len(lengths), max(lengths)), generator=generator)
+        ids[:, :9] = ids[0, :9]
+        mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[1:, :10] = -100
+        batches.append({"input_ids": ids * mask, "attention_mask": mask, "labels": labels})
+    return batches
+
+
+def _together(
+    distribution: str, rng: str, difference: str, seed: int
+) -> tuple[list[StepRecord], Mapping[str, Tensor]]:
+    """Return records and weights of a run that forwards all points of a step at once."""
+    model = _linears()
+    plan = tiny_plan(
+        model,
+        dtype="float64",
+        weights=Weights(perturbation="adapters"),
+        directions=Directions.model_validate(
+            {"distribution": distribution, "rank": _RANK, "lazy_steps": _LAZY_STEPS, "rng": rng}
+        ),
+        estimator=Estimator.model_validate(
+            {"difference": difference, "epsilon": _RADIUS, "num_queries": _NUM_QUERIES}
+        ),
+    )
+    plan = plan.model_validate(plan.model_dump(mode="json") | {"batch": 5, "seq": 14})
+    with Session(
+        plan,
+        model,
+        learning_rate=learning_rate,
+        weight_decay=_DECAY,
+        seed=seed,
+        num_timed_steps=0,
+        loss_dtype="fp64",
+    ) as session:
+        records = [session.step(batch) for batch in _ragged_batches(_NUM_STEPS)]
+        session.flush()
+        return records, dict(session.state_dict())
+
+
+def _loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    """Return the loss in the format of the logits; transformers has it in float32."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    labels = batch["labels"][:, 1:]
+    chances = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return -chances[labels != -100].mean(), int((labels != -100).sum())
+
+
+def check_all_points_at_once(context: Context) -> Outcome:
+    """Compare projected gradients and weights of runs that forward all points at once with those of the literal loop, point by point."""
+    parts = {}
+    for axes in _AXES:
+        records, weights = _together(**axes, seed=context.seed)
+        run = LiteralRun(
+            _loss,
+            _linears(),
+            context.seed,
+            epsilon=_RADIUS,
+            weight_decay=_DECAY,
+            num_queries=_NUM_QUERIES,
+            central=axes["difference"] == "central",
+            copies=True,
+            rng=axes["rng"],
+            distribution=axes["distribution"],
+            rank=_RANK,
+            lazy_steps=_LAZY_STEPS,
+        )
+        for step, batch in enumerate(_ragged_batches(_NUM_STEPS)):
+            run.step(batch, learning_rate(step))
+        name = f"{axes['distribution']}, {axes['rng']}, {axes['difference']}"
+        for record, wanted in zip(records, run.gradients, strict=True):
+            parts[f"{name}, g of step {record.step}"] = equal(
+                record.projected_gradients, wanted, what="g", tolerance=1e-9
+            )
+        far = max(float((weights[name] - value.detach()).abs().max()) for name, value in run.tuned.items())
+        parts[f"{name}, weights"] = within(far, 1e-11, what="largest distance of a weight")
+    return everything_holds(parts)
+
+
+# -- claims -----------------------------------------------------------------------------------------------------------
+
+_BY_CODES = "executors.steps.ops.sweep:Sweeps._update_by_codes"
+
+_GRIDS = "executors.low_bits.grids"
+
+CHECKS: Checks = {
+    "grids-round-to-neighbours": printed(
+        coded.check_grids,
+        Mutant(
+            "a step that ignores subnormal numbers",
+            f"{_GRIDS}:Floats.step",
+            "sub_(1).clamp_(min=self.smallest_exponent)",
+            "sub_(1)",
+        ),
+        Mutant("steps half as far apart", f"{_GRIDS}:Floats.step", "sub_(1)", "sub_(2)"),
+        Mutant("a variance of one side", f"{_GRIDS}:Grid.variance", "(below + step - inside)", "step"),
+        Mutant("rounded down", f"{_GRIDS}:Grid.nearest", ".round_()", ".floor_()"),
+        Mutant("chances 3 % high", f"{_GRIDS}:Grid.at_random", "chances * step", "1.03 * chances * step"),
+        coded.CLAMP_WIDE,
+        coded.DRAWN_NEAREST,
+    ),
+    "steps-in-codes-are-a-literal-loop": printed(
+        check_codes_over_steps,
+        coded.MOVE_LONG,
+        coded.MOVE_AWAY,
+        coded.MOVE_CHANCES,
+        coded.SAME_KEY,
+        coded.DRAWN_LONG,
+        Mutant(
+            "later queries 1 % short where all are rounded together",
+            "executors.low_bits.coded:QuantizedTensor.update",
+            "total.add_(direction[:], alpha=alpha)",
+            "total.add_(direction[:], alpha=0.99 * alpha)",
+        ),
+        Mutant("no second moment", _BY_CODES, "/ op.divisor", "/ 1"),
+        Mutant("a step's chances in every step", _BY_CODES, "source.step, op.query", "0, op.query"),
+        Mutant(
+            "decay in every query",
+            _BY_CODES,
+            "(before is not None or op.query == 0) and after is None",
+            "after is None",
+        ),
+    ),
+    "all-points-at-once-are-point-by-point": printed(
+        check_all_points_at_once,
+        Mutant(
+            "points without their signs",
+            "executors.steps.ops.forward:Forwards._scales_of",
+            "point.sign *",
+            "abs(point.sign) *",
+        ),
+        Mutant(
+            "sequences taken for alike for a token too long",
+            "executors.models.packing:_Forest._grow",
+            "first[end] == last[end]",
+            "(first[end] == last[end] or end == 9)",
+        ),
+        Mutant(
+            "side paths of the first point at all points",
+            "executors.models.batched:BatchedModel.path",
+            "is_one = all(inner is ends[0][0] for inner, _ in ends)",
+            "is_one = True",
+        ),
+        Mutant(
+            "a root of r too many",
+            "executors.steps.ops.forward:Forwards._scales_of",
+            "epsilon / divisor",
+            "epsilon / divisor_of(draw.rank, -0.5)",
+        ),
+        Mutant(
+            "a probe that is 3 % long",
+            "executors.steps.ops.forward:Forwards._scales_of",
+            "epsilon / divisor",
+            "epsilon / divisor * 1.03",
+        ),
+    ),
+}

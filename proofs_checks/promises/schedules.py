@@ -1,0 +1,284 @@
+"""Programs that cannot go wrong, whatever their instructions take, and what makes them so."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import combinations, islice
+
+from proofs_checks.claims import Checks, corrected, counterexample, printed
+from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome
+from proofs_checks.setups.placements import tiny_model, tiny_plan
+from topology.errors import Hazard, PlanError, ProgramError
+from zosim.lowering import lower
+from zosim.plans import Plan, Residency, Schedule
+from zosim.program import Program
+from zosim.program.instructions import Access, Dependency, Instruction, Part, Stream
+from zosim.program.step_graph import Listed, StepGraph
+from zosim.program.validate import validate
+
+_NUM_STEPS = 3
+
+
+_AXES: Mapping[str, Mapping[str, Sequence[object]]] = {
+    "estimator": {"difference": ("central", "forward"), "num_queries": (1, 2)},
+    "directions": {
+        "rng": ("mezo", "counter"),
+        "order": ("registration", "execution"),
+        "drawn_ahead": (False, True),
+    },
+    "weights": {"perturbation": ("serial", "copies")},
+    "residency": {
+        "blocks": ("offloaded", "resident"),
+        "edges": ("resident", "offloaded"),
+        "num_slots": (1, 2, 3),
+        "overlap": (True, False),
+        "reuse_slots": (True, False),
+        "transfer_dtype": ("float32", "bfloat16"),
+    },
+    "schedule": {"traversal": ("sweep", "blockwise"), "update": ("immediate", "delayed")},
+}
+
+
+def plans(rng: random.Random) -> Iterator[Plan]:
+    """Yield plans without end, axes chosen at random; combinations that contradict themselves are left out."""
+    models = [tiny_plan(tiny_model(name)).model_dump() for name in ("tied", "untied")]
+    while True:
+        chosen = {
+            axis: {name: rng.choice(options) for name, options in fields.items()}
+            for axis, fields in _AXES.items()
+        }
+        with suppress(PlanError):
+            yield Plan.model_validate(rng.choice(models) | chosen)
+
+
+def zo2_program(num_slots: int = 3) -> Program:
+    """Return the offloaded program with delayed updates of a tiny model."""
+    residency = Residency(blocks="offloaded", num_slots=num_slots)
+    return lower(tiny_plan(tiny_model("untied"), residency=residency, schedule=Schedule(update="delayed")))
+
+
+def check_rules(context: Context) -> Outcome:
+    """Look for a lowered program that the validator refuses, or that goes wrong under random durations."""
+    rng = random.Random(context.seed)
+    chosen = islice(plans(rng), context.samples(300, 40))
+    count = 0
+    for count, plan in enumerate(chosen, 1):
+        program = lower(plan)
+        try:
+            validate(program)
+        except ProgramError as error:
+            return Outcome(
+                1, 0, "programs that break a rule", (f"program {count} is refused: {error.message}",)
+            )
+        if met := clashes(program, rng) or clashes(program, rng):
+            return Outcome(len(met), 0, "programs that break a rule", (f"program {count}: {met[0]} met",))
+    line = f"{count} combinations of axes: none refused by the validator, no conflicting accesses met under random durations"
+    return Outcome(0, 0, "programs that break a rule", (line,))
+
+
+def clashes(program: Program, rng: random.Random) -> list[tuple[str, str]]:
+    """Return pairs of instructions that touch common bytes at one time, one of them writing, in a random run.
+
+    Durations spread over four decades. Nothing of the validator, the simulator or their order is used: a second
+    witness for what may overlap.
+    """
+    placed = StepGraph(program, _NUM_STEPS).listed
+    ends: dict[int, float] = {}
+    starts: dict[int, float] = {}
+    free: dict[Stream, float] = {}
+    for item in placed:
+        stream = item.instruction.stream
+        starts[item.index] = max([free.get(stream, 0.0), *(ends[index] for index in item.after)])
+        ends[item.index] = free[stream] = starts[item.index] + 10.0 ** rng.uniform(-2, 2)
+    return [
+        (first.instruction.id, second.instruction.id)
+        for first, second in _conflicting(placed)
+        if starts[first.index] < ends[second.index] and starts[second.index] < ends[first.index]
+    ]
+
+
+def _conflicting(placed: Sequence[Listed]) -> Iterator[tuple[Listed, Listed]]:
+    """Yield pairs on different streams that touch common bytes, one of them writing."""
+    touched: dict[str, list[tuple[Listed, Access, bool]]] = {}
+    for item in placed:
+        for access in item.instruction.reads:
+            touched.setdefault(access.buffer, []).append((item, access, False))
+        for access in item.instruction.writes:
+            touched.setdefault(access.buffer, []).append((item, access, True))
+    for uses in touched.values():
+        for (first, mine, writes), (second, theirs, overwrites) in combinations(uses, 2):
+            apart = first.instruction.stream != second.instruction.stream
+            if apart and (writes or overwrites) and mine.overlaps(theirs):
+                yield first, second
+
+
+def check_edges(_context: Context) -> Outcome:
+    """Count dependencies of the offloaded program that could be cut without anyone noticing."""
+    unnoticed, refused, reordered = 0, 0, 0
+    for num_slots in (1, 2, 3):
+        program = zo2_program(num_slots)
+        edges = [(part, item, edge) for part, item in program.instructions() for edge in item.after]
+        for part, item, edge in edges:
+            cut = without(program, part, item, edge)
+            if is_refused(cut):
+                refused += 1
+            elif _is_host_loop(program, edge) and _orders_less(cut, program):
+                reordered += 1
+            else:
+                unnoticed += 1
+    detail = (
+        f"{refused + reordered + unnoticed} edges cut one by one: {refused} refused by the validator, {reordered} "
+        f"only let a stream start before the host has read the step's scalars, {unnoticed} not noticed"
+    )
+    return Outcome(unnoticed, 0, "dependencies whose loss nobody notices", (detail,))
+
+
+def without(program: Program, part: Part, item: Instruction, edge: Dependency) -> Program:
+    """Return `program` with one dependency less."""
+    after = tuple(other for other in item.after if other != edge)
+    changed = tuple(replace(i, after=after) if i.id == item.id else i for i in getattr(program, part))
+    parts = {part: changed}
+    return replace(
+        program,
+        prologue=parts.get("prologue", program.prologue),
+        step=parts.get("step", program.step),
+        flush=parts.get("flush", program.flush),
+    )
+
+
+def is_refused(program: Program) -> bool:
+    """Whether the validator finds a hazard."""
+    try:
+        validate(program)
+    except Hazard:
+        return True
+    return False
+
+
+def _is_host_loop(program: Program, edge: Dependency) -> bool:
+    last = [item.id for item in program.step if item.stream is Stream.COMPUTE][-1]
+    return edge == Dependency(last, 1)
+
+
+def _orders_less(cut: Program, program: Program) -> bool:
+    before, after = (StepGraph(p, _NUM_STEPS) for p in (program, cut))
+    pairs = combinations(range(len(before.listed)), 2)
+    return any(before.ordered(*pair) and not after.ordered(*pair) for pair in pairs)
+
+
+def check_slots(context: Context) -> Outcome:
+    """Count random runs of the shipped program in which an upload meets the offload of the block before it."""
+    rng = random.Random(context.seed)
+    details, total = [], 0
+    for num_slots in (1, 2):
+        program = zo2_program(num_slots)
+        runs = context.samples(200, 60)
+        met = sum(bool(clashes(program, rng)) for _ in range(runs)) + is_refused(program)
+        total += met
+        details.append(f"{num_slots} slots: conflicting accesses met in {met} of {runs} random runs")
+    return Outcome(total, 0, "runs in which conflicting accesses met", tuple(details))
+
+
+def check_published_slots(context: Context) -> Outcome:
+    """Look for a run of the two printed rules in which a slot is overwritten during its offload; the validator refuses both."""
+    rng = random.Random(context.seed)
+    details, unnoticed = [], 0
+    for num_slots in (1, 2):
+        published = under_published_rules(zo2_program(num_slots))
+        refused = is_refused(published)
+        # About one run in eight; that none of them all does has a probability below 1e-20.
+        met = next((run for run in range(1, 401) if any(map(_is_overwritten, clashes(published, rng)))), None)
+        unnoticed += (not refused) + (met is None)
+        details.append(
+            f"{num_slots} slots: {'refused' if refused else 'accepted'}, a slot overwritten in random run {met} of at most 400"
+        )
+    return Outcome(unnoticed, 0, "programs whose hazard goes unnoticed", tuple(details))
+
+
+def under_published_rules(program: Program) -> Program:
+    """Return `program` with uploads that wait for the upload before them, and for their own block's last offload.
+
+    The first is the stream's order. The second stands for the end of an iteration, which the publication leaves
+    open. Nothing makes an upload wait for the block that had the slot before.
+    """
+    last = [item.id for item in program.step if item.stream is Stream.COMPUTE][-1]
+
+    def published(item: Instruction) -> tuple[Dependency, ...]:
+        own = Dependency(item.id.replace("upload", "offload"), 1)
+        return (own, *(edge for edge in item.after if edge.instruction == last))
+
+    step = tuple(replace(i, after=published(i)) if i.label == "upload" else i for i in program.step)
+    return replace(program, step=step)
+
+
+def _is_overwritten(pair: tuple[str, str]) -> bool:
+    return sorted(name.rpartition("/")[2] for name in pair) == ["offload", "upload"]
+
+
+_READS_UNSEEN = Mutant(
+    "a write that does not wait for those who read",
+    "zosim.lowering.hazards:_Touched.conflicts",
+    "if (writes or wrote) and",
+    "if wrote and",
+)
+_BLIND_VALIDATOR = Mutant(
+    "a validator that forgets readers",
+    "zosim.program.validate:_State._check_conflicts",
+    "in held.touched_by",
+    "in filter(None, [held.writer])",
+)
+_NO_ORDER = Mutant(
+    "a validator that lets anything be overwritten",
+    "zosim.program.validate:_State._check_conflicts",
+    "other.index != item.index and",
+    "False and",
+)
+
+CHECKS: Checks = {
+    "schedules-are-safe": printed(
+        check_rules,
+        _READS_UNSEEN,
+        Mutant(
+            "a step without its delayed updates",
+            "zosim.lowering.schedule:StepWriter._blockwise",
+            "self._pending_updates(segment)",
+            "self._plan",
+        ),
+        Mutant(
+            "blocks that are not restored",
+            "zosim.lowering.schedule:StepWriter._both_points",
+            "self._points.perturb(whole, segment, query, leap)",
+            "self._points.perturb(whole if leap.point.is_perturbed else (), segment, query, leap)",
+        ),
+        Mutant(
+            "a direction not drawn again",
+            "zosim.lowering.directions:Directions.draw",
+            "in self._drawn and",
+            "in self._drawn or suffix and self._drawn.setdefault((target.what, target.step), target) and",
+        ),
+    ),
+    "every-dependency-is-needed": printed(
+        check_edges,
+        _BLIND_VALIDATOR,
+        Mutant(
+            "an order that nothing can break",
+            "zosim.program.step_graph:StepGraph.ordered",
+            "self._clocks[later][stream] >= self._clocks[earlier][stream]",
+            "later >= earlier",
+        ),
+        Mutant(
+            "dependencies that others imply",
+            "zosim.program.step_graph:StepGraph.needed",
+            "kept.remove(index)",
+            "kept.sort()",
+        ),
+    ),
+    "slots-are-not-overwritten": (
+        corrected(check_slots, _READS_UNSEEN),
+        counterexample(check_published_slots, _NO_ORDER),
+    ),
+}

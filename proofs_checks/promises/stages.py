@@ -1,0 +1,158 @@
+"""Stages of a model draw one direction between them, not the same numbers twice, and send what the paper counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executors.models.spec import spec_of_model
+from proofs_checks.claims import Checks, printed
+from proofs_checks.faults import GROUPS_FROM_THE_SEED
+from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome, worst
+from proofs_checks.setups.executed import Case, against_literal, executed, literally, random_cases
+from proofs_checks.setups.placements import Trace, tiny_model, tiny_plan
+from proofs_checks.statistics import compare_means
+from zosim.analysis.counts import step_counts
+from zosim.lowering import lower_all
+from zosim.plans import Estimator, Mesh, Placement, Plan, Schedule, Split
+from zosim.program.operations import Send
+
+CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "behind a block, swept": (("block.0",), "sweep"),
+    "inside a block, block by block": (("block.1.mlp",), "blockwise"),
+    "three cuts, block by block": (("block.0", "block.1.mlp", "block.2.mlp"), "blockwise"),
+}
+_NUM_QUERIES = 2
+
+
+def staged(cuts: tuple[str, ...], traversal: str, **axes: Any) -> Plan:
+    """Return the plan of a tiny model, its head tied to its token table, in stages that these cuts part."""
+    model = tiny_model("tied")
+    split, mesh = Split(cuts=cuts), Mesh(stage=len(cuts) + 1)
+    whole = tiny_plan(model, schedule=Schedule.model_validate({"traversal": traversal}), **axes)
+    spec = spec_of_model(model, "tiny", cut_blocks=split.cut_blocks)
+    devices = tuple(f"cpu{rank}" for rank in range(mesh.world_size))
+    changed = {
+        "model": spec.model_dump(mode="json"),
+        "mesh": mesh.model_dump(mode="json"),
+        "split": split.model_dump(mode="json"),
+        "placement": Placement(topology="none", devices=devices).model_dump(mode="json"),
+    }
+    return Plan.model_validate(whole.model_dump(mode="json") | changed)
+
+
+RUNS = (
+    Case(cuts=("block.1.mlp",), num_queries=2),
+    Case(cuts=("block.0", "block.1.mlp", "block.2.mlp"), rng="counter", num_steps=1),
+    Case(model="untied", cuts=("block.1.mlp",), traversal="sweep", order="execution", num_steps=1),
+)
+
+
+def check_one_direction(context: Context) -> Outcome:
+    """Count directions, losses and weights of any stage that differ in a bit from those of a literal loop on one device."""
+    cases = [*RUNS, *random_cases("stages", context.samples(60, 4), context.seed)]
+    return against_literal(cases, context.seed)
+
+
+def check_independent(context: Context) -> Outcome:
+    """Compare the mean product of the numbers that two stages draw with 0.
+
+    Notes
+    -----
+    Were each stage's generator reset to the step's seed, as algorithms 1 to 3 have it, the second would draw the
+    numbers of the first again: the product's mean were 1, and ``E[g·u⁽¹⁾] = ∇₁f + ∇₂f``.
+    """
+    outcomes = []
+    for rng in ("mezo", "counter"):
+        case = Case(model="untied", cuts=("block.0",), rng=rng, num_steps=context.samples(30, 6))
+        traces = executed(case, context.seed, literally(case, context.seed, 0))
+        products = []
+        for step in range(case.num_steps):
+            first, second = (_drawn(trace, step) for trace in traces)
+            length = min(len(first), len(second))
+            products.append((first[:length] * second[:length]).double())
+        theory = torch.zeros(1, dtype=torch.float64)
+        outcomes.append(compare_means(rng, torch.cat(products)[:, None], theory))
+    return worst(outcomes)
+
+
+def _drawn(trace: Trace, step: int) -> Tensor:
+    """Return the numbers of a stage's own blocks in one step, in their scale."""
+    uses = [z for (at, _, group), z in trace.drawn.items() if at == step and group.startswith("block.")]
+    return torch.cat(uses)
+
+
+def check_counts(_context: Context) -> Outcome:
+    """Compare messages per step with ``(P + 1)(M - 1)`` and ``2P(M - 1)``."""
+    wrong, details = 0, []
+    for difference, per_cut in (("forward", _NUM_QUERIES + 1), ("central", 2 * _NUM_QUERIES)):
+        for cuts, traversal in CASES.values():
+            estimator = Estimator.model_validate({"difference": difference, "num_queries": _NUM_QUERIES})
+            programs = lower_all(staged(cuts, traversal, estimator=estimator)).programs
+            sent = sum(isinstance(item.op, Send) for program in programs for item in program.step)
+            wrong += sent != per_cut * len(cuts)
+            details.append(f"{difference}, {len(cuts) + 1} stages, {traversal}: {sent} activations a step")
+    return Outcome(wrong, 0, "plans whose activations are not those counted", tuple(details))
+
+
+def check_scalars(_context: Context) -> Outcome:
+    """Compare losses that go from one rank to another with points times ``M - 1``, activations counted apart."""
+    wrong, details = 0, []
+    for difference, points in (("forward", _NUM_QUERIES + 1), ("central", 2 * _NUM_QUERIES)):
+        for cuts, traversal in CASES.values():
+            estimator = Estimator.model_validate({"difference": difference, "num_queries": _NUM_QUERIES})
+            counts = step_counts(lower_all(staged(cuts, traversal, estimator=estimator)))
+            num_stages = len(cuts) + 1
+            wrong += counts.num_scalars != points * (num_stages - 1)
+            wrong += counts.num_activations != points * (num_stages - 1)
+            # All ranks get all places of all others: a loss and its labels for every point.
+            wrong += counts.scalar_bytes != 16 * points * num_stages * (num_stages - 1)
+            wrong += counts.num_gradients + counts.reduced_bytes
+            details.append(
+                f"{difference}, {num_stages} stages: {counts.num_scalars} scalars in {counts.scalar_bytes} bytes, "
+                f"{_NUM_QUERIES * (num_stages - 1)} by the paper's P(M - 1)"
+            )
+    return Outcome(wrong, 0, "counts that are not those stated", tuple(details))
+
+
+CHECKS: Checks = {
+    "stages-are-one-device": printed(
+        check_one_direction,
+        GROUPS_FROM_THE_SEED,
+        Mutant(
+            "losses of the last stage 3 % too large",
+            "executors.steps.ops.exchange:_mean_of",
+            "return rows[holders[0], 0]",
+            "return 1.03 * rows[holders[0], 0]",
+        ),
+        Mutant(
+            "halves of a block drawn back half first",
+            "zosim.lowering.directions:walk_order",
+            "plan.model.segments.index(group.segments[0])",
+            "(plan.model.segments.index(group.segments[0]) // 2, -plan.model.segments.index(group.segments[0]))",
+        ),
+    ),
+    "stages-draw-independently": printed(check_independent, GROUPS_FROM_THE_SEED),
+    "stages-send-what-is-counted": printed(
+        check_counts,
+        Mutant(
+            "a message behind every segment",
+            "zosim.lowering.split:Cuts.after",
+            "segment == rank.segments[-1] and not rank.is_last_stage",
+            "not rank.is_last_stage",
+        ),
+    ),
+    "stages-send-only-scalars-back": printed(
+        check_scalars,
+        Mutant(
+            "losses of stages that have none",
+            "zosim.lowering.mesh:Losses.exchange_losses",
+            " if rank.is_last_stage",
+            "",
+        ),
+    ),
+}

@@ -1,0 +1,1 @@
+"""QuZO's statements."""

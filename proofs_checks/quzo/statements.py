@@ -1,0 +1,1119 @@
+"""QuZO's statements: estimators of rounded directions, updates of quantised weights, and its algorithm as printed.
+
+Training in low bits is judged on its formulas, and on the weights and directions in codes that runs take.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.optimize import brentq
+from torch import Tensor
+
+from costmodel.formats.roundings import RoundedDirection
+from executors.randomness.families import QuantisedGaussian
+from executors.randomness.quantisers import StochasticRounding
+from executors.randomness.rng import generator_on
+from executors.steps.arithmetic import projected_gradient
+from executors.steps.micro_batches import accumulated
+from proofs_checks.claims import Checks, conditioned, corrected, counterexample, printed, reading
+from proofs_checks.exact import (
+    Array,
+    at_most,
+    equal,
+    exceeds,
+    is_true,
+    moments_of_estimate,
+    normal_nodes,
+    sign_nodes,
+    within,
+)
+from proofs_checks.faults import (
+    CENTRAL_BY_EPSILON,
+    CLAMPED_TOO_FAR,
+    NEAREST,
+    NO_ZERO_POINT,
+    ONE_ROUNDING,
+    QUERIES_SUMMED,
+)
+from proofs_checks.mutation import Mutant
+from proofs_checks.oracles.statements import one_point_error, query_error
+from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.setups import coded_weights as coded
+from proofs_checks.setups.executed import Case, against_literal, differences
+from proofs_checks.statistics import compare_means, fitted_slope
+
+_CPU = torch.device("cpu")
+_SLOPE = torch.tensor([0.8, -0.3, 0.5], dtype=torch.float64)
+
+# -- roundings -------------------------------------------------------------------------------------------------------
+
+
+def levels_and_chances(value: float, rounding: StochasticRounding) -> list[tuple[int, float]]:
+    """Return the codes that one value is rounded to, with their chances, by QuZO's equation 5: clamped after rounding.
+
+    Examples
+    --------
+    >>> levels_and_chances(0.25, StochasticRounding(4, scale=1.0))
+    [(0, 0.75), (1, 0.25)]
+    """
+    scaled = value * rounding.scale
+    below = math.floor(scaled)
+    up = scaled - below
+    pairs = [(below, 1 - up), (below + 1, up)]
+    highest = rounding.highest
+    return [(min(max(code, -highest), highest), chance) for code, chance in pairs if chance]
+
+
+def printed_value(code: int, rounding: StochasticRounding) -> float:
+    """Return what equation 5 as printed makes of a code: the code and the zero point, never divided by the scale."""
+    return float(code + rounding.zero_point)
+
+
+def shipped_value(code: int, rounding: StochasticRounding) -> float:
+    """Return what the shipped rounding makes of a code (its zero point added where it is stored)."""
+    stored = torch.tensor([code + rounding.zero_point], dtype=torch.int16)
+    return float(rounding.values(stored, torch.float64)[0])
+
+
+def check_scaled_outer_product(how: str, _context: Context) -> Outcome:
+    """Compare ``E[u₁u₂ᵀ]`` of two roundings of a vector, in values as named, with theory."""
+    rounding = StochasticRounding(8, scale=20.0, zero_point=3)
+    given = (0.31, -0.77, 1.5)
+    value = printed_value if how == "codes" else shipped_value
+    means = [
+        sum(chance * value(code, rounding) for code, chance in levels_and_chances(u, rounding)) for u in given
+    ]
+    squares = [
+        sum(
+            p * q * value(a, rounding) * value(b, rounding)
+            for (a, p), (b, q) in itertools.product(levels_and_chances(u, rounding), repeat=2)
+        )
+        for u in given
+    ]
+    theory = [20 * u + 3 for u in given] if how == "codes" else list(given)
+    return everything_holds(
+        {
+            "E[Q(u)|u]": equal(means, theory, what=how),
+            "E[Q₁(u)Q₂(u)|u]": equal(squares, [t * t for t in theory], what=how),
+        }
+    )
+
+
+def check_shipped_mean(context: Context) -> Outcome:
+    """Compare means and products of two shipped roundings of given numbers with the numbers and their squares."""
+    rounding = StochasticRounding(8, scale=20.0, zero_point=3)
+    given = torch.tensor([0.31, -0.77, 1.5], dtype=torch.float64)
+    generator = generator_on(_CPU, context.seed)
+    count = context.samples(200_000, 20_000)
+    pairs = [rounding.rounded(given.expand(count, -1).contiguous(), generator) for _ in range(2)]
+    columns = torch.cat([pairs[0], pairs[0] * pairs[1]], dim=1)
+    return compare_means("two roundings", columns, torch.cat([given, given**2]))
+
+
+def _agreement(values: Sequence[float], rounding: StochasticRounding) -> float:
+    """Return the chance that two roundings of a vector are alike in every element."""
+    chance = 1.0
+    for value in values:
+        outcomes = levels_and_chances(value, rounding)
+        chance *= sum(p * q for (a, p), (b, q) in itertools.product(outcomes, repeat=2) if a == b)
+    return chance
+
+
+def check_roundings_agree(_context: Context) -> Outcome:
+    """Show vectors of which two roundings are alike: always on the grid, half of the time in the middle of a cell."""
+    rounding = StochasticRounding(4, scale=2.0)
+    on_grid = torch.tensor([0.5, -1.0, 1.5], dtype=torch.float64)
+    shipped = [rounding.rounded(on_grid, generator_on(_CPU, seed)) for seed in (1, 2)]
+    return everything_holds(
+        {
+            "on the grid": equal(_agreement(on_grid.tolist(), rounding), 1.0, what="P(u₁ = u₂)"),
+            "on the grid, shipped, two seeds": is_true(torch.equal(*shipped), what=str(shipped[0].tolist())),
+            "one element, half a cell": equal(_agreement([0.25], rounding), 0.5, what="P(u₁ = u₂)"),
+            "all clamped": equal(_agreement([99.0, -50.0], rounding), 1.0, what="P(u₁ = u₂)"),
+        }
+    )
+
+
+def check_roundings_differ(_context: Context) -> Outcome:
+    """Compare how often two roundings of d normals are alike with (2/3)^d, which is nothing for many elements."""
+    rounding = StochasticRounding(8, scale=20.0)
+    draws = np.random.default_rng(0).normal(size=4000)
+    each = np.mean([_agreement([u], rounding) for u in draws])
+    many = draws[:400]
+    return everything_holds(
+        {
+            "one normal, fine grid": equal(float(each), 2 / 3, what="P(alike)", tolerance=0.02),
+            "400 normals": within(_agreement(many.tolist(), rounding), 1e-50, what="P(u₁ = u₂)"),
+        }
+    )
+
+
+def enumerated_moments(rounding: StochasticRounding | RoundedDirection) -> tuple[float, float, float]:
+    """Return ``E[Q²]``, ``E[Q₁Q₂]`` and ``E[Q₁²Q₂²]`` of roundings of a normal, code by code and by quadrature.
+
+    Examples
+    --------
+    >>> [round(moment, 3) for moment in enumerated_moments(StochasticRounding(8, 20.0))]
+    [1.0, 1.0, 3.001]
+    """
+    highest = rounding.highest
+    # Cell by cell, as the integrand has corners at codes.
+    edges = np.unique(np.concatenate([np.arange(-highest, highest + 1) / rounding.scale, [-9.0, 9.0]]))
+    edges = edges[np.abs(edges) <= 9.0]
+    once = product = squares = 0.0
+    x, weights = np.polynomial.legendre.leggauss(12 if highest > 3 else 60)
+    for low, high in pairwise(edges.tolist()):
+        u = low + (high - low) * (x + 1) / 2
+        chance = weights * (high - low) / 2 * np.exp(-(u**2) / 2) / math.sqrt(2 * math.pi)
+        scaled = u * rounding.scale
+        below = np.floor(scaled)
+        up = scaled - below
+        ends = [np.clip(code, -highest, highest) / rounding.scale for code in (below, below + 1)]
+        mean = (1 - up) * ends[0] + up * ends[1]
+        square = (1 - up) * ends[0] ** 2 + up * ends[1] ** 2
+        once += float(chance @ square)
+        product += float(chance @ mean**2)
+        squares += float(chance @ square**2)
+    return once, product, squares
+
+
+def _fourth_moment(rounding: StochasticRounding) -> float:
+    """Return ``E[Q⁴]`` from how often each code comes out."""
+    total, highest = 0.0, rounding.highest
+    x, weights = np.polynomial.legendre.leggauss(60)
+    edges = [-9.0, *(code / rounding.scale for code in range(-highest, highest + 1)), 9.0]
+    for low, high in pairwise(sorted(edge for edge in edges if abs(edge) <= 9.0)):
+        u = low + (high - low) * (x + 1) / 2
+        chance = weights * (high - low) / 2 * np.exp(-(u**2) / 2) / math.sqrt(2 * math.pi)
+        below = np.floor(u * rounding.scale)
+        up = u * rounding.scale - below
+        fourths = [(np.clip(code, -highest, highest) / rounding.scale) ** 4 for code in (below, below + 1)]
+        total += float(chance @ ((1 - up) * fourths[0] + up * fourths[1]))
+    return total
+
+
+def _second_moment(bits: int, highest_level: float) -> float:
+    codes = 2 ** (bits - 1) - 1
+    return QuantisedGaussian(StochasticRounding(bits, codes / highest_level)).distribution.second_moment
+
+
+def _balanced(bits: int) -> float:
+    """Return the largest level at which ``E[Q(u)²] = 1``: what is clamped weighs what rounding adds."""
+    return float(brentq(lambda level: _second_moment(bits, level) - 1, 0.8, 6.0))
+
+
+def check_naive_is_biased(_context: Context) -> Outcome:
+    """Compare ``E[ûûᵀ]`` with the shipped second moment by enumeration of codes, and it with 1 where nothing is clamped."""
+    parts = {}
+    for bits in (2, 3, 4, 8):
+        moment = _second_moment(bits, 6.0)
+        direct, _, _ = enumerated_moments(StochasticRounding(bits, (2 ** (bits - 1) - 1) / 6.0))
+        parts[f"{bits} bits up to ±6"] = equal(moment, direct, what="E[Q(u)²]", tolerance=1e-6)
+        parts[f"{bits} bits up to ±6, biased"] = exceeds(moment, 1.0001, what="E[Q(u)²]")
+    return everything_holds(parts)
+
+
+def check_naive_can_be_right(_context: Context) -> Outcome:
+    """Show, for each number of bits, a scale at which ``E[ûûᵀ] = I``, and directions on the grid."""
+    parts = {}
+    for bits in range(2, 9):
+        level = _balanced(bits)
+        parts[f"{bits} bits up to ±{level:.3f}"] = equal(
+            _second_moment(bits, level), 1.0, what="E[Q(u)²]", tolerance=1e-8
+        )
+    signs, weights = sign_nodes(3)
+    rounded = StochasticRounding(4, 2.0).rounded(torch.from_numpy(signs).clone(), generator_on(_CPU, 0))
+    outer = torch.einsum("n,ni,nj->ij", torch.from_numpy(weights), rounded, rounded)
+    parts["signs, which are codes"] = equal(outer, torch.eye(3, dtype=torch.float64), what="E[ûûᵀ]")
+    return everything_holds(parts)
+
+
+def _mean_factors(bits: int, level: float) -> tuple[float, float]:
+    """Return what multiplies the gradient in the means of Q-RGE1 and Q-RGE2."""
+    family = QuantisedGaussian(StochasticRounding(bits, (2 ** (bits - 1) - 1) / level))
+    return family.distribution.second_moment, family.cross_moment
+
+
+def _clamped_square(limit: float) -> float:
+    """Return ``E[clamp(u)²]`` of a standard normal, by quadrature."""
+    u, weights = np.polynomial.legendre.leggauss(200)
+    inside = limit * u
+    density = np.exp(-(inside**2) / 2) / math.sqrt(2 * math.pi)
+    return float(limit * weights @ (density * inside**2)) + limit**2 * math.erfc(limit / math.sqrt(2))
+
+
+def check_two_roundings_hold(_context: Context) -> Outcome:
+    """Compare ``E[Q₁Q₂]`` with 1 where the range is six deviations."""
+    return everything_holds(
+        {
+            f"{bits} bits up to ±6": equal(_mean_factors(bits, 6.0)[1], 1.0, what="E[Q₁Q₂]", tolerance=1e-6)
+            for bits in range(2, 9)
+        }
+    )
+
+
+def check_two_roundings_clamped(_context: Context) -> Outcome:
+    """Compare ``E[Q₁Q₂]`` with ``E[clamp(u)²]``, and that with 1, at ranges of one and two deviations."""
+    parts = {}
+    for bits, level in itertools.product((2, 4, 8), (1.0, 2.0)):
+        factor = _mean_factors(bits, level)[1]
+        parts[f"{bits} bits up to ±{level:g}"] = equal(
+            factor, _clamped_square(level), what="E[Q₁Q₂] against E[clamp(u)²]", tolerance=1e-6
+        )
+        parts[f"{bits} bits up to ±{level:g}, short"] = exceeds(0.95, factor, what="1 against E[Q₁Q₂]")
+    return everything_holds(parts)
+
+
+def check_second_is_nearer(_context: Context) -> Outcome:
+    """Compare how far the means of both estimators are from the gradient where the range is 6 deviations."""
+    parts = {}
+    for bits in range(2, 9):
+        once, twice = _mean_factors(bits, 6.0)
+        parts[f"{bits} bits up to ±6"] = exceeds(
+            abs(once - 1), abs(twice - 1), what="|E[Q²] - 1| against |E[Q₁Q₂] - 1|"
+        )
+    return everything_holds(parts)
+
+
+def check_first_can_be_nearer(_context: Context) -> Outcome:
+    """Show scales at which Q-RGE1's mean is nearer to the gradient, and that both are multiples of it.
+
+    Notes
+    -----
+    Both means are along the gradient, so a learning rate takes the factor in; relative to its mean, Q-RGE1 also has the
+    smaller second moment in many dimensions: both have ``(d - 1)E[Q²]²`` and one divides by ``E[Q²]²``.
+    """
+    parts = {}
+    for bits in (2, 3, 4):
+        level = _balanced(bits)
+        once, twice = _mean_factors(bits, level)
+        parts[f"{bits} bits up to ±{level:.2f}"] = exceeds(
+            abs(twice - 1), abs(once - 1), what="|E[Q₁Q₂] - 1| against |E[Q²] - 1|", factor=10
+        )
+    for bits, level in ((3, 6.0), (2, 1.5), (4, 2.0)):
+        counted = enumerated_moments(StochasticRounding(bits, (2 ** (bits - 1) - 1) / level))[:2]
+        parts[f"{bits} bits up to ±{level:g}, both factors"] = equal(
+            _mean_factors(bits, level), counted, what="E[Q²], E[Q₁Q₂] of the shipped family", tolerance=1e-6
+        )
+    once, _ = _mean_factors(3, 6.0)
+    d = 10_000
+    first, second = relative_squares(3, 6.0, d)
+    parts["3 bits up to ±6, d = 10,000"] = equal(
+        second / first, once**2, what="E|ĝ|²/|E ĝ|² of Q-RGE2 over Q-RGE1", tolerance=1e-3
+    )
+    return everything_holds(parts)
+
+
+def relative_squares(bits: int, level: float, dimension: int) -> tuple[float, float]:
+    """Return ``E|ĝ|²/|E ĝ|²`` of Q-RGE1 and of Q-RGE2 for a linear loss, directions of normals rounded up to `level`.
+
+    Notes
+    -----
+    ``(E[Q⁴] + (d - 1)m²)/m²`` with ``m = E[Q²]``, and ``(E[Q₁²Q₂²] + (d - 1)m²)/c²`` with ``c = E[Q₁Q₂]``.
+
+    Examples
+    --------
+    >>> round(relative_squares(8, 6.0, 100)[0], 2)
+    102.0
+    """
+    rounding = StochasticRounding(bits, (2 ** (bits - 1) - 1) / level)
+    once, twice, fourth = enumerated_moments(rounding)
+    first = (_fourth_moment(rounding) + (dimension - 1) * once**2) / once**2
+    return first, (fourth + (dimension - 1) * once**2) / twice**2
+
+
+def check_relative_squares(context: Context) -> Outcome:
+    """Compare second moments of both estimators with enumeration: drawn by the shipped family, and as plans state them."""
+    bits, level, d = 3, 3.0, 2
+    family = QuantisedGaussian(StochasticRounding(bits, (2 ** (bits - 1) - 1) / level))
+    count = context.samples(400_000, 60_000)
+    pair = [torch.empty((count, d), dtype=torch.float64) for _ in range(2)]
+    family.fill_pair(pair[0], pair[1], generator_on(_CPU, context.seed))
+    along = pair[0] @ (torch.ones(d, dtype=torch.float64) / math.sqrt(d))
+    once, twice, _ = enumerated_moments(family.rounding)
+    first, second = relative_squares(bits, level, d)
+    columns = torch.stack([along**2 * (pair[0] ** 2).sum(1), along**2 * (pair[1] ** 2).sum(1)], dim=1)
+    theory = torch.tensor([first * once**2, second * twice**2], dtype=torch.float64)
+    parts = {"drawn": compare_means("E|ĝ|²", columns, theory)}
+    for width in range(2, 9):
+        shipped = RoundedDirection("gaussian", width)
+        stated = [shipped.relative_energy(name, 50) for name in ("q-rge1", "q-rge2")]
+        parts[f"{width} bits up to ±{shipped.reach:g}, stated"] = equal(
+            stated, relative_squares(width, shipped.reach, 50), what="E|ĝ|²/|E ĝ|², d = 50", tolerance=1e-6
+        )
+        parts[f"{width} bits up to ±{shipped.reach:g}, two roundings spread more"] = at_most(
+            stated[0], stated[1], what="Q-RGE1 against Q-RGE2"
+        )
+    return everything_holds(parts)
+
+
+# -- equations 1 and 2 ---------------------------------------------------------------------------------------------------
+
+
+def check_unit_variance(mean: float, _context: Context) -> Outcome:
+    """Compare ``E[g·u]`` of a linear loss for normals around a mean with ``(I + mmᵀ)∇L``."""
+    nodes, weights = normal_nodes(3, 4)
+    around = (nodes + mean, weights)
+    slope = _SLOPE
+    estimate, _ = moments_of_estimate(lambda x: slope @ x, [0.1, 0.2, -0.3], 1e-2, central=True, nodes=around)
+    return equal(
+        estimate, slope + mean**2 * float(slope.sum()), what=f"u = {mean:g} + N(0, 1)", tolerance=1e-7
+    )
+
+
+def contraction(rate: float, curvature: float, dimension: int) -> float:
+    """Return ``1 - 2ηh + η²h²(d + 2)``, by which a step multiplies ``E‖θ‖²`` on ``h‖θ‖²/2`` with normals.
+
+    Examples
+    --------
+    >>> contraction(0.1, 1.0, 8)
+    0.9
+    """
+    return 1 - 2 * rate * curvature + rate**2 * curvature**2 * (dimension + 2)
+
+
+def check_unbiased_diverges(_context: Context) -> Outcome:
+    """Show that an exactly unbiased estimate diverges at a learning rate above 2/(h(d + 2)), and converges below."""
+    parts = {}
+    at = [0.6, -0.2, 0.4]
+    squared = sum(x * x for x in at)
+    mean, square = moments_of_estimate(lambda x: (x @ x) / 2, at, 0.2, central=True)
+    for rate in (0.1, 0.39, 0.41, 1.0):
+        stepped = (
+            squared - 2 * rate * sum(x * m for x, m in zip(at, mean.tolist(), strict=True)) + rate**2 * square
+        )
+        factor = contraction(rate, 1.0, 3)
+        parts[f"η = {rate:g}"] = equal(stepped / squared, factor, what="E‖θ₁‖²/‖θ₀‖²", tolerance=1e-7)
+        parts[f"η = {rate:g}, grows"] = is_true((factor > 1) == (rate > 0.4), what=f"factor {factor:.3f}")
+    return everything_holds(parts)
+
+
+def check_small_rates_converge(_context: Context) -> Outcome:
+    """Show that ``E‖θ‖²`` falls to nothing at η = 1/(h(d + 2)), the best learning rate."""
+    parts = {}
+    for d in (1, 8, 100):
+        best = 1 / (d + 2)
+        factor = contraction(best, 1.0, d)
+        parts[f"d = {d}"] = equal(factor, (d + 1) / (d + 2), what="factor of a step")
+        parts[f"d = {d}, after 50(d + 2) steps"] = within(factor ** (50 * (d + 2)), 1e-20, what="E‖θ‖²/‖θ₀‖²")
+    return everything_holds(parts)
+
+
+# -- weights on a grid --------------------------------------------------------------------------------------------------
+
+
+def check_lattice(context: Context) -> Outcome:
+    """Run equation 15 on ``½‖w - w*‖²`` with w* between codes: the gradient never falls below half a code an element.
+
+    Notes
+    -----
+    Full precision converges from the same start with the same learning rates.
+    """
+    d, steps = 4, context.samples(4000, 800)
+    generator = np.random.default_rng(context.seed)
+    target = np.full(d, 0.5)
+    codes, free = np.full(d, 3.0), np.full(d, 3.0)
+    rounding = StochasticRounding(8, scale=1.0)
+    draws = generator_on(_CPU, context.seed)
+    smallest = math.inf
+    for step in range(steps):
+        rate = 1 / (8 + step / 4)
+        u = generator.normal(size=d)
+        moved = rate * float((codes - target) @ u) * u
+        codes -= rounding.rounded(torch.from_numpy(moved), draws).numpy()
+        free -= rate * float((free - target) @ u) * u
+        smallest = min(smallest, float(np.abs(codes - target).min()))
+    return everything_holds(
+        {
+            "QuZO": equal(smallest, 0.5, what="least |∂L/∂w_i| of any step"),
+            "full precision": within(
+                float(np.abs(free - target).max()), 0.05, what=f"largest |∂L/∂w_i| after {steps} steps"
+            ),
+        }
+    )
+
+
+def check_update_mean(how: str, _context: Context) -> Outcome:
+    """Compare the mean of a rounded update with the update, within the range of codes or beyond it."""
+    rounding = StochasticRounding(4, scale=1.0)
+    given = (0.3, -1e-6, 2.75, -6.2) if how == "within" else (9.5, -30.0)
+    means = [
+        sum(chance * shipped_value(code, rounding) for code, chance in levels_and_chances(u, rounding))
+        for u in given
+    ]
+    wanted = list(given) if how == "within" else [7.0, -7.0]
+    return equal(means, wanted, what=f"E[Q(η∇)], {how} the range of 4 bits")
+
+
+def check_range_end(_context: Context) -> Outcome:
+    """Show that weights at the end of their range, kept in it, move by less than the update on average."""
+    highest = 7
+    rounding = StochasticRounding(4, scale=1.0)
+    mean = sum(
+        chance * (min(highest, highest - code) - highest)
+        for code, chance in levels_and_chances(-0.4, rounding)
+    )
+    beyond = sum(chance * (highest - code > highest) for code, chance in levels_and_chances(-0.4, rounding))
+    return everything_holds(
+        {
+            "kept in the range": equal(mean, 0.0, what="E[w̄₁ - w̄₀] of an update of 0.4 upwards"),
+            "not kept": equal(beyond, 0.4, what="chance of a code that 4 bits have not"),
+            "an update beyond the range": check_update_mean("beyond", _context),
+        }
+    )
+
+
+def check_roundings_by_query(_context: Context) -> Outcome:
+    """Compare mean and variance of the update (13), rounded once, with (15), rounded for every query, in rationals."""
+    parts = {}
+    pieces = (Fraction(3, 10), Fraction(-9, 20), Fraction(1, 8))
+
+    def spread(value: Fraction) -> Fraction:
+        part = value - math.floor(value)
+        return part * (1 - part)
+
+    total = sum(pieces, Fraction(0))
+    rounding = StochasticRounding(8, scale=1.0)
+
+    def moments(value: Fraction) -> tuple[float, float]:
+        outcomes = [
+            (shipped_value(code, rounding), p) for code, p in levels_and_chances(float(value), rounding)
+        ]
+        mean = sum(v * p for v, p in outcomes)
+        return mean, sum(v * v * p for v, p in outcomes) - mean**2
+
+    once = moments(total)
+    each = [moments(piece) for piece in pieces]
+    parts["means"] = equal([once[0], sum(m for m, _ in each)], [float(total)] * 2, what="(13) and (15)")
+    parts["variances"] = equal(
+        [once[1], sum(v for _, v in each)],
+        [float(spread(total)), float(sum(map(spread, pieces)))],
+        what="f(1 - f) of the sum, and the sum of them",
+    )
+    return everything_holds(parts)
+
+
+def check_scale_of_update(power: int, _context: Context) -> Outcome:
+    """Compare a step of (12) on ``½h(w - w*)²``, its learning rate divided by a power of s_w, with the step (11)."""
+    parts = {}
+    for scale in (0.02, 0.1, 3.0):
+        w, target, curvature, rate = 0.7, -0.4, 1.3, 0.05
+        stepped = w - rate * curvature * (w - target)
+        code = w / scale
+        gradient = curvature * (scale * code - target) * scale  # ∂L(s_w·w̄)/∂w̄
+        by_codes = scale * (code - rate / scale**power * gradient)
+        factor = scale ** (2 - power)
+        parts[f"s_w = {scale:g}"] = equal(
+            (by_codes - w) / (stepped - w), factor, what=f"(12) with η/s_w^{power} over (11)"
+        )
+        if power == 0:
+            parts[f"s_w = {scale:g}, off"] = exceeds(abs(math.log(factor)), 0.5, what="|log| of the ratio")
+    return everything_holds(parts)
+
+
+# -- algorithm 1 ----------------------------------------------------------------------------------------------------------
+
+
+def _loss(w: Array) -> float:
+    return float(((w - np.array([1.3, -0.7])) ** 2 * np.array([1.0, 2.0])).sum()) / 2
+
+
+def _sensitivity(w: Array, u: Array, epsilon: float) -> float:
+    return (_loss(w + epsilon * u) - _loss(w - epsilon * u)) / (2 * epsilon)
+
+
+def equation_15(w: Array, pairs: Sequence[tuple[Array, Array]], rate: float, epsilon: float) -> Array:
+    """Return ``w - Σ_i (ημ_i/n)u_{i,2}``, every μ_i at the same weights, without the rounding of the update."""
+    moved = np.zeros_like(w)
+    for first, second in pairs:
+        moved += rate * _sensitivity(w, first, epsilon) / len(pairs) * second
+    return w - moved
+
+
+def algorithm_1(
+    w: Array, pairs: Sequence[tuple[Array, Array]], rate: float, epsilon: float, *, kept: bool
+) -> Array:
+    """Return the weights after lines 4 to 14 of QuZO's algorithm 1 read literally, without the rounding of the update.
+
+    Parameters
+    ----------
+    w : numpy.ndarray
+    pairs : sequence of pair of numpy.ndarray
+        The roundings ``(u_{i,1}, u_{i,2})`` of each query.
+    rate, epsilon : float
+    kept : bool
+        Line 13 sets ``w_{t+1}`` from a ``w_t`` that stays as it was; else it changes the weights that the next query sees.
+    """
+    now, after = w.copy(), w.copy()
+    for first, second in pairs:
+        now = now + epsilon * first
+        plus = _loss(now)
+        now = now - 2 * epsilon * first
+        minus = _loss(now)
+        gradient = (plus - minus) / (2 * epsilon)
+        now = now + epsilon * first
+        after = now - rate * gradient / len(pairs) * second
+        if not kept:
+            now = after
+    return after
+
+
+def _pairs() -> list[tuple[Array, Array]]:
+    generator = np.random.default_rng(5)
+    return [(generator.normal(size=2), generator.normal(size=2)) for _ in range(3)]
+
+
+def check_update_within_loop(_context: Context) -> Outcome:
+    """Show that neither reading of line 13 inside the loop is equation 15."""
+    w, pairs = np.array([0.4, 0.2]), _pairs()
+    wanted = equation_15(w, pairs, 0.3, 0.01) - w
+    parts = {}
+    for name, kept in (
+        ("w_t stays: the last query alone", True),
+        ("w_t moves: queries at other weights", False),
+    ):
+        moved = algorithm_1(w, pairs, 0.3, 0.01, kept=kept) - w
+        parts[name] = exceeds(
+            float(np.linalg.norm(moved - wanted)),
+            0.02 * float(np.linalg.norm(wanted)),
+            what="‖update - (15)‖",
+        )
+    last = _moved_by_last(w, pairs)
+    parts["the last query alone, exactly"] = equal(
+        torch.from_numpy(algorithm_1(w, pairs, 0.3, 0.01, kept=True) - w),
+        torch.from_numpy(last),
+        what="update",
+    )
+    return everything_holds(parts)
+
+
+def _moved_by_last(w: Array, pairs: Sequence[tuple[Array, Array]]) -> Array:
+    """Return what the last query alone moves, ``-(η/n)μ_n·u_{n,2}``."""
+    first, second = pairs[-1]
+    return -0.3 / len(pairs) * _sensitivity(w, first, 0.01) * second
+
+
+def check_update_behind_loop(_context: Context) -> Outcome:
+    """Compare one query of algorithm 1, and queries whose updates wait for the loop's end, with equation 15."""
+    w, pairs = np.array([0.4, 0.2]), _pairs()
+    waited = w + sum(algorithm_1(w, [pair], 0.3 / len(pairs), 0.01, kept=True) - w for pair in pairs)
+    single = algorithm_1(w, pairs[:1], 0.3, 0.01, kept=True)
+    return everything_holds(
+        {
+            "updates behind the loop": equal(
+                torch.from_numpy(waited), torch.from_numpy(equation_15(w, pairs, 0.3, 0.01)), what="w₁"
+            ),
+            "n = 1": equal(
+                torch.from_numpy(single), torch.from_numpy(equation_15(w, pairs[:1], 0.3, 0.01)), what="w₁"
+            ),
+        }
+    )
+
+
+def check_shipped_queries(context: Context) -> Outcome:
+    """Compare a run of three queries a step with a literal loop that updates behind the loop over queries, bit for bit."""
+    unlike = differences(Case(num_queries=3), context.seed)
+    return Outcome(float(len(unlike)), 0.0, "tensors and scalars that differ", tuple(unlike[:5]))
+
+
+def _round_trip(code: int, step: int, highest: int | None) -> int:
+    """Return a code after ``+s, -2s, +s``, kept within the range after each where there is one."""
+    for change in (step, -2 * step, step):
+        code += change
+        if highest is not None:
+            code = min(max(code, -highest), highest)
+    return code
+
+
+def check_recovery(highest: int | None, _context: Context) -> Outcome:
+    """Count codes and steps of 4 bits that a round trip does not bring back."""
+    lost = sum(_round_trip(code, step, highest) != code for code in range(-7, 8) for step in range(-3, 4))
+    wanted = (
+        0
+        if highest is None
+        else sum(
+            not (-7 <= code + step <= 7 and -7 <= code - step <= 7)
+            for code in range(-7, 8)
+            for step in range(-3, 4)
+        )
+    )
+    off = _round_trip(7, 1, highest) - 7
+    return everything_holds(
+        {
+            "codes": equal(float(lost), float(wanted), what="of 105 not brought back"),
+            "the highest code, a step up": equal(float(off), 0.0 if highest is None else -1.0, what="w̄ - w̄₀"),
+        }
+    )
+
+
+def _kept_on_grid(values: Tensor, scale: float) -> Tensor:
+    """Return values rounded to the nearest multiple of a weight's scale, as weights of few bits hold them."""
+    return torch.round(values / scale) * scale
+
+
+def check_vanishing_perturbation(_context: Context) -> Outcome:
+    """Show that perturbed weights that are stored in their own few bits are the weights, at the paper's ε = 1e-5."""
+    scale, epsilon = 0.02, 1e-5
+    weights = _kept_on_grid(torch.linspace(-0.14, 0.14, 9, dtype=torch.float64), scale)
+    u = QuantisedGaussian(StochasticRounding(4, 7 / 3.0))
+    z = torch.empty(9, dtype=torch.float64)
+    u.fill(z, generator_on(_CPU, 1))
+    plus, minus = (_kept_on_grid(weights + sign * epsilon * z, scale) for sign in (1, -1))
+    slope = torch.linspace(1, 2, 9, dtype=torch.float64)
+    gradient = float(slope @ (plus - minus)) / (2 * epsilon)
+    true = float(slope @ z)
+    return everything_holds(
+        {
+            "μ_i of a linear loss": equal(gradient, 0.0, what="stored in 4 bits, s_w = 0.02"),
+            "it is not 0": exceeds(abs(true), 0.5, what="|u·∇L|"),
+            "least ε that is seen": equal(
+                float((_kept_on_grid(weights + 0.51 * scale * torch.sign(z), scale) - weights).abs().max()), scale, what="ε|u| = 0.51 s_w moves a code"
+            ),
+        }
+    )  # fmt: skip
+
+
+def check_wide_perturbation(_context: Context) -> Outcome:
+    """Compare μ_i with u·∇L where perturbed weights are held in float32, their codes untouched."""
+    scale, epsilon = 0.02, 1e-3
+    weights = _kept_on_grid(torch.linspace(-0.14, 0.14, 9, dtype=torch.float64), scale)
+    z = torch.empty(9, dtype=torch.float64)
+    QuantisedGaussian(StochasticRounding(4, 7 / 3.0)).fill(z, generator_on(_CPU, 1))
+    plus, minus = ((weights + sign * epsilon * z).float().double() for sign in (1, -1))
+    slope = torch.linspace(1, 2, 9, dtype=torch.float64)
+    gradient = float(slope @ (plus - minus)) / (2 * epsilon)
+    return equal(gradient, float(slope @ z), what="μ_i", tolerance=1e-4)
+
+
+# -- appendices -----------------------------------------------------------------------------------------------------------
+
+
+def check_nearest_is_best(context: Context) -> Outcome:
+    """Compare the squared error of the nearest of a grid's values with every other value's, and with rounding at random."""
+    generator = np.random.default_rng(context.seed)
+    grid = np.sort(generator.normal(size=15))
+    values = generator.normal(size=500)
+    off = (values[:, None] - grid) ** 2
+    nearest = np.take_along_axis(off, nearest_of(values, grid)[:, None], axis=1)[:, 0]
+    codes = np.linspace(-0.5, 0.5, 2001)[:-1] + 0.00025
+    fine = (codes - np.round(codes)) ** 2
+    part = codes - np.floor(codes)
+    return everything_holds(
+        {
+            "500 values, 15 uneven grid points": equal(
+                float(nearest.sum()), float(off.min(1).sum()), what="squared errors"
+            ),
+            "rounding at random": equal(
+                float((part * (1 - part)).mean() / fine.mean()), 2.0, what="MSE over that of the nearest", tolerance=1e-3
+            ),
+        }
+    )  # fmt: skip
+
+
+def nearest_of(values: Array, grid: Array) -> npt.NDArray[np.intp]:
+    """Return the index of the grid point nearest to each value (QuZO, appendix B.2)."""
+    return np.asarray(np.abs(values[:, None] - grid).argmin(1))
+
+
+def check_queries(_context: Context) -> Outcome:
+    """Compare the squared error of a mean over queries with ``(d + 1)/n``, and fit its order."""
+    slope = _SLOPE[:2]
+    mean, square = moments_of_estimate(lambda x: slope @ x, [0.1, 0.2], 1e-2, central=True)
+    single = square - float(mean @ mean)
+    size = float(slope @ slope)
+    counts = [1, 2, 5, 10]
+    # Independent queries: variances add, the mean stays.
+    errors = [single / n / size for n in counts]
+    parts = {
+        "mean": equal(mean, slope, what="E[g·u]", tolerance=1e-7),
+        "errors": equal(errors, [query_error(n, 2) for n in counts], what="(d + 1)/n", tolerance=1e-6),
+        "order": equal(
+            fitted_slope([float(n) for n in counts], errors), -1.0, what="exponent of n", tolerance=1e-6
+        ),
+    }
+    return everything_holds(parts)
+
+
+def _micro(num: int) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    generator = generator_on(_CPU, 4)
+    slopes = torch.randn((num, 3), generator=generator, dtype=torch.float64)
+    return list(slopes), [slopes.mean(0)], [2] * num
+
+
+def check_one_direction_for_all(_context: Context) -> Outcome:
+    """Compare the accumulated projected gradient of micro-batches that share one z with that of the whole batch."""
+    slopes, (whole,), counts = _micro(4)
+    nodes, weights = normal_nodes(3, 3)
+    mean = torch.zeros(3, dtype=torch.float64)
+    for z, weight in zip(torch.from_numpy(nodes), weights.tolist(), strict=True):
+        plus, minus = (
+            accumulated([slope @ (sign * 0.01 * z) for slope in slopes], counts) for sign in (1, -1)
+        )
+        mean += weight * float((plus - minus) / 0.02) * z
+    return equal(mean, whole, what="E[(Σg_k/K)·z]", tolerance=1e-6)
+
+
+def check_direction_of_each(_context: Context) -> Outcome:
+    """Compare ``E[(Σ_k g_k/K)·z]`` with the whole batch's gradient where each micro-batch had a z_k of its own, the last used."""
+    slopes, (whole,), _ = _micro(4)
+    # E[g_k·z_K] = 0 for k < K, and slope_K for the last.
+    nodes, weights = normal_nodes(3, 3)
+    last = torch.zeros(3, dtype=torch.float64)
+    for z, weight in zip(torch.from_numpy(nodes), weights.tolist(), strict=True):
+        last += weight * float(slopes[-1] @ z) * z
+    return equal(last / len(slopes), whole, what="E[(Σg_k/K)·z_K]", tolerance=1e-6)
+
+
+def check_full_precision_update(context: Context) -> Outcome:
+    """Compare steps of three queries at rates that change with a literal loop, bit for bit, for both differences."""
+    return against_literal(
+        [Case(num_queries=3), Case(num_queries=3, difference="forward", perturbation="copies")], context.seed
+    )
+
+
+def check_one_point(_context: Context) -> Outcome:
+    """Compare mean and squared error of the one-point estimator with those of two points: the loss's own size is noise."""
+    level = 3.0
+    slope = _SLOPE[:2]
+    nodes, weights = normal_nodes(2, 5)
+    parts = {}
+    for epsilon in (0.5, 0.1):
+        values = level + epsilon * (nodes @ slope.numpy())
+        estimates = (values / epsilon)[:, None] * nodes
+        mean = weights @ estimates
+        error = float(weights @ (estimates**2).sum(1) - mean @ mean)
+        parts[f"mean, ε = {epsilon:g}"] = equal(
+            torch.from_numpy(mean), slope, what="E[L(w + εu)u/ε]", tolerance=1e-7
+        )
+        parts[f"squared error, ε = {epsilon:g}"] = equal(
+            error, one_point_error(level, float(slope.norm()), 2, epsilon), what="measured", tolerance=1e-7
+        )
+        parts[f"larger than with two points, ε = {epsilon:g}"] = exceeds(
+            error, 3 * float(slope @ slope), what="against (d + 1)‖∇L‖²", factor=10
+        )
+    small = [1e-2, 1e-3, 1e-4]
+    errors = [float(weights @ ((level / e * nodes) ** 2).sum(1)) for e in small]
+    stated = [one_point_error(level, float(slope.norm()), 2, e) for e in small]
+    parts["order"] = equal(
+        [fitted_slope(small, errors), fitted_slope(small, stated)],
+        [-2.0] * 2,
+        what="exponent of ε",
+        tolerance=1e-4,
+    )
+    return everything_holds(parts)
+
+
+def check_one_point_with_residual(_context: Context) -> Outcome:
+    """Compare the estimator that takes the loss of the step before off with the gradient, and its squared error with (2d + 1)|∇L|².
+
+    What is left of the loss's own size is `ε(u' - u)·∇L`, a level that is as large as a perturbation's.
+    """
+    slope, level, epsilon = _SLOPE[:2], 3.0, 0.1
+    nodes, weights = normal_nodes(4, 4)
+    now, before = (torch.from_numpy(np.ascontiguousarray(part)) for part in (nodes[:, :2], nodes[:, 2:]))
+    loss, other = (level + epsilon * (u @ slope) for u in (now, before))
+    estimates = projected_gradient(loss, other, epsilon, central=False)[:, None] * now
+    chance = torch.from_numpy(weights)
+    mean = chance @ estimates
+    error = float(chance @ estimates.square().sum(1) - mean @ mean)
+    norm = float(slope.norm())
+    return everything_holds(
+        {
+            "mean": equal(mean, slope, what="E[(L(w + εu) - L(w + εu'))u/ε]", tolerance=1e-7),
+            "squared error": equal(
+                error,
+                one_point_error(epsilon * norm, norm, 2, epsilon),
+                what="of a level of ε|∇L|",
+                tolerance=1e-7,
+            ),
+            "in |∇L|²": equal(error, 5 * norm**2, what="2d + 1, against d + 1 of two points", tolerance=1e-7),
+        }
+    )
+
+
+def check_outlier_code(_context: Context) -> Outcome:
+    """Count codes of 8 bits that the shipped rounding makes, and that -128 is none of them."""
+    rounding = StochasticRounding(8, scale=20.0)
+    codes = rounding.codes(torch.linspace(-50, 50, 40_001, dtype=torch.float64), generator_on(_CPU, 0))
+    seen = set(codes.tolist())
+    return everything_holds(
+        {
+            "values": equal(float(len(seen)), 255.0, what="codes in use"),
+            "the label": is_true(-128 not in seen, what="10000000₂ is free"),
+        }
+    )
+
+
+def check_drawn_codes(context: Context) -> Outcome:
+    """Compare moments of two roundings of 3 bits, as runs draw them, with quadrature over normals."""
+    first, second = coded.drawn_codes(3, context.samples(3_000_000, 800_000), context.seed)
+    columns = torch.stack([first**2, second**2, first * second, first**2 * second**2], 1)
+    once, product, squares = enumerated_moments(StochasticRounding(3, scale=3 / 1.73))
+    expected = torch.tensor([once, once, product, squares], dtype=torch.float64)
+    return compare_means("û₁², û₂², û₁û₂, û₁²û₂²", columns, expected)
+
+
+_NO_SCALE = Mutant(
+    "the paper's equation 5: the scale is not divided out",
+    "executors.randomness.quantisers:StochasticRounding.values",
+    " / self.scale",
+    "",
+)
+_UP_MORE = Mutant(
+    "a second moment that is 3 % high",
+    "costmodel.formats.roundings:moments_of",
+    "second += total * first - product * mass",
+    "second += 1.03 * (total * first - product * mass)",
+)
+_MASS = Mutant(
+    "a product of two roundings that is 3 % high",
+    "costmodel.formats.roundings:moments_of",
+    "cross += square",
+    "cross += 1.03 * square",
+)
+_INSIDE = Mutant(
+    "a product of two roundings that loses what is clamped",
+    "costmodel.formats.roundings:moments_of",
+    "cross, cross_fourth = second, fourth",
+    "cross, cross_fourth = 0.0, fourth",
+)
+_ROUNDS = Mutant(
+    "chances three percent high",
+    "proofs_checks.quzo.statements:levels_and_chances",
+    "up = scaled - below",
+    "up = min(1.0, 1.03 * (scaled - below))",
+)
+_LAST_GRADIENT = Mutant(
+    "the last query's scalar for all",
+    "executors.steps.ops.sweep:Sweeps.update",
+    "source.gradients[op.query]",
+    "source.gradients[self.num_queries - 1]",
+)
+_WHOLE_RATE = Mutant(
+    "a whole learning rate for every query",
+    "executors.steps.ops.sweep:Sweeps.update",
+    " / self.num_queries",
+    "",
+)
+
+
+_SECOND_BY_MINUS = Mutant(
+    "a second evaluation by -ε",
+    "proofs_checks.quzo.statements:algorithm_1",
+    "now - 2 * epsilon * first",
+    "now - epsilon * first",
+)
+
+CHECKS: Checks = {
+    "quzo-full-precision-update": printed(check_full_precision_update, QUERIES_SUMMED),
+    "quzo-unit-variance-is-not-enough": (
+        conditioned(partial(check_unit_variance, 0.0), CENTRAL_BY_EPSILON),
+        counterexample(partial(check_unit_variance, 1.0), CENTRAL_BY_EPSILON),
+    ),
+    "quzo-unbiased-does-not-converge": (
+        conditioned(
+            check_small_rates_converge,
+            Mutant(
+                "d for d + 2", "proofs_checks.quzo.statements:contraction", "(dimension + 2)", "dimension"
+            ),
+        ),
+        counterexample(
+            check_unbiased_diverges,
+            CENTRAL_BY_EPSILON,
+            Mutant(
+                "three percent",
+                "proofs_checks.quzo.statements:contraction",
+                "(dimension + 2)",
+                "1.03 * (dimension + 2)",
+            ),
+        ),
+    ),
+    "quzo-naive-rounding-bias": printed(check_naive_is_biased, _UP_MORE),
+    "one-rounding-can-be-unbiased": printed(check_naive_can_be_right, _NO_SCALE),
+    "quzo-two-roundings-need-a-range": (
+        conditioned(check_two_roundings_hold, _MASS),
+        counterexample(check_two_roundings_clamped, _MASS, _INSIDE),
+    ),
+    "quzo-scale-left-out": (
+        corrected(partial(check_scaled_outer_product, "values"), _NO_SCALE, NO_ZERO_POINT, _ROUNDS),
+        corrected(check_shipped_mean, _NO_SCALE, NO_ZERO_POINT, NEAREST),
+        counterexample(partial(check_scaled_outer_product, "codes"), _ROUNDS),
+    ),
+    "quzo-two-roundings-may-be-alike": (
+        conditioned(
+            check_roundings_differ,
+            Mutant(
+                "neighbours that count as alike",
+                "proofs_checks.quzo.statements:_agreement",
+                "if a == b",
+                "if a <= b",
+            ),
+        ),
+        counterexample(
+            check_roundings_agree,
+            _ROUNDS,
+            Mutant(
+                "rounding that moves codes",
+                "executors.randomness.quantisers:rounded_at_random",
+                "chance < numbers - below",
+                "chance < numbers - below + 0.5",
+            ),
+        ),
+    ),
+    "quzo-which-mean-is-nearer": (
+        conditioned(check_second_is_nearer, _MASS),
+        counterexample(check_first_can_be_nearer, _UP_MORE, _INSIDE),
+    ),
+    "quzo-second-moments": (
+        printed(
+            check_relative_squares,
+            ONE_ROUNDING,
+            NEAREST,
+            Mutant(
+                "plans that leave out the clamp",
+                "costmodel.formats.roundings:RoundedDirection.relative_energy",
+                "/ moments.cross**2",
+                "/ moments.second**2",
+            ),
+        ),
+        printed(check_drawn_codes, coded.SAME_KEY, coded.DRAWN_LONG, coded.DRAWN_NEAREST),
+    ),
+    "quzo-lattice-keeps-a-gradient": (
+        counterexample(
+            check_lattice,
+            Mutant(
+                "rounding to half codes",
+                "executors.randomness.quantisers:StochasticRounding.values",
+                "/ self.scale",
+                "/ self.scale / 2",
+            ),
+        ),
+        counterexample(
+            coded.check_moves_on_a_lattice, coded.MOVE_NEAREST, coded.MOVE_CHANCES, coded.MOVE_AWAY
+        ),
+    ),
+    "quzo-equation-12-scale": (
+        corrected(
+            partial(check_scale_of_update, 2),
+            Mutant(
+                "one power of the scale",
+                "proofs_checks.quzo.statements:check_scale_of_update",
+                "rate / scale**power",
+                "rate / scale",
+            ),
+        ),
+        corrected(coded.check_step_by_weights, coded.MOVE_AS_PRINTED, coded.MOVE_LONG, coded.MOVE_NEAREST),
+        counterexample(partial(check_scale_of_update, 0)),
+    ),
+    "quzo-update-bias-at-the-ends": (
+        conditioned(partial(check_update_mean, "within"), _ROUNDS),
+        conditioned(coded.check_moves_within, coded.MOVE_NEAREST, coded.MOVE_CHANCES, coded.MOVE_AS_PRINTED),
+        counterexample(coded.check_moves_at_the_ends, coded.CLAMP_WIDE, coded.MOVE_CHANCES),
+        counterexample(
+            check_range_end,
+            Mutant(
+                "a clamp one code too far",
+                "proofs_checks.quzo.statements:levels_and_chances",
+                "highest = rounding.highest",
+                "highest = rounding.highest + 1",
+            ),
+        ),
+    ),
+    "quzo-rounding-for-every-query": (
+        printed(check_roundings_by_query, _ROUNDS),
+        printed(
+            coded.check_moves_by_query,
+            coded.ONE_CHANCE,
+            coded.MOVE_NEAREST,
+            coded.MOVE_CHANCES,
+        ),
+    ),
+    "quzo-algorithm-1-updates-in-the-loop": (
+        corrected(check_update_behind_loop, _SECOND_BY_MINUS),
+        corrected(check_shipped_queries, _LAST_GRADIENT, _WHOLE_RATE),
+        counterexample(check_update_within_loop, _SECOND_BY_MINUS),
+    ),
+    "quzo-recovery-at-the-ends": (
+        conditioned(
+            partial(check_recovery, None),
+            Mutant(
+                "a way back that is one code short",
+                "proofs_checks.quzo.statements:_round_trip",
+                "-2 * step",
+                "-2 * step + 1",
+            ),
+        ),
+        conditioned(coded.check_beside_codes, coded.STORED_BACK),
+        counterexample(
+            partial(check_recovery, 7),
+            Mutant(
+                "a range one code wider",
+                "proofs_checks.quzo.statements:_round_trip",
+                "-highest), highest)",
+                "-highest - 1), highest + 1)",
+            ),
+        ),
+    ),
+    "quzo-perturbations-below-a-code": (
+        conditioned(check_wide_perturbation),
+        conditioned(coded.check_beside_codes, coded.STORED, coded.BESIDE_LONG),
+        counterexample(check_vanishing_perturbation),
+    ),
+    "quzo-nearest-minimises-mse": printed(
+        check_nearest_is_best,
+        Mutant("the farthest", "proofs_checks.quzo.statements:nearest_of", "argmin", "argmax"),
+    ),
+    "quzo-more-queries": printed(
+        check_queries,
+        CENTRAL_BY_EPSILON,
+        Mutant(
+            "d + 2 for d + 1",
+            "proofs_checks.oracles.statements:query_error",
+            "(dimension + 1) +",
+            "(dimension + 2) +",
+        ),
+    ),
+    "quzo-accumulation": (
+        reading(
+            "one direction for all micro-batches",
+            check_one_direction_for_all,
+            Mutant(
+                "losses added, not averaged",
+                "executors.steps.micro_batches:accumulated",
+                "total / sum(counts)",
+                "total",
+            ),
+        ),
+        reading("a direction for each, scalars accumulated", check_direction_of_each),
+    ),
+    "quzo-one-point-noise": (
+        printed(
+            check_one_point,
+            Mutant(
+                "d + 1 in the first term",
+                "proofs_checks.oracles.statements:one_point_error",
+                "return dimension *",
+                "return (dimension + 1) *",
+            ),
+        ),
+        printed(
+            check_one_point_with_residual,
+            Mutant(
+                "a difference of two steps over 2ε",
+                "executors.steps.arithmetic:projected_gradient",
+                "(2 * epsilon if central else epsilon)",
+                "(2 * epsilon)",
+            ),
+        ),
+    ),
+    "quzo-outlier-code-is-free": printed(check_outlier_code, CLAMPED_TOO_FAR),
+}

@@ -1,0 +1,1 @@
+"""What checks run: shipped code in small, and the literal loops that it is held against."""

@@ -1,0 +1,405 @@
+"""Low-rank directions as runs draw them, step by step, and updates as slots of an adapter, beside literal loops.
+
+The literal side draws its factors from seeds by itself, and adds matrices where the shipped adapter adds factors.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+
+from costmodel.formats.distributions import DISTRIBUTIONS, DistributionName
+from executors.models.slots import AdapterState, Slots
+from executors.randomness.counter import CounterKey
+from executors.randomness.low_rank import FactorDraws, Window, divisor_of, fill_product
+from executors.steps.arithmetic import Sweeper, projected_gradient
+from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, normal_nodes
+from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.setups.literal import chained, directions, drawn, seed_of
+
+_CPU = torch.device("cpu")
+_ROWS, _COLUMNS, _RANK = 7, 9, 2
+_RATE = 0.125
+
+Factors = tuple[Tensor, Tensor]
+"""``U`` and ``V``."""
+
+# -- windows -----------------------------------------------------------------------------------------------------
+
+
+def shipped_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> list[Factors]:
+    """Return the factors of a matrix in each step, as runs draw them."""
+    draws = FactorDraws(
+        [(_ROWS, _COLUMNS)], {"block": [0]}, lambda _query: ["block"], _RANK, _CPU, torch.float64
+    )
+    factors = []
+    for step in range(num_steps):
+        first = step - step % lazy_steps
+        window, own = Window(first, (seed_of(seed, first, 0),)), seed_of(seed, step, 0)
+        if rng == "counter":
+            made = draws.counted("block", 0, CounterKey.of(own, step, 0), window)
+        else:
+            made = draws.walked("block", 0, step, window, Generator().manual_seed(own))
+        assert made.rights[0] is not None
+        factors.append((made.lefts[0], made.rights[0]))
+    return factors
+
+
+def literal_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> list[Factors]:
+    """Return the same from their description: ``V`` in a window's first step, before ``U``; ``U`` in every step."""
+    factors, right = [], torch.empty(0)
+    for step in range(num_steps):
+        own, opens = seed_of(seed, step, 0), step % lazy_steps == 0
+        if rng == "counter":
+            options = {
+                "step": step,
+                "query": 0,
+                "rng": rng,
+                "distribution": "gaussian",
+                "dtype": torch.float64,
+            }
+            (left,) = directions([(_ROWS, _RANK)], seed=own, **options)  # type: ignore[arg-type]
+            if opens:
+                (flat,) = directions([(_COLUMNS * _RANK,)], seed=chained(own, 0x56), **options)  # type: ignore[arg-type]
+                right = flat.view(_COLUMNS, _RANK)
+        else:
+            generator = Generator().manual_seed(own)
+            if opens:
+                right = drawn((_COLUMNS, _RANK), "gaussian", generator, torch.float64)
+            left = drawn((_ROWS, _RANK), "gaussian", generator, torch.float64)
+        factors.append((left, right))
+    return factors
+
+
+def check_shipped_window(context: Context) -> Outcome:
+    """Compare the slots of shipped draws over two windows with updates made matrix by matrix from literal draws."""
+    parts = {}
+    num_steps, lazy_steps = 8, 4
+    for rng in ("mezo", "counter"):
+        whole, slots = torch.zeros((_ROWS, _COLUMNS), dtype=torch.float64), Slots()
+        shipped = shipped_factors(rng, num_steps, lazy_steps, context.seed)
+        for step, (left, right) in enumerate(literal_factors(rng, num_steps, lazy_steps, context.seed)):
+            coefficient = (step - 2) / 3
+            whole -= _RATE * coefficient * (left @ right.T)
+            slots.add(*shipped[step], -_RATE * coefficient)
+        left, right = slots.joined()
+        parts[f"{rng}, the sum"] = equal(left @ right.T, whole, what="ΔW")
+        parts[f"{rng}, slots"] = equal(float(len(slots.lefts)), 2.0, what="one for each window")
+    return everything_holds(parts)
+
+
+def check_shipped_subspace(context: Context) -> Outcome:
+    """Compare the rank and the row space of shipped updates over a window with those of its V, and the rank over two."""
+    parts = {}
+    for rng in ("mezo", "counter"):
+        moved = np.zeros((2, _ROWS, _COLUMNS))
+        factors = shipped_factors(rng, 8, 4, context.seed)
+        for step, (left, right) in enumerate(factors):
+            z = torch.empty((_ROWS, _COLUMNS), dtype=torch.float64)
+            fill_product(z, left, right)
+            moved[step // 4] += (step - 2.5) * z.numpy()
+        base = factors[0][1].numpy()
+        off = np.abs(moved[0] - moved[0] @ base @ np.linalg.pinv(base)).max()
+        parts[f"{rng}, a window"] = equal(
+            float(np.linalg.matrix_rank(moved[0], tol=1e-9)), float(_RANK), what="rank"
+        )
+        parts[f"{rng}, its rows"] = is_true(off < 1e-11, what=f"off the span of V by {off:.1e}")
+        parts[f"{rng}, two windows"] = equal(
+            float(np.linalg.matrix_rank(moved.sum(0), tol=1e-9)), 2.0 * _RANK, what="rank"
+        )
+    return everything_holds(parts)
+
+
+# -- estimates ---------------------------------------------------------------------------------------------------
+
+_SLOPE = torch.tensor([[0.8, -0.3, 0.5], [0.1, 0.9, -0.7]], dtype=torch.float64)
+
+
+def shipped_factor_estimate(name: DistributionName, left: Tensor, right: Tensor) -> Tensor:
+    """Return a central-difference estimate of a linear loss along given factors, scaled as a run scales perturbation and update."""
+    rank, distribution = left.shape[1], DISTRIBUTIONS[name]
+    z = torch.empty_like(_SLOPE)
+    fill_product(z, left, right, divisor_of(rank, distribution.rank_power))
+    z, sweeper, x = z.view(-1), Sweeper(), torch.zeros(_SLOPE.numel(), dtype=torch.float64)
+    losses = []
+    for scale in (1, -2):
+        sweeper.perturb(x, z, scale, 0.5)
+        losses.append(_SLOPE.view(-1) @ x)
+    gradient = projected_gradient(losses[0], losses[1], 0.5, central=True).item()
+    moved = torch.zeros_like(x)
+    divided = gradient / divisor_of(rank, distribution.update_rank_power)
+    sweeper.update(moved, z, gradient=divided, learning_rate=1.0, weight_decay=None)
+    return -moved.view(_SLOPE.shape)
+
+
+def check_shipped_factors_mean(context: Context) -> Outcome:  # noqa: ARG001 - exact
+    """Compare the mean of estimates along each shipped low-rank distribution with ``∇F``, or ``r∇F`` where 1/r is left out."""
+    parts = {}
+    for name, rank in itertools.product(("factorised", "lozo", "lozo-released"), (1, 2)):
+        nodes, weights = normal_nodes(5 * rank, 2)
+        mean = torch.zeros_like(_SLOPE)
+        for node, weight in zip(torch.from_numpy(nodes), weights.tolist(), strict=True):
+            left, right = node[: 2 * rank].view(2, rank), node[2 * rank :].view(3, rank)
+            mean += weight * shipped_factor_estimate(name, left, right)  # type: ignore[arg-type]
+        factor = rank if name == "lozo-released" else 1
+        parts[f"{name}, r = {rank}"] = equal(mean, factor * _SLOPE, what=f"E[ĝ], {factor}·∇F")
+    return everything_holds(parts)
+
+
+def check_shipped_mean_given_right(context: Context) -> Outcome:  # noqa: ARG001 - exact
+    """Compare the mean of shipped estimates over U, one V kept, with ``GVVᵀ/r``."""
+    right = torch.tensor([[0.5, -0.9], [-1.2, 0.4], [0.3, 1.1]], dtype=torch.float64)
+    projected = _SLOPE.numpy() @ right.numpy() @ right.numpy().T / 2
+    nodes, weights = normal_nodes(4, 2)
+    parts = {}
+    for name in ("factorised", "lozo"):
+        mean = torch.zeros_like(_SLOPE)
+        for node, weight in zip(torch.from_numpy(nodes), weights.tolist(), strict=True):
+            mean += weight * shipped_factor_estimate(name, node.view(2, 2), right)
+        parts[name] = equal(mean, torch.from_numpy(projected), what="E[ĝ|V]")
+        parts[f"{name}: it is not G"] = exceeds(float((mean - _SLOPE).norm()), 0.5, what="‖E[ĝ|V] - G‖")
+    return everything_holds(parts)
+
+
+# -- slots -------------------------------------------------------------------------------------------------------
+
+
+def _pair(generator: np.random.Generator, rank: int) -> tuple[Array, Array]:
+    return generator.normal(size=(_ROWS, rank)), generator.normal(size=(_COLUMNS, rank))
+
+
+def check_shipped_slots(context: Context) -> Outcome:
+    """Compare the shipped adapter, for both signs of a probe and every order of slots, with the sum of the products."""
+    generator = np.random.default_rng(context.seed)
+    pairs = [(*_pair(generator, rank), factor) for rank, factor in ((1, 0.5), (2, -0.3), (2, 1.7))]
+    left, right = _pair(generator, 2)
+    learnt = sum(factor * a @ b.T for a, b, factor in pairs)
+    off, size = 0.0, 0.0
+    for sign, order in itertools.product((1, -1), itertools.permutations(pairs)):
+        slots = Slots()
+        for a, b, factor in order:
+            slots.add(torch.from_numpy(a), torch.from_numpy(b), factor)
+        probed = slots.joined((torch.from_numpy(left), torch.from_numpy(right), sign * 0.25))
+        wanted = learnt + sign * 0.25 * left @ right.T
+        off = max(off, float(np.abs((probed[0] @ probed[1].T).numpy() - wanted).max()))
+        size = float(np.abs(wanted).max())
+    slots = Slots()
+    one, along = torch.ones((3, 1), dtype=torch.bfloat16), torch.ones((4, 1), dtype=torch.bfloat16)
+    for factor in (1.0, *[1 / 512] * 256):
+        slots.add(one, along, factor)
+    return everything_holds(
+        {
+            "12 composed adapters": equal(1 + off / size, 1.0, what="1 + relative distance to (14)"),
+            "256 small updates of factors in bfloat16": equal(
+                slots.joined()[0].double(), torch.full((3, 1), 1.5), what="U"
+            ),
+        }
+    )
+
+
+def check_shipped_slot_growth(context: Context) -> Outcome:
+    """Compare the rank and the numbers of the shipped adapter after k windows with kr and kr(m + n), a probe's rank beside."""
+    generator = np.random.default_rng(context.seed)
+    parts = {}
+    for num_windows in (1, 2, 3):
+        state = AdapterState()
+        for _ in range(num_windows):
+            _, right = map(torch.from_numpy, _pair(generator, _RANK))
+            for _ in range(3):
+                state.add("w", torch.from_numpy(_pair(generator, _RANK)[0]), right, 0.1)
+        left, right = map(torch.from_numpy, _pair(generator, _RANK))
+        joined, probed = state.slots["w"].joined(), state.slots["w"].joined((left, right, 1e-3))
+        whole = np.linalg.matrix_rank((joined[0] @ joined[1].T).numpy(), tol=1e-9)
+        parts[f"{num_windows} windows"] = equal(
+            [
+                float(state.rank),
+                float(whole),
+                float(probed[0].shape[1]),
+                float(joined[0].numel() + joined[1].numel()),
+            ],
+            [
+                float(num_windows * _RANK),
+                float(num_windows * _RANK),
+                float((num_windows + 1) * _RANK),
+                float(num_windows * _RANK * (_ROWS + _COLUMNS)),
+            ],
+            what="rank, of the sum, with a probe; numbers",
+        )
+    return everything_holds(parts)
+
+
+def check_candidate(context: Context) -> Outcome:
+    """Compare (20) out of shipped slots with the sum, and what serves the other slice before, beside and after a candidate bit for bit."""
+    generator = np.random.default_rng(context.seed)
+    slots, parts = Slots(), {}
+    pairs = [(*_pair(generator, rank), factor) for rank, factor in ((2, 0.7), (1, -0.4))]
+    for a, b, factor in pairs:
+        slots.add(torch.from_numpy(a), torch.from_numpy(b), factor)
+    left, right = map(torch.from_numpy, _pair(generator, 2))
+    before = [factor.clone() for factor in slots.joined()]
+    current = sum(factor * a @ b.T for a, b, factor in pairs)
+    for epsilon in (0.25, 1e-3):
+        served = slots.joined((left, right, epsilon))
+        parts[f"the candidate, ε = {epsilon:g}"] = equal(
+            served[0] @ served[1].T,
+            torch.from_numpy(current + epsilon * (left @ right.T).numpy()),
+            what="(20)",
+        )
+        unlike = sum(not torch.equal(held, now) for held, now in zip(before, slots.joined(), strict=True))
+        parts[f"the other slice, ε = {epsilon:g}"] = is_true(
+            unlike == 0, what="no bit of the current adapter differs"
+        )
+    for _ in range(2):
+        slots.add(left, right, 0.125)
+    promoted = slots.joined()
+    parts["promoted"] = equal(
+        promoted[0] @ promoted[1].T, torch.from_numpy(current + 0.25 * (left @ right.T).numpy()), what="ΔW"
+    )
+    return everything_holds(parts)
+
+
+def check_compacted(context: Context) -> Outcome:
+    """Compare compacted slots with the nearest matrix of their rank, and what they say was lost with what was."""
+    generator = np.random.default_rng(context.seed)
+    parts = {}
+    for rank in (1, 3, 6):
+        slots, whole = Slots(), np.zeros((_ROWS, _COLUMNS))
+        for turn in range(3):
+            for _ in range((5, 2, 1)[turn]):  # the last is one more column than is to be left
+                left, right = _pair(generator, (2, 2, 1)[turn])
+                slots.add(torch.from_numpy(left), torch.from_numpy(right), 0.5)
+                whole += 0.5 * left @ right.T
+            left, right = (factor.numpy() for factor in slots.joined())
+            parts[f"rank {rank}, turn {turn}, norm"] = equal(
+                slots.norm(), float(np.linalg.norm(left @ right.T)), what="Frobenius norm"
+            )
+            values = np.linalg.svd(left @ right.T, compute_uv=False)
+            held = left @ right.T
+            slots.compact(rank)
+            left, right = (factor.numpy() for factor in slots.joined())
+            parts[f"rank {rank}, turn {turn}"] = equal(
+                float(np.linalg.norm(held - left @ right.T)),
+                float(np.linalg.norm(values[rank:])),
+                what="distance against the values left out",
+            )
+            parts[f"rank {rank}, turn {turn}, columns"] = equal(float(slots.rank), float(rank), what="rank")
+            parts[f"rank {rank}, turn {turn}, evenly"] = equal(
+                np.linalg.norm(left, axis=0),
+                np.linalg.norm(right, axis=0),
+                what="sizes of columns on both sides",
+            )
+            parts[f"rank {rank}, turn {turn}, lost"] = at_most(
+                float(np.linalg.norm(whole - left @ right.T)),
+                slots.lost,
+                what="distance to all that was added",
+            )
+    layer = torch.nn.Linear(_COLUMNS, _ROWS, bias=False, dtype=torch.float64)
+    base, state = layer.weight.detach().numpy().copy(), AdapterState(max_rank=6)
+    for factor in (0.5, -0.25):
+        left, right = _pair(generator, 3)
+        state.add("weight", torch.from_numpy(left), torch.from_numpy(right), factor)
+    left, right = (factor.numpy() for factor in state.slots["weight"].joined())
+    state.merge_into(layer)
+    parts["merged into the base"] = equal(
+        layer.weight.detach(), torch.from_numpy(base + left @ right.T), what="W₀ + ΔW"
+    )
+    state.close(next_rank=2)
+    parts["closed"] = equal(float(state.rank), 4.0, what="rank that leaves room for two below a bound of six")
+    values = np.linalg.svd(left @ right.T, compute_uv=False)
+    parts["stated error"] = equal(
+        state.relative_error,
+        float(np.linalg.norm(values[4:]) / np.linalg.norm(values[:4])),
+        what="lost over norm",
+    )
+    return everything_holds(parts)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------
+
+_WALKED, _ADD = "executors.randomness.low_rank:FactorDraws.walked", "executors.models.slots:Slots.add"
+_JOINED = "executors.models.slots:Slots.joined"
+_KEYED = "executors.randomness.low_rank:FactorDraws._counted_rights"
+
+NEW_EVERY_STEP = Mutant("V drawn anew in every step", _WALKED, "opens = step == window.first", "opens = True")
+NO_RIGHT_FIRST = Mutant(
+    "a window whose first step draws no V", _WALKED, "opens = step == window.first", "opens = False"
+)
+STALE_RIGHT = Mutant(
+    "V that outlives its window",
+    _KEYED,
+    "mixed(window.seeds[query], _RIGHT), window.first",
+    "mixed(_RIGHT), 0",
+)
+RIGHT_AS_LEFT = Mutant(
+    "V from the numbers of U", _KEYED, "mixed(window.seeds[query], _RIGHT)", "window.seeds[query]"
+)
+RATE_OFF = Mutant("an update that is 3 % long", _ADD, "alpha=factor", "alpha=1.03 * factor")
+BESIDE_SPAN = Mutant(
+    "a millionth beside the span",
+    "executors.randomness.low_rank:product_tiles",
+    "out=None if out is None else out[rows])",
+    "out=None if out is None else out[rows]).add_(1e-6)",
+)
+BY_RANK = Mutant(
+    "divided by r, not by its root", "executors.randomness.low_rank:divisor_of", "sqrt(rank)", "float(rank)"
+)
+NOT_BY_RANK = Mutant(
+    "the released loop: no division by r",
+    "executors.randomness.low_rank:divisor_of",
+    "float(rank) ** -rank_power",
+    "1.0",
+)
+BY_ROOT_OFF = Mutant(
+    "a root of r that is 3 % high",
+    "executors.randomness.low_rank:divisor_of",
+    "sqrt(rank)",
+    "1.03 * sqrt(rank)",
+)
+PROBE_SIGN = Mutant("a probe without its sign", _JOINED, "* scale)", "* abs(scale))")
+PROBE_TWICE = Mutant(
+    "a probe scaled on both sides", _JOINED, "rights.append(right)", "rights.append(right * scale)"
+)
+PROBE_STAYS = Mutant(
+    "a probe that is not taken back",
+    _JOINED,
+    "list(self.lefts), list(self.rights)",
+    "self.lefts, self.rights",
+)
+_COMPACT = "executors.models.slots:Slots.compact"
+FEWER_VALUES = Mutant(
+    "one value fewer than the rank",
+    _COMPACT,
+    "root = values[:rank].sqrt()",
+    "root = values[:rank].sqrt() * (torch.arange(rank) < max(1, rank - 1))",
+)
+MERGED_LONG = Mutant(
+    "a merge that is 3 % long",
+    "executors.models.slots:AdapterState.merge_into",
+    "left @ right.T",
+    "1.03 * left @ right.T",
+)
+NORM_OF_LEFTS = Mutant(
+    "a norm of left factors alone", "executors.models.slots:Slots.norm", "right.T @ right", "left.T @ left"
+)
+NO_ROOM = Mutant(
+    "no room left for the next window",
+    "executors.models.slots:AdapterState.close",
+    "self.max_rank - next_rank",
+    "self.max_rank",
+)
+LOST_NOT = Mutant("losses that are not added up", _COMPACT, "self.lost += ", "self.lost = ")
+UNEVEN_ROOTS = Mutant(
+    "values on one side alone", _COMPACT, "outer[:, :rank] * root)", "outer[:, :rank] * root * root)"
+)
+NARROW_SUM = Mutant(
+    "left factors added up in their own format",
+    _ADD,
+    "torch.promote_types(left.dtype, torch.float32)",
+    "left.dtype",
+)
+ONE_SLOT = Mutant("slots that are not told apart", _ADD, "known is right", "known.shape == right.shape")
+SLOT_EACH_STEP = Mutant("a slot for every step", _ADD, "known is right", "known is left")

@@ -1,0 +1,1 @@
+"""SparQ's statements."""

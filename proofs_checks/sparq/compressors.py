@@ -1,0 +1,348 @@
+"""What SparQ assumes of a compressor, of the codecs that are really used, and what they do to a projected gradient."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from costmodel.formats.codecs import ENCODINGS, CodecSpec, Grid, Scope
+from executors.codecs import codec_of, decode
+from executors.codecs.fidelity import received, relative_error
+from executors.randomness.rng import generator_on
+from proofs_checks.claims import Checks, printed
+from proofs_checks.exact import at_most, equal
+from proofs_checks.faults import NEAREST, SHORT_GRID
+from proofs_checks.mutation import Mutant
+from proofs_checks.oracles.cuts import codec_gradient_variance
+from proofs_checks.outcomes import Context, Outcome, everything_holds, worst
+from proofs_checks.statistics import compare_means, compare_two_points, fitted_slope
+
+BITS = tuple(range(1, 9))
+GRIDS: tuple[Grid, ...] = ("symmetric", "affine-zero", "affine")
+SCOPES: tuple[Scope, ...] = ("tensor", "token", "channel")
+_CPU = torch.device("cpu")
+
+Array32 = npt.NDArray[np.float32]
+
+
+def _activation(rows: int, columns: int, seed: int, *, gate: float = 0.5) -> Tensor:
+    """Return normals, of which those below `gate` are 0, as after a biased ReLU."""
+    values = torch.randn((rows, columns), generator=generator_on(_CPU, seed), dtype=torch.float64)
+    return values * (values > gate)
+
+
+def check_stochastic(context: Context) -> Outcome:
+    """Compare the mean of what messages are decoded to with the tensor, for every grid, scope and number of bits."""
+    outcomes = []
+    given = torch.linspace(0.05, 1.7, 12, dtype=torch.float64).view(3, 4) ** 1.5
+    given[0, 0] = 0.0
+    # Repeated rows share their grids, whatever the scope: one message holds all samples.
+    repeated = given.repeat(context.samples(60_000, 10_000), 1)
+    cases = list(itertools.product(BITS, GRIDS, SCOPES))
+    for number, (bits, grid, scope) in enumerate(cases):
+        spec = CodecSpec(bits, grid, "stochastic", scope)
+        message = codec_of(spec).encode(repeated, generator_on(_CPU, context.seed + number))
+        drawn = decode(message, shape=repeated.shape).reshape(-1, given.numel())
+        outcomes.append(compare_two_points(spec.name, drawn, given.reshape(-1)))
+    return worst(outcomes)
+
+
+def check_contraction(context: Context) -> Outcome:
+    """Compare the error of rounding to the nearest with ``‖x‖² - Σ max²``, for tensors that are hard on it."""
+    ratio, name = 0.0, ""
+    for seed in range(context.seed, context.seed + context.samples(60, 8)):
+        for bits, scope in itertools.product(BITS[1:], SCOPES):
+            for kind, tensor in _hard_tensors(seed):
+                spec = CodecSpec(bits, "symmetric", scope=scope)
+                squared = (received(tensor, spec) - tensor).square().sum()
+                largest = _largest_by_group(tensor, scope)
+                bound = tensor.square().sum() - largest.square().sum()
+                share = float(squared / bound) if float(bound) else float(squared > 0)
+                if share > ratio:
+                    ratio, name = share, f"{spec.name}, {kind}"
+    return at_most(ratio, 1.0, what=f"‖x - C(x)‖² against its bound, closest with {name}", slack=1e-6)
+
+
+def _hard_tensors(seed: int) -> list[tuple[str, Tensor]]:
+    normals = torch.randn((6, 9), generator=generator_on(_CPU, seed), dtype=torch.float64)
+    one_large = normals.clone()
+    one_large[2, 3] = 1e4
+    return [
+        ("normals", normals),
+        ("cubes", normals**3),
+        ("an outlier", one_large),
+        ("a ReLU", normals.clamp(min=0)),
+    ]
+
+
+def _largest_by_group(tensor: Tensor, scope: Scope) -> Tensor:
+    if scope == "tensor":
+        return tensor.abs().amax()
+    return tensor.abs().amax(dim=1 if scope == "token" else 0)
+
+
+def check_expansion(context: Context) -> Outcome:
+    """Compare the squared error of stochastic rounding with ``Σ f(1 - f)s²``; with 2 bits, also κ with 1."""
+    outcomes, lines, kappas = [], [], []
+    given = torch.randn((16, 64), generator=generator_on(_CPU, context.seed), dtype=torch.float64)
+    count = context.samples(4000, 600)
+    for number, bits in enumerate(BITS[1:]):
+        spec = CodecSpec(bits, rounding="stochastic")
+        step = given.abs().max() / (2 ** (bits - 1) - 1)
+        cells = given / step
+        fraction = cells - cells.floor()
+        expected = (fraction * (1 - fraction)).sum() * step**2
+        generator = generator_on(_CPU, context.seed + number)
+        # Repeated rows share their grid: one message holds all samples.
+        errors = received(given.repeat(count, 1), spec, generator) - given.repeat(count, 1)
+        squared = errors.view(count, -1).square().sum(1, keepdim=True)
+        outcomes.append(compare_means(spec.name, squared, expected[None]))
+        random, nearest = (
+            float((expected / given.square().sum()).sqrt()),
+            relative_error(given, CodecSpec(bits)),
+        )
+        kappas.append(random)
+        lines.append(
+            f"{bits} bits: κ = {random:.3f} at random, {nearest:.3f} to the nearest, of {given.numel()} normals"
+        )
+    outcome = worst(outcomes)
+    statistic = outcome.statistic if kappas[0] > 1 else math.inf
+    return replace(outcome, statistic=statistic, details=(*outcome.details, *lines))
+
+
+def literal_values(tensor: Array32, bits: int) -> Array32:
+    """Return what is left of a matrix on ``2^bits`` values in even steps from its least to its largest."""
+    wide = np.float32
+    least = tensor.min()
+    step = max((tensor.max() - least) / wide(2**bits - 1), np.finfo(wide).tiny)
+    return np.asarray(np.rint((tensor - least) / step) * step + least)
+
+
+def check_lossless(context: Context) -> Outcome:
+    """Count elements that an encoding brings back otherwise than they are quantised with NumPy, bit for bit."""
+    wrong = 0
+    for seed in range(context.seed, context.seed + context.samples(20, 3)):
+        for bits, encoding, gate in itertools.product(BITS, ENCODINGS, (-9.0, 0.0, 1.5, 9.0)):
+            spec = CodecSpec(bits, "affine-zero" if gate >= 0 else "affine", encoding=encoding)
+            tensor = _activation(7, 37, seed, gate=gate).float()
+            came = decode(codec_of(spec).encode(tensor)).numpy()
+            wrong += int((came.view(np.uint32) != literal_values(tensor.numpy(), bits).view(np.uint32)).sum())
+    return Outcome(float(wrong), 0.0, "elements that differ")
+
+
+class _CutLayer:
+    """A layer before a cut, ``a(θ) = relu(θx)``, and a linear rest ``w·a`` after it, along one direction."""
+
+    def __init__(self, seed: int) -> None:
+        generator = generator_on(_CPU, seed)
+        weights, z, x, self.w = (
+            torch.randn(shape, generator=generator, dtype=torch.float64)
+            for shape in ((256, 16), (256, 16), (16,), (256,))
+        )
+        self.activation, self.slope = weights @ x, z @ x
+
+    def at(self, shift: float) -> Tensor:
+        """Return the activation at ``θ + shift·z``, as one row."""
+        return (self.activation + shift * self.slope).clamp(min=0)[None]
+
+
+_RADII = ((False, 1e-3), (False, 0.5), (True, 0.03), (True, 0.5))
+"""Whether both points use the same random numbers, and ε: then their codes differ rarely at the usual 1e-3, too rarely to know by how much."""
+
+
+def check_gradient_noise(context: Context) -> Outcome:
+    """Compare mean and variance of a projected gradient through stochastic rounding with theory, by random numbers.
+
+    Notes
+    -----
+    The variance in two parts: what single elements vary by, whose sum hardly varies from message to message, and what pairs of them
+    vary together by, which is nothing.
+    """
+    outcomes, lines = [], []
+    cut, count = _CutLayer(context.seed), context.samples(60_000, 8_000)
+    for (shared, epsilon), bits in itertools.product(_RADII, (2, 4, 8)):
+        plus, minus = cut.at(epsilon), cut.at(-epsilon)
+        true = float((plus - minus)[0] @ cut.w) / (2 * epsilon)
+        spec = CodecSpec(bits, rounding="stochastic")
+        variance = codec_gradient_variance(
+            cut.w.tolist(),
+            plus[0].tolist(),
+            minus[0].tolist(),
+            step_plus=float(plus.max()) / (2 ** (bits - 1) - 1),
+            step_minus=float(minus.max()) / (2 ** (bits - 1) - 1),
+            epsilon=epsilon,
+            random_numbers="shared" if shared else "independent",
+        )
+        errors = _gradient_errors(cut, plus, minus, spec, context.seed, count, shared=shared) / (2 * epsilon)
+        alone, off = errors.square().sum(1), errors.sum(1)
+        columns = torch.stack([off, alone, off**2 - alone], dim=1)
+        how = f"ε = {epsilon:g}, {bits} bits, {'the same random numbers' if shared else 'independent ones'}"
+        expected = torch.tensor([0.0, variance, 0.0], dtype=torch.float64)
+        scale = torch.tensor([variance**0.5, variance, variance], dtype=torch.float64)
+        outcomes.append(compare_means(how, columns, expected, scale=scale, along=False))
+        lines.append(f"{how}: deviation {variance**0.5:.3g} of a gradient of {true:.3g}")
+    outcome = worst(outcomes)
+    return replace(outcome, details=(*outcome.details, *lines))
+
+
+def check_gradient_noise_orders(_context: Context) -> Outcome:
+    """Fit how the deviation that samples are compared with grows as ε falls: as 1/ε, or as 1/√ε with the same numbers."""
+    cut, parts, radii = _CutLayer(0), {}, [1e-6, 1e-5, 1e-4]
+    cases: tuple[tuple[Literal["independent", "shared"], float], ...] = (
+        ("independent", -1.0),
+        ("shared", -0.5),
+    )
+    for numbers, order in cases:
+        deviations = []
+        for epsilon in radii:
+            plus, minus = cut.at(epsilon)[0], cut.at(-epsilon)[0]
+            variance = codec_gradient_variance(
+                cut.w.tolist(),
+                plus.tolist(),
+                minus.tolist(),
+                step_plus=float(plus.max()),
+                step_minus=float(minus.max()),
+                epsilon=epsilon,
+                random_numbers=numbers,
+            )
+            deviations.append(variance**0.5)
+        parts[str(numbers)] = equal(
+            fitted_slope(radii, deviations), order, what="exponent of ε", tolerance=1e-3
+        )
+    return everything_holds(parts)
+
+
+def _gradient_errors(
+    cut: _CutLayer, plus: Tensor, minus: Tensor, spec: CodecSpec, seed: int, count: int, *, shared: bool
+) -> Tensor:
+    """Return what roundings add to ``w·(a⁺ - a⁻)``, by sample and element, shape (count, elements); all rows of a message share a grid."""
+    first, second = (
+        received(a.repeat(count, 1), spec, generator_on(_CPU, number)) - a
+        for a, number in ((plus, seed), (minus, seed if shared else seed + 1))
+    )
+    return (first - second) * cut.w
+
+
+def check_blindness(context: Context) -> Outcome:
+    """Compare a projected gradient through the nearest codes, at a tiny ε, with what is left of it: the grid's own."""
+    outcomes, lines = [], []
+    epsilon = 1e-10
+    for seed, bits in itertools.product(range(context.seed, context.seed + context.samples(20, 4)), (2, 4)):
+        cut = _CutLayer(seed)
+        first, second = (received(cut.at(sign * epsilon), CodecSpec(bits)) for sign in (1, -1))
+        measured = float((first - second)[0] @ cut.w) / (2 * epsilon)
+        largest = int(cut.activation.argmax())
+        codes = 2 ** (bits - 1) - 1
+        step = cut.at(0.0).max() / codes
+        left = float(cut.w @ (cut.at(0.0)[0] / step).round() * cut.slope[largest] / codes)
+        true = float(cut.w @ (cut.slope * (cut.activation > 0)))
+        lines.append(
+            f"seed {seed}, {bits} bits: {measured:.4g}, of the grid alone {left:.4g}, the gradient is {true:.4g}"
+        )
+        outcomes.append(abs(measured - left) / abs(left))
+    return Outcome(
+        max(outcomes), 1e-4, "relative distance to the gradient of the grid alone", tuple(lines[:4])
+    )
+
+
+CHECKS: Checks = {
+    "codec-stochastic-unbiased": printed(
+        check_stochastic,
+        NEAREST,
+        Mutant(
+            "an affine grid that starts at 0",
+            "executors.codecs.grids:Fitted.scaled",
+            "values.sub(self.offset)",
+            "values.sub(0 * self.offset)",
+        ),
+        Mutant(
+            "a zero point that is off by one",
+            "executors.codecs.grids:fitted",
+            "parameters[1].to(step.dtype)",
+            "parameters[1].to(step.dtype) + 1",
+        ),
+        SHORT_GRID,
+    ),
+    "codec-nearest-contracts": printed(
+        check_contraction,
+        SHORT_GRID,
+        Mutant(
+            "codes of which the highest is cut off",
+            "executors.codecs.grids:fitted",
+            "highest = zero + codes // 2",
+            "highest = zero + codes // 2 - 1",
+        ),
+        Mutant(
+            "rounding away from zero",
+            "executors.codecs.quantising:quantise",
+            "scaled.round_()",
+            "scaled.sign().mul_(scaled.abs().ceil_())",
+        ),
+    ),
+    "codec-stochastic-expands": printed(check_expansion, NEAREST, SHORT_GRID),
+    "codec-encodings-lossless": printed(
+        check_lossless,
+        Mutant(
+            "values quantised a step too fine",
+            "executors.codecs.grids:fit",
+            "(2**spec.bits - 1)",
+            "2**spec.bits",
+        ),
+        Mutant(
+            "codes rounded down",
+            "executors.codecs.quantising:quantise",
+            "scaled.round_()",
+            "scaled.floor_()",
+        ),
+        Mutant(
+            "packed symbols without their highest",
+            "executors.codecs.encodings:Dense.decode",
+            "unpack(body, layout.num_elements, layout.bits)",
+            "np.minimum(unpack(body, layout.num_elements, layout.bits), 2**layout.bits - 2)",
+        ),
+        Mutant(
+            "places counted from the row before",
+            "executors.codecs.encodings:Index.decode",
+            "row * layout.num_columns + column",
+            "row * (layout.num_columns - 1) + column",
+        ),
+        Mutant(
+            "a bitmap's symbols from the last to the first",
+            "executors.codecs.encodings:Bitmap.encode",
+            "symbols.values[present]",
+            "symbols.values[present][::-1].copy()",
+        ),
+        Mutant(
+            "long runs that lose an element",
+            "executors.codecs.encodings:RunLength.encode",
+            "symbols.gaps >> gap_bits",
+            "(symbols.gaps - 1).clip(0) >> gap_bits",
+        ),
+        Mutant(
+            "entropy-coded symbols one place on",
+            "executors.codecs.encodings:Entropy.encode",
+            "encode_entropy(symbols.values, frequency)",
+            "encode_entropy(np.roll(symbols.values, 1), frequency)",
+        ),
+    ),
+    "codec-gradient-noise": (
+        printed(check_gradient_noise, NEAREST, SHORT_GRID),
+        printed(
+            check_gradient_noise_orders,
+            Mutant(
+                "what both roundings share counted once",
+                "proofs_checks.oracles.cuts:codec_gradient_variance",
+                "- 2 * together",
+                "- together",
+            ),
+        ),
+    ),
+    "codec-nearest-blind": printed(check_blindness, SHORT_GRID),
+}

@@ -1,0 +1,1 @@
+"""ZO2's statements."""

@@ -1,0 +1,565 @@
+"""Adapters that runs and servers hold: windows closed before V is drawn anew, versions, tenants, rewards, and replay from the log.
+
+The other side of each comparison adds matrices to a whole model of transformers, from numbers that it draws by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import norm
+from torch import Tensor, nn
+
+from costmodel.models.configs import LoRA
+from executors.datasets.prompts import Example
+from executors.datasets.rewards import mean_cost
+from executors.models.lora import joined_factors, merge_lora, save_adapters
+from executors.models.slots import AdapterState
+from executors.runs.adapters import attach
+from executors.runs.records import StepRecord
+from executors.runs.session import Session
+from executors.runs.slots_of_run import _Updates
+from executors.runs.windows import lazy_windows_of
+from executors.serving.engine import Request
+from executors.serving.runtime import Runtime
+from executors.serving.versions import Versions
+from proofs_checks.claims import Checks, printed
+from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, moments_of_estimate, normal_nodes
+from proofs_checks.faults import CENTRAL_BY_EPSILON
+from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.setups.literal import chained, drawn
+from proofs_checks.setups.placements import tiny_batches, tiny_model, tiny_plan
+from zosim.plans import Directions, Estimator
+
+_RATE, _RANK, _LAZY_STEPS, _NUM_STEPS = 0.3, 2, 2, 7
+_DOUBLE = torch.float64
+_SCORE = 1e-6
+"""Log-probabilities are float32, whatever the model is."""
+
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+
+def _carrying(seed: int, max_rank: int) -> nn.Module:
+    """Return a tiny model with adapters whose A is drawn anew every other step."""
+    model = tiny_model("tied", _DOUBLE)
+    lora = LoRA(
+        rank=_RANK, target_modules=("q_proj", "fc2"), seed=seed, lazy_steps=_LAZY_STEPS, max_rank=max_rank
+    )
+    attach(model, lora)
+    return model
+
+
+def _carriers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "lora_used")]
+
+
+def _trained(base: nn.Module, seed: int, steps: range) -> tuple[nn.Module, list[StepRecord]]:
+    """Return a copy of a model after `steps`, and their records."""
+    model = copy.deepcopy(base)
+    options: dict[str, Any] = {"num_timed_steps": 0, "loss_dtype": "fp64", "seed": seed}
+    with Session(tiny_plan(model, dtype="float64"), model, learning_rate=_RATE, **options) as session:
+        session.start_at(steps.start)
+        records = [session.step(batch) for batch in tiny_batches(steps.stop)[steps.start :]]
+        session.flush()
+    return model, records
+
+
+def learnt_matrix_by_matrix(model: nn.Module, records: Sequence[StepRecord], seed: int) -> list[Tensor]:
+    """Return what each adapted weight has moved by: ``-ηg·U·Aᵀ/√r``, step by step, from seeds alone."""
+    modules = _carriers(model)
+    moved = [torch.zeros_like(module.weight) for module in modules]
+    for record in records:
+        generator = torch.Generator().manual_seed(record.seeds[0])
+        for number, module in enumerate(modules):
+            left = drawn(module.lora_B.weight.shape, "gaussian", generator, _DOUBLE)
+            key = chained(seed, record.step // _LAZY_STEPS, number)
+            right = torch.randn(
+                module.lora_A.weight.shape, generator=torch.Generator().manual_seed(key)
+            ).double()
+            moved[number] -= _RATE * record.projected_gradients[0] * (left @ right) / math.sqrt(_RANK)
+    return moved
+
+
+def check_windows(context: Context) -> Outcome:
+    """Compare slots after three windows and a half with sums of matrices, whole and compacted, and a run cut at every step with one that is not."""
+    seed, parts = context.seed, dict[str, Outcome]()
+    for max_rank in (16, 4):
+        base = _carrying(seed, max_rank)
+        model, records = _trained(base, seed, range(_NUM_STEPS))
+        off, size, most = 0.0, 0.0, 0.0
+        for module, whole in zip(_carriers(model), learnt_matrix_by_matrix(base, records, seed), strict=True):
+            inner, outer = (factor.detach() for factor in joined_factors(module))
+            off = max(off, float((outer @ inner - whole).norm()))
+            size = max(size, float(whole.norm()))
+            most = max(most, float(module.lora_lost))
+            parts[f"rank {max_rank}, error of {len(parts)}"] = at_most(
+                float((outer @ inner - whole).norm()),
+                float(module.lora_lost) + 1e-10 * size,
+                what="error made, and told",
+            )
+        if max_rank == 16:
+            parts["all windows"] = equal(
+                1 + off / size, 1.0, what="1 + relative distance to the sum of steps"
+            )
+            parts["nothing is lost"] = is_true(most == 0, what="no error is told")
+        else:
+            parts["compacted"] = exceeds(off, 1e-6 * size, what="distance to the sum of steps")
+            windows = lazy_windows_of(model)
+            assert windows is not None
+            parts["rank"] = equal(float(windows.rank), 4.0, what="rank of all slots")
+        if max_rank == 16:
+            continue
+        for begin in range(1, _NUM_STEPS):
+            half, _ = _trained(base, seed, range(begin))
+            rest, _ = _trained(half, seed, range(begin, _NUM_STEPS))
+            pairs = zip(rest.state_dict().values(), model.state_dict().values(), strict=True)
+            unlike = sum(not torch.equal(*pair) for pair in pairs)
+            parts[f"cut after {begin} steps"] = is_true(unlike == 0, what=f"{unlike} tensors differ in a bit")
+    return everything_holds(parts)
+
+
+# -- versions and tenants ---------------------------------------------------------------------------------------------
+
+
+def _adapted(seed: int) -> nn.Module:
+    """Return the tiny model with an adapter that is not zero."""
+    model = tiny_model("tied", _DOUBLE)
+    attach(model, LoRA(rank=_RANK, target_modules=("q_proj", "fc2"), seed=seed, alpha=2.5 * _RANK))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(
+                    0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                )
+    return model
+
+
+def _merged(seed: int | None) -> nn.Module:
+    """Return the model of :func:`_adapted` with its adapter added to the weights; without a seed, the model without adapter."""
+    if seed is None:
+        return tiny_model("tied", _DOUBLE)
+    model = _adapted(seed)
+    merge_lora(model)
+    return model
+
+
+def _prompts(seed: int, num_shared: int = 0) -> list[tuple[int, ...]]:
+    """Return prompts of unlike lengths that begin with the same tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randint(3, 48, (num_shared,), generator=generator).tolist()
+    return [(*common, *torch.randint(3, 48, (length,), generator=generator).tolist()) for length in (5, 3, 4)]
+
+
+@torch.no_grad()
+def literal_scores(model: nn.Module, tokens: Sequence[int]) -> list[float]:
+    """Return log-probabilities of all tokens but the first."""
+    logits = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+    return [float(logits[at, token]) for at, token in enumerate(tokens[1:])]
+
+
+def check_versions(context: Context) -> Outcome:
+    """Compare what a server scores with versions promoted, rolled back and refused, bit for bit with the same before, and with whole models."""
+    parts: dict[str, Outcome] = {}
+    runtime, prompts = Runtime(tiny_model("tied", _DOUBLE)), _prompts(context.seed)
+    lines = [Example(tokens, (-100, *tokens[1:])) for tokens in prompts]
+
+    def scores() -> list[list[float]]:
+        name = "served" if "served" in runtime.adapters() else None
+        return runtime.score([Request(tokens, 1, name) for tokens in prompts])
+
+    def loss(seed: int | None) -> float:
+        model = _merged(seed)
+        each = [score for tokens in prompts for score in literal_scores(model, tokens)]
+        return -math.fsum(each) / len(each)
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        for seed in (1, 2):
+            save_adapters(_adapted(seed), path / f"adapter-{seed}")
+        versions = Versions(path / "versions", runtime, "served")
+        versions.keep("first", path / "adapter-1")
+        versions.keep("second", path / "adapter-2")
+        save_adapters(
+            _adapted(3), path / "adapter-1"
+        )  # tuning goes on and overwrites its files, which no kept version may notice
+        before = scores()
+        canary = versions.compare("first", lines)
+        parts["losses"] = equal(
+            [canary.served, canary.candidate],
+            [loss(None), loss(1)],
+            what="of the base and the candidate",
+            tolerance=_SCORE,
+        )
+        parts["a comparison serves nothing"] = is_true(
+            runtime.adapters() == () and scores() == before, what="the server is as it was"
+        )
+        versions.promote("first", lines, tolerance=math.inf)
+        first = scores()
+        versions.promote("second", lines, tolerance=math.inf)
+        parts["another is served"] = is_true(scores() != first, what="scores are the second version's")
+        refused = False
+        try:
+            versions.promote("first", lines, tolerance=-math.inf)
+        except Exception:  # noqa: BLE001 - any refusal
+            refused = True
+        parts["what loses more is not served"] = is_true(
+            refused and versions.served == "second", what="the second goes on being served"
+        )
+        versions.roll_back()
+        parts["rolled back"] = is_true(scores() == first, what="the first version's scores, to the bit")
+        parts["rolled back, the file"] = is_true(versions.served == "first", what="the file says so, too")
+        versions.roll_back()
+        parts["rolled back to the base"] = is_true(scores() == before, what="the base's scores, to the bit")
+    whole = [score for tokens in prompts for score in literal_scores(_merged(1), tokens)]
+    parts["the first version"] = equal(
+        [score for row in first for score in row], whole, what="scores of the whole model", tolerance=_SCORE
+    )
+    return everything_holds(parts)
+
+
+def check_tenants(context: Context) -> Outcome:
+    """Compare scores and text of tenants in one forward with whole models', and one's scores beside several others bit for bit."""
+    parts: dict[str, Outcome] = {}
+    runtime, prompts = Runtime(tiny_model("tied", _DOUBLE)), _prompts(context.seed, num_shared=11 - 3)
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in (1, 2, 3):
+            save_adapters(_adapted(seed), Path(folder) / str(seed))
+        runtime.load("one", Path(folder) / "1")
+        beside = []
+        for other in (2, 3):
+            runtime.load("other", Path(folder) / str(other))
+            tenants: list[tuple[str | None, int | None]] = [("other", other), ("one", 1), (None, None)]
+            requests = [Request(tokens, 1, name) for tokens in prompts for name, _ in tenants]
+            scores = runtime.score(requests)
+            for place, (name, own) in enumerate(tenants):
+                whole = [score for tokens in prompts for score in literal_scores(_merged(own), tokens)]
+                parts[f"{name or 'the base'}, other {other}"] = equal(
+                    [score for row in scores[place::3] for score in row],
+                    whole,
+                    what="scores",
+                    tolerance=_SCORE,
+                )
+            # Few of many tokens are asked for: the last block leaves the others behind at its attention.
+            few = runtime.score(
+                [Request(tokens, len(tokens) - 2, name) for tokens in prompts for name, _ in tenants]
+            )
+            for place, (name, own) in enumerate(tenants):
+                parts[f"{name or 'the base'}, other {other}, last tokens"] = equal(
+                    [score for row in few[place::3] for score in row],
+                    [score for tokens in prompts for score in literal_scores(_merged(own), tokens)[-2:]],
+                    what="scores of the last two",
+                    tolerance=_SCORE,
+                )
+            beside.append((scores[1::3], scores[2::3]))
+            text = runtime.generate(prompts[:1], "one", max_new_tokens=3)[0]
+            last = list(prompts[0])
+            for token in text:
+                with torch.no_grad():
+                    wanted = int(_merged(1)(input_ids=torch.tensor([last])).logits[0, -1].argmax())
+                parts[f"text beside {other}, token {len(last)}"] = is_true(
+                    token == wanted, what="most probable"
+                )
+                last.append(token)
+    parts["whoever else is there"] = is_true(beside[0] == beside[1], what="no bit of one's scores differs")
+    return everything_holds(parts)
+
+
+# -- rewards ----------------------------------------------------------------------------------------------------------
+
+_PUSH = torch.tensor([0.6, -0.8, 0.0], dtype=_DOUBLE)
+"""Direction, of length 1, along which a text changes."""
+
+
+def _cost_of_text(x: Tensor) -> Tensor:
+    """Return what a step minimises of two texts, each of which changes where a plane is crossed; one changes earlier."""
+    along = float(_PUSH @ x)
+    made = [[int(along > 0.3)], [int(along > 0.5)]]
+
+    def reward(_prompts: Sequence[Any], texts: Sequence[Any]) -> list[float]:
+        return [4.0 * text[0] for text in texts]
+
+    return torch.tensor(mean_cost(reward, [[0], [0]], made, None), dtype=_DOUBLE)
+
+
+_FINE = (np.arange(1200) + 0.5) / 100 - 6
+"""Midpoints of cells on whose borders texts change."""
+
+
+def _plane_nodes() -> tuple[Array, Array]:
+    """Return directions in three dimensions and their weights: fine along the push, by Gauss and Hermite beside it."""
+    beside, weights = normal_nodes(2, 2)
+    across = np.array([[0.8, 0.6, 0.0], [0.0, 0.0, 1.0]])
+    nodes = np.concatenate([t * _PUSH.numpy()[None] + beside @ across for t in _FINE])
+    return nodes, np.concatenate([chance * weights for chance in norm.pdf(_FINE) / 100])
+
+
+def check_rewards(context: Context) -> Outcome:  # noqa: ARG001 - by quadrature
+    """Compare mean and variance of the estimate of a reward that jumps with those of the smoothed reward's gradient."""
+    epsilon, margins = 0.25, (0.3 / 0.25, 0.5 / 0.25)
+    nodes = _plane_nodes()
+    mean, square = moments_of_estimate(_cost_of_text, (0.0, 0.0, 0.0), epsilon, central=True, nodes=nodes)
+    # Each text is worth 4/2 of the mean; the smoothed reward is the sum of 2·Φ(-m).
+    slope = sum(2 * float(norm.pdf(m)) for m in margins) / epsilon
+    near, far = margins
+    # (R₊ - R₋)² is 4 between the planes and 16 behind both; two directions lie beside the push.
+    tail = {m: float(norm.sf(m)) for m in margins}
+    second = {m: m * float(norm.pdf(m)) + tail[m] for m in margins}
+    along = (4 * (second[near] - second[far]) + 16 * second[far]) * 2
+    across = (4 * (tail[near] - tail[far]) + 16 * tail[far]) * 2 * 2
+    total = (along + across) / (4 * epsilon**2)
+    return everything_holds(
+        {
+            "mean": equal(
+                mean, -slope * _PUSH, what="E[ĝ], less the smoothed reward's gradient", tolerance=1e-3
+            ),
+            "second moment": equal(square, total, what="E|ĝ|²", tolerance=2e-3),
+            "steps in vain": equal(
+                sum(
+                    float(norm.pdf(t)) / 100
+                    for t in _FINE
+                    if float(_cost_of_text(epsilon * t * _PUSH)) == float(_cost_of_text(-epsilon * t * _PUSH))
+                ),
+                1 - 2 * tail[near],
+                what="chance that both signs say the same",
+                tolerance=2e-3,
+            ),
+        }
+    )
+
+
+# -- replay -----------------------------------------------------------------------------------------------------------
+
+
+def check_replayed(context: Context) -> Outcome:
+    """Compare the slots that are made of a run's records alone with what the run did to its weights."""
+    parts: dict[str, Outcome] = {}
+    for distribution, rng in (
+        ("lozo", "mezo"),
+        ("factorised", "counter"),
+        ("lozo-released", "mezo"),
+    ):
+        base = tiny_model("tied", _DOUBLE)
+        attach(base, "linears")
+        model = copy.deepcopy(base)
+        plan = tiny_plan(
+            model,
+            dtype="float64",
+            directions=Directions.model_validate(
+                {"distribution": distribution, "rank": _RANK, "lazy_steps": _LAZY_STEPS, "rng": rng}
+            ),
+            estimator=Estimator(num_queries=2),
+        )
+        options: dict[str, Any] = {"num_timed_steps": 0, "loss_dtype": "fp64", "seed": context.seed}
+        with Session(plan, model, learning_rate=lambda step: 0.1 / (step + 1), **options) as session:
+            records = tuple(session.step(batch) for batch in tiny_batches(5))
+            session.flush()
+        state, updates = AdapterState(), _Updates(plan, copy.deepcopy(base))
+        for record in records:
+            updates.add_to(state, record, records)
+        after, off, size = dict(model.named_parameters()), 0.0, 0.0
+        for name, parameter in base.named_parameters():
+            moved = after[name].detach() - parameter.detach()
+            if name in state.slots:
+                left, right = state.slots[name].joined()
+                off = max(off, float((left @ right.T - moved).abs().max()))
+                size = max(size, float(moved.abs().max()))
+            else:
+                off = max(off, float(moved.abs().max()))
+        parts[f"{distribution}, {rng}"] = equal(
+            1 + off / size, 1.0, what="1 + relative distance of the products"
+        )
+        windows = -(-5 // _LAZY_STEPS) * 2
+        if distribution != "lozo-released":
+            slots = next(iter(state.slots.values()))
+            parts[f"{distribution}, {rng}, slots"] = equal(
+                float(slots.rank), float(windows * _RANK), what="one for each window and query"
+            )
+    return everything_holds(parts)
+
+
+# -- claims -----------------------------------------------------------------------------------------------------------
+
+_WINDOWS = "executors.runs.windows"
+_VERSIONS = "executors.serving.versions:Versions"
+_RUNTIME = "executors.serving.runtime:Runtime"
+_JOINED = "executors.models.packing:joined"
+_ADD_TO = "executors.runs.slots_of_run:_Updates.add_to"
+
+CHECKS: Checks = {
+    "zoinfer-fold-before-the-redraw": printed(
+        check_windows,
+        Mutant(
+            "drawn anew before what was learnt is folded",
+            f"{_WINDOWS}:LazyWindows.open",
+            "window = step // self.lazy_steps",
+            "window = step // self.lazy_steps; self.draw(window, is_here=is_here)",
+        ),
+        Mutant(
+            "what was learnt is thrown away",
+            f"{_WINDOWS}:close_slot",
+            "[:, :rank] = left",
+            "[:, :rank] = 0 * left",
+        ),
+        Mutant(
+            "a factor that is not emptied",
+            f"{_WINDOWS}:close_slot",
+            "lora_B.weight.data.zero_()",
+            "lora_B.weight",
+        ),
+        Mutant(
+            "a window one step late",
+            f"{_WINDOWS}:LazyWindows.opens",
+            "step % self.lazy_steps == 0",
+            "step % self.lazy_steps == 1",
+        ),
+        Mutant(
+            "an error that is not told",
+            f"{_WINDOWS}:close_slot",
+            "module.lora_lost.double() + slots.lost",
+            "module.lora_lost.double() + 0.0 * slots.lost",
+        ),
+        Mutant(
+            "closed slots that a resumed run does not read",
+            f"{_WINDOWS}:LazyWindows.stand_at",
+            "used = min(num_closed * self._rank, self._closed_rank)",
+            "used = 0",
+        ),
+        Mutant(
+            "one V for all windows",
+            f"{_WINDOWS}:LazyWindows.draw",
+            "mixed(self._seed, window, number)",
+            "mixed(self._seed, 0, number)",
+        ),
+        Mutant(
+            "folded without the scale",
+            "executors.models.lora:joined_factors",
+            "computable(module.lora_B.weight) * module.lora_scale",
+            "computable(module.lora_B.weight)",
+        ),
+    ),
+    "versions-come-back-to-the-bit": printed(
+        check_versions,
+        Mutant("rolled back to itself", f"{_VERSIONS}.roll_back", "history[-2]", "history[-1]"),
+        Mutant(
+            "a history that stays",
+            f"{_VERSIONS}.roll_back",
+            "self._write(history[:-1])",
+            "self._write(history)",
+        ),
+        Mutant(
+            "a candidate that stays",
+            f"{_VERSIONS}.compare",
+            "self.engine.unload(_CANDIDATE)",
+            "self.engine.adapters()",
+        ),
+        Mutant(
+            "versions that are links",
+            f"{_VERSIONS}.keep",
+            "shutil.copytree(adapter, partial)",
+            "partial.symlink_to(adapter.resolve())",
+        ),
+        Mutant(
+            "served whatever it loses",
+            f"{_VERSIONS}.promote",
+            "if not canary.difference <= tolerance",
+            "if not tolerance <= tolerance",
+        ),
+        Mutant(
+            "candidate and served exchanged",
+            f"{_VERSIONS}.compare",
+            "Canary(loss_served, loss,",
+            "Canary(loss, loss_served,",
+        ),
+    ),
+    "tenants-see-their-own-slots": printed(
+        check_tenants,
+        Mutant(
+            "narrowed rows one too far",
+            "executors.models.batched:_Narrowing.places",
+            "slice(begin, end)",
+            "slice(begin + (end - begin > 1), end + (end - begin > 1))",
+        ),
+        Mutant(
+            "narrowed rows one short",
+            "executors.models.batched:_Narrowing.places",
+            "slice(begin, end)",
+            "slice(begin, end - (end - begin > 1))",
+        ),
+        Mutant(
+            "an alpha that is read as twice the rank",
+            "executors.serving.peft:read_adapter",
+            "scale = alpha / (rank**0.5 if stated.use_rslora else rank)",
+            "scale = 2.0 + 0 * alpha / (rank**0.5 if stated.use_rslora else rank)",
+        ),
+        Mutant(
+            "an alpha that is written as twice the rank",
+            "executors.models.lora:save_adapters",
+            "first.lora_scale * rank",
+            "2.0 * rank + 0 * first.lora_scale",
+        ),
+        Mutant("keys of another tenant", _JOINED, "keys=group.keys + begin", "keys=group.keys"),
+        Mutant(
+            "slots that reach the tokens before",
+            _JOINED,
+            "places.append(slice(begin, end))",
+            "places.append(slice(0, end))",
+        ),
+        Mutant(
+            "predictions of another tenant",
+            _JOINED,
+            "predictors.append(packing.predictors + begin)",
+            "predictors.append(packing.predictors)",
+        ),
+        Mutant(
+            "the base beside a tenant's slots",
+            f"{_RUNTIME}._logits",
+            "None if name is None else self._adapters[name]",
+            "self._adapters[name or next(iter(self._adapters))]",
+        ),
+        Mutant(
+            "beginnings shared between tenants",
+            f"{_RUNTIME}._logits",
+            "by_adapter.setdefault(request.adapter, [])",
+            "by_adapter.setdefault(requests[0].adapter, [])",
+        ),
+        Mutant(
+            "answers to another tenant",
+            f"{_RUNTIME}._logits",
+            "[number for part in by_adapter.values() for number in part]",
+            "list(range(len(requests)))",
+        ),
+    ),
+    "zoinfer-rewards-of-a-candidate": printed(
+        check_rewards,
+        Mutant(
+            "a reward that is minimised",
+            "executors.datasets.rewards:mean_cost",
+            "return -math",
+            "return math",
+        ),
+        Mutant("a sum for a mean", "executors.datasets.rewards:mean_cost", "/ len(made)", "/ 1"),
+        CENTRAL_BY_EPSILON,
+    ),
+    "adapters-replay-their-run": printed(
+        check_replayed,
+        Mutant("against the gradient", _ADD_TO, "-record.learning_rate", "record.learning_rate"),
+        Mutant("a sum of queries for their mean", _ADD_TO, "gradient / num_queries", "gradient"),
+        Mutant("V of the step itself", _ADD_TO, "tuple(records[first].seeds)", "tuple(record.seeds)"),
+        Mutant("without the rank", _ADD_TO, "/ divisor", "/ 1.0"),
+        Mutant(
+            "the released refresh taken for a plain one",
+            "executors.runs.slots_of_run:_Updates._factors",
+            "self._distribution.is_redrawn and",
+            "False and",
+        ),
+    ),
+}
