@@ -212,7 +212,7 @@ CHECKS: Checks = {
         check_bounds,
         Mutant(
             "instructions that do not wait for their stream",
-            "zosim.applications.closed_form.maxplus:MaxPlus.advance",
+            "zosim.simulators.maxplus:MaxPlus.advance",
             "start_s = latest(start_s,",
             "start_s = min(start_s,",
         ),

@@ -334,7 +334,7 @@ CHECKS: Checks = {
         ),
         Mutant(
             "instructions that start before their stream is free",
-            "zosim.applications.closed_form.maxplus:MaxPlus.advance",
+            "zosim.simulators.maxplus:MaxPlus.advance",
             "start_s = latest(start_s,",
             "start_s = latest(start_s, -0.5 * alone_s +",
         ),

@@ -14,7 +14,7 @@ from studies.published.constants import Domain
 from studies.published.fitted_profile import LEAST_IN_GROUP, fitted_with_intervals, load_published_profile
 from studies.published.fitting import COVERAGE, Solution, conformal_half_width, fit, refitted
 from studies.published.predicting import Z90, interval
-from zosim.applications.closed_form.maxplus import Floats
+from zosim.simulators.maxplus import Floats
 
 
 @dataclass(frozen=True)

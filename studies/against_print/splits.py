@@ -16,7 +16,7 @@ from studies.published.cells import Cell
 from studies.published.constants import Domain
 from studies.published.findings import AuditFinding
 from studies.published.rows import PublishedRow
-from zosim.applications.closed_form.maxplus import Floats
+from zosim.simulators.maxplus import Floats
 
 OURS = "simulator's closed form"
 

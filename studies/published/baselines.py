@@ -18,7 +18,7 @@ from scipy.optimize import least_squares
 
 from costmodel.formats import FORMATS
 from studies.published.cells import Cell
-from zosim.applications.closed_form.maxplus import Floats
+from zosim.simulators.maxplus import Floats
 
 Baseline = Callable[[Sequence[Cell], Sequence[Cell]], Floats]
 

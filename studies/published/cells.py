@@ -24,12 +24,12 @@ from studies.published.grid import Compiled, compiled
 from studies.published.rows import PublishedRow
 from topology.documents import load_preset
 from topology.errors import ZosimError
-from zosim.applications.closed_form.maxplus import Floats
 from zosim.applications.published_code import as_published, only
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.lowering import lower
 from zosim.program import Program
+from zosim.simulators.maxplus import Floats
 
 UPLOAD, OFFLOAD = ("upload", "gather"), ("offload",)
 

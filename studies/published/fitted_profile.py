@@ -23,7 +23,7 @@ from topology.errors import ProfileError
 from topology.reading import read_json_object
 from topology.signed import save_signed, without_digest
 from topology.validation import readable
-from zosim.applications.closed_form.maxplus import Floats
+from zosim.simulators.maxplus import Floats
 
 LEAST_IN_GROUP = 10
 """Held-out residuals below which a group takes the quantile of its whole fit."""

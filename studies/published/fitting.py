@@ -22,7 +22,7 @@ from studies.published.cells import Cell
 from studies.published.constants import Domain, FittedConstant, Values, constants_of
 from studies.published.memory import predicted_mib
 from topology.errors import ProfileError
-from zosim.applications.closed_form.maxplus import Floats
+from zosim.simulators.maxplus import Floats
 
 NOISE = 0.02
 """Relative error of a good row: what the prior is weighed against."""

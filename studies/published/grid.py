@@ -14,12 +14,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from zosim.applications.closed_form.maxplus import Edge, Floats, MaxPlus, Member, Vertex
-from zosim.applications.closed_form.recurrence import Precedence
 from zosim.hardware.machine import Activity, Machine
 from zosim.program import Program
 from zosim.program.instructions import Instruction
 from zosim.program.step_graph import StepGraph
+from zosim.simulators.maxplus import Floats, MaxPlus, Node, in_order
 
 NUM_STEPS = 4
 """Steps that are evaluated; the last two are alike (tests compare with :func:`zosim.applications.closed_form.recurrence.step_time_bound`)."""
@@ -34,21 +33,21 @@ class Compiled:
     program : Program
     representatives : tuple of Instruction
         One instruction of each kind of work.
-    kinds : dict of Member to int
+    kinds : tuple of int
         Which of them each instruction of the step is like.
-    vertices : tuple of Vertex
-        The instructions of the step, each after what it waits for there.
+    nodes : tuple of Node
+        The instructions of the step by their numbers, and the host's own work behind the last, each after what it waits for.
     """
 
     program: Program
     representatives: tuple[Instruction, ...]
-    kinds: dict[Member, int]
-    vertices: tuple[Vertex, ...]
+    kinds: tuple[int, ...]
+    nodes: tuple[Node, ...]
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
         """How many instructions of the step are of each kind."""
-        return np.bincount(list(self.kinds.values()), minlength=len(self.representatives))
+        return np.bincount(self.kinds, minlength=len(self.representatives))
 
     def step_s(self, machines: Sequence[Machine]) -> Floats:
         """Return the seconds of a steady step on each of `machines`, the second and later ones close to the first.
@@ -91,25 +90,25 @@ class Compiled:
         return (busy, 0.0) if busy_s > seconds + num_prepared * host_s else (weights, num_prepared)
 
     def _path(self, activities: Mapping[int, Activity], host_s: float) -> tuple[Floats, float]:
-        run: MaxPlus[float] = MaxPlus({0: host_s}, 0.0, max)
-        seconds = [activities[self.kinds[vertex.members[0]]].seconds for vertex in self.vertices]
+        run: MaxPlus[float] = MaxPlus(0.0, max)
+        seconds = [*(activities[kind].seconds for kind in self.kinds), host_s]
         for _ in range(NUM_STEPS):
-            run.advance(self.vertices, seconds)
+            run.advance(self.nodes, (seconds[number] for number, _ in self.nodes))
         last, before = (self._counted(run, step) for step in (NUM_STEPS - 1, NUM_STEPS - 2))
         return last[0] - before[0], last[1] - before[1]
 
     def _counted(self, run: MaxPlus[float], step: int) -> tuple[Floats, float]:
         """Return the instructions of each kind on the longest path to a step's end, and the host's preparations on it."""
         counts, num_prepared = np.zeros(len(self.representatives)), 0.0
-        latest = max(self.kinds, key=run.ends[step].__getitem__)
-        for member, edge in run.critical_path(self._edges, latest, step):
-            counts[self.kinds[member]] += 1
-            num_prepared += edge is not None and edge.host is not None
+        host = len(self.kinds)
+        latest = max(range(host), key=run.ends[step].__getitem__)
+        for number, edge in run.critical_path(dict(self.nodes), latest, step):
+            if number < host:
+                counts[self.kinds[number]] += 1
+            else:
+                # What is before the first step is not waited for.
+                num_prepared += edge is not None
         return counts, num_prepared
-
-    @cached_property
-    def _edges(self) -> dict[Member, tuple[Edge, ...]]:
-        return {vertex.members[0]: vertex.edges for vertex in self.vertices}
 
     def _busiest(self, activities: Mapping[int, Activity]) -> Floats:
         """Return the part of each kind's seconds that the busiest device's kernels are taken, times its count."""
@@ -127,15 +126,15 @@ def compiled(program: Program) -> Compiled:
     """Return a program's step, ready to be evaluated. Its dependencies must reach back one step at most."""
     numbers: dict[tuple[object, ...], int] = {}
     representatives: list[Instruction] = []
-    kinds = {}
+    kinds = []
     for item in program.step:
         key = (item.work, item.stream, _space(program, item))
         if key not in numbers:
             numbers[key] = len(representatives)
             representatives.append(item)
-        kinds[Member(0, item.id)] = numbers[key]
-    vertices = Precedence([StepGraph(program, 3)]).vertices(3)
-    return Compiled(program, tuple(representatives), kinds, tuple(vertices))
+        kinds.append(numbers[key])
+    edges = StepGraph(program, 3, host_takes_time=True).before(3)
+    return Compiled(program, tuple(representatives), tuple(kinds), tuple(in_order(edges)))
 
 
 def _space(program: Program, item: Instruction) -> str:

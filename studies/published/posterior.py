@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from scipy.optimize import least_squares
 
 from studies.published.constants import FittedConstant, Values
-from zosim.applications.closed_form.maxplus import Floats
+from zosim.simulators.maxplus import Floats
 
 
 class FoundConstant(BaseModel):

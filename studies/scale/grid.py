@@ -24,13 +24,14 @@ from costmodel.rates.profile import Bound, Profile
 from costmodel.work import Work
 from studies.scale.scaling import LINKS, scaled
 from topology.errors import PlanError
-from zosim.applications.closed_form.maxplus import Edge, Floats, MaxPlus, Member, Vertex
-from zosim.applications.closed_form.recurrence import MAX_STEPS, Precedence, second_half_s
+from zosim.applications.closed_form.recurrence import MAX_STEPS, second_half_s
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower, unordered
 from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program.instructions import Instruction
+from zosim.simulators.maxplus import Floats, MaxPlus, Node
+from zosim.simulators.run_graph import RunGraph
 from zosim.simulators.shortening import shortest
 from zosim.simulators.steady import MAX_CYCLE, TOLERANCE
 from zosim.simulators.world import World
@@ -193,9 +194,9 @@ class _Read(dict[str, float]):
 
 
 class _Chain(NamedTuple):
-    """A vertex, or vertices that wait for each other alone as one, with its instructions by their place in the step."""
+    """A node, or nodes that wait for each other alone as one, with its instructions by their place in the step."""
 
-    vertex: Vertex
+    node: Node
     numbers: tuple[int, ...]
 
 
@@ -210,14 +211,14 @@ class _GridOrder:
         The steps that reach back into the prologue, in order.
     usual : tuple of _Chain
         Every later step.
-    carried : tuple of Member
+    carried : tuple of int
         Whom later steps wait for: where they shift alike, everything does.
     """
 
     program: Program
     first: tuple[tuple[_Chain, ...], ...]
     usual: tuple[_Chain, ...]
-    carried: tuple[Member, ...]
+    carried: tuple[int, ...]
 
     @classmethod
     def of(cls, program: Program, machine: Machine) -> _GridOrder:
@@ -231,16 +232,14 @@ class _GridOrder:
         if program.prologue:
             message = f"program {program.name} has a prologue, which a grid of configurations cannot have"
             raise PlanError(message, hint="take step_time_bound for each configuration")
-        precedence = Precedence.of_world(World.of_one(program, machine), MAX_STEPS)
-        number = {Member(0, item.id): place for place, item in enumerate(program.step)}
-        listed = [precedence.vertices(position) for position in range(1, precedence.max_distance + 2)]
-        edges = [edge for vertices in listed for vertex in vertices for edge in vertex.edges]
-        carried = {edge.before for edge in edges if edge.before is not None and edge.distance}
+        graph = RunGraph(World.of_one(program, machine), MAX_STEPS)
+        listed = [graph.nodes(position) for position in range(1, graph.max_distance + 2)]
+        carried = {before for nodes in listed for _, edges in nodes for distance, before in edges if distance}
         *first, usual = listed
         return cls(
             program,
-            tuple(tuple(_chains(vertices, number, carried, fused=False)) for vertices in first),
-            tuple(_chains(usual, number, carried, fused=True)),
+            tuple(tuple(_chains(nodes, carried, fused=False)) for nodes in first),
+            tuple(_chains(usual, carried, fused=True)),
             tuple(sorted(carried)),
         )
 
@@ -256,6 +255,8 @@ class _GridOrder:
         """
         if not self.usual:
             return np.zeros_like(step_s)
+        # The host's own work is the node behind the last instruction.
+        seconds = [*seconds, step_s]
         sums: dict[tuple[int, ...], Floats] = {}
         known: dict[tuple[int, ...], Floats] = {}
         for chain in itertools.chain(self.usual, *self.first):
@@ -266,21 +267,21 @@ class _GridOrder:
             sums[chain.numbers] = known[key]
         pieces = [
             self._chunk(
-                {k: v[begin : begin + _CHUNK] for k, v in sums.items()}, step_s[begin : begin + _CHUNK]
+                {k: v[begin : begin + _CHUNK] for k, v in sums.items()}, min(_CHUNK, len(step_s) - begin)
             )
             for begin in range(0, len(step_s), _CHUNK)
         ]
         return np.concatenate(pieces)
 
-    def _chunk(self, seconds: Mapping[tuple[int, ...], Floats], step_s: Floats) -> Floats:
-        result = np.full(len(step_s), np.nan)
-        run: MaxPlus[Floats] = MaxPlus({0: step_s}, np.zeros(len(step_s)), np.maximum)
+    def _chunk(self, seconds: Mapping[tuple[int, ...], Floats], num_points: int) -> Floats:
+        result = np.full(num_points, np.nan)
+        run: MaxPlus[Floats] = MaxPlus(np.zeros(num_points), np.maximum)
         carried: list[Floats] = []
         depth = len(self.first)
         for step in range(MAX_STEPS):
             chains = self.first[step] if step < depth else self.usual
-            ends = run.advance((c.vertex for c in chains), (seconds[c.numbers] for c in chains))
-            carried.append(np.stack([ends[member] for member in self.carried]))
+            ends = run.advance((c.node for c in chains), (seconds[c.numbers] for c in chains))
+            carried.append(np.stack([ends[number] for number in self.carried]))
             for period_s in _periods(carried, depth):
                 result = np.where(np.isnan(result), period_s, result)
             if not np.isnan(result).any():
@@ -291,21 +292,18 @@ class _GridOrder:
         return np.where(np.isnan(result), late, result)
 
 
-def _chains(
-    vertices: Sequence[Vertex], number: Mapping[Member, int], carried: Container[Member], *, fused: bool
-) -> Iterable[_Chain]:
-    """Return vertices in their order, chains of them as one if they may be."""
-    num_followers = Counter(edge.before for vertex in vertices for edge in vertex.edges if edge.distance == 0)
-    chains: dict[Member, _Chain] = {}
-    for vertex in vertices:
-        (member,) = vertex.members
-        chain = _Chain(vertex, (number[member],))
-        before = vertex.edges[0].before if len(vertex.edges) == 1 else None
-        is_next = before in chains and vertex.edges[0] == Edge(0, before)
-        if fused and before and is_next and num_followers[before] == 1 and before not in carried:
-            first = chains.pop(before)
-            chain = _Chain(Vertex((member,), first.vertex.edges), first.numbers + chain.numbers)
-        chains[member] = chain
+def _chains(nodes: Sequence[Node], carried: Container[int], *, fused: bool) -> Iterable[_Chain]:
+    """Return nodes in their order, chains of them as one if they may be."""
+    num_followers = Counter(before for _, edges in nodes for distance, before in edges if distance == 0)
+    chains: dict[int, _Chain] = {}
+    for number, edges in nodes:
+        chain = _Chain((number, edges), (number,))
+        if fused and len(edges) == 1 and edges[0][0] == 0:
+            before = edges[0][1]
+            if before in chains and num_followers[before] == 1 and before not in carried:
+                first = chains.pop(before)
+                chain = _Chain((number, first.node[1]), first.numbers + chain.numbers)
+        chains[number] = chain
     return chains.values()
 
 

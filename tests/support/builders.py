@@ -217,9 +217,9 @@ def run_times_of(world, num_steps):
     """Start and end of every instruction of a run, by rank and place, as if nothing were shared."""
     recurrence = Recurrence(world, num_steps)
     return {
-        (member.rank, Place(position, member.instruction)): times
+        (rank, Place(position, name)): times
         for position in range(num_steps + 2)
-        for member, times in recurrence.advance().items()
+        for (rank, name), times in recurrence.advance().items()
     }
 
 

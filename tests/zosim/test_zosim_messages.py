@@ -154,6 +154,14 @@ def test_a_message_needs_a_neighbour():
         validate_set(swapped)
 
 
+@pytest.mark.parametrize("op", [Send("pipeline", 0), Recv("pipeline", 0)])
+def test_a_message_goes_to_another_rank(op):
+    listed, _ = pipelines([[1 * MS]] * 2, [[1 * MS]])
+    to_itself = replace(listed.programs[0], step=(message("own", op, "link", 1 * MS),))
+    with pytest.raises(ProgramError, match="step/own is a message to the rank itself"):
+        validate_set(replace(listed, programs=(to_itself, to_itself)))
+
+
 @st.composite
 def staged_runs(draw, sharings=("maxmin", "fifo")):
     """Pipelines of two to four stages, side by side."""

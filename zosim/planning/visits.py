@@ -1,7 +1,7 @@
 """How long visits of segments take when streams and slots are all that they wait for.
 
 A step is a max-plus recurrence over visits, as :mod:`zosim.applications.closed_form.recurrence` is one over instructions; a visit that stands
-for many blocks is run until it only repeats itself. It is written apart from :class:`~zosim.applications.closed_form.maxplus.MaxPlus`, whose
+for many blocks is run until it only repeats itself. It is written apart from :class:`~zosim.simulators.maxplus.MaxPlus`, whose
 vertices are there before the run: here which visit comes next, and in which slot, is known only while it runs, and a
 planner asks thousands of times (written with vertices it took ten times as long).
 

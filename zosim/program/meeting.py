@@ -11,9 +11,8 @@ from functools import cached_property
 from topology.errors import Hazard, ProgramError
 from zosim.program import Program
 from zosim.program.instructions import Access, Stream
-from zosim.program.operations import Collective, Operation, Recv, Send
 from zosim.program.program_set import ProgramSet
-from zosim.program.step_graph import Listed, StepGraph
+from zosim.program.step_graph import Channel, Listed, StepGraph, channel_of
 from zosim.program.validate import NUM_UNROLLED_STEPS, absolute, name_of
 
 _STREAMS = tuple(Stream)
@@ -34,13 +33,12 @@ class Pair:
     ranks: tuple[int, int]
     offsets: Mapping[str, int]
 
-    def meets(self, side: int, op: Operation) -> bool:
-        """Whether `op`, on the first (0) or the second rank, takes the other of the two."""
-        if isinstance(op, Collective):
-            return op.group in self.offsets
-        if isinstance(op, Send | Recv):
-            return self.offsets.get(op.group) == (op.offset if side == 0 else -op.offset)
-        return False
+    def meets(self, side: int, channel: Channel | None) -> bool:
+        """Whether what the first (0) or the second rank runs takes the other of the two."""
+        if channel is None or channel.group not in self.offsets:
+            return False
+        offset = channel.peer_offset
+        return not offset or self.offsets[channel.group] == (offset if side == 0 else -offset)
 
 
 def pairs(programs: ProgramSet) -> Iterator[Pair]:
@@ -95,17 +93,17 @@ class Side:
         return by_stream
 
     @cached_property
-    def meetings(self) -> dict[Operation, list[Listed]]:
-        """Collectives, sends and receipts of each kind (:func:`kind_of`), in order."""
-        by_kind: dict[Operation, list[Listed]] = defaultdict(list)
+    def meetings(self) -> dict[Channel, list[Listed]]:
+        """Collectives, sends and receipts of each channel, in order."""
+        by_channel: dict[Channel, list[Listed]] = defaultdict(list)
         for item in self.run.listed:
-            if isinstance(item.instruction.op, Collective | Send | Recv):
-                by_kind[kind_of(item.instruction.op)].append(item)
-        return by_kind
+            if channel := channel_of(item.instruction):
+                by_channel[channel].append(item)
+        return by_channel
 
     @cached_property
     def positions(self) -> dict[int, int]:
-        """How many of its kind come before each of them."""
+        """How many of its channel come before each of them."""
         return {item.index: at for items in self.meetings.values() for at, item in enumerate(items)}
 
     @cached_property
@@ -129,12 +127,12 @@ class Side:
         """
         if not self.meetings:
             return
-        for kind, items in self.meetings.items():
+        for items in self.meetings.values():
             for first, second in itertools.pairwise(items):
                 if not self.run.ordered(first.index, second.index):
                     raise Hazard(
                         f"program {self.program.name}: nothing orders {name_of(first)} and {name_of(second)}, both of "
-                        f"kind {kind.kind} in one group",
+                        f"kind {first.instruction.op.kind} in one group",
                         hint="put them on one stream",
                     )
 
@@ -199,7 +197,7 @@ class Joint:
         clock = self._clock_before(number, item)
         if clock is None:
             return False
-        if not self._pair.meets(number, item.instruction.op):
+        if not self._pair.meets(number, channel_of(item.instruction)):
             self._finish(number, stream, clock)
             return True
         return self._meet(number, stream, clock)
@@ -207,7 +205,9 @@ class Joint:
     def _meet(self, number: int, stream: Stream, clock: tuple[int, ...]) -> bool:
         """Run a collective or a message on both sides, if the other is there."""
         other, item = 1 - number, self._waiting[number][stream][0]
-        partners = self._sides[other].meetings[partner_of(item.instruction.op)]
+        channel = channel_of(item.instruction)
+        assert channel is not None
+        partners = self._sides[other].meetings[channel.other_side]
         partner = partners[self._sides[number].positions[item.index]]
         queue = self._waiting[other][partner.instruction.stream]
         if not queue or queue[0] is not partner:
@@ -255,15 +255,3 @@ class Joint:
                 "which has no such instruction"
             )
             raise ProgramError(message, hint="wait only for what every member of the group runs") from None
-
-
-def kind_of(op: Operation) -> Operation:
-    """Return what collectives of one group, or messages one way, have in common."""
-    return Collective("all_gather", op.group) if isinstance(op, Collective) else op
-
-
-def partner_of(op: Operation) -> Operation:
-    """Return the kind of what the other rank runs meanwhile."""
-    if isinstance(op, Send):
-        return Recv(op.group, -op.offset)
-    return Send(op.group, -op.offset) if isinstance(op, Recv) else kind_of(op)

@@ -130,14 +130,41 @@ class Watcher(NamedTuple):
     number: int
 
 
-def channel_of(instruction: Instruction) -> tuple[str, int, bool] | None:
-    """Return with whom an instruction meets others, as group, offset and side; None if it meets nobody."""
+class Channel(NamedTuple):
+    """One side of the collectives of a group, or of the messages that go one way in it.
+
+    Attributes
+    ----------
+    group : str
+    offset : int
+        Of messages, the receiver's place in the group less the sender's; 0 of collectives, in which all meet.
+    sends : bool
+        Whether this side sends.
+    """
+
+    group: str
+    offset: int = 0
+    sends: bool = False
+
+    @property
+    def other_side(self) -> Channel:
+        """What the others run meanwhile."""
+        return self._replace(sends=bool(self.offset) and not self.sends)
+
+    @property
+    def peer_offset(self) -> int:
+        """Place of who is met less one's own, 0 where all meet."""
+        return self.offset if self.sends else -self.offset
+
+
+def channel_of(instruction: Instruction) -> Channel | None:
+    """Return with whom an instruction meets others, None if it meets nobody."""
     op = instruction.op
     if isinstance(op, Collective):
-        return op.group, 0, False
+        return Channel(op.group)
     if isinstance(op, Send):
-        return op.group, op.offset, True
-    return (op.group, -op.offset, False) if isinstance(op, Recv) else None
+        return Channel(op.group, op.offset, sends=True)
+    return Channel(op.group, -op.offset) if isinstance(op, Recv) else None
 
 
 class StepGraph:
@@ -479,14 +506,13 @@ class StepGraph:
         """Per part, where each node meets those of other ranks; the host's meets nobody."""
         meetings: dict[Part, list[Meeting | None]] = {part: [] for part in PARTS}
         for part in PARTS:
-            counts: dict[tuple[str, int, bool], int] = defaultdict(int)
+            counts: dict[Channel, int] = defaultdict(int)
             for item in getattr(self.program, part):
                 channel = channel_of(item)
                 if channel is None:
                     meetings[part].append(None)
                     continue
-                group, offset, sends = channel
-                meetings[part].append(Meeting(group, offset, counts[channel], sends))
+                meetings[part].append(Meeting(channel.group, channel.offset, counts[channel], channel.sends))
                 counts[channel] += 1
         meetings["step"].append(None)
         return meetings

@@ -19,10 +19,10 @@ from topology.errors import Hazard, ProgramError
 from zosim.program import Program
 from zosim.program.contents import Contents, name_and_state, parameters_of
 from zosim.program.instructions import Access, Instruction
-from zosim.program.meeting import Joint, Pair, Side, Touch, kind_of, pairs, partner_of
-from zosim.program.operations import Collective, Recv, Send
+from zosim.program.meeting import Joint, Pair, Side, Touch, pairs
+from zosim.program.operations import Recv, Send
 from zosim.program.program_set import ProgramSet
-from zosim.program.step_graph import channel_of
+from zosim.program.step_graph import Channel, channel_of
 from zosim.program.validate import name_of, same_contents, validate
 
 
@@ -38,27 +38,32 @@ def validate_set(programs: ProgramSet) -> None:
     """
     for program in programs.programs:
         validate(program)
+    _refuse_messages_to_nobody(programs)
     sides = [Side(program) for program in programs.programs]
     for side in sides:
         side.refuse_unordered_collectives()
     for pair in pairs(programs):
         _check(sides[pair.roles[0]], sides[pair.roles[1]], pair)
-    _refuse_messages_to_nobody(programs)
 
 
 def _refuse_messages_to_nobody(programs: ProgramSet) -> None:
+    for program in programs.programs:
+        for part, item in program.instructions():
+            if isinstance(item.op, Send | Recv) and not item.op.offset:
+                message = f"program {program.name}: {part}/{item.id} is a message to the rank itself"
+                raise ProgramError(message, hint="name another member of the group: an offset other than 0")
     channels = [
         {channel_of(item): item for _, item in program.instructions()} for program in programs.programs
     ]
     for rank, role in enumerate(programs.roles):
         for channel, item in channels[role].items():
-            if channel is None or not channel[1]:
+            if channel is None:
                 continue
-            group, offset, sends = channel
-            members = programs.members(group, rank)
-            if not 0 <= members.index(rank) + (offset if sends else -offset) < len(members):
+            members = programs.members(channel.group, rank)
+            if not 0 <= members.index(rank) + channel.peer_offset < len(members):
                 raise ProgramError(
-                    f"{item.id} of rank {rank} {'sends to' if sends else 'receives from'} a place of {group} that nobody has",
+                    f"{item.id} of rank {rank} {'sends to' if channel.sends else 'receives from'} a place of {channel.group} "
+                    "that nobody has",
                     hint="the first and the last of a group have one neighbour",
                 )
 
@@ -89,12 +94,11 @@ def _versions(program: Program) -> dict[Contents, tuple[Contents, int | None]]:
 def _refuse_unlike_messages(sender: Side, receiver: Side, pair: Pair, *, flipped: bool) -> None:
     """Raise unless all that `sender` sends to `receiver` is received as it is sent."""
     source, target = reversed(pair.ranks) if flipped else pair.ranks
-    kinds = {op for op in sender.meetings if isinstance(op, Send)}
-    kinds |= {Send(op.group, -op.offset) for op in receiver.meetings if isinstance(op, Recv)}
-    for kind in sorted(kinds, key=lambda op: (op.group, op.offset)):
-        if not pair.meets(1 if flipped else 0, kind):
+    channels = {*sender.meetings, *(channel.other_side for channel in receiver.meetings)}
+    for channel in sorted(channel for channel in channels if channel.sends):
+        if not pair.meets(1 if flipped else 0, channel):
             continue
-        sent, received = sender.meetings.get(kind, []), receiver.meetings.get(partner_of(kind), [])
+        sent, received = sender.meetings.get(channel, []), receiver.meetings.get(channel.other_side, [])
         for one, other in zip(sent, received, strict=False):
             if _message(one.instruction.reads) != _message(other.instruction.writes):
                 raise Hazard(
@@ -118,8 +122,7 @@ def _describe(accesses: Sequence[Access]) -> str:
 
 
 def _refuse_unlike_collectives(first: Side, second: Side, group: str, pair: Pair) -> None:
-    kind = kind_of(Collective("all_gather", group))
-    mine, others = first.meetings.get(kind, []), second.meetings.get(kind, [])
+    mine, others = first.meetings.get(Channel(group), []), second.meetings.get(Channel(group), [])
     for one, other in zip(mine, others, strict=False):
         if _signature(one.instruction) != _signature(other.instruction):
             raise Hazard(

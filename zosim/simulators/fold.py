@@ -167,7 +167,7 @@ def _places(world: World) -> list[tuple[int, ...]]:
     channels = {
         channel_of(item) for template in world.templates for _, item in template.program.instructions()
     }
-    names = sorted({channel[0] for channel in channels if channel is not None and channel[1]})
+    names = sorted({channel.group for channel in channels if channel is not None and channel.offset})
     groups = [world.groups[name] for name in names]
     place: list[dict[int, int]] = [
         {rank: number for part in group.parts for number, rank in enumerate(part)} for group in groups

@@ -49,8 +49,9 @@ from topology.errors import ProgramError
 from zosim.hardware.machine import Activity, Machine
 from zosim.program import Program
 from zosim.program.instructions import Stream
-from zosim.program.step_graph import Place, StepGraph
+from zosim.program.step_graph import Place
 from zosim.simulators.assembly import played
+from zosim.simulators.run_graph import RunGraph
 from zosim.simulators.sharing import SAME_INSTANT, fill
 from zosim.simulators.steady import SteadyDetector, shortened_steps
 from zosim.simulators.world import World
@@ -107,9 +108,10 @@ class _SimpyRun:
         self.num_steps = num_steps
         self.env = simpy.Environment()
         self.fluid = Fluid(self.env, world.capacities, world.fifo)
+        self.graph = RunGraph(world, num_steps)
         self.ranks = [_SimulatedRank(self, rank) for rank in range(world.size)]
         # Steps that dependencies reach back: so many must be alike before all later ones are.
-        self.depth = max(rank.graph.max_distance for rank in self.ranks)
+        self.depth = self.graph.max_distance
         self.detector = SteadyDetector(self.depth)
         self.cycle: Repeat | None = None
         self.shortened: int | None = None
@@ -127,8 +129,8 @@ class _SimpyRun:
 
     def meet(self, rank: int, place: Place, phase: str) -> simpy.Event:
         """Return the event of all who meet at `place` having come as far as `rank` now has."""
-        party, key = self._meeting(rank, place, phase)
-        event, there = self._meetings.setdefault(key, (self.env.event(), []))
+        party, key = self.graph.party(rank, place)
+        event, there = self._meetings.setdefault((key, place.position, phase), (self.env.event(), []))
         there.append(rank)
         # The last to come lets all go on.
         if len(there) == len(party):
@@ -137,15 +139,9 @@ class _SimpyRun:
 
     def missing(self, rank: int, place: Place) -> list[int]:
         """Return those who have not come to the start of a collective or message, where `rank` has."""
-        party, key = self._meeting(rank, place, "start")
-        there = self._meetings.get(key, (None, []))[1]
+        party, key = self.graph.party(rank, place)
+        there = self._meetings.get((key, place.position, "start"), (None, []))[1]
         return [other for other in party if other not in there] if rank in there else []
-
-    def _meeting(self, rank: int, place: Place, phase: str) -> tuple[tuple[int, ...], tuple[object, ...]]:
-        meeting = self.ranks[rank].graph.meeting(place)
-        assert meeting is not None
-        party, key = self.world.party(rank, meeting)
-        return party, (key, place.position, phase)
 
     def step_completed(self, step: int) -> None:
         """Look whether the run has become periodic, whenever all ranks have completed another step."""
@@ -170,7 +166,7 @@ class _SimulatedRank:
         self.run = run
         self.index = index
         self.program = run.world.program(index)
-        self.graph = StepGraph(self.program, run.num_steps)
+        self.graph = run.graph.graphs[index]
         self.spans: list[Span] = []
         self.processes: list[simpy.Process] = []
         self.waiting: dict[Stream, Place] = {}
@@ -216,12 +212,7 @@ class _SimulatedRank:
 
     def awaited(self, place: Place) -> Iterator[tuple[_SimulatedRank, Place]]:
         """Yield what an instruction waits for besides its stream, on this rank and on its peers."""
-        for group, needed in self.graph.awaited(place):
-            # A dependency on a group waits for the instruction of that name on each of its members.
-            peers = self.run.world.groups[group].peers(self.index) if group else (self.index,)
-            for rank in (self.run.ranks[peer] for peer in peers):
-                if not group or rank.graph.has(needed):
-                    yield rank, needed
+        return ((self.run.ranks[rank], there) for rank, there in self.run.graph.awaited(self.index, place))
 
     def finished(self, place: Place) -> simpy.Event:
         """Return an event that happens when an instruction of this rank has finished."""
@@ -298,9 +289,9 @@ def _circle(run: _SimpyRun, rank: _SimulatedRank) -> list[str]:
         path.append(node)
         undone = _undone(run, *node)
         if not undone:
-            return [*map(_name, path), "a partner that never comes"]
+            return [*(run.graph.name(one.index, here) for one, here in path), "a partner that never comes"]
         node = undone[0]
-    return [_name(item) for item in (*path[path.index(node) :], node)]
+    return [run.graph.name(one.index, here) for one, here in (*path[path.index(node) :], node)]
 
 
 def _undone(run: _SimpyRun, rank: _SimulatedRank, place: Place) -> list[tuple[_SimulatedRank, Place]]:
@@ -321,12 +312,6 @@ def _undone(run: _SimpyRun, rank: _SimulatedRank, place: Place) -> list[tuple[_S
         and met.shared == wanted.shared
         and (not wanted.offset or met.sends != wanted.sends)
     ]
-
-
-def _name(node: tuple[_SimulatedRank, Place]) -> str:
-    rank, place = node
-    name = f"{rank.graph.part(place.position)}/{place.instruction}"
-    return name if rank.run.world.size == 1 else f"{name} of rank {rank.run.world.numbers[rank.index]}"
 
 
 @dataclass(slots=True, eq=False)

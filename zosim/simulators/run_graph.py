@@ -1,0 +1,142 @@
+"""Who waits for whom in a run of several ranks: their step graphs, joined where ranks meet and where one waits for its peers.
+
+An engine that runs ranks as processes asks by rank and place. The closed form asks by number, as of one rank's
+:class:`~zosim.program.step_graph.StepGraph`: nodes at a position are the instructions of all ranks, those that start and end together one
+node, and edges are ``(positions before, number)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from functools import cached_property
+from graphlib import CycleError
+
+from topology.errors import ProgramError
+from zosim.program.instructions import PARTS, Part
+from zosim.program.step_graph import Edge, Place, StepGraph
+from zosim.simulators.maxplus import Node, in_order
+from zosim.simulators.world import World
+
+Member = tuple[int, int]
+"""A rank, and the number of one of its nodes."""
+
+
+class RunGraph:
+    """The order of a run of all ranks of a world.
+
+    Parameters
+    ----------
+    world : World
+    num_steps : int
+
+    Attributes
+    ----------
+    graphs : list of StepGraph
+        Of each rank; ranks of one template share theirs. The host's work before a step is a node where it takes time.
+
+    Raises
+    ------
+    ProgramError
+        If a dependency names no instruction.
+    """
+
+    def __init__(self, world: World, num_steps: int) -> None:
+        self.world = world
+        self.num_steps = num_steps
+        of_template = [
+            StepGraph(template.program, num_steps, host_takes_time=template.step_s > 0)
+            for template in world.templates
+        ]
+        self.graphs = [of_template[number] for number in world.template_of]
+        self.max_distance = max(graph.max_distance for graph in self.graphs)
+        self._nodes: dict[int, list[Node]] = {}
+
+    # -- by number ---------------------------------------------------------------------------------------------
+
+    def nodes(self, position: int) -> list[Node]:
+        """Return the nodes at a position with their edges, each after those of its position that it waits for.
+
+        Raises
+        ------
+        ProgramError
+            If instructions wait for each other in a circle.
+        """
+        # Steps that reach back to steps alone are alike.
+        key = self.max_distance + 1 if self.max_distance < position <= self.num_steps else position
+        if key not in self._nodes:
+            self._nodes[key] = self._in_order(key)
+        return self._nodes[key]
+
+    @cached_property
+    def members(self) -> dict[Part, list[tuple[Member, ...]]]:
+        """By part, who each node is: more than one where instructions of several ranks start and end together."""
+        return {part: self._joined(part) for part in PARTS}
+
+    @cached_property
+    def _number(self) -> dict[Part, dict[Member, int]]:
+        return {
+            part: {member: number for number, members in enumerate(nodes) for member in members}
+            for part, nodes in self.members.items()
+        }
+
+    def _joined(self, part: Part) -> list[tuple[Member, ...]]:
+        together: dict[Hashable, list[Member]] = {}
+        for rank, graph in enumerate(self.graphs):
+            num_nodes = len(graph.ids[part]) + (part == "step" and graph.host_opens)
+            for number in range(num_nodes):
+                meeting = graph.meeting_of[part][number]
+                key = (rank, number) if meeting is None else self.world.party(rank, meeting)[1]
+                together.setdefault(key, []).append((rank, number))
+        return [tuple(members) for members in together.values()]
+
+    def _in_order(self, position: int) -> list[Node]:
+        part = self.graphs[0].part(position)
+        edges = [
+            tuple(dict.fromkeys(edge for member in members for edge in self._edges(member, position)))
+            for members in self.members[part]
+        ]
+        try:
+            return in_order(edges)
+        except CycleError as error:
+            circle = " waits for ".join(
+                self.name(rank, Place(position, self.graphs[rank].ids[part][number]))
+                for rank, number in (self.members[part][node][0] for node in reversed(error.args[1]))
+            )
+            message = f"program {self.graphs[0].program.name} can never go on: {circle}"
+            raise ProgramError(
+                message, hint="remove one of these dependencies, or reorder a stream"
+            ) from None
+
+    def _edges(self, member: Member, position: int) -> Iterator[Edge]:
+        rank, number = member
+        graph = self.graphs[rank]
+        for distance, before in graph.before(position)[number]:
+            yield distance, self._number[graph.part(position - distance)][rank, before]
+        for group, distance, instruction in graph.peers(position)[number]:
+            there = Place(position - distance, instruction)
+            for peer in self._peers_with(rank, group, there):
+                part = graph.part(there.position)
+                yield distance, self._number[part][peer, self.graphs[peer].number[part][instruction]]
+
+    # -- by name -----------------------------------------------------------------------------------------------
+
+    def awaited(self, rank: int, place: Place) -> Iterator[tuple[int, Place]]:
+        """Yield what an instruction waits for besides its stream, on its own rank and on its peers."""
+        for group, there in self.graphs[rank].awaited(place):
+            for peer in self._peers_with(rank, group, there) if group else (rank,):
+                yield peer, there
+
+    def party(self, rank: int, place: Place) -> tuple[tuple[int, ...], Hashable]:
+        """Return who meets at an instruction, and what tells this meeting from others at its position."""
+        meeting = self.graphs[rank].meeting(place)
+        assert meeting is not None
+        return self.world.party(rank, meeting)
+
+    def name(self, rank: int, place: Place) -> str:
+        """Return how an instruction is called in messages."""
+        name = f"{self.graphs[rank].part(place.position)}/{place.instruction}"
+        return name if self.world.size == 1 else f"{name} of rank {self.world.numbers[rank]}"
+
+    def _peers_with(self, rank: int, group: str, place: Place) -> Iterator[int]:
+        # A dependency on a group waits for the instruction of that name on each of its members that has it.
+        return (peer for peer in self.world.groups[group].peers(rank) if self.graphs[peer].has(place))
