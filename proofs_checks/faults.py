@@ -2,113 +2,114 @@
 
 from __future__ import annotations
 
-from proofs_checks.mutation import Mutant
+from dataclasses import replace
 
-SHORT_GRID = Mutant(
-    "a symmetric grid that ends before the largest value",
-    "executors.codecs.grids:_symmetric_step",
-    "largest / codes",
-    "largest / (codes + 1)",
-)
-ROUNDING_UP = Mutant(
-    "rounding up", "executors.codecs.quantising:quantise", "scaled.round_()", "scaled.ceil_()"
-)
-WIDE_NORMALS = Mutant(
-    "normals 3 % too wide",
-    "executors.randomness.directions:Gaussian.fill",
-    "out.normal_(0.0, 1.0,",
-    "out.normal_(0.0, 1.03,",
-)
-ONE_ROUNDING = Mutant(
-    "one rounding where two are due",
-    "executors.randomness.families:QuantisedGaussian.fill_pair",
-    "second.copy_(self.rounding.rounded(first, generator))\n    first.copy_(self.rounding.rounded(first, generator))",
-    "first.copy_(self.rounding.rounded(first, generator))\n    second.copy_(first)",
-)
-CLAMPED_TOO_FAR = Mutant(
-    "codes clamped one too far",
-    "executors.randomness.quantisers:StochasticRounding.codes",
-    "clamp_(-self.highest, self.highest)",
-    "clamp_(-self.highest - 1, self.highest)",
-)
-NO_ZERO_POINT = Mutant(
-    "a zero point that is forgotten",
-    "executors.randomness.quantisers:StochasticRounding.values",
-    "(codes - self.zero_point)",
-    "codes",
-)
-NEAREST = Mutant(
-    "rounding to the nearest",
-    "executors.randomness.quantisers:rounded_at_random",
-    "chance < numbers - below",
-    "0.5 < numbers - below",
-)
-SECOND_BY_EPSILON = Mutant(
-    "second perturbation by -ε, not -2ε",
-    "executors.steps.arithmetic:Sweeper.perturb",
-    "scale * epsilon",
-    "(1 if scale > 0 else -1) * epsilon",
-)
-CLIMBING = Mutant(
-    "an update that climbs",
-    "executors.steps.arithmetic:Sweeper.update",
-    "piece.sub_(product)",
-    "piece.add_(product)",
-)
-CENTRAL_BY_EPSILON = Mutant(
-    "a central difference divided by ε",
-    "executors.steps.arithmetic:projected_gradient",
-    "(2 * epsilon if central else epsilon)",
-    "epsilon",
-)
-FORWARD_BY_TWO_EPSILON = Mutant(
-    "a forward difference divided by 2ε",
-    "executors.steps.arithmetic:projected_gradient",
-    "(2 * epsilon if central else epsilon)",
-    "(2 * epsilon)",
-)
-EMPTY_FLUSH = Mutant(
-    "a flush that applies nothing",
-    "executors.steps.interpreter:Interpreter.flush",
-    'self._run("flush", StepFrame(self._next_step, previous=self._frame))',
-    'self._run("flush", StepFrame(self._next_step))',
-)
-LOSSES_ADDED = Mutant(
-    "shards' losses added, not averaged",
-    "executors.steps.micro_batches:accumulated",
-    "total / sum(counts)",
-    "total",
-)
-GROUPS_FROM_THE_SEED = Mutant(
-    "every group starts from the seed",
-    "executors.steps.ops.draw:Draws._walked",
-    "generator.set_state(values[source[0]][0])",
-    "generator.manual_seed(seeded.seeds[op.query])",
-)
-PRESENT_RATE = Mutant(
-    "the present step's learning rate",
-    "executors.steps.ops.sweep:Sweeps.update",
-    "rate = source.learning_rate",
-    "rate = frame.learning_rate or source.learning_rate",
-)
-QUERIES_SUMMED = Mutant(
-    "queries summed, not averaged", "executors.steps.ops.sweep:Sweeps.update", "/ self.num_queries", "/ 1"
-)
-UPDATES_THAT_DO_NOT_WAIT = Mutant(
-    "updates that do not wait for their block's turn",
-    "zosim.lowering.rank:Rank.is_delayed",
-    'self.plan.schedule.update == "delayed" and',
-    "False and",
-)
-ALL_SLICES = Mutant(
-    "every rank uploads all slices",
-    "zosim.lowering.residency:Homes._upload_sliced",
-    "copy_work(share_bytes)",
-    "copy_work(total)",
-)
-SENT_TO_ITSELF = Mutant(
-    "a share sent to itself as well",
-    "zosim.lowering.residency:Homes._upload_sliced",
-    "link_bytes=total - share_bytes",
-    "link_bytes=total",
-)
+from costmodel.sweeps import copy_work
+from proofs_checks.mutation import altered, planted
+from zosim.program.contents import GeneratorState
+
+
+@planted("executors.codecs.grids:fit", "a symmetric grid that ends before the largest value")
+def short_grid(shipped, rows, spec, *rest, **named):
+    parameters = shipped(rows, spec, *rest, **named)
+    codes = 2 ** (spec.bits - 1) - 1
+    return (parameters[0] * codes / (codes + 1),) if spec.grid == "symmetric" and codes else parameters
+
+
+@planted("executors.codecs.grids:Fitted.scaled", "rounding up")
+def rounding_up(shipped, self, values):
+    return shipped(self, values).ceil_()
+
+
+@planted("executors.randomness.directions:Gaussian.fill", "normals 3 % too wide")
+def wide_normals(shipped, self, out, generator):
+    shipped(self, out, generator)
+    out.mul_(1.03)
+
+
+@planted("executors.randomness.families:QuantisedGaussian.fill_pair", "one rounding where two are due")
+def one_rounding(shipped, self, first, second, generator):
+    shipped(self, first, second, generator)
+    second.copy_(first)
+
+
+@planted("executors.randomness.quantisers:StochasticRounding.codes", "codes clamped one too far")
+def clamped_too_far(shipped, self, values, generator):
+    end = self.highest + 1
+    codes = shipped(altered(self, bits=self.bits + 1), values, generator)
+    return codes.clamp_(self.zero_point - end, self.zero_point + end)
+
+
+@planted("executors.randomness.quantisers:StochasticRounding.values", "a zero point that is forgotten")
+def no_zero_point(shipped, self, codes, dtype):
+    return shipped(altered(self, zero_point=0), codes, dtype)
+
+
+@planted("executors.randomness.quantisers:rounded_at_random", "rounding to the nearest")
+def nearest(_shipped, numbers, *_generator):
+    return numbers.round()
+
+
+@planted("executors.steps.arithmetic:Sweeper.perturb", "second perturbation by -ε, not -2ε")
+def second_by_epsilon(shipped, self, theta, z, scale, *rest):
+    shipped(self, theta, z, 1 if scale > 0 else -1, *rest)
+
+
+@planted("executors.steps.arithmetic:Sweeper.update", "an update that climbs")
+def climbing(shipped, *given, learning_rate, **named):
+    shipped(*given, learning_rate=-learning_rate, **named)
+
+
+@planted("executors.steps.arithmetic:projected_gradient", "a central difference divided by ε")
+def central_by_epsilon(shipped, *given, **_central):
+    return shipped(*given, central=False)
+
+
+@planted("executors.steps.arithmetic:projected_gradient", "a forward difference divided by 2ε")
+def forward_by_two_epsilon(shipped, *given, **_central):
+    return shipped(*given, central=True)
+
+
+@planted("executors.steps.interpreter:Interpreter._run", "a flush that applies nothing")
+def empty_flush(shipped, self, part, frame):
+    shipped(self, part, replace(frame, previous=None) if part == "flush" else frame)
+
+
+@planted("executors.steps.micro_batches:accumulated", "shards' losses added, not averaged")
+def losses_added(shipped, losses, counts):
+    return shipped(losses, counts) * (sum(counts) if len(losses) > 1 else 1)
+
+
+@planted("executors.steps.ops.draw:Draws.draw", "every group starts from the seed")
+def groups_from_the_seed(shipped, self, instruction):
+    reads = tuple(access for access in instruction.reads if not isinstance(access.what, GeneratorState))
+    return shipped(self, replace(instruction, reads=reads))
+
+
+@planted("executors.steps.frames:StepFrame.at", "the present step's learning rate")
+def present_rate(shipped, self, offset):
+    source = shipped(self, offset)
+    return source and replace(source, learning_rate=self.learning_rate or source.learning_rate)
+
+
+@planted("executors.steps.ops.sweep:Sweeps.update", "queries summed, not averaged")
+def queries_summed(shipped, self, instruction):
+    return shipped(altered(self, num_queries=1), instruction)
+
+
+@planted("zosim.lowering.rank:Rank.is_delayed", "updates that do not wait for their block's turn")
+def updates_that_do_not_wait(*_given):
+    return False
+
+
+@planted("zosim.lowering.rank:Listing.emit", "every rank uploads all slices")
+def all_slices(shipped, self, name, op, stream, label, segment, reads, writes, work):
+    whole = copy_work(sum(access.size_bytes for access in writes))
+    shipped(self, name, op, stream, label, segment, reads, writes, whole if label == "upload" else work)
+
+
+@planted("zosim.lowering.rank:Listing.emit", "a share sent to itself as well")
+def sent_to_itself(shipped, self, name, op, stream, label, segment, reads, writes, work):
+    if label == "gather":
+        work = work.model_copy(update={"link_bytes": sum(access.size_bytes for access in writes)})
+    shipped(self, name, op, stream, label, segment, reads, writes, work)

@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -113,6 +114,14 @@ def planted(target: str, name: str) -> Callable[[Callable[..., Any]], Fault]:
     'seeds that are one too large'
     """
     return lambda change: Fault(name, target, change)
+
+
+def altered(whole: Any, **attributes: Any) -> Any:
+    """Return a shallow copy of an object with other attributes, even of one that is frozen or would refuse them."""
+    other = copy(whole)
+    for name, value in attributes.items():
+        object.__setattr__(other, name, value)
+    return other
 
 
 _ADAPT = "adapt the planted fault to the code as it is now"

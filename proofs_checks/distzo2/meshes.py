@@ -15,7 +15,7 @@ from executors.runs.session import Session
 from executors.steps.arithmetic import projected_gradient
 from proofs_checks.claims import Checks, corrected, counterexample, printed
 from proofs_checks.exact import equal, exceeds, normal_nodes
-from proofs_checks.faults import CENTRAL_BY_EPSILON, LOSSES_ADDED
+from proofs_checks.faults import central_by_epsilon, losses_added
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.setups.analytic import DIMENSION, PER_SEGMENT, AnalyticModel, plan_of
@@ -183,7 +183,7 @@ CHECKS: Checks = {
                 "rank % self.mesh.data",
             ),
         ),
-        counterexample(check_two_shards, CENTRAL_BY_EPSILON),
+        counterexample(check_two_shards, central_by_epsilon),
     ),
     "ranks-are-one-device": printed(
         check_ranks,
@@ -226,6 +226,6 @@ CHECKS: Checks = {
             "self.mesh.coordinates(rank).data",
             "rank % self.mesh.data",
         ),
-        LOSSES_ADDED,
+        losses_added,
     ),
 }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from proofs_checks.claims import Checks, conditioned, corrected, counterexample
-from proofs_checks.faults import ALL_SLICES, SENT_TO_ITSELF
+from proofs_checks.faults import all_slices, sent_to_itself
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.zo2.step_time import NUM_BLOCKS, block_bytes, machine, model, seconds
@@ -191,19 +191,19 @@ CHECKS: Checks = {
     "sliced-step-is-a-pipeline": (
         corrected(
             check_sliced,
-            ALL_SLICES,
+            all_slices,
             Mutant(
                 "exchanges on the uploads' stream",
                 "zosim.lowering.residency:Homes._upload_sliced",
                 "Stream.LINK",
                 "Stream.H2D",
             ),
-            SENT_TO_ITSELF,
+            sent_to_itself,
         ),
-        counterexample(check_printed_sum, ALL_SLICES),
+        counterexample(check_printed_sum, all_slices),
     ),
     "slicing-can-lose": (
-        conditioned(check_no_worse, ALL_SLICES),
-        counterexample(check_slow_links, ALL_SLICES),
+        conditioned(check_no_worse, all_slices),
+        counterexample(check_slow_links, all_slices),
     ),
 }

@@ -15,7 +15,7 @@ from executors.steps.micro_batches import accumulated
 from proofs_checks.claims import Checks, conditioned, corrected, counterexample, printed
 from proofs_checks.distzo2.sliced_transfers import programs
 from proofs_checks.exact import at_most, equal, exceeds, is_true, normal_nodes, within
-from proofs_checks.faults import ALL_SLICES, CENTRAL_BY_EPSILON, SENT_TO_ITSELF
+from proofs_checks.faults import all_slices, central_by_epsilon, sent_to_itself
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.statements import exchange_share, pair_speedup
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -423,8 +423,8 @@ CHECKS: Checks = {
         ),
     ),
     "distzo2-mean-of-unlike-shards": (
-        conditioned(check_like_shards, CENTRAL_BY_EPSILON),
-        counterexample(check_unlike_shards, _UNWEIGHTED, CENTRAL_BY_EPSILON),
+        conditioned(check_like_shards, central_by_epsilon),
+        counterexample(check_unlike_shards, _UNWEIGHTED, central_by_epsilon),
     ),
     "distzo2-one-direction-for-all": printed(
         check_own_directions,
@@ -435,12 +435,12 @@ CHECKS: Checks = {
             "sum(gradients)",
         ),
     ),
-    "distzo2-either-axis-inside": printed(check_both_orders, _UNWEIGHTED, CENTRAL_BY_EPSILON),
+    "distzo2-either-axis-inside": printed(check_both_orders, _UNWEIGHTED, central_by_epsilon),
     "distzo2-one-forward-a-rank": printed(check_single_forwards, _POINTS_OF_ALL_RANKS),
     "distzo2-lane-load": printed(
         check_lane_load,
-        ALL_SLICES,
-        SENT_TO_ITSELF,
+        all_slices,
+        sent_to_itself,
     ),
     "distzo2-scalars-alone": printed(
         check_scalars_alone,
@@ -483,7 +483,7 @@ CHECKS: Checks = {
     ),
     "distzo2-algorithm-1-is-its-equations": printed(
         check_algorithm_1,
-        CENTRAL_BY_EPSILON,
+        central_by_epsilon,
         Mutant(
             "no way back from a perturbed copy",
             "executors.steps.arithmetic:Sweeper.perturb_scaled",

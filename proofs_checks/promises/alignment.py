@@ -14,7 +14,7 @@ from executors.randomness.rng import generator_on
 from executors.randomness.walks import draw_rows, walk_past
 from executors.threads import DrawThreads
 from proofs_checks.claims import Checks, printed
-from proofs_checks.faults import GROUPS_FROM_THE_SEED
+from proofs_checks.faults import groups_from_the_seed
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.setups import literal
@@ -234,7 +234,7 @@ CHECKS: Checks = {
             "for loss, n in pairs:",
             "for loss, n in pairs[:-1]:",
         ),
-        GROUPS_FROM_THE_SEED,
+        groups_from_the_seed,
         Mutant(
             "a delayed update draws from the present step",
             "executors.steps.ops.draw:counter_key",

@@ -13,7 +13,7 @@ from executors.randomness.rng import generator_on
 from executors.steps.micro_batches import accumulated
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import equal, exceeds, mean_estimate, normal_nodes
-from proofs_checks.faults import CENTRAL_BY_EPSILON, LOSSES_ADDED, NEAREST
+from proofs_checks.faults import central_by_epsilon, losses_added, nearest
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.statements import query_error, rounded_square_excess
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -208,12 +208,12 @@ def check_queries_and_shards(_context: Context) -> Outcome:
 
 CHECKS: Checks = {
     "mesh-cut-and-quantised-weights": printed(
-        check_mesh_of_quantised_halves, CENTRAL_BY_EPSILON, LOSSES_ADDED
+        check_mesh_of_quantised_halves, central_by_epsilon, losses_added
     ),
     "rounded-cut-interpolates": (
         printed(
             check_curved_rest,
-            CENTRAL_BY_EPSILON,
+            central_by_epsilon,
             Mutant(
                 "a step that is not squared",
                 "proofs_checks.oracles.statements:rounded_square_excess",
@@ -221,7 +221,7 @@ CHECKS: Checks = {
                 "step",
             ),
         ),
-        printed(check_shipped_interpolation, NEAREST),
+        printed(check_shipped_interpolation, nearest),
     ),
     "two-roundings-under-a-forward-difference": printed(
         check_rounded_forward,
@@ -232,7 +232,7 @@ CHECKS: Checks = {
             "min(max(code, -highest - 1), highest)",
         ),
     ),
-    "rounded-weights-need-shared-numbers": printed(check_noise_of_rounded_weights, NEAREST),
+    "rounded-weights-need-shared-numbers": printed(check_noise_of_rounded_weights, nearest),
     "queries-and-shards": printed(
         check_queries_and_shards,
         Mutant(

@@ -22,11 +22,11 @@ from torch import Tensor
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import normal_nodes, sign_nodes
 from proofs_checks.faults import (
-    CENTRAL_BY_EPSILON,
-    CLIMBING,
-    FORWARD_BY_TWO_EPSILON,
-    SECOND_BY_EPSILON,
-    WIDE_NORMALS,
+    central_by_epsilon,
+    climbing,
+    forward_by_two_epsilon,
+    second_by_epsilon,
+    wide_normals,
 )
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.estimates import estimate_moments
@@ -316,16 +316,16 @@ CHECKS: Checks = {
     "rge-gaussian-unbiased": (
         printed(
             partial(check_applied, "gaussian"),
-            CENTRAL_BY_EPSILON,
-            FORWARD_BY_TWO_EPSILON,
+            central_by_epsilon,
+            forward_by_two_epsilon,
             _THREE_PERCENT,
-            CLIMBING,
+            climbing,
             _SUMMED,
             _STALE,
-            SECOND_BY_EPSILON,
+            second_by_epsilon,
             _SHORT_STEP,
             _ROUNDED_G,
-            WIDE_NORMALS,
+            wide_normals,
         ),
         printed(check_smoothing),
         printed(check_order),
@@ -333,7 +333,7 @@ CHECKS: Checks = {
     "rge-rademacher-unbiased": (
         printed(
             partial(check_applied, "rademacher"),
-            CENTRAL_BY_EPSILON,
+            central_by_epsilon,
             Mutant(
                 "signs that are one three times in four",
                 "executors.randomness.directions:sign_words",
@@ -357,7 +357,7 @@ CHECKS: Checks = {
     ),
     "rge-gaussian-second-moment": printed(
         _both(partial(check_applied, "gaussian"), partial(check_energy, "gaussian")),
-        WIDE_NORMALS,
+        wide_normals,
         _ONE_LOSS,
         _THREE_PERCENT,
     ),

@@ -14,7 +14,7 @@ from executors.randomness.families import LowRank, QuantisedGaussian
 from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rng import generator_on
 from proofs_checks.claims import Checks, printed
-from proofs_checks.faults import WIDE_NORMALS
+from proofs_checks.faults import wide_normals
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.directions import direction_moments
 from proofs_checks.outcomes import Context, Outcome, worst
@@ -162,7 +162,7 @@ _UNSET = Mutant(
 CHECKS: Checks = {
     "direction-moments": printed(
         check_families,
-        WIDE_NORMALS,
+        wide_normals,
         Mutant(
             "low rank without its scale",
             "executors.randomness.families:LowRank.fill",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from executors.models.spec import spec_of_model
 from proofs_checks.claims import Checks, printed
-from proofs_checks.faults import GROUPS_FROM_THE_SEED
+from proofs_checks.faults import groups_from_the_seed
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome, worst
 from proofs_checks.setups.executed import Case, against_literal, executed, literally, random_cases
@@ -122,7 +122,7 @@ def check_scalars(_context: Context) -> Outcome:
 CHECKS: Checks = {
     "stages-are-one-device": printed(
         check_one_direction,
-        GROUPS_FROM_THE_SEED,
+        groups_from_the_seed,
         Mutant(
             "losses of the last stage 3 % too large",
             "executors.steps.ops.exchange:_mean_of",
@@ -136,7 +136,7 @@ CHECKS: Checks = {
             "(plan.model.segments.index(group.segments[0]) // 2, -plan.model.segments.index(group.segments[0]))",
         ),
     ),
-    "stages-draw-independently": printed(check_independent, GROUPS_FROM_THE_SEED),
+    "stages-draw-independently": printed(check_independent, groups_from_the_seed),
     "stages-send-what-is-counted": printed(
         check_counts,
         Mutant(

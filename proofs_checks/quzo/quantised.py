@@ -12,7 +12,7 @@ from executors.randomness.families import QuantisedGaussian
 from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rng import generator_on
 from proofs_checks.claims import Checks, conditioned, counterexample, printed
-from proofs_checks.faults import CLAMPED_TOO_FAR, NEAREST, NO_ZERO_POINT, ONE_ROUNDING
+from proofs_checks.faults import clamped_too_far, nearest, no_zero_point, one_rounding
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.estimates import quantised_estimate_factor
 from proofs_checks.outcomes import Context, Outcome, worst
@@ -110,17 +110,17 @@ CHECKS: Checks = {
     "stochastic-rounding-unbiased": (
         conditioned(
             partial(check_rounding, _WITHIN),
-            NEAREST,
+            nearest,
             _TOWARDS_ZERO,
-            NO_ZERO_POINT,
+            no_zero_point,
         ),
-        counterexample(partial(check_rounding, _BEYOND), CLAMPED_TOO_FAR),
+        counterexample(partial(check_rounding, _BEYOND), clamped_too_far),
     ),
     "quantised-rge": printed(
         check_estimators,
-        NEAREST,
+        nearest,
         _TOWARDS_ZERO,
-        ONE_ROUNDING,
+        one_rounding,
         Mutant(
             "the second rounding rounds the first",
             "executors.randomness.families:QuantisedGaussian.fill_pair",

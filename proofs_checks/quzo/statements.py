@@ -37,12 +37,12 @@ from proofs_checks.exact import (
     within,
 )
 from proofs_checks.faults import (
-    CENTRAL_BY_EPSILON,
-    CLAMPED_TOO_FAR,
-    NEAREST,
-    NO_ZERO_POINT,
-    ONE_ROUNDING,
-    QUERIES_SUMMED,
+    central_by_epsilon,
+    clamped_too_far,
+    nearest,
+    no_zero_point,
+    one_rounding,
+    queries_summed,
 )
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.statements import one_point_error, query_error
@@ -914,10 +914,10 @@ _SECOND_BY_MINUS = Mutant(
 )
 
 CHECKS: Checks = {
-    "quzo-full-precision-update": printed(check_full_precision_update, QUERIES_SUMMED),
+    "quzo-full-precision-update": printed(check_full_precision_update, queries_summed),
     "quzo-unit-variance-is-not-enough": (
-        conditioned(partial(check_unit_variance, 0.0), CENTRAL_BY_EPSILON),
-        counterexample(partial(check_unit_variance, 1.0), CENTRAL_BY_EPSILON),
+        conditioned(partial(check_unit_variance, 0.0), central_by_epsilon),
+        counterexample(partial(check_unit_variance, 1.0), central_by_epsilon),
     ),
     "quzo-unbiased-does-not-converge": (
         conditioned(
@@ -928,7 +928,7 @@ CHECKS: Checks = {
         ),
         counterexample(
             check_unbiased_diverges,
-            CENTRAL_BY_EPSILON,
+            central_by_epsilon,
             Mutant(
                 "three percent",
                 "proofs_checks.quzo.statements:contraction",
@@ -944,8 +944,8 @@ CHECKS: Checks = {
         counterexample(check_two_roundings_clamped, _MASS, _INSIDE),
     ),
     "quzo-scale-left-out": (
-        corrected(partial(check_scaled_outer_product, "values"), _NO_SCALE, NO_ZERO_POINT, _ROUNDS),
-        corrected(check_shipped_mean, _NO_SCALE, NO_ZERO_POINT, NEAREST),
+        corrected(partial(check_scaled_outer_product, "values"), _NO_SCALE, no_zero_point, _ROUNDS),
+        corrected(check_shipped_mean, _NO_SCALE, no_zero_point, nearest),
         counterexample(partial(check_scaled_outer_product, "codes"), _ROUNDS),
     ),
     "quzo-two-roundings-may-be-alike": (
@@ -976,8 +976,8 @@ CHECKS: Checks = {
     "quzo-second-moments": (
         printed(
             check_relative_squares,
-            ONE_ROUNDING,
-            NEAREST,
+            one_rounding,
+            nearest,
             Mutant(
                 "plans that leave out the clamp",
                 "costmodel.formats.roundings:RoundedDirection.relative_energy",
@@ -1074,7 +1074,7 @@ CHECKS: Checks = {
     ),
     "quzo-more-queries": printed(
         check_queries,
-        CENTRAL_BY_EPSILON,
+        central_by_epsilon,
         Mutant(
             "d + 2 for d + 1",
             "proofs_checks.oracles.statements:query_error",
@@ -1115,5 +1115,5 @@ CHECKS: Checks = {
             ),
         ),
     ),
-    "quzo-outlier-code-is-free": printed(check_outlier_code, CLAMPED_TOO_FAR),
+    "quzo-outlier-code-is-free": printed(check_outlier_code, clamped_too_far),
 }

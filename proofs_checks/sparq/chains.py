@@ -16,7 +16,7 @@ from executors.codecs.fidelity import received
 from executors.randomness.rng import generator_on
 from proofs_checks.claims import Checks, corrected, counterexample
 from proofs_checks.exact import at_most, equal, exceeds
-from proofs_checks.faults import ROUNDING_UP
+from proofs_checks.faults import rounding_up
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.smoothing import smoothing_bounds
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -361,7 +361,7 @@ CHECKS: Checks = {
                 "self.later((activation)",
             ),
         ),
-        counterexample(check_rounded_gap, ROUNDING_UP),
+        counterexample(check_rounded_gap, rounding_up),
     ),
     "sparq-eq-43-premises": (
         corrected(

@@ -18,7 +18,7 @@ from executors.codecs.fidelity import received, relative_error
 from executors.randomness.rng import generator_on
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import at_most, equal
-from proofs_checks.faults import NEAREST, SHORT_GRID
+from proofs_checks.faults import nearest, short_grid
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.cuts import codec_gradient_variance
 from proofs_checks.outcomes import Context, Outcome, everything_holds, worst
@@ -255,7 +255,7 @@ def check_blindness(context: Context) -> Outcome:
 CHECKS: Checks = {
     "codec-stochastic-unbiased": printed(
         check_stochastic,
-        NEAREST,
+        nearest,
         Mutant(
             "an affine grid that starts at 0",
             "executors.codecs.grids:Fitted.scaled",
@@ -268,11 +268,11 @@ CHECKS: Checks = {
             "parameters[1].to(step.dtype)",
             "parameters[1].to(step.dtype) + 1",
         ),
-        SHORT_GRID,
+        short_grid,
     ),
     "codec-nearest-contracts": printed(
         check_contraction,
-        SHORT_GRID,
+        short_grid,
         Mutant(
             "codes of which the highest is cut off",
             "executors.codecs.grids:fitted",
@@ -286,7 +286,7 @@ CHECKS: Checks = {
             "scaled.sign().mul_(scaled.abs().ceil_())",
         ),
     ),
-    "codec-stochastic-expands": printed(check_expansion, NEAREST, SHORT_GRID),
+    "codec-stochastic-expands": printed(check_expansion, nearest, short_grid),
     "codec-encodings-lossless": printed(
         check_lossless,
         Mutant(
@@ -333,7 +333,7 @@ CHECKS: Checks = {
         ),
     ),
     "codec-gradient-noise": (
-        printed(check_gradient_noise, NEAREST, SHORT_GRID),
+        printed(check_gradient_noise, nearest, short_grid),
         printed(
             check_gradient_noise_orders,
             Mutant(
@@ -344,5 +344,5 @@ CHECKS: Checks = {
             ),
         ),
     ),
-    "codec-nearest-blind": printed(check_blindness, SHORT_GRID),
+    "codec-nearest-blind": printed(check_blindness, short_grid),
 }

@@ -16,10 +16,10 @@ from executors.randomness.rng import generator_on
 from proofs_checks.claims import Checks, conditioned, corrected, counterexample, printed, reading
 from proofs_checks.exact import at_most, equal, exceeds, is_true, normal_nodes, shipped_estimate
 from proofs_checks.faults import (
-    CENTRAL_BY_EPSILON,
-    FORWARD_BY_TWO_EPSILON,
-    QUERIES_SUMMED,
-    ROUNDING_UP,
+    central_by_epsilon,
+    forward_by_two_epsilon,
+    queries_summed,
+    rounding_up,
 )
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -295,14 +295,14 @@ _PLACES = Mutant(
 
 CHECKS: Checks = {
     "sparq-one-seed-on-every-node": (
-        corrected(check_one_direction, FORWARD_BY_TWO_EPSILON),
-        counterexample(check_same_seed, FORWARD_BY_TWO_EPSILON),
+        corrected(check_one_direction, forward_by_two_epsilon),
+        counterexample(check_same_seed, forward_by_two_epsilon),
     ),
     "sparq-split-loss-is-the-loss": printed(
-        partial(check_split_evaluations, "forward"), FORWARD_BY_TWO_EPSILON, QUERIES_SUMMED
+        partial(check_split_evaluations, "forward"), forward_by_two_epsilon, queries_summed
     ),
     "sparq-split-central-difference": printed(
-        partial(check_split_evaluations, "central"), CENTRAL_BY_EPSILON, QUERIES_SUMMED
+        partial(check_split_evaluations, "central"), central_by_epsilon, queries_summed
     ),
     "sparq-assumption-4-unbounded-layers": (
         conditioned(
@@ -325,7 +325,7 @@ CHECKS: Checks = {
         ),
     ),
     "sparq-assumption-5-title": (
-        reading("a contraction, as the formula says", check_contracts, ROUNDING_UP),
+        reading("a contraction, as the formula says", check_contracts, rounding_up),
         reading("unbiased, as the title says", check_is_unbiased),
     ),
     "sparq-sparse-cost-in-places": (
@@ -342,7 +342,7 @@ CHECKS: Checks = {
         ),
     ),
     "sparq-quantisation-and-zeros": (
-        conditioned(check_zeros_stay, ROUNDING_UP),
+        conditioned(check_zeros_stay, rounding_up),
         counterexample(
             check_zeros_woken,
             Mutant(
@@ -353,6 +353,6 @@ CHECKS: Checks = {
             ),
         ),
     ),
-    "sparq-smooth-activations-are-dense": printed(check_gelu, ROUNDING_UP),
-    "sparq-remark-1-error-feedback": printed(check_feedback, ROUNDING_UP),
+    "sparq-smooth-activations-are-dense": printed(check_gelu, rounding_up),
+    "sparq-remark-1-error-feedback": printed(check_feedback, rounding_up),
 }

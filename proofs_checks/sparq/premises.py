@@ -16,7 +16,7 @@ from executors.randomness.rng import generator_on
 from executors.steps.arithmetic import projected_gradient
 from proofs_checks.claims import Checks, conditioned, counterexample, printed
 from proofs_checks.exact import at_most, equal, exceeds, is_true
-from proofs_checks.faults import SHORT_GRID
+from proofs_checks.faults import short_grid
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.promises.stages import staged
@@ -230,7 +230,7 @@ CHECKS: Checks = {
             check_kinks, _own("a smooth function", _gradients, "function((at", "functional.silu((at")
         ),
     ),
-    "sparq-eq-20-last-lines": printed(check_last_lines_of_lemma_4, SHORT_GRID),
+    "sparq-eq-20-last-lines": printed(check_last_lines_of_lemma_4, short_grid),
     "sparq-dimension-free": (
         conditioned(
             check_back_is_free_of_dimension,

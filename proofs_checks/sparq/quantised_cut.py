@@ -15,7 +15,7 @@ from executors.randomness.rng import generator_on
 from executors.runs.session import Session
 from proofs_checks.claims import Checks, corrected, counterexample, printed
 from proofs_checks.exact import at_most, normal_nodes, within
-from proofs_checks.faults import ROUNDING_UP, SHORT_GRID
+from proofs_checks.faults import rounding_up, short_grid
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.bounds import sparq_stationarity_bound
 from proofs_checks.oracles.cuts import straight_through
@@ -274,7 +274,7 @@ def _estimates_through(
 
 CHECKS: Checks = {
     "lemma-4-needs-the-activation": (
-        corrected(check_lemma, SHORT_GRID, ROUNDING_UP),
+        corrected(check_lemma, short_grid, rounding_up),
         counterexample(check_lemma_without_activation),
     ),
     "theorem-1-without-codec": printed(
@@ -286,10 +286,10 @@ CHECKS: Checks = {
             "4 * epsilon",
         ),
     ),
-    "theorem-1-stalls-at-codes": counterexample(check_stall, SHORT_GRID, ROUNDING_UP),
+    "theorem-1-stalls-at-codes": counterexample(check_stall, short_grid, rounding_up),
     "quantised-gradient-by-radius": printed(
         check_radius,
-        ROUNDING_UP,
+        rounding_up,
         Mutant(
             "rounding to the nearest in place of stochastic",
             "executors.randomness.quantisers:rounded_at_random",

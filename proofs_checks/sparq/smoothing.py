@@ -22,7 +22,7 @@ from proofs_checks.exact import (
     normal_nodes,
     shipped_estimate,
 )
-from proofs_checks.faults import CENTRAL_BY_EPSILON, CLIMBING, FORWARD_BY_TWO_EPSILON, SECOND_BY_EPSILON
+from proofs_checks.faults import central_by_epsilon, climbing, forward_by_two_epsilon, second_by_epsilon
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.smoothing import smoothing_bounds
 from proofs_checks.oracles.statements import sharp_smoothing_bounds, smoothed_gradient_bounds
@@ -416,23 +416,23 @@ _THREE_PERCENT = Mutant(
 
 CHECKS: Checks = {
     "noise-of-losses-by-difference": printed(
-        check_noise_of_losses, CENTRAL_BY_EPSILON, FORWARD_BY_TWO_EPSILON
+        check_noise_of_losses, central_by_epsilon, forward_by_two_epsilon
     ),
     "sparq-both-differences-are-biased": counterexample(
         check_bias_of_both,
-        CENTRAL_BY_EPSILON,
-        FORWARD_BY_TWO_EPSILON,
-        SECOND_BY_EPSILON,
+        central_by_epsilon,
+        forward_by_two_epsilon,
+        second_by_epsilon,
         _THREE_PERCENT,
     ),
     "sparq-ball-needs-a-radius": (
-        conditioned(partial(check_radial, 2.0, 1.0), FORWARD_BY_TWO_EPSILON, CLIMBING),
-        counterexample(partial(check_radial, 1.0, 0.25), FORWARD_BY_TWO_EPSILON),
+        conditioned(partial(check_radial, 2.0, 1.0), forward_by_two_epsilon, climbing),
+        counterexample(partial(check_radial, 1.0, 0.25), forward_by_two_epsilon),
     ),
     "distzo2-projected-gradient-orders": printed(
-        check_pathwise_orders, CENTRAL_BY_EPSILON, SECOND_BY_EPSILON
+        check_pathwise_orders, central_by_epsilon, second_by_epsilon
     ),
-    "zo2-update-needs-its-own-direction": printed(check_shared_direction, CENTRAL_BY_EPSILON, CLIMBING),
+    "zo2-update-needs-its-own-direction": printed(check_shared_direction, central_by_epsilon, climbing),
     "sparq-lemma-2-descent": printed(
         check_descent_lemma,
         Mutant(
@@ -443,7 +443,7 @@ CHECKS: Checks = {
         ),
     ),
     "sparq-lemma-3a-smoothed-gradient": printed(
-        check_smoothed_gradient, FORWARD_BY_TWO_EPSILON, CENTRAL_BY_EPSILON, _THREE_PERCENT
+        check_smoothed_gradient, forward_by_two_epsilon, central_by_epsilon, _THREE_PERCENT
     ),
     "sparq-eq-14-value-gap": printed(
         check_value_gap,
@@ -483,7 +483,7 @@ CHECKS: Checks = {
             "epsilon**2 / 2",
             "epsilon**2 / 9",
         ),
-        FORWARD_BY_TWO_EPSILON,
+        forward_by_two_epsilon,
     ),
     "sparq-eq-17-18-squared-gradients": printed(
         check_squared_gradients,
@@ -509,5 +509,5 @@ CHECKS: Checks = {
             "0.97 * epsilon**2 * smoothness * dimension",
         ),
     ),
-    "sparq-assumption-2-contradicts-smoothing": counterexample(check_assumption_two, FORWARD_BY_TWO_EPSILON),
+    "sparq-assumption-2-contradicts-smoothing": counterexample(check_assumption_two, forward_by_two_epsilon),
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from proofs_checks.claims import Checks, conditioned, corrected, counterexample, printed, reading
 from proofs_checks.exact import at_most, equal, exceeds, is_true, within
-from proofs_checks.faults import EMPTY_FLUSH, PRESENT_RATE, UPDATES_THAT_DO_NOT_WAIT
+from proofs_checks.faults import empty_flush, present_rate, updates_that_do_not_wait
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.setups.executed import Case, differences
@@ -382,7 +382,7 @@ _MENDED = (
         Mutant("the print: no update behind the loop", "proofs_checks.zo2.algorithms:literal_zo2", "if flushed:", "if False:"),
         Mutant("the print: the present learning rate", "proofs_checks.zo2.algorithms:literal_zo2", "if own_rate and step", "if False"),
     ),
-    corrected(check_shipped_offloading, EMPTY_FLUSH, PRESENT_RATE),
+    corrected(check_shipped_offloading, empty_flush, present_rate),
     counterexample(
         check_as_printed,
         Mutant("states of this step for the last one's", "proofs_checks.zo2.algorithms:literal_zo2", "last = buffer.popleft() if step else state", "last = state; buffer.popleft() if step else None"),
@@ -436,7 +436,7 @@ CHECKS: Checks = {
         reading(
             "bytes for each forward",
             check_bytes_per_forward,
-            UPDATES_THAT_DO_NOT_WAIT,
+            updates_that_do_not_wait,
         ),
         reading(
             "time that a step waits for transfers",

@@ -14,7 +14,7 @@ from executors.runs.session import Session
 from executors.steps.arithmetic import Sweeper
 from proofs_checks.claims import Checks, corrected, counterexample, printed
 from proofs_checks.exact import at_most
-from proofs_checks.faults import EMPTY_FLUSH, PRESENT_RATE
+from proofs_checks.faults import empty_flush, present_rate
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.setups.analytic import BATCH, DIMENSION, AnalyticModel, plan_of
@@ -245,13 +245,13 @@ CHECKS: Checks = {
     ),
     "delayed-equals-immediate": printed(
         check_delayed,
-        PRESENT_RATE,
+        present_rate,
         Mutant(
             "no update where g = 0",
             "executors.steps.ops.sweep:Sweeps.update",
             "if source is None:",
             "if source is None or not source.gradients[op.query]:",
         ),
-        EMPTY_FLUSH,
+        empty_flush,
     ),
 }

@@ -8,7 +8,7 @@ from costmodel.models.configs import spec_of_config
 from costmodel.models.model_spec import ModelSpec
 from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
 from proofs_checks.claims import Checks, printed
-from proofs_checks.faults import UPDATES_THAT_DO_NOT_WAIT
+from proofs_checks.faults import updates_that_do_not_wait
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.steps import zo2_step_seconds
 from proofs_checks.outcomes import Context, Outcome
@@ -220,7 +220,7 @@ CHECKS: Checks = {
     ),
     "forwards-double-transfers-do-not": printed(
         check_traffic,
-        UPDATES_THAT_DO_NOT_WAIT,
+        updates_that_do_not_wait,
         Mutant(
             "one forward per query",
             "zosim.lowering.weights:Points.path",

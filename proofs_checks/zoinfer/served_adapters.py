@@ -32,7 +32,7 @@ from executors.serving.runtime import Runtime
 from executors.serving.versions import Versions
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, moments_of_estimate, normal_nodes
-from proofs_checks.faults import CENTRAL_BY_EPSILON
+from proofs_checks.faults import central_by_epsilon
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.setups.literal import chained, drawn
@@ -547,7 +547,7 @@ CHECKS: Checks = {
             "return math",
         ),
         Mutant("a sum for a mean", "executors.datasets.rewards:mean_cost", "/ len(made)", "/ 1"),
-        CENTRAL_BY_EPSILON,
+        central_by_epsilon,
     ),
     "adapters-replay-their-run": printed(
         check_replayed,

@@ -29,7 +29,7 @@ from proofs_checks.exact import (
     shipped_estimate,
     within,
 )
-from proofs_checks.faults import CENTRAL_BY_EPSILON
+from proofs_checks.faults import central_by_epsilon
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.statements import low_rank_entry_moments
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -506,7 +506,7 @@ _WIDTHS_BY_ROOT = Mutant(
 CHECKS: Checks = {
     "zoinfer-two-points": printed(
         check_two_points,
-        CENTRAL_BY_EPSILON,
+        central_by_epsilon,
         Mutant(
             "a step against the sign of c",
             "executors.steps.arithmetic:projected_gradient",
@@ -527,9 +527,9 @@ CHECKS: Checks = {
         lazy.NO_ROOM,
     ),
     "zoinfer-low-rank-estimator": (
-        printed(check_same_estimator, _BY_RANK, _V_FIRST, CENTRAL_BY_EPSILON),
+        printed(check_same_estimator, _BY_RANK, _V_FIRST, central_by_epsilon),
         printed(partial(check_low_rank_mean, True), _WIDTHS_BY_ROOT),
-        printed(check_bias_order, CENTRAL_BY_EPSILON),
+        printed(check_bias_order, central_by_epsilon),
     ),
     "zoinfer-one-over-r": (
         printed(partial(check_low_rank_mean, False)),
@@ -611,7 +611,7 @@ CHECKS: Checks = {
         printed(lazy.check_shipped_slot_growth, lazy.ONE_SLOT, lazy.SLOT_EACH_STEP),
     ),
     "zoinfer-quantised-base": (
-        printed(check_quantised_base, CENTRAL_BY_EPSILON),
+        printed(check_quantised_base, central_by_epsilon),
         printed(coded.check_beside_codes, coded.STORED, coded.STORED_BACK, coded.BESIDE_LONG),
     ),
     "zoinfer-printed-ratios": printed(
