@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from topology.units import format_bytes, format_seconds
@@ -11,8 +10,9 @@ from zosim.report import Report, Table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from costmodel.rates.calibration import FitReport, Residual
+    from costmodel.rates.calibration import FitReport
     from costmodel.rates.profile import Profile
+    from costmodel.scoring import Row
     from executors.calibration.device_facts import DeviceFacts
     from zosim.applications.validation.learning import Lesson
 
@@ -63,9 +63,9 @@ def _evaluation_words(metrics: dict[str, Any]) -> str:
     return f"{shown} after {metrics['num_steps']} steps"
 
 
-def _residual_row(row: Residual) -> tuple[str, str, str, str]:
-    measured, predicted = format_seconds(row.measured_s), format_seconds(row.predicted_s)
-    return row.name, measured, predicted, f"{row.relative_error:+.1%}"
+def _residual_row(row: Row) -> tuple[str, str, str, str]:
+    measured, predicted = format_seconds(row.measured or 0.0), format_seconds(row.predicted or 0.0)
+    return row.case, measured, predicted, "" if row.error is None else f"{row.error:+.1%}"
 
 
 def facts_table(facts: DeviceFacts) -> Table:
@@ -99,8 +99,8 @@ def calibration_view(profile: Profile, fit: FitReport, lessons: Sequence[Lesson]
         for c in profile.constants
     ]
     kinds = [
-        (kind, f"{len(errors)}", f"{median(map(abs, errors)):.1%}", f"{max(errors, key=abs):+.1%}")
-        for kind, errors in fit.errors_by_kind().items()
+        (kind.name, f"{kind.num_rows}", f"{kind.median:.1%}", f"{kind.largest:+.1%}")
+        for kind in fit.by_kind()
     ]
     parts = [
         ("least well explained", "fitted", fit.worst()),

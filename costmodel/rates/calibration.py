@@ -18,6 +18,7 @@ from scipy.optimize import least_squares
 from costmodel.estimate import combine_terms, work_terms
 from costmodel.rates.measurement import Measurement, Statistic
 from costmodel.rates.profile import CONSTANT_UNITS, Constant, DeviceKind, Profile
+from costmodel.scoring import Row, Score, scores
 from topology.errors import ProfileError
 
 Array = NDArray[np.float64]
@@ -52,63 +53,44 @@ _NOT_FITTED = frozenset(
 
 
 @dataclass(frozen=True)
-class Residual:
-    """One measurement beside what the fitted profile says."""
-
-    name: str
-    measured_s: float
-    predicted_s: float
-    contended: bool = False
-
-    @property
-    def relative_error(self) -> float:
-        """``predicted / measured - 1``."""
-        return self.predicted_s / self.measured_s - 1
-
-
-@dataclass(frozen=True)
 class FitReport:
     """What a fit found.
 
     Attributes
     ----------
-    residuals : tuple of Residual
-        In the order of the measurements.
+    residuals : tuple of Row
+        Seconds, in the order of the measurements; those beside others have a flag.
     identified : tuple of str
         Constants that the data determine.
     unidentified : mapping of str to str
         The others, each with the reason; they keep (close to) the base profile's value and its interval.
     condition : float or None
         Ratio of the largest to the smallest singular value of the data's Jacobian over the identified constants.
-    steps : tuple of Residual
+    steps : tuple of Row
         Whole steps that were measured and not fitted, where there are any.
     disturbances : tuple of str
         What disturbed the measuring, in words.
     """
 
-    residuals: tuple[Residual, ...]
+    residuals: tuple[Row, ...]
     identified: tuple[str, ...]
     unidentified: Mapping[str, str]
     condition: float | None
-    steps: tuple[Residual, ...] = ()
+    steps: tuple[Row, ...] = ()
     disturbances: tuple[str, ...] = ()
 
     @property
     def median_error(self) -> float:
         """Median of the absolute relative errors of what was fitted."""
-        return float(np.median([abs(row.relative_error) for row in self.residuals if not row.contended]))
+        return Score.of(self.residuals).median
 
-    def errors_by_kind(self) -> dict[str, list[float]]:
-        """Return the relative errors of what was fitted, by the first word of its name."""
-        errors: dict[str, list[float]] = {}
-        for row in self.residuals:
-            if not row.contended:
-                errors.setdefault(row.name.split(" ", 1)[0].split(".", 1)[0], []).append(row.relative_error)
-        return errors
+    def by_kind(self) -> list[Score]:
+        """Return the scores of what was fitted, by the first word of its name."""
+        return scores(self.residuals, key=lambda row: row.case.split(" ", 1)[0].split(".", 1)[0])
 
-    def worst(self, count: int = 5) -> tuple[Residual, ...]:
+    def worst(self, count: int = 5) -> tuple[Row, ...]:
         """Return the rows with the largest log errors."""
-        ranked = sorted(self.residuals, key=lambda row: -abs(math.log(row.predicted_s / row.measured_s)))
+        ranked = sorted(self.residuals, key=lambda row: -abs(math.log1p(row.error or 0.0)))
         return tuple(ranked[:count])
 
 
@@ -355,9 +337,10 @@ def _open_reason(column: Array, everywhere: Array, shrinkage: float) -> str:
     return ""
 
 
-def _residual(measurement: Measurement, profile: Profile, statistic: Statistic) -> Residual:
-    predicted = _predicted_s(measurement, profile.values(), profile.device_kind)
-    return Residual(measurement.name, measurement.duration_s(statistic), predicted, measurement.contended)
+def _residual(measurement: Measurement, profile: Profile, statistic: Statistic) -> Row:
+    predicted_s = _predicted_s(measurement, profile.values(), profile.device_kind)
+    flag = "beside others" if measurement.contended else ""
+    return Row(measurement.name, "seconds", measurement.duration_s(statistic), predicted_s, flag=flag)
 
 
 _BESIDE = " beside a "

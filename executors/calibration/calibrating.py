@@ -10,10 +10,11 @@ from statistics import fmean
 import torch
 
 from costmodel.devices.datasheet import datasheet_profile
-from costmodel.rates.calibration import FitReport, Residual, fit_profile, with_copy_cores
+from costmodel.rates.calibration import FitReport, fit_profile, with_copy_cores
 from costmodel.rates.measurement import Measurement
 from costmodel.rates.pace import Pace, off_pace, with_pace
 from costmodel.rates.profile import Profile
+from costmodel.scoring import Row
 from executors.calibration.calibrate import DEFAULT_BUDGET_S, calibrate, calibrate_exchanges, threads_set
 from executors.calibration.codec_calibration import with_codec_constants
 from executors.calibration.core_contention import CrowdedCores, crowded_cores, with_crowded_cores
@@ -262,7 +263,7 @@ def fitted(
     if coded:
         profile, fit = _with_code_rates(profile, fit, coded)
     ratios: list[float] = []
-    residuals: list[Residual] = []
+    residuals: list[Row] = []
     for number in range(_NUM_PARTS):
         unseen = steps[number::_NUM_PARTS]
         seen = [step for step in steps if step not in unseen]
@@ -274,7 +275,9 @@ def fitted(
             taken = _as_calibrated_again(taken)
         ratios += interval_ratios(there, topology, node, taken)
         machine = Machine.from_topology(topology, node, other)
-        residuals += [Residual(s.name, s.seconds, simulate(s.program, machine).step_time_s) for s in unseen]
+        residuals += [
+            Row(s.name, "step_s", s.seconds, simulate(s.program, machine).step_time_s) for s in unseen
+        ]
     profile = with_interval_scale(_at_pace(profile, pace), ratios)
     share = disturbed_share(measurements, steps)
     return Profile(**{**dict(profile), "disturbed_share": share}), replace(fit, steps=tuple(residuals))

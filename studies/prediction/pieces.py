@@ -9,8 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from costmodel.rates.calibration import FitReport, Residual
+from costmodel.rates.calibration import FitReport
 from costmodel.rates.profile import Profile
+from costmodel.scoring import Row
 from studies.checkout import commit
 from studies.prediction.predicting import PredictedCase
 from topology.errors import ZosimError
@@ -96,7 +97,7 @@ def fit_of(content: Mapping[str, Any]) -> tuple[Profile, FitReport]:
     """Return the calibration of :func:`content_of_fit`."""
     fit = dict(content["fit"])
     for name in ("residuals", "steps"):
-        fit[name] = tuple(Residual(**row) for row in fit[name])
+        fit[name] = tuple(Row(**row) for row in fit[name])
     for name in ("identified", "disturbances"):
         fit[name] = tuple(fit.get(name, ()))
     return Profile.model_validate(content["profile"]), FitReport(**fit)

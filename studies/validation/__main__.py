@@ -15,55 +15,34 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from costmodel.scoring import Row, Score, scores
 from studies.plots import picture
 from studies.validation.left_out import CHOSEN, HeldOut, all_left_out, held_out, machine_of, source_of
 from topology.errors import MachineError
+from zosim.analysis.scoreboard import score_table
 from zosim.applications.validation.predicting import outcome
-from zosim.applications.validation.rows import Forecast, MeasuredRow, read_rows
-from zosim.applications.validation.scoring import Outcome, Score, scores, total
+from zosim.applications.validation.rows import MeasuredRow, joined, read_rows
 from zosim.applications.validation.site import Sites
 from zosim.console import stderr, stdout
 from zosim.report import Report, Table
 
-_HEAD = ("rows", "blank", "median %", "p90 %", "signed %", "inside %", "high/low")
 
-
-def report(outcomes: Sequence[Outcome]) -> Report:
+def report(rows: Sequence[Row]) -> Report:
     """Return the tables: by group, and by source within each group."""
-    by_group = scores(outcomes)
+    by_source = scores(
+        sorted(rows, key=lambda row: (row.group, row.provenance)),
+        key=lambda row: f"{row.group}, {row.provenance}",
+    )
     return Report(
         "Predictions beside published measurements",
         "Errors are predicted over measured less one; inside counts measurements within the predicted interval.",
-        _table("group", [*by_group, total(by_group)]),
-        Report("By source", _table("group, source", _by_source(outcomes))),
+        _by_group(rows),
+        Report("By source", score_table([s for s in by_source if s.errors], "group, source")),
     )
 
 
-def _by_source(outcomes: Iterable[Outcome]) -> list[Score]:
-    apart: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
-    for row, said in outcomes:
-        apart[row.group, row["source"]].append((row, said))
-    return [
-        Score(f"{group}, {source}", *_counts(score))
-        for (group, source), members in sorted(apart.items())
-        for score in scores(members)
-    ]
-
-
-def _counts(score: Score) -> tuple[int, int, tuple[float, ...], int, tuple[float, ...]]:
-    return score.num_rows, score.num_blank, score.errors, score.num_inside, score.widths
-
-
-def _table(what: str, by_name: Iterable[Score]) -> Table:
-    lines = [
-        (score.name, score.num_rows, score.num_blank, *_figures(score)) for score in by_name if score.errors
-    ]
-    return Table((what, *_HEAD), lines, numeric=_HEAD)
-
-
-def _figures(score: Score) -> tuple[str, ...]:
-    shares = (score.median, score.p90, score.signed, score.coverage)
-    return (*(f"{100 * share:.1f}" for share in shares), f"{score.width:.2f}")
+def _by_group(rows: Sequence[Row]) -> Table:
+    return score_table([*(score for score in scores(rows) if score.errors), Score.of(rows, "all")])
 
 
 def left_out_report(rows: Sequence[MeasuredRow], sites: Sites) -> Report:
@@ -84,10 +63,7 @@ def left_out_report(rows: Sequence[MeasuredRow], sites: Sites) -> Report:
                 f"Without the {what}'s own rows",
                 _held_out_table(what, items),
                 "All constants at once, group by group:",
-                _table(
-                    "group",
-                    [*(by_group := scores(all_left_out(counted, sites, items, axis))), total(by_group)],
-                ),
+                _by_group(all_left_out(counted, sites, items, axis)),
             )
             for (what, axis), items in zip(axes.items(), judged, strict=True)
         ),
@@ -125,12 +101,12 @@ def _errors(item: HeldOut) -> tuple[str, ...]:
     return (*(f"{100 * error:.1f}" for error in errors), item.chosen.without)
 
 
-def plot(outcomes: Sequence[Outcome], path: Path) -> None:
+def plot(rows: Sequence[Row], path: Path) -> None:
     """Draw predicted over measured of every row, a column of dots for each group, coloured by source."""
     dots: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row, said in outcomes:
-        if row.is_counted and row.measured is not None and isinstance(said, Forecast):
-            dots[row.group][row["source"]].append(said.predicted / row.measured)
+    for row in rows:
+        if row.is_counted and row.error is not None:
+            dots[row.group][row.provenance].append(1 + row.error)
     with picture(path, dpi=120, figsize=(10, 0.35 * len(dots) + 1.5)) as (_, axes):
         for place, (_, by_source) in enumerate(dots.items()):
             for number, ratios in enumerate(by_source.values()):
@@ -155,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     sites = Sites(options.hardware or options.rows.parent)
     rows = read_rows(options.rows)
-    outcomes: list[Outcome] = [(row, outcome(row, sites)) for row in rows]
+    judged = [joined(row, outcome(row, sites)) for row in rows]
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         if options.left_out:
@@ -163,8 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             made = left_out_report(rows, sites)
             (options.out / "left_out.md").write_text(made.to_markdown(), encoding="utf-8")
         else:
-            made = report(outcomes)
-            plot(outcomes, options.out / "errors.png")
+            made = report(judged)
+            plot(judged, options.out / "errors.png")
             text = made.to_markdown() + "\n![Predicted over measured, by group](errors.png)\n"
             (options.out / "report.md").write_text(text, encoding="utf-8")
     except OSError as error:

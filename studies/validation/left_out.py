@@ -19,10 +19,10 @@ from unittest.mock import patch
 
 from costmodel import estimate
 from costmodel.devices import datasheet, gpus, nccl
+from costmodel.scoring import Row, Score
 from zosim.applications.validation import codes
 from zosim.applications.validation.predicting import outcome
-from zosim.applications.validation.rows import Forecast, MeasuredRow
-from zosim.applications.validation.scoring import Outcome
+from zosim.applications.validation.rows import Forecast, MeasuredRow, Outcome, joined
 from zosim.applications.validation.site import Sites
 from zosim.hardware import machines
 
@@ -258,7 +258,7 @@ def _predicted(
 
 def _outcomes(
     rows: Sequence[MeasuredRow], sites: Sites, changes: Collection[tuple[Chosen, float]]
-) -> list[Outcome]:
+) -> list[tuple[MeasuredRow, Outcome]]:
     with ExitStack() as changed:
         for chosen, factor in changes:
             changed.enter_context(chosen.apply(factor))
@@ -316,16 +316,14 @@ def fitted(rows: Sequence[MeasuredRow], numbers: Predictions, chosen: Chosen) ->
 
 
 def _median_error(rows: Sequence[MeasuredRow], predicted: Mapping[str, float]) -> float:
-    errors = [
-        abs(predicted[row.name] / row.measured - 1) for row in rows if row.measured and row.name in predicted
-    ]
-    return statistics.median(errors) if errors else math.nan
+    score = Score.of(Row(row.name, row["kind"], row.measured, predicted.get(row.name)) for row in rows)
+    return score.median if score.errors else math.nan
 
 
 def all_left_out(
     rows: Sequence[MeasuredRow], sites: Sites, judged: Sequence[HeldOut], axis: Callable[[MeasuredRow], str]
-) -> list[Outcome]:
-    """Return outcomes of all rows, each predicted with no constant that its own source or machine had a say in.
+) -> list[Row]:
+    """Return all rows, each predicted with no constant that its own source or machine had a say in.
 
     Every constant that matters to a source takes the value that the others fit, all at once.
     """
@@ -333,7 +331,7 @@ def all_left_out(
     for item in judged:
         changes[item.left_out].append((item.chosen, item.factor))
     outcomes = {
-        row.name: (row, said)
+        row.name: joined(row, said)
         for name in sorted(set(map(axis, rows)))
         for row, said in _outcomes([row for row in rows if axis(row) == name], sites, changes[name])
     }

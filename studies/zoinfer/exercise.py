@@ -12,7 +12,7 @@ from studies.exercises import Grade
 
 
 @dataclass(frozen=True)
-class Row:
+class LoggedStep:
     """One step beside one matrix.
 
     Attributes
@@ -28,7 +28,7 @@ class Row:
     learning_rate: float
 
 
-Adapter = Callable[[Sequence[Row], Row, float, int], tuple[Tensor, Tensor]]
+Adapter = Callable[[Sequence[LoggedStep], LoggedStep, float, int], tuple[Tensor, Tensor]]
 """From the steps so far, the present one, ``ε`` and the sign to the factors of one adapter."""
 
 FUNCTION = "adapter"
@@ -52,7 +52,7 @@ def check(adapter: Adapter) -> Grade:
     return Grade(True, f"{2 * len(_CASES)} probes are one adapter each, of as few columns as it takes")
 
 
-def _rows(num_steps: int, lazy_steps: int, rank: int) -> list[Row]:
+def _rows(num_steps: int, lazy_steps: int, rank: int) -> list[LoggedStep]:
     generator = torch.Generator().manual_seed(num_steps)
 
     def normals(rows: int) -> Tensor:
@@ -60,12 +60,12 @@ def _rows(num_steps: int, lazy_steps: int, rank: int) -> list[Row]:
 
     rights = [normals(_INPUTS) for _ in range(num_steps // lazy_steps + 1)]
     return [
-        Row(normals(_OUTPUTS), rights[step // lazy_steps], 0.5 - 0.3 * step, 0.01 / (step + 1))
+        LoggedStep(normals(_OUTPUTS), rights[step // lazy_steps], 0.5 - 0.3 * step, 0.01 / (step + 1))
         for step in range(num_steps)
     ]
 
 
-def _complaint(answer: object, rows: Sequence[Row], sign: int) -> str:
+def _complaint(answer: object, rows: Sequence[LoggedStep], sign: int) -> str:
     """Return what is wrong with the factors for the last row's probe, or nothing."""
     if not (isinstance(answer, tuple) and len(answer) == 2 and all(isinstance(f, Tensor) for f in answer)):
         return "return two tensors, A and B"

@@ -6,18 +6,20 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from studies.zoinfer.exercise import Row
+from studies.zoinfer.exercise import LoggedStep
 
 
-def adapter(rows: Sequence[Row], probe: Row, epsilon: float, sign: int) -> tuple[Tensor, Tensor]:
+def adapter(
+    rows: Sequence[LoggedStep], probe: LoggedStep, epsilon: float, sign: int
+) -> tuple[Tensor, Tensor]:
     """Return the factors ``A`` (outputs, columns) and ``B`` (inputs, columns) of the one adapter that a probe is.
 
     Parameters
     ----------
-    rows : sequence of Row
+    rows : sequence of LoggedStep
         What each step so far was: ``left`` is ``U`` (outputs, rank), ``right`` is ``V`` (inputs, rank), the same tensor for all
         steps of a window; ``projected_gradient`` and ``learning_rate``.
-    probe : Row
+    probe : LoggedStep
         The step that is being taken; its projected gradient is not known yet.
     epsilon : float
     sign : int

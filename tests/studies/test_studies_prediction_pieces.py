@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from costmodel.devices.datasheet import datasheet_profile
-from costmodel.rates.calibration import FitReport, Residual
+from costmodel.rates.calibration import FitReport
+from costmodel.scoring import Row
 from studies.prediction.pieces import (
     OutOfTimeError,
     Pieces,
@@ -58,7 +59,7 @@ def test_a_spoilt_piece_is_named(tmp_path):
 
 def test_a_calibration_is_kept_whole(tmp_path):
     profile = datasheet_profile(load_preset("cpu-laptop"), "cpu0", num_threads=2)
-    residuals = (Residual("matmul", 1.0, 1.1), Residual("copy", 2.0, 2.5, contended=True))
+    residuals = (Row("matmul", "seconds", 1.0, 1.1), Row("copy", "seconds", 2.0, 2.5, flag="beside others"))
     report = FitReport(residuals, ("dispatch_s",), {"gather_s": "unknown"}, 3.0, residuals[:1])
     kept = Pieces(tmp_path).of("calibration", lambda: content_of_fit(profile, report))
     assert fit_of(kept) == (profile, report)

@@ -17,8 +17,7 @@ from topology.errors import ZosimError
 from zosim.applications.validation.learning import learned_from_rows
 from zosim.applications.validation.models import model_of
 from zosim.applications.validation.predicting import PREDICTORS, outcome
-from zosim.applications.validation.rows import Forecast, MeasuredRow, columns_of, read_rows
-from zosim.applications.validation.scoring import scores
+from zosim.applications.validation.rows import Forecast, MeasuredRow, columns_of, joined, read_rows
 from zosim.applications.validation.site import Sites
 from zosim.cli import app
 
@@ -341,15 +340,13 @@ def test_the_command_writes_the_columns_of_the_rows_and_four_more(tmp_path: Path
     assert matmul["median"] == pytest.approx(abs(error), abs=1e-5)
 
 
-def test_errors_are_counted_by_group_with_their_sign_and_coverage() -> None:
-    row = _row("matmul", group="products", measured="2")
-    outcomes = [(row, Forecast(1, 0.5, 2.5)), (row, Forecast(3, 2.5, 4)), (row, Forecast(2.2, 2, 3))]
-    (score,) = scores([*outcomes, (row, "why not")])
-    assert (score.num_rows, score.num_blank, score.num_inside) == (4, 1, 2)
-    assert score.median == pytest.approx(0.5)
-    assert score.signed == pytest.approx(0.1)
-    assert score.coverage == pytest.approx(2 / 3)
-    assert score.width == pytest.approx(1.6)
+def test_a_row_joins_what_was_measured_and_what_is_predicted() -> None:
+    row = _row("matmul", group="products", measured="2", source="somebody")
+    joined_row = joined(row, Forecast(3, 2.5, 4))
+    assert (joined_row.group, joined_row.provenance, joined_row.error) == ("products", "somebody", 0.5)
+    assert joined(row, "why not").predicted is None
+    flagged = _row("matmul", measured="what a spreadsheet says of errors", flag="doubtful")
+    assert not joined(flagged, Forecast(3, 2.5, 4)).is_counted
 
 
 @pytest.mark.parametrize("text", ["", "kind\nmatmul\n", "id,measured\n"])

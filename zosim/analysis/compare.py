@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
 
+from costmodel.scoring import relative_error
 from topology.errors import TimelineError
 from zosim.analysis.critical_path import CriticalPath, PathSegment, bottleneck, step_path
 from zosim.program import Program
@@ -46,7 +47,7 @@ class ComparedLine:
     @property
     def error(self) -> float | None:
         """Predicted over measured, less 1; None if either is missing or nothing was measured."""
-        return _error(self.predicted_s, self.measured_s)
+        return relative_error(self.predicted_s, self.measured_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class MemoryLine:
     @property
     def error(self) -> float | None:
         """Predicted over measured, less 1; None if nothing was measured."""
-        return _error(self.predicted_bytes, self.measured_bytes)
+        return relative_error(self.predicted_bytes, self.measured_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class Comparison:
     @property
     def step_error(self) -> float | None:
         """Predicted step time over the measured one, less 1."""
-        return _error(self.predicted_step_s, self.measured_step_s)
+        return relative_error(self.predicted_step_s, self.measured_step_s)
 
     def to_json(self) -> str:
         """Return everything as JSON, errors included."""
@@ -162,7 +163,7 @@ class Comparison:
         step = (_ms(self.predicted_step_s), _ms(self.measured_step_s), _percent(self.step_error))
         rows = [("step time (ms)", *step)]
         if self.at_pace is not None:
-            error = _error(self.at_pace.step_s, self.measured_step_s)
+            error = relative_error(self.at_pace.step_s, self.measured_step_s)
             rows.append((self.at_pace.words, _ms(self.at_pace.step_s), "", _percent(error)))
         if self.planned_tokens is not None and self.measured_tokens is not None:
             planned, measured = self.planned_tokens, self.measured_tokens
@@ -171,7 +172,7 @@ class Comparison:
                     "tokens per step",
                     f"{planned:,.4g}",
                     f"{measured:,.4g}",
-                    _percent(_error(planned, measured)),
+                    _percent(relative_error(planned, measured)),
                 )
             )
         for line in self.memory:
@@ -299,10 +300,6 @@ def _on_path(path: CriticalPath, key: Key) -> dict[str, float]:
     for item in path.segments:
         seconds[key(item)] += item.duration_s / max(path.num_steps, 1)
     return seconds
-
-
-def _error(predicted: float | None, measured: float | None) -> float | None:
-    return predicted / measured - 1 if predicted is not None and measured else None
 
 
 def _ms(seconds: float | None) -> str:

@@ -117,7 +117,7 @@ def test_a_profile_is_judged_by_steps_that_it_was_not_fitted_to() -> None:
         rows.append(WholeStep(str(number), step.program, seconds, gap_s, timeline=timeline))
     single = Measurement("dispatch", Work(num_kernels=4), 2e-5, 2e-5, 5, 1)
     profile, report = fitted(TOPOLOGY, "cpu0", PROFILE, [single], rows)
-    errors = {row.name: row.relative_error for row in report.steps}
+    errors = {row.case: row.error for row in report.steps}
     assert set(errors) == {"0", "1", "2", "3"}
     assert errors["3"] == min(errors.values())
     assert errors["3"] < -0.4

@@ -54,7 +54,7 @@ def check_file(
     findings = check(evidence)
     rows = [(f.what, f"{f.stated}", f"{f.found}", "holds" if f.holds else "DOES NOT HOLD") for f in findings]
     comparison = evidence.comparison()
-    inside = evidence.prediction.low_s <= evidence.measurement.step_time_s <= evidence.prediction.high_s
+    inside = evidence.row.is_inside
     verdict = f"the measured step lies {'inside' if inside else 'outside'} of the predicted interval"
     data = {
         "holds": all(finding.holds for finding in findings),

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from costmodel.rates.profile import Profile
+from costmodel.scoring import Row
 from topology.errors import ZosimError
 from topology.graph import Topology
 from topology.reading import read_json_object
@@ -165,6 +166,19 @@ class Evidence(FrozenModel):
     def subject(self) -> Subject:
         """Plan, hardware and programs, to predict anew."""
         return Subject(self.plan, self.topology, self.profile, self.program_set)
+
+    @property
+    def row(self) -> Row:
+        """The step time, as it is predicted and measured."""
+        said = self.prediction
+        return Row(
+            self.plan.describe(),
+            "step_s",
+            self.measurement.step_time_s,
+            said.step_time_s,
+            said.low_s,
+            said.high_s,
+        )
 
     def comparison(self) -> Comparison:
         """Return prediction and measurement line by line, for the last rank to end its steps."""

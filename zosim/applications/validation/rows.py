@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from costmodel.formats import COMPUTE_FORMATS, DType, format_name
+from costmodel.scoring import Row
 from topology.errors import ZosimError
 from zosim.applications.validation.tables import TableRow, read_table
 
@@ -46,6 +47,10 @@ class Forecast:
     low: float
     high: float
     assumed: tuple[str, ...] = field(default=(), kw_only=True)
+
+
+Outcome: TypeAlias = "Forecast | str"
+"""What is predicted for a row, or why nothing is."""
 
 
 class MeasuredRow(TableRow):
@@ -120,7 +125,7 @@ def read_rows(path: str | Path) -> list[MeasuredRow]:
     return [MeasuredRow(row.fields, row.where) for row in read_table(path, REQUIRED)]
 
 
-def columns_of(outcome: Forecast | str) -> dict[str, str]:
+def columns_of(outcome: Outcome) -> dict[str, str]:
     """Return the cells that are appended for a forecast, or for the reason why there is none."""
     if isinstance(outcome, str):
         return dict(zip(ADDED, ("", "", "", outcome), strict=True))
@@ -129,6 +134,17 @@ def columns_of(outcome: Forecast | str) -> dict[str, str]:
     return dict(zip(ADDED, (*(f"{number:.6g}" for number in numbers), why), strict=True))
 
 
-def known_kinds(kinds: Sequence[str]) -> str:
-    """Return a hint that names the kinds of rows that are predicted."""
-    return "kinds are " + ", ".join(kinds)
+def joined(row: MeasuredRow, outcome: Outcome) -> Row:
+    """Return a measurement beside what is predicted for it."""
+    said = outcome if isinstance(outcome, Forecast) else None
+    return Row(
+        case=row.name,
+        what=row["kind"],
+        measured=row.measured if row.is_counted else None,  # a flagged cell may hold anything
+        predicted=None if said is None else said.predicted,
+        low=None if said is None else said.low,
+        high=None if said is None else said.high,
+        group=row.group,
+        flag=row["flag"],
+        provenance=row["source"],
+    )

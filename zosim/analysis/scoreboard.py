@@ -1,0 +1,102 @@
+"""Rows of predicted against measured as people read them: a table of scores, a table of rows, and both as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from costmodel.scoring import Row, Score
+from zosim.report import Table
+
+SCORE_COLUMNS = ("rows", "blank", "median %", "p90 %", "signed %", "inside", "high/low")
+_GOAL_COLUMNS = ("goal", "met")
+
+_UNITS: Mapping[str, tuple[float, str, int]] = {"s": (1e3, "ms", 1), "bytes": (2**-20, "MiB", 2)}
+"""By the end of a quantity's name: what it is multiplied by, the unit that comes of it, and digits."""
+
+
+def score_table(
+    scores: Iterable[Score],
+    head: str = "group",
+    *,
+    goals: Mapping[str, tuple[float, float]] | None = None,
+    digits: int = 1,
+    title: str | None = None,
+) -> Table:
+    """Return errors in percent, a line for each score.
+
+    Parameters
+    ----------
+    scores : iterable of Score
+    head : str
+        Heading of their names.
+    goals : mapping of str to (float, float), optional
+        Largest median and 90th percentile that are aimed at, by the name of the score; with it come two columns that say
+        which were met.
+    digits : int
+        Behind the point.
+    title : str, optional
+    """
+    numeric = SCORE_COLUMNS if goals is None else (*SCORE_COLUMNS, *_GOAL_COLUMNS)
+    lines = [
+        (score.name, *_cells(score, digits), *(() if goals is None else _goal(score, goals)))
+        for score in scores
+    ]
+    return Table((head, *numeric), lines, numeric=SCORE_COLUMNS, title=title)
+
+
+def _cells(score: Score, digits: int) -> tuple[str, ...]:
+    counts = (str(score.num_rows), str(score.num_blank))
+    if not score.errors:
+        return (*counts, *("",) * (len(SCORE_COLUMNS) - len(counts)))
+    errors = (f"{100 * score.median:.{digits}f}", f"{100 * score.p90:.{digits}f}")
+    signed = f"{100 * score.signed:+.{digits}f}"
+    inside = (f"{100 * score.coverage:.0f} %", f"{score.width:.2f}") if score.widths else ("", "")
+    return (*counts, *errors, signed, *inside)
+
+
+def _goal(score: Score, goals: Mapping[str, tuple[float, float]]) -> tuple[str, str]:
+    goal = goals.get(score.name)
+    if goal is None or not score.errors:
+        return "", ""
+    return f"{100 * goal[0]:g} / {100 * goal[1]:g}", "yes" if score.meets(goal) else "no"
+
+
+def score_data(score: Score) -> dict[str, Any]:
+    """Return a score as JSON has it; a group without predictions has counts alone."""
+    known: dict[str, Any] = {"group": score.name, "rows": score.num_rows, "blank": score.num_blank}
+    if score.errors:
+        known |= {"median": score.median, "p90": score.p90, "signed": score.signed}
+    if score.widths:
+        known |= {"coverage": score.coverage, "width": score.width}
+    return known
+
+
+def rows_table(
+    rows: Iterable[Row], more: Mapping[str, Callable[[Row], str]] | None = None, *, title: str | None = None
+) -> Table:
+    """Return rows of one quantity, the largest errors first, and `more` columns by heading.
+
+    Examples
+    --------
+    >>> rows = [Row("a", "step_s", 0.01, 0.011, 0.009, 0.012), Row("b", "step_s", 0.02, 0.03)]
+    >>> print(rows_table(rows).to_markdown())
+    | case | predicted (ms) | interval | measured (ms) | error |
+    | --- | ---: | ---: | ---: | ---: |
+    | b | 30.0 |  | 20.0 | +50.0% |
+    | a | 11.0 | 9.0–12.0 | 10.0 | +10.0% |
+    """
+    listed = sorted(rows, key=lambda row: -abs(row.error or 0.0))
+    factor, unit, digits = _UNITS[listed[0].what.rpartition("_")[2]] if listed else (1.0, "", 1)
+
+    def shown(number: float | None) -> str:
+        return "" if number is None else f"{factor * number:.{digits}f}"
+
+    columns: dict[str, Callable[[Row], str]] = {
+        "case": lambda row: row.case,
+        f"predicted ({unit})": lambda row: shown(row.predicted),
+        "interval": lambda row: "" if row.low is None else f"{shown(row.low)}–{shown(row.high)}",
+        f"measured ({unit})": lambda row: shown(row.measured),
+        "error": lambda row: "" if row.error is None else f"{row.error:+.1%}",
+    }
+    return Table.of(listed, columns | dict(more or {}), title=title)
