@@ -18,7 +18,9 @@ from executors.calibration.probing import token_batch
 from executors.devices import device_module
 from executors.models.spec import plan_of_model
 from executors.runs.session import Session
+from executors.turns import in_turns
 from studies.first_hour.setting import Content, Setting
+from studies.speed.reference import two_forwards
 from zosim.analysis.compare import compare
 from zosim.applications.trace import save_trace
 from zosim.hardware.machine import Machine
@@ -206,14 +208,9 @@ def _overlap(timeline: Timeline) -> Content:
 def _two_forwards_s(session: Session, batch: Mapping[str, torch.Tensor]) -> float:
     """Return what two forwards of the same model on the device take, each read."""
     data = {name: tensor.to(session.device) for name, tensor in batch.items()}
-    seconds = []
-    with session.whole_model() as model, torch.no_grad():
-        for _ in range(_NUM_WARM + _NUM_TIMED):
-            begin = time.perf_counter()
-            for _ in range(2):
-                model(**data).loss.item()
-            seconds.append(time.perf_counter() - begin)
-    return median(seconds[_NUM_WARM:])
+    with session.whole_model() as model:
+        ways = {"forwards": lambda _: two_forwards(model, data)}
+        return in_turns(ways, _NUM_TIMED, num_warm_rounds=_NUM_WARM)["forwards"].median_s
 
 
 def zo2_case(setting: Setting, case: Case) -> Content:

@@ -6,9 +6,7 @@ of a byte an element, is added: to the weights that are made, or as a second wei
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from statistics import median
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,6 +15,7 @@ from torch.nn.functional import linear
 from costmodel.formats.low_bits import Coding
 from executors.formats import format_of
 from executors.low_bits.coded import QuantizedTensor
+from executors.turns import in_turns
 
 ROWS = (16, 128, 512)
 _SHAPE = torch.Size((768, 768))
@@ -50,18 +49,19 @@ def _line(name: str, inputs: Tensor) -> str:
     scale = torch.full((_SHAPE[0],), 1e-5, dtype=torch.bfloat16)
     dtype = inputs.dtype
     assert format_of(dtype) == coded.coding.dtype
-    seconds = _in_turns(
+    seconds = in_turns(
         {
-            "made": lambda: linear(inputs, coded.values(dtype)),
-            "made, moved": lambda: linear(inputs, coded.values(dtype).add_(direction, alpha=1e-5)),
-            "alone": lambda: alone(inputs),
-            "alone, moved": lambda: alone(inputs) + torch._weight_int8pack_mm(inputs, direction, scale),
-        }
+            "made": lambda _: linear(inputs, coded.values(dtype)),
+            "made, moved": lambda _: linear(inputs, coded.values(dtype).add_(direction, alpha=1e-5)),
+            "alone": lambda _: alone(inputs),
+            "alone, moved": lambda _: alone(inputs) + torch._weight_int8pack_mm(inputs, direction, scale),
+        },
+        _NUM_TURNS,
     )
     exact = inputs.double() @ coded.values(torch.float64).T
     error = float((alone(inputs).double() - exact).abs().max() / exact.abs().max())
     made, alone_ms, made_moved, alone_moved = (
-        1e3 * seconds[way] for way in ("made", "alone", "made, moved", "alone, moved")
+        1e3 * seconds[way].median_s for way in ("made", "alone", "made, moved", "alone, moved")
     )
     return (
         f"{name}, {inputs.shape[0]:4} rows: at the base {made:7.2f} and {alone_ms:7.2f} ({alone_ms / made:5.2f}), "
@@ -82,18 +82,6 @@ def weight_only(coded: QuantizedTensor) -> Callable[[Tensor], Tensor]:
         return made
 
     return product
-
-
-def _in_turns(ways: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
-    """Return the median seconds of each way, all of which are gone through again and again."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(_NUM_TURNS + 1):
-        for name, way in ways.items():
-            begin = time.perf_counter()
-            way()
-            if turn:
-                seconds[name].append(time.perf_counter() - begin)
-    return {name: median(taken) for name, taken in seconds.items()}
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import statistics
 import sys
+import time
 from collections.abc import Iterator
-from functools import partial
 
 from costmodel.models.configs import read_model_spec
-from studies.scale.__main__ import timed
+from executors.turns import Way, in_turns
 from topology.clusters import cluster
 from topology.documents import load_preset
 from zosim.config import PlanConfig
@@ -31,15 +30,20 @@ _SEARCHES = {"13b-8": ("opt-13b", 1), "175b-8": ("opt-175b", 1), "13b-1024": ("o
 def main() -> int:
     """Time the searches and print a line for each."""
     options = _options()
-    by_name: dict[str, tuple[list[float], Decision]] = {}
-    for _ in range(options.rounds):
-        for name in options.search or _SEARCHES:
-            (_, core_s), decision = timed(partial(choose, request_named(name)))
-            by_name.setdefault(name, ([], decision))[0].append(core_s)
+    decided: dict[str, Decision] = {}
+
+    def way(name: str) -> Way:
+        # A request of its own for each round: nothing about its topology is known yet.
+        requests = [request_named(name) for _ in range(options.rounds)]
+        return lambda number: decided.update({name: choose(requests[number])})
+
+    ways = {name: way(name) for name in options.search or _SEARCHES}
+    times = in_turns(ways, options.rounds, num_warm_rounds=0, clock=time.process_time)
     print(f"{'':10s}{'median s':>9s}{'least s':>9s}{'candidates':>11s}  {'digest':16s}  chosen")
-    for name, (times, decision) in by_name.items():
+    for name, own in times.items():
+        decision = decided[name]
         print(
-            f"{name:10s}{statistics.median(times):9.2f}{min(times):9.2f}{len(list(_candidates(decision))):11d}  "
+            f"{name:10s}{own.median_s:9.2f}{own.fastest_s:9.2f}{len(list(_candidates(decision))):11d}  "
             f"{digest(decision)}  {decision.chosen.describe()}, {decision.chosen.seconds:.4f} s"
         )
     return 0

@@ -24,8 +24,11 @@ from torch import nn
 
 from executors.models.spec import spec_of_model
 from executors.runs.session import Session
+from executors.turns import TurnTimes, Way, in_turns, turn_table
 from studies.speed.reference import literal_step, two_forwards
+from zosim.console import emit
 from zosim.plans import Directions, Estimator, Placement, Plan, Residency, Schedule, Weights
+from zosim.report import Report
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1m": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512},
@@ -33,27 +36,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 _RATE, _EPSILON = 1e-7, 1e-3
 _CHECKSUMS = ", checksums"
+_LITERAL, _FORWARDS = "literal loop", "two forwards"
 Batch = dict[str, torch.Tensor]
-Step = Callable[[int], object]
-
-
-@dataclass(frozen=True)
-class ContenderTimes:
-    """One contender's time.
-
-    Attributes
-    ----------
-    name : str
-    median_s, fastest_s : float
-    to_literal, to_forwards : float
-        Medians divided by those of the reference loop and of two forwards, in the same run.
-    """
-
-    name: str
-    median_s: float
-    fastest_s: float
-    to_literal: float
-    to_forwards: float
 
 
 def main() -> None:
@@ -66,7 +50,9 @@ def main() -> None:
     for setting in settings:
         seconds = timed(setting, options.rounds, checksums=options.checksums)
         report(setting, seconds)
-        results.append({"setting": setting.describe(), "seconds": seconds})
+        results.append(
+            {"setting": setting.describe(), "seconds": {name: own.seconds for name, own in seconds.items()}}
+        )
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -87,49 +73,52 @@ class SpeedSetting:
         return f"OPT-{self.shape} shape, {self.dtype}, {batch}, {self.threads} thread(s)"
 
 
-def timed(setting: SpeedSetting, rounds: int, *, checksums: bool = False) -> dict[str, list[float]]:
+def timed(setting: SpeedSetting, rounds: int, *, checksums: bool = False) -> dict[str, TurnTimes]:
     """Return seconds of every contender in every round."""
     torch.set_num_threads(setting.threads)
     model = model_of_shape(setting.shape, getattr(torch, setting.dtype))
     return measure(model, setting.batch, setting.seq, setting.dtype, rounds, checksums=checksums)
 
 
-def report(setting: SpeedSetting, seconds: dict[str, list[float]]) -> None:
+def report(setting: SpeedSetting, seconds: dict[str, TurnTimes]) -> None:
     """Print the table of one setting."""
-    rounds = len(next(iter(seconds.values())))
-    print(f"{setting.describe()}, torch {torch.__version__}, medians of {rounds} rounds")
-    print(f"{'':28s}{'median':>10s}{'fastest':>10s}{'/ literal':>11s}{'/ forwards':>12s}")
-    for row in table(seconds):
-        print(
-            f"{row.name:28s}{row.median_s * 1e3:8.1f}ms{row.fastest_s * 1e3:8.1f}ms"
-            f"{row.to_literal:11.3f}{row.to_forwards:12.3f}"
-        )
-    for name, share in checksum_shares(seconds).items():
-        print(f"checksums add {share:+.1%} to a step: {name}")
+    rounds = len(next(iter(seconds.values())).seconds)
+    ratios: dict[str, Callable[[TurnTimes], float]] = {
+        "/ literal": lambda own: own.median_s / seconds[_LITERAL].median_s,
+        "/ forwards": lambda own: own.median_s / seconds[_FORWARDS].median_s,
+    }
+    emit(
+        None,
+        json=False,
+        text=Report(
+            "",
+            f"{setting.describe()}, torch {torch.__version__}, medians of {rounds} rounds",
+            turn_table(seconds, ratios, digits=3),
+            *(
+                f"checksums add {share:+.1%} to a step: {name}"
+                for name, share in checksum_shares(seconds).items()
+            ),
+        ),
+    )
 
 
-def checksum_shares(seconds: dict[str, list[float]]) -> dict[str, float]:
+def checksum_shares(seconds: dict[str, TurnTimes]) -> dict[str, float]:
     """Return what checksums add to a step, as a share of one without: the median over rounds."""
     return {
         name: statistics.median(
-            own / without for own, without in zip(seconds[name + _CHECKSUMS], values, strict=True)
+            own / without
+            for own, without in zip(seconds[name + _CHECKSUMS].seconds, plain.seconds, strict=True)
         )
         - 1
-        for name, values in seconds.items()
+        for name, plain in seconds.items()
         if name + _CHECKSUMS in seconds
     }
 
 
 def measure(
     model: Any, batch: int, seq: int, dtype: str, rounds: int, *, checksums: bool = False
-) -> dict[str, list[float]]:
-    """Return seconds of every contender in every round, after one round that is thrown away.
-
-    Notes
-    -----
-    A turn is two steps, of which the second is timed: what a contender's memory has become while the others ran (its
-    pages cold, on some virtual machines given back) is no part of a step among its like.
-    """
+) -> dict[str, TurnTimes]:
+    """Return seconds of every contender in every round, after one round that is thrown away."""
     tokens = torch.randint(
         0, model.config.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(0)
     )
@@ -137,37 +126,15 @@ def measure(
     contenders = dict(_contenders(model, data, dtype, checksums=checksums))
     # Small shares are told by the time on cores, which a busy machine changes less.
     clock = time.process_time if checksums else time.perf_counter
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 1):  # a session observes its memory in the first two steps
-        for name, step in contenders.items():
-            step(2 * turn)
-            begin = clock()
-            step(2 * turn + 1)
-            if turn:
-                seconds[name].append(clock() - begin)
-    return seconds
+    # A session observes its memory in the first two steps, which are those of the round that does not count.
+    return in_turns(contenders, rounds, num_untimed=1, clock=clock)
 
 
-def table(seconds: dict[str, list[float]]) -> list[ContenderTimes]:
-    """Return one row per contender."""
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    return [
-        ContenderTimes(
-            name,
-            median,
-            min(seconds[name]),
-            median / medians["literal loop"],
-            median / medians["two forwards"],
-        )
-        for name, median in medians.items()
-    ]
-
-
-def _contenders(model: nn.Module, data: Batch, dtype: str, *, checksums: bool) -> list[tuple[str, Step]]:
+def _contenders(model: nn.Module, data: Batch, dtype: str, *, checksums: bool) -> list[tuple[str, Way]]:
     literal, forwards = copy.deepcopy(model), copy.deepcopy(model)
-    contenders: list[tuple[str, Step]] = [
-        ("literal loop", lambda step: literal_step(literal, data, step, _RATE, _EPSILON)),
-        ("two forwards", lambda _step: two_forwards(forwards, data)),
+    contenders: list[tuple[str, Way]] = [
+        (_LITERAL, lambda step: literal_step(literal, data, step, _RATE, _EPSILON)),
+        (_FORWARDS, lambda _step: two_forwards(forwards, data)),
     ]
     delayed, kept = Schedule(update="delayed"), Directions(kept=True)
     counter, signs = Directions(rng="counter"), Directions(rng="counter", distribution="rademacher")

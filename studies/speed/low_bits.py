@@ -24,6 +24,7 @@ from costmodel.rates.profile import load_profile
 from executors.pace import reference_now_s
 from executors.runs.session import Session
 from executors.steps import streams
+from executors.turns import Way, in_turns
 from studies.prediction.measuring import PACE_S
 from studies.speed.__main__ import SHAPES, model_of_shape, session_of
 from studies.speed.reference import two_forwards
@@ -93,8 +94,11 @@ def main(
         **{name: partial(two_forwards, model, data) for name, model in models.items()},
         **{name: partial(session.step, data) for name, session in sessions.items()},
     }
-    seconds, references_s = _in_turns(works, rounds, clock)
-    narrow, wide = median(seconds["bfloat16"]), median(seconds["float32"])
+    references_s: dict[str, list[float]] = {}
+    ways = {name: _beside_a_reference(name, work, references_s) for name, work in works.items()}
+    # Sessions observe their memory in the round that does not count.
+    times = in_turns(ways, rounds, num_untimed=1, clock=clock)
+    narrow, wide = times["bfloat16"].median_s, times["float32"].median_s
     print(f"OPT-{shape} shape, batch {batch} x {seq}, {threads} thread(s), medians of {rounds} rounds")
     print(f"two forwards: {1e3 * narrow:.1f} ms in bfloat16, {1e3 * wide:.1f} ms in float32")
     print(
@@ -102,7 +106,7 @@ def main(
     )
     rates, topology = None if profile is None else load_profile(profile), detect()
     for name, session in sessions.items():
-        step, own = median(seconds[name]), median(_forward_seconds(session))
+        step, own = times[name].median_s, median(_forward_seconds(session))
         line = f"{name:30s}{1e3 * step:8.1f}ms{1e3 * own:9.1f}ms{own / narrow:12.2f}{own / wide:11.2f}{step / own:17.2f}"
         if rates is not None:
             for words, known in (
@@ -128,24 +132,15 @@ def _session(case: Mapping[str, Any], model: nn.Module, data: dict[str, Tensor])
     )
 
 
-def _in_turns(
-    works: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float]
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the seconds of each work by name, and those of the reference that tells the machine's pace, one for each round.
+def _beside_a_reference(name: str, work: Callable[[], object], references_s: dict[str, list[float]]) -> Way:
+    """Return work that is preceded, in each of its turns, by the reference that tells the machine's pace."""
 
-    In its turn a work is done twice, and timed the second time.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    references_s: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(rounds + 1):
-        for name, work in works.items():
-            references_s[name].append(reference_now_s(PACE_S))
-            work()
-            begin = clock()
-            work()
-            seconds[name].append(clock() - begin)
-    # Sessions observe their memory in the first round.
-    return {name: every[1:] for name, every in seconds.items()}, references_s
+    def way(number: int) -> object:
+        if number % 2 == 0:
+            references_s.setdefault(name, []).append(reference_now_s(PACE_S))
+        return work()
+
+    return way
 
 
 def _forward_seconds(session: Session) -> list[float]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import cycle
-from statistics import median
 from time import perf_counter, process_time
 from typing import Annotated
 
@@ -21,6 +20,7 @@ from torch.nn.functional import linear
 from executors.low_bits.exact_products import exact_sums
 from executors.low_bits.linear import byte_product, coded_inputs
 from executors.steps.heap import keep_freed_memory
+from executors.turns import Way, in_turns
 from zosim.console import stdout
 from zosim.report import Table
 
@@ -69,32 +69,27 @@ def milliseconds(
     # Without AMX oneDNN has no such kernel for inputs with a sign, and takes a second for each product.
     without_sign = codes.to(torch.int16).add_(128).to(torch.uint8)
 
-    def scaled_inside() -> Tensor:
+    def scaled_inside(_: int) -> Tensor:
         product: Tensor = onednn.qlinear_pointwise(
             without_sign, 1.0, 128, next(laid_out), unit, zero, None, 1.0, 0, torch.bfloat16, "none", [], ""
         )
         return product
 
-    ways: dict[str, Callable[[], object]] = {
-        "float32": lambda: linear(x, next(wide)),
-        "bfloat16": lambda: linear(narrow, next(bfloat16)),
-        "int_mm": lambda: exact_sums(codes, next(int8)),
+    ways: dict[str, Way] = {
+        "float32": lambda _: linear(x, next(wide)),
+        "bfloat16": lambda _: linear(narrow, next(bfloat16)),
+        "int_mm": lambda _: exact_sums(codes, next(int8)),
         "qlinear": scaled_inside,
-        "laid out": lambda: onednn.qlinear_prepack(next(int8), None),
-        "inputs coded": lambda: coded_inputs(narrow, "token"),
-        "with scales": lambda: byte_product(codes, next(int8), scales).mul_(unit).to(torch.bfloat16),
+        "laid out": lambda _: onednn.qlinear_prepack(next(int8), None),
+        "inputs coded": lambda _: coded_inputs(narrow, "token"),
+        "with scales": lambda _: byte_product(codes, next(int8), scales).mul_(unit).to(torch.bfloat16),
     }
-    taken = {way: _median_ms(run, clock) for way, run in ways.items()}
+    # One way after the other: each finds caches as it left them.
+    taken = {
+        name: 1e3 * in_turns({name: way}, _NUM_TURNS, num_warm_rounds=2, clock=clock)[name].median_s
+        for name, way in ways.items()
+    }
     return taken | {"sums scaled": max(0.0, taken["with scales"] - taken["int_mm"])}
-
-
-def _median_ms(run: Callable[[], object], clock: Callable[[], float]) -> float:
-    seconds = []
-    for _ in range(_NUM_TURNS + 2):
-        begin = clock()
-        run()
-        seconds.append(clock() - begin)
-    return 1e3 * median(seconds[2:])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import argparse
 import copy
 import csv
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,13 @@ from executors.models.recording_blocks import StepCache
 from executors.models.spec import spec_of_model
 from executors.runs.adapters import attach
 from executors.runs.session import Session
+from executors.turns import TurnTimes, Way, in_turns, turn_table
 from studies.plots import picture
 from studies.zoinfer.reference import PlainLoop
 from topology.errors import RunError
+from zosim.console import emit
 from zosim.plans import Directions, Estimator, Placement, Plan, Weights
+from zosim.report import Report
 
 SHAPES: dict[str, dict[str, int]] = {
     "1m": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512},
@@ -69,30 +71,23 @@ def main() -> None:
     )
     for size in options.batch:
         batches = [batch_of(model, size, number, options) for number in range(2 * options.rounds + 2)]
-        seconds = _timed(model, batches, options.dtype, options.device)
-        medians = {name: statistics.median(values) for name, values in seconds.items()}
-        _report(size, batches, medians, seconds)
+        times = _timed(model, batches, options.dtype, options.device)
+        _report(size, batches, times)
         if options.out:
-            _write(options, size, medians)
+            _write(options, size, times)
     if options.out:
         plot_speedups(options.out / ROWS, options.out / "speedups.svg")
     if options.compared:
         _report_gradients(model, [batch_of(model, 16, n, options) for n in range(options.compared)], options)
 
 
-def _timed(model: nn.Module, batches: Sequence[Data], dtype: str, device: str) -> dict[str, list[float]]:
-    contenders = _contenders(model, batches[0], dtype, device)
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(len(batches) // 2):  # a session observes its memory in the first two steps
-        for name, step in contenders.items():
-            step(2 * turn, batches[2 * turn])
-            _wait(device)
-            begin = time.perf_counter()
-            step(2 * turn + 1, batches[2 * turn + 1])
-            _wait(device)
-            if turn:
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
+def _timed(model: nn.Module, batches: Sequence[Data], dtype: str, device: str) -> dict[str, TurnTimes]:
+    def way(step: Step) -> Way:
+        return lambda number: step(number, batches[number])
+
+    contenders = {name: way(step) for name, step in _contenders(model, batches[0], dtype, device).items()}
+    # A session observes its memory in the first two steps, which are those of the round that does not count.
+    return in_turns(contenders, len(batches) // 2 - 1, num_untimed=1, finish=lambda: _wait(device))
 
 
 def _contenders(model: nn.Module, data: Data, dtype: str, device: str) -> dict[str, Step]:
@@ -120,23 +115,20 @@ def _contenders(model: nn.Module, data: Data, dtype: str, device: str) -> dict[s
     return steps | {_PLAIN_FORWARD: forward_padded, _PACKED_FORWARD: forward_packed}
 
 
-def _report(
-    size: int, batches: Sequence[Data], medians: dict[str, float], seconds: dict[str, list[float]]
-) -> None:
+def _report(size: int, batches: Sequence[Data], times: dict[str, TurnTimes]) -> None:
     computed = sum(int(batch["attention_mask"].sum()) for batch in batches)
     padded = sum(batch["input_ids"].numel() for batch in batches)
-    print(f"\nbatch {size}: {padded / len(batches):.0f} tokens padded, {computed / len(batches):.0f} without")
-    print(
-        f"{'':30s}{'median':>10s}{'fastest':>10s}{'loop / it':>11s}{'it / padded':>13s}{'it / packed':>13s}"
-    )
-    for name, median in medians.items():
-        print(
-            f"{name:30s}{median * 1e3:8.1f}ms{min(seconds[name]) * 1e3:8.1f}ms{medians[_LOOP] / median:11.2f}"
-            f"{median / medians[_PLAIN_FORWARD]:13.2f}{median / medians[_PACKED_FORWARD]:13.2f}"
-        )
+    loop, plain, packed = (times[name].median_s for name in (_LOOP, _PLAIN_FORWARD, _PACKED_FORWARD))
+    ratios: dict[str, Callable[[TurnTimes], float]] = {
+        "loop / it": lambda own: loop / own.median_s,
+        "it / padded": lambda own: own.median_s / plain,
+        "it / packed": lambda own: own.median_s / packed,
+    }
+    words = f"batch {size}: {padded / len(batches):.0f} tokens padded, {computed / len(batches):.0f} without"
+    emit(None, json=False, text=Report("", words, turn_table(times, ratios)))
 
 
-def _write(options: argparse.Namespace, size: int, medians: dict[str, float]) -> None:
+def _write(options: argparse.Namespace, size: int, times: dict[str, TurnTimes]) -> None:
     """Put the medians in the place of those of an earlier run of the same case."""
     path = options.out / ROWS
     case = {"shape": options.shape, "threads": options.threads, "answers": options.options, "batch": size}
@@ -144,7 +136,9 @@ def _write(options: argparse.Namespace, size: int, medians: dict[str, float]) ->
     if path.is_file():
         with path.open(newline="") as file:
             rows = [row for row in csv.DictReader(file) if any(row[name] != str(case[name]) for name in case)]
-    rows += [case | {"contender": name, "milliseconds": f"{1e3 * s:.1f}"} for name, s in medians.items()]
+    rows += [
+        case | {"contender": name, "milliseconds": f"{1e3 * own.median_s:.1f}"} for name, own in times.items()
+    ]
     options.out.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*case, "contender", "milliseconds"], lineterminator="\n")

@@ -12,7 +12,6 @@ import argparse
 import copy
 import json
 import os
-import statistics
 import subprocess
 import tempfile
 import time
@@ -31,8 +30,11 @@ from executors.models.lora import save_adapters
 from executors.runs.adapters import attach
 from executors.serving.engine import Request
 from executors.serving.runtime import Runtime
+from executors.turns import Took, Way, in_turns, turn_table
 from studies.zoinfer.__main__ import SHAPES
 from topology.errors import RunError
+from zosim.console import emit
+from zosim.report import Report
 
 _NAMES = ("one", "two", "three")
 _LINEARS = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -42,8 +44,8 @@ _LINEARS = ("q_proj", "k_proj", "v_proj", "out_proj")
 _RUNTIME, _PEFT, _VLLM = "runtime, mixed", "PEFT, mixed", "vLLM, mixed"
 _SETTLING_S = 0.3
 """Threads of OpenMP go on spinning for a while after their work, those of another process too."""
-Score = Callable[[list[Request]], tuple[list[float], float]]
-"""From requests to log-probabilities and seconds."""
+Score = Callable[[list[Request]], "list[float] | tuple[list[float], Took]"]
+"""From requests to log-probabilities; from another process with what it took there."""
 
 
 def main() -> None:
@@ -61,49 +63,53 @@ def main() -> None:
         os.sched_setaffinity(0, range(options.threads))  # as vLLM's worker pins itself
     with tempfile.TemporaryDirectory() as folder, contextmanager(_vllm)(options, Path(folder)) as vllm:
         model = _model(options.shape)
-        contenders = {
-            _RUNTIME: _timed(_runtime(model, Path(folder))),
-            _PEFT: _timed(_peft(model, Path(folder))),
-            "transformers, base": _timed(_base(model)),
+        contenders: dict[str, Score] = {
+            _RUNTIME: _runtime(model, Path(folder)),
+            _PEFT: _peft(model, Path(folder)),
+            "transformers, base": _base(model),
         } | vllm
         print(f"OPT-{options.shape} shape, adapters of rank {options.rank}, {options.threads} thread(s)")
         for size in options.batch or [16, 64]:
             _report(size, contenders, options.rounds)
 
 
-def _timed(score: Callable[[list[Request]], list[float]]) -> Score:
-    def timed(requests: list[Request]) -> tuple[list[float], float]:
-        begin = time.perf_counter()
-        scores = score(requests)
-        return scores, time.perf_counter() - begin
-
-    return timed
-
-
 def _report(size: int, contenders: dict[str, Score], rounds: int) -> None:
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    worst = dict.fromkeys((name for name in contenders if name in (_PEFT, _VLLM)), 0.0)
-    for turn in range(rounds + 1):
-        requests = _requests(size, turn)
-        scores = {}
-        for name, score in contenders.items():
+    batches = [_requests(size, turn) for turn in range(rounds + 1)]
+    scores: dict[str, list[list[float]]] = {name: [] for name in contenders}
+
+    def way(name: str) -> Way:
+        def score(turn: int) -> Took:
             time.sleep(_SETTLING_S)
-            scores[name], took = score(requests)
-            if turn:
-                seconds[name].append(took)
-        for name in worst:
-            apart = [
-                abs(a - b)
-                for a, b, request in zip(scores[_RUNTIME], scores[name], requests, strict=True)
-                # vLLM's build for CPUs lets adapters of a batch into the base's requests.
-                if name != _VLLM or request.adapter
-            ]
-            worst[name] = max(worst[name], *apart)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    said = ", ".join(f"those of {name.split(',')[0]} by at most {apart:.1e}" for name, apart in worst.items())
-    print(f"\nbatch {size}: log-probabilities differ from the runtime's, {said}")
-    for name, median in medians.items():
-        print(f"{name:20s}{median * 1e3:9.1f}ms{median / medians[_RUNTIME]:8.2f} of the runtime's")
+            begin = time.perf_counter()
+            said = contenders[name](batches[turn])
+            took_s = time.perf_counter() - begin
+            found, took = said if isinstance(said, tuple) else (said, Took(took_s))
+            scores[name].append(found)
+            return took
+
+        return score
+
+    times = in_turns({name: way(name) for name in contenders}, rounds)
+    said = ", ".join(
+        f"those of {name.split(',')[0]} by at most {_apart(name, scores, batches):.1e}"
+        for name in contenders
+        if name in (_PEFT, _VLLM)
+    )
+    runtime = times[_RUNTIME].median_s
+    words = f"batch {size}: log-probabilities differ from the runtime's, {said}"
+    shown = turn_table(times, {"of the runtime's": lambda own: own.median_s / runtime})
+    emit(None, json=False, text=Report("", words, shown))
+
+
+def _apart(name: str, scores: dict[str, list[list[float]]], batches: list[list[Request]]) -> float:
+    """Return the largest difference of a log-probability from the runtime's."""
+    return max(
+        abs(a - b)
+        for own, other, requests in zip(scores[_RUNTIME], scores[name], batches, strict=True)
+        for a, b, request in zip(own, other, requests, strict=True)
+        # vLLM's build for CPUs lets adapters of a batch into the base's requests.
+        if name != _VLLM or request.adapter
+    )
 
 
 def _requests(size: int, seed: int) -> list[Request]:
@@ -190,7 +196,7 @@ def _vllm(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Score
     assert worker.stdout is not None
     into, out = worker.stdin, worker.stdout
 
-    def score(requests: list[Request]) -> tuple[list[float], float]:
+    def score(requests: list[Request]) -> tuple[list[float], Took]:
         batch = {
             "prompts": [request.tokens[:-1] for request in requests],
             "options": [request.tokens[-1] for request in requests],
@@ -200,7 +206,7 @@ def _vllm(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Score
         if not (line := out.readline()):
             raise RunError(f"{options.vllm} ended; what it said stands above")
         answer = json.loads(line)
-        return answer["scores"], answer["seconds"]
+        return answer["scores"], Took(answer["seconds"])
 
     try:
         score(_requests(16, 0))  # a compiler's minutes are no race's

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -24,8 +22,11 @@ from executors.models.batched import BatchedModel
 from executors.models.model import CutModel
 from executors.models.packing import pack, packed_attention
 from executors.models.recording_blocks import StepCache
+from executors.turns import Way, in_turns, turn_table
 from studies.zoinfer.__main__ import SHAPES, Data, batch_of, model_of
 from topology.errors import RunError
+from zosim.console import emit
+from zosim.report import Report
 
 _ALL, _NONE = "all of it", "none of it"
 Score = Callable[[Data], float]
@@ -106,21 +107,17 @@ def forwards_of(engine: BatchedModel, plain: CutModel) -> dict[str, Score]:
 
 
 def _report(forwards: dict[str, Score], batches: list[Data]) -> None:
-    seconds: dict[str, list[float]] = {name: [] for name in forwards}
-    apart = 0.0
-    for number, batch in enumerate(batches):
-        losses = {}
-        for name, score in forwards.items():
-            score(batch)  # caches hold what the forward before left
-            begin = time.perf_counter()
-            losses[name] = score(batch)
-            if number:
-                seconds[name].append(time.perf_counter() - begin)
-        apart = max(apart, *(abs(loss - losses[_NONE]) for loss in losses.values()))
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    for name, median in medians.items():
-        print(f"{name:34s}{median * 1e3:9.1f}ms{median / medians[_ALL]:8.2f} of all of it")
-    print(f"losses differ by at most {apart:.1e}")
+    losses: dict[str, list[float]] = {name: [] for name in forwards}
+
+    def way(name: str) -> Way:
+        return lambda number: losses[name].append(forwards[name](batches[number // 2]))
+
+    # In its turn a forward is run twice on a batch: caches hold what the one before left.
+    times = in_turns({name: way(name) for name in forwards}, len(batches) - 1, num_untimed=1)
+    whole = times[_ALL].median_s
+    apart = max(abs(a - b) for own in losses.values() for a, b in zip(own, losses[_NONE], strict=True))
+    shown = turn_table(times, {"of all of it": lambda own: own.median_s / whole})
+    emit(None, json=False, text=Report("", shown, f"losses differ by at most {apart:.1e}"))
 
 
 def main() -> None:

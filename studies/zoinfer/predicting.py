@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from torch import nn
 from costmodel.estimate import estimate
 from costmodel.models.configs import LoRA
 from costmodel.rates.profile import Profile
+from costmodel.scoring import Row, Score, scores
 from costmodel.sweeps import closing_work
 from executors.calibration.calibrating import calibrated
 from executors.models.packing import facts_of
@@ -29,17 +28,22 @@ from executors.models.slots import Slots
 from executors.models.spec import spec_of_model
 from executors.runs.adapters import attach
 from executors.runs.session import Session
+from executors.turns import in_turns
 from studies.zoinfer.__main__ import Data, batch_of, model_of
 from topology.graph import Topology
 from topology.hardware import resolve
+from zosim.analysis.scoreboard import rows_table, score_table
+from zosim.console import emit, stderr
 from zosim.hardware.machine import Machine
 from zosim.hardware.profiles import Profiles
 from zosim.lowering import lower
 from zosim.plans import Plan
+from zosim.report import Report
 from zosim.simulators.simulate import simulate
 
 _NODE = "cpu0"
 _RANK, _LAZY_STEPS, _BOUND = 2, 50, 64
+_NUM_COMPACTIONS = 5
 _TUNED = ("q_proj", "v_proj")
 
 
@@ -86,12 +90,8 @@ CASES = (
 
 def measured_s(session: Session, batches: list[Data]) -> float:
     """Return the median time of a step, the first two left out."""
-    seconds = []
-    for batch in batches:
-        begin = time.perf_counter()
-        session.step(batch)
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[2:])
+    steps = {"step": lambda number: session.step(batches[number])}
+    return in_turns(steps, len(batches) - 2, num_warm_rounds=2)["step"].median_s
 
 
 def session_of(case: Case, model: nn.Module, batches: list[Data], held_as: str) -> Session:
@@ -125,18 +125,21 @@ def session_of(case: Case, model: nn.Module, batches: list[Data], held_as: str) 
 def compaction_s(model: nn.Module) -> float:
     """Return what compacting the slots beside queries and values takes, from two ranks above the bound."""
     generator = torch.Generator().manual_seed(0)
-    shapes = _tuned_shapes(model)
-    seconds = []
-    for _ in range(5):
-        drawn = [
-            [torch.randn(side, _BOUND + _RANK, generator=generator) for side in shape] for shape in shapes
+
+    def drawn() -> list[Slots]:
+        pairs = [
+            [torch.randn(side, _BOUND + _RANK, generator=generator) for side in shape]
+            for shape in _tuned_shapes(model)
         ]
-        slots = [Slots([left], [right]) for left, right in drawn]
-        begin = time.perf_counter()
-        for one in slots:
-            one.compact(_BOUND)
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+        return [Slots([left], [right]) for left, right in pairs]
+
+    made = [drawn() for _ in range(_NUM_COMPACTIONS)]
+
+    def compact(number: int) -> None:
+        for slots in made[number]:
+            slots.compact(_BOUND)
+
+    return in_turns({"compact": compact}, len(made), num_warm_rounds=0)["compact"].median_s
 
 
 def predicted_compaction_s(model: nn.Module, profile: Profile) -> float:
@@ -164,8 +167,7 @@ def main() -> None:
     profile = _profile(options.profile, topology, options.threads, options.calibration_s)
     torch.set_num_threads(options.threads)
     machine = Machine.from_topology(topology, _NODE, profile)
-    errors = []
-    print(f"{'':42s}{'predicted':>11s}{'measured':>11s}{'error':>8s}")
+    rows = []
     for case in CASES:
         if options.shape and case.shape != options.shape:
             continue
@@ -174,15 +176,12 @@ def main() -> None:
         batches = case.batches(base, count)
         for held_as in ("adapters", "slots"):
             with session_of(case, copy.deepcopy(base), batches, held_as) as session:
-                predicted = simulate(lower(session.plan), machine).step_time_s
-                measured = measured_s(session, batches)
-            errors.append(predicted / measured - 1)
-            name = f"{case.shape}, {case.batch} x {case.answers}, {case.instruction} shared, {held_as}"
-            print(f"{name:42s}{predicted * 1e3:9.1f}ms{measured * 1e3:9.1f}ms{errors[-1]:+8.1%}", flush=True)
-    sizes = sorted(map(abs, errors))
-    print(
-        f"median error {statistics.median(sizes):.1%}, signed {statistics.median(errors):+.1%}, largest {sizes[-1]:.1%}"
-    )
+                predicted_s = simulate(lower(session.plan), machine).step_time_s
+                name = f"{case.shape}, {case.batch} x {case.answers}, {case.instruction} shared, {held_as}"
+                rows.append(Row(name, "step_s", measured_s(session, batches), predicted_s, group=held_as))
+            stderr.print(name, markup=False)
+    scored = score_table([*scores(rows), Score.of(rows, "all")])
+    emit(None, json=False, text=Report("", rows_table(rows), scored))
     for shape in dict.fromkeys(case.shape for case in CASES):
         if options.shape in (None, shape):
             model = model_of(shape, torch.float32, "cpu")

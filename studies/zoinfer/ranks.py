@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
 from executors.runs.evaluate import evaluate_choices
+from executors.turns import Way, in_turns
 from studies.plots import picture
 from studies.sparq.training import batches_of, data_of, tensors_of
 from studies.zoinfer.training import Contender, linears_of, loop_of, run_of, session_of, write_table
@@ -175,15 +175,16 @@ def _milliseconds(pretrained: Pretrained, rounds: int) -> dict[int, float]:
     """Return medians of steps, contenders in turns."""
     with ExitStack() as stack:
         contenders = {rank: _contender(pretrained, rank, 0, stack) for rank in (0, *RANKS)}
-        batches = batches_of(pretrained, linears_of(pretrained), 0)
-        seconds: dict[int, list[float]] = {rank: [] for rank in contenders}
-        for number in range(rounds + 2):  # a session observes its memory in the first two steps
-            batch = tensors_of(batches, number)
-            for rank, contender in contenders.items():
-                begin = time.perf_counter()
-                contender.step(number, batch)
-                seconds[rank].append(time.perf_counter() - begin)
-        return {rank: 1e3 * statistics.median(values[2:]) for rank, values in seconds.items()}
+        task = batches_of(pretrained, linears_of(pretrained), 0)
+        batches = [tensors_of(task, number) for number in range(rounds + 2)]
+
+        def way(contender: Contender) -> Way:
+            return lambda number: contender.step(number, batches[number])
+
+        ways = {str(rank): way(contender) for rank, contender in contenders.items()}
+        # A session observes its memory in the first two steps.
+        times = in_turns(ways, rounds, num_warm_rounds=2)
+        return {rank: 1e3 * times[str(rank)].median_s for rank in contenders}
 
 
 def _trained(

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import argparse
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from executors.models.lora import save_adapters
 from executors.runs.adapters import attach
 from executors.serving.client import RemoteEngine
 from executors.serving.engine import Request
+from executors.turns import in_turns
 from topology.errors import RunError
 from zosim.applications.slack.arrivals import poisson
 from zosim.applications.slack.serving import Policy, Server, serve
@@ -73,7 +74,7 @@ def _measure_all(url: str, options: argparse.Namespace) -> None:
     eight = _median_s(lambda: live.score(_requests(8)), options.repeats)
     request_s = max(1e-5, (eight - one) / 7)
     parts = _parts(options)
-    seconds = [_median_s(lambda part=part: probing.score(part), options.repeats) for part in parts]
+    seconds = [_median_s(partial(probing.score, part), options.repeats) for part in parts]
     whole = _median_s(lambda: probing.score([request for part in parts for request in part]), options.repeats)
     print(
         f"alone: a request {one * 1e3:.1f} ms, each further {request_s * 1e3:.1f} ms; a probe {whole * 1e3:.0f} ms, or "
@@ -142,14 +143,8 @@ def _under_load(
     return _Measured(np.array(latencies), num_parts / max(1, len(parts)), duration)
 
 
-def _median_s(action: Any, repeats: int) -> float:
-    action()
-    seconds = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+def _median_s(action: Callable[[], object], repeats: int) -> float:
+    return in_turns({"alone": lambda _: action()}, repeats)["alone"].median_s
 
 
 def _requests(count: int, adapter: str | None = None) -> list[Request]:

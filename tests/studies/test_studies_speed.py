@@ -19,12 +19,10 @@ def tiny(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_contender_is_timed_every_round_beside_its_two_baselines(tiny) -> None:
-    seconds = speed.measure(tiny, 2, 8, "float32", rounds=2)
-    assert {len(values) for values in seconds.values()} == {2}
-    rows = {row.name: row for row in speed.table(seconds)}
-    assert rows["literal loop"].to_literal == 1
-    assert rows["two forwards"].to_forwards == 1
-    assert rows["counter, rademacher"].median_s > 0
+    times = speed.measure(tiny, 2, 8, "float32", rounds=2)
+    assert {len(own.seconds) for own in times.values()} == {2}
+    assert {"literal loop", "two forwards", "mezo (default)", "counter, rademacher"} < times.keys()
+    assert times["counter, rademacher"].median_s > 0
 
 
 def test_the_reference_takes_a_real_step(tiny) -> None:
@@ -45,4 +43,6 @@ def test_tables_name_their_setting(tiny, capsys) -> None:
         torch.set_num_threads(threads)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("OPT-tiny shape, bfloat16, batch 2 x 8, 1 thread(s), torch ")
-    assert [line.split("  ")[0] for line in lines[2:5]] == ["literal loop", "two forwards", "mezo (default)"]
+    rows = {line.strip().split("  ")[0]: line.split()[-2:] for line in lines}
+    assert rows["literal loop"][0] == rows["two forwards"][1] == "1.000"
+    assert "mezo (default)" in rows
