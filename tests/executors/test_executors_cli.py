@@ -30,7 +30,7 @@ def test_replaying_what_is_no_run_says_so(tmp_path, capsys):
     assert "holds no run" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.broad
 def test_calibrating_writes_a_profile_and_says_what_it_could_not_tell(tmp_path, capsys):
     path = tmp_path / "profile.json"
     assert zosim("calibrate", "--budget", 0.5, "--threads", 1, "--no-save", "-o", path, "--json") == 0

@@ -1,7 +1,8 @@
 """Placement x setting x {fresh, resumed, replayed}: whatever a step's placement, every bit is that of its mathematics.
 
 :mod:`tests.support.matrix` makes the cases of the settings. Quick are those that hold every pair of values that the literal
-loop is written for, and every other value with every value of a placement; broad, all pairs on up to four ranks, and a thousand at random.
+loop is written for, and every other value once; slow, every other value with every value of a placement; broad, all pairs on up to
+four ranks, and a thousand at random.
 """
 
 from __future__ import annotations
@@ -22,13 +23,25 @@ NOT_QUICK = {
 }
 
 
+def quick_cases():
+    """Return the cases of the literal loop, and of the others each that is the first to hold a value."""
+    cases = list(matrix.literal_cases())
+    held = {value for case in cases for value in case.settings.items()}
+    for case in matrix.other_cases():
+        if not held.issuperset(case.settings.items()):
+            cases.append(case)
+            held.update(case.settings.items())
+    return cases
+
+
 def pytest_generate_tests(metafunc):
     if "case" not in metafunc.fixturenames:
         return
-    chosen = dict.fromkeys((*matrix.literal_cases(), *matrix.other_cases()), ())
+    chosen = dict.fromkeys(quick_cases(), ())
+    chosen |= {case: pytest.mark.slow for case in matrix.other_cases() if case not in chosen}
     if metafunc.config.getoption("--run-broad"):
         others = (*matrix.all_cases(), *matrix.random_cases(NUM_AT_RANDOM))
-        chosen = dict.fromkeys(others, pytest.mark.broad) | chosen
+        chosen |= {case: pytest.mark.broad for case in others if case not in chosen}
     cases = [
         pytest.param(case, marks=marks, id=f"{number}-{case['way']}")
         for number, (case, marks) in enumerate(chosen.items())
@@ -52,7 +65,7 @@ def test_every_setting_that_may_change_a_step_is_varied_or_left_out_for_a_reason
 
 
 def test_every_value_is_in_a_quick_case():
-    cases = [*matrix.literal_cases(), *matrix.other_cases()]
+    cases = quick_cases()
     missing = {
         (name, value)
         for name, known in matrix.values().items()

@@ -45,6 +45,9 @@ def main() -> int:
     topology.detection.detect = functools.cache(topology.detection.detect)  # half a second each, otherwise
     refuse_missing_commands(all_targets())
     targets = [t for t in all_targets() if not given.target or t.name.startswith(tuple(given.target))]
+    if given.corpus:
+        found_before = {name for name, _ in harness.stored(targets)}
+        targets = [target for target in targets if target.name in found_before]
     for target in targets:
         target.kept  # noqa: B018 - seeds are made before workers are forked
     gc.freeze()  # what is there lives to the end; workers need not look at it again and again

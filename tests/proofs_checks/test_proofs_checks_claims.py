@@ -24,6 +24,10 @@ EXECUTED = {
     "zoinfer-rewards-of-a-candidate",
     "zoinfer-fold-before-the-redraw",
     "ranks-are-one-device",
+    "released-loop-draws-again",
+    "copies-leave-weights-alone",
+    "the-last-update-is-in-what-is-read",
+    "quzo-full-precision-update",
 }
 """Their checks train for seconds, each with choices that quick tests of ``executors`` and `test_proofs_checks_executed.py` cross as well."""
 
@@ -54,7 +58,7 @@ def test_the_claim_has_a_verdict(claim):
     assert judged.is_settled, [outcome.details for outcome in judged.outcomes if not outcome.passed]
 
 
-@pytest.mark.crossed(quick=5)
+@pytest.mark.crossed(quick=7, slow=3)
 @pytest.mark.parametrize(("check", "mutant"), PLANTED)
 def test_the_planted_fault_is_caught(check, mutant):
     result = try_mutant(check, mutant, QUICK)

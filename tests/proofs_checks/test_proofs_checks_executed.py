@@ -45,7 +45,7 @@ def test_ranks_together_are_one_device(kind):
     holds()
 
 
-@pytest.mark.slow
+@pytest.mark.broad
 @pytest.mark.parametrize("kind", AXES)
 def test_ranks_together_are_one_device_in_many_cases(kind):
     @given(case=cases(kind), seed=st.integers(0, 2**40))

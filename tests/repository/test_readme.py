@@ -6,8 +6,6 @@ A block of commands is preceded by a comment that says how it is run:
     Every line that begins with ``$`` is run, in order, and must exit with 0.
 ``<!-- run: compare -->``
     The output must also be what the block shows; ``...`` stands for anything.
-``<!-- run: slow -->``
-    As ``run``, but in a test of its own: it is worth minutes.
 ``<!-- not run: REASON -->``
     Left alone, for the reason given.
 
@@ -29,7 +27,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("studies/**/*.md"))]
 BLOCK = re.compile(r"(?:<!-- (?P<mark>[^>]*?) -->\n+)?```(?:console|bash|sh)\n(?P<body>.*?)```", re.DOTALL)
-MODES = ("run", "run: compare", "run: slow")
+MODES = ("run", "run: compare")
 
 
 @dataclass(frozen=True)
@@ -77,30 +75,20 @@ def run(command: str, directory: Path) -> str:
     return result.stdout
 
 
-def with_blocks(*modes: str) -> list[Path]:
-    return [page for page in PAGES if any(block.mark in modes for block in blocks(page))]
+def with_commands() -> list[Path]:
+    return [page for page in PAGES if any(block.mark in MODES for block in blocks(page))]
 
 
-def check(page: Path, modes: tuple[str, ...], directory: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("page", with_commands(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_do_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     for block in blocks(page):
-        for command, shown in block.commands if block.mark in modes else ():
-            actual = run(command, directory)
+        for command, shown in block.commands if block.mark in MODES else ():
+            actual = run(command, tmp_path)
             if block.mark == "run: compare":
                 assert is_as_shown(shown, actual), (
                     f"$ {command}\n{actual}\n--- but {page.name} shows\n{shown}"
                 )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", with_blocks("run", "run: compare"), ids=lambda page: page.name)
-def test_commands_do_what_the_page_shows(page: Path, tmp_path: Path) -> None:
-    check(page, ("run", "run: compare"), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", with_blocks("run: slow"), ids=lambda page: page.name)
-def test_slow_commands_run(page: Path, tmp_path: Path) -> None:
-    check(page, MODES, tmp_path)
 
 
 def test_every_block_of_the_readme_says_how_it_is_run() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import subprocess
 import sys
@@ -20,9 +19,11 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_every_module_says_what_it_is_for(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+def test_every_module_says_what_it_is_for() -> None:
+    # What stands in front of the first statement is read, not all of it.
+    assert [
+        relative(path) for path in MODULES if not path.read_text("utf-8").startswith(('"""', 'r"""'))
+    ] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -53,22 +54,20 @@ for package in ("topology", "costmodel", "zosim"):
         if not found.name.endswith("__main__"):
             importlib.import_module(found.name)
 from zosim.cli import main
-sys.argv[1:] = sys.argv[1:] or ["--help"]
-main()
+for sys.argv[1:] in (["--help"], ["plan", "--help"], ["topology", "list"]):
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["topology", "list"]], ids=" ".join)
-def test_planning_needs_no_torch(arguments: list[str]) -> None:
+def test_planning_needs_no_torch() -> None:
     result = subprocess.run(
-        [sys.executable, "-c", PLAN_WITHOUT_TORCH, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", PLAN_WITHOUT_TORCH], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout
+    assert all(said in result.stdout for said in ("Usage: zosim", "--hardware", "dgx-1v")), result.stdout
 
 
 @pytest.mark.parametrize(

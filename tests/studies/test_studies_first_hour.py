@@ -322,7 +322,7 @@ def test_warnings_of_other_releases_fail_no_test_of_the_device(monkeypatch):
     assert told[0][told[0].index("-W") + 1] == "default"
 
 
-@pytest.mark.slow
+@pytest.mark.broad
 def test_a_rehearsal_from_a_fresh_clone_is_killed_half_way_and_goes_on(tmp_path):
     clone, folder = tmp_path / "clone", tmp_path / "hour"
     root = Path(__file__).parents[2]

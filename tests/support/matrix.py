@@ -406,25 +406,27 @@ def _is_of_literal(name: str, value: Any) -> bool:
     return value in LITERAL[name] if name in LITERAL else not name.startswith("low_bits.")
 
 
-def literal_cases() -> Iterator[Case]:
-    """Yield cases that hold pairs of values that a literal loop is written for."""
+@cache
+def literal_cases() -> tuple[Case, ...]:
+    """Return cases that hold pairs of values that a literal loop is written for."""
     usual = {name: first for name, (first, *_) in values().items()}
     varied = {
         name: tuple(value for value in known if _is_of_literal(name, value)) or (usual[name],)
         for name, known in values().items()
     }
-    return covering_cases(varied, lambda one, other: not _are_apart(one[0], other[0]))
+    return tuple(covering_cases(varied, lambda one, other: not _are_apart(one[0], other[0])))
 
 
-def other_cases() -> Iterator[Case]:
-    """Yield cases that hold every other value together with every value of a placement."""
+@cache
+def other_cases() -> tuple[Case, ...]:
+    """Return cases that hold every other value together with every value of a placement."""
 
     def is_wanted(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
         return (not _is_of_literal(*one) and other[0] in placements()) or (
             not _is_of_literal(*other) and one[0] in placements()
         )
 
-    return covering_cases(values(), is_wanted)
+    return tuple(covering_cases(values(), is_wanted))
 
 
 def all_cases() -> Iterator[Case]:

@@ -67,6 +67,7 @@ def test_an_offer_of_several_devices_is_the_plan_of_zosim_plan_stages_included()
     assert (machine.plan, machine.prediction) == (planned.plan, planned.prediction)
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("by", ["money", "hours", "energy"])
 def test_offers_are_ranked_by_what_is_asked(by):
     chosen = market(by=by)
@@ -181,6 +182,7 @@ def test_effects_predict_what_planning_the_changed_machine_gives():
     assert 24 * 2**30 < room.needed_bytes < 32 * 2**30
 
 
+@pytest.mark.slow
 def test_memory_that_holds_a_faster_plan_changes_which_offer_is_first():
     chosen = market(model="opt-66b", batch=1, seq=512, pay="rent")
     offers, _ = offers_of(chosen, "a100-80gb-milan", "h200-1x")
@@ -275,6 +277,7 @@ def test_where_nothing_fits_the_answer_says_why_and_what_would():
     assert smaller[:12] in plain_text
 
 
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize(("option", "unit"), [("--deadline", "h"), ("--budget", "")])
 def test_the_limit_that_would_let_a_machine_in_does(option, unit):
     asked = ["--model", "opt-1.3b", "--seq", "256", "--machines", "a100-80gb-milan", "--count", "1"]

@@ -123,6 +123,7 @@ def test_a_program_with_a_hazard_is_refused_by_name(plan_file: Path, tmp_path: P
     assert "nothing orders step[0]/block.5/update[q0] and step[0]/block.5/upload" in error
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     ("command", "option"),
     [("simulate", "--samples"), ("simulate", "--microbatches"), ("lower", "--microbatches")],
@@ -240,6 +241,7 @@ def test_a_plan_of_several_ranks_is_simulated_as_it_was_planned(plan_of_four: Pa
     assert "the exchange of losses and shares of blocks" in words
 
 
+@pytest.mark.slow
 def test_one_process_of_a_host_issues_the_copies_of_all_its_devices(
     plan_of_four: Path, tmp_path: Path
 ) -> None:
@@ -269,6 +271,7 @@ def test_lower_writes_all_programs_or_one_ranks(plan_of_four: Path, tmp_path: Pa
     assert "programs of 1 ranks for a plan of 4" in error or "members of" in error
 
 
+@pytest.mark.slow
 def test_compare_looks_at_the_slowest_rank_or_the_one_named(plan_of_four: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

@@ -178,6 +178,7 @@ def test_a_saved_model_is_cut_between_its_blocks():
     assert Cutting().cut(whole, ("block.3",)) is whole
 
 
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize(("difference", "per_cut"), [("forward", 3), ("central", 4)])
 def test_a_step_sends_as_many_activations_as_print_counts(difference, per_cut):
     fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
@@ -199,6 +200,7 @@ def test_a_step_sends_as_many_activations_as_print_counts(difference, per_cut):
     assert any("bubble" in reason for reason in decision.reasons)
 
 
+@pytest.mark.slow
 def test_the_papers_choice_is_held_against_the_chosen_one():
     densities = {"block.5.mlp": 0.5, "block.6.mlp": 0.1}
     fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}

@@ -164,6 +164,7 @@ def changed(file, change, *, resign=True):
     return file
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -203,6 +204,7 @@ def test_what_is_no_json_object_is_refused(text, tmp_path):
     assert "evidence make" in caught.value.hint
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     ("change", "broken"),
     [

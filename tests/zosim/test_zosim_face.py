@@ -43,7 +43,7 @@ def test_help_of_the_package_lists_what_can_be_called() -> None:
         assert re.search(rf"^    {name}( = \w+)?\(", text, re.MULTILINE), name
 
 
-@pytest.mark.crossed(quick=3)
+@pytest.mark.crossed(quick=7)
 @pytest.mark.parametrize(
     ("model", "hardware", "stated", "expected"),
     [

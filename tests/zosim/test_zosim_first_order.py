@@ -95,7 +95,7 @@ def test_all_ranks_keep_the_rules(cuts, data, order):
     validate_set(lower_first_order(plan_of(cuts, data=data), order))
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(st.sampled_from(CUTS[1:]), st.sampled_from([1, 2]), ORDERS)
 def test_every_engine_runs_them_alike(cuts, data, order):
     world = subject_of(plan_of(cuts, data=data), order).world
@@ -163,6 +163,7 @@ def even(programs: ProgramSet, forward_s: float, backward_s: float) -> ProgramSe
     return ProgramSet(tuple(map(timed, programs.programs)), programs.roles, programs.groups)
 
 
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4, 8])
 def test_the_bubble_is_that_of_gpipe(schedule, num_microbatches):

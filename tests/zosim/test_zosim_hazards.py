@@ -118,7 +118,7 @@ def first_hazard(program: Program) -> tuple[str, int, str] | None:
     return None
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(steps(), st.data())
 def test_the_validator_refuses_what_breaks_a_rule_for_some_byte(
     step: list[Instruction], data: st.DataObject

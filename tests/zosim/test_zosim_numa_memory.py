@@ -106,6 +106,7 @@ def test_a_host_too_small_says_which_domains_and_whether_they_are_assumed() -> N
     assert "--memory" in (caught.value.hint or "")
 
 
+@pytest.mark.slow
 def test_the_interval_shows_a_bandwidth_that_is_assumed() -> None:
     """50 GB/s of a domain are assumed, PCIe 5.0 x16 carries 54.2: at most that, at least half of what is assumed."""
     assumed, stated = host(2, gpu="rtx5090"), host(2, "256 GiB", "100 GB/s", gpu="rtx5090")

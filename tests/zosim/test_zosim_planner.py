@@ -30,6 +30,7 @@ def simulated_s(asked: Request, plan: Plan) -> float:
     return Subject(plan, asked.hardware.topology, asked.hardware.profile).timeline.step_time_s
 
 
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("limit", [None, 2 * GIB])
 def test_the_choice_is_the_best_of_a_full_search(limit: int | None) -> None:
     asked = request(max_device_bytes=limit)

@@ -66,6 +66,7 @@ def test_the_planner_slices_where_that_pays_alone() -> None:
         assert (decision.chosen.plan.residency.transfers == "sliced") == nvlink
 
 
+@pytest.mark.slow
 def test_the_choice_is_the_best_of_a_full_search() -> None:
     asked = request("rtx4090-2x", batch=3, seq=256, fixed={"residency": {"num_slots": 2}})
     decision = choose(asked)

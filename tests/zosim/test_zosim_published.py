@@ -107,6 +107,7 @@ def test_two_prints_of_one_measurement_are_one_cell():
     assert of_row[0] is of_row[2]
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -292,6 +293,7 @@ def test_rows_that_cannot_be_predicted_say_why(profile):
     assert said[0].columns()["predicted"] == ""
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     ("fields", "word"),
     [

@@ -39,6 +39,7 @@ def predicted(folder, content):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     "content",
     [
@@ -75,6 +76,7 @@ def test_lines_with_too_few_or_too_many_cells_keep_their_place(tmp_path):
     assert all(line["prediction_note"] for line in found[1:3])
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("value", ["", "-", "OOM", "oom", "n/a", "3.1.4", "-5", "1e999"])
 def test_whatever_stands_in_value_the_row_is_predicted_alike(value, tmp_path):
     (line,) = predicted(tmp_path, f"{HEADER}\n{ZO2.replace('1955', value)}\n".encode())
@@ -133,6 +135,7 @@ def test_every_row_is_predicted_or_left_empty_with_the_reason(index, changes):
         assert 0 < said.low <= said.predicted <= said.high
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("paper", ["ZO2", "DistZO2", "SparQ"])
 def test_one_row_is_enough_to_calibrate_on(paper):
     row = next(

@@ -114,6 +114,7 @@ def test_what_is_printed_is_rounded_where_it_is_certain():
     assert "before it is printed in whole GB" in said.note
 
 
+@pytest.mark.crossed(quick=5)
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 @pytest.mark.parametrize("dataset", ["SST-2", "WIC", "RTE"])
 def test_more_bits_and_more_tokens_take_more(bits, dataset):

@@ -13,7 +13,6 @@ from zosim.program.operations import Collective
 from zosim.program.program_set import ProgramSet
 
 # Times are sums of a few durations: rounding alone.
-EXACT = {"rel": 1e-12, "abs": 1e-12}
 
 
 def _gather(name, seconds, after=(), group="world"):

@@ -22,7 +22,7 @@ from zosim.applications.slack.serving import (
 from zosim.cli import app
 
 
-@pytest.mark.crossed(quick=3)
+@pytest.mark.crossed(quick=8)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("load", [0.2, 0.7])
 def test_events_agree_with_the_closed_form(policy, load):

@@ -37,6 +37,7 @@ def test_a_model_too_large_for_one_device_is_cut_in_place_of_offloaded() -> None
     assert not plan.split.is_lossy
 
 
+@pytest.mark.slow
 def test_stages_are_told_of_where_they_lose() -> None:
     decision = choose(request("dgx-h100", "opt-1.3b", seq=2048, batch=64))
     assert decision.chosen.plan.mesh.stage == 1
@@ -44,6 +45,7 @@ def test_stages_are_told_of_where_they_lose() -> None:
     assert "stage=" in line
 
 
+@pytest.mark.crossed(slow=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hardware", "rng"),

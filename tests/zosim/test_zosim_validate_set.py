@@ -64,7 +64,7 @@ def with_program(programs: ProgramSet, role: int, program: Program) -> ProgramSe
     return replace(programs, programs=tuple(listed))
 
 
-@pytest.mark.crossed(quick=3)
+@pytest.mark.crossed(quick=8, slow=3)
 @pytest.mark.parametrize("mesh", MESHES, ids=Mesh.describe)
 @pytest.mark.parametrize("transfers", ["private", "shared", "sliced"])
 @pytest.mark.parametrize("update", ["delayed", "immediate"])
@@ -267,7 +267,7 @@ def staged(*cuts: str, data: int = 1, traversal: str = "sweep", **axes: object) 
     )
 
 
-@pytest.mark.crossed(quick=3)
+@pytest.mark.crossed(quick=7, slow=3)
 @pytest.mark.parametrize("cuts", [("block.5",), ("block.5.mlp",), ("block.2", "block.5.mlp", "block.9")])
 @pytest.mark.parametrize("traversal", ["sweep", "blockwise"])
 @pytest.mark.parametrize("difference", ["central", "forward"])

@@ -185,6 +185,7 @@ def _assert_has_parameters(name: str, billions: float) -> None:
     assert model.num_parameters == pytest.approx(1e9 * billions, rel=0.005)
 
 
+@pytest.mark.crossed(quick=5)
 @pytest.mark.parametrize(
     ("name", "billions"),
     [

@@ -242,6 +242,7 @@ def test_the_reference_takes_about_as_long_as_it_did() -> None:
     assert pace.full_pace_s([2.0] * 500 + [1.0] * 50) == 1.0
 
 
+@pytest.mark.slow
 def test_windows_hold_the_mean_pace_of_each() -> None:
     assert pace.windows_of([1.0, 1.0, 3.0, 3.0, 100.0, 1.0], 1.0, 2) == [1.0, 3.0, 2.5]
     assert pace.pace_of([0.9, 1.0, 1.2, 1.4, 1.3])[0] == 1.2

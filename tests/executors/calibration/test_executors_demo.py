@@ -37,7 +37,7 @@ def from_data_sheets(topology: Topology, device: str, **_: object) -> tuple[Prof
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("calibrates", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("calibrates", [False, pytest.param(True, marks=pytest.mark.broad)])
 def test_it_plans_runs_and_compares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, calibrates: bool
 ) -> None:

@@ -85,6 +85,7 @@ def test_answers_at_the_last_step_are_those_of_the_model_that_was_written(inputs
     assert "exact_match" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_more_answers_than_classes_are_told_from_the_lines(inputs, tmp_path):
     model, data, *_ = inputs
     out = tmp_path / "out"

@@ -229,7 +229,8 @@ def test_a_reward_that_fails_loses_nothing_and_a_replay_needs_none(inputs, tmp_p
     assert json.loads((whole / "plan.json").read_text())["schedule"]["traversal"] == "sweep"
 
 
-@pytest.mark.crossed(quick=4)
+@pytest.mark.crossed(slow=2)
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("mesh", ["data=2", "perturb=2"])
 @pytest.mark.parametrize("codes", [False, True], ids=["numbers", "codes"])

@@ -41,6 +41,7 @@ def metrics_of(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.usefixtures("live_tensors")
 def test_text_is_planned_for_its_longest_line_and_its_own_tokens_are_counted(model, data, tmp_path, capsys):
     plain, named = tmp_path / "plain", tmp_path / "named"
     assert train(model, data, plain, *OPTIONS) == 0
@@ -74,6 +75,7 @@ def test_a_line_to_evaluate_on_may_be_the_longest(model, data, tmp_path):
     assert Plan.load(tmp_path / "out" / "plan.json").seq == 15
 
 
+@pytest.mark.slow
 def test_tokens_of_steps_that_an_earlier_process_ran_are_counted_again(model, data, tmp_path):
     out = tmp_path / "out"
     assert train(model, data, out, *OPTIONS, steps=2) == 0
@@ -122,7 +124,7 @@ def test_a_label_without_a_word_is_refused_on_whichever_line(model, tmp_path, ca
     assert "label words are 0=terrible, 1=great" in said
 
 
-@pytest.mark.crossed(quick=6)
+@pytest.mark.crossed(quick=9, slow=2)
 @pytest.mark.parametrize(
     ("content", "options", "says"),
     [

@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from costmodel.formats.low_bits import Coding
 from costmodel.formats.roundings import RoundedDirection
@@ -28,8 +27,7 @@ from executors.randomness.rounded import Chances, DrawKeys, MovedRows, RoundedDr
 from executors.randomness.walks import Walk
 from executors.runs.session import Session
 from executors.threads import DrawThreads
-from tests.support.command import loaded, zosim
-from tests.support.recorded import OFFLOADED, cut, options, same, saved_inputs
+from tests.support.command import loaded
 from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import ModelError, PlanError
 from zosim.lowering import lower
@@ -126,7 +124,7 @@ def test_codes_are_the_nearest_to_the_weights_and_survive_being_packed(coding):
     assert made.nbytes == coding.size_bytes([tuple(values.shape)])
 
 
-@pytest.mark.crossed(slow=4)
+@pytest.mark.crossed(quick=2, slow=4)
 @pytest.mark.parametrize("coding", CODINGS)
 def test_an_update_is_right_on_average_unless_it_saturates(coding):
     before, num = coded(coding), 200
@@ -252,6 +250,7 @@ def test_codes_of_signs_are_those_of_the_signs_drawn_as_numbers(bits, sparsity):
         assert torch.equal(aligned[parameter].view(shape), wanted)
 
 
+@pytest.mark.crossed(quick=5)
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("name", ["gaussian", "rademacher"])
 @pytest.mark.parametrize("sparsity", [0.0, 0.9])
@@ -284,7 +283,8 @@ def test_codes_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity):
             assert torch.equal(table[1:60], own.view(shape)[1:60])
 
 
-@pytest.mark.crossed(quick=8)
+@pytest.mark.crossed(slow=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "low_bits",
     [
@@ -603,27 +603,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity, sha
         assert torch.equal(left[name].scales, held.scales)
 
 
-@pytest.mark.slow
-def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path):
-    inputs = saved_inputs(tmp_path)
-    # The tiny model's MLP has 52 inputs, which no group divides.
-    stated = ("--weight-format", "float4_e2m1", "--estimator", "q-rge2")
-    stated += ("--sparsity", 0.5, "--checkpoint-every", 5)
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert zosim(*options(inputs, whole, *stated)) == 0
-    assert zosim(*options(inputs, run, *stated, *OFFLOADED)) == 0
-    assert same(run, whole)
-    cut(run, 7)
-    assert zosim("run", "--out", run, "--resume", "--no-launch", "--no-tensorboard") == 0
-    assert same(run, whole)
-    names = load_file(run / "checkpoints" / "step-00000010.safetensors").keys()
-    assert "model.decoder.layers.0.fc1.weight_scale" in names
-    assert "model.decoder.embed_tokens.weight" in names
-    assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "again") == 0
-    again, first = loaded(tmp_path / "again"), loaded(whole)
-    assert all(torch.equal(p, q) for p, q in zip(again.parameters(), first.parameters(), strict=True))
-
-
+@pytest.mark.usefixtures("live_tensors")
 @pytest.mark.crossed(quick=8, slow=3)
 @pytest.mark.parametrize(
     "low_bits",
@@ -673,7 +653,8 @@ def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits, monkeyp
     assert predicted <= 1.05 * measured
 
 
-@pytest.mark.crossed(quick=7)
+@pytest.mark.crossed(quick=14, slow=4)
+@pytest.mark.usefixtures("live_tensors")
 @pytest.mark.parametrize(
     ("shape", "low_bits", "decay"),
     [

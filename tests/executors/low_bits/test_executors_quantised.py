@@ -270,6 +270,7 @@ def test_scales_are_not_rounded_silently_and_inputs_in_int8_are_the_plans(tmp_pa
 # -- out -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.crossed(slow=2)
 @pytest.mark.parametrize(
     "form",
     [
@@ -350,7 +351,7 @@ def test_gpt2_is_resumed_from_a_checkpoint_of_its_transposed_layers(tmp_path, ca
     assert run_on(inputs[0], tmp_path, tmp_path / "out", "--weight-format", "int4", "--save-as", "codes") == 2
 
 
-@pytest.mark.crossed(quick=3, slow=3)
+@pytest.mark.crossed(quick=3, slow=5)
 @pytest.mark.parametrize(
     ("name", "form"),
     [
@@ -463,7 +464,7 @@ def own_bytes():
     return int(words[words.index("RssAnon:") + 1]) * 1024
 
 
-@pytest.mark.crossed(quick=4)
+@pytest.mark.crossed(quick=4, slow=2)
 @pytest.mark.parametrize("files", ["16 bits", "quantised", "another format", "another format, no codes"])
 def test_weights_become_codes_layer_by_layer_and_are_never_there_twice(tmp_path, files):
     """What the process takes beyond the program's buffers is a layer's, not the model's."""

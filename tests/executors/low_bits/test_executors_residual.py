@@ -10,7 +10,7 @@ import torch
 
 from executors.runs.session import Session
 from tests.support.command import rows_of, zosim
-from tests.support.recorded import OFFLOADED, cut, options, same, saved_inputs
+from tests.support.recorded import options, saved_inputs
 from tests.support.tiny import batches, model_of, plan_of
 from zosim.lowering import lower
 from zosim.program.operations import Forward
@@ -58,23 +58,6 @@ def test_a_step_has_one_forward_of_each_segment(update):
     validate(program)
     assert sum(isinstance(instruction.op, Forward) for instruction in program.step) == 4
     assert "one point a query" in plan.describe()
-
-
-@pytest.mark.crossed(quick=2)
-@pytest.mark.parametrize("form", [(), ("--weight-format", "int8")], ids=["numbers", "int8"])
-def test_a_run_is_resumed(tmp_path, form):
-    inputs = saved_inputs(tmp_path)
-    stated = ("--difference", "residual", "--lr", 1e-6, "--checkpoint-every", 5, *form)
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert zosim(*options(inputs, whole, *stated)) == 0
-    assert zosim(*options(inputs, run, *stated, *OFFLOADED)) == 0
-    assert same(run, whole)
-    rows = rows_of(whole)
-    assert rows[0]["projected_grad"] == 0
-    assert [row["loss_before"] for row in rows[1:]] == [row["loss_plus"] for row in rows[:-1]]
-    cut(run, 7)
-    assert zosim("run", "--out", run, "--resume", "--no-launch", "--no-tensorboard") == 0
-    assert same(run, whole)
 
 
 def test_a_loss_of_the_step_before_that_is_another_is_damage(tmp_path, capsys):

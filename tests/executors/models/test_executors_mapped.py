@@ -62,6 +62,7 @@ def test_the_format_of_files_is_read_from_them(folder, tmp_path):
     assert own_format(tmp_path) is None
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_run_in_another_format_than_its_files_ends_as_one_that_converts_first(tmp_path):
     model = saved_model("opt", tmp_path)

@@ -187,6 +187,7 @@ def test_adapters_are_not_said_to_be_of_a_causal_model(tmp_path):
         assert json.loads((tmp_path / name / "adapter_config.json").read_text())["task_type"] == task
 
 
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize(
     "form", [(), ("--weight-format", "int4", "--save-as", "codes")], ids=["numbers", "int4"]
 )

@@ -37,6 +37,7 @@ def tuned(plan, model, *, num_steps=NUM_STEPS, decay=0.0):
     return records, model
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     ("shape", "direction", "placement", "decay"),
     [

@@ -156,6 +156,7 @@ def test_the_words_of_a_draw_are_counted(dtype, numel):
     assert torch.equal(words(ahead, 700), words(drawn, 700))
 
 
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("update", ["immediate", "delayed"])
 @pytest.mark.parametrize(("name", "dtype"), [("opt", "float32"), ("llama-tied", "bfloat16")])
 def test_steps_whose_draws_begin_by_jumps_equal_the_literal_loop(monkeypatch, name, dtype, update):

@@ -180,6 +180,7 @@ def test_how_fast_memory_is_pinned_is_not_measured_on_blocks_that_torch_kept():
         assert device.pinned_taken_bytes >= before + size
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_pin_says_so():
     with pytest.raises(RunError, match="memory is pinned for cuda:7"):
         in_fresh_process("cuda:7", 1 << 10)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from math import prod
 
 import pytest
-import torch
 
 from executors.models.weight_files import weights_digest
 from executors.ranks.launch import launch
@@ -19,41 +19,36 @@ from tests.support.tiny import model_of
 pytestmark = pytest.mark.dist
 
 CASES = PAIRS | FOURS
-UNEQUAL = [name for name, case in CASES.items() if case.get("batch", 4) % case["mesh"].get("data", 1)]
+QUICK = ("pertp-sliced", "ddp-shared", "2d-two-hosts")
+UNEQUAL = CASES.pop("ddp-unequal")
 
 
-@pytest.fixture(scope="module")
-def found():
-    """Run all cases in two launches: what costs time is starting processes."""
-    pairs, fours = (
-        launch(distributed.run_cases, cases, world_size=n) for n, cases in ((2, PAIRS), (4, FOURS))
-    )
-    return pairs | fours
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_all_ranks_find_the_same(found, name):
-    first, *others = found[name]
-    assert len(others) == CASES[name]["mesh"].get("data", 1) * CASES[name]["mesh"].get("perturb", 1) - 1
+def found(case):
+    """Return what all ranks find, each a process."""
+    first, *others = launch(distributed.run_cases, {"it": case}, world_size=prod(_shape(case)))["it"]
+    assert len(others) == prod(_shape(case)) - 1
     assert all(other == first for other in others)
+    return first
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in UNEQUAL])
-def test_ranks_together_equal_a_rank_alone(found, name):
+def _shape(case):
+    return case["mesh"].get("data", 1), case["mesh"].get("perturb", 1)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
+def test_ranks_together_equal_a_rank_alone(name):
     """A rank alone accumulates over as many micro-batches as there are shards."""
-    torch.set_num_threads(1)
     case = CASES[name]
-    plan, shards = distributed.plan_for(case, alone=True), case["mesh"].get("data", 1)
-    alone = distributed.trained(case, plan, num_micro_batches=shards)
-    assert found[name][0] == json.loads(json.dumps(alone))
+    plan = distributed.plan_for(case, alone=True)
+    alone = distributed.trained(case, plan, num_micro_batches=_shape(case)[0])
+    assert found(case) == json.loads(json.dumps(alone))
 
 
-@pytest.mark.parametrize("name", UNEQUAL)
-def test_unequal_shards_count_by_their_labels(found, name):
+def test_unequal_shards_count_by_their_labels():
     """The reference is the literal loop, its loss the mean over all labels, part by part in float64."""
-    torch.set_num_threads(1)
-    case = CASES[name]
-    model, shards = model_of(case.get("model", "opt")), case["mesh"]["data"]
+    model, shards = model_of("opt"), 2
 
     def loss(batch):
         parts = [{k: v.chunk(shards)[i] for k, v in batch.items()} for i in range(shards)]
@@ -62,7 +57,8 @@ def test_unequal_shards_count_by_their_labels(found, name):
         return accumulated([model(**part).loss for part in parts], counts)
 
     loop = LiteralMezo(model, epsilon=1e-3, weight_decay=DECAY, loss=loss)
-    for step, batch in enumerate(distributed.lines_for(case)):
+    of_ranks = found(UNEQUAL)
+    for step, batch in enumerate(distributed.lines_for(UNEQUAL)):
         ((plus, minus, g),) = loop.step(batch, [seed_of(SEED, step, 0)], RATE)
-        assert found[name][0]["steps"][step] == [[plus], [minus], None, [g]]
-    assert found[name][0]["digest"] == weights_digest(model)
+        assert of_ranks["steps"][step] == [[plus], [minus], None, [g]]
+    assert of_ranks["digest"] == weights_digest(model)

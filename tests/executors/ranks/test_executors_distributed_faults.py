@@ -18,6 +18,7 @@ from topology.errors import RunError
 pytestmark = pytest.mark.dist
 
 
+@pytest.mark.slow
 def test_a_fault_of_one_rank_is_named_in_every_mode():
     """Without a checksum after every change but where the weights are resident."""
     said = launch(distributed.plant_faults, world_size=3)

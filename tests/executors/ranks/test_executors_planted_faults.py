@@ -83,7 +83,7 @@ def said_by_all(placement, fault):
     return on_all_ranks(plan, rank)
 
 
-@pytest.mark.crossed(quick=6)
+@pytest.mark.crossed(quick=11, slow=3)
 @pytest.mark.parametrize("placement", [*ALONE, *STAGES, *SEVERAL])
 def test_nothing_is_said_of_a_run_without_a_fault(placement):
     assert set(said_by_all(placement, None)) == {""}
@@ -252,7 +252,7 @@ def _settings(inputs, out, placement):
 def _pairs_of_deaths():
     for row, placement in enumerate(("resident", "data", "perturb, sliced", "stage")):
         for column, fault in enumerate(("label", "seeds", "bit")):
-            is_quick = (row, column) == (1, 0)
+            is_quick = (row, column) == (0, 0)
             if (placement, fault) == ("resident", "seeds"):
                 continue  # seeds that are logged are checked as they are read
             yield pytest.param(placement, fault, marks=() if is_quick else pytest.mark.slow)

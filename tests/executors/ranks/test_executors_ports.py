@@ -33,7 +33,7 @@ from topology.errors import RunError
 pytestmark = pytest.mark.dist
 
 NOBODY = 65534
-STEPS = 30
+STEPS = 12
 LOOKS_EVERY_S = 0.1
 """A look at all connections takes a tenth of this; what listens does so until the run ends."""
 
@@ -123,7 +123,7 @@ def test_ranks_that_another_launcher_starts_join_and_listen_on_this_host_alone(i
         "LOCAL_WORLD_SIZE": 2,
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }
-    words = options(inputs, tmp_path / "out", "--method", "pertp", "--residency", "resident", steps=20)
+    words = options(inputs, tmp_path / "out", "--method", "pertp", "--residency", "resident", steps=STEPS)
     with (
         Command(*words, **common, RANK=0, LOCAL_RANK=0) as first,
         Command(*words, **common, RANK=1, LOCAL_RANK=1) as second,
@@ -136,7 +136,8 @@ def test_ranks_that_another_launcher_starts_join_and_listen_on_this_host_alone(i
     assert len(places) >= 2
     assert {address for address, _ in places} == {"127.0.0.1"}
     assert (
-        zosim(*options(inputs, tmp_path / "alone", "--no-launch", "--residency", "resident", steps=20)) == 0
+        zosim(*options(inputs, tmp_path / "alone", "--no-launch", "--residency", "resident", steps=STEPS))
+        == 0
     )
     assert numbers_of(tmp_path / "out") == numbers_of(tmp_path / "alone")
 
@@ -154,7 +155,7 @@ def test_ranks_that_torchrun_starts_on_one_host_join_and_listen_there_alone(inpu
     else:
         torchrun.append("--standalone")
     words = options(
-        inputs, tmp_path / "out", "--method", "pertp", "--residency", "resident", "--json", steps=20
+        inputs, tmp_path / "out", "--method", "pertp", "--residency", "resident", "--json", steps=STEPS
     )
     said, answer = tmp_path / "said", tmp_path / "answer"
     with (
@@ -180,10 +181,11 @@ def test_ranks_that_torchrun_starts_on_one_host_join_and_listen_there_alone(inpu
     assert run.returncode == 0, said.read_text()
     assert len(places) >= 2
     assert {address for address, _ in places} == {"127.0.0.1"}
-    assert json.loads(answer.read_text())["num_steps"] == 20
+    assert json.loads(answer.read_text())["num_steps"] == STEPS
     assert list(temporary.iterdir()) == []
     assert (
-        zosim(*options(inputs, tmp_path / "alone", "--no-launch", "--residency", "resident", steps=20)) == 0
+        zosim(*options(inputs, tmp_path / "alone", "--no-launch", "--residency", "resident", steps=STEPS))
+        == 0
     )
     assert numbers_of(tmp_path / "out") == numbers_of(tmp_path / "alone")
 

@@ -37,6 +37,7 @@ def test_more_ranks_than_there_is_work_for_are_refused(method, num_ranks):
         plan_of(num_ranks, method=method)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_run_of_two_ranks_has_the_planner_s_mesh_and_one_rank_s_losses(tmp_path):
     model = saved_model("opt", tmp_path)

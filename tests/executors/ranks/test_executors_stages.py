@@ -65,7 +65,7 @@ CODED = {
 }
 
 
-@pytest.mark.crossed(quick=4)
+@pytest.mark.crossed(quick=9, slow=2)
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in (CASES | CODED).items()])
 def test_stages_are_one_device(case):
     """With codecs: one device that encodes and decodes at the same cuts."""

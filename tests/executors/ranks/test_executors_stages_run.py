@@ -117,6 +117,7 @@ def test_a_run_of_one_goes_on_on_stages(runs, inputs, tmp_path):
     assert (out / "model.safetensors").read_bytes() == (runs / "alone/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_stage_that_dies_while_it_sends_is_named():
     said = r"rank 0 \(stage 1 of 2, before cut block\.1\.mlp\) died \(SIGKILL\), last at step\["
     with pytest.raises(RunError, match=said):

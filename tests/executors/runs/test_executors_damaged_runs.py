@@ -171,6 +171,7 @@ def test_spoilt_programs_that_were_edited_by_hand_are_refused(inputs, run, capsy
     assert "edited by hand" in capsys.readouterr().err
 
 
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize(
     ("key", "says"), [("num_steps", "line 2 is damaged"), ("loss", "is damaged in the eval")]
 )

@@ -163,6 +163,7 @@ def test_ranks_that_begin_unlike_are_refused_in_words(pertp, inputs, tmp_path):
     assert not (tmp_path / "out" / "steps.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_leaves_its_last_good_weights(inputs, tmp_path, capsys):
     out = tmp_path / "out"
     more = ("--method", "pertp", "--transfers", "sliced", "--lr", "1e30")

@@ -143,6 +143,7 @@ main()
 """
 
 
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("program", [RUN, DEMO], ids=["zosim.run", "zosim demo"])
 def test_without_torch_what_needs_it_says_so_first(program, tmp_path):
     done = subprocess.run(

@@ -13,6 +13,7 @@ from topology.errors import DataError
 from zosim import Residency
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("blocks", ["resident", "offloaded"])
 def test_a_loop_of_ones_own_is_the_literal_loop(tmp_path, dtype, blocks):

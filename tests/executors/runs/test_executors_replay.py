@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from executors.runs.runlog import read_header, write_header
 from tests.support.command import loaded, saved_model, zosim
@@ -31,6 +30,7 @@ def run(whole, tmp_path):
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize("residency", [(), RESIDENT, OFFLOADED])
 @pytest.mark.parametrize("start", [(), ("--checkpoints",)])
 def test_replay_rebuilds_every_bit(inputs, whole, tmp_path, residency, start, capsys):
@@ -39,27 +39,6 @@ def test_replay_rebuilds_every_bit(inputs, whole, tmp_path, residency, start, ca
     told = json.loads(capsys.readouterr().out)
     assert told["digests_checked"] == (1 if start else 3)
     assert told["digest"] == json.loads((whole / "run.json").read_text())["finished"]["digest"]
-
-
-@pytest.mark.crossed(quick=6)
-@pytest.mark.parametrize(
-    "more",
-    [
-        ("--rng", "counter", "--direction", "rademacher", "--queries", 2),
-        ("--difference", "forward", "--order", "execution"),
-        ("--dtype", "bfloat16"),
-        ("--transfer-dtype", "float16", "--allow-lossy", "--eval-every", 3),
-        ("--lora-rank", 2, "--lora-targets", "q_proj"),
-        ("--weights", "copies", "--draw-ahead", "--queries", 2),
-    ],
-    ids=["counter", "forward", "bfloat16", "lossy", "lora", "copies"],
-)
-def test_replay_knows_every_kind_of_run(inputs, tmp_path, more):
-    evaluated = ("--eval-data", inputs[1]) if "--eval-every" in more else ()
-    assert zosim(*options(inputs, tmp_path / "run", *OFFLOADED, *more, *evaluated)) == 0
-    assert zosim("replay", tmp_path / "run", "--model", inputs[0], "-o", tmp_path / "again") == 0
-    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "again"))
-    assert all(bool((first[name] == second[name]).all()) for name in first)
 
 
 def test_drift_of_the_restore_is_part_of_a_replay(inputs, tmp_path):
@@ -71,6 +50,7 @@ def test_drift_of_the_restore_is_part_of_a_replay(inputs, tmp_path):
     assert differing(loaded(out), loaded(tmp_path / "again")) == []
 
 
+@pytest.mark.slow
 def test_copies_leave_no_drift_and_are_replayed_as_such(inputs, tmp_path, capsys):
     out = tmp_path / "out"
     still = ("--lr", 0, "--weight-decay", 0, "--weights", "copies")

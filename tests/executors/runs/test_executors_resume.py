@@ -38,7 +38,7 @@ def run(whole, tmp_path):
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
-@pytest.mark.crossed(quick=3)
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize(
     ("num_rows", "torn", "more"),
     [
@@ -62,7 +62,8 @@ def test_resumed_anywhere_it_ends_as_if_nothing_had_happened(inputs, whole, run,
     assert trained == list(range(1, STEPS + 1))
 
 
-@pytest.mark.crossed(quick=3)
+@pytest.mark.crossed(slow=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [3, 5, 8])
 def test_a_run_that_rounds_in_transfer_is_resumed_without_rounding_once_more(inputs, tmp_path, num_rows):
     lossy = (*OFFLOADED, "--update", "delayed", "--transfer-dtype", "bfloat16", "--allow-lossy")
@@ -143,6 +144,7 @@ def kill_at(inputs, out, size, *more):
         process.kill()
 
 
+@pytest.mark.crossed(quick=2)
 @pytest.mark.dist
 @pytest.mark.parametrize(("first", "second"), [(OFFLOADED, RESIDENT), (RESIDENT, OFFLOADED)])
 def test_killed_at_a_random_instant_and_resumed_elsewhere(inputs, whole, tmp_path, first, second):

@@ -77,6 +77,7 @@ def test_missing_files_are_named(inputs, tmp_path, capsys):
     assert "nothing.jsonl" in capsys.readouterr().err
 
 
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("missing", ["--data", "--eval-data"])
 def test_ranks_are_not_started_for_files_that_are_missing(inputs, tmp_path, capsys, monkeypatch, missing):
     def started(*_given, **_options):
@@ -101,7 +102,7 @@ def test_a_directory_with_a_run_is_not_written_over(inputs, tmp_path, capsys):
     assert (tmp_path / "out" / "steps.jsonl").read_bytes() == before
 
 
-@pytest.mark.crossed(quick=2)
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize(("rate", "says"), [(0.1, "has left for good"), (1e36, "the projected gradient is")])
 @pytest.mark.parametrize("residency", ["resident", "offloaded"])
 def test_a_ruined_run_stops_at_its_last_good_state(inputs, tmp_path, capsys, residency, rate, says):

@@ -126,6 +126,7 @@ def test_spans_bear_the_names_of_their_instructions():
             assert spans[before.id].end_s <= spans[after.id].start_s
 
 
+@pytest.mark.usefixtures("live_tensors")
 def test_memory_has_an_arena_and_live_tensors():
     model = model_of("opt")
     with Session(plan_of(model, **OFFLOADED), model) as session:

@@ -98,6 +98,7 @@ def applied(model, folder):
     return model
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     "more",
     [

@@ -77,7 +77,7 @@ def fill(disk):
 
 
 @pytest.mark.slow
-@pytest.mark.crossed(quick=3)
+@pytest.mark.crossed(slow=2)
 @pytest.mark.parametrize(
     ("more", "named"),
     [
@@ -151,6 +151,7 @@ def test_a_directory_that_is_not_ones_own_is_said_in_words(inputs, tmp_path, cap
     assert "Permission denied" in capsys.readouterr().err
 
 
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("number", [3, 11])
 def test_a_run_whose_directory_is_removed_ends_at_once(inputs, tmp_path, monkeypatch, capsys, number):
     out = tmp_path / "out"
@@ -185,6 +186,7 @@ def test_a_run_whose_directory_is_moved_goes_on_from_there(
     assert same(elsewhere, undisturbed())
 
 
+@pytest.mark.slow
 def test_a_run_that_is_copied_goes_on_as_the_one_it_was_copied_from(
     inputs, undisturbed, tmp_path, monkeypatch
 ):
@@ -270,6 +272,7 @@ def strange(tmp_path):
     return folder
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("which", ["out", "data", "model"])
 def test_names_that_are_not_utf_8_are_refused_and_a_link_serves(
     inputs, undisturbed, strange, tmp_path, capsys, which

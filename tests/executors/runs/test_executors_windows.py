@@ -85,6 +85,7 @@ def test_a_window_adds_up_along_its_own_factor_and_all_windows_stay():
     assert max(wanted.abs().max() for wanted in moved) > 1e-2
 
 
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize(
     ("name", "axes", "low_bits"),
     [
@@ -203,7 +204,7 @@ def whole_run(inputs, tmp_path_factory):
     return out
 
 
-@pytest.mark.crossed(quick=3)
+@pytest.mark.crossed(quick=5)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="begins as a copy of this process")
 @pytest.mark.parametrize(
     ("owner", "name", "nth"),

@@ -89,6 +89,7 @@ def test_peft_loads_the_adapter_of_windows_and_computes_their_logits(tmp_path, n
     assert (adapted - plain).abs().max() > 1e-3
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     ("name", "low_bits"),
     [

@@ -68,6 +68,7 @@ SERVED = {
 }
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("fields", SERVED.values(), ids=SERVED)
 def test_what_is_served_is_what_peft_computes(tmp_path, fields):
     family = fields.get("family", "opt")
@@ -132,6 +133,7 @@ def edited(folder, **fields):
     return folder
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [

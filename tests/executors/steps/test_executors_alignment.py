@@ -90,7 +90,7 @@ def test_a_plan_on_cpus_has_the_program_that_it_had():
     assert read == lower(on_gpus(plan))
 
 
-@pytest.mark.crossed(quick=8)
+@pytest.mark.crossed(quick=10, slow=4)
 @pytest.mark.parametrize("number", range(40))
 def test_parameters_and_directions_of_any_plan_on_gpus_start_at_multiples_of_256(number):
     plan, _ = case_of(number).made()
@@ -114,6 +114,7 @@ def test_a_program_whose_pieces_start_elsewhere_is_refused():
             validate(Program.from_data(data | {"alignment_bytes": unit}, "edited"))
 
 
+@pytest.mark.slow
 def test_shares_of_ranks_start_at_multiples_of_256_and_have_the_same_numbers():
     case, found = {"mesh": {"perturb": 2}, **SLICED}, {}
     for kind in ("cpu", "gpu"):
@@ -156,6 +157,7 @@ LOSSY = (*RESIDING, "--update", "delayed", "--transfer-dtype", "bfloat16", "--al
 RESIDENT = ("--residency", "resident")
 
 
+@pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize(
     ("more", "before", "after", "keeps_program"),
     [

@@ -58,7 +58,7 @@ def trained(shape, axes, *, steps=4, graphs=True, change=None, num_blocks=2, **o
         return device, numbers, launches
 
 
-@pytest.mark.crossed(quick=5)
+@pytest.mark.crossed(quick=8, slow=2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_graphs_find_the_same_bits_in_fewer_launches(placement):
     device, numbers, launches = trained(*PLACEMENTS[placement])
@@ -68,13 +68,15 @@ def test_graphs_find_the_same_bits_in_fewer_launches(placement):
     assert launches < (0.9 if placement.startswith("factors") else 0.7) * most  # factors are drawn one by one
 
 
+@pytest.mark.slow
 def test_accumulated_losses_have_graphs_of_their_own():
     device, numbers, _ = trained("opt", {}, num_micro_batches=3)
     assert numbers == trained("opt", {}, graphs=False, num_micro_batches=3)[1]
     assert device.findings == []
 
 
-@pytest.mark.crossed(quick=2)
+@pytest.mark.slow
+@pytest.mark.crossed(slow=2)
 @pytest.mark.parametrize("axes", [{}, OFFLOADED], ids=["resident", "offloaded"])
 def test_adapters_that_grow_are_captured_anew(axes):
     """When a window closes, blocks read more of the memory of slots, at the same addresses."""
@@ -91,6 +93,7 @@ def test_adapters_that_grow_are_captured_anew(axes):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [{"mesh": {"perturb": 2}, **OFFLOADED}], ids=["perturb, private"])
 def test_ranks_whose_streams_have_threads_find_the_same_bits(case):
     """What waits for another rank has a thread for each stream, which goes on to copy while blocks are captured."""
@@ -154,7 +157,7 @@ def seen(device_and_more, wanted):
     return bool(device.findings) or numbers != wanted
 
 
-@pytest.mark.crossed(quick=6)
+@pytest.mark.crossed(quick=12, slow=2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_graphs_is_found(fault):
     placement, *where = FAULTS[fault]

@@ -84,13 +84,13 @@ def test_every_placement_has_the_literal_loops_bits(case, monkeypatch, seeds, tm
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if n == 1 else pytest.mark.slow) for n, name in enumerate(OTHERS)],
+    [pytest.param(name, marks=() if n == 5 else pytest.mark.slow) for n, name in enumerate(OTHERS)],
 )
 def test_codes_and_factors_have_the_bits_of_their_tasks_in_order(name, monkeypatch, seeds):
     assert_as_in_order(case_with(OTHERS[name]), monkeypatch, seeds)
 
 
-@pytest.mark.crossed(slow=3)
+@pytest.mark.crossed(slow=6)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(24))
 def test_so_have_plans_at_random(number, monkeypatch, seeds):
@@ -156,6 +156,7 @@ def is_found(case, patch, seed, expected):
         return "nan" in error.message
 
 
+@pytest.mark.slow
 def test_a_free_that_lets_go_by_itself_is_found(monkeypatch):
     """That was shipped: a run was wrong once in sixty on a busy machine, and never on a quiet one."""
     case = case_with(FRESH | FORWARD)

@@ -44,6 +44,7 @@ def draws(program: Program) -> Counter[tuple[str, int]]:
     return Counter((op.group, op.query) for op in drawn if op.keep != "none")
 
 
+@pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize(("queries", "rng"), [(1, "mezo"), (3, "mezo"), (1, "counter")])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_direction_is_drawn_once(model, placement, queries, rng):

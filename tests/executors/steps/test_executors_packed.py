@@ -35,6 +35,7 @@ def test_a_message_of_another_length_is_refused(change: int) -> None:
         unpack(Packed(data, packed.formats), [(4, 9, 16)])
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
     "case",
     [

@@ -30,7 +30,7 @@ def _segment_bytes(plan) -> int:
     return max(found)
 
 
-@pytest.mark.crossed(quick=4)
+@pytest.mark.crossed(quick=9, slow=4)
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=str)
 @pytest.mark.parametrize("update", ["immediate", "delayed"])
 @pytest.mark.parametrize("name", ["opt", "opt-untied", "gpt2", "llama"])

@@ -90,6 +90,7 @@ def test_points_are_theta_plus_and_minus_one_product_rounded_once():
     assert serial[1] != copies[1]
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("placement", [*PLACEMENTS.values(), EDGES], ids=[*PLACEMENTS, "offloaded-edges"])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_programs_hold_the_copies_that_they_name_and_one_sweep_less(placement, queries):
