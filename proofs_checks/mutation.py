@@ -124,6 +124,22 @@ def altered(whole: Any, **attributes: Any) -> Any:
     return other
 
 
+def scaled(target: str, factor: Any, name: str, *, entry: str | None = None) -> Fault:
+    """Return a fault by which what a function returns, or one entry of it, is so many times as large.
+
+    Examples
+    --------
+    >>> scaled("proofs_checks.oracles.statements:exchange_share", 1.03, "three percent").description
+    'proofs_checks.oracles.statements:exchange_share: three percent'
+    """
+
+    def change(shipped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = shipped(*args, **kwargs)
+        return factor * result if entry is None else {**result, entry: factor * result[entry]}
+
+    return Fault(name, target, change)
+
+
 _ADAPT = "adapt the planted fault to the code as it is now"
 _NUMBERS = itertools.count()
 _IN_FORCE: dict[int, Callable[..., Any]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from scipy.stats import norm
@@ -17,7 +17,7 @@ from executors.randomness.rng import generator_on
 from proofs_checks.claims import Checks, corrected, counterexample
 from proofs_checks.exact import at_most, equal, exceeds
 from proofs_checks.faults import rounding_up
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, planted, scaled
 from proofs_checks.oracles.smoothing import smoothing_bounds
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.statistics import fitted_slope
@@ -330,35 +330,58 @@ def check_rounded_gap(_context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-def _own(name: str, function: Callable[..., object], old: str, new: str) -> Mutant:
-    return Mutant(name, f"proofs_checks.sparq.chains:{function.__qualname__}", old, new)
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+_CHAINS = "proofs_checks.sparq.chains"
+_BOUND = f"{_CHAINS}:distance_bound"
+
+
+def _stages(name: str, change: Callable[[Stage], Stage]) -> Fault:
+    """Return a fault by which the bound is that of stages with other constants."""
+    return Fault(
+        name,
+        _BOUND,
+        lambda shipped, chain, *rest: shipped(replace(chain, stages=tuple(map(change, chain.stages))), *rest),
+    )
+
+
+@planted(_BOUND, "errors that do not pass on")
+def _errors_that_stay(shipped, chain, kappa, tilt):
+    before, stages = 0.0, []
+    for stage in chain.stages:  # what passes on is taken off the output that an error comes of
+        stages.append(replace(stage, output=stage.output - stage.gain * before))
+        before = stage.output
+    return shipped(replace(chain, stages=tuple(stages)), kappa, tilt)
+
+
+@planted(f"{_CHAINS}:Chain.gradient", "one cut for all")
+def _one_cut(shipped, self, x, compress):
+    cuts = itertools.count()
+    return shipped(self, x, lambda a: a if next(cuts) else compress(a))
 
 
 CHECKS: Checks = {
     "sparq-eq-34-needs-a-smooth-compressor": (
         corrected(
             check_line_34,
-            _own("a compressor's slope left out", corrected_34, " + tilt * steep)", ")"),
-            _own(
+            Fault(
+                "a compressor's slope left out",
+                f"{_CHAINS}:corrected_34",
+                lambda shipped, kappa, tilt, *rest: shipped(kappa, 0 * tilt, *rest),
+            ),
+            Fault(
                 "an exact activation",
-                corrected_34,
-                "arrived = smoothness * kappa * output",
-                "arrived = 0.0",
+                f"{_CHAINS}:corrected_34",
+                lambda shipped, kappa, *rest: shipped(0 * kappa, *rest),
             ),
-            _own(
-                "a hundred times the bound",
-                corrected_34,
-                "return arrived",
-                "return 100 * slope**2 + arrived",
-            ),
+            scaled(f"{_CHAINS}:corrected_34", 100, "a hundred times the bound"),
         ),
         counterexample(
             check_two_gradients,
-            _own(
+            Fault(
                 "an uncompressed chain",
-                Chain.gradient,
-                "self.later(compress(activation)",
-                "self.later((activation)",
+                f"{_CHAINS}:Chain.gradient",
+                lambda shipped, self, x, *_: shipped(self, x, lambda a: a),
             ),
         ),
         counterexample(check_rounded_gap, rounding_up),
@@ -366,50 +389,29 @@ CHECKS: Checks = {
     "sparq-eq-43-premises": (
         corrected(
             check_line_43,
-            _own(
-                "errors that do not pass on",
-                distance_bound,
-                "+ stage.gain * errors[-1])",
-                "+ 0 * errors[-1])",
+            _errors_that_stay,
+            Fault(
+                "a criterion's slope at the exact activation",
+                _BOUND,
+                lambda shipped, chain, *rest: shipped(replace(chain, bent=0.0), *rest),
             ),
-            _own(
-                "slopes that do not pass on",
-                distance_bound,
-                "off = (off * stage.gain +",
-                "off = (0 * off +",
-            ),
-            _own(
+            Fault(
                 "a compressor's slope left out",
-                distance_bound,
-                "+ rest * stage.gain * tilt",
-                "+ 0 * tilt",
+                _BOUND,
+                lambda shipped, chain, kappa, tilt: shipped(chain, kappa, 0 * tilt),
             ),
-            _own(
-                "stages' slopes at the exact activation",
-                distance_bound,
-                "rest * stage.bend * error)",
-                "0 * error)",
-            ),
-            _own(
-                "parameters' slopes at the exact activation",
-                distance_bound,
-                "rest * stage.twist * error +",
-                "0 * error +",
-            ),
-            _own("twenty times the bound", distance_bound, "return total", "return 20 * total"),
+            _stages("stages' slopes at the exact activation", lambda stage: replace(stage, bend=0.0)),
+            _stages("parameters' slopes at the exact activation", lambda stage: replace(stage, twist=0.0)),
+            scaled(_BOUND, 20, "twenty times the bound"),
         ),
-        counterexample(
-            check_errors_pass,
-            _own(
-                "one cut for all",
-                Chain.gradient,
-                "compress(activation)",
-                "(compress(activation) if number == 1 else activation)",
-            ),
-        ),
+        counterexample(check_errors_pass, _one_cut),
         counterexample(
             check_line_43_unbounded,
-            _own("a compressor ten times as good", shrinking, "(1 - kappa)", "(1 - kappa / 10)"),
+            Fault(
+                "a compressor ten times as good",
+                f"{_CHAINS}:shrinking",
+                lambda shipped, kappa: shipped(kappa / 10),
+            ),
         ),
     ),
 }

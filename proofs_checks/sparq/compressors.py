@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from copy import copy
 from dataclasses import replace
 from typing import Literal
 
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from costmodel.formats.codecs import ENCODINGS, CodecSpec, Grid, Scope
 from executors.codecs import codec_of, decode
+from executors.codecs.encodings import Symbols
 from executors.codecs.fidelity import received, relative_error
 from executors.randomness.rng import generator_on
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import at_most, equal
 from proofs_checks.faults import nearest, short_grid
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, planted
 from proofs_checks.oracles.cuts import codec_gradient_variance
 from proofs_checks.outcomes import Context, Outcome, everything_holds, worst
 from proofs_checks.statistics import compare_means, compare_two_points, fitted_slope
@@ -252,97 +254,105 @@ def check_blindness(context: Context) -> Outcome:
     )
 
 
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+_SCALED = "executors.codecs.grids:Fitted.scaled"
+
+
+@planted("executors.codecs.grids:fitted", "a zero point that is off by one")
+def _other_zero_point(shipped, parameters, spec):
+    grids = shipped(parameters, spec)
+    return replace(grids, low=grids.low - 1, high=grids.high - 1) if spec.grid == "affine-zero" else grids
+
+
+@planted("executors.codecs.grids:fitted", "codes of which the highest is cut off")
+def _narrowed(shipped, parameters, spec):
+    grids = shipped(parameters, spec)
+    return replace(grids, low=grids.low + 1, high=grids.high - 1)
+
+
+@planted("executors.codecs.grids:fit", "values quantised a step too fine")
+def _finer(shipped, rows, spec, *rest):
+    parameters = shipped(rows, spec, *rest)
+    if spec.grid != "affine":
+        return parameters
+    assert spec.bits is not None
+    return parameters[0], parameters[1] * (2**spec.bits - 1) / 2**spec.bits
+
+
+@planted("executors.codecs.encodings:Bitmap.decode", "a bitmap's symbols from the last to the first")
+def _backwards(shipped, self, payload, layout):
+    out = shipped(self, payload, layout)
+    kept = out != payload.background
+    out[kept] = out[kept][::-1]
+    return out
+
+
+@planted("executors.codecs.encodings:RunLength.encode", "long runs that lose an element")
+def _shortened(shipped, self, symbols):
+    shorter = copy(symbols)
+    shorter.gaps = symbols.gaps - (symbols.gaps > 1)
+    return shipped(self, shorter)
+
+
+@planted("proofs_checks.oracles.cuts:codec_gradient_variance", "what both roundings share counted once")
+def _shared_once(shipped, *args, random_numbers, **rest):
+    alone = shipped(*args, **rest, random_numbers="independent")
+    return (alone + shipped(*args, **rest, random_numbers=random_numbers)) / 2
+
+
 CHECKS: Checks = {
     "codec-stochastic-unbiased": printed(
         check_stochastic,
         nearest,
-        Mutant(
+        Fault(
             "an affine grid that starts at 0",
-            "executors.codecs.grids:Fitted.scaled",
-            "values.sub(self.offset)",
-            "values.sub(0 * self.offset)",
+            _SCALED,
+            lambda shipped, self, values: shipped(replace(self, offset=0 * self.offset), values),
         ),
-        Mutant(
-            "a zero point that is off by one",
-            "executors.codecs.grids:fitted",
-            "parameters[1].to(step.dtype)",
-            "parameters[1].to(step.dtype) + 1",
-        ),
+        _other_zero_point,
         short_grid,
     ),
     "codec-nearest-contracts": printed(
         check_contraction,
         short_grid,
-        Mutant(
-            "codes of which the highest is cut off",
-            "executors.codecs.grids:fitted",
-            "highest = zero + codes // 2",
-            "highest = zero + codes // 2 - 1",
-        ),
-        Mutant(
+        _narrowed,
+        Fault(
             "rounding away from zero",
-            "executors.codecs.quantising:quantise",
-            "scaled.round_()",
-            "scaled.sign().mul_(scaled.abs().ceil_())",
+            _SCALED,
+            lambda shipped, *args: (places := shipped(*args)).sign() * places.abs().ceil(),
         ),
     ),
     "codec-stochastic-expands": printed(check_expansion, nearest, short_grid),
     "codec-encodings-lossless": printed(
         check_lossless,
-        Mutant(
-            "values quantised a step too fine",
-            "executors.codecs.grids:fit",
-            "(2**spec.bits - 1)",
-            "2**spec.bits",
-        ),
-        Mutant(
-            "codes rounded down",
-            "executors.codecs.quantising:quantise",
-            "scaled.round_()",
-            "scaled.floor_()",
-        ),
-        Mutant(
+        _finer,
+        Fault("codes rounded down", _SCALED, lambda shipped, *args: shipped(*args).floor()),
+        Fault(
             "packed symbols without their highest",
             "executors.codecs.encodings:Dense.decode",
-            "unpack(body, layout.num_elements, layout.bits)",
-            "np.minimum(unpack(body, layout.num_elements, layout.bits), 2**layout.bits - 2)",
+            lambda shipped, self, payload, layout: np.minimum(
+                shipped(self, payload, layout), 2**layout.bits - 2
+            ),
         ),
-        Mutant(
-            "places counted from the row before",
+        Fault(
+            "places counted one too far",
             "executors.codecs.encodings:Index.decode",
-            "row * layout.num_columns + column",
-            "row * (layout.num_columns - 1) + column",
+            lambda shipped, *args: np.roll(shipped(*args), 1),
         ),
-        Mutant(
-            "a bitmap's symbols from the last to the first",
-            "executors.codecs.encodings:Bitmap.encode",
-            "symbols.values[present]",
-            "symbols.values[present][::-1].copy()",
-        ),
-        Mutant(
-            "long runs that lose an element",
-            "executors.codecs.encodings:RunLength.encode",
-            "symbols.gaps >> gap_bits",
-            "(symbols.gaps - 1).clip(0) >> gap_bits",
-        ),
-        Mutant(
+        _backwards,
+        _shortened,
+        Fault(
             "entropy-coded symbols one place on",
             "executors.codecs.encodings:Entropy.encode",
-            "encode_entropy(symbols.values, frequency)",
-            "encode_entropy(np.roll(symbols.values, 1), frequency)",
+            lambda shipped, self, symbols: shipped(
+                self, Symbols(np.roll(symbols.values, 1), symbols.num_columns, symbols.bits)
+            ),
         ),
     ),
     "codec-gradient-noise": (
         printed(check_gradient_noise, nearest, short_grid),
-        printed(
-            check_gradient_noise_orders,
-            Mutant(
-                "what both roundings share counted once",
-                "proofs_checks.oracles.cuts:codec_gradient_variance",
-                "- 2 * together",
-                "- together",
-            ),
-        ),
+        printed(check_gradient_noise_orders, _shared_once),
     ),
     "codec-nearest-blind": printed(check_blindness, short_grid),
 }

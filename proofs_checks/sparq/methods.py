@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from costmodel.formats.codecs import CodecSpec, bitmap_bytes, dense_bytes, index_bytes
+from costmodel.formats.codecs import CodecSpec, bitmap_bytes, dense_bytes, index_bytes, packed_bytes
 from costmodel.formats.symbols import SymbolStatistics
 from executors.codecs import codec_of
 from executors.codecs.fidelity import received, relative_error
@@ -21,7 +23,7 @@ from proofs_checks.faults import (
     queries_summed,
     rounding_up,
 )
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, planted, scaled
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.setups.executed import Case, differences
 from proofs_checks.statistics import fitted_slope
@@ -286,12 +288,17 @@ def check_feedback(_context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-_PLACES = Mutant(
-    "places of one bit less",
-    "costmodel.formats.codecs:index_bits",
-    "(max(0, num_columns - 1)).bit_length()",
-    "(max(0, num_columns - 1) // 2).bit_length()",
-)
+@planted("costmodel.formats.codecs:index_bits", "places of one bit less")
+def _short_places(shipped, num_columns):
+    place, count = shipped(num_columns)
+    return max(0, place - 1), count
+
+
+@planted("executors.codecs.grids:fitted", "one bit with a zero")
+def _with_a_zero(shipped, parameters, spec):
+    grids = shipped(parameters, spec)
+    return replace(grids, offset=0 * grids.offset) if spec.bits == 1 else grids
+
 
 CHECKS: Checks = {
     "sparq-one-seed-on-every-node": (
@@ -307,20 +314,14 @@ CHECKS: Checks = {
     "sparq-assumption-4-unbounded-layers": (
         conditioned(
             check_bounded_outputs,
-            Mutant(
-                "a gate that is not bounded by its input",
-                "proofs_checks.sparq.methods:_activation",
-                "functional.relu(before)",
-                "40 * functional.relu(before)",
-            ),
+            scaled("proofs_checks.sparq.methods:_activation", 40, "outputs forty times as large"),
         ),
         counterexample(
             check_unbounded_outputs,
-            Mutant(
-                "a layer behind tanh",
+            Fault(
+                "outputs behind tanh",
                 "proofs_checks.sparq.methods:_activation",
-                "functional.gelu(before)",
-                "functional.tanh(before)",
+                lambda shipped, *args: math.tanh(shipped(*args)),
             ),
         ),
     ),
@@ -329,29 +330,20 @@ CHECKS: Checks = {
         reading("unbiased, as the title says", check_is_unbiased),
     ),
     "sparq-sparse-cost-in-places": (
-        conditioned(check_index_cost, _PLACES),
+        conditioned(check_index_cost, _short_places),
         counterexample(
             check_place_cost,
-            _PLACES,
-            Mutant(
+            _short_places,
+            Fault(
                 "a bitmap without its bits",
                 "costmodel.formats.codecs:bitmap_bytes",
-                "packed_bytes(stats.num_elements, 1)",
-                "0",
+                lambda _shipped, stats: packed_bytes(stats.num_kept, stats.bits),
             ),
         ),
     ),
     "sparq-quantisation-and-zeros": (
         conditioned(check_zeros_stay, rounding_up),
-        counterexample(
-            check_zeros_woken,
-            Mutant(
-                "one bit with a zero",
-                "executors.codecs.grids:fitted",
-                "Fitted(-step, _divisible(2 * step), zero, zero + 1)",
-                "Fitted(0 * step, _divisible(2 * step), zero, zero + 1)",
-            ),
-        ),
+        counterexample(check_zeros_woken, _with_a_zero),
     ),
     "sparq-smooth-activations-are-dense": printed(check_gelu, rounding_up),
     "sparq-remark-1-error-feedback": printed(check_feedback, rounding_up),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,13 +18,14 @@ from executors.steps.arithmetic import projected_gradient
 from proofs_checks.claims import Checks, conditioned, counterexample, printed
 from proofs_checks.exact import at_most, equal, exceeds, is_true
 from proofs_checks.faults import short_grid
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, scaled
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.promises.stages import staged
 from proofs_checks.statistics import fitted_slope
 from zosim.analysis.counts import StepCounts, step_counts
 from zosim.lowering import lower_all
 from zosim.plans import Estimator
+from zosim.program.program_set import ProgramSet
 
 _CPU = torch.device("cpu")
 
@@ -187,7 +189,7 @@ def _activations(num_queries: int) -> tuple[int, int]:
     forward, central = (
         _counts(1, difference, num_queries).num_activations for difference in ("forward", "central")
     )
-    return forward, central  # fmt: skip
+    return forward, central
 
 
 def check_forward_sends_less(_context: Context) -> Outcome:
@@ -205,62 +207,53 @@ def check_one_perturbation(_context: Context) -> Outcome:
     return equal([float(count) for count in _activations(1)], [2.0, 2.0], what="forward, central")
 
 
-def _own(name: str, function: Callable[..., object], old: str, new: str) -> Mutant:
-    return Mutant(name, f"proofs_checks.sparq.premises:{function.__name__}", old, new)
+def _behind(function: Callable[[Tensor], Tensor], name: str) -> Fault:
+    """Return a fault by which layers stand behind another function."""
+    return Fault(name, f"{__name__}:_gradients", lambda shipped, *args: shipped(function, *args[1:]))
 
 
-_QUARTERED = Mutant(
-    "differences over twice their distance",
-    "executors.steps.arithmetic:projected_gradient",
-    "(2 * epsilon if central else epsilon)",
-    "(4 * epsilon if central else 2 * epsilon)",
-)
-_BASE_EVERY_TIME = Mutant(
-    "a base that every query forwards again",
-    "proofs_checks.sparq.premises:_activations",
-    "return forward, central",
-    "return forward + num_queries - 1, central",
+def _counting(name: str, change: Callable[[StepCounts], dict[str, int]]) -> Fault:
+    """Return a fault by which a step's counts are others."""
+
+    def counted(shipped: Callable[..., StepCounts], programs: ProgramSet) -> StepCounts:
+        counts = shipped(programs)
+        return replace(counts, **change(counts))
+
+    return Fault(name, "zosim.analysis.counts:step_counts", counted)
+
+
+_COUNTED_TWICE = _counting(
+    "activations counted where they go and where they come",
+    lambda counts: {"num_activations": 2 * counts.num_activations},
 )
 
 CHECKS: Checks = {
-    "sparq-assumption-1": printed(check_mean_over_samples, _QUARTERED),
+    "sparq-assumption-1": printed(
+        check_mean_over_samples,
+        scaled("executors.steps.arithmetic:projected_gradient", 0.5, "differences over twice their distance"),
+    ),
     "sparq-assumption-3-kinks": (
-        conditioned(check_smooth_layers, _own("a kink", _gradients, "function((at", "functional.relu((at")),
-        counterexample(
-            check_kinks, _own("a smooth function", _gradients, "function((at", "functional.silu((at")
-        ),
+        conditioned(check_smooth_layers, _behind(functional.relu, "a kink")),
+        counterexample(check_kinks, _behind(functional.silu, "a smooth function")),
     ),
     "sparq-eq-20-last-lines": printed(check_last_lines_of_lemma_4, short_grid),
     "sparq-dimension-free": (
         conditioned(
             check_back_is_free_of_dimension,
-            Mutant(
-                "gradients counted with losses",
-                "zosim.analysis.counts:_counted",
-                '{"scalar_bytes": size}',
-                '{"scalar_bytes": size, "gradient_bytes": size}',
+            _counting(
+                "losses counted as gradients, too", lambda counts: {"gradient_bytes": counts.scalar_bytes}
             ),
         ),
         counterexample(
             check_forth_grows_with_dimension,
-            Mutant(
+            _counting(
                 "messages that grow as a root",
-                "zosim.analysis.counts:_counted",
-                'f"{kind}_bytes": size}',
-                'f"{kind}_bytes": round(1000 * size**0.5)}',
+                lambda counts: {"activation_bytes": round(1000 * counts.activation_bytes**0.5)},
             ),
         ),
     ),
     "sparq-forward-sends-less": (
-        conditioned(check_forward_sends_less, _BASE_EVERY_TIME),
-        counterexample(
-            check_one_perturbation,
-            Mutant(
-                "a third activation",
-                "proofs_checks.sparq.premises:_activations",
-                "return forward, central",
-                "return forward, central + 1",
-            ),
-        ),
+        conditioned(check_forward_sends_less, _COUNTED_TWICE),
+        counterexample(check_one_perturbation, _COUNTED_TWICE),
     ),
 }

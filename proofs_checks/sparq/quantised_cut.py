@@ -15,8 +15,8 @@ from executors.randomness.rng import generator_on
 from executors.runs.session import Session
 from proofs_checks.claims import Checks, corrected, counterexample, printed
 from proofs_checks.exact import at_most, normal_nodes, within
-from proofs_checks.faults import rounding_up, short_grid
-from proofs_checks.mutation import Mutant
+from proofs_checks.faults import nearest, rounding_up, short_grid
+from proofs_checks.mutation import scaled
 from proofs_checks.oracles.bounds import sparq_stationarity_bound
 from proofs_checks.oracles.cuts import straight_through
 from proofs_checks.oracles.estimates import quadratic_contraction
@@ -279,22 +279,8 @@ CHECKS: Checks = {
     ),
     "theorem-1-without-codec": printed(
         check_quadratic,
-        Mutant(
-            "a difference over 4ε",
-            "executors.steps.arithmetic:projected_gradient",
-            "2 * epsilon",
-            "4 * epsilon",
-        ),
+        scaled("executors.steps.arithmetic:projected_gradient", 0.5, "a difference over 4ε"),
     ),
     "theorem-1-stalls-at-codes": counterexample(check_stall, short_grid, rounding_up),
-    "quantised-gradient-by-radius": printed(
-        check_radius,
-        rounding_up,
-        Mutant(
-            "rounding to the nearest in place of stochastic",
-            "executors.randomness.quantisers:rounded_at_random",
-            "chance < numbers - below",
-            "0.5 < numbers - below",
-        ),
-    ),
+    "quantised-gradient-by-radius": printed(check_radius, rounding_up, nearest),
 }

@@ -23,7 +23,7 @@ from proofs_checks.exact import (
     shipped_estimate,
 )
 from proofs_checks.faults import central_by_epsilon, climbing, forward_by_two_epsilon, second_by_epsilon
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, scaled
 from proofs_checks.oracles.smoothing import smoothing_bounds
 from proofs_checks.oracles.statements import sharp_smoothing_bounds, smoothed_gradient_bounds
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -407,12 +407,16 @@ def check_assumption_two(_context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-_THREE_PERCENT = Mutant(
+_THREE_PERCENT = Fault(
     "perturbations three percent long",
     "executors.steps.arithmetic:Sweeper.perturb",
-    "scale * epsilon",
-    "1.03 * scale * epsilon",
+    lambda shipped, self, theta, z, scale, epsilon, out=None: shipped(
+        self, theta, z, scale, 1.03 * epsilon, out
+    ),
 )
+_SMOOTHING = "proofs_checks.oracles.smoothing:smoothing_bounds"
+_SHARP = "proofs_checks.oracles.statements:sharp_smoothing_bounds"
+_SQUARED = "proofs_checks.oracles.statements:smoothed_gradient_bounds"
 
 CHECKS: Checks = {
     "noise-of-losses-by-difference": printed(
@@ -435,79 +439,59 @@ CHECKS: Checks = {
     "zo2-update-needs-its-own-direction": printed(check_shared_direction, central_by_epsilon, climbing),
     "sparq-lemma-2-descent": printed(
         check_descent_lemma,
-        Mutant(
-            "a bound 3 % too tight",
-            "proofs_checks.sparq.smoothing:quadratic_gap",
-            "smoothness / 2",
-            "0.97 * smoothness / 2",
-        ),
+        scaled("proofs_checks.sparq.smoothing:quadratic_gap", 0.97, "a bound 3 % too tight"),
     ),
     "sparq-lemma-3a-smoothed-gradient": printed(
         check_smoothed_gradient, forward_by_two_epsilon, central_by_epsilon, _THREE_PERCENT
     ),
     "sparq-eq-14-value-gap": printed(
-        check_value_gap,
-        Mutant(
-            "a bound 3 % too tight",
-            "proofs_checks.oracles.smoothing:smoothing_bounds",
-            "e**2 * s * d / 2",
-            "0.97 * e**2 * s * d / 2",
-        ),
+        check_value_gap, scaled(_SMOOTHING, 0.97, "a bound 3 % too tight", entry="value")
     ),
     "sparq-eq-15-gradient-gap": printed(
         check_gradient_gap,
-        Mutant(
+        Fault(
             "d in place of d + 3",
-            "proofs_checks.oracles.smoothing:smoothing_bounds",
-            "e * s * (d + 3) ** 1.5",
-            "e * s * d ** 1.5",
+            _SMOOTHING,
+            lambda shipped, dimension, *rest: shipped(dimension - 3, *rest),
         ),
-        Mutant(
-            "a sharper bound 3 % off",
-            "proofs_checks.oracles.statements:sharp_smoothing_bounds",
-            "math.sqrt(2 / math.pi)",
-            "0.97 * math.sqrt(2 / math.pi)",
-        ),
+        scaled(_SHARP, 0.97, "a sharper bound 3 % off", entry="gradient"),
     ),
     "sparq-eq-16-second-moment": printed(
         check_second_moment,
-        Mutant(
+        Fault(
             "d + 1 for d + 4, and no factor of 2",
-            "proofs_checks.oracles.smoothing:smoothing_bounds",
-            "2 * (d + 4)",
-            "(d + 1)",
+            _SMOOTHING,
+            lambda shipped, dimension, epsilon, smoothness, gradient_norm=0.0: shipped(
+                dimension,
+                epsilon,
+                smoothness,
+                gradient_norm * math.sqrt((dimension + 1) / (2 * dimension + 8)),
+            ),
         ),
-        Mutant(
-            "no radius in the bound",
-            "proofs_checks.oracles.statements:sharp_smoothing_bounds",
-            "epsilon**2 / 2",
-            "epsilon**2 / 9",
+        Fault(
+            "half of the radius in the bound",
+            _SHARP,
+            lambda shipped, dimension, epsilon, *rest: shipped(dimension, epsilon / 2, *rest),
         ),
         forward_by_two_epsilon,
     ),
     "sparq-eq-17-18-squared-gradients": printed(
         check_squared_gradients,
-        Mutant(
+        Fault(
             "d in place of d + 3",
-            "proofs_checks.oracles.statements:smoothed_gradient_bounds",
-            "(dimension + 3)",
-            "dimension",
+            _SQUARED,
+            lambda shipped, dimension, *rest: shipped(dimension - 3, *rest),
         ),
-        Mutant(
+        Fault(
             "no factor of 2",
-            "proofs_checks.oracles.statements:smoothed_gradient_bounds",
-            "2 * other_norm**2",
-            "other_norm**2",
+            _SQUARED,
+            lambda shipped, dimension, epsilon, smoothness, other_norm=0.0: shipped(
+                dimension, epsilon, smoothness, other_norm / math.sqrt(2)
+            ),
         ),
     ),
     "sparq-eq-19-excess-gap": printed(
-        check_excess_gap,
-        Mutant(
-            "a bound 3 % too tight",
-            "proofs_checks.oracles.statements:smoothed_gradient_bounds",
-            "epsilon**2 * smoothness * dimension",
-            "0.97 * epsilon**2 * smoothness * dimension",
-        ),
+        check_excess_gap, scaled(_SQUARED, 0.97, "a bound 3 % too tight", entry="excess")
     ),
     "sparq-assumption-2-contradicts-smoothing": counterexample(check_assumption_two, forward_by_two_epsilon),
 }

@@ -16,7 +16,8 @@ from torch import Tensor
 from executors.steps.arithmetic import projected_gradient
 from proofs_checks.claims import Checks, conditioned, corrected, counterexample, printed
 from proofs_checks.exact import ROUNDING, Array, at_most, equal, exceeds, is_true, normal_nodes, within
-from proofs_checks.mutation import Mutant
+from proofs_checks.faults import central_by_epsilon
+from proofs_checks.mutation import Fault, scaled
 from proofs_checks.oracles.bounds import sparq_stationarity_bound
 from proofs_checks.oracles.statements import sparq_many_nodes_bound
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -639,188 +640,144 @@ def check_theorem_2(context: Context) -> Outcome:
     )
 
 
-_OTHER_SIGN = Mutant(
+# -- faults ----------------------------------------------------------------------------------------------------------------
+
+
+def _own(name: str, function: str, change: Callable[..., object]) -> Fault:
+    return Fault(name, f"{__name__}:{function}", change)
+
+
+def _short_young(factor: float, name: str) -> Fault:
+    """Return a fault by which Young's second term is so many times as large."""
+    return _own(
+        name, "young", lambda shipped, first, second, split: shipped(first, math.sqrt(factor) * second, split)
+    )
+
+
+_OTHER_SIGN = _own(
     "a difference of the other sign",
-    "proofs_checks.sparq.theorems:step_from",
-    "rate * (g - coded) * u",
-    "rate * (coded - g) * u",
+    "step_from",
+    lambda shipped, x, g, coded, *rest, virtual: shipped(
+        x, g, 2 * g - coded if virtual else coded, *rest, virtual=virtual
+    ),
 )
 
 CHECKS: Checks = {
     "sparq-eq-24-virtual-gradient": (
-        corrected(
-            partial(check_virtual_gradient, "2μ", 1.0),
-            Mutant(
-                "a difference of both signs over ε",
-                "executors.steps.arithmetic:projected_gradient",
-                "2 * epsilon if central",
-                "epsilon if central",
-            ),
-        ),
+        corrected(partial(check_virtual_gradient, "2μ", 1.0), central_by_epsilon),
         counterexample(
             partial(check_virtual_gradient, "μ", 2.0),
-            Mutant(
-                "three percent",
-                "executors.steps.arithmetic:projected_gradient",
-                "else epsilon",
-                "else 1.03 * epsilon",
-            ),
+            scaled("executors.steps.arithmetic:projected_gradient", 0.97, "three percent"),
         ),
     ),
     "sparq-eq-21-to-28": printed(
-        check_virtual_steps,
-        _OTHER_SIGN,
-        Mutant(
-            "Young's second term too small",
-            "proofs_checks.sparq.theorems:young",
-            "split * float(second @ second) / 2",
-            "0.2 * split * float(second @ second) / 2",
-        ),
+        check_virtual_steps, _OTHER_SIGN, _short_young(0.2, "Young's second term too small")
     ),
     "sparq-eq-23-hat": (
         corrected(check_virtual_steps, _OTHER_SIGN),
         counterexample(
             check_hatless_step,
-            Mutant(
+            _own(
                 "a step along g",
-                "proofs_checks.sparq.theorems:step_from",
-                "x - rate * coded * u",
-                "x - rate * g * u",
+                "step_from",
+                lambda shipped, x, g, coded, *rest, **how: shipped(x, g, g + 0 * coded, *rest, **how),
             ),
         ),
     ),
     "sparq-eq-30-31-sum": printed(
         check_telescope,
-        Mutant(
+        _own(
             "the last value forgotten",
-            "proofs_checks.sparq.theorems:right_31",
-            "first - last",
-            "first",
+            "right_31",
+            lambda shipped, first, last, gained: shipped(first, 0 * last, gained),
         ),
     ),
     "sparq-eq-29-mean-of-the-difference": (
-        corrected(
-            check_young_on_the_mean,
-            Mutant(
-                "Young's second term 3 % short",
-                "proofs_checks.sparq.theorems:young",
-                "split * float(second @ second) / 2",
-                "0.97 * split * float(second @ second) / 2",
-            ),
-        ),
+        corrected(check_young_on_the_mean, _short_young(0.97, "Young's second term 3 % short")),
         counterexample(check_mean_not_square),
     ),
     "sparq-eq-32-whose-minimum": (
         corrected(
             check_minimiser_of_smoothed,
-            Mutant(
-                "a minimum of another function",
-                "proofs_checks.sparq.theorems:_lowest",
-                "float(near.x)",
-                "float(near.x) + 0.05",
-            ),
+            _own("a minimum of another function", "_lowest", lambda shipped, mu: shipped(mu) + 0.05),
         ),
         counterexample(check_minimiser_of_f),
     ),
     "sparq-eq-36-to-39": printed(
         check_lines_to_39,
-        Mutant(
-            "a term of (39) lost",
-            "proofs_checks.sparq.theorems:right_39",
-            "t.horizon * t.drift / 4",
-            "t.horizon * t.drift / 5",
+        _own(
+            "a fifth of a term of (39) lost",
+            "right_39",
+            lambda shipped, t: shipped(t) - t.rate * (1 - 1 / (2 * t.split)) * t.horizon * t.drift / 20,
         ),
-        Mutant(
+        _own(
             "(36) with one factor of 2",
-            "proofs_checks.sparq.theorems:square_36",
-            "(2 * t.compression + t.noise)",
-            "(t.compression + t.noise)",
+            "square_36",
+            lambda shipped, t: shipped(replace(t, compression=t.compression / 2)),
         ),
     ),
     "sparq-eq-40-factors": (
         corrected(
             check_line_40,
-            Mutant(
-                "a bound (41) with 11B",
-                "proofs_checks.sparq.theorems:mean_41",
-                "12 * t.compression",
-                "11 * t.compression",
-            ),
-            Mutant(
+            _own("a bound (41) with 11B", "mean_41", lambda shipped, t: shipped(t) - t.compression),
+            _own(
                 "the print's first lack",
-                "proofs_checks.sparq.theorems:right_40",
-                "3 * t.rate * t.horizon * t.drift",
-                "3 * t.rate * t.drift",
+                "right_40",
+                lambda shipped, t: shipped(t) - 3 * t.rate * (t.horizon - 1) * t.drift,
             ),
-            Mutant(
+            _own(
                 "the print's second lack",
-                "proofs_checks.sparq.theorems:right_40",
-                "6 * t.rate * t.horizon * t.compression",
-                "6 * t.horizon * t.compression",
+                "right_40",
+                lambda shipped, t: shipped(t) + 6 * (1 - t.rate) * t.horizon * t.compression,
             ),
         ),
         counterexample(
             check_line_40_printed,
-            Mutant(
-                "the print mended",
-                "proofs_checks.sparq.theorems:right_40_printed",
-                "(t.horizon - 1)",
-                "(t.horizon - t.horizon)",
-            ),
+            _own("the print mended", "right_40_printed", lambda _shipped, t: right_40(t)),
         ),
     ),
     "sparq-eq-42-rate-of-learning": (
         conditioned(
             check_orders_42,
-            Mutant(
+            _own(
                 "a radius that does not fall with d",
-                "proofs_checks.sparq.theorems:_radius",
-                "(dimension + 6)",
-                "7",
+                "_radius",
+                lambda shipped, horizon, dimension: shipped(horizon, 1 + 0 * dimension),
             ),
         ),
         counterexample(
             check_small_rates,
-            Mutant(
-                "a walk of random length",
-                "proofs_checks.sparq.theorems:literal_run",
-                "x -= rate * difference",
-                "x -= 0.3 * difference",
+            _own(
+                "a rate that does not fall with T",
+                "literal_run",
+                lambda shipped, through, gradient, start, rate, *rest: shipped(
+                    through, gradient, start, 0.3 + 0 * rate, *rest
+                ),
             ),
         ),
     ),
     "sparq-theorem-1-drops-a-constant": counterexample(
         check_constant_term,
-        Mutant(
-            "descent on f itself",
-            "proofs_checks.sparq.theorems:_through_compressor",
-            "(1 + drawn * _KAPPA)",
-            "(1 + 0 * drawn)",
-        ),
+        _own("descent on f itself", "_through_compressor", lambda shipped, x, drawn: shipped(x, 0 * drawn)),
     ),
     "sparq-lemma-5-output-bound": counterexample(
         check_lemma_5,
-        Mutant(
-            "a first stage without its constant",
-            "proofs_checks.sparq.theorems:_chain_gradient",
-            "(1 - kappa) ** 2 * _SHIFT",
-            "(1 - kappa) ** 2 * _SHIFT / (1 - kappa) ** 2",
+        _own(
+            "a compressor that keeps the first stage's constant",
+            "_chain_gradient",
+            lambda shipped, kappa, straight: shipped(0 * kappa if straight else kappa, straight),
         ),
-        Mutant(
-            "a bound a hundred times larger",
-            "proofs_checks.sparq.theorems:lemma_5_bound",
-            "2 * _NODES",
-            "200 * _NODES",
-        ),
+        scaled(f"{__name__}:lemma_5_bound", 100, "a bound a hundred times larger"),
     ),
     "sparq-theorem-2-bound": counterexample(
         check_theorem_2,
-        Mutant(
+        _own(
             "24 as theorem 1's algebra has it",
-            "proofs_checks.sparq.theorems:mean_theorem_2",
-            "12 * nodes",
-            "0 * nodes",
+            "mean_theorem_2",
+            lambda shipped, t, nodes, activation: shipped(t, nodes, activation) + 12 * nodes * activation,
         ),
-        Mutant("(41) without its 8", "proofs_checks.sparq.theorems:mean_41", "8 * t.gap", "80 * t.gap"),
+        _own(
+            "(41) with ten times its gap", "mean_41", lambda shipped, t: shipped(replace(t, gap=10 * t.gap))
+        ),
     ),
 }
