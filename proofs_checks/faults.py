@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from costmodel.sweeps import copy_work
-from proofs_checks.mutation import altered, planted
+from proofs_checks.mutation import Fault, altered, planted
 from zosim.program.contents import GeneratorState
 
 
@@ -21,10 +21,18 @@ def rounding_up(shipped, self, values):
     return shipped(self, values).ceil_()
 
 
-@planted("executors.randomness.directions:Gaussian.fill", "normals 3 % too wide")
-def wide_normals(shipped, self, out, generator):
-    shipped(self, out, generator)
-    out.mul_(1.03)
+def wider_normals(factor: float, name: str) -> Fault:
+    """Return a fault that multiplies normals."""
+
+    @planted("executors.randomness.directions:Gaussian.fill", name)
+    def fault(shipped, self, out, generator):
+        shipped(self, out, generator)
+        out.mul_(factor)
+
+    return fault
+
+
+wide_normals = wider_normals(1.03, "normals 3 % too wide")
 
 
 @planted("executors.randomness.families:QuantisedGaussian.fill_pair", "one rounding where two are due")

@@ -14,8 +14,8 @@ from executors.randomness.rng import generator_on
 from executors.randomness.walks import draw_rows, walk_past
 from executors.threads import DrawThreads
 from proofs_checks.claims import Checks, printed
-from proofs_checks.faults import groups_from_the_seed
-from proofs_checks.mutation import Mutant
+from proofs_checks.faults import groups_from_the_seed, wider_normals
+from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.setups import literal
 from proofs_checks.setups.executed import Case, against_literal, random_cases
@@ -194,133 +194,124 @@ def _unlike_walks(direction: Direction, seed: int) -> int:
     return sum(not same_bits(*pair) for pair in pairs)
 
 
+@planted("executors.steps.arithmetic:Sweeper.update", "one bit of a weight")
+def one_bit(shipped, self, theta, *rest, **named):
+    shipped(self, theta, *rest, **named)
+    theta[:1].mul_(1 + 2**-23)
+
+
+@planted(
+    "executors.randomness.low_rank:FactorDraws.walked", "a right factor that is drawn anew in every step"
+)
+def right_drawn_anew(shipped, self, group, query, step, window, *rest):  # noqa: ARG001 - every step is the first
+    return shipped(self, group, query, window.first, window, *rest)
+
+
+@planted("executors.randomness.low_rank:divisor_of", "low rank updates without 1/r")
+def updates_without_rank(shipped, rank, rank_power):
+    return shipped(rank, rank_power) if rank_power == -0.5 else 1.0
+
+
+@planted("executors.steps.micro_batches:accumulated", "the last micro-batch's loss not counted")
+def last_loss_not_counted(shipped, losses, counts):
+    return shipped([*losses[:-1], 0 * losses[-1]] if len(losses) > 1 else losses, counts)
+
+
+@planted("executors.steps.ops.draw:counter_key", "a delayed update draws from the present step")
+def draws_of_the_present_step(shipped, frame, op):
+    return shipped(frame, replace(op, step=0) if frame.seeds else op)
+
+
+@planted("executors.steps.arithmetic:gathered", "rows perturbed with another rounding than their table")
+def rows_rounded_once(shipped, theta, z, *rest):
+    return shipped(theta.double(), z.double(), *rest).to(theta.dtype)
+
+
+@planted("zosim.lowering.directions:walk_order", "the order ignored")
+def order_ignored(shipped, plan):
+    return shipped(altered(plan, directions=altered(plan.directions, order="registration")))
+
+
+@planted("zosim.lowering.directions:Directions.draw", "updates along what was perturbed by")
+def updates_along_perturbations(shipped, *given, **named):
+    return shipped(*given, **{**named, "for_update": False})
+
+
+def redrawn_with_rights(method: str, name: str) -> Fault:
+    """Return a fault of redrawn factors, for which a method of theirs draws or passes ``V``, too."""
+
+    @planted("executors.randomness.low_rank:FactorDraws.redrawn", name)
+    def fault(shipped, self, *given):
+        def with_rights(*rest, **named):
+            return getattr(self, method)(*rest, **{**named, "with_rights": True})
+
+        return shipped(altered(self, **{method: with_rights}), *given)
+
+    return fault
+
+
+@planted("executors.randomness.counter:CounterDraws.fill", "a slice read from its block's start")
+def slice_from_its_block_on(shipped, self, out, parameter, offset, key, direction, *factor):
+    start = offset - offset % self.block_elements(direction)
+    shipped(self, out, parameter, start, key, direction, *factor)
+
+
 CHECKS: Checks = {
     "same-direction-everywhere": printed(
         check_placements,
-        Mutant("other seeds of steps", "executors.runs.records:_NUM_SEEDS", "1000000000", "999999999"),
-        Mutant(
-            "one decay too many",
-            "executors.models.parameters:_NO_DECAY",
-            ", 'layer_norm', 'layernorm'",
-            ",",
-        ),
-        Mutant(
+        Fault("other seeds of steps", "executors.runs.records:_NUM_SEEDS", lambda num: num - 1),
+        Fault("one decay too many", "executors.models.parameters:_NO_DECAY", lambda names: names[:1]),
+        Fault(
             "counter blocks of 256 elements",
             "executors.randomness.counter:BLOCK_ELEMENTS",
-            "'cpu': 16384",
-            "'cpu': 256",
+            lambda elements: {**elements, "cpu": 256},
         ),
-        Mutant(
-            "one bit of a weight",
-            "executors.steps.arithmetic:Sweeper.update",
-            "self._sweep(theta, sweep, num_temporaries=2 if weight_decay else 1)",
-            "self._sweep(theta, sweep, num_temporaries=2 if weight_decay else 1); theta[:1].mul_(1 + 2**-23)",
-        ),
-        Mutant(
-            "a right factor that is drawn anew in every step",
-            "executors.randomness.low_rank:FactorDraws.walked",
-            "opens = step == window.first",
-            "opens = True",
-        ),
-        Mutant(
-            "low rank updates without 1/r",
-            "executors.randomness.low_rank:divisor_of",
-            "float(rank) ** -rank_power",
-            "1.0",
-        ),
-        Mutant(
-            "the last micro-batch's loss not counted",
-            "executors.steps.micro_batches:accumulated",
-            "for loss, n in pairs:",
-            "for loss, n in pairs[:-1]:",
-        ),
+        one_bit,
+        right_drawn_anew,
+        updates_without_rank,
+        last_loss_not_counted,
         groups_from_the_seed,
-        Mutant(
-            "a delayed update draws from the present step",
-            "executors.steps.ops.draw:counter_key",
-            "source = frame.at(op.step)",
-            "source = frame.at(0) if frame.seeds else frame.at(op.step)",
-        ),
-        Mutant(
-            "rows perturbed with another rounding than their table",
-            "executors.steps.arithmetic:gathered",
-            "rows.add_(torch.mul(z, scale * epsilon, out=torch.empty_like(rows)))",
-            "rows.add_(z, alpha=scale * epsilon)",
-        ),
-        Mutant(
+        draws_of_the_present_step,
+        rows_rounded_once,
+        Fault(
             "gathered rows that skip the step to -ε",
             "executors.steps.arithmetic:gathered",
-            "for scale in scales:",
-            "for scale in scales[:1]:",
+            lambda shipped, theta, z, scales, epsilon: shipped(theta, z, scales[:1], epsilon),
         ),
     ),
     "drawing-orders": printed(
         check_orders,
-        Mutant(
-            "the order ignored",
-            "zosim.lowering.directions:walk_order",
-            'plan.directions.order == "registration"',
-            "plan.directions.order",
-        ),
-        Mutant(
-            "normals of the wrong width",
-            "executors.randomness.directions:Gaussian.fill",
-            "out.normal_(0.0, 1.0,",
-            "out.normal_(0.0, 1.2,",
-        ),
+        order_ignored,
+        wider_normals(1.2, "normals of the wrong width"),
     ),
     "released-loop-draws-again": printed(
         check_released,
-        Mutant(
-            "updates along what was perturbed by",
-            "zosim.lowering.directions:Directions.draw",
-            "for_update and self._rank.distribution.is_redrawn",
-            "False",
-        ),
-        Mutant(
-            "a walk that passes V again",
-            "executors.randomness.low_rank:FactorDraws.redrawn",
-            "lefts, _ = self._draw(group, generator, with_rights=False, places=places)",
-            "lefts, _ = self._draw(group, generator, with_rights=True, places=places)",
-        ),
-        Mutant(
-            "groups before it passed with their V",
-            "executors.randomness.low_rank:FactorDraws.redrawn",
-            "self._walk_to(group, query, generator, with_rights=False)",
-            "self._walk_to(group, query, generator, with_rights=True)",
-        ),
+        updates_along_perturbations,
+        redrawn_with_rights("_draw", "a walk that passes V again"),
+        redrawn_with_rights("_walk_to", "groups before it passed with their V"),
     ),
     "slices-and-resume-points": printed(
         check_slices,
-        Mutant(
-            "a slice read from its block's start",
-            "executors.randomness.counter:CounterDraws._window",
-            "numbers[low - begin : high - begin]",
-            "numbers[: high - low]",
-        ),
-        Mutant(
+        slice_from_its_block_on,
+        Fault(
             "a key without its step",
             "executors.randomness.counter:CounterKey.of",
-            "mixed(seed, step, query)",
-            "mixed(seed, query)",
+            lambda shipped, cls, seed, *rest: shipped(cls, seed, 0, *rest[1:]),
         ),
-        Mutant(
+        Fault(
             "blocks numbered within their parameter",
             "executors.randomness.counter:CounterDraws._seeds",
-            " + np.uint64(first_block)",
-            "",
+            lambda shipped, self, *given: shipped(self, 0, *given[1:]),
         ),
-        Mutant(
+        Fault(
             "a walk that draws pieces of 1000",
             "executors.randomness.walks:_pieces",
-            "length = min(most, numel - begin)",
-            "length = min(1000, numel - begin)",
+            lambda shipped, numel, most: shipped(numel, min(most, 1000)),
         ),
-        Mutant(
+        Fault(
             "a resumed run that starts its seeds again",
             "executors.runs.session:Session.seeds_of",
-            "step, query)",
-            "step - 2 * (self.first_timed_step > 0), query)",
+            lambda shipped, self, step: shipped(self, step - 2 * (self.first_timed_step > 0)),
         ),
     ),
 }

@@ -10,7 +10,7 @@ from costmodel.devices.datasheet import datasheet_profile
 from costmodel.models.configs import spec_of_config
 from costmodel.work import Work
 from proofs_checks.claims import Checks, printed
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome
 from topology import load_preset
 from zosim.analysis.counts import step_counts
@@ -19,6 +19,7 @@ from zosim.applications.first_order.programs import FirstOrder, lower_first_orde
 from zosim.hardware.machines import machines_for
 from zosim.plans import ForwardPass, Mesh, Placement, Plan, Split, Weights
 from zosim.program import Program
+from zosim.program.instructions import Stream
 from zosim.program.operations import Backward, Forward, Recv, Send
 from zosim.program.program_set import ProgramSet
 from zosim.simulators.world import World
@@ -177,44 +178,40 @@ def _wrong_parameters(details: list[str]) -> int:
     return wrong
 
 
+@planted("zosim.applications.first_order.step:FirstOrderWriter._leave", "gradients that stay where they are")
+def gradients_that_stay(shipped, self, phase, *rest):
+    if phase != "backward":
+        shipped(self, phase, *rest)
+
+
+@planted("zosim.lowering.hazards:_edges", "stages that do not wait for what arrives")
+def arrivals_not_awaited(shipped, stream, conflicts):
+    return shipped(stream, [event for event in conflicts if event.instruction.stream != Stream.RECV])
+
+
 CHECKS: Checks = {
     "first-order-is-counted": printed(
         check_counts,
-        Mutant(
-            "gradients that stay where they are",
-            "zosim.applications.first_order.step:FirstOrderWriter._backward_model",
-            "if self.layout.stage:",
-            "if False:",
+        gradients_that_stay,
+        Fault(
+            "masks of dropout that take no memory", "costmodel.models.backward:_MASK_BYTES", lambda _bytes: 0
         ),
-        Mutant(
-            "dropout that keeps no mask of the scores",
-            "costmodel.models.backward:_kept_by_attention",
-            "scores * _MASK_BYTES if dropout else 0",
-            "0",
-        ),
-        Mutant(
+        Fault(
             "half weights without a copy in float32",
             "costmodel.models.backward:optimizer_bytes",
-            "(_STATE_TENSORS[optimizer] + has_copy)",
-            "_STATE_TENSORS[optimizer]",
+            lambda shipped, num_parameters, optimizer, *_dtype: shipped(num_parameters, optimizer),
         ),
     ),
     "first-order-bubble": printed(
         check_bubble,
-        Mutant(
-            "stages that do not wait for what arrives",
-            "zosim.lowering.hazards:_edges",
-            "if other != stream and",
-            "if other != stream and other != Stream.RECV and",
-        ),
+        arrivals_not_awaited,
     ),
     "first-order-step-within-bounds": printed(
         check_bounds,
-        Mutant(
+        Fault(
             "instructions that do not wait for their stream",
             "zosim.simulators.maxplus:MaxPlus.advance",
-            "start_s = latest(start_s,",
-            "start_s = min(start_s,",
+            lambda shipped, self, *given: shipped(altered(self, _latest=min), *given),
         ),
     ),
 }

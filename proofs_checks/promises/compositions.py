@@ -14,7 +14,7 @@ from executors.steps.micro_batches import accumulated
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import equal, exceeds, mean_estimate, normal_nodes
 from proofs_checks.faults import central_by_epsilon, losses_added, nearest
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, planted
 from proofs_checks.oracles.statements import query_error, rounded_square_excess
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.quzo.statements import levels_and_chances
@@ -206,6 +206,11 @@ def check_queries_and_shards(_context: Context) -> Outcome:
     return everything_holds(parts)
 
 
+@planted("proofs_checks.quzo.statements:levels_and_chances", "codes that are not symmetric")
+def one_code_lower(shipped, value, rounding):
+    return [(code - (code == -rounding.highest), chance) for code, chance in shipped(value, rounding)]
+
+
 CHECKS: Checks = {
     "mesh-cut-and-quantised-weights": printed(
         check_mesh_of_quantised_halves, central_by_epsilon, losses_added
@@ -214,32 +219,25 @@ CHECKS: Checks = {
         printed(
             check_curved_rest,
             central_by_epsilon,
-            Mutant(
+            Fault(
                 "a step that is not squared",
                 "proofs_checks.oracles.statements:rounded_square_excess",
-                "step**2",
-                "step",
+                lambda shipped, step, place: shipped(step, place) / step,
             ),
         ),
         printed(check_shipped_interpolation, nearest),
     ),
     "two-roundings-under-a-forward-difference": printed(
         check_rounded_forward,
-        Mutant(
-            "codes that are not symmetric",
-            "proofs_checks.quzo.statements:levels_and_chances",
-            "min(max(code, -highest), highest)",
-            "min(max(code, -highest - 1), highest)",
-        ),
+        one_code_lower,
     ),
     "rounded-weights-need-shared-numbers": printed(check_noise_of_rounded_weights, nearest),
     "queries-and-shards": printed(
         check_queries_and_shards,
-        Mutant(
+        Fault(
             "shards that lower both",
             "proofs_checks.oracles.statements:query_error",
-            "spread / num_shards",
-            "spread",
+            lambda shipped, num_queries, dimension, *rest: shipped(num_queries, dimension, 1, *rest[1:]),
         ),
     ),
 }
