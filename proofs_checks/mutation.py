@@ -40,8 +40,8 @@ class Fault:
     target : str
         ``module:function``, ``module:Class.method``, ``module:Class.property``, or ``module:CONSTANT``.
     change : callable
-        Of a function: takes the shipped function, then what the function is called with, by the function's own names. Of a
-        constant: takes its value and returns another.
+        Of a function: takes the shipped function, then what the function is called with, by the function's own names, behind
+        an underscore where it is not used. Of a constant: takes its value and returns another.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Fault:
         taken = list(inspect.signature(self.change).parameters.values())[1:]
         named = (each.name for each in taken if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD))
         for name in named:
-            if name not in known:
+            if name not in known and name.removeprefix("_") not in known:
                 raise MutantError(
                     f"the planted fault {self.name!r} takes {name!r}, which is no parameter of {self.target}",
                     hint=_ADAPT,

@@ -203,7 +203,7 @@ def one_bit(shipped, self, theta, *rest, **named):
 @planted(
     "executors.randomness.low_rank:FactorDraws.walked", "a right factor that is drawn anew in every step"
 )
-def right_drawn_anew(shipped, self, group, query, step, window, *rest):  # noqa: ARG001 - every step is the first
+def right_drawn_anew(shipped, self, group, query, _step, window, *rest):
     return shipped(self, group, query, window.first, window, *rest)
 
 
@@ -296,12 +296,12 @@ CHECKS: Checks = {
         Fault(
             "a key without its step",
             "executors.randomness.counter:CounterKey.of",
-            lambda shipped, cls, seed, *rest: shipped(cls, seed, 0, *rest[1:]),
+            lambda shipped, cls, seed, _step, query: shipped(cls, seed, 0, query),
         ),
         Fault(
             "blocks numbered within their parameter",
             "executors.randomness.counter:CounterDraws._seeds",
-            lambda shipped, self, *given: shipped(self, 0, *given[1:]),
+            lambda shipped, self, _parameter, *rest: shipped(self, 0, *rest),
         ),
         Fault(
             "a walk that draws pieces of 1000",

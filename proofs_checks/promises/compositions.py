@@ -237,7 +237,9 @@ CHECKS: Checks = {
         Fault(
             "shards that lower both",
             "proofs_checks.oracles.statements:query_error",
-            lambda shipped, num_queries, dimension, *rest: shipped(num_queries, dimension, 1, *rest[1:]),
+            lambda shipped, num_queries, dimension, _num_shards, spread: shipped(
+                num_queries, dimension, 1, spread
+            ),
         ),
     ),
 }

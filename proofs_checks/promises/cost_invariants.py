@@ -17,7 +17,7 @@ from costmodel.models.forward import forward_work
 from costmodel.rates.profile import Constant, Profile
 from costmodel.work import Attention, Matmul, Work
 from proofs_checks.claims import Checks, printed
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, planted
 from proofs_checks.outcomes import Context, Outcome
 from topology import load_preset
 from topology.errors import DoesNotFit
@@ -293,74 +293,75 @@ def check_memory(context: Context) -> Outcome:
     return Outcome(largest, _ROUNDING, "largest rise of step or need with more memory", tuple(details))
 
 
+@planted("costmodel.estimate:work_terms", "copies that a faster route makes slower")
+def slower_by_a_faster_route(shipped, work, values, direction="h2d"):
+    name = f"copy_{direction}_bandwidth"
+    return shipped(work, {**values, name: 1e18 / values[name]}, direction)
+
+
+@planted("costmodel.estimate:work_terms", "sweeps at no particular rate")
+def sweeps_at_one_rate(shipped, work, values, *rest):
+    rates = {name: 1e9 for name in values if name.startswith("sweep_bandwidth")}
+    return shipped(work, {**values, **rates}, *rest)
+
+
+@planted("costmodel.estimate:combine_terms", "launches in place of kernels")
+def launches_in_place_of_kernels(shipped, terms, device_kind):
+    seconds = shipped(terms, device_kind)
+    return seconds if device_kind == "cpu" else min(seconds, terms.get("dispatch", 0.0) + terms["overhead"])
+
+
 CHECKS: Checks = {
     "durations-fall-with-rates": printed(
         check_rates,
-        Mutant(
-            "copies that a faster route makes slower",
-            "costmodel.estimate:_copy_s",
-            "(work.copy_bytes - cached) /",
-            "1e-18 * (work.copy_bytes - cached) *",
-        ),
-        Mutant(
-            "sweeps at no particular rate",
-            "costmodel.estimate:_cached_s",
-            'in_memory = _by_format(f"{kind}_bandwidth", dtype, values)',
-            "in_memory = 1e9",
-        ),
+        slower_by_a_faster_route,
+        sweeps_at_one_rate,
     ),
     "durations-grow-with-sizes": printed(
         check_sizes,
-        Mutant(
+        Fault(
             "an efficiency that has no limit",
             "costmodel.estimate:_efficiency",
-            "return part.m / (part.m + m)",
-            "return part.m**2 / (part.m + m)",
+            lambda shipped, part, *rest: part.m * shipped(part, *rest),
         ),
-        Mutant(
+        Fault(
             "sweeps of which the cache holds more than there is",
             "costmodel.estimate:_cached_bytes",
-            "min(float(size_bytes), cache_bytes * max(1, num_kernels))",
-            "1.5 * float(size_bytes)",
+            lambda _shipped, size_bytes, *_rest: 1.5 * size_bytes,
         ),
     ),
     "steps-lie-between-parts-and-sum": printed(
         check_bounds,
-        Mutant(
-            "launches in place of kernels",
-            "costmodel.estimate:combine_terms",
-            "return behind_s + max(",
-            "return behind_s + min(",
-        ),
-        Mutant(
-            "instructions that start before their stream is free",
+        launches_in_place_of_kernels,
+        Fault(
+            "instructions that end halfway",
             "zosim.simulators.maxplus:MaxPlus.advance",
-            "start_s = latest(start_s,",
-            "start_s = latest(start_s, -0.5 * alone_s +",
+            lambda shipped, self, nodes, seconds: shipped(
+                self, nodes, [0.5 * alone_s for alone_s in seconds]
+            ),
         ),
     ),
     "durations-have-their-units": printed(
         check_units,
-        Mutant(
+        Fault(
             "a latency in microseconds",
-            "costmodel.estimate:_copy_s",
-            'values["copy_latency_s"] +',
-            "10e-6 +",
+            "costmodel.estimate:work_terms",
+            lambda shipped, work, values, *rest: shipped(work, {**values, "copy_latency_s": 10e-6}, *rest),
         ),
-        Mutant(
+        Fault(
             "a cache in kibibytes",
             "costmodel.estimate:_cached_bytes",
-            "cache_bytes * max(1, num_kernels)",
-            "cache_bytes ** 0.5 * 1024 * max(1, num_kernels)",
+            lambda shipped, size_bytes, num_kernels, cache_bytes: shipped(
+                size_bytes, num_kernels, 1024 * cache_bytes**0.5
+            ),
         ),
     ),
     "more-memory-still-fits": printed(
         check_memory,
-        Mutant(
-            "a limit that is met from the other side",
-            "zosim.planning.bounds:Bounds._missing",
-            "if memory.device_bytes > limit:",
-            "if memory.device_bytes < limit:",
+        Fault(
+            "a limit that falls as memory grows",
+            "zosim.planning.request:Request.device_limit_bytes",
+            lambda shipped, self, device: _GIB**2 // shipped(self, device),
         ),
     ),
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -25,10 +25,11 @@ from proofs_checks.faults import (
     central_by_epsilon,
     climbing,
     forward_by_two_epsilon,
+    queries_summed,
     second_by_epsilon,
     wide_normals,
 )
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, planted
 from proofs_checks.oracles.estimates import estimate_moments
 from proofs_checks.oracles.smoothing import Loss, rademacher_expected_gradient, smoothed_loss
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -275,42 +276,34 @@ def _title(function: Callable[[Context], Outcome]) -> str:
     return (inner.__doc__ or "").partition("\n")[0]
 
 
-_THREE_PERCENT = Mutant(
-    "an estimate 3 % too large",
-    "executors.steps.arithmetic:projected_gradient",
-    "(loss_plus - loss_other)",
-    "1.03 * (loss_plus - loss_other)",
+_PROJECTED = "executors.steps.arithmetic:projected_gradient"
+_SIGNS = "executors.randomness.directions:sign_words"
+_THREE_PERCENT = Fault(
+    "an estimate 3 % too large", _PROJECTED, lambda shipped, *given, **named: 1.03 * shipped(*given, **named)
 )
-_SUMMED = Mutant(
-    "queries summed, not averaged",
-    "executors.steps.ops.sweep:Sweeps.update",
-    "source.gradients[op.query] / self.num_queries",
-    "source.gradients[op.query]",
-)
-_STALE = Mutant(
-    "the first query's gradient for all",
-    "executors.steps.ops.sweep:Sweeps.update",
-    "source.gradients[op.query] / self.num_queries",
-    "source.gradients[0] / self.num_queries",
-)
-_SHORT_STEP = Mutant(
+_SHORT_STEP = Fault(
     "perturbations 3 % short",
     "executors.steps.arithmetic:Sweeper.perturb",
-    "scale * epsilon",
-    "scale * epsilon * 0.97",
+    lambda shipped, self, theta, z, scale, epsilon, *out: shipped(
+        self, theta, z, scale, 0.97 * epsilon, *out
+    ),
 )
-_ROUNDED_G = Mutant(
-    "a difference of losses rounded to float32",
-    "executors.steps.arithmetic:projected_gradient",
-    "return (loss_plus - loss_other)",
-    "return (loss_plus - loss_other).float()",
-)
-_ONE_LOSS = Mutant(
-    "a central difference that leaves out its second loss",
-    "executors.steps.arithmetic:projected_gradient",
-    "(loss_plus - loss_other)",
-    "(loss_plus - (0.0 if central else loss_other))",
-)
+
+
+@planted("executors.steps.ops.sweep:Sweeps.update", "the first query's gradient for all")
+def first_gradient(shipped, self, instruction):
+    return shipped(self, replace(instruction, op=replace(instruction.op, query=0)))
+
+
+@planted(_PROJECTED, "a difference of losses rounded to float32")
+def rounded_difference(shipped, loss_plus, loss_other, *rest, **named):
+    return shipped((loss_plus - loss_other).float(), 0.0, *rest, **named)
+
+
+@planted(_PROJECTED, "a central difference that leaves out its second loss")
+def one_loss(shipped, loss_plus, loss_other, epsilon, *, central):
+    return shipped(loss_plus, 0.0 if central else loss_other, epsilon, central=central)
+
 
 CHECKS: Checks = {
     "rge-gaussian-unbiased": (
@@ -320,11 +313,11 @@ CHECKS: Checks = {
             forward_by_two_epsilon,
             _THREE_PERCENT,
             climbing,
-            _SUMMED,
-            _STALE,
+            queries_summed,
+            first_gradient,
             second_by_epsilon,
             _SHORT_STEP,
-            _ROUNDED_G,
+            rounded_difference,
             wide_normals,
         ),
         printed(check_smoothing),
@@ -334,23 +327,22 @@ CHECKS: Checks = {
         printed(
             partial(check_applied, "rademacher"),
             central_by_epsilon,
-            Mutant(
+            Fault(
                 "signs that are one three times in four",
-                "executors.randomness.directions:sign_words",
-                "words.random_(-(2**63), None, generator=generator)",
-                "words.random_(-(2**63), None, generator=generator).bitwise_and_(0x5555555555555555)",
+                _SIGNS,
+                lambda shipped, *given: shipped(*given).bitwise_and_(0x5555555555555555),
             ),
-            Mutant(
+            Fault(
                 "one sign of a word turned over",
-                "executors.randomness.directions:sign_words",
-                "words.random_(-(2**63), None, generator=generator)",
-                "words.random_(-(2**63), None, generator=generator).bitwise_xor_(1 << 62)",
+                _SIGNS,
+                lambda shipped, *given: shipped(*given).bitwise_xor_(1 << 62),
             ),
-            Mutant(
+            Fault(
                 "updates along signs twice as long",
                 "executors.steps.arithmetic:Sweeper.update_signs",
-                "alpha=-step",
-                "alpha=-2 * step",
+                lambda shipped, *given, gradient, learning_rate: shipped(
+                    *given, gradient=gradient, learning_rate=2 * learning_rate
+                ),
             ),
         ),
         printed(check_signs),
@@ -358,16 +350,15 @@ CHECKS: Checks = {
     "rge-gaussian-second-moment": printed(
         _both(partial(check_applied, "gaussian"), partial(check_energy, "gaussian")),
         wide_normals,
-        _ONE_LOSS,
+        one_loss,
         _THREE_PERCENT,
     ),
     "rge-rademacher-second-moment": printed(
         _both(partial(check_applied, "rademacher"), partial(check_energy, "rademacher")),
-        Mutant(
-            "signs of one word for all",
+        Fault(
+            "one sign for all of a word",
             "executors.randomness.directions:Rademacher.spread",
-            "torch.bitwise_left_shift(words.view(integer).view(-1, 1), shifts, out=signs)",
-            "torch.bitwise_left_shift(words.view(integer).view(-1, 1), shifts * 0, out=signs)",
+            lambda shipped, words, out: shipped(words >> 63, out),
         ),
     ),
 }

@@ -17,7 +17,7 @@ from executors.runs.session import Session
 from executors.serving.peft import linear_shapes, read_adapter
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import equal, is_true
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, planted
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.setups.executed import Case, against_literal, learning_rate
 from proofs_checks.setups.literal import LiteralRun, language_model_loss
@@ -134,46 +134,67 @@ def check_last_update(context: Context) -> Outcome:
 
 
 _SESSION = "executors.runs.session:Session"
+_SCALAR = "executors.steps.ops.exchange:Exchanges._residual"
+
+
+@planted("executors.steps.interpreter:Interpreter._advance", "the loss of the first step for all")
+def losses_of_the_first_step(shipped, self, frame):
+    before = self._losses_before
+    done = shipped(self, frame)
+    self._losses_before = before or self._losses_before
+    return done
+
+
+@planted(_SCALAR, "a first step from 0")
+def first_step_from_0(shipped, self, query, point, epsilon):
+    action = shipped(self, query, point, epsilon)
+
+    def scalar(frame):
+        frame.losses_before.setdefault(point, 0.0)
+        action(frame)
+
+    return scalar
+
+
+def without_flush(target: str, name: str) -> Fault:
+    """Return a fault of what takes a session, or is a method of it: nothing is flushed meanwhile."""
+
+    @planted(target, name)
+    def fault(shipped, *given, **named):
+        session = next(each for each in given if isinstance(each, Session))
+        session.flush = int  # type: ignore[assignment,method-assign]
+        try:
+            return shipped(*given, **named)
+        finally:
+            del session.flush
+
+    return fault
+
 
 CHECKS: Checks = {
     "residual-difference-is-a-literal-loop": printed(
         check_residual,
-        Mutant(
-            "the loss of the first step for all",
-            "executors.steps.interpreter:Interpreter._advance",
-            "self._frame, self._losses_before = frame, frame.losses_read",
-            "self._frame, self._losses_before = frame, self._losses_before or frame.losses_read",
-        ),
-        Mutant(
+        losses_of_the_first_step,
+        Fault(
             "a difference over 2ε",
-            "executors.steps.ops.exchange:Exchanges._residual",
-            "(loss - before) / epsilon",
-            "(loss - before) / (2 * epsilon)",
+            _SCALAR,
+            lambda shipped, self, query, point, epsilon: shipped(self, query, point, 2 * epsilon),
         ),
-        Mutant(
+        Fault(
             "a log whose losses are not gone on from",
             "executors.steps.interpreter:Interpreter.replay",
-            "frame.losses_read.update(",
-            "dict().update(",
+            lambda shipped, self, seeds, gradients, learning_rate, _losses=(): shipped(
+                self, seeds, gradients, learning_rate
+            ),
         ),
-        Mutant(
-            "a first step from 0",
-            "executors.steps.ops.exchange:Exchanges._residual",
-            "setdefault(point, loss)",
-            "setdefault(point, 0.0)",
-        ),
+        first_step_from_0,
     ),
     "the-last-update-is-in-what-is-read": printed(
         check_last_update,
-        Mutant("a state without it", f"{_SESSION}.present", "self.flush()", "pass"),
-        Mutant("a saved model without it", f"{_SESSION}.on_rank_0", "self.flush()", "pass"),
-        Mutant("a digest without it", f"{_SESSION}.digest", "self.flush()", "pass"),
-        Mutant("windows closed without it", f"{_SESSION}._open_window", "self.flush()", "pass"),
-        Mutant(
-            "an adapter's file without it",
-            "executors.runs.adapters:save_tuned",
-            "session.flush()",
-            "pass",
-        ),
+        without_flush(f"{_SESSION}.present", "a state without it"),
+        without_flush(f"{_SESSION}.on_rank_0", "a saved model without it"),
+        without_flush(f"{_SESSION}.digest", "a digest without it"),
+        without_flush(f"{_SESSION}._open_window", "windows closed without it"),
+        without_flush("executors.runs.adapters:save_tuned", "an adapter's file without it"),
     ),
 }

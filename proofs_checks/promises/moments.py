@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rng import generator_on
 from proofs_checks.claims import Checks, printed
 from proofs_checks.faults import wide_normals
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, planted
 from proofs_checks.oracles.directions import direction_moments
 from proofs_checks.outcomes import Context, Outcome, worst
 from proofs_checks.setups import literal
@@ -146,65 +147,67 @@ def _numbers(
     return out.double()
 
 
-_UNIFORM = Mutant(
-    "uniform numbers of variance 1 for normals",
-    "executors.randomness.directions:Gaussian.fill",
-    "out.normal_(0.0, 1.0, generator=generator)",
-    "out.uniform_(-(3.0**0.5), 3.0**0.5, generator=generator)",
-)
-_UNSET = Mutant(
+_UNSET = Fault(
     "a sign bit that is never set",
     "executors.randomness.directions:sign_words",
-    "words.random_(-(2**63), None, generator=generator)",
-    "words.random_(generator=generator)",
+    lambda shipped, *given: shipped(*given).bitwise_and_(2**63 - 1),
 )
+
+
+@planted("executors.randomness.directions:Gaussian.fill", "uniform numbers of variance 1 for normals")
+def uniform(shipped, self, out, generator):
+    shipped(self, out, generator)
+    out.mul_(0.5**0.5).erf_().mul_(3**0.5)
+
+
+@planted("executors.randomness.families:LowRank.fill", "low rank without its scale")
+def low_rank_without_scale(shipped, self, out, generator):
+    shipped(self, out, generator)
+    out.mul_(self.rank**0.5 if out.dim() == 2 else 1)
+
+
+@planted(
+    "costmodel.formats.roundings:moments_of", "a second moment of rounded normals that forgets the tails"
+)
+def tails_forgotten(shipped, distribution, levels):
+    def between(low, high):
+        return (0.0, 0.0, 0.0) if math.isinf(high) else distribution.partial_moments(low, high)
+
+    return shipped(replace(distribution, partial_moments=between), levels)
+
 
 CHECKS: Checks = {
     "direction-moments": printed(
         check_families,
         wide_normals,
-        Mutant(
-            "low rank without its scale",
-            "executors.randomness.families:LowRank.fill",
-            "math.sqrt(self.rank)",
-            "float(self.rank)",
-        ),
-        _UNIFORM,
+        low_rank_without_scale,
+        uniform,
         _UNSET,
-        Mutant(
+        Fault(
             "an energy of normals without its 2",
             "executors.randomness.directions:Gaussian.energy",
-            "+ 2.0",
-            "+ 0.0",
+            lambda shipped, self, shape: shipped(self, shape) - 2,
         ),
-        Mutant(
-            "a second moment of rounded normals that forgets the tails",
-            "costmodel.formats.roundings:moments_of",
-            "tail, _, _ = between(levels[-1], math.inf)",
-            "tail = 0.0",
-        ),
+        tails_forgotten,
     ),
     "directions-are-independent": printed(
         check_numbers,
-        _UNIFORM,
+        uniform,
         _UNSET,
-        Mutant(
-            "a key without its step",
+        Fault(
+            "a key of the query alone",
             "executors.randomness.counter:CounterKey.of",
-            "mixed(seed, step, query)",
-            "mixed(0, 0, query)",
+            lambda shipped, cls, _seed, _step, query: shipped(cls, 0, 0, query),
         ),
-        Mutant(
+        Fault(
             "every block with one seed",
             "executors.randomness.counter:CounterDraws._seeds",
-            " + np.uint64(first_block)",
-            " * np.uint64(0) + np.uint64(first_block // 10**9)",
+            lambda shipped, self, _parameter, blocks, *rest: shipped(self, 0, [0] * len(blocks), *rest),
         ),
-        Mutant(
+        Fault(
             "a seed of a run without its query",
             "executors.runs.records:seed_of",
-            "mixed(seed, step, query)",
-            "mixed(seed, step)",
+            lambda shipped, seed, step, _query: shipped(seed, step, 0),
         ),
     ),
 }

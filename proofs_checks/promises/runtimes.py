@@ -7,6 +7,7 @@ their description, in :mod:`proofs_checks.setups.literal` or here.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from executors.runs.records import StepRecord
 from executors.runs.session import Session
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import Array, equal, exceeds, within
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.setups import coded_weights as coded
 from proofs_checks.setups.executed import learning_rate
@@ -331,19 +332,64 @@ _BY_CODES = "executors.steps.ops.sweep:Sweeps._update_by_codes"
 
 _GRIDS = "executors.low_bits.grids"
 
+_UPDATE = "executors.low_bits.coded:QuantizedTensor.update"
+_SCALES = "executors.steps.ops.forward:Forwards._scales_of"
+
+
+@planted(_UPDATE, "later queries 1 % short where all are rounded together")
+def later_queries_short(shipped, cls, along, step):
+    whole, step.gradient = step.gradient, step.gradient * (0.99 if step.sums else 1)
+    shipped(cls, along, step)
+    step.gradient = whole
+
+
+@planted(_UPDATE, "decay twice a step")
+def decay_twice(shipped, cls, along, step):
+    step.rounded_decay *= 2
+    shipped(cls, along, step)
+
+
+@planted("executors.models.packing:_Forest.grow", "a token taken for the one that another sequence has there")
+def alike_for_too_long(shipped, self):
+    for row in self.rows:
+        row[9:10] = self.rows[0][9:10]
+    shipped(self)
+
+
+@planted("executors.models.batched:BatchedModel.path", "side paths of the first point at all points")
+def paths_of_the_first_point(shipped, self, parameter, factors, scales):
+    path = shipped(self, parameter, factors, scales)
+    return replace(path, inner=path.inner[0] if path.inner.dim() == 3 else path.inner)
+
+
 CHECKS: Checks = {
     "grids-round-to-neighbours": printed(
         coded.check_grids,
-        Mutant(
+        Fault(
             "a step that ignores subnormal numbers",
             f"{_GRIDS}:Floats.step",
-            "sub_(1).clamp_(min=self.smallest_exponent)",
-            "sub_(1)",
+            lambda shipped, self, numbers: shipped(altered(self, smallest_exponent=-1000), numbers),
         ),
-        Mutant("steps half as far apart", f"{_GRIDS}:Floats.step", "sub_(1)", "sub_(2)"),
-        Mutant("a variance of one side", f"{_GRIDS}:Grid.variance", "(below + step - inside)", "step"),
-        Mutant("rounded down", f"{_GRIDS}:Grid.nearest", ".round_()", ".floor_()"),
-        Mutant("chances 3 % high", f"{_GRIDS}:Grid.at_random", "chances * step", "1.03 * chances * step"),
+        Fault(
+            "steps half as far apart",
+            f"{_GRIDS}:Floats.step",
+            lambda shipped, self, numbers: 0.5 * shipped(self, numbers),
+        ),
+        Fault(
+            "a variance 3 % too large",
+            f"{_GRIDS}:Grid.variance",
+            lambda shipped, self, numbers: 1.03 * shipped(self, numbers),
+        ),
+        Fault(
+            "rounded down",
+            f"{_GRIDS}:Grid.nearest",
+            lambda _shipped, self, numbers: self.below(self.clamped(numbers)),
+        ),
+        Fault(
+            "chances 3 % high",
+            f"{_GRIDS}:Grid.at_random",
+            lambda shipped, self, numbers, chances: shipped(self, numbers, 1.03 * chances),
+        ),
         coded.CLAMP_WIDE,
         coded.DRAWN_NEAREST,
     ),
@@ -354,52 +400,37 @@ CHECKS: Checks = {
         coded.MOVE_CHANCES,
         coded.SAME_KEY,
         coded.DRAWN_LONG,
-        Mutant(
-            "later queries 1 % short where all are rounded together",
-            "executors.low_bits.coded:QuantizedTensor.update",
-            "total.add_(direction[:], alpha=alpha)",
-            "total.add_(direction[:], alpha=0.99 * alpha)",
-        ),
-        Mutant("no second moment", _BY_CODES, "/ op.divisor", "/ 1"),
-        Mutant("a step's chances in every step", _BY_CODES, "source.step, op.query", "0, op.query"),
-        Mutant(
-            "decay in every query",
+        later_queries_short,
+        Fault(
+            "no second moment",
             _BY_CODES,
-            "(before is not None or op.query == 0) and after is None",
-            "after is None",
+            lambda shipped, self, op, *rest: shipped(self, replace(op, divisor=1), *rest),
         ),
+        Fault(
+            "a step's chances in every step",
+            "executors.randomness.rounded:rounding_key",
+            lambda shipped, seed, step, query, purpose: shipped(
+                seed, 0 if purpose == "update" else step, query, purpose
+            ),
+        ),
+        decay_twice,
     ),
     "all-points-at-once-are-point-by-point": printed(
         check_all_points_at_once,
-        Mutant(
+        Fault(
             "points without their signs",
-            "executors.steps.ops.forward:Forwards._scales_of",
-            "point.sign *",
-            "abs(point.sign) *",
+            _SCALES,
+            lambda shipped, *given: [abs(scale) for scale in shipped(*given)],
         ),
-        Mutant(
-            "sequences taken for alike for a token too long",
-            "executors.models.packing:_Forest._grow",
-            "first[end] == last[end]",
-            "(first[end] == last[end] or end == 9)",
+        alike_for_too_long,
+        paths_of_the_first_point,
+        Fault(
+            "a root too many", _SCALES, lambda shipped, *given: [scale / 2**0.5 for scale in shipped(*given)]
         ),
-        Mutant(
-            "side paths of the first point at all points",
-            "executors.models.batched:BatchedModel.path",
-            "is_one = all(inner is ends[0][0] for inner, _ in ends)",
-            "is_one = True",
-        ),
-        Mutant(
-            "a root of r too many",
-            "executors.steps.ops.forward:Forwards._scales_of",
-            "epsilon / divisor",
-            "epsilon / divisor_of(draw.rank, -0.5)",
-        ),
-        Mutant(
+        Fault(
             "a probe that is 3 % long",
-            "executors.steps.ops.forward:Forwards._scales_of",
-            "epsilon / divisor",
-            "epsilon / divisor * 1.03",
+            _SCALES,
+            lambda shipped, *given: [1.03 * scale for scale in shipped(*given)],
         ),
     ),
 }

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import combinations, islice
 
 from proofs_checks.claims import Checks, corrected, counterexample, printed
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.setups.placements import tiny_model, tiny_plan
 from topology.errors import Hazard, PlanError, ProgramError
@@ -219,66 +219,63 @@ def _is_overwritten(pair: tuple[str, str]) -> bool:
     return sorted(name.rpartition("/")[2] for name in pair) == ["offload", "upload"]
 
 
-_READS_UNSEEN = Mutant(
-    "a write that does not wait for those who read",
-    "zosim.lowering.hazards:_Touched.conflicts",
-    "if (writes or wrote) and",
-    "if wrote and",
-)
-_BLIND_VALIDATOR = Mutant(
-    "a validator that forgets readers",
-    "zosim.program.validate:_State._check_conflicts",
-    "in held.touched_by",
-    "in filter(None, [held.writer])",
-)
-_NO_ORDER = Mutant(
-    "a validator that lets anything be overwritten",
-    "zosim.program.validate:_State._check_conflicts",
-    "other.index != item.index and",
-    "False and",
-)
+@planted("zosim.lowering.hazards:_Touched.conflicts", "a write that does not wait for those who read")
+def reads_unseen(shipped, self, instruction, **named):
+    return shipped(
+        self, replace(instruction, reads=instruction.reads + instruction.writes, writes=()), **named
+    )
+
+
+_CONFLICTS = "zosim.program.validate:_State._check_conflicts"
+
+
+@planted(_CONFLICTS, "a validator that forgets readers")
+def blind_validator(shipped, self, item, held, left):
+    shipped(self, item, altered(held, readers={}), left)
+
+
+@planted("zosim.lowering.weights:Points.perturb", "blocks that are not restored")
+def blocks_not_restored(shipped, self, groups, segment, query, leap):
+    shipped(self, groups if leap.point.is_perturbed else (), segment, query, leap)
+
+
+@planted("zosim.lowering.rank:Listing.emit", "a direction not drawn again")
+def not_drawn_again(shipped, self, name, op, stream, label, *rest):
+    if label != "draw" or not name.endswith(":update"):
+        shipped(self, name, op, stream, label, *rest)
+
 
 CHECKS: Checks = {
     "schedules-are-safe": printed(
         check_rules,
-        _READS_UNSEEN,
-        Mutant(
+        reads_unseen,
+        Fault(
             "a step without its delayed updates",
-            "zosim.lowering.schedule:StepWriter._blockwise",
-            "self._pending_updates(segment)",
-            "self._plan",
+            "zosim.lowering.schedule:StepWriter._pending_updates",
+            lambda *_given: None,
         ),
-        Mutant(
-            "blocks that are not restored",
-            "zosim.lowering.schedule:StepWriter._both_points",
-            "self._points.perturb(whole, segment, query, leap)",
-            "self._points.perturb(whole if leap.point.is_perturbed else (), segment, query, leap)",
-        ),
-        Mutant(
-            "a direction not drawn again",
-            "zosim.lowering.directions:Directions.draw",
-            "in self._drawn and",
-            "in self._drawn or suffix and self._drawn.setdefault((target.what, target.step), target) and",
-        ),
+        blocks_not_restored,
+        not_drawn_again,
     ),
     "every-dependency-is-needed": printed(
         check_edges,
-        _BLIND_VALIDATOR,
-        Mutant(
+        blind_validator,
+        Fault(
             "an order that nothing can break",
             "zosim.program.step_graph:StepGraph.ordered",
-            "self._clocks[later][stream] >= self._clocks[earlier][stream]",
-            "later >= earlier",
+            lambda _shipped, _self, earlier, later: later >= earlier,
         ),
-        Mutant(
+        Fault(
             "dependencies that others imply",
             "zosim.program.step_graph:StepGraph.needed",
-            "kept.remove(index)",
-            "kept.sort()",
+            lambda _shipped, _self, item: sorted(set(item.after)),
         ),
     ),
     "slots-are-not-overwritten": (
-        corrected(check_slots, _READS_UNSEEN),
-        counterexample(check_published_slots, _NO_ORDER),
+        corrected(check_slots, reads_unseen),
+        counterexample(
+            check_published_slots,
+            Fault("a validator that lets anything be overwritten", _CONFLICTS, lambda *_given: None),
+        ),
     ),
 }

@@ -6,8 +6,9 @@ Chances are handed to the shipped update in even steps, so that a mean over them
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from executors.randomness.counter import CounterKey
 from executors.randomness.rounded import Chances, DrawKeys, MovedRows, RoundedDraws, rounding_key
 from executors.threads import DrawThreads
 from proofs_checks.exact import equal, exceeds, is_true, within
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.statistics import compare_means
 from zosim.plans import LowBits
@@ -307,67 +308,90 @@ def drawn_codes(bits: int, count: int, seed: int) -> list[Tensor]:
 # -- faults ------------------------------------------------------------------------------------------------------
 
 _MOVE = "executors.low_bits.coded:QuantizedTensor.move"
-_FORWARD = "executors.low_bits.linear:CodedLinear.forward"
-_ADDED = "self.beside.add_to(weight)"
 
-MOVE_NEAREST = Mutant(
-    "updates rounded to the nearest code",
-    _MOVE,
-    "chance.copysign_(change)",
-    "torch.full_like(chance, 0.5).copysign_(change)",
+
+def moved_by_chances(name: str, change: Callable[[Tensor], Tensor]) -> Fault:
+    """Return a fault that changes what decides about each code."""
+
+    @planted(_MOVE, name)
+    def fault(shipped, self, direction, factor, chances, **named):
+        shipped(self, direction, factor, lambda *ends: change(chances(*ends)), **named)
+
+    return fault
+
+
+def moved_by_factor(name: str, multiple: float) -> Fault:
+    """Return a fault that multiplies a step."""
+
+    @planted(_MOVE, name)
+    def fault(shipped, self, direction, factor, chances, **named):
+        shipped(self, direction, multiple * factor, chances, **named)
+
+    return fault
+
+
+def perturbed_then(name: str, change: Callable[[Tensor, QuantizedTensor], object]) -> Fault:
+    """Return a fault that does something with perturbed weights, and the codes that they were made of."""
+
+    @planted("executors.low_bits.linear:CodedLinear.forward", name)
+    def fault(shipped, self, input):  # noqa: A002 - torch's name
+        def add_to(weight):
+            self.beside.add_to(weight)
+            change(weight, self.coded)
+
+        beside = self.beside and SimpleNamespace(add_to=add_to)
+        return shipped(altered(self, beside=beside), input)
+
+    return fault
+
+
+MOVE_NEAREST = moved_by_chances(
+    "updates rounded to the nearest code", lambda chances: torch.full_like(chances, 0.5)
 )
-MOVE_CHANCES = Mutant(
-    "chances 3 % high", _MOVE, "chance.copysign_(change)", "(1.03 * chance).copysign_(change)"
-)
-MOVE_AWAY = Mutant(
-    "an update away from the minimum",
-    _MOVE,
-    "wanted = levels - whole",
-    "wanted = levels + whole",
-)
-MOVE_AS_PRINTED = Mutant(
+MOVE_CHANCES = moved_by_chances("chances 3 % high", lambda chances: 1.03 * chances)
+MOVE_AWAY = moved_by_factor("an update away from the minimum", -1)
+MOVE_AS_PRINTED = Fault(
     "the paper's equation 12: a step by codes, not by weights",
     _MOVE,
-    "self._of(self.scales, chosen).float().reciprocal() * by",
-    "self._of(self.scales, chosen).float() * by",
+    lambda shipped, self, *given, **named: shipped(
+        altered(self, scales=self.scales.reciprocal()), *given, **named
+    ),
 )
-MOVE_LONG = Mutant("a step that is 3 % long", _MOVE, "reciprocal() * by", "reciprocal() * (1.03 * by)")
-CLAMP_WIDE = Mutant(
-    "a clamp one code too far", "executors.low_bits.grids:Grid.clamped", "self.high", "self.high + 1"
+MOVE_LONG = moved_by_factor("a step that is 3 % long", 1.03)
+CLAMP_WIDE = Fault(
+    "a clamp one code too far",
+    "executors.low_bits.grids:Grid.clamped",
+    lambda shipped, self, numbers: shipped(altered(self, high=self.high + 1), numbers),
 )
-ONE_CHANCE = Mutant(
-    "one chance for all queries", "executors.randomness.rounded:rounding_key", "step, query)", "step, 0)"
+ONE_CHANCE = Fault(
+    "one chance for all queries",
+    "executors.randomness.rounded:rounding_key",
+    lambda shipped, seed, step, _query, purpose: shipped(seed, step, 0, purpose),
 )
-STORED = Mutant(
+STORED = perturbed_then(
     "perturbed weights stored in their own few bits",
-    _FORWARD,
-    _ADDED,
-    f"{_ADDED}; weight.div_(self.coded.scales).round_().clamp_(-7, 7).mul_(self.coded.scales)",
+    lambda weight, coded: weight.div_(coded.scales).round_().clamp_(-7, 7).mul_(coded.scales),
 )
-STORED_BACK = Mutant(
-    "a perturbation that is written back", _FORWARD, _ADDED, f"{_ADDED}; self.coded.encode(weight)"
+STORED_BACK = perturbed_then(
+    "a perturbation that is written back", lambda weight, coded: coded.encode(weight)
 )
-BESIDE_LONG = Mutant(
+BESIDE_LONG = Fault(
     "a perturbation that is 3 % long",
     "executors.low_bits.coded:Beside.add_to",
-    "piece.add_(self.direction[begin : begin + len(piece)], alpha=self.factor)",
-    "piece.add_(self.direction[begin : begin + len(piece)], alpha=1.03 * self.factor)",
+    lambda shipped, self, weight: shipped(self._replace(factor=1.03 * self.factor), weight),
 )
-SAME_KEY = Mutant(
+SAME_KEY = Fault(
     "one rounding for both copies of a direction",
     "executors.randomness.rounded:_KEYS",
-    "'second direction': 2",
-    "'second direction': 1",
+    lambda keys: {**keys, "second direction": keys["direction"]},
 )
-DRAWN_LONG = Mutant(
+DRAWN_LONG = Fault(
     "a direction that is 3 % long",
     "executors.randomness.rounded:RoundedDraws._levels",
-    "mul_(self._rounding.scale)",
-    "mul_(1.03 * self._rounding.scale)",
+    lambda shipped, self, numbers, chances: shipped(self, numbers.mul_(1.03), chances),
 )
-DRAWN_NEAREST = Mutant(
+DRAWN_NEAREST = Fault(
     "directions rounded to the nearest",
     "executors.low_bits.grids:Integers.at_random",
-    "chances.add_(numbers)",
-    "chances.fill_(0.5).add_(numbers)",
+    lambda shipped, self, numbers, chances: shipped(self, numbers, chances.fill_(0.5)),
 )
