@@ -162,6 +162,14 @@ class Score:
         return self.median <= goal[0] and self.p90 <= goal[1]
 
 
+def coverage_band(number: int, promised: float = 0.9) -> tuple[float, float]:
+    """Return between which parts 95 in 100 coverages of `number` intervals lie, if each holds with the probability that is promised."""
+    from scipy.stats import binom  # takes a while to import
+
+    low, high = binom.interval(0.95, number, promised)
+    return float(low) / number, float(high) / number
+
+
 def scores(rows: Iterable[Row], key: Callable[[Row], str] = lambda row: row.group) -> list[Score]:
     """Return the score of every group of rows that count, in the order of their first rows."""
     groups: dict[str, list[Row]] = {}

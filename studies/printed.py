@@ -13,15 +13,19 @@ from studies.published.conventions import MEBIBYTE
 from studies.published.findings import AuditFinding
 from studies.published.fitted_profile import load_published_profile
 from studies.published.memory import parts_of
-from studies.published.predicting import CellPrediction, answers
+from studies.published.predicting import answers
 from studies.published.rows import PublishedRow, shipped_rows
-from zosim.report import Bullets, Picture, Report, Table
+from studies.published.tables import Pair, rules_of, tables_of
+from zosim.report import Bullets, Picture, Report
 
 _TITLES = {
     "throughput": "throughput in tokens/s",
     "memory": "device memory in MB of 2^20 bytes",
     "transfer": "1e9 parameters/s",
 }
+
+
+_COLUMNS = ("cell", "model", "method", "batch_size", "seq_len", "precision", "quantity")
 
 
 def write(paper: str, out: Path) -> Path:
@@ -39,7 +43,7 @@ def write(paper: str, out: Path) -> Path:
 
 def _report(
     paper: str,
-    pairs: Sequence[tuple[PublishedRow, CellPrediction]],
+    pairs: Sequence[Pair],
     findings: Sequence[AuditFinding],
     plots: Sequence[Path],
 ) -> str:
@@ -54,54 +58,10 @@ def _report(
         words,
         *(Picture(plot.stem, plot.name) for plot in plots),
         Report("Conventions found", Bullets(_conventions(paper, [row for row, _ in pairs]))),
-        *(
-            _table(number, [pair for pair in pairs if pair[0]["table"] == number], findings)
-            for number in dict.fromkeys(row["table"] for row, _ in pairs)
-        ),
+        *tables_of(pairs, _COLUMNS, rules_of(findings)),
         findings_table("Audit: cells that cannot be right, or cannot all be", findings),
         Report("Audit: text against tables", Bullets(TEXT[paper])),
     ).to_markdown()
-
-
-def _table(
-    number: str, pairs: Sequence[tuple[PublishedRow, CellPrediction]], findings: Sequence[AuditFinding]
-) -> Report:
-    rules = {
-        place: finding.rule for finding in findings if finding.sets_apart for place in finding.places[:1]
-    }
-    columns = (
-        *("cell", "model", "method", "BS", "s", "format", "what", "published", "predicted", "90 %", "error"),
-        "verdict",
-    )
-    rows = [_line(row, answer, rules) for row, answer in pairs]
-    return Report(
-        f"Table {number}", Table(columns, rows, numeric=("BS", "s", "published", "predicted", "error"))
-    )
-
-
-def _line(row: PublishedRow, answer: CellPrediction, rules: dict[str, str]) -> tuple[str, ...]:
-    printed = row["value"] or ("out of memory" if row.is_out_of_memory else "")
-    predicted = "" if answer.predicted is None else f"{answer.predicted:.4g}"
-    interval = "" if answer.low is None else f"{answer.low:.4g} to {answer.high:.4g}"
-    error = f"{answer.predicted / row.value - 1:+.1%}" if answer.predicted and row.value else ""
-    return (
-        row["cell"], row["model"], row["method"], row["batch_size"], row["seq_len"], row["precision"], row["quantity"],
-        printed, predicted, interval, error, verdict(row, answer, rules),
-    )  # fmt: skip
-
-
-def verdict(row: PublishedRow, answer: CellPrediction, rules: dict[str, str]) -> str:
-    """Return whether what is printed lies within what is predicted, or why that is not said; `rules` sets places apart."""
-    is_lacking = answer.note.startswith("out of memory")
-    if row.is_out_of_memory:
-        return "out of memory, as printed" if is_lacking else "printed as out of memory, predicted to fit"
-    if row.place in rules:
-        return f"apart: {rules[row.place]}"
-    if answer.predicted is None:
-        return f"not predicted: {answer.note}"
-    if row.value is None or answer.low is None or answer.high is None:
-        return ""
-    return "within" if answer.low <= row.value <= answer.high else "outside"
 
 
 def _conventions(paper: str, rows: Sequence[PublishedRow]) -> Iterator[str]:
@@ -153,13 +113,11 @@ def _rate(cell: Cell) -> float:
     return flops * cell.printed / cell.case.plan.tokens_per_step
 
 
-def _answered(
-    pairs: Sequence[tuple[PublishedRow, CellPrediction]], kind: str
-) -> list[tuple[PublishedRow, CellPrediction]]:
+def _answered(pairs: Sequence[Pair], kind: str) -> list[Pair]:
     return [(row, answer) for row, answer in pairs if row.kind == kind and row.value and answer.predicted]
 
 
-def _plot(kind: str, pairs: Sequence[tuple[PublishedRow, CellPrediction]], out: Path) -> Path:
+def _plot(kind: str, pairs: Sequence[Pair], out: Path) -> Path:
     path = out / f"{kind}.png"
     with picture(path, dpi=120, layout="constrained", figsize=(6, 5)) as (_, axes):
         points = [

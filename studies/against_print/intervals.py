@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binom
 
+from costmodel.scoring import coverage_band
 from studies.published.cells import Cell
 from studies.published.constants import Domain
 from studies.published.fitted_profile import LEAST_IN_GROUP, fitted_with_intervals, load_published_profile
@@ -119,13 +119,12 @@ def coverage_of(said: PredictedCells, asked: Sequence[Cell], apart: frozenset[st
     for index in np.flatnonzero(counts).tolist():
         by_setting.setdefault(asked[index].row.setting, []).append(bool(holds[index]))
     number = len(by_setting)
-    low, high = binom.interval(0.95, number, COVERAGE)
     return Coverage(
         num_cells=int(counts.sum()),
         num_configurations=number,
         cells=float(holds[counts].mean()),
         configurations=float(np.mean([np.mean(part) for part in by_setting.values()])),
-        band=(float(low) / number, float(high) / number),
+        band=coverage_band(number, COVERAGE),
         width=float(np.median(_widths(said.half_widths[counts]))),
     )
 

@@ -6,10 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from studies.against_print.intervals import Coverage
-from studies.against_print.sheets import sheet_outcomes, sheets_section
+from studies.against_print.sheets import sheet_rows, sheets_section
 from studies.against_print.splits import OURS, SPLITS, SplitOutcome, outcomes
 from studies.checkout import commit
 from studies.published.audit import audit
@@ -17,6 +15,7 @@ from studies.published.cells import cells_of
 from studies.published.findings import AuditFinding
 from studies.published.fitted_profile import known_cells, load_published_profile
 from studies.published.rows import shipped_rows
+from zosim.analysis.scoreboard import score_table
 from zosim.report import Report, Table
 
 _HEAD = """Commit `{commit}`. Made by `python -m studies.against_print` from the rows that ship with the project.
@@ -55,42 +54,37 @@ def written() -> str:
             CHOICES,
         ),
         _coverage(all_outcomes),
-        sheets_section(sheet_outcomes(cells, findings)),
+        sheets_section(sheet_rows(cells, findings)),
         findings_table("Cells that cannot be right, or cannot all be", findings),
     ).to_markdown()
 
 
 def _errors(results: Sequence[SplitOutcome]) -> Table:
-    columns = (
-        *("split", "predictor", "cells", "median", "90 %", "goal", "met", "between: median / 90 %"),
-        *("rank correlation", "median of those apart"),
-    )
-    return Table(columns, _error_rows(results), numeric=("cells", "median", "90 %", *columns[-3:]))
-
-
-def _error_rows(results: Sequence[SplitOutcome]) -> Iterator[tuple[str, ...]]:
-    for item in results:
-        is_ours = item.predictor == OURS
-        has_goal = is_ours and item.split.goal is not None
-        goal = "{:g} / {:g}".format(*item.split.goal or ()) if has_goal else ""
-        met = ("yes" if item.meets_goal else "no") if has_goal else ""
-        apart = (
-            f"{100 * float(np.median(np.abs(item.apart))):.1f} ({len(item.apart)})" if len(item.apart) else ""
-        )
-        rank = (
-            ""
-            if math.isnan(item.rank_correlation)
-            else f"{item.rank_correlation:.2f} ({item.strict_correlation:.2f})"
-        )
-        count = f"{len(item.errors)}" + (
-            f" (+{item.num_unanswered} unanswered)" if item.num_unanswered else ""
-        )
-        inner = ""
-        if len(item.inner):
-            size = np.abs(item.inner)
-            inner = f"{100 * np.median(size):.2f} / {100 * np.percentile(size, 90):.2f}"
-        figures = (f"{item.median:.2f}", f"{item.p90:.2f}") if len(item.errors) else ("", "")
-        yield item.split.name, item.predictor, count, *figures, goal, met, inner, rank, apart
+    named = {item.score.name: item for item in results}
+    goals = {
+        name: item.split.goal
+        for name, item in named.items()
+        if item.predictor == OURS and item.split.goal is not None
+    }
+    more = {
+        "between: median / p90 %": {
+            name: f"{100 * item.inner.median:.2f} / {100 * item.inner.p90:.2f}"
+            for name, item in named.items()
+            if item.inner.errors
+        },
+        "rank correlation": {
+            name: f"{item.rank_correlation:.2f} ({item.strict_correlation:.2f})"
+            for name, item in named.items()
+            if not math.isnan(item.rank_correlation)
+        },
+        "median of those apart %": {
+            name: f"{100 * item.apart.median:.1f} ({len(item.apart.errors)})"
+            for name, item in named.items()
+            if item.apart.errors
+        },
+    }
+    scored = [item.score for item in results]
+    return score_table(scored, "split; predictor", goals=goals, more=more, digits=2)
 
 
 def _misses(results: Sequence[SplitOutcome]) -> str:

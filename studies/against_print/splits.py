@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
+from costmodel.scoring import Row, Score
 from studies.against_print.intervals import Coverage, beyond, coverage_of, left_out
 from studies.published.audit import set_apart
 from studies.published.baselines import BASELINES, Baseline
@@ -53,7 +53,7 @@ class HeldOutSplit:
     paper : str
     domain : {"speed", "memory"}
     goal : tuple of float
-        Median and 90th percentile of the absolute error, in percent.
+        Median and 90th percentile of the absolute error.
     knows : callable or None
         Which cells are known; None to leave out one group of cells at a time.
     group : callable
@@ -72,28 +72,28 @@ class HeldOutSplit:
 
 
 SPLITS = (
-    HeldOutSplit("DistZO2 throughput, one setting left out", "DistZO2", "speed", (1.5, 4.5)),
+    HeldOutSplit("DistZO2 throughput, one setting left out", "DistZO2", "speed", (0.015, 0.045)),
     HeldOutSplit(
         "DistZO2 throughput, from s = 2048 and BS 4-6",
         "DistZO2",
         "speed",
-        (3, 10),
+        (0.03, 0.1),
         lambda cell: cell.is_transfer or (cell.case.plan.seq == 2048 and 4 <= cell.case.plan.batch <= 6),
     ),
     HeldOutSplit(
         "DistZO2 throughput, from 6.7B and less",
         "DistZO2",
         "speed",
-        (3, 10),
+        (0.03, 0.1),
         lambda cell: cell.row["model"] in _SMALL,
     ),
-    HeldOutSplit("ZO2 throughput, one setting left out", "ZO2", "speed", (3, 9)),
+    HeldOutSplit("ZO2 throughput, one setting left out", "ZO2", "speed", (0.03, 0.09)),
     HeldOutSplit(
         "DistZO2 throughput, one model left out", "DistZO2", "speed", None, group=_model, asks=_is_between
     ),
     HeldOutSplit("ZO2 throughput, one model left out", "ZO2", "speed", None, group=_model, asks=_is_between),
-    HeldOutSplit("DistZO2 memory, one setting left out", "DistZO2", "memory", (2, 7)),
-    HeldOutSplit("ZO2 memory, one setting left out", "ZO2", "memory", (4, 12)),
+    HeldOutSplit("DistZO2 memory, one setting left out", "DistZO2", "memory", (0.02, 0.07)),
+    HeldOutSplit("ZO2 memory, one setting left out", "ZO2", "memory", (0.04, 0.12)),
 )
 
 
@@ -105,48 +105,34 @@ class SplitOutcome:
     ----------
     split : HeldOutSplit
     predictor : str
-    errors : array
-        Relative, ``predicted / printed - 1``, of the cells that can be right.
-    apart : array
+    score : Score
+        Of the cells that can be right, under the names of split and predictor.
+    apart : Score
         Of the cells that are scored apart.
-    inner : array
-        Those of `errors` whose model is neither the smallest nor the largest of its paper: what lies between others.
+    inner : Score
+        Of those that can be right and whose model is neither the smallest nor the largest of its paper: what lies between others.
     rank_correlation : float
         Mean over printed rows of Spearman's correlation of the methods in a row, four or more of them that can be
         right; what print does not tell apart counts as in the order predicted.
     strict_correlation : float
         The same with all cells in, equal numbers sharing the mean of their ranks.
-    num_unanswered : int
     coverage : Coverage or None
         Of the 90 % intervals, where the predictor has any.
     """
 
     split: HeldOutSplit
     predictor: str
-    errors: Floats
-    apart: Floats
-    inner: Floats
+    score: Score
+    apart: Score
+    inner: Score
     rank_correlation: float
     strict_correlation: float
-    num_unanswered: int
     coverage: Coverage | None = None
 
     @property
-    def median(self) -> float:
-        """Median absolute error in percent."""
-        return 100 * float(np.median(np.abs(self.errors))) if len(self.errors) else float("nan")
-
-    @property
-    def p90(self) -> float:
-        """90th percentile of the absolute error in percent."""
-        return 100 * float(np.percentile(np.abs(self.errors), 90)) if len(self.errors) else float("nan")
-
-    @property
     def meets_goal(self) -> bool:
-        """Whether both are within the goal; also where there is none."""
-        if self.split.goal is None:
-            return True
-        return self.median <= self.split.goal[0] and self.p90 <= self.split.goal[1]
+        """Whether median and 90th percentile are within the goal; also where there is none."""
+        return self.split.goal is None or self.score.meets(self.split.goal)
 
 
 def outcomes(
@@ -191,24 +177,22 @@ def _theirs(split: HeldOutSplit, cells: Sequence[Cell], asked: Sequence[Cell], b
 def _outcome(
     split: HeldOutSplit, name: str, asked: Sequence[Cell], predicted: Floats, apart: frozenset[str]
 ) -> SplitOutcome:
-    printed = np.array([cell.printed for cell in asked])
-    errors = predicted / printed - 1
-    is_answered = np.isfinite(errors)
-    is_apart = np.array([cell.row.place in apart for cell in asked])
+    said = [value if np.isfinite(value) else None for value in predicted.tolist()]
+    rows = [
+        Row(cell.row.place, cell.row["quantity"], cell.printed, value)
+        for cell, value in zip(asked, said, strict=True)
+    ]
+    possible = [row for row in rows if row.case not in apart]
+    inner = {cell.row.place for cell in asked if _is_between(cell)}
     return SplitOutcome(
         split,
         name,
-        errors[is_answered & ~is_apart],
-        errors[is_answered & is_apart],
-        errors[is_answered & ~is_apart & _is_inner(asked)],
+        Score.of(possible, f"{split.name}; {name}"),
+        Score.of(row for row in rows if row.case in apart),
+        Score.of(row for row in possible if row.case in inner),
         mean_rank_correlation(asked, predicted, apart),
         mean_rank_correlation(asked, predicted, frozenset(), is_strict=True),
-        int((~is_answered).sum()),
     )
-
-
-def _is_inner(cells: Sequence[Cell]) -> NDArray[np.bool_]:
-    return np.array([_is_between(cell) for cell in cells])
 
 
 def mean_rank_correlation(

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
+from costmodel.scoring import Score
 from studies.against_print.report import constants_table, findings_table
-from studies.printed import verdict
 from studies.published.audit import set_apart
 from studies.published.fitted_profile import load_published_profile
-from studies.published.predicting import CellPrediction
 from studies.published.quzo import (
     PAPER,
     ZEROTH_ORDER,
@@ -27,10 +24,14 @@ from studies.published.quzo import (
 from studies.published.quzo_audit import quzo_findings
 from studies.published.quzo_predicting import quzo_answer
 from studies.published.rows import PublishedRow, shipped_rows
+from studies.published.tables import rules_of, tables_of
+from zosim.analysis.scoreboard import score_table
 from zosim.report import Bullets, Report, Table
 
-GOAL = (15.0, 40.0)
-"""Median and 90th percentile of the absolute error on cells that were not seen, in percent."""
+GOAL = (0.15, 0.40)
+"""Median and 90th percentile of the absolute error on cells that were not seen."""
+
+_COLUMNS = ("cell", "model", "method", "precision", "dataset", "quantity")
 
 
 def written() -> Report:
@@ -38,16 +39,12 @@ def written() -> Report:
     rows, fit = shipped_rows(PAPER), load_published_profile().quzo
     assert fit is not None, "the profile that ships has a part of every paper"
     findings = quzo_findings(rows)
-    rules = {finding.places[0]: finding.rule for finding in findings if finding.sets_apart}
     pairs = [(row, quzo_answer(row, fit)) for row in rows]
     return Report(
         "The tables of QuZO, published and predicted",
         _HEAD,
         Report("Cells that were left out", held_out(rows), _CHOICES),
-        *(
-            _table(number, [pair for pair in pairs if pair[0]["table"] == number], rules)
-            for number in dict.fromkeys(row["table"] for row in rows)
-        ),
+        *tables_of(pairs, _COLUMNS, rules_of(findings)),
         findings_table("Audit: cells that cannot be right, or cannot all be", findings),
         Report("Audit: text against tables", Bullets(TEXT)),
         Report("Constants", constants_table((*fit.constants, *fit.times))),
@@ -65,36 +62,6 @@ _CHOICES = (
     "they may lie from the others' (`CONSTANTS` in `studies/published/quzo.py`); that Table 4's runs may have other tokens than "
     "Table 14's. The text names one ratio of cells that do not ship, 5.47; no constant has seen it. Table 21 is not in the fit."
 )
-
-
-def _table(
-    number: str, pairs: Sequence[tuple[PublishedRow, CellPrediction]], rules: dict[str, str]
-) -> Report:
-    headings = (
-        *("cell", "model", "method", "format", "data", "what", "published", "predicted", "90 %", "error"),
-        "verdict",
-    )
-    lines = [
-        (
-            *(row[name] for name in ("cell", "model", "method", "precision", "dataset", "quantity", "value")),
-            "" if answer.predicted is None else f"{answer.predicted:.4g}",
-            "" if answer.low is None else f"{answer.low:.3g} to {answer.high:.3g}",
-            _error(row, answer),
-            _verdict(row, answer, rules),
-        )
-        for row, answer in pairs
-    ]
-    return Report(f"Table {number}", Table(headings, lines, numeric=("published", "predicted", "error")))
-
-
-def _error(row: PublishedRow, answer: CellPrediction) -> str:
-    if answer.predicted is None or row.value is None:
-        return ""
-    return f"{answer.predicted / row.value - 1:+.1%}"
-
-
-def _verdict(row: PublishedRow, answer: CellPrediction, rules: dict[str, str]) -> str:
-    return answer.note if answer.note.startswith("formula") else verdict(row, answer, rules)
 
 
 # -- held out --------------------------------------------------------------------------------------------------
@@ -117,7 +84,7 @@ def held_out(rows: Sequence[PublishedRow]) -> Table:
             case.dataset if case.method in ZEROTH_ORDER else None
         ),
     }
-    lines = []
+    by_split = []
     for name, key in splits.items():
         groups = [group for group in dict.fromkeys(map(key, peaks)) if group is not None]
         errors = [
@@ -127,29 +94,20 @@ def held_out(rows: Sequence[PublishedRow]) -> Table:
             for case in peaks
             if key(case) == group and case in scored
         ]
-        lines.append(_line(name, errors))
+        by_split.append(Score.of_errors(errors, name))
     errors = []
     for case in steps:
         known = [other for other in steps if other is not case]
         values = {constant.name: constant.value for constant in fit_times(known)}
         errors.append(step_s(replace(case, value=None), values)[0] / (case.value or 1.0) - 1)
-    lines.append(_line("one step of Table 15, those set apart included", errors))
-    return Table(
-        ("left out together", "cells", "median", "90 %", "goal", "met"),
-        lines,
-        numeric=("cells", "median", "90 %"),
+    by_split.append(Score.of_errors(errors, "one step of Table 15, those set apart included"))
+    return score_table(
+        by_split, "left out together", goals=dict.fromkeys((score.name for score in by_split), GOAL)
     )
 
 
 def _peak_error(case: QuzoCase, values: dict[str, float]) -> float:
     return peak_gib(case, values)[0] / (case.value or 1.0) - 1
-
-
-def _line(name: str, errors: Sequence[float]) -> tuple[str, ...]:
-    size = 100 * np.abs(errors)
-    median, most = float(np.median(size)), float(np.percentile(size, 90))
-    met = "yes" if median <= GOAL[0] and most <= GOAL[1] else "no"
-    return name, f"{len(size)}", f"{median:.1f} %", f"{most:.1f} %", f"{GOAL[0]:g} / {GOAL[1]:g}", met
 
 
 TEXT = (

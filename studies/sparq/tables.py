@@ -8,21 +8,25 @@ import numpy as np
 
 from costmodel.models.backward import kept_bytes
 from costmodel.models.configs import read_model_spec
+from costmodel.scoring import Row, Score
 from studies.against_print.report import constants_table
 from studies.published.fitted_profile import load_published_profile
 from studies.published.posterior import TableFit
-from studies.published.predicting import CellPrediction
 from studies.published.rows import PublishedRow, shipped_rows
 from studies.published.sparq import DATASETS, FORWARD, KEPT, PAPER, VOLUME, WIDTHS, Printed, printed_volumes
 from studies.published.sparq_fit import SparqFit
 from studies.published.sparq_memory import PEAK
 from studies.published.sparq_predicting import sparq_answer
 from studies.published.sparq_volumes import VolumeFit, fit_volumes, predicted_volume
+from studies.published.tables import tables_of
 from studies.sparq.volumes import EncodingFinding, find, findings, printed, read_volumes, tokens
+from zosim.analysis.scoreboard import score_table
 from zosim.report import Bullets, Report, Table
 
-GOAL = (5.0, 15.0)
-"""Median and 90th percentile of the absolute error on OPT's volumes, in percent."""
+GOAL = (0.05, 0.15)
+"""Median and 90th percentile of the absolute error on OPT's volumes."""
+
+_COLUMNS = ("cell", "model", "dataset", "method", "precision", "quantity")
 
 _OPT = "OPT"
 
@@ -37,7 +41,7 @@ def written(timelines: Report) -> Report:
         _HEAD,
         Report("Conventions", Bullets(conventions())),
         Report("Cells that were left out", held_out(printed_volumes(rows)), _CHOICES),
-        *(_table(number, [pair for pair in pairs if pair[0]["table"] == number]) for number in ("1", "2")),
+        *tables_of(pairs, _COLUMNS, {}, digits=3),
         Report("Which encodings the printed bytes are consistent with", _ENCODINGS, encodings(), _DENSE),
         Report("What cannot be right, or cannot all be", Bullets(anomalies(rows))),
         Report("Constants", constants_table([*_volumes(fit).constants, *_peaks(fit).constants])),
@@ -60,43 +64,6 @@ _CHOICES = (
 )
 
 
-def _table(number: str, pairs: Sequence[tuple[PublishedRow, CellPrediction]]) -> Report:
-    headings = (
-        "cell",
-        "model",
-        "data",
-        "method",
-        "bits",
-        "what",
-        "published",
-        "predicted",
-        "90 %",
-        "error",
-        "verdict",
-    )
-    lines = []
-    for row, answer in pairs:
-        error, verdict = "", f"not predicted: {answer.note}"
-        if answer.predicted is not None and row.value is not None:
-            error = f"{answer.predicted / row.value - 1:+.1%}"
-            verdict = "within" if (answer.low or 0) <= row.value <= (answer.high or 0) else "outside"
-        numbers = (
-            "" if answer.predicted is None else f"{answer.predicted:.3g}",
-            "" if answer.low is None else f"{answer.low:.3g} to {answer.high:.3g}",
-        )
-        columns = (
-            row["cell"],
-            row["model"],
-            row["dataset"],
-            row["method"],
-            row["precision"],
-            row["quantity"],
-            row["value"],
-        )
-        lines.append((*columns, *numbers, error, verdict))
-    return Report(f"Table {number}", Table(headings, lines, numeric=("published", "predicted", "error")))
-
-
 # -- held out --------------------------------------------------------------------------------------------------
 
 
@@ -113,37 +80,21 @@ def held_out(known: Known) -> Table:
             _as_wic_ships(volumes, dataset) for dataset in ("SST-2", "RTE")
         ],
     }
-    lines = []
+    by_split = []
     for name, pairs in splits.items():
-        answers = [
-            (item, predicted_volume(item.case, fit_volumes(seen))) for seen, asked in pairs for item in asked
+        rows = [_row(item, fit) for seen, asked in pairs for fit in [fit_volumes(seen)] for item in asked]
+        by_split += [
+            Score.of([row for row in rows if row.case.startswith(models)], f"{name}: {models}")
+            for models in (_OPT, "GPT2", "Llama")
         ]
-        for models in (_OPT, "GPT2", "Llama"):
-            mine = [(item, said) for item, said in answers if item.case.model.startswith(models)]
-            inside = float(np.mean([said.low <= item.value <= said.high for item, said in mine]))
-            errors = [said.printed / item.value - 1 for item, said in mine]
-            lines.append(_errors_line(name, models, errors, f"{inside:.0%}"))
-    lines.append(_errors_line("4 bits, between 1 and 8 of the same run", "all", list(_between(volumes)), ""))
-    columns = (
-        "left out together",
-        "models",
-        "cells",
-        "median",
-        "90 %",
-        "goal",
-        "met",
-        "in the 90 % interval",
-    )
-    return Table(columns, lines, numeric=("cells", "median", "90 %", columns[-1]))
+    goals = {score.name: GOAL for score in by_split if score.name.endswith(_OPT)}
+    by_split.append(Score.of_errors(list(_between(volumes)), "4 bits, between 1 and 8 of the same run"))
+    return score_table(by_split, "left out together", goals=goals)
 
 
-def _errors_line(name: str, models: str, errors: Sequence[float], inside: str) -> tuple[str, ...]:
-    size = np.abs(errors) * 100
-    median, most = float(np.median(size)), float(np.percentile(size, 90))
-    is_scored = models == _OPT
-    goal = f"{GOAL[0]:g} / {GOAL[1]:g}" if is_scored else ""
-    met = ("yes" if median <= GOAL[0] and most <= GOAL[1] else "no") if is_scored else ""
-    return name, models, f"{len(size)}", f"{median:.1f} %", f"{most:.1f} %", goal, met, inside
+def _row(item: Printed, fit: VolumeFit) -> Row:
+    said, name = predicted_volume(item.case, fit), f"{item.case.model} on {item.case.dataset}"
+    return Row(name, "sent_gb", item.value, said.printed, said.low, said.high)
 
 
 def without(known: Known, left_out: Known) -> list[Printed]:

@@ -20,6 +20,7 @@ def score_table(
     head: str = "group",
     *,
     goals: Mapping[str, tuple[float, float]] | None = None,
+    more: Mapping[str, Mapping[str, str]] | None = None,
     digits: int = 1,
     title: str | None = None,
 ) -> Table:
@@ -33,16 +34,24 @@ def score_table(
     goals : mapping of str to (float, float), optional
         Largest median and 90th percentile that are aimed at, by the name of the score; with it come two columns that say
         which were met.
+    more : mapping of str to mapping, optional
+        Further columns: by heading, a text for each name of a score.
     digits : int
         Behind the point.
     title : str, optional
     """
-    numeric = SCORE_COLUMNS if goals is None else (*SCORE_COLUMNS, *_GOAL_COLUMNS)
+    others = more or {}
+    columns = (head, *SCORE_COLUMNS, *(() if goals is None else _GOAL_COLUMNS), *others)
     lines = [
-        (score.name, *_cells(score, digits), *(() if goals is None else _goal(score, goals)))
+        (
+            score.name,
+            *_cells(score, digits),
+            *(() if goals is None else _goal(score, goals)),
+            *(texts.get(score.name, "") for texts in others.values()),
+        )
         for score in scores
     ]
-    return Table((head, *numeric), lines, numeric=SCORE_COLUMNS, title=title)
+    return Table(columns, lines, numeric=(*SCORE_COLUMNS, *others), title=title)
 
 
 def _cells(score: Score, digits: int) -> tuple[str, ...]:
