@@ -15,8 +15,14 @@ from executors.steps.micro_batches import accumulated
 from proofs_checks.claims import Checks, conditioned, corrected, counterexample, printed
 from proofs_checks.distzo2.sliced_transfers import programs
 from proofs_checks.exact import at_most, equal, exceeds, is_true, normal_nodes, within
-from proofs_checks.faults import all_slices, central_by_epsilon, sent_to_itself
-from proofs_checks.mutation import Mutant
+from proofs_checks.faults import (
+    all_slices,
+    central_by_epsilon,
+    losses_added,
+    second_by_epsilon,
+    sent_to_itself,
+)
+from proofs_checks.mutation import Fault, planted, scaled
 from proofs_checks.oracles.statements import exchange_share, pair_speedup
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.setups.executed import Case, differences
@@ -161,7 +167,7 @@ def check_own_directions(_context: Context) -> Outcome:
     for z, p in zip(torch.from_numpy(nodes), weights.tolist(), strict=True):
         shared += p * float(whole @ z) * z
         for other, q in zip(torch.from_numpy(nodes), weights.tolist(), strict=True):
-            own += p * q * averaged([float(_UNLIKE[0] @ z), float(_UNLIKE[1] @ other)]) * z
+            own += p * q * accumulated([_UNLIKE[0] @ z, _UNLIKE[1] @ other], [1, 1]) * z
     return everything_holds(
         {
             "one z": equal(shared, whole, what="E[g_avg·z]"),
@@ -169,17 +175,6 @@ def check_own_directions(_context: Context) -> Outcome:
             "ranks drift apart": exceeds(float((_UNLIKE[0] - _UNLIKE[1]).norm() / 2), 0.5, what="‖mean updates' difference‖"),
         }
     )  # fmt: skip
-
-
-def averaged(gradients: Sequence[float]) -> float:
-    """Return ``g_avg = (1/K)Σg_k``.
-
-    Examples
-    --------
-    >>> averaged([1.0, 3.0])
-    2.0
-    """
-    return sum(gradients) / len(gradients)
 
 
 def check_both_orders(context: Context) -> Outcome:
@@ -377,48 +372,48 @@ def check_algorithm_1(context: Context) -> Outcome:
     )
 
 
-_NO_RESTORE = Mutant(
-    "no way back from a perturbed copy",
-    "executors.steps.arithmetic:Sweeper.perturb",
-    "scale * epsilon",
-    "(scale if scale > 0 else -1) * epsilon",
-)
-_UNWEIGHTED = Mutant(
+_UNWEIGHTED = Fault(
     "a mean over shards, not over labels",
     "executors.steps.micro_batches:accumulated",
-    "total += loss * n",
-    "total += loss * (sum(counts) / len(counts))",
+    lambda shipped, losses, counts: shipped(losses, [1] * len(counts)),
 )
+_POINTS_OF_ALL_RANKS = Fault(
+    "points that all ranks evaluate", "zosim.plans:Plan.points_of", lambda _shipped, self, *_: self.points
+)
+_SHARE = "proofs_checks.oracles.statements:exchange_share"
 
-_POINTS_OF_ALL_RANKS = Mutant(
-    "points that all ranks evaluate",
-    "zosim.plans:Plan.points_of",
-    "_share(len(self.points), self.mesh.perturb, part)",
-    "_share(len(self.points), 1, 0)",
-)
+
+@planted("zosim.analysis.counts:step_counts", "losses counted as sums of gradients")
+def losses_reduced(shipped, programs):
+    counts = shipped(programs)
+    return replace(counts, scalar_bytes=0, reduced_bytes=counts.scalar_bytes)
+
+
+@planted("executors.steps.arithmetic:Sweeper.perturb_scaled", "no way back from a perturbed copy")
+def half_way_back(shipped, self, theta, w, scale, *rest):
+    shipped(self, theta, w, scale if scale > 0 else -1, *rest)
+
 
 CHECKS: Checks = {
     "distzo2-step-4-restores-first": (
-        corrected(check_restored_copies, _NO_RESTORE),
+        corrected(check_restored_copies, second_by_epsilon),
         counterexample(
             check_perturbed_copies,
-            Mutant(
+            Fault(
                 "copies that are restored after all",
-                "proofs_checks.distzo2.statements:updated_copies",
-                "if restored:",
-                "if True:",
+                f"{__name__}:updated_copies",
+                lambda shipped, **_: shipped(restored=True),
             ),
         ),
     ),
     "distzo2-slices-need-equal-drift": (
-        conditioned(check_slices_agree, _NO_RESTORE),
+        conditioned(check_slices_agree, second_by_epsilon),
         counterexample(
             check_restored_in_place,
-            Mutant(
-                "perturbations of a power of two",
+            Fault(
+                "perturbations of nothing",
                 "executors.steps.arithmetic:Sweeper.perturb",
-                "scale * epsilon",
-                "scale * 0.0",
+                lambda shipped, self, theta, z, scale, epsilon: shipped(self, theta, z, scale, 0 * epsilon),
             ),
         ),
     ),
@@ -428,12 +423,7 @@ CHECKS: Checks = {
     ),
     "distzo2-one-direction-for-all": printed(
         check_own_directions,
-        Mutant(
-            "a sum for a mean",
-            "proofs_checks.distzo2.statements:averaged",
-            "sum(gradients) / len(gradients)",
-            "sum(gradients)",
-        ),
+        losses_added,
     ),
     "distzo2-either-axis-inside": printed(check_both_orders, _UNWEIGHTED, central_by_epsilon),
     "distzo2-one-forward-a-rank": printed(check_single_forwards, _POINTS_OF_ALL_RANKS),
@@ -444,57 +434,35 @@ CHECKS: Checks = {
     ),
     "distzo2-scalars-alone": printed(
         check_scalars_alone,
-        Mutant(
-            "losses counted as sums of gradients",
-            "zosim.analysis.counts:_counted",
-            '{"scalar_bytes": size}',
-            '{"reduced_bytes": size}',
-        ),
+        losses_reduced,
     ),
     "distzo2-exchange-is-negligible": (
         conditioned(
             check_negligible,
-            Mutant(
-                "n for n - 1",
-                "proofs_checks.oracles.statements:exchange_share",
-                "(num_ranks - 1)",
-                "num_ranks",
-            ),
+            Fault("n for n - 1", _SHARE, lambda shipped, num_ranks, *rest: shipped(num_ranks + 1, *rest)),
         ),
         counterexample(
             check_not_negligible,
-            Mutant(
+            Fault(
                 "a ratio squared",
-                "proofs_checks.oracles.statements:exchange_share",
-                "/ link_over_lane",
-                "/ link_over_lane**2",
+                _SHARE,
+                lambda shipped, num_ranks, link_over_lane: shipped(num_ranks, link_over_lane**2),
             ),
         ),
     ),
     "distzo2-pair-speedup": printed(
         check_pair_speedup,
         _POINTS_OF_ALL_RANKS,
-        Mutant(
-            "a bound of 1.8",
-            "proofs_checks.oracles.statements:pair_speedup",
-            "2 * forward",
-            "1.7 * forward",
-        ),
+        scaled("proofs_checks.oracles.statements:pair_speedup", 0.85, "a bound of 1.7"),
     ),
     "distzo2-algorithm-1-is-its-equations": printed(
         check_algorithm_1,
         central_by_epsilon,
-        Mutant(
-            "no way back from a perturbed copy",
-            "executors.steps.arithmetic:Sweeper.perturb_scaled",
-            "alpha=scale",
-            "alpha=(scale if scale > 0 else -1)",
-        ),
-        Mutant(
-            "a second point at -ε of the first",
-            "proofs_checks.distzo2.statements:literal_step",
-            "w - 2 * epsilon * u",
-            "w - epsilon * u",
+        half_way_back,
+        Fault(
+            "half of the radius",
+            f"{__name__}:literal_step",
+            lambda shipped, weights, z, rate, epsilon: shipped(weights, z, rate, epsilon / 2),
         ),
     ),
     **DISTZO2_COPIES,

@@ -13,7 +13,7 @@ from torch import Tensor
 from proofs_checks.claims import Checks, conditioned, corrected, counterexample, printed, reading
 from proofs_checks.exact import at_most, equal, exceeds, is_true, within
 from proofs_checks.faults import empty_flush, present_rate, updates_that_do_not_wait
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.setups.executed import Case, differences
 from proofs_checks.setups.placements import OFFLOADED, same_bits, tiny_model, train
@@ -370,66 +370,81 @@ def check_waiting(_context: Context) -> Outcome:
     return equal(shares, [0.5] * len(shares), what=f"waiting, transfers of {_LOADS[2:]} forwards")
 
 
-_ORDER = Mutant(
-    "the order of execution for that of registration",
-    "zosim.lowering.directions:walk_order",
-    'plan.directions.order == "registration"',
-    "not plan.directions.order",
-)
+# -- faults -------------------------------------------------------------------------------------------------------------------
+
+
+@planted("zosim.lowering.directions:walk_order", "the order of execution for that of registration")
+def execution_order(shipped, plan):
+    return shipped(altered(plan, directions=altered(plan.directions, order="execution")))
+
+
+def _zo2_with(name: str, **changes: bool) -> Fault:
+    """Return a fault by which ZO2's algorithm 1 is run in one way or other, whatever is asked for."""
+    return Fault(
+        name,
+        f"{__name__}:literal_zo2",
+        lambda shipped, chain, rates, **how: shipped(chain, rates, **{**how, **changes}),
+    )
+
+
 _MENDED = (
     corrected(
         check_mended,
-        Mutant("the print: no update behind the loop", "proofs_checks.zo2.algorithms:literal_zo2", "if flushed:", "if False:"),
-        Mutant("the print: the present learning rate", "proofs_checks.zo2.algorithms:literal_zo2", "if own_rate and step", "if False"),
+        _zo2_with("the print: no update behind the loop", flushed=False),
+        _zo2_with("the print: the present learning rate", own_rate=False),
     ),
     corrected(check_shipped_offloading, empty_flush, present_rate),
     counterexample(
         check_as_printed,
-        Mutant("states of this step for the last one's", "proofs_checks.zo2.algorithms:literal_zo2", "last = buffer.popleft() if step else state", "last = state; buffer.popleft() if step else None"),
+        _zo2_with("an update behind the loop, which the print lacks", flushed=True),
+        _zo2_with("the learning rate of the step before, which the print lacks", own_rate=True),
     ),
-)  # fmt: skip
+)
 _FEW = (
     conditioned(
         check_blocks_are_few,
-        Mutant("no wait for the compute before", "proofs_checks.zo2.algorithms:most_resident", 'ends["C", i - 1])', "0.0)"),
+        Fault(
+            "offloads that nothing waits for",
+            f"{__name__}:most_resident",
+            lambda shipped, count, seconds, **_: shipped(count, seconds),
+        ),
     ),
     counterexample(
         check_blocks_pile_up,
-        Mutant("uploads that wait for offloads", "proofs_checks.zo2.algorithms:most_resident", 'host = max(host, ends["U", i])', 'host = max(host, ends["U", i], free["O"])'),
+        Fault(
+            "offloads that are waited for",
+            f"{__name__}:most_resident",
+            lambda shipped, count, seconds: shipped(count, seconds, waits_for_offloads=True),
+        ),
     ),
-)  # fmt: skip
+)
 
 CHECKS: Checks = {
     "zo2-algorithm-1-last-update": _MENDED,
     "zo2-path-needs-mezo-order": (
-        conditioned(check_registration_order, _ORDER),
+        conditioned(check_registration_order, execution_order),
         counterexample(
             check_tied_table,
-            Mutant(
-                "a head of its own",
-                "proofs_checks.zo2.algorithms:blocks",
-                "made[0]] if tied",
-                "made[-1]] if tied",
-            ),
+            Fault("a head of its own", f"{__name__}:blocks", lambda shipped, count, **_: shipped(count)),
         ),
     ),
     "zo2-algorithm-2-blocks-at-once": _FEW,
     "zo2-narrow-transfers-lose-updates": counterexample(
         check_updates_lost,
-        Mutant(
-            "steps of half a weight",
-            "executors.steps.ops.sweep:Sweeps.update",
-            "rate = source.learning_rate",
-            "rate = 1e4 * source.learning_rate",
+        Fault(
+            "steps ten thousand times as long",
+            "executors.steps.arithmetic:Sweeper.update",
+            lambda shipped, *given, learning_rate, **named: shipped(
+                *given, learning_rate=1e4 * learning_rate, **named
+            ),
         ),
     ),
     "zo2-transfer-sizes": printed(
         check_transfer_sizes,
-        Mutant(
+        Fault(
             "transfers in the weights' format",
             "zosim.plans:Plan.transfer_dtype",
-            "self.residency.transfer_dtype or",
-            "None or",
+            lambda _shipped, self: self.weights.dtype,
         ),
     ),
     "zo2-half-the-overhead": (
