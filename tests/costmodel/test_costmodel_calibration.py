@@ -173,6 +173,7 @@ def test_a_bound_drags_no_constant_along():
     assert fit_profile([*rows, fast], BASE["cpu"])[0].values()["allocation_s"] < 5e-7
 
 
+@pytest.mark.slow
 def test_the_fastest_samples_can_be_fitted_instead():
     rows = _measure("cpu", _truth("cpu", 7), noise=0.0)
     slow = [dataclasses.replace(row, seconds=row.seconds * 5) for row in rows]

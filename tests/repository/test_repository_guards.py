@@ -20,6 +20,7 @@ def test_this_machine_is_within_reach() -> None:
         socket.create_connection(server.getsockname()).close()
 
 
+@pytest.mark.slow
 def test_child_processes_have_one_torch_thread() -> None:
     probe = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
     assert subprocess.run(probe, capture_output=True, text=True, check=True).stdout == "1\n"

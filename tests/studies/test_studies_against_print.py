@@ -26,6 +26,7 @@ def test_data_sheets_know_nothing_of_rows(rows):
     assert all(row.low < row.predicted < row.high for row in rows if row.low is not None)
 
 
+@pytest.mark.slow
 def test_cells_without_a_throughput_and_those_apart_are_left_out(rows):
     speeds = [cell for cell in CELLS if cell.row.kind == "throughput" and cell.value is not None]
     assert len(rows) == 2 * len(speeds)
@@ -33,6 +34,7 @@ def test_cells_without_a_throughput_and_those_apart_are_left_out(rows):
     assert len(sheet_rows(CELLS, [finding])) == 2 * (len(speeds) - 1)
 
 
+@pytest.mark.slow
 def test_the_section_counts_cells_of_both_papers(rows):
     (table,) = (part for part in sheets_section(rows).parts if isinstance(part, Table))
     counts = {line[0]: int(line[1]) for line in table.rows if line[0].startswith("**")}

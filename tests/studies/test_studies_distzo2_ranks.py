@@ -28,6 +28,7 @@ def test_slicing_over_the_root_that_it_should_spare_loses():
     assert seconds["sliced"] > seconds["shared"]
 
 
+@pytest.mark.slow
 def test_slicing_loses_below_the_bound_of_the_page():
     n = 4
     for peers in (0.5, 1.0):

@@ -273,6 +273,11 @@ class Case:
             attach(model, self.tuned, plan=plan)
         return model
 
+    def made(self) -> tuple[Plan, torch.nn.Module]:
+        """Return the plan and its model."""
+        plan = self.plan()
+        return plan, self.model(plan)
+
     @property
     def rate(self) -> LearningRate:
         """Learning rates."""
@@ -441,7 +446,12 @@ def of_one_rank(cases: Iterable[Case]) -> list[Case]:
     return list(dict.fromkeys(case for case in kept if is_possible(case.settings, most_ranks=1)))
 
 
-def random_cases(num_cases: int, seed: int = 0) -> Iterator[Case]:
+def random_case_of_one_rank(number: int) -> Case:
+    """Return case `number` of those at random without other ranks, run from the first step."""
+    return of_one_rank(random_cases(1, number, most_ranks=1))[0]
+
+
+def random_cases(num_cases: int, seed: int = 0, most_ranks: int = 4) -> Iterator[Case]:
     """Yield cases at random: the product of all values has more than anyone can run."""
     chance = random.Random(seed)
     usual = {name: first for name, (first, *_) in values().items()}
@@ -449,7 +459,7 @@ def random_cases(num_cases: int, seed: int = 0) -> Iterator[Case]:
         settings = dict(usual)
         for name in chance.sample(list(usual), chance.randrange(3, 20)):
             changed = _with(settings, name, chance.choice(values()[name]))
-            settings = changed if is_possible(changed, most_ranks=4) else settings
+            settings = changed if is_possible(changed, most_ranks) else settings
         num_cases -= 1
         yield Case.of(settings)
 

@@ -164,6 +164,7 @@ def test_a_transfer_bound_offer_is_limited_by_its_bus_and_a_resident_one_by_its_
     assert "NVIDIA H200" in limiter(chosen.job, resident.machine)
 
 
+@pytest.mark.slow
 def test_effects_predict_what_planning_the_changed_machine_gives():
     chosen = market(model="opt-13b", batch=1, seq=512, pay="own")
     offers, _ = offers_of(chosen, "rtx4090-2x", "h200-1x")

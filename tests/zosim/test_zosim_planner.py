@@ -50,6 +50,7 @@ def weights_of(asked: Request) -> dict[tuple[str, bool], float]:
     return found
 
 
+@pytest.mark.slow
 def test_copies_are_looked_at_where_they_are_asked_for_and_written_ahead_where_that_is_faster() -> None:
     serial = weights_of(request())
     copies = weights_of(request(fixed={"weights": {"perturbation": "copies"}}))

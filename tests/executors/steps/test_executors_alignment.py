@@ -10,10 +10,9 @@ import torch
 import zosim
 from executors.runs.session import Session
 from proofs_checks.setups.ranks import on_all_ranks
-from tests.support import distributed
+from tests.support import distributed, matrix
 from tests.support.command import zosim as command
 from tests.support.distributed import OFFLOADED, SLICED
-from tests.support.random_plans import case_of
 from tests.support.recorded import OFFLOADED as RESIDING
 from tests.support.recorded import cut, options, same, saved_inputs
 from tests.support.simulated_cuda import seen_by, simulated
@@ -93,7 +92,7 @@ def test_a_plan_on_cpus_has_the_program_that_it_had():
 @pytest.mark.crossed(quick=10, slow=4)
 @pytest.mark.parametrize("number", range(40))
 def test_parameters_and_directions_of_any_plan_on_gpus_start_at_multiples_of_256(number):
-    plan, _ = case_of(number).made()
+    plan = matrix.random_case_of_one_rank(number).plan()
     for program in lower_all(on_gpus(plan)).programs:
         validate(program)
         accesses = [*program.initial, *program.final]

@@ -17,11 +17,10 @@ from executors.steps.ops.copy import Copies
 from proofs_checks.mutation import Mutant
 from tests.support import matrix
 from tests.support.interleaved import interleaved
-from tests.support.random_plans import Case, case_of
 from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import RunError
 
-NUM_STEPS, RATE, DECAY = 3, 1e-2, 0.1
+RATE, DECAY = 1e-2, 0.1
 OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
 FRESH = {"residency": {"blocks": "offloaded", "reuse_slots": False}, "schedule": {"update": "delayed"}}
 AHEAD = {"directions": {"drawn_ahead": True}}
@@ -47,15 +46,16 @@ def seeds(request):
     return range(request.config.getoption("--seeds"))
 
 
-def case_with(axes, shape="opt"):
-    return Case(shape, None, axes)
+def case_with(axes):
+    stated = {f"{axis}.{name}": value for axis, fields in axes.items() for name, value in fields.items()}
+    return matrix.Case.of(stated)
 
 
 @contextmanager
 def trained(case):
     """Yield the session of a run that is through, and its records."""
     with Session(*case.made(), learning_rate=RATE, weight_decay=DECAY) as session:
-        records = list(map(session.step, batches(NUM_STEPS)))
+        records = list(map(session.step, matrix.lines()))
         session.flush()
         yield session, records
 
@@ -94,7 +94,7 @@ def test_codes_and_factors_have_the_bits_of_their_tasks_in_order(name, monkeypat
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(24))
 def test_so_have_plans_at_random(number, monkeypatch, seeds):
-    assert_as_in_order(case_of(number), monkeypatch, seeds)
+    assert_as_in_order(matrix.random_case_of_one_rank(number), monkeypatch, seeds)
 
 
 def test_a_seed_says_all(monkeypatch):
