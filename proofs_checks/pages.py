@@ -3,7 +3,8 @@
 A page begins with front matter in YAML: a list ``claims``, each with its ``name``, the place in its paper (``where``), its
 ``quotation``, ``statement`` and ``hypotheses``, the ``verdict`` that its checks have to lead to, the ``section`` of the page that
 derives it, and what :class:`~proofs_checks.claims.Claim` names besides. The folder of the page is the paper, unless an
-entry names another. What is run for a claim is in ``CHECKS`` of a module in the folder of this package that bears the same name.
+entry names another. What is run for a claim is in ``CHECKS`` of a module in the folder of this package that bears the same name;
+of a claim about a printed table, the entry itself says it in rows (:mod:`proofs_checks.printed.rows`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ import yaml
 
 from proofs_checks.claims import Check, Claim
 from proofs_checks.papers import PAPERS
+from proofs_checks.printed.cells import PrintedError
+from proofs_checks.printed.rows import checks_of
 
 _SHIPPED = Path(__file__).parent / "theory"
 THEORY = _SHIPPED if _SHIPPED.is_dir() else Path(__file__).parents[1] / "docs" / "theory"
 """The folder of pages: of this package, a link to that of the documentation where links are followed."""
+
+_OWN = ("section", "verdict", "where", "cells", "checks")
+"""What an entry says that a claim is not given as it stands."""
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -77,18 +83,23 @@ class Page:
         """
         for entry in self.entries:
             name = entry.get("name", "a claim without a name")
-            said = {key: value for key, value in entry.items() if key not in ("section", "verdict", "where")}
+            said = {key: value for key, value in entry.items() if key not in _OWN}
             said.setdefault("paper", folder if (folder := self.path.partition("/")[0]) in PAPERS else "zosim")
-            if name not in checks:
+            try:
+                found = (*checks_of(entry), *checks.get(name, ()))
+            except PrintedError as error:
+                hint = f" ({error.hint})" if error.hint else ""
+                raise ValueError(f"{self.path}: {name}: {error.message}{hint}") from None
+            if not found:
                 raise ValueError(
-                    f"{self.path}: nothing checks {name}; add it to CHECKS of a module of its paper"
+                    f"{self.path}: nothing checks {name}; add it to CHECKS of a module of its paper, or rows to its `checks`"
                 )
             anchor = f"#{entry['section']}" if "section" in entry else ""
             try:
                 claim = Claim(
                     **said,
                     where=tuple(entry.get("where", ())),
-                    checks=checks[name],
+                    checks=found,
                     derivation=f"{self.path}{anchor}",
                 )
             except (TypeError, AssertionError) as error:

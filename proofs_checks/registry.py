@@ -12,7 +12,7 @@ from proofs_checks.papers import PAPERS
 from topology.errors import ZosimError
 from topology.validation import did_you_mean
 
-_FOLDERS = ("promises", "zo2", "distzo2", "sparq", "quzo", "zoinfer", "printed")
+_FOLDERS = ("promises", "zo2", "distzo2", "sparq", "quzo", "zoinfer")
 """Folders whose modules say in ``CHECKS`` what is run for claims."""
 
 

@@ -1,1 +1,1 @@
-"""What papers say of the tables that they print."""
+"""What papers say of the figures that they print: the cells, expressions over them, and claims that are such rows."""

@@ -1,0 +1,158 @@
+"""Claims about printed tables as rows: which cells, what is asserted of them, and wrong cells that must be noticed.
+
+An entry of a page's front matter says in ``cells`` which tables it reads, and in ``checks`` what comes out (see ``docs/claims.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from proofs_checks.claims import Check, Role
+from proofs_checks.mutation import Fault
+from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.printed.cells import PrintedError, printed_table, table_rows
+from proofs_checks.printed.expressions import Figures, judged
+from topology.validation import did_you_mean
+from zosim.applications.validation.tables import TableRow
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """Columns of a table, or of several, that have their rows in common.
+
+    Attributes
+    ----------
+    row : str
+        What a row is called, with the names of fields in braces.
+    columns : mapping
+        What the fields of a column's cells hold.
+    reads : mapping of str to str
+        Which field is read of them.
+    """
+
+    row: str
+    columns: Mapping[str, Mapping[str, str]]
+    reads: Mapping[str, str]
+
+    @classmethod
+    def of(cls, said: Any) -> _Selection:
+        """Read an entry of ``cells``."""
+        if not isinstance(said, dict) or not isinstance(columns := said.get("columns"), dict) or not columns:
+            raise PrintedError(f"cells are a table with its columns, not {said!r}")
+        common = {key: str(value) for key, value in said.items() if key not in ("row", "columns")}
+        found, reads = {}, {}
+        for name, own in columns.items():
+            fields = {"method": own} if isinstance(own, str) else own
+            if not isinstance(fields, dict):
+                raise PrintedError(f"the column {name} is a method, or what its fields hold, not {own!r}")
+            found[name] = common | {key: str(value) for key, value in fields.items()}
+            reads[name] = found[name].pop("read", "value")
+        return cls(str(said.get("row", "{model}")), found, reads)
+
+    def cells(self) -> dict[str, dict[str, TableRow]]:
+        """Return the cells, by row and column."""
+        found = printed_table(self.columns, self.row)
+        if not found:
+            raise PrintedError(f"no row has all of the columns {', '.join(self.columns)}")
+        return found
+
+    def figures(self) -> dict[str, Figures]:
+        """Return each column; a count beside the cell, such as its GPUs, is not rounded."""
+        cells = self.cells()
+        rows, found = tuple(cells), {}
+        for name, field in self.reads.items():
+            try:
+                figures = Figures.rounded([cells[row][name][field] for row in rows], rows)
+            except PrintedError as error:
+                raise PrintedError(f"{field!r} of the column {name}: {error.message}") from None
+            exact = replace(figures, numbers=figures.numbers[[0, 0, 0]])
+            found[name] = figures if field == "value" else exact
+        return found
+
+
+def checks_of(entry: Mapping[str, Any]) -> tuple[Check, ...]:
+    """Return the checks that an entry states as rows; none where it has no ``checks``.
+
+    Raises
+    ------
+    PrintedError
+        If a table, a field, a column, a row or a form of an expression is unknown.
+    """
+    selections = tuple(_Selection.of(said) for said in entry.get("cells", ()))
+    names = [name for selection in selections for name in selection.columns]
+    if len(names) > len(set(names)):
+        raise PrintedError(f"two columns have one name: {', '.join(names)}")
+    return tuple(_check(said, selections) for said in entry.get("checks", ()))
+
+
+def _check(said: Any, selections: tuple[_Selection, ...]) -> Check:
+    row = _fields(said, "a check", ("role", "title", "asserts"), ("faults",))
+    roles = {role.name.lower(): role for role in Role}
+    if row["role"] not in roles:
+        raise PrintedError(f"there is no role {row['role']!r}", hint=did_you_mean(row["role"], list(roles)))
+    measure = partial(_measured, selections, tuple(row["asserts"]))
+    measure(Context())  # names what is malformed while the page is read
+    faults = tuple(_fault(each, selections) for each in row.get("faults", ()))
+    return Check(roles[row["role"]], measure, faults, row["title"])
+
+
+def _measured(selections: tuple[_Selection, ...], asserts: tuple[str, ...], _context: Context) -> Outcome:
+    columns = {name: figures for each in selections for name, figures in each.figures().items()}
+    outcomes = {name: so for text in asserts for name, so in judged(text, columns).items()}
+    return everything_holds(outcomes)
+
+
+@dataclass(frozen=True)
+class WrongCell:
+    """A change of :func:`~proofs_checks.printed.cells.table_rows` in which one field of a cell holds something else."""
+
+    where: str
+    field: str
+    value: str
+
+    def __call__(self, shipped: Any, table: str) -> tuple[TableRow, ...]:
+        """Return the rows of a table, one of them wrong."""
+        wrong = {self.field: self.value}
+        return tuple(
+            replace(row, fields={**row.fields, **wrong}) if row.where == self.where else row
+            for row in shipped(table)
+        )
+
+
+def wrong_cell(name: str, cell: TableRow, value: str, field: str = "value") -> Fault:
+    """Return the fault of a printed cell that holds something else.
+
+    Raises
+    ------
+    PrintedError
+        If it holds that already.
+    """
+    if cell[field] == value:
+        raise PrintedError(f"the fault {name!r} changes nothing: {field} is {value} in {cell.where}")
+    words = f"{name}: {value} for {cell[field]}"
+    return Fault(words, f"{table_rows.__module__}:{table_rows.__name__}", WrongCell(cell.where, field, value))
+
+
+def _fault(said: Any, selections: tuple[_Selection, ...]) -> Fault:
+    row = _fields(said, "a fault", ("name", "column", "row", "value"))
+    column, label = row["column"], str(row["row"])
+    for selection in selections:
+        if column in selection.columns:
+            cells = selection.cells()
+            if label not in cells:
+                raise PrintedError(
+                    f"the fault {row['name']!r} names no row: {label!r}",
+                    hint=did_you_mean(label, list(cells)),
+                )
+            return wrong_cell(row["name"], cells[label][column], str(row["value"]), selection.reads[column])
+    raise PrintedError(f"the fault {row['name']!r} names no column: {column!r}")
+
+
+def _fields(said: Any, what: str, needed: tuple[str, ...], others: tuple[str, ...] = ()) -> Mapping[str, Any]:
+    """Return a row of the front matter whose keys are these."""
+    if not isinstance(said, dict) or not set(needed) <= set(said) <= {*needed, *others}:
+        raise PrintedError(f"{what} says {', '.join((*needed, *others))}, not {said!r}")
+    return said
