@@ -15,7 +15,7 @@ from executors.models.loading import load_model
 from executors.models.prefix import CONFIG_NAME, WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix
 from executors.models.spec import spec_of_model
 from executors.models.transformers_interface import AttentionArguments
-from tests.support.command import rows_of, saved_lines, saved_model, zosim
+from tests.support.command import rows_of, zosim
 from tests.support.reference_mezo import CACHE, CachedPrefix, differing
 from tests.support.tiny import CONFIGS, SHAPE, SPECIAL, batches, model_of
 from topology.errors import ModelError
@@ -150,13 +150,6 @@ def test_an_attention_module_that_reads_no_cache_does_not_pass_for_one():
     arguments = AttentionArguments(model.model.layers[0].self_attn)
     with pytest.raises(ModelError, match="LlamaAttention ignores its prefix"):
         model(input_ids=torch.tensor([[5]]))
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    saved_lines(folder / "data.jsonl")
-    return saved_model("opt", folder), folder / "data.jsonl"
 
 
 def train(inputs, out, *more):

@@ -17,7 +17,7 @@ from executors.runs.session import Session
 from executors.runs.settings import DataSettings, RunOptions, RunSettings
 from proofs_checks.setups.ranks import on_all_ranks
 from tests.support import distributed, faults, staged
-from tests.support.command import rows_of, saved_lines, saved_model, zosim
+from tests.support.command import rows_of, zosim
 from tests.support.distributed import OFFLOADED, SHARED, SLICED, plan_for
 from tests.support.tiny import batches, model_of
 from topology.errors import RunError
@@ -134,12 +134,6 @@ def test_other_inputs_of_one_rank_are_named_on_all_ranks(placement, fault):
         rf"after 4 steps, and not yet after 2, ranks did other steps: {who} in the .*{fault}.* of step 3",
         said,
     ), said
-
-
-@pytest.fixture
-def inputs(tmp_path):
-    saved_lines(tmp_path / "data.jsonl")
-    return saved_model("opt", tmp_path), tmp_path / "data.jsonl"
 
 
 def train(inputs, out, *more, steps=7):

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from executors.ranks.gloo import gloo_group, refuse_strangers
 from executors.ranks.rank_info import PREFIX, launch_directory
-from tests.support.command import saved_lines, saved_model, zosim
+from tests.support.command import zosim
 from tests.support.forked import Command
 from tests.support.runs import numbers_of
 from topology.errors import RunError
@@ -36,13 +36,6 @@ NOBODY = 65534
 STEPS = 12
 LOOKS_EVERY_S = 0.1
 """A look at all connections takes a tenth of this; what listens does so until the run ends."""
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    saved_lines(folder / "data.jsonl")
-    return saved_model("opt", folder), folder / "data.jsonl"
 
 
 def options(inputs, out, *more, steps=STEPS):

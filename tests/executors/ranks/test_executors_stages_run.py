@@ -9,7 +9,7 @@ import pytest
 from executors.ranks.launch import launch
 from executors.runs.runlog import read_header
 from tests.support import staged
-from tests.support.command import saved_lines, saved_model, zosim
+from tests.support.command import zosim
 from tests.support.runs import STEPS, digests_of, killed, numbers_of, shorten, stopped, train
 from tests.support.staged import Case
 from topology.errors import RunError
@@ -29,13 +29,6 @@ FOURS = {
     ),
 }
 THREES = {"three": Case(("block.0", "block.1.mlp"), "llama", accumulate=2)}
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    saved_lines(folder / "data.jsonl")
-    return saved_model("opt", folder), folder / "data.jsonl"
 
 
 @pytest.fixture(scope="module")

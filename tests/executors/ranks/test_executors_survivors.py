@@ -8,19 +8,11 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from tests.support.command import saved_lines, saved_model
 from tests.support.forked import Command
 from tests.support.runs import FOREVER, PATIENCE_S, options, wait_for_steps
 from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    saved_lines(folder / "data.jsonl")
-    return saved_model("opt", folder), folder / "data.jsonl"
 
 
 @contextmanager

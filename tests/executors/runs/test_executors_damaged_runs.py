@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from executors.runs.runlog import read_header, write_header
 from tests.support.command import rows_of, zosim
-from tests.support.recorded import OFFLOADED, cut, options, same, saved_inputs, whole_run
+from tests.support.recorded import OFFLOADED, cut, options, same
 from zosim.lowering import lower_all
 from zosim.plans import Plan
 from zosim.program.program_set import ProgramSet
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return saved_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="module")
-def whole(inputs, tmp_path_factory):
-    return whole_run(inputs, tmp_path_factory.mktemp("whole"))
-
-
-@pytest.fixture
-def run(whole, tmp_path):
-    """A copy of it, to be harmed."""
-    return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
 def edit_row(run, number, **changes):

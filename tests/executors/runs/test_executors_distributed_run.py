@@ -11,7 +11,7 @@ from executors.runs.learning_rate import LearningRate
 from executors.runs.runlog import read_header
 from executors.runs.settings import DataSettings, RunOptions, RunSettings
 from tests.support import distributed
-from tests.support.command import saved_lines, saved_model, zosim
+from tests.support.command import zosim
 from tests.support.runs import STEPS, digests_of, killed, numbers_of, shorten, stopped, train
 from zosim import __version__ as zosim_version
 from zosim.plans import Plan
@@ -19,13 +19,6 @@ from zosim.program.program_set import ProgramSet
 from zosim.timeline import Timeline
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    saved_lines(folder / "data.jsonl")
-    return saved_model("opt", folder), folder / "data.jsonl"
 
 
 @pytest.fixture(scope="module")

@@ -9,16 +9,9 @@ import pytest
 import zosim
 from executors.ranks.mesh import launch_lines
 from executors.runs.planning import planned_device, where_it_runs
-from tests.support.command import saved_lines, saved_model
 from tests.support.command import zosim as command
 from topology.errors import PlanError, RunError
 from zosim.plans import Placement, Plan
-
-
-@pytest.fixture
-def inputs(tmp_path):
-    saved_lines(tmp_path / "data.jsonl")
-    return saved_model("opt", tmp_path), tmp_path / "data.jsonl"
 
 
 @pytest.fixture

@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 
 from executors.runs.runlog import read_header, write_header
 from tests.support.command import loaded, saved_model, zosim
-from tests.support.recorded import OFFLOADED, RESIDENT, options, saved_inputs, whole_run
+from tests.support.recorded import OFFLOADED, RESIDENT, options
 from tests.support.reference_mezo import differing
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return saved_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="module")
-def whole(inputs, tmp_path_factory):
-    return whole_run(inputs, tmp_path_factory.mktemp("whole"))
-
-
-@pytest.fixture
-def run(whole, tmp_path):
-    """A copy of it, to be harmed."""
-    return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
 @pytest.mark.crossed(quick=4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,26 +15,10 @@ from executors.runs.records import DivergenceWatch
 from executors.runs.runlog import RunLog
 from tests.support.command import loaded, saved_lines, zosim
 from tests.support.forked import Command
-from tests.support.recorded import OFFLOADED, RESIDENT, STEPS, cut, options, same, saved_inputs, whole_run
+from tests.support.recorded import OFFLOADED, RESIDENT, STEPS, cut, options, same
 from tests.support.reference_mezo import differing
 from tests.support.waiting import wait_until
 from topology.errors import RunError
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return saved_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="module")
-def whole(inputs, tmp_path_factory):
-    return whole_run(inputs, tmp_path_factory.mktemp("whole"))
-
-
-@pytest.fixture
-def run(whole, tmp_path):
-    """A copy of it, to be harmed."""
-    return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
 @pytest.mark.crossed(quick=4)

@@ -9,16 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.command import loaded, rows_of, saved_lines, saved_model, zosim
+from tests.support.command import loaded, rows_of, zosim
 from tests.support.reference_mezo import differing
 
 STEPS, BATCH = 5, 3
-
-
-@pytest.fixture
-def inputs(tmp_path):
-    saved_lines(tmp_path / "data.jsonl")
-    return saved_model("opt", tmp_path), tmp_path / "data.jsonl"
 
 
 def train(model, data, out, *more, steps=STEPS):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from executors.models.slots import AdapterState, Slots
 from executors.runs.slots_of_run import write_adapter
-from tests.support.command import loaded, saved_lines, saved_model, zosim
+from tests.support.command import loaded, zosim
 from topology.errors import ModelError, RunError
 
 STEPS = 7
@@ -65,13 +65,6 @@ def test_a_bound_that_holds_nothing_but_the_present_window_is_refused():
     state = AdapterState(max_rank=2)
     with pytest.raises(ModelError, match="--max-rank 4"):
         state.close(2)
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    saved_lines(folder / "data.jsonl")
-    return saved_model("opt", folder), folder / "data.jsonl"
 
 
 def trained(inputs, out, *more, steps=STEPS):

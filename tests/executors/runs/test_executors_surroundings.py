@@ -17,16 +17,11 @@ from executors.files import LOCK_NAME, locked, write_atomically
 from executors.runs.session import Session
 from tests.support.command import rows_of, zosim
 from tests.support.forked import Command
-from tests.support.recorded import options, same, saved_inputs
+from tests.support.recorded import options, same
 from topology.errors import refusal_of_machine
 
 QUERIES = ("--queries", 8)
 """Rows of a step that do not all go to one page of a disk's memory."""
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return saved_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")

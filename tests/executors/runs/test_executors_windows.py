@@ -22,7 +22,7 @@ from executors.runs.adapters import attach
 from executors.runs.session import Session
 from executors.runs.windows import LazyWindows, lazy_windows_of, rounded_up
 from tests.support.builders import unshared
-from tests.support.command import loaded, rows_of, saved_lines, saved_model, zosim
+from tests.support.command import loaded, rows_of, zosim
 from tests.support.forked import Command
 from tests.support.tiny import CONFIGS, batches, model_of, plan_of
 from topology.errors import ModelError, PlanError
@@ -175,13 +175,6 @@ def test_what_cannot_be_is_refused():
         LoRA(rank=2, target_modules=("q_proj",), max_rank=8)
     with pytest.raises(PlanError, match="directions of B"):
         plan_of(carrying(), dtype="float64", directions={"distribution": "lozo"}, **TOGETHER)
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    saved_lines(folder / "data.jsonl")
-    return saved_model("opt", folder), folder / "data.jsonl"
 
 
 def command_of(inputs, out, steps, *more):
