@@ -64,7 +64,7 @@ class Suite:
             "run", "--model", self.folder / "opt", "--data", self.folder / "data.jsonl", "--steps", STEPS,
             "--batch", BATCH, "--lr", 1e-3, "--weight-decay", 0.1, "--threads", 1, "--no-tensorboard",
             "--digest-every", DIGEST_EVERY, "--checkpoint-every", CHECKPOINT_EVERY, "--eval-data",
-            self.folder / "data.jsonl", "--eval-task", "perplexity", "--eval-every", EVALUATE_EVERY, "--keep-best",
+            self.folder / "data.jsonl", "--eval-task", "perplexity", "--eval-examples", 4, "--eval-every", EVALUATE_EVERY, "--keep-best",
             "--timeout", TIMEOUT_S, "--out", out, *PLACEMENTS[placement].split(),
         ]  # fmt: skip
         return [*map(str, words), *([] if "--residency" in words else ["--residency", "resident"])]

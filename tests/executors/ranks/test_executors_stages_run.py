@@ -35,7 +35,17 @@ THREES = {"three": Case(("block.0", "block.1.mlp"), "llama", accumulate=2)}
 def runs(inputs, tmp_path_factory):
     """A run of one rank, and the same on two stages."""
     folder = tmp_path_factory.mktemp("stages")
-    evaluated = ("--eval-data", inputs[1], "--eval-every", 4, "--keep-best", "--checkpoint-every", 6)
+    evaluated = (
+        "--eval-data",
+        inputs[1],
+        "--eval-examples",
+        2,
+        "--eval-every",
+        4,
+        "--keep-best",
+        "--checkpoint-every",
+        6,
+    )
     assert train(inputs, folder / "alone", *evaluated, "--no-launch", "--residency", "resident") == 0
     assert train(inputs, folder / "pair", *evaluated, "--method", "sparq", "--cut", "block.1.mlp") == 0
     return folder
@@ -157,7 +167,7 @@ def test_what_a_codec_changed_is_gone_on_with_by_the_same_alone(runs, inputs, tm
 @pytest.mark.slow
 def test_one_process_does_what_stages_do_with_the_same_codec(inputs, tmp_path):
     coded = ("--cut", "block.1.mlp", "--codec", "q4:stochastic", "--residual-codec", "q8", "--allow-lossy")
-    evaluated = ("--eval-data", inputs[1], "--residency", "resident")
+    evaluated = ("--eval-data", inputs[1], "--eval-examples", 2, "--residency", "resident")
     alone, pair = tmp_path / "alone", tmp_path / "pair"
     assert train(inputs, alone, *coded, *evaluated, "--mesh", "stage=1", "--no-launch") == 0
     assert train(inputs, pair, *coded, *evaluated) == 0
@@ -186,6 +196,8 @@ def test_what_is_tuned_beside_the_base_is_written_whole(inputs, tmp_path, tuned)
     evaluated = (
         "--eval-data",
         inputs[1],
+        "--eval-examples",
+        2,
         "--eval-task",
         "generation",
         "--eval-max-new-tokens",

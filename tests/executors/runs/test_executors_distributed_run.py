@@ -25,7 +25,17 @@ pytestmark = pytest.mark.dist
 def pertp(inputs, tmp_path_factory):
     """A run of one rank, and the same on two, its blocks offloaded to one host copy."""
     folder = tmp_path_factory.mktemp("pertp")
-    evaluated = ("--eval-data", inputs[1], "--eval-every", 4, "--keep-best", "--checkpoint-every", 6)
+    evaluated = (
+        "--eval-data",
+        inputs[1],
+        "--eval-examples",
+        2,
+        "--eval-every",
+        4,
+        "--keep-best",
+        "--checkpoint-every",
+        6,
+    )
     assert train(inputs, folder / "alone", *evaluated, "--no-launch", "--residency", "resident") == 0
     assert train(inputs, folder / "pair", *evaluated, "--method", "pertp", "--transfers", "sliced") == 0
     return folder

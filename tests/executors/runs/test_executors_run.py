@@ -124,6 +124,8 @@ def test_evaluations_and_digests_change_no_bit(inputs, tmp_path):
     more = [
         "--eval-data",
         data,
+        "--eval-examples",
+        2,
         "--eval-every",
         1,
         "--digest-every",
