@@ -11,9 +11,6 @@ from typing import Annotated
 
 import typer
 
-MORE_TO_DO = 75
-"""Exit status of a command that is to be run again."""
-
 
 def main(
     device: Annotated[str, typer.Option(help="As torch calls it.")] = "cuda:0",
@@ -41,6 +38,7 @@ def main(
     from studies.first_hour.parts import parts_of
     from studies.first_hour.report import write
     from studies.first_hour.setting import Setting
+    from studies.pieces import MORE_TO_DO
     from topology.errors import ZosimError
 
     logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from studies.checkout import commit
 from studies.first_hour.parts import Part, parts_of
 from studies.first_hour.setting import Content, Setting
+from studies.pieces import Pieces
 from topology.errors import ZosimError
 from topology.reading import read_json_object
 
@@ -34,13 +34,13 @@ def spend(setting: Setting, run: Run, *, stop_after_s: float, say: Callable[[str
     say : callable
         Called with a line about each part that is done.
     """
-    setting.folder.mkdir(parents=True, exist_ok=True)
+    pieces = Pieces(setting.folder)
     began, is_first = time.monotonic(), True
     for part in parts_of(setting):
-        path = setting.folder / f"{part.name}.json"
         start = time.monotonic()
         left_s = stop_after_s - (start - began)
-        if path.exists() and not _deserves_more(path, left_s):
+        known = pieces.known(part.name)
+        if known is not None and not _deserves_more(known, left_s):
             continue
         content = run(part, left_s) if left_s > 0 else None
         if content is None and is_first and left_s > 0:
@@ -49,8 +49,7 @@ def spend(setting: Setting, run: Run, *, stop_after_s: float, say: Callable[[str
             return False
         is_first = False
         seconds = time.monotonic() - start
-        kept = {"commit": commit(), "seconds": round(seconds, 1), **content}
-        _write(path, kept)
+        kept = pieces.keep(part.name, {"seconds": round(seconds, 1), **content})
         say(f"{part.title}: {_verdict(kept)}, {seconds:.0f} s")
     return True
 
@@ -59,21 +58,16 @@ _HAD_S = "had_s"
 """Key of the seconds after which a part was given up."""
 
 
-def _deserves_more(path: Path, left_s: float) -> bool:
+def _deserves_more(kept: Content, left_s: float) -> bool:
     """Whether a part was given up for want of time, and has more now."""
-    kept = read_json_object(path, "what a part found", ZosimError, hint="remove it, and it is made again")
     return left_s > float(kept.get(_HAD_S, float("inf"))) + 1
 
 
 def contents_of(setting: Setting) -> dict[str, Content]:
     """Return what was found, by part, as far as it was done, in the order of the parts."""
-    paths = {part.name: setting.folder / f"{part.name}.json" for part in parts_of(setting)}
-    hint = "remove it, and it is made again"
-    return {
-        name: read_json_object(path, "what a part found", ZosimError, hint=hint)
-        for name, path in paths.items()
-        if path.exists()
-    }
+    pieces = Pieces(setting.folder)
+    found = {part.name: pieces.known(part.name) for part in parts_of(setting)}
+    return {name: content for name, content in found.items() if content is not None}
 
 
 def in_this_process(setting: Setting) -> Run:
@@ -187,11 +181,11 @@ def take_over(setting: Setting, report: Path) -> None:
         If it cannot be read.
     """
     found = read_json_object(report, "a first hour's report", ZosimError, hint="name its JSON file")
-    setting.folder.mkdir(parents=True, exist_ok=True)
+    pieces = Pieces(setting.folder)
     for part in parts_of(setting):
-        path, content = setting.folder / f"{part.name}.json", found.get(part.name)
-        if isinstance(content, dict) and not path.exists():
-            _write(path, content)
+        content = found.get(part.name)
+        if isinstance(content, dict) and pieces.known(part.name) is None:
+            pieces.keep(part.name, content)
     profile = found.get("calibration", {}).get("profile")
     if isinstance(profile, dict) and not setting.kept_profile.exists():
         _write(setting.kept_profile, profile)

@@ -9,10 +9,7 @@ from typing import Annotated
 
 import typer
 
-from studies.prediction.report import Summary
-
 OUT = Path("docs/benchmarks")
-_MORE_TO_DO = 75
 
 
 def main(
@@ -43,8 +40,13 @@ def main(
 
     In pieces: with --folder and --stop-after-s it ends with exit status 75 while there is more to do.
     """
+    from studies.pieces import MORE_TO_DO, OutOfTimeError, Pieces
     from studies.prediction.benchmark import run_benchmark, write
-    from studies.prediction.pieces import OutOfTimeError, Pieces
+    from studies.prediction.report import MEMORY, STEP
+    from studies.timed_cases import scored
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     words = ["python -m studies.prediction", f"--held-out {held_out}", f"--calibration-s {calibration_s:g}"]
@@ -62,19 +64,19 @@ def main(
             threads=threads,
             calibration_s=calibration_s,
             command=" ".join(words),
-            pieces=Pieces(folder, stop_after_s),
-            say=lambda text: print(text, file=sys.stderr),
+            pieces=Pieces(folder, stop_after_s, say=say),
+            say=say,
         )
     except OutOfTimeError:
         print("there is more to do: run the same command again", file=sys.stderr)
-        raise typer.Exit(_MORE_TO_DO) from None
+        raise typer.Exit(MORE_TO_DO) from None
     path = write(benchmark, out)
-    summary = Summary.of(benchmark.rows)
+    step, memory = (scored({"all": benchmark.rows}, row)[0] for row in (STEP, MEMORY))
     worst = max((choice.regret for choice in benchmark.choices), default=1.0)
     print(
-        f"{summary.num_cases} cases, step time: median error {summary.step_median:.1%}, 90th percentile {summary.step_p90:.1%}; "
-        f"peak memory: {summary.memory_median:.1%}, {summary.memory_p90:.1%}; "
-        f"coverage {summary.covered:.0%}, median width {summary.interval_width:.0%}; worst regret {worst:.3f}; report: {path}"
+        f"{step.num_rows} cases, step time: median error {step.median:.1%}, 90th percentile {step.p90:.1%}; "
+        f"peak memory: {memory.median:.1%}, {memory.p90:.1%}; "
+        f"coverage {step.coverage:.0%}, median width {step.width:.2f}; worst regret {worst:.3f}; report: {path}"
     )
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import datetime
 import sys
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from costmodel.rates.calibration import FitReport
 from costmodel.rates.profile import Profile
+from costmodel.scoring import Row
 from executors.calibration.calibrate import DEFAULT_BUDGET_S
 from executors.calibration.calibrating import calibrated
+from studies.pieces import Content, Pieces
 from studies.prediction.cases import (
     REPEATED,
     Case,
@@ -24,8 +27,7 @@ from studies.prediction.cases import (
     tuning_cases,
 )
 from studies.prediction.measuring import SESSIONS_AT_ONCE, measure, measure_ranks
-from studies.prediction.pieces import Content, Pieces, content_of_fit, content_of_rows, fit_of, rows_of
-from studies.prediction.predicting import Choice, PredictedCase, predict, predict_ranks
+from studies.prediction.predicting import Choice, PredictedCase, case_rows, predict
 from studies.prediction.report import Benchmark, machine_words
 from studies.prediction.turns import measure_in_turn
 from topology import Topology, detect
@@ -118,7 +120,6 @@ class _BenchmarkRun:
         """Find out what the machine does with so many threads."""
 
         def make() -> Content:
-            self.say(f"calibrating with {threads} threads")
             made = calibrated(self.topology, self.device, num_threads=threads, budget_s=budget_s)
             return content_of_fit(*made)
 
@@ -152,16 +153,16 @@ class _BenchmarkRun:
         self, name: str, cases: Sequence[Case], measured: Callable[[Sequence[Case]], list[PredictedCase]]
     ) -> list[PredictedCase]:
         def make() -> Content:
-            self.say(f"running {name}: {len(cases)} cases")
-            return {"cases": [case.name for case in cases], "rows": content_of_rows(measured(cases))}
+            rows = [asdict(row) for row in measured(cases)]
+            return {"cases": [case.name for case in cases], "rows": rows}
 
         # Lists may have grown since a piece was made.
         digest = zlib.crc32("; ".join(case.name for case in cases).encode())
-        return rows_of(self.pieces.of(f"{name}-{digest:08x}", make)["rows"])
+        return case_rows(self.pieces.of(f"{name}-{digest:08x}", make)["rows"])
 
     def _alone(self, cases: Sequence[Case]) -> list[PredictedCase]:
         measured = measure(cases, topology=self.topology.name, device=self.device)
-        return predict(measured, self.profiles, self.topology, self.device)
+        return predict(measured, self.profiles, self.topology)
 
     def _of_ranks(self, cases: Sequence[Case]) -> list[PredictedCase]:
         try:
@@ -170,22 +171,31 @@ class _BenchmarkRun:
             # What other cases took is not thrown away for it.
             self.say(f"{len(cases)} cases of several ranks are left out: {error.message}")
             return []
-        return predict_ranks(measured, self.profiles[1], self.topology)
+        return predict(measured, self.profiles, self.topology)
 
     def _in_turn(self, cases: Sequence[Case]) -> list[PredictedCase]:
         measured = measure_in_turn(cases, topology=self.topology.name, device=self.device)
-        predicted = []
-        for item in measured:
-            if item.case.num_ranks == 1:
-                predicted += predict([item], self.profiles, self.topology, self.device)
-            else:
-                predicted += predict_ranks([item], self.profiles[1], self.topology)
-        return predicted
+        return predict(measured, self.profiles, self.topology)
 
 
 def _most_alike(cases: Sequence[Case]) -> Case:
     """Return the case that is measured twice, to see how far two measurements of one plan are apart."""
     return next(case for case in cases if case.placement == REPEATED)
+
+
+def content_of_fit(profile: Profile, fit: FitReport) -> Content:
+    """Return a calibration as JSON has it."""
+    return {"profile": profile.model_dump(mode="json"), "fit": asdict(fit)}
+
+
+def fit_of(content: Mapping[str, Any]) -> tuple[Profile, FitReport]:
+    """Return the calibration of :func:`content_of_fit`."""
+    fit = dict(content["fit"])
+    for name in ("residuals", "steps"):
+        fit[name] = tuple(Row(**row) for row in fit[name])
+    for name in ("identified", "disturbances"):
+        fit[name] = tuple(fit.get(name, ()))
+    return Profile.model_validate(content["profile"]), FitReport(**fit)
 
 
 def write(benchmark: Benchmark, folder: Path) -> Path:

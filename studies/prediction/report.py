@@ -11,14 +11,16 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from statistics import median
+from typing import Any
 
-import numpy as np
 import psutil
-from scipy.stats import binom
 
 from costmodel.rates.calibration import FitReport
 from costmodel.rates.profile import Profile
-from studies.prediction.predicting import PACE_CHANGED, Choice, PredictedCase
+from costmodel.scoring import Row, Score, coverage_band
+from studies.prediction.predicting import Choice, PredictedCase
+from studies.timed_cases import Groups, case_columns, grouped, pace_words, scored, step_tables
+from zosim.analysis.scoreboard import rows_table, score_data, score_table
 from zosim.report import Code, Part, Report, Table
 
 STEP_GOAL = (0.08, 0.20)
@@ -28,70 +30,26 @@ MEMORY_GOAL = (0.05, 0.10)
 REGRET_GOAL = (1.05, 1.15)
 """Median and worst time of the predicted choice over that of the best one."""
 
+QuantityOf = Callable[[PredictedCase], Row]
+STEP: QuantityOf = lambda case: case.step
+MEMORY: QuantityOf = lambda case: case.memory
 
-@dataclass(frozen=True)
-class Summary:
-    """Figures over one list of cases."""
 
-    num_cases: int
-    step_median: float
-    step_p90: float
-    step_bias: float
-    memory_median: float
-    memory_p90: float
-    largest_underestimate: float
-    """Of peak memory, as a part of what was measured; 0 if none was underestimated."""
-    covered: float
-    interval_width: float
-    """Median of the widths of the intervals, as parts of the prediction."""
-    paced_median: float
-    paced_p90: float
-    paced_bias: float
-    """Of step times predicted for the pace that was measured before each case."""
+def largest_underestimate(memory: Score) -> float:
+    """Return by which part peak memory was underestimated most; 0 if it never was."""
+    return max(0.0, -min(memory.errors))
 
-    @classmethod
-    def of(cls, rows: Sequence[PredictedCase]) -> Summary:
-        """Return the figures of these rows."""
-        names = ("step_error", "memory_error", "paced_error")
-        step, memory, paced = ([getattr(row, name) for row in rows] for name in names)
-        return cls(
-            num_cases=len(rows),
-            step_median=float(np.median(np.abs(step))),
-            step_p90=float(np.percentile(np.abs(step), 90)),
-            step_bias=float(np.median(step)),
-            memory_median=float(np.median(np.abs(memory))),
-            memory_p90=float(np.percentile(np.abs(memory), 90)),
-            largest_underestimate=max(0.0, -min(memory)),
-            covered=sum(row.is_covered for row in rows) / len(rows),
-            interval_width=float(np.median([(row.high_s - row.low_s) / row.predicted_s for row in rows])),
-            paced_median=float(np.median(np.abs(paced))),
-            paced_p90=float(np.percentile(np.abs(paced), 90)),
-            paced_bias=float(np.median(paced)),
-        )
 
-    @property
-    def coverage_band(self) -> tuple[float, float]:
-        """Where 95 in 100 intervals of 90 % would have their coverage, by the binomial distribution."""
-        low, high = binom.interval(0.95, self.num_cases, 0.9)
-        return float(low) / self.num_cases, float(high) / self.num_cases
+def meets_goals(rows: Sequence[PredictedCase]) -> bool:
+    """Return whether step time and memory are within both of their goals, and no memory was underestimated."""
+    step, memory = (Score.of(map(row_of, rows)) for row_of in (STEP, MEMORY))
+    return step.meets(STEP_GOAL) and memory.meets(MEMORY_GOAL) and largest_underestimate(memory) == 0
 
-    @property
-    def is_covered(self) -> bool:
-        """Whether coverage lies in that band."""
-        low, high = self.coverage_band
-        return low <= self.covered <= high
 
-    @property
-    def meets_goals(self) -> bool:
-        """Whether step time and memory are within both of their goals, and no memory was underestimated."""
-        return self.largest_underestimate == 0 and all(
-            error <= goal
-            for error, goal in zip(
-                (self.step_median, self.step_p90, self.memory_median, self.memory_p90),
-                (*STEP_GOAL, *MEMORY_GOAL),
-                strict=True,
-            )
-        )
+def summary(rows: Sequence[PredictedCase]) -> dict[str, Any]:
+    """Return the scores of some cases as JSON has them."""
+    quantities: dict[str, QuantityOf] = {"step": STEP, "paced": lambda case: case.paced, "memory": MEMORY}
+    return {name: score_data(Score.of(map(row_of, rows), name)) for name, row_of in quantities.items()}
 
 
 @dataclass(frozen=True)
@@ -129,10 +87,10 @@ class Benchmark:
             "machine": self.machine,
             "versions": versions(),
             "held_out": {
-                "summary": asdict(Summary.of(self.held_out)),
+                "summary": summary(self.held_out),
                 "rows": [asdict(row) for row in self.held_out],
             },
-            "all": {"summary": asdict(Summary.of(self.rows))},
+            "all": {"summary": summary(self.rows)},
             "ranks": [asdict(row) for row in self.ranks],
             "choices": [
                 {
@@ -147,7 +105,7 @@ class Benchmark:
             ],
             "choice_rows": [asdict(row) for row in self.choice_rows],
             "tuning": {
-                "summary": asdict(Summary.of(self.tuning)) if self.tuning else None,
+                "summary": summary(self.tuning) if self.tuning else None,
                 "rows": [asdict(row) for row in self.tuning],
             },
             "profiles": {str(n): p.model_dump(mode="json") for n, p in self.profiles.items()},
@@ -166,7 +124,6 @@ class Benchmark:
             *self._head(),
             self._figures(),
             self._regret(),
-            self._groups(),
             self._culprits(),
             self._calibration(),
             Report("Held-out cases, worst first", _cases(self.held_out)),
@@ -191,47 +148,35 @@ least of the processors; memory is arena plus live tensors, peaks over the first
             "several ranks": self.ranks,
             "to choose from": self.choice_rows,
             "tuning": self.tuning,
+            "undisturbed": tuple(row for row in self.rows if not row.is_disturbed),
+            **{f"held out, {name}": rows for name, rows in grouped(self.held_out, _GROUPS).items()},
         }
-        lists["undisturbed"] = tuple(row for row in self.rows if not row.is_disturbed)
-        columns = {name: Summary.of(rows) for name, rows in lists.items() if rows}
-        whole = columns["all"]
-        band = " to ".join(f"{end:.0%}" for end in whole.coverage_band)
-        goals = (
-            ("step time, median absolute error", "step_median", f"≤ {STEP_GOAL[0]:.0%}"),
-            ("step time, 90th percentile", "step_p90", f"≤ {STEP_GOAL[1]:.0%}"),
-            ("step time, median signed error", "step_bias", ""),
-            ("at the pace before each case, median", "paced_median", ""),
-            ("at the pace before each case, 90th percentile", "paced_p90", ""),
-            ("at the pace before each case, median signed", "paced_bias", ""),
-            ("peak memory, median absolute error", "memory_median", f"≤ {MEMORY_GOAL[0]:.0%}"),
-            ("peak memory, 90th percentile", "memory_p90", f"≤ {MEMORY_GOAL[1]:.0%}"),
-            ("peak memory, largest underestimate", "largest_underestimate", "0 %"),
-            ("measured step time inside the interval of 90 %", "covered", f"{band} of all"),
-            ("median width of the interval", "interval_width", ""),
-        )
-        headings = ("", "goal", *(f"{name} ({summary.num_cases})" for name, summary in columns.items()))
-        figures = [
-            (words, goal, *(f"{getattr(summary, name):.1%}" for summary in columns.values()))
-            for words, name, goal in goals
-        ]
-        verdict = "met" if whole.meets_goals else "**missed**"
+        memory = scored(lists, MEMORY)
+        under = {score.name: f"{100 * largest_underestimate(score):.1f}" for score in memory}
+        band = " to ".join(f"{end:.0%}" for end in coverage_band(len(self.rows)))
+        verdict = "met" if meets_goals(self.rows) else "**missed**"
         disturbed = sum(row.foreign_cores > _DISTURBED for row in self.held_out)
-        disturbance = (
-            f"In {disturbed} of the {len(self.held_out)} held-out cases other processes used more than "
-            f"{_DISTURBED} of a processor even in the quieter rounds."
-        )
         own = ", ".join(
             f"{profile.values()['pace']:.2f} ({threads} thread{'s' if threads > 1 else ''})"
             for threads, profile in self.profiles.items()
             if "pace" in profile.values()
         )
-        pace = (
-            f"Pace is what a reference computation takes over what it takes when no stranger shares the core's hardware: "
-            f"{own or 'unknown'} while calibrating, {median(row.pace_before for row in self.rows):.2f} in the median before "
-            f"cases. Undisturbed are cases after which it differed by at most {PACE_CHANGED:.0%} from that before them."
+        return Report(
+            "Figures",
+            *step_tables(lists, STEP_GOAL),
+            score_table(
+                memory,
+                "cases",
+                goals={"all": MEMORY_GOAL},
+                more={"underestimate %": under},
+                title="Peak memory",
+            ),
+            f"Goals for step time and memory over all, where no memory may be underestimated: {verdict}. Of as many intervals "
+            f"of 90 %, {band} hold.",
+            f"In {disturbed} of the {len(self.held_out)} held-out cases other processes used more than "
+            f"{_DISTURBED} of a processor even in the quieter rounds.",
+            pace_words(own or "unknown", self.rows),
         )
-        goals_met = f"Goals for step time and memory over all: {verdict}."
-        return Report("Figures", Table(headings, figures, numeric=headings[1:]), goals_met, disturbance, pace)
 
     def _regret(self) -> Report:
         if not self.choices:
@@ -264,18 +209,6 @@ least of the processors; memory is arena plus live tensors, peaks over the first
         return Report(
             "What the predicted choice costs", words, Table.of(self.choices, columns, numeric=numeric)
         )
-
-    def _groups(self) -> Report:
-        columns: dict[str, Callable[[tuple[str, list[PredictedCase]]], str]] = {
-            "group": lambda group: group[0],
-            "cases": lambda group: f"{len(group[1])}",
-            "median error": lambda group: f"{np.median(np.abs([row.step_error for row in group[1]])):.1%}",
-            "90th percentile": lambda group: (
-                f"{np.percentile(np.abs([row.step_error for row in group[1]]), 90):.1%}"
-            ),
-            "median signed": lambda group: f"{median(row.step_error for row in group[1]):+.1%}",
-        }
-        return Report("Held-out step time by group", Table.of(_grouped(self.held_out), columns))
 
     def _culprits(self) -> Report:
         shares: dict[str, list[float]] = defaultdict(list)
@@ -320,57 +253,35 @@ def _open_names(fit: FitReport) -> str:
 _DISTURBED = 0.1
 
 
-def _grouped(rows: Sequence[PredictedCase]) -> Iterator[tuple[str, list[PredictedCase]]]:
-    """Yield the rows by number of threads, format, residency and size of step."""
-    ways = (
-        "; 8 bits",
-        "walked",
-        "; signs;",
-        "; 4 bits",
-        "; 2 bits",
-        "q-rge2",
-        "zeros",
-        "W8A8",
-    )
-    groups: dict[str, Callable[[PredictedCase], bool]] = {
-        "1 thread": lambda row: "1 thread," in row.name,
-        "2 threads": lambda row: "2 threads," in row.name,
-        "float32": lambda row: "fp32" in row.name,
-        "bfloat16": lambda row: "bf16" in row.name,
-        "resident": lambda row: "offloaded" not in row.placement,
-        "offloaded": lambda row: "offloaded" in row.placement,
-        "drawn ahead": lambda row: "draw ahead" in row.placement,
-        "steps below 100 ms": lambda row: row.measured_s < 0.1,
-        "steps of 100 ms and more": lambda row: row.measured_s >= 0.1,
-        **{way.strip("; "): partial(_is_placed, way) for way in ways},
-    }
-    for name, belongs in groups.items():
-        chosen = [row for row in rows if belongs(row)]
-        if chosen:
-            yield name, chosen
-
-
 def _is_placed(way: str, row: PredictedCase) -> bool:
     return way in row.placement
 
 
+_WAYS = ("; 8 bits", "walked", "; signs;", "; 4 bits", "; 2 bits", "q-rge2", "zeros", "W8A8")
+_GROUPS: Groups[PredictedCase] = {
+    "1 thread": lambda row: "1 thread," in row.name,
+    "2 threads": lambda row: "2 threads," in row.name,
+    "float32": lambda row: "fp32" in row.name,
+    "bfloat16": lambda row: "bf16" in row.name,
+    "resident": lambda row: "offloaded" not in row.placement,
+    "offloaded": lambda row: "offloaded" in row.placement,
+    "drawn ahead": lambda row: "draw ahead" in row.placement,
+    "steps below 100 ms": lambda row: row.measured_s < 0.1,
+    "steps of 100 ms and more": lambda row: row.measured_s >= 0.1,
+    **{way.strip("; "): partial(_is_placed, way) for way in _WAYS},
+}
+"""Held-out cases by number of threads, format, residency and size of step."""
+
+
 def _cases(rows: Sequence[PredictedCase]) -> Table:
     columns: dict[str, Callable[[PredictedCase], str]] = {
-        "case": lambda row: row.name,
-        "predicted (ms)": lambda row: f"{row.predicted_s * 1e3:.1f}",
-        "interval": lambda row: f"{row.low_s * 1e3:.1f}–{row.high_s * 1e3:.1f}",
-        "measured (ms)": lambda row: f"{row.measured_s * 1e3:.1f}",
-        "error": lambda row: f"{row.step_error:+.1%}",
-        "pace before": lambda row: f"{row.pace_before:.2f}",
-        "after": lambda row: f"{row.pace_after:.2f}",
-        "at that pace": lambda row: f"{row.paced_error:+.1%}",
+        **case_columns(),
         "memory (MiB): predicted": lambda row: f"{row.predicted_bytes / 2**20:.2f}",
         "memory (MiB): measured": lambda row: f"{row.measured_bytes / 2**20:.2f}",
-        "memory: error": lambda row: f"{row.memory_error:+.2%}",
+        "memory: error": lambda row: f"{row.memory.error:+.2%}",
         "limited by": lambda row: row.limiter,
     }
-    worst_first = sorted(rows, key=lambda row: -abs(row.step_error))
-    return Table.of(worst_first, columns, numeric=list(columns)[1:-1])
+    return rows_table(rows, columns, row_of=STEP)
 
 
 def versions() -> dict[str, str]:

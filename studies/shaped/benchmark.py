@@ -7,14 +7,17 @@ import logging
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from costmodel.rates.profile import load_profile
-from studies.checkout import commit
+from costmodel.rates.profile import Profile, load_profile
+from studies.pieces import MORE_TO_DO, Content, OutOfTimeError, Pieces
 from studies.prediction.report import machine_words
 from studies.shaped.cases import NETWORKS, RATES, TWO, HostLayout
 from studies.shaped.links import LinkFigures
@@ -28,52 +31,52 @@ from topology.errors import RunError, ZosimError
 from topology.reading import read_json_object
 
 OUT = Path("docs/benchmarks")
-_CALIBRATION = "calibration"
-_REPORT = "report"
-_PARTS = (_CALIBRATION, *(f"{rate}-{layout.name}" for rate, layout in product(RATES, NETWORKS)), _REPORT)
 _PART_TIMEOUT_S = 300.0
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Where the parts are kept.")] = Path("build/shaped"),
-    part: Annotated[
-        list[str] | None,
+    folder: Annotated[
+        Path,
         typer.Option(
-            help=f"Do this alone, several times for several: {', '.join(_PARTS)}.", show_default=False
+            help="Keep what is done here, and go on from it. Remove a file, and its part is done again."
         ),
-    ] = None,
+    ] = Path("build/shaped"),
+    stop_after_s: Annotated[
+        float, typer.Option(min=1, help="Begin nothing new after so long; run it again to go on.")
+    ] = 1e9,
     cases: Annotated[str, typer.Option(help="Run those alone whose names have all of these words.")] = "",
     out: Annotated[Path, typer.Option(help="Folder of the report and its JSON.")] = OUT,
     budget: Annotated[float, typer.Option(min=1, help="Seconds to calibrate for.")] = 20.0,
 ) -> None:
-    """Calibrate, measure the cases of every network, predict them, and report."""
+    """Calibrate, measure the cases of every network, predict them, and report.
+
+    In pieces: with --stop-after-s it reports what there is, and ends with exit status 75 while there is more to do.
+    """
     logging.getLogger("transformers").setLevel(logging.ERROR)
     # As in __main__: a network is not left behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    folder.mkdir(parents=True, exist_ok=True)
+    pieces = Pieces(folder, stop_after_s, say=lambda text: print(text, file=sys.stderr))
+    networks: dict[tuple[str, HostLayout], Content] = {}
+    is_done = False
     try:
-        for name in part or _PARTS:
-            print(name, file=sys.stderr)
-            _do(name, folder, out, budget, cases)
+        with suppress(OutOfTimeError):
+            calibration = pieces.of("calibration", lambda: calibrate_hosts(folder, budget))
+            for rate, layout in product(RATES, NETWORKS):
+                run = partial(measure, rate, layout, folder, cases)
+                networks[rate, layout] = pieces.of(f"{rate}-{layout.name}", run)
+            is_done = True
+        if networks:
+            print(_report(calibration, networks, ", ".join(sorted(pieces.commits)), out))
     except ZosimError as error:
         print(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
         raise typer.Exit(2) from None
+    if not is_done:
+        print("there is more to do: run the same command again", file=sys.stderr)
+        raise typer.Exit(MORE_TO_DO)
 
 
-def _do(name: str, folder: Path, out: Path, budget_s: float, cases: str) -> None:
-    if name not in _PARTS:
-        raise RunError(f"there is no part {name!r}", hint=f"parts: {', '.join(_PARTS)}")
-    if name == _CALIBRATION:
-        calibrate_hosts(folder, budget_s)
-    elif name == _REPORT:
-        print(_report(folder, out))
-    else:
-        rate, _, layout = name.rpartition("-")
-        measure(rate, next(item for item in NETWORKS if item.name == layout), folder, cases)
-
-
-def calibrate_hosts(folder: Path, budget_s: float) -> None:
-    """Calibrate two hosts at the same time, with one thread each, as they work; the first one's profile is kept."""
+def calibrate_hosts(folder: Path, budget_s: float) -> Content:
+    """Calibrate two hosts at the same time, with one thread each, as they work, and return the first one's profile."""
     words = [
         sys.executable,
         "-m",
@@ -92,38 +95,39 @@ def calibrate_hosts(folder: Path, budget_s: float) -> None:
     ends = [process.wait() for process in processes]
     if any(ends):
         raise RunError("the calibration failed", hint="try `zosim calibrate --threads 1`")
+    return {"profile": load_profile(folder / "profile0.json").model_dump(mode="json")}
 
 
-def measure(rate: str, layout: HostLayout, folder: Path, cases: str = "") -> None:
-    """Run the cases of a network whose names have some words, and keep what was measured in `folder`."""
-    result = folder / f"{rate}-{layout.name}.json"
+def measure(rate: str, layout: HostLayout, folder: Path, cases: str = "") -> Content:
+    """Run the cases of a network whose names have some words, and return what was measured."""
+    result = folder / f"{rate}-{layout.name}.measured"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "studies.shaped.worker", rate, layout.name, str(result.resolve()), cases]
     with ShapedNetwork(layout.num_hosts, rate_bits_per_s(rate)) as network:
         status = run_ranks(network, command, ranks_per_host=layout.ranks_per_host, timeout_s=_PART_TIMEOUT_S)
     if status or not result.exists():
         raise RunError(f"the ranks of {rate} {layout.name} ended with {status}", hint="their words are above")
+    return read_json_object(result, "measured network", RunError)
 
 
-def _report(folder: Path, out: Path) -> Path:
-    profile = load_profile(folder / "profile0.json")
+def _report(
+    calibration: Content, networks: Mapping[tuple[str, HostLayout], Content], commits: str, out: Path
+) -> Path:
+    profile = Profile.model_validate(calibration["profile"])
     machine = detect()
     message_s = profile.values()["message_s"]
     rows: list[ShapedRow] = []
     links: list[LinkRow] = []
-    for rate in RATES:
-        for layout in NETWORKS:
-            steps = read_steps(folder, rate, layout)
-            if steps is None:
-                continue
-            latency_s = max(0.0, steps.link.message_s - message_s)
-            links.append(LinkRow(rate, layout.name, latency_s, steps.link))
-            rows += predict(rate, layout, steps, latency_s, machine, profile)
+    for (rate, layout), content in networks.items():
+        steps = steps_of(content, f"{rate}-{layout.name}")
+        latency_s = max(0.0, steps.link.message_s - message_s)
+        links.append(LinkRow(rate, layout.name, latency_s, steps.link))
+        rows += predict(rate, layout, steps, latency_s, machine, profile)
     if not rows:
-        raise RunError(f"no network in {folder} was measured", hint=f"--part {_PARTS[1]} measures one")
+        raise RunError("no network has cases of these words", hint="--cases takes words of their names")
     benchmark = ShapedBenchmark(
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        commit=commit(),
+        commit=commits,
         machine=machine_words(machine.device_spec(machine.of_kind("cpu")[0].id).name),
         message_s=message_s,
         pace=profile.values().get("pace", 1.0),
@@ -133,19 +137,21 @@ def _report(folder: Path, out: Path) -> Path:
     return benchmark.write(out)
 
 
-def read_steps(folder: Path, rate: str, layout: HostLayout) -> NetworkSteps | None:
-    """Return what was measured of a network, None if nothing was."""
-    path = folder / f"{rate}-{layout.name}.json"
-    if not path.exists():
-        return None
-    data = read_json_object(path, "measured network", RunError)
+def steps_of(content: Content, name: str) -> NetworkSteps:
+    """Return what was measured of a network.
+
+    Raises
+    ------
+    RunError
+        If it was measured by a release that measured something else.
+    """
     try:
-        link = LinkFigures(**data["link"])
-        cases = tuple(CaseSteps(**{**item, "step_s": tuple(item["step_s"])}) for item in data["cases"])
+        link = LinkFigures(**content["link"])
+        cases = tuple(CaseSteps(**{**item, "step_s": tuple(item["step_s"])}) for item in content["cases"])
     except TypeError as error:
         raise RunError(
-            f"{path} has other figures than this release measures",
-            hint=f"--part {path.stem} measures it again",
+            f"{name} has other figures than this release measures",
+            hint=f"remove {name}.json, and it is measured again",
         ) from error
     return NetworkSteps(link, cases)
 

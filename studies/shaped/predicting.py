@@ -8,10 +8,11 @@ from statistics import median
 
 from costmodel.rates.pace import at_pace, pace_in
 from costmodel.rates.profile import Bound, Profile
-from studies.prediction.predicting import Paced
+from costmodel.scoring import Row
 from studies.shaped.cases import HostLayout, ShapedCase, cases_of
 from studies.shaped.hosts import machines_of, plan_of, topology_of
 from studies.shaped.worker import NetworkSteps
+from studies.timed_cases import TimedCase
 from topology import Topology
 from zosim.lowering import lower_all
 from zosim.simulators.fold import fold
@@ -20,26 +21,18 @@ from zosim.simulators.world import World
 from zosim.timeline import Timeline
 
 
-@dataclass(frozen=True)
-class ShapedRow(Paced):
-    """One case, predicted and measured.
+@dataclass(frozen=True, kw_only=True)
+class ShapedRow(TimedCase):
+    """One case, predicted on links of the declared rate, and measured.
 
     Attributes
     ----------
-    rate, strategy, layout, name : str
-    predicted_s, low_s, high_s : float
-        Step time on links of the declared rate, with the constants' intervals.
+    rate, strategy, layout : str
     measured_link_s : float
         Step time predicted on links of the bandwidth that one large all_gather reached.
-    measured_s, fastest_s : float
-        Median and least of the timed steps.
+    fastest_s : float
+        Least of the timed steps, of which the measured time is the median.
     num_steps : int
-    foreign_cores : float
-        Cores that other processes used while this was measured.
-    paced_s : float
-        Step time predicted for the pace that the machine had before the case.
-    pace_before, pace_after : float
-        What a reference took before and after, as times what it takes at full pace.
     labels : tuple of (str, float, float)
         Busy seconds of a step of rank 0 by label, predicted and measured, those first that differ most.
     """
@@ -47,34 +40,15 @@ class ShapedRow(Paced):
     rate: str
     strategy: str
     layout: str
-    name: str
-    predicted_s: float
-    low_s: float
-    high_s: float
     measured_link_s: float
-    measured_s: float
     fastest_s: float
     num_steps: int
-    foreign_cores: float
-    paced_s: float
-    pace_before: float
-    pace_after: float
     labels: tuple[tuple[str, float, float], ...]
 
     @property
-    def error(self) -> float:
-        """Predicted over measured step time, less 1."""
-        return self.predicted_s / self.measured_s - 1
-
-    @property
-    def measured_link_error(self) -> float:
-        """The same with the link as measured."""
-        return self.measured_link_s / self.measured_s - 1
-
-    @property
-    def is_covered(self) -> bool:
-        """Whether the measured step time lies in the predicted interval."""
-        return self.low_s <= self.measured_s <= self.high_s
+    def on_measured_link(self) -> Row:
+        """The step time, as it is predicted on the link as it was measured."""
+        return Row(self.name, "step_s", self.measured_s, self.measured_link_s)
 
 
 def predict(

@@ -193,10 +193,8 @@ def claims(_: int) -> Iterator[tuple[str, Any]]:
 
 def measured(every: int) -> Iterator[tuple[str, Any]]:
     """Yield what is predicted for each published cell, and the medians of each stored benchmark, made anew from its rows."""
-    from dataclasses import asdict, fields
-
-    from studies.prediction.predicting import PredictedCase
-    from studies.prediction.report import Summary
+    from studies.prediction.predicting import case_rows
+    from studies.prediction.report import summary
     from studies.published.dispatch import answers_of_all
     from studies.published.fitted_profile import load_published_profile
     from studies.published.rows import shipped_rows
@@ -204,11 +202,9 @@ def measured(every: int) -> Iterator[tuple[str, Any]]:
     rows = shipped_rows()[::every]
     for number, answer in enumerate(answers_of_all(rows, load_published_profile(None))):
         yield f"{rows[number].place} {number * every}", answer.columns()
-    known = {field.name for field in fields(PredictedCase)}
     for path in sorted(Path("docs/benchmarks").glob("*-prediction*.json")):
-        stored = json.loads(path.read_text())["held_out"]["rows"]
-        cases = [PredictedCase(**{key: row[key] for key in known & row.keys()}) for row in stored]
-        yield path.stem, asdict(Summary.of(cases))
+        cases = case_rows(json.loads(path.read_text())["held_out"]["rows"])
+        yield path.stem, summary(cases)
 
 
 def _called(*arguments: object, stdout: io.StringIO | None = None) -> tuple[int, str]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodel.scoring import Row, Score, mean_over_groups, scores
+from costmodel.scoring import Row, Score, coverage_band, mean_over_groups, scores
 
 POSITIVE = st.floats(1e-9, 1e9)
 
@@ -57,3 +57,11 @@ def test_a_score_is_what_numpy_says_of_the_errors(pairs):
     assert score.median == np.median(np.abs(errors)) == statistics.median(map(abs, errors))
     assert score.p90 == np.percentile(np.abs(errors), 90)
     assert score.signed == np.median(errors)
+
+
+def test_coverage_is_judged_by_how_many_cases_there_are():
+    low, high = coverage_band(60)
+    assert 0.8 < low < 0.9 < high < 1  # all of sixty intervals of 90 % hold: they are too wide
+    low, high = coverage_band(5)
+    assert low < 0.9 < high == 1
+    assert coverage_band(10)[0] <= 0.9 <= coverage_band(10)[1]

@@ -306,7 +306,12 @@ def test_a_report_says_what_worked_how_far_predictions_were_off_and_what_is_not_
 def test_what_an_earlier_report_found_is_not_done_again(tmp_path, monkeypatch):
     both = [Part("device", "device", lambda _: {}), Part("calibration", "calibration", lambda _: {})]
     monkeypatch.setattr(hour, "parts_of", lambda _: both)
-    found = {"device": {"device": "H"}, "calibration": {"profile": {"format": "zosim-profile"}}, "other": {}}
+    made_by = {"commit": "0123abc"}  # which stays that of the earlier report
+    found = {
+        "device": {"device": "H", **made_by},
+        "calibration": {"profile": {"format": "zosim-profile"}, **made_by},
+        "other": {},
+    }
     (tmp_path / "report.json").write_text(json.dumps(found))
     setting = Setting(folder=tmp_path / "new" / "hour")
     hour.take_over(setting, tmp_path / "report.json")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from costmodel.devices.datasheet import datasheet_profile
+from costmodel.scoring import Score
 from studies.prediction.cases import (
     CHOICES,
     DEVELOPMENT_VOCABULARIES,
@@ -24,8 +26,8 @@ from studies.prediction.cases import (
     tuning_cases,
 )
 from studies.prediction.measuring import MeasuredSteps, Round
-from studies.prediction.predicting import Choice, PredictedCase
-from studies.prediction.report import Benchmark, Summary
+from studies.prediction.predicting import Choice, PredictedCase, case_rows
+from studies.prediction.report import Benchmark, largest_underestimate, meets_goals, summary
 from topology import load_preset
 from zosim.analysis.compare import ComparedLine
 
@@ -134,34 +136,37 @@ def test_a_case_is_disturbed_if_the_pace_is_another_after_it():
 
 
 def test_errors_at_the_pace_before_a_case_stand_beside_those_of_the_calibration():
-    summary = Summary.of([row(1.0, 1.25, paced_s=1.2, pace_before=1.3) for _ in range(3)])
-    assert summary.step_median == pytest.approx(0.2)
-    assert (summary.paced_median, summary.paced_bias) == pytest.approx((0.04, -0.04))
+    scores = summary([row(1.0, 1.25, paced_s=1.2, pace_before=1.3) for _ in range(3)])
+    assert scores["step"]["median"] == pytest.approx(0.2)
+    assert (scores["paced"]["median"], scores["paced"]["signed"]) == pytest.approx((0.04, -0.04))
 
 
 def test_a_summary_counts_errors_by_their_size():
     rows = [row(1.1, 1.0), row(0.7, 1.0), row(1.0, 1.0), row(1.05, 1.0, predicted_bytes=98)]
-    summary = Summary.of(rows)
-    assert summary.step_median == pytest.approx(0.075)
-    assert summary.step_bias == pytest.approx(0.025)
-    assert summary.largest_underestimate == pytest.approx(0.02)
-    assert summary.covered == 0.75
-    assert summary.interval_width == pytest.approx(0.2)
-    assert not summary.meets_goals
-    assert Summary.of([row(1.1, 1.0), row(1.0, 1.0)]).meets_goals
-    assert not Summary.of([row(2.0, 1.0)]).meets_goals
-    assert not Summary.of([row(1.0, 1.0, predicted_bytes=99)]).meets_goals
+    scores = summary(rows)
+    assert scores["step"]["median"] == pytest.approx(0.075)
+    assert scores["step"]["signed"] == pytest.approx(0.025)
+    assert scores["step"]["coverage"] == 0.75
+    assert scores["step"]["width"] == pytest.approx(1.1 / 0.9)
+    assert largest_underestimate(Score.of(item.memory for item in rows)) == pytest.approx(0.02)
+    assert not meets_goals(rows)
+    assert meets_goals([row(1.1, 1.0), row(1.0, 1.0)])
+    assert not meets_goals([row(2.0, 1.0)])
+    assert not meets_goals([row(1.0, 1.0, predicted_bytes=99)])
 
 
-def test_coverage_is_judged_by_how_many_cases_there_are():
-    few, many = Summary.of([row(1.0, 1.0)] * 5), Summary.of([row(1.0, 1.0)] * 60)
-    assert few.is_covered
-    assert not many.is_covered  # all of sixty intervals of 90 % hold: they are too wide
-    low, high = many.coverage_band
-    assert 0.8 < low < 0.9 < high < 1
-    half = Summary.of([row(1.0, 1.0)] * 9 + [row(2.0, 1.0)])
-    assert half.covered == 0.9
-    assert half.is_covered
+def test_benchmarks_that_are_stored_can_be_read():
+    for path in sorted(Path("docs/benchmarks").glob("*-prediction*.json")):
+        stored = json.loads(path.read_text())["held_out"]
+        rows = case_rows(stored["rows"])
+        scores = summary(rows)
+        said = stored["summary"]
+        assert scores["step"]["rows"] == len(stored["rows"]) == said["num_cases"]
+        assert scores["step"]["median"] == pytest.approx(said["step_median"], rel=1e-12)
+        assert scores["step"]["p90"] == pytest.approx(said["step_p90"], rel=1e-12)
+        assert scores["memory"]["p90"] == pytest.approx(said["memory_p90"], rel=1e-12)
+        assert scores["step"]["coverage"] == pytest.approx(said["covered"])
+        assert scores["paced"]["signed"] == pytest.approx(said["paced_bias"], rel=1e-12)
 
 
 def test_the_regret_is_that_of_the_predicted_choice():
@@ -235,9 +240,9 @@ def test_a_report_holds_every_case_and_says_what_was_missed():
     assert "+200.0%" in text
     assert "worst 1.300" in text
     assert "2 of 2 choices did" in text or "1 of 2 choices did" in text
-    assert "to choose from (2)" in text
-    assert "several ranks (1)" in text
-    assert "undisturbed (3)" in text  # of four: the bad one's pace changed
+    assert "| to choose from | 2 | 0 |" in text
+    assert "| several ranks | 1 | 0 |" in text
+    assert "| undisturbed | 3 | 0 |" in text  # of four: the bad one's pace changed
     assert "unknown while calibrating, 1.00 in the median" in text
     data = json.loads(benchmark.to_json())
     assert data["held_out"]["rows"][0]["measured_s"] == 1.0

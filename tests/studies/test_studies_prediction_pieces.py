@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import asdict
 
 import pytest
 
 from costmodel.devices.datasheet import datasheet_profile
 from costmodel.rates.calibration import FitReport
 from costmodel.scoring import Row
-from studies.prediction.pieces import (
-    OutOfTimeError,
-    Pieces,
-    content_of_fit,
-    content_of_rows,
-    fit_of,
-    rows_of,
-)
-from studies.prediction.predicting import Choice, PredictedCase
+from studies.pieces import OutOfTimeError, Pieces
+from studies.prediction.benchmark import content_of_fit, fit_of
+from studies.prediction.predicting import Choice, PredictedCase, case_rows
 from studies.prediction.turns import Baton
 from topology import load_preset
 from topology.errors import RunError, ZosimError
@@ -26,9 +21,10 @@ from zosim.analysis.compare import ComparedLine
 
 def row(name: str, measured_s: float) -> PredictedCase:
     lines = (ComparedLine("draw", 1.0, None, 0.5), ComparedLine("forward", None, 2.0, -0.25))
-    return PredictedCase(
-        name, "delayed", 1.0, 0.9, 1.1, measured_s, 0.0, 100, 90, "draw", lines, 1.0, 1.1, 1.2
-    )
+    step = {"predicted_s": 1.0, "low_s": 0.9, "high_s": 1.1, "measured_s": measured_s, "paced_s": 1.0}
+    memory = {"predicted_bytes": 100, "measured_bytes": 90}
+    beside = {"foreign_cores": 0.0, "pace_before": 1.1, "pace_after": 1.2, "limiter": "draw", "lines": lines}
+    return PredictedCase(name=name, placement="delayed", **step, **memory, **beside)
 
 
 def test_what_is_done_is_not_done_again(tmp_path):
@@ -36,13 +32,13 @@ def test_what_is_done_is_not_done_again(tmp_path):
 
     def make():
         made.append(1)
-        return {"rows": content_of_rows([row("a", 1.5)])}
+        return {"rows": [asdict(row("a", 1.5))]}
 
     first = Pieces(tmp_path).of("one", make)
     again = Pieces(tmp_path, stop_after_s=-1.0)
     assert again.of("one", make) == first
     assert made == [1]
-    assert rows_of(first["rows"]) == [row("a", 1.5)]
+    assert case_rows(first["rows"]) == [row("a", 1.5)]
     with pytest.raises(OutOfTimeError):
         again.of("two", make)
     assert made == [1]
@@ -53,7 +49,7 @@ def test_what_is_done_is_not_done_again(tmp_path):
 
 def test_a_spoilt_piece_is_named(tmp_path):
     (tmp_path / "one.json").write_text('{"rows": []')
-    with pytest.raises(ZosimError, match=r"one\.json is not a piece"):
+    with pytest.raises(ZosimError, match=r"one\.json is not a piece of a study"):
         Pieces(tmp_path).of("one", dict)
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import typer
 
 from costmodel.devices.datasheet import datasheet_profile
 from studies.shaped import benchmark, network
@@ -25,9 +26,8 @@ from studies.shaped.network import (
     why_not,
 )
 from studies.shaped.ranks import environment, run_ranks
-from studies.shaped.report import figures_of
 from tests.support.waiting import HANG_S, wait_until
-from topology import load_preset
+from topology import detect, load_preset
 from topology.errors import RunError
 from zosim.lowering import lower_all
 from zosim.simulators.fold import fold
@@ -300,10 +300,6 @@ def test_four_hosts_of_two_cores_take_twice_as_long_to_compute():
     assert found[2] == pytest.approx(2 * found[4], rel=0.05)
 
 
-def test_figures_are_median_percentile_and_sign():
-    assert figures_of([-0.1, 0.2, -0.3]) == pytest.approx((0.2, 0.28, -0.1))
-
-
 @pytest.mark.slow
 @needs_namespaces
 @pytest.mark.dist
@@ -326,9 +322,31 @@ def test_ranks_in_namespaces_train_together(tmp_path):
     assert os.environ.get("RANK") is None
 
 
-def test_networks_that_were_not_measured_are_left_out_and_old_figures_refused(tmp_path):
-    assert benchmark.read_steps(tmp_path, "1gbit", TWO) is None
-    (tmp_path / "1gbit-2x1.json").write_text(json.dumps({"link": {"message_s": 1e-4}, "cases": []}))
+def test_figures_of_another_release_are_refused():
     with pytest.raises(RunError, match="other figures than") as raised:
-        benchmark.read_steps(tmp_path, "1gbit", TWO)
-    assert "--part 1gbit-2x1" in raised.value.hint
+        benchmark.steps_of({"link": {"message_s": 1e-4}, "cases": []}, "1gbit-2x1")
+    assert "remove 1gbit-2x1.json" in raised.value.hint
+
+
+def test_a_report_is_made_of_the_networks_that_are_there(tmp_path, monkeypatch):
+    """The networks cannot be made here: what is measured of two cases is made up, and predicted."""
+    profile = datasheet_profile(detect(), "cpu0", num_threads=1)
+    link = {"message_s": 1e-4, "bandwidth_bytes_per_s": 1e8, "core_s_per_byte": 1e-9, "busy_latency_s": 1e-3}
+    case = {"step_s": [0.2, 0.3, 0.25], "seconds_by_label": {"forward": 0.1}, "foreign_cores": 0.5}
+    steps = [
+        {"name": item.name, **case, "before_s": 2e-4, "after_s": 2e-4} for item in cases_of(RATES[0], TWO)[:2]
+    ]
+    pieces = benchmark.Pieces(tmp_path)
+    pieces.keep("calibration", {"profile": profile.model_dump(mode="json")})
+    pieces.keep(f"{RATES[0]}-{TWO.name}", {"link": {**link, "num_cores": 2.0}, "cases": steps})
+    monkeypatch.setattr(benchmark, "NETWORKS", (TWO,))
+    with pytest.raises(typer.Exit) as ended:
+        benchmark.main(tmp_path, stop_after_s=-1.0, cases="", out=tmp_path / "out", budget=1.0)
+    assert ended.value.exit_code == 75  # the slower rate is to be measured
+    (page,) = (tmp_path / "out").glob("*-shaped-links.md")
+    text = page.read_text()
+    assert "| all | 2 | 0 |" in text
+    assert "In 2 of the 2 cases other processes used more" in text
+    assert "250.0" in text  # the median step, in milliseconds
+    data = json.loads(page.with_suffix(".json").read_text())
+    assert [row["measured_s"] for row in data["rows"]] == [0.25, 0.25]

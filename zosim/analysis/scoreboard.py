@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from costmodel.scoring import Row, Score
 from zosim.report import Table
+
+Item = TypeVar("Item")
 
 SCORE_COLUMNS = ("rows", "blank", "median %", "p90 %", "signed %", "inside", "high/low")
 _GOAL_COLUMNS = ("goal", "met")
@@ -82,9 +84,22 @@ def score_data(score: Score) -> dict[str, Any]:
 
 
 def rows_table(
-    rows: Iterable[Row], more: Mapping[str, Callable[[Row], str]] | None = None, *, title: str | None = None
+    items: Iterable[Item],
+    more: Mapping[str, Callable[[Item], str]] | None = None,
+    *,
+    row_of: Callable[[Item], Row] = lambda item: item,  # type: ignore[assignment,return-value]
+    title: str | None = None,
 ) -> Table:
     """Return rows of one quantity, the largest errors first, and `more` columns by heading.
+
+    Parameters
+    ----------
+    items : iterable
+        Rows, or what `row_of` makes a row of.
+    more : mapping of str to callable, optional
+        Of an item, what stands in a further column.
+    row_of : callable
+    title : str, optional
 
     Examples
     --------
@@ -95,8 +110,8 @@ def rows_table(
     | b | 30.0 |  | 20.0 | +50.0% |
     | a | 11.0 | 9.0–12.0 | 10.0 | +10.0% |
     """
-    listed = sorted(rows, key=lambda row: -abs(row.error or 0.0))
-    factor, unit, digits = _UNITS[listed[0].what.rpartition("_")[2]] if listed else (1.0, "", 1)
+    pairs = sorted(((row_of(item), item) for item in items), key=lambda pair: -abs(pair[0].error or 0.0))
+    factor, unit, digits = _UNITS[pairs[0][0].what.rpartition("_")[2]] if pairs else (1.0, "", 1)
 
     def shown(number: float | None) -> str:
         return "" if number is None else f"{factor * number:.{digits}f}"
@@ -108,4 +123,9 @@ def rows_table(
         f"measured ({unit})": lambda row: shown(row.measured),
         "error": lambda row: "" if row.error is None else f"{row.error:+.1%}",
     }
-    return Table.of(listed, columns | dict(more or {}), title=title)
+    others = more or {}
+    lines = [
+        (*(cell(row) for cell in columns.values()), *(cell(item) for cell in others.values()))
+        for row, item in pairs
+    ]
+    return Table((*columns, *others), lines, numeric=(*list(columns)[1:], *others), title=title)

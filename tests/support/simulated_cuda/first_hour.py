@@ -17,11 +17,11 @@ from unittest.mock import patch
 
 from costmodel.rates import calibration
 from executors.calibration import calibrating, probes, probing
-from studies.first_hour.__main__ import MORE_TO_DO
 from studies.first_hour.hour import contents_of, in_this_process, spend
 from studies.first_hour.parts import parts_of
 from studies.first_hour.report import write
 from studies.first_hour.setting import Content, Processes, Setting
+from studies.pieces import MORE_TO_DO
 from tests.support.simulated_cuda import simulated
 from tests.support.simulated_cuda.device import Finding
 from zosim import cli

@@ -1,0 +1,94 @@
+"""A study in pieces: what is done is kept in a folder, a file each, so that it can be stopped and gone on with."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from studies.checkout import commit
+from topology.errors import ZosimError
+from topology.reading import read_json_object
+
+Content = dict[str, Any]
+
+MORE_TO_DO = 75
+"""Exit status of a command that is to be run again."""
+
+
+class OutOfTimeError(Exception):
+    """The time for one go is over; what is done has been kept."""
+
+
+class Pieces:
+    """What has been done so far.
+
+    Parameters
+    ----------
+    folder : path, optional
+        Where pieces are kept, one file each; without one they are all made anew.
+    stop_after_s : float
+        No piece is begun once so much time has passed.
+    say : callable
+        Told of each piece that is begun.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        stop_after_s: float = float("inf"),
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.folder = folder
+        self._until = time.monotonic() + stop_after_s
+        self._say = say
+        self.commits: set[str] = set()
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def of(self, name: str, make: Callable[[], Content]) -> Content:
+        """Return a piece: what a file holds already, or what `make` returns, which is then kept.
+
+        Raises
+        ------
+        OutOfTimeError
+            If it is still to be made and there is no time.
+        ZosimError
+            If the file is no such piece.
+        """
+        content = self.known(name)
+        if content is None:
+            if time.monotonic() > self._until:
+                raise OutOfTimeError
+            self._say(name)
+            content = self.keep(name, make())
+        self.commits.add(content["commit"])
+        return content
+
+    def known(self, name: str) -> Content | None:
+        """Return a piece that has been done, None if it has not.
+
+        Raises
+        ------
+        ZosimError
+            If the file is no such piece.
+        """
+        if self.folder is None or not (path := self.folder / f"{name}.json").exists():
+            return None
+        hint = "remove it, and it is made again"
+        content: Content = read_json_object(path, "piece of a study", ZosimError, hint=hint)
+        if "commit" not in content:
+            raise ZosimError(f"{path} is no piece of a study: it names no commit", hint=hint)
+        return content
+
+    def keep(self, name: str, content: Content) -> Content:
+        """Keep a piece with the commit that made it, and return it as it will be read."""
+        text = json.dumps({"commit": commit(), **content}, indent=1) + "\n"
+        if self.folder is not None:
+            partial = self.folder / f"{name}.writing"
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(self.folder / f"{name}.json")
+        kept: Content = json.loads(text)
+        return kept
