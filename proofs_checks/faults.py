@@ -7,6 +7,7 @@ from dataclasses import replace
 from costmodel.sweeps import copy_work
 from proofs_checks.mutation import Fault, altered, planted
 from zosim.program.contents import GeneratorState
+from zosim.program.instructions import Stream
 
 
 @planted("executors.codecs.grids:fit", "a symmetric grid that ends before the largest value")
@@ -56,6 +57,11 @@ def no_zero_point(shipped, self, codes, dtype):
 @planted("executors.randomness.quantisers:rounded_at_random", "rounding to the nearest")
 def nearest(_shipped, numbers, *_generator):
     return numbers.round()
+
+
+@planted("executors.randomness.low_rank:divisor_of", "low rank updates without 1/r")
+def updates_without_rank(shipped, rank, rank_power):
+    return shipped(rank, rank_power) if rank_power == -0.5 else 1.0
 
 
 @planted("executors.steps.arithmetic:Sweeper.perturb", "second perturbation by -ε, not -2ε")
@@ -121,3 +127,14 @@ def sent_to_itself(shipped, self, name, op, stream, label, segment, reads, write
     if label == "gather":
         work = work.model_copy(update={"link_bytes": sum(access.size_bytes for access in writes)})
     shipped(self, name, op, stream, label, segment, reads, writes, work)
+
+
+def on_stream(label: str, stream: Stream, name: str) -> Fault:
+    """Return a fault of instructions of a label, which run on another stream."""
+
+    @planted("zosim.lowering.rank:Listing.emit", name)
+    def fault(shipped, *given):
+        self, named, op, own, of, *rest = given
+        shipped(self, named, op, stream if of == label else own, of, *rest)
+
+    return fault

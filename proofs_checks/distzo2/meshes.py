@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from executors.steps.arithmetic import projected_gradient
 from proofs_checks.claims import Checks, corrected, counterexample, printed
 from proofs_checks.exact import equal, exceeds, normal_nodes
 from proofs_checks.faults import central_by_epsilon, losses_added
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.setups.analytic import DIMENSION, PER_SEGMENT, AnalyticModel, plan_of
 from proofs_checks.setups.executed import Case, against_literal, random_cases
@@ -172,60 +173,58 @@ def check_two_shards(_context: Context) -> Outcome:
     )
 
 
+@planted("zosim.plans:Plan.rows_of", "signs that see two shards")
+def signs_of_two_shards(shipped, self, rank):
+    shard_of = {self.mesh.coordinates(other).data: other for other in range(self.mesh.world_size)}
+    return shipped(self, shard_of[rank % self.mesh.data])
+
+
+def with_rows(name: str, change: Callable[[Tensor], Tensor]) -> Fault:
+    """Return a fault of ranks' losses, each with the number that it is the mean over."""
+
+    @planted("executors.steps.ops.exchange:_mean_of", name)
+    def fault(shipped, rows, *rest):
+        return shipped(change(rows), *rest)
+
+    return fault
+
+
 CHECKS: Checks = {
     "distzo2-one-shard-a-pair": (
         corrected(
             check_estimates,
-            Mutant(
-                "signs that see two shards",
-                "zosim.plans:Plan.rows_of",
-                "self.mesh.coordinates(rank).data",
-                "rank % self.mesh.data",
-            ),
+            signs_of_two_shards,
         ),
         counterexample(check_two_shards, central_by_epsilon),
     ),
     "ranks-are-one-device": printed(
         check_ranks,
-        Mutant(
+        Fault(
             "every rank with seeds of its own",
             "executors.runs.session:Session.seeds_of",
-            "seed_of(self.seed, step, query)",
-            "seed_of(self.seed + self.rank, step, query)",
+            lambda shipped, self, step: shipped(altered(self, seed=self.seed + self.rank), step),
         ),
-        Mutant(
+        with_rows(
             "the first rank's loss alone",
-            "executors.steps.ops.exchange:_mean_of",
-            "len(holders) == 1",
-            "len(holders) >= 1",
+            lambda rows: torch.where((rows[:, 1:] >= 0).cumsum(0) > 1, -1, rows),
         ),
-        Mutant(
-            "a second rank's loss 3 % too large",
-            "executors.steps.ops.exchange:_mean_of",
-            "rows[rank, 0].to(device, non_blocking=True) for rank in holders",
-            "rows[rank, 0].to(device, non_blocking=True) * (1.03 if rank else 1) for rank in holders",
+        with_rows(
+            "later ranks' losses 3 % too large",
+            lambda rows: torch.cat([rows[:1], rows[1:] * torch.tensor([1.03, 1])]),
         ),
-        Mutant(
+        with_rows(
             "losses of shards averaged without their labels",
-            "executors.steps.ops.exchange:_mean_of",
-            "[counts[rank] for rank in holders]",
-            "[1 for rank in holders]",
+            lambda rows: torch.cat([rows[:, :1], rows[:, 1:].clamp(max=1)], 1),
         ),
-        Mutant(
+        Fault(
             "every rank on the first shard",
             "zosim.plans:Plan.rows_of",
-            "self.mesh.coordinates(rank).data",
-            "0 * rank",
+            lambda shipped, self, _rank: shipped(self, 0),
         ),
     ),
     "pairs-see-one-shard": printed(
         check_estimates,
-        Mutant(
-            "signs that see two shards",
-            "zosim.plans:Plan.rows_of",
-            "self.mesh.coordinates(rank).data",
-            "rank % self.mesh.data",
-        ),
+        signs_of_two_shards,
         losses_added,
     ),
 }

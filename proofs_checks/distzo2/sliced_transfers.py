@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from proofs_checks.claims import Checks, conditioned, corrected, counterexample
-from proofs_checks.faults import all_slices, sent_to_itself
-from proofs_checks.mutation import Mutant
+from proofs_checks.faults import all_slices, on_stream, sent_to_itself
 from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.zo2.step_time import NUM_BLOCKS, block_bytes, machine, model, seconds
 from zosim.hardware.machine import Machine, Ring
 from zosim.lowering import lower_all
 from zosim.plans import Mesh, Placement, Plan, Residency, Schedule
+from zosim.program.instructions import Stream
 from zosim.program.program_set import ProgramSet
 from zosim.simulators.fold import fold
 from zosim.simulators.lockstep import simulate_many
@@ -192,12 +192,7 @@ CHECKS: Checks = {
         corrected(
             check_sliced,
             all_slices,
-            Mutant(
-                "exchanges on the uploads' stream",
-                "zosim.lowering.residency:Homes._upload_sliced",
-                "Stream.LINK",
-                "Stream.H2D",
-            ),
+            on_stream("gather", Stream.H2D, "exchanges on the uploads' stream"),
             sent_to_itself,
         ),
         counterexample(check_printed_sum, all_slices),

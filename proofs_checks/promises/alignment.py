@@ -14,7 +14,7 @@ from executors.randomness.rng import generator_on
 from executors.randomness.walks import draw_rows, walk_past
 from executors.threads import DrawThreads
 from proofs_checks.claims import Checks, printed
-from proofs_checks.faults import groups_from_the_seed, wider_normals
+from proofs_checks.faults import groups_from_the_seed, updates_without_rank, wider_normals
 from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.setups import literal
@@ -205,11 +205,6 @@ def one_bit(shipped, self, theta, *rest, **named):
 )
 def right_drawn_anew(shipped, self, group, query, _step, window, *rest):
     return shipped(self, group, query, window.first, window, *rest)
-
-
-@planted("executors.randomness.low_rank:divisor_of", "low rank updates without 1/r")
-def updates_without_rank(shipped, rank, rank_power):
-    return shipped(rank, rank_power) if rank_power == -0.5 else 1.0
 
 
 @planted("executors.steps.micro_batches:accumulated", "the last micro-batch's loss not counted")

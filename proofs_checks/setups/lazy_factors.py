@@ -6,6 +6,7 @@ The literal side draws its factors from seeds by itself, and adds matrices where
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -14,10 +15,10 @@ from torch import Generator, Tensor
 from costmodel.formats.distributions import DISTRIBUTIONS, DistributionName
 from executors.models.slots import AdapterState, Slots
 from executors.randomness.counter import CounterKey
-from executors.randomness.low_rank import FactorDraws, Window, divisor_of, fill_product
+from executors.randomness.low_rank import _RIGHT, FactorDraws, Window, divisor_of, fill_product
 from executors.steps.arithmetic import Sweeper, projected_gradient
 from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, normal_nodes
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.setups.literal import chained, directions, drawn, seed_of
 
@@ -320,86 +321,131 @@ def check_compacted(context: Context) -> Outcome:
 
 # -- faults ------------------------------------------------------------------------------------------------------
 
-_WALKED, _ADD = "executors.randomness.low_rank:FactorDraws.walked", "executors.models.slots:Slots.add"
+_ADD = "executors.models.slots:Slots.add"
 _JOINED = "executors.models.slots:Slots.joined"
+_COMPACT = "executors.models.slots:Slots.compact"
 _KEYED = "executors.randomness.low_rank:FactorDraws._counted_rights"
 
-NEW_EVERY_STEP = Mutant("V drawn anew in every step", _WALKED, "opens = step == window.first", "opens = True")
-NO_RIGHT_FIRST = Mutant(
-    "a window whose first step draws no V", _WALKED, "opens = step == window.first", "opens = False"
-)
-STALE_RIGHT = Mutant(
+
+def in_step_of_window(name: str, step: Callable[[Window], int]) -> Fault:
+    """Return a fault for which every step is another one of its window."""
+
+    @planted("executors.randomness.low_rank:FactorDraws.walked", name)
+    def fault(shipped, self, group, query, _step, window, *rest):
+        return shipped(self, group, query, step(window), window, *rest)
+
+    return fault
+
+
+def with_probe(name: str, change: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, float]]) -> Fault:
+    """Return a fault of slots that are joined with another probe."""
+
+    @planted(_JOINED, name)
+    def fault(shipped, self, probe=None):
+        return shipped(self, probe and change(*probe))
+
+    return fault
+
+
+@planted("executors.randomness.rng:mixed", "V from the numbers of U")
+def right_as_left(shipped, *numbers):
+    return numbers[0] if numbers[1:] == (_RIGHT,) else shipped(*numbers)
+
+
+@planted("executors.randomness.low_rank:product_tiles", "a millionth beside the span")
+def beside_span(shipped, *given):
+    for begin, tile in shipped(*given):
+        yield begin, tile.add_(1e-6)
+
+
+@planted("executors.randomness.low_rank:divisor_of", "divided by r, not by its root")
+def by_rank(shipped, rank, rank_power):
+    return shipped(rank, -1.0 if rank_power == -0.5 else rank_power)
+
+
+@planted(_JOINED, "a probe that is not taken back")
+def probe_stays(shipped, self, probe=None):
+    joined = shipped(self, probe)
+    if probe is not None:
+        left, right, scale = probe
+        self.lefts.append(left * scale)
+        self.rights.append(right)
+    return joined
+
+
+@planted("executors.models.slots:AdapterState.merge_into", "a merge that is 3 % long")
+def merged_long(shipped, self, model):
+    longer = {
+        name: altered(slots, lefts=[1.03 * left for left in slots.lefts])
+        for name, slots in self.slots.items()
+    }
+    shipped(altered(self, slots=longer), model)
+
+
+@planted(_COMPACT, "losses that are not added up")
+def lost_not(shipped, self, rank):
+    self.lost = 0.0 if self.rank > rank else self.lost
+    shipped(self, rank)
+
+
+@planted(_COMPACT, "values on one side alone")
+def uneven_roots(shipped, self, rank):
+    is_compacted = self.rank > rank
+    shipped(self, rank)
+    if is_compacted:
+        roots = self.rights[0].norm(dim=0)
+        self.lefts[0].mul_(roots)
+        self.rights[0].div_(roots)
+
+
+@planted(_ADD, "left factors added up in their own format")
+def narrow_sum(shipped, self, left, right, factor):
+    shipped(self, left, right, factor)
+    self.lefts = [kept.to(left.dtype) for kept in self.lefts]
+
+
+@planted(_ADD, "slots that are not told apart")
+def one_slot(shipped, self, left, right, factor):
+    alike = (known for known in self.rights if known.shape == right.shape)
+    shipped(self, left, next(alike, right), factor)
+
+
+NEW_EVERY_STEP = in_step_of_window("V drawn anew in every step", lambda window: window.first)
+NO_RIGHT_FIRST = in_step_of_window("a window whose first step draws no V", lambda window: window.first + 1)
+STALE_RIGHT = Fault(
     "V that outlives its window",
     _KEYED,
-    "mixed(window.seeds[query], _RIGHT), window.first",
-    "mixed(_RIGHT), 0",
+    lambda shipped, self, group, query, _window: shipped(self, group, query, Window(0, (0,) * (query + 1))),
 )
-RIGHT_AS_LEFT = Mutant(
-    "V from the numbers of U", _KEYED, "mixed(window.seeds[query], _RIGHT)", "window.seeds[query]"
+RATE_OFF = Fault(
+    "an update that is 3 % long",
+    _ADD,
+    lambda shipped, self, left, right, factor: shipped(self, left, right, 1.03 * factor),
 )
-RATE_OFF = Mutant("an update that is 3 % long", _ADD, "alpha=factor", "alpha=1.03 * factor")
-BESIDE_SPAN = Mutant(
-    "a millionth beside the span",
-    "executors.randomness.low_rank:product_tiles",
-    "out=None if out is None else out[rows])",
-    "out=None if out is None else out[rows]).add_(1e-6)",
-)
-BY_RANK = Mutant(
-    "divided by r, not by its root", "executors.randomness.low_rank:divisor_of", "sqrt(rank)", "float(rank)"
-)
-NOT_BY_RANK = Mutant(
-    "the released loop: no division by r",
+BY_ROOT_OFF = Fault(
+    "a divisor that is 3 % high",
     "executors.randomness.low_rank:divisor_of",
-    "float(rank) ** -rank_power",
-    "1.0",
+    lambda shipped, *given: 1.03 * shipped(*given),
 )
-BY_ROOT_OFF = Mutant(
-    "a root of r that is 3 % high",
-    "executors.randomness.low_rank:divisor_of",
-    "sqrt(rank)",
-    "1.03 * sqrt(rank)",
+PROBE_SIGN = with_probe("a probe without its sign", lambda left, right, scale: (left, right, abs(scale)))
+PROBE_TWICE = with_probe(
+    "a probe scaled on both sides", lambda left, right, scale: (left, right * scale, scale)
 )
-PROBE_SIGN = Mutant("a probe without its sign", _JOINED, "* scale)", "* abs(scale))")
-PROBE_TWICE = Mutant(
-    "a probe scaled on both sides", _JOINED, "rights.append(right)", "rights.append(right * scale)"
+FEWER_VALUES = Fault(
+    "one value fewer than the rank", _COMPACT, lambda shipped, self, rank: shipped(self, max(1, rank - 1))
 )
-PROBE_STAYS = Mutant(
-    "a probe that is not taken back",
-    _JOINED,
-    "list(self.lefts), list(self.rights)",
-    "self.lefts, self.rights",
+NORM_OF_LEFTS = Fault(
+    "a norm of left factors alone",
+    "executors.models.slots:Slots.norm",
+    lambda shipped, self: shipped(altered(self, rights=self.lefts)),
 )
-_COMPACT = "executors.models.slots:Slots.compact"
-FEWER_VALUES = Mutant(
-    "one value fewer than the rank",
-    _COMPACT,
-    "root = values[:rank].sqrt()",
-    "root = values[:rank].sqrt() * (torch.arange(rank) < max(1, rank - 1))",
-)
-MERGED_LONG = Mutant(
-    "a merge that is 3 % long",
-    "executors.models.slots:AdapterState.merge_into",
-    "left @ right.T",
-    "1.03 * left @ right.T",
-)
-NORM_OF_LEFTS = Mutant(
-    "a norm of left factors alone", "executors.models.slots:Slots.norm", "right.T @ right", "left.T @ left"
-)
-NO_ROOM = Mutant(
+NO_ROOM = Fault(
     "no room left for the next window",
     "executors.models.slots:AdapterState.close",
-    "self.max_rank - next_rank",
-    "self.max_rank",
+    lambda shipped, self, *_given, **_named: shipped(self, 0),
 )
-LOST_NOT = Mutant("losses that are not added up", _COMPACT, "self.lost += ", "self.lost = ")
-UNEVEN_ROOTS = Mutant(
-    "values on one side alone", _COMPACT, "outer[:, :rank] * root)", "outer[:, :rank] * root * root)"
-)
-NARROW_SUM = Mutant(
-    "left factors added up in their own format",
+SLOT_EACH_STEP = Fault(
+    "a slot for every step",
     _ADD,
-    "torch.promote_types(left.dtype, torch.float32)",
-    "left.dtype",
+    lambda shipped, self, left, right, factor: shipped(self, left, right.clone(), factor),
 )
-ONE_SLOT = Mutant("slots that are not told apart", _ADD, "known is right", "known.shape == right.shape")
-SLOT_EACH_STEP = Mutant("a slot for every step", _ADD, "known is right", "known is left")

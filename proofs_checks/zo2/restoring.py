@@ -14,8 +14,8 @@ from executors.runs.session import Session
 from executors.steps.arithmetic import Sweeper
 from proofs_checks.claims import Checks, corrected, counterexample, printed
 from proofs_checks.exact import at_most
-from proofs_checks.faults import empty_flush, present_rate
-from proofs_checks.mutation import Mutant
+from proofs_checks.faults import empty_flush, present_rate, second_by_epsilon
+from proofs_checks.mutation import Fault, planted
 from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.setups.analytic import BATCH, DIMENSION, AnalyticModel, plan_of
 from proofs_checks.setups.executed import Case, against_literal, random_cases
@@ -186,72 +186,78 @@ def _unlike_decay(axes: Mapping[str, Any]) -> int:
     return int((weights - expected).abs().gt(1e-12).sum())
 
 
-_FUSED = Mutant(
-    "a fused multiply-add",
-    "executors.steps.arithmetic:Sweeper.perturb",
-    "torch.add(theta[begin:end], product, out=left[begin:end])",
-    "torch.add(theta[begin:end], z[begin:end], alpha=scale * epsilon, out=left[begin:end])",
-)
+_PERTURB = "executors.steps.arithmetic:Sweeper.perturb"
+
+
+@planted(_PERTURB, "a fused multiply-add")
+def fused(_shipped, _self, theta, z, scale, epsilon, out=None):
+    torch.add(theta, z, alpha=scale * epsilon, out=theta if out is None else out)
+
+
+@planted(_PERTURB, "every perturbation in two halves")
+def in_two_halves(shipped, self, theta, z, scale, epsilon, out=None):
+    shipped(self, theta, z, scale, epsilon / 2, out)
+    shipped(self, theta if out is None else out, z, scale, epsilon / 2)
+
+
+def with_leaps(name: str, scales: Mapping[int, int]) -> Fault:
+    """Return a fault of perturbations by other multiples of the direction, by multiple."""
+
+    @planted("zosim.lowering.weights:Points.path", name)
+    def fault(shipped, self, query):
+        return tuple(
+            tuple(leap._replace(scale=scales.get(leap.scale, leap.scale)) for leap in leaps)
+            for leaps in shipped(self, query)
+        )
+
+    return fault
+
+
+@planted("executors.steps.ops.sweep:Sweeps.update", "no update where g = 0")
+def no_update_of_zero(shipped, self, instruction):
+    update, op = shipped(self, instruction), instruction.op
+
+    def action(frame):
+        if (source := frame.at(op.step)) is not None and source.gradients[op.query]:
+            update(frame)
+
+    return action
+
 
 CHECKS: Checks = {
     "perturb-sequence": printed(
         check_sequence,
-        _FUSED,
-        Mutant(
-            "every perturbation in two halves",
-            "executors.steps.arithmetic:Sweeper.perturb",
-            "_multiplied(z[begin:end], scale * epsilon, product)",
-            "_multiplied(z[begin:end], scale * epsilon / 2, product); theta[begin:end].add_(product)",
-        ),
-        Mutant(
-            "a second forward at +2ε",
-            "zosim.lowering.weights:Points.path",
-            "Leap(plus, minus, -2)",
-            "Leap(plus, minus, 1)",
-        ),
+        fused,
+        in_two_halves,
+        with_leaps("a second forward at +2ε", {-2: 1}),
     ),
     "restore-drift": (
         corrected(
             check_drift,
-            Mutant(
+            Fault(
                 "a second perturbation one percent short",
-                "executors.steps.arithmetic:Sweeper.perturb",
-                "scale * epsilon",
-                "(scale if scale > 0 else 0.99 * scale) * epsilon",
+                _PERTURB,
+                lambda shipped, self, theta, z, scale, epsilon, *out: shipped(
+                    self, theta, z, scale, epsilon * (1 if scale > 0 else 0.99), *out
+                ),
             ),
-            Mutant(
-                "no way back",
-                "executors.steps.arithmetic:Sweeper.perturb",
-                "scale * epsilon",
-                "(scale if scale > 0 else -1) * epsilon",
-            ),
+            second_by_epsilon,
         ),
-        counterexample(check_unrestored, _FUSED),
+        counterexample(check_unrestored, fused),
     ),
     "copies-leave-weights-alone": printed(
         check_copies,
-        Mutant(
+        Fault(
             "copies written over the weights",
             "executors.steps.arithmetic:Sweeper.perturb_scaled",
-            "theta if out is None else out",
-            "theta",
+            lambda shipped, self, theta, w, scale, _out: shipped(self, theta, w, scale),
         ),
-        Mutant(
-            "a second copy from the first",
-            "zosim.lowering.weights:Points.path",
-            "Leap(BASE, minus, -1)",
-            "Leap(BASE, minus, -2)",
-        ),
+        with_leaps("a second copy from the first", {-1: -2}),
     ),
     "delayed-equals-immediate": printed(
         check_delayed,
         present_rate,
-        Mutant(
-            "no update where g = 0",
-            "executors.steps.ops.sweep:Sweeps.update",
-            "if source is None:",
-            "if source is None or not source.gradients[op.query]:",
-        ),
+        no_update_of_zero,
         empty_flush,
     ),
 }

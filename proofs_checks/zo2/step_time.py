@@ -8,14 +8,16 @@ from costmodel.models.configs import spec_of_config
 from costmodel.models.model_spec import ModelSpec
 from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
 from proofs_checks.claims import Checks, printed
-from proofs_checks.faults import updates_that_do_not_wait
-from proofs_checks.mutation import Mutant
+from proofs_checks.faults import on_stream, updates_that_do_not_wait
+from proofs_checks.mutation import Fault, planted
 from proofs_checks.oracles.steps import zo2_step_seconds
 from proofs_checks.outcomes import Context, Outcome
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower
 from zosim.plans import Estimator, Placement, Plan, Residency, Schedule
+from zosim.points import BASE
 from zosim.program import Program
+from zosim.program.instructions import Stream
 from zosim.simulators.simulate import simulate
 
 NUM_BLOCKS = 9
@@ -202,30 +204,25 @@ def _matmul_flops_of_one_forward() -> float:
     return (NUM_BLOCKS * parts.block + parts.head) * _FLOP_PER_S
 
 
+@planted("zosim.lowering.weights:Points.path", "one forward per query")
+def one_forward(shipped, self, query):
+    there, (across,), _back = shipped(self, query)
+    return there, (across._replace(point=BASE, scale=-1),)
+
+
 CHECKS: Checks = {
     "step-is-transfer-or-two-forwards": printed(
         check_step_time,
-        Mutant(
+        Fault(
             "one slot for all blocks",
             "zosim.lowering.residency:Homes._slot_name",
-            "% self._plan.residency.num_slots",
-            "% 1",
+            lambda shipped, self, segment: "edge" if shipped(self, segment) == "edge" else "0",
         ),
-        Mutant(
-            "offloads on the uploads' engine",
-            "zosim.lowering.residency:Homes.offload",
-            'Stream.D2H, "offload"',
-            'Stream.H2D, "offload"',
-        ),
+        on_stream("offload", Stream.H2D, "offloads on the uploads' engine"),
     ),
     "forwards-double-transfers-do-not": printed(
         check_traffic,
         updates_that_do_not_wait,
-        Mutant(
-            "one forward per query",
-            "zosim.lowering.weights:Points.path",
-            "(Leap(BASE, plus, 1),), (Leap(plus, minus, -2),), (Leap(minus, BASE, 1),)",
-            "(Leap(BASE, plus, 1),), (Leap(plus, BASE, -1),)",
-        ),
+        one_forward,
     ),
 }

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from executors.serving.versions import Versions
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, moments_of_estimate, normal_nodes
 from proofs_checks.faults import central_by_epsilon
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.setups.literal import chained, drawn
 from proofs_checks.setups.placements import tiny_batches, tiny_model, tiny_plan
@@ -394,172 +396,229 @@ _RUNTIME = "executors.serving.runtime:Runtime"
 _JOINED = "executors.models.packing:joined"
 _ADD_TO = "executors.runs.slots_of_run:_Updates.add_to"
 
+
+@planted(f"{_WINDOWS}:LazyWindows.open", "drawn anew before what was learnt is folded")
+def drawn_before_folding(shipped, self, step, **named):
+    self.draw(step // self.lazy_steps, **named)
+    shipped(self, step, **named)
+
+
+@planted(f"{_WINDOWS}:close_slot", "what was learnt is thrown away")
+def thrown_away(shipped, module, closed_rank):
+    shipped(module, closed_rank)
+    module.lora_closed_B.data.zero_()
+
+
+def left_by_closing(name: str, which: Callable[[Any], Tensor]) -> Fault:
+    """Return a fault of a slot that is closed and leaves one of its tensors as it was."""
+
+    @planted(f"{_WINDOWS}:close_slot", name)
+    def fault(shipped, module, closed_rank):
+        before = which(module).detach().clone()
+        shipped(module, closed_rank)
+        which(module).data.copy_(before)
+
+    return fault
+
+
+@planted(f"{_VERSIONS}.roll_back", "rolled back to itself")
+def rolled_back_to_itself(shipped, self):
+    history = self._history()
+    return shipped(altered(self, _history=lambda: [*history, *history[-1:]]))
+
+
+@planted(f"{_VERSIONS}.compare", "a candidate that stays")
+def candidate_stays(shipped, self, version, examples):
+    canary = shipped(self, version, examples)
+    self.engine.load("candidate", self.directory / version)
+    return canary
+
+
+@planted(f"{_VERSIONS}.keep", "versions that are links")
+def linked_versions(shipped, self, version, adapter):
+    shipped(self, version, adapter)
+    shutil.rmtree(self.directory / version)
+    (self.directory / version).symlink_to(adapter.resolve())
+
+
+@planted(f"{_VERSIONS}.compare", "candidate and served exchanged")
+def exchanged(shipped, self, version, examples):
+    canary = shipped(self, version, examples)
+    return replace(canary, served=canary.candidate, candidate=canary.served)
+
+
+def narrowed_rows(name: str, begin: int, end: int) -> Fault:
+    """Return a fault of narrowed rows that begin and end elsewhere, where they are several."""
+
+    @planted("executors.models.batched:_Narrowing.places", name)
+    def fault(shipped, self, whole):
+        place = shipped(self, whole)
+        return slice(place.start + begin, place.stop + end) if place.stop - place.start > 1 else place
+
+    return fault
+
+
+@planted("executors.serving.peft:read_adapter", "an alpha that is read a fifth too small")
+def alpha_read_short(shipped, directory, shapes):
+    adapter = shipped(directory, shapes)
+    return replace(
+        adapter, factors={path: (inner, 0.8 * outer) for path, (inner, outer) in adapter.factors.items()}
+    )
+
+
+@planted(_JOINED, "keys of another tenant")
+def keys_of_another(shipped, packings):
+    row, places = shipped(packings)
+    own = [group.keys for packing in packings for group in packing.groups]
+    groups = (replace(group, keys=keys) for group, keys in zip(row.groups, own, strict=True))
+    return replace(row, groups=tuple(groups)), places
+
+
+@planted(_JOINED, "slots that reach the tokens before")
+def slots_reach_before(shipped, packings):
+    row, places = shipped(packings)
+    return row, [slice(0, place.stop) for place in places]
+
+
+@planted(_JOINED, "predictions of another tenant")
+def predictions_of_another(shipped, packings):
+    row, places = shipped(packings)
+    return replace(row, predictors=torch.cat([packing.predictors for packing in packings])), places
+
+
+def for_adapters(name: str, chosen: Callable[[str, str | None], str]) -> Fault:
+    """Return a fault of a server that takes requests for other adapters, given its first one and each request's own."""
+
+    @planted(f"{_RUNTIME}.score", name)
+    def fault(shipped, self, requests):
+        first = self.adapters()[0]
+        return shipped(self, [replace(one, adapter=chosen(first, one.adapter)) for one in requests])
+
+    return fault
+
+
+@planted(f"{_RUNTIME}._logits", "answers to another tenant")
+def answers_to_another(shipped, self, requests):
+    order, *rest = shipped(self, requests)
+    return sorted(order), *rest
+
+
+@planted(_ADD_TO, "a sum of queries for their mean")
+def queries_of_records_summed(shipped, self, state, record, records):
+    rate = record.learning_rate * self._plan.estimator.num_queries
+    shipped(self, state, replace(record, learning_rate=rate), records)
+
+
+def with_family(name: str, target: str, **traits: object) -> Fault:
+    """Return a fault of replayed updates whose directions are taken for others."""
+
+    @planted(target, name)
+    def fault(shipped, self, *given):
+        return shipped(altered(self, _distribution=replace(self._distribution, **traits)), *given)
+
+    return fault
+
+
 CHECKS: Checks = {
     "zoinfer-fold-before-the-redraw": printed(
         check_windows,
-        Mutant(
-            "drawn anew before what was learnt is folded",
-            f"{_WINDOWS}:LazyWindows.open",
-            "window = step // self.lazy_steps",
-            "window = step // self.lazy_steps; self.draw(window, is_here=is_here)",
-        ),
-        Mutant(
-            "what was learnt is thrown away",
-            f"{_WINDOWS}:close_slot",
-            "[:, :rank] = left",
-            "[:, :rank] = 0 * left",
-        ),
-        Mutant(
-            "a factor that is not emptied",
-            f"{_WINDOWS}:close_slot",
-            "lora_B.weight.data.zero_()",
-            "lora_B.weight",
-        ),
-        Mutant(
+        drawn_before_folding,
+        thrown_away,
+        left_by_closing("a factor that is not emptied", lambda module: module.lora_B.weight),
+        Fault(
             "a window one step late",
             f"{_WINDOWS}:LazyWindows.opens",
-            "step % self.lazy_steps == 0",
-            "step % self.lazy_steps == 1",
+            lambda shipped, self, step: shipped(self, step - 1),
         ),
-        Mutant(
-            "an error that is not told",
-            f"{_WINDOWS}:close_slot",
-            "module.lora_lost.double() + slots.lost",
-            "module.lora_lost.double() + 0.0 * slots.lost",
-        ),
-        Mutant(
+        left_by_closing("an error that is not told", lambda module: module.lora_lost),
+        Fault(
             "closed slots that a resumed run does not read",
             f"{_WINDOWS}:LazyWindows.stand_at",
-            "used = min(num_closed * self._rank, self._closed_rank)",
-            "used = 0",
+            lambda shipped, self, _step: shipped(self, 0),
         ),
-        Mutant(
+        Fault(
             "one V for all windows",
             f"{_WINDOWS}:LazyWindows.draw",
-            "mixed(self._seed, window, number)",
-            "mixed(self._seed, 0, number)",
+            lambda shipped, self, _window, **named: shipped(self, 0, **named),
         ),
-        Mutant(
+        Fault(
             "folded without the scale",
             "executors.models.lora:joined_factors",
-            "computable(module.lora_B.weight) * module.lora_scale",
-            "computable(module.lora_B.weight)",
+            lambda shipped, module: shipped(altered(module, lora_scale=1.0)),
         ),
     ),
     "versions-come-back-to-the-bit": printed(
         check_versions,
-        Mutant("rolled back to itself", f"{_VERSIONS}.roll_back", "history[-2]", "history[-1]"),
-        Mutant(
+        rolled_back_to_itself,
+        Fault(
             "a history that stays",
             f"{_VERSIONS}.roll_back",
-            "self._write(history[:-1])",
-            "self._write(history)",
+            lambda shipped, self: shipped(altered(self, _write=lambda _history: None)),
         ),
-        Mutant(
-            "a candidate that stays",
-            f"{_VERSIONS}.compare",
-            "self.engine.unload(_CANDIDATE)",
-            "self.engine.adapters()",
-        ),
-        Mutant(
-            "versions that are links",
-            f"{_VERSIONS}.keep",
-            "shutil.copytree(adapter, partial)",
-            "partial.symlink_to(adapter.resolve())",
-        ),
-        Mutant(
+        candidate_stays,
+        linked_versions,
+        Fault(
             "served whatever it loses",
             f"{_VERSIONS}.promote",
-            "if not canary.difference <= tolerance",
-            "if not tolerance <= tolerance",
+            lambda shipped, self, version, examples, **_tolerance: shipped(
+                self, version, examples, tolerance=math.inf
+            ),
         ),
-        Mutant(
-            "candidate and served exchanged",
-            f"{_VERSIONS}.compare",
-            "Canary(loss_served, loss,",
-            "Canary(loss, loss_served,",
-        ),
+        exchanged,
     ),
     "tenants-see-their-own-slots": printed(
         check_tenants,
-        Mutant(
-            "narrowed rows one too far",
-            "executors.models.batched:_Narrowing.places",
-            "slice(begin, end)",
-            "slice(begin + (end - begin > 1), end + (end - begin > 1))",
-        ),
-        Mutant(
-            "narrowed rows one short",
-            "executors.models.batched:_Narrowing.places",
-            "slice(begin, end)",
-            "slice(begin, end - (end - begin > 1))",
-        ),
-        Mutant(
-            "an alpha that is read as twice the rank",
-            "executors.serving.peft:read_adapter",
-            "scale = alpha / (rank**0.5 if stated.use_rslora else rank)",
-            "scale = 2.0 + 0 * alpha / (rank**0.5 if stated.use_rslora else rank)",
-        ),
-        Mutant(
+        narrowed_rows("narrowed rows one too far", 1, 1),
+        narrowed_rows("narrowed rows one short", 0, -1),
+        alpha_read_short,
+        Fault(
             "an alpha that is written as twice the rank",
-            "executors.models.lora:save_adapters",
-            "first.lora_scale * rank",
-            "2.0 * rank + 0 * first.lora_scale",
+            "executors.models.lora:write_peft",
+            lambda shipped, *given, **named: shipped(*given, **{**named, "alpha": 2.0 * named["rank"]}),
         ),
-        Mutant("keys of another tenant", _JOINED, "keys=group.keys + begin", "keys=group.keys"),
-        Mutant(
-            "slots that reach the tokens before",
-            _JOINED,
-            "places.append(slice(begin, end))",
-            "places.append(slice(0, end))",
-        ),
-        Mutant(
-            "predictions of another tenant",
-            _JOINED,
-            "predictors.append(packing.predictors + begin)",
-            "predictors.append(packing.predictors)",
-        ),
-        Mutant(
-            "the base beside a tenant's slots",
-            f"{_RUNTIME}._logits",
-            "None if name is None else self._adapters[name]",
-            "self._adapters[name or next(iter(self._adapters))]",
-        ),
-        Mutant(
-            "beginnings shared between tenants",
-            f"{_RUNTIME}._logits",
-            "by_adapter.setdefault(request.adapter, [])",
-            "by_adapter.setdefault(requests[0].adapter, [])",
-        ),
-        Mutant(
-            "answers to another tenant",
-            f"{_RUNTIME}._logits",
-            "[number for part in by_adapter.values() for number in part]",
-            "list(range(len(requests)))",
-        ),
+        keys_of_another,
+        slots_reach_before,
+        predictions_of_another,
+        for_adapters("the base beside a tenant's slots", lambda first, own: own or first),
+        for_adapters("beginnings shared between tenants", lambda first, _own: first),
+        answers_to_another,
     ),
     "zoinfer-rewards-of-a-candidate": printed(
         check_rewards,
-        Mutant(
+        Fault(
             "a reward that is minimised",
             "executors.datasets.rewards:mean_cost",
-            "return -math",
-            "return math",
+            lambda shipped, *given: -shipped(*given),
         ),
-        Mutant("a sum for a mean", "executors.datasets.rewards:mean_cost", "/ len(made)", "/ 1"),
+        Fault(
+            "a sum for a mean",
+            "executors.datasets.rewards:mean_cost",
+            lambda shipped, reward, prompts, made, decode: shipped(reward, prompts, made, decode) * len(made),
+        ),
         central_by_epsilon,
     ),
     "adapters-replay-their-run": printed(
         check_replayed,
-        Mutant("against the gradient", _ADD_TO, "-record.learning_rate", "record.learning_rate"),
-        Mutant("a sum of queries for their mean", _ADD_TO, "gradient / num_queries", "gradient"),
-        Mutant("V of the step itself", _ADD_TO, "tuple(records[first].seeds)", "tuple(record.seeds)"),
-        Mutant("without the rank", _ADD_TO, "/ divisor", "/ 1.0"),
-        Mutant(
+        Fault(
+            "against the gradient",
+            _ADD_TO,
+            lambda shipped, self, state, record, records: shipped(
+                self, state, replace(record, learning_rate=-record.learning_rate), records
+            ),
+        ),
+        queries_of_records_summed,
+        Fault(
+            "V of the step itself",
+            _ADD_TO,
+            lambda shipped, self, state, record, records: shipped(
+                self, state, record, (record,) * len(records)
+            ),
+        ),
+        with_family("without the rank", _ADD_TO, rank_power=0.0, update_rank_power=0.0),
+        with_family(
             "the released refresh taken for a plain one",
             "executors.runs.slots_of_run:_Updates._factors",
-            "self._distribution.is_redrawn and",
-            "False and",
+            is_redrawn=False,
         ),
     ),
 }

@@ -29,8 +29,8 @@ from proofs_checks.exact import (
     shipped_estimate,
     within,
 )
-from proofs_checks.faults import central_by_epsilon
-from proofs_checks.mutation import Mutant
+from proofs_checks.faults import central_by_epsilon, updates_without_rank
+from proofs_checks.mutation import Fault, planted
 from proofs_checks.oracles.statements import low_rank_entry_moments
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.setups import coded_weights as coded
@@ -483,58 +483,61 @@ def check_figures(_context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-_BY_RANK = Mutant(
-    "low rank divided by r",
-    "executors.randomness.families:LowRank.fill",
-    "fill_product(out, left, right, math.sqrt(self.rank))",
-    "fill_product(out, left, right, self.rank)",
-)
-_V_FIRST = Mutant(
-    "V drawn before U",
-    "executors.randomness.families:LowRank.fill",
-    "_NORMALS.fill(left, generator)\n    _NORMALS.fill(right, generator)",
-    "_NORMALS.fill(right, generator)\n    _NORMALS.fill(left, generator)",
-)
+_FILL = "executors.randomness.families:LowRank.fill"
 
-_WIDTHS_BY_ROOT = Mutant(
-    "factors of width 1/√r",
-    "proofs_checks.zoinfer.statements:_factor_nodes",
-    "nodes, weights = normal_nodes((_ROWS + _COLUMNS) * rank, 3)",
-    "nodes, weights = normal_nodes((_ROWS + _COLUMNS) * rank, 3); nodes = nodes / rank**0.25",
-)
+
+@planted(_FILL, "low rank divided by r")
+def filled_by_rank(shipped, self, out, generator):
+    shipped(self, out, generator)
+    out.div_(math.sqrt(self.rank))
+
+
+@planted(_FILL, "V drawn before U")
+def right_drawn_first(shipped, self, out, generator):
+    across = out.new_empty(out.T.shape)
+    shipped(self, across, generator)
+    out.copy_(across.T)
+
+
+@planted("proofs_checks.zoinfer.statements:_factor_nodes", "factors of width 1/√r")
+def widths_by_root(shipped, rank):
+    lefts, rights, weights = shipped(rank)
+    return lefts / rank**0.25, rights / rank**0.25, weights
+
 
 CHECKS: Checks = {
     "zoinfer-two-points": printed(
         check_two_points,
         central_by_epsilon,
-        Mutant(
+        Fault(
             "a step against the sign of c",
             "executors.steps.arithmetic:projected_gradient",
-            "loss_plus - loss_other",
-            "loss_other - loss_plus",
+            lambda shipped, loss_plus, loss_other, *rest, **named: shipped(
+                loss_other, loss_plus, *rest, **named
+            ),
         ),
     ),
     "zoinfer-candidate-beside-the-current": printed(
-        lazy.check_candidate, lazy.PROBE_TWICE, lazy.PROBE_STAYS, lazy.RATE_OFF
+        lazy.check_candidate, lazy.PROBE_TWICE, lazy.probe_stays, lazy.RATE_OFF
     ),
     "compacted-slots-are-nearest": printed(
         lazy.check_compacted,
         lazy.FEWER_VALUES,
-        lazy.LOST_NOT,
-        lazy.UNEVEN_ROOTS,
-        lazy.MERGED_LONG,
+        lazy.lost_not,
+        lazy.uneven_roots,
+        lazy.merged_long,
         lazy.NORM_OF_LEFTS,
         lazy.NO_ROOM,
     ),
     "zoinfer-low-rank-estimator": (
-        printed(check_same_estimator, _BY_RANK, _V_FIRST, central_by_epsilon),
-        printed(partial(check_low_rank_mean, True), _WIDTHS_BY_ROOT),
+        printed(check_same_estimator, filled_by_rank, right_drawn_first, central_by_epsilon),
+        printed(partial(check_low_rank_mean, True), widths_by_root),
         printed(check_bias_order, central_by_epsilon),
     ),
     "zoinfer-one-over-r": (
         printed(partial(check_low_rank_mean, False)),
-        printed(lazy.check_shipped_factors_mean, lazy.BY_RANK, lazy.NOT_BY_RANK, lazy.BY_ROOT_OFF),
-        printed(check_unscaled_update, _WIDTHS_BY_ROOT),
+        printed(lazy.check_shipped_factors_mean, lazy.by_rank, updates_without_rank, lazy.BY_ROOT_OFF),
+        printed(check_unscaled_update, widths_by_root),
     ),
     "zoinfer-window-on-one-factor": (
         printed(check_window),
@@ -543,72 +546,69 @@ CHECKS: Checks = {
             lazy.NEW_EVERY_STEP,
             lazy.NO_RIGHT_FIRST,
             lazy.STALE_RIGHT,
-            lazy.RIGHT_AS_LEFT,
+            lazy.right_as_left,
             lazy.RATE_OFF,
             lazy.SLOT_EACH_STEP,
         ),
     ),
     "zoinfer-window-subspace": (
         printed(check_subspace),
-        printed(lazy.check_shipped_subspace, lazy.NEW_EVERY_STEP, lazy.STALE_RIGHT, lazy.BESIDE_SPAN),
+        printed(lazy.check_shipped_subspace, lazy.NEW_EVERY_STEP, lazy.STALE_RIGHT, lazy.beside_span),
     ),
     "lazy-estimates-are-biased-within-a-window": (
         printed(
             check_conditional_mean,
-            Mutant(
+            Fault(
                 "V normalised",
                 "proofs_checks.zoinfer.statements:conditional_mean",
-                "/ right.shape[1]",
-                "/ (right**2).sum()",
+                lambda shipped, slope, right: shipped(
+                    slope, right * np.sqrt(right.shape[1] / (right**2).sum())
+                ),
             ),
         ),
-        printed(lazy.check_shipped_mean_given_right, lazy.BY_RANK, lazy.NOT_BY_RANK, lazy.BY_ROOT_OFF),
+        printed(lazy.check_shipped_mean_given_right, lazy.by_rank, updates_without_rank, lazy.BY_ROOT_OFF),
     ),
     "zoinfer-entry-moments": (
         printed(
             check_entry_moments,
-            Mutant(
+            Fault(
                 "a normal's fourth moment",
                 "proofs_checks.oracles.statements:low_rank_entry_moments",
-                "3 + 6 / rank",
-                "3 + 0 / rank",
+                lambda shipped, rank: {**shipped(rank), "fourth_moment": 3.0},
             ),
         ),
-        printed(check_same_estimator, _BY_RANK),
+        printed(check_same_estimator, filled_by_rank),
     ),
     "zoinfer-central-limit": printed(
         check_normal_limit,
-        Mutant(
-            "a degree of freedom too many",
+        Fault(
+            "a rank too many",
             "proofs_checks.zoinfer.statements:distance_to_normal",
-            "chi2.pdf(s, rank)",
-            "chi2.pdf(s, rank + 1)",
+            lambda shipped, rank: shipped(rank + 1),
         ),
     ),
     "zoinfer-one-larger-adapter": (
         printed(
             check_slots,
-            Mutant(
+            Fault(
                 "a sum that forgets its factor",
                 "proofs_checks.zoinfer.statements:plus",
-                "a + factor * b",
-                "a + b",
+                lambda shipped, left, right, *_factor: shipped(left, right),
             ),
         ),
         printed(check_slots_in_float),
-        printed(lazy.check_shipped_slots, lazy.PROBE_SIGN, lazy.PROBE_TWICE, lazy.NARROW_SUM, lazy.ONE_SLOT),
+        printed(lazy.check_shipped_slots, lazy.PROBE_SIGN, lazy.PROBE_TWICE, lazy.narrow_sum, lazy.one_slot),
     ),
     "slots-grow-with-windows": (
         printed(
             check_slot_growth,
-            Mutant(
+            Fault(
                 "one side alone",
                 "proofs_checks.zoinfer.statements:largest_window_count",
-                "(rows + columns)",
-                "rows",
+                lambda _shipped, _rows, columns, rank: -(-columns // rank),
             ),
         ),
-        printed(lazy.check_shipped_slot_growth, lazy.ONE_SLOT, lazy.SLOT_EACH_STEP),
+        printed(lazy.check_shipped_slot_growth, lazy.one_slot, lazy.SLOT_EACH_STEP),
     ),
     "zoinfer-quantised-base": (
         printed(check_quantised_base, central_by_epsilon),
@@ -616,11 +616,10 @@ CHECKS: Checks = {
     ),
     "zoinfer-printed-ratios": printed(
         check_figures,
-        Mutant(
+        Fault(
             "last places left out",
             "proofs_checks.zoinfer.statements:ratio_agrees",
-            "said[0] + said[1]",
-            "said[0] - 40 * said[1]",
+            lambda shipped, first, second, said: shipped(first, second, (said[0], -40 * said[1])),
         ),
     ),
 }
