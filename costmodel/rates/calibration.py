@@ -12,22 +12,21 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from costmodel.estimate import combine_terms, work_terms
+from costmodel.rates.fitting import Floats, Prior, most_probable, soft_l1
 from costmodel.rates.measurement import Measurement, Statistic
 from costmodel.rates.profile import CONSTANT_UNITS, Constant, DeviceKind, Profile
 from costmodel.scoring import Row, Score, scores
 from topology.errors import ProfileError
-
-Array = NDArray[np.float64]
 
 NOISE = 0.05
 """Relative error of a good measurement: what the prior is weighed against."""
 
 OUTLIER = 0.20
 """Log residual from which a measurement counts less and less (scale of the soft L1 loss)."""
+
+_LOSS = soft_l1(OUTLIER)
 
 IDENTIFIED = 0.5
 """A constant is identified if the data shrink its uncertainty to less than this part of the prior's."""
@@ -122,12 +121,8 @@ def fit_profile(
 
     Notes
     -----
-    Minimises, over the logarithms ``x`` of the constants,
-
-    ``Σ w_i² ρ((log predicted_i(x) - log measured_i) / NOISE) + Σ ((x_j - x_j⁰) / σ_j)²``
-
-    with the soft L1 loss ``ρ``, the measurements' weights ``w``, and the base profile's value ``x⁰`` and half interval ``σ`` (in logs) as the prior,
-    which holds only what data leave open. Intervals are twice the posterior's standard deviation, widened by
+    A robust fit in log space (:mod:`costmodel.rates.fitting`) under the soft L1 loss, with the base profile's values and half intervals
+    (in logs) as the prior, and the measurements' weights over :data:`NOISE`. Intervals are twice the posterior's standard deviation, widened by
     the spread of the residuals of those measurements that the constant matters to: a model that explains its data
     within 20 % must not claim 1 %. A measurement that is a bound counts only where the prediction exceeds it.
     """
@@ -168,49 +163,52 @@ class _CalibrationProblem:
         self.profile = profile
         self.statistic = statistic
         self.names = tuple(constant.name for constant in constants)
-        self.start: Array = np.log([constant.value for constant in constants])
-        self.sigma = np.array([_prior_sigma(constant, profile.device_kind) for constant in constants])
-        self.log_seconds: Array = np.log([measurement.duration_s(statistic) for measurement in measurements])
+        self.prior = Prior(
+            np.log([constant.value for constant in constants]),
+            np.array([_prior_sigma(constant, profile.device_kind) for constant in constants]),
+        )
+        self.log_seconds: Floats = np.log([measurement.duration_s(statistic) for measurement in measurements])
         self.given_weights = np.array([measurement.weight for measurement in measurements])
         self.bounds = np.array([measurement.is_bound for measurement in measurements])
 
-    def values(self, x: Array) -> dict[str, float]:
+    def values(self, x: Floats) -> dict[str, float]:
         return {**self.profile.values(), **dict(zip(self.names, np.exp(x).tolist(), strict=True))}
 
-    def log_ratios(self, x: Array) -> Array:
+    def log_ratios(self, x: Floats) -> Floats:
         """Return log predicted over measured, one per measurement."""
         values, kind = self.values(x), self.profile.device_kind
         predicted = [_predicted_s(measurement, values, kind) for measurement in self.measurements]
         return np.log(predicted) - self.log_seconds
 
-    def counted(self, log_ratios: Array) -> Array:
+    def counted(self, log_ratios: Floats) -> Floats:
         """Return 1 for each measurement that says something here, 0 for bounds that the predictions keep."""
         return np.where(self.bounds & (log_ratios < 0), 0.0, 1.0)
 
-    def residuals(self, x: Array) -> Array:
+    def residuals(self, x: Floats) -> Floats:
+        """Return log predicted over measured, 0 where a bound is kept."""
         log_ratios = self.log_ratios(x)
-        softened = self.counted(log_ratios) * self.given_weights * _soften(log_ratios) / NOISE
-        return np.concatenate([softened, (x - self.start) / self.sigma])
+        return self.counted(log_ratios) * log_ratios
 
-    def solve(self) -> Array:
-        reach = np.maximum(8 * self.sigma, math.log(100.0))
-        result = least_squares(
-            self.residuals,
-            self.start,
-            jac=self.residual_slopes,
-            bounds=(self.start - reach, self.start + reach),
-            x_scale=self.sigma,
-        )
-        return np.asarray(result.x, dtype=np.float64)
-
-    def residual_slopes(self, x: Array) -> Array:
+    def residual_slopes(self, x: Floats) -> Floats:
         """Return the derivatives of :meth:`residuals`."""
-        log_ratios = self.log_ratios(x)
-        weights = self.counted(log_ratios) * self.given_weights * _softened_slope(log_ratios)
-        slopes = weights[:, None] * self.jacobian(x) / NOISE
-        return np.vstack([slopes, np.diag(1 / self.sigma)])
+        return self.counted(self.log_ratios(x))[:, None] * self.jacobian(x)
 
-    def jacobian(self, x: Array, step: float = 1e-3) -> Array:
+    def solve(self) -> Floats:
+        start, sigma = self.prior.x, self.prior.sigma
+        reach = np.maximum(8 * sigma, math.log(100.0))
+        bounds = (start - reach, start + reach)
+        weights = self.given_weights / NOISE
+        return most_probable(
+            self.prior,
+            self.residuals,
+            self.residual_slopes,
+            weights=weights,
+            loss=_LOSS,
+            bounds=bounds,
+            x_scale=sigma,
+        )[0]
+
+    def jacobian(self, x: Floats, step: float = 1e-3) -> Floats:
         """Return the central differences of the log predictions, measurements by constants."""
         derivatives, kind = np.zeros((len(self.measurements), len(x))), self.profile.device_kind
         for index, rows in enumerate(self._rows_of):
@@ -229,7 +227,7 @@ class _CalibrationProblem:
         every = list(range(len(self.measurements)))
         if self.profile.device_kind != "cpu":
             return [every] * len(self.names)
-        values = self.values(self.start)
+        values = self.values(self.prior.x)
         before = [_predicted_s(m, values, "cpu") for m in self.measurements]
         rows = []
         for name in self.names:
@@ -258,40 +256,25 @@ def _predicted_s(measurement: Measurement, values: Mapping[str, float], kind: De
     return combine_terms(terms, kind)
 
 
-def _soften(log_ratio: Array) -> Array:
-    """Return residuals whose squares are the soft L1 loss of `log_ratio`."""
-    scaled = log_ratio / OUTLIER
-    softened = np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1))
-    return np.asarray(np.sign(scaled) * softened * OUTLIER, dtype=np.float64)
-
-
-def _softened_slope(log_ratio: Array) -> Array:
-    """Return the derivative of :func:`_soften`."""
-    scaled = np.abs(log_ratio) / OUTLIER
-    root = np.sqrt(1 + scaled**2)
-    softened = np.sqrt(2 * (root - 1))
-    return np.where(scaled < 1e-4, 1.0, scaled / (root * np.where(softened > 0, softened, 1.0)))
-
-
 def _outcome(
-    problem: _CalibrationProblem, x: Array, measurements: Sequence[Measurement]
+    problem: _CalibrationProblem, x: Floats, measurements: Sequence[Measurement]
 ) -> tuple[Profile, FitReport]:
     log_ratios = problem.log_ratios(x)
     counted = problem.counted(log_ratios)
     everywhere = problem.jacobian(x)
     jacobian = everywhere * counted[:, None]
-    weights = problem.given_weights * counted / np.sqrt(1 + (log_ratios / OUTLIER) ** 2)
+    weights = problem.given_weights * counted * _LOSS.curvature(log_ratios)
     noise = NOISE
     if weights.any():
         noise = max(NOISE, float(np.sqrt(np.average(log_ratios**2, weights=weights**2))))
-    information = (jacobian * weights[:, None]).T @ jacobian / noise**2
-    posterior = np.sqrt(np.diag(np.linalg.inv(information + np.diag(problem.sigma**-2))))
+    information = problem.prior.information(jacobian, weights / noise**2)
+    posterior = np.sqrt(np.diag(np.linalg.inv(information)))
     spread = _spread(jacobian, log_ratios, weights)
     constants, reasons = [], {}
     for index, name in enumerate(problem.names):
         base = problem.profile.constant(name)
         reason = _open_reason(
-            jacobian[:, index], everywhere[:, index], posterior[index] / problem.sigma[index]
+            jacobian[:, index], everywhere[:, index], posterior[index] / problem.prior.sigma[index]
         )
         value = math.exp(x[index])
         if reason:
@@ -318,7 +301,7 @@ def _outcome(
     return profile, report
 
 
-def _spread(jacobian: Array, log_ratios: Array, weights: Array) -> Array:
+def _spread(jacobian: Floats, log_ratios: Floats, weights: Floats) -> Floats:
     """Return per constant the root mean square residual of the measurements that it matters to."""
     influence = (jacobian**2) * (weights**2)[:, None]
     total = influence.sum(axis=0)
@@ -326,7 +309,7 @@ def _spread(jacobian: Array, log_ratios: Array, weights: Array) -> Array:
     return np.asarray(np.sqrt(mean_square), dtype=np.float64)
 
 
-def _open_reason(column: Array, everywhere: Array, shrinkage: float) -> str:
+def _open_reason(column: Floats, everywhere: Floats, shrinkage: float) -> str:
     """Return why a constant is not identified, or nothing if it is; `everywhere` has the slopes of bounds, too."""
     if float(np.abs(everywhere).max()) < 0.01:
         return "no measurement depends on it"

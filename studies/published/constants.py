@@ -7,9 +7,13 @@ result row; its prior is centred on what one would have said before.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
+
+from costmodel.rates.fitting import Prior
 
 Values = Mapping[str, float]
 
@@ -221,3 +225,11 @@ _FITTED_ATTENTION = {
 
 LANE = 0.9 * 31.5 * GIGA
 """What a PCIe 4.0 x16 slot carries each way, of which pinned copies reach nine tenths (data sheet)."""
+
+
+def prior_of(constants: Sequence[FittedConstant]) -> Prior:
+    """Return what was taken for likely before any row was seen."""
+    return Prior(
+        np.log([constant.prior for constant in constants]),
+        np.array([constant.sigma for constant in constants]),
+    )

@@ -1,12 +1,8 @@
 """Fitting few constants to published rows, and intervals from what was held out.
 
-Minimises, over the logarithms ``x`` of the constants,
-
-``Σ w_i ρ((log predicted_i(x) - log printed_i) / NOISE) + Σ ((x_j - x_j⁰) / σ_j)²``
-
-with a Cauchy loss ``ρ``, since some cells cannot be right and nobody knows all of them beforehand, and the prior
-``(x⁰, σ)`` of :mod:`studies.published.constants`. Methods of one setting are off together, so a setting's weight ``w`` grows
-with the square root of the number of its cells only; weights are 1 on average.
+A robust fit in log space (:mod:`costmodel.rates.fitting`), with a Cauchy loss, since some cells cannot be right and nobody knows all of
+them beforehand, and the prior of :mod:`studies.published.constants`. Methods of one setting are off together, so a setting's
+weight grows with the square root of the number of its cells only; weights are 1 on average, over :data:`NOISE`.
 """
 
 from __future__ import annotations
@@ -16,19 +12,20 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
+from costmodel.rates.fitting import Floats, cauchy, most_probable, soft_l1
 from studies.published.cells import Cell
-from studies.published.constants import Domain, FittedConstant, Values, constants_of
+from studies.published.constants import Domain, FittedConstant, Values, constants_of, prior_of
 from studies.published.memory import predicted_mib
 from topology.errors import ProfileError
-from zosim.simulators.maxplus import Floats
 
 NOISE = 0.02
 """Relative error of a good row: what the prior is weighed against."""
 
 OUTLIER = 0.04
 """Log residual from which a row counts less and less."""
+
+_SOFT, _CAUCHY = soft_l1(OUTLIER), cauchy(OUTLIER)
 
 COVERAGE = 0.90
 _STEP = 1e-3
@@ -73,7 +70,7 @@ class Solution:
     @property
     def weights(self) -> Floats:
         """How much each cell counts, as an inverse variance of its logarithm."""
-        return np.asarray(setting_weights(self.cells) * _curvature(self.residuals) / NOISE**2)
+        return np.asarray(setting_weights(self.cells) * _CAUCHY.curvature(self.residuals) / NOISE**2)
 
     def held_out(self) -> Floats:
         """Return the residual of each cell if its setting (all methods of its table row) were left out of the fit.
@@ -81,9 +78,8 @@ class Solution:
         One Gauss-Newton step from the optimum without the setting's rows, which is exact for a linear model.
         """
         weights = self.weights
-        slopes = setting_weights(self.cells) * _slopes(self.residuals) / NOISE**2
-        prior = np.diag(np.array([constant.sigma for constant in self.constants]) ** -2)
-        hessian = (self.jacobian * weights[:, None]).T @ self.jacobian + prior
+        slopes = weights * self.residuals
+        hessian = prior_of(self.constants).information(self.jacobian, weights)
         settings = np.array(["|".join(cell.row.setting) for cell in self.cells])
         residuals = self.residuals.copy()
         for setting in np.unique(settings):
@@ -146,13 +142,12 @@ def _without(solution: Solution, is_left_out: NDArray[np.bool_], predict: Predic
     )
     jacobian, residuals, x = solution.jacobian[~is_left_out], solution.residuals[~is_left_out], solution.x
     weights = setting_weights(cells) / NOISE**2
-    prior = np.array([np.log(constant.prior) for constant in solution.constants])
-    precision = np.array([constant.sigma for constant in solution.constants]) ** -2
+    prior = prior_of(solution.constants)
     low, high = _bounds(solution.constants)
     for _ in range(_MAX_STEPS):
-        curved = weights * _curvature(residuals)
-        hessian = (jacobian * curved[:, None]).T @ jacobian + np.diag(precision)
-        gradient = jacobian.T @ (weights * _slopes(residuals)) + precision * (x - prior)
+        curved = weights * _CAUCHY.curvature(residuals)
+        hessian = prior.information(jacobian, curved)
+        gradient = jacobian.T @ (curved * residuals) + (x - prior.x) / prior.sigma**2
         step = np.clip(x - np.linalg.solve(hessian, gradient), low, high) - x
         x = x + step
         if np.abs(step).max() < _LEAST_STEP:
@@ -174,35 +169,36 @@ class _FitProblem:
         self, cells: tuple[Cell, ...], constants: tuple[FittedConstant, ...], predict: Predictor
     ) -> None:
         self.cells, self.constants, self.predict = cells, constants, predict
-        self.start = np.log([constant.prior for constant in constants])
-        self.sigma = np.array([constant.sigma for constant in constants])
+        self.prior = prior_of(constants)
         self.printed = np.log([cell.printed for cell in cells])
         self.weights = setting_weights(cells)
-        self.loss = _SOFT
         self._at: Floats | None = None
         self._found: tuple[Floats, Floats] | None = None
 
     def solve(self, start: Floats | None = None) -> Floats:
         """Return the optimum, or the one next to `start`."""
         low, high = _bounds(self.constants)
-        x = np.clip(self.start if start is None else start, low + 1e-6, high - 1e-6)
+        x = np.clip(self.prior.x if start is None else start, low + 1e-6, high - 1e-6)
         # The Cauchy loss has many minima: the convex one leads to the right one.
-        for self.loss in (_SOFT, _CAUCHY) if start is None else (_CAUCHY,):
-            x = least_squares(
-                self._weighed,
-                x,
-                self._slope,
+        for loss in (_SOFT, _CAUCHY) if start is None else (_CAUCHY,):
+            x, _ = most_probable(
+                self.prior,
+                lambda x: self._linear(x)[0],
+                lambda x: self._linear(x)[1],
+                weights=np.sqrt(self.weights) / NOISE,
+                loss=loss,
+                start=x,
                 bounds=(low, high),
                 max_nfev=_MAX_EVALUATIONS,
                 xtol=1e-4,
                 ftol=1e-5,
-            ).x
-        return np.asarray(x, dtype=np.float64)
+            )
+        return x
 
     def solution(self, x: Floats) -> Solution:
         residuals, jacobian = self._linear(x)
-        weights = self.weights * _curvature(residuals) / NOISE**2
-        information = (jacobian * weights[:, None]).T @ jacobian + np.diag(self.sigma**-2)
+        weights = self.weights * _CAUCHY.curvature(residuals) / NOISE**2
+        information = self.prior.information(jacobian, weights)
         return Solution(
             self.constants,
             x,
@@ -211,16 +207,6 @@ class _FitProblem:
             jacobian,
             np.asarray(np.linalg.inv(information), dtype=np.float64),
         )
-
-    def _weighed(self, x: Floats) -> Floats:
-        residuals, _ = self._linear(x)
-        softened = self.loss.soften(residuals) * np.sqrt(self.weights) / NOISE
-        return np.concatenate([softened, (x - self.start) / self.sigma])
-
-    def _slope(self, x: Floats) -> Floats:
-        residuals, jacobian = self._linear(x)
-        slopes = self.loss.softening(residuals) * np.sqrt(self.weights) / NOISE
-        return np.vstack([slopes[:, None] * jacobian, np.diag(1 / self.sigma)])
 
     def _linear(self, x: Floats) -> tuple[Floats, Floats]:
         """Return residuals and their derivatives at `x`; asked for twice in a row, so the last answer is kept."""
@@ -253,47 +239,6 @@ def _bounds(constants: Sequence[FittedConstant]) -> tuple[Floats, Floats]:
 
 def _named(constants: Sequence[FittedConstant], x: Floats) -> dict[str, float]:
     return dict(zip((constant.name for constant in constants), np.exp(x).tolist(), strict=True))
-
-
-@dataclass(frozen=True)
-class _RobustLoss:
-    """A robust loss: what squares to it, and the derivative of that."""
-
-    soften: Callable[[Floats], Floats]
-    softening: Callable[[Floats], Floats]
-
-
-def _soft(residual: Floats) -> Floats:
-    scaled = residual / OUTLIER
-    return np.asarray(np.sign(scaled) * OUTLIER * np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1)))
-
-
-def _softening(residual: Floats) -> Floats:
-    scaled = np.maximum(np.abs(residual) / OUTLIER, 1e-6)
-    root = np.sqrt(1 + scaled**2)
-    return np.asarray(scaled / root / np.sqrt(2 * (root - 1)))
-
-
-def _cauchy(residual: Floats) -> Floats:
-    return np.asarray(np.sign(residual) * OUTLIER * np.sqrt(np.log1p((residual / OUTLIER) ** 2)))
-
-
-def _cauchying(residual: Floats) -> Floats:
-    scaled = np.maximum(np.abs(residual) / OUTLIER, 1e-6)
-    return np.asarray(scaled / (1 + scaled**2) / np.sqrt(np.log1p(scaled**2)))
-
-
-_SOFT, _CAUCHY = _RobustLoss(_soft, _softening), _RobustLoss(_cauchy, _cauchying)
-
-
-def _slopes(residual: Floats) -> Floats:
-    """Return half the derivative of the loss."""
-    return np.asarray(residual / (1 + (residual / OUTLIER) ** 2))
-
-
-def _curvature(residual: Floats) -> Floats:
-    """Return the weight of each row near the optimum."""
-    return np.asarray(1 / (1 + (residual / OUTLIER) ** 2))
 
 
 def conformal_half_width(residuals: Sequence[float]) -> float:

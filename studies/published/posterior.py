@@ -14,10 +14,9 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
-from scipy.optimize import least_squares
 
-from studies.published.constants import FittedConstant, Values
-from zosim.simulators.maxplus import Floats
+from costmodel.rates.fitting import Floats, most_probable
+from studies.published.constants import FittedConstant, Values, prior_of
 
 
 class FoundConstant(BaseModel):
@@ -143,15 +142,11 @@ def posterior(
     >>> round(float(found.x[0]), 6), round(float(found.sigmas[0]), 6)
     (1.0, 0.707107)
     """
-    prior = np.log([constant.prior for constant in constants])
-    sigmas = np.array([constant.sigma for constant in constants])
-
-    def residuals(x: Floats) -> Floats:
-        return np.concatenate([np.array(errors(named(constants, x))), (x - prior) / sigmas])
-
-    solution = least_squares(residuals, prior, diff_step=diff_step)
-    covariance = np.linalg.inv(solution.jac.T @ solution.jac)
-    return Posterior(tuple(constants), solution.x, np.sqrt(np.diag(covariance)))
+    x, jacobian = most_probable(
+        prior_of(constants), lambda x: np.array(errors(named(constants, x))), diff_step=diff_step
+    )
+    covariance = np.linalg.inv(jacobian.T @ jacobian)
+    return Posterior(tuple(constants), x, np.sqrt(np.diag(covariance)))
 
 
 class _Valued(Protocol):

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 from scipy.stats import norm
 
-from studies.published.constants import FittedConstant
+from studies.published.constants import FittedConstant, prior_of
 from studies.published.posterior import FoundConstant, found_constants
 from studies.published.sparq import Printed, VolumeCase
 
@@ -118,10 +117,9 @@ def fit_volumes(known: Sequence[Printed]) -> VolumeFit:
     matrix = np.array([[item.case.effects.get(name, 0.0) for name in names] for item in known])
     seen = np.array([math.log(item.value) - item.case.log_factor for item in known])
     variance = np.array([_RUN_NOISE**2 + (item.half_unit / item.value) ** 2 / 3 for item in known])
-    mean = np.log([term.prior for term in terms])
-    precision = np.diag([term.sigma**-2 for term in terms]) + (matrix.T / variance) @ matrix
-    covariance: NDArray[np.float64] = np.linalg.inv(precision)
-    x = mean + covariance @ ((matrix.T / variance) @ (seen - matrix @ mean))
+    prior = prior_of(terms)
+    covariance = np.linalg.inv(prior.information(matrix, 1 / variance))
+    x = prior.x + covariance @ ((matrix.T / variance) @ (seen - matrix @ prior.x))
     return VolumeFit(
         terms=found_constants(terms, x, np.sqrt(np.diag(covariance))),
         covariance=tuple(tuple(row) for row in covariance.tolist()),
