@@ -10,6 +10,8 @@ from executors.models.model import CutModel
 from executors.models.parameters import decays
 from executors.models.recording_blocks import StepCache
 from executors.models.spec import spec_of_model
+from executors.runs.adapters import attach
+from tests.support import matrix
 from tests.support.tiny import CONFIGS, batches, model_of
 from topology.errors import ModelError, UnknownFamily
 
@@ -50,14 +52,22 @@ def test_loss_by_chunks_and_in_float64_agrees(name):
         assert fine.item() == pytest.approx(loss.item(), rel=1e-5)  # the model's own is in float32
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_groups_agree_with_those_read_from_the_configuration(name):
-    assert spec_of_model(model_of(name)).groups == spec_of_config(CONFIGS[name].to_dict(), name=name).groups
+TUNED = [
+    case
+    for case in (matrix.Case.of({"shape": name, "tuned": tuned}) for name in CONFIGS for tuned in matrix.TUNED)
+    if matrix.is_possible(case.settings, most_ranks=1)
+]
+CUT = [(matrix.Case.of({"shape": name}), (1,)) for name in CONFIGS if name != "roberta"]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_specification_agrees_with_the_one_read_from_the_configuration(name):
-    assert spec_of_model(model_of(name), name="m") == spec_of_config(CONFIGS[name].to_dict(), name="m")
+@pytest.mark.parametrize(("case", "cut_blocks"), [*((case, ()) for case in TUNED), *CUT], ids=str)
+def test_specification_agrees_with_the_one_read_from_the_configuration(case, cut_blocks):
+    """Of every family, whatever is tuned, and cut within a block."""
+    model, config = model_of(case["shape"]), CONFIGS[case["shape"]].to_dict()
+    if case.tuned is not None:
+        attach(model, case.tuned)
+    known = spec_of_config(config, name="m", trainable=case.tuned or "all", cut_blocks=cut_blocks)
+    assert spec_of_model(model, name="m", cut_blocks=cut_blocks) == known
 
 
 def test_specification_of_an_unknown_family(monkeypatch):

@@ -15,7 +15,6 @@ from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import Hazard, ProgramError, RunError
 from zosim.applications.first_order.programs import PRESETS, lower_first_order
 from zosim.lowering import lower
-from zosim.program import Program
 from zosim.program.instructions import Stream
 from zosim.program.operations import Perturb
 
@@ -38,12 +37,6 @@ def opt():
     model = model_of("opt")
     plan = plan_of(model, **OFFLOADED)
     return model, plan, lower(plan)
-
-
-def test_a_program_read_from_a_file_is_the_program(opt, tmp_path):
-    model, plan, program = opt
-    program.save(tmp_path / "program.json")
-    assert losses(Program.load(tmp_path / "program.json"), plan, model) == losses(program, plan, model)
 
 
 def test_an_edited_operation_changes_what_is_done(opt):
