@@ -10,6 +10,8 @@ from pathlib import Path
 STEPS, RATE, DECAY, SEED = 4, 1e-2, 0.1, 5
 
 OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
+FRESH = {"residency": {"blocks": "offloaded", "reuse_slots": False}, "schedule": {"update": "delayed"}}
+AHEAD = {"directions": {"drawn_ahead": True}}
 SHARED = {"residency": {"blocks": "offloaded", "transfers": "shared"}, "schedule": {"update": "delayed"}}
 SLICED = {"residency": {"blocks": "offloaded", "transfers": "sliced"}, "schedule": {"update": "delayed"}}
 PERTP, DDP = {"perturb": 2}, {"data": 2}

@@ -15,6 +15,7 @@ from executors.models.recording_blocks import StepCache
 from executors.runs.adapters import attach
 from executors.runs.session import Session
 from tests.support.command import saved_model, zosim
+from tests.support.distributed import OFFLOADED
 from tests.support.reference_mezo import differing
 from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import DataError, ModelError, PlanError
@@ -23,7 +24,6 @@ from zosim.plans import Plan
 from zosim.program.operations import Forward
 
 LOZO = {"distribution": "lozo", "lazy_steps": 3}
-OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
 
 
 def linears_of(shape, dtype=torch.float64, **changed):

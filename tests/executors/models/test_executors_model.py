@@ -54,7 +54,9 @@ def test_loss_by_chunks_and_in_float64_agrees(name):
 
 TUNED = [
     case
-    for case in (matrix.Case.of({"shape": name, "tuned": tuned}) for name in CONFIGS for tuned in matrix.TUNED)
+    for case in (
+        matrix.Case.of({"shape": name, "tuned": tuned}) for name in CONFIGS for tuned in matrix.TUNED
+    )
     if matrix.is_possible(case.settings, most_ranks=1)
 ]
 CUT = [(matrix.Case.of({"shape": name}), (1,)) for name in CONFIGS if name != "roberta"]

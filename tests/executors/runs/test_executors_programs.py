@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from executors.runs.session import Session
+from tests.support.distributed import OFFLOADED
 from tests.support.reference_mezo import differing
 from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import Hazard, ProgramError, RunError
@@ -17,8 +18,6 @@ from zosim.applications.first_order.programs import PRESETS, lower_first_order
 from zosim.lowering import lower
 from zosim.program.instructions import Stream
 from zosim.program.operations import Perturb
-
-OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
 
 
 def edited(program, name, **changes):

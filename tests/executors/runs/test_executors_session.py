@@ -14,12 +14,11 @@ from executors.models.weight_files import weights_digest
 from executors.runs.runlog import HEADER_NAME, STEPS_NAME, RunLog
 from executors.runs.session import Session
 from executors.steps.memory import LiveTensors
+from tests.support.distributed import OFFLOADED
 from tests.support.reference_mezo import differing
 from tests.support.tiny import CONFIGS, batches, model_of, plan_of
 from topology.errors import ModelError, PlanError, RunError
 from zosim.program.instructions import Space, Stream
-
-OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
 
 
 def trained(placement, *, steps=4, model=None, **options):

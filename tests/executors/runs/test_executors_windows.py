@@ -23,6 +23,7 @@ from executors.runs.session import Session
 from executors.runs.windows import LazyWindows, lazy_windows_of, rounded_up
 from tests.support.builders import unshared
 from tests.support.command import loaded, rows_of, zosim
+from tests.support.distributed import OFFLOADED
 from tests.support.forked import Command
 from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import ModelError, PlanError
@@ -31,7 +32,6 @@ from zosim.simulators.simulate import simulate
 
 LAZY = LoRA(rank=2, target_modules=("q_proj", "fc2"), seed=3, lazy_steps=3, max_rank=16)
 TIGHT = LAZY.model_copy(update={"max_rank": 4})
-OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
 TOGETHER = {"weights": {"perturbation": "adapters"}}
 STEPS, RATE = 8, 0.3
 

@@ -18,12 +18,11 @@ from executors.steps.streams_accelerator import AcceleratorBackend
 from proofs_checks.mutation import Mutant
 from proofs_checks.setups.ranks import on_all_ranks
 from tests.support import distributed
-from tests.support.distributed import OFFLOADED
+from tests.support.distributed import AHEAD, OFFLOADED
 from tests.support.simulated_cuda import seen_by, simulated
 from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import PlanError, RunError
 
-AHEAD = {"directions": {"drawn_ahead": True}}
 PLACEMENTS = {
     "resident": ("opt", {}),
     "offloaded": ("opt", OFFLOADED),

@@ -16,14 +16,12 @@ from executors.steps.ops.context import Context
 from executors.steps.ops.copy import Copies
 from proofs_checks.mutation import Mutant
 from tests.support import matrix
+from tests.support.distributed import AHEAD, FRESH, OFFLOADED
 from tests.support.interleaved import interleaved
 from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import RunError
 
 RATE, DECAY = 1e-2, 0.1
-OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
-FRESH = {"residency": {"blocks": "offloaded", "reuse_slots": False}, "schedule": {"update": "delayed"}}
-AHEAD = {"directions": {"drawn_ahead": True}}
 SPARSE = {"low_bits": {"weights": "int8", "sparsity": 0.5}}
 TWO = {"estimator": {"num_queries": 2}}
 OTHERS = {

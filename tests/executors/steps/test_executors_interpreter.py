@@ -5,10 +5,9 @@ import torch
 from executors.models.model import CutModel
 from executors.steps.interpreter import Hyperparameters, Interpreter
 from executors.steps.streams import CpuBackend
+from tests.support.distributed import OFFLOADED
 from tests.support.tiny import batches, model_of, plan_of
 from zosim.lowering import lower
-
-OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
 
 
 def test_decay_goes_on_where_the_gradient_is_zero():

@@ -28,7 +28,7 @@ from proofs_checks.mutation import Mutant
 from proofs_checks.setups.ranks import on_all_ranks
 from tests.support import distributed, matrix, staged
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
-from tests.support.distributed import FOURS, OFFLOADED, PAIRS, SHARED, SLICED
+from tests.support.distributed import AHEAD, FOURS, FRESH, OFFLOADED, PAIRS, SHARED, SLICED
 from tests.support.reference_mezo import LiteralMezo, differing
 from tests.support.simulated_cuda import seen_by, simulated
 from tests.support.simulated_cuda.clocks import Shadow, Use
@@ -36,9 +36,7 @@ from tests.support.simulated_cuda.device import Stream
 from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import CodecError
 
-AHEAD = {"directions": {"drawn_ahead": True}}
 SPARSE = {"low_bits": {"weights": "int8", "sparsity": 0.5}}
-FRESH = {"residency": {"blocks": "offloaded", "reuse_slots": False}, "schedule": {"update": "delayed"}}
 PLACEMENTS = {
     "resident": {},
     "sweep": {"schedule": {"traversal": "sweep"}},

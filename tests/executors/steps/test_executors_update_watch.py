@@ -10,9 +10,8 @@ import torch
 
 from executors.runs.session import Session
 from tests.support.command import saved_lines, saved_model, zosim
+from tests.support.distributed import OFFLOADED
 from tests.support.tiny import batches, model_of, plan_of
-
-OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
 
 
 def moved_as(transfer):
