@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any
@@ -31,6 +31,7 @@ from executors.runs.evaluate import evaluate_choices
 from executors.runs.records import seed_of
 from executors.runs.session import Session
 from studies.plots import picture
+from studies.records import append_records, records_in
 from studies.sparq.training import batches_of, data_of, tensors_of
 from zosim.console import stderr, stdout
 from zosim.plans import Directions, Estimator, LowBits, Placement, Plan, Weights
@@ -249,24 +250,6 @@ def _one_point(model: nn.Module, batches: list[Mapping[str, Tensor]], seed: int)
     return losses
 
 
-def read_rows(path: Path) -> list[TrainingRow]:
-    """Return the runs in a file; none if there is no file."""
-    if not path.is_file():
-        return []
-    kinds = {"case": str, "seed": int, "num_steps": int}
-    with path.open(newline="") as file:
-        return [
-            TrainingRow(**{f.name: kinds.get(f.name, float)(line[f.name]) for f in fields(TrainingRow)})
-            for line in csv.DictReader(file)
-        ]
-
-
-def _append(path: Path, names: list[str], rows: Sequence[tuple[object, ...]]) -> None:
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([names, *rows] if is_new else rows)
-
-
 def _with_error(values: Sequence[float], digits: int) -> str:
     """Return a mean over seeds with its standard error, which one seed has none of."""
     mean = f"{fmean(values):.{digits}f}"
@@ -332,24 +315,28 @@ def main(
     """Run what is missing, and print all that is there."""
     torch.set_num_threads(1)
     pretrained = pretrained_model()
-    known = {(row.case, row.seed, row.num_steps) for row in read_rows(out)}
-    out.parent.mkdir(parents=True, exist_ok=True)
+    known = {(row.case, row.seed, row.num_steps) for row in records_in(out, TrainingRow)}
     for seed in map(int, seeds.split(",")):
         for name in cases.split(";"):
             if (name, seed, steps) in known:
                 continue
             row, losses = train(pretrained, CASES[name], seed, steps, evaluated)
-            _append(out, [f.name for f in fields(TrainingRow)], [astuple(row)])
+            append_records(out, [row])
             curve = [
-                (name, seed, steps, first, round(fmean(losses[first : first + _CURVE_STEPS]), 4))
+                {
+                    "case": name,
+                    "seed": seed,
+                    "num_steps": steps,
+                    "first_step": first,
+                    "loss": round(fmean(losses[first : first + _CURVE_STEPS]), 4),
+                }
                 for first in range(0, steps, _CURVE_STEPS)
             ]
-            path = out.with_stem(out.stem + CURVES)
-            _append(path, ["case", "seed", "num_steps", "first_step", "loss"], curve)
+            append_records(out.with_stem(out.stem + CURVES), curve)
             stderr.print(
                 f"{name}, seed {seed}: accuracy {row.accuracy:.3f}, loss {row.loss:.3f}", markup=False
             )
-    stdout.print(summary([row for row in read_rows(out) if row.num_steps == steps]))
+    stdout.print(summary([row for row in records_in(out, TrainingRow) if row.num_steps == steps]))
     if figure is not None:
         plot(out.with_stem(out.stem + CURVES), cases.split(";"), steps, figure)
 

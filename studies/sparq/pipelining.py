@@ -9,9 +9,8 @@ one thread first. Nothing else should run meanwhile.
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from executors.models.pretrain import TaskSettings, pretrained_model
 from executors.ranks.communicator import Communicator
 from executors.ranks.launch import launch, process_group
 from executors.runs.session import Session
+from studies.records import records_in, write_records
 from studies.sparq.training import INSIDE, CodecCase, batches_of, plan_of, tensors_of
 from topology.hardware import resolve
 from zosim.config import HOST
@@ -127,26 +127,15 @@ def measure() -> list[Idle]:
     return rows
 
 
-def read_rows(path: Path = RESULTS) -> list[Idle]:
-    """Return what a file holds."""
-    with path.open(newline="") as file:
-        lines = list(csv.DictReader(file))
-    return [Idle(**{k: v if k == "case" else float(v) for k, v in line.items()}) for line in lines]  # type: ignore[arg-type]
-
-
 def main() -> None:
     """Measure, write the file, and print it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", action="store_true", help="print what is there, and measure nothing")
     if not parser.parse_args().table:
         torch.set_num_threads(1)
-        rows = measure()
-        with RESULTS.open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(field.name for field in fields(Idle))
-            writer.writerows(vars(row).values() for row in rows)
+        write_records(RESULTS, measure())
         stderr.print(f"wrote {RESULTS}", markup=False)
-    stdout.print(table(read_rows()).to_markdown(), markup=False, soft_wrap=True)
+    stdout.print(table(records_in(RESULTS, Idle)).to_markdown(), markup=False, soft_wrap=True)
 
 
 def table(rows: list[Idle]) -> Table:

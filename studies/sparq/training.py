@@ -7,9 +7,8 @@ that are there are not run again.
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -30,6 +29,7 @@ from executors.models.spec import spec_of_model
 from executors.randomness.rng import generator_on
 from executors.runs.evaluate import ChoiceResult, evaluate_choices
 from executors.runs.session import Session
+from studies.records import append_records, records_in
 from zosim.console import stderr, stdout
 from zosim.plans import Estimator, Mesh, Placement, Plan, Split
 from zosim.report import Table
@@ -132,30 +132,6 @@ class TrainedCase:
     def key(self) -> tuple[str, int, int, float]:
         """What decides a run."""
         return self.case, self.seed, self.num_steps, self.epsilon
-
-
-def read_rows(path: Path = RESULTS) -> list[TrainedCase]:
-    """Return the runs in a file; none if there is no file."""
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return [_row(line) for line in csv.DictReader(file)]
-
-
-def _row(line: Mapping[str, str]) -> TrainedCase:
-    kinds = {"case": str, "seed": int, "num_steps": int}
-    return TrainedCase(
-        **{field.name: kinds.get(field.name, float)(line[field.name]) for field in fields(TrainedCase)}
-    )
-
-
-def _append(path: Path, names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if is_new:
-            writer.writerow(names)
-        writer.writerows(rows)
 
 
 class Through(nn.Module):
@@ -313,26 +289,34 @@ def main() -> None:
     given = parser.parse_args()
     if given.table:
         wanted = [
-            row for row in read_rows(given.out) if (row.num_steps, row.epsilon) == (given.steps, given.eps)
+            row
+            for row in records_in(given.out, TrainedCase)
+            if (row.num_steps, row.epsilon) == (given.steps, given.eps)
         ]
         stdout.print(summary(wanted).to_markdown(), markup=False, soft_wrap=True)
         return
     torch.set_num_threads(1)
     pretrained = pretrained_model()
-    known = {row.key for row in read_rows(given.out)}
+    known = {row.key for row in records_in(given.out, TrainedCase)}
     named = {case.name: case for case in CASES}
     for seed in given.seeds:
         for name in given.cases:
             if (name, seed, given.steps, given.eps) in known:
                 continue
             row, losses = run(pretrained, named[name], seed, given.steps, given.eps)
-            _append(given.out, tuple(f.name for f in fields(TrainedCase)), [tuple(vars(row).values())])
+            append_records(given.out, [row])
             points = [
-                (name, seed, given.eps, k + CURVE_STEPS, round(fmean(losses[k : k + CURVE_STEPS]), 5))
+                {
+                    "case": name,
+                    "seed": seed,
+                    "epsilon": given.eps,
+                    "num_steps": k + CURVE_STEPS,
+                    "loss": round(fmean(losses[k : k + CURVE_STEPS]), 5),
+                }
                 for k in range(0, given.steps, CURVE_STEPS)
             ]
             curves = given.out.with_name(f"{given.out.stem}_curves.csv")
-            _append(curves, ("case", "seed", "epsilon", "num_steps", "loss"), points)
+            append_records(curves, points)
             stderr.print(
                 f"{name}, seed {seed}: accuracy {row.accuracy:.3f}, loss {row.loss:.3f}", markup=False
             )

@@ -5,9 +5,8 @@ Along the same directions, on the same batches of the embedded task: ``g`` witho
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from executors.models.model import Batch, CutModel
 from executors.models.pretrain import pretrained_model
 from executors.randomness.directions import Gaussian
 from executors.randomness.rng import generator_on, mixed
+from studies.records import records_in, write_records
 from studies.sparq.training import batches_of, tensors_of
 
 RESULTS = Path(__file__).with_name("training_epsilon.csv")
@@ -147,26 +147,13 @@ def measure(known: Sequence[Seen] = (), num_directions: int = NUM_DIRECTIONS) ->
 
 def read_seen(path: Path = RESULTS) -> list[Seen]:
     """Return what was measured, from a file; nothing if there is none."""
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return [
-            Seen(line["cut"], line["codec"], line["noise"], *(float(line[n]) for n in _NUMBERS))
-            for line in csv.DictReader(file)
-        ]
-
-
-_NUMBERS = ("epsilon", "relative_error", "correlation")
+    return records_in(path, Seen)
 
 
 def main() -> None:
     """Measure, and write the file."""
     torch.set_num_threads(1)
-    rows = measure(read_seen())
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(field.name for field in fields(Seen))
-        writer.writerows(vars(row).values() for row in rows)
+    write_records(RESULTS, measure(read_seen()))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ A minute: this machine is calibrated for ranks of one thread first. Nothing else
 
 from __future__ import annotations
 
-import csv
 import time
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from costmodel.formats.codecs import codec_spec
+from costmodel.scoring import Row
 from executors.calibration.calibrating import calibrated
 from executors.calibration.quiet import OtherLoad
 from executors.codecs import quantise
@@ -26,13 +27,14 @@ from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
 from executors.ranks.launch import launch, process_group
 from executors.ranks.mesh import alone
 from executors.runs.session import Session
+from studies.records import write_records
 from studies.sparq.training import BETWEEN, INSIDE, CodecCase, batches_of, plan_of, tensors_of
 from topology.hardware import resolve
+from zosim.analysis.scoreboard import rows_table
 from zosim.config import HOST
 from zosim.console import stderr, stdout
 from zosim.planning.predict import Subject
 from zosim.plans import Plan
-from zosim.report import Table
 
 RESULTS = Path(__file__).with_name("training_time.csv")
 CASES = (
@@ -75,6 +77,12 @@ class Timed:
     measured_s: float
     bytes_per_step: float
     foreign_cores: float
+
+
+def row_of(timed: Timed) -> Row:
+    """Return a case's step as a row of predicted against measured."""
+    name = f"{timed.case}, {timed.encoding}" if timed.encoding else timed.case
+    return Row(name, "step_s", timed.measured_s, timed.predicted_s, timed.low_s, timed.high_s)
 
 
 def plan_for(pretrained: Pretrained, case: CodecCase, encoding: str) -> Plan:
@@ -147,24 +155,12 @@ def main() -> None:
     """Measure, write the file, and print it."""
     torch.set_num_threads(1)
     rows = measure()
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(field.name for field in fields(Timed))
-        writer.writerows(vars(row).values() for row in rows)
-    shown = [
-        (
-            row.case,
-            row.encoding or "-",
-            f"{1e3 * row.predicted_s:.1f}",
-            f"{1e3 * row.measured_s:.1f}",
-            f"{row.predicted_s / row.measured_s - 1:+.1%}",
-            f"{row.bytes_per_step:.0f}",
-            f"{row.foreign_cores:.1f}",
-        )
-        for row in rows
-    ]
-    columns = ("case", "encoding", "predicted, ms", "measured, ms", "error", "bytes a step", "others' cores")
-    stdout.print(Table(columns, shown, title="Two gloo stages on this machine", numeric=columns[2:]))
+    write_records(RESULTS, rows)
+    columns: dict[str, Callable[[Timed], str]] = {
+        "bytes a step": lambda row: f"{row.bytes_per_step:.0f}",
+        "others' cores": lambda row: f"{row.foreign_cores:.1f}",
+    }
+    stdout.print(rows_table(rows, columns, row_of=row_of, title="Two gloo stages on this machine"))
     stderr.print(f"wrote {RESULTS}", markup=False)
 
 

@@ -28,8 +28,9 @@ from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
 from executors.runs.evaluate import evaluate_choices
 from executors.turns import Way, in_turns
 from studies.plots import picture
+from studies.records import write_records
 from studies.sparq.training import batches_of, data_of, tensors_of
-from studies.zoinfer.training import Contender, linears_of, loop_of, run_of, session_of, write_table
+from studies.zoinfer.training import Contender, linears_of, loop_of, run_of, session_of
 from zosim.plans import Directions
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -268,7 +269,7 @@ def main() -> None:
         _print(made[-1])
     if options.out:
         rounded = [{name: round(value, 5) for name, value in asdict(row).items()} for row in made]
-        write_table(rounded, options.out / "ranks.csv")
+        write_records(options.out / "ranks.csv", rounded)
         plot(made, options.out / "ranks.svg")
 
 

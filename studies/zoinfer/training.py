@@ -9,11 +9,10 @@ and ``training.svg`` draws held-out losses over seconds and over steps.
 from __future__ import annotations
 
 import argparse
-import csv
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +28,7 @@ from executors.runs.evaluate import evaluate_choices
 from executors.runs.records import seed_of
 from executors.runs.session import Session
 from studies.plots import picture
+from studies.records import write_records
 from studies.sparq.training import batches_of, data_of, tensors_of
 from studies.zoinfer.reference import PlainLoop
 from zosim.plans import Directions, Estimator, Placement, Plan, Weights
@@ -199,15 +199,6 @@ def plot(points: list[CurvePoint], path: Path) -> None:
         panels[1].legend(fontsize=8)
 
 
-def write_table(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write rows that have the same columns as a CSV file, in a folder that is made where it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def main() -> None:
     """Train, print a row for each contender, and write rows and plot."""
     parser = argparse.ArgumentParser(prog="python -m studies.zoinfer.training", description=__doc__)
@@ -234,7 +225,7 @@ def main() -> None:
                 f"{last.loss:9.4f} held-out loss{100 * last.accuracy:7.1f} % right"
             )
     if options.out:
-        write_table([asdict(point) for point in points], options.out / "training.csv")
+        write_records(options.out / "training.csv", points)
         plot(points, options.out / "training.svg")
 
 

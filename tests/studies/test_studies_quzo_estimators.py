@@ -52,12 +52,13 @@ def test_queries_divide_noise_and_zeros_hardly_add_any():
 
 @pytest.mark.slow
 def test_every_kind_of_training_takes_steps(tmp_path):
-    from studies.quzo.training import main, read_rows
+    from studies.quzo.training import TrainingRow, main
+    from studies.records import records_in
 
     out = tmp_path / "rows.csv"
     names = "bfloat16;int4;fp8;int4, first order;int4, sparse, directions of 2 bits, q-rge2;int8, sparse, 5 queries"
     for _ in range(2):  # what is there is not run again
         main(steps=2, cases=names, seeds="0", evaluated=4, out=out)
-    rows = read_rows(out)
+    rows = records_in(out, TrainingRow)
     assert [row.case for row in rows] == names.split(";")
     assert all(row.loss_first > 0.5 for row in rows)

@@ -11,9 +11,10 @@ import torch
 from executors.models.model import CutModel
 from executors.models.pretrain import Recipe, build_model
 from executors.runs.session import Session
+from studies.records import records_in
 from studies.sparq import pipelining
 from studies.sparq.codec_times import LINKS, over
-from studies.sparq.training import CASES, CodecCase, Through, plan_of, read_rows, summary
+from studies.sparq.training import CASES, RESULTS, CodecCase, Through, TrainedCase, plan_of, summary
 from studies.sparq.training_epsilon import CODINGS, EPSILONS, gradients, read_seen
 from studies.sparq.training_time import CASES as TIMED_CASES
 
@@ -63,7 +64,7 @@ def test_cases_and_codings_are_named_once():
 
 
 def test_the_committed_runs_are_known_and_say_what_the_docs_say():
-    rows = read_rows()
+    rows = records_in(RESULTS, TrainedCase)
     assert {row.case for row in rows} <= {case.name for case in CASES}
     assert len({row.key for row in rows}) == len(rows)
     loss = {case.name: [r.loss for r in rows if r.case == case.name] for case in CASES}
@@ -86,7 +87,9 @@ def test_every_coding_was_measured_at_every_radius():
 def test_the_page_has_the_rows_of_the_files():
     page = Path("docs/codecs.md").read_text(encoding="utf-8").splitlines()
     for line in (
-        summary(read_rows()).to_markdown() + "\n" + pipelining.table(pipelining.read_rows()).to_markdown()
+        summary(records_in(RESULTS, TrainedCase)).to_markdown()
+        + "\n"
+        + pipelining.table(records_in(pipelining.RESULTS, pipelining.Idle)).to_markdown()
     ).split("\n"):
         assert line in page
 
