@@ -34,6 +34,7 @@ def test_the_reference_takes_a_real_step(tiny) -> None:
     assert two_forwards(stepped, data) != two_forwards(before, data)
 
 
+@pytest.mark.slow
 def test_tables_name_their_setting(tiny, capsys) -> None:
     threads = torch.get_num_threads()
     setting = speed.SpeedSetting("tiny", "bfloat16", 1, 2, 8)

@@ -229,6 +229,7 @@ def plan_of_four(tmp_path: Path) -> Path:
     return tmp_path / "p.json"
 
 
+@pytest.mark.slow
 def test_a_plan_of_several_ranks_is_simulated_as_it_was_planned(plan_of_four: Path) -> None:
     plan = Plan.load(plan_of_four)
     assert (plan.mesh.data, plan.mesh.perturb, plan.residency.transfers) == (2, 2, "sliced")

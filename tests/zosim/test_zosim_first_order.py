@@ -322,6 +322,7 @@ def test_a_batch_too_small_is_refused(axes, order, complaint):
         lower_first_order(plan_of(**axes), order)
 
 
+@pytest.mark.slow
 def test_a_plan_is_compared_like_with_like(tmp_path):
     plan = plan_of(
         ("block.1.mlp",),

@@ -53,6 +53,7 @@ def test_one_rank(whole, kind, num_steps):
     assert_same_run(alone(whole, machine), num_steps)
 
 
+@pytest.mark.slow
 @given(programs(), st.booleans())
 def test_one_rank_until_steps_repeat(whole, is_shared):
     assert_same_step(alone(whole, shared(num_cores=1.0) if is_shared else unshared()))

@@ -58,6 +58,7 @@ def generated(model, tokenizer, lines):
         yield tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
 
 
+@pytest.mark.slow
 def test_answers_at_the_last_step_are_those_of_the_model_that_was_written(inputs, tmp_path, capsys):
     model, data, lines, tokenizer = inputs
     out = tmp_path / "out"

@@ -155,6 +155,7 @@ def prefix_in(run):
     return load_file(run / "prefix" / WEIGHTS_NAME)
 
 
+@pytest.mark.slow
 def test_a_run_is_replayed_and_resumed_to_the_same_prefix(inputs, tmp_path):
     whole, died = tmp_path / "whole", tmp_path / "died"
     evaluated = ("--eval-data", inputs[1])

@@ -302,6 +302,7 @@ def test_of_a_run_that_is_gone_on_with_twice_what_was_verified_once_is_not_run_a
     assert len(rows_of(out)) == 6
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_while_it_runs_steps_again_keeps_its_log(inputs, tmp_path, monkeypatch):
     out, whole = tmp_path / "out", tmp_path / "whole"
     more = ("--digest-every", 6, "--checkpoint-every", 0)

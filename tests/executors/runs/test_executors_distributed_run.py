@@ -116,6 +116,7 @@ def test_a_rank_that_stands_still_is_named(inputs, tmp_path):
     stopped(inputs, tmp_path, 1, *more, wanted=wanted)
 
 
+@pytest.mark.slow
 def test_a_late_joiner_needs_no_file_of_the_run(pertp, inputs, tmp_path):
     """It gets header and log over the wire, and replays what it missed; the checkpoint that it cannot see is left."""
     out = tmp_path / "out"

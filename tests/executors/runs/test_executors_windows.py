@@ -230,6 +230,7 @@ def test_a_run_that_is_killed_in_a_change_of_windows_goes_on_to_the_same_bits(
         assert (cut / file).read_bytes() == (whole / file).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_replayed_and_written_for_a_server(inputs, whole_run, tmp_path):
     whole, cut = whole_run, tmp_path / "cut"
     assert run(inputs, cut, 5) == 0

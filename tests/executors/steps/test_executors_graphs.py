@@ -208,6 +208,7 @@ def number_of_graphs(axes, *, num_blocks, lengths=(9,), repeats=3):
             return len(session.interpreter._context.graphs), len(device.streams) - before, device.findings
 
 
+@pytest.mark.slow
 def test_blocks_that_take_turns_in_slots_and_equal_draws_share_graphs():
     """Three slots at two points, and six kinds of draws; each of a step's streams is a native one of its own."""
     few, *_ = number_of_graphs(OFFLOADED, num_blocks=4)
