@@ -380,16 +380,8 @@ CHECKS: Checks = {
             f"{_GRIDS}:Grid.variance",
             lambda shipped, self, numbers: 1.03 * shipped(self, numbers),
         ),
-        Fault(
-            "rounded down",
-            f"{_GRIDS}:Grid.nearest",
-            lambda _shipped, self, numbers: self.below(self.clamped(numbers)),
-        ),
-        Fault(
-            "chances 3 % high",
-            f"{_GRIDS}:Grid.at_random",
-            lambda shipped, self, numbers, chances: shipped(self, numbers, 1.03 * chances),
-        ),
+        coded.ROUNDED_DOWN,
+        coded.CHANCES_BETWEEN,
         coded.CLAMP_WIDE,
         coded.DRAWN_NEAREST,
     ),

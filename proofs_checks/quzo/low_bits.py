@@ -6,7 +6,9 @@ The other side of each comparison lists a format's values, and rounds, splits an
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from executors.runs.session import Session
 from executors.threads import DrawThreads
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, within
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.quzo.statements import enumerated_moments
 from proofs_checks.setups import coded_weights as coded
@@ -587,101 +589,124 @@ def check_codes_on_ranks(context: Context) -> Outcome:
 
 # -- claims ----------------------------------------------------------------------------------------------------------
 
-_CODED = "executors.low_bits.coded"
 _ROUNDED = "executors.randomness.rounded"
 _LINEAR = "executors.low_bits.linear"
 
-_LONGER_BY_ROWS = Mutant(
+_TENSOR = "executors.low_bits.coded:QuantizedTensor"
+
+
+def without_zeros(name: str, method: str) -> Fault:
+    """Return a fault of weights that are codes, of which a method forgets the zero points."""
+
+    @planted(f"{_TENSOR}.{method}", name)
+    def fault(shipped, self, *given, **named):
+        return shipped(altered(self, zeros=None), *given, **named)
+
+    return fault
+
+
+@planted(f"{_TENSOR}._fit_least_error", "half as far down")
+def half_as_far_down(shipped, self, part, rows):
+    widest = self.scales[rows].clone()
+    shipped(self, part, rows)
+    self.scales[rows] = (widest + self.scales[rows]) / 2
+
+
+@planted(f"{_TENSOR}._fit_least_error", "scales 5 % below those of the least error")
+def scales_below(shipped, self, part, rows):
+    shipped(self, part, rows)
+    self.scales[rows] *= 0.95
+
+
+@planted(f"{_ROUNDED}:DrawKeys.of", "rows of a second rounding's own")
+def rows_of_a_second_rounding(shipped, *given, **named):
+    keys = shipped(*given, **named)
+    return keys._replace(rows=keys.rounding)
+
+
+@planted(f"{_LINEAR}:coded_inputs", "inputs cut off towards 0")
+def inputs_cut_off(shipped, inputs, *rest):
+    codes, scales = shipped(inputs, *rest)
+    return (inputs / scales).trunc().to(codes.dtype), scales
+
+
+@planted(
+    "executors.steps.ops.sweep:Sweeps._update_by_codes", "chances of the step that applies a late update"
+)
+def late_chances(shipped, *given):
+    update = shipped(*given)
+
+    def action(frame):
+        late = frame.previous and replace(frame.previous, step=frame.step)
+        update(replace(frame, previous=late))
+
+    return action
+
+
+_LONGER_BY_ROWS = Fault(
     "as much longer as rows are fewer",
     "costmodel.formats.roundings:RoundedDirection.unit",
-    "math.sqrt(1 - self.sparsity)",
-    "(1 - self.sparsity)",
+    lambda shipped, self: shipped(self) / math.sqrt(1 - self.sparsity),
 )
 
-_WIDE_SCALES = Mutant(
-    "scales 3 % wide",
-    f"{_CODED}:QuantizedTensor._fit",
-    "torch.maximum(-least, most) / grid.high",
-    "torch.maximum(-least, most) / grid.high * 1.03",
-)
-_NEAREST_DOWN = Mutant(
-    "codes rounded down", "executors.low_bits.grids:Grid.nearest", ".round_()", ".floor_()"
+_WIDE_SCALES = Fault(
+    "scales 3 % wide", f"{_TENSOR}._fit", lambda shipped, self, part, rows: shipped(self, 1.03 * part, rows)
 )
 
 CHECKS: Checks = {
     "quzo-format-of-least-error": (
         printed(
             check_format_of_least_error,
-            _NEAREST_DOWN,
-            Mutant(
+            coded.ROUNDED_DOWN,
+            Fault(
                 "a floating-point grid of one digit less",
                 "executors.low_bits.grids:Floats.step",
-                "exponents - self.mantissa_bits",
-                "exponents - self.mantissa_bits + 1",
+                lambda shipped, self, numbers: 2 * shipped(self, numbers),
             ),
             _WIDE_SCALES,
         ),
         printed(
             check_scales_of_least_error,
-            Mutant(
-                "the last scale that was tried",
-                f"{_CODED}:QuantizedTensor._fit_least_error",
-                "errors < least",
-                "errors == errors",
-            ),
-            Mutant(
-                "half as far down",
-                f"{_CODED}:QuantizedTensor._fit_least_error",
-                "(1.5 * _FIT_STEPS)",
-                "(3 * _FIT_STEPS)",
-            ),
-            Mutant(
-                "sizes of errors, not their squares",
-                f"{_CODED}:QuantizedTensor._fit_least_error",
-                ".square_()",
-                ".abs_()",
-            ),
-            Mutant(
-                "a zero point that is forgotten",
-                f"{_CODED}:QuantizedTensor._fit_least_error",
-                "(levels - origin)",
-                "levels",
-            ),
+            Fault("scales that are never shrunk", f"{_TENSOR}._fit_least_error", lambda *_given: None),
+            half_as_far_down,
+            scales_below,
+            without_zeros("a zero point that is forgotten", "_fit_least_error"),
         ),
     ),
     "quzo-outlier-split": printed(
         check_outlier_split,
-        _NEAREST_DOWN,
+        coded.ROUNDED_DOWN,
         _WIDE_SCALES,
     ),
     "sparse-directions-are-as-long": (
         printed(
             check_sparse_moments,
-            Mutant(
+            Fault(
                 "rows kept 3 % too seldom",
                 f"{_ROUNDED}:MovedRows.of",
-                ">= self._sparsity",
-                ">= 1.03 * self._sparsity",
+                lambda shipped, self, *given: shipped(altered(self, _sparsity=1.03 * self._sparsity), *given),
             ),
             _LONGER_BY_ROWS,
-            Mutant("rows of a second rounding's own", f"{_ROUNDED}:DrawKeys.of", '"rows"', "purpose"),
-            Mutant("rows by the chances of elements", f"{_ROUNDED}:_KEYS", "'rows': 4", "'rows': 1"),
-            Mutant(
+            rows_of_a_second_rounding,
+            Fault(
+                "rows by the chances of elements",
+                f"{_ROUNDED}:_KEYS",
+                lambda keys: {**keys, "rows": keys["direction"]},
+            ),
+            Fault(
                 "rows forgotten in the energy",
                 "costmodel.formats.roundings:RoundedDirection.relative_energy",
-                "together / (1 - self.sparsity)",
-                "together",
+                lambda shipped, self, *given: shipped(altered(self, sparsity=0.0), *given),
             ),
             coded.SAME_KEY,
         ),
         printed(
             check_sparse_updates,
             _LONGER_BY_ROWS,
-            Mutant(
+            Fault(
                 "updates by the chances of the direction",
                 f"{_ROUNDED}:_KEYS",
-                "'update': 3",
-                "'update': 1",
+                lambda keys: {**keys, "update": keys["direction"]},
             ),
             coded.MOVE_NEAREST,
             coded.MOVE_CHANCES,
@@ -692,11 +717,10 @@ CHECKS: Checks = {
         printed(check_moments_of_draws, coded.SAME_KEY, coded.DRAWN_LONG, coded.DRAWN_NEAREST),
         printed(
             check_reaches,
-            Mutant(
+            Fault(
                 "a range that is 3 % wide",
                 "costmodel.formats.roundings:RoundedDirection.reach",
-                "reach_of(distribution, self.bits)",
-                "1.03 * reach_of(distribution, self.bits)",
+                lambda shipped, self: 1.03 * shipped(self),
             ),
         ),
     ),
@@ -705,78 +729,49 @@ CHECKS: Checks = {
         coded.MOVE_NEAREST,
         coded.MOVE_CHANCES,
         coded.MOVE_AS_PRINTED,
-        Mutant(
-            "chances 3 % high between floats",
-            "executors.low_bits.grids:Grid.at_random",
-            "chances * step",
-            "1.03 * chances * step",
-        ),
-        Mutant(
-            "decay towards code 0, not the number 0",
-            f"{_CODED}:QuantizedTensor.move",
-            "(grouped - origin)",
-            "grouped",
-        ),
-        Mutant(
-            "a zero point that is forgotten",
-            f"{_CODED}:QuantizedTensor.values",
-            "grouped - self._of(self.zeros, rows)",
-            "grouped",
-        ),
-        Mutant(
+        coded.CHANCES_BETWEEN,
+        without_zeros("decay towards code 0, not the number 0", "move"),
+        without_zeros("a zero point that is forgotten", "values"),
+        Fault(
             "the first group's scale for all",
-            f"{_CODED}:QuantizedTensor._of",
-            "[..., None]",
-            "[..., :1, None]",
+            f"{_TENSOR}._of",
+            lambda shipped, self, scales, rows: shipped(self, scales, rows)[:, :1],
         ),
-        Mutant(
+        Fault(
             "what is held back is not counted",
-            f"{_CODED}:QuantizedTensor.move",
-            "num_nonzero(beyond)",
-            "0 * num_nonzero(beyond)",
+            "executors.low_bits.stored:Moved.add",
+            lambda shipped, self, num, unmoved, saturated: shipped(self, num, unmoved, 0 * saturated),
         ),
     ),
     "products-of-bytes-are-exact": printed(
         check_products_of_bytes,
-        Mutant(
-            "inputs cut off towards 0",
+        inputs_cut_off,
+        Fault("scales 3 % wide", f"{_LINEAR}:_scales_of", lambda shipped, *given: 1.03 * shipped(*given)),
+        Fault(
+            "one scale for all tokens",
             f"{_LINEAR}:coded_inputs",
-            "quotients.round_()",
-            "quotients.trunc_()",
+            lambda shipped, inputs, _scope, *kind: shipped(inputs, "tensor", *kind),
         ),
-        Mutant(
-            "scales 3 % wide",
-            f"{_LINEAR}:_scales_of",
-            "largest.div_(_LARGEST[kind])",
-            "largest.div_(_LARGEST[kind] / 1.03)",
-        ),
-        Mutant("one scale for all tokens", f"{_LINEAR}:coded_inputs", '"token"', '"no token"'),
-        Mutant(
+        Fault(
             "a direction that is 3 % long",
             f"{_LINEAR}:_DirectionProduct.__init__",
-            "scales * beside.factor",
-            "scales * beside.factor * 1.03",
+            lambda shipped, self, codes, scales, beside: shipped(self, codes, 1.03 * scales, beside),
         ),
     ),
     "codes-are-alike-on-all-ranks": printed(
         check_codes_on_ranks,
-        Mutant(
+        Fault(
             "chances of a rank's own",
             f"{_ROUNDED}:rounding_key",
-            "mixed(seed, _KEYS[purpose])",
-            "mixed(seed, _KEYS[purpose] + len(__import__('threading').current_thread().name))",
+            lambda shipped, seed, *rest: shipped(seed + len(threading.current_thread().name), *rest),
         ),
-        Mutant(
-            "chances of the step that applies a late update",
-            "executors.steps.ops.sweep:Sweeps._update_by_codes",
-            "source.step, op.query",
-            "frame.step, op.query",
-        ),
-        Mutant(
+        late_chances,
+        Fault(
             "scalars replayed in another order",
             "executors.runs.session:Session.replay",
-            "record.projected_gradients",
-            "record.projected_gradients[::-1]",
+            lambda shipped, self, record: shipped(
+                self, replace(record, projected_gradients=record.projected_gradients[::-1])
+            ),
         ),
     ),
 }

@@ -395,3 +395,13 @@ DRAWN_NEAREST = Fault(
     "executors.low_bits.grids:Integers.at_random",
     lambda shipped, self, numbers, chances: shipped(self, numbers, chances.fill_(0.5)),
 )
+ROUNDED_DOWN = Fault(
+    "codes rounded down",
+    "executors.low_bits.grids:Grid.nearest",
+    lambda _shipped, self, numbers: self.below(self.clamped(numbers)),
+)
+CHANCES_BETWEEN = Fault(
+    "chances 3 % high between floats",
+    "executors.low_bits.grids:Grid.at_random",
+    lambda shipped, self, numbers, chances: shipped(self, numbers, 1.03 * chances),
+)
