@@ -19,12 +19,12 @@ _ROOT = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Study:
-    """A folder of this package.
+    """A folder of this package, or a module of it.
 
     Attributes
     ----------
     name : str
-        The folder's.
+        Its own.
     subject : str
         One line.
     has_exercise : bool

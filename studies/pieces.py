@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+import zlib
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from costmodel.scoring import Row
 from studies.checkout import commit
 from topology.errors import ZosimError
 from topology.reading import read_json_object
@@ -66,6 +70,11 @@ class Pieces:
             content = self.keep(name, make())
         self.commits.add(content["commit"])
         return content
+
+    def row(self, case: str, make: Callable[[], Row]) -> Row:
+        """Return the row of a case, as :meth:`of` returns a piece; the piece is called after the case."""
+        name = f"{re.sub('[^a-z0-9]+', '-', case.lower())}-{zlib.crc32(case.encode()):08x}"
+        return Row(**self.of(name, lambda: {"row": asdict(make())})["row"])
 
     def known(self, name: str) -> Content | None:
         """Return a piece that has been done, None if it has not.

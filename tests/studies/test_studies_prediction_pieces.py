@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 
@@ -45,6 +46,21 @@ def test_what_is_done_is_not_done_again(tmp_path):
     assert again.commits == {first["commit"]}
     Pieces().of("one", make)
     assert made == [1, 1]
+
+
+def test_a_row_is_measured_once_and_cases_are_told_apart(tmp_path):
+    made = []
+
+    def measured(row: Row) -> Row:
+        made.append(row.case)
+        return row
+
+    cases = ("opt, 2 x 8", "opt 2 x 8")
+    rows = [Row(case, "step_s", 0.1 + k, 1.0, 0.9, None, "a group") for k, case in enumerate(cases)]
+    for _ in range(2):
+        pieces = Pieces(tmp_path)
+        assert [pieces.row(row.case, partial(measured, row)) for row in rows] == rows
+    assert made == list(cases)
 
 
 def test_a_spoilt_piece_is_named(tmp_path):
