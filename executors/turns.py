@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from zosim.report import Table
@@ -93,6 +94,18 @@ def in_turns(
             if turn >= num_warm_rounds:
                 seconds[name].append(done.seconds if isinstance(done, Took) else took_s)
     return {name: TurnTimes(tuple(taken)) for name, taken in seconds.items()}
+
+
+def end_to_end(step: Callable[[], object], num_steps: int) -> tuple[float, ...]:
+    """Return the seconds of steps, each from the end of the one before it to its own, as a training loop sees them.
+
+    Copies that a step leaves behind, which slow the next, are so counted.
+    """
+    ends = [time.perf_counter()]
+    for _ in range(num_steps):
+        step()
+        ends.append(time.perf_counter())
+    return tuple(end - begin for begin, end in pairwise(ends))
 
 
 def turn_table(

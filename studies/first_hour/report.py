@@ -7,8 +7,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 
+from costmodel.scoring import Row, Score, relative_error
 from studies.first_hour.setting import Content
 from zosim.report import Bullets, Code, Part, Report, Table
 
@@ -104,19 +104,26 @@ def _successes(contents: Mapping[str, Content]) -> list[str]:
 def _errors(steps: Mapping[str, Content]) -> list[str]:
     """Return, for each kind of figures, by how much predicted steps differ from measured ones."""
     lines = []
-    for key in ("data sheet", "calibrated"):
-        errors = {
-            name: content["predicted_s"][key] / content["step_s"] - 1
-            for name, content in steps.items()
-            if key in content.get("predicted_s", {})
-        }
-        if errors:
-            worst = max(errors, key=lambda name: abs(errors[name]))
-            middle = median(map(abs, errors.values()))
+    for key in _PROFILES:
+        rows = [row for row in _rows(steps, key) if row.error is not None]
+        if rows:
+            score, worst = Score.of(rows), max(rows, key=lambda row: abs(row.error or 0.0))
             lines.append(
-                f"{key}: {middle:.1%} in the median of {len(errors)}, at most {errors[worst]:+.1%} ({worst})"
+                f"{key}: {score.median:.1%} in the median of {score.num_rows}, at most {worst.error:+.1%} ({worst.case})"
             )
     return lines
+
+
+_PROFILES = ("data sheet", "calibrated")
+
+
+def _rows(steps: Mapping[str, Content], key: str) -> list[Row]:
+    """Return the steps that were timed, as they are predicted by one kind of figures."""
+    return [
+        Row(name, "step_s", content["step_s"], content["predicted_s"].get(key))
+        for name, content in steps.items()
+        if "step_s" in content
+    ]
 
 
 def _failures(contents: Mapping[str, Content]) -> list[str]:
@@ -150,13 +157,11 @@ def _times(steps: Mapping[str, Content], contents: Mapping[str, Content]) -> Tab
     for name, content in steps.items():
         if "step_s" not in content:
             continue
-        step_s, predicted = content["step_s"], content["predicted_s"]
+        step_s = content["step_s"]
         least_s = content["two_forwards_s"] or max(content["computing_s"], content["one_way_s"])
         zo2_s = contents.get(f"zo2-{name}", {}).get("step_s")
-        errors = [
-            f"{predicted[key] / step_s - 1:+.1%}" if key in predicted else "-"
-            for key in ("data sheet", "calibrated")
-        ]
+        said = (_rows({name: content}, key)[0].error for key in _PROFILES)
+        errors = ["-" if error is None else f"{error:+.1%}" for error in said]
         hidden = "-" if content["hidden"] is None else f"{content['hidden']:.0%}"
         rows.append(
             (name, f"{step_s * 1e3:.1f}", *errors, f"{step_s / least_s:.3f}", hidden, f"{zo2_s / step_s:.2f}" if zo2_s else "-")
@@ -182,7 +187,7 @@ def _memory(steps: Mapping[str, Content]) -> Table:
             (content[f"{space}_bytes"], content[f"predicted_{space}_bytes"]) for space in ("device", "host")
         ]
         cells = [
-            (f"{measured / _GIB:.3f}", f"{predicted / measured - 1:+.1%}" if measured else "-")
+            (f"{measured / _GIB:.3f}", f"{relative_error(predicted, measured):+.1%}" if measured else "-")
             for measured, predicted in sizes
         ]
         rows.append((name, *cells[0], f"{content['allocator_bytes'] / _GIB:.3f}", *cells[1]))

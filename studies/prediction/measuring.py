@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from statistics import fmean, median
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from executors.calibration.quiet import OtherLoad
 from executors.pace import reference_now_s
 from executors.ranks.launch import launch, process_group
+from executors.turns import end_to_end
 from studies.prediction.cases import Case
 from studies.prediction.setting import batch_of, session_of
 from zosim.plans import Plan
@@ -174,13 +174,9 @@ class Turn:
         before_s = reference_now_s(PACE_S)
         session.step(batch)
         others = OtherLoad()
-        ends = [time.perf_counter()]
-        for _ in range(num_steps):
-            session.step(batch)
-            ends.append(time.perf_counter())
+        steps = end_to_end(lambda: session.step(batch), num_steps)
         # The other ranks are no strangers.
         foreign_cores = max(0.0, others.cores() - (self.case.num_ranks - 1))
-        steps = tuple(end - begin for begin, end in pairwise(ends))
         self._taken.append(Round(steps, foreign_cores, before_s, reference_now_s(PACE_S)))
 
     def measured(self) -> MeasuredSteps:

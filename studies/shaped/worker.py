@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -20,6 +17,7 @@ from executors.pace import reference_now_s
 from executors.ranks.communicator import Communicator
 from executors.ranks.launch import process_group
 from executors.runs.session import Session
+from executors.turns import end_to_end
 from studies.prediction.cases import Case
 from studies.prediction.setting import batch_of, model_of
 from studies.shaped.cases import NETWORKS, ShapedCase, cases_of
@@ -85,22 +83,17 @@ def _run(case: ShapedCase, ranks: Communicator) -> CaseSteps:
     batch = batch_of(Case(setting.shape, setting.batch, setting.seq, setting.dtype, 1, ""))
     with Session(plan_of(case), model, learning_rate=1e-7) as session:
         session.step(batch)
-        ends = [time.perf_counter()]
-        for _ in range(_WARM_STEPS - 1):
-            session.step(batch)
-            ends.append(time.perf_counter())
-        num_steps = _agreed(ranks, _SECONDS / median(_differences(ends)))
+        warm_s = end_to_end(lambda: session.step(batch), _WARM_STEPS - 1)
+        num_steps = _agreed(ranks, _SECONDS / median(warm_s))
         before_s = _reference_s(ranks)
         session.step(batch)
-        before, ends = _load(ranks), [time.perf_counter()]
-        for _ in range(num_steps):
-            session.step(batch)
-            ends.append(time.perf_counter())
+        before = _load(ranks)
+        step_s = end_to_end(lambda: session.step(batch), num_steps)
         foreign_s = _load(ranks) - before
         after_s = _reference_s(ranks)
         labels = session.timeline().seconds_by_label(session.rank)
-    foreign_cores = foreign_s / (ends[-1] - ends[0])
-    return CaseSteps(case.name, tuple(_differences(ends)), labels, foreign_cores, before_s, after_s)
+    foreign_cores = foreign_s / sum(step_s)
+    return CaseSteps(case.name, step_s, labels, foreign_cores, before_s, after_s)
 
 
 def _reference_s(ranks: Communicator) -> float:
@@ -122,10 +115,6 @@ def _agreed(ranks: Communicator, wanted: float) -> int:
     """Return rank 0's number of steps, which all ranks take."""
     number = max(_LEAST_STEPS, min(_MOST_STEPS, round(wanted)))
     return ranks.on_rank_0(lambda: number, "agreeing on the number of steps")
-
-
-def _differences(ends: Sequence[float]) -> list[float]:
-    return [end - begin for begin, end in pairwise(ends)]
 
 
 if __name__ == "__main__":

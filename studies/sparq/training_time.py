@@ -5,10 +5,8 @@ A minute: this machine is calibrated for ranks of one thread first. Nothing else
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +25,7 @@ from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
 from executors.ranks.launch import launch, process_group
 from executors.ranks.mesh import alone
 from executors.runs.session import Session
+from executors.turns import end_to_end
 from studies.records import write_records
 from studies.sparq.training import BETWEEN, INSIDE, CodecCase, batches_of, plan_of, tensors_of
 from topology.hardware import resolve
@@ -124,14 +123,11 @@ def _of(plan: Plan, path: str) -> tuple[float, float, float]:
     with Session(plan, model, **settings) as session:
         for _ in range(_WARM_STEPS):
             session.step(batch)
-        others, ends = OtherLoad(), [time.perf_counter()]
-        for _ in range(_STEPS):
-            session.step(batch)
-            ends.append(time.perf_counter())
+        others = OtherLoad()
+        steps = end_to_end(lambda: session.step(batch), _STEPS)
         foreign = max(0.0, others.cores() - plan.placement.world_size + 1)
         messages = session.messages_per_step()
-    seconds = median(end - begin for begin, end in pairwise(ends))
-    return seconds, 0.0 if messages is None else messages["bytes_per_step"], foreign
+    return median(steps), 0.0 if messages is None else messages["bytes_per_step"], foreign
 
 
 def measure() -> list[Timed]:

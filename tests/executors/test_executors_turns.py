@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from executors.turns import Took, TurnTimes, in_turns, turn_table
+import time
+
+from executors.turns import Took, TurnTimes, end_to_end, in_turns, turn_table
 
 
 class Clock:
@@ -58,6 +60,17 @@ def test_seconds_that_another_process_took_are_taken_from_it():
     clock = Clock()
     times = in_turns({"there": lambda _: Took(0.5)}, 2, clock=clock)
     assert times["there"].seconds == (0.5, 0.5)
+
+
+def test_steps_are_timed_from_the_end_of_the_one_before(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    took_s = iter((3.0, 1.0, 2.0))
+
+    def step() -> None:
+        clock.now_s += next(took_s)
+
+    assert end_to_end(step, 3) == (3.0, 1.0, 2.0)
 
 
 def test_a_table_has_numbers_beside_the_times():
