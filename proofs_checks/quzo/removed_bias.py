@@ -18,7 +18,7 @@ def check_bias_is_small(_context: Context) -> Outcome:
     Notes
     -----
     The mean is ``E[Q²]`` of the gradient, so that steps of learning rate η are steps of ``vη``: along a direction of curvature 1 they are
-    ``e^{-t}`` and ``e^{-vt}`` of the start, which are never farther apart than ``|v - 1|/e``.
+    ``e^{-t}`` and ``e^{-vt}`` of the start, which are never farther apart than ``(1 - v)/ve``.
     """
     own = RoundedDirection("gaussian", 8)
     squares = enumerated_moments(own)[0]
