@@ -1,4 +1,4 @@
-"""Write ``docs/commands.md`` from the commands themselves, so that the page cannot lag behind them."""
+"""Write ``docs/reference/commands.md`` from the commands themselves, so that the page cannot lag behind them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from zosim import cli, registry
 from zosim.options import EXPERT
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "commands.md"
 
 INTRODUCTION = """\
 # Commands

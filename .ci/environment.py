@@ -27,6 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = ("run", "serve", "dev", "gpu")
 """Extras that the environments have."""
 
+DOCS = "docs"
+"""The extra that builds the site: of the locked environment alone, as its packages bound versions that zosim does not."""
+
 REQUIREMENTS = {
     "locked": ROOT / "requirements.txt",
     "lowest": ROOT / ".ci" / "requirements-lowest.txt",
@@ -128,7 +131,7 @@ def project() -> dict[str, Any]:
 def digest_of_requirements() -> str:
     """Return a hash of what ``pyproject.toml`` asks for: exported files say which one they were made from."""
     said = project()
-    asked = [said["build-system"]["requires"], said["dependency-groups"], *EXTRAS]
+    asked = [said["build-system"]["requires"], said["dependency-groups"], *EXTRAS, DOCS]
     asked += [said["project"][name] for name in ("requires-python", "dependencies", "optional-dependencies")]
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import environment
-from environment import EXTRAS, REQUIREMENTS, ROOT, SetupError
+from environment import DOCS, EXTRAS, REQUIREMENTS, ROOT, SetupError
 
 UV = "uv==0.13.9"
 """What resolves; installed in a folder that is removed afterwards."""
@@ -37,7 +37,7 @@ def lock(arguments: Sequence[str]) -> int:
         names = _names()
         left_out = [word for name in names if _is_of_torch(name) for word in ("--no-emit-package", name)]
         extras = [word for extra in EXTRAS for word in ("--extra", extra)]
-        exported = ["export", "--frozen", "--no-header", "--no-emit-project", *extras]
+        exported = ["export", "--frozen", "--no-header", "--no-emit-project", *extras, "--extra", DOCS]
         uv.write(REQUIREMENTS["locked"], *exported, "--group", "build", *left_out)
         uv.write(ROOT / "pylock.toml", *exported, "--format", "pylock.toml")
         constraint = Path(folder) / "torch.txt"

@@ -26,6 +26,10 @@ STATIC_CHECKS: dict[str, list[str]] = {
     "imports": ["lint-imports", "--no-logo"],
 }
 
+BUILD_SITE = ["python", str(ROOT / ".ci" / "build_site.py")]
+
+BESIDE_TESTS = {"types": STATIC_CHECKS["types"], "site": BUILD_SITE}
+
 
 def demo(arguments: Sequence[str]) -> int:
     """Set up, then plan, simulate, run and compare on this machine (arguments go to `zosim demo`)."""
@@ -41,17 +45,26 @@ def test(arguments: Sequence[str]) -> int:
     if chosen:
         return _tool(["pytest", *full, *chosen])
     failed = [name for name in STATIC_CHECKS if name != "types" and _static(name) != 0]
-    # Types beside the tests: without its cache, as in a fresh clone, mypy takes one core for most of a minute.
-    with ThreadPoolExecutor(1) as pool, tempfile.TemporaryFile("w+", encoding="utf-8") as said:
-        types = pool.submit(_tool, STATIC_CHECKS["types"], said)
+    # Beside the tests: types, without a cache, as in a fresh clone, and the site each take one core for most of a minute.
+    with ThreadPoolExecutor(1) as pool:
+        beside = {name: pool.submit(_said, command) for name, command in BESIDE_TESTS.items()}
         if not _tests(full):
             failed.append("tests")
-        if types.result() != 0:
-            failed.append("types")
-        _title("types")
-        said.seek(0)
-        print(said.read(), end="")
+        for name, done in beside.items():
+            code, text = done.result()
+            _title(name)
+            print(text, end="")
+            if code != 0:
+                failed.append(name)
     return _verdict(failed)
+
+
+def _said(command: Sequence[str]) -> tuple[int, str]:
+    """Exit code and output of a program of the environment."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
+        code = _tool(command, said)
+        said.seek(0)
+        return code, said.read()
 
 
 def _tests(full: Sequence[str]) -> bool:
@@ -116,9 +129,9 @@ def imports(_: Sequence[str]) -> int:
 
 
 def docs(_: Sequence[str]) -> int:
-    """Write docs/commands.md anew from the commands' options, then run the README's commands."""
+    """Write docs/reference/commands.md anew, build the site into build/site, then run the commands that pages show."""
     written = _tool(["python", str(ROOT / ".ci" / "commands_page.py")])
-    return written or _tool(["pytest", "--run-slow", "tests/repository/test_readme.py"])
+    return written or _tool(BUILD_SITE) or _tool(["pytest", "--run-slow", "tests/repository/test_readme.py"])
 
 
 def fuzz(arguments: Sequence[str]) -> int:

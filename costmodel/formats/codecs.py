@@ -41,7 +41,7 @@ Scope = Literal["tensor", "token", "channel"]
 """What shares a grid: everything, each row along the last dimension, or each place in it."""
 
 Encoding = Literal["dense", "index", "bitmap", "run-length", "entropy"]
-"""How symbols are written down; see ``docs/codecs.md``."""
+"""How symbols are written down; see ``docs/reference/codecs.md``."""
 
 EncodingChoice = Literal[Encoding, "smallest"]
 

@@ -13,7 +13,7 @@ same, its fourths ``1/q`` times as large.
 
 References
 ----------
-.. [1] QuZO, equations 3 to 10, which leave out scales and clamping; docs/low_bits.md has the derivation.
+.. [1] QuZO, equations 3 to 10, which leave out scales and clamping; docs/explanation/quantized-training.md has the derivation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The message around encoded symbols: what it is, how long, and whether it arrived whole.
 
-``docs/codecs.md`` has the layout byte by byte. All numbers are little-endian.
+``docs/reference/codecs.md`` has the layout byte by byte. All numbers are little-endian.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def launch_lines(
     lines = [f"The plan has ranks on {len(hosts)} hosts. Start them with ssh:", "", *by_ssh, ""]
     lines += ["or with Slurm:", "", by_slurm, ""]
     lines.append(
-        "While it runs, these hosts have open ports: docs/runs.md says which, and how to close them."
+        "While it runs, these hosts have open ports: docs/how-to/several-hosts.md says which, and how to close them."
     )
     if device is not None:
         is_named = any(word.partition("=")[0] == "--device" for word in arguments)

@@ -122,7 +122,9 @@ class ShapedNetwork:
     def __enter__(self) -> Self:
         reason = why_not()
         if reason:
-            raise RunError(f"no shaped links here: {reason}", hint="docs/shaped-links.md says what they take")
+            raise RunError(
+                f"no shaped links here: {reason}", hint="docs/how-to/shape-links.md says what they take"
+            )
         remove_leftovers()
         try:
             self._build()
@@ -240,5 +242,5 @@ def _command(*words: str) -> None:
     if done.returncode:
         raise RunError(
             f"`{' '.join(words)}` failed: {done.stderr.strip() or done.returncode}",
-            hint="docs/shaped-links.md says what shaped links take",
+            hint="docs/how-to/shape-links.md says what shaped links take",
         )

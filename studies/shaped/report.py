@@ -69,7 +69,7 @@ class ShapedBenchmark:
         listed = ", ".join(f"{name} {number}" for name, number in versions().items())
         yield f"{self.date}, commit `{self.commit}`. {listed}."
         yield Code("python -m studies.shaped.benchmark")
-        yield f"""Hosts are network namespaces of one machine, joined by shaped veth pairs (docs/shaped-links.md says how); a rank computes with
+        yield f"""Hosts are network namespaces of one machine, joined by shaped veth pairs (docs/how-to/shape-links.md says how); a rank computes with
 one thread. The profile is `zosim calibrate --threads 1`, run on two hosts at once. The topology has links of the declared
 rate, less frames' headers ({FRAME_EFFICIENCY:.1%} is payload), and the latency of a small message, less what the profile
 says that one within a host takes. The simulated hosts share the machine's cores, as the real ones do: as many cores' worth

@@ -220,7 +220,7 @@ CHOSEN = (
     Chosen("context", _MEMORY, _number(datasheet, "_CONTEXT"), 0.5, "the least that is known"),
     Chosen("slack of temporaries", _MEMORY, _gpu_constant("allocator_slack"), 0.0, "none"),
 )  # fmt: skip
-"""As listed in docs/validation.md."""
+"""As listed in docs/explanation/data-sheet-predictions.md."""
 
 
 def source_of(row: MeasuredRow) -> str:

@@ -231,7 +231,8 @@ def test_the_requirements_are_the_locked_versions_by_the_locked_hashes(environme
         hashes.update(file["hash"] for file in files)
         lines = list(package.get("dependencies", []))
         if package["name"] == "zosim":
-            lines += [one for extra in environment.EXTRAS for one in package["optional-dependencies"][extra]]
+            extras = [*environment.EXTRAS, environment.DOCS]
+            lines += [one for extra in extras for one in package["optional-dependencies"][extra]]
             lines += package["dev-dependencies"]["build"]
         needs.setdefault(package["name"], set()).update(one["name"] for one in lines)
     exported = hashed_requirements(ROOT / "requirements.txt")

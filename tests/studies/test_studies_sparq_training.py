@@ -85,7 +85,7 @@ def test_every_coding_was_measured_at_every_radius():
 
 
 def test_the_page_has_the_rows_of_the_files():
-    page = Path("docs/codecs.md").read_text(encoding="utf-8").splitlines()
+    page = Path("docs/benchmarks/codecs.md").read_text(encoding="utf-8").splitlines()
     for line in (
         summary(records_in(RESULTS, TrainedCase)).to_markdown()
         + "\n"

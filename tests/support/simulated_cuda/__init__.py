@@ -4,7 +4,7 @@ Tensors are those of the CPU; which of them lie on the device is a property of t
 launched, in the order of the launches, so that results are right. Whether they *had* to be right is told by vector
 clocks: of two accesses to one byte, at least one of them a write, a stream, an event or the host must have ordered one
 before the other; and memory that is freed must not be in use on a stream that its allocator was not told of. See
-``docs/simulated_device.md`` for what this can show and what it cannot.
+``docs/explanation/simulated-device.md`` for what this can show and what it cannot.
 """
 
 from __future__ import annotations
