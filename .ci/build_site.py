@@ -25,7 +25,7 @@ def build(site: Path = SITE) -> int:
     """Return Sphinx's exit code, or 1 if a page loads something from a network."""
     from sphinx.cmd.build import main as sphinx_build
 
-    code = sphinx_build(["-b", "html", "-W", "--keep-going", "-q", str(ROOT / "docs"), str(site)])
+    code = sphinx_build(["-b", "html", "-E", "-W", "--keep-going", "-q", str(ROOT / "docs"), str(site)])
     remote = sorted(set(loaded_from_a_network(site)))
     for line in remote:
         print(f"error: {line}", file=sys.stderr)

@@ -32,6 +32,7 @@ myst_heading_anchors = 4
 myst_links_external_new_tab = False
 myst_highlight_code_blocks = True
 
+toc_object_entries = False  # every page copies the tree of contents
 public_packages = ["topology", "costmodel", "zosim", "executors", "proofs_checks.judging"]
 autodoc_typehints = "none"  # signatures name the parameters, the docstrings say what they are
 autosummary_generate = False  # the reference is one page a package, not a page a name
