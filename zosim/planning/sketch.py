@@ -1,10 +1,10 @@
 """What a rank's step takes at least, and how much memory, before its program is lowered in full.
 
 Blocks are alike, so the instructions of a model with two blocks tell those of all: what the first and the second block
-add to every stream, buffer and shared resource is known from them. A step is then a max-plus recurrence over visits of
-segments, as :mod:`zosim.applications.closed_form.recurrence` is one over instructions. Nothing waits here that does not wait there, so the period
+add to every stream, buffer and shared resource is known from them. A step is then a graph in which a block is a position
+(:mod:`zosim.planning.block_graph`). Nothing waits here that does not wait in the program's own graph, so the period
 is a lower bound of the closed form's, and with it of the simulated step: peers, contention and dependencies between
-distant visits can only add to it. Memory is exact.
+distant blocks can only add to it. Memory is exact.
 
 Examples
 --------
@@ -29,10 +29,9 @@ A sketch of the twelve blocks of OPT-125M is made of the instructions of two. Wi
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
 from costmodel.models.model_spec import ModelSpec, block_segment
 from topology.limits import whole_number
@@ -40,13 +39,13 @@ from zosim.hardware.machine import Activity, Machine
 from zosim.lowering import unordered
 from zosim.lowering.hazards import connected_by_conflicts
 from zosim.lowering.schedule import StepWriter
+from zosim.planning.block_graph import BlockGraph, Execution, Seconds, StageStep, chained_s, period_s
 from zosim.planning.footprint import Footprint, footprint_of
-from zosim.planning.visits import STREAMS, Item, Visit, chained_s, period_s, pipelined_s
 from zosim.plans import Plan
 from zosim.points import BASE
 from zosim.program import Program
 from zosim.program.instructions import Buffer, Instruction
-from zosim.program.operations import Collective, Decode, Recv, Send
+from zosim.program.operations import Collective, Recv, Send
 from zosim.simulators.shortening import shortened_stages, shortest
 
 _SLOT_ROLES = ("slots", "staging")
@@ -85,8 +84,8 @@ class Sketcher:
         self._small = shortest(model)
         self._is_long = self._small is not model
         self._sketches: dict[Hashable, Sketch] = {}
-        self._visits: dict[Hashable, tuple[Visit, ...]] = {}
         self._outlines: dict[Hashable, _Outline] = {}
+        self._prices: dict[Hashable, _Prices] = {}
         self._buffers: dict[Hashable, tuple[Buffer, ...]] = {}
         self._activities: dict[Hashable, tuple[Machine, Program, Activity]] = {}
 
@@ -94,11 +93,7 @@ class Sketcher:
         """Return the seconds per step of stages that wait for each other's messages and losses, at least."""
         if not plan.copies_overlap:
             return 0.0
-        stages = [
-            (self._visits_of(_part(plan, rank), plan, rank, machines[rank]), machines[rank].step_s())
-            for rank in ranks
-        ]
-        return pipelined_s(stages, plan.residency.num_slots)
+        return period_s([self._stage(plan, rank, machines[rank]) for rank in ranks])
 
     def sketch(self, plan: Plan, rank: int, machine: Machine) -> Sketch:
         """Return what `rank` of `plan` takes on `machine`, at least."""
@@ -108,48 +103,45 @@ class Sketcher:
         if key not in self._sketches:
             if (part, num_slots) not in self._buffers:
                 self._buffers[part, num_slots] = StepWriter(plan, rank).buffers()
-            visits = self._visits_of(part, plan, rank, machine)
-            workspace_bytes = self._outlines[part].workspace_bytes
-            memory = footprint_of(self._buffers[part, num_slots], workspace_bytes, machine.profile)
-            self._sketches[key] = _finished(visits, plan, memory, machine)
+            stage = self._stage(plan, rank, machine)
+            outline, loads = self._outlines[part], self._prices[part, machine.shape].loads
+            memory = footprint_of(self._buffers[part, num_slots], outline.workspace_bytes, machine.profile)
+            period = period_s([stage]) if plan.copies_overlap else chained_s(stage)
+            self._sketches[key] = Sketch(period, loads, memory, outline.num_instructions)
         return self._sketches[key]
 
-    def _visits_of(self, part: Hashable, plan: Plan, rank: int, machine: Machine) -> tuple[Visit, ...]:
-        """Return the visits of a step on a machine, which the number of slots does not change."""
-        key = part, machine.shape
-        if key not in self._visits:
-            if part not in self._outlines:
-                small, standing = self._shortened(plan, rank)
-                # Not connected: visits know their order, and only conflicts within one are looked for.
-                program = unordered(small, rank)
-                workspace_bytes = max((item.work.workspace_bytes for item in program.step), default=0)
-                self._outlines[part] = _Outline(
-                    program, tuple(_stretches(program, standing)), workspace_bytes
-                )
-            outline = self._outlines[part]
-            self._visits[key] = tuple(
-                self._priced(stretch, outline.program, machine) for stretch in outline.stretches
-            )
-        return self._visits[key]
+    def _stage(self, plan: Plan, rank: int, machine: Machine) -> StageStep:
+        """Return who waits for whom in a step of a rank and what its instructions take; of these the number of slots changes the first alone."""
+        part = _part(plan, rank)
+        if part not in self._outlines:
+            # Not connected: executions know their order, and only conflicts within one are looked for.
+            small, standing = self._shortened(plan, rank)
+            self._outlines[part] = _Outline(unordered(small, rank), standing)
+        outline, key = self._outlines[part], (part, machine.shape)
+        if key not in self._prices:
+            # Every resource has a place, so that loads of machines alike can be added by position.
+            loads = dict.fromkeys(machine.capacities, 0.0)
+            seconds = []
+            for execution in outline.executions:
+                activities = [
+                    self._activity(item, outline.program, machine) for item in execution.instructions
+                ]
+                seconds.append([activity.seconds for activity in activities])
+                for name, amount in chain.from_iterable(activity.loads() for activity in activities):
+                    loads[name] += amount * execution.count
+            self._prices[key] = _Prices(seconds, tuple(loads.values()))
+        return StageStep(outline.graph(plan.residency.num_slots), self._prices[key].seconds, machine.step_s())
 
-    def _priced(self, stretch: _Stretch, program: Program, machine: Machine) -> Visit:
-        """Return a stretch as a machine does it; activities of equal work are looked up."""
-        loads: dict[str, float] = defaultdict(float)
-        seconds = []
-        for instruction in stretch.instructions:
-            # Equal work on one stream takes as long in every block.
-            key: Hashable = id(machine), machine.direction(program, instruction), instruction.work
-            if isinstance(instruction.op, Send | Recv | Collective):
-                # What a message or an exchange takes depends on whom it reaches.
-                key = id(machine), instruction.id, id(program)
-            if key not in self._activities:
-                # With the machine and the program that the key names, which so stay alive.
-                self._activities[key] = machine, program, machine.activity(program, instruction)
-            activity = self._activities[key][-1]
-            seconds.append(activity.seconds)
-            for name, amount in activity.loads():
-                loads[name] += amount
-        return Visit(stretch.block, stretch.count, stretch.items, tuple(seconds), dict(loads))
+    def _activity(self, instruction: Instruction, program: Program, machine: Machine) -> Activity:
+        # Equal work on one stream takes as long in every block.
+        key: Hashable = id(machine), machine.direction(program, instruction), instruction.work
+        if isinstance(instruction.op, Send | Recv | Collective):
+            # What a message or an exchange takes depends on whom it reaches.
+            key = id(machine), instruction.id, id(program)
+        if key not in self._activities:
+            # With the machine and the program that the key names, which so stay alive.
+            self._activities[key] = machine, program, machine.activity(program, instruction)
+        return self._activities[key][-1]
 
     def _shortened(self, plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
         """Return a plan with fewer blocks, and the blocks that each of those left stands for."""
@@ -171,7 +163,7 @@ def _part(plan: Plan, rank: int) -> Hashable:
     """
     stage = (plan.split, plan.segments_of(rank)) if plan.num_stages > 1 else ()
     points = plan.points_of(rank)
-    # Slots change the order of visits, not what a visit does.
+    # Slots change the order of blocks, not what is done for one.
     residency = plan.residency.model_copy(update={"num_slots": 1})
     return (
         len(points),
@@ -185,60 +177,49 @@ def _part(plan: Plan, rank: int) -> Hashable:
     )
 
 
-def _finished(visits: Sequence[Visit], plan: Plan, memory: Footprint, machine: Machine) -> Sketch:
-    # Every resource has a place, so that loads of machines alike can be added by position.
-    loads = dict.fromkeys(machine.capacities, 0.0)
-    for visit in visits:
-        for name, amount in visit.loads.items():
-            loads[name] += amount * visit.count
-    step_s = machine.step_s()
-    period = (
-        period_s(visits, plan.residency.num_slots, step_s)
-        if plan.copies_overlap
-        else chained_s(visits, step_s)
-    )
-    num_instructions = sum(len(visit.items) * visit.count for visit in visits)
-    return Sketch(period, tuple(loads.values()), memory, num_instructions)
-
-
 @dataclass(frozen=True)
-class _Stretch:
-    """Neighbouring instructions of one segment, and the blocks that they stand for."""
+class _Prices:
+    """What a step takes on a machine: the seconds of its instructions, and of every resource of the machine seconds times rate."""
 
-    block: int | None
-    count: int
-    instructions: tuple[Instruction, ...]
-    items: tuple[Item, ...]
+    seconds: Seconds
+    loads: tuple[float, ...]
 
 
-@dataclass(frozen=True)
 class _Outline:
-    """What a rank of a plan with few blocks does in a step, on whatever machine, and the largest workspace."""
+    """What a rank of a plan with few blocks does in a step, on whatever machine.
 
-    program: Program
-    stretches: tuple[_Stretch, ...]
-    workspace_bytes: int
+    Parameters
+    ----------
+    program : Program
+    standing : mapping of str to range
+        The blocks that a segment stands for.
+    """
+
+    def __init__(self, program: Program, standing: Mapping[str, range]) -> None:
+        self.program = program
+        self.executions = list(_executions(program, standing))
+        self.num_instructions = sum(len(each.instructions) * each.count for each in self.executions)
+        self.workspace_bytes = max((item.work.workspace_bytes for item in program.step), default=0)
+        self._graphs: dict[int, BlockGraph] = {}
+
+    def graph(self, num_slots: int) -> BlockGraph:
+        """Return who waits for whom with so many slots."""
+        if num_slots not in self._graphs:
+            self._graphs[num_slots] = BlockGraph(self.executions, num_slots)
+        return self._graphs[num_slots]
 
 
-def _stretches(program: Program, standing: Mapping[str, range]) -> Iterable[_Stretch]:
-    """Yield the stretches of a step, in order."""
+def _executions(program: Program, standing: Mapping[str, range]) -> Iterator[Execution]:
     for segment, grouped in groupby(program.step, key=lambda item: item.segment):
-        instructions = tuple(grouped)
+        # What waits across executions, a stream or a slot, is the graph's to know.
+        instructions = tuple(connected_by_conflicts((), tuple(grouped)))
+        accesses = [(*item.reads, *item.writes) for item in instructions]
+        in_slot = tuple(
+            number
+            for number, of_item in enumerate(accesses)
+            if any(program.buffer(access.buffer).role in _SLOT_ROLES for access in of_item)
+        )
         block = whole_number(segment.partition(".")[2].partition(".")[0])
         blocks = standing.get(segment)
-        start, count = (block, 1) if blocks is None else (blocks.start, len(blocks))
-        yield _Stretch(start, count, instructions, tuple(_items(program, instructions)))
-
-
-def _items(program: Program, instructions: Sequence[Instruction]) -> Iterable[Item]:
-    position = {instruction.id: number for number, instruction in enumerate(instructions)}
-    # Within a visit; what waits across visits, a stream or a slot, is the clock's to know.
-    for instruction in connected_by_conflicts((), instructions):
-        accesses = (*instruction.reads, *instruction.writes)
-        meets = isinstance(instruction.op, Send | Recv | Decode | Collective)
-        yield Item(
-            STREAMS.index(instruction.stream),
-            tuple(position[edge.instruction] for edge in instruction.after),
-            any(program.buffer(access.buffer).role in _SLOT_ROLES for access in accesses),
-            type(instruction.op) if meets else None,
-        )
+        first, count = (block, 1) if blocks is None else (blocks.start, len(blocks))
+        yield Execution(first, count, instructions, in_slot)

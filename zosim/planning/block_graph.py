@@ -1,0 +1,272 @@
+"""The graph of a step of which one block stands for many, and how long such a step takes at least.
+
+Nodes and edges are as in :class:`~zosim.program.step_graph.StepGraph`, but a position is one block: blocks that are alike share a table of
+edges, and what only repeats itself is left out (:class:`~zosim.simulators.maxplus.MaxPlus`). So the bound of a step of a hundred blocks
+costs what a few cost.
+
+Examples
+--------
+Two streams and four blocks: each upload takes 1 s, each forward 2 s. With two slots uploads run beside forwards, and a step
+takes the first upload and four forwards; with one slot nothing overlaps.
+
+>>> from zosim.program.instructions import Dependency
+>>> from zosim.program.operations import Load
+>>> up = Instruction("up", Load(), Stream.H2D, "upload", "block.0")
+>>> go = Instruction("go", Load(), Stream.COMPUTE, "forward", "block.0", after=(Dependency("up"),))
+>>> blocks = Execution(0, 4, (up, go), in_slot=(0, 1))
+>>> [period_s([StageStep(BlockGraph([blocks], num_slots), [(1.0, 2.0)], step_s=0.0)]) for num_slots in (2, 1)]
+[9.0, 12.0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+from zosim.program.instructions import Instruction, Stream
+from zosim.program.operations import Collective, Decode, Recv, Send
+from zosim.program.step_graph import Edge
+from zosim.simulators.maxplus import MaxPlus, Node
+
+# The first fills slots and streams; the others are as long as all that follow.
+_NUM_STEPS = 3
+# Shifts that differ by less, relative, are rounding.
+_SAME = 1e-12
+# At a step's first position there is a node for each stream, behind them this one.
+_EXCHANGE = len(Stream)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Neighbouring instructions of one segment; those of a block stand for `count` blocks, one after the other.
+
+    Attributes
+    ----------
+    block : int or None
+        The first of the blocks.
+    count : int
+    instructions : tuple of Instruction
+        Each after others of these alone.
+    in_slot : tuple of int
+        Which of them work in a slot.
+    """
+
+    block: int | None
+    count: int
+    instructions: tuple[Instruction, ...]
+    in_slot: tuple[int, ...]
+
+
+class BlockGraph:
+    """Who waits for whom in a step.
+
+    The first position of a step has a node for each stream, where it waits for the host, one for the exchange of losses and one for each
+    message; the last two end when peers say. An instruction that others take part in is two nodes: the second, numbered as it is, ends
+    when they have come as well.
+
+    Parameters
+    ----------
+    executions : sequence of Execution
+    num_slots : int
+
+    Attributes
+    ----------
+    opening : list of Node
+        The streams' nodes at the first position.
+    tables : list of list of list of Node
+        Of each execution: the nodes of its first blocks, the last of which are those of all that follow.
+    sends, receipts : list of (int, int)
+        Position in the step and number of each message.
+    exchange : (int, int) or None
+        Execution and number of the instruction in which losses are exchanged.
+    end : (int, int)
+        Position in the step and number of the last computation.
+    """
+
+    def __init__(self, executions: Sequence[Execution], num_slots: int) -> None:
+        self.executions = executions
+        self.num_slots = num_slots
+        # Losses are exchanged last; what blocks gather on one host is no peer stage's.
+        collectives = (
+            (place, number)
+            for place, execution in enumerate(executions)
+            for number, item in enumerate(execution.instructions)
+            if isinstance(item.op, Collective) and execution.count == 1
+        )
+        self.exchange = max(collectives, default=None)
+        self.sends: list[Edge] = []
+        self.receipts: list[Edge] = []
+        # Messages are decoded in the order in which they come.
+        self._received = iter(self.receipts)
+        # The last on each stream, and the last on each stream in each slot.
+        self._last: dict[Stream, Edge] = {stream: (0, number) for number, stream in enumerate(Stream)}
+        self._in_slot: dict[int | None, dict[Stream, Edge]] = {}
+        self._first_in_slot: list[tuple[list[Edge], int, int | None]] = []
+        self.tables: list[list[list[Node]]] = []
+        position = 1
+        for place, execution in enumerate(executions):
+            nodes = self._inside(place, position)
+            self.tables.append(list(self._tables(execution, nodes, position)))
+            position += execution.count
+        # Losses are read when compute has ended: every stream of the next step waits for that.
+        self.end = self._last[Stream.COMPUTE]
+        self.opening: list[Node] = [
+            (number, _edges(position, {self._last[stream], self.end})) for number, stream in enumerate(Stream)
+        ]
+        # And the first in a slot for the last that the step before left there.
+        for edges, entered, slot in self._first_in_slot:
+            edges.extend(_edges(position + entered, self._in_slot[slot].values()))
+
+    def _inside(self, place: int, position: int) -> dict[int, list[Edge]]:
+        """Return the nodes of an execution, and what they wait for in it and of messages."""
+        nodes: dict[int, list[Edge]] = {}
+        numbers: dict[str, int] = {}
+        on_stream: dict[Stream, int] = {}
+        for number, item in enumerate(self.executions[place].instructions):
+            edges = [(0, numbers[before.instruction]) for before in item.after]
+            if item.stream in on_stream:
+                edges.append((0, on_stream[item.stream]))
+            numbers[item.id] = on_stream[item.stream] = number
+            peer = _EXCHANGE if (place, number) == self.exchange else None
+            if isinstance(item.op, Send):
+                self.sends.append((position, number))
+            elif isinstance(item.op, Recv):
+                self.receipts.append((position, number))
+                peer = _EXCHANGE + len(self.receipts)
+            elif isinstance(item.op, Decode):
+                edges += _edges(position, [next(self._received)])
+            if peer is not None:
+                nodes[~number] = edges
+                edges = [(0, ~number), (position, peer)]
+            nodes[number] = edges
+        return nodes
+
+    def _tables(self, execution: Execution, nodes: dict[int, list[Edge]], begin: int) -> Iterator[list[Node]]:
+        """Yield the nodes of an execution's first blocks with all edges, the last of which are those of all that follow."""
+        items, count = execution.instructions, execution.count
+        # Of two nodes of an instruction the first waits.
+        heads = [~number if ~number in nodes else number for number in range(len(items))]
+        first = {item.stream: head for item, head in reversed([*zip(items, heads, strict=True)])}
+        last = {item.stream: number for number, item in enumerate(items)}
+        in_slot = {items[number].stream: number for number in execution.in_slot}
+        # Behind the first in each slot all are alike; the last in each are what others come behind.
+        few = min(self.num_slots + 1, count)
+        for block in chain(range(few), range(max(few, count - self.num_slots), count)):
+            position = begin + block
+            # Blocks take turns in the slots, as lowering has it.
+            slot = None if execution.block is None else (execution.block + block) % self.num_slots
+            if block < few:
+                own = dict(nodes)
+                for stream, number in first.items():
+                    own[number] = own[number] + _edges(position, [self._last[stream]])
+                if in_slot:
+                    # A slot is free when all that worked in it for another block has ended.
+                    number = heads[execution.in_slot[0]]
+                    own[number] = own[number] + _edges(position, self._in_slot.get(slot, {}).values())
+                    if slot not in self._in_slot:
+                        self._first_in_slot.append((own[number], position, slot))
+                yield list(own.items())
+            self._last |= {stream: (position, number) for stream, number in last.items()}
+            if in_slot:
+                self._in_slot[slot] = {stream: (position, number) for stream, number in in_slot.items()}
+
+
+def _edges(position: int, places: Iterable[Edge]) -> list[Edge]:
+    return [(position - there, number) for there, number in places]
+
+
+Seconds = Sequence[Sequence[float]]
+"""Of the instructions of each execution."""
+
+
+class StageStep(NamedTuple):
+    """A rank of a pipeline: its graph, the seconds of its instructions, and the host's own of a step."""
+
+    graph: BlockGraph
+    seconds: Seconds
+    step_s: float
+
+
+def period_s(stages: Sequence[StageStep]) -> float:
+    """Return the seconds from the end of one step to that of the next, of the stage that ends last."""
+    runs = [_Run(*stage) for stage in stages]
+    ends: list[list[float]] = []
+    for _ in range(_NUM_STEPS):
+        came: list[float] = []
+        sent: list[float] = []
+        # Messages go to later stages; where losses are exchanged, all wait for the last.
+        for run in runs:
+            came.append(run.until_exchange(sent))
+            sent = run.sent_s
+        ends.append([run.after_exchange(max(came)) for run in runs])
+    return max(last - before for before, last in zip(ends[-2], ends[-1], strict=True))
+
+
+def chained_s(stage: StageStep) -> float:
+    """Return the period of a step of which every instruction waits for the one before.
+
+    What is listed before the first computation runs while the host prepares that.
+    """
+    streams = [item.stream for execution in stage.graph.executions for item in execution.instructions]
+    first = streams.index(Stream.COMPUTE)
+    pairs = zip(stage.graph.executions, stage.seconds, strict=True)
+    listed = [alone_s * execution.count for execution, own in pairs for alone_s in own]
+    return max(stage.step_s, sum(listed[:first])) + sum(listed[first:])
+
+
+class _Run:
+    """A stage's run, step by step."""
+
+    def __init__(self, graph: BlockGraph, seconds: Seconds, step_s: float) -> None:
+        self.sent_s: list[float] = []
+        self._graph = graph
+        self._step_s = step_s
+        self._run: MaxPlus[float] = MaxPlus(0.0, max)
+        self._begin = 0
+        self._parts = []
+        for execution, tables, own in zip(graph.executions, graph.tables, seconds, strict=True):
+            nodes = [number for number, _ in tables[0]]
+            # Of two nodes of an instruction the first takes its time.
+            alone = [own[~n] if n < 0 else 0.0 if ~n in nodes else own[n] for n in nodes]
+            self._parts.append((execution.count, tables, alone))
+
+    def until_exchange(self, arrivals: Sequence[float]) -> float:
+        """Run a step until losses are exchanged, and return when the stage has come to that."""
+        graph, run, self._begin = self._graph, self._run, len(self._run.ends)
+        # Those of no pipeline are taken to find every message there.
+        came = [*arrivals, *[0.0] * (len(graph.receipts) - len(arrivals))]
+        outside: list[Node] = [(_EXCHANGE + k, ()) for k in range(1 + len(came))]
+        hosts = [self._step_s if stream == Stream.COMPUTE else 0.0 for stream in Stream]
+        run.advance([*graph.opening, *outside], [*hosts, 0.0, *came])
+        self._execute(self._parts if graph.exchange is None else self._parts[: graph.exchange[0] + 1])
+        self.sent_s = [run.ends[self._begin + later][number] for later, number in graph.sends]
+        return 0.0 if graph.exchange is None else run.ends[-1][~graph.exchange[1]]
+
+    def after_exchange(self, exchange_s: float) -> float:
+        """Run the rest of the step, and return when its last computation ends."""
+        run, exchange = self._run, self._graph.exchange
+        if exchange is not None:
+            # The execution in which losses are exchanged, once more, now that it is known when they are.
+            run.ends[self._begin][_EXCHANGE] = exchange_s
+            del run.starts[-1], run.ends[-1]
+            self._execute(self._parts[exchange[0] :])
+        position, number = self._graph.end
+        return run.ends[self._begin + position][number]
+
+    def _execute(self, parts: Iterable[tuple[int, list[list[Node]], list[float]]]) -> None:
+        """Run executions as often as they stand for, leaving out what only repeats."""
+        run, num_slots = self._run, self._graph.num_slots
+        for count, tables, seconds in parts:
+            block = 0
+            while block < count:
+                run.advance(tables[min(block, num_slots)], seconds)
+                block += 1
+                rounds = (count - block) // num_slots
+                if rounds and block >= 2 * num_slots and block % num_slots == 0:
+                    shifts = run.shifts(num_slots)
+                    # All of this round is as much later as the round before: so it goes on.
+                    if max(shifts) - min(shifts) <= _SAME * max(shifts):
+                        run.repeat(num_slots, rounds, max(shifts))
+                        block += rounds * num_slots
