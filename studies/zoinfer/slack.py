@@ -27,14 +27,18 @@ from numpy.typing import NDArray
 from torch import nn
 
 from costmodel.models.configs import LoRA
+from costmodel.scoring import Row
 from executors.models.lora import save_adapters
 from executors.runs.adapters import attach
 from executors.serving.client import RemoteEngine
 from executors.serving.engine import Request
 from executors.turns import in_turns
 from topology.errors import RunError
+from zosim.analysis.scoreboard import rows_table
 from zosim.applications.slack.arrivals import poisson
 from zosim.applications.slack.serving import Policy, Server, serve
+from zosim.console import emit, stderr
+from zosim.report import Report
 
 _VOCABULARY = 512
 _PROBE_PRIORITY = 9
@@ -83,19 +87,27 @@ def _measure_all(url: str, options: argparse.Namespace) -> None:
     rate = options.load / one
     arrivals = poisson(rate, options.seconds, seed=1)
     print(f"{len(arrivals)} requests in {options.seconds:g} s, a load of {options.load:g}\n")
-    print(f"{'':10s}{'p50':>16s}{'p99':>16s}{'mean':>16s}{'steps/h':>16s}   (predicted, measured)")
+    latencies, steps = [], []
     for policy in ("none", "whole", "parts"):
         probe_s, num_parts = (whole, 1) if policy != "parts" else (sum(seconds), len(parts))
         server = Server(max(0.0, one - request_s), request_s, 64, probe_s, num_parts)
         said = serve(server, arrivals, _policy(policy))
         sent = list(parts) if policy == "parts" else [[r for part in parts for r in part]]
         seen = _under_load(live, probing, arrivals, sent if policy != "none" else [])
-        pairs = [
-            (said.quantile_s(q) * 1e3, float(np.quantile(seen.latencies_s, q)) * 1e3) for q in (0.5, 0.99)
+        latencies += [
+            Row(
+                f"{policy}, p{100 * q:.0f}",
+                "latency_s",
+                float(np.quantile(seen.latencies_s, q)),
+                said.quantile_s(q),
+            )
+            for q in (0.5, 0.99)
         ]
-        pairs.append((said.mean_s * 1e3, float(seen.latencies_s.mean()) * 1e3))
-        pairs.append((said.steps_per_hour, 3600 * seen.num_probes / seen.duration_s))
-        print(f"{policy:10s}" + "".join(f"{a:8.0f}{b:8.0f}" for a, b in pairs))
+        latencies.append(Row(f"{policy}, mean", "latency_s", float(seen.latencies_s.mean()), said.mean_s))
+        per_hour = 3600 * seen.num_probes / seen.duration_s
+        steps.append(Row(policy, "steps_per_hour", per_hour, said.steps_per_hour))
+        stderr.print(policy)
+    emit(None, json=False, text=Report("", rows_table(latencies), rows_table(steps)))
 
 
 def _policy(name: str) -> Policy:

@@ -13,8 +13,17 @@ Item = TypeVar("Item")
 SCORE_COLUMNS = ("rows", "blank", "median %", "p90 %", "signed %", "inside", "high/low")
 _GOAL_COLUMNS = ("goal", "met")
 
-_UNITS: Mapping[str, tuple[float, str, int]] = {"s": (1e3, "ms", 1), "bytes": (2**-20, "MiB", 2)}
-"""By the end of a quantity's name: what it is multiplied by, the unit that comes of it, and digits."""
+_UNITS: Mapping[str, tuple[float, str, str]] = {"s": (1e3, "ms", ".1f"), "bytes": (2**-20, "MiB", ".2f")}
+"""By the end of a quantity's name: what it is multiplied by, the unit that comes of it, and how it is written."""
+
+
+def _unit_of(what: str) -> tuple[float, str, str]:
+    """Return what a quantity is multiplied by, its unit and how it is written; a rate, or an unknown unit, is shown as it is."""
+    amount, per, time = what.rpartition("_per_")
+    unit = what.rpartition("_")[2]
+    return (
+        (1.0, f"{amount.rpartition('_')[2]}/{time}", ".4g") if per else _UNITS.get(unit, (1.0, unit, ".4g"))
+    )
 
 
 def score_table(
@@ -111,10 +120,10 @@ def rows_table(
     | a | 11.0 | 9.0–12.0 | 10.0 | +10.0% |
     """
     pairs = sorted(((row_of(item), item) for item in items), key=lambda pair: -abs(pair[0].error or 0.0))
-    factor, unit, digits = _UNITS[pairs[0][0].what.rpartition("_")[2]] if pairs else (1.0, "", 1)
+    factor, unit, format_spec = _unit_of(pairs[0][0].what) if pairs else (1.0, "", "")
 
     def shown(number: float | None) -> str:
-        return "" if number is None else f"{factor * number:.{digits}f}"
+        return "" if number is None else format(factor * number, format_spec)
 
     columns: dict[str, Callable[[Row], str]] = {
         "case": lambda row: row.case,
