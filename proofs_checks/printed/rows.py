@@ -132,7 +132,7 @@ def wrong_cell(name: str, cell: TableRow, value: str, field: str = "value") -> F
     """
     if cell[field] == value:
         raise PrintedError(f"the fault {name!r} changes nothing: {field} is {value} in {cell.where}")
-    words = f"{name}: {value} for {cell[field]}"
+    words = f"{name} ({cell['paper']} {cell['table']}, {cell['cell']}: {value} for {cell[field]})"
     return Fault(words, f"{table_rows.__module__}:{table_rows.__name__}", WrongCell(cell.where, field, value))
 
 
@@ -147,8 +147,16 @@ def _fault(said: Any, selections: tuple[_Selection, ...]) -> Fault:
                     f"the fault {row['name']!r} names no row: {label!r}",
                     hint=did_you_mean(label, list(cells)),
                 )
-            return wrong_cell(row["name"], cells[label][column], str(row["value"]), selection.reads[column])
+            cell, field = cells[label][column], selection.reads[column]
+            return wrong_cell(row["name"], cell, _written(row["value"], cell[field]), field)
     raise PrintedError(f"the fault {row['name']!r} names no column: {column!r}")
+
+
+def _written(value: Any, like: str) -> str:
+    """Return a wrong value with the places of the cell: YAML forgets the last 0 of 0.570."""
+    places = len(like.partition(".")[2])
+    padded = f"{value:.{places}f}" if isinstance(value, float) else ""
+    return padded if padded and float(padded) == value else str(value)
 
 
 def _fields(said: Any, what: str, needed: tuple[str, ...], others: tuple[str, ...] = ()) -> Mapping[str, Any]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
+import yaml
 
 from proofs_checks.claims import try_mutant
 from proofs_checks.mutation import Fault
 from proofs_checks.outcomes import Context
-from proofs_checks.pages import Page, pages
+from proofs_checks.pages import THEORY, Page, pages
 from proofs_checks.printed.cells import PrintedError, printed_rows, printed_table, table_rows
-from proofs_checks.printed.expressions import Figures, judged
+from proofs_checks.printed.expressions import FORMS, Figures, judged
 from proofs_checks.printed.rows import checks_of, wrong_cell
+from proofs_checks.registry import CLAIMS
 
 ROWS = ("OPT-1.3B, RTE", "OPT-1.3B, WIC", "OPT-13B, RTE")
 COLUMNS = {
@@ -178,6 +181,29 @@ def test_a_wrong_cell_is_seen_while_it_is_planted_and_by_the_check(entry):
     assert try_mutant(check, fault, Context()).verdict == "caught"
     near = wrong_cell("as much as 2.92 times", table_rows("SparQ 2")[1], "2.9")
     assert try_mutant(check, near, Context()).verdict == "survived"
+
+
+@pytest.mark.parametrize(("value", "written"), [(12, "12"), (12.5, "12.5"), ("12.50", "12.50")])
+def test_a_wrong_value_is_written_as_its_cell_is(entry, value, written):
+    entry["checks"][0]["faults"] = [{"name": "wrong", "column": "fo", "row": "OPT-1.3B", "value": value}]
+    (check,) = checks_of(entry)
+    assert check.mutants[0].name == f"wrong (SparQ 2, r4c1: {written} for 15)"
+
+
+def test_a_wrong_value_keeps_the_places_of_its_cell():
+    claim = next(claim for claim in CLAIMS if claim.name == "zoinfer-factorized-runs-keep-up")
+    assert "0.570 for 0.590" in claim.mutants[-1].name
+
+
+def test_the_example_of_the_documentation_is_the_claim_and_every_form_is_documented(entry):
+    text = (THEORY.resolve().parent / "claims.md").read_text(encoding="utf-8")
+    section = text.partition("## A claim about a printed table\n")[2].partition("\n## ")[0]
+    (said,) = yaml.safe_load(section.partition("```yaml\n")[2].partition("```")[0])
+    for key in ("name", "where", "hypotheses", "breaks", "verdict", "checks"):
+        assert said[key] == entry[key], key
+    assert said["cells"] == [{"row": "{model}", **cells} for cells in entry["cells"]]
+    for form in FORMS:
+        assert set(re.findall(r"\w+(?=\()", form)) <= set(re.findall(r"\w+(?=\()", section)), form
 
 
 def test_bounds_that_no_row_comes_near_show_nothing(entry):
