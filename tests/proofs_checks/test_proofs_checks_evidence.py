@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from proofs_checks.claims import Check, Claim, Role
 from proofs_checks.cli import check
 from proofs_checks.evidence import ALARM, MOST_CLAIMS, Wealth, add_to, bet, read_evidence
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault
 from proofs_checks.outcomes import Context
 from proofs_checks.registry import CLAIMS
 from proofs_checks.statistics import compare_means
@@ -55,7 +55,9 @@ def sampled(off):
         generator = torch.Generator().manual_seed(context.seed)
         return compare_means("mean", torch.randn((4000, 1), generator=generator) + off, torch.zeros(1))
 
-    checked = Check(Role.PRINTED, measure, (Mutant("any", "proofs_checks.statistics:LEVEL", "5", "6"),))
+    checked = Check(
+        Role.PRINTED, measure, (Fault("any", "proofs_checks.statistics:LEVEL", lambda level: 2 * level),)
+    )
     return Claim("mean-is-zero", "zosim", ("here",), "A mean.", "It is 0.", "normals", (checked,))
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from executors.randomness.counter import CounterDraws, CounterKey
 from executors.randomness.directions import DIRECTIONS
-from proofs_checks.mutation import Mutant
+from proofs_checks.promises.estimators import first_gradient
 from proofs_checks.setups import literal
 from proofs_checks.setups.executed import AXES, Case, against_literal, case_of, differences, random_cases
 
@@ -82,13 +82,7 @@ def test_any_slices_of_counter_draws_are_the_literal_stream(numels, cuts, seed, 
 
 
 def test_a_difference_is_told_with_its_case():
-    wrong = Mutant(
-        "off",
-        "executors.steps.ops.sweep:Sweeps.update",
-        "source.gradients[op.query] /",
-        "source.gradients[0] /",
-    )
-    with wrong.apply():
+    with first_gradient.apply():
         outcome = against_literal([Case(), Case(num_queries=2, rng="counter")], seed=1)
     assert not outcome.passed
     assert outcome.details[0].startswith("num_queries=2, rng=counter: ")

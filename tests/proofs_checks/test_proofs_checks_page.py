@@ -12,11 +12,15 @@ from typer.testing import CliRunner
 from proofs_checks import ledger
 from proofs_checks.claims import Claim, counterexample, printed
 from proofs_checks.cli import check
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault
 from proofs_checks.outcomes import Context, Estimate, Outcome
 from proofs_checks.page import page_of
 
-FAULT = Mutant("halved", "executors.steps.arithmetic:projected_gradient", "2 * epsilon", "4 * epsilon")
+FAULT = Fault(
+    "halved",
+    "executors.steps.arithmetic:projected_gradient",
+    lambda shipped, *given, **named: shipped(*given, **named) / 2,
+)
 
 
 class Balanced(HTMLParser):

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from costmodel.models.configs import LoRA
+from executors.devices import on_stream
 from executors.randomness.rng import generator_on
 from executors.runs.adapters import attach
 from executors.runs.records import LossNotFinite
 from executors.runs.session import Session
 from executors.steps.graphs import Graphs
 from executors.steps.streams_accelerator import AcceleratorBackend
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, altered
 from proofs_checks.setups.ranks import on_all_ranks
 from tests.support import distributed
 from tests.support.distributed import AHEAD, OFFLOADED
 from tests.support.simulated_cuda import seen_by, simulated
+from tests.support.simulated_cuda.device import Stream as SimulatedStream
 from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import PlanError, RunError
+from zosim.program.instructions import Stream
 
 PLACEMENTS = {
     "resident": ("opt", {}),
@@ -134,20 +139,82 @@ def test_slots_that_move_are_captured_anew():
 
 
 GRAPHS = "executors.steps.graphs:Graphs"
-FORWARDS = "executors.steps.ops.forward:Forwards"
+
+
+def anywhere(shipped, self, signature, *rest, states=(), **named):
+    if states:  # of a block, whose signature ends with what its slots hold, and where
+        signature = (*signature[:4], *((0, *layout) for _, *layout in signature[4:]))
+    shipped(self, signature, *rest, states=states, **named)
+
+
+def one_pool(shipped, self, *given):
+    for pool in list(self._pools.values())[:1]:
+        self._pools.setdefault(torch.accelerator.current_stream(self._device).stream_id, pool)
+    return shipped(self, *given)
+
+
+def captured_on(stream_of):
+    """Capture on a stream that torch is asked for when it is simulated."""
+    return lambda shipped, self, *given: shipped(
+        altered(self, _capture_stream=lambda: stream_of(torch, self._device)), *given
+    )
+
+
+def replayed_elsewhere(shipped, self, *given):
+    graph = shipped(self, *given)
+
+    def replay():
+        with on_stream(self._capture_stream()):
+            graph.replay()
+
+    return graph and SimpleNamespace(replay=replay)
+
+
+def launched_once(shipped, self, *given):
+    graph = shipped(self, *given)
+    launches = iter([graph.replay] if graph else ())
+
+    def replay():
+        next(launches, int)()
+
+    return graph and SimpleNamespace(replay=replay)
+
+
+def not_awaited(shipped, self, *given):
+    capture, wait = self._capture_stream(), SimulatedStream.wait_stream
+
+    def waits(one, other):
+        if one.stream_id == capture.stream_id:
+            wait(one, other)
+
+    with mock.patch.object(SimulatedStream, "wait_stream", waits):
+        return shipped(self, *given)
+
+
+def captured_where_drawn(shipped, self, device):
+    shipped(self, device)
+    self._capture_streams = dict.fromkeys(self._capture_streams, self._streams[Stream.DRAW])
+
+
+def verified_unseen(_shipped, _self, entry, caller, *_rest):
+    entry.graph.replay()
+    entry.verified_for.add(caller)
+
+
+CAPTURE = f"{GRAPHS}._capture"
 FAULTS = {
-    "a graph is replayed wherever the slots are": ("offloaded", f"{FORWARDS}._by_graph", "(p.flat.data_ptr(), *layout)", "(0, *layout)"),
-    "the graphs of all streams share temporaries": ("offloaded, ahead", f"{GRAPHS}._capture", "self._pools.setdefault(current.stream_id,", "self._pools.setdefault(0,"),
-    "a block reads the hidden state of the step that was captured": ("resident", f"{GRAPHS}.placed", "_whole(place).copy_(_whole(tensor))", "pass"),
-    "a generator is not told of the graph": ("resident", f"{GRAPHS}._capture", "graph.register_generator_state(generator)", "pass"),
-    "the default stream is captured": ("resident", f"{GRAPHS}._capture", "with on_stream(stream):", "if True:"),
-    "a stream is asked for at each capture": ("resident", f"{GRAPHS}._capture", "self._capture_stream()", "torch.cuda.Stream(self._device)"),
-    "another stream replays": ("resident", f"{GRAPHS}.run", "else:\n        entry.graph.replay()", "else:\n        with on_stream(self._capture_stream()): entry.graph.replay()"),
-    "what was captured is not launched": ("resident", f"{GRAPHS}.run", "else:\n        entry.graph.replay()", "else:\n        pass"),
-    "a capture is not waited for": ("resident", f"{GRAPHS}._capture", "current.wait_stream(stream)", "pass"),
-    "the default stream's workspace is all there is": ("resident", f"{GRAPHS}._capture", "self._make_workspace(stream)", "pass"),
-    "blocks are captured where directions are drawn": ("factors, ahead", "executors.steps.streams_accelerator:AcceleratorBackend.__init__", "self._streams[stream].stream_id: capture", "self._streams[stream].stream_id: self._streams[Stream.DRAW]"),
-    "unlike blocks share a graph": ("unlike blocks", f"{GRAPHS}._verify", "if all(", "if True or all("),
+    "a graph is replayed wherever the slots are": ("offloaded", f"{GRAPHS}.run", anywhere),
+    "the graphs of all streams share temporaries": ("offloaded, ahead", CAPTURE, one_pool),
+    "a block reads the hidden state of the step that was captured": ("resident", f"{GRAPHS}.placed", lambda _shipped, self, key, tensor: self.place(key, tensor)),
+    "a generator is not told of the graph": ("resident", CAPTURE, lambda shipped, self, launch, generators: shipped(self, partial(launch, *generators), ())),
+    "the default stream is captured": ("resident", CAPTURE, captured_on(lambda torch, device: torch.accelerator.current_stream(device))),
+    "a stream is asked for at each capture": ("resident", CAPTURE, captured_on(lambda torch, device: torch.cuda.Stream(device))),
+    "another stream replays": ("resident", CAPTURE, replayed_elsewhere),
+    "what was captured is launched once": ("resident", CAPTURE, launched_once),
+    "a capture is not waited for": ("resident", CAPTURE, not_awaited),
+    "the default stream's workspace is all there is": ("resident", f"{GRAPHS}._make_workspace", lambda *_: None),
+    "blocks are captured where directions are drawn": ("factors, ahead", "executors.steps.streams_accelerator:AcceleratorBackend.__init__", captured_where_drawn),
+    "unlike blocks share a graph": ("unlike blocks", f"{GRAPHS}._verify", verified_unseen),
 }  # fmt: skip
 
 
@@ -161,7 +228,7 @@ def seen(device_and_more, wanted):
 def test_a_fault_in_graphs_is_found(fault):
     placement, *where = FAULTS[fault]
     _, wanted, _ = trained(*PLACEMENTS[placement], graphs=False, change=slots_elsewhere)
-    with Mutant(fault, *where).apply():
+    with Fault(fault, *where).apply():
         try:
             is_found = seen(trained(*PLACEMENTS[placement], change=slots_elsewhere), wanted)
         except LossNotFinite:  # what a capture leaves is no number

@@ -6,6 +6,7 @@ A seed says whose turn it is (:mod:`tests.support.interleaved`). A failure names
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from executors.models.parameters import stand_in
 from executors.runs.session import Session
 from executors.steps.ops.context import Context
 from executors.steps.ops.copy import Copies
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault
 from tests.support import matrix
 from tests.support.distributed import AHEAD, FRESH, OFFLOADED
 from tests.support.interleaved import interleaved
@@ -166,16 +167,13 @@ def test_a_free_that_lets_go_by_itself_is_found(monkeypatch):
 
 
 def test_an_edge_that_is_not_waited_for_is_found(monkeypatch):
-    case, mutant = (
-        case_with(OFFLOADED),
-        Mutant(
-            "no waits",
-            "executors.steps.interpreter:Interpreter._task",
-            "[now[name] for name in item.waits]",
-            "[]",
-        ),
+    case = case_with(OFFLOADED)
+    fault = Fault(
+        "no waits",
+        "executors.steps.interpreter:Interpreter._task",
+        lambda shipped, self, item, *rest: shipped(self, replace(item, waits=()), *rest),
     )
     expected = ran(case, monkeypatch, None)[:2]
-    with mutant.apply():
+    with fault.apply():
         assert ran(case, monkeypatch, None)[:2] == expected
         assert any(is_found(case, monkeypatch, seed, expected) for seed in range(10))

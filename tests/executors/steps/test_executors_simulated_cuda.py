@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from costmodel.formats.codecs import codec_spec
 from costmodel.models.configs import LoRA
 from executors.codecs import codec_of, decode, messages_of
+from executors.devices import on_stream
 from executors.low_bits import linear, moving
 from executors.models.packing import pack, packed_attention
 from executors.randomness.rng import generator_on
@@ -24,7 +26,7 @@ from executors.runs.replay import machine_differences
 from executors.runs.session import Session
 from executors.steps import arithmetic
 from executors.steps.streams_accelerator import AcceleratorBackend
-from proofs_checks.mutation import Mutant
+from proofs_checks.mutation import Fault, altered
 from proofs_checks.setups.ranks import on_all_ranks
 from tests.support import distributed, matrix, staged
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
@@ -35,6 +37,7 @@ from tests.support.simulated_cuda.clocks import Shadow, Use
 from tests.support.simulated_cuda.device import Stream
 from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import CodecError
+from zosim.program.instructions import Stream as StreamName
 
 SPARSE = {"low_bits": {"weights": "int8", "sparsity": 0.5}}
 PLACEMENTS = {
@@ -360,52 +363,232 @@ INTERPRETER = "executors.steps.interpreter:Interpreter"
 READING = "executors.device_scalars:ScalarReading"
 CROSSINGS = "executors.steps.ops.codec:Crossings"
 EXCHANGES = "executors.steps.ops.exchange:Exchanges"
+SWEEP = "executors.steps.arithmetic:Sweeper.update"
 UNTIED = {"residency": {"blocks": "offloaded", "edges": "offloaded"}, "schedule": {"update": "delayed"}}
+
+
+def handing_on(event_of):
+    """Hand on another event than the one behind a task; `event_of` may say what is done before the task, and returns the event."""
+
+    def issue(shipped, self, task, issued):
+        event = torch.Event(self.device)
+        before = event_of(self, event, self._streams[task.instruction.stream])
+
+        def action():
+            before()
+            task.action()
+
+        def hand_on(_end):
+            event_of(self, event, None)
+            issued.issue(event)
+
+        shipped(self, replace(task, action=action), SimpleNamespace(issue=hand_on))
+
+    return issue
+
+
+def recorded_elsewhere(backend, event, stream):
+    if stream is None:
+        event.record(backend._streams[StreamName.COMPUTE])
+    return lambda: None
+
+
+def recorded_before(_backend, event, stream):
+    return lambda: event.record(stream)
+
+
+def on_compute(shipped, self, task, issued):
+    for ticket in task.after:
+        self._streams[StreamName.COMPUTE].wait_event(ticket.recorded())
+    shipped(self, replace(task, after=()), issued)
+
+
+def beside_its_event(shipped, self, task, issued):
+    def action():
+        with on_stream(torch.Stream(self.device)):
+            task.action()
+
+    shipped(self, replace(task, action=action), issued)
+
+
+def told_when_issued(shipped, self, task, issued):
+    shipped(self, replace(task, done=None), issued)
+    if task.done is not None:
+        task.done()
+
+
+def not_awaited_zeros(shipped, self, buffer, num_elements, dtype):
+    if buffer.space == "host":
+        return shipped(self, buffer, num_elements, dtype)
+    return torch.zeros(num_elements, dtype=dtype, device=self.device)
+
+
+def handed_out_twice(shipped, self, buffer, num_elements, dtype):
+    memory = shipped(self, buffer, num_elements, dtype)
+    if buffer.space == "host":
+        self._pinned.setdefault(memory.nbytes, []).append(memory.view(torch.uint8))
+    return memory
+
+
+def shared_by_size(shipped, self, buffer, num_elements, dtype):
+    memory = shipped(self, buffer, num_elements, dtype)
+    return memory if buffer.space == "host" else vars(self).setdefault(f"{num_elements} {dtype}", memory)
+
+
+def overlapping(shipped, self, sizes):
+    shipped(self, sizes)
+    for slices in self._pinned.values():
+        slices[:] = slices[:1] * len(slices)
+
+
+def not_pinned(shipped, self, sizes):
+    shipped(self, sizes)
+    for slices in self._pinned.values():
+        slices[:] = map(torch.zeros_like, slices)
+
+
+KEPT = {}
+
+
+def staged_again(shipped, device, tensors):
+    if device.type == "cpu" or not tensors:
+        return shipped(device, tensors)
+    shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+    kept = KEPT.setdefault(
+        shapes, [torch.empty(shape, dtype=dtype, pin_memory=True) for shape, dtype in shapes]
+    )
+    for place, tensor in zip(kept, tensors, strict=True):
+        place.copy_(tensor)
+    return [place.to(device, non_blocking=True) for place in kept]
+
+
+def read_at_once(shipped, self):
+    return shipped(altered(self, _copied=SimpleNamespace(query=lambda: True)))
+
+
+def event_elsewhere(shipped, self, numbers):
+    shipped(self, numbers)
+    self._copied = torch.Event(numbers.device)
+    self._copied.record(torch.cuda.Stream())
+
+
+def copied_again(shipped, self, numbers):
+    shipped(self, numbers)
+    self._here.copy_(numbers, non_blocking=True)
+
+
+def place_not_pinned(shipped, self, numbers):
+    shipped(self, numbers)
+    self._here = torch.empty(numbers.shape, dtype=numbers.dtype)
+    self._here.copy_(numbers, non_blocking=True)
+
+
+def beside(shipped, *given, **named):
+    torch.accelerator.set_stream(torch.Stream())
+    return shipped(*given, **named)
+
+
+def action_beside(shipped, *given):
+    action = shipped(*given)
+    return lambda frame: beside(action, frame)
+
+
+def copies_beside(shipped, self, target, source):
+    with on_stream(torch.Stream(self.device)):
+        shipped(self, target, source)
+
+
+def packed_early(shipped, self, instruction):
+    pack = shipped(self, instruction)
+
+    def action(frame):
+        early = replace(
+            frame, losses={p: loss.to("cpu", non_blocking=True) for p, loss in frame.losses.items()}
+        )
+        pack(early)
+        frame.packed = early.packed
+
+    return action
+
+
+def flushed_only(shipped, self):
+    self.backend.drain = lambda: None
+    shipped(self)
+    del self.backend.drain
+
+
+def freed_too_soon(shipped, self, let_go):
+    self._streams[StreamName.COMPUTE].synchronize()
+    let_go()
+    shipped(self, lambda: None)
+
+
+def not_borrowed(shipped, self, *given, **named):
+    return shipped(
+        altered(self, _backend=altered(self._backend, borrow=lambda tensor: tensor)), *given, **named
+    )
+
+
+def pinned_in_part(shipped, self):
+    shipped(altered(self, size_bytes=self.size_bytes // 2))
+
+
 FAULTS = {
-    "an event is recorded on another stream": ("offloaded", f"{BACKEND}._issue", "end.record(stream)", "end.record(self._streams[Stream.COMPUTE])"),
-    "an event is never recorded": ("offloaded", f"{BACKEND}._issue", "        end.record(stream)\n", "        pass\n"),
-    "the event from before the work is handed on": ("offloaded", f"{BACKEND}._issue", "issued.issue(end)", "issued.issue(start or end)"),
-    "another stream waits": ("offloaded", f"{BACKEND}._issue", "stream.wait_event(", "self._streams[Stream.COMPUTE].wait_event("),
-    "only the first dependency is waited for": ("offloaded, ahead", f"{BACKEND}._issue", "in task.after:", "in task.after[:1]:"),
-    "only the last dependency is waited for": ("offloaded, ahead", f"{BACKEND}._issue", "in task.after:", "in task.after[-1:]:"),
-    "zeroing is not waited for": ("edges", f"{BACKEND}.allocate", "torch.accelerator.current_stream(self.device).synchronize()", "pass"),
-    "the end does not wait": ("offloaded", f"{BACKEND}.drain", "torch.accelerator.synchronize(self.device)", "pass"),
-    "pinned buffers overlap": ("offloaded", f"{BACKEND}.reserve", "begin += member", "begin += 0"),
-    "a pinned buffer is handed out twice": ("offloaded", f"{BACKEND}.allocate", "slices.pop() if", "slices[-1] if"),
-    "the step before is not waited for": ("offloaded", f"{INTERPRETER}._task", "if name in before]", "if name in before and False]"),
-    "others are told too early": ("data, shared", "executors.steps.streams_accelerator:_tell", "event.synchronize()", "pass"),
-    "a number is read before it has come": ("resident", "executors.device_scalars:ScalarReading.numbers", "self._copied.synchronize()", "pass"),
-    "a number's event is recorded elsewhere": ("resident", "executors.device_scalars:ScalarReading.__init__", "torch.accelerator.current_stream(numbers.device)", "torch.cuda.Stream()"),
-    "others are not waited for": ("data, shared", f"{BACKEND}._issue", "            ticket.wait()", "            pass"),
-    "a message is read before it has come": ("stages, inputs of 8 bits", "executors.codecs.codec:_on_host", ".cpu()", ".to('cpu', non_blocking=True)"),
-    "a staging buffer is used again": ("stages, inputs of 8 bits", "executors.devices:staged_on", "torch.empty(total, dtype=torch.uint8, pin_memory=True)", "globals().setdefault(f'kept {total}', torch.empty(total, dtype=torch.uint8, pin_memory=True))"),
-    "the next batch is staged where the last one was": ("resident", "executors.devices:staged_on", "torch.empty(total, dtype=torch.uint8, pin_memory=True)", "globals().setdefault(f'kept {total}', torch.empty(total, dtype=torch.uint8, pin_memory=True))"),
-    "shares are gathered on another stream": ("perturb, sliced", f"{EXCHANGES}._gather_shares", "ranks.all_gather(", "torch.accelerator.set_stream(torch.Stream()); ranks.all_gather("),
-    "slots of one size share memory": ("offloaded", f"{BACKEND}.allocate", "memory = torch.empty(num_elements, dtype=dtype, device=self.device)", "memory = self.__dict__.setdefault((num_elements, dtype), torch.empty(num_elements, dtype=dtype, device=self.device))"),
+    "an event is recorded on another stream": ("offloaded", f"{BACKEND}._issue", handing_on(recorded_elsewhere)),
+    "an event is never recorded": ("offloaded", f"{BACKEND}._issue", handing_on(lambda *_: lambda: None)),
+    "the event from before the work is handed on": ("offloaded", f"{BACKEND}._issue", handing_on(recorded_before)),
+    "another stream waits": ("offloaded", f"{BACKEND}._issue", on_compute),
+    "only the first dependency is waited for": ("offloaded, ahead", f"{BACKEND}._issue", lambda shipped, self, task, issued: shipped(self, replace(task, after=task.after[:1]), issued)),
+    "only the last dependency is waited for": ("offloaded, ahead", f"{BACKEND}._issue", lambda shipped, self, task, issued: shipped(self, replace(task, after=task.after[-1:]), issued)),
+    "zeroing is not waited for": ("edges", f"{BACKEND}.allocate", not_awaited_zeros),
+    "the end does not wait": ("offloaded", f"{BACKEND}.drain", lambda *_: None),
+    "pinned buffers overlap": ("offloaded", f"{BACKEND}.reserve", overlapping),
+    "a pinned buffer is handed out twice": ("offloaded", f"{BACKEND}.allocate", handed_out_twice),
+    "the step before is not waited for": ("offloaded", f"{INTERPRETER}._task", lambda shipped, self, item, part, frame, _before, *rest: shipped(self, item, part, frame, {}, *rest)),
+    "others are told too early": ("data, shared", "executors.steps.streams_accelerator:_tell", lambda _shipped, _event, done: done()),
+    "a number is read before it has come": ("resident", f"{READING}.numbers", read_at_once),
+    "a number's event is recorded elsewhere": ("resident", f"{READING}.__init__", event_elsewhere),
+    "others are not waited for": ("data, shared", "executors.steps.streams:PeersTicket.wait", lambda *_: None),
+    "a message is read before it has come": ("stages, inputs of 8 bits", "executors.codecs.codec:_on_host", lambda shipped, tensors: shipped([tensor.to("cpu", non_blocking=True) for tensor in tensors])),
+    "a staging buffer is used again": ("stages, inputs of 8 bits", "executors.devices:staged_on", staged_again),
+    "the next batch is staged where the last one was": ("resident", "executors.devices:staged_on", staged_again),
+    "shares are gathered on another stream": ("perturb, sliced", f"{EXCHANGES}._gather_shares", action_beside),
+    "slots of one size share memory": ("offloaded", f"{BACKEND}.allocate", shared_by_size),
 }  # fmt: skip
 MORE_FAULTS = {
-    "kernels go to another stream than their event": ("offloaded", f"{BACKEND}._issue", "with on_stream(stream):", "with on_stream(torch.Stream(self.device)):"),
-    "an event is made anew before it is handed on": ("offloaded", f"{BACKEND}._issue", "issued.issue(end)", "issued.issue(torch.Event(self.device))"),
-    "every copy has a stream of its own": ("offloaded", f"{BACKEND}.copy", "target.copy_(source, non_blocking=True)", "with on_stream(torch.Stream(self.device)): target.copy_(source, non_blocking=True)"),
-    "a number is copied on a stream of its own": ("resident", f"{READING}.__init__", "self._here.copy_(", "torch.accelerator.set_stream(torch.Stream()); self._here.copy_("),
-    "a number is copied behind its event": ("resident", f"{READING}.__init__", "self._copied.record(torch.accelerator.current_stream(numbers.device))", "self._copied.record(torch.accelerator.current_stream(numbers.device)); self._here.copy_(numbers, non_blocking=True)"),
-    "a flush does not drain": ("offloaded", f"{INTERPRETER}.flush", "self.backend.drain()", "pass"),
-    "nothing of the same step is waited for": ("offloaded", f"{INTERPRETER}._task", "[now[name] for name in item.waits]", "[]"),
-    "losses are read before they have come": ("perturb", f"{EXCHANGES}._pack", ".cpu() if own", ".to('cpu', non_blocking=True) if own"),
-    "an update goes to a stream beside": ("resident", "executors.steps.arithmetic:Sweeper.update", "self._sweep(", "torch.accelerator.set_stream(torch.Stream()); self._sweep("),
-    "a direction is drawn beside its stream": ("offloaded, ahead", "executors.steps.ops.draw:Draws._scaling", 'self._device.type == "cpu"', "torch.accelerator.set_stream(torch.Stream()) is not None"),
-    "others are told when work is issued": ("data, shared", f"{BACKEND}._issue", 'self._thread(f"{task.instruction.stream}-done").put(partial(_tell, end, task.done))', "task.done()"),
-}  # fmt: skip
+    "kernels go to another stream than their event": ("offloaded", f"{BACKEND}._issue", beside_its_event),
+    "every copy has a stream of its own": ("offloaded", f"{BACKEND}.copy", copies_beside),
+    "a number is copied on a stream of its own": ("resident", f"{READING}.__init__", beside),
+    "a number is copied behind its event": ("resident", f"{READING}.__init__", copied_again),
+    "a flush does not drain": ("offloaded", f"{INTERPRETER}.flush", flushed_only),
+    "nothing of the same step is waited for": (
+        "offloaded",
+        f"{INTERPRETER}._task",
+        lambda shipped, self, item, *rest: shipped(self, replace(item, waits=()), *rest),
+    ),
+    "losses are read before they have come": ("perturb", f"{EXCHANGES}._pack", packed_early),
+    "an update goes to a stream beside": ("resident", SWEEP, beside),
+    "a direction is drawn beside its stream": (
+        "offloaded, ahead",
+        "executors.steps.ops.draw:Draws._scaling",
+        beside,
+    ),
+    "others are told when work is issued": ("data, shared", f"{BACKEND}._issue", told_when_issued),
+}
 FREED = {
-    "memory goes back when one stream is through": ("offloaded, fresh slots", f"{BACKEND}.free", "torch.accelerator.synchronize(self.device)", "self._streams[Stream.COMPUTE].synchronize()"),
-    "what is received is not borrowed": ("stages", f"{CROSSINGS}._tensors", "self._backend.borrow(message.data)", "pass"),
-    "what is sent is not borrowed": ("stages", f"{CROSSINGS}.send", "self._backend.borrow(message.data)", "pass"),
-}  # fmt: skip
+    "memory goes back when one stream is through": (
+        "offloaded, fresh slots",
+        f"{BACKEND}.free",
+        freed_too_soon,
+    ),
+    "what is received is not borrowed": ("stages", f"{CROSSINGS}._tensors", not_borrowed),
+    "what is sent is not borrowed": ("stages", f"{CROSSINGS}.send", not_borrowed),
+}
 WAITING = {
-    "buffers of the host are not pinned": ("offloaded", f"{BACKEND}.reserve", "pin_memory=True", "pin_memory=False"),
-    "a number's place is not pinned": ("resident", f"{READING}.__init__", "pin_memory=True", "pin_memory=False"),
-    "what ranks share is pinned in part": ("data, shared", "executors.ranks.host_memory:HostMemory.pin", "address, self.size_bytes, 0", "address, self.size_bytes // 2, 0"),
-    "an update takes its number from the host": ("resident", "executors.steps.arithmetic:Sweeper.update", "gradient.factor(theta.dtype) if isinstance(gradient, DeviceScalar) else gradient", "float(gradient)"),
+    "buffers of the host are not pinned": ("offloaded", f"{BACKEND}.reserve", not_pinned),
+    "a number's place is not pinned": ("resident", f"{READING}.__init__", place_not_pinned),
+    "what ranks share is pinned in part": ("data, shared", "executors.ranks.host_memory:HostMemory.pin", pinned_in_part),
+    "an update takes its number from the host": ("resident", SWEEP, lambda shipped, *given, gradient, **named: shipped(*given, gradient=float(gradient), **named)),
 }  # fmt: skip
 
 
@@ -432,7 +615,7 @@ def ran(placement):
 )
 def test_a_fault_in_streams_events_or_buffers_is_found(fault):
     placement, *where = (FAULTS | MORE_FAULTS)[fault]
-    with Mutant(fault, *where).apply():
+    with Fault(fault, *where).apply():
         device = ran(placement)
     assert "race" in {finding.kind for finding in device.findings}
 
@@ -440,7 +623,7 @@ def test_a_fault_in_streams_events_or_buffers_is_found(fault):
 @pytest.mark.parametrize("fault", FREED)
 def test_memory_that_is_given_back_too_soon_is_found(fault):
     placement, *where = FREED[fault]
-    with Mutant(fault, *where).apply():
+    with Fault(fault, *where).apply():
         device = ran(placement)
     assert {finding.kind for finding in device.findings} == {"freed"}
 
@@ -450,17 +633,22 @@ def test_memory_that_is_given_back_too_soon_is_found(fault):
 def test_a_fault_that_only_makes_the_host_wait_is_counted(fault):
     placement, *where = WAITING[fault]
     right = ran(placement)
-    with Mutant(fault, *where).apply():
+    with Fault(fault, *where).apply():
         wrong = ran(placement)
     counts = [(device.synchronisations.total(), device.standstills.total()) for device in (right, wrong)]
     assert counts[0] < counts[1]
     assert wrong.findings == []
 
 
+def other_weights_decay(shipped, *given, decaying=None, **named):
+    shipped(*given, decaying=decaying and [(0, end - begin) for begin, end in decaying], **named)
+
+
+SCALAR = "executors.device_scalars:DeviceScalar"
 WRONG_NUMBERS = {
-    "a number is rounded to the format of weights": ("bfloat16", "executors.device_scalars:DeviceScalar.factor", "torch.float64 if dtype == torch.float64 else torch.float32", "dtype"),
-    "other weights decay": ("float32", "executors.steps.arithmetic:Sweeper.update", "_foreach_add_([product[first:last]", "_foreach_add_([product[: last - first]"),
-    "a quotient is not divided": ("float32", "executors.device_scalars:DeviceScalar.__truediv__", "if divisor == 1", "if divisor"),
+    "a number is rounded to the format of weights": ("bfloat16", f"{SCALAR}.factor", lambda shipped, self, dtype: shipped(self, dtype).to(dtype)),
+    "other weights decay": ("float32", SWEEP, other_weights_decay),
+    "a quotient is not divided": ("float32", f"{SCALAR}.__truediv__", lambda _shipped, self, _divisor: self),
 }  # fmt: skip
 
 
@@ -470,7 +658,7 @@ def test_a_fault_in_what_stays_on_the_device_changes_numbers(fault):
     dtype, *where = WRONG_NUMBERS[fault]
     axes = {"estimator": {"num_queries": 2}}
     _, right = trained(axes, dtype=dtype, steps=2)
-    with Mutant(fault, *where).apply():
+    with Fault(fault, *where).apply():
         _, wrong = trained(axes, dtype=dtype, steps=2)
     assert right != wrong
 
