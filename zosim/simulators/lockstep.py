@@ -19,8 +19,7 @@ from topology.errors import ProgramError
 from zosim.program.instructions import PARTS, Part, Stream
 from zosim.program.step_graph import Meeting, StepGraph
 from zosim.simulators.assembly import MAX_UNLIKE_STEPS, played, without_garbage_collection
-from zosim.simulators.flows import STREAM_NUMBER, Counts, FlowTable
-from zosim.simulators.rows import Floats, Ints
+from zosim.simulators.flows import STREAM_NUMBER, Counts, Floats, FlowTable, Ints
 from zosim.simulators.sharing import SAME_INSTANT
 from zosim.simulators.steady import SteadyDetector, shortened_steps
 from zosim.simulators.world import Group, World

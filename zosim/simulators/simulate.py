@@ -346,7 +346,7 @@ class Fluid:
 
     All starts and ends of one instant are taken in before rates are computed anew, by :func:`zosim.simulators.sharing.fill`. An
     activity whose rate stays the same keeps the end that it was given, so that one that never shares anything takes exactly its
-    own seconds. :mod:`zosim.simulators.rows` does the same on arrays.
+    own seconds. :mod:`zosim.simulators.flows` does the same on arrays.
 
     Parameters
     ----------
