@@ -242,6 +242,7 @@ def _change_of_loss(
 
 _SETTINGS = ("batch", "seq", "eps", "seed", "dtype", "template", "random_weights")
 _USUAL = RunConfig(plan=PlanConfig(batch=8))
+_CODECS = ["q4", "q8"]
 
 
 @with_settings(RunConfig, only=_SETTINGS, usual=_USUAL)
@@ -249,9 +250,8 @@ def probe(
     model: Annotated[str, typer.Option(help="Directory (or cached name) of the weights.")],
     data: Annotated[str, typer.Option(help="JSON lines: input_ids and labels, or text fields.")],
     codec: Annotated[
-        list[str] | None,
-        typer.Option(help="Such as q4 or q4:affine-zero:token; may be given again. q4 and q8."),
-    ] = None,
+        list[str], typer.Option(help="Codec to measure, such as q4:affine-zero:token; may be given again.")
+    ] = _CODECS,
     num_batches: Annotated[int, typer.Option(min=1, max=4096, help="Batches to measure.")] = 2,
     as_json: Json = False,
     **settings: Any,
@@ -259,7 +259,7 @@ def probe(
     """Measure density, entropy and quantisation error of what crosses each possible cut, on real batches."""
     from executors.models.loading import load_model
 
-    specs = [codec_spec(name) for name in codec or ("q4", "q8")]
+    specs = [codec_spec(name) for name in codec]
     config = merge(_USUAL, config_of(RunConfig, settings, only=_SETTINGS))
     plan, run = config.plan, config.run
     loaded = load_model(model, dtype=plan.weights.dtype, random_weights=run.random_weights, seed=run.seed)

@@ -9,25 +9,90 @@ import json
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, create_model
 from torch import nn
 
+from costmodel.models.configs import LoRA, Prefix, Subset
 from executors.devices import attention_facts, device_name
 from executors.files import locked, refuse_irregular_run, write_atomically
 from executors.models.weight_files import weights_digest
 from executors.runs.base import BASE, base_facts
-from executors.runs.header import checked
 from executors.runs.jsonlines import JsonLines, read_lines
-from topology.errors import RunError
+from executors.runs.learning_rate import LearningRate
+from executors.runs.settings import DataSettings, EvaluationSettings, LossName, recorded_options
+from topology.errors import RunError, ZosimError
+from topology.limits import Seed, Threads
 from topology.reading import parse_json, read_text
 from topology.signed import with_digest, without_digest
+from topology.validation import readable
+from zosim.plans import Plan
 
 HEADER_NAME = "run.json"
 STEPS_NAME = "steps.jsonl"
 REFUSED_NAME = "steps-refused.jsonl"
 RUNLOG_VERSION = 3
+
+
+class _Section(BaseModel):
+    # Strict, since what is read is used as it stands: "8" is no number of threads.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _RunSection(_Section):
+    """What ``zosim run`` was asked for, but for its options: fields as of :class:`executors.runs.settings.RunSettings`."""
+
+    learning_rate: LearningRate
+    identity: dict[str, Any] | None = None
+    data: DataSettings | None = None
+    tuned: Literal["all"] | Subset = "all"
+    lora: LoRA | None = None
+    prefix: Prefix | None = None
+    evaluation: EvaluationSettings | None = None
+    edited_program: bool = False
+
+
+# Of the options those that are recorded, each as RunOptions declares it. Earlier versions did not know all of them.
+RunSection = create_model(
+    "RunSection",
+    __base__=_RunSection,
+    **{
+        name: (field.annotation, ... if name.endswith("_every") else field.default)
+        for name, field in recorded_options().items()
+    },  # type: ignore[call-overload]
+)
+
+
+class Finished(_Section):
+    """What is known of a run that ended: its steps are read back."""
+
+    model_config = ConfigDict(extra="allow")
+
+    num_steps: NonNegativeInt
+
+
+class RunHeader(_Section):
+    """The header of a run. A loop of one's own may add fields to it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    plan: Plan
+    epsilon: float = Field(gt=0)
+    weight_decay: float = Field(ge=0)
+    trainable: list[str]
+    base_digest: str
+    base: dict[str, Any] | None = None
+    seed: Seed
+    loss_dtype: LossName
+    num_threads: Threads = 1
+    run: RunSection | None = None  # type: ignore[valid-type]
+    resumed: list[Any] = []
+    finished: Finished | None = None
+    device: str = "cpu"
+    program_digest: str | None = None
+    version: Literal[3] = 3
 
 
 class RunLog:
@@ -133,7 +198,29 @@ def read_header(directory: str | Path) -> dict[str, Any]:
             f"{path} is damaged: it does not have the digest it states",
             hint="restore the file from a copy; options are changed on the command line, not in it",
         )
-    return checked(header, path)
+    return _checked(header, path)
+
+
+def _checked(header: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return a header with every field of its plan, or raise if one is missing, unknown or not what it should be."""
+    try:
+        with readable(str(path), RunError, model=RunHeader):
+            known = RunHeader.model_validate_json(json.dumps(upgrade(header)))
+    except RunError:
+        raise
+    except ZosimError as error:  # of a part that checks itself
+        raise RunError(f"{path} is not valid: {error.message}", hint=error.hint) from error
+    return {**upgrade(header), "plan": known.plan.model_dump(mode="json")}
+
+
+def upgrade(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a header in the fields of this version: version 2 called the learning rate a schedule."""
+    if header.get("version") != 2:
+        return dict(header)
+    upgraded = {**header, "version": 3}
+    if isinstance(run := header.get("run"), dict):
+        upgraded["run"] = {"learning_rate" if name == "schedule" else name: run[name] for name in run}
+    return upgraded
 
 
 _HEADER_FIELDS = ("epsilon", "weight_decay", "plan", "trainable", "base_digest", "seed", "loss_dtype")

@@ -155,8 +155,9 @@ def adapt(
     wanted = None if run.reward is None else reward_named(run.reward, run.reward_timeout_s)
     served = RemoteEngine(engine, served_model, timeout_s=timeout, priority=priority)
     names = tuple(name.strip() for name in targets.split(",") if name.strip())
-    epsilon = plan.estimator.epsilon
-    settings = TuningSettings(names, rank, lazy_steps, max_rank, epsilon, rate.learning_rate, run.seed)
+    settings = TuningSettings(
+        names, rank, lazy_steps, max_rank, plan.estimator.epsilon, rate.learning_rate, run.seed
+    )
     batches = Batches(dataset, plan.batch, shuffle=True, seed=run.seed)
     decode = None if tokenizer is None else tokenizer.decode
     row: dict[str, Any] = {}

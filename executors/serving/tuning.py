@@ -40,7 +40,7 @@ _LARGEST = 1e30
 
 @dataclass(frozen=True)
 class TuningSettings:
-    """Settings that decide the numbers of a tuning.
+    """Settings that decide the numbers of a tuning; what is usual, `zosim adapt` declares.
 
     Attributes
     ----------
@@ -53,12 +53,12 @@ class TuningSettings:
     """
 
     targets: tuple[str, ...]
-    rank: int = 2
-    lazy_steps: int = 50
-    max_rank: int = 16
-    epsilon: float = 1e-3
-    learning_rate: float = 1e-4
-    seed: int = 0
+    rank: int
+    lazy_steps: int
+    max_rank: int
+    epsilon: float
+    learning_rate: float
+    seed: int
 
     def __post_init__(self) -> None:
         for flag, value in (("--lr", self.learning_rate), ("--epsilon", self.epsilon)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from executors.runs.header import RunSection, upgrade
+from executors.runs.runlog import RunSection, upgrade
 from executors.runs.settings import refuse_other_identity
 
 
