@@ -111,7 +111,9 @@ def judged(expression: str, columns: Mapping[str, Figures]) -> dict[str, Outcome
         tree = ast.parse(expression.strip(), mode="eval").body
     except SyntaxError:
         raise PrintedError(f"`{expression}` is no expression") from None
-    found = _Reader(expression, columns).truths(tree)
+    reader = _Reader(expression.strip(), columns)
+    if not (found := reader.truths(tree)):
+        raise reader.wrong("it compares nothing")
     return {f"{row}: {expression}" if row else expression: outcome for row, outcome in found.items()}
 
 
@@ -150,6 +152,8 @@ FORMS = {
 
 @dataclass(frozen=True)
 class _Reader:
+    """An expression and its columns: :meth:`figures` and :meth:`truths` walk its nodes."""
+
     expression: str
     columns: Mapping[str, Figures]
 
@@ -161,7 +165,7 @@ class _Reader:
             case ast.Name(id=name) if name in self.columns:
                 return self.columns[name]
             case ast.Name(id=name):
-                raise self.wrong(f"there is no column {name!r}", name)
+                raise self.wrong(f"there is no column {name!r}", did_you_mean(name, list(self.columns)))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 value = self.figures(operand)
                 return replace(value, numbers=-value.numbers[[0, 2, 1]])
@@ -201,7 +205,7 @@ class _Reader:
             case "but", [_, *_]:
                 value = self.figures(first)
                 return value.of(self.others(value.rows, more))
-        raise self.wrong(f"`{name}` of {1 + len(more)} is no form", name)
+        raise self.wrong(f"`{name}` of {1 + len(more)} is no form")
 
     def combined(self, act: Callable[[Any, Any], Any], left: Figures, right: Figures) -> Figures:
         (first, *one), (second, *other) = left.columns, right.columns
@@ -261,7 +265,7 @@ class _Reader:
         """Return a side of a comparison; a number that is compared for agreement is a figure with a last place."""
         number = node.operand if isinstance(node, ast.UnaryOp) else node
         if isinstance(number, ast.Constant) and sign in ("==", "!="):
-            return Figures.rounded(ast.get_source_segment(self.expression.strip(), node) or "")
+            return Figures.rounded(ast.get_source_segment(self.expression, node) or "")
         return self.figures(node)
 
     def rows(self, *figures: Figures) -> tuple[str, ...]:
@@ -277,24 +281,23 @@ class _Reader:
         wanted: set[str] = set()
         for each in patterns:
             if not (isinstance(each, ast.Constant) and isinstance(each.value, str)):
-                raise self.wrong(f"`{ast.unparse(each)}` names no row", "")
+                raise self.wrong(f"`{ast.unparse(each)}` names no row")
             pattern = ".*".join(map(re.escape, each.value.split("*")))
             found = {row for row in rows if re.fullmatch(pattern, row)}
             if not found:
-                raise PrintedError(
-                    f"`{self.expression}`: there is no row {each.value!r}",
-                    hint=did_you_mean(each.value, [row for row in rows if row]),
-                )
+                known = did_you_mean(each.value, [row for row in rows if row])
+                raise self.wrong(f"there is no row {each.value!r}", known)
             wanted |= found
         return [row for row in rows if row in wanted]
 
     def others(self, rows: tuple[str, ...], nodes: list[ast.expr]) -> list[str]:
+        """Return the rows that are not named."""
         left_out = self.chosen(rows, ast.Tuple(elts=nodes))
+        if len(left_out) == len(rows):
+            raise self.wrong("it leaves out every row")
         return [row for row in rows if row not in left_out]
 
-    def wrong(self, what: str, name: str | None = None) -> PrintedError:
-        known = [*self.columns, *FORMS] if name is None else list(self.columns)
-        hint = did_you_mean(name, known) if name else f"an expression has {', '.join(FORMS)}"
+    def wrong(self, what: str, hint: str | None = f"an expression has {', '.join(FORMS)}") -> PrintedError:
         return PrintedError(f"`{self.expression}`: {what}", hint=hint)
 
 

@@ -44,7 +44,7 @@ class _Selection:
             raise PrintedError(f"cells are a table with its columns, not {said!r}")
         common = {key: str(value) for key, value in said.items() if key not in ("row", "columns")}
         found, reads = {}, {}
-        for name, own in columns.items():
+        for name, own in ((str(name), own) for name, own in columns.items()):
             fields = {"method": own} if isinstance(own, str) else own
             if not isinstance(fields, dict):
                 raise PrintedError(f"the column {name} is a method, or what its fields hold, not {own!r}")
@@ -91,12 +91,14 @@ def checks_of(entry: Mapping[str, Any]) -> tuple[Check, ...]:
 def _check(said: Any, selections: tuple[_Selection, ...]) -> Check:
     row = _fields(said, "a check", ("role", "title", "asserts"), ("faults",))
     roles = {role.name.lower(): role for role in Role}
-    if row["role"] not in roles:
-        raise PrintedError(f"there is no role {row['role']!r}", hint=did_you_mean(row["role"], list(roles)))
-    measure = partial(_measured, selections, tuple(row["asserts"]))
+    if (role := str(row["role"])) not in roles:
+        raise PrintedError(f"there is no role {role!r}", hint=did_you_mean(role, list(roles)))
+    if not isinstance(row["asserts"], list) or not row["asserts"]:
+        raise PrintedError(f"a check asserts a list of comparisons, not {row['asserts']!r}")
+    measure = partial(_measured, selections, tuple(map(str, row["asserts"])))
     measure(Context())  # names what is malformed while the page is read
     faults = tuple(_fault(each, selections) for each in row.get("faults", ()))
-    return Check(roles[row["role"]], measure, faults, row["title"])
+    return Check(roles[role], measure, faults, str(row["title"]))
 
 
 def _measured(selections: tuple[_Selection, ...], asserts: tuple[str, ...], _context: Context) -> Outcome:
@@ -138,7 +140,7 @@ def wrong_cell(name: str, cell: TableRow, value: str, field: str = "value") -> F
 
 def _fault(said: Any, selections: tuple[_Selection, ...]) -> Fault:
     row = _fields(said, "a fault", ("name", "column", "row", "value"))
-    column, label = row["column"], str(row["row"])
+    column, label = str(row["column"]), str(row["row"])
     for selection in selections:
         if column in selection.columns:
             cells = selection.cells()
