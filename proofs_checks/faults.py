@@ -36,25 +36,7 @@ def wider_normals(factor: float, name: str) -> Fault:
 wide_normals = wider_normals(1.03, "normals 3 % too wide")
 
 
-@planted("executors.randomness.families:QuantisedGaussian.fill_pair", "one rounding where two are due")
-def one_rounding(shipped, self, first, second, generator):
-    shipped(self, first, second, generator)
-    second.copy_(first)
-
-
-@planted("executors.randomness.quantisers:StochasticRounding.codes", "codes clamped one too far")
-def clamped_too_far(shipped, self, values, generator):
-    end = self.highest + 1
-    codes = shipped(altered(self, bits=self.bits + 1), values, generator)
-    return codes.clamp_(self.zero_point - end, self.zero_point + end)
-
-
-@planted("executors.randomness.quantisers:StochasticRounding.values", "a zero point that is forgotten")
-def no_zero_point(shipped, self, codes, dtype):
-    return shipped(altered(self, zero_point=0), codes, dtype)
-
-
-@planted("executors.randomness.quantisers:rounded_at_random", "rounding to the nearest")
+@planted("executors.codecs.quantising:rounded_at_random", "rounding to the nearest")
 def nearest(_shipped, numbers, *_generator):
     return numbers.round()
 

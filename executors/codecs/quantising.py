@@ -13,7 +13,6 @@ from torch import Generator, Tensor
 
 from costmodel.formats.codecs import CodecSpec
 from executors.codecs.grids import Doubt, Doubting, Fitted, ask_at_once, fit, fitted
-from executors.randomness.quantisers import rounded_at_random
 from topology.errors import CodecError
 
 PIECE_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26}
@@ -85,7 +84,7 @@ def quantise(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None
     source, target = _laid_out(rows, spec), _laid_out(symbols, spec)
     for piece, part in _pieces(grids, source):
         scaled = part.scaled(source[piece].to(grid_dtype))
-        codes = scaled.round_() if spec.rounding == "nearest" else _at_random(scaled, generator)
+        codes = scaled.round_() if spec.rounding == "nearest" else rounded_at_random(scaled, generator)
         clamped = torch.clamp(codes, part.low, part.high)
         target[piece] = clamped.to(torch.int16).bitwise_and_(2**spec.bits - 1).to(torch.uint8)
     return Quantised(spec, shape, tensor.dtype, symbols, parameters, tuple(doubts))
@@ -113,9 +112,17 @@ def grid_format(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-def _at_random(scaled: Tensor, generator: Generator | None) -> Tensor:
+def rounded_at_random(numbers: Tensor, generator: Generator | None) -> Tensor:
+    """Return `numbers` rounded to integers: down, or up with the probability of the fraction cut off.
+
+    References
+    ----------
+    .. [1] Connolly, Higham and Mary (2021), Stochastic rounding and its probabilistic backward error analysis.
+    """
     assert generator is not None
-    return rounded_at_random(scaled, generator)
+    below = numbers.floor()
+    chance = torch.rand(numbers.shape, dtype=numbers.dtype, device=numbers.device, generator=generator)
+    return below.add_(chance < numbers - below)
 
 
 def _laid_out(rows: Tensor, spec: CodecSpec) -> Tensor:

@@ -8,16 +8,15 @@ from torch import Tensor
 
 from costmodel.formats.codecs import CodecSpec
 from executors.codecs.fidelity import received
-from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rng import generator_on
 from executors.steps.micro_batches import accumulated
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import equal, exceeds, mean_estimate, normal_nodes
 from proofs_checks.faults import central_by_epsilon, losses_added, nearest
-from proofs_checks.mutation import Fault, planted
+from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.oracles.statements import query_error, rounded_square_excess
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.quzo.statements import levels_and_chances
+from proofs_checks.setups.roundings import Reaching, codes_and_chances
 from proofs_checks.statistics import compare_means, fitted_slope
 
 _CPU = torch.device("cpu")
@@ -117,12 +116,12 @@ def check_shipped_interpolation(context: Context) -> Outcome:
 
 def check_rounded_forward(_context: Context) -> Outcome:
     """Compare the mean of two roundings under a forward difference with the gradient of a quadratic, by enumeration."""
-    rounding = StochasticRounding(3, scale=0.5)
+    rounding = Reaching("gaussian", 3, limit=6.0)
     nodes, weights = normal_nodes(1, 40)
     slope, bend, epsilon = 0.7, 1.9, 0.3
     mean = product = 0.0
     for u, chance in zip(nodes[:, 0].tolist(), weights.tolist(), strict=True):
-        outcomes = [(code / rounding.scale, p) for code, p in levels_and_chances(u, rounding)]
+        outcomes = [(code * rounding.unit, p) for code, p in codes_and_chances(u, rounding)]
         for first, p in outcomes:
             change = slope * epsilon * first + bend * (epsilon * first) ** 2 / 2
             for second, q in outcomes:
@@ -152,7 +151,8 @@ def rounded_difference_variance(
 
 def check_noise_of_rounded_weights(context: Context) -> Outcome:
     """Fit the order in ε of the variance of g, and compare it with samples of the shipped rounding."""
-    rounding = StochasticRounding(8, scale=7.3)
+    scale, spec = 7.3, CodecSpec(8, rounding="stochastic")
+    largest = torch.tensor([127 / scale], dtype=torch.float64)  # beside the weights, it sets their step
     weights = torch.linspace(-0.8, 0.9, 64, dtype=torch.float64)
     z = torch.randn(64, generator=generator_on(_CPU, 1), dtype=torch.float64)
     count = context.samples(200_000, 20_000)
@@ -160,7 +160,7 @@ def check_noise_of_rounded_weights(context: Context) -> Outcome:
     for shared, order in ((False, -2.0), (True, -1.0)):
         radii = [1e-7, 1e-6, 1e-5]
         variances = [
-            rounded_difference_variance(weights + e * z, weights - e * z, 7.3, e, shared=shared)
+            rounded_difference_variance(weights + e * z, weights - e * z, scale, e, shared=shared)
             for e in radii
         ]
         name = "the same random numbers" if shared else "numbers of its own for each evaluation"
@@ -171,14 +171,16 @@ def check_noise_of_rounded_weights(context: Context) -> Outcome:
         points = [weights + sign * epsilon * z for sign in (1, -1)]
         seeds = (context.seed, context.seed if shared else context.seed + 1)
         rounded = [
-            rounding.rounded(point.expand(count, -1).contiguous(), generator_on(_CPU, seed))
+            received(torch.cat([largest, point.repeat(count)]), spec, generator_on(_CPU, seed))[1:].view(
+                count, 64
+            )
             for point, seed in zip(points, seeds, strict=True)
         ]
         errors = (rounded[0] - rounded[1]) / (2 * epsilon) - z
         # Elements alone, whose sum hardly varies, and pairs of them, which do not vary together.
         alone = errors.square().sum(1)
         columns = torch.stack([alone, errors.sum(1) ** 2 - alone], 1)
-        variance = rounded_difference_variance(points[0], points[1], 7.3, epsilon, shared=shared)
+        variance = rounded_difference_variance(points[0], points[1], scale, epsilon, shared=shared)
         parts[f"{name}, shipped"] = compare_means(
             "squared error of g, of elements and of pairs",
             columns,
@@ -206,9 +208,9 @@ def check_queries_and_shards(_context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-@planted("proofs_checks.quzo.statements:levels_and_chances", "codes that are not symmetric")
-def one_code_lower(shipped, value, rounding):
-    return [(code - (code == -rounding.highest), chance) for code, chance in shipped(value, rounding)]
+@planted("executors.low_bits.grids:Integers.at_random", "codes that are not symmetric")
+def one_code_lower(shipped, self, *given):
+    return shipped(altered(self, low=self.low - 1), *given)
 
 
 CHECKS: Checks = {

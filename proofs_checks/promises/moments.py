@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from executors.randomness.counter import CounterDraws, CounterKey
-from executors.randomness.directions import DIRECTIONS, Direction, Gaussian, Rademacher
-from executors.randomness.families import LowRank, QuantisedGaussian
-from executors.randomness.quantisers import StochasticRounding
+from executors.randomness.directions import DIRECTIONS, Direction
 from executors.randomness.rng import generator_on
 from proofs_checks.claims import Checks, printed
+from proofs_checks.exact import normal_nodes
 from proofs_checks.faults import wide_normals
 from proofs_checks.mutation import Fault, planted
 from proofs_checks.oracles.directions import direction_moments
 from proofs_checks.outcomes import Context, Outcome, worst
 from proofs_checks.setups import literal
+from proofs_checks.setups.lazy_factors import divided_by_rank, factorised, product_of
+from proofs_checks.setups.roundings import Reaching, codes_of, towards_zero
 from proofs_checks.statistics import compare_means
 
 _CPU = torch.device("cpu")
@@ -29,60 +31,129 @@ SHAPE = (6, 7)
 _ROUNDING = 1e-12
 
 
-def _families() -> Iterator[tuple[Direction, dict[str, float]]]:
-    """Yield one member of every family, with what its closed forms say of tensors of :data:`SHAPE`."""
+@dataclass(frozen=True)
+class Family:
+    """Directions as runs draw them, beside their definition.
+
+    Attributes
+    ----------
+    name : str
+    shipped, literal : callable
+        Draw a tensor of :data:`SHAPE` from a generator.
+    declared, theory : tuple of float
+        Mean, second moment and energy: as the code states them, of a product of low rank by quadrature; and in closed form.
+    """
+
+    name: str
+    shipped: Callable[[Generator], Tensor]
+    literal: Callable[[Generator], Tensor]
+    declared: tuple[float, ...]
+    theory: tuple[float, ...]
+
+
+def _families() -> Iterator[Family]:
+    """Yield one member of every family."""
     numel = math.prod(SHAPE)
-    rows, columns = SHAPE
-    for direction in (Gaussian(), Rademacher()):
-        yield direction, direction_moments(direction.distribution.name, dimension=numel)  # type: ignore[arg-type]
-    for rank in (1, 3):
-        yield LowRank(rank), direction_moments("low-rank", rows=rows, columns=columns, rank=rank)
-    for bits, scale in ((3, 1.5), (2, 0.5), (8, 127 / 6)):
-        quantised = QuantisedGaussian(StochasticRounding(bits, scale))
-        yield quantised, direction_moments("quantised-gaussian", dimension=numel, bits=bits, scale=scale)
+    for name, direction in DIRECTIONS.items():
+        distribution = direction.distribution
+        yield Family(
+            name,
+            partial(_filled, direction),
+            partial(literal.drawn, SHAPE, name, dtype=torch.float64),
+            (distribution.mean, distribution.second_moment, direction.energy(SHAPE)),
+            _moments(direction_moments(name, dimension=numel)),  # type: ignore[arg-type]
+        )
+    for rank, (rows, columns) in ((1, (2, 3)), (2, (2, 2))):
+        yield Family(
+            f"rank {rank}",
+            partial(factorised, SHAPE, rank),
+            partial(_literal_product, rank),
+            _enumerated_product(rows, columns, rank),
+            _moments(direction_moments("low-rank", rows=rows, columns=columns, rank=rank)),
+        )
+    for bits, limit in ((3, 2.0), (2, 2.0), (8, 6.0)):
+        rounding = Reaching("gaussian", bits, limit=limit)
+        second = rounding.moments.second
+        yield Family(
+            f"{bits} bits up to ±{limit:g}",
+            partial(_rounded, rounding),
+            partial(_literal_rounded, bits, limit),
+            (0.0, second, rounding.relative_energy("q-rge1", numel) * second**2),
+            _moments(
+                direction_moments(
+                    "quantised-gaussian", dimension=numel, bits=bits, scale=(2 ** (bits - 1) - 1) / limit
+                )
+            ),
+        )
 
 
-def _literal(direction: Direction, seed: int) -> Tensor:
-    """Return what a direction is by its definition, from the same generator's numbers."""
-    generator = torch.Generator().manual_seed(seed)
+def _moments(theory: Mapping[str, float]) -> tuple[float, ...]:
+    return theory["mean"], theory["second_moment"], theory["energy"]
 
-    def normals(shape: tuple[int, ...]) -> Tensor:
-        return literal.drawn(shape, "gaussian", generator, torch.float64)
 
-    if isinstance(direction, LowRank):
-        left, right = normals((SHAPE[0], direction.rank)), normals((SHAPE[1], direction.rank))
-        return (left[:, None] * right[None]).sum(2) / math.sqrt(direction.rank)
-    if isinstance(direction, Rademacher):
-        return literal.drawn(SHAPE, "rademacher", generator, torch.float64)
-    z = normals(SHAPE)
-    if isinstance(direction, QuantisedGaussian):
-        cells = z * direction.rounding.scale
-        limit = 2 ** (direction.rounding.bits - 1) - 1
-        chance = torch.rand(SHAPE, generator=generator, dtype=torch.float64)
-        cells = torch.where(chance < cells - cells.floor(), cells.floor() + 1, cells.floor())
-        return cells.clamp(-limit, limit) / direction.rounding.scale
-    return z
+def _filled(direction: Direction, generator: Generator) -> Tensor:
+    out = torch.empty(SHAPE, dtype=torch.float64)
+    direction.fill(out, generator)
+    return out
+
+
+def _literal_product(rank: int, generator: Generator) -> Tensor:
+    right, left = (
+        literal.drawn((length, rank), "gaussian", generator, torch.float64) for length in reversed(SHAPE)
+    )
+    return (left[:, None] * right[None]).sum(2) / math.sqrt(rank)
+
+
+def _enumerated_product(rows: int, columns: int, rank: int) -> tuple[float, ...]:
+    """Return the moments of shipped products of normal factors, by quadrature that is exact to degree 5 in each number."""
+    nodes, weights = normal_nodes((rows + columns) * rank, 3)
+    slope = torch.linspace(-1.0, 2.0, rows * columns, dtype=torch.float64)
+    slope /= slope.norm()
+    mean = second = energy = 0.0
+    for numbers, weight in zip(torch.from_numpy(nodes), weights.tolist(), strict=True):
+        left, right = numbers.split([rows * rank, columns * rank])
+        z = product_of(left.view(rows, rank), right.view(columns, rank)).view(-1)
+        mean += weight * float(z.mean())
+        second += weight * float(z[0] ** 2)
+        energy += weight * float((slope @ z) ** 2 * (z @ z))
+    return mean, second, energy
+
+
+def _normals_and_chances(generator: Generator) -> tuple[Tensor, Tensor]:
+    normals = literal.drawn(SHAPE, "gaussian", generator, torch.float32)
+    return normals, torch.rand(SHAPE, generator=generator)
+
+
+def _rounded(rounding: Reaching, generator: Generator) -> Tensor:
+    normals, chances = _normals_and_chances(generator)
+    return codes_of(normals, rounding, chances).double() * rounding.unit
+
+
+def _literal_rounded(bits: int, limit: float, generator: Generator) -> Tensor:
+    z, chances = (numbers.double() for numbers in _normals_and_chances(generator))
+    highest = 2 ** (bits - 1) - 1
+    cells = z * (highest / limit)
+    up = cells - cells.floor()
+    rounded: Tensor = (cells.floor() + (chances >= 1 - up)).clamp(-highest, highest) * limit / highest
+    return rounded
 
 
 def check_families(context: Context) -> Outcome:
-    """Compare draws of every family with its definition, and what it declares with closed forms."""
+    """Compare draws of every family with its definition, and what it states, or has by quadrature, with closed forms."""
     largest, lines = 0.0, []
-    for direction, theory in _families():
-        errors = []
-        for seed in range(context.seed, context.seed + context.samples(40, 6)):
-            out = torch.empty(SHAPE, dtype=torch.float64)
-            direction.fill(out, generator_on(_CPU, seed))
-            errors.append(float((out - _literal(direction, seed)).abs().max()))
-        distribution = direction.distribution
-        declared = max(
-            abs(distribution.mean),
-            abs(distribution.second_moment / theory["second_moment"] - 1),
-            abs(direction.energy(SHAPE) / theory["energy"] - 1),
-        )
-        off = max(errors) if not any(map(math.isnan, errors)) else math.nan
-        largest = max(largest, off, declared) if not math.isnan(off) else math.nan
+    for family in _families():
+        errors = [
+            float(
+                (family.shipped(generator_on(_CPU, seed)) - family.literal(generator_on(_CPU, seed)))
+                .abs()
+                .max()
+            )
+            for seed in range(context.seed, context.seed + context.samples(40, 6))
+        ]
+        off = max(abs(a - b) / (b or 1.0) for a, b in zip(family.declared, family.theory, strict=True))
+        largest = math.nan if any(map(math.isnan, [largest, *errors])) else max(largest, off, *errors)
         lines.append(
-            f"{distribution.name}: draws off by {off:.1e}, energy {direction.energy(SHAPE):.4f}, closed form {theory['energy']:.4f}"
+            f"{family.name}: draws off by {max(errors):.1e}, energy {family.declared[2]:.4f}, closed form {family.theory[2]:.4f}"
         )
     return Outcome(
         largest, _ROUNDING, "largest distance of a draw, or relative of a declared moment", tuple(lines)
@@ -160,12 +231,6 @@ def uniform(shipped, self, out, generator):
     out.mul_(0.5**0.5).erf_().mul_(3**0.5)
 
 
-@planted("executors.randomness.families:LowRank.fill", "low rank without its scale")
-def low_rank_without_scale(shipped, self, out, generator):
-    shipped(self, out, generator)
-    out.mul_(self.rank**0.5 if out.dim() == 2 else 1)
-
-
 @planted(
     "costmodel.formats.roundings:moments_of", "a second moment of rounded normals that forgets the tails"
 )
@@ -180,7 +245,7 @@ CHECKS: Checks = {
     "direction-moments": printed(
         check_families,
         wide_normals,
-        low_rank_without_scale,
+        divided_by_rank,
         uniform,
         _UNSET,
         Fault(
@@ -189,6 +254,7 @@ CHECKS: Checks = {
             lambda shipped, self, shape: shipped(self, shape) - 2,
         ),
         tails_forgotten,
+        towards_zero,
     ),
     "directions-are-independent": printed(
         check_numbers,

@@ -23,7 +23,6 @@ from executors.low_bits.coded import Beside, QuantizedTensor
 from executors.low_bits.linear import CodedLinear, code_layers
 from executors.low_bits.stored import Moved
 from executors.randomness.counter import CounterKey
-from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rounded import Chances, DrawKeys, MovedRows, RoundedDraws, rounding_key
 from executors.ranks.communicator import Communicator
 from executors.runs.records import StepRecord
@@ -38,6 +37,7 @@ from proofs_checks.setups import coded_weights as coded
 from proofs_checks.setups.executed import Case, learning_rate
 from proofs_checks.setups.placements import same_bits, tiny_batches, tiny_model
 from proofs_checks.setups.ranks import on_all_ranks
+from proofs_checks.setups.roundings import drawn_pair
 from proofs_checks.statistics import compare_means
 from zosim.plans import LowBits, Plan
 
@@ -271,7 +271,7 @@ def check_sparse_moments(context: Context) -> Outcome:
     for number, (bits, kept) in enumerate(((3, 0.5), (8, 0.25))):
         rounding = RoundedDirection("gaussian", bits, 1 - kept)
         dense = RoundedDirection("gaussian", bits)
-        once, product, squares = enumerated_moments_of(dense)
+        once, product, squares = enumerated_moments(dense)
         count = context.samples(300_000, 100_000)
         drawn = Sparse(rounding, (2 * count, 3), context.seed + number)
         first, second = (values.view(count, 2, 3) for values in drawn.values)
@@ -327,11 +327,6 @@ def check_sparse_moments(context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-def enumerated_moments_of(rounding: RoundedDirection) -> tuple[float, float, float]:
-    """Return moments of a dense direction code by code, see :func:`~proofs_checks.quzo.statements.enumerated_moments`."""
-    return enumerated_moments(StochasticRounding(rounding.bits, rounding.scale))
-
-
 def check_sparse_updates(context: Context) -> Outcome:
     """Compare progress and noise of updates of int8 codes along dense and sparse directions: as much, and √q of it.
 
@@ -346,7 +341,7 @@ def check_sparse_updates(context: Context) -> Outcome:
         mean_size = (below + 1 - x) * np.abs(below) + (x - below) * np.abs(below + 1)
         density = np.exp(-u * u / 2) / math.sqrt(2 * math.pi) * (u[1] - u[0])
         size = float(density @ mean_size) / rounding.scale  # E|Q(u)| of a dense direction
-        once, _, _ = enumerated_moments_of(RoundedDirection("gaussian", 2))
+        once, _, _ = enumerated_moments(RoundedDirection("gaussian", 2))
         count = context.samples(500_000, 80_000)
         drawn = Sparse(rounding, (count, 2), context.seed)
         held = coded.weights_of(torch.zeros(count, 2), 1.0, 8)
@@ -400,9 +395,11 @@ def check_moments_of_draws(context: Context) -> Outcome:
     """Compare moments of two roundings of 2 to 8 bits, as runs draw them, with quadrature over normals."""
     parts = {}
     for bits in range(2, 9):
-        first, second = coded.drawn_codes(bits, context.samples(1_000_000, 200_000), context.seed + bits)
+        first, second = drawn_pair(
+            RoundedDirection("gaussian", bits), (context.samples(1_000_000, 200_000),), context.seed + bits
+        )
         columns = torch.stack([first, first**2, second**2, first * second, first**2 * second**2], 1)
-        once, product, squares = enumerated_moments_of(RoundedDirection("gaussian", bits))
+        once, product, squares = enumerated_moments(RoundedDirection("gaussian", bits))
         expected = torch.tensor([0.0, once, once, product, squares], dtype=torch.float64)
         parts[f"{bits} bits"] = compare_means("û₁, û₁², û₂², û₁û₂, û₁²û₂²", columns, expected)
     return everything_holds(parts)

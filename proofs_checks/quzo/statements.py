@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from scipy.optimize import brentq
 from torch import Tensor
 
 from costmodel.formats.roundings import RoundedDirection
-from executors.randomness.families import QuantisedGaussian
-from executors.randomness.quantisers import StochasticRounding
+from executors.low_bits.grids import grid_of
 from executors.randomness.rng import generator_on
+from executors.randomness.rounded import Purpose
 from executors.steps.arithmetic import projected_gradient
 from executors.steps.micro_batches import accumulated
 from proofs_checks.claims import Checks, conditioned, corrected, counterexample, printed, reading
@@ -36,19 +36,28 @@ from proofs_checks.exact import (
     sign_nodes,
     within,
 )
-from proofs_checks.faults import (
-    central_by_epsilon,
-    clamped_too_far,
-    nearest,
-    no_zero_point,
-    one_rounding,
-    queries_summed,
-)
-from proofs_checks.mutation import Mutant
+from proofs_checks.faults import central_by_epsilon, forward_by_two_epsilon, losses_added, queries_summed
+from proofs_checks.mutation import Fault, planted
 from proofs_checks.oracles.statements import one_point_error, query_error
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.setups import coded_weights as coded
 from proofs_checks.setups.executed import Case, against_literal, differences
+from proofs_checks.setups.roundings import (
+    NUM_CHANCES,
+    Reaching,
+    chances_high,
+    chances_of,
+    clamped_too_far,
+    codes_and_chances,
+    codes_of,
+    drawn_pair,
+    half_a_code_on,
+    no_scale,
+    no_unit,
+    no_zero_point,
+    weight_value,
+    weights_at_random,
+)
 from proofs_checks.statistics import compare_means, fitted_slope
 
 _CPU = torch.device("cpu")
@@ -57,82 +66,60 @@ _SLOPE = torch.tensor([0.8, -0.3, 0.5], dtype=torch.float64)
 # -- roundings -------------------------------------------------------------------------------------------------------
 
 
-def levels_and_chances(value: float, rounding: StochasticRounding) -> list[tuple[int, float]]:
-    """Return the codes that one value is rounded to, with their chances, by QuZO's equation 5: clamped after rounding.
-
-    Examples
-    --------
-    >>> levels_and_chances(0.25, StochasticRounding(4, scale=1.0))
-    [(0, 0.75), (1, 0.25)]
-    """
-    scaled = value * rounding.scale
-    below = math.floor(scaled)
-    up = scaled - below
-    pairs = [(below, 1 - up), (below + 1, up)]
-    highest = rounding.highest
-    return [(min(max(code, -highest), highest), chance) for code, chance in pairs if chance]
-
-
-def printed_value(code: int, rounding: StochasticRounding) -> float:
-    """Return what equation 5 as printed makes of a code: the code and the zero point, never divided by the scale."""
-    return float(code + rounding.zero_point)
-
-
-def shipped_value(code: int, rounding: StochasticRounding) -> float:
-    """Return what the shipped rounding makes of a code (its zero point added where it is stored)."""
-    stored = torch.tensor([code + rounding.zero_point], dtype=torch.int16)
-    return float(rounding.values(stored, torch.float64)[0])
+_ZERO_POINT = 128
+"""``z₀``, that of a weight of 8 bits."""
 
 
 def check_scaled_outer_product(how: str, _context: Context) -> Outcome:
     """Compare ``E[u₁u₂ᵀ]`` of two roundings of a vector, in values as named, with theory."""
-    rounding = StochasticRounding(8, scale=20.0, zero_point=3)
-    given = (0.31, -0.77, 1.5)
-    value = printed_value if how == "codes" else shipped_value
-    means = [
-        sum(chance * value(code, rounding) for code, chance in levels_and_chances(u, rounding)) for u in given
-    ]
-    squares = [
-        sum(
-            p * q * value(a, rounding) * value(b, rounding)
-            for (a, p), (b, q) in itertools.product(levels_and_chances(u, rounding), repeat=2)
-        )
+    rounding = Reaching("gaussian", 8, limit=6.35)
+    given = (0.3125, -0.765625, 1.5)  # multiples of a chance in codes
+    outcomes = [
+        [
+            # What the print makes of a code, never divided by the scale; and what a shipped weight makes of it.
+            (float(code + _ZERO_POINT) if how == "codes" else weight_value(code, 20.0, _ZERO_POINT), chance)
+            for code, chance in codes_and_chances(u, rounding)
+        ]
         for u in given
     ]
-    theory = [20 * u + 3 for u in given] if how == "codes" else list(given)
+    means = [sum(p * value for value, p in of_one) for of_one in outcomes]
+    squares = [
+        sum(p * q * a * b for (a, p), (b, q) in itertools.product(of_one, repeat=2)) for of_one in outcomes
+    ]
+    theory = [20 * u + _ZERO_POINT for u in given] if how == "codes" else list(given)
     return everything_holds(
         {
-            "E[Q(u)|u]": equal(means, theory, what=how),
-            "E[Q₁(u)Q₂(u)|u]": equal(squares, [t * t for t in theory], what=how),
+            # A weight's scale is a float32.
+            "E[Q(u)|u]": equal(means, theory, what=how, tolerance=1e-6),
+            "E[Q₁(u)Q₂(u)|u]": equal(squares, [t * t for t in theory], what=how, tolerance=1e-6),
         }
     )
 
 
 def check_shipped_mean(context: Context) -> Outcome:
-    """Compare means and products of two shipped roundings of given numbers with the numbers and their squares."""
-    rounding = StochasticRounding(8, scale=20.0, zero_point=3)
+    """Compare means and products of two roundings of given numbers, as weights with a zero point take them, with numbers and squares."""
     given = torch.tensor([0.31, -0.77, 1.5], dtype=torch.float64)
-    generator = generator_on(_CPU, context.seed)
-    count = context.samples(200_000, 20_000)
-    pairs = [rounding.rounded(given.expand(count, -1).contiguous(), generator) for _ in range(2)]
+    repeated = given.expand(context.samples(200_000, 20_000), -1)
+    purposes: tuple[Purpose, ...] = ("direction", "second direction")
+    pairs = [weights_at_random(repeated, 20.0, 8, context.seed, purpose) for purpose in purposes]
     columns = torch.cat([pairs[0], pairs[0] * pairs[1]], dim=1)
     return compare_means("two roundings", columns, torch.cat([given, given**2]))
 
 
-def _agreement(values: Sequence[float], rounding: StochasticRounding) -> float:
+def _agreement(values: Sequence[float], rounding: RoundedDirection) -> float:
     """Return the chance that two roundings of a vector are alike in every element."""
     chance = 1.0
     for value in values:
-        outcomes = levels_and_chances(value, rounding)
+        outcomes = codes_and_chances(value, rounding)
         chance *= sum(p * q for (a, p), (b, q) in itertools.product(outcomes, repeat=2) if a == b)
     return chance
 
 
 def check_roundings_agree(_context: Context) -> Outcome:
     """Show vectors of which two roundings are alike: always on the grid, half of the time in the middle of a cell."""
-    rounding = StochasticRounding(4, scale=2.0)
+    rounding = Reaching("gaussian", 4, limit=3.5)
     on_grid = torch.tensor([0.5, -1.0, 1.5], dtype=torch.float64)
-    shipped = [rounding.rounded(on_grid, generator_on(_CPU, seed)) for seed in (1, 2)]
+    shipped = [codes_of(on_grid, rounding, chances_of((3,), seed, "direction")) for seed in (1, 2)]
     return everything_holds(
         {
             "on the grid": equal(_agreement(on_grid.tolist(), rounding), 1.0, what="P(u₁ = u₂)"),
@@ -145,7 +132,7 @@ def check_roundings_agree(_context: Context) -> Outcome:
 
 def check_roundings_differ(_context: Context) -> Outcome:
     """Compare how often two roundings of d normals are alike with (2/3)^d, which is nothing for many elements."""
-    rounding = StochasticRounding(8, scale=20.0)
+    rounding = Reaching("gaussian", 8, limit=6.35)
     draws = np.random.default_rng(0).normal(size=4000)
     each = np.mean([_agreement([u], rounding) for u in draws])
     many = draws[:400]
@@ -157,12 +144,12 @@ def check_roundings_differ(_context: Context) -> Outcome:
     )
 
 
-def enumerated_moments(rounding: StochasticRounding | RoundedDirection) -> tuple[float, float, float]:
+def enumerated_moments(rounding: RoundedDirection) -> tuple[float, float, float]:
     """Return ``E[Q²]``, ``E[Q₁Q₂]`` and ``E[Q₁²Q₂²]`` of roundings of a normal, code by code and by quadrature.
 
     Examples
     --------
-    >>> [round(moment, 3) for moment in enumerated_moments(StochasticRounding(8, 20.0))]
+    >>> [round(moment, 3) for moment in enumerated_moments(Reaching("gaussian", 8, limit=6.35))]
     [1.0, 1.0, 3.001]
     """
     highest = rounding.highest
@@ -186,7 +173,7 @@ def enumerated_moments(rounding: StochasticRounding | RoundedDirection) -> tuple
     return once, product, squares
 
 
-def _fourth_moment(rounding: StochasticRounding) -> float:
+def _fourth_moment(rounding: RoundedDirection) -> float:
     """Return ``E[Q⁴]`` from how often each code comes out."""
     total, highest = 0.0, rounding.highest
     x, weights = np.polynomial.legendre.leggauss(60)
@@ -202,8 +189,7 @@ def _fourth_moment(rounding: StochasticRounding) -> float:
 
 
 def _second_moment(bits: int, highest_level: float) -> float:
-    codes = 2 ** (bits - 1) - 1
-    return QuantisedGaussian(StochasticRounding(bits, codes / highest_level)).distribution.second_moment
+    return Reaching("gaussian", bits, limit=highest_level).moments.second
 
 
 def _balanced(bits: int) -> float:
@@ -216,7 +202,7 @@ def check_naive_is_biased(_context: Context) -> Outcome:
     parts = {}
     for bits in (2, 3, 4, 8):
         moment = _second_moment(bits, 6.0)
-        direct, _, _ = enumerated_moments(StochasticRounding(bits, (2 ** (bits - 1) - 1) / 6.0))
+        direct, _, _ = enumerated_moments(Reaching("gaussian", bits, limit=6.0))
         parts[f"{bits} bits up to ±6"] = equal(moment, direct, what="E[Q(u)²]", tolerance=1e-6)
         parts[f"{bits} bits up to ±6, biased"] = exceeds(moment, 1.0001, what="E[Q(u)²]")
     return everything_holds(parts)
@@ -231,7 +217,8 @@ def check_naive_can_be_right(_context: Context) -> Outcome:
             _second_moment(bits, level), 1.0, what="E[Q(u)²]", tolerance=1e-8
         )
     signs, weights = sign_nodes(3)
-    rounded = StochasticRounding(4, 2.0).rounded(torch.from_numpy(signs).clone(), generator_on(_CPU, 0))
+    rounding = RoundedDirection("rademacher", 4)
+    rounded = codes_of(torch.from_numpy(signs), rounding, None).double() * rounding.unit
     outer = torch.einsum("n,ni,nj->ij", torch.from_numpy(weights), rounded, rounded)
     parts["signs, which are codes"] = equal(outer, torch.eye(3, dtype=torch.float64), what="E[ûûᵀ]")
     return everything_holds(parts)
@@ -239,8 +226,8 @@ def check_naive_can_be_right(_context: Context) -> Outcome:
 
 def _mean_factors(bits: int, level: float) -> tuple[float, float]:
     """Return what multiplies the gradient in the means of Q-RGE1 and Q-RGE2."""
-    family = QuantisedGaussian(StochasticRounding(bits, (2 ** (bits - 1) - 1) / level))
-    return family.distribution.second_moment, family.cross_moment
+    rounding = Reaching("gaussian", bits, limit=level)
+    return rounding.mean_of("q-rge1"), rounding.mean_of("q-rge2")
 
 
 def _clamped_square(limit: float) -> float:
@@ -300,9 +287,9 @@ def check_first_can_be_nearer(_context: Context) -> Outcome:
             abs(twice - 1), abs(once - 1), what="|E[Q₁Q₂] - 1| against |E[Q²] - 1|", factor=10
         )
     for bits, level in ((3, 6.0), (2, 1.5), (4, 2.0)):
-        counted = enumerated_moments(StochasticRounding(bits, (2 ** (bits - 1) - 1) / level))[:2]
+        counted = enumerated_moments(Reaching("gaussian", bits, limit=level))[:2]
         parts[f"{bits} bits up to ±{level:g}, both factors"] = equal(
-            _mean_factors(bits, level), counted, what="E[Q²], E[Q₁Q₂] of the shipped family", tolerance=1e-6
+            _mean_factors(bits, level), counted, what="E[Q²], E[Q₁Q₂] as plans state them", tolerance=1e-6
         )
     once, _ = _mean_factors(3, 6.0)
     d = 10_000
@@ -325,21 +312,19 @@ def relative_squares(bits: int, level: float, dimension: int) -> tuple[float, fl
     >>> round(relative_squares(8, 6.0, 100)[0], 2)
     102.0
     """
-    rounding = StochasticRounding(bits, (2 ** (bits - 1) - 1) / level)
+    rounding = Reaching("gaussian", bits, limit=level)
     once, twice, fourth = enumerated_moments(rounding)
     first = (_fourth_moment(rounding) + (dimension - 1) * once**2) / once**2
     return first, (fourth + (dimension - 1) * once**2) / twice**2
 
 
 def check_relative_squares(context: Context) -> Outcome:
-    """Compare second moments of both estimators with enumeration: drawn by the shipped family, and as plans state them."""
+    """Compare second moments of both estimators with enumeration: as runs draw them, and as plans state them."""
     bits, level, d = 3, 3.0, 2
-    family = QuantisedGaussian(StochasticRounding(bits, (2 ** (bits - 1) - 1) / level))
-    count = context.samples(400_000, 60_000)
-    pair = [torch.empty((count, d), dtype=torch.float64) for _ in range(2)]
-    family.fill_pair(pair[0], pair[1], generator_on(_CPU, context.seed))
+    rounding = Reaching("gaussian", bits, limit=level)
+    pair = drawn_pair(rounding, (context.samples(400_000, 60_000), d), context.seed)
     along = pair[0] @ (torch.ones(d, dtype=torch.float64) / math.sqrt(d))
-    once, twice, _ = enumerated_moments(family.rounding)
+    once, twice, _ = enumerated_moments(rounding)
     first, second = relative_squares(bits, level, d)
     columns = torch.stack([along**2 * (pair[0] ** 2).sum(1), along**2 * (pair[1] ** 2).sum(1)], dim=1)
     theory = torch.tensor([first * once**2, second * twice**2], dtype=torch.float64)
@@ -411,45 +396,14 @@ def check_small_rates_converge(_context: Context) -> Outcome:
 # -- weights on a grid --------------------------------------------------------------------------------------------------
 
 
-def check_lattice(context: Context) -> Outcome:
-    """Run equation 15 on ``½‖w - w*‖²`` with w* between codes: the gradient never falls below half a code an element.
-
-    Notes
-    -----
-    Full precision converges from the same start with the same learning rates.
-    """
-    d, steps = 4, context.samples(4000, 800)
-    generator = np.random.default_rng(context.seed)
-    target = np.full(d, 0.5)
-    codes, free = np.full(d, 3.0), np.full(d, 3.0)
-    rounding = StochasticRounding(8, scale=1.0)
-    draws = generator_on(_CPU, context.seed)
-    smallest = math.inf
-    for step in range(steps):
-        rate = 1 / (8 + step / 4)
-        u = generator.normal(size=d)
-        moved = rate * float((codes - target) @ u) * u
-        codes -= rounding.rounded(torch.from_numpy(moved), draws).numpy()
-        free -= rate * float((free - target) @ u) * u
-        smallest = min(smallest, float(np.abs(codes - target).min()))
-    return everything_holds(
-        {
-            "QuZO": equal(smallest, 0.5, what="least |∂L/∂w_i| of any step"),
-            "full precision": within(
-                float(np.abs(free - target).max()), 0.05, what=f"largest |∂L/∂w_i| after {steps} steps"
-            ),
-        }
-    )
+_WHOLE = Reaching("gaussian", 4, limit=7.0)
+"""Codes of 4 bits, one a unit."""
 
 
 def check_update_mean(how: str, _context: Context) -> Outcome:
     """Compare the mean of a rounded update with the update, within the range of codes or beyond it."""
-    rounding = StochasticRounding(4, scale=1.0)
-    given = (0.3, -1e-6, 2.75, -6.2) if how == "within" else (9.5, -30.0)
-    means = [
-        sum(chance * shipped_value(code, rounding) for code, chance in levels_and_chances(u, rounding))
-        for u in given
-    ]
+    given = (0.3125, -1 / 256, 2.75, -6.1875) if how == "within" else (9.5, -30.0)
+    means = [sum(chance * code for code, chance in codes_and_chances(u, _WHOLE)) for u in given]
     wanted = list(given) if how == "within" else [7.0, -7.0]
     return equal(means, wanted, what=f"E[Q(η∇)], {how} the range of 4 bits")
 
@@ -457,16 +411,13 @@ def check_update_mean(how: str, _context: Context) -> Outcome:
 def check_range_end(_context: Context) -> Outcome:
     """Show that weights at the end of their range, kept in it, move by less than the update on average."""
     highest = 7
-    rounding = StochasticRounding(4, scale=1.0)
-    mean = sum(
-        chance * (min(highest, highest - code) - highest)
-        for code, chance in levels_and_chances(-0.4, rounding)
-    )
-    beyond = sum(chance * (highest - code > highest) for code, chance in levels_and_chances(-0.4, rounding))
+    outcomes = codes_and_chances(-0.375, _WHOLE)
+    mean = sum(chance * (min(highest, highest - code) - highest) for code, chance in outcomes)
+    beyond = sum(chance * (highest - code > highest) for code, chance in outcomes)
     return everything_holds(
         {
-            "kept in the range": equal(mean, 0.0, what="E[w̄₁ - w̄₀] of an update of 0.4 upwards"),
-            "not kept": equal(beyond, 0.4, what="chance of a code that 4 bits have not"),
+            "kept in the range": equal(mean, 0.0, what="E[w̄₁ - w̄₀] of an update of 0.375 upwards"),
+            "not kept": equal(beyond, 0.375, what="chance of a code that 4 bits have not"),
             "an update beyond the range": check_update_mean("beyond", _context),
         }
     )
@@ -475,19 +426,16 @@ def check_range_end(_context: Context) -> Outcome:
 def check_roundings_by_query(_context: Context) -> Outcome:
     """Compare mean and variance of the update (13), rounded once, with (15), rounded for every query, in rationals."""
     parts = {}
-    pieces = (Fraction(3, 10), Fraction(-9, 20), Fraction(1, 8))
+    pieces = (Fraction(19, 64), Fraction(-29, 64), Fraction(1, 8))
 
     def spread(value: Fraction) -> Fraction:
         part = value - math.floor(value)
         return part * (1 - part)
 
     total = sum(pieces, Fraction(0))
-    rounding = StochasticRounding(8, scale=1.0)
 
     def moments(value: Fraction) -> tuple[float, float]:
-        outcomes = [
-            (shipped_value(code, rounding), p) for code, p in levels_and_chances(float(value), rounding)
-        ]
+        outcomes = codes_and_chances(float(value), _WHOLE)
         mean = sum(v * p for v, p in outcomes)
         return mean, sum(v * v * p for v, p in outcomes) - mean**2
 
@@ -664,9 +612,7 @@ def check_vanishing_perturbation(_context: Context) -> Outcome:
     """Show that perturbed weights that are stored in their own few bits are the weights, at the paper's ε = 1e-5."""
     scale, epsilon = 0.02, 1e-5
     weights = _kept_on_grid(torch.linspace(-0.14, 0.14, 9, dtype=torch.float64), scale)
-    u = QuantisedGaussian(StochasticRounding(4, 7 / 3.0))
-    z = torch.empty(9, dtype=torch.float64)
-    u.fill(z, generator_on(_CPU, 1))
+    z, _ = drawn_pair(Reaching("gaussian", 4, limit=3.0), (9,), 1)
     plus, minus = (_kept_on_grid(weights + sign * epsilon * z, scale) for sign in (1, -1))
     slope = torch.linspace(1, 2, 9, dtype=torch.float64)
     gradient = float(slope @ (plus - minus)) / (2 * epsilon)
@@ -686,8 +632,7 @@ def check_wide_perturbation(_context: Context) -> Outcome:
     """Compare μ_i with u·∇L where perturbed weights are held in float32, their codes untouched."""
     scale, epsilon = 0.02, 1e-3
     weights = _kept_on_grid(torch.linspace(-0.14, 0.14, 9, dtype=torch.float64), scale)
-    z = torch.empty(9, dtype=torch.float64)
-    QuantisedGaussian(StochasticRounding(4, 7 / 3.0)).fill(z, generator_on(_CPU, 1))
+    z, _ = drawn_pair(Reaching("gaussian", 4, limit=3.0), (9,), 1)
     plus, minus = ((weights + sign * epsilon * z).float().double() for sign in (1, -1))
     slope = torch.linspace(1, 2, 9, dtype=torch.float64)
     gradient = float(slope @ (plus - minus)) / (2 * epsilon)
@@ -698,30 +643,31 @@ def check_wide_perturbation(_context: Context) -> Outcome:
 
 
 def check_nearest_is_best(context: Context) -> Outcome:
-    """Compare the squared error of the nearest of a grid's values with every other value's, and with rounding at random."""
+    """Compare squared errors of the nearest values of shipped grids with those of every other value, and of rounding at random."""
     generator = np.random.default_rng(context.seed)
-    grid = np.sort(generator.normal(size=15))
-    values = generator.normal(size=500)
-    off = (values[:, None] - grid) ** 2
-    nearest = np.take_along_axis(off, nearest_of(values, grid)[:, None], axis=1)[:, 0]
-    codes = np.linspace(-0.5, 0.5, 2001)[:-1] + 0.00025
-    fine = (codes - np.round(codes)) ** 2
-    part = codes - np.floor(codes)
+    uneven, even = grid_of("float4_e2m1"), grid_of("int8")
+    values = generator.normal(scale=3, size=500)
+    off = (values[:, None] - np.array(coded.literal_levels("float4_e2m1"))) ** 2
+    nearest = uneven.nearest(torch.from_numpy(values)).numpy()
+    places = torch.arange(2000, dtype=torch.float64) / 2000 - 0.499_75
+    chances = (torch.arange(NUM_CHANCES, dtype=torch.float64) + 0.5) / NUM_CHANCES
+    at_random = even.at_random(places[:, None].expand(-1, NUM_CHANCES), chances.repeat(2000, 1))
     return everything_holds(
         {
-            "500 values, 15 uneven grid points": equal(
-                float(nearest.sum()), float(off.min(1).sum()), what="squared errors"
+            "500 values, the 15 of e2m1": equal(
+                float(((nearest - values) ** 2).sum()), float(off.min(1).sum()), what="squared errors"
             ),
             "rounding at random": equal(
-                float((part * (1 - part)).mean() / fine.mean()), 2.0, what="MSE over that of the nearest", tolerance=1e-3
+                float(
+                    (at_random - places[:, None]).square().mean()
+                    / (even.nearest(places) - places).square().mean()
+                ),
+                2.0,
+                what="MSE over that of the nearest",
+                tolerance=1e-3,
             ),
         }
-    )  # fmt: skip
-
-
-def nearest_of(values: Array, grid: Array) -> npt.NDArray[np.intp]:
-    """Return the index of the grid point nearest to each value (QuZO, appendix B.2)."""
-    return np.asarray(np.abs(values[:, None] - grid).argmin(1))
+    )
 
 
 def check_queries(_context: Context) -> Outcome:
@@ -842,8 +788,9 @@ def check_one_point_with_residual(_context: Context) -> Outcome:
 
 def check_outlier_code(_context: Context) -> Outcome:
     """Count codes of 8 bits that the shipped rounding makes, and that -128 is none of them."""
-    rounding = StochasticRounding(8, scale=20.0)
-    codes = rounding.codes(torch.linspace(-50, 50, 40_001, dtype=torch.float64), generator_on(_CPU, 0))
+    numbers = torch.linspace(-50, 50, 40_001, dtype=torch.float64)
+    chances = chances_of(tuple(numbers.shape), 0, "direction")
+    codes = codes_of(numbers, Reaching("gaussian", 8, limit=6.35), chances)
     seen = set(codes.tolist())
     return everything_holds(
         {
@@ -855,62 +802,63 @@ def check_outlier_code(_context: Context) -> Outcome:
 
 def check_drawn_codes(context: Context) -> Outcome:
     """Compare moments of two roundings of 3 bits, as runs draw them, with quadrature over normals."""
-    first, second = coded.drawn_codes(3, context.samples(3_000_000, 800_000), context.seed)
+    rounding = RoundedDirection("gaussian", 3)
+    first, second = drawn_pair(rounding, (context.samples(3_000_000, 800_000),), context.seed)
     columns = torch.stack([first**2, second**2, first * second, first**2 * second**2], 1)
-    once, product, squares = enumerated_moments(StochasticRounding(3, scale=3 / 1.73))
+    once, product, squares = enumerated_moments(rounding)
     expected = torch.tensor([once, once, product, squares], dtype=torch.float64)
     return compare_means("û₁², û₂², û₁û₂, û₁²û₂²", columns, expected)
 
 
-_NO_SCALE = Mutant(
-    "the paper's equation 5: the scale is not divided out",
-    "executors.randomness.quantisers:StochasticRounding.values",
-    " / self.scale",
-    "",
-)
-_UP_MORE = Mutant(
-    "a second moment that is 3 % high",
-    "costmodel.formats.roundings:moments_of",
-    "second += total * first - product * mass",
-    "second += 1.03 * (total * first - product * mass)",
-)
-_MASS = Mutant(
-    "a product of two roundings that is 3 % high",
-    "costmodel.formats.roundings:moments_of",
-    "cross += square",
-    "cross += 1.03 * square",
-)
-_INSIDE = Mutant(
-    "a product of two roundings that loses what is clamped",
-    "costmodel.formats.roundings:moments_of",
-    "cross, cross_fourth = second, fourth",
-    "cross, cross_fourth = 0.0, fourth",
-)
-_ROUNDS = Mutant(
-    "chances three percent high",
-    "proofs_checks.quzo.statements:levels_and_chances",
-    "up = scaled - below",
-    "up = min(1.0, 1.03 * (scaled - below))",
-)
-_LAST_GRADIENT = Mutant(
-    "the last query's scalar for all",
-    "executors.steps.ops.sweep:Sweeps.update",
-    "source.gradients[op.query]",
-    "source.gradients[self.num_queries - 1]",
-)
-_WHOLE_RATE = Mutant(
-    "a whole learning rate for every query",
-    "executors.steps.ops.sweep:Sweeps.update",
-    " / self.num_queries",
-    "",
-)
+# -- faults ---------------------------------------------------------------------------------------------------------------
+
+_MOMENTS = "costmodel.formats.roundings:moments_of"
 
 
-_SECOND_BY_MINUS = Mutant(
-    "a second evaluation by -ε",
-    "proofs_checks.quzo.statements:algorithm_1",
-    "now - 2 * epsilon * first",
-    "now - epsilon * first",
+@planted(_MOMENTS, "a second moment that is 3 % high")
+def second_high(shipped, *given):
+    moments = shipped(*given)
+    return moments._replace(second=1.03 * moments.second)
+
+
+@planted(_MOMENTS, "a product of two roundings that is 3 % high")
+def cross_high(shipped, *given):
+    moments = shipped(*given)
+    return moments._replace(cross=1.03 * moments.cross)
+
+
+@planted(_MOMENTS, "a product of two roundings that loses what is clamped")
+def clamped_lost(shipped, distribution, levels):
+    moments, tail = shipped(distribution, levels), distribution.partial_moments(levels[-1], math.inf)[0]
+    return moments._replace(cross=moments.cross - 2 * tail * levels[-1] ** 2)
+
+
+@planted("costmodel.formats.roundings:RoundedDirection.relative_energy", "plans that leave out the clamp")
+def clamp_left_out(shipped, self, estimator, *rest):
+    factor = (self.moments.cross / self.moments.second) ** 2 if estimator == "q-rge2" else 1.0
+    return factor * shipped(self, estimator, *rest)
+
+
+@planted("executors.steps.frames:StepFrame.at", "the last query's scalar for all")
+def last_gradient(shipped, self, offset):
+    source = shipped(self, offset)
+    if source is None or not source.gradients:
+        return source
+    last = source.gradients[max(source.gradients)]
+    return replace(source, gradients=dict.fromkeys(source.gradients, last))
+
+
+def _contracting(name: str, dimension: Callable[[float], float]) -> Fault:
+    """Return a fault by which the contraction is that of another dimension."""
+    return Fault(
+        name, f"{__name__}:contraction", lambda shipped, *given: shipped(*given[:2], dimension(given[2]))
+    )
+
+
+_ONE_ROUNDING = Fault(
+    "one rounding for both",
+    f"{__name__}:algorithm_1",
+    lambda shipped, w, pairs, *rest, **how: shipped(w, [(first, first) for first, _ in pairs], *rest, **how),
 )
 
 CHECKS: Checks = {
@@ -922,114 +870,53 @@ CHECKS: Checks = {
     "quzo-unbiased-does-not-converge": (
         conditioned(
             check_small_rates_converge,
-            Mutant(
-                "d for d + 2", "proofs_checks.quzo.statements:contraction", "(dimension + 2)", "dimension"
-            ),
+            _contracting("d for d + 2", lambda dimension: dimension - 2),
         ),
         counterexample(
             check_unbiased_diverges,
             central_by_epsilon,
-            Mutant(
-                "three percent",
-                "proofs_checks.quzo.statements:contraction",
-                "(dimension + 2)",
-                "1.03 * (dimension + 2)",
-            ),
+            _contracting("three percent", lambda dimension: 1.03 * (dimension + 2) - 2),
         ),
     ),
-    "quzo-naive-rounding-bias": printed(check_naive_is_biased, _UP_MORE),
-    "one-rounding-can-be-unbiased": printed(check_naive_can_be_right, _NO_SCALE),
+    "quzo-naive-rounding-bias": printed(check_naive_is_biased, second_high),
+    "one-rounding-can-be-unbiased": printed(check_naive_can_be_right, no_unit),
     "quzo-two-roundings-need-a-range": (
-        conditioned(check_two_roundings_hold, _MASS),
-        counterexample(check_two_roundings_clamped, _MASS, _INSIDE),
+        conditioned(check_two_roundings_hold, cross_high),
+        counterexample(check_two_roundings_clamped, cross_high, clamped_lost),
     ),
     "quzo-scale-left-out": (
-        corrected(partial(check_scaled_outer_product, "values"), _NO_SCALE, no_zero_point, _ROUNDS),
-        corrected(check_shipped_mean, _NO_SCALE, no_zero_point, nearest),
-        counterexample(partial(check_scaled_outer_product, "codes"), _ROUNDS),
+        corrected(partial(check_scaled_outer_product, "values"), no_scale, no_zero_point, chances_high),
+        corrected(check_shipped_mean, no_scale, no_zero_point, coded.MOVE_NEAREST),
+        counterexample(partial(check_scaled_outer_product, "codes"), chances_high),
     ),
     "quzo-two-roundings-may-be-alike": (
-        conditioned(
-            check_roundings_differ,
-            Mutant(
-                "neighbours that count as alike",
-                "proofs_checks.quzo.statements:_agreement",
-                "if a == b",
-                "if a <= b",
-            ),
-        ),
-        counterexample(
-            check_roundings_agree,
-            _ROUNDS,
-            Mutant(
-                "rounding that moves codes",
-                "executors.randomness.quantisers:rounded_at_random",
-                "chance < numbers - below",
-                "chance < numbers - below + 0.5",
-            ),
-        ),
+        conditioned(check_roundings_differ, coded.DRAWN_NEAREST),
+        counterexample(check_roundings_agree, chances_high, half_a_code_on),
     ),
     "quzo-which-mean-is-nearer": (
-        conditioned(check_second_is_nearer, _MASS),
-        counterexample(check_first_can_be_nearer, _UP_MORE, _INSIDE),
+        conditioned(check_second_is_nearer, cross_high),
+        counterexample(check_first_can_be_nearer, second_high, clamped_lost),
     ),
     "quzo-second-moments": (
-        printed(
-            check_relative_squares,
-            one_rounding,
-            nearest,
-            Mutant(
-                "plans that leave out the clamp",
-                "costmodel.formats.roundings:RoundedDirection.relative_energy",
-                "/ moments.cross**2",
-                "/ moments.second**2",
-            ),
-        ),
+        printed(check_relative_squares, coded.SAME_KEY, coded.DRAWN_NEAREST, clamp_left_out),
         printed(check_drawn_codes, coded.SAME_KEY, coded.DRAWN_LONG, coded.DRAWN_NEAREST),
     ),
-    "quzo-lattice-keeps-a-gradient": (
-        counterexample(
-            check_lattice,
-            Mutant(
-                "rounding to half codes",
-                "executors.randomness.quantisers:StochasticRounding.values",
-                "/ self.scale",
-                "/ self.scale / 2",
-            ),
-        ),
-        counterexample(
-            coded.check_moves_on_a_lattice, coded.MOVE_NEAREST, coded.MOVE_CHANCES, coded.MOVE_AWAY
-        ),
+    "quzo-lattice-keeps-a-gradient": counterexample(
+        coded.check_moves_on_a_lattice, coded.MOVE_NEAREST, coded.MOVE_CHANCES, coded.MOVE_AWAY
     ),
     "quzo-equation-12-scale": (
-        corrected(
-            partial(check_scale_of_update, 2),
-            Mutant(
-                "one power of the scale",
-                "proofs_checks.quzo.statements:check_scale_of_update",
-                "rate / scale**power",
-                "rate / scale",
-            ),
-        ),
+        corrected(partial(check_scale_of_update, 2)),
         corrected(coded.check_step_by_weights, coded.MOVE_AS_PRINTED, coded.MOVE_LONG, coded.MOVE_NEAREST),
         counterexample(partial(check_scale_of_update, 0)),
     ),
     "quzo-update-bias-at-the-ends": (
-        conditioned(partial(check_update_mean, "within"), _ROUNDS),
+        conditioned(partial(check_update_mean, "within"), chances_high),
         conditioned(coded.check_moves_within, coded.MOVE_NEAREST, coded.MOVE_CHANCES, coded.MOVE_AS_PRINTED),
         counterexample(coded.check_moves_at_the_ends, coded.CLAMP_WIDE, coded.MOVE_CHANCES),
-        counterexample(
-            check_range_end,
-            Mutant(
-                "a clamp one code too far",
-                "proofs_checks.quzo.statements:levels_and_chances",
-                "highest = rounding.highest",
-                "highest = rounding.highest + 1",
-            ),
-        ),
+        counterexample(check_range_end, clamped_too_far),
     ),
     "quzo-rounding-for-every-query": (
-        printed(check_roundings_by_query, _ROUNDS),
+        printed(check_roundings_by_query, chances_high),
         printed(
             coded.check_moves_by_query,
             coded.ONE_CHANCE,
@@ -1038,28 +925,26 @@ CHECKS: Checks = {
         ),
     ),
     "quzo-algorithm-1-updates-in-the-loop": (
-        corrected(check_update_behind_loop, _SECOND_BY_MINUS),
-        corrected(check_shipped_queries, _LAST_GRADIENT, _WHOLE_RATE),
-        counterexample(check_update_within_loop, _SECOND_BY_MINUS),
+        corrected(check_update_behind_loop, _ONE_ROUNDING),
+        corrected(check_shipped_queries, last_gradient, queries_summed),
+        counterexample(check_update_within_loop, _ONE_ROUNDING),
     ),
     "quzo-recovery-at-the-ends": (
         conditioned(
             partial(check_recovery, None),
-            Mutant(
+            Fault(
                 "a way back that is one code short",
-                "proofs_checks.quzo.statements:_round_trip",
-                "-2 * step",
-                "-2 * step + 1",
+                f"{__name__}:_round_trip",
+                lambda shipped, *given: shipped(*given) + 1,
             ),
         ),
         conditioned(coded.check_beside_codes, coded.STORED_BACK),
         counterexample(
             partial(check_recovery, 7),
-            Mutant(
+            Fault(
                 "a range one code wider",
-                "proofs_checks.quzo.statements:_round_trip",
-                "-highest), highest)",
-                "-highest - 1), highest + 1)",
+                f"{__name__}:_round_trip",
+                lambda shipped, code, step, highest: shipped(code, step, highest + 1),
             ),
         ),
     ),
@@ -1070,50 +955,37 @@ CHECKS: Checks = {
     ),
     "quzo-nearest-minimises-mse": printed(
         check_nearest_is_best,
-        Mutant("the farthest", "proofs_checks.quzo.statements:nearest_of", "argmin", "argmax"),
+        Fault(
+            "the value below for the nearest",
+            "executors.low_bits.grids:Grid.nearest",
+            lambda _shipped, self, numbers: self.below(self.clamped(numbers)),
+        ),
     ),
     "quzo-more-queries": printed(
         check_queries,
         central_by_epsilon,
-        Mutant(
+        Fault(
             "d + 2 for d + 1",
             "proofs_checks.oracles.statements:query_error",
-            "(dimension + 1) +",
-            "(dimension + 2) +",
+            lambda shipped, num_queries, dimension: shipped(num_queries, dimension + 1),
         ),
     ),
     "quzo-accumulation": (
-        reading(
-            "one direction for all micro-batches",
-            check_one_direction_for_all,
-            Mutant(
-                "losses added, not averaged",
-                "executors.steps.micro_batches:accumulated",
-                "total / sum(counts)",
-                "total",
-            ),
-        ),
+        reading("one direction for all micro-batches", check_one_direction_for_all, losses_added),
         reading("a direction for each, scalars accumulated", check_direction_of_each),
     ),
     "quzo-one-point-noise": (
         printed(
             check_one_point,
-            Mutant(
+            Fault(
                 "d + 1 in the first term",
                 "proofs_checks.oracles.statements:one_point_error",
-                "return dimension *",
-                "return (dimension + 1) *",
+                lambda shipped, level, gradient_norm, dimension, epsilon: (
+                    shipped(level, gradient_norm, dimension, epsilon) + (level / epsilon) ** 2
+                ),
             ),
         ),
-        printed(
-            check_one_point_with_residual,
-            Mutant(
-                "a difference of two steps over 2ε",
-                "executors.steps.arithmetic:projected_gradient",
-                "(2 * epsilon if central else epsilon)",
-                "(2 * epsilon)",
-            ),
-        ),
+        printed(check_one_point_with_residual, forward_by_two_epsilon),
     ),
     "quzo-outlier-code-is-free": printed(check_outlier_code, clamped_too_far),
 }

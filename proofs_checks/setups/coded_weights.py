@@ -16,14 +16,11 @@ from torch import Tensor
 
 from costmodel.formats import CodeFormat
 from costmodel.formats.low_bits import Coding
-from costmodel.formats.roundings import RoundedDirection
 from executors.low_bits.coded import Beside, QuantizedTensor
 from executors.low_bits.grids import grid_of
 from executors.low_bits.linear import CodedLinear, code_layers
 from executors.low_bits.stored import Moved
-from executors.randomness.counter import CounterKey
-from executors.randomness.rounded import Chances, DrawKeys, MovedRows, RoundedDraws, rounding_key
-from executors.threads import DrawThreads
+from executors.randomness.rounded import Chances, rounding_key
 from proofs_checks.exact import equal, exceeds, is_true, within
 from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -289,20 +286,6 @@ def check_beside_codes(_context: Context) -> Outcome:
         )
     parts["it acts"] = exceeds(float(np.abs(along).max()), 1.0, what="|û·x|")
     return everything_holds(parts)
-
-
-def drawn_codes(bits: int, count: int, seed: int) -> list[Tensor]:
-    """Return two roundings of one direction of normals as a run draws them, in values."""
-    rounding = RoundedDirection("gaussian", bits)
-    shapes = [torch.Size([count])]
-    draws = RoundedDraws(rounding, shapes, MovedRows(0, shapes, (), _CPU), _CPU, DrawThreads(1))
-    values = []
-    for is_second in (False, True):
-        codes = torch.empty(count, dtype=torch.int8)
-        keys = DrawKeys.of(seed, 0, 0, is_second=is_second)
-        draws.fill_counted([codes], [0], CounterKey.of(seed, 0, 0), keys)
-        values.append(codes.double() / rounding.scale)
-    return values
 
 
 # -- faults ------------------------------------------------------------------------------------------------------

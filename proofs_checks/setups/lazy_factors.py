@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -48,6 +49,21 @@ def shipped_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> lis
         assert made.rights[0] is not None
         factors.append((made.lefts[0], made.rights[0]))
     return factors
+
+
+def factorised(shape: tuple[int, int], rank: int, generator: Generator) -> Tensor:
+    """Return a plan's ``factorised`` direction of a matrix, as a run draws it in the first step of a window."""
+    draws = FactorDraws([shape], {"block": [0]}, lambda _query: ["block"], rank, _CPU, torch.float64)
+    made = draws.walked("block", 0, 0, Window(0, (0,)), generator)
+    assert made.rights[0] is not None
+    return product_of(made.lefts[0], made.rights[0])
+
+
+def product_of(left: Tensor, right: Tensor) -> Tensor:
+    """Return what a run makes of given factors of such a direction."""
+    z = left.new_empty((len(left), len(right)))
+    fill_product(z, left, right, divisor_of(left.shape[1], DISTRIBUTIONS["factorised"].rank_power))
+    return z
 
 
 def literal_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> list[Factors]:
@@ -449,3 +465,16 @@ SLOT_EACH_STEP = Fault(
     _ADD,
     lambda shipped, self, left, right, factor: shipped(self, left, right.clone(), factor),
 )
+
+
+divided_by_rank = Fault(
+    "low rank divided by r, not by √r",
+    "executors.randomness.low_rank:divisor_of",
+    lambda shipped, rank, rank_power: shipped(rank, 2 * rank_power),
+)
+
+
+@planted("executors.randomness.low_rank:FactorDraws.walked", "U drawn before V")
+def left_drawn_first(shipped, self, *given, **named):
+    made = shipped(altered(self, _shapes=[shape[::-1] for shape in self._shapes]), *given, **named)
+    return replace(made, lefts=made.rights, rights=made.lefts)

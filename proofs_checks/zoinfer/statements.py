@@ -16,7 +16,6 @@ from torch import Tensor
 
 from costmodel.formats.codecs import CodecSpec
 from executors.codecs.fidelity import received
-from executors.randomness.families import LowRank
 from executors.randomness.rng import generator_on
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import (
@@ -62,11 +61,10 @@ def check_same_estimator(context: Context) -> Outcome:
     x = torch.linspace(-0.5, 0.6, _ROWS * _COLUMNS, dtype=torch.float64)
     for rank in (1, 2, 4):
         generator, again = (generator_on(_CPU, context.seed + rank) for _ in range(2))
-        z = torch.empty((_ROWS, _COLUMNS), dtype=torch.float64)
-        LowRank(rank).fill(z, generator)
-        left, right = (
+        z = lazy.factorised((_ROWS, _COLUMNS), rank, generator)
+        right, left = (
             torch.normal(0.0, 1.0, (length, rank), generator=again, dtype=torch.float64)
-            for length in (_ROWS, _COLUMNS)
+            for length in (_COLUMNS, _ROWS)
         )
         parts[f"r = {rank}, direction"] = equal(z, left @ right.T / math.sqrt(rank), what="UVᵀ/√r")
         shipped = shipped_estimate(_loss, x, z.reshape(-1), 0.1 * math.sqrt(rank), central=True)
@@ -445,22 +443,6 @@ def check_quantised_base(_context: Context) -> Outcome:
     )
 
 
-_FILL = "executors.randomness.families:LowRank.fill"
-
-
-@planted(_FILL, "low rank divided by r")
-def filled_by_rank(shipped, self, out, generator):
-    shipped(self, out, generator)
-    out.div_(math.sqrt(self.rank))
-
-
-@planted(_FILL, "V drawn before U")
-def right_drawn_first(shipped, self, out, generator):
-    across = out.new_empty(out.T.shape)
-    shipped(self, across, generator)
-    out.copy_(across.T)
-
-
 @planted("proofs_checks.zoinfer.statements:_factor_nodes", "factors of width 1/√r")
 def widths_by_root(shipped, rank):
     lefts, rights, weights = shipped(rank)
@@ -492,7 +474,7 @@ CHECKS: Checks = {
         lazy.NO_ROOM,
     ),
     "zoinfer-low-rank-estimator": (
-        printed(check_same_estimator, filled_by_rank, right_drawn_first, central_by_epsilon),
+        printed(check_same_estimator, lazy.divided_by_rank, lazy.left_drawn_first, central_by_epsilon),
         printed(partial(check_low_rank_mean, True), widths_by_root),
         printed(check_bias_order, central_by_epsilon),
     ),
@@ -539,7 +521,7 @@ CHECKS: Checks = {
                 lambda shipped, rank: {**shipped(rank), "fourth_moment": 3.0},
             ),
         ),
-        printed(check_same_estimator, filled_by_rank),
+        printed(check_same_estimator, lazy.divided_by_rank),
     ),
     "zoinfer-central-limit": printed(
         check_normal_limit,

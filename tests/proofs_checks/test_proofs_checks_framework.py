@@ -9,9 +9,6 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from executors.randomness.families import LowRank, QuantisedGaussian
-from executors.randomness.quantisers import StochasticRounding
-from executors.randomness.rng import generator_on
 from executors.steps import arithmetic
 from proofs_checks.claims import (
     Claim,
@@ -31,7 +28,7 @@ from proofs_checks.outcomes import Context, Estimate, Outcome, everything_holds,
 from proofs_checks.registry import claims_named
 from proofs_checks.setups.placements import tiny_model, tiny_plan
 from proofs_checks.statistics import compare_means, estimates_of
-from topology.errors import PlanError, ZosimError
+from topology.errors import ZosimError
 
 CPU = torch.device("cpu")
 HALVED = Mutant("halved", "executors.steps.arithmetic:projected_gradient", "2 * epsilon", "4 * epsilon")
@@ -343,8 +340,8 @@ def test_a_check_that_is_stopped_has_said_what_it_knows(monkeypatch):
 
 
 def test_the_command_fails_naming_the_claim_when_shipped_code_is_wrong():
-    fault = Mutant(
-        "off", "executors.randomness.quantisers:rounded_at_random", "numbers.floor()", "numbers.floor() + 1"
+    fault = Fault(
+        "off", "executors.low_bits.grids:Integers.at_random", lambda shipped, *given: shipped(*given) + 1
     )
     with fault.apply():
         result = invoke("stochastic-rounding-unbiased", "--quick")
@@ -358,61 +355,4 @@ def test_the_command_lists_claims_with_their_faults():
     result = invoke("--list")
     assert result.exit_code == 0
     assert "quantised-rge" in result.stdout
-    assert "one rounding where two are due" in result.stdout
-
-
-@pytest.mark.parametrize(("bits", "zero_point"), [(2, 0), (4, 7), (8, 0), (8, 127)])
-def test_codes_fit_their_bits_and_values_are_levels(bits, zero_point):
-    rounding = StochasticRounding(bits, scale=0.7, zero_point=zero_point)
-    codes = rounding.codes(torch.linspace(-500, 500, 2001), generator_on(CPU, 0))
-    assert codes.min() == zero_point - rounding.highest
-    assert codes.max() == zero_point + rounding.highest
-    values = rounding.values(codes, torch.float64)
-    assert set(values.tolist()) <= set(rounding.levels)
-
-
-def test_levels_are_kept_as_they_are():
-    rounding = StochasticRounding(5, scale=2.0)
-    levels = torch.tensor(rounding.levels)
-    assert torch.equal(rounding.rounded(levels, generator_on(CPU, 0)), levels)
-
-
-def test_rounding_in_half_precision_is_not_biased():
-    values = torch.full((200_000,), 0.3, dtype=torch.bfloat16)
-    mean = StochasticRounding(2, scale=1.0).rounded(values, generator_on(CPU, 1)).float().mean().item()
-    assert mean == pytest.approx(values[0].item(), abs=5 * math.sqrt(0.21 / 200_000))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: StochasticRounding(1, 1.0),
-        lambda: StochasticRounding(9, 1.0),
-        lambda: StochasticRounding(4, 0.0),
-        lambda: StochasticRounding(4, math.inf),
-        lambda: StochasticRounding(8, 1.0, zero_point=200),
-        lambda: LowRank(0),
-    ],
-)
-def test_what_cannot_be_is_refused_with_a_hint(make):
-    with pytest.raises(PlanError) as caught:
-        make()
-    assert caught.value.hint
-
-
-def test_low_rank_has_its_rank():
-    out = torch.empty((9, 7), dtype=torch.float64)
-    LowRank(2).fill(out, generator_on(CPU, 0))
-    assert torch.linalg.matrix_rank(out) == 2
-    assert LowRank(10**9).energy((3, 4)) == pytest.approx(14)  # many ranks: a normal matrix's
-
-
-def test_declared_moments_of_rounded_normals_agree_with_two_limits():
-    fine = QuantisedGaussian(StochasticRounding(8, scale=127 / 6))
-    assert fine.distribution.second_moment == pytest.approx(
-        1 + (6 / 127) ** 2 / 6, rel=1e-6
-    )  # a uniform fraction's variance
-    coarse = QuantisedGaussian(StochasticRounding(2, scale=1 / 6))
-    assert coarse.distribution.second_moment == pytest.approx(
-        6 * math.sqrt(2 / math.pi), rel=1e-6
-    )  # step · E|u|
+    assert "one rounding for both copies of a direction" in result.stdout

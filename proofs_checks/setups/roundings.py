@@ -1,0 +1,157 @@
+"""Numbers rounded at random as runs round them: directions, and weights as codes; their chances enumerated, or drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from costmodel.formats.low_bits import Coding
+from costmodel.formats.roundings import RoundedDirection
+from executors.low_bits.coded import QuantizedTensor
+from executors.randomness.counter import CounterKey
+from executors.randomness.rounded import Chances, DrawKeys, MovedRows, Purpose, RoundedDraws, rounding_key
+from executors.threads import DrawThreads
+from proofs_checks.mutation import Fault, altered, planted
+
+_CPU = torch.device("cpu")
+NUM_CHANCES = 256
+"""Chances in even steps: what is a multiple of one of them is enumerated exactly."""
+
+
+@dataclass(frozen=True)
+class Reaching(RoundedDirection):
+    """A rounded direction with a range of its own, where plans take that of least error.
+
+    Attributes
+    ----------
+    limit : float
+        Largest number that is not clamped.
+
+    Examples
+    --------
+    >>> Reaching("gaussian", 8, limit=6.35).scale
+    20.0
+    """
+
+    limit: float = 1.0
+
+    @property
+    def reach(self) -> float:
+        """The limit."""
+        return self.limit
+
+
+def draws_of(rounding: RoundedDirection, shape: tuple[int, ...]) -> RoundedDraws:
+    """Return what draws one parameter's directions in a run."""
+    shapes = [torch.Size(shape)]
+    return RoundedDraws(rounding, shapes, MovedRows(0, shapes, (), _CPU), _CPU, DrawThreads(1))
+
+
+def drawn_pair(rounding: RoundedDirection, shape: tuple[int, ...], seed: int) -> list[Tensor]:
+    """Return two roundings of one direction as a run draws them, in values."""
+    draws, values = draws_of(rounding, shape), []
+    for is_second in (False, True):
+        codes = torch.empty(shape, dtype=torch.int8)
+        keys = DrawKeys.of(seed, 0, 0, is_second=is_second)
+        draws.fill_counted([codes.view(-1)], [0], CounterKey.of(seed, 0, 0), keys)
+        values.append(codes.double() * rounding.unit)
+    return values
+
+
+def chances_of(shape: tuple[int, ...], seed: int, purpose: Purpose) -> Tensor:
+    """Return a run's random numbers of one rounding."""
+    numel = torch.Size(shape).numel()
+    return Chances([numel], _CPU).between(0, numel, 0, rounding_key(seed, 0, 0, purpose)).view(shape)
+
+
+def codes_of(numbers: Tensor, rounding: RoundedDirection, chances: Tensor | None) -> Tensor:
+    """Return the codes that a run makes of a direction's numbers."""
+    given = numbers.to(torch.float32, copy=True)
+    return draws_of(rounding, tuple(numbers.shape)).codes(given, None if chances is None else chances.clone())
+
+
+def codes_and_chances(value: float, rounding: RoundedDirection) -> list[tuple[int, float]]:
+    """Return the codes that a run makes of one number, with their chances: over chances in even steps.
+
+    Examples
+    --------
+    >>> codes_and_chances(0.25, Reaching("gaussian", 4, limit=7.0))
+    [(0, 0.75), (1, 0.25)]
+    """
+    even = (torch.arange(NUM_CHANCES, dtype=torch.float32) + 0.5) / NUM_CHANCES
+    codes, counts = codes_of(torch.full_like(even, value), rounding, even).unique(return_counts=True)
+    return [(code, count / NUM_CHANCES) for code, count in zip(codes.tolist(), counts.tolist(), strict=True)]
+
+
+def weights_at_random(
+    given: Tensor, scale: float, bits: int, seed: int, purpose: Purpose = "update"
+) -> Tensor:
+    """Return numbers, shape (outputs, inputs), as weights with a zero point keep them that were 0 and moved there at random."""
+    coded = QuantizedTensor.empty(Coding(f"int{bits}", "tensor", has_zero_point=True), given.shape, _CPU)  # type: ignore[arg-type]
+    zero_point = 2 ** (bits - 1)
+    assert coded.zeros is not None
+    coded.scales.fill_(1 / scale)
+    coded.zeros.fill_(zero_point)
+    coded.codes.copy_(coded.joined(torch.full(given.shape, zero_point, dtype=torch.uint8)))
+    chances = Chances([given.numel()], _CPU)
+    key = rounding_key(seed, 0, 0, purpose)
+    coded.move(-given.float(), 1.0, partial(chances.between, parameter=0, key=key))
+    return coded.values(torch.float64)
+
+
+def weight_value(code: int, scale: float, zero_point: int) -> float:
+    """Return the value of a weight of 8 bits whose code is `code` and the zero point."""
+    coding, stored = Coding("int8", "tensor", has_zero_point=True), [[code + zero_point], [zero_point]]
+    symbol, zero = torch.tensor(stored, dtype=torch.uint8).split(1)
+    held = QuantizedTensor.of_symbols(coding, symbol, torch.tensor([[1 / scale]]), zero)
+    return float(held.values(torch.float64))
+
+
+# -- faults ------------------------------------------------------------------------------------------------------
+
+_AT_RANDOM = "executors.low_bits.grids:Integers.at_random"
+
+
+@planted(_AT_RANDOM, "cutting off towards zero before the chance is drawn")
+def towards_zero(shipped, self, numbers, chances):
+    return torch.where(numbers < 0, numbers.trunc(), shipped(self, numbers, chances))
+
+
+@planted("executors.randomness.rounded:RoundedDraws.fill_counted", "two roundings of unlike directions")
+def unlike_directions(shipped, self, views, parameters, _key, keys):
+    shipped(self, views, parameters, keys.rounding, keys)
+
+
+clamped_too_far = Fault(
+    "codes clamped one too far",
+    _AT_RANDOM,
+    lambda shipped, self, *given: shipped(altered(self, low=self.low - 1, high=self.high + 1), *given),
+)
+chances_high = Fault(
+    "chances three percent high",
+    _AT_RANDOM,
+    lambda shipped, self, numbers, chances: shipped(self, numbers, 1.03 * chances),
+)
+half_a_code_on = Fault(
+    "rounding that moves codes",
+    _AT_RANDOM,
+    lambda shipped, self, numbers, chances: shipped(self, numbers + 0.5, chances),
+)
+no_zero_point = Fault(
+    "a zero point that is forgotten",
+    "executors.low_bits.coded:QuantizedTensor.values",
+    lambda shipped, self, *given: shipped(altered(self, zeros=None), *given),
+)
+no_scale = Fault(
+    "the paper's equation 5: the scale is not divided out",
+    "executors.low_bits.coded:QuantizedTensor.values",
+    lambda shipped, self, *given: shipped(altered(self, scales=torch.ones_like(self.scales)), *given),
+)
+no_unit = Fault(
+    "the paper's equation 5, of directions",
+    "costmodel.formats.roundings:RoundedDirection.unit",
+    lambda _shipped, self: float(self.bits > 0),
+)
