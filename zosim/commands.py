@@ -93,6 +93,10 @@ def simulate(
         ),
     ] = "ours",
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (Perfetto opens it).")] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Draw the timeline of one step: a file that ends with .svg, .png or .pdf."),
+    ] = None,
     first_order: Annotated[
         FirstOrderName | None,
         typer.Option(help="Compare with a first-order step of the same devices and cuts."),
@@ -123,6 +127,10 @@ def simulate(
         programs = subject.programs.programs
         save_trace(timeline, trace, programs[0] if len(programs) == 1 else None)
         stderr.print(f"wrote {trace}")
+    if picture is not None:
+        from zosim.applications.picture import draw_timeline
+
+        stderr.print(f"wrote {draw_timeline(timeline, picture)}")
     prediction = subject.prediction
     data = (
         prediction_data(prediction)

@@ -1,0 +1,63 @@
+"""Pictures of timelines: a bar for each instruction of a steady step, a row for each stream."""
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+import zosim
+from tests.support.builders import pipeline, simulate_ranks, unshared
+from topology.errors import TimelineError
+from zosim.applications.picture import draw_timeline
+from zosim.simulators.simulate import simulate
+
+PIPELINE = pipeline(2, 2e-3, 3e-3, 1e-3, num_slots=2)
+
+
+def words(path):
+    return {text.text for text in ET.parse(path).iter("{http://www.w3.org/2000/svg}text")}
+
+
+def test_rows_are_streams_and_the_title_says_what_a_step_takes(tmp_path):
+    timeline = simulate(PIPELINE, unshared(), num_steps=4)
+    said = words(draw_timeline(timeline, tmp_path / "one.svg"))
+    assert {"compute", "h2d", "d2h"} <= said
+    assert any(text.endswith("a step, simulated") for text in said)
+
+
+def test_rows_of_several_ranks_are_named_by_their_ranks(tmp_path):
+    timeline = simulate_ranks([PIPELINE, PIPELINE], [unshared(), unshared()], num_steps=3)
+    assert {"rank 0 compute", "rank 1 compute"} <= words(draw_timeline(timeline, tmp_path / "two.svg"))
+
+
+def test_the_same_timeline_has_the_same_picture_and_a_later_step_another(tmp_path):
+    timeline = simulate(PIPELINE, unshared(), num_steps=4)
+    first, again, longer = (tmp_path / f"{name}.svg" for name in ("first", "again", "longer"))
+    draw_timeline(timeline, first)
+    draw_timeline(timeline, again)
+    draw_timeline(timeline, longer, num_steps=2)
+    assert first.read_bytes() == again.read_bytes()
+    bars = [path.read_text().count('id="patch_') for path in (first, longer)]
+    assert bars[0] < bars[1]
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path):
+    timeline = simulate(PIPELINE, unshared(), num_steps=2)
+    with pytest.raises(TimelineError, match=r"the format '\.gif' is unknown"):
+        draw_timeline(timeline, tmp_path / "step.gif")
+    with pytest.raises(TimelineError, match="cannot write"):
+        draw_timeline(timeline, tmp_path / "missing" / "step.svg")
+    many = simulate_ranks([PIPELINE] * 22, [unshared()] * 22, num_steps=2)
+    with pytest.raises(TimelineError, match="66 streams would have too many rows"):
+        draw_timeline(many, tmp_path / "many.svg")
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path):
+    decision = zosim.plan(
+        "opt-13b", "a100-80gb-milan", dtype="float16", batch=1, seq=2048, max_device_memory="20GiB"
+    )
+    drawn = draw_timeline(zosim.simulate(decision).timeline, tmp_path / "step.svg")
+    committed = Path(__file__).parents[2] / "docs/pictures/opt-13b-step.svg"
+    assert words(drawn) == words(committed)
+    assert drawn.read_text().count('id="patch_') == committed.read_text().count('id="patch_')

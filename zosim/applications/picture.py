@@ -1,0 +1,121 @@
+"""A timeline as a picture: a row for each stream of each rank, a bar for each instruction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from topology.errors import TimelineError
+from topology.units import format_seconds
+from zosim.timeline import Span, Timeline
+
+FORMATS: Final = (".svg", ".png", ".pdf")
+MOST_ROWS: Final = 64
+# Okabe and Ito's palette, which people with colour vision deficiencies can tell apart, and greys for what takes little time.
+COLOURS: Final = MappingProxyType(
+    {
+        "forward": "#0072b2",
+        "upload": "#e69f00",
+        "offload": "#d55e00",
+        "gather": "#cc79a7",
+        "draw": "#999999",
+        "perturb": "#56b4e9",
+        "restore": "#a6d8f5",
+        "update": "#009e73",
+    }
+)
+_OTHERS: Final = ("#f0e442", "#4d4d4d", "#b3b3b3", "#7f5539", "#cccccc")
+# A name is written where it has room: in inches of a bar for each of its letters.
+_INCHES_A_LETTER = 0.06
+_WIDTH_INCHES, _ROW_INCHES = 10.0, 0.38
+# What takes less of the picture than this has a bar, and no entry in the legend.
+_LEAST_IN_LEGEND = 1e-3
+
+
+def draw_timeline(timeline: Timeline, path: str | Path, *, num_steps: int = 1) -> Path:
+    """Draw steady steps of a timeline into an SVG, PNG or PDF file, and return its path.
+
+    Parameters
+    ----------
+    timeline : Timeline
+    path : path
+    num_steps : int
+        Number of steps to draw: from the first steady one on, or the last ones where fewer follow it.
+
+    Raises
+    ------
+    TimelineError
+        If the file's ending is no known format, it cannot be written, or more than 64 streams would have a row.
+    """
+    file = Path(path)
+    if file.suffix.lower() not in FORMATS:
+        message = f"cannot draw into {str(path)!r}: the format {file.suffix!r} is unknown"
+        raise TimelineError(message, hint=f"end its name with one of {', '.join(FORMATS)}")
+    last = min(timeline.steady_steps[0] + num_steps - 1, timeline.listed_steps[-1])
+    first = max(last - num_steps + 1, timeline.listed_steps[0])
+    begin_s = timeline.step_end_s(first - 1) if first else timeline.begin_s
+    end_s = timeline.step_end_s(last)
+    shown = [
+        span for span in timeline.spans if span.end_s > begin_s and span.start_s < end_s and span.duration_s
+    ]
+    order = {label: number for number, label in enumerate(timeline.seconds_by_label(timeline.ranks[0]))}
+    rows = list(dict.fromkeys((span.rank, span.stream) for span in sorted(shown, key=_row)))
+    if len(rows) > MOST_ROWS:
+        message = f"a picture of {len(rows)} streams would have too many rows"
+        raise TimelineError(
+            message, hint=f"at most {MOST_ROWS}; a trace for Perfetto holds any number (--trace)"
+        )
+    labels = sorted({span.label for span in shown}, key=lambda label: order.get(label, len(order)))
+    spare = iter(_OTHERS * len(labels))
+    colours = {label: COLOURS.get(label) or next(spare) for label in labels}
+
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    picture = Figure(figsize=(_WIDTH_INCHES, 1.3 + _ROW_INCHES * len(rows)), layout="constrained")
+    FigureCanvasAgg(picture)
+    axes = picture.add_subplot()
+    inches_per_s = 0.85 * _WIDTH_INCHES / (end_s - begin_s)
+    for span in shown:
+        start_s, until_s = max(span.start_s, begin_s), min(span.end_s, end_s)
+        row = rows.index((span.rank, span.stream))
+        axes.barh(
+            row,
+            until_s - start_s,
+            left=start_s - begin_s,
+            height=0.8,
+            color=colours[span.label],
+            edgecolor="white",
+            linewidth=0.4 if (until_s - start_s) * inches_per_s > 2 * _INCHES_A_LETTER else 0.0,
+        )
+        name = span.segment.removeprefix("block.")
+        if name and (until_s - start_s) * inches_per_s > _INCHES_A_LETTER * (len(name) + 1):
+            middle_s = (start_s + until_s) / 2 - begin_s
+            axes.text(middle_s, row, name, ha="center", va="center", fontsize=6, color="white")
+    for step in range(first, last):
+        axes.axvline(timeline.step_end_s(step) - begin_s, color="black", linewidth=1, linestyle="--")
+    several = len(timeline.ranks) > 1
+    names = [f"rank {rank} {stream}" if several else str(stream) for rank, stream in rows]
+    axes.set(yticks=range(len(rows)), yticklabels=names, xlim=(0, end_s - begin_s), xlabel="seconds")
+    axes.invert_yaxis()
+    axes.set_title(
+        f"{timeline.program}: {format_seconds(timeline.step_time_s)} a step, {timeline.source}", loc="left"
+    )
+    least_s = _LEAST_IN_LEGEND * (end_s - begin_s)
+    seconds = {label: sum(span.duration_s for span in shown if span.label == label) for label in labels}
+    handles = [Patch(color=colours[label], label=label) for label in labels if seconds[label] > least_s]
+    picture.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 8), frameon=False)
+    try:
+        # Text stays text, and the same picture has the same bytes.
+        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "zosim"}):
+            picture.savefig(file, dpi=150, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
+    except OSError as error:
+        raise TimelineError(f"cannot write {str(file)!r}: {error.strerror}") from error
+    return file
+
+
+def _row(span: Span) -> tuple[int, int]:
+    return span.rank, list(type(span.stream)).index(span.stream)
