@@ -107,6 +107,11 @@ def refuse_other_base(header: Mapping[str, Any], present: Mapping[str, Any], sou
         Naming the first field or file that differs, with both values.
     """
     recorded = header.get(BASE) or {}
+    if not isinstance(recorded, dict):
+        raise RunError(
+            f"{run} is damaged: it records {recorded!r} as its base",
+            hint="restore it, or begin in another directory",
+        )
     is_same_library = recorded.get("transformers") == present.get("transformers")
     for what, hint in (
         (

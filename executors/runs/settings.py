@@ -135,8 +135,12 @@ class EvaluationSettings(Section):
     def _counts(self) -> EvaluationSettings:
         if self.max_new_tokens < 1:
             raise RunError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
-        if self.every < 0 or (self.num_examples or 1) < 1:
-            raise RunError("evaluations are every 1 or more steps, of 1 or more examples")
+        if self.every < 0:
+            raise RunError(f"evaluations every {self.every} steps", hint="--eval-every is 1 or more")
+        if self.num_examples is not None and self.num_examples < 1:
+            raise RunError(
+                f"evaluations of {self.num_examples} examples", hint="--eval-examples is 1 or more"
+            )
         return self
 
 

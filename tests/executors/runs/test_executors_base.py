@@ -105,3 +105,8 @@ def test_another_version_of_the_library_may_have_fields_of_its_own():
         refuse_other_base(recorded, {"config": {"a": 2}, "transformers": "5.1"}, "model", "run")
     with pytest.raises(RunError, match="config gone was 2, and is not there"):
         refuse_other_base(recorded, {"config": {"a": 1}, "transformers": "5.0"}, "model", "run")
+
+
+def test_a_record_of_a_base_that_is_none_is_refused_with_its_run():
+    with pytest.raises(RunError, match=r"runs/first is damaged: it records 4\.5 as its base"):
+        refuse_other_base({"base": 4.5}, {"config": {}}, "model", "runs/first")

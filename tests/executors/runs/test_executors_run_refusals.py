@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from executors.runs.settings import EvaluationSettings
 from tests.support.command import loaded, rows_of, zosim
 from tests.support.reference_mezo import differing
+from topology.errors import RunError
 
 STEPS, BATCH = 5, 3
 
@@ -165,3 +167,9 @@ def test_an_out_that_is_a_file_is_refused_in_words(inputs, tmp_path, capsys):
 def test_a_directory_without_a_run_cannot_be_gone_on_with(tmp_path, capsys):
     assert zosim("run", "--out", tmp_path / "none", "--resume") == 2
     assert "holds no run to go on with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("field", "value"), [("num_examples", 0), ("num_examples", -1), ("every", -1)])
+def test_an_evaluation_of_nothing_is_refused(field, value):
+    with pytest.raises(RunError, match=f"evaluations (of|every) {value} "):
+        EvaluationSettings(path="eval.jsonl", **{field: value})
