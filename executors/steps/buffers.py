@@ -215,6 +215,7 @@ class BufferStore:
         if not access.share:
             return whole
         size = self._program.share_bytes(access)
+        # Shares are equal: the last may reach past the contents, into what aligns them.
         begin = size * self._positions.get(access.share, 0)
         return whole[begin : begin + size]
 

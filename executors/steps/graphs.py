@@ -229,6 +229,7 @@ class Graphs:
                 f"there are {_MOST_GRAPHS} CUDA graphs: what else could be one is launched kernel by kernel"
             )
             return None
+        # Freed memory may be given out again at the same address: a signature alone does not tell.
         references = tuple(weakref.ref(tensor.untyped_storage()) for tensor in memory)
         entry = self._entries[signature] = _Entry(references, generators)
         return entry

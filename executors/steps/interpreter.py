@@ -205,6 +205,7 @@ class Interpreter:
 
     def _frame_of(self, seeds: Sequence[int], learning_rate: float, batch: Batch | None) -> StepFrame:
         number, seeds = self._next_step, tuple(seeds)
+        # Directions of one window share factors, which are drawn of the seeds of its first step.
         if number == self.first_of_window:
             self._window = Window(number, seeds)
         assert self._window is not None
@@ -222,6 +223,7 @@ class Interpreter:
             self._context.let_go([access for access in held if self.store.is_weights(access)])
             self._run("prologue", StepFrame(self._next_step))
         else:
+            # A step is asked for its predecessor alone: a chain of frames would keep the whole run alive.
             self._frame.previous = None
         self._run("step", frame)
         frame.batch = None  # a pending update needs the numbers alone
@@ -287,6 +289,7 @@ class Interpreter:
         before = self._tickets
         if not self._resolved[part]:
             return
+        # Ranks of one host run the same parts, so a count of them names the same one on each.
         self._turn += 1
         makers = [partial(self._task, item, part, frame, before, self._turn) for item in self._resolved[part]]
         with torch.no_grad():
@@ -302,6 +305,7 @@ class Interpreter:
         now: dict[str, Ticket],
     ) -> Task:
         after = [now[name] for name in item.waits]
+        # The first step has none before it.
         after += [before[name] for name in item.waits_before if name in before]
         task = Task(item.instruction, part, frame.step, partial(item.action, frame), after)
         memory = self._host_memory
@@ -346,6 +350,7 @@ class Interpreter:
             if what not in self.store.held
             for tensor in part.tensors
         ]
+        # What blocks are called with must not change when weights of other stages become stand-ins.
         before = self._engine.calls_on_probe() if absent else []
         for tensor in absent:
             tensor.hold(stand_in(tensor, self._engine.device))

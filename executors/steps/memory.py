@@ -97,6 +97,7 @@ class LiveTensors(TorchDispatchMode):
         made = {storage._cdata: storage for storage in _storages_of(result)}
         if made.keys() <= self._known.keys():
             return result
+        # What an operation was given, and hands back as a view, is no new memory.
         borrowed = {storage._cdata for storage in _storages_of((args, kwargs))}
         for key in made.keys() - self._known.keys() - borrowed:
             self._note(made[key])
@@ -104,6 +105,7 @@ class LiveTensors(TorchDispatchMode):
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
+        # A weak reference tells when it is freed; a strong one would keep it.
         self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -142,6 +144,7 @@ class ObservedSteps:
             return
         counters = device_module(self._device)
         counters.reset_peak_memory_stats(self._device)
+        # Measured once: what a step leaves alive counts in those behind it.
         if self._before is None:
             self._before = counters.memory_allocated(self._device)
         yield
@@ -158,6 +161,7 @@ def report(
         arena = sum(size for (space, _), size in arena_bytes.items() if space == Space.DEVICE)
         slack = max(0, device_module(device).max_memory_reserved(device) - arena - live_bytes)
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts kibibytes here, macOS bytes.
     peak = largest if sys.platform == "darwin" else 1024 * largest
     rss = psutil.Process().memory_info().rss
     return MemoryReport(dict(arena_bytes), live_bytes, slack, rss, max(peak, rss))
@@ -172,6 +176,7 @@ def _makes_nothing(func: Any) -> bool:
 def _storages_of(tree: object) -> Iterator[torch.UntypedStorage]:
     """Yield the storages of the tensors in an operation's arguments or results: lists, tuples and keywords of them, no more."""
     if isinstance(tree, Tensor):
+        # Sparse tensors have no one storage, tensors on meta none at all.
         if tree.layout == torch.strided and tree.device.type != "meta":
             yield tree.untyped_storage()
     elif isinstance(tree, list | tuple):

@@ -220,6 +220,7 @@ class _Worker(threading.Thread):
     """One stream beside compute: a thread that runs its queue in order."""
 
     def __init__(self, stream: Stream, backend: CpuBackend) -> None:
+        # A run that is given up must not hang on a stream that still waits.
         super().__init__(name=f"zosim-{stream}", daemon=True)
         self.queue: SimpleQueue[tuple[Task, _Event] | None] = SimpleQueue()
         self._backend = backend
@@ -277,12 +278,14 @@ class CpuBackend(Backend):
             else:
                 self._pending.append(event)
                 self._worker(task.instruction.stream).queue.put((task, event))
+        # Finished ones need no waiting for, and a long run must not gather them.
         self._pending = [event for event in self._pending if not event._event.is_set()]
         try:
             for task, event in compute:
                 self.perform(task, event)
                 self._go_on()
         except BaseException as error:
+            # Other streams may wait for computations that will not come.
             _fail(compute, error if isinstance(error, ZosimError) else RunError("the run was interrupted"))
             raise
         return tickets
@@ -302,6 +305,7 @@ class CpuBackend(Backend):
             if task.done is not None:
                 task.done()
         except Exception as error:  # noqa: BLE001 - whatever went wrong is reported with the instruction's name
+            # Who waited for a failed task reports that failure, not one of its own.
             waited_for_it = self._failure is not None and error is self._failure
             self._failure = self._failure if waited_for_it else (self._failure or failure_of(task, error))
             event.finish(self._failure)
@@ -310,6 +314,7 @@ class CpuBackend(Backend):
             event.finish(RunError(f"{task.describe()} was interrupted"))
             raise
         if self.recording:
+            # Noted before anybody goes on, so that whoever has waited finds it.
             begin_s, end_s = start - self._begin, end - self._begin
             self._measured.append(Measured(task.instruction, task.part, task.step, begin_s, end_s))
         event.finish()

@@ -76,6 +76,7 @@ class Exchanges:
 
     def _exchange_losses(self, ranks: Ranks, instruction: Instruction, op: Collective) -> Action:
         run: Exchange = getattr(ranks, op.function)
+        # What gathers brings every member's losses side by side, a sum has one row.
         num_parts = self._program.groups[op.group] if COLLECTIVES[op.function].gathers else 1
 
         def exchange(frame: StepFrame) -> None:
@@ -131,6 +132,7 @@ class Exchanges:
             if frame.replayed:
                 return
             loss = frame.losses_read[point] = frame.losses[point].double().item()
+            # The first step has no step before: measured against itself, its gradient is 0.
             before = float(frame.losses_before.setdefault(point, loss))
             frame.gradients[query] = (loss - before) / epsilon
 
@@ -152,6 +154,7 @@ class Exchanges:
                 return
             num_averaged = sum(part.num_averaged for part in self._context.loaded.parts)
             # Numbers of the host: by gloo a rank that is gone can be named. The host waits for its own losses here.
+            # A point that another rank forwards is marked, so that nobody takes its 0 for a loss.
             packed = torch.tensor([[0.0, _ELSEWHERE]], dtype=torch.float64).repeat(len(places), 1)
             losses = torch.stack([frame.losses[point].double() for point in own]).cpu() if own else ()
             for point, loss in zip(own, losses, strict=True):
@@ -167,6 +170,7 @@ class Exchanges:
             if frame.replayed:
                 return
             assert frame.gathered is not None
+            # A rank without the head has no loss of its own to take the format from.
             dtype = self._context.remote_loss_dtype or next(iter(frame.losses.values())).dtype
             for place, point in enumerate(points):
                 mean_loss = _mean_of(frame.gathered[:, place], dtype, self._context.backend.device)

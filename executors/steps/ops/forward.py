@@ -56,6 +56,7 @@ class Forwards:
             assert frame.batch is not None
             rows = positions = None
             if self._gathers:
+                # Of a gathered table there are only the batch's rows: tokens are numbered among these.
                 rows, positions = torch.unique(frame.batch["input_ids"], return_inverse=True)
             parts = micro_batches(
                 frame.batch, positions, context.num_micro_batches, is_of_texts=self._is_of_texts
@@ -96,6 +97,7 @@ class Forwards:
         values = context.store.values
         is_whole = op.segment not in (EMBED, HEAD) and not op.segment.endswith((FRONT, BACK))
         is_flat = all(context.store.part(access).is_flat for access in weights)
+        # A graph holds addresses: it takes whole blocks, of weights that stay where they are.
         is_graph = context.graphs is not None and is_whole and is_flat and not (tables or beside)
 
         def forward(frame: StepFrame) -> None:
@@ -145,6 +147,7 @@ class Forwards:
         source = next(place_of(access) for access in instruction.reads if isinstance(access.what, Hidden))
         hidden = graphs.placed((source, number), before)
         made = graphs.place((place_of(instruction.writes[0]), number), before)
+        # A block finds its arguments in the cache by its index.
         cache = StepCache([arguments.tree()] * (index + 1))
 
         def launch() -> None:

@@ -65,6 +65,7 @@ class Sweeps:
             return self._perturb_by_codes(op, (read, left, direction), epsilon / rounding.scale)
 
         def perturb(_frame: StepFrame) -> None:
+            # As one stretch, gaps between tensors included: a pass over all is faster than one for each.
             theta, out, z = (self._context.store.placed(access).flat for access in (read, left, direction))
             if is_kept_scaled:
                 sweeper.perturb_scaled(theta, z, op.scale, out)
@@ -133,6 +134,7 @@ class Sweeps:
             gradient = source.gradients[op.query] / self.num_queries
             rate = source.learning_rate
             runs = [(0, theta.flat.numel(), (False, 1.0))] if is_uniform else runs_alike(theta, traits)
+            # One pass over all, which adds the decay to the stretches that have one.
             if is_launched and matrix_divisor == 1 and not is_uniform:
                 decaying = [(begin, end) for begin, end, (decays, _) in runs if decays]
                 sweeper.update(
@@ -155,6 +157,7 @@ class Sweeps:
                     decaying=[decays for _, _, (decays, _) in runs],
                 )
                 return
+            # On a CPU, or where all is alike: neighbours that are treated alike in one pass each.
             for begin, end, (decays, divisor) in runs:
                 piece, along = theta.flat[begin:end], z.flat[begin:end]
                 if is_sign and not decays:
@@ -182,6 +185,7 @@ class Sweeps:
             if source is None:
                 return
             theta, factors = store.placed(weights), store.values[source_of]
+            # A step moves along the mean over its queries.
             gradient = source.gradients[op.query] / self.num_queries / matrix_divisor
             matrices = zip(theta.part.tensors, theta.views, factors.lefts, factors.rights, strict=True)
             for tensor, matrix, left, right in matrices:
@@ -242,6 +246,7 @@ class Sweeps:
         weights = only(of_group(group, GroupWeights, instruction.writes), f"write of {group}")
         direction = only(of_group(group, Direction, instruction.reads), f"read of a direction of {group}")
         read = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
+        # Codes of a direction are of another format than what they move.
         alike = (read, weights) if group in self._roundings else (read, weights, direction)
         dtypes = {self._context.program.buffer(access.buffer).dtype for access in alike}
         if len(dtypes) != 1 or not part.tensors:
