@@ -221,11 +221,8 @@ def _arrows(timeline: Timeline, program: Program, rank: int) -> Iterator[Event]:
             if source is not None and source.stream != target.stream:
                 number += 1
                 # Ids are global to a trace, ranks are not.
-                yield from _arrow(source, target, f"{rank}.{number}")
-
-
-def _arrow(source: Span, target: Span, name: str) -> Iterator[Event]:
-    common = {"cat": "dependency", "name": "after", "id": name, "pid": source.rank}
-    leaves_us = max(_us(source.start_s), _us(source.end_s) - _BEFORE_END_US)
-    yield common | {"ph": "s", "tid": STREAM_THREADS[source.stream], "ts": leaves_us}
-    yield common | {"ph": "f", "bp": "e", "tid": STREAM_THREADS[target.stream], "ts": _us(target.start_s)}
+                common = {"cat": "dependency", "name": "after", "id": f"{rank}.{number}", "pid": rank}
+                leaves_us = max(_us(source.start_s), _us(source.end_s) - _BEFORE_END_US)
+                yield common | {"ph": "s", "tid": STREAM_THREADS[source.stream], "ts": leaves_us}
+                enters_us = _us(target.start_s)
+                yield common | {"ph": "f", "bp": "e", "tid": STREAM_THREADS[target.stream], "ts": enters_us}

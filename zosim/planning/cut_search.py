@@ -164,10 +164,16 @@ class Costs:
             sum(plan.storage.nbytes(group) for group in self.whole.groups_of(segment))
             for segment in self.whole.segments
         ]
+        # A generator passes over the numbers of every stage before, once for each query.
+        works = [passing_work(number, plan.directions, plan.storage.draw_format) for number in drawn]
+        walks = [
+            plan.estimator.num_queries * estimate(work, machine.profile).seconds if work.num_skipped else 0.0
+            for work in works
+        ]
         return SegmentSeconds(
             np.array([forward[segment] / points for segment in like]),
             np.array([once[segment] for segment in like]),
-            np.array([_walk_s(number, site) for number in drawn]),
+            np.array(walks),
             np.array(stored, dtype=np.float64),
         )
 
@@ -185,14 +191,6 @@ def _standing_for(segment: str, small: ModelSpec) -> str:
         return segment
     end = next((part for part in (FRONT, BACK) if segment.endswith(part)), "")
     return block_segment(min(block_index(segment), small.num_blocks - 1)) + end
-
-
-def _walk_s(num_elements: int, site: CutSite) -> float:
-    """Return the seconds in which a generator passes over so many numbers, for every query."""
-    work = passing_work(num_elements, site.plan.directions, site.plan.storage.draw_format)
-    if not work.num_skipped:
-        return 0.0
-    return site.plan.estimator.num_queries * estimate(work, site.machines[0].profile).seconds
 
 
 @dataclass(frozen=True)

@@ -130,8 +130,9 @@ class PricedMachine:
 def interval(job: Job, name: str, topology: Topology, best: Candidate) -> Range:
     """Return the closed form of a plan's step with every constant at its middle, and at either end of its interval."""
     request = job.request(name, topology, best.plan.placement.world_size)
-    ends = [_bound_s(_at_end(request, end), best.plan) for end in ("central", "low", "high")]
-    central, low, high = ends
+    central, low, high = (
+        Bounds(_at_end(request, end)).of(best.plan).seconds for end in ("central", "low", "high")
+    )
     return Range(best.seconds, best.seconds * low / central, best.seconds * high / central)
 
 
@@ -147,11 +148,6 @@ def _fixed(profile: Profile, end: Bound) -> Profile:
         for constant in profile.constants
     ]
     return profile.with_constants(*constants, origin=profile.origin)
-
-
-def _bound_s(request: Request, plan: Plan) -> float:
-    """Return the closed form of a plan's step."""
-    return Bounds(request).of(plan).seconds
 
 
 def simulated(job: Job, machine: PricedMachine) -> PricedMachine:
