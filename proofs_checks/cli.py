@@ -332,10 +332,16 @@ def _try_matrix(chosen: tuple[Claim, ...], context: Context, *, json: bool) -> N
 
 def _listing(chosen: tuple[Claim, ...]) -> Any:
     rows = [
-        (claim.paper, ", ".join(claim.where), claim.name, "; ".join(mutant.name for mutant in claim.mutants))
+        (
+            claim.paper,
+            ", ".join(claim.where),
+            claim.name,
+            claim.verdict_if_settled.name.lower(),
+            "; ".join(mutant.name for mutant in claim.mutants),
+        )
         for claim in chosen
     ]
-    return Table(("paper", "where", "claim", "planted faults"), rows)
+    return Table(("paper", "where", "claim", "verdict", "planted faults"), rows)
 
 
 def _lines(entry: Entry) -> list[str]:

@@ -199,6 +199,7 @@ def described(claim: Claim) -> dict[str, Any]:
         "where": claim.where,
         "quotation": claim.quotation,
         "statement": claim.statement,
+        "stated_verdict": claim.verdict_if_settled.name.lower(),
         "hypotheses": claim.hypotheses,
         "amendment": claim.amendment,
         "breaks": claim.breaks,

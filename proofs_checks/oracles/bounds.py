@@ -10,7 +10,7 @@ from proofs_checks.oracles.registry import Count, NonNegative, Positive, oracle
 
 @oracle("SparQ Lemma 1 (Lemma 4 of the appendix)")
 def compressed_gradient_bound(
-    first_gradient: NonNegative, rest_smoothness: NonNegative, kappa: NonNegative, activation: NonNegative
+    first_gradient: NonNegative, rest_smoothness: NonNegative, kappa: NonNegative, output_bound: NonNegative
 ) -> float:
     """Return (1 + C²)·L₂²·κ²·L_S², the bound of |∇f - ∇f̂|².
 
@@ -20,15 +20,17 @@ def compressed_gradient_bound(
         ``C``, of the first submodel.
     rest_smoothness : float
         ``L₂``: as printed in the parameters alone, for which the bound does not hold; as corrected in activation and parameters.
-    kappa, activation : float
-        Of the compressor, and the largest norm of an activation.
+    kappa : float
+        Of the compressor.
+    output_bound : float
+        ``L_S``, the largest norm of what crosses.
 
     Examples
     --------
     >>> compressed_gradient_bound(2.0, 1.0, 0.5, 2.0)
     5.0
     """
-    return (1 + first_gradient**2) * rest_smoothness**2 * kappa**2 * activation**2
+    return (1 + first_gradient**2) * rest_smoothness**2 * kappa**2 * output_bound**2
 
 
 @oracle("SparQ inequality 41, for Thm. 1 (two nodes)")
@@ -103,7 +105,7 @@ def sparq_messages(
     return {"activations": points * cuts, "scalars_printed": num_queries * cuts, "losses_sent": points * cuts}
 
 
-@oracle("SparQ Lemma 5 and Thm. 2 (more than two nodes), as printed")
+@oracle("SparQ Lemma 5 and Thm. 2 (more than two nodes): neither holds, since lemma 5 fails")
 def sparq_multinode_bounds(
     horizon: Count,
     dimension: Count,
@@ -113,27 +115,28 @@ def sparq_multinode_bounds(
     radius: NonNegative,
     smoothness: NonNegative,
     kappa: NonNegative = 0.0,
-    activation: NonNegative = 0.0,
+    output_bound: NonNegative = 0.0,
     psi: NonNegative = 0.0,
     sigma: NonNegative = 0.0,
 ) -> dict[str, float]:
-    """Return lemma 5's bound of |∇f - ∇f̂|², and what theorem 2 allows the mean of E|∇f(x_t)|² over T steps to be.
+    """Return lemma 5's bound of |∇f - ∇f̂|², and what theorem 2 allows the mean of E|∇f(x_t)|² to be, as printed and with its own factor.
 
     Parameters
     ----------
-    num_nodes, kappa, activation, psi : float
+    num_nodes, kappa, output_bound, psi : float
         ``M``, ``κ``, ``L_S`` and ``Ψ``.
 
     Notes
     -----
-    ``2Mκ²L_S²Ψ``; theorem 1's bound with ``12Mκ²L_S²Ψ`` for ``12B`` and ``4Mκ²L_S²Ψ`` for ``2B``.
+    ``2Mκ²L_S²Ψ``; inequality 41 with it for ``B``, in which the print has ``12Mκ²L_S²Ψ`` where ``12B = 24Mκ²L_S²Ψ`` follows.
 
     Examples
     --------
-    >>> sparq_multinode_bounds(8, 1, 3, 1.0, 1.0, 0.0, 0.0, kappa=0.5, activation=1.0, psi=1.0)
-    {'lemma_5': 1.5, 'theorem_2': 10.0}
+    >>> sparq_multinode_bounds(8, 1, 3, 1.0, 1.0, 0.0, 0.0, kappa=0.5, output_bound=1.0, psi=1.0)
+    {'lemma_5': 1.5, 'theorem_2': 10.0, 'theorem_2_corrected': 19.0}
     """
-    part = num_nodes * kappa**2 * activation**2 * psi
-    plain = sparq_stationarity_bound(horizon, dimension, gap, learning_rate, radius, smoothness, 0.0, sigma)
-    compressed = 12 * part + 16 * smoothness * learning_rate * (dimension + 4) * 4 * part
-    return {"lemma_5": 2 * part, "theorem_2": plain + compressed}
+    lemma = 2 * num_nodes * kappa**2 * output_bound**2 * psi
+    corrected = sparq_stationarity_bound(
+        horizon, dimension, gap, learning_rate, radius, smoothness, lemma, sigma
+    )
+    return {"lemma_5": lemma, "theorem_2": corrected - 6 * lemma, "theorem_2_corrected": corrected}

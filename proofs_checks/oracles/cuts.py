@@ -9,15 +9,15 @@ from proofs_checks.oracles.registry import NonNegative, Positive, Real, oracle
 
 
 @oracle("SparQ Lemma 1 and Remark 1: the smoothing radius against the step of the grid; Poisson's sum")
-def straight_through(radius: Positive, place: Real) -> float:
+def straight_through(radius_in_steps: Positive, place_in_steps: Real) -> float:
     """Return ∂/∂x E[C(x + μu)] for rounding to the nearest: what is left of a derivative of 1.
 
     Parameters
     ----------
-    radius : float
-        ``μ`` in steps of the grid.
-    place : float
-        ``x`` in steps.
+    radius_in_steps : float
+        ``μ/s``, with the step ``s`` of the grid.
+    place_in_steps : float
+        ``x/s``.
 
     Notes
     -----
@@ -29,6 +29,7 @@ def straight_through(radius: Positive, place: Real) -> float:
     >>> round(straight_through(1.0, 0.0), 6), round(straight_through(0.1, 0.0), 6)
     (1.0, 3e-05)
     """
+    radius, place = radius_in_steps, place_in_steps
     if radius < 0.5:
         nearest = math.floor(place)
         return math.fsum(

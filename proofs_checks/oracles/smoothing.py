@@ -21,9 +21,12 @@ def smoothed_loss(loss: Loss, t: Real, width: NonNegative) -> dict[str, float]:
     Parameters
     ----------
     loss : str
-        ``φ``: t, t²/2, t³/6, t⁴/24, exp t, sin t, |t|.
+        ``φ(t)``: the power of degree k is ``t^k/k!``, whose k-th derivative is 1 (linear t, quadratic t²/2, cubic t³/6, quartic t⁴/24);
+        exponential, sine, and absolute ``|t|``.
     t : float
+        ``a·θ``.
     width : float
+        ``w = ε|a|``.
 
     Notes
     -----

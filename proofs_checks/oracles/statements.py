@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from proofs_checks.oracles.bounds import sparq_stationarity_bound
 from proofs_checks.oracles.registry import Count, NonNegative, Positive, Real, oracle
 
 
@@ -55,41 +54,6 @@ def smoothed_gradient_bounds(
         "square": 2 * other_norm**2 + epsilon**2 / 2 * smoothness**2 * (dimension + 3) ** 3,
         "excess": epsilon**2 * smoothness * dimension,
     }
-
-
-@oracle("SparQ Thm. 2 as printed, and with the factor that the algebra of Thm. 1 gives")
-def sparq_many_nodes_bound(
-    num_nodes: Count,
-    horizon: Count,
-    dimension: Count,
-    gap: NonNegative,
-    learning_rate: Positive,
-    radius: NonNegative,
-    smoothness: NonNegative,
-    activation: NonNegative = 0.0,
-    sigma: NonNegative = 0.0,
-) -> dict[str, float]:
-    """Return what theorem 2 allows the mean of E|∇f|² to be, as printed and as corrected.
-
-    Parameters
-    ----------
-    activation : float
-        ``κ²L_S²Ψ``.
-
-    Notes
-    -----
-    Inequality 41 with ``2Mκ²L_S²Ψ`` for ``B``, of which the print has ``12M`` where ``24M`` follows. Neither holds: lemma 5,
-    on which both rest, fails.
-
-    Examples
-    --------
-    >>> sparq_many_nodes_bound(3, 8, 1, 1.0, 1.0, 0.0, 0.0, activation=0.25)
-    {'printed': 10.0, 'corrected': 19.0}
-    """
-    corrected = sparq_stationarity_bound(
-        horizon, dimension, gap, learning_rate, radius, smoothness, 2 * num_nodes * activation, sigma
-    )
-    return {"printed": corrected - 12 * num_nodes * activation, "corrected": corrected}
 
 
 @oracle("QuZO App. D.1 and DistZO2 Sec. 5.1: linear losses, normals, data of its own for each query")
@@ -178,13 +142,20 @@ def pair_speedup(transfer: NonNegative, forward: Positive) -> float:
 
 
 @oracle("SparQ Lemma 1 read for rounding at random: E[C(a)²]/2 - a²/2")
-def rounded_square_excess(step: Positive, place: Real) -> float:
+def rounded_square_excess(step: Positive, value: Real) -> float:
     """Return ``f(1 - f)s²/2``, what rounding an activation at random adds to half its square.
+
+    Parameters
+    ----------
+    step : float
+        ``s``, of the grid.
+    value : float
+        ``a``; ``f`` is the fraction of ``a/s``.
 
     Examples
     --------
     >>> rounded_square_excess(0.5, 0.25)
     0.03125
     """
-    part = place / step - math.floor(place / step)
+    part = value / step - math.floor(value / step)
     return part * (1 - part) * step**2 / 2

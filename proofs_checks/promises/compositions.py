@@ -224,7 +224,7 @@ CHECKS: Checks = {
             Fault(
                 "a step that is not squared",
                 "proofs_checks.oracles.statements:rounded_square_excess",
-                lambda shipped, step, place: shipped(step, place) / step,
+                lambda shipped, step, value: shipped(step, value) / step,
             ),
         ),
         printed(check_shipped_interpolation, nearest),

@@ -18,8 +18,7 @@ from proofs_checks.claims import Checks, conditioned, corrected, counterexample,
 from proofs_checks.exact import ROUNDING, Array, at_most, equal, exceeds, is_true, normal_nodes, within
 from proofs_checks.faults import central_by_epsilon
 from proofs_checks.mutation import Fault, scaled
-from proofs_checks.oracles.bounds import sparq_stationarity_bound
-from proofs_checks.oracles.statements import sparq_many_nodes_bound
+from proofs_checks.oracles.bounds import sparq_multinode_bounds, sparq_stationarity_bound
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.statistics import fitted_slope
 
@@ -616,8 +615,17 @@ def check_theorem_2(context: Context) -> Outcome:
 
     steps = context.samples(horizon, 2000)
     mean = literal_run(through, gradient, np.zeros((4, 3)), float(rate), float(radius), steps, context.seed)
-    stated = sparq_many_nodes_bound(
-        _NODES, horizon, 3, 1.0, float(rate), float(radius), 3.0, float(activation)
+    stated = sparq_multinode_bounds(
+        horizon,
+        3,
+        _NODES,
+        1.0,
+        float(rate),
+        float(radius),
+        3.0,
+        kappa=_CHAIN_KAPPA,
+        output_bound=math.sqrt(2),
+        psi=psi(_CHAIN_KAPPA),
     )
     doubled = mean_41(replace(terms, compression=2 * _NODES * activation)) - mean_theorem_2(
         terms, _NODES, activation
@@ -632,7 +640,11 @@ def check_theorem_2(context: Context) -> Outcome:
             f"theorem 2's bound at T = {horizon}": exceeds(
                 mean, allowed, what="mean ‖∇f‖² against the bound", factor=2
             ),
-            "the bound as a closed form": equal(stated["printed"], allowed, what="printed"),
+            "bounds as closed forms": equal(
+                [stated["lemma_5"], stated["theorem_2"], stated["theorem_2_corrected"]],
+                [lemma_5_bound(_CHAIN_KAPPA), allowed, allowed + float(doubled)],
+                what="lemma 5, theorem 2 as printed and corrected",
+            ),
             "theorem 1's own algebra has 24Mκ²L_S²Ψ where theorem 2 has 12": equal(
                 float(doubled), 12 * _NODES * float(activation), what="what is missing"
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from proofs_checks.cli import check
 from proofs_checks.oracles import evaluate, oracles
+from proofs_checks.pages import THEORY
 from topology.errors import ZosimError
 
 COUNT = 200_000
@@ -265,7 +267,7 @@ def through_codes():
             2 * radius
         )
         assert mean == pytest.approx(
-            evaluate("straight_through", {"radius": radius, "place": place}), abs=2e-3
+            evaluate("straight_through", {"radius_in_steps": radius, "place_in_steps": place}), abs=2e-3
         )
 
 
@@ -303,7 +305,7 @@ def lemma():
     """Reached by a scalar chain: S₁ = C·x, rest ½La², gradients L·a·C, activation error κA."""
     c, smooth, kappa, size = 2.0, 3.0, 0.25, 1.5
     off = (smooth * kappa * size) ** 2 * (c**2 + 1)  # of x through S₁, and of the rest's own parameter, alike
-    asked = {"first_gradient": c, "rest_smoothness": smooth, "kappa": kappa, "activation": size}
+    asked = {"first_gradient": c, "rest_smoothness": smooth, "kappa": kappa, "output_bound": size}
     assert evaluate("compressed_gradient_bound", asked) == pytest.approx(off)
 
 
@@ -438,10 +440,11 @@ def more_nodes():
         "sigma": 0.5,
     }
     both = evaluate(
-        "sparq_multinode_bounds", {**asked, "num_nodes": 2, "kappa": 0.5, "activation": 2.0, "psi": 1.0}
+        "sparq_multinode_bounds", {**asked, "num_nodes": 2, "kappa": 0.5, "output_bound": 2.0, "psi": 1.0}
     )
     assert both["lemma_5"] == pytest.approx(2 * 2 * 0.25 * 4)
     half = evaluate("sparq_stationarity_bound", {**asked, "compression": both["lemma_5"]})
+    assert both["theorem_2_corrected"] == pytest.approx(half)
     assert both["theorem_2"] == pytest.approx(
         half - 6 * both["lemma_5"]
     )  # 12 M κ²L²Ψ is 6 times lemma 5's bound
@@ -496,10 +499,34 @@ def test_every_closed_form_has_a_witness_a_source_and_an_example():
         assert oracle.parameters, oracle.name
 
 
+REFERENCE = (THEORY / "oracles.md").read_text(encoding="utf-8")
+
+
+def sections():
+    """The reference's part on each oracle, by name."""
+    return dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", REFERENCE, re.MULTILINE | re.DOTALL))
+
+
+def test_the_reference_has_every_oracle_with_its_parameters_and_a_value():
+    described = sections()
+    assert set(described) == set(oracles())
+    for name, text in described.items():
+        rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE))
+        known = oracles()[name].parameters
+        assert set(rows) == set(known), name
+        assert {key for key in rows if "default" in rows[key]} == {
+            key for key in known if " = " in known[key]
+        }
+        ((asked, shown),) = re.findall(
+            rf"^\$ zosim check --oracle {name} --params '(.*)'\n(.*)$", text, re.MULTILINE
+        )
+        value = json.dumps(evaluate(name, json.loads(asked)))
+        assert re.fullmatch(r"\d*".join(map(re.escape, shown.split("..."))), value), (name, value)
+
+
 OTHER_WITNESSES = {
     "sharp_smoothing_bounds",
     "smoothed_gradient_bounds",
-    "sparq_many_nodes_bound",
     "query_error",
     "one_point_error",
     "low_rank_entry_moments",

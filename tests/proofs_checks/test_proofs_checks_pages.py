@@ -31,6 +31,35 @@ def test_what_a_page_names_is_there(page):
     assert set(re.findall(r"`(test_[a-z]\w+)`", text)) - TESTS == set()
 
 
+COMMANDS = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        Bigl Bigr Delta Phi Psi Theta alpha approx bar beta cdot circ cos cosh delta dots ell epsilon eta frac ge gg hat in int kappa lVert
+        langle lceil le left leftarrow lfloor log lvert mathbb mathcal max mid min mu nabla ne odot operatorname partial pi pm prod qquad quad
+        rVert rangle rceil rfloor rho right rvert sigma sim sin sqrt star sum sup tanh tau text tfrac theta times to top varepsilon varphi xi
+        """,
+    )
+)
+"""Commands of LaTeX that both GitHub and the site were seen to render."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(THEORY).as_posix())
+def test_formulas_are_closed_and_have_commands_that_are_rendered(page):
+    text = Page.of(page.relative_to(THEORY).as_posix()).text
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "code", text, flags=re.DOTALL)
+    formulas = re.findall(r"\$\$(.+?)\$\$|\$([^$\n]+)\$", prose, re.DOTALL)
+    left = re.sub(r"\$\$.+?\$\$|\$[^$\n]+\$", "", prose, flags=re.DOTALL)
+    assert "$" not in left
+    assert not re.search(r"^#.*\$", prose, re.MULTILINE)  # a heading's anchor has no formula
+    for formula in ("".join(pair) for pair in formulas):
+        assert {name or mark for name, mark in re.findall(r"\\(?:([A-Za-z]+)|(.))", formula)} <= COMMANDS, (
+            formula
+        )
+        assert formula.count("{") == formula.count("}"), formula
+        assert not re.search(r"[bB]ig[lr]?\\[lr][vV]ert", formula), formula  # the site would print the name
+
+
 def test_derivations_lead_to_headings():
     for claim in CLAIMS:
         page, _, anchor = claim.derivation.partition("#")

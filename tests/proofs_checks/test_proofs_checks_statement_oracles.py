@@ -50,22 +50,6 @@ def test_gradients_of_a_cosine_keep_their_bounds(random):
         assert own["excess"] == pytest.approx(epsilon**2)
 
 
-def test_the_bound_of_many_nodes_is_that_of_two_with_another_constant():
-    asked = {
-        "horizon": 50,
-        "dimension": 4,
-        "gap": 1.0,
-        "learning_rate": 0.01,
-        "radius": 0.02,
-        "smoothness": 1.5,
-        "sigma": 0.3,
-    }
-    many = evaluate("sparq_many_nodes_bound", {**asked, "num_nodes": 4, "activation": 0.125})
-    two = evaluate("sparq_stationarity_bound", {**asked, "compression": 1.0})
-    assert many["corrected"] == pytest.approx(two)
-    assert many["corrected"] - many["printed"] == pytest.approx(12 * 4 * 0.125)
-
-
 def test_errors_of_queries_shards_and_one_point(random):
     d, queries, shards, spread, epsilon, level = 3, 4, 2, 0.6, 0.5, 2.0
     slope = np.array([0.6, 0.0, -0.8])
@@ -108,5 +92,5 @@ def test_a_rounded_square(random):
     low = math.floor(place / step) * step
     arrived = low + step * (random.random(COUNT) < (place - low) / step)
     close_on_average(
-        arrived**2 / 2 - place**2 / 2, evaluate("rounded_square_excess", {"step": step, "place": place})
+        arrived**2 / 2 - place**2 / 2, evaluate("rounded_square_excess", {"step": step, "value": place})
     )
