@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from topology.errors import ZosimError as ZosimError
     from zosim.analysis.compare import Comparison as Comparison
     from zosim.applications.buying.answer import buy as buy
-    from zosim.applications.closed_form.recurrence import step_time_bound as step_time_bound
+    from zosim.applications.closed_form import step_time_bound as step_time_bound
     from zosim.applications.trace import save_trace as save_trace
     from zosim.face import compare as compare
     from zosim.face import plan as plan

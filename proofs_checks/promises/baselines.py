@@ -14,7 +14,7 @@ from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome
 from topology import load_preset
 from zosim.analysis.counts import step_counts
-from zosim.applications.closed_form.recurrence import step_time_bound_of
+from zosim.applications.closed_form import step_time_bound_of
 from zosim.applications.first_order.programs import FirstOrder, lower_first_order
 from zosim.hardware.machines import machines_for
 from zosim.plans import ForwardPass, Mesh, Placement, Plan, Split, Weights

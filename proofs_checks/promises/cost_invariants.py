@@ -21,7 +21,7 @@ from proofs_checks.mutation import Fault, planted
 from proofs_checks.outcomes import Context, Outcome
 from topology import load_preset
 from topology.errors import DoesNotFit
-from zosim.applications.closed_form.recurrence import step_time_bound
+from zosim.applications.closed_form import step_time_bound
 from zosim.config import PlanConfig, Search, merge
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower

@@ -11,7 +11,7 @@ from studies.published.cells import Cell, preset_machine
 from studies.published.constants import PAPERS
 from studies.published.findings import AuditFinding
 from zosim.analysis.scoreboard import score_table
-from zosim.applications.closed_form.recurrence import step_time_bound
+from zosim.applications.closed_form import step_time_bound
 from zosim.lowering import lower
 from zosim.report import Report
 

@@ -2,8 +2,8 @@
 
 What a configuration changes is how long instructions take, not which there are or who waits for whom. So the order is
 worked out once, every kind of instruction is costed only for those values that its cost depends on, and the recurrence
-(:mod:`zosim.applications.closed_form.recurrence`) runs on arrays, one element per configuration. Every element equals what
-:func:`~zosim.applications.closed_form.recurrence.step_time_bound` says of that configuration alone.
+(:mod:`zosim.applications.closed_form`) runs on arrays, one element per configuration. Every element equals what
+:func:`~zosim.applications.closed_form.step_time_bound` says of that configuration alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from costmodel.rates.profile import Bound, Profile
 from costmodel.work import Work
 from studies.scale.scaling import LINKS, scaled
 from topology.errors import PlanError
-from zosim.applications.closed_form.recurrence import MAX_STEPS, second_half_s
+from zosim.applications.closed_form import MAX_STEPS, second_half_s
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower, unordered
 from zosim.plans import Plan

@@ -13,7 +13,7 @@ from studies.scale.scaling import LINKS, scaled
 from tests.support.builders import make_profile
 from topology.documents import load_preset
 from topology.errors import PlanError
-from zosim.applications.closed_form.recurrence import step_time_bound
+from zosim.applications.closed_form import step_time_bound
 from zosim.hardware.machine import Machine
 from zosim.hardware.profiles import profile_for
 from zosim.lowering import lower

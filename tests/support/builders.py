@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
 from costmodel.work import Work
-from zosim.applications.closed_form.recurrence import Recurrence
+from zosim.applications.closed_form import Recurrence
 from zosim.hardware.machine import Machine, Ring
 from zosim.program import Program
 from zosim.program.instructions import Dependency, Instruction, Stream

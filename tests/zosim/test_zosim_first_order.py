@@ -15,7 +15,7 @@ from costmodel.work import Work
 from topology import load_preset
 from topology.errors import Hazard, PlanError
 from zosim.analysis.counts import step_counts
-from zosim.applications.closed_form.recurrence import step_time_bound_of
+from zosim.applications.closed_form import step_time_bound_of
 from zosim.applications.first_order.options import first_order_of
 from zosim.applications.first_order.programs import PRESETS, FirstOrder, lower_first_order
 from zosim.applications.first_order.report import baseline_subject

@@ -8,7 +8,7 @@ from costmodel.work import Work
 from tests.support.builders import RATE, instruction, make_profile, pipeline, program, shared
 from topology.documents import load_preset, preset_names
 from topology.errors import ProfileError
-from zosim.applications.closed_form.recurrence import step_time_bound
+from zosim.applications.closed_form import step_time_bound
 from zosim.hardware.machine import Machine
 from zosim.program.contents import GroupWeights
 from zosim.program.instructions import Access, Buffer, Space

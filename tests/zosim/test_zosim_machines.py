@@ -10,7 +10,7 @@ from topology.clusters import cluster
 from topology.documents import load_preset, preset_names
 from topology.errors import ProfileError, TopologyError
 from topology.rings import edge_disjoint_rings
-from zosim.applications.closed_form.recurrence import step_time_bound_of
+from zosim.applications.closed_form import step_time_bound_of
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.points import Point

@@ -11,7 +11,7 @@ from costmodel.work import Work
 from tests.support.builders import RATE, host_machine, instruction, program, simulate_ranks
 from topology.errors import ProgramError
 from zosim.analysis.critical_path import bottleneck, step_path
-from zosim.applications.closed_form.recurrence import step_time_bound, step_time_bound_of
+from zosim.applications.closed_form import step_time_bound, step_time_bound_of
 from zosim.hardware.machine import Hop
 from zosim.program.operations import Collective, Recv, Send
 from zosim.program.program_set import ProgramSet

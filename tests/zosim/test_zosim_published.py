@@ -26,7 +26,7 @@ from studies.published.memory import parts_of
 from studies.published.predicting import answers
 from studies.published.rows import PublishedRow, read_rows, shipped_rows, write_rows
 from topology.errors import ProfileError
-from zosim.applications.closed_form.recurrence import step_time_bound
+from zosim.applications.closed_form import step_time_bound
 from zosim.applications.published_code import as_published
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower

@@ -20,7 +20,7 @@ from tests.support.builders import (
     unshared,
 )
 from topology.errors import ProgramError
-from zosim.applications.closed_form.recurrence import step_time_bound, step_time_bound_of
+from zosim.applications.closed_form import step_time_bound, step_time_bound_of
 from zosim.program.instructions import Dependency
 from zosim.program.program_set import ProgramSet
 from zosim.program.step_graph import Place, StepGraph

@@ -11,7 +11,7 @@ import pytest
 from costmodel import read_model_spec
 from costmodel.models.model_spec import ModelSpec
 from topology import load_preset
-from zosim.applications.closed_form.recurrence import step_time_bound
+from zosim.applications.closed_form import step_time_bound
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.hardware.profiles import profile_for

@@ -1,1 +1,0 @@
-"""How long a step takes where nothing is shared, without playing its events."""
