@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from proofs_checks.outcomes import Context
 
 
-_OWN = "Your own estimator or quantizer (docs/judging.md)"
+_OWN = "Your own estimator or quantizer (docs/how-to/judge-an-estimator.md)"
 
 
 def check(

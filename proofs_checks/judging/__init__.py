@@ -1,6 +1,6 @@
 """Estimators and quantizers of anybody, judged: ``zosim check --estimator module:function`` and ``--quantizer module:function``.
 
-``docs/judging.md`` says what is asked of them, and what each finding means.
+``docs/how-to/judge-an-estimator.md`` says what is asked of them, and what each finding means.
 """
 
 from proofs_checks.judging.estimators import GradientEstimator, judge_estimator
