@@ -10,9 +10,9 @@ from enum import StrEnum
 from functools import partial
 from typing import Literal
 
-from proofs_checks.mutation import Fault, Mutant, MutantError
 from proofs_checks.outcomes import COARSEST, Context, Outcome
 from proofs_checks.papers import PAPERS, Paper
+from proofs_checks.planting import Fault, FaultError
 
 MOST_SLACK = 10.0
 """What a bound may be over the quantity that it bounds, in the nearest of a check's cases: one that is never nearly reached may be
@@ -52,7 +52,7 @@ class Check:
         What passing says: see :class:`Claim`.
     measure : callable
         Takes a :class:`~proofs_checks.outcomes.Context`, returns an :class:`~proofs_checks.outcomes.Outcome`.
-    mutants : tuple of Fault
+    faults : tuple of Fault
         Faults that the check must notice.
     name : str
         Of a reading: how the print is read. Else what the check does, by default its function's first line.
@@ -60,7 +60,7 @@ class Check:
 
     role: Role
     measure: Callable[[Context], Outcome]
-    mutants: tuple[Fault | Mutant, ...] = ()
+    faults: tuple[Fault, ...] = ()
     name: str = ""
 
     @property
@@ -88,37 +88,37 @@ class Check:
         return outcome
 
 
-def printed(measure: Callable[[Context], Outcome], *mutants: Fault | Mutant) -> Check:
+def printed(measure: Callable[[Context], Outcome], *faults: Fault) -> Check:
     """Return a check that passes where the statement holds as it is printed."""
-    return Check(Role.PRINTED, measure, mutants)
+    return Check(Role.PRINTED, measure, faults)
 
 
-def conditioned(measure: Callable[[Context], Outcome], *mutants: Fault | Mutant) -> Check:
+def conditioned(measure: Callable[[Context], Outcome], *faults: Fault) -> Check:
     """Return a check that passes where the statement holds under the claim's amendment, a condition."""
-    return Check(Role.CONDITIONED, measure, mutants)
+    return Check(Role.CONDITIONED, measure, faults)
 
 
-def corrected(measure: Callable[[Context], Outcome], *mutants: Fault | Mutant) -> Check:
+def corrected(measure: Callable[[Context], Outcome], *faults: Fault) -> Check:
     """Return a check that passes where the statement holds with the claim's amendment, a correction."""
-    return Check(Role.CORRECTED, measure, mutants)
+    return Check(Role.CORRECTED, measure, faults)
 
 
-def counterexample(measure: Callable[[Context], Outcome], *mutants: Fault | Mutant) -> Check:
+def counterexample(measure: Callable[[Context], Outcome], *faults: Fault) -> Check:
     """Return a check that passes where a case that meets every printed hypothesis breaks what is printed.
 
     It asserts what happens instead, by theory of its own, so that wrong code does not pass for a counterexample.
     """
-    return Check(Role.COUNTEREXAMPLE, measure, mutants)
+    return Check(Role.COUNTEREXAMPLE, measure, faults)
 
 
-def reading(name: str, measure: Callable[[Context], Outcome], *mutants: Fault | Mutant) -> Check:
+def reading(name: str, measure: Callable[[Context], Outcome], *faults: Fault) -> Check:
     """Return a check that passes where the statement holds, if the print is read as `name` says."""
-    return Check(Role.READING, measure, mutants, name)
+    return Check(Role.READING, measure, faults, name)
 
 
-def missing(measure: Callable[[Context], Outcome], *mutants: Fault | Mutant) -> Check:
+def missing(measure: Callable[[Context], Outcome], *faults: Fault) -> Check:
     """Return a check that passes where what is printed admits several outcomes; the amendment says what is lacking."""
-    return Check(Role.MISSING, measure, mutants)
+    return Check(Role.MISSING, measure, faults)
 
 
 Checks = dict[str, Check | tuple[Check, ...]]
@@ -207,7 +207,7 @@ class Claim:
             assert self.consequence, f"{self.name} does not say what that means for a user"
         if roles == {Role.READING}:
             assert len(self.checks) > 1, f"{self.name} has one reading"
-        assert self.awaits or self.mutants, f"{self.name} has no planted fault"
+        assert self.awaits or self.faults, f"{self.name} has no planted fault"
 
     @property
     def source(self) -> Paper:
@@ -220,9 +220,9 @@ class Claim:
         return _VERDICTS[_leading({check.role for check in self.checks})]
 
     @property
-    def mutants(self) -> tuple[Fault | Mutant, ...]:
+    def faults(self) -> tuple[Fault, ...]:
         """Planted faults of all checks, each once."""
-        return tuple(dict.fromkeys(mutant for check in self.checks for mutant in check.mutants))
+        return tuple(dict.fromkeys(fault for check in self.checks for fault in check.faults))
 
     def run(self, context: Context) -> Judged:
         """Run every check, and compute the verdict."""
@@ -302,35 +302,38 @@ class FaultResult:
     Attributes
     ----------
     check : Check
-    mutant : Fault
+    fault : Fault
     verdict : str
-        ``"caught"`` if the check measured that something is wrong, ``"crashed"`` if it could not measure.
+        ``"caught"`` if the check measured that something is wrong, ``"crashed"`` if it could not measure, ``"not reached"`` if it
+        never called what the fault changes.
     outcome : Outcome or None
     reason : str
         Why the fault does not apply, or what was raised.
     """
 
     check: Check
-    mutant: Fault | Mutant
+    fault: Fault
     verdict: FaultVerdict
     outcome: Outcome | None = None
     reason: str = ""
 
 
-def faults_of(claim: Claim) -> Iterator[tuple[Check, Fault | Mutant]]:
+def faults_of(claim: Claim) -> Iterator[tuple[Check, Fault]]:
     """Yield each check with each fault that it must notice."""
     for check in claim.checks:
-        for mutant in check.mutants:
-            yield check, mutant
+        for fault in check.faults:
+            yield check, fault
 
 
-def try_mutant(check: Check, mutant: Fault | Mutant, context: Context) -> FaultResult:
-    """Run `check` while `mutant` is in force."""
+def try_fault(check: Check, fault: Fault, context: Context) -> FaultResult:
+    """Run `check` while `fault` is in force."""
     try:
-        with mutant.apply():
+        with fault.apply() as in_force:
             outcome = check.run(context)
-    except MutantError as error:
-        return FaultResult(check, mutant, "does not apply", reason=error.message)
+    except FaultError as error:
+        return FaultResult(check, fault, "does not apply", reason=error.message)
+    if not in_force.is_reached:
+        return FaultResult(check, fault, "not reached", outcome, outcome.error)
     if outcome.error:
-        return FaultResult(check, mutant, "crashed", outcome, outcome.error)
-    return FaultResult(check, mutant, "survived" if outcome.passed else "caught", outcome)
+        return FaultResult(check, fault, "crashed", outcome, outcome.error)
+    return FaultResult(check, fault, "survived" if outcome.passed else "caught", outcome)

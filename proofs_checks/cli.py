@@ -318,14 +318,16 @@ def _try_matrix(chosen: tuple[Claim, ...], context: Context, *, json: bool) -> N
     torch.set_num_threads(1)
     missed = []
     for row in ledger.matrix(chosen, context):
-        missed += [] if row.passed else [row.mutant.name]
+        missed += [] if row.passed else [row.fault.name]
         if json:
             print(jsonlib.dumps(row.to_data(context), ensure_ascii=False), flush=True)
             continue
-        stdout.print(f"{row.mutant.name}: {row.mutant.description}", markup=False, soft_wrap=True)
+        stdout.print(f"{row.fault.name}: {row.fault.description}", markup=False, soft_wrap=True)
         for verdict in ("caught", "crashed", "survived", "does not apply"):
             if names := row.of(verdict):
                 stdout.print(f"  {verdict}: {', '.join(names)}", markup=False, soft_wrap=True)
+        if names := [name for name in row.of("not reached") if name in row.planted_by]:
+            stdout.print(f"  not reached, but planted: {', '.join(names)}", markup=False, soft_wrap=True)
     if missed:
         raise typer.Exit(1)
 
@@ -337,7 +339,7 @@ def _listing(chosen: tuple[Claim, ...]) -> Any:
             ", ".join(claim.where),
             claim.name,
             claim.verdict_if_settled.name.lower(),
-            "; ".join(mutant.name for mutant in claim.mutants),
+            "; ".join(fault.name for fault in claim.faults),
         )
         for claim in chosen
     ]
@@ -359,11 +361,11 @@ def _lines(entry: Entry) -> list[str]:
         lines.append(f"       {check.role}, {came}: {check.title}")
         lines.append(f"         {outcome.statistic:.4g} (bound {outcome.bound:.4g}), {outcome.measured}")
         lines += [f"         - {line}" for line in outcome.details]
-        for fault in entry.faults:
-            if fault.check is check:
-                said = fault.verdict if fault.verdict in ("caught", "crashed") else fault.verdict.upper()
-                lines.append(f"         {said}: {fault.mutant.name}, {fault.mutant.description}")
-                lines += [f"           {fault.reason}"] if fault.reason else []
+        for tried in entry.faults:
+            if tried.check is check:
+                said = tried.verdict if tried.verdict in ("caught", "crashed") else tried.verdict.upper()
+                lines.append(f"         {said}: {tried.fault.name}, {tried.fault.description}")
+                lines += [f"           {tried.reason}"] if tried.reason else []
     return lines
 
 

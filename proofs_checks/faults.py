@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from costmodel.sweeps import copy_work
-from proofs_checks.mutation import Fault, altered, planted
+from proofs_checks.planting import Fault, altered, planted
 from zosim.program.contents import GeneratorState
 from zosim.program.instructions import Stream
 

@@ -19,10 +19,10 @@ from proofs_checks.claims import (
     Judged,
     Verdict,
     faults_of,
-    try_mutant,
+    try_fault,
 )
-from proofs_checks.mutation import Fault, Mutant, MutantError
 from proofs_checks.outcomes import Context, Estimate, Outcome
+from proofs_checks.planting import Fault, FaultError
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Entry:
 
     @property
     def unnoticed(self) -> tuple[FaultResult, ...]:
-        """Faults that were planted and not noticed, or that do not fit the code any more."""
-        return tuple(fault for fault in self.faults if fault.verdict in ("survived", "does not apply"))
+        """Faults that were planted and not noticed: no check measured, called or fits what they change."""
+        return tuple(tried for tried in self.faults if tried.verdict not in ("caught", "crashed"))
 
     @property
     def passed(self) -> bool:
@@ -64,7 +64,7 @@ class Entry:
     def to_data(self, context: Context) -> dict[str, Any]:
         """Return the entry for JSON."""
         checks = [
-            _check_data(check, outcome, [fault for fault in self.faults if fault.check is check])
+            _check_data(check, outcome, [tried for tried in self.faults if tried.check is check])
             for check, outcome in zip(self.claim.checks, self.judged.outcomes, strict=True)
         ]
         resolutions = [check["resolution"] for check in checks if check["resolution"] is not None]
@@ -88,7 +88,7 @@ def run(claims: tuple[Claim, ...], context: Context, *, mutate: bool) -> Iterato
     for claim in claims:
         judged = claim.run(context)
         begin = time.perf_counter()
-        faults = tuple(try_mutant(*pair, planted) for pair in faults_of(claim)) if mutate else ()
+        faults = tuple(try_fault(*pair, planted) for pair in faults_of(claim)) if mutate else ()
         yield Entry(judged, faults, time.perf_counter() - begin)
 
 
@@ -98,14 +98,14 @@ class FaultRow:
 
     Attributes
     ----------
-    mutant : Fault
+    fault : Fault
     planted_by : tuple of str
         Names of the claims that plant it.
     verdicts : dict of str to str
         By the name of the claim.
     """
 
-    mutant: Fault | Mutant
+    fault: Fault
     planted_by: tuple[str, ...]
     verdicts: dict[str, FaultVerdict]
 
@@ -121,8 +121,8 @@ class FaultRow:
     def to_data(self, context: Context) -> dict[str, Any]:
         """Return the row for JSON."""
         return {
-            "fault": self.mutant.name,
-            "change": self.mutant.description,
+            "fault": self.fault.name,
+            "change": self.fault.description,
             "planted_by": self.planted_by,
             "caught_by": self.of("caught"),
             "crashed": self.of("crashed"),
@@ -146,20 +146,20 @@ def matrix(claims: tuple[Claim, ...], context: Context) -> Iterator[FaultRow]:
     for claim in claims:
         with _Calls() as calls:
             sound[claim.name] = claim.run(planted).verdict, calls.codes
-    for mutant in dict.fromkeys(mutant for claim in claims for mutant in claim.mutants):
+    for fault in dict.fromkeys(fault for claim in claims for fault in claim.faults):
         verdicts: dict[str, FaultVerdict]
         try:
-            reached = {name for name, (_, codes) in sound.items() if mutant.is_reached_by(codes)}
-            with mutant.apply():
+            reached = {name for name, (_, codes) in sound.items() if fault.is_reached_by(codes)}
+            with fault.apply():
                 verdicts = {
                     claim.name: _noticed(claim.run(planted), sound[claim.name][0])
                     if claim.name in reached
                     else "not reached"
                     for claim in claims
                 }
-        except MutantError:
+        except FaultError:
             verdicts = dict.fromkeys(sound, "does not apply")
-        yield FaultRow(mutant, tuple(claim.name for claim in claims if mutant in claim.mutants), verdicts)
+        yield FaultRow(fault, tuple(claim.name for claim in claims if fault in claim.faults), verdicts)
 
 
 class _Calls:
@@ -207,11 +207,11 @@ def described(claim: Claim) -> dict[str, Any]:
         "references": claim.references,
         "derivation": claim.derivation,
         "awaits": claim.awaits,
-        "mutants": [{"name": mutant.name, "change": mutant.description} for mutant in claim.mutants],
+        "faults": [{"name": fault.name, "change": fault.description} for fault in claim.faults],
     }
 
 
-def _check_data(check: Check, outcome: Outcome, faults: list[FaultResult]) -> dict[str, Any]:
+def _check_data(check: Check, outcome: Outcome, tried: list[FaultResult]) -> dict[str, Any]:
     return {
         "role": str(check.role),
         "title": check.title,
@@ -224,15 +224,15 @@ def _check_data(check: Check, outcome: Outcome, faults: list[FaultResult]) -> di
         "num_comparisons": len(outcome.estimates),
         "resolution": None if outcome.resolution is None else _finite(outcome.resolution),
         "error": outcome.error,
-        "mutants": [
+        "faults": [
             {
-                "name": fault.mutant.name,
-                "change": fault.mutant.description,
-                "verdict": fault.verdict,
-                "statistic": None if fault.outcome is None else _finite(fault.outcome.statistic),
-                "reason": fault.reason,
+                "name": result.fault.name,
+                "change": result.fault.description,
+                "verdict": result.verdict,
+                "statistic": None if result.outcome is None else _finite(result.outcome.statistic),
+                "reason": result.reason,
             }
-            for fault in faults
+            for result in tried
         ],
     }
 

@@ -116,9 +116,9 @@ def _claim(entry: Entry, folder: Path) -> Iterator[str]:
     yield "</table>"
     if entry.faults:
         yield "<details open><summary>Planted faults</summary><ul>"
-        for fault in entry.faults:
-            why = f" <small>{_text(fault.reason)}</small>" if fault.reason else ""
-            yield f"<li>{fault.verdict}: {_text(fault.mutant.name)} <small><code>{_text(fault.mutant.description)}</code></small>{why}</li>"
+        for tried in entry.faults:
+            why = f" <small>{_text(tried.reason)}</small>" if tried.reason else ""
+            yield f"<li>{tried.verdict}: {_text(tried.fault.name)} <small><code>{_text(tried.fault.description)}</code></small>{why}</li>"
         yield "</ul></details>"
     seconds = entry.judged.seconds
     yield (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from proofs_checks.claims import Checks, counterexample
 from proofs_checks.exact import exceeds
-from proofs_checks.mutation import planted
 from proofs_checks.oracles.statements import exchange_share
 from proofs_checks.outcomes import Context, Outcome
+from proofs_checks.planting import planted
 
 
 def check_four_lanes(_context: Context) -> Outcome:

@@ -17,8 +17,8 @@ from executors.steps.arithmetic import projected_gradient
 from proofs_checks.claims import Checks, corrected, counterexample, printed
 from proofs_checks.exact import equal, exceeds, normal_nodes
 from proofs_checks.faults import central_by_epsilon, losses_added
-from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault, altered, planted
 from proofs_checks.setups.analytic import DIMENSION, PER_SEGMENT, AnalyticModel, plan_of
 from proofs_checks.setups.executed import Case, against_literal, random_cases
 from proofs_checks.setups.literal import directions_of_steps

@@ -22,9 +22,9 @@ from proofs_checks.faults import (
     second_by_epsilon,
     sent_to_itself,
 )
-from proofs_checks.mutation import Fault, planted, scaled
 from proofs_checks.oracles.statements import exchange_share, pair_speedup
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault, planted, scaled
 from proofs_checks.setups.executed import Case, differences
 from proofs_checks.zo2.algorithms import DISTZO2_COPIES
 from proofs_checks.zo2.step_time import block_bytes, machine, model, seconds

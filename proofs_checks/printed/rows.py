@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from proofs_checks.claims import Check, Role
-from proofs_checks.mutation import Fault
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault
 from proofs_checks.printed.cells import PrintedError, printed_table, table_rows
 from proofs_checks.printed.expressions import Figures, judged
 from topology.validation import did_you_mean

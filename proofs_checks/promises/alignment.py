@@ -15,8 +15,8 @@ from executors.randomness.walks import draw_rows, walk_past
 from executors.threads import DrawThreads
 from proofs_checks.claims import Checks, printed
 from proofs_checks.faults import groups_from_the_seed, updates_without_rank, wider_normals
-from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome
+from proofs_checks.planting import Fault, altered, planted
 from proofs_checks.setups import literal
 from proofs_checks.setups.executed import Case, against_literal, random_cases
 from proofs_checks.setups.placements import OFFLOADED, num_unlike, same_bits, train

@@ -10,8 +10,8 @@ from costmodel.devices.datasheet import datasheet_profile
 from costmodel.models.configs import spec_of_config
 from costmodel.work import Work
 from proofs_checks.claims import Checks, printed
-from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome
+from proofs_checks.planting import Fault, altered, planted
 from topology import load_preset
 from zosim.analysis.counts import step_counts
 from zosim.applications.closed_form import step_time_bound_of

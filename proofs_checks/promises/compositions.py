@@ -13,9 +13,9 @@ from executors.steps.micro_batches import accumulated
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import equal, exceeds, mean_estimate, normal_nodes
 from proofs_checks.faults import central_by_epsilon, losses_added, nearest
-from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.oracles.statements import query_error, rounded_square_excess
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault, altered, planted
 from proofs_checks.setups.roundings import Reaching, codes_and_chances
 from proofs_checks.statistics import compare_means, fitted_slope
 

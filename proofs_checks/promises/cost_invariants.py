@@ -17,8 +17,8 @@ from costmodel.models.forward import forward_work
 from costmodel.rates.profile import Constant, Profile
 from costmodel.work import Attention, Matmul, Work
 from proofs_checks.claims import Checks, printed
-from proofs_checks.mutation import Fault, planted
 from proofs_checks.outcomes import Context, Outcome
+from proofs_checks.planting import Fault, planted
 from topology import load_preset
 from topology.errors import DoesNotFit
 from zosim.applications.closed_form import step_time_bound

@@ -29,10 +29,10 @@ from proofs_checks.faults import (
     second_by_epsilon,
     wide_normals,
 )
-from proofs_checks.mutation import Fault, planted
 from proofs_checks.oracles.estimates import estimate_moments
 from proofs_checks.oracles.smoothing import Loss, rademacher_expected_gradient, smoothed_loss
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault, planted
 from proofs_checks.setups import literal
 from proofs_checks.setups.analytic import DIMENSION, estimates
 from proofs_checks.statistics import fitted_slope

@@ -17,8 +17,8 @@ from executors.runs.session import Session
 from executors.serving.peft import linear_shapes, read_adapter
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import equal, is_true
-from proofs_checks.mutation import Fault, planted
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault, planted
 from proofs_checks.setups.executed import Case, against_literal, learning_rate
 from proofs_checks.setups.literal import LiteralRun, language_model_loss
 from proofs_checks.setups.placements import (

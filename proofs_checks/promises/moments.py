@@ -16,9 +16,9 @@ from executors.randomness.rng import generator_on
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import normal_nodes
 from proofs_checks.faults import wide_normals
-from proofs_checks.mutation import Fault, planted
 from proofs_checks.oracles.directions import direction_moments
 from proofs_checks.outcomes import Context, Outcome, worst
+from proofs_checks.planting import Fault, planted
 from proofs_checks.setups import literal
 from proofs_checks.setups.lazy_factors import divided_by_rank, factorised, product_of
 from proofs_checks.setups.roundings import Reaching, codes_of, towards_zero

@@ -20,8 +20,8 @@ from executors.runs.records import StepRecord
 from executors.runs.session import Session
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import Array, equal, exceeds, within
-from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault, altered, planted
 from proofs_checks.setups import coded_weights as coded
 from proofs_checks.setups.executed import learning_rate
 from proofs_checks.setups.literal import (

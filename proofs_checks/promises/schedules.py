@@ -9,8 +9,8 @@ from dataclasses import replace
 from itertools import combinations, islice
 
 from proofs_checks.claims import Checks, corrected, counterexample, printed
-from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome
+from proofs_checks.planting import Fault, altered, planted
 from proofs_checks.setups.placements import tiny_model, tiny_plan
 from topology.errors import Hazard, PlanError, ProgramError
 from zosim.lowering import lower

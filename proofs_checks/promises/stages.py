@@ -11,8 +11,8 @@ from torch import Tensor
 from executors.models.spec import spec_of_model
 from proofs_checks.claims import Checks, printed
 from proofs_checks.faults import groups_from_the_seed
-from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome, worst
+from proofs_checks.planting import Fault, altered, planted
 from proofs_checks.setups.executed import Case, against_literal, executed, literally, random_cases
 from proofs_checks.setups.placements import Trace, tiny_model, tiny_plan
 from proofs_checks.statistics import compare_means

@@ -30,8 +30,8 @@ from executors.runs.session import Session
 from executors.threads import DrawThreads
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, within
-from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault, altered, planted
 from proofs_checks.quzo.statements import enumerated_moments
 from proofs_checks.setups import coded_weights as coded
 from proofs_checks.setups.executed import Case, learning_rate

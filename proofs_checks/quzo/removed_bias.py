@@ -7,8 +7,8 @@ import math
 from costmodel.formats.roundings import Moments, RoundedDirection
 from proofs_checks.claims import Checks, counterexample
 from proofs_checks.exact import equal, exceeds
-from proofs_checks.mutation import planted
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import planted
 from proofs_checks.quzo.statements import enumerated_moments
 
 

@@ -37,9 +37,9 @@ from proofs_checks.exact import (
     within,
 )
 from proofs_checks.faults import central_by_epsilon, forward_by_two_epsilon, losses_added, queries_summed
-from proofs_checks.mutation import Fault, planted
 from proofs_checks.oracles.statements import one_point_error, query_error
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault, planted
 from proofs_checks.setups import coded_weights as coded
 from proofs_checks.setups.executed import Case, against_literal, differences
 from proofs_checks.setups.roundings import (

@@ -22,8 +22,8 @@ from executors.low_bits.linear import CodedLinear, code_layers
 from executors.low_bits.stored import Moved
 from executors.randomness.rounded import Chances, rounding_key
 from proofs_checks.exact import equal, exceeds, is_true, within
-from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault, altered, planted
 from proofs_checks.statistics import compare_means
 from zosim.plans import LowBits
 

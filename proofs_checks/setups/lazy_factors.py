@@ -19,8 +19,8 @@ from executors.randomness.counter import CounterKey
 from executors.randomness.low_rank import _RIGHT, FactorDraws, Window, divisor_of, fill_product
 from executors.steps.arithmetic import Sweeper, projected_gradient
 from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, normal_nodes
-from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault, altered, planted
 from proofs_checks.setups.literal import chained, directions, drawn, seed_of
 
 _CPU = torch.device("cpu")

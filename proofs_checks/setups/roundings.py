@@ -14,7 +14,7 @@ from executors.low_bits.coded import QuantizedTensor
 from executors.randomness.counter import CounterKey
 from executors.randomness.rounded import Chances, DrawKeys, MovedRows, Purpose, RoundedDraws, rounding_key
 from executors.threads import DrawThreads
-from proofs_checks.mutation import Fault, altered, planted
+from proofs_checks.planting import Fault, altered, planted
 
 _CPU = torch.device("cpu")
 NUM_CHANCES = 256

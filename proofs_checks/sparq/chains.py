@@ -17,9 +17,9 @@ from executors.randomness.rng import generator_on
 from proofs_checks.claims import Checks, corrected, counterexample
 from proofs_checks.exact import at_most, equal, exceeds
 from proofs_checks.faults import rounding_up
-from proofs_checks.mutation import Fault, planted, scaled
 from proofs_checks.oracles.smoothing import smoothing_bounds
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault, planted, scaled
 from proofs_checks.statistics import fitted_slope
 
 _CPU = torch.device("cpu")

@@ -21,9 +21,9 @@ from executors.randomness.rng import generator_on
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import at_most, equal
 from proofs_checks.faults import nearest, short_grid
-from proofs_checks.mutation import Fault, planted
 from proofs_checks.oracles.cuts import codec_gradient_variance
 from proofs_checks.outcomes import Context, Outcome, everything_holds, worst
+from proofs_checks.planting import Fault, planted
 from proofs_checks.statistics import compare_means, compare_two_points, fitted_slope
 
 BITS = tuple(range(1, 9))

@@ -23,8 +23,8 @@ from proofs_checks.faults import (
     queries_summed,
     rounding_up,
 )
-from proofs_checks.mutation import Fault, planted, scaled
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault, planted, scaled
 from proofs_checks.setups.executed import Case, differences
 from proofs_checks.statistics import fitted_slope
 

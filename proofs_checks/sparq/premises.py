@@ -18,8 +18,8 @@ from executors.steps.arithmetic import projected_gradient
 from proofs_checks.claims import Checks, conditioned, counterexample, printed
 from proofs_checks.exact import at_most, equal, exceeds, is_true
 from proofs_checks.faults import short_grid
-from proofs_checks.mutation import Fault, scaled
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault, scaled
 from proofs_checks.promises.stages import staged
 from proofs_checks.statistics import fitted_slope
 from zosim.analysis.counts import StepCounts, step_counts

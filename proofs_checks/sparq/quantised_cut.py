@@ -16,11 +16,11 @@ from executors.runs.session import Session
 from proofs_checks.claims import Checks, corrected, counterexample, printed
 from proofs_checks.exact import at_most, normal_nodes, within
 from proofs_checks.faults import nearest, rounding_up, short_grid
-from proofs_checks.mutation import scaled
 from proofs_checks.oracles.bounds import sparq_stationarity_bound
 from proofs_checks.oracles.cuts import straight_through
 from proofs_checks.oracles.estimates import quadratic_contraction
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import scaled
 from proofs_checks.setups.analytic import BATCH, DIMENSION, PER_SEGMENT, AnalyticModel, estimates, plan_of
 from proofs_checks.setups.literal import directions_of_steps
 from proofs_checks.statistics import compare_means

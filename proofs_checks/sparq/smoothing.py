@@ -23,10 +23,10 @@ from proofs_checks.exact import (
     shipped_estimate,
 )
 from proofs_checks.faults import central_by_epsilon, climbing, forward_by_two_epsilon, second_by_epsilon
-from proofs_checks.mutation import Fault, scaled
 from proofs_checks.oracles.smoothing import smoothing_bounds
 from proofs_checks.oracles.statements import sharp_smoothing_bounds, smoothed_gradient_bounds
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault, scaled
 from proofs_checks.statistics import fitted_slope
 
 # -- losses whose smoothed gradient is known --------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from executors.steps.arithmetic import projected_gradient
 from proofs_checks.claims import Checks, conditioned, corrected, counterexample, printed
 from proofs_checks.exact import ROUNDING, Array, at_most, equal, exceeds, is_true, normal_nodes, within
 from proofs_checks.faults import central_by_epsilon
-from proofs_checks.mutation import Fault, scaled
 from proofs_checks.oracles.bounds import sparq_multinode_bounds, sparq_stationarity_bound
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault, scaled
 from proofs_checks.statistics import fitted_slope
 
 # -- lines of the proof of theorem 1 ----------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from torch import Tensor
 from proofs_checks.claims import Checks, conditioned, corrected, counterexample, printed, reading
 from proofs_checks.exact import at_most, equal, exceeds, is_true, within
 from proofs_checks.faults import empty_flush, present_rate, updates_that_do_not_wait
-from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault, altered, planted
 from proofs_checks.setups.executed import Case, differences
 from proofs_checks.setups.placements import OFFLOADED, same_bits, tiny_model, train
 from proofs_checks.zo2.step_time import TOLERANCE, block_bytes, model, program

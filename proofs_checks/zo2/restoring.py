@@ -15,8 +15,8 @@ from executors.steps.arithmetic import Sweeper
 from proofs_checks.claims import Checks, corrected, counterexample, printed
 from proofs_checks.exact import at_most
 from proofs_checks.faults import empty_flush, present_rate, second_by_epsilon
-from proofs_checks.mutation import Fault, planted
 from proofs_checks.outcomes import Context, Outcome
+from proofs_checks.planting import Fault, planted
 from proofs_checks.setups.analytic import BATCH, DIMENSION, AnalyticModel, plan_of
 from proofs_checks.setups.executed import Case, against_literal, random_cases
 from proofs_checks.setups.placements import (

@@ -9,9 +9,9 @@ from costmodel.models.model_spec import ModelSpec
 from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
 from proofs_checks.claims import Checks, printed
 from proofs_checks.faults import on_stream, updates_that_do_not_wait
-from proofs_checks.mutation import Fault, planted
 from proofs_checks.oracles.steps import zo2_step_seconds
 from proofs_checks.outcomes import Context, Outcome
+from proofs_checks.planting import Fault, planted
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower
 from zosim.plans import Estimator, Placement, Plan, Residency, Schedule

@@ -35,8 +35,8 @@ from executors.serving.versions import Versions
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, moments_of_estimate, normal_nodes
 from proofs_checks.faults import central_by_epsilon
-from proofs_checks.mutation import Fault, altered, planted
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault, altered, planted
 from proofs_checks.setups.literal import chained, drawn
 from proofs_checks.setups.placements import tiny_batches, tiny_model, tiny_plan
 from zosim.plans import Directions, Estimator

@@ -29,9 +29,9 @@ from proofs_checks.exact import (
     within,
 )
 from proofs_checks.faults import central_by_epsilon, updates_without_rank
-from proofs_checks.mutation import Fault, planted
 from proofs_checks.oracles.statements import low_rank_entry_moments
 from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.planting import Fault, planted
 from proofs_checks.setups import coded_weights as coded
 from proofs_checks.setups import lazy_factors as lazy
 from proofs_checks.statistics import fitted_slope

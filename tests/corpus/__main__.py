@@ -186,7 +186,7 @@ def claims(_: int) -> Iterator[tuple[str, Any]]:
         for line in checked.stdout:
             entry = json.loads(line)
             faults = {
-                fault["name"]: fault["verdict"] for check in entry["checks"] for fault in check["mutants"]
+                fault["name"]: fault["verdict"] for check in entry["checks"] for fault in check["faults"]
             }
             yield entry["name"], {"verdict": entry["verdict"], "passed": entry["passed"], "faults": faults}
 

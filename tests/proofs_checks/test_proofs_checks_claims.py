@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from proofs_checks.claims import faults_of, try_mutant
+from proofs_checks.claims import faults_of, try_fault
 from proofs_checks.outcomes import Context
 from proofs_checks.registry import CLAIMS, claims_named
 from proofs_checks.statistics import MOST_COMPARISONS
@@ -34,13 +34,13 @@ EXECUTED = {
 PLANTED = [
     pytest.param(
         check,
-        mutant,
-        id=f"{claim.name}: {mutant.name}",
+        fault,
+        id=f"{claim.name}: {fault.name}",
         marks=() if number == 0 and claim.name not in EXECUTED else pytest.mark.slow,
     )
     for claim in CLAIMS
     for check in claim.checks
-    for number, mutant in enumerate(check.mutants)
+    for number, fault in enumerate(check.faults)
 ]
 
 
@@ -59,9 +59,9 @@ def test_the_claim_has_a_verdict(claim):
 
 
 @pytest.mark.crossed(quick=7, slow=3)
-@pytest.mark.parametrize(("check", "mutant"), PLANTED)
-def test_the_planted_fault_is_caught(check, mutant):
-    result = try_mutant(check, mutant, QUICK)
+@pytest.mark.parametrize(("check", "fault"), PLANTED)
+def test_the_planted_fault_is_caught(check, fault):
+    result = try_fault(check, fault, QUICK)
     refused = result.verdict == "crashed" and result.reason.startswith(
         "CodecError: "
     )  # by the code's own guards
@@ -70,8 +70,8 @@ def test_the_planted_fault_is_caught(check, mutant):
 
 def test_every_fault_can_be_planted():
     """Quick tests plant one of each check; this notices that code has moved away from the others."""
-    for mutant in dict.fromkeys(mutant for claim in CLAIMS for _, mutant in faults_of(claim)):
-        with mutant.apply():
+    for fault in dict.fromkeys(fault for claim in CLAIMS for _, fault in faults_of(claim)):
+        with fault.apply():
             pass
 
 

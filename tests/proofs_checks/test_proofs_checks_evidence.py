@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from proofs_checks.claims import Check, Claim, Role
 from proofs_checks.cli import check
 from proofs_checks.evidence import ALARM, MOST_CLAIMS, Wealth, add_to, bet, read_evidence
-from proofs_checks.mutation import Fault
 from proofs_checks.outcomes import Context
+from proofs_checks.planting import Fault
 from proofs_checks.registry import CLAIMS
 from proofs_checks.statistics import compare_means
 from topology.errors import ZosimError

@@ -19,19 +19,20 @@ from proofs_checks.claims import (
     missing,
     printed,
     reading,
-    try_mutant,
+    try_fault,
 )
 from proofs_checks.exact import at_most, within
-from proofs_checks.ledger import matrix
-from proofs_checks.mutation import Fault, Mutant, MutantError, planted
+from proofs_checks.ledger import matrix, run
 from proofs_checks.outcomes import Context, Estimate, Outcome, everything_holds, worst
+from proofs_checks.planting import Fault, FaultError, planted
 from proofs_checks.registry import claims_named
 from proofs_checks.setups.placements import tiny_model, tiny_plan
 from proofs_checks.statistics import compare_means, estimates_of
 from topology.errors import ZosimError
 
 CPU = torch.device("cpu")
-HALVED = Mutant("halved", "executors.steps.arithmetic:projected_gradient", "2 * epsilon", "4 * epsilon")
+PROJECTED = "executors.steps.arithmetic:projected_gradient"
+HALVED = Fault("halved", PROJECTED, lambda shipped, *given, **named: shipped(*given, **named) / 2)
 
 
 def gradient():
@@ -57,8 +58,10 @@ BROKEN = {"breaks": "line 3", "consequence": "none"}
 def test_a_planted_fault_lasts_as_long_as_its_context_and_reaches_every_importer():
     from executors.steps.arithmetic import projected_gradient as imported_by_name
 
-    with HALVED.apply():
+    with HALVED.apply() as in_force:
+        assert not in_force.is_reached
         assert gradient() == 0.5
+        assert in_force.is_reached
         assert imported_by_name(torch.tensor(3.0), torch.tensor(1.0), 1.0, central=True) == 0.5
     assert gradient() == 1.0
 
@@ -100,22 +103,20 @@ def test_a_fault_whose_parameters_the_function_has_not_or_that_changes_no_consta
     renamed = Fault(
         "renamed", doubled.target, lambda shipped, losses, *rest, **more: shipped(losses, *rest, **more)
     )
-    with pytest.raises(MutantError, match="takes 'losses', which is no parameter"), renamed.apply():
+    with pytest.raises(FaultError, match="takes 'losses', which is no parameter"), renamed.apply():
         pass
     same = Fault("same", "executors.models.parameters:_NO_DECAY", lambda names: names)
-    with pytest.raises(MutantError, match="with the planted fault 'same' as well"), same.apply():
+    with pytest.raises(FaultError, match="with the planted fault 'same' as well"), same.apply():
         pass
 
 
 def test_a_fault_of_a_constant_reaches_whoever_imported_it_and_is_taken_back():
     from executors.models import parameters
 
-    fault = Mutant("decays", "executors.models.parameters:_NO_DECAY", "'bias', ", "")
+    fault = Fault("decays", "executors.models.parameters:_NO_DECAY", lambda names: names[1:])
     with fault.apply():
         assert parameters.decays("fc1.bias")
     assert not parameters.decays("fc1.bias")
-    with pytest.raises(MutantError), Mutant("gone", fault.target, "'no such'", "''").apply():
-        pass
 
 
 def test_a_fault_is_taken_back_after_an_error():
@@ -125,18 +126,18 @@ def test_a_fault_is_taken_back_after_an_error():
 
 
 @pytest.mark.parametrize(
-    "mutant",
+    "fault",
     [
-        Mutant("gone", "executors.steps.arithmetic:projected_gradient", "no such text", ""),
-        Mutant("twice", "executors.steps.arithmetic:projected_gradient", "epsilon", "1"),
-        Mutant("moved", "executors.steps.arithmetic:no_such_function", "a", "b"),
+        Fault("renamed", PROJECTED, lambda shipped, losses: shipped(losses)),
+        Fault("moved", "executors.steps.arithmetic:no_such_function", lambda shipped: shipped()),
+        Fault("same", "executors.models.parameters:_NO_DECAY", lambda names: names),
     ],
-    ids=lambda mutant: mutant.name,
+    ids=lambda fault: fault.name,
 )
-def test_a_fault_that_does_not_fit_is_refused_and_counts_as_uncaught(mutant):
-    with pytest.raises(MutantError), mutant.apply():
+def test_a_fault_that_does_not_fit_is_refused_and_counts_as_uncaught(fault):
+    with pytest.raises(FaultError), fault.apply():
         pass
-    result = try_mutant(printed(yes, mutant), mutant, Context())
+    result = try_fault(printed(yes, fault), fault, Context())
     assert (result.verdict, bool(result.reason)) == ("does not apply", True)
 
 
@@ -152,9 +153,21 @@ def test_an_error_in_a_check_fails_its_claim_naming_the_error():
 def test_a_check_that_looks_away_lets_the_fault_survive():
     seeing = printed(lambda _context: Outcome(abs(gradient() - 1.0), 0.0, "error"), HALVED)
     falling = printed(lambda _context: Outcome(1 / (gradient() - 0.5), 3.0, "inverse"), HALVED)
-    assert try_mutant(printed(yes, HALVED), HALVED, Context()).verdict == "survived"
-    assert try_mutant(seeing, HALVED, Context()).verdict == "caught"
-    assert try_mutant(falling, HALVED, Context()).verdict == "crashed"
+    blind = printed(lambda _context: Outcome(0 * gradient(), 0.0, "error"), HALVED)
+    assert try_fault(blind, HALVED, Context()).verdict == "survived"
+    assert try_fault(seeing, HALVED, Context()).verdict == "caught"
+    assert try_fault(falling, HALVED, Context()).verdict == "crashed"
+
+
+def test_a_fault_of_what_a_check_does_not_call_is_not_reached_and_fails_its_claim():
+    def misses(_context):
+        return Outcome(2.0, 1.0, "nothing")
+
+    for check in (printed(yes, HALVED), printed(misses, HALVED)):
+        assert try_fault(check, HALVED, Context()).verdict == "not reached"
+    (entry,) = run((claim_of(printed(yes, HALVED)),), Context(), mutate=True)
+    assert (entry.verdict, entry.passed) == (Verdict.HOLDS, False)
+    assert [tried.fault for tried in entry.unnoticed] == [HALVED]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +300,7 @@ def test_the_command_reports_one_claim_in_json():
     assert claim["passed"]
     assert claim["verdict"] == "holds"
     assert (claim["seed"], claim["size"]) == (0, "quick")
-    verdicts = {mutant["verdict"] for check in claim["checks"] for mutant in check["mutants"]}
+    verdicts = {fault["verdict"] for check in claim["checks"] for fault in check["faults"]}
     assert verdicts == {"caught"}
 
 
@@ -300,7 +313,7 @@ def test_the_matrix_tries_each_fault_on_every_chosen_claim():
     assert both["planted_by"] == both["caught_by"] == names
     assert (one["planted_by"], one["caught_by"]) == (names[:1], names[:1])
     assert (one["survived"], one["num_not_reached"]) == ([], 1)  # the second claim adds no slots
-    assert len(rows) == len({mutant for claim in claims_named(*names) for mutant in claim.mutants})
+    assert len(rows) == len({fault for claim in claims_named(*names) for fault in claim.faults})
 
 
 def test_the_matrix_does_not_run_claims_that_do_not_call_the_changed_function():
@@ -309,20 +322,6 @@ def test_the_matrix_does_not_run_claims_that_do_not_call_the_changed_function():
     for row in rows:
         assert row.verdicts == {**dict.fromkeys(names, "not reached"), row.planted_by[0]: "caught"}
         assert row.passed
-
-
-def test_a_method_that_calls_super_takes_a_fault():
-    from executors.models.recording_blocks import Stop
-
-    fault = Mutant(
-        "off",
-        "executors.models.recording_blocks:Stop.__init__",
-        "self.hidden = hidden",
-        "self.hidden = -hidden",
-    )
-    with fault.apply():
-        assert torch.equal(Stop(torch.ones(2)).hidden, -torch.ones(2))
-    assert torch.equal(Stop(torch.ones(2)).hidden, torch.ones(2))
 
 
 def test_a_check_that_is_stopped_has_said_what_it_knows(monkeypatch):

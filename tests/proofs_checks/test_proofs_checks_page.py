@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from proofs_checks import ledger
 from proofs_checks.claims import Claim, counterexample, printed
 from proofs_checks.cli import check
-from proofs_checks.mutation import Fault
 from proofs_checks.outcomes import Context, Estimate, Outcome
 from proofs_checks.page import page_of
+from proofs_checks.planting import Fault
 
 FAULT = Fault(
     "halved",
@@ -66,7 +66,7 @@ def test_the_page_is_well_formed_offline_and_opens_with_what_fails():
     assert "quzo, Eq. 5" in opening
     assert "zo2, Eq. 1" not in opening
     assert "E[x] &lt; y &amp; z" in page
-    assert "survived: halved" in page
+    assert "not reached: halved" in page
     assert "[0.8, 1.2], theory 1.1" in page
 
 

@@ -8,10 +8,10 @@ import re
 import pytest
 import yaml
 
-from proofs_checks.claims import try_mutant
-from proofs_checks.mutation import Fault
+from proofs_checks.claims import try_fault
 from proofs_checks.outcomes import Context
 from proofs_checks.pages import THEORY, Page, pages
+from proofs_checks.planting import Fault
 from proofs_checks.printed.cells import PrintedError, printed_rows, printed_table, table_rows
 from proofs_checks.printed.expressions import FORMS, Figures, judged
 from proofs_checks.printed.rows import checks_of, wrong_cell
@@ -180,28 +180,28 @@ def test_a_column_that_two_selections_name_is_refused(entry):
 
 def test_a_wrong_cell_is_seen_while_it_is_planted_and_by_the_check(entry):
     (check,) = checks_of(entry)
-    fault = check.mutants[0]
+    fault = check.faults[0]
     assert isinstance(fault, Fault)
     values = [row["value"] for row in table_rows("SparQ 2")]
     with fault.apply():
         changed = [row["value"] for row in table_rows("SparQ 2")]
     assert [pair for pair in zip(values, changed, strict=True) if pair[0] != pair[1]] == [("15", "25")]
     assert [row["value"] for row in table_rows("SparQ 2")] == values
-    assert try_mutant(check, fault, Context()).verdict == "caught"
+    assert try_fault(check, fault, Context()).verdict == "caught"
     near = wrong_cell("as much as 2.92 times", table_rows("SparQ 2")[1], "2.9")
-    assert try_mutant(check, near, Context()).verdict == "survived"
+    assert try_fault(check, near, Context()).verdict == "survived"
 
 
 @pytest.mark.parametrize(("value", "written"), [(12, "12"), (12.5, "12.5"), ("12.50", "12.50")])
 def test_a_wrong_value_is_written_as_its_cell_is(entry, value, written):
     entry["checks"][0]["faults"] = [{"name": "wrong", "column": "fo", "row": "OPT-1.3B", "value": value}]
     (check,) = checks_of(entry)
-    assert check.mutants[0].name == f"wrong (SparQ 2, r4c1: {written} for 15)"
+    assert check.faults[0].name == f"wrong (SparQ 2, r4c1: {written} for 15)"
 
 
 def test_a_wrong_value_keeps_the_places_of_its_cell():
     claim = next(claim for claim in CLAIMS if claim.name == "zoinfer-factorized-runs-keep-up")
-    assert "0.570 for 0.590" in claim.mutants[-1].name
+    assert "0.570 for 0.590" in claim.faults[-1].name
 
 
 def test_the_example_of_the_documentation_is_the_claim_and_every_form_is_documented(entry):

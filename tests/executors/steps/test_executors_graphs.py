@@ -18,7 +18,7 @@ from executors.runs.records import LossNotFinite
 from executors.runs.session import Session
 from executors.steps.graphs import Graphs
 from executors.steps.streams_accelerator import AcceleratorBackend
-from proofs_checks.mutation import Fault, altered
+from proofs_checks.planting import Fault, altered
 from proofs_checks.setups.ranks import on_all_ranks
 from tests.support import distributed
 from tests.support.distributed import AHEAD, OFFLOADED

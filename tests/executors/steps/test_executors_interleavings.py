@@ -15,7 +15,7 @@ from executors.models.parameters import stand_in
 from executors.runs.session import Session
 from executors.steps.ops.context import Context
 from executors.steps.ops.copy import Copies
-from proofs_checks.mutation import Fault
+from proofs_checks.planting import Fault
 from tests.support import matrix
 from tests.support.distributed import AHEAD, FRESH, OFFLOADED
 from tests.support.interleaved import interleaved

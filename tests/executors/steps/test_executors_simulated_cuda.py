@@ -26,7 +26,7 @@ from executors.runs.replay import machine_differences
 from executors.runs.session import Session
 from executors.steps import arithmetic
 from executors.steps.streams_accelerator import AcceleratorBackend
-from proofs_checks.mutation import Fault, altered
+from proofs_checks.planting import Fault, altered
 from proofs_checks.setups.ranks import on_all_ranks
 from tests.support import distributed, matrix, staged
 from tests.support.command import rows_of, saved_lines, saved_model, zosim

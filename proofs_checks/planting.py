@@ -7,17 +7,14 @@ module and its name, and replaces the value in every module that imported it.
 
 from __future__ import annotations
 
-import ast
 import inspect
 import itertools
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from types import CodeType, FunctionType
 from typing import Any
@@ -25,8 +22,21 @@ from typing import Any
 from topology.errors import ZosimError
 
 
-class MutantError(ZosimError):
+class FaultError(ZosimError):
     """A planted fault that no longer fits the code it was written for."""
+
+
+@dataclass
+class InForce:
+    """A fault that is planted.
+
+    Attributes
+    ----------
+    is_reached : bool
+        Whether what it changes has been called since; of a constant always, since nothing tells who reads it.
+    """
+
+    is_reached: bool
 
 
 @dataclass(frozen=True)
@@ -55,14 +65,17 @@ class Fault:
 
     def is_reached_by(self, codes: AbstractSet[CodeType]) -> bool:
         """Return whether functions that were called, while the fault was not in force, run or read what it changes."""
-        return _is_reached(self.target, codes)
+        shipped = _target(self.target)
+        if isinstance(shipped, FunctionType):
+            return shipped.__code__ in codes
+        return any(self.target.rpartition(":")[2] in code.co_names for code in codes)
 
-    def apply(self) -> AbstractContextManager[None]:
+    def apply(self) -> AbstractContextManager[InForce]:
         """Return a context in which the shipped code has the fault.
 
         Raises
         ------
-        MutantError
+        FaultError
             If there is no such target (any more), its parameters have other names than those of the change, or the change of a
             constant changes nothing.
         """
@@ -71,19 +84,19 @@ class Fault:
             return self._in_place_of(shipped)
         changed = self.change(shipped)
         if changed == shipped:
-            raise MutantError(
+            raise FaultError(
                 f"{self.target} is {shipped!r} with the planted fault {self.name!r} as well", hint=_ADAPT
             )
         return _bound(self.target, shipped, changed)
 
     @contextmanager
-    def _in_place_of(self, shipped: FunctionType) -> Iterator[None]:
+    def _in_place_of(self, shipped: FunctionType) -> Iterator[InForce]:
         known = inspect.signature(shipped).parameters
         taken = list(inspect.signature(self.change).parameters.values())[1:]
         named = (each.name for each in taken if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD))
         for name in named:
             if name not in known and name.removeprefix("_") not in known:
-                raise MutantError(
+                raise FaultError(
                     f"the planted fault {self.name!r} takes {name!r}, which is no parameter of {self.target}",
                     hint=_ADAPT,
                 )
@@ -92,14 +105,19 @@ class Fault:
             code, shipped.__globals__, shipped.__name__, shipped.__defaults__, shipped.__closure__
         )
         original.__kwdefaults__ = shipped.__kwdefaults__
-        number = next(_NUMBERS)
-        _IN_FORCE[number] = partial(self.change, original)
+        number, in_force = next(_NUMBERS), InForce(is_reached=False)
+
+        def instead(*given: Any, **named: Any) -> Any:
+            in_force.is_reached = True
+            return self.change(original, *given, **named)
+
+        _INSTEAD[number] = instead
         shipped.__code__ = _call_of(number).replace(co_freevars=code.co_freevars)
         try:
-            yield
+            yield in_force
         finally:
             shipped.__code__ = code
-            del _IN_FORCE[number]
+            del _INSTEAD[number]
 
 
 def planted(target: str, name: str) -> Callable[[Callable[..., Any]], Fault]:
@@ -142,63 +160,16 @@ def scaled(target: str, factor: Any, name: str, *, entry: str | None = None) -> 
 
 _ADAPT = "adapt the planted fault to the code as it is now"
 _NUMBERS = itertools.count()
-_IN_FORCE: dict[int, Callable[..., Any]] = {}
+_INSTEAD: dict[int, Callable[..., Any]] = {}
 """What runs in place of shipped functions, by number."""
 
 
 def _call_of(number: int) -> CodeType:
     """Return the code of a function that calls what is in force under a number, in whatever module the code lies."""
-    found = f"__import__({__name__!r}, fromlist=['_'])._IN_FORCE[{number}]"
+    found = f"__import__({__name__!r}, fromlist=['_'])._INSTEAD[{number}]"
     module = compile(f"def planted(*args, **kwargs): return {found}(*args, **kwargs)", "<planted>", "exec")
     (code,) = (each for each in module.co_consts if isinstance(each, CodeType))
     return code
-
-
-def _is_reached(target: str, codes: AbstractSet[CodeType]) -> bool:
-    shipped = _target(target)
-    if isinstance(shipped, FunctionType):
-        return shipped.__code__ in codes
-    name = target.rpartition(":")[2]
-    return any(name in code.co_names for code in codes)
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A one-line change of shipped code that a claim's check must catch.
-
-    Attributes
-    ----------
-    name : str
-    target : str
-        ``module:function``, ``module:Class.method``, or ``module:CONSTANT``.
-    old, new : str
-        Source text that stands exactly once in the target, and its replacement; of a constant, text of its ``repr``.
-    """
-
-    name: str
-    target: str
-    old: str
-    new: str
-
-    @property
-    def description(self) -> str:
-        """The change in words."""
-        return f"{self.target}: `{self.old}` becomes `{self.new}`"
-
-    def is_reached_by(self, codes: AbstractSet[CodeType]) -> bool:
-        """Return whether functions that were called, while the fault was not in force, run or read what it changes."""
-        return _is_reached(self.target, codes)
-
-    def apply(self) -> AbstractContextManager[None]:
-        """Return a context in which the shipped function has the fault.
-
-        Raises
-        ------
-        MutantError
-            If the target, or the text in it, does not exist (any more).
-        """
-        shipped = _target(self.target)
-        return _swapped(shipped, self) if isinstance(shipped, FunctionType) else _replaced(shipped, self)
 
 
 def _target(target: str) -> Any:
@@ -208,7 +179,7 @@ def _target(target: str) -> Any:
         for name in path.split("."):
             owner = inspect.getattr_static(owner, name) if inspect.isclass(owner) else getattr(owner, name)
     except (ModuleNotFoundError, AttributeError):
-        raise MutantError(
+        raise FaultError(
             f"there is no {target}", hint="point the planted fault at where the code went"
         ) from None
     if isinstance(owner, property):
@@ -217,63 +188,15 @@ def _target(target: str) -> Any:
     return inspect.unwrap(owner) if callable(owner) else owner
 
 
-def _replaced(value: Any, mutant: Mutant) -> AbstractContextManager[None]:
-    """Replace a constant by text of its ``repr``."""
-    written = repr(value)
-    if written.count(mutant.old) != 1:
-        raise _unfit(mutant, written.count(mutant.old))
-    return _bound(mutant.target, value, ast.literal_eval(written.replace(mutant.old, mutant.new)))
-
-
 @contextmanager
-def _bound(target: str, value: Any, changed: Any) -> Iterator[None]:
+def _bound(target: str, value: Any, changed: Any) -> Iterator[InForce]:
     """Replace a constant wherever it was imported under its name."""
     name = target.rpartition(":")[2]
     importers = [module for module in list(sys.modules.values()) if module.__dict__.get(name) is value]
     for module in importers:
         setattr(module, name, changed)
     try:
-        yield
+        yield InForce(is_reached=True)
     finally:
         for module in importers:
             setattr(module, name, value)
-
-
-@contextmanager
-def _swapped(function: FunctionType, mutant: Mutant) -> Iterator[None]:
-    code = function.__code__
-    function.__code__ = _changed(function, mutant)
-    try:
-        yield
-    finally:
-        function.__code__ = code
-
-
-def _unfit(mutant: Mutant, count: int) -> MutantError:
-    return MutantError(
-        f"{mutant.target} contains `{mutant.old}` {count} times, the planted fault {mutant.name!r} needs exactly one",
-        hint="adapt the planted fault to the code as it is now",
-    )
-
-
-def _changed(function: FunctionType, mutant: Mutant) -> CodeType:
-    source = textwrap.dedent(inspect.getsource(function))
-    if source.count(mutant.old) != 1:
-        raise _unfit(mutant, source.count(mutant.old))
-    source = source.replace(mutant.old, mutant.new)
-    if "__class__" in function.__code__.co_freevars:  # of `super()`, which needs a class around it
-        source = f"class Around:\n{textwrap.indent(source, '    ')}"
-    lazy = "from __future__ import annotations\n"  # as every module here: annotations are not evaluated
-    module = compile(lazy + source, mutant.target, "exec", dont_inherit=True)
-    outer = [code for code in module.co_consts if isinstance(code, CodeType)]
-    within = [code for each in outer for code in each.co_consts if isinstance(code, CodeType)]
-    codes = [
-        code
-        for code in (*outer, *within)
-        if code.co_qualname in (function.__name__, f"Around.{function.__name__}")
-    ]
-    assert len(codes) == 1
-    assert codes[0].co_freevars == function.__code__.co_freevars, (
-        "a fault must not change what a function closes over"
-    )
-    return codes[0]
