@@ -48,7 +48,7 @@ def surviving(kept_in: torch.dtype, size: float) -> float:
 
 
 def main() -> None:
-    """Print both tables of docs/explanation/arithmetic.md."""
+    """Print both tables of docs/benchmarks/rounding.md."""
     torch.set_num_threads(1)
     rows = []
     for dtype in FORMATS:
