@@ -42,11 +42,11 @@ def put_box(_app: Sphinx, _docname: str, source: list[str]) -> None:
     number = f"{len(claims)} claim" + "s" * (len(claims) != 1)
     box = [
         "",
-        f"````{{admonition}} {number}, checked by `zosim check`",
+        f"~~~~{{admonition}} {number}, checked by `zosim check`",
         ":class: claims dropdown",
         "",
         *lines,
-        "````",
+        "~~~~",  # of tildes, since the words of a fence of backticks have none
         "",
     ]
     source[0] = (found[2] or "") + ("\n".join(box) if claims else "") + source[0][found.end() :]

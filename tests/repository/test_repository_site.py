@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,10 +45,12 @@ def test_claims_leave_the_front_matter_for_a_box_below_the_heading() -> None:
     page = "---\nclaims:\n  - name: a-claim\n    statement: E|g|_2 <= $|x|_1$ * 2\n    verdict: correction\n---\n\n# Title\n\nText.\n"
     source = [page]
     extension("claims_box").put_box(None, "theory/page", source)
-    before, box, after = source[0].partition("````{admonition} 1 claim, checked by `zosim check`")
+    before, box, after = source[0].partition("~~~~{admonition} 1 claim, checked by `zosim check`")
     assert before == "# Title\n\n"
     assert r"- `a-claim`: *holds after correction*. E\|g\|\_2 \<= $|x|_1$ \* 2" in box + after
-    assert source[0].endswith("````\n\nText.\n")
+    fence, *rest = [token for token in MarkdownIt().parse(source[0]) if token.type in ("fence", "inline")][1:]
+    assert (fence.type, fence.info.split()[0]) == ("fence", "{admonition}")
+    assert [token.content for token in rest] == ["Text."]
     plain = ["# Title\n\nText.\n"]
     extension("claims_box").put_box(None, "page", plain)
     assert plain == ["# Title\n\nText.\n"]
