@@ -41,7 +41,7 @@ COMMANDS = frozenset(
         """,
     )
 )
-"""Commands of LaTeX that both GitHub and the site were seen to render."""
+"""Commands of LaTeX that the site writes as MathML; MathJax, which GitHub uses, has all of them."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(THEORY).as_posix())
