@@ -99,6 +99,16 @@ def test_a_fault_runs_in_place_of_methods_properties_and_what_calls_super():
     assert plan.transfer_dtype == "float32"
 
 
+def test_a_fault_names_what_it_does_not_use_behind_an_underscore():
+    alone = Fault(
+        "one loss alone",
+        PROJECTED,
+        lambda shipped, loss_plus, _loss_other, *rest, **named: shipped(loss_plus, 0.0, *rest, **named),
+    )
+    with alone.apply():
+        assert gradient() == 1.5
+
+
 def test_a_fault_whose_parameters_the_function_has_not_or_that_changes_no_constant_is_refused():
     renamed = Fault(
         "renamed", doubled.target, lambda shipped, losses, *rest, **more: shipped(losses, *rest, **more)
