@@ -1,4 +1,4 @@
-"""The claims of a page of ``docs/theory``, which its front matter holds as data, as a box below its heading."""
+"""The claims of a page of ``docs/theory``, which its front matter holds as data, as a box below its heading that opens on a click."""
 
 from __future__ import annotations
 
@@ -40,15 +40,8 @@ def put_box(_app: Sphinx, _docname: str, source: list[str]) -> None:
     claims = (yaml.safe_load(found[1]) or {}).get("claims", [])
     lines = [line for claim in claims for line in _entry(claim)]
     number = f"{len(claims)} claim" + "s" * (len(claims) != 1)
-    box = [
-        "",
-        f"~~~~{{admonition}} {number}, checked by `zosim check`",
-        ":class: claims dropdown",
-        "",
-        *lines,
-        "~~~~",  # of tildes, since the words of a fence of backticks have none
-        "",
-    ]
+    summary = f"<summary>{number}, checked by <code>zosim check</code></summary>"
+    box = ["", f'<details class="admonition claims">{summary}', "", *lines, "", "</details>", ""]
     source[0] = (found[2] or "") + ("\n".join(box) if claims else "") + source[0][found.end() :]
 
 
