@@ -115,11 +115,3 @@ def test_a_page_shows_its_claims_in_a_box(small_site: Path) -> None:
     assert "<msub><mi>x</mi><mn>1</mn></msub>" in box
     assert "a-claim" in box
     assert "Text." not in box
-
-
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning(build_site: ModuleType, tmp_path: Path) -> None:
-    pytest.importorskip("furo", reason="the extra `docs` is not installed")
-    assert build_site.build(tmp_path) == 0
-    assert (tmp_path / "searchindex.js").is_file()
-    assert "zosim.plan" in (tmp_path / "reference" / "python" / "zosim.html").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from dataclasses import replace
 
@@ -157,10 +158,11 @@ def test_a_server_answers_all_requests_beside_probes(monkeypatch, capsys):
     sizes = ["--width", "64", "--blocks", "1", "--batch", "4", "--parts", "2"]
     monkeypatch.setattr(sys, "argv", ["slack", *sizes, "--load", "0.05", "--seconds", "3", "--repeats", "2"])
     slack.main()
-    rows = {row.split()[0]: row.split()[1:] for row in capsys.readouterr().out.splitlines()[-3:]}
-    assert float(rows["none"][-1]) == 0
-    assert float(rows["whole"][-1]) > 0
-    assert float(rows["parts"][-1]) > 0
+    rows = [row.split() for row in capsys.readouterr().out.splitlines()]
+    per_hour = {row[0]: float(row[2]) for row in rows if row and row[0] in ("none", "whole", "parts")}
+    assert per_hour["none"] == 0
+    assert per_hour["whole"] > 0
+    assert per_hour["parts"] > 0
 
 
 @pytest.mark.slow
@@ -171,5 +173,6 @@ def test_mixed_batches_have_pefts_scores(monkeypatch, capsys):
 
     monkeypatch.setattr(sys, "argv", ["mixed", "--shape", "1m", "--batch", "8", "--rounds", "1"])
     mixed.main()
-    differing = next(row for row in capsys.readouterr().out.splitlines() if row.startswith("batch 8"))
-    assert float(differing.split()[-1]) < 1e-5
+    said = re.search(r"those of PEFT by at most (\S+)", " ".join(capsys.readouterr().out.split()))
+    assert said is not None
+    assert float(said[1]) < 1e-5

@@ -50,9 +50,8 @@ class _OneProcess(Processes):
 @contextmanager
 def small_probes() -> Iterator[None]:
     """Let what a device is calibrated with be as little as a CPU does at once, and the fit a first guess."""
-    least_squares = calibration.least_squares
     with (
-        patch.object(calibration, "least_squares", partial(least_squares, max_nfev=1)),
+        patch.object(calibration, "most_probable", partial(calibration.most_probable, max_nfev=1)),
         patch.object(calibrating, "with_codec_constants", lambda profile: profile),  # of the host
         patch.dict(probing.MEMORY_BYTES, accelerator=1 << 16),
         patch.dict(probing.CACHE_BYTES, accelerator=1 << 12),
