@@ -28,7 +28,8 @@ STATIC_CHECKS: dict[str, list[str]] = {
 
 BUILD_SITE = ["python", str(ROOT / ".ci" / "build_site.py")]
 
-BESIDE_TESTS = {"types": STATIC_CHECKS["types"], "site": BUILD_SITE}
+BESIDE_TESTS = {"types": STATIC_CHECKS["types"]}
+BESIDE_ALL_TESTS = {**BESIDE_TESTS, "site": BUILD_SITE}
 
 
 def demo(arguments: Sequence[str]) -> int:
@@ -45,9 +46,10 @@ def test(arguments: Sequence[str]) -> int:
     if chosen:
         return _tool(["pytest", *full, *chosen])
     failed = [name for name in STATIC_CHECKS if name != "types" and _static(name) != 0]
-    # Beside the tests: types, without a cache, as in a fresh clone, and the site each take one core for most of a minute.
+    # Beside the tests: types, without a cache, as in a fresh clone, and with --full the site, each take one core for most of a minute.
     with ThreadPoolExecutor(1) as pool:
-        beside = {name: pool.submit(_said, command) for name, command in BESIDE_TESTS.items()}
+        commands = BESIDE_ALL_TESTS if full else BESIDE_TESTS
+        beside = {name: pool.submit(_said, command) for name, command in commands.items()}
         if not _tests(full):
             failed.append("tests")
         for name, done in beside.items():

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from scipy.integrate import quad
 from torch import Tensor
 
+from executors.steps.arithmetic import projected_gradient
 from proofs_checks.claims import Checks, printed
-from proofs_checks.exact import normal_nodes, sign_nodes
+from proofs_checks.exact import equal, normal_nodes, sign_nodes
 from proofs_checks.faults import (
     central_by_epsilon,
     climbing,
@@ -305,7 +306,31 @@ def one_loss(shipped, loss_plus, loss_other, epsilon, *, central):
     return shipped(loss_plus, 0.0 if central else loss_other, epsilon, central=central)
 
 
+def check_loss_noise(_context: Context) -> Outcome:
+    """Compare E|g·z|² of losses that are noise alone, every sign of it and of z in turn, with 2s²d/ε² and s²d/2ε²."""
+    dimension, noise = 4, 0.7
+    lengths = sum(z @ z for z in sign_nodes(dimension)[0]) / 2**dimension
+    parts = {}
+    for epsilon, (central, factor) in itertools.product((1e-3, 0.3), ((False, 2.0), (True, 0.5))):
+        squares = [
+            projected_gradient(
+                torch.tensor(first, dtype=torch.float64),
+                torch.tensor(other, dtype=torch.float64),
+                epsilon,
+                central=central,
+            ).item()
+            ** 2
+            for first, other in itertools.product((-noise, noise), repeat=2)
+        ]
+        theory = factor * noise**2 * dimension / epsilon**2
+        parts[f"{'central' if central else 'forward'}, ε = {epsilon:g}"] = equal(
+            float(lengths) * sum(squares) / len(squares) / theory, 1.0, what="E|g·z|² over theory"
+        )
+    return everything_holds(parts)
+
+
 CHECKS: Checks = {
+    "loss-noise-central-is-a-fourth": printed(check_loss_noise, central_by_epsilon, forward_by_two_epsilon),
     "rge-gaussian-unbiased": (
         printed(
             partial(check_applied, "gaussian"),

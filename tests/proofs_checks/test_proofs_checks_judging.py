@@ -218,6 +218,7 @@ RIGHT_QUANTIZERS = {
 }
 
 
+@pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("name", RIGHT_QUANTIZERS)
 def test_right_quantizers_pass(name):
     quantizer, stated = RIGHT_QUANTIZERS[name]
