@@ -1,6 +1,7 @@
 """Pictures of timelines: a bar for each instruction of a steady step, a row for each stream."""
 
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,15 +31,15 @@ def test_rows_of_several_ranks_are_named_by_their_ranks(tmp_path):
     assert {"rank 0 compute", "rank 1 compute"} <= words(draw_timeline(timeline, tmp_path / "two.svg"))
 
 
-def test_the_same_timeline_has_the_same_picture_and_a_later_step_another(tmp_path):
+def test_the_same_timeline_has_the_same_picture_with_a_bar_for_each_instruction_of_a_step(tmp_path):
     timeline = simulate(PIPELINE, unshared(), num_steps=4)
-    first, again, longer = (tmp_path / f"{name}.svg" for name in ("first", "again", "longer"))
-    draw_timeline(timeline, first)
-    draw_timeline(timeline, again)
-    draw_timeline(timeline, longer, num_steps=2)
+    first, again = (draw_timeline(timeline, tmp_path / f"{name}.svg") for name in ("first", "again"))
     assert first.read_bytes() == again.read_bytes()
-    bars = [path.read_text().count('id="patch_') for path in (first, longer)]
-    assert bars[0] < bars[1]
+    begin_s, end_s = (timeline.step_end_s(timeline.steady_steps[0] + number) for number in (-1, 0))
+    num_bars = sum(span.start_s < end_s and span.end_s > begin_s for span in timeline.spans)
+    entries = len({span.label for span in timeline.spans})
+    # Besides bars and the legend's entries: the picture, the axes, and four sides of their frame.
+    assert first.read_text().count('id="patch_') == num_bars + entries + 6
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path):
@@ -47,6 +48,8 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
         draw_timeline(timeline, tmp_path / "step.gif")
     with pytest.raises(TimelineError, match="cannot write"):
         draw_timeline(timeline, tmp_path / "missing" / "step.svg")
+    with pytest.raises(TimelineError, match="holds no step"):
+        draw_timeline(replace(timeline, spans=(), repeat=None), tmp_path / "none.svg")
     many = simulate_ranks([PIPELINE] * 22, [unshared()] * 22, num_steps=2)
     with pytest.raises(TimelineError, match="66 streams would have too many rows"):
         draw_timeline(many, tmp_path / "many.svg")

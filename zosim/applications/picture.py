@@ -8,7 +8,8 @@ from typing import Final
 
 from topology.errors import TimelineError
 from topology.units import format_seconds
-from zosim.timeline import Span, Timeline
+from zosim.program.instructions import Stream
+from zosim.timeline import Timeline
 
 FORMATS: Final = (".svg", ".png", ".pdf")
 MOST_ROWS: Final = 64
@@ -33,34 +34,35 @@ _WIDTH_INCHES, _ROW_INCHES = 10.0, 0.38
 _LEAST_IN_LEGEND = 1e-3
 
 
-def draw_timeline(timeline: Timeline, path: str | Path, *, num_steps: int = 1) -> Path:
-    """Draw steady steps of a timeline into an SVG, PNG or PDF file, and return its path.
+def draw_timeline(timeline: Timeline, path: str | Path) -> Path:
+    """Draw a steady step of a timeline into an SVG, PNG or PDF file, and return its path.
 
     Parameters
     ----------
     timeline : Timeline
     path : path
-    num_steps : int
-        Number of steps to draw: from the first steady one on, or the last ones where fewer follow it.
 
     Raises
     ------
     TimelineError
-        If the file's ending is no known format, it cannot be written, or more than 64 streams would have a row.
+        If the file's ending is no known format, it cannot be written, no step is listed, or more than 64 streams would have a row.
     """
     file = Path(path)
     if file.suffix.lower() not in FORMATS:
         message = f"cannot draw into {str(path)!r}: the format {file.suffix!r} is unknown"
         raise TimelineError(message, hint=f"end its name with one of {', '.join(FORMATS)}")
-    last = min(timeline.steady_steps[0] + num_steps - 1, timeline.listed_steps[-1])
-    first = max(last - num_steps + 1, timeline.listed_steps[0])
-    begin_s = timeline.step_end_s(first - 1) if first else timeline.begin_s
-    end_s = timeline.step_end_s(last)
+    title = f"{timeline.program}: {format_seconds(timeline.step_time_s)} a step, {timeline.source}"
+    step = timeline.steady_steps[0]
+    begin_s = timeline.step_end_s(step - 1) if step else timeline.begin_s
+    end_s = timeline.step_end_s(step)
     shown = [
         span for span in timeline.spans if span.end_s > begin_s and span.start_s < end_s and span.duration_s
     ]
     order = {label: number for number, label in enumerate(timeline.seconds_by_label(timeline.ranks[0]))}
-    rows = list(dict.fromkeys((span.rank, span.stream) for span in sorted(shown, key=_row)))
+    streams = list(Stream)
+    rows = sorted(
+        {(span.rank, span.stream) for span in shown}, key=lambda row: (row[0], streams.index(row[1]))
+    )
     if len(rows) > MOST_ROWS:
         message = f"a picture of {len(rows)} streams would have too many rows"
         raise TimelineError(
@@ -95,15 +97,11 @@ def draw_timeline(timeline: Timeline, path: str | Path, *, num_steps: int = 1) -
         if name and (until_s - start_s) * inches_per_s > _INCHES_A_LETTER * (len(name) + 1):
             middle_s = (start_s + until_s) / 2 - begin_s
             axes.text(middle_s, row, name, ha="center", va="center", fontsize=6, color="white")
-    for step in range(first, last):
-        axes.axvline(timeline.step_end_s(step) - begin_s, color="black", linewidth=1, linestyle="--")
     several = len(timeline.ranks) > 1
     names = [f"rank {rank} {stream}" if several else str(stream) for rank, stream in rows]
     axes.set(yticks=range(len(rows)), yticklabels=names, xlim=(0, end_s - begin_s), xlabel="seconds")
     axes.invert_yaxis()
-    axes.set_title(
-        f"{timeline.program}: {format_seconds(timeline.step_time_s)} a step, {timeline.source}", loc="left"
-    )
+    axes.set_title(title, loc="left")
     least_s = _LEAST_IN_LEGEND * (end_s - begin_s)
     seconds = {label: sum(span.duration_s for span in shown if span.label == label) for label in labels}
     handles = [Patch(color=colours[label], label=label) for label in labels if seconds[label] > least_s]
@@ -115,7 +113,3 @@ def draw_timeline(timeline: Timeline, path: str | Path, *, num_steps: int = 1) -
     except OSError as error:
         raise TimelineError(f"cannot write {str(file)!r}: {error.strerror}") from error
     return file
-
-
-def _row(span: Span) -> tuple[int, int]:
-    return span.rank, list(type(span.stream)).index(span.stream)
