@@ -1,6 +1,6 @@
 """Claims about printed tables as rows: which cells, what is asserted of them, and wrong cells that must be noticed.
 
-An entry of a page's front matter says in ``cells`` which tables it reads, and in ``checks`` what comes out (see ``docs/claims.md``).
+An entry of a page's front matter says in ``cells`` which tables it reads, and in ``checks`` what comes out (see ``docs/reference/claims.md``).
 """
 
 from __future__ import annotations
