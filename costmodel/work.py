@@ -33,7 +33,7 @@ class _FrozenCounts(BaseModel):
 class Matmul(_FrozenCounts):
     """``num`` products of an ``m x k`` by a ``k x n`` matrix: ``2 m n k`` FLOPs each, in the work's format or its own.
 
-    ``alive_bytes`` is what a segment holds while it is made, but for its output, where a tape knows. It is no part of programs'
+    ``alive_bytes`` is what a segment holds while it is made, but for its output, where a trace counts it. It is no part of programs'
     files, nor of what makes two products the same.
     """
 

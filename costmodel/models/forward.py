@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from costmodel.formats import FORMATS, DType
+from costmodel.models.kernel_trace import KernelTrace, TracedBuffer
 from costmodel.models.model_spec import BACK, EMBED, FRONT, HEAD, ModelSpec
 from costmodel.models.pieces import AttentionImpl, Pass, attention_part, lookup, norm
-from costmodel.models.tape import Tape, TapeBuffer
 from costmodel.work import ModelCode, Work
 from topology.errors import ModelError
 
@@ -131,171 +131,173 @@ def shared_activation_bytes(
 
 
 def _embed_work(spec: ModelSpec, shape: Pass) -> Work:
-    tape = Tape(shape.dtype)
+    trace = KernelTrace(shape.dtype)
     if not spec.is_causal:
-        return _masked_embed_work(tape, spec, shape)
-    hidden = lookup(tape, shape.rows * spec.embed_dim)
+        return _masked_embed_work(trace, spec, shape)
+    hidden = lookup(trace, shape.rows * spec.embed_dim)
     if spec.positions == "learned":
         # OPT looks positions up for every row of the batch, the others once for all rows.
         rows = shape.rows if spec.family == "opt" else shape.seq
-        table = lookup(tape, rows * spec.hidden_size)
+        table = lookup(trace, rows * spec.hidden_size)
         if spec.embed_dim != spec.hidden_size:
-            narrow, hidden = hidden, tape.linear(shape.rows, spec.embed_dim, spec.hidden_size)
-            tape.free(narrow)
-        hidden = tape.map(hidden, table, drop=(hidden, table))
-    return tape.work(output_bytes=hidden.size_bytes)
+            narrow, hidden = hidden, trace.linear(shape.rows, spec.embed_dim, spec.hidden_size)
+            trace.free(narrow)
+        hidden = trace.map(hidden, table, drop=(hidden, table))
+    return trace.work(output_bytes=hidden.size_bytes)
 
 
-def _masked_embed_work(tape: Tape, spec: ModelSpec, shape: Pass) -> Work:
+def _masked_embed_work(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> Work:
     """Play RoBERTa's sum of three tables and its norm; the code holds all summands to the end."""
     num_elements = shape.rows * spec.hidden_size
-    tokens, types = lookup(tape, num_elements), lookup(tape, num_elements)
-    summed = tape.map(tokens, types)
-    places = lookup(tape, num_elements)
-    total = tape.map(summed, places, drop=(summed,))
-    hidden = norm(tape, spec, total)
-    tape.free(tokens, types, places, total)
-    return tape.work(output_bytes=hidden.size_bytes)
+    tokens, types = lookup(trace, num_elements), lookup(trace, num_elements)
+    summed = trace.map(tokens, types)
+    places = lookup(trace, num_elements)
+    total = trace.map(summed, places, drop=(summed,))
+    hidden = norm(trace, spec, total)
+    trace.free(tokens, types, places, total)
+    return trace.work(output_bytes=hidden.size_bytes)
 
 
 def _head_work(spec: ModelSpec, shape: Pass) -> Work:
-    tape = Tape(shape.dtype)
-    hidden = TapeBuffer(shape.rows * spec.hidden_size, shape.dtype)
+    trace = KernelTrace(shape.dtype)
+    hidden = TracedBuffer(shape.rows * spec.hidden_size, shape.dtype)
     if spec.final_norm:
-        hidden = norm(tape, spec, hidden)
+        hidden = norm(trace, spec, hidden)
     if not spec.is_causal:
-        dense = _activate(tape, spec, tape.linear(shape.rows, spec.hidden_size, spec.hidden_size))
-        hidden = norm(tape, spec, dense)
-        tape.free(dense)
+        dense = _activate(trace, spec, trace.linear(shape.rows, spec.hidden_size, spec.hidden_size))
+        hidden = norm(trace, spec, dense)
+        trace.free(dense)
     if spec.embed_dim != spec.hidden_size:
-        wide, hidden = hidden, tape.linear(shape.rows, spec.hidden_size, spec.embed_dim)
-        tape.free(wide)
+        wide, hidden = hidden, trace.linear(shape.rows, spec.hidden_size, spec.embed_dim)
+        trace.free(wide)
     chunk = min(shape.loss_chunk or shape.rows, shape.rows)
     num_whole, rest = divmod(shape.rows, chunk)
-    with tape.repeated(num_whole):
-        _loss(tape, spec, chunk)
+    with trace.repeated(num_whole):
+        _loss(trace, spec, chunk)
     if rest:
-        _loss(tape, spec, rest)
-    return tape.work()
+        _loss(trace, spec, rest)
+    return trace.work()
 
 
-def _loss(tape: Tape, spec: ModelSpec, rows: int) -> None:
-    logits = tape.linear(rows, spec.embed_dim, spec.vocab_size)
+def _loss(trace: KernelTrace, spec: ModelSpec, rows: int) -> None:
+    logits = trace.linear(rows, spec.embed_dim, spec.vocab_size)
     upcast = logits  # transformers' masked models take the loss of logits as they are
     if spec.is_causal:
-        if tape.dtype == "float64":  # which a cast of the tape takes for as wide
-            upcast = tape.map(logits, dtype="float32")
+        if trace.dtype == "float64":  # which a cast of the trace takes for as wide
+            upcast = trace.map(logits, dtype="float32")
         else:
-            upcast = tape.cast(logits, "float32")
-    log_probabilities = tape.map(upcast, exponentials=1)
-    tape.num_kernels += 1  # the loss picks one element per row, which costs a launch and a few numbers
-    loss = tape.new(_NUM_LOSS_SCALARS, "float32")
-    tape.free(logits, upcast, log_probabilities, loss)
+            upcast = trace.cast(logits, "float32")
+    log_probabilities = trace.map(upcast, exponentials=1)
+    trace.num_kernels += 1  # the loss picks one element per row, which costs a launch and a few numbers
+    loss = trace.new(_NUM_LOSS_SCALARS, "float32")
+    trace.free(logits, upcast, log_probabilities, loss)
 
 
 def _front_work(spec: ModelSpec, shape: Pass) -> Work:
     """Play a block up to the input of the MLP's second linear, which leaves with the residual stream."""
-    tape = Tape(shape.dtype)
-    residual, normed, kept = _up_to_mlp(tape, spec, shape)
-    inner = _first_of_mlp(tape, spec, shape, normed)
-    tape.free(*kept, normed)
-    _adapters(tape, spec, shape, behind=False)
-    return tape.work(output_bytes=inner.size_bytes + residual.size_bytes)
+    trace = KernelTrace(shape.dtype)
+    residual, normed, kept = _up_to_mlp(trace, spec, shape)
+    inner = _first_of_mlp(trace, spec, shape, normed)
+    trace.free(*kept, normed)
+    _adapters(trace, spec, shape, behind=False)
+    return trace.work(output_bytes=inner.size_bytes + residual.size_bytes)
 
 
 def _back_work(spec: ModelSpec, shape: Pass) -> Work:
     """Play the rest of such a block."""
-    tape = Tape(shape.dtype)
-    residual = TapeBuffer(shape.rows * spec.hidden_size, shape.dtype)
-    output = tape.linear(shape.rows, spec.intermediate_size, spec.hidden_size)
-    output = tape.map(residual, output, drop=(output,))
-    _adapters(tape, spec, shape, behind=True)
-    return tape.work(output_bytes=output.size_bytes)
+    trace = KernelTrace(shape.dtype)
+    residual = TracedBuffer(shape.rows * spec.hidden_size, shape.dtype)
+    output = trace.linear(shape.rows, spec.intermediate_size, spec.hidden_size)
+    output = trace.map(residual, output, drop=(output,))
+    _adapters(trace, spec, shape, behind=True)
+    return trace.work(output_bytes=output.size_bytes)
 
 
 def _up_to_mlp(
-    tape: Tape, spec: ModelSpec, shape: Pass
-) -> tuple[TapeBuffer, TapeBuffer, tuple[TapeBuffer, ...]]:
+    trace: KernelTrace, spec: ModelSpec, shape: Pass
+) -> tuple[TracedBuffer, TracedBuffer, tuple[TracedBuffer, ...]]:
     """Play a block up to its MLP; return the residual stream, the MLP's input, and what stays alive meanwhile."""
-    entry = TapeBuffer(shape.rows * spec.hidden_size, shape.dtype)
-    normed = norm(tape, spec, entry)
-    attended, kept = attention_part(tape, spec, shape)
+    entry = TracedBuffer(shape.rows * spec.hidden_size, shape.dtype)
+    normed = norm(trace, spec, entry)
+    attended, kept = attention_part(trace, spec, shape)
     if shape.num_kept:
-        entry = lookup(tape, shape.kept_rows * spec.hidden_size)
-    residual = tape.map(entry, attended, drop=(normed, attended) if spec.family != "gpt2" else (normed,))
-    return residual, norm(tape, spec, residual), (kept, attended)
+        entry = lookup(trace, shape.kept_rows * spec.hidden_size)
+    residual = trace.map(entry, attended, drop=(normed, attended) if spec.family != "gpt2" else (normed,))
+    return residual, norm(trace, spec, residual), (kept, attended)
 
 
 def _block_work(spec: ModelSpec, shape: Pass) -> Work:
-    tape = Tape(shape.dtype)
+    trace = KernelTrace(shape.dtype)
     if not spec.is_causal:
-        return _masked_block_work(tape, spec, shape)
-    residual, normed, kept = _up_to_mlp(tape, spec, shape)
-    inner = _first_of_mlp(tape, spec, shape, normed)
-    output = tape.linear(shape.kept_rows, spec.intermediate_size, spec.hidden_size)
-    tape.free(inner, normed)
-    output = tape.map(residual, output, drop=(residual, output))
-    tape.free(*kept)
-    _adapters(tape, spec, shape)
-    return tape.work(output_bytes=output.size_bytes)
+        return _masked_block_work(trace, spec, shape)
+    residual, normed, kept = _up_to_mlp(trace, spec, shape)
+    inner = _first_of_mlp(trace, spec, shape, normed)
+    output = trace.linear(shape.kept_rows, spec.intermediate_size, spec.hidden_size)
+    trace.free(inner, normed)
+    output = trace.map(residual, output, drop=(residual, output))
+    trace.free(*kept)
+    _adapters(trace, spec, shape)
+    return trace.work(output_bytes=output.size_bytes)
 
 
-def _masked_block_work(tape: Tape, spec: ModelSpec, shape: Pass) -> Work:
+def _masked_block_work(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> Work:
     """Play RoBERTa's block, which norms what it adds, behind attention and behind the MLP."""
-    entry = TapeBuffer(shape.rows * spec.hidden_size, shape.dtype)
-    attended, kept = attention_part(tape, spec, shape)
-    residual = _added_and_normed(tape, spec, entry, attended)
-    inner = _first_of_mlp(tape, spec, shape, residual)
-    output = tape.linear(shape.rows, spec.intermediate_size, spec.hidden_size)
-    output = _added_and_normed(tape, spec, residual, output)
-    tape.free(inner, residual, kept)
-    _adapters(tape, spec, shape)
-    return tape.work(output_bytes=output.size_bytes)
+    entry = TracedBuffer(shape.rows * spec.hidden_size, shape.dtype)
+    attended, kept = attention_part(trace, spec, shape)
+    residual = _added_and_normed(trace, spec, entry, attended)
+    inner = _first_of_mlp(trace, spec, shape, residual)
+    output = trace.linear(shape.rows, spec.intermediate_size, spec.hidden_size)
+    output = _added_and_normed(trace, spec, residual, output)
+    trace.free(inner, residual, kept)
+    _adapters(trace, spec, shape)
+    return trace.work(output_bytes=output.size_bytes)
 
 
-def _added_and_normed(tape: Tape, spec: ModelSpec, residual: TapeBuffer, change: TapeBuffer) -> TapeBuffer:
-    total = tape.map(residual, change)
-    normed = norm(tape, spec, total)
-    tape.free(change, total)
+def _added_and_normed(
+    trace: KernelTrace, spec: ModelSpec, residual: TracedBuffer, change: TracedBuffer
+) -> TracedBuffer:
+    total = trace.map(residual, change)
+    normed = norm(trace, spec, total)
+    trace.free(change, total)
     return normed
 
 
-def _first_of_mlp(tape: Tape, spec: ModelSpec, shape: Pass, normed: TapeBuffer) -> TapeBuffer:
+def _first_of_mlp(trace: KernelTrace, spec: ModelSpec, shape: Pass, normed: TracedBuffer) -> TracedBuffer:
     """Play the MLP up to the input of its second linear."""
     if spec.mlp == "gated":
-        gate = tape.linear(shape.kept_rows, spec.hidden_size, spec.intermediate_size)
-        gate = _activate(tape, spec, gate)
-        up = tape.linear(shape.kept_rows, spec.hidden_size, spec.intermediate_size)
-        return tape.map(gate, up, drop=(gate, up))
-    inner = tape.linear(shape.kept_rows, spec.hidden_size, spec.intermediate_size)
+        gate = trace.linear(shape.kept_rows, spec.hidden_size, spec.intermediate_size)
+        gate = _activate(trace, spec, gate)
+        up = trace.linear(shape.kept_rows, spec.hidden_size, spec.intermediate_size)
+        return trace.map(gate, up, drop=(gate, up))
+    inner = trace.linear(shape.kept_rows, spec.hidden_size, spec.intermediate_size)
     if spec.family == "opt":
-        tape.free(normed)  # OPT's block overwrites its only name for it; the others keep it in the caller
-    return _activate(tape, spec, inner)
+        trace.free(normed)  # OPT's block overwrites its only name for it; the others keep it in the caller
+    return _activate(trace, spec, inner)
 
 
-def _activate(tape: Tape, spec: ModelSpec, inner: TapeBuffer) -> TapeBuffer:
+def _activate(trace: KernelTrace, spec: ModelSpec, inner: TracedBuffer) -> TracedBuffer:
     """Play the activation: one kernel, or eight for ``gelu_new``, which transformers writes out."""
     if spec.activation != "gelu_new":
-        return tape.map(inner, drop=(inner,), exponentials=0 if spec.activation == "relu" else 1)
-    half = tape.map(inner)
-    term = tape.map(inner)
-    term = tape.map(term, drop=(term,))
-    term = tape.map(inner, term, drop=(term,))
+        return trace.map(inner, drop=(inner,), exponentials=0 if spec.activation == "relu" else 1)
+    half = trace.map(inner)
+    term = trace.map(inner)
+    term = trace.map(term, drop=(term,))
+    term = trace.map(inner, term, drop=(term,))
     for exponentials in (0, _TANH, 0):
-        term = tape.map(term, drop=(term,), exponentials=exponentials)
-    return tape.map(half, term, drop=(half, term, inner))
+        term = trace.map(term, drop=(term,), exponentials=exponentials)
+    return trace.map(half, term, drop=(half, term, inner))
 
 
-def _adapters(tape: Tape, spec: ModelSpec, shape: Pass, *, behind: bool | None = None) -> None:
+def _adapters(trace: KernelTrace, spec: ModelSpec, shape: Pass, *, behind: bool | None = None) -> None:
     """Play the adapters' two narrow products each, the scaling and the addition to the base's output."""
     for inputs, outputs in spec.adapter_shapes:
         if behind is not None and behind != (inputs == spec.intermediate_size):
             continue
-        narrow = tape.linear(shape.rows, inputs, spec.adapter_rank)
-        wide = tape.linear(shape.rows, spec.adapter_rank, outputs)
-        scaled = tape.map(wide, drop=(narrow, wide))
-        total = tape.map(TapeBuffer(scaled.num_elements, shape.dtype), scaled, drop=(scaled,))
-        tape.free(total)
+        narrow = trace.linear(shape.rows, inputs, spec.adapter_rank)
+        wide = trace.linear(shape.rows, spec.adapter_rank, outputs)
+        scaled = trace.map(wide, drop=(narrow, wide))
+        total = trace.map(TracedBuffer(scaled.num_elements, shape.dtype), scaled, drop=(scaled,))
+        trace.free(total)
 
 
 _TANH = 4

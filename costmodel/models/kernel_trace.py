@@ -1,6 +1,6 @@
-"""A tape on which a segment's kernels are played, to count them and the memory alive between them.
+"""A trace of a segment's kernels: counts of them, and the memory that is live between them.
 
-A segment is written down as the sequence of kernels that the model's code launches, with every temporary it
+A segment is recorded as the sequence of kernels that the model's code launches, with every temporary it
 keeps and drops. Bytes, kernels, matrix products and the peak of what is alive at once all fall out of it.
 """
 
@@ -17,8 +17,8 @@ _COUNTS = ("num_kernels", "num_shared_kernels", "elementwise_bytes", "num_expone
 
 
 @dataclass(frozen=True, eq=False)
-class TapeBuffer:
-    """A tensor on the tape; two of equal size are still two."""
+class TracedBuffer:
+    """A tensor of a trace; two of equal size are still two."""
 
     num_elements: int
     dtype: DType
@@ -30,8 +30,8 @@ class TapeBuffer:
 
 
 @dataclass
-class Tape:
-    """Kernels played so far.
+class KernelTrace:
+    """Kernels recorded so far.
 
     Attributes
     ----------
@@ -50,17 +50,17 @@ class Tape:
     num_exponentials: int = 0
     matmuls: list[Matmul] = field(default_factory=list)
     attention: list[Attention] = field(default_factory=list)
-    _live: set[TapeBuffer] = field(default_factory=set)
+    _live: set[TracedBuffer] = field(default_factory=set)
 
-    def new(self, num_elements: int, dtype: DType | None = None) -> TapeBuffer:
+    def new(self, num_elements: int, dtype: DType | None = None) -> TracedBuffer:
         """Return a freshly allocated tensor."""
-        buffer = TapeBuffer(num_elements, dtype or self.dtype)
+        buffer = TracedBuffer(num_elements, dtype or self.dtype)
         self._live.add(buffer)
         self.live_bytes += buffer.size_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return buffer
 
-    def free(self, *buffers: TapeBuffer) -> None:
+    def free(self, *buffers: TracedBuffer) -> None:
         """Drop tensors; one that was never allocated here (the caller's) or was dropped already stays as it is."""
         for buffer in buffers:
             if buffer in self._live:
@@ -69,12 +69,12 @@ class Tape:
 
     def map(
         self,
-        *inputs: TapeBuffer,
+        *inputs: TracedBuffer,
         num_elements: int | None = None,
         dtype: DType | None = None,
-        drop: tuple[TapeBuffer, ...] = (),
+        drop: tuple[TracedBuffer, ...] = (),
         exponentials: int = 0,
-    ) -> TapeBuffer:
+    ) -> TracedBuffer:
         """Return the output of one element-wise kernel over `inputs`, sized and typed like the first of them.
 
         `drop` names inputs that nothing refers to once the kernel is done; `exponentials` says how many the kernel
@@ -90,13 +90,13 @@ class Tape:
         self.free(*drop)
         return output
 
-    def cast(self, buffer: TapeBuffer, dtype: DType, *, drop: bool = False) -> TapeBuffer:
+    def cast(self, buffer: TracedBuffer, dtype: DType, *, drop: bool = False) -> TracedBuffer:
         """Return `buffer` in another format: itself where it has that format already."""
         if FORMATS[buffer.dtype].element_bytes == FORMATS[dtype].element_bytes:
             return buffer
         return self.map(buffer, dtype=dtype, drop=(buffer,) if drop else ())
 
-    def linear(self, rows: int, inputs: int, outputs: int) -> TapeBuffer:
+    def linear(self, rows: int, inputs: int, outputs: int) -> TracedBuffer:
         """Return the output of a matrix product with a weight; a bias rides along for free."""
         self.matmuls.append(Matmul(m=rows, n=outputs, k=inputs, alive_bytes=self.live_bytes))
         self.num_kernels += 1
@@ -104,7 +104,7 @@ class Tape:
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
-        """Count what is played meanwhile so many times; it has no attention in it and leaves nothing alive."""
+        """Count what is recorded meanwhile `times` times; it has no attention in it and leaves nothing alive."""
         before = {name: getattr(self, name) for name in _COUNTS}
         first = len(self.matmuls)
         yield
@@ -114,7 +114,7 @@ class Tape:
         self.matmuls[first:] = [part.model_copy(update={"num": times * part.num}) for part in once]
 
     def work(self, *, output_bytes: int = 0) -> Work:
-        """Return what was played; `output_bytes` of the peak are the segment's output, which its caller holds."""
+        """Return the work recorded; `output_bytes` of the peak are the segment's output, which its caller holds."""
         return Work(
             dtype=self.dtype,
             matmuls=tuple(self.matmuls),
