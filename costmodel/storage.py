@@ -15,8 +15,8 @@ from costmodel.formats import FORMATS, DType
 from costmodel.formats.distributions import DISTRIBUTIONS, DistributionName
 from costmodel.formats.low_bits import (
     CodedMatrix,
-    Coding,
     Linear,
+    QuantConfig,
     coded_draw_work,
     coded_forward_work,
     coded_update_work,
@@ -38,7 +38,7 @@ class DenseStorage:
     dtype : str
     distribution : str
         Of directions.
-    coding : Coding or None
+    quant_config : QuantConfig or None
         How matrices are kept that are no numbers; None where none is.
     direction : RoundedDirection or None
         How directions are rounded; None where they are not.
@@ -54,7 +54,7 @@ class DenseStorage:
     >>> int4 = QuantizedStorage(
     ...     dtype="bfloat16",
     ...     distribution="gaussian",
-    ...     coding=Coding("int4", dtype="bfloat16"),
+    ...     quant_config=QuantConfig("int4", dtype="bfloat16"),
     ...     direction=RoundedDirection("gaussian", 4),
     ... )
     >>> DenseStorage(dtype="bfloat16", distribution="gaussian").nbytes(block), int4.nbytes(block)
@@ -63,7 +63,7 @@ class DenseStorage:
 
     dtype: DType
     distribution: DistributionName
-    coding: Coding | None = None
+    quant_config: QuantConfig | None = None
     direction: RoundedDirection | None = None
     update_rounding: int = 0
     update_divisor: float = 1.0
@@ -227,7 +227,7 @@ class QuantizedStorage(DenseStorage):
         Whether inputs are rounded before they are multiplied.
     """
 
-    coding: Coding
+    quant_config: QuantConfig
     direction: RoundedDirection
     rounds_sums: bool = False
     product: str = "dequantise"
@@ -235,16 +235,16 @@ class QuantizedStorage(DenseStorage):
 
     def tuned(self, group: ParameterGroup) -> list[CodedMatrix]:
         """Return the matrices of layers that are tuned, or of adapters beside them."""
-        return self.coding.tuned(group)
+        return self.quant_config.tuned(group)
 
     def frozen(self, group: ParameterGroup) -> list[CodedMatrix]:
         """Return the matrices of layers that stay as they are."""
-        return self.coding.frozen(group)
+        return self.quant_config.frozen(group)
 
     @property
     def linear_format(self) -> str:
         """Format of the codes."""
-        return self.coding.format
+        return self.quant_config.format
 
     def swept_bytes(self, group: ParameterGroup, direction_bytes: int) -> int:
         """Return the bytes of the numbers."""
@@ -284,7 +284,7 @@ class QuantizedStorage(DenseStorage):
             if not matrices:
                 continue
             linears, how = [one for one, _ in matrices], matrices[0][1]
-            is_adapter = how != self.coding
+            is_adapter = how != self.quant_config
             work = coded_forward_work(
                 work,
                 linears,

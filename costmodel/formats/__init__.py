@@ -34,7 +34,7 @@ CAST_PAIRS: tuple[tuple[TransferFormat, TransferFormat], ...] = (
 )
 """Formats of which both casts, there and back, have rates of their own on CPUs."""
 
-CodeFormat = Literal[
+QuantFormat = Literal[
     "int8",
     "int7",
     "int6",

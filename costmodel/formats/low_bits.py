@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
-from costmodel.formats import FORMATS, CodeFormat, ScaleScope
+from costmodel.formats import FORMATS, QuantFormat, ScaleScope
 from costmodel.formats.code_passes import CodePass
 from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS
 from costmodel.models.model_spec import ParameterGroup
@@ -83,7 +83,7 @@ _CONTAINERS = (2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Coding:
+class QuantConfig:
     """How the weights of linear layers are kept: as codes, and scales that they are multiplied by.
 
     Attributes
@@ -108,24 +108,24 @@ class Coding:
 
     Examples
     --------
-    >>> int4 = Coding("int4", "group", group_elements=128, dtype="bfloat16")
+    >>> int4 = QuantConfig("int4", "group", group_elements=128, dtype="bfloat16")
     >>> int4.code_bytes((768, 3072)), int4.scale_bytes((768, 3072))
     (1179648, 36864)
     """
 
-    format: CodeFormat
+    format: QuantFormat
     scales: ScaleScope = "channel"
     group_elements: int = 128
     has_zero_point: bool = False
     dtype: str = "float32"
     is_full_range: bool = False
     fit: Fit = "range"
-    adapters: CodeFormat | None = None
+    adapters: QuantFormat | None = None
 
     @property
-    def of_adapters(self) -> Coding | None:
+    def of_adapters(self) -> QuantConfig | None:
         """How A and B of adapters are kept; None where they are numbers."""
-        return None if self.adapters is None else Coding(self.adapters, "tensor", dtype=self.dtype)
+        return None if self.adapters is None else QuantConfig(self.adapters, "tensor", dtype=self.dtype)
 
     def tuned(self, group: ParameterGroup) -> list[CodedMatrix]:
         """Return the matrices of a group that are codes and are tuned: of its layers, or of adapters beside them."""
@@ -192,7 +192,7 @@ class Coding:
                 )
 
 
-CodedMatrix = tuple[Linear, Coding]
+CodedMatrix = tuple[Linear, QuantConfig]
 """Outputs and inputs of a matrix, and how it is kept."""
 
 
@@ -217,7 +217,7 @@ def num_elements(matrices: Iterable[CodedMatrix]) -> int:
 def coded_forward_work(
     work: Work,
     linears: Sequence[Linear],
-    coding: Coding,
+    quant_config: QuantConfig,
     *,
     kernel: str,
     are_inputs_coded: bool,
@@ -234,7 +234,7 @@ def coded_forward_work(
         Of the forward with plain weights, with a product for each linear layer.
     linears : sequence of (int, int)
         Those that are codes.
-    coding : Coding
+    quant_config : QuantConfig
     kernel : {"int_mm", "scaled_mm", "dequantise"}
     are_inputs_coded : bool
         Whether inputs are rounded to a byte before they are multiplied.
@@ -269,13 +269,13 @@ def coded_forward_work(
         plain.remove(product)
         # A product that is made several times makes weights of codes as often.
         rows, elements, times = product.m, outputs * inputs, product.num
-        is_parted = coding.container_bits < 8
+        is_parted = quant_config.container_bits < 8
         passes["layers"] += times
         passes["layers.sparse"] += times * (is_beside and moved_share < 1)
         passes["parting"] += times * elements * is_parted
         num_kernels += 4 * times * is_parted
         alive = max(product.alive_bytes, rows * inputs * width + kept_bytes)
-        levels = elements * (is_parted + 4 * coding.has_zero_point)
+        levels = elements * (is_parted + 4 * quant_config.has_zero_point)
         if are_inputs_coded:
             passes["inputs"] += times * rows * inputs
             num_kernels += 5 * times
@@ -314,8 +314,8 @@ def coded_forward_work(
             )
         else:
             products.append(product)
-            passes[_of_format("levels", coding.format)] += times * elements
-            passes["zeros"] += times * elements * coding.has_zero_point
+            passes[_of_format("levels", quant_config.format)] += times * elements
+            passes["zeros"] += times * elements * quant_config.has_zero_point
             passes["beside"] += times * moved * inputs
             num_kernels += times * (1 + is_beside)
             is_gathered = is_beside and most < outputs
@@ -323,7 +323,7 @@ def coded_forward_work(
             if is_packed and is_beside:  # in pieces, where all rows are added
                 num = most * inputs if is_gathered else min(elements, PACKED_ELEMENTS)
                 gathered += taken_out_bytes(num, direction_format)
-            if FORMATS[coding.format].is_float:
+            if FORMATS[quant_config.format].is_float:
                 levels = elements * max(4, is_parted * (9 - width))
             # The weight as numbers outlives what it is made of, and is there when the output is.
             alive += elements * width + max(levels, gathered, rows * outputs * width)
@@ -348,7 +348,7 @@ def _coding_bytes(rows: int, inputs: int, width: int, kernel: str) -> int:
     return 4 * min(elements, max(TILE_ELEMENTS, inputs))
 
 
-def _of_format(name: Literal["levels", "moves"], coded: CodeFormat) -> CodePass:
+def _of_format(name: Literal["levels", "moves"], coded: QuantFormat) -> CodePass:
     """Return the pass over codes of a format: those of floating-point formats are passes of their own."""
     stored = FORMATS[coded]
     return cast("CodePass", f"{name}.float{stored.bits}" if stored.is_float else name)
@@ -431,14 +431,18 @@ def _numbers_bytes(rows: int, outputs: int, inputs: int) -> int:
 
 
 def coded_update_work(
-    linears: Sequence[Linear], coding: Coding, moved_share: float = 1.0, *, direction_format: str = "int8"
+    linears: Sequence[Linear],
+    quant_config: QuantConfig,
+    moved_share: float = 1.0,
+    *,
+    direction_format: str = "int8",
 ) -> Work:
     """Return the work of moving codes along a direction, rounded at random: in pieces, whose temporaries stay near.
 
     Of the rows, only `moved_share` are touched. Pieces are kernels of their own on a CPU, whose threads share them.
     """
     elements = round(moved_share * sum(outputs * inputs for outputs, inputs in linears))
-    temporaries = _MOVED_TEMPORARY_BYTES + FORMATS[coding.format].is_float * _FLOAT_TEMPORARY_BYTES
+    temporaries = _MOVED_TEMPORARY_BYTES + FORMATS[quant_config.format].is_float * _FLOAT_TEMPORARY_BYTES
     most = max((moved_at_once(one, moved_share) for one in linears), default=0)
     at_once = min(most, MOVED_ELEMENTS)
     chances = drawn_for_rows(linears, moved_share, COUNTER_BLOCK_ELEMENTS)
@@ -447,11 +451,11 @@ def coded_update_work(
         dtype="float32",
         draw_dtype="float32",
         # Codes are read and written, those of the direction read.
-        sweep_bytes=2 * round(moved_share * sum(map(coding.code_bytes, linears))) + elements,
+        sweep_bytes=2 * round(moved_share * sum(map(quant_config.code_bytes, linears))) + elements,
         code_passes=_counted(
             {
                 "matrices": len(linears),
-                _of_format("moves", coding.format): elements,
+                _of_format("moves", quant_config.format): elements,
                 "unpacking": elements * (FORMATS[direction_format].bits < 8),
             }
         ),

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 
-from costmodel.formats import FORMATS, CodeFormat, ScaleScope
+from costmodel.formats import FORMATS, QuantFormat, ScaleScope
 from topology.errors import ModelError, PlanError
 from topology.validation import readable, without_removed
 
 if TYPE_CHECKING:
-    from costmodel.formats.low_bits import Coding
+    from costmodel.formats.low_bits import QuantConfig
 
 Layout = Literal["packed", "bytes", "gptq", "gptq_v2", "awq", "zosim"]
 """How codes lie in files: 32 after the other in 32-bit words along a row, each in a byte, in words as GPTQ and AWQ have them, or as
@@ -63,7 +63,7 @@ class StoredCodes(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     layout: Layout
-    weights: CodeFormat
+    weights: QuantFormat
     scales: ScaleScope
     group_elements: PositiveInt = 128
     zero_point: bool = False
@@ -196,7 +196,7 @@ def _compressed_tensors(said: Mapping[str, Any], where: str) -> StoredCodes:
     return _codes(
         where,
         layout,
-        _code_format(where, weights.type, weights.num_bits),
+        _quant_format(where, weights.type, weights.num_bits),
         cast("ScaleScope", scales),
         weights.group_size if scales == "group" else None,
         zero_point=not weights.symmetric,
@@ -215,18 +215,18 @@ def _activations(where: str, inputs: _Arguments | None) -> str:
     return f"{inputs.type}8-{inputs.strategy}"
 
 
-def _code_format(where: str, kind: str, num_bits: int) -> CodeFormat:
+def _quant_format(where: str, kind: str, num_bits: int) -> QuantFormat:
     if kind == "float" and num_bits == 8:
         return "float8_e4m3"
     if kind != "int" or not 2 <= num_bits <= 8:
         _refuse(where, f"weights of {num_bits} bits of type {kind!r:.20} have no counterpart here")
-    return cast("CodeFormat", f"int{num_bits}")
+    return cast("QuantFormat", f"int{num_bits}")
 
 
 def _codes(
     where: str,
     layout: Layout,
-    weights: CodeFormat,
+    weights: QuantFormat,
     scales: ScaleScope,
     group_size: int | None,
     *,
@@ -280,7 +280,7 @@ def _gptq(said: Mapping[str, Any], where: str) -> StoredCodes:
         _refuse(where, f"checkpoint_format {read.checkpoint_format!r:.40} is none that is read")
     scales: ScaleScope = "channel" if read.group_size == -1 else "group"
     layout = cast("Layout", read.checkpoint_format)
-    weights = cast("CodeFormat", f"int{read.bits}")
+    weights = cast("QuantFormat", f"int{read.bits}")
     return _codes(where, layout, weights, scales, read.group_size, zero_point=not read.sym)
 
 
@@ -303,15 +303,15 @@ def _awq(said: Mapping[str, Any], where: str) -> StoredCodes:
 # -- zosim's own -------------------------------------------------------------------------------------------------
 
 
-def said_of_own(coding: Coding) -> dict[str, Any]:
+def said_of_own(quant_config: QuantConfig) -> dict[str, Any]:
     """Return the ``quantization_config`` of codes that lie in files as zosim has them in memory."""
     stored = StoredCodes(
         layout="zosim",
-        weights=coding.format,
-        scales=coding.scales,
-        group_elements=coding.group_elements,
-        zero_point=coding.has_zero_point,
-        full_range=coding.is_full_range,
+        weights=quant_config.format,
+        scales=quant_config.scales,
+        group_elements=quant_config.group_elements,
+        zero_point=quant_config.has_zero_point,
+        full_range=quant_config.is_full_range,
     )
     kept = stored.model_dump(exclude={"layout", "activations"})
     return {"quant_method": "zosim", "version": _OWN_VERSION, **kept}
@@ -328,15 +328,15 @@ def _own(said: Mapping[str, Any], where: str) -> StoredCodes:
     return stored
 
 
-def refuse_unwritable(coding: Coding) -> None:
+def refuse_unwritable(quant_config: QuantConfig) -> None:
     """Raise for codes that compressed-tensors has no format for.
 
     Raises
     ------
     PlanError
     """
-    if FORMATS[coding.format].is_float and coding.format != "float8_e4m3":
+    if FORMATS[quant_config.format].is_float and quant_config.format != "float8_e4m3":
         raise PlanError(
-            f"a directory of codes in {coding.format} has no format that compressed-tensors knows",
+            f"a directory of codes in {quant_config.format} has no format that compressed-tensors knows",
             hint="write it in zosim's own layout (--save-as zosim-codes), or as numbers (--save-as numbers)",
         )

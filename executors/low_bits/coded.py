@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from costmodel.formats.low_bits import CHANCES_AT_ONCE, MOVED_ELEMENTS, Coding, moved_at_once
+from costmodel.formats.low_bits import CHANCES_AT_ONCE, MOVED_ELEMENTS, QuantConfig, moved_at_once
 from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.grids import Floats, Grid, Integers, grid_of, num_nonzero, towards_zero
@@ -93,7 +93,7 @@ class QuantizedTensor(Stored):
 
     Attributes
     ----------
-    coding : Coding
+    quant_config : QuantConfig
     shape : torch.Size
         Outputs and inputs.
     codes : torch.Tensor
@@ -104,29 +104,29 @@ class QuantizedTensor(Stored):
         uint8, of the same shape.
     """
 
-    coding: Coding
+    quant_config: QuantConfig
     shape: torch.Size
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None = None
 
     @classmethod
-    def empty(cls, coding: Coding, shape: torch.Size, device: torch.device) -> QuantizedTensor:
+    def empty(cls, quant_config: QuantConfig, shape: torch.Size, device: torch.device) -> QuantizedTensor:
         """Return one in memory of its own."""
-        shapes = shapes_of(coding, shape).values()
+        shapes = shapes_of(quant_config, shape).values()
         tensors = [torch.zeros(of, dtype=dtype, device=device) for of, dtype in shapes]
-        return cls(coding, shape, *tensors)
+        return cls(quant_config, shape, *tensors)
 
     @classmethod
     def of_symbols(
-        cls, coding: Coding, symbols: Tensor, scales: Tensor, zeros: Tensor | None = None
+        cls, quant_config: QuantConfig, symbols: Tensor, scales: Tensor, zeros: Tensor | None = None
     ) -> QuantizedTensor:
         """Return one whose codes are uint8 `symbols` of a byte each, shape (outputs, inputs); those of 8 bits are not copied."""
-        return cls(coding, symbols.shape, _joined(symbols, coding.container_bits), scales, zeros)
+        return cls(quant_config, symbols.shape, _joined(symbols, quant_config.container_bits), scales, zeros)
 
     def symbols(self) -> Tensor:
         """Return the codes as uint8 numbers of a byte each, of which the lowest bits count."""
-        return _parted(self.codes, self.coding.container_bits, self.shape[1])
+        return _parted(self.codes, self.quant_config.container_bits, self.shape[1])
 
     def dump(self) -> Mapping[str, Tensor]:
         """Return what it is held in, by the suffixes of names."""
@@ -141,9 +141,11 @@ class QuantizedTensor(Stored):
     @property
     def grid(self) -> Grid:
         """What codes stand for."""
-        coding = self.coding
+        quant_config = self.quant_config
         return grid_of(
-            coding.format, has_zero_point=coding.has_zero_point, is_full_range=coding.is_full_range
+            quant_config.format,
+            has_zero_point=quant_config.has_zero_point,
+            is_full_range=quant_config.is_full_range,
         )
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> QuantizedTensor:  # noqa: ARG002 - codes are in no other
@@ -151,7 +153,7 @@ class QuantizedTensor(Stored):
         if self.device == device:
             return self
         moved = [tensor.to(device) for tensor in self.dump().values()]
-        return QuantizedTensor(self.coding, self.shape, *moved)
+        return QuantizedTensor(self.quant_config, self.shape, *moved)
 
     def bind(self, place: BoundParameter) -> None:
         """Let the layer read these codes; its parameter has a shape and no memory."""
@@ -186,7 +188,7 @@ class QuantizedTensor(Stored):
 
     def levels(self, rows: Rows = slice(None)) -> Tensor:
         """Return what the codes of some rows stand for, before zero point and scale: int8 or int16, or float32."""
-        symbols = _parted(self.codes[rows], self.coding.container_bits, self.shape[1])
+        symbols = _parted(self.codes[rows], self.quant_config.container_bits, self.shape[1])
         return self.grid.values(symbols)
 
     def values(self, dtype: torch.dtype, rows: Rows = slice(None)) -> Tensor:
@@ -203,7 +205,7 @@ class QuantizedTensor(Stored):
         grid = self.grid
         if isinstance(grid, Floats):
             return bool(grid.num_finite and (self.codes.bitwise_and(127) >= grid.num_finite).any())
-        uses_lowest = self.coding.has_zero_point or self.coding.is_full_range
+        uses_lowest = self.quant_config.has_zero_point or self.quant_config.is_full_range
         return not uses_lowest and bool((self.levels() < grid.low).any())
 
     def encode(self, weights: Tensor, name: str = "") -> None:
@@ -220,10 +222,10 @@ class QuantizedTensor(Stored):
                 hint="copy or convert the model again",
             )
         # A scale for the matrix is made of all its rows.
-        for rows in self._pieces(self.shape[0], all_rows=self.coding.scales == "tensor"):
+        for rows in self._pieces(self.shape[0], all_rows=self.quant_config.scales == "tensor"):
             part = weights[rows].to(self.device, torch.float32)
             self._fit(part, rows)
-            if self.coding.fit == "least-error":
+            if self.quant_config.fit == "least-error":
                 self._fit_least_error(part, rows)
             self._write(rows, self.grid.nearest(self._scaled(part, rows)))
 
@@ -235,7 +237,7 @@ class QuantizedTensor(Stored):
 
     def _fit_least_error(self, part: Tensor, rows: slice) -> None:
         """Shrink scales, each to the one with the least squared error of what is rounded by it."""
-        scope = slice(None) if self.coding.scales == "tensor" else rows
+        scope = slice(None) if self.quant_config.scales == "tensor" else rows
         widest, best = self.scales[scope].clone(), self.scales[scope].clone()
         least = torch.full(widest.shape, torch.inf, device=part.device)
         for step in range(_FIT_STEPS):
@@ -244,7 +246,7 @@ class QuantizedTensor(Stored):
             origin = 0.0 if self.zeros is None else self._of(self.zeros, rows).float()
             values = (levels - origin) * self._of(self.scales, rows).float()
             errors = (values - part.view(values.shape)).square_().sum(-1)
-            errors = errors.sum().view(1, 1) if self.coding.scales == "tensor" else errors
+            errors = errors.sum().view(1, 1) if self.quant_config.scales == "tensor" else errors
             is_less = errors < least
             least, best = torch.where(is_less, errors, least), torch.where(is_less, self.scales[scope], best)
         self.scales[scope] = best
@@ -254,7 +256,7 @@ class QuantizedTensor(Stored):
         grid = self.grid
         grouped = (
             part.reshape(1, 1, -1)
-            if self.coding.scales == "tensor"
+            if self.quant_config.scales == "tensor"
             else part.view(len(part), -1, self.group_elements)
         )
         least, most = grouped.amin(-1), grouped.amax(-1)
@@ -268,7 +270,7 @@ class QuantizedTensor(Stored):
         scales = torch.where(spans > 0, spans, torch.full_like(spans, 1 / grid.high)).to(self.scales.dtype)
         # Half precision rounds the scales of tiny weights to 0, by which nothing can be divided.
         scales.clamp_(min=torch.finfo(scales.dtype).tiny)
-        scope = slice(None) if self.coding.scales == "tensor" else rows
+        scope = slice(None) if self.quant_config.scales == "tensor" else rows
         self.scales[scope] = scales
         if self.zeros is not None:
             self.zeros[scope] = (-least / scales.float()).round_().clamp_(0, grid.high).to(torch.uint8)
@@ -403,18 +405,18 @@ class QuantizedTensor(Stored):
 
     def joined(self, symbols: Tensor) -> Tensor:
         """Return codes of a byte each with as many in a byte as have room."""
-        return _joined(symbols, self.coding.container_bits)
+        return _joined(symbols, self.quant_config.container_bits)
 
     # -- pieces ------------------------------------------------------------------------------------------------
 
     @property
     def group_elements(self) -> int:
         """Neighbours in a row that share a scale."""
-        return self.coding.group_elements if self.coding.scales == "group" else self.shape[1]
+        return self.quant_config.group_elements if self.quant_config.scales == "group" else self.shape[1]
 
     def _of(self, scales: Tensor, rows: Rows) -> Tensor:
         """Return the scales or zero points of some rows, to broadcast over (rows, groups, elements)."""
-        return (scales if self.coding.scales == "tensor" else scales[rows])[..., None]
+        return (scales if self.quant_config.scales == "tensor" else scales[rows])[..., None]
 
     def _pieces(
         self, num_rows: int, *, all_rows: bool = False, elements: int | None = None
@@ -426,17 +428,21 @@ class QuantizedTensor(Stored):
             yield slice(begin, min(begin + num, num_rows))
 
 
-def shapes_of(coding: Coding, shape: torch.Size) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
+def shapes_of(quant_config: QuantConfig, shape: torch.Size) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
     """Return shape and format of what a weight is held in, by suffixes of names, in the order of :class:`QuantizedTensor`'s fields."""
     outputs, inputs = shape
-    scaled = {"tensor": (1, 1), "channel": (outputs, 1), "group": (outputs, inputs // coding.group_elements)}
-    dtype = TORCH_DTYPES[coding.dtype]
-    shapes = {
-        "": ((outputs, coding.code_bytes((1, inputs))), torch.uint8),
-        "_scale": (scaled[coding.scales], dtype),
+    scaled = {
+        "tensor": (1, 1),
+        "channel": (outputs, 1),
+        "group": (outputs, inputs // quant_config.group_elements),
     }
-    if coding.has_zero_point:
-        shapes["_zero"] = scaled[coding.scales], torch.uint8
+    dtype = TORCH_DTYPES[quant_config.dtype]
+    shapes = {
+        "": ((outputs, quant_config.code_bytes((1, inputs))), torch.uint8),
+        "_scale": (scaled[quant_config.scales], dtype),
+    }
+    if quant_config.has_zero_point:
+        shapes["_zero"] = scaled[quant_config.scales], torch.uint8
     return shapes
 
 

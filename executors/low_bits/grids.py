@@ -15,7 +15,7 @@ from math import frexp, ldexp
 import torch
 from torch import Tensor
 
-from costmodel.formats import FORMATS, CodeFormat
+from costmodel.formats import FORMATS, QuantFormat
 
 
 def towards_zero(numbers: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ class Floats(Grid):
 
 
 @cache
-def grid_of(name: CodeFormat, *, has_zero_point: bool = False, is_full_range: bool = False) -> Grid:
+def grid_of(name: QuantFormat, *, has_zero_point: bool = False, is_full_range: bool = False) -> Grid:
     """Return the grid of a format.
 
     Parameters

@@ -17,7 +17,7 @@ from costmodel.formats.low_bits import (
     FILLED_ROWS,
     TILE_ELEMENTS,
     TILE_ROWS,
-    Coding,
+    QuantConfig,
     tile_columns,
 )
 from executors.formats import TORCH_DTYPES
@@ -40,7 +40,7 @@ class CodedLinear(nn.Linear):
 
     Attributes
     ----------
-    coding : Coding or None
+    quant_config : QuantConfig or None
         How the weight is kept once it is codes.
     coded : QuantizedTensor or None
         May be given as a function that reads it, which then is called whenever the codes are asked for.
@@ -54,7 +54,7 @@ class CodedLinear(nn.Linear):
         As of :class:`zosim.plans.LowBits`.
     """
 
-    coding: Coding | None
+    quant_config: QuantConfig | None
     beside: Beside | None
     was: type[nn.Module]
     product: KernelName
@@ -260,7 +260,10 @@ def _filled_up(matrix: Tensor) -> Tensor:
 
 
 def code_layers(
-    blocks: Iterable[nn.Module], low_bits: LowBits, device: torch.device, coding: Coding | None = None
+    blocks: Iterable[nn.Module],
+    low_bits: LowBits,
+    device: torch.device,
+    quant_config: QuantConfig | None = None,
 ) -> None:
     """Let the linear layers of some blocks take codes, as :func:`make_codable`, and multiply by them as a plan says.
 
@@ -269,7 +272,7 @@ def code_layers(
     blocks : iterable of torch.nn.Module
     low_bits : LowBits
     device : torch.device
-    coding : Coding, optional
+    quant_config : QuantConfig, optional
         How their weights are kept; by default as `low_bits` says, with scales in float32.
 
     Raises
@@ -278,7 +281,7 @@ def code_layers(
         If the device lacks the kernel, and no other may take its place.
     """
     product, blocks = present_product(low_bits, device), list(blocks)
-    make_codable(blocks, coding or low_bits.coding("float32"))
+    make_codable(blocks, quant_config or low_bits.quant_config("float32"))
     for block in blocks:
         for path, module in block.named_modules():
             if isinstance(module, CodedLinear) and not is_of_adapter(path):
@@ -286,13 +289,13 @@ def code_layers(
                 module.input_format = low_bits.input_format
 
 
-def make_codable(blocks: Iterable[nn.Module], coding: Coding | None) -> None:
+def make_codable(blocks: Iterable[nn.Module], quant_config: QuantConfig | None) -> None:
     """Let the linear layers of some blocks take codes; until they are given any, they compute what they did.
 
     Parameters
     ----------
     blocks : iterable of torch.nn.Module
-    coding : Coding
+    quant_config : QuantConfig
         How their weights are kept then.
 
     Notes
@@ -311,16 +314,16 @@ def make_codable(blocks: Iterable[nn.Module], coding: Coding | None) -> None:
             if type(module) in (nn.Linear, Conv1D):
                 become_codable(module)
             if isinstance(module, CodedLinear):
-                module.coding = coding
+                module.quant_config = quant_config
 
 
-def become_codable(module: nn.Module, coding: Coding | None = None) -> CodedLinear:
+def become_codable(module: nn.Module, quant_config: QuantConfig | None = None) -> CodedLinear:
     """Let a linear layer take codes, in place, so that hooks and adapters stay where they are."""
     layer: Any = module
     layer.was = type(module)
     layer.__class__ = CodedLinear
     layer.out_features, layer.in_features = layer.weight.shape
-    layer.coding, layer.coded, layer.beside = coding, None, None
+    layer.quant_config, layer.coded, layer.beside = quant_config, None, None
     layer.product, layer.input_scales, layer.input_format = "dequantise", "", ""
     return layer  # type: ignore[no-any-return]
 

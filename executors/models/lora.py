@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from costmodel.formats.low_bits import Coding
+from costmodel.formats.low_bits import QuantConfig
 from costmodel.models.configs import LoRA
 from executors.files import write_atomically
 from executors.low_bits.coded import QuantizedTensor
@@ -49,7 +49,7 @@ PEFT_PREFIX = "base_model.model."
 
 
 def attach_lora(
-    model: nn.Module, lora: LoRA, *, dtype: torch.dtype | None = None, coding: Coding | None = None
+    model: nn.Module, lora: LoRA, *, dtype: torch.dtype | None = None, quant_config: QuantConfig | None = None
 ) -> None:
     """Freeze a model, and add ``α/r · B A x`` beside each linear of its blocks that `lora` names.
 
@@ -62,7 +62,7 @@ def attach_lora(
         starts at zero.
     dtype : torch.dtype, optional
         Of the adapters; by default that of the linear that each stands beside.
-    coding : Coding, optional
+    quant_config : QuantConfig, optional
         How linear layers are kept, and with them perhaps the adapters.
 
     Raises
@@ -82,9 +82,9 @@ def attach_lora(
     for name, module, inputs, outputs in linears:
         if name in lora.target_modules:
             _attach(module, inputs, outputs, lora, generator, dtype)
-            if coding is not None and coding.of_adapters is not None:
+            if quant_config is not None and quant_config.of_adapters is not None:
                 for layer in (module.lora_A, module.lora_B):
-                    _hold_codes(layer, coding, _bound(inputs))
+                    _hold_codes(layer, quant_config, _bound(inputs))
 
 
 def merge_lora(model: nn.Module) -> None:
@@ -209,9 +209,9 @@ def _bound(inputs: int) -> float:
     return 1 / math.sqrt(inputs)
 
 
-def _hold_codes(linear: nn.Linear, coding: Coding, bound: float) -> None:
+def _hold_codes(linear: nn.Linear, quant_config: QuantConfig, bound: float) -> None:
     """Let an adapter's factor be codes, on a grid that spans more than A does: B, all zeros, says nothing of what it will hold."""
-    how = coding.of_adapters
+    how = quant_config.of_adapters
     assert how is not None
     layer = become_codable(linear, how)
     codes = QuantizedTensor.empty(how, layer.weight.shape, layer.weight.device)

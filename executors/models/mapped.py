@@ -29,7 +29,7 @@ def moves_mapped(plan: Plan) -> bool:
 
     Stages compute with parameters before that.
     """
-    return plan.num_stages == 1 or plan.is_shared_out or plan.storage.coding is not None
+    return plan.num_stages == 1 or plan.is_shared_out or plan.storage.quant_config is not None
 
 
 def load_weights(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from costmodel.formats.low_bits import Coding
+from costmodel.formats.low_bits import QuantConfig
 from executors.low_bits.coded import QuantizedTensor, shapes_of
 from executors.low_bits.linear import CodedLinear, coded_layers
 from executors.low_bits.stored import DenseTensor, Stored, View, nothing
@@ -81,24 +81,28 @@ class NamedTensor:
         return self.values.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
 
     @property
-    def coding(self) -> Coding | None:
+    def quant_config(self) -> QuantConfig | None:
         """How it is stored in a program's buffers and in checkpoints; None for numbers."""
-        return None if self.layer is None else self.layer.coding
+        return None if self.layer is None else self.layer.quant_config
 
     @property
     def is_numbers(self) -> bool:
         """Whether it is stored as numbers."""
-        return self.coding is None
+        return self.quant_config is None
 
     def pieces(self, dtype: torch.dtype) -> Pieces:
         """Return the tensors that it is stored as; `dtype` is the format of numbers."""
-        return {"": (self.shape, dtype)} if self.coding is None else shapes_of(self.coding, self.shape)
+        return (
+            {"": (self.shape, dtype)}
+            if self.quant_config is None
+            else shapes_of(self.quant_config, self.shape)
+        )
 
     def stored_in(self, pieces: Iterable[Tensor]) -> Stored:
         """Return it as it is stored in these, which are in the order of :meth:`pieces`."""
-        if self.coding is None:
+        if self.quant_config is None:
             return DenseTensor(*pieces)
-        return QuantizedTensor(self.coding, self.shape, *pieces)
+        return QuantizedTensor(self.quant_config, self.shape, *pieces)
 
     @property
     def trainable(self) -> bool:
@@ -114,7 +118,7 @@ def bind(tensors: Sequence[NamedTensor], views: Sequence[View]) -> None:
 
 def format_beside(tensors: Iterable[NamedTensor]) -> str | None:
     """Return the format of numbers in a model some of whose parameters are none, which have it for their scales; None if all are."""
-    return next((tensor.coding.dtype for tensor in tensors if tensor.coding is not None), None)
+    return next((tensor.quant_config.dtype for tensor in tensors if tensor.quant_config is not None), None)
 
 
 def stand_in(tensor: NamedTensor, device: torch.device) -> DenseTensor:

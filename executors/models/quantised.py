@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.formats import FORMATS, DType
-from costmodel.formats.low_bits import Coding
+from costmodel.formats.low_bits import QuantConfig
 from costmodel.formats.stored_codes import (
     CODE_SUFFIXES,
     OWN_WEIGHTS_NAME,
@@ -55,13 +55,13 @@ def take_codes(model: nn.Module, plan: Plan, device: torch.device | None = None)
     PlanError
         If the device lacks what multiplies by them.
     """
-    if (coding := plan.storage.coding) is None:
+    if (quant_config := plan.storage.quant_config) is None:
         return
     blocks = find_blocks(model)
     if device is None:
-        make_codable(blocks, coding)
+        make_codable(blocks, quant_config)
     else:
-        code_layers(blocks, plan.low_bits, device, coding)
+        code_layers(blocks, plan.low_bits, device, quant_config)
 
 
 def other_kernel(plan: Plan, device: torch.device) -> str:
@@ -74,12 +74,12 @@ def other_kernel(plan: Plan, device: torch.device) -> str:
 
 def encode(model: nn.Module, low_bits: LowBits, dtype: DType) -> None:
     """Make codes of a model's weights where it lies, on the CPU; `dtype` is the format of what is no code."""
-    if (coding := low_bits.coding(dtype)) is None:
+    if (quant_config := low_bits.quant_config(dtype)) is None:
         return
-    code_layers(find_blocks(model), low_bits, torch.device("cpu"), coding)
+    code_layers(find_blocks(model), low_bits, torch.device("cpu"), quant_config)
     for tensor in stored_parameters(model):
         if not tensor.is_numbers:
-            codes = QuantizedTensor.empty(coding, tensor.shape, torch.device("cpu"))
+            codes = QuantizedTensor.empty(quant_config, tensor.shape, torch.device("cpu"))
             codes.load(tensor.held, tensor.name)
             tensor.hold(codes)
 
@@ -98,14 +98,14 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
     ModelError
         If the plan has other codes, or a tensor is missing, of another shape or format, or holds scales that are none.
     """
-    directory, coding = Path(source), plan.storage.coding
+    directory, quant_config = Path(source), plan.storage.quant_config
     stored = stored_codes_in(directory)
     assert stored is not None
     agrees = (
         getattr(plan.low_bits, name) == kept for name, kept in stored.fields.items() if name != "activations"
     )
-    if coding is None or coding.is_full_range != stored.full_range or not all(agrees):
-        asked = "numbers" if coding is None else f"{coding.format} ({coding.scales} scales)"
+    if quant_config is None or quant_config.is_full_range != stored.full_range or not all(agrees):
+        asked = "numbers" if quant_config is None else f"{quant_config.format} ({quant_config.scales} scales)"
         raise ModelError(
             f"{source} is quantised to {stored.weights} with {stored.scales} scales, and the plan wants {asked}",
             hint="make the plan from this directory, or give the model in 16 bits",
@@ -115,12 +115,12 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
         kind = model_class(config)
         skeleton = kind(config)
     tensors = opened_weights(directory, OWN_WEIGHTS_NAME if stored.layout == "zosim" else WEIGHTS_NAME)
-    files = _Files(directory, stored.layout, coding, tensors)
+    files = _Files(directory, stored.layout, quant_config, tensors)
     layers = _shapes_of_layers(skeleton)
     parameters = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
     rest = {name: tensor for name, tensor in tensors.items() if not files.is_of(name, layers)}
     _refuse_codes_elsewhere(source, rest)
-    storage = TORCH_DTYPES[coding.dtype]
+    storage = TORCH_DTYPES[quant_config.dtype]
     for name in layers:
         if f"{name}.weight" in tensors and not files.has_codes(name):
             raise ModelError(
@@ -144,7 +144,7 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
             f"{source}: {min(wrong)} is missing, or of another shape than its config.json says",
             hint="copy the model again",
         )
-    make_codable(find_blocks(loaded), coding)
+    make_codable(find_blocks(loaded), quant_config)
     modules = dict(loaded.named_modules())
     for name, shape in layers.items():
         files.check(name, shape)
@@ -178,14 +178,14 @@ class _Files:
     ----------
     directory : Path
     layout : str
-    coding : Coding
+    quant_config : QuantConfig
     tensors : mapping of str to torch.Tensor
         Mapped from their files.
     """
 
     directory: Path
     layout: Layout
-    coding: Coding
+    quant_config: QuantConfig
     tensors: Mapping[str, Tensor]
 
     def has_codes(self, layer: str) -> bool:
@@ -220,7 +220,7 @@ class _Files:
         if (
             order := self.tensors.get(f"{layer}.g_idx", self.tensors.get(f"{layer}.weight_g_idx"))
         ) is not None:
-            group = self.coding.group_elements if self.coding.scales == "group" else shape[1]
+            group = self.quant_config.group_elements if self.quant_config.scales == "group" else shape[1]
             if not torch.equal(order.long(), torch.arange(shape[1]) // group):
                 raise ModelError(
                     f"{self.directory}: {layer} groups its inputs in another order than they come in (g_idx)",
@@ -254,19 +254,19 @@ class _Files:
         if self.layout == "zosim":
             return self._own(layer, torch.Size(shape))
         symbols, scales, zeros = _READERS[self.layout](self, layer, shape)
-        if not self.coding.has_zero_point:
+        if not self.quant_config.has_zero_point:
             zeros = None
-        coded = QuantizedTensor.of_symbols(self.coding, symbols, self._scales(layer, scales), zeros)
+        coded = QuantizedTensor.of_symbols(self.quant_config, symbols, self._scales(layer, scales), zeros)
         self.refuse_no_code(layer, coded.has_codes_that_are_none())
         return coded
 
     def _own(self, layer: str, shape: torch.Size) -> QuantizedTensor:
         """Return a weight whose tensors lie in the file as they do in memory."""
         parts = {}
-        for suffix in shapes_of(self.coding, shape):
+        for suffix in shapes_of(self.quant_config, shape):
             part = self.tensor(layer, f"weight{suffix}")
             parts[suffix] = self._scales(layer, part) if part.is_floating_point() else part
-        coded = QuantizedTensor(self.coding, shape, *parts.values())
+        coded = QuantizedTensor(self.quant_config, shape, *parts.values())
         self.refuse_no_code(layer, coded.has_codes_that_are_none())
         return coded
 
@@ -274,7 +274,7 @@ class _Files:
         """Raise where something in a layer's codes stands for nothing."""
         if is_none:
             raise ModelError(
-                f"{self.directory}: a code of {layer} is none of {self.coding.format}",
+                f"{self.directory}: a code of {layer} is none of {self.quant_config.format}",
                 hint="copy the model again",
             )
 
@@ -284,11 +284,11 @@ class _Files:
                 f"{self.directory}: a scale of {layer} is zero, negative, infinite or not a number",
                 hint="quantise the model again",
             )
-        kept = scales.to(TORCH_DTYPES[self.coding.dtype])
+        kept = scales.to(TORCH_DTYPES[self.quant_config.dtype])
         if not torch.equal(kept.to(scales.dtype), scales):
             own = str(scales.dtype).removeprefix("torch.")
             raise ModelError(
-                f"{self.directory}: scales of {layer} are in {own}, and would be rounded in {self.coding.dtype}",
+                f"{self.directory}: scales of {layer} are in {own}, and would be rounded in {self.quant_config.dtype}",
                 hint=f"use --dtype {own}",
             )
         return kept.contiguous()
@@ -298,13 +298,15 @@ class _Files:
     ) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
         """Return shape and possible formats of each tensor of a layer."""
         outputs, inputs = linear
-        bits = FORMATS[self.coding.format].bits
-        groups = self.coding.num_scales(linear) // outputs if self.coding.scales != "tensor" else 1
+        bits = FORMATS[self.quant_config.format].bits
+        groups = (
+            self.quant_config.num_scales(linear) // outputs if self.quant_config.scales != "tensor" else 1
+        )
         words = (torch.int32,)
         if self.layout == "zosim":
             return {
                 f"weight{suffix}": (size, _FLOATS if kind.is_floating_point else (kind,))
-                for suffix, (size, kind) in shapes_of(self.coding, torch.Size(linear)).items()
+                for suffix, (size, kind) in shapes_of(self.quant_config, torch.Size(linear)).items()
             }
         if self.layout in ("gptq", "gptq_v2", "awq"):
             packed_inputs = self.layout != "awq"
@@ -314,26 +316,26 @@ class _Files:
                 "qzeros": ((groups, outputs * bits // 32), words),
                 "scales": ((groups, outputs), _FLOATS),
             }
-        scaled = (1, 1) if self.coding.scales == "tensor" else (outputs, groups)
+        scaled = (1, 1) if self.quant_config.scales == "tensor" else (outputs, groups)
         expected: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
             "weight_scale": (scaled, _FLOATS)
         }
         if self.layout == "packed":
             expected["weight_packed"] = (outputs, -(-inputs * bits // 32)), words
-            if self.coding.has_zero_point:
+            if self.quant_config.has_zero_point:
                 # Zero points of channels are packed along the outputs.
                 expected["weight_zero_point"] = (-(-outputs * bits // 32), groups), words
         else:
             kind = torch.int8 if self.grid_is_integer else torch.float8_e4m3fn
             expected["weight"] = (outputs, inputs), (kind,)
-            if self.coding.has_zero_point:
+            if self.quant_config.has_zero_point:
                 expected["weight_zero_point"] = scaled, (torch.int8,)
         return expected
 
     @property
     def grid_is_integer(self) -> bool:
         """Whether codes are integers."""
-        return not FORMATS[self.coding.format].is_float
+        return not FORMATS[self.quant_config.format].is_float
 
 
 # -- written -----------------------------------------------------------------------------------------------------
@@ -358,10 +360,10 @@ def save_quantised(model: nn.Module, directory: str | Path, dtype: str) -> None:
     codes = {name.removesuffix(".weight"): layer for name, layer in coded_layers(model)}
     first = next(iter(codes.values())).coded
     assert first is not None
-    coding, kind = first.coding, FORMATS[first.coding.format]
-    refuse_unwritable(coding)
+    quant_config, kind = first.quant_config, FORMATS[first.quant_config.format]
+    refuse_unwritable(quant_config)
     layout = "float-quantized" if kind.is_float else "int-quantized" if kind.bits == 8 else "pack-quantized"
-    if layout == "pack-quantized" and coding.has_zero_point:
+    if layout == "pack-quantized" and quant_config.has_zero_point:
         # compressed-tensors 0.20 makes no room for packed zero points when transformers loads a directory.
         layout = "naive-quantized"
     tensors: dict[str, Tensor | Deferred] = {}
@@ -372,7 +374,9 @@ def save_quantised(model: nn.Module, directory: str | Path, dtype: str) -> None:
         else:
             tensors[name] = tensor
     directory = Path(directory)
-    save_configuration(model, directory, {"quantization_config": _said(model, coding, layout, set(codes))})
+    save_configuration(
+        model, directory, {"quantization_config": _said(model, quant_config, layout, set(codes))}
+    )
     write_tensors(tensors, directory / WEIGHTS_NAME, dtype)
 
 
@@ -399,19 +403,19 @@ def save_own(model: nn.Module, directory: str | Path, dtype: str) -> None:
         pieces = {"": tensor} if coded is None else coded.dump()
         tensors |= {name + suffix: piece for suffix, piece in pieces.items()}
     directory = Path(directory)
-    save_configuration(model, directory, {"quantization_config": said_of_own(first.coding)})
+    save_configuration(model, directory, {"quantization_config": said_of_own(first.quant_config)})
     write_tensors(tensors, directory / OWN_WEIGHTS_NAME, dtype)
 
 
-def _said(model: nn.Module, coding: Coding, layout: str, codes: set[str]) -> dict[str, Any]:
+def _said(model: nn.Module, quant_config: QuantConfig, layout: str, codes: set[str]) -> dict[str, Any]:
     """Return what compressed-tensors has to know of the codes."""
-    kind = FORMATS[coding.format]
+    kind = FORMATS[quant_config.format]
     weights = {
         "num_bits": kind.bits,
         "type": "float" if kind.is_float else "int",
-        "symmetric": not coding.has_zero_point,
-        "strategy": coding.scales,
-        "group_size": coding.group_elements if coding.scales == "group" else None,
+        "symmetric": not quant_config.has_zero_point,
+        "strategy": quant_config.scales,
+        "group_size": quant_config.group_elements if quant_config.scales == "group" else None,
         "dynamic": False,
     }
     plain = [
@@ -430,8 +434,8 @@ def _written(layer: CodedLinear, layout: str) -> dict[str, Tensor | Deferred]:
     """Return the tensors of a layer, those of codes to be packed when they are written."""
     coded = layer.coded
     assert coded is not None
-    bits, zeros = FORMATS[coded.coding.format].bits, coded.zeros
-    scales = coded.scales.view(-1) if coded.coding.scales == "tensor" else coded.scales
+    bits, zeros = FORMATS[coded.quant_config.format].bits, coded.zeros
+    scales = coded.scales.view(-1) if coded.quant_config.scales == "tensor" else coded.scales
     parts: dict[str, Tensor | Deferred] = {"weight_scale": scales}
     if layout == "pack-quantized":
         outputs, inputs = coded.shape
@@ -488,7 +492,7 @@ def _alike(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _read_packed(files: _Files, layer: str, shape: tuple[int, int]) -> _Read:
-    bits, is_signed = FORMATS[files.coding.format].bits, not files.coding.has_zero_point
+    bits, is_signed = FORMATS[files.quant_config.format].bits, not files.quant_config.has_zero_point
     symbols = _unpacked(files.tensor(layer, "weight_packed"), bits, shape[1], shift=is_signed)
     scales, zeros = files.tensor(layer, "weight_scale").reshape(*_scales_shape(files, shape)), None
     if not is_signed:
@@ -501,18 +505,18 @@ def _read_bytes(files: _Files, layer: str, shape: tuple[int, int]) -> _Read:
     scales, zeros = files.tensor(layer, "weight_scale").reshape(*_scales_shape(files, shape)), None
     if not files.grid_is_integer:
         return weight.view(torch.uint8), scales, None
-    half = 2 ** (FORMATS[files.coding.format].bits - 1)
+    half = 2 ** (FORMATS[files.quant_config.format].bits - 1)
     files.refuse_no_code(layer, int(weight.max()) >= half or int(weight.min()) < -half)
     symbols = weight.view(torch.uint8)
-    if files.coding.has_zero_point:
+    if files.quant_config.has_zero_point:
         zeros = files.tensor(layer, "weight_zero_point").reshape(scales.shape).view(torch.uint8) + half
         symbols = symbols + half
     return symbols, scales, zeros
 
 
 def _read_gptq(files: _Files, layer: str, shape: tuple[int, int]) -> _Read:
-    bits = FORMATS[files.coding.format].bits
-    is_signed = not files.coding.has_zero_point
+    bits = FORMATS[files.quant_config.format].bits
+    is_signed = not files.quant_config.has_zero_point
     symbols = _unpacked(files.tensor(layer, "qweight").T, bits, shape[1], shift=is_signed)
     # The first version of the layout keeps zero points less one, so that those of 0 become 15 of 4 bits.
     zeros = _unpacked(files.tensor(layer, "qzeros"), bits, shape[0]).T.to(torch.int16)
@@ -549,7 +553,7 @@ _READERS: Mapping[Layout, Callable[[_Files, str, tuple[int, int]], _Read]] = {
 
 
 def _scales_shape(files: _Files, linear: tuple[int, int]) -> tuple[int, int]:
-    return (1, 1) if files.coding.scales == "tensor" else (linear[0], -1)
+    return (1, 1) if files.quant_config.scales == "tensor" else (linear[0], -1)
 
 
 def _unpacked(words: Tensor, bits: int, num: int, *, shift: bool = False) -> Tensor:

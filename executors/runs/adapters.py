@@ -55,10 +55,10 @@ def attach(model: nn.Module, adapters: Tuned, *, run: Path | None = None, plan: 
                 id(parameter) in linears if adapters == "linears" else parameter.dim() == 2
             )
     elif isinstance(adapters, LoRA):
-        dtype, coding = (
-            (None, None) if plan is None else (TORCH_DTYPES[plan.storage_dtype], plan.storage.coding)
+        dtype, quant_config = (
+            (None, None) if plan is None else (TORCH_DTYPES[plan.storage_dtype], plan.storage.quant_config)
         )
-        attach_lora(model, adapters, dtype=dtype, coding=coding)
+        attach_lora(model, adapters, dtype=dtype, quant_config=quant_config)
         if adapters.lazy_steps is not None:
             attach_windows(model, adapters)
     elif run is not None and (run / _INITIAL / WEIGHTS_NAME).is_file():
@@ -111,7 +111,7 @@ def save_tuned(
         save_prefix(model, Path(out) / PREFIX_NAME, storage)
     elif isinstance(adapters, LoRA):
         # An engine that loads the adapter has numbers for a base, never codes.
-        is_plain = session.plan.storage.coding is None
+        is_plain = session.plan.storage.quant_config is None
         facts = {"base_digest": weights_digest(model, storage, base_only=True)} if is_plain else {}
         save_alone(model, Path(out) / ADAPTER_NAME, adapters, storage, facts)
         with session.whole_model() as whole:

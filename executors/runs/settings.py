@@ -407,12 +407,16 @@ class RunSettings:
             raise RunError(f"reward_timeout={self.run.reward_timeout_s} must be above 0")
 
     def _refuse_no_codes(self) -> None:
-        coding = self.plan.storage.coding
-        if coding is None or self.lora is not None or self.prefix is not None:
-            what = "a plan without them has none" if coding is None else "what is tuned here lies beside them"
+        quant_config = self.plan.storage.quant_config
+        if quant_config is None or self.lora is not None or self.prefix is not None:
+            what = (
+                "a plan without them has none"
+                if quant_config is None
+                else "what is tuned here lies beside them"
+            )
             raise PlanError(
                 f"--save-as {self.run.save_as} writes the codes that were tuned, and {what}",
-                hint="leave it out" if coding is not None else "add --weight-format",
+                hint="leave it out" if quant_config is not None else "add --weight-format",
             )
         if self.run.save_as == "zosim-codes":
             return
@@ -421,7 +425,7 @@ class RunSettings:
                 f"--save-as codes: {self.plan.model.name} keeps its linear layers transposed, which compressed-tensors does not read",
                 hint="write zosim's own layout (--save-as zosim-codes), or numbers (--save-as numbers)",
             )
-        refuse_unwritable(coding)
+        refuse_unwritable(quant_config)
 
     def _refuse_uneven(self) -> None:
         """Refuse micro-batches that do not divide every rank's part of a batch."""

@@ -16,8 +16,8 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from costmodel.formats import CodeFormat, ScaleScope
-from costmodel.formats.low_bits import Coding
+from costmodel.formats import QuantFormat, ScaleScope
+from costmodel.formats.low_bits import QuantConfig
 from costmodel.formats.roundings import RoundedDirection
 from executors.low_bits.coded import Beside, QuantizedTensor
 from executors.low_bits.linear import CodedLinear, code_layers
@@ -58,7 +58,7 @@ def grouped_by(weights: Array, scope: ScaleScope) -> Array:
 
 def literal_values(
     weights: Array,
-    name: CodeFormat,
+    name: QuantFormat,
     scope: ScaleScope,
     *,
     has_zero_point: bool = False,
@@ -96,9 +96,9 @@ def literal_values(
     return best.reshape(weights.shape)
 
 
-def shipped(weights: Array, coding: Coding) -> QuantizedTensor:
+def shipped(weights: Array, quant_config: QuantConfig) -> QuantizedTensor:
     """Return weights as codes."""
-    held = QuantizedTensor.empty(coding, torch.Size(weights.shape), _CPU)
+    held = QuantizedTensor.empty(quant_config, torch.Size(weights.shape), _CPU)
     held.encode(torch.from_numpy(weights).float())
     return held
 
@@ -130,12 +130,12 @@ def _weights(seed: int) -> dict[str, Array]:
     return {name: values.astype(np.float32).astype(np.float64) for name, values in drawn.items()}
 
 
-_CANDIDATES: Mapping[str, tuple[CodeFormat, ...]] = {
+_CANDIDATES: Mapping[str, tuple[QuantFormat, ...]] = {
     "8 bits": ("int8", "float8_e4m3", "float8_e5m2"),
     "4 bits": ("int4", "float4_e2m1"),
 }
 
-_EXPECTED: Mapping[tuple[str, str, ScaleScope], CodeFormat] = {
+_EXPECTED: Mapping[tuple[str, str, ScaleScope], QuantFormat] = {
     ("8 bits", "normal", "channel"): "int8",
     ("8 bits", "Student's t of 2 degrees", "tensor"): "float8_e4m3",
     ("8 bits", "a millionth beside 1", "channel"): "float8_e5m2",
@@ -154,7 +154,7 @@ def check_format_of_least_error(context: Context) -> Outcome:
             for bits, candidates in _CANDIDATES.items():
                 title, errors = f"{bits}, {name}, a scale per {scope}", {}
                 for each in candidates:
-                    held = shipped(weights, Coding(each, scope, group_elements=_GROUP))
+                    held = shipped(weights, QuantConfig(each, scope, group_elements=_GROUP))
                     errors[each] = _squared_error(values_of(held), weights)
                     literal = _squared_error(literal_values(weights, each, scope), weights)
                     parts[f"{title}, {each}"] = equal(
@@ -170,7 +170,7 @@ def check_scales_of_least_error(context: Context) -> Outcome:
     """Compare errors under shipped scales, those that span all and those of least error, with a search over 20 scales."""
     parts = {}
     weights = _weights(context.seed)["Student's t of 2 degrees"]
-    cases: tuple[tuple[CodeFormat, bool], ...] = (
+    cases: tuple[tuple[QuantFormat, bool], ...] = (
         *(("int4", False), ("int3", True), ("int8", True)),
         *(("float8_e4m3", False), ("float4_e2m1", False)),
     )
@@ -179,9 +179,9 @@ def check_scales_of_least_error(context: Context) -> Outcome:
         for scope in scopes:
             title, errors = f"{name}{' with a zero point' if has_zero else ''}, a scale per {scope}", []
             for fit, factors in (("range", (1.0,)), ("least-error", _FACTORS)):
-                coding = Coding(name, scope, _GROUP, has_zero, fit=fit)  # type: ignore[arg-type]
+                quant_config = QuantConfig(name, scope, _GROUP, has_zero, fit=fit)  # type: ignore[arg-type]
                 literal = literal_values(weights, name, scope, has_zero_point=has_zero, factors=factors)
-                errors.append(_squared_error(values_of(shipped(weights, coding)), weights))
+                errors.append(_squared_error(values_of(shipped(weights, quant_config)), weights))
                 parts[f"{title}, {fit}"] = equal(
                     errors[-1], _squared_error(literal, weights), what="Σ(w - Q(w))²", tolerance=1e-3
                 )
@@ -192,7 +192,7 @@ def check_scales_of_least_error(context: Context) -> Outcome:
 # -- outliers --------------------------------------------------------------------------------------------------------
 
 
-def split_errors(weights: Array, kept: Callable[[Array, CodeFormat], Array]) -> tuple[float, float]:
+def split_errors(weights: Array, kept: Callable[[Array, QuantFormat], Array]) -> tuple[float, float]:
     """Return squared errors of int8, alone and beside the largest hundredth of each row in e4m3; `kept` says what a format keeps."""
     places = np.argsort(-np.abs(weights), axis=1)[:, : weights.shape[1] // 100]
     largest, rest = np.take_along_axis(weights, places, 1), weights.copy()
@@ -209,7 +209,7 @@ def check_outlier_split(context: Context) -> Outcome:
     parts, ratios = {}, {}
     for name, drawn in matrices.items():
         weights = drawn.astype(np.float32).astype(np.float64)
-        errors = split_errors(weights, lambda part, name: values_of(shipped(part, Coding(name))))
+        errors = split_errors(weights, lambda part, name: values_of(shipped(part, QuantConfig(name))))
         literal = split_errors(weights, lambda part, name: literal_values(part, name, "channel"))
         parts[f"{name}, written out"] = equal(errors, literal, what="Σ(w - Q(w))²", tolerance=1e-3)
         ratios[name] = errors[0] / errors[1]
@@ -407,7 +407,7 @@ def check_moments_of_draws(context: Context) -> Outcome:
 
 # -- updates on every grid -------------------------------------------------------------------------------------------
 
-_CODINGS: tuple[tuple[CodeFormat, ScaleScope, bool], ...] = (
+_QUANT_CONFIGS: tuple[tuple[QuantFormat, ScaleScope, bool], ...] = (
     ("int8", "channel", False),
     ("int8", "tensor", True),
     ("int7", "group", True),
@@ -430,7 +430,7 @@ _SCALE, _DECAY = 0.37, 0.002
 def check_moves_on_grids(_context: Context) -> Outcome:
     """Compare mean and variance of updates of every format with theory, over even chances: scales and zero points unlike 1 and 0."""
     parts = {}
-    for name, scope, has_zero in _CODINGS:
+    for name, scope, has_zero in _QUANT_CONFIGS:
         if has_zero:
             top = 2 ** int(name.removeprefix("int")) - 1
             levels = np.arange(top + 1.0) - round(top / 3)
@@ -443,7 +443,7 @@ def check_moves_on_grids(_context: Context) -> Outcome:
         rows = np.repeat([1.0, 2.5][:num_blocks], _NUM_CHANCES)[:, None] * scales
         gaps = np.diff(levels)[np.minimum(index, len(levels) - 2)]
         start = levels[index] * rows
-        held, counted = shipped(start, Coding(name, scope, _GROUP, has_zero)), Moved()
+        held, counted = shipped(start, QuantConfig(name, scope, _GROUP, has_zero)), Moved()
         title = f"{name}, a scale per {scope}{', zero point' if has_zero else ''}"
         size = float(np.abs(start).max())
         parts[f"{title}, as read"] = within(
@@ -494,7 +494,7 @@ def check_products_of_bytes(context: Context) -> Outcome:
         low_bits = LowBits.model_validate({"weights": "int8", "activations": f"int8-{scope}"})
         code_layers([torch.nn.Sequential(layer)], low_bits, _CPU)
         assert isinstance(layer, CodedLinear)
-        layer.coded = shipped(weights, Coding("int8", "channel"))
+        layer.coded = shipped(weights, QuantConfig("int8", "channel"))
         layer.beside = Beside(torch.from_numpy(along), 1e-3)
         with torch.no_grad():
             output = layer(torch.from_numpy(inputs)).double().numpy()

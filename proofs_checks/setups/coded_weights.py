@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from costmodel.formats import CodeFormat
-from costmodel.formats.low_bits import Coding
+from costmodel.formats import QuantFormat
+from costmodel.formats.low_bits import QuantConfig
 from executors.low_bits.coded import Beside, QuantizedTensor
 from executors.low_bits.grids import grid_of
 from executors.low_bits.linear import CodedLinear, code_layers
@@ -33,7 +33,7 @@ _NUM_CHANCES = 256
 
 def weights_of(levels: Tensor, scale: float, bits: int) -> QuantizedTensor:
     """Return weights as codes of 4 or 8 bits with one scale; `levels` are the codes as whole numbers, shape (outputs, inputs)."""
-    coded = QuantizedTensor.empty(Coding("int4" if bits == 4 else "int8", "tensor"), levels.shape, _CPU)
+    coded = QuantizedTensor.empty(QuantConfig("int4" if bits == 4 else "int8", "tensor"), levels.shape, _CPU)
     coded.scales.fill_(scale)
     whole = levels.to(torch.int64)
     if bits == 4:  # the first half of a row in the low bits of its bytes, the rest in the high ones
@@ -46,7 +46,7 @@ def weights_of(levels: Tensor, scale: float, bits: int) -> QuantizedTensor:
 
 def levels_of(coded: QuantizedTensor) -> Tensor:
     """Return the codes of such weights as signed numbers."""
-    codes, bits = coded.codes.to(torch.int64), coded.coding.container_bits
+    codes, bits = coded.codes.to(torch.int64), coded.quant_config.container_bits
     if bits == 4:
         codes = torch.cat([codes & 15, codes >> 4], 1)[:, : coded.shape[1]]
     return torch.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes).double()
@@ -71,7 +71,7 @@ def moves(
     return levels_of(coded) - before
 
 
-FLOATS: Mapping[CodeFormat, tuple[int, int, int]] = {
+FLOATS: Mapping[QuantFormat, tuple[int, int, int]] = {
     "float8_e4m3": (4, 3, 0x7E),
     "float8_e5m2": (5, 2, 0x7B),
     "float4_e2m1": (2, 1, 0x7),
@@ -79,7 +79,7 @@ FLOATS: Mapping[CodeFormat, tuple[int, int, int]] = {
 """Bits of exponent and mantissa, and the code of the largest number, by format."""
 
 
-def literal_levels(name: CodeFormat) -> list[float]:
+def literal_levels(name: QuantFormat) -> list[float]:
     """Return what codes stand for, in ascending order: two's complement, or sign, exponent and mantissa with subnormal numbers."""
     if name not in FLOATS:
         highest = 2 ** (int(name.removeprefix("int")) - 1) - 1

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from costmodel.formats.low_bits import Coding
+from costmodel.formats.low_bits import QuantConfig
 from costmodel.formats.roundings import RoundedDirection
 from executors.low_bits.coded import QuantizedTensor
 from executors.randomness.counter import CounterKey
@@ -90,7 +90,7 @@ def weights_at_random(
     given: Tensor, scale: float, bits: int, seed: int, purpose: Purpose = "update"
 ) -> Tensor:
     """Return numbers, shape (outputs, inputs), as weights with a zero point keep them that were 0 and moved there at random."""
-    coded = QuantizedTensor.empty(Coding(f"int{bits}", "tensor", has_zero_point=True), given.shape, _CPU)  # type: ignore[arg-type]
+    coded = QuantizedTensor.empty(QuantConfig(f"int{bits}", "tensor", has_zero_point=True), given.shape, _CPU)  # type: ignore[arg-type]
     zero_point = 2 ** (bits - 1)
     assert coded.zeros is not None
     coded.scales.fill_(1 / scale)
@@ -104,9 +104,12 @@ def weights_at_random(
 
 def weight_value(code: int, scale: float, zero_point: int) -> float:
     """Return the value of a weight of 8 bits whose code is `code` and the zero point."""
-    coding, stored = Coding("int8", "tensor", has_zero_point=True), [[code + zero_point], [zero_point]]
+    quant_config, stored = (
+        QuantConfig("int8", "tensor", has_zero_point=True),
+        [[code + zero_point], [zero_point]],
+    )
     symbol, zero = torch.tensor(stored, dtype=torch.uint8).split(1)
-    held = QuantizedTensor.of_symbols(coding, symbol, torch.tensor([[1 / scale]]), zero)
+    held = QuantizedTensor.of_symbols(quant_config, symbol, torch.tensor([[1 / scale]]), zero)
     return float(held.values(torch.float64))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from costmodel.formats.low_bits import Coding
+from costmodel.formats.low_bits import QuantConfig
 from executors.formats import format_of
 from executors.low_bits.coded import QuantizedTensor
 from executors.turns import in_turns
@@ -36,9 +36,9 @@ def main() -> None:
 
 
 def _line(name: str, inputs: Tensor) -> str:
-    coding = Coding("int8") if name == "int8" else Coding("int4", "group", _GROUP)
+    quant_config = QuantConfig("int8") if name == "int8" else QuantConfig("int4", "group", _GROUP)
     coded = QuantizedTensor.empty(
-        Coding(coding.format, coding.scales, coding.group_elements, dtype="bfloat16"),
+        QuantConfig(quant_config.format, quant_config.scales, quant_config.group_elements, dtype="bfloat16"),
         _SHAPE,
         torch.device("cpu"),
     )
@@ -48,7 +48,7 @@ def _line(name: str, inputs: Tensor) -> str:
     alone = weight_only(coded)
     scale = torch.full((_SHAPE[0],), 1e-5, dtype=torch.bfloat16)
     dtype = inputs.dtype
-    assert format_of(dtype) == coded.coding.dtype
+    assert format_of(dtype) == coded.quant_config.dtype
     seconds = in_turns(
         {
             "made": lambda _: linear(inputs, coded.values(dtype)),
@@ -72,7 +72,7 @@ def _line(name: str, inputs: Tensor) -> str:
 def weight_only(coded: QuantizedTensor) -> Callable[[Tensor], Tensor]:
     """Return torch's product of bfloat16 inputs by the codes of a weight: int8 by channel, or int4 by groups."""
     levels = coded.levels()
-    if coded.coding.format == "int8":
+    if coded.quant_config.format == "int8":
         return lambda inputs: torch._weight_int8pack_mm(inputs, levels, coded.scales.view(-1))
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.to(torch.int32) + 8, 1)
     scales = torch.stack([coded.scales.T, torch.zeros_like(coded.scales.T)], -1).contiguous()

@@ -154,7 +154,9 @@ def train(
         if case.adapter_rank:
             targets = tuple(dict.fromkeys(name for name, *_ in block_linears(model)))
             lora = LoRA(rank=case.adapter_rank, target_modules=targets, seed=seed)
-            attach_lora(model, lora, coding=LowBits.model_validate(case.low_bits).coding("float32"))
+            attach_lora(
+                model, lora, quant_config=LowBits.model_validate(case.low_bits).quant_config("float32")
+            )
         with Session(
             _plan(model, case),
             model,

@@ -363,7 +363,9 @@ def _checkpoint(folder: Path) -> None:
     model = load_model(folder / "model")
     refusals: list[str] = []
     history = read_history(folder / "run")
-    code_layers(find_blocks(model), history.plan.low_bits, torch.device("cpu"), history.plan.storage.coding)
+    code_layers(
+        find_blocks(model), history.plan.low_bits, torch.device("cpu"), history.plan.storage.quant_config
+    )
     checkpoint = newest_checkpoint(history, model, refusals.append)
     if checkpoint is not None:
         checkpoint.load(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from costmodel.formats.low_bits import Coding
+from costmodel.formats.low_bits import QuantConfig
 from executors.low_bits.coded import QuantizedTensor
 from studies.quzo import memory
 from studies.quzo.products import weight_only
@@ -14,11 +14,12 @@ from studies.speed.products import milliseconds
 
 
 @pytest.mark.parametrize(
-    "coding", [Coding("int8", dtype="bfloat16"), Coding("int4", "group", 32, dtype="bfloat16")]
+    "quant_config",
+    [QuantConfig("int8", dtype="bfloat16"), QuantConfig("int4", "group", 32, dtype="bfloat16")],
 )
-def test_a_weight_only_product_is_that_of_the_numbers_that_codes_stand_for(coding):
+def test_a_weight_only_product_is_that_of_the_numbers_that_codes_stand_for(quant_config):
     generator = torch.Generator().manual_seed(0)
-    coded = QuantizedTensor.empty(coding, torch.Size((64, 128)), torch.device("cpu"))
+    coded = QuantizedTensor.empty(quant_config, torch.Size((64, 128)), torch.device("cpu"))
     coded.encode(torch.randn(64, 128, generator=generator))
     inputs = torch.randn(16, 128, generator=generator).bfloat16()
     exact = inputs.double() @ coded.values(torch.float64).T

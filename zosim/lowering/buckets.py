@@ -40,10 +40,10 @@ def bucket_bytes(
 
     Examples
     --------
-    >>> from costmodel.formats.low_bits import Coding
+    >>> from costmodel.formats.low_bits import QuantConfig
     >>> bucket_bytes(100, 1, "float32", 64), bucket_bytes(100, 2, "float32", 64)
     (512, 576)
-    >>> bucket_bytes(64 * 64 + 64, 2, "float32", 64, [((64, 64), Coding("int4"))])
+    >>> bucket_bytes(64 * 64 + 64, 2, "float32", 64, [((64, 64), QuantConfig("int4"))])
     2752
     """
     if num_elements == 0:

@@ -42,7 +42,7 @@ Transfers = Literal["private", "shared", "sliced"]
 Point = Mapping[str, Mapping[str, object]]
 """Values of fields, by axis and name."""
 _SLOTS = (1, 2, 3)
-_CODINGS: tuple[Mapping[str, object], ...] = (
+_QUANT_CONFIGS: tuple[Mapping[str, object], ...] = (
     {"weights": "int8", "activations": "int8-token"},
     {"weights": "int4", "scales": "group"},
 )
@@ -99,7 +99,7 @@ def plans_of(
     contradiction: PlanError | None = None
     for mesh, placement, cut in shapes:
         points = _points(request, mesh, placement)
-        for point, drawn, coded in product(points, _draws(request), _codings(request, mesh)):
+        for point, drawn, coded in product(points, _draws(request), _quant_configs(request, mesh)):
             try:
                 plan = _plan(request, cut, mesh, placement, {**point, **drawn, **coded})
             except PlanError as error:
@@ -369,7 +369,7 @@ def _draws(request: Request) -> Iterator[Point]:
         yield {"directions": {"drawn_ahead": True}}
 
 
-def _codings(request: Request, mesh: Mesh) -> Iterator[Point]:
+def _quant_configs(request: Request, mesh: Mesh) -> Iterator[Point]:
     """Yield the formats that linear layers may be kept in: as all others, or in few bits where loss is allowed.
 
     Other lossy choices, codecs between stages and a transfer format that is asked for, are not tried together with codes.
@@ -379,7 +379,7 @@ def _codings(request: Request, mesh: Mesh) -> Iterator[Point]:
     is_plain = mesh.stage == 1 and request.axis(Residency).transfer_dtype is None
     has_linears = any(group.linears or group.frozen_linears for group in request.config.spec.groups)
     if is_open and is_plain and has_linears:
-        for coded in _CODINGS:
+        for coded in _QUANT_CONFIGS:
             yield {"low_bits": coded}
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from costmodel.formats import FORMATS, CodeFormat, DType, ScaleScope
-from costmodel.formats.low_bits import Coding, Fit
+from costmodel.formats import FORMATS, DType, QuantFormat, ScaleScope
+from costmodel.formats.low_bits import Fit, QuantConfig
 from costmodel.formats.roundings import EstimatorName, RoundedDirection
 from costmodel.storage import DenseStorage, QuantizedStorage
 from topology.errors import PlanError
@@ -84,7 +84,7 @@ class LowBits(Axis):
     """
 
     weights: Annotated[
-        Literal["none", CodeFormat],
+        Literal["none", QuantFormat],
         Setting(
             "--weight-format", "Codes that the blocks' linear layers are kept and trained in.", "numbers"
         ),
@@ -116,7 +116,7 @@ class LowBits(Axis):
         ),
     ] = False
     adapters: Annotated[
-        Literal["none", CodeFormat],
+        Literal["none", QuantFormat],
         Setting(
             "--adapter-format",
             "Codes that the A and B of adapters beside coded weights are kept and trained in.",
@@ -235,7 +235,7 @@ class LowBits(Axis):
             if stated:
                 yield (
                     f"{', '.join(stated)} without coded weights",
-                    f"name their format: --weight-format {CodeFormat.__args__[0]}",  # type: ignore[attr-defined]
+                    f"name their format: --weight-format {QuantFormat.__args__[0]}",  # type: ignore[attr-defined]
                 )
             return
         yield from self._conflicts_of_model(plan)
@@ -290,13 +290,13 @@ class LowBits(Axis):
                 return
 
     def _conflicts_of_model(self, plan: Plan) -> Iterator[Conflict]:
-        coding, groups = self.coding(plan.storage_dtype), plan.model.groups
-        assert coding is not None
+        quant_config, groups = self.quant_config(plan.storage_dtype), plan.model.groups
+        assert quant_config is not None
         linears = [one for group in groups for one in (*group.linears, *group.frozen_linears)]
         if not linears:
             yield f"{plan.model.name} states no linear layers that could be coded", "read the model again"
         try:
-            coding.check(linears)
+            quant_config.check(linears)
         except PlanError as error:
             yield error.message, error.hint or ""
 
@@ -359,11 +359,11 @@ class LowBits(Axis):
                 "use --kernel dequantise",
             )
 
-    def coding(self, storage: DType, *, is_full_range: bool = False) -> Coding | None:
+    def quant_config(self, storage: DType, *, is_full_range: bool = False) -> QuantConfig | None:
         """Return how matrices are kept that are codes, beside parameters in format `storage`; None where none is."""
         if self.weights == "none":
             return None
-        return Coding(
+        return QuantConfig(
             self.weights,
             self.scales,
             self.group_elements,
@@ -378,16 +378,16 @@ class LowBits(Axis):
         """Return how parameters are stored, and directions beside them."""
         dtype, distribution = plan.weights.dtype, plan.directions.distribution
         # Codes that another tool made go on using their lowest number where they did.
-        coding = self.coding(
+        quant_config = self.quant_config(
             dtype, is_full_range=plan.model.stored is not None and plan.model.stored.full_range
         )
-        if coding is None:
+        if quant_config is None:
             return DenseStorage(dtype=dtype, distribution=distribution)
         direction = RoundedDirection(distribution, self.direction_bits, self.sparsity)
         return QuantizedStorage(
             dtype=dtype,
             distribution=distribution,
-            coding=coding,
+            quant_config=quant_config,
             direction=direction,
             update_rounding=int(self.estimator == "q-rge2"),
             update_divisor=direction.divisor(self.estimator),

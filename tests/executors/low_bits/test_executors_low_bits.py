@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from costmodel.formats.low_bits import Coding
+from costmodel.formats.low_bits import QuantConfig
 from costmodel.formats.roundings import RoundedDirection
 from costmodel.models.configs import LoRA, read_model_spec
 from executors.low_bits import exact_products, linear
@@ -47,9 +47,9 @@ QUICK = (
     ("float8_e4m3", "tensor"),
     ("float4_e2m1", "group"),
 )
-CODINGS = [
+QUANT_CONFIGS = [
     pytest.param(
-        Coding(name, scales, group_elements=16, has_zero_point=zero),
+        QuantConfig(name, scales, group_elements=16, has_zero_point=zero),
         id=f"{name}-{scales}{'-zero' if zero else ''}",
         marks=() if (name, scales) in QUICK else pytest.mark.slow,
     )
@@ -63,9 +63,9 @@ def weight(outputs=6, inputs=32):
     return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(3)) * 0.02
 
 
-def coded(coding, values=None):
+def coded(quant_config, values=None):
     values = weight() if values is None else values
-    made = QuantizedTensor.empty(coding, values.shape, CPU)
+    made = QuantizedTensor.empty(quant_config, values.shape, CPU)
     made.encode(values)
     return made
 
@@ -101,33 +101,33 @@ def test_a_number_is_rounded_to_a_neighbour_and_on_average_to_itself(name):
 
 def test_the_group_that_is_proposed_divides_the_inputs_of_all_layers():
     with pytest.raises(PlanError) as told:
-        Coding("int4", "group", group_elements=24).check([(32, 32), (32, 48)])
+        QuantConfig("int4", "group", group_elements=24).check([(32, 32), (32, 48)])
     assert "--weight-group 16," in told.value.hint
 
 
-@pytest.mark.parametrize("coding", CODINGS)
-def test_codes_are_the_nearest_to_the_weights_and_survive_being_packed(coding):
-    made, values = coded(coding), weight()
+@pytest.mark.parametrize("quant_config", QUANT_CONFIGS)
+def test_codes_are_the_nearest_to_the_weights_and_survive_being_packed(quant_config):
+    made, values = coded(quant_config), weight()
     steps = made.grid.step(made.levels().float()) * torch.ones(values.shape)
     scales = made.scales.repeat_interleave(values.shape[1] // made.scales.shape[1], 1)
     error = (made.values(torch.float32) - values).abs()
     slack = (
-        1.05 if coding.has_zero_point else 1.001
+        1.05 if quant_config.has_zero_point else 1.001
     )  # zero points are whole, so an end may be cut off by half a step
     assert (error <= slack * steps * scales / 2 + 1e-9).float().mean() > (
-        0.95 if coding.has_zero_point else 0.999
+        0.95 if quant_config.has_zero_point else 0.999
     )
-    again = QuantizedTensor.empty(coding, values.shape, CPU)
+    again = QuantizedTensor.empty(quant_config, values.shape, CPU)
     again.load(made, "again")
     again._write(slice(0, len(values)), made.levels().float())
     assert torch.equal(again.codes, made.codes)
-    assert made.nbytes == coding.size_bytes([tuple(values.shape)])
+    assert made.nbytes == quant_config.size_bytes([tuple(values.shape)])
 
 
 @pytest.mark.crossed(quick=2, slow=4)
-@pytest.mark.parametrize("coding", CODINGS)
-def test_an_update_is_right_on_average_unless_it_saturates(coding):
-    before, num = coded(coding), 200
+@pytest.mark.parametrize("quant_config", QUANT_CONFIGS)
+def test_an_update_is_right_on_average_unless_it_saturates(quant_config):
+    before, num = coded(quant_config), 200
     direction = torch.randint(
         -7, 8, before.shape, dtype=torch.int8, generator=torch.Generator().manual_seed(1)
     )
@@ -137,7 +137,7 @@ def test_an_update_is_right_on_average_unless_it_saturates(coding):
         Moved(),
     )
     for i in range(num):
-        after = QuantizedTensor.empty(coding, before.shape, CPU)
+        after = QuantizedTensor.empty(quant_config, before.shape, CPU)
         after.load(before, "after")
         # Every element goes through all chances, each from another beginning.
         after.move(
@@ -151,7 +151,7 @@ def test_an_update_is_right_on_average_unless_it_saturates(coding):
     scales = before.scales.repeat_interleave(before.shape[1] // before.scales.shape[1], 1)
     wanted = levels - 2e-4 * direction / scales
     inside = (wanted > before.grid.low + 1) & (wanted < before.grid.high - 1)
-    assert inside.any() or coding.format == "int2"
+    assert inside.any() or quant_config.format == "int2"
     widest = 2 * scales * (before.grid.step(levels) * torch.ones(before.shape))
     error = (total / num + 2e-4 * direction).abs()
     assert (error[inside] <= (3 * widest / num + 1e-6)[inside]).all()
@@ -159,20 +159,22 @@ def test_an_update_is_right_on_average_unless_it_saturates(coding):
     assert moved.saturated <= moved.num - moved.unmoved
 
 
-def squared_error(coding, values):
-    return float((coded(coding, values).values(torch.float32) - values).square().sum())
+def squared_error(quant_config, values):
+    return float((coded(quant_config, values).values(torch.float32) - values).square().sum())
 
 
 @pytest.mark.parametrize("scales", ["tensor", "channel", "group"])
 @pytest.mark.parametrize("zero", [False, True])
 def test_scales_of_least_error_err_less_than_those_that_span_all(scales, zero):
     for name in ("int4", "int3"):
-        coding = Coding(name, scales, group_elements=16, has_zero_point=zero)
-        assert squared_error(replace(coding, fit="least-error"), weight()) < squared_error(coding, weight())
+        quant_config = QuantConfig(name, scales, group_elements=16, has_zero_point=zero)
+        assert squared_error(replace(quant_config, fit="least-error"), weight()) < squared_error(
+            quant_config, weight()
+        )
 
 
 def test_saturated_codes_stay_at_the_end_and_are_counted():
-    made = coded(Coding("int8", "tensor"), torch.tensor([[1.0, -1.0, 0.25, 0.0]]))
+    made = coded(QuantConfig("int8", "tensor"), torch.tensor([[1.0, -1.0, 0.25, 0.0]]))
     moved = Moved()
     made.move(
         torch.tensor([[-1, 1, 0, 0]], dtype=torch.int8), 1.0, lambda a, b: torch.zeros(b - a), counted=moved
@@ -182,13 +184,15 @@ def test_saturated_codes_stay_at_the_end_and_are_counted():
 
 
 def test_a_decay_moves_codes_towards_zero_and_not_towards_the_least():
-    made = coded(Coding("int8", "tensor", has_zero_point=True), torch.tensor([[0.5, 2.0, 1.0, 0.0]]))
+    made = coded(QuantConfig("int8", "tensor", has_zero_point=True), torch.tensor([[0.5, 2.0, 1.0, 0.0]]))
     made.move(torch.zeros(1, 4, dtype=torch.int8), 0.0, lambda a, b: torch.full((b - a,), 0.5), decay=0.5)
     assert torch.allclose(made.values(torch.float32), torch.tensor([[0.25, 1.0, 0.5, 0.0]]), atol=0.01)
 
 
-@pytest.mark.parametrize("coding", [Coding("int4", "group", group_elements=16), Coding("int8")])
-def test_several_threads_move_codes_as_one_does(coding):
+@pytest.mark.parametrize(
+    "quant_config", [QuantConfig("int4", "group", group_elements=16), QuantConfig("int8")]
+)
+def test_several_threads_move_codes_as_one_does(quant_config):
     values = weight(2100, 64)
     direction = torch.randint(
         -127, 128, values.shape, dtype=torch.int8, generator=torch.Generator().manual_seed(1)
@@ -197,7 +201,7 @@ def test_several_threads_move_codes_as_one_does(coding):
     for threads in (None, DrawThreads(2)):
         drawn = Chances([values.numel()], CPU, threads)
         chances = partial(drawn.between, parameter=0, key=rounding_key(1, 2, 0, "update"))
-        held.append(coded(coding, values))
+        held.append(coded(quant_config, values))
         moved.append(Moved())
         held[-1].move(direction, 3e-5, chances, decay=1e-3, counted=moved[-1])
     assert moved[0] == moved[1] != Moved()
@@ -327,10 +331,10 @@ def test_chances_that_are_passed_over_are_those_that_would_have_been_drawn():
 
 def test_weights_that_are_no_numbers_have_no_codes():
     with pytest.raises(ModelError, match="fc1 holds numbers that are infinite"):
-        QuantizedTensor.empty(Coding("int8"), torch.Size((1, 8)), CPU).encode(
+        QuantizedTensor.empty(QuantConfig("int8"), torch.Size((1, 8)), CPU).encode(
             torch.full((1, 8), torch.nan), "fc1"
         )
-    zeros = coded(Coding("int4", "group", group_elements=8), torch.zeros(2, 16))
+    zeros = coded(QuantConfig("int4", "group", group_elements=8), torch.zeros(2, 16))
     assert (zeros.scales > 0).all()
     assert not zeros.values(torch.float32).any()
 
@@ -338,20 +342,20 @@ def test_weights_that_are_no_numbers_have_no_codes():
 # -- products --------------------------------------------------------------------------------------------------
 
 
-def coded_linear(coding, low_bits, values=None):
+def coded_linear(quant_config, low_bits, values=None):
     layer = torch.nn.Linear(32, 6)
     block = torch.nn.Sequential(layer)
     with torch.no_grad():
         layer.weight.copy_(weight() if values is None else values)
     code_layers([block], low_bits, CPU)
     assert isinstance(layer, CodedLinear)
-    layer.coded = coded(coding, layer.weight.data)
+    layer.coded = coded(quant_config, layer.weight.data)
     return layer
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "float8_e4m3"])
 def test_a_direction_below_a_grid_step_acts_on_the_product(name):
-    layer = coded_linear(Coding(name), LowBits(weights=name))
+    layer = coded_linear(QuantConfig(name), LowBits(weights=name))
     inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(5))
     direction = torch.randint(-127, 128, (6, 32), dtype=torch.int8)
     plain = layer(inputs)
@@ -368,7 +372,7 @@ def test_a_direction_below_a_grid_step_acts_on_the_product(name):
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_a_product_of_integers_is_that_of_the_numbers_they_stand_for(name, activations):
     kernels = {
-        kernel: coded_linear(Coding(name), LowBits(weights=name, activations=activations, kernel=kernel))
+        kernel: coded_linear(QuantConfig(name), LowBits(weights=name, activations=activations, kernel=kernel))
         for kernel in ("int_mm", "dequantise")
     }
     inputs = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(5))
@@ -388,11 +392,11 @@ def test_a_product_of_integers_is_that_of_the_numbers_they_stand_for(name, activ
 @pytest.mark.parametrize("rows", [None, [1, 2, 65, 191], []])
 def test_outputs_made_part_by_part_are_those_made_at_once(monkeypatch, scope, rows):
     """Each output has its own sum and scales: parts in cache change no bit."""
-    coding = Coding("int8", dtype="bfloat16")
+    quant_config = QuantConfig("int8", dtype="bfloat16")
     layer = torch.nn.Linear(32, 192).bfloat16()
     low_bits = LowBits(weights="int8", activations=f"int8-{scope}")
     code_layers([torch.nn.Sequential(layer)], low_bits, CPU)
-    layer.coded = coded(coding, weight(192))
+    layer.coded = coded(quant_config, weight(192))
     generator = torch.Generator().manual_seed(5)
     direction = torch.randint(-127, 128, (192, 32), dtype=torch.int8, generator=generator)
     layer.beside = Beside(direction, 1e-5, None if rows is None else torch.tensor(rows, dtype=torch.long))
@@ -429,7 +433,7 @@ def test_inputs_are_divided_by_their_largest_magnitude(monkeypatch, dtype, scope
 
 def test_inputs_that_several_layers_read_are_coded_once(monkeypatch):
     layers = [
-        coded_linear(Coding("int8"), LowBits(weights="int8", activations="int8-token")) for _ in range(3)
+        coded_linear(QuantConfig("int8"), LowBits(weights="int8", activations="int8-token")) for _ in range(3)
     ]
     num_coded, inputs = [], torch.randn(4, 32, generator=torch.Generator().manual_seed(5))
     alone = linear.coded_inputs
@@ -457,7 +461,7 @@ def test_a_product_of_e4m3_numbers_is_that_of_the_numbers_they_stand_for(monkeyp
     monkeypatch.setattr(linear, "has_byte_product", lambda *_: True)  # a CPU has it, but slowly
     stated = {"weights": "float8_e4m3", "activations": f"float8-{scope}", "direction_bits": 5}
     layers = [
-        coded_linear(Coding("float8_e4m3"), LowBits(kernel=kernel, **stated))
+        coded_linear(QuantConfig("float8_e4m3"), LowBits(kernel=kernel, **stated))
         for kernel in ("scaled_mm", "dequantise")
     ]
     inputs = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(5))
@@ -564,7 +568,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity, sha
             )
         held = left[name]
         base[name] = (
-            coded(held.coding, parameter.data)
+            coded(held.quant_config, parameter.data)
             if isinstance(held, QuantizedTensor)
             else parameter.data.clone()
         )
@@ -632,7 +636,7 @@ def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits, monkeyp
     model = model_of("opt", num_hidden_layers=4, max_position_embeddings=64, **sizes)
     if "adapters" in low_bits:
         adapters = LoRA(rank=8, target_modules=("q_proj", "fc2"))
-        attach_lora(model, adapters, coding=LowBits(**low_bits).coding("float32"))
+        attach_lora(model, adapters, quant_config=LowBits(**low_bits).quant_config("float32"))
     queries = {"num_queries": 2 if "update_rounding" in low_bits else 1}
     plan = plan_of(model, low_bits=low_bits, size=2, seq=64, estimator=queries)
     program = lower(plan)
@@ -754,7 +758,7 @@ def adapted(low_bits, *, num_steps=3):
     attach_lora(model, ADAPTERS)
     plan = plan_of(model, low_bits=low_bits)
     again = model_of("opt", num_hidden_layers=2)
-    attach_lora(again, ADAPTERS, coding=plan.storage.coding)
+    attach_lora(again, ADAPTERS, quant_config=plan.storage.quant_config)
     with Session(plan, again, learning_rate=1e-2, seed=SEED) as session:
         for batch in batches(num_steps):
             session.step(batch)
