@@ -1,6 +1,6 @@
 """Cases whose steps were predicted and then run on this machine: as rows, and what reports say of them.
 
-A machine's pace changes within minutes (docs/decisions/0017-pace-of-a-machine.md). So a case has two predictions: for the pace of the
+A machine's pace changes within minutes (docs/decisions/0017-slowdown-of-a-machine.md). So a case has two predictions: for the pace of the
 calibration, and for the one that was found just before it ran.
 """
 
