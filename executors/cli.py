@@ -18,7 +18,7 @@ from topology.limits import MAX_THREADS
 from zosim.cli import NEEDED_TO_RUN, refuse_without
 from zosim.config import PlanConfig
 from zosim.console import emit, progress, stderr
-from zosim.options import EXPERT, Json, config_of, with_settings
+from zosim.options import EXPERT, Json, config_of, takes_earlier_names, with_settings
 from zosim.plans import Plan, Residency
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def run(
         emit(summary, json=as_json, text=summary_view(summary))
 
 
+@takes_earlier_names(RunConfig)
 def run_with(
     plan: Plan | Decision | str | Path | None = None,
     *,

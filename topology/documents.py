@@ -6,7 +6,7 @@ its own; names that it does not define are looked up in the catalogue that comes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -18,10 +18,14 @@ from pydantic import Field
 from topology.errors import TopologyError
 from topology.graph import Topology
 from topology.reading import MAX_YAML_BYTES, parse_yaml, read_text, shipped_yaml
+from topology.renamed import with_present_names
 from topology.schema import DeviceSpec, LinkType
 from topology.validation import FrozenModel, Location, did_you_mean, readable
 
 FORMAT_VERSION = 1
+RENAMED: Mapping[str, str] = {}
+"""Keys and values of topology files that were renamed (:mod:`topology.renamed`)."""
+
 _LINK_KEYS = frozenset({"id", "source", "target", "count", "type"})
 
 
@@ -97,6 +101,7 @@ def loads(text: str, *, what: str = "topology") -> Topology:
         As :func:`load`.
     """
     data, locate = _parse_yaml(text, what)
+    data = with_present_names(data, RENAMED)
     with readable(what, locate=locate):
         document = _Document.model_validate(data)
     own = _read_catalogue({"devices": document.devices, "link_types": document.link_types}, what, locate)

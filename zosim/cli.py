@@ -21,6 +21,7 @@ from topology.errors import ZosimError, refusal_of_machine, refusing_ignored
 from topology.printable import printable, spell_what_cannot_be_written
 from zosim import registry
 from zosim.console import stderr, stdout
+from zosim.renamed import Command
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -88,14 +89,23 @@ class CommandGroup(TyperGroup):
 
 @cache
 def build(name: str, registered: Any) -> Any:
-    """Command object of a registered function, or group of a registered ``typer.Typer``."""
+    """Command object of a registered function, or group of a registered ``typer.Typer``; earlier spellings of options work."""
     if isinstance(registered, typer.Typer):
+        _take_earlier_names(registered)
         group = typer.main.get_group(registered)
         group.name = name
         return group
     single = typer.Typer(add_completion=False)
-    single.command(name)(registered)
+    single.command(name, cls=Command)(registered)
     return typer.main.get_command(single)
+
+
+def _take_earlier_names(group: typer.Typer) -> None:
+    for command in group.registered_commands:
+        command.cls = Command if command.cls in (None, TyperCommand) else command.cls
+    for inner in group.registered_groups:
+        if inner.typer_instance is not None:
+            _take_earlier_names(inner.typer_instance)
 
 
 def missing_extra(error: ModuleNotFoundError) -> ZosimError:

@@ -37,6 +37,7 @@ from zosim.options import (
     RankToCompare,
     Threads,
     config_of,
+    takes_earlier_names,
 )
 from zosim.plans import Plan, Section
 
@@ -56,6 +57,7 @@ class PlanOptions(Section):
     adapters: AdapterSettings = AdapterSettings()
 
 
+@takes_earlier_names(PlanOptions)
 def plan(
     model: ModelName,
     hardware: HardwareName = HOST,
@@ -111,6 +113,7 @@ def plan(
     return decisions[0]
 
 
+@takes_earlier_names()
 def simulate(
     plan: Plan | Decision | str | Path,
     hardware: Hardware = None,
@@ -176,6 +179,7 @@ def simulate(
     return subject
 
 
+@takes_earlier_names()
 def compare(
     run: str | Path,
     plan: Plan | PathOrText = None,

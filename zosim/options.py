@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import BaseModel, TypeAdapter
@@ -20,11 +20,13 @@ from typer.core import TyperOption
 
 from topology.errors import PlanError
 from topology.validation import did_you_mean, readable
+from zosim import renamed
 from zosim.plans.setting import Section, Setting, SettingField, fields_of
 from zosim.simulators import Engine
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _Tree = TypeVar("_Tree", bound=Section)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 PlanFile = Annotated[Path, typer.Argument(help="A plan written by `zosim plan -o`.", show_default=False)]
 _PROFILE = typer.Option("--profile", help="Calibrated rates to predict with, from `zosim calibrate -o`.")
@@ -201,7 +203,7 @@ def bare(annotation: Any) -> Any:
 
 @cache
 def options_of(tree: type[Section], path: tuple[str, ...] = ()) -> tuple[ConfigOption, ...]:
-    """Return the options of the settings of a config tree, earlier spellings included."""
+    """Return the options of the settings of a config tree, synonyms included."""
     whole: Setting | None = getattr(tree, "setting", None)
     known = {"": SettingField("", None, ..., whole)} if whole else fields_of(tree)
     options: list[ConfigOption] = []
@@ -312,9 +314,29 @@ def with_settings(
     return decorate
 
 
+def takes_earlier_names(
+    tree: type[Section] | None = None, only: Collection[str] = ()
+) -> Callable[[_Function], _Function]:
+    """Let a function take the earlier spellings of its keywords (:mod:`zosim.renamed`), which include the settings of a config tree."""
+
+    def decorate(function: _Function) -> _Function:
+        @wraps(function)
+        def called(*arguments: Any, **settings: Any) -> Any:
+            if settings and (renamed.OPTIONS or renamed.VALUES):
+                of_tree = {option.name for option in (options_of(tree) if tree else ())}
+                known = {*inspect.signature(function).parameters, *(only or of_tree)}
+                settings = renamed.in_present_words(settings, known)
+            return function(*arguments, **settings)
+
+        return cast("_Function", called)
+
+    return decorate
+
+
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """Return a function's parameters; of their types, those that only a type checker knows are no option's."""
-    known = ChainMap(getattr(function, "__globals__", {}), vars(builtins), defaultdict(lambda: Any))
+    names = getattr(inspect.unwrap(function), "__globals__", {})
+    known = ChainMap(names, vars(builtins), defaultdict(lambda: Any))
     return list(inspect.signature(function, eval_str=True, locals=known).parameters.values())
 
 

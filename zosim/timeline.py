@@ -21,11 +21,15 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, TypeAdapter
 
 from topology.errors import TimelineError
+from topology.renamed import with_present_names
 from topology.validation import readable
 from zosim.documents import Document, DocumentKind, json_by_lines
 from zosim.program.instructions import Part, Space, Stream
 
 TIMELINE_VERSION: Literal[1] = 1
+RENAMED: Mapping[str, str] = {}
+"""Fields that were renamed of a timeline (:mod:`topology.renamed`)."""
+
 _STREAM_ORDER = {stream: number for number, stream in enumerate(Stream)}
 
 
@@ -370,7 +374,7 @@ class Timeline(Document):
     def from_data(cls, data: dict[str, Any], where: str) -> Timeline:
         """Return the timeline that the object of :meth:`to_json` describes."""
         with readable(f"timeline {where}", TimelineError):
-            return _ADAPTER.validate_python(data)
+            return _ADAPTER.validate_python(with_present_names(data, RENAMED))
 
 
 _ADAPTER: TypeAdapter[Timeline] = TypeAdapter(Timeline)

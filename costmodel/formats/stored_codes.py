@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 
 from costmodel.formats import FORMATS, QuantFormat, ScaleScope
 from topology.errors import ModelError, PlanError
+from topology.renamed import with_present_names
 from topology.validation import readable, without_removed
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ OWN_WEIGHTS_NAME = "codes.safetensors"
 """File of zosim's own layout. Under a name that no other tool looks for: one that ignores ``quantization_config`` finds no weights."""
 
 _OWN_VERSION = 1
+
+RENAMED: Mapping[str, str] = {}
+"""Fields and values that were renamed (:mod:`topology.renamed`) of what directories of zosim's own were written with."""
 
 _REMOVED_FIELDS: Mapping[str, object] = {"parts": "blocks", "outliers": 0.0}
 _REMOVED_VALUES: Mapping[str, tuple[object, ...]] = {"weights": ("best8", "best4")}
@@ -75,8 +79,9 @@ class StoredCodes(BaseModel):
     def _of_earlier_versions(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        present = with_present_names(data, RENAMED)
         return without_removed(
-            data, "quantization_config", ModelError, names=_REMOVED_FIELDS, values=_REMOVED_VALUES
+            present, "quantization_config", ModelError, names=_REMOVED_FIELDS, values=_REMOVED_VALUES
         )
 
     @property

@@ -10,6 +10,7 @@ groups belong to one segment; a tied token table belongs to two.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache, cached_property
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from costmodel.formats import StorageFormat
 from costmodel.formats.stored_codes import StoredCodes
 from topology.errors import ModelError
 from topology.limits import Blocks, Elements, ElementsOrNone, Extent
+from topology.renamed import with_present_names
 
 EMBED = "embed"
 HEAD = "head"
@@ -59,6 +61,10 @@ def segments_of(num_blocks: int, cut_blocks: tuple[int, ...] = ()) -> tuple[str,
         name = block_segment(i)
         segments += [name + FRONT, name + BACK] if i in cut_blocks else [name]
     return (*segments, HEAD)
+
+
+RENAMED: Mapping[str, str] = {}
+"""Fields and values of a model specification that were renamed (:mod:`topology.renamed`)."""
 
 
 class ParameterGroup(BaseModel):
@@ -195,6 +201,11 @@ class ModelSpec(BaseModel):
     groups: tuple[ParameterGroup, ...]
     stored: StoredCodes | None = None
     checkpoint_dtype: StorageFormat | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_versions(cls, data: Any) -> Any:
+        return with_present_names(data, RENAMED)
 
     @model_validator(mode="after")
     def _groups_cover_segments(self) -> ModelSpec:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -21,6 +21,7 @@ from pydantic import (
 from topology.errors import ProfileError
 from topology.limits import Ranks
 from topology.reading import read_json_object
+from topology.renamed import with_present_names
 from topology.signed import save_signed, without_digest
 from topology.validation import readable
 
@@ -30,6 +31,9 @@ Bound = Literal["central", "low", "high"]
 DeviceKind = Literal["cpu", "gpu"]
 
 _VERSION = 3
+RENAMED: Mapping[str, str] = {}
+"""Fields, and names of constants, that were renamed of a profile (:mod:`topology.renamed`)."""
+
 
 CONSTANT_UNITS: dict[str, str] = {
     "matmul_rate": "flop/s",
@@ -302,6 +306,11 @@ class Profile(BaseModel):
     interval_scale: PositiveFloat = 1.0
     disturbed_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     constants: tuple[Constant, ...]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_versions(cls, data: Any) -> Any:
+        return with_present_names(data, RENAMED)
 
     @model_validator(mode="after")
     def _is_complete(self) -> Profile:

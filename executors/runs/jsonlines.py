@@ -16,6 +16,10 @@ from typing import Any, Self
 from executors.files import naming, open_own
 from topology.errors import RunError
 from topology.reading import parse_json, read_bytes
+from topology.renamed import with_present_names
+
+RENAMED: Mapping[str, str] = {}
+"""Keys that were renamed of the rows of a run's logs (:mod:`topology.renamed`)."""
 
 MAX_LOG_BYTES = 4 * 2**30
 """A run of ten million steps has less."""
@@ -67,7 +71,7 @@ def _object(path: Path, number: int, text: bytes) -> dict[str, Any]:
         raise RunError(f"{complaint}: it is not UTF-8 text, {error.reason}", hint=hint) from None
     if not isinstance(row, dict):
         raise RunError(f"{path} line {number} is damaged: it holds a JSON {type(row).__name__}")
-    return row
+    return with_present_names(row, RENAMED)
 
 
 class JsonLines:

@@ -26,6 +26,7 @@ from executors.runs.settings import DataSettings, EvaluationSettings, LossName, 
 from topology.errors import RunError, ZosimError
 from topology.limits import Seed, Threads
 from topology.reading import parse_json, read_text
+from topology.renamed import with_present_names
 from topology.signed import with_digest, without_digest
 from topology.validation import readable
 from zosim.plans import Plan
@@ -33,7 +34,7 @@ from zosim.plans import Plan
 HEADER_NAME = "run.json"
 STEPS_NAME = "steps.jsonl"
 REFUSED_NAME = "steps-refused.jsonl"
-RUNLOG_VERSION = 3
+RUNLOG_VERSION, OLDER_VERSIONS = 3, (2,)
 
 
 class _Section(BaseModel):
@@ -187,17 +188,18 @@ def read_header(directory: str | Path) -> dict[str, Any]:
     text = read_text(path, "run's header", RunError)
     header = parse_json(text, f"{path} is damaged", RunError, hint="restore the file from a copy")
     version = header.get("version") if isinstance(header, dict) else type(header).__name__
-    if version not in (2, RUNLOG_VERSION):
+    if version not in (*OLDER_VERSIONS, RUNLOG_VERSION):
         raise RunError(f"{path} is not the header of a run (version {version!r}, known is {RUNLOG_VERSION})")
-    missing = [name for name in _HEADER_FIELDS if name not in header]
-    if missing:
-        raise RunError(f"{path} is damaged: it lacks {', '.join(missing)}")
     header, is_whole = without_digest(header)
     if not is_whole:
         raise RunError(
             f"{path} is damaged: it does not have the digest it states",
             hint="restore the file from a copy; options are changed on the command line, not in it",
         )
+    header = upgrade(header)
+    missing = [name for name in _HEADER_FIELDS if name not in header]
+    if missing:
+        raise RunError(f"{path} is damaged: it lacks {', '.join(missing)}")
     return _checked(header, path)
 
 
@@ -205,22 +207,22 @@ def _checked(header: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return a header with every field of its plan, or raise if one is missing, unknown or not what it should be."""
     try:
         with readable(str(path), RunError, model=RunHeader):
-            known = RunHeader.model_validate_json(json.dumps(upgrade(header)))
+            known = RunHeader.model_validate_json(json.dumps(header))
     except RunError:
         raise
     except ZosimError as error:  # of a part that checks itself
         raise RunError(f"{path} is not valid: {error.message}", hint=error.hint) from error
-    return {**upgrade(header), "plan": known.plan.model_dump(mode="json")}
+    return {**header, "plan": known.plan.model_dump(mode="json")}
+
+
+RENAMED: Mapping[str, str] = {"run.schedule": "learning_rate"}
+"""Fields of a header that were renamed (:mod:`topology.renamed`), but for those of its plan, which upgrades itself."""
 
 
 def upgrade(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a header in the fields of this version: version 2 called the learning rate a schedule."""
-    if header.get("version") != 2:
-        return dict(header)
-    upgraded = {**header, "version": 3}
-    if isinstance(run := header.get("run"), dict):
-        upgraded["run"] = {"learning_rate" if name == "schedule" else name: run[name] for name in run}
-    return upgraded
+    """Return a header in the fields of this version."""
+    version = {"version": RUNLOG_VERSION} if header.get("version") in OLDER_VERSIONS else {}
+    return with_present_names(dict(header) | version, RENAMED)
 
 
 _HEADER_FIELDS = ("epsilon", "weight_decay", "plan", "trainable", "base_digest", "seed", "loss_dtype")

@@ -58,7 +58,7 @@ class Setting:
     recorded_as : str
         Name in a run's identity, where it is not the option's (the field's, of a field without one).
     aliases : tuple of str
-        Earlier spellings of the option, which still work and are not shown.
+        Synonyms of the option that help pages do not show. Earlier spellings stand in :mod:`zosim.renamed`.
     typed : type, optional
         What is typed, where it is not of the field's type.
     parse : callable, optional

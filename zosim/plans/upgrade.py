@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from topology.errors import PlanError
+from topology.renamed import with_present_names
 from topology.validation import without_removed
 
 PLAN_VERSION: Literal[2] = 2
+
+RENAMED: Mapping[str, str] = {}
+"""Axes, fields and values that were renamed (:mod:`topology.renamed`); a plan of version 1 is read as one of version 2 before."""
 
 _MOVED = {
     ("estimator", "direction"): ("directions", "distribution"),
@@ -56,7 +60,7 @@ def upgrade(data: dict[str, Any]) -> dict[str, Any]:
     PlanError
         If it needs what was removed since.
     """
-    upgraded = _of_version_1(data) if data.get("version") == 1 else dict(data)
+    upgraded = with_present_names(_of_version_1(data) if data.get("version") == 1 else dict(data), RENAMED)
     for axis in {*_REMOVED_FIELDS, *_REMOVED_VALUES}:
         if isinstance(fields := upgraded.get(axis), dict):
             if axis == "low_bits" and _is_full_range(upgraded.get("model")):

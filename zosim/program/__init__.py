@@ -21,11 +21,15 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from topology.errors import ProgramError
+from topology.renamed import with_present_names
 from topology.validation import readable
 from zosim.documents import Document, DocumentKind, json_by_lines
 from zosim.program.instructions import PARTS, Access, Buffer, Instruction, Part
 
 PROGRAM_VERSION: Literal[2] = 2
+RENAMED: Mapping[str, str] = {}
+"""Fields, and kinds of operations, that were renamed of a program (:mod:`topology.renamed`)."""
+
 ALIGNMENT_BYTES = 64
 """Tensors of a bucket start at multiples of this where nothing asks for more: misaligned weights change the bits of a product."""
 OLDEST_VERSION = 1
@@ -113,7 +117,8 @@ class Program(Document):
     def from_data(cls, data: Mapping[str, Any], where: str) -> Program:
         """Return the program that :meth:`to_data` made."""
         with readable(f"program {where}", ProgramError):
-            return _ADAPTER.validate_python(_upgraded(data) if data.get("version") == 1 else data)
+            present = _upgraded(data) if data.get("version") == 1 else dict(data)
+            return _ADAPTER.validate_python(with_present_names(present, RENAMED))
 
     def to_json(self) -> str:
         """Return the program as JSON, one instruction to a line so that it can be edited by hand."""

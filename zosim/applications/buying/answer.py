@@ -17,7 +17,7 @@ from zosim.applications.buying.offers import BuyerLimits, Market, Offer, RankBy,
 from zosim.applications.buying.sensitivity import Change, Effect, MemoryRoom, effects, limiter, percent, rooms
 from zosim.applications.buying.shortfall import shortfall
 from zosim.config import PlanConfig, merge
-from zosim.options import config_of
+from zosim.options import config_of, takes_earlier_names
 from zosim.planning.cuts import cutting_of
 from zosim.report import Bullets, Part, Report, Table
 
@@ -129,6 +129,7 @@ class Answer:
         }
 
 
+@takes_earlier_names(PlanConfig, JOB_OPTIONS)
 def buy(
     model: str,
     *,

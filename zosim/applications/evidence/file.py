@@ -23,6 +23,7 @@ from costmodel.scoring import Row
 from topology.errors import ZosimError
 from topology.graph import Topology
 from topology.reading import read_json_object
+from topology.renamed import with_present_names
 from topology.signed import with_digest, without_digest
 from topology.validation import FrozenModel, RuleError, readable
 from zosim.analysis.compare import Comparison, compare, slowest_rank
@@ -36,6 +37,9 @@ from zosim.timeline import Timeline
 
 EVIDENCE_FORMAT: Literal["zosim-evidence"] = "zosim-evidence"
 EVIDENCE_VERSION: Literal[1] = 1
+RENAMED: Mapping[str, str] = {}
+"""Fields that were renamed of evidence (:mod:`topology.renamed`), but for plan and profile, which upgrade themselves."""
+
 
 SAME_PREDICTION = 1e-6
 """Relative difference up to which a prediction counts as the same: sums of durations on another processor."""
@@ -218,7 +222,7 @@ class Evidence(FrozenModel):
             )
         try:
             with readable(f"evidence {path}", EvidenceError, model=cls):
-                return cls.model_validate(content)
+                return cls.model_validate(with_present_names(content, RENAMED))
         except EvidenceError:
             raise
         except ZosimError as error:  # of a part that checks itself

@@ -1,0 +1,158 @@
+"""Earlier spellings of options, values, keywords and keys of files work for one release, and say so."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from importlib import import_module
+from typing import Annotated, Literal
+
+import pytest
+import typer
+
+import zosim
+from costmodel.models import model_spec
+from costmodel.rates import profile
+from topology.errors import PlanError
+from zosim import cli, renamed
+from zosim.plans import Plan
+
+GONE = "the old spelling goes in the next release"
+
+
+def plain(
+    text: Annotated[str, typer.Option("--text", "-t", help="Text.")] = "",
+    flag: Annotated[bool, typer.Option(help="Flag.")] = True,
+    order: Annotated[Literal["full", "lazy"], typer.Option(help="Order.")] = "full",
+) -> None:
+    """Print what was typed."""
+    print(json.dumps([text, flag, order]))
+
+
+app = typer.Typer(help="A group.")
+app.command()(plain)
+app.callback()(lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def tables(monkeypatch):
+    options = (
+        ("--words", "--text"),
+        ("--sign", "--flag"),
+        ("--words", "--num-batches"),
+        ("--size", "--batch"),
+    )
+    monkeypatch.setattr(renamed, "OPTIONS", options)
+    monkeypatch.setattr(renamed, "VALUES", (("--order", "sweep", "full"), ("--dtype", "real", "float32")))
+
+
+def typed(command, arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command(arguments)
+    printed = capsys.readouterr()
+    return ended.value.code or 0, printed.out, printed.err
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: (cli.build("plain", plain), []), lambda: (cli.build("app", app), ["plain"])]
+)
+@pytest.mark.parametrize(
+    ("arguments", "meant", "warned"),
+    [
+        (["--words", "a"], ["a", True, "full"], ["--words is now --text"]),
+        (["--words=a"], ["a", True, "full"], ["--words is now --text"]),
+        (["--no-sign"], ["", False, "full"], ["--no-sign is now --no-flag"]),
+        (["--order", "sweep"], ["", True, "full"], ["--order sweep is now --order full"]),
+        (["--order=sweep"], ["", True, "full"], ["--order sweep is now --order full"]),
+        (["-t", "--words"], ["--words", True, "full"], []),
+        (["--text", "--words", "--sign"], ["--words", True, "full"], ["--sign is now --flag"]),
+        (["--text", "sweep"], ["sweep", True, "full"], []),
+    ],
+)  # fmt: skip
+def test_an_earlier_spelling_works_and_warns_once(build, arguments, meant, warned, capsys):
+    command, path = build()
+    code, out, err = typed(command, [*path, *arguments], capsys)
+    assert (code, json.loads(out)) == (0, meant)
+    assert err.splitlines() == [f"warning: {what}; {GONE}" for what in warned]
+
+
+def test_help_does_not_show_an_earlier_spelling(capsys):
+    _, out, _ = typed(cli.build("plain", plain), ["--help"], capsys)
+    assert "--text" in out
+    assert "--words" not in out
+
+
+def test_an_option_that_no_command_has_is_refused_as_it_was_typed(capsys):
+    code, _, err = typed(cli.build("plain", plain), ["--size", "3"], capsys)
+    assert code == 2
+    assert "--size" in err
+
+
+def test_only_the_first_of_several_ranks_warns(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert typed(cli.build("plain", plain), ["--words", "a"], capsys)[2] == ""
+    monkeypatch.setenv("RANK", "0")
+    assert "--words is now --text" in typed(cli.build("plain", plain), ["--words", "a"], capsys)[2]
+
+
+def test_a_function_takes_earlier_keywords_and_values():
+    here = {"seq": 16, "dtype": "float32"}
+    with pytest.warns(DeprecationWarning, match=f"^size= is now batch=; {GONE}$") as caught:
+        decision = zosim.plan("opt-1m", "cpu-laptop", size=3, **here)
+    assert decision.plan.batch == 3
+    assert caught[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match=f"^dtype='real' is now dtype='float32'; {GONE}$"):
+        zosim.plan("opt-1m", "cpu-laptop", seq=16, dtype="real")
+    with pytest.raises(PlanError, match="there is no setting 'size'"):
+        zosim.plan("opt-1m", "cpu-laptop", size=3, batch=3, **here)
+
+
+def test_a_function_takes_earlier_names_of_its_own_parameters(monkeypatch):
+    monkeypatch.setattr(renamed, "OPTIONS", (("--players", "--engine"),))
+    decision = zosim.plan("opt-1m", "cpu-laptop", seq=16, dtype="float32")
+    with pytest.warns(DeprecationWarning, match="players= is now engine="):
+        assert zosim.simulate(decision, players="simpy").engine == "simpy"
+
+
+def test_present_spellings_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zosim.plan("opt-1m", "cpu-laptop", seq=16, dtype="float32", batch=2)
+
+
+@pytest.fixture(scope="module")
+def good_plan() -> dict[str, object]:
+    return json.loads(zosim.plan("opt-1m", "cpu-laptop", seq=16).plan.model_dump_json())
+
+
+def test_plans_models_are_read_in_earlier_names(monkeypatch, good_plan):
+    monkeypatch.setattr(
+        import_module("zosim.plans.upgrade"), "RENAMED", {"moves": "residency", "residency.where": "blocks"}
+    )
+    monkeypatch.setattr(model_spec, "RENAMED", {"width": "hidden_size"})
+    residency = dict(good_plan["residency"])
+    residency["where"] = residency.pop("blocks")
+    model = dict(good_plan["model"])
+    model["width"] = model.pop("hidden_size")
+    old = good_plan | {"moves": residency, "model": model}
+    del old["residency"]
+    assert Plan.model_validate(old) == Plan.model_validate(good_plan)
+
+
+def test_a_profile_is_read_in_earlier_names(monkeypatch, tmp_path):
+    from topology.hardware import resolve
+    from zosim.hardware.profiles import Profiles
+
+    topology = resolve("cpu-laptop")
+    device = topology.compute_devices[0].id
+    good = Profiles(topology).of(device)
+    old = good.model_dump(mode="json")
+    old["device"] = old.pop("device_name")
+    for constant in old["constants"]:
+        constant["name"] = constant["name"].replace("burst", "peak")
+    rows = {"device": "device_name", "constants.name=peak*": "burst*"}
+    monkeypatch.setattr(profile, "RENAMED", rows)
+    assert profile.Profile.model_validate(old) == good
+    path = tmp_path / "profile.json"
+    profile.save_signed(old, path, "profile", profile.ProfileError)
+    assert profile.load_profile(path) == good

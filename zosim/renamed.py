@@ -1,0 +1,125 @@
+"""Options and their values that were renamed: the earlier spelling works for one release, unseen on help pages, and warns.
+
+The tables hold for every command and for the keywords of every function of zosim that has the option of the present name.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from typer.core import TyperCommand
+
+from zosim.console import stderr
+
+OPTIONS: tuple[tuple[str, str], ...] = ()
+"""Earlier and present spelling of an option, as ``("--queries", "--num-perturbations")``.
+
+Of several rows with one earlier spelling, that one holds whose present spelling the command has.
+"""
+
+VALUES: tuple[tuple[str, str, str], ...] = ()
+"""Option by its present spelling, and earlier and present spelling of a value, as ``("--traversal", "sweep", "full")``."""
+
+GONE_SOON = "the old spelling goes in the next release"
+
+
+def present_option(spelled: str, known: Collection[str]) -> str:
+    """Return an option in its present spelling, of those that a command has; one that was not renamed as it is.
+
+    Examples
+    --------
+    >>> present_option("--batch", {"--batch"})
+    '--batch'
+    """
+    if spelled in known:
+        return spelled
+    for prefix in ("--", "--no-"):
+        for earlier, present in OPTIONS:
+            renamed = prefix + present[2:]
+            if spelled == prefix + earlier[2:] and renamed in known:
+                return renamed
+    return spelled
+
+
+def present_value(option: str, value: Any) -> Any:
+    """Return an option's value in its present spelling; one that was not renamed as it is."""
+    return next((present for named, earlier, present in VALUES if (named, earlier) == (option, value)), value)
+
+
+class Command(TyperCommand):
+    """A command that also takes the earlier spellings of its options and their values."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read a command line."""
+        return super().parse_args(ctx, list(self._in_present_words(ctx, args)))
+
+    def _in_present_words(self, ctx: Any, args: list[str]) -> Iterator[str]:
+        takes_value = {
+            name: not (getattr(parameter, "is_flag", False) or getattr(parameter, "count", False))
+            for parameter in self.get_params(ctx)
+            if parameter.param_type_name == "option"
+            for name in (*parameter.opts, *parameter.secondary_opts)
+        }
+        words = iter(args)
+        for word in words:
+            if word == "--":
+                yield word
+                break
+            spelled, equals, value = word.partition("=")
+            option = present_option(spelled, takes_value) if word.startswith("--") else spelled
+            if option != spelled:
+                _warn(f"{spelled} is now {option}")
+            yield option + equals + (_present_value(option, value) if equals else "")
+            if takes_value.get(option) and not equals:
+                yield from (
+                    _present_value(option, value) for value in [next(words, None)] if value is not None
+                )
+        yield from words
+
+
+def _present_value(option: str, value: str) -> str:
+    present = present_value(option, value)
+    if present != value:
+        _warn(f"{option} {value} is now {option} {present}")
+    return str(present)
+
+
+def _warn(what: str) -> None:
+    """Print a warning, by the first of several ranks only."""
+    if os.environ.get("RANK", "0") == "0":
+        stderr.print(f"warning: {what}; {GONE_SOON}", soft_wrap=True)
+
+
+def in_present_words(settings: dict[str, Any], known: Collection[str], stacklevel: int = 2) -> dict[str, Any]:
+    """Return a function's keywords and their values in present spellings, and warn of each earlier one.
+
+    Parameters
+    ----------
+    settings : dict
+    known : collection of str
+        Keywords that the function has.
+    stacklevel : int
+        As of :func:`warnings.warn`, counted from the caller of this function.
+    """
+    options = {_option(name) for name in known}
+    present = {}
+    for spelled, given in settings.items():
+        option = present_option(_option(spelled), options)
+        name, value = option[2:].replace("-", "_"), given
+        if name in settings:
+            name = spelled  # who gives both means neither
+        if name != spelled:
+            message = f"{spelled}= is now {name}=; {GONE_SOON}"
+            warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)
+        if isinstance(given, str) and (value := present_value(option, given)) != given:
+            message = f"{name}={given!r} is now {name}={value!r}; {GONE_SOON}"
+            warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)
+        present[name] = value
+    return present
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
