@@ -5,10 +5,11 @@ Between steps only, after a flush. What is fetched lies in host memory, in the f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from executors.low_bits.stored import Stored
 from executors.models.engine import ForwardEngine
@@ -85,23 +86,42 @@ class WholeModel:
                 continue
             # All ranks of the pipeline take part in the broadcast, whether or not they keep what comes.
             is_kept = communicator.rank not in holders and (communicator.is_first or not on_first_alone)
-            for tensor in self._engine.tensors_of(group.name):
-                held = self._spread(communicator, holders, tensor)
+            tensors = self._engine.tensors_of(group.name)
+            for tensor, held in zip(tensors, self._spread(communicator, group.name, tensors), strict=True):
                 if is_kept:
                     tensor.hold(held.to(self._device))
                     fetched.append(tensor)
         return fetched
 
-    def _spread(self, communicator: Communicator, holders: tuple[int, ...], tensor: NamedTensor) -> Stored:
-        if communicator.rank == holders[0]:
-            held = tensor.held.to(torch.device("cpu"), self._storage)
+    def _spread(self, communicator: Communicator, group: str, tensors: Sequence[NamedTensor]) -> list[Stored]:
+        """Return a group's tensors as the first rank that holds the group has them.
+
+        The group is one message: an evaluation fetches every group for every forward, and a message for each tensor would wait
+        for all ranks a dozen times as often.
+        """
+        holder = self._owners[group][0]
+        if communicator.rank == holder:
+            held = [tensor.held.to(torch.device("cpu"), self._storage) for tensor in tensors]
         else:
-            pieces = tensor.pieces(self._storage).values()
-            held = tensor.stored_in(torch.zeros(shape, dtype=dtype) for shape, dtype in pieces)
-        for values in held.dump().values():
-            flat = values.contiguous().view(-1).view(torch.uint8)
-            communicator.broadcast_host(PIPELINE, holders[0], flat, f"fetching {tensor.name}")
+            held = [
+                tensor.stored_in(
+                    torch.empty(shape, dtype=dtype) for shape, dtype in tensor.pieces(self._storage).values()
+                )
+                for tensor in tensors
+            ]
+        values = [part for one in held for part in one.dump().values()]
+        message = torch.cat([_bytes_of(part) for part in values]) if values else torch.empty(0)
+        if message.numel():
+            communicator.broadcast_host(PIPELINE, holder, message, f"fetching {group}")
+        if communicator.rank != holder:
+            for part, received in zip(values, message.split([part.nbytes for part in values]), strict=True):
+                _bytes_of(part).copy_(received)
         return held
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes: a view, where it is contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _owners(plan: Plan, engine: ForwardEngine, communicator: Communicator) -> dict[str, tuple[int, ...]]:

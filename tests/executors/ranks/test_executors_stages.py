@@ -80,3 +80,24 @@ def test_updates_of_codes_are_counted_on_all_stages():
 
     (whole,) = {str(found) for found in on_stages(CASES["int8"], work=counts)}
     assert whole == str(on_one_device(CASES["int8"], work=counts))
+
+
+def test_an_evaluation_fetches_each_parameter_group_in_one_message():
+    def messages(session, lines):
+        sent, broadcast = [], session.communicator.broadcast_host
+
+        def recorded(group, owner, tensor, what):
+            sent.append(what)
+            broadcast(group, owner, tensor, what)
+
+        session.communicator.broadcast_host = recorded
+        loss = session.loss(lines[0])
+        return loss, sent
+
+    case = Case(("block.0", "block.1"))
+    found = on_stages(case, work=messages)
+    assert len({loss for loss, _ in found}) == 1
+    for _, sent in found:
+        sent.remove("fetching embed.tokens")  # tied: once with the embedding, once with the head
+        assert len(sent) > 4
+        assert len(set(sent)) == len(sent)
