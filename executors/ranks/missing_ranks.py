@@ -58,7 +58,7 @@ _now_s = time.monotonic
 
 _CONNECT_HINT = (
     "ranks of one host connect over the loopback interface: see that it is up (ip link show lo) and that no firewall "
-    "closes it; ranks of several hosts need the ports that docs/how-to/several-hosts.md names"
+    "closes it; ranks of several hosts need the ports that docs/explanation/network-security.md names"
 )
 
 
