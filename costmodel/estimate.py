@@ -287,7 +287,7 @@ def _draw_terms(work: Work, values: Mapping[str, float]) -> dict[str, float]:
     part = _by_format("shared_draw_part", kind, values) if work.num_shared_draws else 1.0
     seeding_s = work.num_seeds * values.get("seed_s", 0.0)
     shared_s = (work.num_shared_normals * number_s + seeding_s) * part
-    split_s = work.num_split_walks * values.get("split_s", 0.0)
+    split_s = work.num_split_sequences * values.get("split_s", 0.0)
     # A device whose generators cannot jump passes over every number.
     jump_s = values.get("jump_s")
     num_passed = work.num_skipped - (0 if jump_s is None else work.num_jumped)

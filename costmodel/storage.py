@@ -171,7 +171,7 @@ class DenseStorage:
         *,
         is_whole: bool,
         sparse: Sequence[Linear] = (),
-        walked: int | None = None,
+        sequential_elements: int | None = None,
     ) -> Work:
         """Return what it takes besides to round a direction's numbers, of all its rows or of some; see :func:`coded_draw_work`."""
         if self.direction is None:
@@ -181,7 +181,7 @@ class DenseStorage:
             is_sign=self._are_signs,
             num_tensors=num_tensors,
             sparse=sparse,
-            walked=walked if is_whole else None,
+            sequential_elements=sequential_elements if is_whole else None,
             direction_format=self.direction_format if is_whole else self.row_format,
         )
 

@@ -40,7 +40,7 @@ def draw_work(
     num_kept_rows: int = 0,
     is_shared: bool = False,
     is_scaled: bool = False,
-    num_split_walks: int = 0,
+    num_split_sequences: int = 0,
     num_seeds: int = 0,
     num_jumped: int = 0,
     num_rounded: int = 0,
@@ -60,7 +60,7 @@ def draw_work(
     is_scaled : bool
         Whether the numbers are kept times a factor. A generator of float32 multiplies as it draws; numbers of
         narrower formats are read and written once more, piece by piece in cache.
-    num_split_walks, num_seeds : int
+    num_split_sequences, num_seeds : int
         Times that threads share one generator's numbers; generators that are seeded.
     num_jumped : int
         Of what is skipped, what a CPU's generator gets past in one jump.
@@ -73,7 +73,7 @@ def draw_work(
         num_normals=num_elements,
         num_shared_normals=num_elements if is_shared else 0,
         num_shared_draws=int(is_shared),
-        num_split_walks=num_split_walks,
+        num_split_sequences=num_split_sequences,
         num_seeds=num_seeds,
         num_skipped=num_skipped,
         num_jumped=num_jumped,

@@ -131,7 +131,7 @@ class Work(_FrozenCounts):
         Of these, those that all of a CPU's threads draw at once; one thread draws the others.
     num_shared_draws : int
         Times that threads come together to draw.
-    num_split_walks : int
+    num_split_sequences : int
         Times that threads share the numbers of one generator, all but the first beginning with a jump of it.
     num_seeds : int
         Generators that are seeded on the way.
@@ -187,7 +187,7 @@ class Work(_FrozenCounts):
     num_normals: NonNegativeInt = 0
     num_shared_normals: NonNegativeInt = 0
     num_shared_draws: NonNegativeInt = 0
-    num_split_walks: NonNegativeInt = 0
+    num_split_sequences: NonNegativeInt = 0
     num_seeds: NonNegativeInt = 0
     num_skipped: NonNegativeInt = 0
     num_jumped: NonNegativeInt = 0

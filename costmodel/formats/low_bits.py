@@ -39,7 +39,7 @@ SHARED_CHANCES = 1 << 17
 ROUNDED_AT_ONCE = 1 << 19
 """Numbers of a direction that are drawn there, and as many to round them by, before they become codes."""
 
-WALKED_AT_ONCE = 1 << 18
+SEQUENTIAL_AT_ONCE = 1 << 18
 """Numbers of a direction that one generator after the other draws, or threads that share its walk, before they become codes."""
 
 PASSED_ELEMENTS = 1 << 17
@@ -378,7 +378,7 @@ def coded_draw_work(
     num_tensors: int,
     direction_format: str,
     sparse: Sequence[Linear] = (),
-    walked: int | None = None,
+    sequential_elements: int | None = None,
 ) -> Work:
     """Return what making codes of drawn numbers takes besides.
 
@@ -390,7 +390,7 @@ def coded_draw_work(
         That codes are kept in.
     sparse : sequence of (int, int)
         Outputs and inputs of those that are 0 in most of their rows.
-    walked : int, optional
+    sequential_elements : int, optional
         Elements of the largest tensor, where one generator draws one after the other.
     """
     at_once = min(num_elements, ROUNDED_AT_ONCE)
@@ -398,9 +398,9 @@ def coded_draw_work(
     # What is drawn of blocks that have rows which move is there beside these.
     windows = min(max((outputs * inputs for outputs, inputs in sparse), default=0), ROUNDED_AT_ONCE)
     numbers_bytes = (8 * at_once + 4 * windows) * (not is_sign)
-    if walked is not None:
-        numbers_bytes = 4 * min(num_elements, WALKED_AT_ONCE)
-        numbers_bytes += 8 * min(walked, PASSED_ELEMENTS) * (not is_sign)
+    if sequential_elements is not None:
+        numbers_bytes = 4 * min(num_elements, SEQUENTIAL_AT_ONCE)
+        numbers_bytes += 8 * min(sequential_elements, PASSED_ELEMENTS) * (not is_sign)
     return Work(
         code_passes=_counted(
             {

@@ -23,7 +23,7 @@ from executors.randomness.counter import CounterDraws, CounterKey
 from executors.randomness.directions import Direction, direction_named
 from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import generator_on
-from executors.randomness.walks import Walk, draw_rows
+from executors.randomness.sequential import SequentialSampler, draw_rows
 from executors.threads import DrawThreads
 
 
@@ -62,21 +62,26 @@ def _shared_draws(device: torch.device, dtype: str) -> Iterator[Probe]:
     for num in (1 << 17, MEMORY_BYTES["cpu"] // 32):
         z, theta = (torch.zeros(num, dtype=TORCH_DTYPES[dtype]) for _ in range(2))
         counter = CounterDraws([num], device, threads=threads)
-        walk = Walk([num], direction, NUM_RNG_MARKS, threads)
-        states = walk.fill([z], generator_on(device, 1))
+        sequential = SequentialSampler([num], direction, NUM_RNG_MARKS, threads)
+        states = sequential.fill([z], generator_on(device, 1))
 
         def by_blocks(z: Tensor = z, theta: Tensor = theta, counter: CounterDraws = counter) -> None:
             counter.fill_parameters([z], [0], key, direction)
             torch.add(theta, z, out=theta)
 
         def from_marks(
-            z: Tensor = z, theta: Tensor = theta, walk: Walk = walk, states: list[Tensor] = states
+            z: Tensor = z,
+            theta: Tensor = theta,
+            sequential: SequentialSampler = sequential,
+            states: list[Tensor] = states,
         ) -> None:
-            walk.fill_again([z], states)
+            sequential.fill_again([z], states)
             torch.add(theta, z, out=theta)
 
-        def in_a_walk(z: Tensor = z, theta: Tensor = theta, walk: Walk = walk) -> None:
-            walk.fill([z], generator)
+        def by_several_threads(
+            z: Tensor = z, theta: Tensor = theta, sequential: SequentialSampler = sequential
+        ) -> None:
+            sequential.fill([z], generator)
             torch.add(theta, z, out=theta)
 
         work = draw_work(num, dtype=format_named(dtype), is_shared=True)
@@ -86,8 +91,8 @@ def _shared_draws(device: torch.device, dtype: str) -> Iterator[Probe]:
         yield Probe(f"{name} blocks {dtype}", seeded, by_blocks)
         yield Probe(f"{name} marks {dtype}", work, from_marks)
         if num >= 2 * JUMP_WORDS:
-            split = work.model_copy(update={"num_split_walks": 1})
-            yield Probe(f"{name} one walk {dtype}", split, in_a_walk)
+            split = work.model_copy(update={"num_split_sequences": 1})
+            yield Probe(f"{name} one generator {dtype}", split, by_several_threads)
 
 
 def _one_of_each_class() -> list[Direction]:

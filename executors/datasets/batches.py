@@ -142,8 +142,8 @@ class Batches:
 
     def indices(self, k: int) -> tuple[int, ...]:
         """Return the lines of batch `k`, counted from 0."""
-        walked = range(k * self.batch_size, (k + 1) * self.batch_size)
-        return tuple(self._line(*divmod(position, len(self.dataset))) for position in walked)
+        positions = range(k * self.batch_size, (k + 1) * self.batch_size)
+        return tuple(self._line(*divmod(position, len(self.dataset))) for position in positions)
 
     def batch(self, k: int) -> Batch:
         """Return batch `k`.

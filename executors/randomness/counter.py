@@ -16,7 +16,7 @@ from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS
 from executors.randomness.directions import WORD_BITS, Direction, Rademacher, sign_words
 from executors.randomness.rng import MASK32, drawn, mixed
 from executors.randomness.row_windows import RowWindow, batches_of, take_rows, touched_parts
-from executors.randomness.walks import keep_rows
+from executors.randomness.sequential import keep_rows
 from executors.threads import DrawThreads, even_ranges
 
 BLOCK_ELEMENTS = {"cpu": COUNTER_BLOCK_ELEMENTS, "cuda": 1 << 22}

@@ -119,7 +119,7 @@ class FactorDraws:
         Of every trainable parameter in registration order; the same on every rank.
     groups : mapping of str to sequence of int
         The trainable parameters of each group.
-    walk_order : callable
+    sampling_order : callable
         From a query to the groups in the order in which its ``mezo`` generator visits them, as far as this rank walks.
     rank : int
     device : torch.device
@@ -131,7 +131,7 @@ class FactorDraws:
         self,
         shapes: Sequence[Sequence[int]],
         groups: Mapping[str, Sequence[int]],
-        walk_order: Callable[[int], Sequence[str]],
+        sampling_order: Callable[[int], Sequence[str]],
         rank: int,
         device: torch.device,
         dtype: torch.dtype,
@@ -140,7 +140,7 @@ class FactorDraws:
     ) -> None:
         self._shapes = shapes
         self._groups = groups
-        self._walk_order = walk_order
+        self._sampling_order = sampling_order
         self._rank = rank
         self._like = torch.empty(0, dtype=dtype, device=device)
         left_numels = [prod(_left_shape(shape, rank)) for shape in shapes]
@@ -151,7 +151,7 @@ class FactorDraws:
 
     # -- mezo --------------------------------------------------------------------------------------------------
 
-    def walked(
+    def sequential(
         self, group: str, query: int, step: int, window: Window, generator: Generator, places: Places = None
     ) -> Factors:
         """Return the factors that the generator's next numbers make of `group`, in `step` of `window`."""
@@ -164,7 +164,7 @@ class FactorDraws:
     def redrawn(self, group: str, query: int, seed: int, window: Window, places: Places = None) -> Factors:
         """Return factors as the released loop draws them for an update: a walk from the seed that passes no ``V``."""
         generator = generator_on(self._like.device, seed)
-        self._walk_to(group, query, generator, with_rights=False)
+        self._skip_to(group, query, generator, with_rights=False)
         lefts, _ = self._draw(group, generator, with_rights=False, places=places)
         return Factors(lefts, self._rights(group, query, window))
 
@@ -176,7 +176,7 @@ class FactorDraws:
         kept = self._kept.get((group, query), {}).get(window)
         if kept is None:
             generator = generator_on(self._like.device, window.seeds[query])
-            self._walk_to(group, query, generator, with_rights=True)
+            self._skip_to(group, query, generator, with_rights=True)
             _, kept = self._draw(group, generator, with_rights=True)
             self._keep(group, query, window, kept)
         return kept
@@ -205,8 +205,8 @@ class FactorDraws:
             for shape, place in zip(shapes, wanted, strict=True)
         )
 
-    def _walk_to(self, group: str, query: int, generator: Generator, *, with_rights: bool) -> None:
-        order = self._walk_order(query)
+    def _skip_to(self, group: str, query: int, generator: Generator, *, with_rights: bool) -> None:
+        order = self._sampling_order(query)
         for before in order[: order.index(group)]:
             self._skip(before, generator, with_rights=with_rights)
 

@@ -31,7 +31,7 @@ from executors.randomness.directions import (
     skip_words,
 )
 from executors.randomness.rng import mixed
-from executors.randomness.walks import Walk
+from executors.randomness.sequential import SequentialSampler
 from executors.threads import DrawThreads, even_ranges
 
 Purpose = Literal["direction", "second direction", "update", "rows"]
@@ -371,9 +371,9 @@ class RoundedDraws:
             self._numbers.fill_rows(numbers, rows, parameter, key, self._direction)
         return self._coded_rows(numbers, rows, parameter, keys)
 
-    def fill_walked(
+    def fill_sequential(
         self,
-        walk: Walk,
+        sequential: SequentialSampler,
         views: Sequence[Codes],
         parameters: Sequence[int],
         source: Generator | Sequence[Tensor],
@@ -393,9 +393,9 @@ class RoundedDraws:
         like = torch.empty(0, dtype=torch.float32, device=self._device)
         states: list[Tensor] = []
         if isinstance(source, Generator):
-            states = walk.feed(take, like, source)
+            states = sequential.feed(take, like, source)
         else:
-            walk.feed_again(take, like, source)
+            sequential.feed_again(take, like, source)
         for view, parameter in zip(views, parameters, strict=True):
             if (rows := self.moved.of(parameter, keys.rows)) is not None:
                 matrix = view.view(*self._shapes[parameter])

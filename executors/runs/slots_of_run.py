@@ -27,7 +27,7 @@ from executors.runs.replay import OnStep, advance, check_base, load_base, plan_a
 from executors.runs.windows import lazy_windows_of
 from executors.steps.preparing import prepare
 from topology.errors import RunError
-from zosim.lowering.directions import walk_order
+from zosim.lowering.directions import sampling_order
 from zosim.plans import Plan
 
 
@@ -158,7 +158,7 @@ class _Updates:
             for group in cut.groups
             if group.num_trainable
         }
-        self._order = [group.name for group in walk_order(plan)]
+        self._order = [group.name for group in sampling_order(plan)]
         assert plan.directions.rank is not None
         self._rank = plan.directions.rank
         self._draws = FactorDraws(
@@ -195,7 +195,7 @@ class _Updates:
             return {group: draws.counted(group, query, key, window) for group in self._order}
         generator = Generator()
         generator.manual_seed(seed)
-        walked = {g: draws.walked(g, query, step, window, generator) for g in self._order}
+        factors = {g: draws.sequential(g, query, step, window, generator) for g in self._order}
         if self._distribution.is_redrawn and step == window.first:
             return {group: draws.redrawn(group, query, seed, window) for group in self._order}
-        return walked
+        return factors

@@ -11,7 +11,7 @@ from scipy.stats import kstest, kstwobign
 from executors.randomness.counter import BLOCK_ELEMENTS, CounterDraws, CounterKey
 from executors.randomness.directions import DIRECTIONS, Direction
 from executors.randomness.rng import generator_on
-from executors.randomness.walks import draw_rows, walk_past
+from executors.randomness.sequential import draw_rows, skip_tensors
 from executors.threads import DrawThreads
 from proofs_checks.claims import Checks, printed
 from proofs_checks.faults import groups_from_the_seed, updates_without_rank, wider_normals
@@ -112,17 +112,17 @@ def check_orders(context: Context) -> Outcome:
 def check_slices(context: Context) -> Outcome:
     """Count slices, rows and resumed runs that differ from the whole."""
     slices = sum(_unlike_slices(direction, context.seed) for direction in DIRECTIONS.values())
-    walks = sum(_unlike_walks(direction, context.seed) for direction in DIRECTIONS.values())
+    sequences = sum(_unlike_sequences(direction, context.seed) for direction in DIRECTIONS.values())
     keys = _keys_that_meet(context.seed)
     details = [
         f"counter: {slices} of the slices, rows and threaded draws differ from the whole",
         f"counter: {keys} keys that differ in one part draw the same numbers",
-        f"mezo: {walks} of the redraws, kept rows and walks differ from the whole",
+        f"mezo: {sequences} of the redraws, kept rows and walks differ from the whole",
     ]
     cases = [replace(case, resumed_at=1, num_steps=2, model="tied") for case in CASES[:3]]
     resumed = against_literal(cases, context.seed)
     details += [f"resumed: {line}" for line in resumed.details]
-    total = slices + walks + keys + resumed.statistic
+    total = slices + sequences + keys + resumed.statistic
     return Outcome(total, 0, "pieces that differ in a bit from the whole", tuple(details))
 
 
@@ -172,14 +172,14 @@ def _keys_that_meet(seed: int) -> int:
     return 2 * len(keys) - len(seen)
 
 
-def _unlike_walks(direction: Direction, seed: int) -> int:
+def _unlike_sequences(direction: Direction, seed: int) -> int:
     """Count what differs from drawing everything where a walk passes one tensor, keeps some rows of a table and draws the next."""
     shapes = [(301,), (2100, 33), (50,)]
     generator = generator_on(_CPU, seed)
     name = direction.distribution.name
     whole = [literal.drawn(shape, name, generator, torch.float32) for shape in shapes]
     again = generator_on(_CPU, seed)
-    walk_past([301], torch.empty(0), direction, again)
+    skip_tensors([301], torch.empty(0), direction, again)
     state = again.get_state()
     # One of them lies across two of the pieces that are drawn at once.
     rows = torch.tensor([0, 5, 1986, 2099])
@@ -201,7 +201,7 @@ def one_bit(shipped, self, theta, *rest, **named):
 
 
 @planted(
-    "executors.randomness.low_rank:FactorDraws.walked", "a right factor that is drawn anew in every step"
+    "executors.randomness.low_rank:FactorDraws.sequential", "a right factor that is drawn anew in every step"
 )
 def right_drawn_anew(shipped, self, group, query, _step, window, *rest):
     return shipped(self, group, query, window.first, window, *rest)
@@ -222,7 +222,7 @@ def rows_rounded_once(shipped, theta, z, *rest):
     return shipped(theta.double(), z.double(), *rest).to(theta.dtype)
 
 
-@planted("zosim.lowering.directions:walk_order", "the order ignored")
+@planted("zosim.lowering.directions:sampling_order", "the order ignored")
 def order_ignored(shipped, plan):
     return shipped(altered(plan, directions=altered(plan.directions, order="registration")))
 
@@ -283,7 +283,7 @@ CHECKS: Checks = {
         check_released,
         updates_along_perturbations,
         redrawn_with_rights("_draw", "a walk that passes V again"),
-        redrawn_with_rights("_walk_to", "groups before it passed with their V"),
+        redrawn_with_rights("_skip_to", "groups before it passed with their V"),
     ),
     "slices-and-resume-points": printed(
         check_slices,
@@ -300,7 +300,7 @@ CHECKS: Checks = {
         ),
         Fault(
             "a walk that draws pieces of 1000",
-            "executors.randomness.walks:_pieces",
+            "executors.randomness.sequential:_pieces",
             lambda shipped, numel, most: shipped(numel, min(most, 1000)),
         ),
         Fault(

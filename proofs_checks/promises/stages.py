@@ -125,7 +125,7 @@ def larger_losses(shipped, *given):
     return None if loss is None else 1.03 * loss
 
 
-@planted("zosim.lowering.directions:walk_order", "halves of a block drawn back half first")
+@planted("zosim.lowering.directions:sampling_order", "halves of a block drawn back half first")
 def back_halves_first(shipped, plan):
     number = plan.model.segments.index
     return sorted(

@@ -45,7 +45,7 @@ def shipped_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> lis
         if rng == "counter":
             made = draws.counted("block", 0, CounterKey.of(own, step, 0), window)
         else:
-            made = draws.walked("block", 0, step, window, Generator().manual_seed(own))
+            made = draws.sequential("block", 0, step, window, Generator().manual_seed(own))
         assert made.rights[0] is not None
         factors.append((made.lefts[0], made.rights[0]))
     return factors
@@ -54,7 +54,7 @@ def shipped_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> lis
 def factorised(shape: tuple[int, int], rank: int, generator: Generator) -> Tensor:
     """Return a plan's ``factorised`` direction of a matrix, as a run draws it in the first step of a window."""
     draws = FactorDraws([shape], {"block": [0]}, lambda _query: ["block"], rank, _CPU, torch.float64)
-    made = draws.walked("block", 0, 0, Window(0, (0,)), generator)
+    made = draws.sequential("block", 0, 0, Window(0, (0,)), generator)
     assert made.rights[0] is not None
     return product_of(made.lefts[0], made.rights[0])
 
@@ -346,7 +346,7 @@ _KEYED = "executors.randomness.low_rank:FactorDraws._counted_rights"
 def in_step_of_window(name: str, step: Callable[[Window], int]) -> Fault:
     """Return a fault for which every step is another one of its window."""
 
-    @planted("executors.randomness.low_rank:FactorDraws.walked", name)
+    @planted("executors.randomness.low_rank:FactorDraws.sequential", name)
     def fault(shipped, self, group, query, _step, window, *rest):
         return shipped(self, group, query, step(window), window, *rest)
 
@@ -474,7 +474,7 @@ divided_by_rank = Fault(
 )
 
 
-@planted("executors.randomness.low_rank:FactorDraws.walked", "U drawn before V")
+@planted("executors.randomness.low_rank:FactorDraws.sequential", "U drawn before V")
 def left_drawn_first(shipped, self, *given, **named):
     made = shipped(altered(self, _shapes=[shape[::-1] for shape in self._shapes]), *given, **named)
     return replace(made, lefts=made.rights, rights=made.lefts)

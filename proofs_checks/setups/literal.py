@@ -237,13 +237,13 @@ class LiteralRun:
             rng=self.rng,
             distribution=self.distribution,
             dtype=next(iter(named.values())).dtype,
-            order=[places[name] for name in self._walked(names)],
+            order=[places[name] for name in self._in_order(names)],
         )
         z = dict(zip(names, tensors, strict=True))
         self.drawn |= {(number, query, name): tensor.flatten() for name, tensor in z.items()}
         return z
 
-    def _walked(self, names: Sequence[str]) -> list[str]:
+    def _in_order(self, names: Sequence[str]) -> list[str]:
         """Return names in the order in which ``mezo`` draws them."""
         if not self.execution_order:
             return list(names)
@@ -314,7 +314,7 @@ class LiteralRun:
             generator = torch.Generator().manual_seed(seed)
             lefts = [torch.empty(0)] * len(shapes)
             places = {name: place for place, name in enumerate(named)}
-            for place in (places[name] for name in self._walked(list(named))):
+            for place in (places[name] for name in self._in_order(list(named))):
                 shape = shapes[place]
                 if opens and len(shape) == 2:
                     rights[place] = drawn((shape[1], rank), "gaussian", generator, dtype)

@@ -373,7 +373,7 @@ def check_waiting(_context: Context) -> Outcome:
 # -- faults -------------------------------------------------------------------------------------------------------------------
 
 
-@planted("zosim.lowering.directions:walk_order", "the order of execution for that of registration")
+@planted("zosim.lowering.directions:sampling_order", "the order of execution for that of registration")
 def execution_order(shipped, plan):
     return shipped(altered(plan, directions=altered(plan.directions, order="execution")))
 

@@ -298,7 +298,7 @@ def test_draws_cost_by_who_makes_them():
     gpu = datasheet_profile(load_preset("h200-1x"), "gpu0")
     assert estimate(jumps[1], gpu).terms["skip"] == pytest.approx(100 * estimate(jumps[0], gpu).terms["skip"])
     seeded = draw_work(10**7, is_shared=True, num_seeds=600)
-    split = draw_work(10**7, is_shared=True, num_split_walks=1)
+    split = draw_work(10**7, is_shared=True, num_split_sequences=1)
     assert estimate(seeded, profile).seconds > shared.seconds
     assert estimate(split, profile).seconds == pytest.approx(
         shared.seconds + profile.values()["split_s"], rel=1e-9

@@ -749,7 +749,7 @@ def _loop(case: Case, plan: Plan, reference: torch.nn.Module) -> LiteralMezo | L
         reference,
         epsilon=plan.estimator.epsilon,
         weight_decay=decay,
-        walk=execution_order if directions.order == "execution" else None,
+        sampling_order=execution_order if directions.order == "execution" else None,
         loss=loss,
         central=plan.estimator.difference == "central",
         weights=plan.weights.perturbation,

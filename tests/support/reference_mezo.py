@@ -15,7 +15,7 @@ CACHE = "cache" if "cache" in inspect.signature(OPTForCausalLM.forward).paramete
 class LiteralMezo:
     """The loop: perturb all parameters, run the whole model, three times over, then update.
 
-    ``walk`` gives the order in which directions are drawn; registration order by default. With ``weights="copies"`` every
+    ``sampling_order`` gives the order in which directions are drawn; registration order by default. With ``weights="copies"`` every
     point is made of the unperturbed parameters, in tensors of its own, which are thrown away. ``draw`` makes other directions
     than normals: given seed, step and query, it returns a function of a parameter and its number.
     """
@@ -26,7 +26,7 @@ class LiteralMezo:
         *,
         epsilon,
         weight_decay=0.0,
-        walk=None,
+        sampling_order=None,
         loss=None,
         central=True,
         weights="serial",
@@ -38,7 +38,7 @@ class LiteralMezo:
         self.central = central
         self.copies = weights == "copies"
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.named = walk(trainable) if walk else trainable
+        self.named = sampling_order(trainable) if sampling_order else trainable
         self.numbers = {name: number for number, (name, _) in enumerate(trainable)}
         self.draw = draw or _normals
         self.num_steps = 0

@@ -262,16 +262,16 @@ def test_draws_say_who_makes_how_many_numbers():
     def draws(**axes):
         return {i.id: i.work for i in lower(plan_of(**axes)).step if isinstance(i.op, Draw)}
 
-    walked, counted = draws(), draws(directions=Directions(rng="counter"))
-    first, norm = walked["block.0/draw[q0]"], walked["head/draw[q0]"]
+    sequential, counted = draws(), draws(directions=Directions(rng="counter"))
+    first, norm = sequential["block.0/draw[q0]"], sequential["head/draw[q0]"]
     again = next(
-        work for name, work in walked.items() if name.startswith("block.0/") and name.endswith(":update")
+        work for name, work in sequential.items() if name.startswith("block.0/") and name.endswith(":update")
     )
     assert norm.num_shared_normals == 0 < norm.num_normals
     assert first.num_shared_normals == first.num_normals > 1 << 20
     assert again.num_shared_normals == again.num_normals == first.num_normals
     assert counted["block.0/draw[q0]"].num_shared_normals == first.num_normals
-    name, rows = next((name, work) for name, work in walked.items() if work.num_kept_rows)
+    name, rows = next((name, work) for name, work in sequential.items() if work.num_kept_rows)
     assert 0 < rows.num_kept_rows <= 64
     table = rows.num_normals + rows.num_skipped
     assert rows.num_normals == pytest.approx(rows.num_kept_rows * 768, rel=0.02)
@@ -281,7 +281,7 @@ def test_draws_say_who_makes_how_many_numbers():
     assert rows.num_normals <= counted_rows.num_normals
     assert counted_rows.num_seeds <= counted_rows.num_kernels == rows.num_kept_rows
     assert counted["block.0/draw[q0]"].num_seeds >= first.num_normals / COUNTER_BLOCK_ELEMENTS
-    assert first.num_split_walks == 1 > again.num_split_walks == first.num_seeds
+    assert first.num_split_sequences == 1 > again.num_split_sequences == first.num_seeds
     signs = draws(directions=Directions(distribution="rademacher", rng="counter"))
     assert all(work.num_shared_normals == 0 for work in signs.values())
 

@@ -98,14 +98,14 @@ def from_hwloc_xml(
         message = f"{str(path)!r} has no object of type Machine"
         raise TopologyError(message, hint="write it with `lstopo machine.xml`")
     builder = MachineBuilder(Path(path).stem)
-    walk = _HwlocTree(builder, path, gpu, cpu)
+    tree = _HwlocTree(builder, path, gpu, cpu)
     for device in machine.iterfind(".//object[@type='PCIDev']"):
-        spec = _gpu_spec(walk, device)
+        spec = _gpu_spec(tree, device)
         if spec is not None:
-            walk.gpus[device] = spec
-    _add_numas(walk, machine, memory, memory_bandwidth)
-    numas = list(walk.numas.values())
-    _add_packages(walk, machine)
+            tree.gpus[device] = spec
+    _add_numas(tree, machine, memory, memory_bandwidth)
+    numas = list(tree.numas.values())
+    _add_packages(tree, machine)
     if len(numas) > 1:
         package = machine.find(".//object[@type='Package']")
         vendor, model = (
@@ -115,15 +115,15 @@ def from_hwloc_xml(
         builder.join_numas(numas, socket_type(vendor, number))
         if not vendor:
             builder.notes.append("The link between NUMA domains is assumed to be that of AMD's Milan.")
-    _add_bridges(walk, machine, numas[0])
-    _add_nvlinks(walk, root, machine)
+    _add_bridges(tree, machine, numas[0])
+    _add_nvlinks(tree, root, machine)
     if machine.find(".//object[@type='PCIDev']") is None:
         builder.notes.append("The file has no PCI devices: whether the machine has GPUs is not told.")
     return builder.build_imported(f"Imported from the hwloc file {Path(path).name}.")
 
 
 def _add_numas(
-    walk: _HwlocTree, machine: ET.Element, memory: str | None, memory_bandwidth: str | None
+    tree: _HwlocTree, machine: ET.Element, memory: str | None, memory_bandwidth: str | None
 ) -> None:
     """Add NUMA domains.
 
@@ -139,28 +139,28 @@ def _add_numas(
         else:
             domains.append(domain)
     if not domains:
-        message = f"{str(walk.path)!r} has no NUMANode"
+        message = f"{str(tree.path)!r} has no NUMANode"
         raise TopologyError(message, hint="hwloc 2 always writes one; was the file filtered?")
     architecture = next((info.get("value") for info in machine.iterfind("info[@name='Architecture']")), "")
-    walk.is_grace = bool(of_gpus) and architecture == "aarch64"
+    tree.is_grace = bool(of_gpus) and architecture == "aarch64"
     allowed = _bitmap(machine.get("allowed_nodeset"))
     sizes = {
-        integer(domain, "os_index", walk.path): integer(domain, "local_memory", walk.path, default=0)
+        integer(domain, "os_index", tree.path): integer(domain, "local_memory", tree.path, default=0)
         for domain in domains
     }
     usable = {index: size for index, size in sizes.items() if size and (not allowed or index in allowed)}
     with_memory = usable or sizes
     if usable and memory is not None:
-        walk.builder.notes.append("--memory is ignored: the file tells the memory of each NUMA domain.")
+        tree.builder.notes.append("--memory is ignored: the file tells the memory of each NUMA domain.")
     for index in sizes:
         if index not in with_memory:
-            walk.numas[index] = walk.builder.add_node(f"numa{index}", "numa", host="host0")
+            tree.numas[index] = tree.builder.add_node(f"numa{index}", "numa", host="host0")
             continue
-        specs = list(walk.gpus.values())
-        fields = assumed_memory(memory, memory_bandwidth, len(with_memory), specs, is_grace=walk.is_grace)
+        specs = list(tree.gpus.values())
+        fields = assumed_memory(memory, memory_bandwidth, len(with_memory), specs, is_grace=tree.is_grace)
         if usable:
             fields["capacity"] = figure(usable[index], "B", "local_memory of the hwloc file", "measured")
-        walk.numas[index] = walk.builder.add_numa(index, fields)
+        tree.numas[index] = tree.builder.add_numa(index, fields)
 
 
 def _bitmap(text: str | None) -> frozenset[int]:
@@ -174,35 +174,35 @@ def _bitmap(text: str | None) -> frozenset[int]:
     return frozenset(number for number in range(bits.bit_length()) if bits >> number & 1)
 
 
-def _add_packages(walk: _HwlocTree, machine: ET.Element) -> None:
+def _add_packages(tree: _HwlocTree, machine: ET.Element) -> None:
     """Add processors: packages with cores that may be used, or the whole machine where the file has no packages."""
     packages = list(machine.iterfind(".//object[@type='Package']")) or [machine]
     allowed = _bitmap(machine.get("allowed_cpuset"))
     cores = {package: _num_cores(package, allowed) for package in packages}
     usable = [package for package in packages if cores[package]] or packages
     for index, package in enumerate(usable):
-        inside = [walk.numas[number] for number in _domains_of(walk, package)] or list(walk.numas.values())[
+        inside = [tree.numas[number] for number in _domains_of(tree, package)] or list(tree.numas.values())[
             :1
         ]
         known = find_device(_info(package, "CPUModel") or "")
-        if walk.cpu is not None:
-            spec = require_device(walk.cpu, "cpu", str(walk.path))
+        if tree.cpu is not None:
+            spec = require_device(tree.cpu, "cpu", str(tree.path))
         elif known is not None and known.kind == "cpu":
             spec = known
         else:
             spec = generic_cpu(index, max(1, cores[package]), "hwloc's cores")
-        walk.builder.add_cpu(index, inside, spec)
+        tree.builder.add_cpu(index, inside, spec)
         if package is not machine:
-            walk.node_of[f"Package:{package.get('gp_index')}"] = inside[0]
+            tree.node_of[f"Package:{package.get('gp_index')}"] = inside[0]
 
 
-def _domains_of(walk: _HwlocTree, element: ET.Element) -> list[int]:
+def _domains_of(tree: _HwlocTree, element: ET.Element) -> list[int]:
     """Numbers of the NUMA domains that an object says it is near to."""
-    near = _bitmap(element.get("nodeset")) & walk.numas.keys()
+    near = _bitmap(element.get("nodeset")) & tree.numas.keys()
     inside = [
         number
         for domain in element.iterfind(".//object[@type='NUMANode']")
-        if (number := integer(domain, "os_index", walk.path)) in walk.numas
+        if (number := integer(domain, "os_index", tree.path)) in tree.numas
     ]
     return sorted(near) or inside
 
@@ -224,19 +224,19 @@ def _info(element: ET.Element, name: str) -> str | None:
     return None if info is None else info.get("value")
 
 
-def _add_bridges(walk: _HwlocTree, parent: ET.Element, numa: str) -> None:
+def _add_bridges(tree: _HwlocTree, parent: ET.Element, numa: str) -> None:
     """Find host bridges below any object; those inside a NUMA domain's package or group belong to it."""
-    own = _domains_of(walk, parent)
-    here = walk.numas[own[0]] if own else numa
+    own = _domains_of(tree, parent)
+    here = tree.numas[own[0]] if own else numa
     for child in parent.findall("object"):
         if child.get("type") == "Bridge" and child.get("bridge_type") == HOST_BRIDGE:
-            if _has_devices(walk, child):
-                _add_children(walk, child, walk.builder.add_root(here), here)
-        elif child.get("type") == "PCIDev" and _is_wanted(walk, child):
+            if _has_devices(tree, child):
+                _add_children(tree, child, tree.builder.add_root(here), here)
+        elif child.get("type") == "PCIDev" and _is_wanted(tree, child):
             # Without bridges in the file, as in some virtual machines, a device hangs on its domain.
-            _add_device(walk, child, walk.builder.add_root(here), here)
+            _add_device(tree, child, tree.builder.add_root(here), here)
         elif child.get("type") != "PCIDev":
-            _add_bridges(walk, child, here)
+            _add_bridges(tree, child, here)
 
 
 def _pci_type(device: ET.Element) -> tuple[str, int, int]:
@@ -245,72 +245,72 @@ def _pci_type(device: ET.Element) -> tuple[str, int, int]:
     return ("", 0, 0) if match is None else (match[1].lower(), int(match[2], 16), int(match[3], 16))
 
 
-def _is_wanted(walk: _HwlocTree, device: ET.Element) -> bool:
-    return device in walk.gpus or _pci_type(device)[0].startswith((NETWORK, DISK_CLASS))
+def _is_wanted(tree: _HwlocTree, device: ET.Element) -> bool:
+    return device in tree.gpus or _pci_type(device)[0].startswith((NETWORK, DISK_CLASS))
 
 
-def _has_devices(walk: _HwlocTree, bridge: ET.Element) -> bool:
-    return any(_is_wanted(walk, device) for device in bridge.iterfind(".//object[@type='PCIDev']"))
+def _has_devices(tree: _HwlocTree, bridge: ET.Element) -> bool:
+    return any(_is_wanted(tree, device) for device in bridge.iterfind(".//object[@type='PCIDev']"))
 
 
-def _add_children(walk: _HwlocTree, parent: ET.Element, parent_id: str, numa: str) -> None:
+def _add_children(tree: _HwlocTree, parent: ET.Element, parent_id: str, numa: str) -> None:
     for child in parent.findall("object"):
         if child.get("type") == "PCIDev":
-            _add_device(walk, child, parent_id, numa)
-        elif child.get("type") == "Bridge" and _has_devices(walk, child):
+            _add_device(tree, child, parent_id, numa)
+        elif child.get("type") == "Bridge" and _has_devices(tree, child):
             below = child.findall("object")
             if len(below) == 1:
                 # A root port with one device or one switch behind it is a wire, not a switch.
-                _add_children(walk, child, parent_id, numa)
+                _add_children(tree, child, parent_id, numa)
                 continue
-            switch = walk.builder.add_next("switch", "pcie_switch")
-            walk.builder.join(parent_id, switch, _link_type(walk, child))
-            _add_children(walk, child, switch, numa)
+            switch = tree.builder.add_next("switch", "pcie_switch")
+            tree.builder.join(parent_id, switch, _link_type(tree, child))
+            _add_children(tree, child, switch, numa)
 
 
-def _add_device(walk: _HwlocTree, device: ET.Element, parent: str, numa: str) -> None:
-    if device in walk.gpus:
-        spec = walk.gpus[device]
-        node = walk.builder.add_next("gpu", "gpu", index=len(walk.added), spec=spec)
-        walk.added[node] = spec
-        if walk.is_grace and spec.nvlink is not None and spec.nvlink.generation >= _GRACE_NVLINK_GENERATION:
-            walk.builder.join(numa, node, catalogue().link_types["nvlink-c2c"])
-    elif _is_wanted(walk, device):
+def _add_device(tree: _HwlocTree, device: ET.Element, parent: str, numa: str) -> None:
+    if device in tree.gpus:
+        spec = tree.gpus[device]
+        node = tree.builder.add_next("gpu", "gpu", index=len(tree.added), spec=spec)
+        tree.added[node] = spec
+        if tree.is_grace and spec.nvlink is not None and spec.nvlink.generation >= _GRACE_NVLINK_GENERATION:
+            tree.builder.join(numa, node, catalogue().link_types["nvlink-c2c"])
+    elif _is_wanted(tree, device):
         kind = "nic" if _pci_type(device)[0].startswith(NETWORK) else "disk"
-        node = walk.builder.add_next(kind, kind)
+        node = tree.builder.add_next(kind, kind)
     else:
         return
-    walk.builder.join(parent, node, _link_type(walk, device))
+    tree.builder.join(parent, node, _link_type(tree, device))
     for item in device.iter("object"):
-        walk.node_of[f"{item.get('type')}:{item.get('gp_index')}"] = node
+        tree.node_of[f"{item.get('type')}:{item.get('gp_index')}"] = node
 
 
-def _gpu_spec(walk: _HwlocTree, device: ET.Element) -> DeviceSpec | None:
+def _gpu_spec(tree: _HwlocTree, device: ET.Element) -> DeviceSpec | None:
     """The GPU's specification; None for a device that does not compute."""
-    attribute(device, "pci_type", walk.path)
+    attribute(device, "pci_type", tree.path)
     class_digits, vendor, product = _pci_type(device)
     if not is_gpu(class_digits, vendor):
         return None
     models = [_info(part, "GPUModel") for part in device.iterfind("object[@type='OSDev']")]
     model = next((name for name in models if name), None)
     known = PCI_ID_TO_DEVICE.get((vendor, product))
-    if walk.gpu is None and find_device(model or "") is None and known is not None:
-        return require_device(known, "gpu", str(walk.path))
-    if walk.gpu is None and model is None and vendor != NVIDIA:
+    if tree.gpu is None and find_device(model or "") is None and known is not None:
+        return require_device(known, "gpu", str(tree.path))
+    if tree.gpu is None and model is None and vendor != NVIDIA:
         return None  # the display adapter of a processor of AMD's
-    name = walk.gpu or model or _info(device, "PCIDevice")
-    return require_device(name, "gpu", f"{str(walk.path)!r} ({device.get('pci_type', '')[:16]})")
+    name = tree.gpu or model or _info(device, "PCIDevice")
+    return require_device(name, "gpu", f"{str(tree.path)!r} ({device.get('pci_type', '')[:16]})")
 
 
-def _link_type(walk: _HwlocTree, device: ET.Element) -> LinkType:
+def _link_type(tree: _HwlocTree, device: ET.Element) -> LinkType:
     found = device.iterfind(".//object[@type='PCIDev']") if device.get("type") == "Bridge" else ()
     bridge = re.search(r"\[([0-9a-fA-F]{4}):", device.get("pci_type", ""))
     return link_above(
-        walk.builder,
+        tree.builder,
         device.get("pci_busid", "unnamed"),
-        _told_link(device, walk.path),
-        gpu=walk.gpus.get(device),
-        below=[_link_type(walk, child) for child in found if _is_wanted(walk, child)],
+        _told_link(device, tree.path),
+        gpu=tree.gpus.get(device),
+        below=[_link_type(tree, child) for child in found if _is_wanted(tree, child)],
         vendor=hexadecimal(bridge[1]) if bridge else None,
     )
 
@@ -332,15 +332,15 @@ def _told_link(device: ET.Element, path: str | Path) -> LinkType | None:
     return pcie_type(generation, lanes)
 
 
-def _add_nvlinks(walk: _HwlocTree, root: ET.Element, machine: ET.Element) -> None:
+def _add_nvlinks(tree: _HwlocTree, root: ET.Element, machine: ET.Element) -> None:
     """Join GPUs as matrices of bandwidths say, or by the NVSwitches among the PCI devices."""
     to_switch: dict[str, int] = {}
     joined: set[frozenset[str]] = set()
     is_told = False
-    for first, second, rate_bytes_per_s, matrix in _pairs(walk, root):
+    for first, second, rate_bytes_per_s, matrix in _pairs(tree, root):
         is_told = True
-        node, other = walk.node_of.get(first), walk.node_of.get(second)
-        if node is None or node not in walk.added or node == other:
+        node, other = tree.node_of.get(first), tree.node_of.get(second)
+        if node is None or node not in tree.added or node == other:
             continue
         if frozenset({node, other or ""}) in joined:
             continue  # matrices have both directions of a pair
@@ -349,11 +349,11 @@ def _add_nvlinks(walk: _HwlocTree, root: ET.Element, machine: ET.Element) -> Non
         if matrix == "XGMIBandwidth":
             latency, count = catalogue().link_types["nvlink-c2c"].latency, 1
             source = "XGMIBandwidth of the hwloc file"
-            with readable(f"XGMIBandwidth in {str(walk.path)!r}"):
+            with readable(f"XGMIBandwidth in {str(tree.path)!r}"):
                 bandwidth = figure(rate_bytes_per_s / 1e9, "GB/s", source, "declared")
                 link_type = LinkType(kind="c2c", bandwidth=bandwidth, latency=latency)
         else:
-            ports = walk.added[node].nvlink
+            ports = tree.added[node].nvlink
             # Of a GPU that the catalogue lacks, the generation whose bandwidth the rate is a multiple of.
             fitting = (gen for gen in (5, 4, 1) if rate_bytes_per_s % NVLINK_BYTES_PER_S[gen] == 0)
             generation = next(fitting, 4) if ports is None else ports.generation
@@ -363,26 +363,26 @@ def _add_nvlinks(walk: _HwlocTree, root: ET.Element, machine: ET.Element) -> Non
             to_switch[node] = to_switch.get(node, 0) + count
         else:
             joined.add(frozenset({node, other}))
-            walk.builder.join(*((node, other) if other in walk.added else (other, node)), link_type, count)
-    ports_of = {node: spec.nvlink for node, spec in walk.added.items() if spec.nvlink is not None}
+            tree.builder.join(*((node, other) if other in tree.added else (other, node)), link_type, count)
+    ports_of = {node: spec.nvlink for node, spec in tree.added.items() if spec.nvlink is not None}
     newest = max((ports.generation for ports in ports_of.values()), default=2)
     if to_switch:
-        join_switch(walk.builder, to_switch, newest)
+        join_switch(tree.builder, to_switch, newest)
     if is_told or not ports_of:
         return
     devices = map(_pci_type, machine.iterfind(".//object[@type='PCIDev']"))
     if any(found[:2] == (NVSWITCH, NVIDIA) for found in devices):
-        join_switch(walk.builder, {node: ports.num_links for node, ports in ports_of.items()}, newest)
-        walk.builder.notes.append(
+        join_switch(tree.builder, {node: ports.num_links for node, ports in ports_of.items()}, newest)
+        tree.builder.notes.append(
             f"The file has NVSwitches and does not tell what hangs on them: all NVLinks of all {len(ports_of)} GPUs are assumed."
         )
-    elif len(ports_of) > 1 and any("sxm" in spec.id for spec in walk.added.values()):
-        walk.builder.notes.append(
+    elif len(ports_of) > 1 and any("sxm" in spec.id for spec in tree.added.values()):
+        tree.builder.notes.append(
             "The file does not tell NVLinks (lstopo writes them where it is built with NVML): none are assumed."
         )
 
 
-def _pairs(walk: _HwlocTree, root: ET.Element) -> Iterator[tuple[str, str, float, str]]:
+def _pairs(tree: _HwlocTree, root: ET.Element) -> Iterator[tuple[str, str, float, str]]:
     """Yield pairs of objects with the bandwidth between them, in bytes per second, and the matrix's name."""
     for matrix in (*root.iterfind("distances2hetero"), *root.iterfind("distances2")):
         name = matrix.get("name", "")
@@ -393,7 +393,7 @@ def _pairs(walk: _HwlocTree, root: ET.Element) -> Iterator[tuple[str, str, float
         if kind := matrix.get("type"):
             objects = [f"{kind}:{word}" for word in objects]
         if len(values) != len(objects) ** 2 or not all(word.isdigit() and len(word) < 20 for word in values):
-            message = f"{str(walk.path)!r}: {name} has {len(values)} values for {len(objects)} objects"
+            message = f"{str(tree.path)!r}: {name} has {len(values)} values for {len(objects)} objects"
             raise TopologyError(message, hint="write it again with hwloc")
         for row, first in enumerate(objects):
             for column, second in enumerate(objects):

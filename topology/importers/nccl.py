@@ -101,8 +101,8 @@ def from_nccl_xml(
     indexes = [max(integer(domain, "numaid", path), 0) for domain in domains]
     builder = MachineBuilder(Path(path).stem)
     gpus = _find_gpus(root, path, gpu)
-    walk = _NcclTree(builder, path, gpus, _carrying(root, gpus))
-    specs = [spec for _, spec in walk.gpus.values()]
+    tree = _NcclTree(builder, path, gpus, _carrying(root, gpus))
+    specs = [spec for _, spec in tree.gpus.values()]
     numas = []
     for index, domain in zip(indexes, domains, strict=True):
         is_grace = domain.find(".//c2c") is not None
@@ -111,17 +111,17 @@ def from_nccl_xml(
         numas.append(numa)
         builder.add_cpu(index, [numa], _cpu_spec(cpu, domain, index, path))
         for child in domain.findall("pci"):
-            if child in walk.carrying:
-                _add_pci(walk, child, builder.add_root(numa), numa)
+            if child in tree.carrying:
+                _add_pci(tree, child, builder.add_root(numa), numa)
         for nic in domain.findall("nic"):
             # NCCL puts an adapter without a PCI device of its own here, such as a virtual machine's.
-            builder.join(numa, _add_nic(walk, nic), catalogue().link_types["fabric"])
+            builder.join(numa, _add_nic(tree, nic), catalogue().link_types["fabric"])
     first = domains[0]
     model, family = (integer(first, name, path, default=6) for name in ("modelid", "familyid"))
     builder.join_numas(numas, socket_type(first.get("vendor", ""), model, family))
-    _add_nvlinks(walk)
-    if all(pci.find("gpu") is None for pci in walk.gpus):
-        _assume_switch(walk)
+    _add_nvlinks(tree)
+    if all(pci.find("gpu") is None for pci in tree.gpus):
+        _assume_switch(tree)
     return builder.build_imported(f"Imported from the NCCL topology file {Path(path).name}.")
 
 
@@ -186,112 +186,112 @@ def _cpu_spec(cpu: str | None, domain: ET.Element, index: int, path: str | Path)
     return generic_cpu(index, num_cores, "affinity mask of the NCCL topology file")
 
 
-def _add_pci(walk: _NcclTree, pci: ET.Element, parent: str, numa: str) -> None:
-    if pci in walk.gpus:
-        node = _add_gpu(walk, pci, numa)
+def _add_pci(tree: _NcclTree, pci: ET.Element, parent: str, numa: str) -> None:
+    if pci in tree.gpus:
+        node = _add_gpu(tree, pci, numa)
     elif _is_nic(pci):
-        node = _add_nic(walk, pci.find("nic"))
-    elif pci in walk.carrying:
-        node = walk.builder.add_next("switch", "pcie_switch")
+        node = _add_nic(tree, pci.find("nic"))
+    elif pci in tree.carrying:
+        node = tree.builder.add_next("switch", "pcie_switch")
     else:
         return  # a device that carries no traffic of ours, such as an NVSwitch's own PCI function
-    walk.builder.join(parent, node, _link_type(walk, pci))
+    tree.builder.join(parent, node, _link_type(tree, pci))
     for child in pci.findall("pci"):
-        _add_pci(walk, child, node, numa)
+        _add_pci(tree, child, node, numa)
 
 
-def _add_gpu(walk: _NcclTree, pci: ET.Element, numa: str) -> str:
-    index, spec = walk.gpus[pci]
-    node = walk.builder.add_node(f"gpu{index}", "gpu", host="host0", index=index, spec=spec)
-    walk.gpu_by_bus[attribute(pci, "busid", walk.path).lower()] = node
+def _add_gpu(tree: _NcclTree, pci: ET.Element, numa: str) -> str:
+    index, spec = tree.gpus[pci]
+    node = tree.builder.add_node(f"gpu{index}", "gpu", host="host0", index=index, spec=spec)
+    tree.gpu_by_bus[attribute(pci, "busid", tree.path).lower()] = node
     gpu = pci.find("gpu")
     if gpu is None:
         return node
-    sm = max(integer(gpu, "sm", walk.path, default=90), min(SM_TO_NVLINK_GENERATION))
+    sm = max(integer(gpu, "sm", tree.path, default=90), min(SM_TO_NVLINK_GENERATION))
     generation = max(gen for known, gen in SM_TO_NVLINK_GENERATION.items() if known <= sm)
     if spec.nvlink:
         generation = spec.nvlink.generation
-    walk.nvlinks.extend((node, numa, nvlink, generation) for nvlink in gpu.findall("nvlink"))
+    tree.nvlinks.extend((node, numa, nvlink, generation) for nvlink in gpu.findall("nvlink"))
     for c2c in gpu.findall("c2c"):
-        with readable(f"the C2C link of {node} in {str(walk.path)!r}"):
-            rate = integer(c2c, "bw", walk.path)
+        with readable(f"the C2C link of {node} in {str(tree.path)!r}"):
+            rate = integer(c2c, "bw", tree.path)
             bandwidth = Figure(value=rate, unit="MB/s", source="c2c of the NCCL topology file")
             latency = catalogue().link_types["nvlink-c2c"].latency
             link_type = LinkType(kind="c2c", bandwidth=bandwidth, latency=latency)
-        walk.builder.join(numa, node, link_type, integer(c2c, "count", walk.path))
+        tree.builder.join(numa, node, link_type, integer(c2c, "count", tree.path))
     return node
 
 
-def _add_nic(walk: _NcclTree, nic: ET.Element | None) -> str:
-    node = walk.builder.add_next("nic", "nic")
+def _add_nic(tree: _NcclTree, nic: ET.Element | None) -> str:
+    node = tree.builder.add_next("nic", "nic")
     net = None if nic is None else nic.find("net")
     if net is not None:
-        if "network0" not in walk.builder:
-            walk.builder.add_node("network0", "network")
-        speed = integer(net, "speed", walk.path)
+        if "network0" not in tree.builder:
+            tree.builder.add_node("network0", "network")
+        speed = integer(net, "speed", tree.path)
         latency = catalogue().link_types["infiniband-hdr"].latency
-        with readable(f"the network of {node} in {str(walk.path)!r}"):
+        with readable(f"the network of {node} in {str(tree.path)!r}"):
             bandwidth = Figure(value=speed, unit="Mbit/s", source="speed of the NCCL topology file")
             link_type = LinkType(kind="network", bandwidth=bandwidth, latency=latency)
-        walk.builder.join(node, "network0", link_type)
+        tree.builder.join(node, "network0", link_type)
     return node
 
 
-def _link_type(walk: _NcclTree, pci: ET.Element) -> LinkType:
+def _link_type(tree: _NcclTree, pci: ET.Element) -> LinkType:
     match = re.match(r"\s*([0-9]+(?:\.[0-9]+)?)\s*GT/s", pci.get("link_speed", ""))
     generation = GIGATRANSFERS_TO_GENERATION.get(float(match[1])) if match else None
-    lanes = integer(pci, "link_width", walk.path, default=0)
+    lanes = integer(pci, "link_width", tree.path, default=0)
     # A virtual machine reports "Unknown", or a width of 0.
     told = None if generation is None or lanes < 1 else pcie_type(generation, lanes)
-    children = [] if pci in walk.gpus else pci.findall("pci")
-    below = [_link_type(walk, child) for child in children if child in walk.carrying]
+    children = [] if pci in tree.gpus else pci.findall("pci")
+    below = [_link_type(tree, child) for child in children if child in tree.carrying]
     return link_above(
-        walk.builder,
+        tree.builder,
         pci.get("busid", "unnamed"),
         told,
-        gpu=walk.gpus[pci][1] if pci in walk.gpus else None,
+        gpu=tree.gpus[pci][1] if pci in tree.gpus else None,
         below=below if pci_class(pci.get("class")) in {"", BRIDGE} else (),
         vendor=hexadecimal(pci.get("vendor")),
     )
 
 
-def _add_nvlinks(walk: _NcclTree) -> None:
+def _add_nvlinks(tree: _NcclTree) -> None:
     seen: set[frozenset[str]] = set()
     to_switch: dict[str, tuple[int, int]] = {}
     to_itself: list[str] = []
-    for node, numa, nvlink, generation in walk.nvlinks:
-        count, target_class = integer(nvlink, "count", walk.path), attribute(nvlink, "tclass", walk.path)
+    for node, numa, nvlink, generation in tree.nvlinks:
+        count, target_class = integer(nvlink, "count", tree.path), attribute(nvlink, "tclass", tree.path)
         if target_class.startswith(POWER_CPU_CLASS):
-            walk.builder.join(numa, node, nvlink_type(generation), count)
+            tree.builder.join(numa, node, nvlink_type(generation), count)
             continue
         if target_class.startswith(SWITCH_CLASS):
             to_switch[node] = count + to_switch.get(node, (0, 0))[0], generation
             continue
-        target = walk.gpu_by_bus.get(attribute(nvlink, "target", walk.path).lower())
+        target = tree.gpu_by_bus.get(attribute(nvlink, "target", tree.path).lower())
         if target == node:
             to_itself.append(node)
         elif target is not None and frozenset({node, target}) not in seen:
             seen.add(frozenset({node, target}))
-            walk.builder.join(node, target, nvlink_type(generation), count)
+            tree.builder.join(node, target, nvlink_type(generation), count)
     if to_itself:
-        walk.builder.notes.append(f"NVLinks to itself are left out of {', '.join(to_itself)}.")
+        tree.builder.notes.append(f"NVLinks to itself are left out of {', '.join(to_itself)}.")
     if to_switch:
         newest = max(generation for _, generation in to_switch.values())
-        walk.builder.add_node("nvswitch0", "nvswitch", host="host0", in_switch_sums=adds_up(newest))
+        tree.builder.add_node("nvswitch0", "nvswitch", host="host0", in_switch_sums=adds_up(newest))
     for node, (count, generation) in to_switch.items():
-        walk.builder.join(node, "nvswitch0", nvlink_type(generation), count)
+        tree.builder.join(node, "nvswitch0", nvlink_type(generation), count)
 
 
-def _assume_switch(walk: _NcclTree) -> None:
+def _assume_switch(tree: _NcclTree) -> None:
     """Join GPUs of a board by a switch, as boards of A100s and later do; the file leaves NVLinks to NCCL."""
     boards = {
-        f"gpu{index}": spec.nvlink for index, spec in walk.gpus.values() if spec.nvlink and "sxm" in spec.id
+        f"gpu{index}": spec.nvlink for index, spec in tree.gpus.values() if spec.nvlink and "sxm" in spec.id
     }
     if not boards:
         return
     ports = next(iter(boards.values()))
     assumed = "none are assumed"
     if ports.generation >= 3 and len(boards) >= _FEWEST_BEHIND_SWITCH:
-        join_switch(walk.builder, dict.fromkeys(boards, ports.num_links), ports.generation)
+        join_switch(tree.builder, dict.fromkeys(boards, ports.num_links), ports.generation)
         assumed = f"a switch with {ports.num_links} from each GPU is assumed"
-    walk.builder.notes.append(f"The file has no NVLinks, which NCCL finds on the machine: {assumed}.")
+    tree.builder.notes.append(f"The file has no NVLinks, which NCCL finds on the machine: {assumed}.")

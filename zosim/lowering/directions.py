@@ -74,15 +74,15 @@ class Directions(AxisWriter):
     def __init__(self, rank: Rank, listing: Listing) -> None:
         super().__init__(rank, listing)
         self._are_kept = rank.plan.directions.kept or rank.is_together
-        self.walk_order = walk_order(rank.plan)
-        self._positions = {group.name: position for position, group in enumerate(self.walk_order)}
+        self.sampling_order = sampling_order(rank.plan)
+        self._positions = {group.name: position for position, group in enumerate(self.sampling_order)}
         # Directions that are there, by what they hold and by the bytes that they lie in: a new one replaces what it overlaps.
         self._drawn: dict[tuple[Contents, int | None], Access] = {}
         self._drawn_in: dict[str, Ranges[Access | None]] = defaultdict(
             lambda: Ranges(None, lambda access: access)
         )
         # How many groups of the walk each query's generator is behind.
-        self._walked: dict[int, int] = {}
+        self._num_passed: dict[int, int] = {}
         self._halves = 0
 
     # -- places ------------------------------------------------------------------------------------------------
@@ -326,21 +326,23 @@ class Directions(AxisWriter):
             return (), ()
         position = self._positions[group.name]
         # The walk is behind this group: it is drawn again from the state that was kept before it.
-        if step < 0 or position < self._walked.get(query, 0):
+        if step < 0 or position < self._num_passed.get(query, 0):
             return (self.state_before(group, query, step),), ()
         # Numbers come in one order, so those of groups in between are passed over first.
-        while self._walked.get(query, 0) < position:
-            passed = self.walk_order[self._walked.get(query, 0)]
-            accesses = self._walking_accesses(self._walked.get(query, 0), query)
+        while self._num_passed.get(query, 0) < position:
+            passed = self.sampling_order[self._num_passed.get(query, 0)]
+            accesses = self._sequential_accesses(self._num_passed.get(query, 0), query)
             op, work = self._operation(passed, query, 0, "none"), self._work(passed, "none")
-            name = f"{passed.name}/walk[q{query}]"
+            name = f"{passed.name}/skip[q{query}]"
             self._emit(name, op, self._stream, "draw", passed.segments[0], *accesses, work)
-        return self._walking_accesses(position, query)
+        return self._sequential_accesses(position, query)
 
-    def _walking_accesses(self, position: int, query: int) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
-        group = self.walk_order[position]
-        self._walked[query] = position + 1
-        reads = (self._state_after(self.walk_order[position - 1], query),) if position else ()
+    def _sequential_accesses(
+        self, position: int, query: int
+    ) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
+        group = self.sampling_order[position]
+        self._num_passed[query] = position + 1
+        reads = (self._state_after(self.sampling_order[position - 1], query),) if position else ()
         before = (self.state_before(group, query, 0),) if group.name in self._kept_states else ()
         return reads, (*before, self._state_after(group, query))
 
@@ -375,9 +377,12 @@ class Directions(AxisWriter):
             num_kept_rows=num_rows,
             is_shared=is_cut,
             is_scaled=is_scaled,
-            num_split_walks=int(is_cut and not is_again),
+            num_split_sequences=int(is_cut and not is_again),
         ) + self._storage.rounding_work(
-            made, group.num_trainable_tensors, is_whole=keep == "all", walked=group.largest_trainable_tensor
+            made,
+            group.num_trainable_tensors,
+            is_whole=keep == "all",
+            sequential_elements=group.largest_trainable_tensor,
         )
 
     def _counted_work(self, group: ParameterGroup, keep: Keep, *, is_scaled: bool) -> Work:
@@ -476,7 +481,7 @@ class Directions(AxisWriter):
         return Stream.DRAW if self._plan.directions.drawn_ahead else Stream.COMPUTE
 
 
-def walk_order(plan: Plan) -> list[ParameterGroup]:
+def sampling_order(plan: Plan) -> list[ParameterGroup]:
     """Return the trainable groups in the order in which the ``mezo`` generator visits them."""
     groups = [group for group in plan.model.groups if group.num_trainable]
     if plan.directions.order == "registration":
@@ -494,10 +499,10 @@ def _drawn_late(plan: Plan, segments: Sequence[str]) -> list[ParameterGroup]:
     # A segment earlier in the step may need what is later in the walk.
     turns = {
         group.name: min(segments.index(segment) for segment in group.segments if segment in segments)
-        for group in walk_order(plan)
+        for group in sampling_order(plan)
         if set(group.segments) & set(segments)
     }
-    own = [group for group in walk_order(plan) if group.name in turns]
+    own = [group for group in sampling_order(plan) if group.name in turns]
     return [
         group
         for place, group in enumerate(own)

@@ -160,7 +160,7 @@ class StepWriter:
 
     def _sweep_perturb(self, query: int, leaps: tuple[Leap, ...]) -> None:
         """Write the reference loop's pass: every group's direction is drawn, used and forgotten."""
-        for group in self._directions.walk_order:
+        for group in self._directions.sampling_order:
             if group in self._rank.groups:
                 segment = self._rank.readers(group)[0]
                 self._directions.forget()

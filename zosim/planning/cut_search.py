@@ -88,14 +88,14 @@ class SegmentSeconds:
         For one evaluation point.
     once : numpy.ndarray
         For all else in a step: draws, perturbations, updates.
-    walk : numpy.ndarray
+    skip : numpy.ndarray
         For passing over its directions, as a later stage does; 0 where none has to.
     weight_bytes : numpy.ndarray
     """
 
     forward: Seconds
     once: Seconds
-    walk: Seconds
+    skip: Seconds
     weight_bytes: Seconds
 
 
@@ -166,14 +166,14 @@ class Costs:
         ]
         # A generator passes over the numbers of every stage before, once for each query.
         works = [passing_work(number, plan.directions, plan.storage.draw_format) for number in drawn]
-        walks = [
+        skips = [
             plan.estimator.num_queries * estimate(work, machine.profile).seconds if work.num_skipped else 0.0
             for work in works
         ]
         return SegmentSeconds(
             np.array([forward[segment] / points for segment in like]),
             np.array([once[segment] for segment in like]),
-            np.array(walks),
+            np.array(skips),
             np.array(stored, dtype=np.float64),
         )
 
@@ -284,13 +284,13 @@ class Ranking:
         ends = np.array([0, *(self._costs.ends[name] for name in names), len(seconds.forward)])
         crossings = np.array([(0.0, 0.0, 0.0), *(self._crossing(name) for name in names), (0.0,) * 3])
         encode, transfer, decode = crossings.T
-        forward, once, walk, stored = (
+        forward, once, skip, stored = (
             np.concatenate([[0.0], np.cumsum(column)])[ends]
-            for column in (seconds.forward, seconds.once, seconds.walk, seconds.weight_bytes)
+            for column in (seconds.forward, seconds.once, seconds.skip, seconds.weight_bytes)
         )
         own = forward[None, :] - forward[:, None] + decode[:, None] + encode[None, :]
         # A stage walks the generator past the directions of all stages before it.
-        busy = once[None, :] - once[:, None] + walk[:, None] + points * own
+        busy = once[None, :] - once[:, None] + skip[:, None] + points * own
         return _CostTable(
             np.maximum(busy, points * transfer[None, :]),
             np.maximum(own, transfer[None, :]),

@@ -24,7 +24,7 @@ from executors.randomness.low_rank import (
     fill_product_rows,
 )
 from executors.randomness.rounded import DrawKeys
-from executors.randomness.walks import Walk
+from executors.randomness.sequential import SequentialSampler
 from executors.steps.buffers import Part
 from executors.steps.frames import StepFrame
 from executors.steps.ops.context import Context, rounding_of
@@ -72,7 +72,7 @@ class Draws:
             return self._counted_codes(op, wanted)
         if op.generator == "counter":
             return self._counted(op, wanted)
-        return self._walked(op, instruction, wanted)
+        return self._sequential(op, instruction, wanted)
 
     # -- counter -----------------------------------------------------------------------------------------------
 
@@ -119,11 +119,13 @@ class Draws:
 
     # -- mezo --------------------------------------------------------------------------------------------------
 
-    def _walked(self, op: Draw, instruction: Instruction, wanted: Sequence[Access]) -> Action:
+    def _sequential(self, op: Draw, instruction: Instruction, wanted: Sequence[Access]) -> Action:
         source, before, after = _states(op, instruction)
-        walk = self._walk(op, wanted)
-        fill = self._fill(op, walk, wanted)
-        again = self._fill_again(op, walk, wanted) if source and not before and op.keep == "all" else None
+        sequential = self._sampler(op, wanted)
+        fill = self._fill(op, sequential, wanted)
+        again = (
+            self._fill_again(op, sequential, wanted) if source and not before and op.keep == "all" else None
+        )
         own, graphs = Generator(device=self._device), self._context.graphs
         values = self._store.values
 
@@ -148,23 +150,23 @@ class Draws:
 
         return draw
 
-    def _walk(self, op: Draw, wanted: Sequence[Access]) -> Walk:
+    def _sampler(self, op: Draw, wanted: Sequence[Access]) -> SequentialSampler:
         direction = direction_named(op.distribution)
         if op.keep == "all" and not op.bits:
             numels = [length for _, length in self._stretches(wanted[0], direction)]
         else:
             numels = [tensor.num_elements for tensor in self._part(op).tensors]
         is_cut = self._device.type == "cpu" and sum(numels) >= SHARED_DRAW_ELEMENTS
-        return Walk(numels, direction, NUM_RNG_MARKS if is_cut else 1, self._context.threads)
+        return SequentialSampler(numels, direction, NUM_RNG_MARKS if is_cut else 1, self._context.threads)
 
-    def _fill(self, op: Draw, walk: Walk, wanted: Sequence[Access]) -> Fill:
+    def _fill(self, op: Draw, sequential: SequentialSampler, wanted: Sequence[Access]) -> Fill:
         part = self._part(op)
         if op.keep == "none":
 
             def skip(_frame: StepFrame, generator: Generator) -> list[Tensor]:
                 # Asked for when it is drawn: before weights moved into buffers they may have had their files' format.
                 dtype = torch.float32 if op.bits else part.tensors[0].values.dtype
-                return walk.skip(torch.empty(0, dtype=dtype, device=self._device), generator)
+                return sequential.skip(torch.empty(0, dtype=dtype, device=self._device), generator)
 
             return skip
         if op.keep == "rows":
@@ -172,7 +174,7 @@ class Draws:
             def keep(frame: StepFrame, generator: Generator) -> list[Tensor]:
                 rows = self._context.rows
                 kept = self._empty_rows(part, rows, torch.float32 if op.bits else None)
-                states = walk.rows(kept, rows, generator)
+                states = sequential.rows(kept, rows, generator)
                 if op.bits:
                     index, keys = part.tensors[0].index, _draw_keys(frame, op)
                     on_host = self._context.rows_on_host
@@ -182,17 +184,17 @@ class Draws:
 
             return keep
         if op.bits:
-            return self._walked_codes(op, walk, wanted)
+            return self._sequential_codes(op, sequential, wanted)
 
         views, graphs = self._stretch_views(wanted[0], direction_named(op.distribution)), self._context.graphs
 
         def fill(_frame: StepFrame, generator: Generator) -> list[Tensor]:
             if graphs is None:
-                return self._scaling(wanted[0], partial(walk.fill, views(), generator))
+                return self._scaling(wanted[0], partial(sequential.fill, views(), generator))
             state, drawn, flat = generator.get_state(), views(), self._store.placed(wanted[0]).flat
 
             def draw(generator: Generator) -> None:
-                self._scaling(wanted[0], partial(walk.draw, drawn, generator))
+                self._scaling(wanted[0], partial(sequential.draw, drawn, generator))
 
             places = tuple((view.data_ptr(), view.numel()) for view in drawn)
             signature = op.distribution, is_scaled(wanted[0].what), flat.data_ptr(), flat.dtype, places
@@ -201,8 +203,8 @@ class Draws:
 
         return fill
 
-    def _walked_codes(
-        self, op: Draw, walk: Walk, wanted: Sequence[Access]
+    def _sequential_codes(
+        self, op: Draw, sequential: SequentialSampler, wanted: Sequence[Access]
     ) -> Callable[[StepFrame, Generator | list[Tensor]], list[Tensor]]:
         draws, indices = (
             self._context.draws_of(rounding_of(op)),
@@ -211,19 +213,19 @@ class Draws:
 
         def fill(frame: StepFrame, source: Generator | list[Tensor]) -> list[Tensor]:
             views = self._flat_codes(wanted[0])
-            return draws.fill_walked(walk, views, indices, source, _draw_keys(frame, op))
+            return draws.fill_sequential(sequential, views, indices, source, _draw_keys(frame, op))
 
         return fill
 
     def _fill_again(
-        self, op: Draw, walk: Walk, wanted: Sequence[Access]
+        self, op: Draw, sequential: SequentialSampler, wanted: Sequence[Access]
     ) -> Callable[[StepFrame, list[Tensor]], object]:
         if op.bits:
-            return self._walked_codes(op, walk, wanted)
+            return self._sequential_codes(op, sequential, wanted)
         views = self._stretch_views(wanted[0], direction_named(op.distribution))
 
         def fill(_frame: StepFrame, states: list[Tensor]) -> None:
-            self._scaling(wanted[0], partial(walk.fill_again, views(), states))
+            self._scaling(wanted[0], partial(sequential.fill_again, views(), states))
 
         return fill
 
@@ -238,7 +240,7 @@ class Draws:
         source, before, after = _states(op, instruction)
         generator = Generator(device=self._device)
 
-        def walked(frame: StepFrame, places: Places) -> Factors | None:
+        def from_generator(frame: StepFrame, places: Places) -> Factors | None:
             assert frame.window is not None
             if op.for_update and frame.step == frame.window.first:
                 return draws.redrawn(op.group, op.query, frame.seeds[op.query], frame.window, places)
@@ -251,7 +253,7 @@ class Draws:
             if op.keep == "none":
                 draws.pass_over(op.group, frame.step, frame.window, generator)
             else:
-                factors = draws.walked(op.group, op.query, frame.step, frame.window, generator, places)
+                factors = draws.sequential(op.group, op.query, frame.step, frame.window, generator, places)
             for key in before:
                 values[key] = states
             for key in after:
@@ -265,7 +267,7 @@ class Draws:
             factors: Factors | None = None
             places = self._store.placed(wanted[0]).views if op.keep == "all" else None
             if op.generator == "mezo":
-                factors = walked(seeded, places)
+                factors = from_generator(seeded, places)
             elif op.keep != "none":
                 assert seeded.window is not None
                 factors = draws.counted(op.group, op.query, counter_key(frame, op), seeded.window, places)
@@ -303,7 +305,7 @@ class Draws:
             self._factors = FactorDraws(
                 [tensor.shape for tensor in tensors],
                 groups,
-                self._walk_order,
+                self._sampling_order,
                 op.rank,
                 self._device,
                 TORCH_DTYPES[next(b.dtype for b in self._context.program.buffers if b.role == "directions")],
@@ -311,7 +313,7 @@ class Draws:
             )
         return self._factors
 
-    def _walk_order(self, query: int) -> list[str]:
+    def _sampling_order(self, query: int) -> list[str]:
         """Return the groups that the step's generator of a query visits, in their order."""
         return [
             i.op.group

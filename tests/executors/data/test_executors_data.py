@@ -75,9 +75,9 @@ class TestBatches:
         num_lines = 5
         lines = LineFile(Path("unread"), *(torch.arange(num_lines).numpy(),) * 2, "")
         batches = Batches(Dataset(lines), batch_size, shuffle=True, seed=seed)
-        walked = [at for k in range(num_epochs * num_lines) for at in batches.indices(k)]
+        indices = [at for k in range(num_epochs * num_lines) for at in batches.indices(k)]
         for epoch in range(num_epochs):
-            assert sorted(walked[epoch * num_lines : (epoch + 1) * num_lines]) == list(range(num_lines))
+            assert sorted(indices[epoch * num_lines : (epoch + 1) * num_lines]) == list(range(num_lines))
 
     def test_shuffling_is_random_access_and_leaves_torch_alone(self, five: Dataset) -> None:
         before = torch.random.get_rng_state()

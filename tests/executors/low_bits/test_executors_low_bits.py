@@ -24,7 +24,7 @@ from executors.models.weight_files import save_pretrained
 from executors.randomness.counter import CounterDraws, CounterKey
 from executors.randomness.directions import direction_named
 from executors.randomness.rounded import Chances, DrawKeys, MovedRows, RoundedDraws, rounding_key
-from executors.randomness.walks import Walk
+from executors.randomness.sequential import SequentialSampler
 from executors.runs.session import Session
 from executors.threads import DrawThreads
 from tests.support.command import loaded
@@ -272,11 +272,11 @@ def test_codes_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity):
         )
         for numel in numels
     ]
-    for is_walked in (False, True):
+    for is_sequential in (False, True):
         for views in (whole, packed):
-            if is_walked:
-                walk = Walk(numels, direction_named(name), 3, DrawThreads(2))
-                draws.fill_walked(walk, views, range(4), torch.Generator().manual_seed(3), keys)
+            if is_sequential:
+                sequential = SequentialSampler(numels, direction_named(name), 3, DrawThreads(2))
+                draws.fill_sequential(sequential, views, range(4), torch.Generator().manual_seed(3), keys)
             else:
                 draws.fill_counted(views, range(4), key, keys)
         for codes, own, shape in zip(packed, whole, shapes, strict=True):

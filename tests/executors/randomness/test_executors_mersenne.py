@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executors.randomness import mersenne, walks
+from executors.randomness import mersenne, sequential
 from executors.randomness.directions import Gaussian, Rademacher
 from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import generator_on
-from executors.randomness.walks import Walk
+from executors.randomness.sequential import SequentialSampler
 from executors.runs.session import Session
 from executors.steps.ops import draw as drawing
 from executors.threads import DrawThreads
@@ -90,53 +90,53 @@ def drawn_by(numels, dtype, generator):
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("jumps", [True, False])
 def test_walks_of_several_threads_have_the_bits_of_one_draw(monkeypatch, jumps, num_threads, dtype):
-    monkeypatch.setattr(walks, "JUMP_WORDS", 500)
-    monkeypatch.setattr(walks, "can_jump", lambda: jumps)
+    monkeypatch.setattr(sequential, "JUMP_WORDS", 500)
+    monkeypatch.setattr(sequential, "can_jump", lambda: jumps)
     threads, numels = DrawThreads(num_threads), [1008, 16, 4096, 16, 3008]
     if dtype.itemsize > 2:
         numels += [17, 1003]
     generator = generator_on(CPU, 6)
     whole, after = drawn_by(numels, dtype, generator), drawn_by([100], dtype, generator)
-    walk = Walk(numels, Gaussian(), 8, threads)
+    sampler = SequentialSampler(numels, Gaussian(), 8, threads)
     for factor in (None, 1e-3):
         generator, views = generator_on(CPU, 6), [torch.empty_like(tensor) for tensor in whole]
-        states = walk.fill(views, generator, factor)
+        states = sampler.fill(views, generator, factor)
         expected = whole if factor is None else [tensor * factor for tensor in whole]
         assert all(map(torch.equal, views, expected))
         assert torch.equal(*drawn_by([100], dtype, generator), *after)
         again = [torch.empty_like(tensor) for tensor in whole]
-        walk.fill_again(again, states, factor)
+        sampler.fill_again(again, states, factor)
         assert all(map(torch.equal, again, expected))
     generator = generator_on(CPU, 6)
-    walk.skip(whole[0], generator)
+    sampler.skip(whole[0], generator)
     assert torch.equal(*drawn_by([100], dtype, generator), *after)
     threads.close()
 
 
 @pytest.mark.parametrize("shape", [(500, 32), (400, 33)])
 def test_rows_kept_by_several_threads_are_those_of_the_whole(monkeypatch, shape):
-    monkeypatch.setattr(walks, "JUMP_WORDS", 500)
+    monkeypatch.setattr(sequential, "JUMP_WORDS", 500)
     threads, generator = DrawThreads(2), generator_on(CPU, 7)
     table, after = torch.empty(shape).normal_(generator=generator), drawn_by([64], torch.float32, generator)
     for rows in ([], [0, shape[0] - 1], [3, 4, 249, 250, 251], list(range(shape[0]))):
-        walk, generator = Walk([table.numel()], Gaussian(), 8, threads), generator_on(CPU, 7)
+        sampler, generator = SequentialSampler([table.numel()], Gaussian(), 8, threads), generator_on(CPU, 7)
         kept = torch.empty(len(rows), shape[1])
-        walk.rows(kept, torch.tensor(rows, dtype=torch.long), generator)
+        sampler.rows(kept, torch.tensor(rows, dtype=torch.long), generator)
         assert torch.equal(kept, table[rows])
         assert torch.equal(*drawn_by([64], torch.float32, generator), *after)
     threads.close()
 
 
 def test_draws_whose_words_cannot_be_counted_are_walked_by_one(monkeypatch):
-    monkeypatch.setattr(walks, "JUMP_WORDS", 16)
-    monkeypatch.setattr(walks, "jumped", None)
+    monkeypatch.setattr(sequential, "JUMP_WORDS", 16)
+    monkeypatch.setattr(sequential, "jumped", None)
     threads = DrawThreads(2)
     for numels, direction in (([1000, 9], Gaussian()), ([4096], Rademacher())):
         whole, views = ([torch.empty(numel) for numel in numels] for _ in range(2))
         generator = generator_on(CPU, 8)
         for tensor in whole:
             direction.fill(tensor, generator)
-        Walk(numels, direction, 8, threads).fill(views, generator_on(CPU, 8))
+        SequentialSampler(numels, direction, 8, threads).fill(views, generator_on(CPU, 8))
         assert all(map(torch.equal, views, whole))
     threads.close()
 
@@ -160,10 +160,10 @@ def test_the_words_of_a_draw_are_counted(dtype, numel):
 @pytest.mark.parametrize("update", ["immediate", "delayed"])
 @pytest.mark.parametrize(("name", "dtype"), [("opt", "float32"), ("llama-tied", "bfloat16")])
 def test_steps_whose_draws_begin_by_jumps_equal_the_literal_loop(monkeypatch, name, dtype, update):
-    monkeypatch.setattr(walks, "JUMP_WORDS", 64)
+    monkeypatch.setattr(sequential, "JUMP_WORDS", 64)
     monkeypatch.setattr(drawing, "SHARED_DRAW_ELEMENTS", 64)
     starts = []
-    monkeypatch.setattr(walks, "jumped", lambda *start: starts.append(start[1]) or jumped(*start))
+    monkeypatch.setattr(sequential, "jumped", lambda *start: starts.append(start[1]) or jumped(*start))
     reference = model_of(name, getattr(torch, dtype))
     model = copy.deepcopy(reference)
     loop = LiteralMezo(reference, epsilon=1e-3, weight_decay=0.1)

@@ -11,7 +11,7 @@ from executors.randomness import row_windows
 from executors.randomness.counter import BLOCK_ELEMENTS, CounterDraws, CounterKey
 from executors.randomness.directions import DIRECTIONS, Gaussian, Rademacher, direction_named
 from executors.randomness.rng import generator_on
-from executors.randomness.walks import Walk, draw_rows, walk_past
+from executors.randomness.sequential import SequentialSampler, draw_rows, skip_tensors
 from executors.threads import DrawThreads
 from topology.errors import PlanError
 
@@ -63,16 +63,16 @@ def test_walks_with_marks_have_the_bits_of_whole_draws(dtype, direction, numels,
     for tensor in whole:
         direction.fill(tensor, generator)
     threads = DrawThreads(2)
-    walk = Walk(numels, direction, num_marks, threads)
+    sequential = SequentialSampler(numels, direction, num_marks, threads)
     marked, skipped = generator_on(CPU, 3), generator_on(CPU, 3)
     views = [torch.empty_like(tensor) for tensor in whole]
-    states = walk.fill(views, marked)
+    states = sequential.fill(views, marked)
     assert all(map(torch.equal, views, whole))
     assert torch.equal(marked.get_state(), generator.get_state())
-    assert all(map(torch.equal, walk.skip(whole[0], skipped), states[:1]))
+    assert all(map(torch.equal, sequential.skip(whole[0], skipped), states[:1]))
     assert torch.equal(skipped.get_state(), generator.get_state())
     again = [torch.empty_like(tensor) for tensor in whole]
-    walk.fill_again(again, states)
+    sequential.fill_again(again, states)
     threads.close()
     assert all(map(torch.equal, again, whole))
 
@@ -89,11 +89,11 @@ def test_a_scaled_draw_is_the_draw_rounded_once_more(dtype, direction, numel):
 
 def test_walking_past_leaves_the_state_of_drawing():
     numels = [9, 100_003, 16, 70_000]
-    drawn, walked = generator_on(CPU, 2), generator_on(CPU, 2)
+    drawn, skipped = generator_on(CPU, 2), generator_on(CPU, 2)
     for numel in numels:
         torch.empty(numel).normal_(generator=drawn)
-    walk_past(numels, torch.empty(0), Gaussian(), walked)
-    assert torch.equal(drawn.get_state(), walked.get_state())
+    skip_tensors(numels, torch.empty(0), Gaussian(), skipped)
+    assert torch.equal(drawn.get_state(), skipped.get_state())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,13 +12,13 @@ import torch
 from torch import Generator, Tensor
 
 from costmodel.formats.distributions import JUMP_WORDS
-from costmodel.formats.low_bits import WALKED_AT_ONCE
+from costmodel.formats.low_bits import SEQUENTIAL_AT_ONCE
 from executors.randomness.directions import Direction
 from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import drawn
 from executors.threads import DrawThreads, even_ranges
 
-_WALK_ELEMENTS = 1 << 16
+_HELD_ELEMENTS = 1 << 16
 """Numbers held at once when not all are kept; a multiple of every granularity."""
 
 _CHEAP_ELEMENTS = 1 << 19
@@ -30,7 +30,7 @@ Take = Callable[[int, int, Tensor], None]
 """Takes a tensor's place in a group, the first element of a piece of it, and the numbers drawn for that piece."""
 
 
-class Walk:
+class SequentialSampler:
     """One draw after another of the tensors of a group, with the generator's states at marks on the way.
 
     Parameters
@@ -70,9 +70,7 @@ class Walk:
         factor : float, optional
             Multiplies every number, which is rounded again.
         """
-        return self._walked(
-            generator, views[0], lambda span, walking: self._draw(span, views, walking, factor)
-        )
+        return self._traverse(generator, views[0], lambda span, own: self._draw(span, views, own, factor))
 
     def draw(self, views: Sequence[Tensor], generator: Generator, factor: float | None = None) -> None:
         """Fill flat `views` and advance `generator`, whose states nobody asks for."""
@@ -84,7 +82,7 @@ class Walk:
         self, views: Sequence[Tensor], states: Sequence[Tensor], factor: float | None = None
     ) -> None:
         """Fill flat `views` as the walk that left `states` did."""
-        self._again(views[0], states, lambda span, walking: self._draw(span, views, walking, factor))
+        self._again(views[0], states, lambda span, own: self._draw(span, views, own, factor))
 
     def _again(self, like: Tensor, states: Sequence[Tensor], visit: _Visit) -> None:
         """Visit all spans again, from the states at the marks."""
@@ -105,41 +103,41 @@ class Walk:
         begin = generator.get_state()
         shares, words = self._shares(like)
         states: list[list[Tensor]] = [[] for _ in shares]
-        walking = [generator, *(Generator(device=like.device) for _ in shares[1:])]
+        own_generators = [generator, *(Generator(device=like.device) for _ in shares[1:])]
 
-        def walk(number: int) -> Iterator[list[_Drawn]]:
+        def sample_share(number: int) -> Iterator[list[_Drawn]]:
             if number:
-                walking[number].set_state(jumped(begin, words[shares[number].start]))
-            yield from self._drawn(shares[number], like, walking[number], len(shares), states[number])
+                own_generators[number].set_state(jumped(begin, words[shares[number].start]))
+            yield from self._drawn(shares[number], like, own_generators[number], len(shares), states[number])
 
-        self._hand_on(take, [walk(number) for number in range(len(shares))])
+        self._hand_on(take, [sample_share(number) for number in range(len(shares))])
         if len(shares) > 1:
-            generator.set_state(walking[-1].get_state())
+            generator.set_state(own_generators[-1].get_state())
         return [state for of_share in states for state in of_share]
 
     def feed_again(self, take: Take, like: Tensor, states: Sequence[Tensor]) -> None:
         """Hand every number on as the walk that left `states` did."""
         shares = even_ranges(len(self._spans), self._num_threads)
 
-        def walk(share: range) -> Iterator[list[_Drawn]]:
+        def sample_share(share: range) -> Iterator[list[_Drawn]]:
             generator = Generator(device=like.device)
             generator.set_state(states[share.start])
             yield from self._drawn(share, like, generator, len(shares), [])
 
-        self._hand_on(take, [walk(share) for share in shares])
+        self._hand_on(take, [sample_share(share) for share in shares])
 
-    def _hand_on(self, take: Take, walks: Sequence[Iterator[list[_Drawn]]]) -> None:
+    def _hand_on(self, take: Take, streams: Sequence[Iterator[list[_Drawn]]]) -> None:
         """Let each thread draw some numbers of its walk, hand these on, and so forth.
 
         Threads make random numbers alone: what becomes of them is shared among torch's threads.
         """
-        batches: list[list[_Drawn]] = [[] for _ in walks]
+        batches: list[list[_Drawn]] = [[] for _ in streams]
 
         def draw(number: int) -> None:
-            batches[number] = next(walks[number], [])
+            batches[number] = next(streams[number], [])
 
         while True:
-            self._threads.run([partial(draw, number) for number in range(len(walks))])
+            self._threads.run([partial(draw, number) for number in range(len(streams))])
             if not any(batches):
                 return
             for batch in batches:
@@ -150,7 +148,7 @@ class Walk:
         self, share: range, like: Tensor, generator: Generator, num_shares: int, states: list[Tensor]
     ) -> Iterator[list[_Drawn]]:
         """Yield the numbers of some stretches, and add the states at their marks to `states`; all shares hold as many at once as become codes."""
-        most = 1 << ((WALKED_AT_ONCE // num_shares).bit_length() - 1)
+        most = 1 << ((SEQUENTIAL_AT_ONCE // num_shares).bit_length() - 1)
         batch: list[_Drawn] = []
         for spans in self._spans[share.start : share.stop]:
             states.append(generator.get_state())
@@ -204,30 +202,30 @@ class Walk:
             return states
         wanted = rows.tolist()
 
-        def keep(span: _Elements, walking: Generator) -> None:
-            keep_rows(out, wanted, span.begin, span.end, self._direction, walking)
+        def keep(span: _Elements, own: Generator) -> None:
+            keep_rows(out, wanted, span.begin, span.end, self._direction, own)
 
-        return self._walked(generator, out, keep)
+        return self._traverse(generator, out, keep)
 
-    def _walked(self, generator: Generator, like: Tensor, visit: _Visit) -> list[Tensor]:
+    def _traverse(self, generator: Generator, like: Tensor, visit: _Visit) -> list[Tensor]:
         """Visit all spans, advance `generator`, and return its states at the marks."""
         begin = generator.get_state()
         shares, words = self._shares(like)
         states: list[list[Tensor]] = [[] for _ in shares]
         ends: list[Tensor] = [begin] * len(shares)
 
-        def walk(number: int) -> None:
-            share, walking = shares[number], generator
+        def sample_share(number: int) -> None:
+            share, own = shares[number], generator
             if number:
-                walking = Generator(device=like.device)
-                walking.set_state(jumped(begin, words[share.start]))
+                own = Generator(device=like.device)
+                own.set_state(jumped(begin, words[share.start]))
             for spans in self._spans[share.start : share.stop]:
-                states[number].append(walking.get_state())
+                states[number].append(own.get_state())
                 for span in spans:
-                    visit(span, walking)
-            ends[number] = walking.get_state()
+                    visit(span, own)
+            ends[number] = own.get_state()
 
-        self._threads.run([partial(walk, number) for number in range(len(shares))])
+        self._threads.run([partial(sample_share, number) for number in range(len(shares))])
         if len(shares) > 1:
             generator.set_state(ends[-1])
         return [state for of_share in states for state in of_share]
@@ -368,7 +366,7 @@ def _stretches(
 ) -> Iterator[tuple[int, int, bool]]:
     """Yield (begin, end, kept) of one draw in pieces that can be drawn apart; without rows to keep, in one."""
     if rows and (width % direction.distribution.granularity or not direction.distribution.is_drawn_alone):
-        most = _WALK_ELEMENTS if direction.distribution.is_drawn_alone else _CHEAP_ELEMENTS
+        most = _HELD_ELEMENTS if direction.distribution.is_drawn_alone else _CHEAP_ELEMENTS
         yield from ((begin + low, begin + high, True) for low, high in _pieces(end - begin, most))
         return
     for row in rows:
@@ -382,13 +380,13 @@ def _stretches(
 
 
 def draw_rows(out: Tensor, rows: Tensor, num_rows: int, direction: Direction, generator: Generator) -> None:
-    """Draw a whole table of `num_rows` rows and keep some: see :meth:`Walk.rows`."""
-    Walk([num_rows * out.shape[1]], direction).rows(out, rows, generator)
+    """Draw a whole table of `num_rows` rows and keep some: see :meth:`SequentialSampler.rows`."""
+    SequentialSampler([num_rows * out.shape[1]], direction).rows(out, rows, generator)
 
 
-def walk_past(numels: Sequence[int], like: Tensor, direction: Direction, generator: Generator) -> None:
+def skip_tensors(numels: Sequence[int], like: Tensor, direction: Direction, generator: Generator) -> None:
     """Advance `generator` as drawing tensors of `numels` elements in the format of `like` would."""
-    Walk(numels, direction).skip(like, generator)
+    SequentialSampler(numels, direction).skip(like, generator)
 
 
 def _pieces(numel: int, most: int) -> Iterator[tuple[int, int]]:
