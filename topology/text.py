@@ -62,7 +62,7 @@ def render_text(
 
 
 def _host_tree(topology: Topology, host: Node, drawn: set[str]) -> Tree:
-    """NUMA domains with what hangs on them, found by walking away from the domains."""
+    """NUMA domains with what hangs on them, found by a search from the domains outwards."""
     tree = Tree(f"[bold]{host.id}[/bold]" + (f"  {_shown(host.label)}" if host.label else ""))
     members = {node.id for node in topology.nodes if node.host == host.id}
     numas = [node for node in topology.of_kind("numa") if node.host == host.id]

@@ -21,7 +21,7 @@ RNG_STATE_BYTES = 5056
 """State of torch's CPU generator (a CUDA generator's is smaller)."""
 
 NUM_RNG_MARKS = 8
-"""States that a walk over a group keeps on its way, so that as many threads can draw the group again."""
+"""Generator states kept at equal distances within a group, so that as many threads can draw the group again."""
 
 SHARED_DRAW_ELEMENTS = 1 << 16
 """Groups of at least this many elements keep such states, and are drawn again by several threads at once."""
@@ -65,7 +65,7 @@ class Distribution:
     rank_power, update_rank_power : float
         A matrix is ``U·Vᵀ·r^rank_power``; an update goes along it times ``r^update_rank_power``.
     is_redrawn : bool
-        Whether the update draws the factors again by a walk that passes over ``U`` alone, also in a step that draws ``V``
+        Whether the update draws the factors again from a sequence that holds ``U`` alone, also in a step that draws ``V``
         anew, whose ``U`` is then another one.
     """
 

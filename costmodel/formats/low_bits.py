@@ -40,7 +40,7 @@ ROUNDED_AT_ONCE = 1 << 19
 """Numbers of a direction that are drawn there, and as many to round them by, before they become codes."""
 
 SEQUENTIAL_AT_ONCE = 1 << 18
-"""Numbers of a direction that one generator after the other draws, or threads that share its walk, before they become codes."""
+"""Numbers of a direction that one generator after the other draws, or threads that share its numbers, before they become codes."""
 
 PASSED_ELEMENTS = 1 << 17
 """Of these, those that become codes together on a CPU, in its caches."""

@@ -114,7 +114,7 @@ class Batches:
     Attributes
     ----------
     shuffle : bool
-        Off: batch ``k`` is lines ``k·B`` to ``k·B + B - 1``, wrapping. On: the same walk over a fresh seeded
+        Off: batch ``k`` is lines ``k·B`` to ``k·B + B - 1``, wrapping. On: the same over a fresh seeded
         permutation of the lines in each epoch.
     seed : int
         Of the permutations; torch's generators are neither used nor moved.

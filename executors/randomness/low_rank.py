@@ -3,7 +3,7 @@
 Both factors are functions of seeds. ``V`` is kept between steps because it is needed in every one, and made again where
 nobody kept it: in a run that goes on in the middle of a window, or that replays one.
 
-``mezo``: the step's generator walks over the parameters; a matrix takes ``V``, in the first step of a window alone, then ``U``.
+``mezo``: the step's generator serves the parameters in turn; a matrix takes ``V``, in the first step of a window alone, then ``U``.
 These are the numbers of the released LoZO loop. ``counter``: ``U`` is keyed as any direction, ``V`` by the window's first
 step and a number of its own.
 """
@@ -120,7 +120,7 @@ class FactorDraws:
     groups : mapping of str to sequence of int
         The trainable parameters of each group.
     sampling_order : callable
-        From a query to the groups in the order in which its ``mezo`` generator visits them, as far as this rank walks.
+        From a query to the groups in the order in which its ``mezo`` generator visits them, as far as this rank needs them.
     rank : int
     device : torch.device
     dtype : torch.dtype
@@ -162,7 +162,7 @@ class FactorDraws:
         return Factors(lefts, self._rights(group, query, window))
 
     def redrawn(self, group: str, query: int, seed: int, window: Window, places: Places = None) -> Factors:
-        """Return factors as the released loop draws them for an update: a walk from the seed that passes no ``V``."""
+        """Return factors as the released loop draws them for an update: from the seed on, without any ``V``."""
         generator = generator_on(self._like.device, seed)
         self._skip_to(group, query, generator, with_rights=False)
         lefts, _ = self._draw(group, generator, with_rights=False, places=places)

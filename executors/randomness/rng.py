@@ -1,6 +1,6 @@
 """The two disciplines by which directions get their random numbers.
 
-``mezo``: one generator per step and query, reset to the step's seed and walked over the trainable parameters, one
+``mezo``: one generator per step and query, reset to the step's seed, which fills the trainable parameters one
 draw each. Bits equal those of ``torch.manual_seed(seed)`` followed by one ``torch.normal`` per parameter. Its
 state before each group is kept, so that a group can be drawn again without walking the others.
 

@@ -379,7 +379,7 @@ class RoundedDraws:
         source: Generator | Sequence[Tensor],
         keys: DrawKeys,
     ) -> list[Tensor]:
-        """Fill flat `views`, int8 or packed, as a walk goes, from a generator or again from its states; return the states at the marks."""
+        """Fill flat `views`, int8 or packed, in sequence: from a generator, or again from its states. Return the states at the marks."""
 
         def take(tensor: int, begin: int, numbers: Tensor) -> None:
             for piece in numbers.split(at_once):

@@ -1,4 +1,4 @@
-"""``mezo`` draws: one generator walked over parameters, cut where a draw can be cut without changing a bit."""
+"""``mezo`` draws: one generator serves all parameters in turn. Its sequence is split where a draw can be cut without changing a bit."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class SequentialSampler:
     num_marks : int
         Stretches, between marks, that the elements are shared among as evenly as draws can be cut.
     threads : DrawThreads, optional
-        Threads that walk the stretches of a CPU's draw at once, where its words can be counted.
+        Threads that draw stretches at once on a CPU, where its words can be counted.
 
     Notes
     -----
-    A thread begins in the middle of a walk by a jump of the generator (:mod:`executors.randomness.mersenne`). Drawing again begins at
+    A thread begins in the middle of a sequence by a jump of the generator (:mod:`executors.randomness.mersenne`). Drawing again begins at
     the kept states.
     """
 
@@ -81,7 +81,7 @@ class SequentialSampler:
     def fill_again(
         self, views: Sequence[Tensor], states: Sequence[Tensor], factor: float | None = None
     ) -> None:
-        """Fill flat `views` as the walk that left `states` did."""
+        """Fill flat `views` as the pass that left `states` did."""
         self._again(views[0], states, lambda span, own: self._draw(span, views, own, factor))
 
     def _again(self, like: Tensor, states: Sequence[Tensor], visit: _Visit) -> None:
@@ -116,7 +116,7 @@ class SequentialSampler:
         return [state for of_share in states for state in of_share]
 
     def feed_again(self, take: Take, like: Tensor, states: Sequence[Tensor]) -> None:
-        """Hand every number on as the walk that left `states` did."""
+        """Hand every number on as the pass that left `states` did."""
         shares = even_ranges(len(self._spans), self._num_threads)
 
         def sample_share(share: range) -> Iterator[list[_Drawn]]:
@@ -127,7 +127,7 @@ class SequentialSampler:
         self._hand_on(take, [sample_share(share) for share in shares])
 
     def _hand_on(self, take: Take, streams: Sequence[Iterator[list[_Drawn]]]) -> None:
-        """Let each thread draw some numbers of its walk, hand these on, and so forth.
+        """Let each thread draw some numbers of its share, hand these on, and so forth.
 
         Threads make random numbers alone: what becomes of them is shared among torch's threads.
         """
@@ -181,7 +181,7 @@ class SequentialSampler:
         return [state]
 
     def rows(self, out: Tensor, rows: Tensor, generator: Generator) -> list[Tensor]:
-        """Keep some rows of a whole table's draw; the walk is over that table alone.
+        """Keep some rows of a whole table's draw; the sequence is that table's alone.
 
         Parameters
         ----------
@@ -231,7 +231,7 @@ class SequentialSampler:
         return [state for of_share in states for state in of_share]
 
     def _shares(self, like: Tensor) -> tuple[list[range], list[int]]:
-        """Return the stretches that each thread walks, and the words before each stretch, if there are several."""
+        """Return the stretches that each thread draws, and the words before each stretch, if there are several."""
         most = self._threads.num_threads
         words = self._words(like) if most > 1 else None
         if words is None or words[-1] < 2 * JUMP_WORDS or not can_jump():

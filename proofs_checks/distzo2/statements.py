@@ -110,7 +110,7 @@ def check_restored_in_place(_context: Context) -> Outcome:
 
 
 def check_slices_agree(context: Context) -> Outcome:
-    """Compare the shipped ranks that offload slices of one block with a literal loop: they walk the same points."""
+    """Compare the shipped ranks that offload slices of one block with a literal loop: they visit the same points."""
     return _differences(
         Case(perturb=2, blocks="offloaded", update="delayed", transfers="sliced", num_steps=2), context.seed
     )

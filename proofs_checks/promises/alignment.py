@@ -117,7 +117,7 @@ def check_slices(context: Context) -> Outcome:
     details = [
         f"counter: {slices} of the slices, rows and threaded draws differ from the whole",
         f"counter: {keys} keys that differ in one part draw the same numbers",
-        f"mezo: {sequences} of the redraws, kept rows and walks differ from the whole",
+        f"mezo: {sequences} of the redraws, kept rows and sequences differ from the whole",
     ]
     cases = [replace(case, resumed_at=1, num_steps=2, model="tied") for case in CASES[:3]]
     resumed = against_literal(cases, context.seed)
@@ -173,7 +173,7 @@ def _keys_that_meet(seed: int) -> int:
 
 
 def _unlike_sequences(direction: Direction, seed: int) -> int:
-    """Count what differs from drawing everything where a walk passes one tensor, keeps some rows of a table and draws the next."""
+    """Count what differs from drawing everything where a sequence skips one tensor, keeps some rows of a table and draws the next."""
     shapes = [(301,), (2100, 33), (50,)]
     generator = generator_on(_CPU, seed)
     name = direction.distribution.name
@@ -282,7 +282,7 @@ CHECKS: Checks = {
     "released-loop-draws-again": printed(
         check_released,
         updates_along_perturbations,
-        redrawn_with_rights("_draw", "a walk that passes V again"),
+        redrawn_with_rights("_draw", "a sequence with V again"),
         redrawn_with_rights("_skip_to", "groups before it passed with their V"),
     ),
     "slices-and-resume-points": printed(
@@ -299,7 +299,7 @@ CHECKS: Checks = {
             lambda shipped, self, _parameter, *rest: shipped(self, 0, *rest),
         ),
         Fault(
-            "a walk that draws pieces of 1000",
+            "a sequence drawn in pieces of 1000",
             "executors.randomness.sequential:_pieces",
             lambda shipped, numel, most: shipped(numel, min(most, 1000)),
         ),

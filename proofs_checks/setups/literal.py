@@ -96,7 +96,7 @@ def directions(
     seed : int
         Of the step and query.
     order : sequence of int, optional
-        Positions of the parameters in the order in which ``mezo`` walks them; by default registration order.
+        Positions of the parameters in the order in which ``mezo`` draws for them; by default registration order.
     """
     z: list[Tensor] = [torch.empty(0)] * len(shapes)
     if rng == "mezo":
@@ -149,7 +149,7 @@ class LiteralRun:
         Shards are neighbouring sequences, the first longer by one where they cannot be alike; their losses are averaged
         over labels, in float64.
     central, copies : bool
-        Without `copies`, weights walk from point to point and keep the drift.
+        Without `copies`, weights are moved from point to point in place and keep the drift.
     residual : bool
         Whether differences are from the loss of the step before, which in the first step is its own.
     rng, distribution : str

@@ -1,4 +1,4 @@
-"""Make what the walk needs: ``python -m studies.first_steps first`` writes a small model and a task to ``first/``."""
+"""Make what the tutorial needs: ``python -m studies.first_steps first`` writes a small model and a task to ``first/``."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ class Case:
             self["mesh.data"] * self["run.accumulate"] > BATCH,
             # How a forward of all points rounds depends on how many of them a rank has.
             plan.points_are_adapters and self["mesh.perturb"] > 1,
-            # Refused when it is lowered, with a hazard: halves of a block on one device, whose updates walk one generator.
+            # Refused when it is lowered, with a hazard: halves of a block on one device, whose updates draw from one generator.
             plan.num_stages == 1 and bool(plan.model.cut_blocks) and self["schedule.update"] == "delayed",
             # Rounded by the same random numbers on every shard, but by others in every micro-batch.
             self["mesh.data"] > 1 and "stochastic" in self["split.codec"],

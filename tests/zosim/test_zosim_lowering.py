@@ -286,7 +286,7 @@ def test_draws_say_who_makes_how_many_numbers():
     assert all(work.num_shared_normals == 0 for work in signs.values())
 
 
-def test_a_walk_past_many_numbers_is_one_jump_and_past_few_or_signs_none():
+def test_a_skip_of_many_numbers_is_one_jump_and_past_few_or_signs_none():
     axes = Directions(), Directions(distribution="rademacher"), Directions(rng="counter")
     far, signs, counted = (passing_work(JUMP_WORDS, directions, "float32") for directions in axes)
     assert (far.num_jumps, far.num_jumped, far.num_skipped) == (1, JUMP_WORDS, JUMP_WORDS)

@@ -2,7 +2,7 @@
 
 Examples
 --------
-The walk of one generator, of which a draw reads the state that the one before left; and keyed draws, which need no state:
+Sequential draws read the state that the draw before has left; keyed draws need no state:
 
 >>> from costmodel import read_model_spec
 >>> from zosim.lowering import lower
@@ -69,7 +69,7 @@ _FACTORS = "direction_factors"
 
 
 class Directions(AxisWriter):
-    """Writes draws, and knows which directions lie where and how far each query's generator has been walked."""
+    """Writes draws, and knows which directions lie where and how far each query's generator has come."""
 
     def __init__(self, rank: Rank, listing: Listing) -> None:
         super().__init__(rank, listing)
@@ -81,7 +81,7 @@ class Directions(AxisWriter):
         self._drawn_in: dict[str, Ranges[Access | None]] = defaultdict(
             lambda: Ranges(None, lambda access: access)
         )
-        # How many groups of the walk each query's generator is behind.
+        # Groups that each query's generator has passed.
         self._num_passed: dict[int, int] = {}
         self._halves = 0
 
@@ -178,7 +178,7 @@ class Directions(AxisWriter):
         trainable = {group.name: group for group in self._rank.groups if group.num_trainable}
         if not self._are_kept:
             return trainable
-        # A kept direction is drawn once: only one that the walk has passed by then needs a state to begin from.
+        # A kept direction is drawn once: only one that the generator has passed by then needs a state to begin from.
         late = {group.name for group in _drawn_late(self._plan, self._rank.segments)}
         return {name: group for name, group in trainable.items() if name in late}
 
@@ -320,12 +320,12 @@ class Directions(AxisWriter):
     def _generator_accesses(
         self, group: ParameterGroup, query: int, step: int
     ) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
-        """Return the generator states that drawing `group` reads and writes, walking up to it if need be."""
+        """Return the generator states that drawing `group` reads and writes; skip the groups before it if need be."""
         # Keyed draws begin anywhere.
         if self._plan.directions.rng == "counter":
             return (), ()
         position = self._positions[group.name]
-        # The walk is behind this group: it is drawn again from the state that was kept before it.
+        # The generator has passed this group: it is drawn again from the state that was kept before it.
         if step < 0 or position < self._num_passed.get(query, 0):
             return (self.state_before(group, query, step),), ()
         # Numbers come in one order, so those of groups in between are passed over first.
@@ -352,7 +352,7 @@ class Directions(AxisWriter):
         """Return the work of a draw: what is made, by how many threads, and what is passed over.
 
         Normals are drawn by all of a CPU's threads at once where each can begin by itself: in ``counter``'s blocks, where a
-        walk has kept its states, and where a walk is so long that a jump into its middle pays. Signs are made by torch's own
+        draw has kept its states, and where a group is so long that a jump into its middle pays. Signs are made by torch's own
         threads in any case.
         """
         directions, total = self._plan.directions, group.num_trainable
@@ -362,7 +362,7 @@ class Directions(AxisWriter):
             return self._factored_work(group, keep)
         if directions.rng == "counter":
             return self._counted_work(group, keep, is_scaled=is_scaled)
-        # Threads begin at marks that an earlier draw has kept; without these the second half begins with a jump, which pays in long walks.
+        # Threads begin at marks that an earlier draw has kept; without these the second half begins with a jump, which pays for large groups.
         is_cut = self._rank.distribution.is_drawn_alone and total >= (
             SHARED_DRAW_ELEMENTS if is_again else 2 * JUMP_WORDS
         )
@@ -492,11 +492,11 @@ def sampling_order(plan: Plan) -> list[ParameterGroup]:
 def _drawn_late(plan: Plan, segments: Sequence[str]) -> list[ParameterGroup]:
     """Return the groups that a rank with these segments draws when the generator has passed them.
 
-    They are those behind which the walk goes on to a group that an earlier segment needs.
+    They come before a group, in the generator's order, that an earlier segment needs.
     """
     if plan.schedule.traversal == "sweep":
         return []
-    # A segment earlier in the step may need what is later in the walk.
+    # A segment earlier in the step may need what is later in the generator's order.
     turns = {
         group.name: min(segments.index(segment) for segment in group.segments if segment in segments)
         for group in sampling_order(plan)

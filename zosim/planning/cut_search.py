@@ -289,7 +289,7 @@ class Ranking:
             for column in (seconds.forward, seconds.once, seconds.skip, seconds.weight_bytes)
         )
         own = forward[None, :] - forward[:, None] + decode[:, None] + encode[None, :]
-        # A stage walks the generator past the directions of all stages before it.
+        # A stage skips the numbers of all stages before it.
         busy = once[None, :] - once[:, None] + skip[:, None] + points * own
         return _CostTable(
             np.maximum(busy, points * transfer[None, :]),

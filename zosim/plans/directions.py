@@ -34,10 +34,10 @@ class Directions(Axis):
         Steps that one ``V`` is kept for, while ``U`` is drawn in every step: the update of as many steps has that rank,
         too. LoZO's name for it is ν.
     rng : str
-        ``"mezo"``: one torch generator walked in parameter order, the reference loop's stream.
+        ``"mezo"``: one torch generator for all parameters in turn, the reference loop's stream.
         ``"counter"``: every (seed, step, query, parameter) keys its own stream, sliceable at any offset.
     order : str
-        Order in which ``mezo`` walks parameters: ``"registration"`` (MeZO) or ``"execution"`` (ZO2).
+        Order in which ``mezo`` draws for the parameters: ``"registration"`` (MeZO) or ``"execution"`` (ZO2).
     kept : bool
         Whether every direction is drawn once in a step and kept until its update, for as many more bytes on the device
         as the trainable weights take, for each query. Off, a direction is drawn again whenever it is needed anew.
@@ -131,7 +131,9 @@ class Directions(Axis):
                     yield complaint, f"leave {flag} out, or add --direction lozo"
         elif distribution.is_redrawn and (self.rng, self.kept) != ("mezo", False):
             stated = "counter draws" if self.rng != "mezo" else "kept directions"
-            complaint = f"{self.distribution} draws again for updates, by the generator that it walked, unlike {stated}"
+            complaint = (
+                f"{self.distribution} draws again for updates, from one sequential generator, unlike {stated}"
+            )
             yield complaint, "use --direction lozo, or --rng mezo and --no-keep-directions"
 
     @property

@@ -32,7 +32,7 @@ class Weights(Axis):
         Format that they are stored in. The products and the transfers have it, too, unless
         :class:`~zosim.plans.ForwardPass` and :class:`~zosim.plans.Residency` name one of their own.
     perturbation : str
-        How weights come to an evaluation point. ``"serial"``: one state of them walks from point to point where it lies,
+        How weights come to an evaluation point. ``"serial"``: one state of them is moved from point to point in place,
         and back by one more perturbation, whose rounding leaves a drift (the reference loop). ``"copies"``: each point is
         written beside the weights, ``θ + (s·z)·ε`` for its own sign, and read there; only updates change ``θ``. It takes one
         more buffer of the largest segment; under ``"sweep"`` one of all that is trainable for each sign, so that both come

@@ -107,10 +107,10 @@ class DirectionFactors:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorState:
-    """The state of a walking generator before it draws a group, or after.
+    """The state of the sequential generator before it draws a group, or after.
 
     That before a group is kept, with states on the way through the group, to draw the group again; that after it is where the
-    walk goes on.
+    sequence goes on.
     """
 
     group: str

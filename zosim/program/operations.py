@@ -62,10 +62,10 @@ class Draw:
     query : int
     keep : str
         ``"all"``; ``"rows"`` keeps only the rows of a token table that the batch names; ``"factors"`` keeps ``U`` and ``V``
-        without their product; ``"none"`` walks the generator past the group.
+        without their product; ``"none"`` skips the group's numbers.
     generator : str
-        ``"mezo"``: one stream walked over the groups. The state before the group is read (that of the group itself, or
-        that after the previous group while walking; none: the step's seed starts the stream). A walking draw writes the
+        ``"mezo"``: one sequence for all groups in turn. The state before the group is read (that of the group itself, or
+        that after the previous group in turn; none: the step's seed starts the sequence). Such a draw writes the
         state before the group, for drawing again, and the state after it (:class:`zosim.program.contents.GeneratorState`).
         ``"counter"``: keyed by (seed, step, query, parameter), no state.
     distribution : str

@@ -153,7 +153,7 @@ class _Held:
 
 
 class _State:
-    """What every buffer holds while the unrolled run is walked in the order listed."""
+    """What every buffer holds at each place of the unrolled run, in the order listed."""
 
     def __init__(self, run: StepGraph) -> None:
         self._program = program = run.program

@@ -92,7 +92,7 @@ def played(world: World, start: Callable[[int], Playing], num_steps: int | None)
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Keep the collector from walking the many live events again and again."""
+    """Keep the collector from traversing the many live events again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -369,7 +369,7 @@ class Draws:
 
 
 def _states(op: Draw, instruction: Instruction) -> tuple[list[Place], list[Place], list[Place]]:
-    """Return where a walking generator's state is read, where that before the group is left, and where that after it."""
+    """Return where the sequential generator's state is read, where that before the group is left, and where that after it."""
 
     def written(*, is_after: bool) -> list[Place]:
         state = GeneratorState(op.group, op.query, is_after=is_after)

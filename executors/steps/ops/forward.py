@@ -49,7 +49,7 @@ class Forwards:
         context = self._context
 
         def load(frame: StepFrame) -> None:
-            if frame.replayed:  # no row is read, but drawing none still walks the generator past the table
+            if frame.replayed:  # no row is read, but drawing none still advances the generator past the table
                 none = torch.empty(0, dtype=torch.long)
                 context.loaded = LoadedBatch(rows=none.to(context.backend.device), rows_on_host=none)
                 return

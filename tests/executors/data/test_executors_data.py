@@ -50,7 +50,7 @@ def five(tmp_path: Path) -> Dataset:
 
 
 class TestBatches:
-    def test_unshuffled_batches_walk_the_lines_and_wrap(self, five: Dataset) -> None:
+    def test_unshuffled_batches_take_the_lines_in_turn_and_wrap(self, five: Dataset) -> None:
         batches = Batches(five, 3)
         assert [batches.indices(k) for k in range(4)] == [(0, 1, 2), (3, 4, 0), (1, 2, 3), (4, 0, 1)]
 

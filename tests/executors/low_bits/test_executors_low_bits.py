@@ -259,7 +259,7 @@ def test_codes_of_signs_are_those_of_the_signs_drawn_as_numbers(bits, sparsity):
 @pytest.mark.parametrize("name", ["gaussian", "rademacher"])
 @pytest.mark.parametrize("sparsity", [0.0, 0.9])
 def test_codes_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity):
-    """Keyed and walked: several blocks and threads, a last byte that is not full, rows that begin within a byte."""
+    """Keyed and sequential: several blocks and threads, a last byte that is not full, rows that begin within a byte."""
     shapes = [torch.Size(of) for of in ((1500, 768), (90, 51), (131,), (1,))]
     numels, key, keys = [of.numel() for of in shapes], CounterKey.of(5, 6, 0), DrawKeys.of(5, 6, 0)
     rounding, moved = RoundedDirection(name, bits, sparsity), MovedRows(sparsity, shapes, (0, 1), CPU)

@@ -1,4 +1,4 @@
-"""Jumps of torch's CPU generator, and walks that begin in the middle by one."""
+"""Jumps of torch's CPU generator, and sequences that begin in the middle by one."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def drawn_by(numels, dtype, generator):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("jumps", [True, False])
-def test_walks_of_several_threads_have_the_bits_of_one_draw(monkeypatch, jumps, num_threads, dtype):
+def test_sequences_of_several_threads_have_the_bits_of_one_draw(monkeypatch, jumps, num_threads, dtype):
     monkeypatch.setattr(sequential, "JUMP_WORDS", 500)
     monkeypatch.setattr(sequential, "can_jump", lambda: jumps)
     threads, numels = DrawThreads(num_threads), [1008, 16, 4096, 16, 3008]
@@ -127,7 +127,7 @@ def test_rows_kept_by_several_threads_are_those_of_the_whole(monkeypatch, shape)
     threads.close()
 
 
-def test_draws_whose_words_cannot_be_counted_are_walked_by_one(monkeypatch):
+def test_draws_whose_words_cannot_be_counted_are_made_by_one(monkeypatch):
     monkeypatch.setattr(sequential, "JUMP_WORDS", 16)
     monkeypatch.setattr(sequential, "jumped", None)
     threads = DrawThreads(2)

@@ -57,7 +57,7 @@ def test_kept_rows_and_the_state_after_equal_a_whole_draw(dtype, shape, directio
 @pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
 @settings(max_examples=30)
 @given(numels=st.lists(st.integers(1, 400), min_size=1, max_size=6), num_marks=st.integers(1, 9))
-def test_walks_with_marks_have_the_bits_of_whole_draws(dtype, direction, numels, num_marks):
+def test_sequences_with_marks_have_the_bits_of_whole_draws(dtype, direction, numels, num_marks):
     generator = generator_on(CPU, 3)
     whole = [torch.empty(numel, dtype=dtype) for numel in numels]
     for tensor in whole:
@@ -87,7 +87,7 @@ def test_a_scaled_draw_is_the_draw_rounded_once_more(dtype, direction, numel):
     assert torch.equal(scaled, plain * 3.7e-4)
 
 
-def test_walking_past_leaves_the_state_of_drawing():
+def test_skipping_leaves_the_state_of_drawing():
     numels = [9, 100_003, 16, 70_000]
     drawn, skipped = generator_on(CPU, 2), generator_on(CPU, 2)
     for numel in numels:

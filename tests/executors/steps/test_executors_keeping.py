@@ -57,7 +57,7 @@ def test_every_direction_is_drawn_once(model, placement, queries, rng):
     assert {buffer.name for buffer in kept} == {
         f"directions.{group.name}.q{query}" for group in groups for query in range(queries)
     }
-    # The generator's state is kept where the walk has passed a group that is drawn later: OPT's final norm.
+    # The generator's state is kept where the generator has passed a group that is drawn later: OPT's final norm.
     states = [
         buffer for buffer in program.buffers if buffer.name.startswith("rng.") and "head" not in buffer.name
     ]
