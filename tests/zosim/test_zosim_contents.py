@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -104,6 +105,21 @@ def _as_version_1(data: object) -> object:
 def test_files_of_version_1_are_read(program: Program) -> None:
     old = _as_version_1(json.loads(program.to_json()))
     assert Program.from_data(old, "an old file") == program  # type: ignore[arg-type]
+
+
+def test_a_program_is_read_in_earlier_names(program: Program) -> None:
+    names = {"num_split_sequences": "num_split_walks"}
+
+    def earlier(data: Any) -> Any:
+        if isinstance(data, list):
+            return [earlier(item) for item in data]
+        if not isinstance(data, dict):
+            return data
+        return {names.get(name, name): earlier(value) for name, value in data.items()}
+
+    old = earlier(json.loads(program.to_json()))
+    assert all(f'"{name}"' in json.dumps(old) for name in names.values())
+    assert Program.from_data(old, "an old file") == program
 
 
 def test_contents_that_are_none_are_refused_by_name(program: Program) -> None:
