@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from costmodel.formats import FORMATS, DType
 from costmodel.formats.distributions import DISTRIBUTIONS, DistributionName
 from costmodel.formats.low_bits import (
-    CodedMatrix,
     Linear,
     QuantConfig,
-    coded_draw_work,
-    coded_forward_work,
-    coded_update_work,
+    QuantizedMatrix,
     moved_rows_bytes,
     num_elements,
+    quantized_draw_work,
+    quantized_forward_work,
+    quantized_update_work,
     unpacking_work,
 )
 from costmodel.formats.roundings import RoundedDirection
@@ -70,11 +70,11 @@ class DenseStorage:
 
     # -- memory ------------------------------------------------------------------------------------------------
 
-    def tuned(self, group: ParameterGroup) -> list[CodedMatrix]:
+    def tuned(self, group: ParameterGroup) -> list[QuantizedMatrix]:
         """Return the matrices of a group that are tuned and no numbers."""
         return []
 
-    def frozen(self, group: ParameterGroup) -> list[CodedMatrix]:
+    def frozen(self, group: ParameterGroup) -> list[QuantizedMatrix]:
         """Return those that stay as they are and are no numbers."""
         return []
 
@@ -173,10 +173,10 @@ class DenseStorage:
         sparse: Sequence[Linear] = (),
         sequential_elements: int | None = None,
     ) -> Work:
-        """Return what it takes besides to round a direction's numbers, of all its rows or of some; see :func:`coded_draw_work`."""
+        """Return what it takes besides to round a direction's numbers, of all its rows or of some; see :func:`quantized_draw_work`."""
         if self.direction is None:
             return Work()
-        return coded_draw_work(
+        return quantized_draw_work(
             num_elements,
             is_sign=self._are_signs,
             num_tensors=num_tensors,
@@ -223,7 +223,7 @@ class QuantizedStorage(DenseStorage):
         Whether codes move once a step, by what its directions add up to.
     product : str
         What multiplies by codes.
-    are_inputs_coded : bool
+    are_inputs_quantized : bool
         Whether inputs are rounded before they are multiplied.
     """
 
@@ -231,13 +231,13 @@ class QuantizedStorage(DenseStorage):
     direction: RoundedDirection
     rounds_sums: bool = False
     product: str = "dequantise"
-    are_inputs_coded: bool = False
+    are_inputs_quantized: bool = False
 
-    def tuned(self, group: ParameterGroup) -> list[CodedMatrix]:
+    def tuned(self, group: ParameterGroup) -> list[QuantizedMatrix]:
         """Return the matrices of layers that are tuned, or of adapters beside them."""
         return self.quant_config.tuned(group)
 
-    def frozen(self, group: ParameterGroup) -> list[CodedMatrix]:
+    def frozen(self, group: ParameterGroup) -> list[QuantizedMatrix]:
         """Return the matrices of layers that stay as they are."""
         return self.quant_config.frozen(group)
 
@@ -285,12 +285,12 @@ class QuantizedStorage(DenseStorage):
                 continue
             linears, how = [one for one, _ in matrices], matrices[0][1]
             is_adapter = how != self.quant_config
-            work = coded_forward_work(
+            work = quantized_forward_work(
                 work,
                 linears,
                 how,
                 kernel="dequantise" if is_adapter else self.product,
-                are_inputs_coded=self.are_inputs_coded and not is_adapter,
+                are_inputs_quantized=self.are_inputs_quantized and not is_adapter,
                 is_beside=is_moved,
                 moved_share=1 - self.sparsity,
                 kept_bytes=kept_bytes,
@@ -318,5 +318,5 @@ class QuantizedStorage(DenseStorage):
             return numbers + summed + unpacking_work(total, self.direction_format, at_once=largest)
         # What queries add up to is rounded in all rows.
         share = 1.0 if self.rounds_sums else 1 - self.sparsity
-        coded = coded_update_work(linears, how, share, direction_format=self.direction_format)
-        return coded + numbers  # in the format of the first
+        quantized = quantized_update_work(linears, how, share, direction_format=self.direction_format)
+        return quantized + numbers  # in the format of the first

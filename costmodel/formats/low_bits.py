@@ -127,13 +127,13 @@ class QuantConfig:
         """How A and B of adapters are kept; None where they are numbers."""
         return None if self.adapters is None else QuantConfig(self.adapters, "tensor", dtype=self.dtype)
 
-    def tuned(self, group: ParameterGroup) -> list[CodedMatrix]:
+    def tuned(self, group: ParameterGroup) -> list[QuantizedMatrix]:
         """Return the matrices of a group that are codes and are tuned: of its layers, or of adapters beside them."""
         beside = self.of_adapters
         adapters = [] if beside is None else [(one, beside) for one in group.trainable_matrices]
         return [*((one, self) for one in group.linears), *adapters]
 
-    def frozen(self, group: ParameterGroup) -> list[CodedMatrix]:
+    def frozen(self, group: ParameterGroup) -> list[QuantizedMatrix]:
         """Return the matrices of a group that are codes and stay as they are."""
         return [(one, self) for one in group.frozen_linears]
 
@@ -192,7 +192,7 @@ class QuantConfig:
                 )
 
 
-CodedMatrix = tuple[Linear, QuantConfig]
+QuantizedMatrix = tuple[Linear, QuantConfig]
 """Outputs and inputs of a matrix, and how it is kept."""
 
 
@@ -209,18 +209,18 @@ def tile_columns(rows: int, outputs: int) -> int:
     return min(outputs, even + -even % _TILE_COLUMNS)
 
 
-def num_elements(matrices: Iterable[CodedMatrix]) -> int:
+def num_elements(matrices: Iterable[QuantizedMatrix]) -> int:
     """Return the elements of some matrices that are codes."""
     return sum(outputs * inputs for (outputs, inputs), _ in matrices)
 
 
-def coded_forward_work(
+def quantized_forward_work(
     work: Work,
     linears: Sequence[Linear],
     quant_config: QuantConfig,
     *,
     kernel: str,
-    are_inputs_coded: bool,
+    are_inputs_quantized: bool,
     is_beside: bool,
     moved_share: float = 1.0,
     kept_bytes: int = 0,
@@ -236,7 +236,7 @@ def coded_forward_work(
         Those that are codes.
     quant_config : QuantConfig
     kernel : {"int_mm", "scaled_mm", "dequantise"}
-    are_inputs_coded : bool
+    are_inputs_quantized : bool
         Whether inputs are rounded to a byte before they are multiplied.
     is_beside : bool
         Whether a direction of codes is added.
@@ -261,7 +261,7 @@ def coded_forward_work(
     is_packed = FORMATS[direction_format].bits < 8
     width = FORMATS[work.dtype].element_bytes
     # Codes and scales of a norm's output, which queries, keys and values share, live as long as it does.
-    shared = (kept_bytes // width + 4 * max((one.m for one in plain), default=0)) * are_inputs_coded
+    shared = (kept_bytes // width + 4 * max((one.m for one in plain), default=0)) * are_inputs_quantized
     for outputs, inputs in linears:
         product = next((part for part in plain if (part.n, part.k) == (outputs, inputs)), None)
         if product is None:
@@ -276,7 +276,7 @@ def coded_forward_work(
         num_kernels += 4 * times * is_parted
         alive = max(product.alive_bytes, rows * inputs * width + kept_bytes)
         levels = elements * (is_parted + 4 * quant_config.has_zero_point)
-        if are_inputs_coded:
+        if are_inputs_quantized:
             passes["inputs"] += times * rows * inputs
             num_kernels += 5 * times
             alive += rows * (inputs + 4) + shared
@@ -327,7 +327,7 @@ def coded_forward_work(
                 levels = elements * max(4, is_parted * (9 - width))
             # The weight as numbers outlives what it is made of, and is there when the output is.
             alive += elements * width + max(levels, gathered, rows * outputs * width)
-            alive += rows * inputs * width * are_inputs_coded
+            alive += rows * inputs * width * are_inputs_quantized
         largest = max(largest, alive)
     return work.model_copy(
         update={
@@ -348,9 +348,9 @@ def _coding_bytes(rows: int, inputs: int, width: int, kernel: str) -> int:
     return 4 * min(elements, max(TILE_ELEMENTS, inputs))
 
 
-def _of_format(name: Literal["levels", "moves"], coded: QuantFormat) -> CodePass:
+def _of_format(name: Literal["levels", "moves"], quantized: QuantFormat) -> CodePass:
     """Return the pass over codes of a format: those of floating-point formats are passes of their own."""
-    stored = FORMATS[coded]
+    stored = FORMATS[quantized]
     return cast("CodePass", f"{name}.float{stored.bits}" if stored.is_float else name)
 
 
@@ -371,7 +371,7 @@ def taken_out_bytes(num_elements: int, direction_format: str) -> int:
     return (num_elements + kept.bytes(num_elements) + min(num_elements, PACKED_ELEMENTS)) * is_packed
 
 
-def coded_draw_work(
+def quantized_draw_work(
     num_elements: int,
     *,
     is_sign: bool,
@@ -430,7 +430,7 @@ def _numbers_bytes(rows: int, outputs: int, inputs: int) -> int:
     return 4 * (at_once * terms + columns * terms + 2 * at_once * columns)
 
 
-def coded_update_work(
+def quantized_update_work(
     linears: Sequence[Linear],
     quant_config: QuantConfig,
     moved_share: float = 1.0,

@@ -19,7 +19,7 @@ from executors.calibration.calibrate import DEFAULT_BUDGET_S, calibrate, calibra
 from executors.calibration.codec_calibration import with_codec_constants
 from executors.calibration.core_contention import CrowdedCores, crowded_cores, with_crowded_cores
 from executors.calibration.whole_steps import (
-    CODED_STEP_SHAPES,
+    QUANTIZED_STEP_SHAPES,
     STEP_SHAPES,
     StepShape,
     WholeStep,
@@ -77,7 +77,7 @@ def calibrated(
     num_threads: int | None = None,
     budget_s: float = DEFAULT_BUDGET_S,
     step_shapes: Sequence[StepShape] = STEP_SHAPES,
-    coded_step_shapes: Sequence[StepShape] = CODED_STEP_SHAPES,
+    quantized_step_shapes: Sequence[StepShape] = QUANTIZED_STEP_SHAPES,
     on_share: Callable[[float], None] = lambda _: None,
 ) -> tuple[Profile, FitReport]:
     """Measure a device of this machine, and return what its operations cost, and how well that explains them.
@@ -97,7 +97,7 @@ def calibrated(
         looking for moments without strangers as much as the budget once more.
     step_shapes : sequence of StepShape
         Of which whole steps are measured.
-    coded_step_shapes : sequence of StepShape
+    quantized_step_shapes : sequence of StepShape
         The same of weights in codes, on a CPU and where there are seconds for it.
     on_share : callable
         Called with the share of the work that is done.
@@ -146,11 +146,11 @@ def calibrated(
         return taken(step_shapes, _STEPS_SHARE, fast_s)
 
     measurements, pace, steps, disturbances = at_one_pace(kernels, whole_steps)
-    coded: list[WholeStep] = []
+    quantized: list[WholeStep] = []
     if device == "cpu" and budget_s >= _LONG_S:
         fast_s = pace.fast_s if pace else None
-        rounds = [taken(coded_step_shapes, _CODES_SHARE, fast_s) for _ in range(_CODES_ROUNDS)]
-        coded = [min(alike, key=lambda step: step.seconds) for alike in zip(*rounds, strict=False)]
+        rounds = [taken(quantized_step_shapes, _CODES_SHARE, fast_s) for _ in range(_CODES_ROUNDS)]
+        quantized = [min(alike, key=lambda step: step.seconds) for alike in zip(*rounds, strict=False)]
         crowding.measure()
     if device == "cpu":
         num_threads = threads or torch.get_num_threads()
@@ -158,7 +158,7 @@ def calibrated(
             measurements += calibrate_exchanges(num_threads, budget_s=_EXCHANGES_SHARE * budget_s)
         except RunError as error:
             crowding.failures.append(error.message)
-    profile, fit = fitted(topology, node, base, measurements, steps, pace, coded)
+    profile, fit = fitted(topology, node, base, measurements, steps, pace, quantized)
     if device == "cpu":
         crowding.measure()
         profile = with_crowded_cores(profile, crowding.measured)
@@ -247,7 +247,7 @@ def fitted(
     measurements: Sequence[Measurement],
     steps: Sequence[WholeStep],
     pace: Pace | None = None,
-    coded: Sequence[WholeStep] = (),
+    quantized: Sequence[WholeStep] = (),
 ) -> tuple[Profile, FitReport]:
     """Return the profile that single operations and whole steps say, and how well it explains them.
 
@@ -260,8 +260,8 @@ def fitted(
     disturbed most steps, intervals reach down to what these would take with the cores that the others had.
     """
     profile, fit = _fitted(base, measurements, steps)
-    if coded:
-        profile, fit = _with_code_rates(profile, fit, coded)
+    if quantized:
+        profile, fit = _with_code_rates(profile, fit, quantized)
     ratios: list[float] = []
     residuals: list[Row] = []
     for number in range(_NUM_PARTS):

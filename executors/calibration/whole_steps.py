@@ -122,7 +122,7 @@ _GROUPS = {"weights": "int4", "scales": "group", "group_elements": 32}
 _4_BITS = {"direction_bits": 4}
 _DRAWN_SIGNS = {"distribution": "rademacher"}
 
-CODED_STEP_SHAPES = (
+QUANTIZED_STEP_SHAPES = (
     StepShape("opt", 96, 32, 1500, 3, 72, "bfloat16", _in_codes({}, _BYTES), num_blocks=4),
     StepShape("gpt2", 576, 64, 900, 2, 104, "float32", _in_codes(_DRAWN_SIGNS, _BYTES), num_blocks=1),
     StepShape("llama", 160, 32, 600, 4, 88, "bfloat16", _in_codes(_DRAWN_SIGNS, _BYTES | {"sparsity": 0.97})),

@@ -21,8 +21,8 @@ from costmodel.formats.low_bits import (
     tile_columns,
 )
 from executors.formats import TORCH_DTYPES
-from executors.low_bits.coded import Beside, QuantizedTensor, Rows
 from executors.low_bits.exact_products import exact_sums
+from executors.low_bits.quantized import Beside, QuantizedTensor, Rows
 from topology.errors import PlanError
 from zosim.plans import LowBits
 from zosim.plans.low_bits import InputFormat, InputScales, KernelName
@@ -35,14 +35,14 @@ _LARGEST: dict[InputFormat, float] = {"int8": 127.0, "float8": torch.finfo(torch
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
-class CodedLinear(nn.Linear):
+class QuantizedLinear(nn.Linear):
     """A linear layer whose weight is codes, once it holds any. Its parameter ``weight`` then has a shape and no memory.
 
     Attributes
     ----------
     quant_config : QuantConfig or None
         How the weight is kept once it is codes.
-    coded : QuantizedTensor or None
+    quantized : QuantizedTensor or None
         May be given as a function that reads it, which then is called whenever the codes are asked for.
     beside : Beside or None
         What is added to the weight at the evaluation point that is forwarded.
@@ -60,7 +60,7 @@ class CodedLinear(nn.Linear):
     product: KernelName
     input_scales: InputScales
     input_format: InputFormat
-    _coded: QuantizedTensor | Callable[[], QuantizedTensor] | None
+    _quantized: QuantizedTensor | Callable[[], QuantizedTensor] | None
 
     @property
     def is_transposed(self) -> bool:
@@ -68,40 +68,40 @@ class CodedLinear(nn.Linear):
         return self.was is not nn.Linear
 
     @property
-    def coded(self) -> QuantizedTensor | None:
+    def quantized(self) -> QuantizedTensor | None:
         """The codes."""
-        return self._coded() if callable(self._coded) else self._coded
+        return self._quantized() if callable(self._quantized) else self._quantized
 
-    @coded.setter
-    def coded(self, given: QuantizedTensor | Callable[[], QuantizedTensor] | None) -> None:
-        self._coded = given
+    @quantized.setter
+    def quantized(self, given: QuantizedTensor | Callable[[], QuantizedTensor] | None) -> None:
+        self._quantized = given
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """Return what the codes stand for, in the shape that files have."""
-        coded = self.coded
-        assert coded is not None
-        values = coded.values(dtype)
+        quantized = self.quantized
+        assert quantized is not None
+        values = quantized.values(dtype)
         return values.T.contiguous() if self.is_transposed else values
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """Return the layer's output."""
-        coded = self.coded
-        if coded is None:  # numbers may be in their file's format until they become codes
+        quantized = self.quantized
+        if quantized is None:  # numbers may be in their file's format until they become codes
             return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
         if self.product != "dequantise":
-            return self._multiplied_by_codes(input, coded)
+            return self._multiplied_by_codes(input, quantized)
         if self.input_scales:
             codes, scales = self._inputs_of(input)
             input = codes.float().mul_(scales).to(input.dtype).view_as(input)  # noqa: A001
-        weight = coded.values(coded.scales.dtype)
+        weight = quantized.values(quantized.scales.dtype)
         if self.beside is not None:
             self.beside.add_to(weight)
         return nn.functional.linear(input, weight, self.bias)
 
-    def _multiplied_by_codes(self, inputs: Tensor, coded: QuantizedTensor) -> Tensor:
+    def _multiplied_by_codes(self, inputs: Tensor, quantized: QuantizedTensor) -> Tensor:
         codes, scales = self._inputs_of(inputs)
-        levels = coded.levels() if self.product == "int_mm" else coded.codes.view(torch.float8_e4m3fn)
-        weight_scales = coded.scales.float().T
+        levels = quantized.levels() if self.product == "int_mm" else quantized.codes.view(torch.float8_e4m3fn)
+        weight_scales = quantized.scales.float().T
         beside = None if self.beside is None else _DirectionProduct(codes, scales, self.beside)
 
         def sums_of(rows: slice, columns: slice) -> Tensor:
@@ -128,19 +128,21 @@ class CodedLinear(nn.Linear):
 
         They live as long as the tensor: queries, keys and values are made of one.
         """
-        kept: _CodedInputs | None = getattr(inputs, _CODED_INPUTS, None)
+        kept: _QuantizedInputs | None = getattr(inputs, _QUANTIZED_INPUTS, None)
         if (
             kept is None
             or kept.version != inputs._version
             or kept.by != (self.input_scales, self.input_format)
         ):
             by = self.input_scales, self.input_format
-            kept = _CodedInputs(inputs._version, by, *coded_inputs(inputs.reshape(-1, inputs.shape[-1]), *by))
-            setattr(inputs, _CODED_INPUTS, kept)
+            kept = _QuantizedInputs(
+                inputs._version, by, *quantized_inputs(inputs.reshape(-1, inputs.shape[-1]), *by)
+            )
+            setattr(inputs, _QUANTIZED_INPUTS, kept)
         return kept.codes, kept.scales
 
 
-class _CodedInputs(NamedTuple):
+class _QuantizedInputs(NamedTuple):
     """Inputs as codes, how they were made, and of which version of the tensor."""
 
     version: int
@@ -149,7 +151,7 @@ class _CodedInputs(NamedTuple):
     scales: Tensor
 
 
-_CODED_INPUTS = "_zosim_coded_inputs"
+_QUANTIZED_INPUTS = "_zosim_quantized_inputs"
 
 
 class _DirectionProduct:
@@ -196,7 +198,7 @@ def _tiles(num_rows: int, num_columns: int, device: str) -> Iterator[tuple[slice
             yield slice(first, min(first + rows, num_rows)), slice(begin, min(begin + columns, num_columns))
 
 
-def coded_inputs(inputs: Tensor, scope: InputScales, kind: InputFormat = "int8") -> tuple[Tensor, Tensor]:
+def quantized_inputs(inputs: Tensor, scope: InputScales, kind: InputFormat = "int8") -> tuple[Tensor, Tensor]:
     """Return inputs as int8 or e4m3 numbers, to the nearest, and the float32 scales of tokens or of all."""
     num_rows, width = inputs.shape
     by_token = scope == "token"
@@ -259,13 +261,13 @@ def _filled_up(matrix: Tensor) -> Tensor:
     return nn.functional.pad(matrix, (0, inputs, 0, rows)) if rows or inputs else matrix
 
 
-def code_layers(
+def quantize_layers(
     blocks: Iterable[nn.Module],
     low_bits: LowBits,
     device: torch.device,
     quant_config: QuantConfig | None = None,
 ) -> None:
-    """Let the linear layers of some blocks take codes, as :func:`make_codable`, and multiply by them as a plan says.
+    """Let the linear layers of some blocks take codes, as :func:`make_quantizable`, and multiply by them as a plan says.
 
     Parameters
     ----------
@@ -281,15 +283,15 @@ def code_layers(
         If the device lacks the kernel, and no other may take its place.
     """
     product, blocks = present_product(low_bits, device), list(blocks)
-    make_codable(blocks, quant_config or low_bits.quant_config("float32"))
+    make_quantizable(blocks, quant_config or low_bits.quant_config("float32"))
     for block in blocks:
         for path, module in block.named_modules():
-            if isinstance(module, CodedLinear) and not is_of_adapter(path):
+            if isinstance(module, QuantizedLinear) and not is_of_adapter(path):
                 module.product, module.input_scales = product, low_bits.input_scales
                 module.input_format = low_bits.input_format
 
 
-def make_codable(blocks: Iterable[nn.Module], quant_config: QuantConfig | None) -> None:
+def make_quantizable(blocks: Iterable[nn.Module], quant_config: QuantConfig | None) -> None:
     """Let the linear layers of some blocks take codes; until they are given any, they compute what they did.
 
     Parameters
@@ -312,33 +314,33 @@ def make_codable(blocks: Iterable[nn.Module], quant_config: QuantConfig | None) 
             if type(module) is Conv1D:
                 module.weight.data = module.weight.data.T
             if type(module) in (nn.Linear, Conv1D):
-                become_codable(module)
-            if isinstance(module, CodedLinear):
+                become_quantizable(module)
+            if isinstance(module, QuantizedLinear):
                 module.quant_config = quant_config
 
 
-def become_codable(module: nn.Module, quant_config: QuantConfig | None = None) -> CodedLinear:
+def become_quantizable(module: nn.Module, quant_config: QuantConfig | None = None) -> QuantizedLinear:
     """Let a linear layer take codes, in place, so that hooks and adapters stay where they are."""
     layer: Any = module
     layer.was = type(module)
-    layer.__class__ = CodedLinear
+    layer.__class__ = QuantizedLinear
     layer.out_features, layer.in_features = layer.weight.shape
-    layer.quant_config, layer.coded, layer.beside = quant_config, None, None
+    layer.quant_config, layer.quantized, layer.beside = quant_config, None, None
     layer.product, layer.input_scales, layer.input_format = "dequantise", "", ""
     return layer  # type: ignore[no-any-return]
 
 
 def become_plain(layer: Any) -> None:
     """Let a layer hold numbers in place of codes, as the layer that it was; one that holds none stays as it is."""
-    if isinstance(layer, CodedLinear) and (coded := layer.coded) is not None:
-        layer.weight.data = layer.numbers(coded.scales.dtype)
-        layer.coded = None
+    if isinstance(layer, QuantizedLinear) and (quantized := layer.quantized) is not None:
+        layer.weight.data = layer.numbers(quantized.scales.dtype)
+        layer.quantized = None
         layer.__class__ = layer.was  # type: ignore[assignment]
 
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether files have the weight of a linear layer transposed."""
-    return module.is_transposed if isinstance(module, CodedLinear) else not isinstance(module, nn.Linear)
+    return module.is_transposed if isinstance(module, QuantizedLinear) else not isinstance(module, nn.Linear)
 
 
 def is_of_adapter(name: str) -> bool:
@@ -346,10 +348,10 @@ def is_of_adapter(name: str) -> bool:
     return any(part.startswith("lora_") for part in name.rsplit(".", 2)[-2:])
 
 
-def coded_layers(model: nn.Module) -> Iterator[tuple[str, CodedLinear]]:
+def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
     """Yield the name of the weight and the layer of all that can take codes."""
     for name, module in model.named_modules():
-        if isinstance(module, CodedLinear):
+        if isinstance(module, QuantizedLinear):
             yield f"{name}.weight", module
 
 
@@ -371,10 +373,10 @@ class Deferred(NamedTuple):
 def deferred_numbers(model: nn.Module, dtype: str | None = None) -> dict[str, Tensor | Deferred]:
     """Return what the weights of a model that are codes stand for, by name: rounded once, to the format that they are written in."""
     named: dict[str, Tensor | Deferred] = {}
-    for name, layer in coded_layers(model):
-        if (coded := layer.coded) is not None:
-            to = TORCH_DTYPES[dtype] if dtype else coded.scales.dtype
-            shape = coded.shape[::-1] if layer.is_transposed else coded.shape
+    for name, layer in quantized_layers(model):
+        if (quantized := layer.quantized) is not None:
+            to = TORCH_DTYPES[dtype] if dtype else quantized.scales.dtype
+            shape = quantized.shape[::-1] if layer.is_transposed else quantized.shape
             named[name] = Deferred(torch.Size(shape), to, partial(layer.numbers, to))
     return named
 

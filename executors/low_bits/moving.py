@@ -14,7 +14,7 @@ from executors.low_bits.packed import Codes
 from executors.low_bits.stored import Chances, Moved
 
 if TYPE_CHECKING:
-    from executors.low_bits.coded import QuantizedTensor
+    from executors.low_bits.quantized import QuantizedTensor
 
 _SHARED_ELEMENTS = 1 << 22
 """Elements that share passes, which bounds their temporaries."""
@@ -25,32 +25,32 @@ class Move(NamedTuple):
 
     Attributes
     ----------
-    coded : QuantizedTensor
+    quantized : QuantizedTensor
     direction : torch.Tensor or PackedCodes
         In the shape of the weight; a tensor is int8.
     chances : callable
-        As of :meth:`executors.low_bits.coded.QuantizedTensor.move`.
+        As of :meth:`executors.low_bits.quantized.QuantizedTensor.move`.
     """
 
-    coded: QuantizedTensor
+    quantized: QuantizedTensor
     direction: Codes
     chances: Chances
 
 
-def shares_passes(coded: QuantizedTensor) -> bool:
+def shares_passes(quantized: QuantizedTensor) -> bool:
     """Whether a weight can be moved with others: integers without zero points, on an accelerator."""
     return (
-        coded.device.type != "cpu"
-        and coded.zeros is None
-        and isinstance(coded.grid, Integers)
-        and coded.shape.numel() <= _SHARED_ELEMENTS
+        quantized.device.type != "cpu"
+        and quantized.zeros is None
+        and isinstance(quantized.grid, Integers)
+        and quantized.shape.numel() <= _SHARED_ELEMENTS
     )
 
 
 def move_together(
     moves: Sequence[Move], factor: float | DeviceScalar, *, decay: float, counted: Moved
 ) -> None:
-    """Change each weight as :meth:`executors.low_bits.coded.QuantizedTensor.move` does, to the same bits.
+    """Change each weight as :meth:`executors.low_bits.quantized.QuantizedTensor.move` does, to the same bits.
 
     Parameters
     ----------
@@ -67,16 +67,16 @@ def move_together(
 
 
 def _move(moves: Sequence[Move], by: float | Tensor, decay: float, counted: Moved) -> None:
-    weights = [move.coded for move in moves]
-    grid, sizes = weights[0].grid, [coded.shape.numel() for coded in weights]
-    levels = torch.cat([coded.levels().reshape(-1) for coded in weights]).float()
+    weights = [move.quantized for move in moves]
+    grid, sizes = weights[0].grid, [quantized.shape.numel() for quantized in weights]
+    levels = torch.cat([quantized.levels().reshape(-1) for quantized in weights]).float()
     # The reciprocal before the factor, as a single weight's move has it, so that the bits are the same.
-    units = torch.cat([coded.scales.reshape(-1) for coded in weights]).float().reciprocal().mul_(by)
+    units = torch.cat([quantized.scales.reshape(-1) for quantized in weights]).float().reciprocal().mul_(by)
     change = torch.empty_like(levels)
-    of_scales = units.split([coded.scales.numel() for coded in weights])
+    of_scales = units.split([quantized.scales.numel() for quantized in weights])
     for move, own, unit in zip(moves, change.split(sizes), of_scales, strict=True):
-        scales = move.coded.scales
-        grouped = (move.coded.shape[0], -1, move.coded.group_elements)
+        scales = move.quantized.scales
+        grouped = (move.quantized.shape[0], -1, move.quantized.group_elements)
         torch.mul(move.direction[:].view(grouped), unit.view(scales.shape)[..., None], out=own.view(grouped))
     if decay:
         change.add_(levels * decay)
@@ -88,18 +88,19 @@ def _move(moves: Sequence[Move], by: float | Tensor, decay: float, counted: Move
     # What saturates would have moved: it is not among the unmoved.
     counted.add(num, num - num_nonzero(whole), num_nonzero(wanted.sub_(moved)))
     symbols = [
-        own.view(coded.shape) for own, coded in zip(grid.symbols(moved).split(sizes), weights, strict=True)
+        own.view(quantized.shape)
+        for own, quantized in zip(grid.symbols(moved).split(sizes), weights, strict=True)
     ]
     torch._foreach_copy_(
-        [coded.codes for coded in weights],
-        [coded.joined(own) for own, coded in zip(symbols, weights, strict=True)],
+        [quantized.codes for quantized in weights],
+        [quantized.joined(own) for own, quantized in zip(symbols, weights, strict=True)],
     )
 
 
 def _batches(moves: Sequence[Move]) -> Iterator[list[Move]]:
     batch: list[Move] = []
     for move in moves:
-        if batch and sum(m.coded.shape.numel() for m in (*batch, move)) > _SHARED_ELEMENTS:
+        if batch and sum(m.quantized.shape.numel() for m in (*batch, move)) > _SHARED_ELEMENTS:
             yield batch
             batch = []
         batch.append(move)

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from costmodel.formats.low_bits import QuantConfig
 from costmodel.models.configs import LoRA
 from executors.files import write_atomically
-from executors.low_bits.coded import QuantizedTensor
 from executors.low_bits.linear import (
     Deferred,
-    become_codable,
     become_plain,
+    become_quantizable,
     deferred_numbers,
     is_transposed,
 )
+from executors.low_bits.quantized import QuantizedTensor
 from executors.models.blocks import fills_masks, find_blocks, linears_of
 from executors.models.weight_files import write_tensors
 from topology.errors import ModelError
@@ -39,7 +39,7 @@ _PARTS = (
     "lora_is_beside",
 )
 
-_CODED_SPAN = 2.0
+_QUANTIZED_SPAN = 2.0
 """Largest number of A and B that has a code, over the largest that A begins with."""
 
 PEFT_CONFIG = "adapter_config.json"
@@ -213,11 +213,11 @@ def _hold_codes(linear: nn.Linear, quant_config: QuantConfig, bound: float) -> N
     """Let an adapter's factor be codes, on a grid that spans more than A does: B, all zeros, says nothing of what it will hold."""
     how = quant_config.of_adapters
     assert how is not None
-    layer = become_codable(linear, how)
+    layer = become_quantizable(linear, how)
     codes = QuantizedTensor.empty(how, layer.weight.shape, layer.weight.device)
-    codes.scales.fill_(_CODED_SPAN * bound / codes.grid.high)
+    codes.scales.fill_(_QUANTIZED_SPAN * bound / codes.grid.high)
     codes.write(layer.weight.data)
-    layer.coded = codes
+    layer.quantized = codes
     layer.weight.data = layer.weight.data.new_zeros(()).expand(layer.weight.shape)
 
 

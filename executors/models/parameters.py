@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.formats.low_bits import QuantConfig
-from executors.low_bits.coded import QuantizedTensor, shapes_of
-from executors.low_bits.linear import CodedLinear, coded_layers
+from executors.low_bits.linear import QuantizedLinear, quantized_layers
+from executors.low_bits.quantized import QuantizedTensor, shapes_of
 from executors.low_bits.stored import DenseTensor, Stored, View, nothing
 from topology.errors import ModelError
 
@@ -43,7 +43,7 @@ class NamedTensor:
     index : int
         Position among all trainable parameters, or -1 where it is frozen.
     decays : bool
-    layer : CodedLinear or None
+    layer : QuantizedLinear or None
         Where the parameter may be codes, the layer whose weight it is; of several the first.
     """
 
@@ -52,7 +52,7 @@ class NamedTensor:
     shape: torch.Size
     index: int
     decays: bool
-    layer: CodedLinear | None = None
+    layer: QuantizedLinear | None = None
 
     @property
     def num_elements(self) -> int:
@@ -67,8 +67,8 @@ class NamedTensor:
     @property
     def held(self) -> Stored:
         """What the model computes with."""
-        coded = None if self.layer is None else self.layer.coded
-        return DenseTensor(self.values) if coded is None else coded
+        quantized = None if self.layer is None else self.layer.quantized
+        return DenseTensor(self.values) if quantized is None else quantized
 
     def hold(self, view: View) -> None:
         """Let the model compute with `view`, which is not copied."""
@@ -76,7 +76,7 @@ class NamedTensor:
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """Return a copy on the CPU, as numbers in the shape that files have."""
-        if self.layer is not None and self.layer.coded is not None:
+        if self.layer is not None and self.layer.quantized is not None:
             return self.layer.numbers(dtype).cpu()
         return self.values.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
 
@@ -139,7 +139,7 @@ def absent(tensors: Sequence[NamedTensor], device: torch.device) -> Iterator[Non
 
 def stored_parameters(model: nn.Module) -> Iterator[NamedTensor]:
     """Yield a model's parameters in registration order, a tied one once."""
-    layers = dict(coded_layers(model))
+    layers = dict(quantized_layers(model))
     num_trainable = 0
     for name, parameter in model.named_parameters():
         index = num_trainable if parameter.requires_grad else -1

@@ -27,15 +27,15 @@ from costmodel.formats.stored_codes import (
 )
 from costmodel.models.configs import stored_codes_in
 from executors.formats import TORCH_DTYPES, WEIGHTS_NAME
-from executors.low_bits.coded import QuantizedTensor, shapes_of
 from executors.low_bits.linear import (
-    CodedLinear,
     Deferred,
-    code_layers,
-    coded_layers,
-    make_codable,
+    QuantizedLinear,
+    make_quantizable,
     present_product,
+    quantize_layers,
+    quantized_layers,
 )
+from executors.low_bits.quantized import QuantizedTensor, shapes_of
 from executors.models.blocks import find_blocks, linears_of
 from executors.models.loading import load_config, model_class, opened_weights, quietly_loading
 from executors.models.parameters import stored_parameters
@@ -59,9 +59,9 @@ def take_codes(model: nn.Module, plan: Plan, device: torch.device | None = None)
         return
     blocks = find_blocks(model)
     if device is None:
-        make_codable(blocks, quant_config)
+        make_quantizable(blocks, quant_config)
     else:
-        code_layers(blocks, plan.low_bits, device, quant_config)
+        quantize_layers(blocks, plan.low_bits, device, quant_config)
 
 
 def other_kernel(plan: Plan, device: torch.device) -> str:
@@ -76,7 +76,7 @@ def encode(model: nn.Module, low_bits: LowBits, dtype: DType) -> None:
     """Make codes of a model's weights where it lies, on the CPU; `dtype` is the format of what is no code."""
     if (quant_config := low_bits.quant_config(dtype)) is None:
         return
-    code_layers(find_blocks(model), low_bits, torch.device("cpu"), quant_config)
+    quantize_layers(find_blocks(model), low_bits, torch.device("cpu"), quant_config)
     for tensor in stored_parameters(model):
         if not tensor.is_numbers:
             codes = QuantizedTensor.empty(quant_config, tensor.shape, torch.device("cpu"))
@@ -144,11 +144,11 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
             f"{source}: {min(wrong)} is missing, or of another shape than its config.json says",
             hint="copy the model again",
         )
-    make_codable(find_blocks(loaded), quant_config)
+    make_quantizable(find_blocks(loaded), quant_config)
     modules = dict(loaded.named_modules())
     for name, shape in layers.items():
         files.check(name, shape)
-        modules[name].coded = partial(files.read, name, shape)
+        modules[name].quantized = partial(files.read, name, shape)
     model: nn.Module = loaded.eval()
     return model
 
@@ -256,9 +256,9 @@ class _Files:
         symbols, scales, zeros = _READERS[self.layout](self, layer, shape)
         if not self.quant_config.has_zero_point:
             zeros = None
-        coded = QuantizedTensor.of_symbols(self.quant_config, symbols, self._scales(layer, scales), zeros)
-        self.refuse_no_code(layer, coded.has_codes_that_are_none())
-        return coded
+        quantized = QuantizedTensor.of_symbols(self.quant_config, symbols, self._scales(layer, scales), zeros)
+        self.refuse_no_code(layer, quantized.has_codes_that_are_none())
+        return quantized
 
     def _own(self, layer: str, shape: torch.Size) -> QuantizedTensor:
         """Return a weight whose tensors lie in the file as they do in memory."""
@@ -266,9 +266,9 @@ class _Files:
         for suffix in shapes_of(self.quant_config, shape):
             part = self.tensor(layer, f"weight{suffix}")
             parts[suffix] = self._scales(layer, part) if part.is_floating_point() else part
-        coded = QuantizedTensor(self.quant_config, shape, *parts.values())
-        self.refuse_no_code(layer, coded.has_codes_that_are_none())
-        return coded
+        quantized = QuantizedTensor(self.quant_config, shape, *parts.values())
+        self.refuse_no_code(layer, quantized.has_codes_that_are_none())
+        return quantized
 
     def refuse_no_code(self, layer: str, is_none: bool) -> None:
         """Raise where something in a layer's codes stands for nothing."""
@@ -357,8 +357,8 @@ def save_quantised(model: nn.Module, directory: str | Path, dtype: str) -> None:
     A layer is packed when it is written. Integers of 8 bits, those with a zero point, and e4m3 lie in a byte each; other integers
     side by side in words.
     """
-    codes = {name.removesuffix(".weight"): layer for name, layer in coded_layers(model)}
-    first = next(iter(codes.values())).coded
+    codes = {name.removesuffix(".weight"): layer for name, layer in quantized_layers(model)}
+    first = next(iter(codes.values())).quantized
     assert first is not None
     quant_config, kind = first.quant_config, FORMATS[first.quant_config.format]
     refuse_unwritable(quant_config)
@@ -391,16 +391,16 @@ def save_own(model: nn.Module, directory: str | Path, dtype: str) -> None:
     Notes
     -----
     Rows are output channels, also where the model keeps a layer transposed. Of each weight there are the tensors of
-    :func:`executors.low_bits.coded.shapes_of`, their suffixes behind its name. Codes of less than a byte share one, the
+    :func:`executors.low_bits.quantized.shapes_of`, their suffixes behind its name. Codes of less than a byte share one, the
     lowest bits the first part of a row.
     """
-    codes = {name: layer.coded for name, layer in coded_layers(model)}
+    codes = {name: layer.quantized for name, layer in quantized_layers(model)}
     first = next(iter(codes.values()))
     assert first is not None
     tensors: dict[str, Tensor | Deferred] = {}
     for name, tensor in saved_tensors(model).items():
-        coded = codes.get(name)
-        pieces = {"": tensor} if coded is None else coded.dump()
+        quantized = codes.get(name)
+        pieces = {"": tensor} if quantized is None else quantized.dump()
         tensors |= {name + suffix: piece for suffix, piece in pieces.items()}
     directory = Path(directory)
     save_configuration(model, directory, {"quantization_config": said_of_own(first.quant_config)})
@@ -430,27 +430,29 @@ def _said(model: nn.Module, quant_config: QuantConfig, layout: str, codes: set[s
     }
 
 
-def _written(layer: CodedLinear, layout: str) -> dict[str, Tensor | Deferred]:
+def _written(layer: QuantizedLinear, layout: str) -> dict[str, Tensor | Deferred]:
     """Return the tensors of a layer, those of codes to be packed when they are written."""
-    coded = layer.coded
-    assert coded is not None
-    bits, zeros = FORMATS[coded.quant_config.format].bits, coded.zeros
-    scales = coded.scales.view(-1) if coded.quant_config.scales == "tensor" else coded.scales
+    quantized = layer.quantized
+    assert quantized is not None
+    bits, zeros = FORMATS[quantized.quant_config.format].bits, quantized.zeros
+    scales = quantized.scales.view(-1) if quantized.quant_config.scales == "tensor" else quantized.scales
     parts: dict[str, Tensor | Deferred] = {"weight_scale": scales}
     if layout == "pack-quantized":
-        outputs, inputs = coded.shape
+        outputs, inputs = quantized.shape
         words = torch.Size((outputs, -(-inputs * bits // 32)))
         parts["weight_packed"] = Deferred(
-            words, torch.int32, lambda: _packed(coded.symbols(), bits, shift=True)
+            words, torch.int32, lambda: _packed(quantized.symbols(), bits, shift=True)
         )
         parts["weight_shape"] = torch.tensor([outputs, inputs])
         return parts
     if layout == "float-quantized":
-        return {**parts, "weight": coded.codes.view(torch.float8_e4m3fn)}
+        return {**parts, "weight": quantized.codes.view(torch.float8_e4m3fn)}
     if zeros is None:
-        return {**parts, "weight": coded.codes.view(torch.int8)}
+        return {**parts, "weight": quantized.codes.view(torch.int8)}
     half = 2 ** (bits - 1)
-    parts["weight"] = Deferred(coded.shape, torch.int8, lambda: (coded.symbols() - half).view(torch.int8))
+    parts["weight"] = Deferred(
+        quantized.shape, torch.int8, lambda: (quantized.symbols() - half).view(torch.int8)
+    )
     parts["weight_zero_point"] = (zeros - half).view(torch.int8).view(scales.shape)
     return parts
 

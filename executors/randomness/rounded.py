@@ -143,7 +143,7 @@ class MovedRows:
         Probability that a row is 0.
     shapes : sequence of torch.Size
         Of every trainable parameter, in registration order; the same on every rank.
-    coded : collection of int
+    quantized : collection of int
         Those that are codes.
     device : torch.device
     num_kept : int
@@ -156,14 +156,14 @@ class MovedRows:
         self,
         sparsity: float,
         shapes: Sequence[torch.Size],
-        coded: Collection[int],
+        quantized: Collection[int],
         device: torch.device,
         *,
         num_kept: int = 1,
         borrow: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
         self._sparsity = sparsity
-        self._num_rows = {parameter: shapes[parameter][0] for parameter in coded} if sparsity else {}
+        self._num_rows = {parameter: shapes[parameter][0] for parameter in quantized} if sparsity else {}
         self._chances = Chances([shape.numel() for shape in shapes], device)
         self._num_kept, self._borrow = num_kept, borrow
         self._kept: dict[int, dict[CounterKey, ChosenRows]] = {parameter: {} for parameter in self._num_rows}
@@ -369,7 +369,7 @@ class RoundedDraws:
         numbers = torch.empty((len(rows), width), device=self._device)
         if len(rows):
             self._numbers.fill_rows(numbers, rows, parameter, key, self._direction)
-        return self._coded_rows(numbers, rows, parameter, keys)
+        return self._quantized_rows(numbers, rows, parameter, keys)
 
     def fill_sequential(
         self,
@@ -408,12 +408,12 @@ class RoundedDraws:
 
         `rows` are of the host.
         """
-        codes = self._coded_rows(numbers, rows, parameter, keys)
+        codes = self._quantized_rows(numbers, rows, parameter, keys)
         if (moved := self.moved.of(parameter, keys.rows)) is not None:
             codes.mul_(torch.isin(rows, moved.on_host).unsqueeze(1).to(codes.device, non_blocking=True))
         return codes
 
-    def _coded_rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: DrawKeys) -> Tensor:
+    def _quantized_rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: DrawKeys) -> Tensor:
         width = numbers.shape[1]
         is_sign = self._direction.distribution.is_sign
         chances = None if is_sign else self._chances.rows(rows, width, parameter, keys.rounding)

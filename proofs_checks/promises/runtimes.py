@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from executors.low_bits.coded import QuantizedTensor
+from executors.low_bits.quantized import QuantizedTensor
 from executors.runs.adapters import attach
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
@@ -22,7 +22,7 @@ from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import Array, equal, exceeds, within
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.planting import Fault, altered, planted
-from proofs_checks.setups import coded_weights as coded
+from proofs_checks.setups import quantized_weights as quantized
 from proofs_checks.setups.executed import learning_rate
 from proofs_checks.setups.literal import (
     Batch,
@@ -58,7 +58,7 @@ def second_moment() -> float:
     return float((squared * density).sum() * (u[1] - u[0])) * _UNIT**2
 
 
-class CodedRun:
+class QuantizedRun:
     """QuZO with int8 weights, a scale for each output, on a whole model whose weights are made of the codes."""
 
     def __init__(
@@ -154,7 +154,7 @@ def _is_spared(name: str) -> bool:
     return any(part in name for part in ("bias", "layer_norm", "layernorm"))
 
 
-_CODED_RUNS: Mapping[str, Mapping[str, Any]] = {
+_QUANTIZED_RUNS: Mapping[str, Mapping[str, Any]] = {
     "normalised": {"directions": Directions()},
     "q-rge1": {"directions": Directions(rng="counter"), **OFFLOADED},
     "q-rge2": {"directions": Directions(), **OFFLOADED},
@@ -163,7 +163,7 @@ _CODED_RUNS: Mapping[str, Mapping[str, Any]] = {
 """Axes of the plan by estimator, the last of which rounds all updates of a step together; each takes another path through the executor: resident or offloaded with delayed updates, by either discipline of random numbers."""
 
 
-def _coded_session(
+def _quantized_session(
     estimator: str, seed: int
 ) -> tuple[list[StepRecord], dict[str, Tensor], dict[str, Tensor], set[str]]:
     """Return records, weights and codes after some steps of the shipped runtime, and which weights are codes."""
@@ -182,7 +182,7 @@ def _coded_session(
         model,
         low_bits=low_bits,
         estimator=Estimator(epsilon=_EPSILON, num_queries=_NUM_QUERIES),
-        **_CODED_RUNS[estimator],
+        **_QUANTIZED_RUNS[estimator],
     )
     options = {"learning_rate": learning_rate, "weight_decay": _DECAY, "seed": seed, "num_timed_steps": 0}
     with Session(plan, model, **options) as session:  # type: ignore[arg-type]
@@ -202,11 +202,11 @@ def check_codes_over_steps(context: Context) -> Outcome:
     last bit a code near the border of its chance may go the other way, one in thousands.
     """
     parts = {}
-    for estimator in _CODED_RUNS:
-        records, weights, codes, names = _coded_session(estimator, context.seed)
-        rng = _CODED_RUNS[estimator]["directions"].rng
+    for estimator in _QUANTIZED_RUNS:
+        records, weights, codes, names = _quantized_session(estimator, context.seed)
+        rng = _QUANTIZED_RUNS[estimator]["directions"].rng
         kind, _, once = estimator.partition(", ")
-        run = CodedRun(tiny_model("tied"), context.seed, kind, rng, names, is_rounded_once=bool(once))
+        run = QuantizedRun(tiny_model("tied"), context.seed, kind, rng, names, is_rounded_once=bool(once))
         off, size = 0.0, 0.0
         before = {name: values.copy() for name, values in run.codes.items()}
         for step, (record, batch) in enumerate(zip(records, tiny_batches(_NUM_STEPS), strict=True)):
@@ -332,7 +332,7 @@ _BY_CODES = "executors.steps.ops.sweep:Sweeps._update_by_codes"
 
 _GRIDS = "executors.low_bits.grids"
 
-_UPDATE = "executors.low_bits.coded:QuantizedTensor.update"
+_UPDATE = "executors.low_bits.quantized:QuantizedTensor.update"
 _SCALES = "executors.steps.ops.forward:Forwards._scales_of"
 
 
@@ -364,7 +364,7 @@ def paths_of_the_first_point(shipped, self, parameter, factors, scales):
 
 CHECKS: Checks = {
     "grids-round-to-neighbours": printed(
-        coded.check_grids,
+        quantized.check_grids,
         Fault(
             "a step that ignores subnormal numbers",
             f"{_GRIDS}:Floats.step",
@@ -380,18 +380,18 @@ CHECKS: Checks = {
             f"{_GRIDS}:Grid.variance",
             lambda shipped, self, numbers: 1.03 * shipped(self, numbers),
         ),
-        coded.ROUNDED_DOWN,
-        coded.CHANCES_BETWEEN,
-        coded.CLAMP_WIDE,
-        coded.DRAWN_NEAREST,
+        quantized.ROUNDED_DOWN,
+        quantized.CHANCES_BETWEEN,
+        quantized.CLAMP_WIDE,
+        quantized.DRAWN_NEAREST,
     ),
     "steps-in-codes-are-a-literal-loop": printed(
         check_codes_over_steps,
-        coded.MOVE_LONG,
-        coded.MOVE_AWAY,
-        coded.MOVE_CHANCES,
-        coded.SAME_KEY,
-        coded.DRAWN_LONG,
+        quantized.MOVE_LONG,
+        quantized.MOVE_AWAY,
+        quantized.MOVE_CHANCES,
+        quantized.SAME_KEY,
+        quantized.DRAWN_LONG,
         later_queries_short,
         Fault(
             "no second moment",

@@ -19,8 +19,8 @@ from torch import Tensor
 from costmodel.formats import QuantFormat, ScaleScope
 from costmodel.formats.low_bits import QuantConfig
 from costmodel.formats.roundings import RoundedDirection
-from executors.low_bits.coded import Beside, QuantizedTensor
-from executors.low_bits.linear import CodedLinear, code_layers
+from executors.low_bits.linear import QuantizedLinear, quantize_layers
+from executors.low_bits.quantized import Beside, QuantizedTensor
 from executors.low_bits.stored import Moved
 from executors.randomness.counter import CounterKey
 from executors.randomness.rounded import Chances, DrawKeys, MovedRows, RoundedDraws, rounding_key
@@ -33,7 +33,7 @@ from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, within
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.planting import Fault, altered, planted
 from proofs_checks.quzo.statements import enumerated_moments
-from proofs_checks.setups import coded_weights as coded
+from proofs_checks.setups import quantized_weights as quantized
 from proofs_checks.setups.executed import Case, learning_rate
 from proofs_checks.setups.placements import same_bits, tiny_batches, tiny_model
 from proofs_checks.setups.ranks import on_all_ranks
@@ -83,7 +83,7 @@ def literal_values(
         span = (most - least) / levels[-1]
         zero = np.rint(-least / span).clip(0, levels[-1])[:, None]
     else:
-        levels = np.array(coded.literal_levels(name))
+        levels = np.array(quantized.literal_levels(name))
         span, zero = np.abs(grouped).max(1) / levels[-1], np.zeros((len(grouped), 1))
     borders = (levels[1:] + levels[:-1]) / 2
     best, least_error = np.empty_like(grouped), np.full(len(grouped), np.inf)
@@ -344,7 +344,7 @@ def check_sparse_updates(context: Context) -> Outcome:
         once, _, _ = enumerated_moments(RoundedDirection("gaussian", 2))
         count = context.samples(500_000, 80_000)
         drawn = Sparse(rounding, (count, 2), context.seed)
-        held = coded.weights_of(torch.zeros(count, 2), 1.0, 8)
+        held = quantized.weights_of(torch.zeros(count, 2), 1.0, 8)
         chances, key = Chances([2 * count], _CPU), rounding_key(context.seed, 0, 0, "update")
         held.move(
             drawn.copies[0],
@@ -352,7 +352,7 @@ def check_sparse_updates(context: Context) -> Outcome:
             lambda begin, end, chances=chances, key=key: chances.between(begin, end, 0, key),  # type: ignore[misc]
             rows=drawn.rows,
         )
-        moved = coded.levels_of(held)
+        moved = quantized.levels_of(held)
         columns = torch.stack([(moved * drawn.values[0]).mean(1), moved.square().mean(1), moved.mean(1)], 1)
         expected = torch.tensor([-factor * once, factor * size * math.sqrt(kept), 0.0], dtype=torch.float64)
         parts[f"{kept:.4g} of the rows"] = compare_means(
@@ -435,7 +435,7 @@ def check_moves_on_grids(_context: Context) -> Outcome:
             top = 2 ** int(name.removeprefix("int")) - 1
             levels = np.arange(top + 1.0) - round(top / 3)
         else:
-            levels = np.array(coded.literal_levels(name))
+            levels = np.array(quantized.literal_levels(name))
         index = np.rint(np.linspace(0, len(levels) - 1, _GROUP)).astype(int)
         scales = _SCALE * np.repeat([1.0, 3.0 if scope == "group" else 1.0], _GROUP)
         index = np.concatenate([index, index])
@@ -469,7 +469,7 @@ def check_moves_on_grids(_context: Context) -> Outcome:
         )
         # Whole numbers are rounded before they are held back, others after.
         excess = np.maximum(wanted - levels[-1], levels[0] - wanted)
-        chance = np.clip(excess, 0, 1) if name not in coded.FLOATS else (excess > 1e-6).astype(float)
+        chance = np.clip(excess, 0, 1) if name not in quantized.FLOATS else (excess > 1e-6).astype(float)
         parts[f"{title}, counted"] = within(
             abs(counted.saturated - num_blocks * _NUM_CHANCES * float(chance.sum())),
             num_blocks * 2.0 * _GROUP,
@@ -492,17 +492,17 @@ def check_products_of_bytes(context: Context) -> Outcome:
     for scope in ("token", "tensor"):
         layer = torch.nn.Linear(24, 16, bias=False)
         low_bits = LowBits.model_validate({"weights": "int8", "activations": f"int8-{scope}"})
-        code_layers([torch.nn.Sequential(layer)], low_bits, _CPU)
-        assert isinstance(layer, CodedLinear)
-        layer.coded = shipped(weights, QuantConfig("int8", "channel"))
+        quantize_layers([torch.nn.Sequential(layer)], low_bits, _CPU)
+        assert isinstance(layer, QuantizedLinear)
+        layer.quantized = shipped(weights, QuantConfig("int8", "channel"))
         layer.beside = Beside(torch.from_numpy(along), 1e-3)
         with torch.no_grad():
             output = layer(torch.from_numpy(inputs)).double().numpy()
         largest = np.abs(inputs).max(1, keepdims=True) if scope == "token" else np.abs(inputs).max()
         scales = largest.astype(np.float64) / 127
         codes = np.rint(inputs / scales).astype(np.int64)
-        levels = layer.coded.levels().numpy().astype(np.int64)
-        of_codes = (codes @ levels.T) * layer.coded.scales.double().numpy().T
+        levels = layer.quantized.levels().numpy().astype(np.int64)
+        of_codes = (codes @ levels.T) * layer.quantized.scales.double().numpy().T
         wanted = scales * (of_codes + 1e-3 * (codes @ along.astype(np.int64).T))
         size = np.abs(wanted).max(1, keepdims=True) if scope == "token" else np.abs(wanted).max()
         parts[f"a scale per {scope}"] = within(
@@ -589,7 +589,7 @@ def check_codes_on_ranks(context: Context) -> Outcome:
 _ROUNDED = "executors.randomness.rounded"
 _LINEAR = "executors.low_bits.linear"
 
-_TENSOR = "executors.low_bits.coded:QuantizedTensor"
+_TENSOR = "executors.low_bits.quantized:QuantizedTensor"
 
 
 def without_zeros(name: str, method: str) -> Fault:
@@ -621,7 +621,7 @@ def rows_of_a_second_rounding(shipped, *given, **named):
     return keys._replace(rows=keys.rounding)
 
 
-@planted(f"{_LINEAR}:coded_inputs", "inputs cut off towards 0")
+@planted(f"{_LINEAR}:quantized_inputs", "inputs cut off towards 0")
 def inputs_cut_off(shipped, inputs, *rest):
     codes, scales = shipped(inputs, *rest)
     return (inputs / scales).trunc().to(codes.dtype), scales
@@ -654,7 +654,7 @@ CHECKS: Checks = {
     "quzo-format-of-least-error": (
         printed(
             check_format_of_least_error,
-            coded.ROUNDED_DOWN,
+            quantized.ROUNDED_DOWN,
             Fault(
                 "a floating-point grid of one digit less",
                 "executors.low_bits.grids:Floats.step",
@@ -672,7 +672,7 @@ CHECKS: Checks = {
     ),
     "quzo-outlier-split": printed(
         check_outlier_split,
-        coded.ROUNDED_DOWN,
+        quantized.ROUNDED_DOWN,
         _WIDE_SCALES,
     ),
     "sparse-directions-are-as-long": (
@@ -695,7 +695,7 @@ CHECKS: Checks = {
                 "costmodel.formats.roundings:RoundedDirection.relative_energy",
                 lambda shipped, self, *given: shipped(altered(self, sparsity=0.0), *given),
             ),
-            coded.SAME_KEY,
+            quantized.SAME_KEY,
         ),
         printed(
             check_sparse_updates,
@@ -705,13 +705,13 @@ CHECKS: Checks = {
                 f"{_ROUNDED}:_KEYS",
                 lambda keys: {**keys, "update": keys["direction"]},
             ),
-            coded.MOVE_NEAREST,
-            coded.MOVE_CHANCES,
-            coded.MOVE_AWAY,
+            quantized.MOVE_NEAREST,
+            quantized.MOVE_CHANCES,
+            quantized.MOVE_AWAY,
         ),
     ),
     "rounded-directions-at-every-width": (
-        printed(check_moments_of_draws, coded.SAME_KEY, coded.DRAWN_LONG, coded.DRAWN_NEAREST),
+        printed(check_moments_of_draws, quantized.SAME_KEY, quantized.DRAWN_LONG, quantized.DRAWN_NEAREST),
         printed(
             check_reaches,
             Fault(
@@ -723,10 +723,10 @@ CHECKS: Checks = {
     ),
     "updates-move-codes-on-every-grid": printed(
         check_moves_on_grids,
-        coded.MOVE_NEAREST,
-        coded.MOVE_CHANCES,
-        coded.MOVE_AS_PRINTED,
-        coded.CHANCES_BETWEEN,
+        quantized.MOVE_NEAREST,
+        quantized.MOVE_CHANCES,
+        quantized.MOVE_AS_PRINTED,
+        quantized.CHANCES_BETWEEN,
         without_zeros("decay towards code 0, not the number 0", "move"),
         without_zeros("a zero point that is forgotten", "values"),
         Fault(
@@ -746,7 +746,7 @@ CHECKS: Checks = {
         Fault("scales 3 % wide", f"{_LINEAR}:_scales_of", lambda shipped, *given: 1.03 * shipped(*given)),
         Fault(
             "one scale for all tokens",
-            f"{_LINEAR}:coded_inputs",
+            f"{_LINEAR}:quantized_inputs",
             lambda shipped, inputs, _scope, *kind: shipped(inputs, "tensor", *kind),
         ),
         Fault(

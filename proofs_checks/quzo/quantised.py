@@ -12,7 +12,7 @@ from torch import Tensor
 from proofs_checks.claims import Checks, conditioned, counterexample, printed
 from proofs_checks.oracles.estimates import quantised_estimate_factor
 from proofs_checks.outcomes import Context, Outcome, worst
-from proofs_checks.setups import coded_weights as coded
+from proofs_checks.setups import quantized_weights as quantized
 from proofs_checks.setups.roundings import (
     Reaching,
     chances_of,
@@ -116,11 +116,11 @@ def _rounded(name: str, rounded: Tensor, kept: Tensor, scale: float) -> Outcome:
 
 CHECKS: Checks = {
     "stochastic-rounding-unbiased": (
-        conditioned(partial(check_directions, _WITHIN), coded.DRAWN_NEAREST, towards_zero),
-        conditioned(check_weights, coded.MOVE_NEAREST, coded.MOVE_CHANCES, no_zero_point),
+        conditioned(partial(check_directions, _WITHIN), quantized.DRAWN_NEAREST, towards_zero),
+        conditioned(check_weights, quantized.MOVE_NEAREST, quantized.MOVE_CHANCES, no_zero_point),
         counterexample(partial(check_directions, _BEYOND), clamped_too_far),
     ),
     "quantised-rge": printed(
-        check_estimators, coded.DRAWN_NEAREST, towards_zero, coded.SAME_KEY, unlike_directions
+        check_estimators, quantized.DRAWN_NEAREST, towards_zero, quantized.SAME_KEY, unlike_directions
     ),
 }

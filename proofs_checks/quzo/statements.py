@@ -40,7 +40,7 @@ from proofs_checks.faults import central_by_epsilon, forward_by_two_epsilon, los
 from proofs_checks.oracles.statements import one_point_error, query_error
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.planting import Fault, planted
-from proofs_checks.setups import coded_weights as coded
+from proofs_checks.setups import quantized_weights as quantized
 from proofs_checks.setups.executed import Case, against_literal, differences
 from proofs_checks.setups.roundings import (
     NUM_CHANCES,
@@ -647,7 +647,7 @@ def check_nearest_is_best(context: Context) -> Outcome:
     generator = np.random.default_rng(context.seed)
     uneven, even = grid_of("float4_e2m1"), grid_of("int8")
     values = generator.normal(scale=3, size=500)
-    off = (values[:, None] - np.array(coded.literal_levels("float4_e2m1"))) ** 2
+    off = (values[:, None] - np.array(quantized.literal_levels("float4_e2m1"))) ** 2
     nearest = uneven.nearest(torch.from_numpy(values)).numpy()
     places = torch.arange(2000, dtype=torch.float64) / 2000 - 0.499_75
     chances = (torch.arange(NUM_CHANCES, dtype=torch.float64) + 0.5) / NUM_CHANCES
@@ -886,11 +886,11 @@ CHECKS: Checks = {
     ),
     "quzo-scale-left-out": (
         corrected(partial(check_scaled_outer_product, "values"), no_scale, no_zero_point, chances_high),
-        corrected(check_shipped_mean, no_scale, no_zero_point, coded.MOVE_NEAREST),
+        corrected(check_shipped_mean, no_scale, no_zero_point, quantized.MOVE_NEAREST),
         counterexample(partial(check_scaled_outer_product, "codes"), chances_high),
     ),
     "quzo-two-roundings-may-be-alike": (
-        conditioned(check_roundings_differ, coded.DRAWN_NEAREST),
+        conditioned(check_roundings_differ, quantized.DRAWN_NEAREST),
         counterexample(check_roundings_agree, chances_high, half_a_code_on),
     ),
     "quzo-which-mean-is-nearer": (
@@ -898,30 +898,43 @@ CHECKS: Checks = {
         counterexample(check_first_can_be_nearer, second_high, clamped_lost),
     ),
     "quzo-second-moments": (
-        printed(check_relative_squares, coded.SAME_KEY, coded.DRAWN_NEAREST, clamp_left_out),
-        printed(check_drawn_codes, coded.SAME_KEY, coded.DRAWN_LONG, coded.DRAWN_NEAREST),
+        printed(check_relative_squares, quantized.SAME_KEY, quantized.DRAWN_NEAREST, clamp_left_out),
+        printed(check_drawn_codes, quantized.SAME_KEY, quantized.DRAWN_LONG, quantized.DRAWN_NEAREST),
     ),
     "quzo-lattice-keeps-a-gradient": counterexample(
-        coded.check_moves_on_a_lattice, coded.MOVE_NEAREST, coded.MOVE_CHANCES, coded.MOVE_AWAY
+        quantized.check_moves_on_a_lattice,
+        quantized.MOVE_NEAREST,
+        quantized.MOVE_CHANCES,
+        quantized.MOVE_AWAY,
     ),
     "quzo-equation-12-scale": (
         corrected(partial(check_scale_of_update, 2)),
-        corrected(coded.check_step_by_weights, coded.MOVE_AS_PRINTED, coded.MOVE_LONG, coded.MOVE_NEAREST),
+        corrected(
+            quantized.check_step_by_weights,
+            quantized.MOVE_AS_PRINTED,
+            quantized.MOVE_LONG,
+            quantized.MOVE_NEAREST,
+        ),
         counterexample(partial(check_scale_of_update, 0)),
     ),
     "quzo-update-bias-at-the-ends": (
         conditioned(partial(check_update_mean, "within"), chances_high),
-        conditioned(coded.check_moves_within, coded.MOVE_NEAREST, coded.MOVE_CHANCES, coded.MOVE_AS_PRINTED),
-        counterexample(coded.check_moves_at_the_ends, coded.CLAMP_WIDE, coded.MOVE_CHANCES),
+        conditioned(
+            quantized.check_moves_within,
+            quantized.MOVE_NEAREST,
+            quantized.MOVE_CHANCES,
+            quantized.MOVE_AS_PRINTED,
+        ),
+        counterexample(quantized.check_moves_at_the_ends, quantized.CLAMP_WIDE, quantized.MOVE_CHANCES),
         counterexample(check_range_end, clamped_too_far),
     ),
     "quzo-rounding-for-every-query": (
         printed(check_roundings_by_query, chances_high),
         printed(
-            coded.check_moves_by_query,
-            coded.ONE_CHANCE,
-            coded.MOVE_NEAREST,
-            coded.MOVE_CHANCES,
+            quantized.check_moves_by_query,
+            quantized.ONE_CHANCE,
+            quantized.MOVE_NEAREST,
+            quantized.MOVE_CHANCES,
         ),
     ),
     "quzo-algorithm-1-updates-in-the-loop": (
@@ -938,7 +951,7 @@ CHECKS: Checks = {
                 lambda shipped, *given: shipped(*given) + 1,
             ),
         ),
-        conditioned(coded.check_beside_codes, coded.STORED_BACK),
+        conditioned(quantized.check_beside_codes, quantized.STORED_BACK),
         counterexample(
             partial(check_recovery, 7),
             Fault(
@@ -950,7 +963,7 @@ CHECKS: Checks = {
     ),
     "quzo-perturbations-below-a-code": (
         conditioned(check_wide_perturbation),
-        conditioned(coded.check_beside_codes, coded.STORED, coded.BESIDE_LONG),
+        conditioned(quantized.check_beside_codes, quantized.STORED, quantized.BESIDE_LONG),
         counterexample(check_vanishing_perturbation),
     ),
     "quzo-nearest-minimises-mse": printed(

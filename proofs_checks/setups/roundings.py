@@ -10,7 +10,7 @@ from torch import Tensor
 
 from costmodel.formats.low_bits import QuantConfig
 from costmodel.formats.roundings import RoundedDirection
-from executors.low_bits.coded import QuantizedTensor
+from executors.low_bits.quantized import QuantizedTensor
 from executors.randomness.counter import CounterKey
 from executors.randomness.rounded import Chances, DrawKeys, MovedRows, Purpose, RoundedDraws, rounding_key
 from executors.threads import DrawThreads
@@ -90,16 +90,18 @@ def weights_at_random(
     given: Tensor, scale: float, bits: int, seed: int, purpose: Purpose = "update"
 ) -> Tensor:
     """Return numbers, shape (outputs, inputs), as weights with a zero point keep them that were 0 and moved there at random."""
-    coded = QuantizedTensor.empty(QuantConfig(f"int{bits}", "tensor", has_zero_point=True), given.shape, _CPU)  # type: ignore[arg-type]
+    quantized = QuantizedTensor.empty(
+        QuantConfig(f"int{bits}", "tensor", has_zero_point=True), given.shape, _CPU
+    )  # type: ignore[arg-type]
     zero_point = 2 ** (bits - 1)
-    assert coded.zeros is not None
-    coded.scales.fill_(1 / scale)
-    coded.zeros.fill_(zero_point)
-    coded.codes.copy_(coded.joined(torch.full(given.shape, zero_point, dtype=torch.uint8)))
+    assert quantized.zeros is not None
+    quantized.scales.fill_(1 / scale)
+    quantized.zeros.fill_(zero_point)
+    quantized.codes.copy_(quantized.joined(torch.full(given.shape, zero_point, dtype=torch.uint8)))
     chances = Chances([given.numel()], _CPU)
     key = rounding_key(seed, 0, 0, purpose)
-    coded.move(-given.float(), 1.0, partial(chances.between, parameter=0, key=key))
-    return coded.values(torch.float64)
+    quantized.move(-given.float(), 1.0, partial(chances.between, parameter=0, key=key))
+    return quantized.values(torch.float64)
 
 
 def weight_value(code: int, scale: float, zero_point: int) -> float:
@@ -145,12 +147,12 @@ half_a_code_on = Fault(
 )
 no_zero_point = Fault(
     "a zero point that is forgotten",
-    "executors.low_bits.coded:QuantizedTensor.values",
+    "executors.low_bits.quantized:QuantizedTensor.values",
     lambda shipped, self, *given: shipped(altered(self, zeros=None), *given),
 )
 no_scale = Fault(
     "the paper's equation 5: the scale is not divided out",
-    "executors.low_bits.coded:QuantizedTensor.values",
+    "executors.low_bits.quantized:QuantizedTensor.values",
     lambda shipped, self, *given: shipped(altered(self, scales=torch.ones_like(self.scales)), *given),
 )
 no_unit = Fault(

@@ -32,8 +32,8 @@ from proofs_checks.faults import central_by_epsilon, updates_without_rank
 from proofs_checks.oracles.statements import low_rank_entry_moments
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.planting import Fault, planted
-from proofs_checks.setups import coded_weights as coded
 from proofs_checks.setups import lazy_factors as lazy
+from proofs_checks.setups import quantized_weights as quantized
 from proofs_checks.statistics import fitted_slope
 
 _CPU = torch.device("cpu")
@@ -556,6 +556,6 @@ CHECKS: Checks = {
     ),
     "zoinfer-quantised-base": (
         printed(check_quantised_base, central_by_epsilon),
-        printed(coded.check_beside_codes, coded.STORED, coded.STORED_BACK, coded.BESIDE_LONG),
+        printed(quantized.check_beside_codes, quantized.STORED, quantized.STORED_BACK, quantized.BESIDE_LONG),
     ),
 }

@@ -20,9 +20,9 @@ from studies.prediction.cases import (
     REPEATED,
     Case,
     choice_cases,
-    coded_cases,
-    coded_tuning_cases,
     held_out_cases,
+    quantized_cases,
+    quantized_tuning_cases,
     rank_cases,
     tuning_cases,
 )
@@ -82,7 +82,7 @@ def run_benchmark(
     run = _BenchmarkRun(topology, topology.of_kind("cpu")[0].id, pieces or Pieces(), say)
     for number in threads:
         run.calibrate(number, calibration_s)
-    unseen, seen = (coded_cases, coded_tuning_cases) if in_codes else (held_out_cases, tuning_cases)
+    unseen, seen = (quantized_cases, quantized_tuning_cases) if in_codes else (held_out_cases, tuning_cases)
     held_out = run.rows("held-out", unseen(num_held_out))
     tuning = run.rows("tuning", seen() if with_tuning else [])
     ranks = run.rows_of_ranks(rank_cases(num_rank_cases)) if 1 in threads and not in_codes else []

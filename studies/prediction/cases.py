@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from costmodel.formats import DType
-from studies.prediction.coded import coded_axes, coded_placements
+from studies.prediction.quantized import quantized_axes, quantized_placements
 
 PLACEMENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "sweep": {"schedule": {"traversal": "sweep"}},
@@ -156,7 +156,7 @@ class Case:
         return (
             PLACEMENTS.get(self.placement)
             or RANK_PLACEMENTS.get(self.placement)
-            or coded_axes(self.placement)
+            or quantized_axes(self.placement)
         )
 
     @property
@@ -273,19 +273,19 @@ def development_cases(
     return drawn
 
 
-def coded_cases(num_cases: int = 24, *, seed: int = 20261124, longest_step_s: float = 0.5) -> list[Case]:
+def quantized_cases(num_cases: int = 24, *, seed: int = 20261124, longest_step_s: float = 0.5) -> list[Case]:
     """Return random cases whose weights are codes, each format and each kind of directions equally often."""
     generator = random.Random(seed)
-    names = coded_placements(generator)
+    names = quantized_placements(generator)
     return [
         replace(next(_fitting(generator, longest_step_s)), placement=next(names)) for _ in range(num_cases)
     ]
 
 
-def coded_tuning_cases() -> list[Case]:
+def quantized_tuning_cases() -> list[Case]:
     """Return the list that predictions of steps in codes may be improved on, of other widths and vocabularies."""
     generator = random.Random(7101)
-    names = coded_placements(generator)
+    names = quantized_placements(generator)
     cases = development_cases(12, 1, seed=7102) + development_cases(12, 2, seed=7103)
     return [replace(case, placement=next(names)) for case in cases]
 

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from costmodel.formats.low_bits import QuantConfig
 from executors.formats import format_of
-from executors.low_bits.coded import QuantizedTensor
+from executors.low_bits.quantized import QuantizedTensor
 from executors.turns import in_turns
 
 ROWS = (16, 128, 512)
@@ -37,28 +37,28 @@ def main() -> None:
 
 def _line(name: str, inputs: Tensor) -> str:
     quant_config = QuantConfig("int8") if name == "int8" else QuantConfig("int4", "group", _GROUP)
-    coded = QuantizedTensor.empty(
+    quantized = QuantizedTensor.empty(
         QuantConfig(quant_config.format, quant_config.scales, quant_config.group_elements, dtype="bfloat16"),
         _SHAPE,
         torch.device("cpu"),
     )
     generator = torch.Generator().manual_seed(1)
-    coded.encode(torch.randn(_SHAPE, generator=generator) * 0.02)
+    quantized.encode(torch.randn(_SHAPE, generator=generator) * 0.02)
     direction = torch.randint(-127, 128, _SHAPE, dtype=torch.int8, generator=generator)
-    alone = weight_only(coded)
+    alone = weight_only(quantized)
     scale = torch.full((_SHAPE[0],), 1e-5, dtype=torch.bfloat16)
     dtype = inputs.dtype
-    assert format_of(dtype) == coded.quant_config.dtype
+    assert format_of(dtype) == quantized.quant_config.dtype
     seconds = in_turns(
         {
-            "made": lambda _: linear(inputs, coded.values(dtype)),
-            "made, moved": lambda _: linear(inputs, coded.values(dtype).add_(direction, alpha=1e-5)),
+            "made": lambda _: linear(inputs, quantized.values(dtype)),
+            "made, moved": lambda _: linear(inputs, quantized.values(dtype).add_(direction, alpha=1e-5)),
             "alone": lambda _: alone(inputs),
             "alone, moved": lambda _: alone(inputs) + torch._weight_int8pack_mm(inputs, direction, scale),
         },
         _NUM_TURNS,
     )
-    exact = inputs.double() @ coded.values(torch.float64).T
+    exact = inputs.double() @ quantized.values(torch.float64).T
     error = float((alone(inputs).double() - exact).abs().max() / exact.abs().max())
     made, alone_ms, made_moved, alone_moved = (
         1e3 * seconds[way].median_s for way in ("made", "alone", "made, moved", "alone, moved")
@@ -69,13 +69,13 @@ def _line(name: str, inputs: Tensor) -> str:
     )
 
 
-def weight_only(coded: QuantizedTensor) -> Callable[[Tensor], Tensor]:
+def weight_only(quantized: QuantizedTensor) -> Callable[[Tensor], Tensor]:
     """Return torch's product of bfloat16 inputs by the codes of a weight: int8 by channel, or int4 by groups."""
-    levels = coded.levels()
-    if coded.quant_config.format == "int8":
-        return lambda inputs: torch._weight_int8pack_mm(inputs, levels, coded.scales.view(-1))
+    levels = quantized.levels()
+    if quantized.quant_config.format == "int8":
+        return lambda inputs: torch._weight_int8pack_mm(inputs, levels, quantized.scales.view(-1))
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.to(torch.int32) + 8, 1)
-    scales = torch.stack([coded.scales.T, torch.zeros_like(coded.scales.T)], -1).contiguous()
+    scales = torch.stack([quantized.scales.T, torch.zeros_like(quantized.scales.T)], -1).contiguous()
 
     def product(inputs: Tensor) -> Tensor:
         made: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(inputs, packed, _GROUP, scales)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from executors.low_bits.exact_products import exact_sums
-from executors.low_bits.linear import byte_product, coded_inputs
+from executors.low_bits.linear import byte_product, quantized_inputs
 from executors.steps.heap import keep_freed_memory
 from executors.turns import Way, in_turns
 from zosim.console import stdout
@@ -28,7 +28,7 @@ SHAPES = ((768, 768), (3072, 768), (768, 3072))
 """Outputs and inputs of the linear layers of OPT-125M: four of the first, one of each other in a block."""
 
 _NUM_TURNS, _NUM_WEIGHTS = 15, 6
-_WAYS = ("float32", "bfloat16", "int_mm", "qlinear", "laid out", "inputs coded", "sums scaled")
+_WAYS = ("float32", "bfloat16", "int_mm", "qlinear", "laid out", "inputs quantized", "sums scaled")
 
 
 def main(
@@ -59,7 +59,7 @@ def milliseconds(
 ) -> dict[str, float]:
     """Return the median milliseconds of each way for one shape."""
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(0))
-    narrow, (codes, scales) = x.bfloat16(), coded_inputs(x.bfloat16(), "token")
+    narrow, (codes, scales) = x.bfloat16(), quantized_inputs(x.bfloat16(), "token")
     weights = [torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8) for _ in range(_NUM_WEIGHTS)]
     int8, wide = cycle(weights), cycle([weight.float() for weight in weights])
     bfloat16 = cycle([weight.bfloat16() for weight in weights])
@@ -81,7 +81,7 @@ def milliseconds(
         "int_mm": lambda _: exact_sums(codes, next(int8)),
         "qlinear": scaled_inside,
         "laid out": lambda _: onednn.qlinear_prepack(next(int8), None),
-        "inputs coded": lambda _: coded_inputs(narrow, "token"),
+        "inputs quantized": lambda _: quantized_inputs(narrow, "token"),
         "with scales": lambda _: byte_product(codes, next(int8), scales).mul_(unit).to(torch.bfloat16),
     }
     # One way after the other: each finds caches as it left them.

@@ -355,7 +355,7 @@ def _prefix() -> list[Case]:
 def _checkpoint(folder: Path) -> None:
     import torch
 
-    from executors.low_bits.linear import code_layers
+    from executors.low_bits.linear import quantize_layers
     from executors.models.blocks import find_blocks
     from executors.runs.checkpoint import newest_checkpoint
     from executors.runs.history import read_history
@@ -363,7 +363,7 @@ def _checkpoint(folder: Path) -> None:
     model = load_model(folder / "model")
     refusals: list[str] = []
     history = read_history(folder / "run")
-    code_layers(
+    quantize_layers(
         find_blocks(model), history.plan.low_bits, torch.device("cpu"), history.plan.storage.quant_config
     )
     checkpoint = newest_checkpoint(history, model, refusals.append)

@@ -18,10 +18,10 @@ from studies.prediction.cases import (
     Case,
     Shape,
     choice_cases,
-    coded_cases,
-    coded_tuning_cases,
     development_cases,
     held_out_cases,
+    quantized_cases,
+    quantized_tuning_cases,
     rank_cases,
     tuning_cases,
 )
@@ -66,10 +66,10 @@ def test_the_held_out_list_is_fixed_by_its_seed_and_apart_from_the_tuning_list()
 
 
 def test_lists_of_codes_have_every_format_and_nothing_in_common():
-    from studies.prediction.coded import DIRECTIONS, FORMATS, PLACES
+    from studies.prediction.quantized import DIRECTIONS, FORMATS, PLACES
 
-    unseen, seen = coded_cases(), coded_tuning_cases()
-    assert unseen == coded_cases()
+    unseen, seen = quantized_cases(), quantized_tuning_cases()
+    assert unseen == quantized_cases()
     for cases in (unseen, seen):
         for part, names in enumerate((FORMATS, DIRECTIONS, PLACES)):
             assert {case.placement.split("; ")[part] for case in cases} == set(names)
@@ -77,7 +77,9 @@ def test_lists_of_codes_have_every_format_and_nothing_in_common():
 
 
 @pytest.mark.crossed(quick=6)
-@pytest.mark.parametrize("case", [*coded_cases(), *coded_tuning_cases()], ids=lambda case: case.placement)
+@pytest.mark.parametrize(
+    "case", [*quantized_cases(), *quantized_tuning_cases()], ids=lambda case: case.placement
+)
 def test_every_placement_of_codes_is_a_valid_plan(case):
     from studies.prediction.setting import model_of, plan_of
     from zosim.lowering import lower_all

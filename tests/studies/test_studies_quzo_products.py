@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from costmodel.formats.low_bits import QuantConfig
-from executors.low_bits.coded import QuantizedTensor
+from executors.low_bits.quantized import QuantizedTensor
 from studies.quzo import memory
 from studies.quzo.products import weight_only
 from studies.speed import __main__ as speed
@@ -19,12 +19,12 @@ from studies.speed.products import milliseconds
 )
 def test_a_weight_only_product_is_that_of_the_numbers_that_codes_stand_for(quant_config):
     generator = torch.Generator().manual_seed(0)
-    coded = QuantizedTensor.empty(quant_config, torch.Size((64, 128)), torch.device("cpu"))
-    coded.encode(torch.randn(64, 128, generator=generator))
+    quantized = QuantizedTensor.empty(quant_config, torch.Size((64, 128)), torch.device("cpu"))
+    quantized.encode(torch.randn(64, 128, generator=generator))
     inputs = torch.randn(16, 128, generator=generator).bfloat16()
-    exact = inputs.double() @ coded.values(torch.float64).T
+    exact = inputs.double() @ quantized.values(torch.float64).T
     # Eight digits of bfloat16, of inputs, scales and the output.
-    assert (weight_only(coded)(inputs).double() - exact).abs().max() < 2**-7 * exact.abs().max()
+    assert (weight_only(quantized)(inputs).double() - exact).abs().max() < 2**-7 * exact.abs().max()
 
 
 @pytest.mark.slow

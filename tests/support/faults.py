@@ -49,8 +49,8 @@ def _flip_in_forward(session: Session) -> None:
 
     def hook(block: Any, _inputs: Any) -> None:
         if session.num_steps == FAULTY_STEP and not flipped:
-            coded = getattr(block.fc1, "coded", None)
-            flipped.append(flip(coded.codes if coded is not None else block.fc1.weight.data))
+            quantized = getattr(block.fc1, "quantized", None)
+            flipped.append(flip(quantized.codes if quantized is not None else block.fc1.weight.data))
 
     session.engine.blocks[1].register_forward_pre_hook(hook)
 

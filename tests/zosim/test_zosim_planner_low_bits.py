@@ -27,23 +27,23 @@ def request(model="opt-13b", **more) -> Request:
     return request_for(read_model_spec(model), A100, **options)
 
 
-def coded(plans):
+def quantized(plans):
     return {plan.low_bits.weights for plan in plans}
 
 
 def test_codes_are_looked_at_only_where_loss_is_allowed():
-    assert coded(placements(request("opt-1.3b"))) == {"none"}
-    assert coded(placements(request("opt-1.3b", allow_lossy=True))) == {"none", "int8", "int4"}
+    assert quantized(placements(request("opt-1.3b"))) == {"none"}
+    assert quantized(placements(request("opt-1.3b", allow_lossy=True))) == {"none", "int8", "int4"}
 
 
 def test_a_format_that_is_fixed_stays():
     for weights in ("none", "int8"):
         fixed = {"weights": {"dtype": "float16"}, "low_bits": {"weights": weights}}
-        assert coded(placements(request("opt-1.3b", allow_lossy=True, fixed=fixed))) == {weights}
+        assert quantized(placements(request("opt-1.3b", allow_lossy=True, fixed=fixed))) == {weights}
 
 
 def test_layers_that_a_model_keeps_transposed_are_coded_too():
-    assert coded(placements(request("gpt2", allow_lossy=True))) == {"none", "int8", "int4"}
+    assert quantized(placements(request("gpt2", allow_lossy=True))) == {"none", "int8", "int4"}
 
 
 def test_codes_are_chosen_where_the_bus_limits_and_memory_is_short():
@@ -86,7 +86,7 @@ def test_a_machine_too_small_for_half_precision_is_an_offer_in_few_bits():
         for lossy in (False, True)
     )
     assert not refused[0]
-    assert coded([offered[0][0].machine.best.plan]) <= {"int8", "int4"}
+    assert quantized([offered[0][0].machine.best.plan]) <= {"int8", "int4"}
 
 
 def test_e4m3_products_are_planned_where_a_data_sheet_has_them():

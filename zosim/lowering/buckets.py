@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from costmodel.formats import FORMATS
-from costmodel.formats.low_bits import CodedMatrix
+from costmodel.formats.low_bits import QuantizedMatrix
 from costmodel.formats.low_bits import num_elements as elements_of
 from zosim.program import ALIGNMENT_BYTES
 
@@ -32,7 +32,7 @@ def bucket_bytes(
     num_tensors: int,
     dtype: str,
     alignment_bytes: int,
-    matrices: Sequence[CodedMatrix] = (),
+    matrices: Sequence[QuantizedMatrix] = (),
 ) -> int:
     """Return the most that `num_tensors` aligned tensors of `num_elements` together can take.
 

@@ -99,9 +99,9 @@ def plans_of(
     contradiction: PlanError | None = None
     for mesh, placement, cut in shapes:
         points = _points(request, mesh, placement)
-        for point, drawn, coded in product(points, _draws(request), _quant_configs(request, mesh)):
+        for point, drawn, quantized in product(points, _draws(request), _quant_configs(request, mesh)):
             try:
-                plan = _plan(request, cut, mesh, placement, {**point, **drawn, **coded})
+                plan = _plan(request, cut, mesh, placement, {**point, **drawn, **quantized})
             except PlanError as error:
                 contradiction = contradiction or error  # that of the plainest plan
                 continue
@@ -379,8 +379,8 @@ def _quant_configs(request: Request, mesh: Mesh) -> Iterator[Point]:
     is_plain = mesh.stage == 1 and request.axis(Residency).transfer_dtype is None
     has_linears = any(group.linears or group.frozen_linears for group in request.config.spec.groups)
     if is_open and is_plain and has_linears:
-        for coded in _QUANT_CONFIGS:
-            yield {"low_bits": coded}
+        for quantized in _QUANT_CONFIGS:
+            yield {"low_bits": quantized}
 
 
 def _transfers(mesh: Mesh, placement: Placement) -> tuple[Transfers, ...]:

@@ -71,10 +71,10 @@ class LowBits(Axis):
         ``"query"``: the update of codes by each query is rounded at random by itself, as QuZO's equation 15 has it; ``"step"``: the
         sum of a step's, once.
     sparsity : float
-        Probability that a row of the direction of a coded weight, an output channel, is 0 in a step. Others are
+        Probability that a row of the direction of a quantized weight, an output channel, is 0 in a step. Others are
         ``1/√(1 - sparsity)`` times as long, so that directions are as long on average.
     activations : str
-        Format of the inputs of coded linear layers: ``"none"``, or int8 or e4m3 with a scale for each token or one for all, as
+        Format of the inputs of quantized linear layers: ``"none"``, or int8 or e4m3 with a scale for each token or one for all, as
         large as the inputs of each product make it.
     kernel : str or None
         What multiplies, :attr:`product`; None for ``"int_mm"`` where activations are int8, ``"scaled_mm"`` where they are e4m3,
@@ -119,7 +119,7 @@ class LowBits(Axis):
         Literal["none", QuantFormat],
         Setting(
             "--adapter-format",
-            "Codes that the A and B of adapters beside coded weights are kept and trained in.",
+            "Codes that the A and B of adapters beside quantized weights are kept and trained in.",
             "numbers",
             shown="expert",
         ),
@@ -165,7 +165,10 @@ class LowBits(Axis):
     activations: Annotated[
         Literal["none", "int8-token", "int8-tensor", "float8-token", "float8-tensor"],
         Setting(
-            "--activation-format", "Format of the inputs of coded linear layers.", "numbers", shown="expert"
+            "--activation-format",
+            "Format of the inputs of quantized linear layers.",
+            "numbers",
+            shown="expert",
         ),
     ] = "none"
     kernel: Annotated[
@@ -197,12 +200,12 @@ class LowBits(Axis):
 
     @property
     def input_format(self) -> InputFormat:
-        """What the inputs of coded linear layers are rounded to; empty where they are as they come."""
+        """What the inputs of quantized linear layers are rounded to; empty where they are as they come."""
         return "" if self.activations == "none" else self.activations.partition("-")[0]  # type: ignore[return-value]
 
     @property
     def input_scales(self) -> InputScales:
-        """What shares a scale of rounded inputs of coded linear layers; empty where inputs are as they come."""
+        """What shares a scale of rounded inputs of quantized linear layers; empty where inputs are as they come."""
         return self.activations.partition("-")[2]  # type: ignore[return-value]
 
     @property
@@ -234,7 +237,7 @@ class LowBits(Axis):
             stated = self.model_dump(exclude_defaults=True)
             if stated:
                 yield (
-                    f"{', '.join(stated)} without coded weights",
+                    f"{', '.join(stated)} without quantized weights",
                     f"name their format: --weight-format {QuantFormat.__args__[0]}",  # type: ignore[attr-defined]
                 )
             return
@@ -245,7 +248,7 @@ class LowBits(Axis):
             yield from self._conflicts_of_float8(plan)
         if self.sparsity and not any(map(plan.storage.tuned, plan.model.groups)):
             yield (
-                f"sparsity={self.sparsity:g} of coded weights, none of which is trained",
+                f"sparsity={self.sparsity:g} of quantized weights, none of which is trained",
                 "leave --sparsity out, or train the linear layers",
             )
         if self.update_rounding == "step" and plan.estimator.num_queries == 1:
@@ -255,7 +258,7 @@ class LowBits(Axis):
             )
         if plan.schedule.traversal == "sweep" and not plan.directions.kept:
             yield (
-                "traversal=sweep forgets a direction before the forward that adds it to coded weights",
+                "traversal=sweep forgets a direction before the forward that adds it to quantized weights",
                 "use traversal=blockwise, or keep directions (--keep-directions), a byte for each number that is tuned",
             )
         if plan.directions.kept and self.estimator == "q-rge2":
@@ -267,7 +270,7 @@ class LowBits(Axis):
             plan.points_are_adapters and plan.model.tunes_left_factors
         ):
             yield (
-                f"weights={plan.weights.perturbation}, but coded weights are read where they lie",
+                f"weights={plan.weights.perturbation}, but quantized weights are read where they lie",
                 "use weights=serial",
             )
         if plan.residency.transfer_dtype is not None:
@@ -294,7 +297,7 @@ class LowBits(Axis):
         assert quant_config is not None
         linears = [one for group in groups for one in (*group.linears, *group.frozen_linears)]
         if not linears:
-            yield f"{plan.model.name} states no linear layers that could be coded", "read the model again"
+            yield f"{plan.model.name} states no linear layers that could be quantized", "read the model again"
         try:
             quant_config.check(linears)
         except PlanError as error:
@@ -393,5 +396,5 @@ class LowBits(Axis):
             update_divisor=direction.divisor(self.estimator),
             rounds_sums=self.update_rounding == "step",
             product=self.product,
-            are_inputs_coded=bool(self.input_scales),
+            are_inputs_quantized=bool(self.input_scales),
         )

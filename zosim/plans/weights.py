@@ -97,7 +97,7 @@ class Weights(Axis):
             yield complaint, "add --tune linears, or --lora-lazy-steps beside adapters"
         if plan.low_bits.are_codes:
             yield (
-                "weights=adapters does not go with coded weights that are tuned",
+                "weights=adapters does not go with quantized weights that are tuned",
                 "leave --weight-format out",
             )
 

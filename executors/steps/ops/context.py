@@ -121,7 +121,7 @@ class Context:
     def _rounded(self) -> dict[RoundedDirection, RoundedDraws]:
         trainable = [tensor for tensor in self.engine.tensors if tensor.trainable]
         shapes = [tensor.shape for tensor in trainable]
-        coded = {tensor.index for tensor in trainable if not tensor.is_numbers}
+        quantized = {tensor.index for tensor in trainable if not tensor.is_numbers}
         device = self.backend.device
         # A step's and those of the step before, which updates may be of.
         draws = [i.op for _, i in self.program.instructions() if isinstance(i.op, Draw)]
@@ -129,7 +129,7 @@ class Context:
         made = {}
         for rounding in set(self.codes_drawn.values()):
             moved = MovedRows(
-                rounding.sparsity, shapes, coded, device, num_kept=num_kept, borrow=self.backend.borrow
+                rounding.sparsity, shapes, quantized, device, num_kept=num_kept, borrow=self.backend.borrow
             )
             made[rounding] = RoundedDraws(rounding, shapes, moved, device, self.threads)
         return made

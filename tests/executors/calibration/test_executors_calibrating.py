@@ -21,7 +21,7 @@ from executors.calibration.calibrate import threads_set
 from executors.calibration.calibrating import BETWEEN_CALIBRATIONS, at_one_pace, fitted
 from executors.calibration.core_contention import CrowdedCores, with_crowded_cores
 from executors.calibration.whole_steps import (
-    CODED_STEP_SHAPES,
+    QUANTIZED_STEP_SHAPES,
     STEP_SHAPES,
     WholeStep,
     interval_ratios,
@@ -29,7 +29,7 @@ from executors.calibration.whole_steps import (
     with_interval_scale,
     with_step_overhead,
 )
-from studies.prediction.cases import choice_cases, coded_cases, held_out_cases, rank_cases, tuning_cases
+from studies.prediction.cases import choice_cases, held_out_cases, quantized_cases, rank_cases, tuning_cases
 from topology import load_preset
 from zosim.hardware.machine import Machine
 from zosim.program import Program
@@ -128,14 +128,15 @@ def test_a_profile_is_judged_by_steps_that_it_was_not_fitted_to() -> None:
 @pytest.mark.slow
 def test_steps_in_codes_change_rates_of_codes_and_nothing_else(steps: list[WholeStep]) -> None:
     shapes = [
-        replace(shape, hidden=64, head_dim=32, vocab=50, seq=8, batch=1) for shape in CODED_STEP_SHAPES[:2]
+        replace(shape, hidden=64, head_dim=32, vocab=50, seq=8, batch=1)
+        for shape in QUANTIZED_STEP_SHAPES[:2]
     ]
     with threads_set(1):
         measured = measure_steps(TOPOLOGY, "cpu0", device="cpu", budget_s=0.02, shapes=shapes)
     # A step that others disturbed is a bound, and need not change a rate.
-    coded = [replace(step, foreign_cores=0.0) for step in measured]
+    quantized = [replace(step, foreign_cores=0.0) for step in measured]
     without, _ = fitted(TOPOLOGY, "cpu0", PROFILE, [], steps)
-    profile, _ = fitted(TOPOLOGY, "cpu0", PROFILE, [], steps, coded=coded)
+    profile, _ = fitted(TOPOLOGY, "cpu0", PROFILE, [], steps, quantized=quantized)
     changed = {
         one.name
         for one, other in zip(profile.constants, without.constants, strict=True)
@@ -215,8 +216,8 @@ def test_steps_beside_other_processes_are_bounds_and_judge_nothing(
 
 def test_shapes_of_the_calibration_are_none_that_predictions_are_judged_on() -> None:
     judged = {case.shape.hidden for case in (*held_out_cases(48), *rank_cases(16), *tuning_cases())}
-    judged |= {case.shape.hidden for cases in (coded_cases(48), *choice_cases(8)) for case in cases}
-    shapes = (*STEP_SHAPES, *CODED_STEP_SHAPES)
+    judged |= {case.shape.hidden for cases in (quantized_cases(48), *choice_cases(8)) for case in cases}
+    shapes = (*STEP_SHAPES, *QUANTIZED_STEP_SHAPES)
     assert not judged & {shape.hidden for shape in shapes}
     assert all(shape.hidden % shape.head_dim == 0 for shape in shapes)
 

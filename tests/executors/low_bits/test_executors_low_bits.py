@@ -14,10 +14,10 @@ from costmodel.formats.low_bits import QuantConfig
 from costmodel.formats.roundings import RoundedDirection
 from costmodel.models.configs import LoRA, read_model_spec
 from executors.low_bits import exact_products, linear
-from executors.low_bits.coded import Beside, QuantizedTensor
 from executors.low_bits.grids import grid_of
-from executors.low_bits.linear import CodedLinear, code_layers
+from executors.low_bits.linear import QuantizedLinear, quantize_layers
 from executors.low_bits.packed import PackedCodes
+from executors.low_bits.quantized import Beside, QuantizedTensor
 from executors.low_bits.stored import Moved
 from executors.models.lora import attach_lora
 from executors.models.weight_files import save_pretrained
@@ -63,7 +63,7 @@ def weight(outputs=6, inputs=32):
     return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(3)) * 0.02
 
 
-def coded(quant_config, values=None):
+def quantized(quant_config, values=None):
     values = weight() if values is None else values
     made = QuantizedTensor.empty(quant_config, values.shape, CPU)
     made.encode(values)
@@ -107,7 +107,7 @@ def test_the_group_that_is_proposed_divides_the_inputs_of_all_layers():
 
 @pytest.mark.parametrize("quant_config", QUANT_CONFIGS)
 def test_codes_are_the_nearest_to_the_weights_and_survive_being_packed(quant_config):
-    made, values = coded(quant_config), weight()
+    made, values = quantized(quant_config), weight()
     steps = made.grid.step(made.levels().float()) * torch.ones(values.shape)
     scales = made.scales.repeat_interleave(values.shape[1] // made.scales.shape[1], 1)
     error = (made.values(torch.float32) - values).abs()
@@ -127,7 +127,7 @@ def test_codes_are_the_nearest_to_the_weights_and_survive_being_packed(quant_con
 @pytest.mark.crossed(quick=2, slow=4)
 @pytest.mark.parametrize("quant_config", QUANT_CONFIGS)
 def test_an_update_is_right_on_average_unless_it_saturates(quant_config):
-    before, num = coded(quant_config), 200
+    before, num = quantized(quant_config), 200
     direction = torch.randint(
         -7, 8, before.shape, dtype=torch.int8, generator=torch.Generator().manual_seed(1)
     )
@@ -160,7 +160,7 @@ def test_an_update_is_right_on_average_unless_it_saturates(quant_config):
 
 
 def squared_error(quant_config, values):
-    return float((coded(quant_config, values).values(torch.float32) - values).square().sum())
+    return float((quantized(quant_config, values).values(torch.float32) - values).square().sum())
 
 
 @pytest.mark.parametrize("scales", ["tensor", "channel", "group"])
@@ -174,7 +174,7 @@ def test_scales_of_least_error_err_less_than_those_that_span_all(scales, zero):
 
 
 def test_saturated_codes_stay_at_the_end_and_are_counted():
-    made = coded(QuantConfig("int8", "tensor"), torch.tensor([[1.0, -1.0, 0.25, 0.0]]))
+    made = quantized(QuantConfig("int8", "tensor"), torch.tensor([[1.0, -1.0, 0.25, 0.0]]))
     moved = Moved()
     made.move(
         torch.tensor([[-1, 1, 0, 0]], dtype=torch.int8), 1.0, lambda a, b: torch.zeros(b - a), counted=moved
@@ -184,7 +184,7 @@ def test_saturated_codes_stay_at_the_end_and_are_counted():
 
 
 def test_a_decay_moves_codes_towards_zero_and_not_towards_the_least():
-    made = coded(QuantConfig("int8", "tensor", has_zero_point=True), torch.tensor([[0.5, 2.0, 1.0, 0.0]]))
+    made = quantized(QuantConfig("int8", "tensor", has_zero_point=True), torch.tensor([[0.5, 2.0, 1.0, 0.0]]))
     made.move(torch.zeros(1, 4, dtype=torch.int8), 0.0, lambda a, b: torch.full((b - a,), 0.5), decay=0.5)
     assert torch.allclose(made.values(torch.float32), torch.tensor([[0.25, 1.0, 0.5, 0.0]]), atol=0.01)
 
@@ -201,7 +201,7 @@ def test_several_threads_move_codes_as_one_does(quant_config):
     for threads in (None, DrawThreads(2)):
         drawn = Chances([values.numel()], CPU, threads)
         chances = partial(drawn.between, parameter=0, key=rounding_key(1, 2, 0, "update"))
-        held.append(coded(quant_config, values))
+        held.append(quantized(quant_config, values))
         moved.append(Moved())
         held[-1].move(direction, 3e-5, chances, decay=1e-3, counted=moved[-1])
     assert moved[0] == moved[1] != Moved()
@@ -334,7 +334,7 @@ def test_weights_that_are_no_numbers_have_no_codes():
         QuantizedTensor.empty(QuantConfig("int8"), torch.Size((1, 8)), CPU).encode(
             torch.full((1, 8), torch.nan), "fc1"
         )
-    zeros = coded(QuantConfig("int4", "group", group_elements=8), torch.zeros(2, 16))
+    zeros = quantized(QuantConfig("int4", "group", group_elements=8), torch.zeros(2, 16))
     assert (zeros.scales > 0).all()
     assert not zeros.values(torch.float32).any()
 
@@ -342,24 +342,24 @@ def test_weights_that_are_no_numbers_have_no_codes():
 # -- products --------------------------------------------------------------------------------------------------
 
 
-def coded_linear(quant_config, low_bits, values=None):
+def quantized_linear(quant_config, low_bits, values=None):
     layer = torch.nn.Linear(32, 6)
     block = torch.nn.Sequential(layer)
     with torch.no_grad():
         layer.weight.copy_(weight() if values is None else values)
-    code_layers([block], low_bits, CPU)
-    assert isinstance(layer, CodedLinear)
-    layer.coded = coded(quant_config, layer.weight.data)
+    quantize_layers([block], low_bits, CPU)
+    assert isinstance(layer, QuantizedLinear)
+    layer.quantized = quantized(quant_config, layer.weight.data)
     return layer
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "float8_e4m3"])
 def test_a_direction_below_a_grid_step_acts_on_the_product(name):
-    layer = coded_linear(QuantConfig(name), LowBits(weights=name))
+    layer = quantized_linear(QuantConfig(name), LowBits(weights=name))
     inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(5))
     direction = torch.randint(-127, 128, (6, 32), dtype=torch.int8)
     plain = layer(inputs)
-    values = layer.coded.values(torch.float32)
+    values = layer.quantized.values(torch.float32)
     assert torch.allclose(plain, inputs @ values.T + layer.bias, atol=1e-6)
     layer.beside = Beside(direction, 1e-7)  # a thousandth of the finest step
     expected = inputs @ (values + 1e-7 * direction).T + layer.bias
@@ -372,7 +372,9 @@ def test_a_direction_below_a_grid_step_acts_on_the_product(name):
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_a_product_of_integers_is_that_of_the_numbers_they_stand_for(name, activations):
     kernels = {
-        kernel: coded_linear(QuantConfig(name), LowBits(weights=name, activations=activations, kernel=kernel))
+        kernel: quantized_linear(
+            QuantConfig(name), LowBits(weights=name, activations=activations, kernel=kernel)
+        )
         for kernel in ("int_mm", "dequantise")
     }
     inputs = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(5))
@@ -395,8 +397,8 @@ def test_outputs_made_part_by_part_are_those_made_at_once(monkeypatch, scope, ro
     quant_config = QuantConfig("int8", dtype="bfloat16")
     layer = torch.nn.Linear(32, 192).bfloat16()
     low_bits = LowBits(weights="int8", activations=f"int8-{scope}")
-    code_layers([torch.nn.Sequential(layer)], low_bits, CPU)
-    layer.coded = coded(quant_config, weight(192))
+    quantize_layers([torch.nn.Sequential(layer)], low_bits, CPU)
+    layer.quantized = quantized(quant_config, weight(192))
     generator = torch.Generator().manual_seed(5)
     direction = torch.randint(-127, 128, (192, 32), dtype=torch.int8, generator=generator)
     layer.beside = Beside(direction, 1e-5, None if rows is None else torch.tensor(rows, dtype=torch.long))
@@ -419,7 +421,7 @@ def test_inputs_are_divided_by_their_largest_magnitude(monkeypatch, dtype, scope
     inputs[1], inputs[2], inputs[3] = 0.0, -0.0, -inputs[3].abs()
     inputs[4] = torch.finfo(dtype).tiny / 2
     inputs[5, 7] = special
-    codes, scales = linear.coded_inputs(inputs.T.contiguous().T, scope)
+    codes, scales = linear.quantized_inputs(inputs.T.contiguous().T, scope)
     largest = torch.maximum(-inputs.amin(-1, keepdim=True), inputs.amax(-1, keepdim=True))
     if scope == "tensor":
         largest = largest.amax().view(1, 1)
@@ -433,16 +435,17 @@ def test_inputs_are_divided_by_their_largest_magnitude(monkeypatch, dtype, scope
 
 def test_inputs_that_several_layers_read_are_coded_once(monkeypatch):
     layers = [
-        coded_linear(QuantConfig("int8"), LowBits(weights="int8", activations="int8-token")) for _ in range(3)
+        quantized_linear(QuantConfig("int8"), LowBits(weights="int8", activations="int8-token"))
+        for _ in range(3)
     ]
-    num_coded, inputs = [], torch.randn(4, 32, generator=torch.Generator().manual_seed(5))
-    alone = linear.coded_inputs
-    monkeypatch.setattr(linear, "coded_inputs", lambda *of: num_coded.append(1) or alone(*of))
+    num_quantized, inputs = [], torch.randn(4, 32, generator=torch.Generator().manual_seed(5))
+    alone = linear.quantized_inputs
+    monkeypatch.setattr(linear, "quantized_inputs", lambda *of: num_quantized.append(1) or alone(*of))
     before = [layer(inputs) for layer in layers]
-    assert len(num_coded) == 1
+    assert len(num_quantized) == 1
     inputs.mul_(2)  # another version, which the codes kept are not of
     assert torch.allclose(layers[0](inputs) - layers[0].bias, 2 * (before[0] - layers[0].bias), atol=1e-6)
-    assert len(num_coded) == 2
+    assert len(num_quantized) == 2
 
 
 def test_a_kernel_that_is_missing_is_refused_or_replaced(monkeypatch):
@@ -461,7 +464,7 @@ def test_a_product_of_e4m3_numbers_is_that_of_the_numbers_they_stand_for(monkeyp
     monkeypatch.setattr(linear, "has_byte_product", lambda *_: True)  # a CPU has it, but slowly
     stated = {"weights": "float8_e4m3", "activations": f"float8-{scope}", "direction_bits": 5}
     layers = [
-        coded_linear(QuantConfig("float8_e4m3"), LowBits(kernel=kernel, **stated))
+        quantized_linear(QuantConfig("float8_e4m3"), LowBits(kernel=kernel, **stated))
         for kernel in ("scaled_mm", "dequantise")
     ]
     inputs = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(5))
@@ -568,7 +571,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity, sha
             )
         held = left[name]
         base[name] = (
-            coded(held.quant_config, parameter.data)
+            quantized(held.quant_config, parameter.data)
             if isinstance(held, QuantizedTensor)
             else parameter.data.clone()
         )
@@ -704,13 +707,13 @@ def test_adapters_are_tuned_beside_codes_that_stay():
     attach_lora(model, LoRA(rank=2, target_modules=("q_proj", "v_proj"), seed=3))
     plan = plan_of(model, low_bits={"weights": "int4"})
     with Session(plan, model, learning_rate=1e-1) as session:
-        layers = dict(linear.coded_layers(model))
-        before = {name: layer.coded.codes.clone() for name, layer in layers.items()}
+        layers = dict(linear.quantized_layers(model))
+        before = {name: layer.quantized.codes.clone() for name, layer in layers.items()}
         adapters = [p.detach().clone() for name, p in model.named_parameters() if "lora_" in name]
         for batch in batches(2):
             session.step(batch)
         session.flush()
-        assert all(torch.equal(before[name], layer.coded.codes) for name, layer in layers.items())
+        assert all(torch.equal(before[name], layer.quantized.codes) for name, layer in layers.items())
         assert len(before) == 2 * 6
         left = [p for name, p in model.named_parameters() if "lora_" in name]
         assert not any(torch.equal(p, q) for p, q in zip(adapters, left, strict=True))
@@ -729,7 +732,7 @@ def updated(rounding, rate, *, num_steps=2):
         for batch in batches(num_steps):
             session.step(batch)
         session.flush()
-        levels = {name: layer.coded.levels().int() for name, layer in linear.coded_layers(model)}
+        levels = {name: layer.quantized.levels().int() for name, layer in linear.quantized_layers(model)}
         return levels, session.moved_codes()
 
 
@@ -763,8 +766,8 @@ def adapted(low_bits, *, num_steps=3):
         for batch in batches(num_steps):
             session.step(batch)
         session.flush()
-        held = {name: layer.coded for name, layer in linear.coded_layers(again) if "lora_" in name}
-        values = {name: coded.values(torch.float32) for name, coded in held.items()}
+        held = {name: layer.quantized for name, layer in linear.quantized_layers(again) if "lora_" in name}
+        values = {name: quantized.values(torch.float32) for name, quantized in held.items()}
         return values, session.moved_codes()
 
 
@@ -786,7 +789,7 @@ def test_adapters_in_codes_are_tuned_on_their_grid_beside_codes_that_stay():
     [
         ({"weights": "int4", "adapters": "int8"}, None, "no adapters are tuned"),
         ({"weights": "int4", "adapters": "int8"}, "windows", "A is drawn anew"),
-        ({"adapters": "int8"}, ADAPTERS, "without coded weights"),
+        ({"adapters": "int8"}, ADAPTERS, "without quantized weights"),
     ],
 )
 def test_adapters_that_cannot_be_codes_are_refused(stated, lora, reason):
@@ -803,7 +806,7 @@ def test_adapters_that_cannot_be_codes_are_refused(stated, lora, reason):
         ({"weights": "int4", "scales": "group", "group_elements": 128}, {}, "groups of 128 do not divide"),
         ({"weights": "float8_e4m3", "activations": "int8-token"}, {}, "int_mm multiplies integers"),
         ({"weights": "int8", "kernel": "int_mm"}, {}, "activations=none"),
-        ({"direction_bits": 4}, {}, "without coded weights"),
+        ({"direction_bits": 4}, {}, "without quantized weights"),
         ({"weights": "int8", "update_rounding": "step"}, {}, "of which there is one"),
         ({"weights": "int8"}, {"schedule": {"traversal": "sweep"}}, "sweep"),
         (

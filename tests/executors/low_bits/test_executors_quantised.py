@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from costmodel.formats.stored_codes import OWN_WEIGHTS_NAME as OWN
 from costmodel.models.configs import LoRA, read_model_spec, stored_codes_in
-from executors.low_bits.linear import coded_layers
+from executors.low_bits.linear import quantized_layers
 from executors.models.loading import load_model
 from executors.models.quantised import _packed, _unpacked
 from executors.models.weight_files import weights_digest
@@ -88,10 +88,10 @@ def edited(folder, **tensors):
 def test_codes_of_compressed_tensors_are_read_to_the_last_bit(tmp_path, name, layout, weights):
     numbers = dict(compressed(name, tmp_path, layout, **weights).named_parameters())
     model = load_base(str(tmp_path), plan_of(tmp_path))
-    layers = dict(coded_layers(model))
+    layers = dict(quantized_layers(model))
     assert len(layers) == 3 * (7 if "llama" in name else 6)
     for key, parameter in model.named_parameters():
-        kept = layers[key].coded.values(torch.float16) if key in layers else parameter
+        kept = layers[key].quantized.values(torch.float16) if key in layers else parameter
         assert torch.equal(kept, numbers[key]), key
     # No parameter is a matrix of floating-point numbers.
     assert all(dict(model.named_parameters())[key].data.untyped_storage().nbytes() == 2 for key in layers)
@@ -103,13 +103,13 @@ def test_codes_of_compressed_tensors_are_read_to_the_last_bit(tmp_path, name, la
 )
 def test_codes_of_gptq_and_awq_are_read(tmp_path, tool, group, symmetric):
     weights = transposed_layout("opt-untied", tmp_path, tool, group=group, symmetric=symmetric)
-    layers = dict(coded_layers(load_base(str(tmp_path), plan_of(tmp_path, "float32"))))
+    layers = dict(quantized_layers(load_base(str(tmp_path), plan_of(tmp_path, "float32"))))
     assert len(layers) == len(weights) == 18
     for name, wanted in weights.items():
         # A code times a scale of 11 bits has a place in float32.
-        assert torch.equal(layers[f"{name}.weight"].coded.values(torch.float64), torch.from_numpy(wanted)), (
-            name
-        )
+        assert torch.equal(
+            layers[f"{name}.weight"].quantized.values(torch.float64), torch.from_numpy(wanted)
+        ), name
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -264,7 +264,7 @@ def test_scales_are_not_rounded_silently_and_inputs_in_int8_are_the_plans(tmp_pa
     assert plan_of(tmp_path).low_bits.product == "int_mm"
     model = load_base(str(tmp_path), plan_of(tmp_path, "bfloat16"))
     with pytest.raises(ModelError, match=r"scales of .* are in float16, and would be rounded in bfloat16"):
-        next(coded_layers(model))[1].coded  # noqa: B018 - is read there
+        next(quantized_layers(model))[1].quantized  # noqa: B018 - is read there
 
 
 # -- out -------------------------------------------------------------------------------------------------------------
@@ -303,10 +303,10 @@ def test_codes_that_were_tuned_are_written_as_transformers_and_zosim_read_them(t
     numbers, stored = dict(ours.named_parameters()), read_model_spec(tmp_path / "codes").stored
     assert stored.weights == form[0]
     assert stored.full_range == (form[0].startswith("int") and "--zero-point" not in form)
-    for name, layer in coded_layers(
+    for name, layer in quantized_layers(
         load_base(str(tmp_path / "codes"), plan_of(tmp_path / "codes", "float32"))
     ):
-        assert torch.equal(layer.coded.values(torch.float32), numbers[name]), name
+        assert torch.equal(layer.quantized.values(torch.float32), numbers[name]), name
 
 
 def test_a_kernel_that_takes_the_place_of_another_is_told_of(tmp_path, capsys):
@@ -378,7 +378,7 @@ def test_codes_of_any_format_are_written_as_zosim_alone_reads_them(tmp_path, nam
     numbers = dict(loaded(tmp_path / "numbers").named_parameters())
     model = load_base(str(out), plan_of(out, "float32"))
     assert weights_digest(model) == read_header(out)["finished"]["digest"]
-    for key, layer in coded_layers(model):
+    for key, layer in quantized_layers(model):
         assert torch.equal(layer.numbers(torch.float32), numbers[key]), key
     more = tmp_path / "more"
     assert run_on(out, tmp_path, more, "--save-as", "zosim-codes") == 0

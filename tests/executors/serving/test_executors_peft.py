@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM
 
 from costmodel.models.configs import LoRA, read_model_spec
-from executors.low_bits.linear import coded_layers
+from executors.low_bits.linear import quantized_layers
 from executors.models.lora import save_adapters
 from executors.runs.replay import load_base
 from executors.runs.session import Session
@@ -79,7 +79,7 @@ def test_peft_loads_the_adapter_of_windows_and_computes_their_logits(tmp_path, n
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 4
     theirs = base_of(name, base)
     if low_bits:
-        codes = {n: layer.numbers(torch.float32) for n, layer in coded_layers(model)}
+        codes = {n: layer.numbers(torch.float32) for n, layer in quantized_layers(model)}
         theirs.load_state_dict(codes, strict=False)
     inputs = {"input_ids": batches(1)[0]["input_ids"]}
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_peft_loads_the_adapters_of_a_run_and_computes_its_logits(tmp_path, name
     theirs = base_of(name, base)
     if low_bits:
         # The base that the adapters stand beside is what its codes stand for.
-        codes = {n: layer.numbers(torch.float32) for n, layer in coded_layers(model) if "lora_" not in n}
+        codes = {n: layer.numbers(torch.float32) for n, layer in quantized_layers(model) if "lora_" not in n}
         theirs.load_state_dict(codes, strict=False)
     inputs = {"input_ids": batches(1)[0]["input_ids"]}
     with torch.no_grad():

@@ -286,11 +286,11 @@ def test_a_base_of_codes_is_served_with_the_same_adapters(folder):
     runtime = Runtime(base(), low_bits=LowBits(weights="int8"))
     runtime.load("one", folder / "one")
     tokens = tokens_of(1)[0]
-    (coded,) = runtime.score([Request(tokens, 1, "one")])
+    (quantized,) = runtime.score([Request(tokens, 1, "one")])
     merged = carrying(0)
     merge_lora(merged)
-    assert coded == pytest.approx(expected(merged, tokens), abs=0.1)
-    assert coded != pytest.approx(expected(merged, tokens), abs=1e-5)
+    assert quantized == pytest.approx(expected(merged, tokens), abs=0.1)
+    assert quantized != pytest.approx(expected(merged, tokens), abs=1e-5)
 
 
 def test_adapters_of_another_base_are_refused(folder, tmp_path):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from executors.low_bits.coded import QuantizedTensor
+from executors.low_bits.quantized import QuantizedTensor
 from executors.models.parameters import stand_in
 from executors.runs.session import Session
 from executors.steps.ops.context import Context

@@ -48,12 +48,12 @@ PLACES: Mapping[str, _Fields] = {
 """Where blocks are, and when they are updated."""
 
 
-def coded_axes(placement: str) -> dict[str, dict[str, Any]]:
+def quantized_axes(placement: str) -> dict[str, dict[str, Any]]:
     """Return the axes of a placement, whose name says format, directions and place with semicolons between.
 
     Examples
     --------
-    >>> coded_axes("int4; signs; offloaded")["residency"]
+    >>> quantized_axes("int4; signs; offloaded")["residency"]
     {'blocks': 'offloaded'}
     """
     weights, directions, place = placement.split("; ")
@@ -64,7 +64,7 @@ def coded_axes(placement: str) -> dict[str, dict[str, Any]]:
     return axes
 
 
-def coded_placements(generator: random.Random) -> Iterator[str]:
+def quantized_placements(generator: random.Random) -> Iterator[str]:
     """Yield random placements without end: each format, each kind of directions and each place equally often."""
     shuffled = (_shuffled(generator, list(names)) for names in (FORMATS, DIRECTIONS, PLACES))
     return map("; ".join, zip(*shuffled, strict=True))

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from costmodel.formats import QuantFormat
 from costmodel.formats.low_bits import QuantConfig
-from executors.low_bits.coded import Beside, QuantizedTensor
 from executors.low_bits.grids import grid_of
-from executors.low_bits.linear import CodedLinear, code_layers
+from executors.low_bits.linear import QuantizedLinear, quantize_layers
+from executors.low_bits.quantized import Beside, QuantizedTensor
 from executors.low_bits.stored import Moved
 from executors.randomness.rounded import Chances, rounding_key
 from proofs_checks.exact import equal, exceeds, is_true, within
@@ -33,22 +33,24 @@ _NUM_CHANCES = 256
 
 def weights_of(levels: Tensor, scale: float, bits: int) -> QuantizedTensor:
     """Return weights as codes of 4 or 8 bits with one scale; `levels` are the codes as whole numbers, shape (outputs, inputs)."""
-    coded = QuantizedTensor.empty(QuantConfig("int4" if bits == 4 else "int8", "tensor"), levels.shape, _CPU)
-    coded.scales.fill_(scale)
+    quantized = QuantizedTensor.empty(
+        QuantConfig("int4" if bits == 4 else "int8", "tensor"), levels.shape, _CPU
+    )
+    quantized.scales.fill_(scale)
     whole = levels.to(torch.int64)
     if bits == 4:  # the first half of a row in the low bits of its bytes, the rest in the high ones
         half = -(-whole.shape[1] // 2)
         whole = torch.nn.functional.pad(whole, (0, 2 * half - whole.shape[1])) & 15
         whole = whole[:, :half] | (whole[:, half:] << 4)
-    coded.codes.copy_(whole & 255)
-    return coded
+    quantized.codes.copy_(whole & 255)
+    return quantized
 
 
-def levels_of(coded: QuantizedTensor) -> Tensor:
+def levels_of(quantized: QuantizedTensor) -> Tensor:
     """Return the codes of such weights as signed numbers."""
-    codes, bits = coded.codes.to(torch.int64), coded.quant_config.container_bits
+    codes, bits = quantized.codes.to(torch.int64), quantized.quant_config.container_bits
     if bits == 4:
-        codes = torch.cat([codes & 15, codes >> 4], 1)[:, : coded.shape[1]]
+        codes = torch.cat([codes & 15, codes >> 4], 1)[:, : quantized.shape[1]]
     return torch.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes).double()
 
 
@@ -63,12 +65,12 @@ def moves(
 ) -> Tensor:
     """Return how the shipped update changes codes, shape (chances, elements), over chances in even steps."""
     before = torch.tensor(levels, dtype=torch.float64).expand(_NUM_CHANCES, -1)
-    coded = weights_of(before, scale, bits)
+    quantized = weights_of(before, scale, bits)
     steps = (torch.arange(_NUM_CHANCES, dtype=torch.float32) + 0.5) / _NUM_CHANCES
     chances = steps[:, None].expand(before.shape).reshape(-1)
     along = torch.tensor(direction, dtype=torch.float32).expand(before.shape).contiguous()
-    coded.move(along, factor, lambda begin, end: chances[begin:end].clone(), counted=counted)
-    return levels_of(coded) - before
+    quantized.move(along, factor, lambda begin, end: chances[begin:end].clone(), counted=counted)
+    return levels_of(quantized) - before
 
 
 FLOATS: Mapping[QuantFormat, tuple[int, int, int]] = {
@@ -146,7 +148,7 @@ def check_moves_on_a_lattice(context: Context) -> Outcome:
     """Run equation 15 on shipped codes, w* between two: the gradient stays at half a code, code by code as by hand."""
     d, num_steps = 4, context.samples(1500, 300)
     generator, target = np.random.default_rng(context.seed), np.full(4, 0.5)
-    coded = weights_of(torch.full((1, d), 3.0), 1.0, 8)
+    quantized = weights_of(torch.full((1, d), 3.0), 1.0, 8)
     by_hand, free = np.full(d, 3.0), np.full(d, 3.0)
     smallest, unlike = math.inf, 0
     for step in range(num_steps):
@@ -154,12 +156,12 @@ def check_moves_on_a_lattice(context: Context) -> Outcome:
         chance = generator.random(size=d, dtype=np.float32)
         factor = rate * float((by_hand - target) @ u)
         given = torch.from_numpy(chance.copy())
-        coded.move(torch.from_numpy(u)[None], factor, partial(_between, given))
+        quantized.move(torch.from_numpy(u)[None], factor, partial(_between, given))
         change = u * np.float32(factor)
         by_hand -= np.copysign(np.floor(np.abs(change) + chance), change)
         by_hand = by_hand.clip(-127, 127)
         free -= rate * float((free - target) @ u) * u
-        codes = levels_of(coded)[0].numpy()
+        codes = levels_of(quantized)[0].numpy()
         unlike += int((codes != by_hand).sum())
         smallest = min(smallest, float(np.abs(codes - target).min()))
     return everything_holds(
@@ -227,12 +229,12 @@ def check_moves_by_query(context: Context) -> Outcome:
     chances = Chances([count], _CPU)
 
     def moved(updates: Sequence[float]) -> Tensor:
-        coded = weights_of(torch.zeros((count, 1)), 1.0, 8)
+        quantized = weights_of(torch.zeros((count, 1)), 1.0, 8)
         for query, update in enumerate(updates):
             key = rounding_key(context.seed, 0, query, "update")
             along = torch.full((count, 1), update)
-            coded.move(along, 1.0, partial(chances.between, parameter=0, key=key))
-        return levels_of(coded)
+            quantized.move(along, 1.0, partial(chances.between, parameter=0, key=key))
+        return levels_of(quantized)
 
     def spread(value: float) -> float:
         part = value - math.floor(value)
@@ -258,14 +260,14 @@ def check_beside_codes(_context: Context) -> Outcome:
     The smallest multiple is that of ε = 1e-5 beside a scale of 0.02; the largest takes every weight beyond the range of codes.
     """
     scale, layer = 0.02, torch.nn.Linear(6, 4, bias=False)
-    code_layers([torch.nn.Sequential(layer)], LowBits(weights="int4"), _CPU)
-    assert isinstance(layer, CodedLinear)
+    quantize_layers([torch.nn.Sequential(layer)], LowBits(weights="int4"), _CPU)
+    assert isinstance(layer, QuantizedLinear)
     generator = np.random.default_rng(6)
     levels = generator.integers(-7, 8, size=(4, 6))
     levels[0, :2] = 7, -7
     codes, inputs = generator.integers(-7, 8, size=(4, 6)), generator.normal(size=(5, 6)).astype(np.float32)
-    layer.coded = weights_of(torch.from_numpy(levels), scale, 4)
-    kept = layer.coded.codes.clone()
+    layer.quantized = weights_of(torch.from_numpy(levels), scale, 4)
+    kept = layer.quantized.codes.clone()
     base, along = inputs @ (scale * levels).T, inputs @ codes.T
     parts = {}
     for multiple in (1e-5, 1e-3, 0.3):
@@ -281,7 +283,7 @@ def check_beside_codes(_context: Context) -> Outcome:
             (outputs[0] + outputs[1]) / 2, torch.from_numpy(base), what="Q(W)·x", tolerance=1e-5
         )
         parts[f"codes after {multiple:g}"] = is_true(
-            torch.equal(layer.coded.codes, kept) and float(layer.coded.scales) == np.float32(scale),
+            torch.equal(layer.quantized.codes, kept) and float(layer.quantized.scales) == np.float32(scale),
             what="as they were, the ends among them",
         )
     parts["it acts"] = exceeds(float(np.abs(along).max()), 1.0, what="|û·x|")
@@ -290,7 +292,7 @@ def check_beside_codes(_context: Context) -> Outcome:
 
 # -- faults ------------------------------------------------------------------------------------------------------
 
-_MOVE = "executors.low_bits.coded:QuantizedTensor.move"
+_MOVE = "executors.low_bits.quantized:QuantizedTensor.move"
 
 
 def moved_by_chances(name: str, change: Callable[[Tensor], Tensor]) -> Fault:
@@ -316,11 +318,11 @@ def moved_by_factor(name: str, multiple: float) -> Fault:
 def perturbed_then(name: str, change: Callable[[Tensor, QuantizedTensor], object]) -> Fault:
     """Return a fault that does something with perturbed weights, and the codes that they were made of."""
 
-    @planted("executors.low_bits.linear:CodedLinear.forward", name)
+    @planted("executors.low_bits.linear:QuantizedLinear.forward", name)
     def fault(shipped, self, input):  # noqa: A002 - torch's name
         def add_to(weight):
             self.beside.add_to(weight)
-            change(weight, self.coded)
+            change(weight, self.quantized)
 
         beside = self.beside and SimpleNamespace(add_to=add_to)
         return shipped(altered(self, beside=beside), input)
@@ -353,14 +355,14 @@ ONE_CHANCE = Fault(
 )
 STORED = perturbed_then(
     "perturbed weights stored in their own few bits",
-    lambda weight, coded: weight.div_(coded.scales).round_().clamp_(-7, 7).mul_(coded.scales),
+    lambda weight, quantized: weight.div_(quantized.scales).round_().clamp_(-7, 7).mul_(quantized.scales),
 )
 STORED_BACK = perturbed_then(
-    "a perturbation that is written back", lambda weight, coded: coded.encode(weight)
+    "a perturbation that is written back", lambda weight, quantized: quantized.encode(weight)
 )
 BESIDE_LONG = Fault(
     "a perturbation that is 3 % long",
-    "executors.low_bits.coded:Beside.add_to",
+    "executors.low_bits.quantized:Beside.add_to",
     lambda shipped, self, weight: shipped(self._replace(factor=1.03 * self.factor), weight),
 )
 SAME_KEY = Fault(

@@ -35,8 +35,8 @@ from topology.errors import ModelError
 Rows = slice | Tensor
 """Some rows of a weight: neighbours, or those of ascending numbers."""
 
-_CODED_ELEMENTS = {"cpu": MOVED_ELEMENTS, "cuda": 1 << 22}
-"""Elements that are coded or moved at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
+_QUANTIZED_ELEMENTS = {"cpu": MOVED_ELEMENTS, "cuda": 1 << 22}
+"""Elements that are quantized or moved at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
 
 _FIT_STEPS = 20
 """Scales that are tried, from the one that spans the largest weight down to a third of it."""
@@ -159,7 +159,7 @@ class QuantizedTensor(Stored):
         """Let the layer read these codes; its parameter has a shape and no memory."""
         assert place.layer is not None
         # Not by a method: a layer that adapters were merged into meanwhile is a plain one, and nobody reads what it is given here.
-        place.layer.coded, place.layer.beside = self, None
+        place.layer.quantized, place.layer.beside = self, None
         place.parameter.data = self._stand_in
 
     @cached_property
@@ -291,7 +291,7 @@ class QuantizedTensor(Stored):
         is_summed = step.sums is not None or not step.is_rounded
         before, sums = iter(step.sums or ()), list[Tensor]()
         together: dict[float, list[Move]] = {}
-        for place, coded, direction in along:
+        for place, quantized, direction in along:
             chances = partial(step.chances, parameter=place.index)
             decay = step.rate * (step.rounded_decay if place.decays else 0.0)
             if is_summed:
@@ -303,7 +303,7 @@ class QuantizedTensor(Stored):
                     else total.add_(direction[:], alpha=alpha)
                 )
                 if step.is_rounded:
-                    coded.move(total, 1.0, chances, decay=decay, counted=step.counted)
+                    quantized.move(total, 1.0, chances, decay=decay, counted=step.counted)
                 else:
                     sums.append(total)
                 continue
@@ -311,11 +311,11 @@ class QuantizedTensor(Stored):
             rows, at_once = None if moved is None else moved.there, None
             if decay and rows is not None:  # all weights decay, in no more memory
                 rows = None
-                at_once = moved_at_once((coded.shape[0], coded.shape[1]), 1 - step.rounding.sparsity)
-            if rows is None and shares_passes(coded):
-                together.setdefault(decay, []).append(Move(coded, direction, chances))
+                at_once = moved_at_once((quantized.shape[0], quantized.shape[1]), 1 - step.rounding.sparsity)
+            if rows is None and shares_passes(quantized):
+                together.setdefault(decay, []).append(Move(quantized, direction, chances))
                 continue
-            coded.move(
+            quantized.move(
                 direction, factor, chances, rows=rows, decay=decay, counted=step.counted, at_once=at_once
             )
         for decay, moves in together.items():
@@ -422,7 +422,7 @@ class QuantizedTensor(Stored):
         self, num_rows: int, *, all_rows: bool = False, elements: int | None = None
     ) -> Iterator[slice]:
         """Yield some of so many rows after the other."""
-        elements = elements or _CODED_ELEMENTS.get(self.device.type, 1 << 20)
+        elements = elements or _QUANTIZED_ELEMENTS.get(self.device.type, 1 << 20)
         num = num_rows if all_rows else max(1, elements // self.shape[1])
         for begin in range(0, num_rows, num):
             yield slice(begin, min(begin + num, num_rows))
