@@ -313,6 +313,6 @@ def most_bytes(spec: CodecSpec, shape: Sequence[int], element_bytes: int) -> int
     if spec.encoding == "entropy":
         most_symbols = 1 << spec.bits
         excess = -math.log2(1 - most_symbols / 2.0**FREQUENCY_BITS)
-        coded = math.ceil(numel * (spec.bits + excess) / 8) + _WORD_BYTES + _FLUSH_BYTES
-        return overhead + packed_bytes(most_symbols, 1) + 2 * most_symbols + coded
+        encoded = math.ceil(numel * (spec.bits + excess) / 8) + _WORD_BYTES + _FLUSH_BYTES
+        return overhead + packed_bytes(most_symbols, 1) + 2 * most_symbols + encoded
     return overhead + (index_bytes(full) if spec.encoding == "index" else bitmap_bytes(full))

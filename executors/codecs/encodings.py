@@ -339,7 +339,7 @@ class Entropy(SymbolEncoding):
         mask_bytes = packed_bytes(2**layout.bits, 1)
         mask = np.unpackbits(payload.body[:mask_bytes], count=2**layout.bits, bitorder="little")
         num_present = int(mask.sum())
-        _, units, coded = _sections(payload, mask_bytes, 2 * num_present, 4 * payload.num_items)
+        _, units, encoded = _sections(payload, mask_bytes, 2 * num_present, 4 * payload.num_items)
         frequency = np.zeros(2**layout.bits, dtype=np.int64)
         frequency[mask.view(np.bool_)] = units.view("<u2").astype(np.int64) + 1
         expected = 2**FREQUENCY_BITS if layout.num_elements else 0
@@ -347,7 +347,7 @@ class Entropy(SymbolEncoding):
             raise CodecError(f"frequencies of symbols add up to {int(frequency.sum())}, not to {expected}")
         if num_present < 2:  # there is nothing to tell apart, and no word was written
             return np.full(layout.num_elements, mask.argmax(), dtype=np.uint8)
-        return decode_entropy(coded.view("<u4").astype(np.uint32), layout.num_elements, frequency.tolist())
+        return decode_entropy(encoded.view("<u4").astype(np.uint32), layout.num_elements, frequency.tolist())
 
 
 BY_NAME: dict[Encoding, SymbolEncoding] = {
@@ -366,15 +366,15 @@ def encode_smallest(symbols: Symbols) -> Payload:
     stats = symbols.statistics
     candidates: list[SymbolEncoding] = [BY_NAME["dense"], BY_NAME["bitmap"], BY_NAME["index"]]
     sizes = {encoding.name: encoding.size_bytes(symbols) for encoding in candidates}
-    coded: Payload | None = None
+    encoded: Payload | None = None
     if is_available() and BY_NAME["entropy"].size_bytes(symbols) < min(sizes.values()):
         # Its size is known once it is coded, which is not done twice.
-        coded = BY_NAME["entropy"].encode(symbols)
-        sizes["entropy"] = len(coded.body)
+        encoded = BY_NAME["entropy"].encode(symbols)
+        sizes["entropy"] = len(encoded.body)
     if run_length_bytes(stats.num_kept, stats.bits, 1) < min(sizes.values()):
         sizes["run-length"] = BY_NAME["run-length"].size_bytes(symbols)
     best = min(sizes, key=lambda name: sizes[name])
-    return coded if coded is not None and best == "entropy" else BY_NAME[best].encode(symbols)
+    return encoded if encoded is not None and best == "entropy" else BY_NAME[best].encode(symbols)
 
 
 def _sections(payload: Payload, *lengths: int) -> list[Bytes]:

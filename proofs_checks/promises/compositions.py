@@ -42,13 +42,13 @@ def _behind(activation: Tensor, rest: str) -> Tensor:
     return activation if rest == "linear" else activation**2 / 2
 
 
-def _mesh_loss(theta: Tensor, rest: str, *, coded: bool) -> Tensor:
+def _mesh_loss(theta: Tensor, rest: str, *, encoded: bool) -> Tensor:
     """Return the loss that two shards of two sequences make: weights ``w̄ + θ``, a cut, a rest, the mean over labels."""
     weights = _BASE + theta
     shards = []
     for samples in _DATA.split(2):
         activation = weights[0] * samples
-        behind = interpolated(activation, rest) if coded else _behind(activation, rest)
+        behind = interpolated(activation, rest) if encoded else _behind(activation, rest)
         shards.append((behind * weights[1]).mean())
     return accumulated(shards, [2, 2])
 
@@ -64,7 +64,7 @@ def check_mesh_of_quantised_halves(_context: Context) -> Outcome:
     """Compare the mean estimate of a 2D mesh through a cut and quantised weights with the gradient at these weights."""
     plain = torch.tensor([0.93, -0.41], dtype=torch.float64)
     mean = mean_estimate(
-        lambda theta: _mesh_loss(theta, "linear", coded=True), [0.0, 0.0], 0.3, central=True, order=6
+        lambda theta: _mesh_loss(theta, "linear", encoded=True), [0.0, 0.0], 0.3, central=True, order=6
     )
     here, there = _gradient("linear", at_base=_BASE), _gradient("linear", at_base=plain)
     return everything_holds(

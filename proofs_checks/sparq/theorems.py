@@ -198,9 +198,9 @@ def check_line_40_printed(context: Context) -> Outcome:
         plain = replace(t, compression=Fraction(0))
         broken += 4 * right_39(plain) > right_40_printed(plain)
         # With compression, 6BT/(ηT/2) is 12B/η, not the 12B of (41).
-        coded = replace(t, squared_radius=Fraction(0))
-        off = 2 * right_40_printed(coded) / (coded.rate * coded.horizon) - mean_41(coded)
-        loose += off == 12 * coded.compression * (1 / coded.rate - 1)
+        encoded = replace(t, squared_radius=Fraction(0))
+        off = 2 * right_40_printed(encoded) / (encoded.rate * encoded.horizon) - mean_41(encoded)
+        loose += off == 12 * encoded.compression * (1 / encoded.rate - 1)
     return everything_holds(
         {
             "B = 0: (39) does not give (40)": is_true(
@@ -276,11 +276,11 @@ def check_young_on_the_mean(context: Context) -> Outcome:
 # -- (21) to (31) -----------------------------------------------------------------------------------------------------
 
 
-def step_from(x: Array, g: float, coded: float, rate: float, u: Array, *, virtual: bool) -> Array:
+def step_from(x: Array, g: float, encoded: float, rate: float, u: Array, *, virtual: bool) -> Array:
     """Return ``x_{t+1}``: (22) with the scalar that crossed the codec, or (26) with the virtual one and their difference."""
     if virtual:
-        return np.asarray(x - rate * g * u + rate * (g - coded) * u)
-    return np.asarray(x - rate * coded * u)
+        return np.asarray(x - rate * g * u + rate * (g - encoded) * u)
+    return np.asarray(x - rate * encoded * u)
 
 
 def check_virtual_steps(context: Context) -> Outcome:
@@ -289,11 +289,11 @@ def check_virtual_steps(context: Context) -> Outcome:
     off, largest = 0.0, 0.0
     for _ in range(300):
         x, u, ahead = generator.normal(size=(3, 4))
-        g, coded, rate, split = generator.uniform(0.1, 3, size=4)
-        literal = step_from(x, g, coded, rate, u, virtual=False)
-        off = max(off, float(np.abs(literal - step_from(x, g, coded, rate, u, virtual=True)).max()))
-        cross = rate * float(ahead @ ((g - coded) * u))
-        largest = max(largest, cross / (rate * young(ahead, (g - coded) * u, split)))
+        g, encoded, rate, split = generator.uniform(0.1, 3, size=4)
+        literal = step_from(x, g, encoded, rate, u, virtual=False)
+        off = max(off, float(np.abs(literal - step_from(x, g, encoded, rate, u, virtual=True)).max()))
+        cross = rate * float(ahead @ ((g - encoded) * u))
+        largest = max(largest, cross / (rate * young(ahead, (g - encoded) * u, split)))
     return everything_holds(
         {
             "(26) is (22)": is_true(off < 1e-12, what=f"off by {off:.1e} at most of 300"),
@@ -308,10 +308,12 @@ def check_hatless_step(context: Context) -> Outcome:
     """Show that (23), whose scalar lacks its hat, is another step than (22) where a codec changes the scalar."""
     generator = np.random.default_rng(context.seed)
     x, u = generator.normal(size=(2, 4))
-    coded = step_from(x, 1.3, 0.9, 0.1, u, virtual=False)
+    encoded = step_from(x, 1.3, 0.9, 0.1, u, virtual=False)
     hatless = x - 0.1 * 1.3 * u
     return equal(
-        torch.from_numpy(hatless - coded), torch.from_numpy(-0.1 * (1.3 - 0.9) * u), what="(23) - (22) = -ηΔu"
+        torch.from_numpy(hatless - encoded),
+        torch.from_numpy(-0.1 * (1.3 - 0.9) * u),
+        what="(23) - (22) = -ηΔu",
     )
 
 
@@ -669,8 +671,8 @@ def _short_young(factor: float, name: str) -> Fault:
 _OTHER_SIGN = _own(
     "a difference of the other sign",
     "step_from",
-    lambda shipped, x, g, coded, *rest, virtual: shipped(
-        x, g, 2 * g - coded if virtual else coded, *rest, virtual=virtual
+    lambda shipped, x, g, encoded, *rest, virtual: shipped(
+        x, g, 2 * g - encoded if virtual else encoded, *rest, virtual=virtual
     ),
 )
 
@@ -692,7 +694,7 @@ CHECKS: Checks = {
             _own(
                 "a step along g",
                 "step_from",
-                lambda shipped, x, g, coded, *rest, **how: shipped(x, g, g + 0 * coded, *rest, **how),
+                lambda shipped, x, g, encoded, *rest, **how: shipped(x, g, g + 0 * encoded, *rest, **how),
             ),
         ),
     ),

@@ -219,7 +219,7 @@ def run(
     tuned.load_state_dict(state, strict=False)
     losses = [record.loss for record in records]
     squares = [g * g for record in records for g in record.projected_gradients]
-    plain, coded = (_accuracy(pretrained, m) for m in (tuned, Through(tuned, case)))
+    plain, encoded = (_accuracy(pretrained, m) for m in (tuned, Through(tuned, case)))
     row = TrainedCase(
         case.name,
         seed,
@@ -230,8 +230,8 @@ def run(
         fmean(squares) ** 0.5,
         plain.accuracy,
         plain.loss,
-        coded.accuracy,
-        coded.loss,
+        encoded.accuracy,
+        encoded.loss,
         bytes_before,
         _sent_bytes(pretrained, tuned, case, batches, epsilon),
     )

@@ -55,11 +55,11 @@ class Seen:
     correlation: float
 
 
-Coding = tuple[str, str, str]
+Encoding = tuple[str, str, str]
 """Cut, codec and noise of a case."""
 
 
-def _codings() -> Iterator[Coding]:
+def _encodings() -> Iterator[Encoding]:
     for bits in (1, 2, 4, 8):
         yield "inside", f"q{bits}:affine-zero", "nearest"
     for bits in (1, 2, 3, 4, 6, 8):
@@ -70,11 +70,11 @@ def _codings() -> Iterator[Coding]:
                 yield cut, f"q{bits}{grid}:stochastic", noise
 
 
-CODINGS = tuple(_codings())
+ENCODINGS = tuple(_encodings())
 
 
-def _change(coding: Coding, seed: int) -> dict[Cut, Change]:
-    cut, name, _ = coding
+def _change(encoding: Encoding, seed: int) -> dict[Cut, Change]:
+    cut, name, _ = encoding
     spec = codec_spec(name)
 
     def change(crossing: Crossing, tensor: torch.Tensor) -> torch.Tensor:
@@ -86,8 +86,8 @@ def _change(coding: Coding, seed: int) -> dict[Cut, Change]:
 
 
 def gradients(
-    model: CutModel, batch: Batch, epsilon: float, seed: int, codings: Sequence[Coding]
-) -> tuple[float, dict[Coding, float]]:
+    model: CutModel, batch: Batch, epsilon: float, seed: int, encodings: Sequence[Encoding]
+) -> tuple[float, dict[Encoding, float]]:
     """Return one direction's projected gradient, without a codec and with each.
 
     Parameters
@@ -97,11 +97,11 @@ def gradients(
     epsilon : float
     seed : int
         Of the direction, and of what is rounded at random.
-    codings : sequence of tuple
+    encodings : sequence of tuple
     """
     kept = {t.name: t.parameter.data.clone() for t in model.tensors if t.trainable}
     plain: list[float] = []
-    coded: dict[Coding, list[float]] = {coding: [] for coding in codings}
+    encoded: dict[Encoding, list[float]] = {encoding: [] for encoding in encodings}
     for number, sign in enumerate((1, -1)):
         generator = generator_on(model.device, seed)
         for tensor in model.tensors:
@@ -110,14 +110,14 @@ def gradients(
                 Gaussian().fill(z, generator)
                 tensor.parameter.data.copy_(kept[tensor.name] + sign * epsilon * z)
         plain.append(float(loss_through(model, batch, {})))
-        for coding in codings:
-            noise_seed = mixed(seed, number if coding[2] == "apart" else 0) >> 1
-            coded[coding].append(float(loss_through(model, batch, _change(coding, noise_seed))))
+        for encoding in encodings:
+            noise_seed = mixed(seed, number if encoding[2] == "apart" else 0) >> 1
+            encoded[encoding].append(float(loss_through(model, batch, _change(encoding, noise_seed))))
     for tensor in model.tensors:
         if tensor.trainable:
             tensor.parameter.data.copy_(kept[tensor.name])
     slope = lambda pair: (pair[0] - pair[1]) / (2 * epsilon)
-    return slope(plain), {coding: slope(pair) for coding, pair in coded.items()}
+    return slope(plain), {encoding: slope(pair) for encoding, pair in encoded.items()}
 
 
 def measure(known: Sequence[Seen] = (), num_directions: int = NUM_DIRECTIONS) -> list[Seen]:
@@ -128,21 +128,21 @@ def measure(known: Sequence[Seen] = (), num_directions: int = NUM_DIRECTIONS) ->
     there = {((row.cut, row.codec, row.noise), row.epsilon) for row in known}
     rows = list(known)
     for epsilon in EPSILONS:
-        codings = [coding for coding in CODINGS if (coding, epsilon) not in there]
-        if not codings:
+        encodings = [encoding for encoding in ENCODINGS if (encoding, epsilon) not in there]
+        if not encodings:
             continue
         with torch.no_grad():
             pairs = [
-                gradients(model, tensors_of(batches, number), epsilon, 100 + number, codings)
+                gradients(model, tensors_of(batches, number), epsilon, 100 + number, encodings)
                 for number in range(num_directions)
             ]
         plain = np.array([pair[0] for pair in pairs])
-        for coding in codings:
-            coded = np.array([pair[1][coding] for pair in pairs])
-            error = float(np.sqrt(np.mean((coded - plain) ** 2) / np.mean(plain**2)))
-            both = float(coded @ plain / np.sqrt((coded @ coded) * (plain @ plain)))
-            rows.append(Seen(*coding, epsilon, round(error, 4), round(both, 4)))
-    return sorted(rows, key=lambda row: (CODINGS.index((row.cut, row.codec, row.noise)), row.epsilon))
+        for encoding in encodings:
+            encoded = np.array([pair[1][encoding] for pair in pairs])
+            error = float(np.sqrt(np.mean((encoded - plain) ** 2) / np.mean(plain**2)))
+            both = float(encoded @ plain / np.sqrt((encoded @ encoded) * (plain @ plain)))
+            rows.append(Seen(*encoding, epsilon, round(error, 4), round(both, 4)))
+    return sorted(rows, key=lambda row: (ENCODINGS.index((row.cut, row.codec, row.noise)), row.epsilon))
 
 
 def read_seen(path: Path = RESULTS) -> list[Seen]:

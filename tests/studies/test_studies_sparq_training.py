@@ -15,7 +15,7 @@ from studies.records import records_in
 from studies.sparq import pipelining
 from studies.sparq.codec_times import LINKS, over
 from studies.sparq.training import CASES, RESULTS, CodecCase, Through, TrainedCase, plan_of, summary
-from studies.sparq.training_epsilon import CODINGS, EPSILONS, gradients, read_seen
+from studies.sparq.training_epsilon import ENCODINGS, EPSILONS, gradients, read_seen
 from studies.sparq.training_time import CASES as TIMED_CASES
 
 RECIPE = Recipe(num_blocks=2, hidden_size=32, max_positions=128)
@@ -51,14 +51,14 @@ def test_a_codec_of_eight_bits_leaves_a_gradient_where_it_is_and_one_bit_does_no
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fine, coarse = ("between", "q8", "nearest"), ("between", "q1", "nearest")
     with torch.no_grad():
-        plain, coded = gradients(CutModel(model), batch(), 1e-1, 3, (fine, coarse))
-    assert abs(coded[fine] - plain) < 0.2 * abs(plain)
-    assert abs(coded[coarse] - plain) > abs(coded[fine] - plain)
+        plain, encoded = gradients(CutModel(model), batch(), 1e-1, 3, (fine, coarse))
+    assert abs(encoded[fine] - plain) < 0.2 * abs(plain)
+    assert abs(encoded[coarse] - plain) > abs(encoded[fine] - plain)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def test_cases_and_codings_are_named_once():
-    for names in ([case.name for case in CASES], CODINGS):
+    for names in ([case.name for case in CASES], ENCODINGS):
         assert len(set(names)) == len(names)
     assert len({(case.name, encoding) for case, encoding in TIMED_CASES}) == len(TIMED_CASES)
 
@@ -80,7 +80,7 @@ def test_the_committed_runs_are_known_and_say_what_the_docs_say():
 def test_every_coding_was_measured_at_every_radius():
     seen = read_seen()
     assert {((row.cut, row.codec, row.noise), row.epsilon) for row in seen} == {
-        (coding, epsilon) for coding in CODINGS for epsilon in EPSILONS
+        (encoding, epsilon) for encoding in ENCODINGS for epsilon in EPSILONS
     }
 
 

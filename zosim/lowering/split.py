@@ -61,14 +61,14 @@ class Cuts(AxisWriter):
             for name in dict.fromkeys(wire.buffer for _, wire in wires):
                 size = max(wire.size_bytes for _, wire in wires if wire.buffer == name)
                 # Codecs write to host memory; plain numbers go from device to device.
-                coded = any(is_coded(self._plan, cut) for cut, wire in wires if wire.buffer == name)
-                space = Space.HOST if coded else Space.DEVICE
+                encoded = any(is_encoded(self._plan, cut) for cut, wire in wires if wire.buffer == name)
+                space = Space.HOST if encoded else Space.DEVICE
                 yield Buffer(name, space, size, "activations", "uint8", dynamic=True)
 
     def _crossed(self) -> Iterator[tuple[int, Side]]:
         """Yield the cuts on either side of this rank's stage, and those within it."""
         rank = self._rank
-        for cut in self._plan.coded_in_place.values():
+        for cut in self._plan.encoded_in_place.values():
             yield cut, "here"
         if not rank.is_first_stage:
             yield rank.stage - 1, "in"
@@ -103,7 +103,7 @@ class Cuts(AxisWriter):
             link = Work(link_bytes=expected_message_bytes(self._plan, rank.stage, rank.num_sequences))
             op = Send("pipeline", 1)
             self._emit(f"send[{point}]", op, Stream.LINK, "send", segment, (wire,), (), link)
-        elif (cut := self._plan.coded_in_place.get(segment)) is not None:
+        elif (cut := self._plan.encoded_in_place.get(segment)) is not None:
             # Within a stage nothing is sent, but a codec rounds as it does between stages.
             self._encode(segment, point, cut, "here")
             self._decode(segment, segment, point, cut, "here")
@@ -124,7 +124,7 @@ class Cuts(AxisWriter):
         self._emit(f"decode[{point}]", Decode(), Stream.COMPUTE, "decode", segment, reads, left, work)
 
 
-def is_coded(plan: Plan, cut: int) -> bool:
+def is_encoded(plan: Plan, cut: int) -> bool:
     """Whether a codec writes down, on the host, what crosses cut number `cut`; plain numbers stay on the device."""
     return not all(codec.is_lossless for codec, _, _ in _crossing(plan, cut, 1))
 

@@ -338,7 +338,7 @@ class Ranking:
             (self._tensor(cut, spec, residual=residual) for cut in cuts),
             key=lambda crossing: crossing[1].entropy_bits * crossing[1].num_elements,
         )
-        hop, values = self._coded_hop, self._site.machines[0].profile.values()
+        hop, values = self._encoded_hop, self._site.machines[0].profile.values()
         link = CutLink(hop.bandwidth_bytes_per_s, codec_profile_of(values), hop.latency_s)
         return fastest_crossing(spec, shape, self._element_bytes, stats, link).spec
 
@@ -372,7 +372,7 @@ class Ranking:
             encode_s += sum(coding_terms(encode, values, kind).values())
             decode_s += sum(coding_terms(decode, values, kind).values())
         # Coded messages pass through host memory, plain ones go from device to device.
-        hop = self._coded_hop if self._cutting.is_lossy else self._plain_hop
+        hop = self._encoded_hop if self._cutting.is_lossy else self._plain_hop
         self._crossings[key] = encode_s, hop.latency_s + size / hop.bandwidth_bytes_per_s, decode_s
         return self._crossings[key]
 
@@ -382,7 +382,7 @@ class Ranking:
         return _slowest(machine.channels for machine in self._site.machines)
 
     @cached_property
-    def _coded_hop(self) -> Hop:
+    def _encoded_hop(self) -> Hop:
         """The slowest hop between neighbouring stages, of what a codec leaves on the host."""
         return _slowest(machine.host_channels or machine.channels for machine in self._site.machines)
 

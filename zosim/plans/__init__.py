@@ -212,7 +212,7 @@ class Plan(Axis, Document):
         return self.mesh.stage
 
     @property
-    def coded_in_place(self) -> dict[str, int]:
+    def encoded_in_place(self) -> dict[str, int]:
         """Number of each cut within one stage, by the segment before it: the same rank encodes and decodes what crosses.
 
         Empty where cuts part stages.

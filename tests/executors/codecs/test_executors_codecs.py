@@ -345,11 +345,11 @@ def test_a_message_has_the_documented_bytes():
 
 def test_without_the_entropy_coder_messages_are_made_otherwise_and_refused_by_name(monkeypatch):
     tensor = activations(64, 512)
-    coded = codec_of(codec_spec("q4:entropy")).encode(tensor)
+    encoded = codec_of(codec_spec("q4:entropy")).encode(tensor)
     monkeypatch.setattr("executors.codecs.encodings.is_available", lambda: False)
     monkeypatch.setitem(__import__("sys").modules, "constriction", None)
     assert encoding_of(codec_of(codec_spec("q4")).encode(tensor)) != "entropy"
-    for action in (lambda: decode(coded), lambda: codec_of(codec_spec("q4:entropy")).encode(tensor)):
+    for action in (lambda: decode(encoded), lambda: codec_of(codec_spec("q4:entropy")).encode(tensor)):
         with pytest.raises(CodecError, match="constriction"):
             action()
 

@@ -50,7 +50,7 @@ CASES = {
     "data-accumulated": Case(INSIDE, mesh=(("data", 2),), accumulate=2),
 }
 
-CODED = {
+ENCODED = {
     "q8-residual-q8": Case(FOUR, codec="q8", residual_codec="q8:affine:token"),
     "at-random": Case(THREE, codec="q2:stochastic", residual_codec="q8:stochastic"),
     "bfloat16": Case(INSIDE, codec="q4:affine-zero:channel", dtype="bfloat16", model="llama"),
@@ -66,7 +66,7 @@ CODED = {
 
 
 @pytest.mark.crossed(quick=9, slow=2)
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in (CASES | CODED).items()])
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in (CASES | ENCODED).items()])
 def test_stages_are_one_device(case):
     """With codecs: one device that encodes and decodes at the same cuts."""
     assert_equal(case)

@@ -149,8 +149,8 @@ def test_codecs_need_leave_and_something_to_encode(inputs, tmp_path, capsys):
 @pytest.mark.slow
 def test_what_a_codec_changed_is_gone_on_with_by_the_same_alone(runs, inputs, tmp_path, capsys):
     out = tmp_path / "out"
-    coded = ("--method", "sparq", "--cut", "block.1.mlp", "--codec", "q8", "--allow-lossy")
-    assert train(inputs, out, *coded, steps=3) == 0
+    encoded = ("--method", "sparq", "--cut", "block.1.mlp", "--codec", "q8", "--allow-lossy")
+    assert train(inputs, out, *encoded, steps=3) == 0
     assert numbers_of(out) != numbers_of(runs / "alone")[:3]
     assert (
         train(inputs, out, "--resume", "--mesh", "data=1", "--no-launch", "--codec", "q4", "--allow-lossy")
@@ -166,11 +166,11 @@ def test_what_a_codec_changed_is_gone_on_with_by_the_same_alone(runs, inputs, tm
 
 @pytest.mark.slow
 def test_one_process_does_what_stages_do_with_the_same_codec(inputs, tmp_path):
-    coded = ("--cut", "block.1.mlp", "--codec", "q4:stochastic", "--residual-codec", "q8", "--allow-lossy")
+    encoded = ("--cut", "block.1.mlp", "--codec", "q4:stochastic", "--residual-codec", "q8", "--allow-lossy")
     evaluated = ("--eval-data", inputs[1], "--eval-examples", 2, "--residency", "resident")
     alone, pair = tmp_path / "alone", tmp_path / "pair"
-    assert train(inputs, alone, *coded, *evaluated, "--mesh", "stage=1", "--no-launch") == 0
-    assert train(inputs, pair, *coded, *evaluated) == 0
+    assert train(inputs, alone, *encoded, *evaluated, "--mesh", "stage=1", "--no-launch") == 0
+    assert train(inputs, pair, *encoded, *evaluated) == 0
     assert Plan.load(alone / "plan.json").mesh.world_size == 1
     assert Plan.load(pair / "plan.json").mesh.stage == 2
     assert numbers_of(alone) == numbers_of(pair)

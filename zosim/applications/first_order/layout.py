@@ -158,7 +158,7 @@ class FirstOrderLayout:
         """Return the access to a message, of the largest size that it can have."""
         is_next = (phase == "forward") == (side == "out")
         cut = self.stage if is_next else self.stage - 1
-        size = most_message_bytes(self.coded(phase), cut, self.rows[number])
+        size = most_message_bytes(self.encoded(phase), cut, self.rows[number])
         what = Named(f"cut.{cut}:{phase}", f"m{number}")
         return Access(f"wire.{phase}.{side}.{number % self.num_wires}", what, 0, size)
 
@@ -297,7 +297,7 @@ class FirstOrderLayout:
         """Whether last messages are kept of what crosses in that phase."""
         return phase == "forward" and self.settings.num_kept_samples > 0
 
-    def coded(self, phase: Phase) -> Plan:
+    def encoded(self, phase: Phase) -> Plan:
         """Return the plan with the codec of what crosses in that phase."""
         codec = self.settings.codec_of(phase)
         split = self.plan.split.model_copy(update={"codec": codec, "residual_codec": codec})

@@ -266,7 +266,7 @@ class FirstOrderWriter(Listing):
         """Write how what a stage leaves becomes a message, and goes."""
         cut, offset = (self.layout.stage, 1) if phase == "forward" else (self.layout.stage - 1, -1)
         plan, rows, wire = (
-            self.layout.coded(phase),
+            self.layout.encoded(phase),
             self.layout.rows[number],
             self.layout.wire(phase, "out", number),
         )
@@ -287,7 +287,7 @@ class FirstOrderWriter(Listing):
         """Write how a message comes, and becomes what it was."""
         cut, offset = (self.layout.stage - 1, -1) if phase == "forward" else (self.layout.stage, 1)
         plan, rows, wire = (
-            self.layout.coded(phase),
+            self.layout.encoded(phase),
             self.layout.rows[number],
             self.layout.wire(phase, "in", number),
         )
