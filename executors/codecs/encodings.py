@@ -368,7 +368,7 @@ def encode_smallest(symbols: Symbols) -> Payload:
     sizes = {encoding.name: encoding.size_bytes(symbols) for encoding in candidates}
     encoded: Payload | None = None
     if is_available() and BY_NAME["entropy"].size_bytes(symbols) < min(sizes.values()):
-        # Its size is known once it is coded, which is not done twice.
+        # Its size is known once it is encoded, which is not done twice.
         encoded = BY_NAME["entropy"].encode(symbols)
         sizes["entropy"] = len(encoded.body)
     if run_length_bytes(stats.num_kept, stats.bits, 1) < min(sizes.values()):

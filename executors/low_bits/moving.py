@@ -55,7 +55,7 @@ def move_together(
     Parameters
     ----------
     moves : sequence of Move
-        Of one coding, with :func:`shares_passes`.
+        Of one QuantConfig, with :func:`shares_passes`.
     factor : float or DeviceScalar
     decay : float
     counted : Moved

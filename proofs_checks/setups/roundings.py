@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from costmodel.formats import QuantFormat
 from costmodel.formats.low_bits import QuantConfig
 from costmodel.formats.roundings import RoundedDirection
 from executors.low_bits.quantized import QuantizedTensor
@@ -90,9 +92,8 @@ def weights_at_random(
     given: Tensor, scale: float, bits: int, seed: int, purpose: Purpose = "update"
 ) -> Tensor:
     """Return numbers, shape (outputs, inputs), as weights with a zero point keep them that were 0 and moved there at random."""
-    quantized = QuantizedTensor.empty(
-        QuantConfig(f"int{bits}", "tensor", has_zero_point=True), given.shape, _CPU
-    )  # type: ignore[arg-type]
+    name = cast("QuantFormat", f"int{bits}")
+    quantized = QuantizedTensor.empty(QuantConfig(name, "tensor", has_zero_point=True), given.shape, _CPU)
     zero_point = 2 ** (bits - 1)
     assert quantized.zeros is not None
     quantized.scales.fill_(1 / scale)

@@ -36,7 +36,7 @@ class Seen:
     Attributes
     ----------
     cut : str
-        ``"inside"`` (the activation is coded, the residual stream is not) or ``"between"``.
+        ``"inside"`` (the activation is encoded, the residual stream is not) or ``"between"``.
     codec : str
     noise : str
         ``"nearest"``, or random numbers that both signs ``"share"`` or draw ``"apart"``.

@@ -28,7 +28,7 @@ SHAPES = ((768, 768), (3072, 768), (768, 3072))
 """Outputs and inputs of the linear layers of OPT-125M: four of the first, one of each other in a block."""
 
 _NUM_TURNS, _NUM_WEIGHTS = 15, 6
-_WAYS = ("float32", "bfloat16", "int_mm", "qlinear", "laid out", "inputs quantized", "sums scaled")
+_WAYS = ("float32", "bfloat16", "int_mm", "qlinear", "laid out", "inputs in int8", "sums scaled")
 
 
 def main(
@@ -81,7 +81,7 @@ def milliseconds(
         "int_mm": lambda _: exact_sums(codes, next(int8)),
         "qlinear": scaled_inside,
         "laid out": lambda _: onednn.qlinear_prepack(next(int8), None),
-        "inputs quantized": lambda _: quantized_inputs(narrow, "token"),
+        "inputs in int8": lambda _: quantized_inputs(narrow, "token"),
         "with scales": lambda _: byte_product(codes, next(int8), scales).mul_(unit).to(torch.bfloat16),
     }
     # One way after the other: each finds caches as it left them.

@@ -371,7 +371,7 @@ class Ranking:
             encode, decode = (of(spec, shape, width, stats) for of in (encode_work, decode_work))
             encode_s += sum(coding_terms(encode, values, kind).values())
             decode_s += sum(coding_terms(decode, values, kind).values())
-        # Coded messages pass through host memory, plain ones go from device to device.
+        # Encoded messages pass through host memory, plain ones go from device to device.
         hop = self._encoded_hop if self._cutting.is_lossy else self._plain_hop
         self._crossings[key] = encode_s, hop.latency_s + size / hop.bandwidth_bytes_per_s, decode_s
         return self._crossings[key]

@@ -13,7 +13,7 @@ _RESIDUAL: Mapping[str, Mapping[int, float]] = {
     "nearest": {1: 1e-2, 2: 3e-2, 3: 3e-3, 4: 5e-4, 6: 1e-4, 8: 3e-5},
     "stochastic": {1: 1e-2, 2: 2.3e-3, 4: 3e-4, 8: 2.5e-5},
 }
-"""By rounding and bits: ε at which a coded hidden state adds to ``g`` as much as ``g`` is, in the root mean square over
+"""By rounding and bits: ε at which an encoded hidden state adds to ``g`` as much as ``g`` is, in the root mean square over
 directions; one grid per tensor (studies/sparq/training_epsilon.csv)."""
 
 _ACTIVATION: Mapping[str, Mapping[int, float]] = {
