@@ -219,17 +219,17 @@ def allocation_work(size_bytes: int, *, num_allocations: int = 1) -> Work:
 
 
 _CLOSING_KERNELS = 30
-"""Slots joined, two bases, the singular values between, two products, and what is written over: as many again are small."""
+"""Increments joined, two bases, the singular values between, two products, and what is written over: as many again are small."""
 
 
 def closing_work(outputs: int, inputs: int, *, rank: int, closed_rank: int) -> Work:
-    """Return the work of closing a slot beside a linear layer: compacted with the others, whose memory is full, and drawn anew.
+    """Return the work of closing an increment beside a linear layer: compacted with the others, whose memory is full, and drawn anew.
 
     Parameters
     ----------
     outputs, inputs : int
     rank : int
-        Of the slot that was open.
+        Of the increment that was open.
     closed_rank : int
         Of what all closed ones are compacted to.
 

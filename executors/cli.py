@@ -188,8 +188,8 @@ def adapter(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Write what a run along directions of low rank did to its base as an adapter, from its log."""
+    from executors.runs.increments_of_run import write_adapter
     from executors.runs.runlog import read_header
-    from executors.runs.slots_of_run import write_adapter
 
     model = model or _recorded_base(read_header(directory), directory)
     with progress() as bar:

@@ -49,7 +49,7 @@ class AdapterSettings(Section):
         PositiveInt | None,
         Setting(
             "--lora-lazy-steps",
-            "Steps after which A is drawn anew; B alone is tuned, and what was learnt stays as a slot beside the base.",
+            "Steps after which A is drawn anew; B alone is tuned, and what was learnt stays as an increment beside the base.",
             "numbers",
             shown="expert",
         ),
@@ -58,7 +58,7 @@ class AdapterSettings(Section):
         PositiveInt | None,
         Setting(
             "--lora-max-rank",
-            "Rank that slots are compacted to where they would pass it.",
+            "Rank that increments are compacted to where they would pass it.",
             "numbers",
             usual="64, or 4 ranks",
             shown="expert",

@@ -49,9 +49,9 @@ class LoRA(BaseModel):
         Of the numbers that A begins with; B begins at zero.
     lazy_steps : int or None
         Steps after which A is drawn anew, of normals, and B, which alone is tuned then, begins at zero again. What they were
-        stays beside the base as a closed slot. None: both are tuned, and nothing is drawn anew.
+        stays beside the base as a closed increment. None: both are tuned, and nothing is drawn anew.
     max_rank : int or None
-        Rank of all slots together, the open one included, that they are compacted to; by default 64, or four times the rank.
+        Rank of all increments together, the open one included, that they are compacted to; by default 64, or four times the rank.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,12 +66,10 @@ class LoRA(BaseModel):
     @model_validator(mode="after")
     def _leaves_room(self) -> Self:
         if self.lazy_steps is None and self.max_rank is not None:
-            message = (
-                f"max_rank={self.max_rank} bounds slots, of which adapters have one unless A is drawn anew"
-            )
+            message = f"max_rank={self.max_rank} bounds increments, of which adapters have one unless A is drawn anew"
             raise ModelError(message, hint="add --lora-lazy-steps, or leave --lora-max-rank out")
         if self.closed_rank < self.rank * (self.lazy_steps is not None):
-            message = f"max_rank={self.max_rank} leaves no rank for a closed slot beside the open one of {self.rank}"
+            message = f"max_rank={self.max_rank} leaves no rank for a closed increment beside the open one of {self.rank}"
             raise ModelError(message, hint=f"use {2 * self.rank} or more")
         return self
 
@@ -83,7 +81,7 @@ class LoRA(BaseModel):
 
     @property
     def closed_rank(self) -> int:
-        """Rank that there is memory for beside the open slot."""
+        """Rank that there is memory for beside the open increment."""
         if self.lazy_steps is None:
             return 0
         return (self.max_rank or max(64, 4 * self.rank)) - self.rank

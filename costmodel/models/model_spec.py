@@ -154,11 +154,11 @@ class ModelSpec(BaseModel):
         Whether tokens see those before them alone and predict the next. Else they see all, labels are words at masks, and
         the head transforms before it projects (RoBERTa).
     adapter_rank : int
-        Rank of the LoRA adapters, closed slots among them, 0 where there are none.
+        Rank of the LoRA adapters, closed increments among them, 0 where there are none.
     adapter_shapes : tuple of (int, int)
         Inputs and outputs of each linear of one block that carries an adapter.
     adapter_lazy_steps : int
-        Steps after which what adapters have learnt is closed as a slot, and compacted with the others; 0 where it never is.
+        Steps after which what adapters have learnt is closed as an increment, and compacted with the others; 0 where it never is.
     num_prefix_tokens : int
         Virtual tokens that each block's attention sees before the real ones, 0 where there are none.
     cut_blocks : tuple of int

@@ -121,7 +121,7 @@ CONSTANT_UNITS: dict[str, str] = {
 ``exponential_rate``
     Exponentials per second, beyond the time that reading and writing takes.
 ``factor_rate``
-    Of factorisations of thin matrices in float64, as slots are compacted with.
+    Of factorisations of thin matrices in float64, as increments are compacted with.
 ``draw_rate.<distribution>.<dtype>``
     Random numbers written per second, by one thread of a CPU.
 ``shared_draw_part[.<distribution>.<dtype>]``, ``sharing_s``

@@ -27,7 +27,7 @@ from executors.calibration.probing import (
 from executors.devices import device_module
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.exact_products import exact_sums
-from executors.models.slots import Slots
+from executors.models.increments import Increments
 from executors.randomness.rng import generator_on
 from executors.steps.arithmetic import Sweeper
 
@@ -167,12 +167,12 @@ def _sweeps(device: torch.device, dtype: str) -> Iterator[Probe]:
 
 
 def _factorisations(device: torch.device) -> Iterator[Probe]:
-    """Yield what a window's end does to the slots beside a linear layer."""
+    """Yield what a window's end does to the increments beside a linear layer."""
     for side, columns, kept in ((128, 66, 64), (768, 66, 64), (1024, 16, 14)):
-        slots = [random_tensor(device, "float32", side, columns) for _ in range(2)]
+        increments = [random_tensor(device, "float32", side, columns) for _ in range(2)]
 
-        def run(slots: list[Tensor] = slots, kept: int = kept) -> None:
-            Slots(slots[:1], slots[1:]).compact(kept)
+        def run(increments: list[Tensor] = increments, kept: int = kept) -> None:
+            Increments(increments[:1], increments[1:]).compact(kept)
 
         work = closing_work(side, side, rank=columns - kept, closed_rank=kept)
         yield Probe(f"factor {side}x{columns}", work.model_copy(update={"num_normals": 0}), run)

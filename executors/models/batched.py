@@ -222,7 +222,7 @@ class BatchedModel(CutModel):
             hidden = hidden.view_as(hidden)  # the caller's stays as it is
             self._narrowing = _Narrowing(hidden, packing.predictors, packing.on_host["predictors"])
             kwargs["on_attended"] = self._narrowing.attended
-        # Slots that are part of a side path must not be added by their adapter a second time.
+        # Increments that are part of a side path must not be added by their adapter a second time.
         carriers = [self._carriers[id(parameter)] for parameter in paths]
         joined = [module for module in carriers if hasattr(module, "lora_is_beside")]
         for module in joined:

@@ -200,7 +200,7 @@ def _attach(
             module.register_parameter(f"lora_{name}", zeros)
         module.lora_used, module.lora_lazy_steps = closed, lora.lazy_steps
         module.lora_is_beside = False
-        add = _add_slots
+        add = _add_increments
     setattr(module, _HOOK, module.register_forward_hook(add))
 
 
@@ -228,7 +228,7 @@ def _add_adapter(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> 
     return adapted
 
 
-def _add_slots(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def _add_increments(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
     if module.lora_is_beside:  # whoever runs the forward adds them together with probes
         return output
     inner, outer = joined_factors(module)
@@ -238,7 +238,7 @@ def _add_slots(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Te
 
 
 def joined_factors(module: Any) -> tuple[Tensor, Tensor]:
-    """Return what an adapter adds as one pair (rank, inputs) and (outputs, rank), the open slot before the closed ones."""
+    """Return what an adapter adds as one pair (rank, inputs) and (outputs, rank), the open increment before the closed ones."""
     inner, outer = computable(module.lora_A.weight), computable(module.lora_B.weight) * module.lora_scale
     if (used := getattr(module, "lora_used", 0)) == 0:
         return inner, outer

@@ -215,7 +215,7 @@ class Session:
             checksums=checksums,
             communicator=self.communicator,
             graphs=graphs,
-            slots_in_use=lambda: 0 if self._windows is None else self._windows.rank,
+            adapter_rank_in_use=lambda: 0 if self._windows is None else self._windows.rank,
         )
         move_module_buffers(model, self.device)
         self.engine.device = self.device

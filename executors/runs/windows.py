@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.models.configs import LoRA
+from executors.models.increments import Increments
 from executors.models.lora import joined_factors
-from executors.models.slots import Slots
 from executors.randomness.rng import mixed
 
 _WINDOWS = "_zosim_lazy_windows"
@@ -31,7 +31,7 @@ def lazy_windows_of(model: nn.Module) -> LazyWindows | None:
 class LazyWindows:
     """Windows of steps in which ``A`` stays, and ``B`` adds up what is learnt along it.
 
-    What a window has learnt is closed before ``A`` is drawn anew: ``B·A`` becomes one more slot beside the frozen base, and slots
+    What a window has learnt is closed before ``A`` is drawn anew: ``B·A`` becomes one more increment beside the frozen base, and increments
     are compacted where their rank would pass the bound.
 
     Parameters
@@ -62,7 +62,7 @@ class LazyWindows:
         return step > 0 and step % self.lazy_steps == 0
 
     def stand_at(self, step: int) -> None:
-        """Let as much of the closed slots' memory be read as is in use after `step` steps."""
+        """Let as much of the closed increments' memory be read as is in use after `step` steps."""
         # A window that ends with `step` is closed only when the next step begins.
         num_closed = max(step - 1, 0) // self.lazy_steps
         used = min(num_closed * self._rank, self._closed_rank)
@@ -81,7 +81,7 @@ class LazyWindows:
         used = min(window * self._rank, self._closed_rank)
         for module in self._modules:
             if is_here(module.lora_B.weight):
-                close_slot(module, self._closed_rank)
+                close_increment(module, self._closed_rank)
             module.lora_used = used
         self.draw(window, is_here=is_here)
 
@@ -95,7 +95,7 @@ class LazyWindows:
 
     @property
     def rank(self) -> int:
-        """Rank of all slots together."""
+        """Rank of all increments together."""
         return self._rank + int(self._modules[0].lora_used)
 
     @property
@@ -104,23 +104,23 @@ class LazyWindows:
         worst = 0.0
         for module in self._modules:
             inner, outer = (factor.detach() for factor in joined_factors(module))
-            if norm := Slots([outer], [inner.T]).norm():
+            if norm := Increments([outer], [inner.T]).norm():
                 worst = max(worst, float(module.lora_lost) / norm)
         return worst
 
 
-def close_slot(module: Any, closed_rank: int) -> None:
-    """Make the open slot a closed one, compacted with the others where there is no room for it."""
+def close_increment(module: Any, closed_rank: int) -> None:
+    """Make the open increment a closed one, compacted with the others where there is no room for it."""
     with torch.no_grad():
         inner, outer = joined_factors(module)
-        slots = Slots([outer.float() if outer.dtype.itemsize < 4 else outer.clone()], [inner.T])
-        slots.compact(closed_rank)
-        left, right = slots.joined()
+        increments = Increments([outer.float() if outer.dtype.itemsize < 4 else outer.clone()], [inner.T])
+        increments.compact(closed_rank)
+        left, right = increments.joined()
         rank = left.shape[1]
         module.lora_closed_A.data.zero_()[:rank] = right.T
         module.lora_closed_B.data.zero_()[:, :rank] = left
         module.lora_lost.data.copy_(
-            rounded_up(module.lora_lost.double() + slots.lost, module.lora_lost.dtype)
+            rounded_up(module.lora_lost.double() + increments.lost, module.lora_lost.dtype)
         )
         module.lora_B.weight.data.zero_()
 

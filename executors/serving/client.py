@@ -24,7 +24,7 @@ class RemoteEngine:
     Parameters
     ----------
     url : str
-        Such as ``http://127.0.0.1:8000``. vLLM is started with ``--enable-lora``, a ``--max-lora-rank`` as large as the slots', and
+        Such as ``http://127.0.0.1:8000``. vLLM is started with ``--enable-lora``, a ``--max-lora-rank`` as large as the increments', and
         ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=True`` in its environment; both read adapters from a directory, so that they share a file system.
     model : str, optional
         What the engine calls the base; by default the first that it names.

@@ -19,9 +19,9 @@ from executors.datasets.generation import prompt_of
 from executors.datasets.prompts import Example
 from executors.datasets.rewards import Reward, mean_cost
 from executors.files import locked, write_atomically
+from executors.models.increments import AdapterState, Increments
 from executors.models.loading import load_config
 from executors.models.mapped import digest_of_files
-from executors.models.slots import AdapterState, Slots
 from executors.randomness.rng import mixed
 from executors.runs.base import BASE, base_facts, refuse_other_base, tokenizer_facts
 from executors.runs.jsonlines import JsonLines, read_lines
@@ -47,7 +47,7 @@ class TuningSettings:
     targets : tuple of str
         Names of the linears that are tuned.
     rank, lazy_steps, max_rank : int
-        Of a direction; steps that its ``V`` stays; rank that slots are compacted to where they would pass it.
+        Of a direction; steps that its ``V`` stays; rank that increments are compacted to where they would pass it.
     epsilon, learning_rate : float
     seed : int
     """
@@ -67,7 +67,7 @@ class TuningSettings:
                 raise RunError(message, hint="such as --lr 1e-4 --epsilon 1e-3")
         if self.max_rank < 3 * self.rank:
             raise RunError(
-                f"a bound of {self.max_rank} does not hold a closed slot, an open one and a probe of rank {self.rank} each",
+                f"a bound of {self.max_rank} does not hold a closed increment, an open one and a probe of rank {self.rank} each",
                 hint=f"use --max-rank {3 * self.rank} or more, and let the engine take as much",
             )
 
@@ -88,7 +88,7 @@ class Tuning:
     -----
     At the point ``s`` the engine is given ``Σ AᵢBᵢᵀ + s·ε·UVᵀ/√r`` as one adapter, and a step adds ``-η·g·UVᵀ/√r``: ``factorised``
     directions [1]_, Eq. 13-18 and 20. Directions are functions of the seed, the step and the linear; a row of the log is written
-    once both losses are there, and the slots are a function of the log. So nothing is lost with an engine that is gone.
+    once both losses are there, and the increments are a function of the log. So nothing is lost with an engine that is gone.
 
     References
     ----------
@@ -279,16 +279,16 @@ class Tuning:
         state = AdapterState()
         for name in self._names:
             key = f"{name}.weight"
-            known = self.state.slots.get(key, Slots())
+            known = self.state.increments.get(key, Increments())
             lefts, rights = list(known.lefts), list(known.rights)
             if name in probe:
                 left, scale = probe[name]
                 lefts.append(left * scale)
                 rights.append(self._rights[name])
             if isinstance(self._base.get_submodule(name), nn.Linear):
-                state.slots[key] = Slots(lefts, rights, known.lost)
+                state.increments[key] = Increments(lefts, rights, known.lost)
             else:  # a weight of inputs by outputs, beside which factors change sides
-                state.slots[key] = Slots(rights, lefts, known.lost)
+                state.increments[key] = Increments(rights, lefts, known.lost)
         state.save(self._base, directory, self._facts())
 
     def _facts(self) -> dict[str, str]:

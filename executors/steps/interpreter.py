@@ -64,7 +64,7 @@ class Interpreter:
         The other ranks, where the program takes any.
     graphs : bool
         Whether draws and blocks are launched as CUDA graphs.
-    slots_in_use : callable
+    adapter_rank_in_use : callable
         Returns how much forwards read of adapters whose rank grows.
 
     Raises
@@ -86,7 +86,7 @@ class Interpreter:
         checksums: bool = False,
         communicator: Communicator | None = None,
         graphs: bool = False,
-        slots_in_use: Callable[[], int] = int,
+        adapter_rank_in_use: Callable[[], int] = int,
     ) -> None:
         _refuse_first_order(program)
         validate(program)
@@ -115,7 +115,7 @@ class Interpreter:
             ranks=communicator,
             remote_loss_dtype=_remote_loss_dtype(program, engine, num_micro_batches),
             graphs=Graphs(backend.device, backend.capture_stream) if graphs else None,
-            slots_in_use=slots_in_use,
+            adapter_rank_in_use=adapter_rank_in_use,
         )
         self._actions = Actions(self._context)
         self._resolved = {part: self._resolve(part) for part in PARTS}

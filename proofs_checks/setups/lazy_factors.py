@@ -1,4 +1,4 @@
-"""Low-rank directions as runs draw them, step by step, and updates as slots of an adapter, beside literal loops.
+"""Low-rank directions as runs draw them, step by step, and updates as increments of an adapter, beside literal loops.
 
 The literal side draws its factors from seeds by itself, and adds matrices where the shipped adapter adds factors.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor
 
 from costmodel.formats.distributions import DISTRIBUTIONS, DistributionName
-from executors.models.slots import AdapterState, Slots
+from executors.models.increments import AdapterState, Increments
 from executors.randomness.counter import CounterKey
 from executors.randomness.low_rank import _RIGHT, FactorDraws, Window, divisor_of, fill_product
 from executors.steps.arithmetic import Sweeper, projected_gradient
@@ -93,19 +93,19 @@ def literal_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> lis
 
 
 def check_shipped_window(context: Context) -> Outcome:
-    """Compare the slots of shipped draws over two windows with updates made matrix by matrix from literal draws."""
+    """Compare the increments of shipped draws over two windows with updates made matrix by matrix from literal draws."""
     parts = {}
     num_steps, lazy_steps = 8, 4
     for rng in ("mezo", "counter"):
-        whole, slots = torch.zeros((_ROWS, _COLUMNS), dtype=torch.float64), Slots()
+        whole, increments = torch.zeros((_ROWS, _COLUMNS), dtype=torch.float64), Increments()
         shipped = shipped_factors(rng, num_steps, lazy_steps, context.seed)
         for step, (left, right) in enumerate(literal_factors(rng, num_steps, lazy_steps, context.seed)):
             coefficient = (step - 2) / 3
             whole -= _RATE * coefficient * (left @ right.T)
-            slots.add(*shipped[step], -_RATE * coefficient)
-        left, right = slots.joined()
+            increments.add(*shipped[step], -_RATE * coefficient)
+        left, right = increments.joined()
         parts[f"{rng}, the sum"] = equal(left @ right.T, whole, what="ΔW")
-        parts[f"{rng}, slots"] = equal(float(len(slots.lefts)), 2.0, what="one for each window")
+        parts[f"{rng}, increments"] = equal(float(len(increments.lefts)), 2.0, what="one for each window")
     return everything_holds(parts)
 
 
@@ -182,43 +182,43 @@ def check_shipped_mean_given_right(context: Context) -> Outcome:  # noqa: ARG001
     return everything_holds(parts)
 
 
-# -- slots -------------------------------------------------------------------------------------------------------
+# -- increments -------------------------------------------------------------------------------------------------------
 
 
 def _pair(generator: np.random.Generator, rank: int) -> tuple[Array, Array]:
     return generator.normal(size=(_ROWS, rank)), generator.normal(size=(_COLUMNS, rank))
 
 
-def check_shipped_slots(context: Context) -> Outcome:
-    """Compare the shipped adapter, for both signs of a probe and every order of slots, with the sum of the products."""
+def check_shipped_increments(context: Context) -> Outcome:
+    """Compare the shipped adapter, for both signs of a probe and every order of increments, with the sum of the products."""
     generator = np.random.default_rng(context.seed)
     pairs = [(*_pair(generator, rank), factor) for rank, factor in ((1, 0.5), (2, -0.3), (2, 1.7))]
     left, right = _pair(generator, 2)
     learnt = sum(factor * a @ b.T for a, b, factor in pairs)
     off, size = 0.0, 0.0
     for sign, order in itertools.product((1, -1), itertools.permutations(pairs)):
-        slots = Slots()
+        increments = Increments()
         for a, b, factor in order:
-            slots.add(torch.from_numpy(a), torch.from_numpy(b), factor)
-        probed = slots.joined((torch.from_numpy(left), torch.from_numpy(right), sign * 0.25))
+            increments.add(torch.from_numpy(a), torch.from_numpy(b), factor)
+        probed = increments.joined((torch.from_numpy(left), torch.from_numpy(right), sign * 0.25))
         wanted = learnt + sign * 0.25 * left @ right.T
         off = max(off, float(np.abs((probed[0] @ probed[1].T).numpy() - wanted).max()))
         size = float(np.abs(wanted).max())
-    slots = Slots()
+    increments = Increments()
     one, along = torch.ones((3, 1), dtype=torch.bfloat16), torch.ones((4, 1), dtype=torch.bfloat16)
     for factor in (1.0, *[1 / 512] * 256):
-        slots.add(one, along, factor)
+        increments.add(one, along, factor)
     return everything_holds(
         {
             "12 composed adapters": equal(1 + off / size, 1.0, what="1 + relative distance to (14)"),
             "256 small updates of factors in bfloat16": equal(
-                slots.joined()[0].double(), torch.full((3, 1), 1.5), what="U"
+                increments.joined()[0].double(), torch.full((3, 1), 1.5), what="U"
             ),
         }
     )
 
 
-def check_shipped_slot_growth(context: Context) -> Outcome:
+def check_shipped_increment_growth(context: Context) -> Outcome:
     """Compare the rank and the numbers of the shipped adapter after k windows with kr and kr(m + n), a probe's rank beside."""
     generator = np.random.default_rng(context.seed)
     parts = {}
@@ -229,7 +229,7 @@ def check_shipped_slot_growth(context: Context) -> Outcome:
             for _ in range(3):
                 state.add("w", torch.from_numpy(_pair(generator, _RANK)[0]), right, 0.1)
         left, right = map(torch.from_numpy, _pair(generator, _RANK))
-        joined, probed = state.slots["w"].joined(), state.slots["w"].joined((left, right, 1e-3))
+        joined, probed = state.increments["w"].joined(), state.increments["w"].joined((left, right, 1e-3))
         whole = np.linalg.matrix_rank((joined[0] @ joined[1].T).numpy(), tol=1e-9)
         parts[f"{num_windows} windows"] = equal(
             [
@@ -250,29 +250,31 @@ def check_shipped_slot_growth(context: Context) -> Outcome:
 
 
 def check_candidate(context: Context) -> Outcome:
-    """Compare (20) out of shipped slots with the sum, and what serves the other slice before, beside and after a candidate bit for bit."""
+    """Compare (20) out of shipped increments with the sum, and what serves the other slice before, beside and after a candidate bit for bit."""
     generator = np.random.default_rng(context.seed)
-    slots, parts = Slots(), {}
+    increments, parts = Increments(), {}
     pairs = [(*_pair(generator, rank), factor) for rank, factor in ((2, 0.7), (1, -0.4))]
     for a, b, factor in pairs:
-        slots.add(torch.from_numpy(a), torch.from_numpy(b), factor)
+        increments.add(torch.from_numpy(a), torch.from_numpy(b), factor)
     left, right = map(torch.from_numpy, _pair(generator, 2))
-    before = [factor.clone() for factor in slots.joined()]
+    before = [factor.clone() for factor in increments.joined()]
     current = sum(factor * a @ b.T for a, b, factor in pairs)
     for epsilon in (0.25, 1e-3):
-        served = slots.joined((left, right, epsilon))
+        served = increments.joined((left, right, epsilon))
         parts[f"the candidate, ε = {epsilon:g}"] = equal(
             served[0] @ served[1].T,
             torch.from_numpy(current + epsilon * (left @ right.T).numpy()),
             what="(20)",
         )
-        unlike = sum(not torch.equal(held, now) for held, now in zip(before, slots.joined(), strict=True))
+        unlike = sum(
+            not torch.equal(held, now) for held, now in zip(before, increments.joined(), strict=True)
+        )
         parts[f"the other slice, ε = {epsilon:g}"] = is_true(
             unlike == 0, what="no bit of the current adapter differs"
         )
     for _ in range(2):
-        slots.add(left, right, 0.125)
-    promoted = slots.joined()
+        increments.add(left, right, 0.125)
+    promoted = increments.joined()
     parts["promoted"] = equal(
         promoted[0] @ promoted[1].T, torch.from_numpy(current + 0.25 * (left @ right.T).numpy()), what="ΔW"
     )
@@ -280,30 +282,32 @@ def check_candidate(context: Context) -> Outcome:
 
 
 def check_compacted(context: Context) -> Outcome:
-    """Compare compacted slots with the nearest matrix of their rank, and what they say was lost with what was."""
+    """Compare compacted increments with the nearest matrix of their rank, and what they say was lost with what was."""
     generator = np.random.default_rng(context.seed)
     parts = {}
     for rank in (1, 3, 6):
-        slots, whole = Slots(), np.zeros((_ROWS, _COLUMNS))
+        increments, whole = Increments(), np.zeros((_ROWS, _COLUMNS))
         for turn in range(3):
             for _ in range((5, 2, 1)[turn]):  # the last is one more column than is to be left
                 left, right = _pair(generator, (2, 2, 1)[turn])
-                slots.add(torch.from_numpy(left), torch.from_numpy(right), 0.5)
+                increments.add(torch.from_numpy(left), torch.from_numpy(right), 0.5)
                 whole += 0.5 * left @ right.T
-            left, right = (factor.numpy() for factor in slots.joined())
+            left, right = (factor.numpy() for factor in increments.joined())
             parts[f"rank {rank}, turn {turn}, norm"] = equal(
-                slots.norm(), float(np.linalg.norm(left @ right.T)), what="Frobenius norm"
+                increments.norm(), float(np.linalg.norm(left @ right.T)), what="Frobenius norm"
             )
             values = np.linalg.svd(left @ right.T, compute_uv=False)
             held = left @ right.T
-            slots.compact(rank)
-            left, right = (factor.numpy() for factor in slots.joined())
+            increments.compact(rank)
+            left, right = (factor.numpy() for factor in increments.joined())
             parts[f"rank {rank}, turn {turn}"] = equal(
                 float(np.linalg.norm(held - left @ right.T)),
                 float(np.linalg.norm(values[rank:])),
                 what="distance against the values left out",
             )
-            parts[f"rank {rank}, turn {turn}, columns"] = equal(float(slots.rank), float(rank), what="rank")
+            parts[f"rank {rank}, turn {turn}, columns"] = equal(
+                float(increments.rank), float(rank), what="rank"
+            )
             parts[f"rank {rank}, turn {turn}, evenly"] = equal(
                 np.linalg.norm(left, axis=0),
                 np.linalg.norm(right, axis=0),
@@ -311,7 +315,7 @@ def check_compacted(context: Context) -> Outcome:
             )
             parts[f"rank {rank}, turn {turn}, lost"] = at_most(
                 float(np.linalg.norm(whole - left @ right.T)),
-                slots.lost,
+                increments.lost,
                 what="distance to all that was added",
             )
     layer = torch.nn.Linear(_COLUMNS, _ROWS, bias=False, dtype=torch.float64)
@@ -319,7 +323,7 @@ def check_compacted(context: Context) -> Outcome:
     for factor in (0.5, -0.25):
         left, right = _pair(generator, 3)
         state.add("weight", torch.from_numpy(left), torch.from_numpy(right), factor)
-    left, right = (factor.numpy() for factor in state.slots["weight"].joined())
+    left, right = (factor.numpy() for factor in state.increments["weight"].joined())
     state.merge_into(layer)
     parts["merged into the base"] = equal(
         layer.weight.detach(), torch.from_numpy(base + left @ right.T), what="W₀ + ΔW"
@@ -337,9 +341,9 @@ def check_compacted(context: Context) -> Outcome:
 
 # -- faults ------------------------------------------------------------------------------------------------------
 
-_ADD = "executors.models.slots:Slots.add"
-_JOINED = "executors.models.slots:Slots.joined"
-_COMPACT = "executors.models.slots:Slots.compact"
+_ADD = "executors.models.increments:Increments.add"
+_JOINED = "executors.models.increments:Increments.joined"
+_COMPACT = "executors.models.increments:Increments.compact"
 _KEYED = "executors.randomness.low_rank:FactorDraws._counted_rights"
 
 
@@ -354,7 +358,7 @@ def in_step_of_window(name: str, step: Callable[[Window], int]) -> Fault:
 
 
 def with_probe(name: str, change: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, float]]) -> Fault:
-    """Return a fault of slots that are joined with another probe."""
+    """Return a fault of increments that are joined with another probe."""
 
     @planted(_JOINED, name)
     def fault(shipped, self, probe=None):
@@ -389,13 +393,13 @@ def probe_stays(shipped, self, probe=None):
     return joined
 
 
-@planted("executors.models.slots:AdapterState.merge_into", "a merge that is 3 % long")
+@planted("executors.models.increments:AdapterState.merge_into", "a merge that is 3 % long")
 def merged_long(shipped, self, model):
     longer = {
-        name: altered(slots, lefts=[1.03 * left for left in slots.lefts])
-        for name, slots in self.slots.items()
+        name: altered(increments, lefts=[1.03 * left for left in increments.lefts])
+        for name, increments in self.increments.items()
     }
-    shipped(altered(self, slots=longer), model)
+    shipped(altered(self, increments=longer), model)
 
 
 @planted(_COMPACT, "losses that are not added up")
@@ -420,8 +424,8 @@ def narrow_sum(shipped, self, left, right, factor):
     self.lefts = [kept.to(left.dtype) for kept in self.lefts]
 
 
-@planted(_ADD, "slots that are not told apart")
-def one_slot(shipped, self, left, right, factor):
+@planted(_ADD, "increments that are not told apart")
+def one_increment(shipped, self, left, right, factor):
     alike = (known for known in self.rights if known.shape == right.shape)
     shipped(self, left, next(alike, right), factor)
 
@@ -452,16 +456,16 @@ FEWER_VALUES = Fault(
 )
 NORM_OF_LEFTS = Fault(
     "a norm of left factors alone",
-    "executors.models.slots:Slots.norm",
+    "executors.models.increments:Increments.norm",
     lambda shipped, self: shipped(altered(self, rights=self.lefts)),
 )
 NO_ROOM = Fault(
     "no room left for the next window",
-    "executors.models.slots:AdapterState.close",
+    "executors.models.increments:AdapterState.close",
     lambda shipped, self, *_given, **_named: shipped(self, 0),
 )
-SLOT_EACH_STEP = Fault(
-    "a slot for every step",
+INCREMENT_EACH_STEP = Fault(
+    "an increment for every step",
     _ADD,
     lambda shipped, self, left, right, factor: shipped(self, left, right.clone(), factor),
 )

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from costmodel.models.configs import LoRA
 from executors.datasets.prompts import Example
 from executors.datasets.rewards import mean_cost
+from executors.models.increments import AdapterState
 from executors.models.lora import joined_factors, merge_lora, save_adapters
-from executors.models.slots import AdapterState
 from executors.runs.adapters import attach
+from executors.runs.increments_of_run import _Updates
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
-from executors.runs.slots_of_run import _Updates
 from executors.runs.windows import lazy_windows_of
 from executors.serving.engine import Request
 from executors.serving.runtime import Runtime
@@ -91,7 +91,7 @@ def learnt_matrix_by_matrix(model: nn.Module, records: Sequence[StepRecord], see
 
 
 def check_windows(context: Context) -> Outcome:
-    """Compare slots after three windows and a half with sums of matrices, whole and compacted, and a run cut at every step with one that is not."""
+    """Compare increments after three windows and a half with sums of matrices, whole and compacted, and a run cut at every step with one that is not."""
     seed, parts = context.seed, dict[str, Outcome]()
     for max_rank in (16, 4):
         base = _carrying(seed, max_rank)
@@ -116,7 +116,7 @@ def check_windows(context: Context) -> Outcome:
             parts["compacted"] = exceeds(off, 1e-6 * size, what="distance to the sum of steps")
             windows = lazy_windows_of(model)
             assert windows is not None
-            parts["rank"] = equal(float(windows.rank), 4.0, what="rank of all slots")
+            parts["rank"] = equal(float(windows.rank), 4.0, what="rank of all increments")
         if max_rank == 16:
             continue
         for begin in range(1, _NUM_STEPS):
@@ -342,7 +342,7 @@ def check_rewards(context: Context) -> Outcome:  # noqa: ARG001 - by quadrature
 
 
 def check_replayed(context: Context) -> Outcome:
-    """Compare the slots that are made of a run's records alone with what the run did to its weights."""
+    """Compare the increments that are made of a run's records alone with what the run did to its weights."""
     parts: dict[str, Outcome] = {}
     for distribution, rng in (
         ("lozo", "mezo"),
@@ -370,8 +370,8 @@ def check_replayed(context: Context) -> Outcome:
         after, off, size = dict(model.named_parameters()), 0.0, 0.0
         for name, parameter in base.named_parameters():
             moved = after[name].detach() - parameter.detach()
-            if name in state.slots:
-                left, right = state.slots[name].joined()
+            if name in state.increments:
+                left, right = state.increments[name].joined()
                 off = max(off, float((left @ right.T - moved).abs().max()))
                 size = max(size, float(moved.abs().max()))
             else:
@@ -381,9 +381,9 @@ def check_replayed(context: Context) -> Outcome:
         )
         windows = -(-5 // _LAZY_STEPS) * 2
         if distribution != "lozo-released":
-            slots = next(iter(state.slots.values()))
-            parts[f"{distribution}, {rng}, slots"] = equal(
-                float(slots.rank), float(windows * _RANK), what="one for each window and query"
+            increments = next(iter(state.increments.values()))
+            parts[f"{distribution}, {rng}, increments"] = equal(
+                float(increments.rank), float(windows * _RANK), what="one for each window and query"
             )
     return everything_holds(parts)
 
@@ -394,7 +394,7 @@ _WINDOWS = "executors.runs.windows"
 _VERSIONS = "executors.serving.versions:Versions"
 _RUNTIME = "executors.serving.runtime:Runtime"
 _JOINED = "executors.models.packing:joined"
-_ADD_TO = "executors.runs.slots_of_run:_Updates.add_to"
+_ADD_TO = "executors.runs.increments_of_run:_Updates.add_to"
 
 
 @planted(f"{_WINDOWS}:LazyWindows.open", "drawn anew before what was learnt is folded")
@@ -403,16 +403,16 @@ def drawn_before_folding(shipped, self, step, **named):
     shipped(self, step, **named)
 
 
-@planted(f"{_WINDOWS}:close_slot", "what was learnt is thrown away")
+@planted(f"{_WINDOWS}:close_increment", "what was learnt is thrown away")
 def thrown_away(shipped, module, closed_rank):
     shipped(module, closed_rank)
     module.lora_closed_B.data.zero_()
 
 
 def left_by_closing(name: str, which: Callable[[Any], Tensor]) -> Fault:
-    """Return a fault of a slot that is closed and leaves one of its tensors as it was."""
+    """Return a fault of an increment that is closed and leaves one of its tensors as it was."""
 
-    @planted(f"{_WINDOWS}:close_slot", name)
+    @planted(f"{_WINDOWS}:close_increment", name)
     def fault(shipped, module, closed_rank):
         before = which(module).detach().clone()
         shipped(module, closed_rank)
@@ -474,8 +474,8 @@ def keys_of_another(shipped, packings):
     return replace(row, groups=tuple(groups)), places
 
 
-@planted(_JOINED, "slots that reach the tokens before")
-def slots_reach_before(shipped, packings):
+@planted(_JOINED, "increments that reach the tokens before")
+def increments_reach_before(shipped, packings):
     row, places = shipped(packings)
     return row, [slice(0, place.stop) for place in places]
 
@@ -532,7 +532,7 @@ CHECKS: Checks = {
         ),
         left_by_closing("an error that is not told", lambda module: module.lora_lost),
         Fault(
-            "closed slots that a resumed run does not read",
+            "closed increments that a resumed run does not read",
             f"{_WINDOWS}:LazyWindows.stand_at",
             lambda shipped, self, _step: shipped(self, 0),
         ),
@@ -566,7 +566,7 @@ CHECKS: Checks = {
         ),
         exchanged,
     ),
-    "tenants-see-their-own-slots": printed(
+    "tenants-see-their-own-increments": printed(
         check_tenants,
         narrowed_rows("narrowed rows one too far", 1, 1),
         narrowed_rows("narrowed rows one short", 0, -1),
@@ -577,9 +577,9 @@ CHECKS: Checks = {
             lambda shipped, *given, **named: shipped(*given, **{**named, "alpha": 2.0 * named["rank"]}),
         ),
         keys_of_another,
-        slots_reach_before,
+        increments_reach_before,
         predictions_of_another,
-        for_adapters("the base beside a tenant's slots", lambda first, own: own or first),
+        for_adapters("the base beside a tenant's increments", lambda first, own: own or first),
         for_adapters("beginnings shared between tenants", lambda first, _own: first),
         answers_to_another,
     ),
@@ -617,7 +617,7 @@ CHECKS: Checks = {
         with_family("without the rank", _ADD_TO, rank_power=0.0, update_rank_power=0.0),
         with_family(
             "the released refresh taken for a plain one",
-            "executors.runs.slots_of_run:_Updates._factors",
+            "executors.runs.increments_of_run:_Updates._factors",
             is_redrawn=False,
         ),
     ),

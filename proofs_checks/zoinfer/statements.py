@@ -1,4 +1,4 @@
-"""Low-rank directions, lazy factors and adapter slots: what "LLM Zeroth-Order Fine-Tuning is an Inference Workload" states."""
+"""Low-rank directions, lazy factors and adapter increments: what "LLM Zeroth-Order Fine-Tuning is an Inference Workload" states."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def check_normal_limit(context: Context) -> Outcome:
     )
 
 
-# -- lazy factors and slots ----------------------------------------------------------------------------------------------
+# -- lazy factors and increments ----------------------------------------------------------------------------------------------
 
 
 def _rationals(rows: int, columns: int, seed: int) -> list[list[Fraction]]:
@@ -324,41 +324,41 @@ def conditional_mean(slope: Array, right: Array) -> Array:
     return np.asarray(slope @ right @ right.T / right.shape[1])
 
 
-def composed(base: Matrix, slots: Sequence[tuple[Matrix, Matrix]]) -> list[list[Fraction]]:
-    """Return ``W₀ + A·Bᵀ`` with the slots' factors side by side in one ``A`` and one ``B`` (equations 13, 15 and 16)."""
+def composed(base: Matrix, increments: Sequence[tuple[Matrix, Matrix]]) -> list[list[Fraction]]:
+    """Return ``W₀ + A·Bᵀ`` with the increments' factors side by side in one ``A`` and one ``B`` (equations 13, 15 and 16)."""
     lefts, rights = (
         [list(itertools.chain(*rows)) for rows in zip(*side, strict=True)]
-        for side in zip(*slots, strict=True)
+        for side in zip(*increments, strict=True)
     )
     return plus(base, product(lefts, rights))
 
 
-def check_slots(_context: Context) -> Outcome:
-    """Compare one adapter of all slots with the sum of slots and the probe's two signs, and any order with any other."""
+def check_increments(_context: Context) -> Outcome:
+    """Compare one adapter of all increments with the sum of increments and the probe's two signs, and any order with any other."""
     base = _rationals(3, 4, 20)
-    slots = [(_rationals(3, rank, 30 + rank), _rationals(4, rank, 40 + rank)) for rank in (1, 2, 3)]
+    increments = [(_rationals(3, rank, 30 + rank), _rationals(4, rank, 40 + rank)) for rank in (1, 2, 3)]
     left, right = _rationals(3, 2, 50), _rationals(4, 2, 51)
     epsilon = Fraction(1, 1000)
     wrong = 0
     for sign in (1, -1):
         by_hand: list[list[Fraction]] = [list(row) for row in base]
-        for a, b in slots:
+        for a, b in increments:
             by_hand = plus(by_hand, product(a, b))
         by_hand = plus(by_hand, product(left, right), sign * epsilon)  # (14)
         scaled = [[sign * epsilon * x for x in row] for row in left]
-        for order in itertools.permutations([*slots, (scaled, right)]):
+        for order in itertools.permutations([*increments, (scaled, right)]):
             wrong += composed(base, order) != by_hand
     return is_true(wrong == 0, what=f"{wrong} of 48 composed adapters differ from (14)")
 
 
-def check_slots_in_float(_context: Context) -> Outcome:
-    """Compare a probe through a side path with the sum in rationals, in float32, for any order of slots."""
+def check_increments_in_float(_context: Context) -> Outcome:
+    """Compare a probe through a side path with the sum in rationals, in float32, for any order of increments."""
     parts = {}
     base = _rationals(3, 4, 20)
-    slots = [(_rationals(3, rank, 30 + rank), _rationals(4, rank, 40 + rank)) for rank in (1, 2, 3)]
-    exact = torch.tensor([[float(x) for x in row] for row in composed(base, slots)], dtype=torch.float64)
+    increments = [(_rationals(3, rank, 30 + rank), _rationals(4, rank, 40 + rank)) for rank in (1, 2, 3)]
+    exact = torch.tensor([[float(x) for x in row] for row in composed(base, increments)], dtype=torch.float64)
     sums = []
-    for order in itertools.permutations(slots):
+    for order in itertools.permutations(increments):
         total = torch.tensor([[float(x) for x in row] for row in base])
         for a, b in order:
             total = (
@@ -373,7 +373,7 @@ def check_slots_in_float(_context: Context) -> Outcome:
 
 
 def largest_window_count(rows: int, columns: int, rank: int) -> int:
-    """Return how many windows' slots weigh as much as the matrix itself: ``⌈mn/(r(m + n))⌉``.
+    """Return how many windows' increments weigh as much as the matrix itself: ``⌈mn/(r(m + n))⌉``.
 
     Examples
     --------
@@ -383,7 +383,7 @@ def largest_window_count(rows: int, columns: int, rank: int) -> int:
     return -(-rows * columns // (rank * (rows + columns)))
 
 
-def check_slot_growth(_context: Context) -> Outcome:
+def check_increment_growth(_context: Context) -> Outcome:
     """Compare the rank of a composed adapter with r for each window and one probe, and its size with the matrix's."""
     generator = np.random.default_rng(11)
     rows, columns, rank = 12, 12, 2
@@ -398,11 +398,11 @@ def check_slot_growth(_context: Context) -> Outcome:
         )
     windows = largest_window_count(rows, columns, rank)
     parts["as large as the matrix"] = equal(
-        float(windows * rank * (rows + columns)), float(rows * columns), what="numbers in all slots"
+        float(windows * rank * (rows + columns)), float(rows * columns), what="numbers in all increments"
     )
     steps = largest_window_count(5120, 5120, 2) * 50
     parts["OPT-13B, r = 2, ν = 50"] = equal(
-        float(steps), 64_000.0, what="steps until slots weigh as much as a matrix"
+        float(steps), 64_000.0, what="steps until increments weigh as much as a matrix"
     )
     return everything_holds(parts)
 
@@ -464,7 +464,7 @@ CHECKS: Checks = {
     "zoinfer-candidate-beside-the-current": printed(
         lazy.check_candidate, lazy.PROBE_TWICE, lazy.probe_stays, lazy.RATE_OFF
     ),
-    "compacted-slots-are-nearest": printed(
+    "compacted-increments-are-nearest": printed(
         lazy.check_compacted,
         lazy.FEWER_VALUES,
         lazy.lost_not,
@@ -492,7 +492,7 @@ CHECKS: Checks = {
             lazy.STALE_RIGHT,
             lazy.right_as_left,
             lazy.RATE_OFF,
-            lazy.SLOT_EACH_STEP,
+            lazy.INCREMENT_EACH_STEP,
         ),
     ),
     "zoinfer-window-subspace": (
@@ -533,26 +533,32 @@ CHECKS: Checks = {
     ),
     "zoinfer-one-larger-adapter": (
         printed(
-            check_slots,
+            check_increments,
             Fault(
                 "a sum that forgets its factor",
                 "proofs_checks.zoinfer.statements:plus",
                 lambda shipped, left, right, *_factor: shipped(left, right),
             ),
         ),
-        printed(check_slots_in_float),
-        printed(lazy.check_shipped_slots, lazy.PROBE_SIGN, lazy.PROBE_TWICE, lazy.narrow_sum, lazy.one_slot),
-    ),
-    "slots-grow-with-windows": (
+        printed(check_increments_in_float),
         printed(
-            check_slot_growth,
+            lazy.check_shipped_increments,
+            lazy.PROBE_SIGN,
+            lazy.PROBE_TWICE,
+            lazy.narrow_sum,
+            lazy.one_increment,
+        ),
+    ),
+    "increments-grow-with-windows": (
+        printed(
+            check_increment_growth,
             Fault(
                 "one side alone",
                 "proofs_checks.zoinfer.statements:largest_window_count",
                 lambda _shipped, _rows, columns, rank: -(-columns // rank),
             ),
         ),
-        printed(lazy.check_shipped_slot_growth, lazy.one_slot, lazy.SLOT_EACH_STEP),
+        printed(lazy.check_shipped_increment_growth, lazy.one_increment, lazy.INCREMENT_EACH_STEP),
     ),
     "zoinfer-quantised-base": (
         printed(check_quantised_base, central_by_epsilon),

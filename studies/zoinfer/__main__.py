@@ -1,9 +1,9 @@
 """Time a LoZO step as a training loop and as one batch of scoring, in turns, and print ratios of medians.
 
 ``python -m studies.zoinfer --shape 125m --batch 16 --batch 64`` prints the tables that the documentation quotes: the loop as its authors write
-it, zosim's plans with weights in place, as adapters, and with what is learnt as slots beside a frozen base, and single forwards. All tune the same matrices of equal models on the same batches:
+it, zosim's plans with weights in place, as adapters, and with what is learnt as increments beside a frozen base, and single forwards. All tune the same matrices of equal models on the same batches:
 prompts, behind each of which stand ``--options`` answers of one token, the only ones that have labels. The loop and the first two plans
-go along the same directions, the generator's of the released loop; slots draw their own. Then come the differences
+go along the same directions, the generator's of the released loop; increments draw their own. Then come the differences
 between losses and projected gradients of the loop and of adapters, from equal weights along the same directions.
 
 Contenders take turns of two steps, so that a machine that slows down slows all of them; the second is timed. With ``--out`` the medians go
@@ -48,10 +48,10 @@ _RANK, _LAZY_STEPS, _RATE, _EPSILON = 2, 50, 1e-6, 1e-3
 ROWS = "race.csv"
 """File of medians."""
 _LINEARS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
-_LOOP, _ADAPTERS, _SLOTS, _PLAIN_FORWARD, _PACKED_FORWARD = (
+_LOOP, _ADAPTERS, _INCREMENTS, _PLAIN_FORWARD, _PACKED_FORWARD = (
     "LoZO loop",
     "zosim, adapters",
-    "zosim, slots beside the base",
+    "zosim, increments beside the base",
     "one padded forward, 2x rows",
     "one packed forward, 2x rows",
 )
@@ -108,10 +108,10 @@ def _contenders(model: nn.Module, data: Data, dtype: str, device: str) -> dict[s
     for name, perturbation in (("zosim, in place", "serial"), (_ADAPTERS, "adapters")):
         session = _session(copy.deepcopy(model), data, dtype, device, perturbation)
         steps[name] = lambda number, batch, session=session: session.step(_on_cpu(batch), seeds=(number,))  # type: ignore[misc]
-    slots = copy.deepcopy(model)
-    attach(slots, LoRA(rank=_RANK, target_modules=_LINEARS, lazy_steps=_LAZY_STEPS))
-    beside = _session(slots, data, dtype, device, "adapters", directions=Directions())
-    steps[_SLOTS] = lambda _number, batch: beside.step(_on_cpu(batch))
+    increments = copy.deepcopy(model)
+    attach(increments, LoRA(rank=_RANK, target_modules=_LINEARS, lazy_steps=_LAZY_STEPS))
+    beside = _session(increments, data, dtype, device, "adapters", directions=Directions())
+    steps[_INCREMENTS] = lambda _number, batch: beside.step(_on_cpu(batch))
     return steps | {_PLAIN_FORWARD: forward_padded, _PACKED_FORWARD: forward_packed}
 
 
@@ -160,7 +160,7 @@ def plot_speedups(rows: Path, path: Path) -> None:
         for shape, threads, answers in sorted({key[:3] for key in took}):
             batches = sorted(int(key[3]) for key in took if key[:3] == (shape, threads, answers))
             sizes = [str(size) for size in dict.fromkeys(batches)]
-            for contender, style in ((_ADAPTERS, "o-"), (_SLOTS, "s--")):
+            for contender, style in ((_ADAPTERS, "o-"), (_INCREMENTS, "s--")):
                 ratios = [
                     took[shape, threads, answers, size, _LOOP]
                     / took[shape, threads, answers, size, contender]

@@ -96,5 +96,5 @@ def _complaint(answer: object, rows: Sequence[LoggedStep], sign: int) -> str:
     last = probe.right
     in_last = sum((row.left @ last.T * (-row.learning_rate * row.projected_gradient) for row in done), zero)
     if torch.allclose(product, in_last + moved, rtol=0, atol=1e-12):
-        return "each update is along the V of its own window: close a slot before V is drawn anew"
+        return "each update is along the V of its own window: close an increment before V is drawn anew"
     return f"A·Bᵀ is off by up to {float((product - learnt - moved).abs().max()):.2g}"

@@ -1,8 +1,8 @@
 """Hold predicted against measured times of packed steps: ``python -m studies.zoinfer.predicting --threads 1``.
 
 Each case is a batch of prompts, answers behind each of them, and perhaps an instruction that all begin with, scored as adapters along factors (``lozo``)
-and with what is learnt as slots beside a frozen base. What batches hold is counted in them, as ``zosim run`` does. The machine is calibrated first, unless
-``--profile`` names what `zosim calibrate -o` wrote. At last comes what a compaction of slots takes, of which a prediction counts a step's share: it is one
+and with what is learnt as increments beside a frozen base. What batches hold is counted in them, as ``zosim run`` does. The machine is calibrated first, unless
+``--profile`` names what `zosim calibrate -o` wrote. At last comes what a compaction of increments takes, of which a prediction counts a step's share: it is one
 in as many steps as ``V`` stays.
 """
 
@@ -23,8 +23,8 @@ from costmodel.rates.profile import Profile
 from costmodel.scoring import Row, Score, scores
 from costmodel.sweeps import closing_work
 from executors.calibration.calibrating import calibrated
+from executors.models.increments import Increments
 from executors.models.packing import facts_of
-from executors.models.slots import Slots
 from executors.models.spec import spec_of_model
 from executors.runs.adapters import attach
 from executors.runs.session import Session
@@ -95,8 +95,8 @@ def measured_s(session: Session, batches: list[Data]) -> float:
 
 
 def session_of(case: Case, model: nn.Module, batches: list[Data], held_as: str) -> Session:
-    """Return a session whose plan knows what batches hold, and whose factors are held as ``"adapters"`` of a step or in ``"slots"``."""
-    if held_as == "slots":
+    """Return a session whose plan knows what batches hold, and whose factors are held as ``"adapters"`` of a step or in ``"increments"``."""
+    if held_as == "increments":
         attach(
             model,
             LoRA(
@@ -115,7 +115,7 @@ def session_of(case: Case, model: nn.Module, batches: list[Data], held_as: str) 
             "batch": num_sequences,
             "seq": max(batch["input_ids"].shape[1] for batch in batches),
             "weights": {"perturbation": "adapters"},
-            "directions": {} if held_as == "slots" else directions,
+            "directions": {} if held_as == "increments" else directions,
             "forward": facts_of(batches),
         }
     )
@@ -123,21 +123,21 @@ def session_of(case: Case, model: nn.Module, batches: list[Data], held_as: str) 
 
 
 def compaction_s(model: nn.Module) -> float:
-    """Return what compacting the slots beside queries and values takes, from two ranks above the bound."""
+    """Return what compacting the increments beside queries and values takes, from two ranks above the bound."""
     generator = torch.Generator().manual_seed(0)
 
-    def drawn() -> list[Slots]:
+    def drawn() -> list[Increments]:
         pairs = [
             [torch.randn(side, _BOUND + _RANK, generator=generator) for side in shape]
             for shape in _tuned_shapes(model)
         ]
-        return [Slots([left], [right]) for left, right in pairs]
+        return [Increments([left], [right]) for left, right in pairs]
 
     made = [drawn() for _ in range(_NUM_COMPACTIONS)]
 
     def compact(number: int) -> None:
-        for slots in made[number]:
-            slots.compact(_BOUND)
+        for increments in made[number]:
+            increments.compact(_BOUND)
 
     return in_turns({"compact": compact}, len(made), num_warm_rounds=0)["compact"].median_s
 
@@ -174,7 +174,7 @@ def main() -> None:
         base = model_of(case.shape, torch.float32, "cpu")
         count = options.steps if case.shape == "125m" else 5 * options.steps
         batches = case.batches(base, count)
-        for held_as in ("adapters", "slots"):
+        for held_as in ("adapters", "increments"):
             with session_of(case, copy.deepcopy(base), batches, held_as) as session:
                 predicted_s = simulate(lower(session.plan), machine).step_time_s
                 name = f"{case.shape}, {case.batch} x {case.answers}, {case.instruction} shared, {held_as}"
@@ -187,7 +187,7 @@ def main() -> None:
             model = model_of(shape, torch.float32, "cpu")
             expected, seconds = predicted_compaction_s(model, profile), compaction_s(model)
             print(
-                f"{shape}: compacting slots to rank {_BOUND} is predicted to take {expected * 1e3:.1f} ms and takes "
+                f"{shape}: compacting increments to rank {_BOUND} is predicted to take {expected * 1e3:.1f} ms and takes "
                 f"{seconds * 1e3:.1f} ms, once in {_LAZY_STEPS} steps"
             )
 

@@ -2,7 +2,7 @@
 
 ``python -m studies.zoinfer.training --out FOLDER`` trains the linears of the embedded model with every contender, one step of each in turn, so that
 all of them see the same machine. LoZO's loop and the runtime's LoZO take the same directions, which the released loop's generator draws; a run that
-tunes slots beside the base draws its own. Steps are timed; held-out losses are taken between them. Rows go into ``training.csv``,
+tunes increments beside the base draws its own. Steps are timed; held-out losses are taken between them. Rows go into ``training.csv``,
 and ``training.svg`` draws held-out losses over seconds and over steps.
 """
 
@@ -35,12 +35,12 @@ from zosim.plans import Directions, Estimator, Placement, Plan, Weights
 
 RANK, LAZY_STEPS = 2, 50
 _LINEARS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
-_MEZO, _LOZO, _IN_PLACE, _ADAPTERS, _SLOTS = (
+_MEZO, _LOZO, _IN_PLACE, _ADAPTERS, _INCREMENTS = (
     "MeZO loop",
     "LoZO loop",
     "LoZO, in place",
     "LoZO, adapters",
-    "LoZO, slots beside the base",
+    "LoZO, increments beside the base",
 )
 
 
@@ -132,15 +132,15 @@ def run_of(session: Session) -> Contender:
 
 def _contenders(pretrained: Pretrained, seed: int, stack: ExitStack) -> dict[str, Contender]:
     lozo = Directions(distribution="lozo", rank=RANK, lazy_steps=LAZY_STEPS)
-    with_slots = load_model(str(pretrained.model), dtype="float32")
+    with_increments = load_model(str(pretrained.model), dtype="float32")
     attach(
-        with_slots,
+        with_increments,
         LoRA(rank=RANK, target_modules=_LINEARS, lazy_steps=LAZY_STEPS, seed=seed),
     )
     sessions = {
         _IN_PLACE: session_of(linears_of(pretrained), "serial", lozo, seed),
         _ADAPTERS: session_of(linears_of(pretrained), "adapters", lozo, seed),
-        _SLOTS: session_of(with_slots, "adapters", Directions(), seed),
+        _INCREMENTS: session_of(with_increments, "adapters", Directions(), seed),
     }
     return {
         _MEZO: loop_of(linears_of(pretrained), None, seed),

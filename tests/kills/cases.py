@@ -96,7 +96,7 @@ POINTS: dict[str, Point] = {
         Point("end/header", "os.rename", r"out/run\.json$", nth=2),
         Point("replay", "call", f"{_RUNS}.session:Session.replay"),
         Point("joining", "call", "executors.ranks.gloo:gloo_group"),
-        Point("window/closing", "call", f"{_RUNS}.windows:close_slot"),
+        Point("window/closing", "call", f"{_RUNS}.windows:close_increment"),
         Point("window/drawn", "call", f"{_RUNS}.windows:LazyWindows.draw"),
     )
 }

@@ -273,7 +273,7 @@ def test_distzo2_equation_3_and_its_second_term():
     assert same(((n - 1) * size / (n * link)) / (size / (n * lane)), (n - 1) * lane / link)
 
 
-def test_slots_side_by_side_are_their_sum():
+def test_increments_side_by_side_are_their_sum():
     base = sympy.MatrixSymbol("W", 3, 4).as_explicit()
     lefts = [sympy.MatrixSymbol(f"A{i}", 3, 2).as_explicit() for i in range(3)]
     rights = [sympy.MatrixSymbol(f"B{i}", 4, 2).as_explicit() for i in range(3)]

@@ -322,7 +322,7 @@ def test_the_matrix_tries_each_fault_on_every_chosen_claim():
     both, one = rows["V drawn anew in every step"], rows["an update that is 3 % long"]
     assert both["planted_by"] == both["caught_by"] == names
     assert (one["planted_by"], one["caught_by"]) == (names[:1], names[:1])
-    assert (one["survived"], one["num_not_reached"]) == ([], 1)  # the second claim adds no slots
+    assert (one["survived"], one["num_not_reached"]) == ([], 1)  # the second claim adds no increments
     assert len(rows) == len({fault for claim in claims_named(*names) for fault in claim.faults})
 
 

@@ -196,7 +196,7 @@ class Forwards(AxisWriter):
             work = self._with_shared(work, segment, num_copies, num_rows, shared, seq)
         work = self._stored(work, segment, is_beside=False)
         if plan.model.tunes_left_factors:
-            # Open slot and closed ones are one pair of factors; of these there are as many in the end as they are bound to.
+            # Open increment and closed ones are one pair of factors; of these there are as many in the end as they are bound to.
             linears = [(outputs, inputs) for _ in tuned for inputs, outputs in plan.model.adapter_shapes]
             rank = plan.model.adapter_rank
         else:

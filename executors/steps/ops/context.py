@@ -70,7 +70,7 @@ class Context:
         Format of losses, where only other ranks compute them.
     graphs : Graphs or None
         Of draws and blocks, where they are launched as graphs.
-    slots_in_use : callable
+    adapter_rank_in_use : callable
         Returns how much is read of adapters whose rank grows, which a graph has to be captured for.
     loaded : LoadedBatch
         The batch that this rank forwards.
@@ -86,7 +86,7 @@ class Context:
     ranks: Ranks | None = None
     remote_loss_dtype: torch.dtype | None = None
     graphs: Graphs | None = None
-    slots_in_use: Callable[[], int] = int
+    adapter_rank_in_use: Callable[[], int] = int
     loaded: LoadedBatch = field(default_factory=LoadedBatch)
     _bound: dict[GroupWeights | FrozenWeights, PlacedPart] = field(default_factory=dict)
 

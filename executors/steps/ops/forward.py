@@ -161,7 +161,7 @@ class Forwards:
         ]
         signature = (
             arguments.signature,
-            context.slots_in_use(),
+            context.adapter_rank_in_use(),
             *(
                 (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
                 for tensor in (hidden, made)

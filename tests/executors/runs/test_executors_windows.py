@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from costmodel.models.configs import LoRA
 from costmodel.sweeps import closing_work
 from executors.low_bits import linear
+from executors.models.increments import Increments
 from executors.models.lora import joined_factors
-from executors.models.slots import Slots
 from executors.runs import windows as windows_of_runs
 from executors.runs.adapters import attach
 from executors.runs.session import Session
@@ -80,7 +80,7 @@ def test_a_window_adds_up_along_its_own_factor_and_all_windows_stay():
     for module, wanted, before in zip(carriers(model), moved, carriers(base), strict=True):
         right, left = joined_factors(module)
         assert torch.allclose(left @ right, wanted, rtol=0, atol=1e-12)
-        assert right.shape[0] == 2 * 3  # two closed slots and the open one
+        assert right.shape[0] == 2 * 3  # two closed increments and the open one
         assert torch.equal(module.weight, before.weight)
     assert max(wanted.abs().max() for wanted in moved) > 1e-2
 
@@ -118,7 +118,7 @@ def test_all_points_in_one_forward_are_the_points_one_by_one(name, axes, low_bit
         assert all(torch.equal(*pair) for pair in zip(*codes, strict=True))
 
 
-def test_slots_are_compacted_at_the_bound_and_say_what_that_lost():
+def test_increments_are_compacted_at_the_bound_and_say_what_that_lost():
     base = carrying(TIGHT)
     model, _ = trained(base, {})
     full, _ = trained(carrying(), {}, range(4))
@@ -150,7 +150,7 @@ def test_left_factors_alone_are_tuned():
 
 @pytest.mark.parametrize("axes", [{}, TOGETHER, {"estimator": {"num_queries": 2}}])
 def test_plans_know_the_share_of_a_step_in_closing_windows(axes):
-    """Once in a window, for each linear, from what all slots have room for to what the closed ones have."""
+    """Once in a window, for each linear, from what all increments have room for to what the closed ones have."""
     widths = {"q_proj": (32, 32), "fc2": (32, 52)}  # outputs, inputs
     once = 2 * sum(closing_work(*pair, rank=2, closed_rank=14).num_factor_flops for pair in widths.values())
     machine, times = unshared(factor_rate=1e6), {}
@@ -199,13 +199,13 @@ def whole_run(inputs, tmp_path_factory):
 @pytest.mark.parametrize(
     ("owner", "name", "nth"),
     [
-        (windows_of_runs, "close_slot", 1),
-        (windows_of_runs, "close_slot", 9),
+        (windows_of_runs, "close_increment", 1),
+        (windows_of_runs, "close_increment", 9),
         (LazyWindows, "draw", 2),
-        (Slots, "compact", 8),
+        (Increments, "compact", 8),
         (Session, "begin_step", 5),
     ],
-    ids=["first-slot", "slots-of-the-second", "drawn-not-saved", "compacted", "within"],
+    ids=["first-increment", "increments-of-the-second", "drawn-not-saved", "compacted", "within"],
 )
 def test_a_run_that_is_killed_in_a_change_of_windows_goes_on_to_the_same_bits(
     inputs, whole_run, tmp_path, monkeypatch, owner, name, nth

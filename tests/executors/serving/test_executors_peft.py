@@ -64,7 +64,7 @@ def trained_adapters(folder, name, lora=LORA, num_steps=3, **low_bits):
 
 
 LAZY = LORA | {"lazy_steps": 2, "max_rank": 4}
-"""Seven steps are three windows that are closed, of which slots of rank 2 are left, and an open one."""
+"""Seven steps are three windows that are closed, of which increments of rank 2 are left, and an open one."""
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_text_is_the_most_probable_one(served, reference):
 
 
 def test_a_tuning_on_an_engine_is_that_of_perturbed_models(served, reference, tmp_path):
-    """Its losses are those of the base with slots and probe merged, as the written adapters have them."""
+    """Its losses are those of the base with increments and probe merged, as the written adapters have them."""
     engine, model = served
     target = "q_proj" if any(path.endswith("q_proj") for path in linear_shapes(reference)) else "v_proj"
     settings = replace(SETTINGS, targets=(target,), lazy_steps=2, max_rank=6, learning_rate=0.05, seed=0)
@@ -248,7 +248,7 @@ def test_transposed_linears_are_tuned_alike(tmp_path):
 # -- the runtime alone -------------------------------------------------------------------------------------------
 
 
-def test_a_tenant_never_sees_anothers_slots(folder):
+def test_a_tenant_never_sees_anothers_increments(folder):
     """What the other tenant's adapter is changes no bit of this one's scores; nor do common beginnings leak."""
     runtime = Runtime(base())
     prompts = tokens_of(3, shared=40 - 16)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import torch
 
 
-def slots_of(rows):
+def increments_of(rows):
     """Each V once, with the sum of what was learnt along it."""
-    slots = {}
+    increments = {}
     for row in rows:
-        left, right = slots.get(id(row.right), (torch.zeros_like(row.left), row.right))
-        slots[id(row.right)] = left - row.learning_rate * row.projected_gradient * row.left, right
-    return slots
+        left, right = increments.get(id(row.right), (torch.zeros_like(row.left), row.right))
+        increments[id(row.right)] = left - row.learning_rate * row.projected_gradient * row.left, right
+    return increments
 
 
 def right(rows, probe, epsilon, sign):
-    slots = slots_of(rows)
-    left, _ = slots.get(id(probe.right), (torch.zeros_like(probe.left), None))
-    slots[id(probe.right)] = left + sign * epsilon * probe.left, probe.right
-    return tuple(torch.cat(factors, 1) for factors in zip(*slots.values(), strict=True))
+    increments = increments_of(rows)
+    left, _ = increments.get(id(probe.right), (torch.zeros_like(probe.left), None))
+    increments[id(probe.right)] = left + sign * epsilon * probe.left, probe.right
+    return tuple(torch.cat(factors, 1) for factors in zip(*increments.values(), strict=True))
 
 
-def a_slot_for_every_step(rows, probe, epsilon, sign):
+def an_increment_for_every_step(rows, probe, epsilon, sign):
     lefts = [-row.learning_rate * row.projected_gradient * row.left for row in rows]
     return (
         torch.cat([*lefts, sign * epsilon * probe.left], 1),
@@ -40,8 +40,8 @@ def up_the_hill(rows, probe, epsilon, sign):
 
 
 WRONG = [
-    (a_slot_for_every_step, "columns where"),
-    (along_the_present_v, "close a slot before V is drawn anew"),
+    (an_increment_for_every_step, "columns where"),
+    (along_the_present_v, "close an increment before V is drawn anew"),
     (up_the_hill, "sign of an update"),
     (lambda rows, probe, epsilon, sign: right(rows, probe, epsilon, -sign), "probe's sign"),
     (lambda rows, probe, epsilon, sign: right(rows, probe, 0.0, sign), "the probe is missing"),

@@ -1,6 +1,6 @@
 """A run's updates as an adapter, made of its log: no forward runs, and no weight is read but for its shape.
 
-A step along ``U·Vᵀ`` adds ``-η·g·U·Vᵀ`` to a matrix. While ``V`` stays, the left factors add up; before it is drawn anew, its slot is closed. Slots hold
+A step along ``U·Vᵀ`` adds ``-η·g·U·Vᵀ`` to a matrix. While ``V`` stays, the left factors add up; before it is drawn anew, its increment is closed. Increments hold
 sums in float32 or wider that the run rounded to its weights step by step: they are nearer to what the steps said than the run's own weights.
 """
 
@@ -15,8 +15,8 @@ from torch import Generator, nn
 
 from costmodel.models.configs import LoRA
 from executors.formats import TORCH_DTYPES
+from executors.models.increments import AdapterState
 from executors.models.model import CutModel
-from executors.models.slots import AdapterState
 from executors.models.weight_files import weights_digest
 from executors.randomness.counter import CounterKey
 from executors.randomness.low_rank import FactorDraws, Factors, Window, divisor_of
@@ -49,7 +49,7 @@ def write_adapter(
     num_steps : int, optional
         By default all that were logged.
     max_rank : int, optional
-        Slots are compacted where their rank would pass it.
+        Increments are compacted where their rank would pass it.
 
     Returns
     -------
@@ -85,7 +85,7 @@ def write_adapter(
     state.save(model, out, facts)
     return {
         "num_steps": wanted,
-        "num_matrices": len(state.slots),
+        "num_matrices": len(state.increments),
         "rank": state.rank,
         "relative_error": error,
     }

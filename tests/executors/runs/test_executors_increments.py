@@ -1,4 +1,4 @@
-"""Updates as slots of one adapter: their algebra, what compacting loses, and a run's log as an adapter."""
+"""Updates as increments of one adapter: their algebra, what compacting loses, and a run's log as an adapter."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from executors.models.slots import AdapterState, Slots
-from executors.runs.slots_of_run import write_adapter
+from executors.models.increments import AdapterState, Increments
+from executors.runs.increments_of_run import write_adapter
 from tests.support.command import loaded, zosim
 from topology.errors import ModelError, RunError
 
@@ -20,45 +20,45 @@ def factors(generator, rank=2):
     return (torch.randn(side, rank, dtype=torch.float64, generator=generator) for side in (9, 7))
 
 
-def slots_of(num, generator):
-    slots = Slots()
+def increments_of(num, generator):
+    increments = Increments()
     for _ in range(num):
-        slots.add(*factors(generator), 0.5)
-    return slots
+        increments.add(*factors(generator), 0.5)
+    return increments
 
 
-def test_slots_add_up_in_any_order_and_a_probe_is_one_more():
+def test_increments_add_up_in_any_order_and_a_probe_is_one_more():
     generator = torch.Generator().manual_seed(0)
-    slots, (left, right) = slots_of(3, generator), factors(generator)
-    whole = sum(a @ b.T for a, b in zip(slots.lefts, slots.rights, strict=True))
-    turned = Slots(slots.lefts[::-1], slots.rights[::-1])
-    for one in (slots, turned):
+    increments, (left, right) = increments_of(3, generator), factors(generator)
+    whole = sum(a @ b.T for a, b in zip(increments.lefts, increments.rights, strict=True))
+    turned = Increments(increments.lefts[::-1], increments.rights[::-1])
+    for one in (increments, turned):
         a, b = one.joined((left, right, -1e-3))
         assert torch.allclose(a @ b.T, whole - 1e-3 * left @ right.T, rtol=0, atol=1e-12)
-    assert slots.rank == 6  # the probe has left no trace
+    assert increments.rank == 6  # the probe has left no trace
 
 
-def test_updates_with_one_right_factor_are_one_slot():
+def test_updates_with_one_right_factor_are_one_increment():
     generator = torch.Generator().manual_seed(0)
-    slots, (left, right) = Slots(), factors(generator)
+    increments, (left, right) = Increments(), factors(generator)
     other, _ = factors(generator)
-    slots.add(left, right, 2.0)
-    slots.add(other, right, -1.0)
-    assert (slots.rank, len(slots.lefts)) == (2, 1)
-    assert torch.allclose(slots.lefts[0], 2 * left - other)
+    increments.add(left, right, 2.0)
+    increments.add(other, right, -1.0)
+    assert (increments.rank, len(increments.lefts)) == (2, 1)
+    assert torch.allclose(increments.lefts[0], 2 * left - other)
 
 
 def test_compacting_loses_what_it_says_and_no_more_than_any_matrix_of_that_rank():
     generator = torch.Generator().manual_seed(0)
-    slots = slots_of(3, generator)
-    before = torch.matmul(*(f if i == 0 else f.T for i, f in enumerate(slots.joined())))
-    slots.compact(4)
-    left, right = slots.joined()
+    increments = increments_of(3, generator)
+    before = torch.matmul(*(f if i == 0 else f.T for i, f in enumerate(increments.joined())))
+    increments.compact(4)
+    left, right = increments.joined()
     lost = torch.linalg.matrix_norm(before - left @ right.T)
-    assert slots.rank == 4
-    assert slots.lost == pytest.approx(lost.item(), rel=1e-9)
-    assert slots.lost == pytest.approx(torch.linalg.svdvals(before)[4:].norm().item(), rel=1e-9)
-    assert slots.norm() == pytest.approx(torch.linalg.matrix_norm(left @ right.T).item(), rel=1e-9)
+    assert increments.rank == 4
+    assert increments.lost == pytest.approx(lost.item(), rel=1e-9)
+    assert increments.lost == pytest.approx(torch.linalg.svdvals(before)[4:].norm().item(), rel=1e-9)
+    assert increments.norm() == pytest.approx(torch.linalg.matrix_norm(left @ right.T).item(), rel=1e-9)
 
 
 def test_a_bound_that_holds_nothing_but_the_present_window_is_refused():

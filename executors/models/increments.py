@@ -1,7 +1,7 @@
 """A low-rank adapter that grows: increments of a frozen base, joined, compacted, and written for PEFT.
 
-A slot is a product ``A·Bᵀ`` beside a matrix. Slots add up in any order; joined, their factors stand side by side in one
-pair, ``[A₁ A₂ …]·[B₁ B₂ …]ᵀ``. A probe is one more slot. Updates with one right factor are one slot, whose left factor is their sum.
+An increment is a product ``A·Bᵀ`` beside a matrix. Increments add up in any order; joined, their factors stand side by side in one
+pair, ``[A₁ A₂ …]·[B₁ B₂ …]ᵀ``. A probe is one more increment. Updates with one right factor are one increment, whose left factor is their sum.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from topology.errors import ModelError
 
 
 @dataclass
-class Slots:
+class Increments:
     """Low-rank increments of one matrix.
 
     Attributes
     ----------
     lefts, rights : list of torch.Tensor
-        Factors ``A`` (rows, rank) and ``B`` (columns, rank) of each slot.
+        Factors ``A`` (rows, rank) and ``B`` (columns, rank) of each increment.
     lost : float
         Frobenius norm of all that compacting left out, at most: a sum over the times that it did.
     """
@@ -39,25 +39,25 @@ class Slots:
         return sum(left.shape[1] for left in self.lefts)
 
     def add(self, left: Tensor, right: Tensor, factor: float) -> None:
-        """Add ``factor·A·Bᵀ``, to the slot whose right factor is this very tensor, or as a new one.
+        """Add ``factor·A·Bᵀ``, to the increment whose right factor is this very tensor, or as a new one.
 
         Sums of left factors are in float32 or wider.
         """
         left = left.to(torch.promote_types(left.dtype, torch.float32))
-        for slot, known in enumerate(self.rights):
+        for increment, known in enumerate(self.rights):
             if known is right:
-                self.lefts[slot].add_(left, alpha=factor)
+                self.lefts[increment].add_(left, alpha=factor)
                 return
         self.lefts.append(left * factor)
         self.rights.append(right)
 
     def joined(self, probe: tuple[Tensor, Tensor, float] | None = None) -> tuple[Tensor, Tensor]:
-        """Return the factors of the sum of all slots, side by side.
+        """Return the factors of the sum of all increments, side by side.
 
         Parameters
         ----------
         probe : tuple, optional
-            ``U``, ``V`` and what their product is multiplied by: the last slot, for as long as this is asked.
+            ``U``, ``V`` and what their product is multiplied by: the last increment, for as long as this is asked.
         """
         lefts, rights = list(self.lefts), list(self.rights)
         if probe is not None:
@@ -68,7 +68,7 @@ class Slots:
         return joined, torch.cat([right.to(joined.dtype) for right in rights], 1)
 
     def compact(self, rank: int) -> None:
-        """Replace all slots by one of at most `rank`: the nearest matrix of that rank, by singular values.
+        """Replace all increments by one of at most `rank`: the nearest matrix of that rank, by singular values.
 
         Notes
         -----
@@ -87,7 +87,7 @@ class Slots:
         self.rights = [(right_base @ inner[:rank].T * root).to(left.dtype)]
 
     def norm(self) -> float:
-        """Return the Frobenius norm of the sum of all slots."""
+        """Return the Frobenius norm of the sum of all increments."""
         # ‖A·Bᵀ‖² = Σ (AᵀA ∘ BᵀB), so that no matrix of the weight's size is made.
         left, right = (factor.double() for factor in self.joined())
         return float(((left.T @ left) * (right.T @ right)).sum().clamp(min=0).sqrt())
@@ -99,21 +99,21 @@ class AdapterState:
 
     Attributes
     ----------
-    slots : mapping of str to Slots
+    increments : mapping of str to Increments
         By the name of the weight.
     max_rank : int or None
-        Slots are compacted where new ones would let their rank pass it.
+        Increments are compacted where new ones would let their rank pass it.
     """
 
-    slots: dict[str, Slots] = field(default_factory=dict)
+    increments: dict[str, Increments] = field(default_factory=dict)
     max_rank: int | None = None
 
     def add(self, name: str, left: Tensor, right: Tensor, factor: float) -> None:
         """Add ``factor·A·Bᵀ`` beside the weight called `name`."""
-        self.slots.setdefault(name, Slots()).add(left, right, factor)
+        self.increments.setdefault(name, Increments()).add(left, right, factor)
 
     def close(self, next_rank: int) -> None:
-        """Compact finished slots so that others of `next_rank` together fit within the bound of the rank.
+        """Compact finished increments so that others of `next_rank` together fit within the bound of the rank.
 
         Raises
         ------
@@ -128,29 +128,29 @@ class AdapterState:
                 f"{next_rank}",
                 hint=f"use --max-rank {2 * next_rank} or more",
             )
-        for slots in self.slots.values():
-            slots.compact(self.max_rank - next_rank)
+        for increments in self.increments.values():
+            increments.compact(self.max_rank - next_rank)
 
     @property
     def rank(self) -> int:
         """The largest rank of any."""
-        return max((slots.rank for slots in self.slots.values()), default=0)
+        return max((increments.rank for increments in self.increments.values()), default=0)
 
     @property
     def relative_error(self) -> float:
         """Upper bound of what compacting has left out, relative to the norm of the sum, of the worst matrix."""
-        return max((s.lost / norm for s in self.slots.values() if (norm := s.norm())), default=0.0)
+        return max((s.lost / norm for s in self.increments.values() if (norm := s.norm())), default=0.0)
 
     def merge_into(self, model: nn.Module) -> None:
-        """Add the sums of slots to a model's weights."""
+        """Add the sums of increments to a model's weights."""
         named = dict(model.named_parameters())
         with torch.no_grad():
-            for name, slots in self.slots.items():
-                left, right = slots.joined()
+            for name, increments in self.increments.items():
+                left, right = increments.joined()
                 named[name].add_((left @ right.T).to(named[name].dtype))
 
     def save(self, model: nn.Module, directory: str | Path, facts: Mapping[str, str]) -> None:
-        """Write the slots, joined, as PEFT reads an adapter.
+        """Write the increments, joined, as PEFT reads an adapter.
 
         Parameters
         ----------
@@ -160,23 +160,23 @@ class AdapterState:
         Raises
         ------
         ModelError
-            If a weight that has slots is no linear's.
+            If a weight that has increments is no linear's.
         """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         is_linear = {
             names[id(module.weight)]: isinstance(module, nn.Linear)
             for _, module, _, _ in block_linears(model)
         }
-        strange = [name for name in self.slots if name not in is_linear]
-        if strange or not self.slots:
+        strange = [name for name in self.increments if name not in is_linear]
+        if strange or not self.increments:
             raise ModelError(
                 f"{strange[0]} is no weight of a linear layer of a block, and an adapter cannot stand beside it"
                 if strange
                 else "nothing has been updated, and an adapter needs a rank"
             )
         tensors: dict[str, Tensor] = {}
-        for name, slots in self.slots.items():
-            left, right = slots.joined()
+        for name, increments in self.increments.items():
+            left, right = increments.joined()
             missing = self.rank - left.shape[1]  # PEFT gives all of them one rank
             left, right = (nn.functional.pad(factor, (0, missing)) for factor in (left, right))
             # A weight of inputs by outputs (Conv1D) has its factors the other way round.
@@ -190,7 +190,7 @@ class AdapterState:
             tensors,
             rank=self.rank,
             alpha=float(self.rank),
-            targets=sorted({name.split(".")[-2] for name in self.slots}),
-            is_transposed=not any(is_linear[name] for name in self.slots),
+            targets=sorted({name.split(".")[-2] for name in self.increments}),
+            is_transposed=not any(is_linear[name] for name in self.increments),
             facts=facts,
         )
