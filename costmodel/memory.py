@@ -1,6 +1,6 @@
 """Memory in named parts, what a runtime adds to them, and whether a host can give what a plan asks.
 
-The parts of a plan (weights, slots, activations ...) are counted where the plan is lowered. Here is the rest: the
+The parts of a plan (weights, staging buffers, activations ...) are counted where the plan is lowered. Here is the rest: the
 context of a GPU's runtime, the allocator's rounding and slack, and the limits of the machine at hand.
 """
 

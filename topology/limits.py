@@ -22,8 +22,8 @@ Rank = Annotated[int, Field(gt=0, le=2**16)]
 """Columns of the factors of a matrix of low rank."""
 Queries = Annotated[int, Field(gt=0, le=4096)]
 """Directions of one step."""
-Slots = Annotated[int, Field(gt=0, le=1024)]
-"""Device slots that blocks pass through; no more than blocks are of use."""
+StagingBuffers = Annotated[int, Field(gt=0, le=1024)]
+"""Device buffers that blocks pass through; no more than blocks are of use."""
 Ranks = Annotated[int, Field(gt=0, le=2**16)]
 """Ranks along an axis of a mesh."""
 MAX_RANKS = 2**16

@@ -5,10 +5,10 @@ each other with :func:`merge`, and :func:`zosim.planning.resolve.resolve` makes 
 
 Examples
 --------
->>> file = PlanConfig(batch=4, residency=Residency(blocks="offloaded", num_slots=2))
->>> typed = PlanConfig(residency=Residency(num_slots=3))
+>>> file = PlanConfig(batch=4, residency=Residency(blocks="offloaded", num_staging_buffers=2))
+>>> typed = PlanConfig(residency=Residency(num_staging_buffers=3))
 >>> merge(file, typed).set_fields()
-{'batch': 4, 'residency': {'blocks': 'offloaded', 'num_slots': 3}}
+{'batch': 4, 'residency': {'blocks': 'offloaded', 'num_staging_buffers': 3}}
 """
 
 from __future__ import annotations

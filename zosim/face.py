@@ -86,7 +86,7 @@ def plan(
         Calibrated rates to predict with, from `zosim calibrate -o`.
     **settings
         Any option of `zosim plan` by its name: ``batch=4``, ``seq=2048``, ``method="zo2"``, ``ranks=2``,
-        ``max_device_memory="20GiB"``, ``dtype="bfloat16"``, ``slots=2``, ``mesh="data=2,perturb=2"``, ``lora_rank=8`` and so on.
+        ``max_device_memory="20GiB"``, ``dtype="bfloat16"``, ``staging_buffers=2``, ``mesh="data=2,perturb=2"``, ``lora_rank=8`` and so on.
         Without ``dtype`` the weights have the checkpoint's format (:func:`costmodel.formats.default_dtype`).
 
     Raises

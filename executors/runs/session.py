@@ -174,7 +174,7 @@ class Session:
         self.device = backend.device
         if graphs:
             is_allocated = any(isinstance(item.op, Allocate) for _, item in self.program.instructions())
-            refuse_graphs(self.device, keeps_slots=not is_allocated)
+            refuse_graphs(self.device, keeps_buffers=not is_allocated)
         if (progress := progress_of_this_rank()) is not None:
             progress.place(stage_of(plan, self.rank))
             backend.note = progress.note

@@ -99,7 +99,7 @@ class WeightChecksums:
         self._checksums: dict[Place, Tensor] = {}
         # By instruction and weights: the first step in which each share had other bits.
         self._first: dict[tuple[str, str], Tensor] = {}
-        # Of every block that left its slot for a copy that ranks share, as this rank computed it.
+        # Of every block that left its staging buffer for a copy that ranks share, as this rank computed it.
         leaving = [a for a in self._at_rest if a.share and isinstance(a.what, GroupWeights)]
         self._left = {_name(a): torch.zeros((), dtype=torch.int64, device=backend.device) for a in leaving}
 

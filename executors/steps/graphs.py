@@ -2,7 +2,7 @@
 
 A graph replays kernels with the addresses that they were captured with. So whatever goes in or comes out has a place that stays,
 and what lies elsewhere has a graph of its own. Launches that are equal but for their caller, such as those of blocks that take
-turns in one slot, share a graph.
+turns in one staging buffer, share a graph.
 
 CUDA alone: ``torch.accelerator.Graph`` is newer than the oldest torch that runs here.
 """
@@ -35,7 +35,7 @@ _MOST_GRAPHS = 4096
 """Graphs of a session, those that are out of use among them."""
 
 
-def refuse_graphs(device: torch.device, *, keeps_slots: bool) -> None:
+def refuse_graphs(device: torch.device, *, keeps_buffers: bool) -> None:
     """Refuse graphs where none can be captured or replayed.
 
     Raises
@@ -44,10 +44,10 @@ def refuse_graphs(device: torch.device, *, keeps_slots: bool) -> None:
     """
     if device.type != "cuda":
         raise PlanError(f"--graphs needs a CUDA device, not {device.type}", hint="leave --graphs out")
-    if not keeps_slots:
+    if not keeps_buffers:
         raise PlanError(
-            "--graphs needs blocks that stay where they are, but every step takes new memory for its slots",
-            hint="leave --graphs out, or plan with residency.reuse_slots=true",
+            "--graphs needs blocks that stay where they are, but every step takes new memory for its staging buffers",
+            hint="leave --graphs out, or plan with residency.reuse_staging_buffers=true",
         )
 
 

@@ -19,8 +19,8 @@ from zosim.simulators.fold import fold
 from zosim.simulators.lockstep import simulate_many
 from zosim.simulators.world import World
 
-NUM_SLOTS = 6
-"""Enough that no slot is waited for: upload, exchange, compute and offload of four blocks overlap."""
+NUM_STAGING_BUFFERS = 6
+"""Enough that no staging buffer is waited for: upload, exchange, compute and offload of four blocks overlap."""
 
 _RANKS = (2, 4)
 _LINKS = (8.0, 2.0, 1.0, 0.5, 0.25)
@@ -74,7 +74,7 @@ def programs(num_ranks: int, transfers: str) -> ProgramSet:
             seq=64,
             mesh=Mesh(data=num_ranks),
             residency=Residency.model_validate(
-                {"blocks": "offloaded", "num_slots": NUM_SLOTS, "transfers": transfers}
+                {"blocks": "offloaded", "num_staging_buffers": NUM_STAGING_BUFFERS, "transfers": transfers}
             ),
             schedule=Schedule(update="delayed"),
         )

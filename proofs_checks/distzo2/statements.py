@@ -320,7 +320,7 @@ def check_not_negligible(_context: Context) -> Outcome:
 def check_pair_speedup(context: Context) -> Outcome:
     """Compare simulated steps of one device and of a pair of ranks with lanes of their own with the closed form."""
     offloaded = {
-        "residency": Residency(blocks="offloaded", num_slots=6),
+        "residency": Residency(blocks="offloaded", num_staging_buffers=6),
         "schedule": Schedule(update="delayed"),
     }
     alone, pair = _on(Mesh(), **offloaded), _on(Mesh(perturb=2), **offloaded)

@@ -7,7 +7,9 @@ from typing import Literal
 from proofs_checks.oracles.registry import Count, NonNegative, Positive, oracle
 
 
-@oracle("ZO2 Sec. 5.2, Alg. 2 and Fig. 5: like blocks, copies both ways at one rate, slots never waited for")
+@oracle(
+    "ZO2 Sec. 5.2, Alg. 2 and Fig. 5: like blocks, copies both ways at one rate, staging buffers never waited for"
+)
 def zo2_step_seconds(
     num_blocks: Count,
     block: NonNegative,

@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 
 CASES = (
     Case(traversal="sweep", num_queries=2),
-    Case(num_queries=2, blocks="offloaded", update="delayed", num_slots=1),
+    Case(num_queries=2, blocks="offloaded", update="delayed", num_staging_buffers=1),
     Case(
         num_queries=2,
         blocks="offloaded",
@@ -44,7 +44,7 @@ CASES = (
         distribution="factorised", rank=3, rng="counter", num_queries=2, blocks="offloaded", update="delayed"
     ),
 )
-"""Runs that each take another path through the executor: swept, in one slot, drawn ahead, in half precision and resumed, in micro-batches, of low rank."""
+"""Runs that each take another path through the executor: swept, in one staging buffer, drawn ahead, in half precision and resumed, in micro-batches, of low rank."""
 
 
 def check_placements(context: Context) -> Outcome:

@@ -192,8 +192,8 @@ def programs() -> Iterator[tuple[str, Program]]:
         "resident": {},
         "swept": {"schedule": Schedule(traversal="sweep")},
         "offloaded": {"residency": offloaded, "schedule": Schedule(update="delayed")},
-        "one slot": {
-            "residency": offloaded.model_copy(update={"num_slots": 1}),
+        "one staging buffer": {
+            "residency": offloaded.model_copy(update={"num_staging_buffers": 1}),
             "schedule": Schedule(update="delayed"),
         },
         "no overlap": {

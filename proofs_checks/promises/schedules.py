@@ -34,9 +34,9 @@ _AXES: Mapping[str, Mapping[str, Sequence[object]]] = {
     "residency": {
         "blocks": ("offloaded", "resident"),
         "edges": ("resident", "offloaded"),
-        "num_slots": (1, 2, 3),
+        "num_staging_buffers": (1, 2, 3),
         "overlap": (True, False),
-        "reuse_slots": (True, False),
+        "reuse_staging_buffers": (True, False),
         "transfer_dtype": ("float32", "bfloat16"),
     },
     "schedule": {"traversal": ("sweep", "blockwise"), "update": ("immediate", "delayed")},
@@ -55,9 +55,9 @@ def plans(rng: random.Random) -> Iterator[Plan]:
             yield Plan.model_validate(rng.choice(models) | chosen)
 
 
-def zo2_program(num_slots: int = 3) -> Program:
+def zo2_program(num_staging_buffers: int = 3) -> Program:
     """Return the offloaded program with delayed updates of a tiny model."""
-    residency = Residency(blocks="offloaded", num_slots=num_slots)
+    residency = Residency(blocks="offloaded", num_staging_buffers=num_staging_buffers)
     return lower(tiny_plan(tiny_model("untied"), residency=residency, schedule=Schedule(update="delayed")))
 
 
@@ -119,8 +119,8 @@ def _conflicting(placed: Sequence[Listed]) -> Iterator[tuple[Listed, Listed]]:
 def check_edges(_context: Context) -> Outcome:
     """Count dependencies of the offloaded program that could be cut without anyone noticing."""
     unnoticed, refused, reordered = 0, 0, 0
-    for num_slots in (1, 2, 3):
-        program = zo2_program(num_slots)
+    for num_staging_buffers in (1, 2, 3):
+        program = zo2_program(num_staging_buffers)
         edges = [(part, item, edge) for part, item in program.instructions() for edge in item.after]
         for part, item, edge in edges:
             cut = without(program, part, item, edge)
@@ -170,31 +170,33 @@ def _orders_less(cut: Program, program: Program) -> bool:
     return any(before.ordered(*pair) and not after.ordered(*pair) for pair in pairs)
 
 
-def check_slots(context: Context) -> Outcome:
+def check_staging_buffers(context: Context) -> Outcome:
     """Count random runs of the shipped program in which an upload meets the offload of the block before it."""
     rng = random.Random(context.seed)
     details, total = [], 0
-    for num_slots in (1, 2):
-        program = zo2_program(num_slots)
+    for num_staging_buffers in (1, 2):
+        program = zo2_program(num_staging_buffers)
         runs = context.samples(200, 60)
         met = sum(bool(clashes(program, rng)) for _ in range(runs)) + is_refused(program)
         total += met
-        details.append(f"{num_slots} slots: conflicting accesses met in {met} of {runs} random runs")
+        details.append(
+            f"{num_staging_buffers} staging buffers: conflicting accesses met in {met} of {runs} random runs"
+        )
     return Outcome(total, 0, "runs in which conflicting accesses met", tuple(details))
 
 
-def check_published_slots(context: Context) -> Outcome:
-    """Look for a run of the two printed rules in which a slot is overwritten during its offload; the validator refuses both."""
+def check_published_staging_buffers(context: Context) -> Outcome:
+    """Look for a run of the two printed rules in which a staging buffer is overwritten during its offload; the validator refuses both."""
     rng = random.Random(context.seed)
     details, unnoticed = [], 0
-    for num_slots in (1, 2):
-        published = under_published_rules(zo2_program(num_slots))
+    for num_staging_buffers in (1, 2):
+        published = under_published_rules(zo2_program(num_staging_buffers))
         refused = is_refused(published)
         # About one run in eight; that none of them all does has a probability below 1e-20.
         met = next((run for run in range(1, 401) if any(map(_is_overwritten, clashes(published, rng)))), None)
         unnoticed += (not refused) + (met is None)
         details.append(
-            f"{num_slots} slots: {'refused' if refused else 'accepted'}, a slot overwritten in random run {met} of at most 400"
+            f"{num_staging_buffers} staging buffers: {'refused' if refused else 'accepted'}, a staging buffer overwritten in random run {met} of at most 400"
         )
     return Outcome(unnoticed, 0, "programs whose hazard goes unnoticed", tuple(details))
 
@@ -203,7 +205,7 @@ def under_published_rules(program: Program) -> Program:
     """Return `program` with uploads that wait for the upload before them, and for their own block's last offload.
 
     The first is the stream's order. The second stands for the end of an iteration, which the publication leaves
-    open. Nothing makes an upload wait for the block that had the slot before.
+    open. Nothing makes an upload wait for the block that had the staging buffer before.
     """
     last = [item.id for item in program.step if item.stream is Stream.COMPUTE][-1]
 
@@ -271,10 +273,10 @@ CHECKS: Checks = {
             lambda _shipped, _self, item: sorted(set(item.after)),
         ),
     ),
-    "slots-are-not-overwritten": (
-        corrected(check_slots, reads_unseen),
+    "staging-buffers-are-not-overwritten": (
+        corrected(check_staging_buffers, reads_unseen),
         counterexample(
-            check_published_slots,
+            check_published_staging_buffers,
             Fault("a validator that lets anything be overwritten", _CONFLICTS, lambda *_given: None),
         ),
     ),

@@ -69,7 +69,7 @@ class Case:
     inner: str = "perturb"
     cuts: tuple[str, ...] = ()
     blocks: str = "resident"
-    num_slots: int = 3
+    num_staging_buffers: int = 3
     transfers: str = "private"
     traversal: str = "blockwise"
     update: str = "immediate"
@@ -101,7 +101,11 @@ class Case:
                 {"num_queries": self.num_queries, "difference": self.difference, "epsilon": _EPSILON}
             ),
             residency=Residency.model_validate(
-                {"blocks": self.blocks, "num_slots": self.num_slots, "transfers": self.transfers}
+                {
+                    "blocks": self.blocks,
+                    "num_staging_buffers": self.num_staging_buffers,
+                    "transfers": self.transfers,
+                }
             ),
             schedule=Schedule.model_validate({"traversal": self.traversal, "update": self.update}),
             weights=Weights.model_validate({"dtype": self.dtype, "perturbation": self.perturbation}),
@@ -269,7 +273,7 @@ _ONE_DEVICE: Mapping[str, Sequence[Any]] = {
     "kept": (False, True),
     "drawn_ahead": (False, True),
     "blocks": ("resident", "offloaded"),
-    "num_slots": (3, 1, 2),
+    "num_staging_buffers": (3, 1, 2),
     "traversal": ("blockwise", "sweep"),
     "update": ("immediate", "delayed"),
     "num_draw_threads": (1, 2),

@@ -21,7 +21,7 @@ from zosim.program.instructions import Stream
 from zosim.simulators.simulate import simulate
 
 NUM_BLOCKS = 9
-"""A multiple of the three slots: else the next first upload may wait for the last offload, whose slot it takes."""
+"""A multiple of the three staging buffers: else the next first upload may wait for the last offload, whose staging buffer it takes."""
 _FLOP_PER_S = 1e12
 _FORMATS = {"matmul_rate": ".float32", "attention_rate": ".float32", "draw_rate": ".normal.float32"}
 _INSTANT = 1e24
@@ -214,8 +214,8 @@ CHECKS: Checks = {
     "step-is-transfer-or-two-forwards": printed(
         check_step_time,
         Fault(
-            "one slot for all blocks",
-            "zosim.lowering.residency:Homes._slot_name",
+            "one staging buffer for all blocks",
+            "zosim.lowering.residency:Homes._buffer_name",
             lambda shipped, self, segment: "edge" if shipped(self, segment) == "edge" else "0",
         ),
         on_stream("offload", Stream.H2D, "offloads on the uploads' engine"),

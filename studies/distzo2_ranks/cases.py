@@ -115,8 +115,8 @@ def squares(num_samples: int = 20_000, *, epsilon: float = 1e-3, seed: int = 0) 
 
 # -- machines made up for the exercise ---------------------------------------------------------------------------
 
-_NUM_SLOTS = 8
-"""More blocks in flight than there are kinds of work: nothing waits for a slot."""
+_NUM_STAGING_BUFFERS = 8
+"""More blocks in flight than there are kinds of work: nothing waits for a staging buffer."""
 
 _SHORT, _LONG = 16, 32
 """Blocks of two like models: a block's part of a step is their difference, the pipeline's filling apart."""
@@ -215,7 +215,7 @@ def _plan(num_blocks: int, board: Board, transfers: str) -> Plan:
         seq=64,
         mesh=Mesh(data=board.num_gpus),
         residency=Residency.model_validate(
-            {"blocks": "offloaded", "num_slots": _NUM_SLOTS, "transfers": transfers}
+            {"blocks": "offloaded", "num_staging_buffers": _NUM_STAGING_BUFFERS, "transfers": transfers}
         ),
         schedule=Schedule(update="delayed"),
     )

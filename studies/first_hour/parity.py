@@ -27,7 +27,7 @@ SAME_BITS: Mapping[str, Mapping[str, Any]] = {
     "offloaded, immediate": {"residency": {"blocks": "offloaded"}},
     "offloaded, drawn ahead": {**_OFFLOADED, "directions": {"drawn_ahead": True}},
     "offloaded, new memory": {
-        "residency": {"blocks": "offloaded", "reuse_slots": False},
+        "residency": {"blocks": "offloaded", "reuse_staging_buffers": False},
         "schedule": {"update": "delayed"},
     },
 }

@@ -25,17 +25,17 @@ PLACEMENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "schedule": {"update": "delayed"},
         "estimator": {"difference": "forward"},
     },
-    "offloaded, 1 slot": {
+    "offloaded, 1 staging buffer": {
         "schedule": {"update": "delayed"},
-        "residency": {"blocks": "offloaded", "num_slots": 1},
+        "residency": {"blocks": "offloaded", "num_staging_buffers": 1},
     },
-    "offloaded, 2 slots": {
+    "offloaded, 2 staging buffers": {
         "schedule": {"update": "delayed"},
-        "residency": {"blocks": "offloaded", "num_slots": 2},
+        "residency": {"blocks": "offloaded", "num_staging_buffers": 2},
     },
-    "offloaded, 3 slots": {
+    "offloaded, 3 staging buffers": {
         "schedule": {"update": "delayed"},
-        "residency": {"blocks": "offloaded", "num_slots": 3},
+        "residency": {"blocks": "offloaded", "num_staging_buffers": 3},
     },
     "offloaded, no overlap": {
         "schedule": {"update": "delayed"},
@@ -43,7 +43,7 @@ PLACEMENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
     "offloaded, no reuse": {
         "schedule": {"update": "delayed"},
-        "residency": {"blocks": "offloaded", "reuse_slots": False},
+        "residency": {"blocks": "offloaded", "reuse_staging_buffers": False},
     },
     "offloaded, immediate": {"schedule": {"update": "immediate"}, "residency": {"blocks": "offloaded"}},
     "offloaded, lossy": {
@@ -87,9 +87,9 @@ CHOICES: Mapping[str, int] = {
     "blockwise": 2,
     "delayed": 2,
     "offloaded, immediate": 2,
-    "offloaded, 1 slot": 2,
-    "offloaded, 2 slots": 2,
-    "offloaded, 3 slots": 2,
+    "offloaded, 1 staging buffer": 2,
+    "offloaded, 2 staging buffers": 2,
+    "offloaded, 3 staging buffers": 2,
     "pertp": 1,
     "pertp, delayed": 1,
     "pertp, sliced": 1,
@@ -191,25 +191,25 @@ def tuning_cases() -> list[Case]:
     large = Shape("opt", 768, 3, 16000)
     rows = [
         (small, 4, 64, "float32", 2, "delayed"),
-        (small, 4, 64, "bfloat16", 1, "offloaded, 3 slots"),
+        (small, 4, 64, "bfloat16", 1, "offloaded, 3 staging buffers"),
         (small, 8, 128, "float32", 1, "sweep"),
         (small, 2, 32, "float32", 2, "offloaded, no overlap"),
         (medium, 2, 96, "float32", 2, "sweep"),
-        (medium, 2, 96, "float32", 2, "offloaded, 3 slots"),
-        (medium, 2, 96, "float32", 1, "offloaded, 1 slot"),
+        (medium, 2, 96, "float32", 2, "offloaded, 3 staging buffers"),
+        (medium, 2, 96, "float32", 1, "offloaded, 1 staging buffer"),
         (medium, 4, 128, "bfloat16", 2, "delayed"),
         (medium, 1, 64, "float32", 1, "delayed, draw ahead"),
         (medium, 4, 48, "float32", 2, "offloaded, lossy"),
         (llama, 2, 128, "float32", 2, "blockwise"),
-        (llama, 4, 64, "bfloat16", 2, "offloaded, 2 slots"),
+        (llama, 4, 64, "bfloat16", 2, "offloaded, 2 staging buffers"),
         (llama, 1, 200, "float32", 1, "delayed, counter"),
         (llama, 3, 80, "float32", 2, "offloaded, draw ahead"),
         (wide, 2, 64, "float32", 2, "delayed"),
-        (wide, 2, 64, "float32", 2, "offloaded, 2 slots"),
+        (wide, 2, 64, "float32", 2, "offloaded, 2 staging buffers"),
         (wide, 1, 160, "bfloat16", 1, "sweep"),
         (wide, 4, 96, "float32", 1, "offloaded, no reuse"),
         (wide, 2, 64, "float32", 2, "delayed, rademacher"),
-        (large, 1, 96, "float32", 2, "offloaded, 3 slots"),
+        (large, 1, 96, "float32", 2, "offloaded, 3 staging buffers"),
         (large, 2, 64, "float32", 1, "blockwise"),
         (large, 2, 64, "bfloat16", 2, "offloaded, immediate"),
         (large, 1, 64, "float32", 2, "delayed, forward difference"),

@@ -61,7 +61,7 @@ SPEED: dict[str, tuple[FittedConstant, ...]] = {
         FittedConstant("kernel_s", "s", "what any kernel takes, however small", 4e-6, 0.35),
         FittedConstant("copy_rate", "byte/s", "copies that overlap, each way", 20 * GIGA, 0.3, high=31.5 * GIGA),
         FittedConstant("copy_rate_waiting", "byte/s", "copies that the host waits for, each way", 12 * GIGA, 0.3, high=31.5 * GIGA),
-        FittedConstant("allocation_s_per_byte", "s/byte", "a slot taken and given back", 0.2e-9, 0.7),
+        FittedConstant("allocation_s_per_byte", "s/byte", "a staging buffer taken and given back", 0.2e-9, 0.7),
         FittedConstant("pace_widest", "1", "pace of all that runs for hidden sizes above 9216, others' being 1", 1.0, 0.1),
     ),
     "DistZO2": (

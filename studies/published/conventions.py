@@ -285,7 +285,7 @@ def _residency(method: Method, num_ranks: int, transfer: TransferDType | None) -
     return Residency(
         blocks="offloaded",
         overlap=method.option != ABLATIONS[0],
-        reuse_slots=method.option != ABLATIONS[1],
+        reuse_staging_buffers=method.option != ABLATIONS[1],
         transfers="sliced" if num_ranks > 1 else "private",
         transfer_dtype=transfer,
     )

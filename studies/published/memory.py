@@ -1,6 +1,6 @@
 """Device memory as the papers' code takes it: what a program keeps, and temporaries that an allocator keeps for it.
 
-``memory = context + weights and slots + cache of keys and values + ‖table, logits, block‖_p + communicators``
+``memory = context + weights and staging buffers + cache of keys and values + ‖table, logits, block‖_p + communicators``
 
 The first parts are counted. The three temporaries are those of three phases (perturbing the largest table, the loss,
 one block), each a counted size times how many such copies the code has alive. Phases follow each other, so memory that
@@ -23,7 +23,7 @@ from studies.published.conventions import MEBIBYTE, PublishedCase
 from zosim.lowering.schedule import StepWriter
 from zosim.program.instructions import Space
 
-KEPT_ROLES = ("weights", "slots", "staging")
+KEPT_ROLES = ("weights", "staging buffers", "transfer buffers")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Parts:
     Attributes
     ----------
     kept : int
-        Weights, slots and staging on the device.
+        Weights, staging buffers and staging on the device.
     cache : int
         Keys and values that a forward leaves behind where its code keeps them.
     table, logits, block : int
@@ -66,7 +66,7 @@ class Parts:
     def largest(self, values: Values) -> str:
         """Return the name of the largest part."""
         parts = {
-            "weights and slots": float(self.kept),
+            "weights and staging buffers": float(self.kept),
             "keys and values": float(self.cache),
             "context": values["context_bytes"],
             **self._phases(values),

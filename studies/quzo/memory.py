@@ -1,6 +1,6 @@
 """``python -m studies.quzo.memory``: what steps with weights in 16, 8 and 4 bits take at their peak, predicted and measured.
 
-Blocks lie on the device, or on the host and pass through slots. Every case is a session of a few steps of one shape with random
+Blocks lie on the device, or on the host and pass through staging buffers. Every case is a session of a few steps of one shape with random
 weights; the first ones are observed tensor by tensor.
 """
 

@@ -59,7 +59,7 @@ def assert_equal_everywhere(whole, machine, batches, seqs, factors):
     [
         {},
         OFFLOADED,
-        OFFLOADED | {"residency": Residency(blocks="offloaded", num_slots=1)},
+        OFFLOADED | {"residency": Residency(blocks="offloaded", num_staging_buffers=1)},
         OFFLOADED | {"residency": Residency(blocks="offloaded", overlap=False)},
         OFFLOADED | {"estimator": Estimator(num_queries=2), "directions": Directions(rng="counter")},
     ],

@@ -85,12 +85,12 @@ def program(step, prologue=(), flush=(), buffers=(), initial=(), name="test"):
     )
 
 
-def pipeline(num_blocks, upload_s, compute_s, offload_s, num_slots):
-    """Blocks that pass through slots: upload, compute, offload, each on a stream of its own."""
+def pipeline(num_blocks, upload_s, compute_s, offload_s, num_staging_buffers):
+    """Blocks that pass through staging buffers: upload, compute, offload, each on a stream of its own."""
     step = []
     for block in range(num_blocks):
-        # A slot is free when what it held `num_slots` blocks ago is offloaded, perhaps in the step before.
-        steps, holder = divmod(block - num_slots, num_blocks)
+        # A staging buffer is free when what it held `num_staging_buffers` blocks ago is offloaded, perhaps in the step before.
+        steps, holder = divmod(block - num_staging_buffers, num_blocks)
         step.append(instruction(f"upload{block}", "h2d", upload_s, [(f"offload{holder}", -steps)]))
         step.append(instruction(f"compute{block}", "compute", compute_s, [f"upload{block}"]))
         step.append(instruction(f"offload{block}", "d2h", offload_s, [f"compute{block}"]))

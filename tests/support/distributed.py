@@ -10,7 +10,10 @@ from pathlib import Path
 STEPS, RATE, DECAY, SEED = 4, 1e-2, 0.1, 5
 
 OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
-FRESH = {"residency": {"blocks": "offloaded", "reuse_slots": False}, "schedule": {"update": "delayed"}}
+FRESH = {
+    "residency": {"blocks": "offloaded", "reuse_staging_buffers": False},
+    "schedule": {"update": "delayed"},
+}
 AHEAD = {"directions": {"drawn_ahead": True}}
 SHARED = {"residency": {"blocks": "offloaded", "transfers": "shared"}, "schedule": {"update": "delayed"}}
 SLICED = {"residency": {"blocks": "offloaded", "transfers": "sliced"}, "schedule": {"update": "delayed"}}

@@ -63,7 +63,7 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
     "split.residual_codec": ("q8",),
     "estimator.num_queries": (2,),
     "estimator.epsilon": (1e-2,),
-    "residency.num_slots": (1, 2),
+    "residency.num_staging_buffers": (1, 2),
     "low_bits.weights": ("int8", "int4", "int3", "float8_e4m3", "float4_e2m1"),
     "low_bits.group_elements": (16,),
     "low_bits.adapters": ("int8", "int4", "float8_e4m3"),

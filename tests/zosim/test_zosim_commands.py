@@ -150,7 +150,11 @@ def test_lower_prints_a_program(plan_file: Path, tmp_path: Path) -> None:
         (["--max-device-memory", "20"], "--max-device-memory 20: a number without a unit", "80 GiB"),
         (["--max-device-memory", "0GiB"], "--max-device-memory 0GiB leaves no memory", "all of it without"),
         (["--max-host-memory", "0 B"], "--max-host-memory 0 B leaves no memory", None),
-        (["--residency", "resident", "--slots", "2"], "num_slots=2 is about offloaded", "offloaded"),
+        (
+            ["--residency", "resident", "--staging-buffers", "2"],
+            "num_staging_buffers=2 is about offloaded",
+            "offloaded",
+        ),
         (["--method", "mezo", "--no-overlap"], "overlap=False is about offloaded", None),
         (
             ["--hardware", "cpu-laptop", "--threads", "99"],

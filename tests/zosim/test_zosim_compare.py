@@ -22,7 +22,7 @@ from zosim.program.instructions import Space
 from zosim.simulators.simulate import simulate
 from zosim.timeline import MemorySample
 
-WHOLE = pipeline(3, 1e-3, 3e-3, 1e-3, num_slots=3)
+WHOLE = pipeline(3, 1e-3, 3e-3, 1e-3, num_staging_buffers=3)
 
 
 def measurement(whole, machine, num_steps=6, **fields):

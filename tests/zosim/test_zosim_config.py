@@ -23,13 +23,13 @@ def plan(**fields: object) -> Plan:
 
 
 def test_only_what_is_set_is_laid_over() -> None:
-    file = config_of(PlanConfig, {"batch": 4, "slots": 2, "direction": "lozo", "direction_rank": 3})
-    typed = config_of(PlanConfig, {"slots": 3, "eps": 1e-2, "seq": None})
+    file = config_of(PlanConfig, {"batch": 4, "staging_buffers": 2, "direction": "lozo", "direction_rank": 3})
+    typed = config_of(PlanConfig, {"staging_buffers": 3, "eps": 1e-2, "seq": None})
     merged = merge(file, typed)
     assert merged.set_fields() == {
         "batch": 4,
         "estimator": {"epsilon": 1e-2},
-        "residency": {"num_slots": 3},
+        "residency": {"num_staging_buffers": 3},
         "directions": {"distribution": "lozo", "rank": 3},
     }
     assert (merged.given("seq"), merged.residency.blocks) == (None, "resident")
@@ -48,7 +48,7 @@ def test_a_plan_is_a_config_with_nothing_open() -> None:
 
 def test_what_depends_on_a_changed_field_is_put_right() -> None:
     made = plan(
-        residency={"blocks": "offloaded", "num_slots": 2},
+        residency={"blocks": "offloaded", "num_staging_buffers": 2},
         schedule={"update": "delayed"},
         forward={"compute_dtype": "bfloat16"},
     )

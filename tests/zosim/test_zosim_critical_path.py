@@ -28,15 +28,15 @@ def as_measured(timeline):
 
 
 @pytest.mark.parametrize(
-    ("times", "slots", "label", "words"),
+    ("times", "num_buffers", "label", "words"),
     [
         ((1.0, 3.0, 2.0), 3, "compute", "compute (sweep)"),
         ((3.0, 1.0, 2.0), 3, "upload", "upload over memory"),
         ((1.0, 2.0, 3.0), 3, "offload", "offload over memory"),
     ],
 )
-def test_a_steady_step_is_its_slowest_stage_alone(times, slots, label, words):
-    whole = pipeline(4, *times, slots)
+def test_a_steady_step_is_its_slowest_stage_alone(times, num_buffers, label, words):
+    whole = pipeline(4, *times, num_buffers)
     for timeline in (simulate(whole, unshared()), as_measured(simulate(whole, unshared(), num_steps=8))):
         path = step_path(timeline, whole)
         assert seconds_by_label(path) == pytest.approx({label: path.duration_s})
@@ -46,11 +46,11 @@ def test_a_steady_step_is_its_slowest_stage_alone(times, slots, label, words):
         assert found.seconds_per_step == pytest.approx(12.0)
 
 
-def test_too_few_slots_show_as_a_circuit_through_all_three_streams():
-    whole = pipeline(4, 2.0, 3.0, 2.0, num_slots=2)
+def test_too_few_staging_buffers_show_as_a_circuit_through_all_three_streams():
+    whole = pipeline(4, 2.0, 3.0, 2.0, num_staging_buffers=2)
     path = step_path(simulate(whole, unshared()), whole)
     per_step = {label: seconds / path.num_steps for label, seconds in seconds_by_label(path).items()}
-    # Half of the blocks' slots: the other half runs beside them.
+    # Half of the blocks' staging buffers: the other half runs beside them.
     assert per_step == pytest.approx({"upload": 4.0, "compute": 6.0, "offload": 4.0})
 
 
@@ -85,7 +85,7 @@ def test_measured_spans_with_noise_and_overlap_are_tiled_as_well(whole, noise):
 
 
 def test_a_run_too_short_for_a_circuit_is_clipped_to_its_steady_step():
-    whole = pipeline(2, 2.0, 3.0, 1.0, num_slots=2)
+    whole = pipeline(2, 2.0, 3.0, 1.0, num_staging_buffers=2)
     timeline = as_measured(simulate(whole, unshared(), num_steps=2))
     path = step_path(timeline, whole)
     assert path.num_steps == 1
@@ -93,7 +93,7 @@ def test_a_run_too_short_for_a_circuit_is_clipped_to_its_steady_step():
 
 
 def test_spans_of_another_program_and_missing_ranks_are_refused():
-    whole = pipeline(2, 2.0, 3.0, 1.0, num_slots=2)
+    whole = pipeline(2, 2.0, 3.0, 1.0, num_staging_buffers=2)
     timeline = simulate(whole, unshared(), num_steps=2)
     with pytest.raises(TimelineError, match="does not have"):
         step_path(timeline, program([instruction("other", "compute", 1.0)]))

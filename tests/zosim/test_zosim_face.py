@@ -100,7 +100,7 @@ def test_planning_from_python_is_the_command(tmp_path: Path) -> None:
         "seq": 64,
         "dtype": "float16",
         "method": "zo2",
-        "slots": 2,
+        "staging_buffers": 2,
         "keep_directions": True,
     }
     decision = zosim.plan("opt-125m", "a100-80gb-milan", max_device_memory="4GiB", **options)
@@ -148,7 +148,7 @@ def test_facts_of_a_batch_count_where_a_packed_forward_saves_by_them() -> None:
 def test_a_setting_that_there_is_not_is_named_with_its_neighbour() -> None:
     with pytest.raises(zosim.ZosimError, match="no setting 'sloots'") as caught:
         zosim.plan("opt-125m", "a100-80gb-milan", sloots=2)
-    assert "slots" in (caught.value.hint or "")
+    assert "staging_buffers" in (caught.value.hint or "")
 
 
 HOSTILE = st.lists(

@@ -62,7 +62,7 @@ def test_steps_take_the_same(ranks):
 
 
 def hosts_of(num_hosts, per_host, **machine):
-    whole = replace(pipeline(3, 1e-3, 2e-3, 1e-3, num_slots=2), groups={})
+    whole = replace(pipeline(3, 1e-3, 2e-3, 1e-3, num_staging_buffers=2), groups={})
     size = num_hosts * per_host
     machines = [host_machine(rank, f"host{rank // per_host}", [], **machine) for rank in range(size)]
     return ProgramSet((whole,), (0,) * size), machines
@@ -103,7 +103,7 @@ def test_a_rank_on_a_slower_device_is_a_class_of_its_own():
 
 
 def test_ranks_that_share_nothing_are_one():
-    whole = pipeline(2, 1e-3, 1e-3, 1e-3, num_slots=2)
+    whole = pipeline(2, 1e-3, 1e-3, 1e-3, num_staging_buffers=2)
     programs = ProgramSet((whole,), (0,) * 8)
     profile = make_profile("gpu")
     assert fold(World.of(programs, [Machine(profile)] * 8)).counts == (8,)

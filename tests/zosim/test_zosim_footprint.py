@@ -16,7 +16,10 @@ MIB = 2**20
 
 
 def rank(*, host_mib: int = 3, shared_mib: int = 0, device_mib: int = 7, is_cpu: bool = False) -> Footprint:
-    parts = (MemoryPart("slots", device_mib * MIB, "device"), MemoryPart("weights", host_mib * MIB, "host"))
+    parts = (
+        MemoryPart("staging buffers", device_mib * MIB, "device"),
+        MemoryPart("weights", host_mib * MIB, "host"),
+    )
     shared = (MemoryPart("weights", shared_mib * MIB, "host"),) if shared_mib else ()
     return Footprint(parts, shared, is_cpu)
 

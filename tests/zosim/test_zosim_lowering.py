@@ -64,9 +64,9 @@ def plans(draw: st.DrawFn) -> Plan:
         residency=Residency(
             blocks=blocks,
             edges="offloaded" if may_offload_edges and draw(st.booleans()) else "resident",
-            num_slots=draw(st.integers(1, 4)),
+            num_staging_buffers=draw(st.integers(1, 4)),
             overlap=draw(st.booleans()),
-            reuse_slots=draw(st.booleans()),
+            reuse_staging_buffers=draw(st.booleans()),
             transfer_dtype=draw(st.sampled_from([storage, "bfloat16", "float8_e4m3"])),
         ),
         schedule=Schedule(
@@ -111,13 +111,13 @@ def test_the_reference_sweep_draws_four_times_and_blockwise_twice() -> None:
     assert draws_per_group(plan_of(directions=Directions(kept=True))) == {1}
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 3, 5])
-def test_a_slot_is_not_overwritten_before_its_offload_is_done(num_slots: int) -> None:
-    program = lower(zo2(num_slots=num_slots))
+@pytest.mark.parametrize("num_staging_buffers", [1, 2, 3, 5])
+def test_a_staging_buffer_is_not_overwritten_before_its_offload_is_done(num_staging_buffers: int) -> None:
+    program = lower(zo2(num_staging_buffers=num_staging_buffers))
     run = StepGraph(program, num_steps=2)
     index = {(item.step, item.instruction.id): item.index for item in run.listed if item.part == "step"}
-    for i in range(MODELS["tied"].num_blocks - num_slots):
-        earlier, later = index[0, f"block.{i}/offload"], index[0, f"block.{i + num_slots}/upload"]
+    for i in range(MODELS["tied"].num_blocks - num_staging_buffers):
+        earlier, later = index[0, f"block.{i}/offload"], index[0, f"block.{i + num_staging_buffers}/upload"]
         assert run.ordered(earlier, later)
 
 
@@ -145,7 +145,9 @@ def is_start_of_step(program: Program, instruction: Instruction) -> bool:
     return instruction is first
 
 
-@pytest.mark.parametrize("plan", [zo2(), zo2(num_slots=1), zo2(reuse_slots=False)], ids=["3", "1", "fresh"])
+@pytest.mark.parametrize(
+    "plan", [zo2(), zo2(num_staging_buffers=1), zo2(reuse_staging_buffers=False)], ids=["3", "1", "fresh"]
+)
 def test_cutting_any_dependency_is_refused(plan: Plan) -> None:
     program = lower(plan)
     cut = 0
@@ -166,7 +168,7 @@ def test_a_hazard_names_both_instructions_the_buffer_and_the_fix() -> None:
         validate(without_edge(program, position, 0))
     assert "block.4/offload" in str(caught.value)
     assert "block.4/restore[q0]" in str(caught.value)
-    assert "slot.1" in str(caught.value)
+    assert "staging.1" in str(caught.value)
     assert "make block.4/offload wait for block.4/restore[q0]" in str(caught.value)
 
 

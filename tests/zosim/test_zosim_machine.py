@@ -113,7 +113,7 @@ def test_resources_without_capacity_and_profiles_of_other_devices_are_refused():
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_can_be_simulated(name):
     topology = load_preset(name)
-    whole = pipeline(3, 0.2, 0.3, 0.1, num_slots=3)
+    whole = pipeline(3, 0.2, 0.3, 0.1, num_staging_buffers=3)
     for device in topology.compute_devices:
         kind = topology.device_spec(device.id).kind
         machine = Machine.from_topology(topology, device.id, make_profile(kind, num_cores=2))

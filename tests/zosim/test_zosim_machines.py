@@ -253,12 +253,12 @@ def gathered_beside_work(size_bytes, *, num_cores=2, what=WEIGHTS, **values):
         "link",
         0.0,
         op=Collective("all_gather", "world"),
-        writes=(Access("slot.0", what, 0, size_bytes),),
+        writes=(Access("staging.0", what, 0, size_bytes),),
         work=Work(link_bytes=size_bytes),
     )
     work = instruction("work", "compute", 10.0)
-    slot = Buffer("slot.0", Space.DEVICE, size_bytes, "slots", "float32")
-    one = replace(program([gather, work], buffers=[slot]), groups={"world": 2})
+    staging_buffer = Buffer("staging.0", Space.DEVICE, size_bytes, "staging buffers", "float32")
+    one = replace(program([gather, work], buffers=[staging_buffer]), groups={"world": 2})
     machines = machines_for(laptop, ["cpu0"] * 2, profile, groups)
     timeline = simulate_ranks(ProgramSet((one,), (0, 0), groups), machines, num_steps=1)
     return tuple(

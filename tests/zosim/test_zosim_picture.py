@@ -12,7 +12,7 @@ from topology.errors import TimelineError
 from zosim.applications.picture import draw_timeline
 from zosim.simulators.simulate import simulate
 
-PIPELINE = pipeline(2, 2e-3, 3e-3, 1e-3, num_slots=2)
+PIPELINE = pipeline(2, 2e-3, 3e-3, 1e-3, num_staging_buffers=2)
 
 
 def words(path):

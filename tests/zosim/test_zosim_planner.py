@@ -107,7 +107,9 @@ def test_the_footprint_bounds_the_simulated_memory_closely() -> None:
 
 
 def test_nothing_fits_names_the_closest_and_what_it_lacks() -> None:
-    with pytest.raises(DoesNotFit, match=r"closest, zo2, 1 slot.*needs .* more than 512 MiB") as caught:
+    with pytest.raises(
+        DoesNotFit, match=r"closest, zo2, 1 staging buffer.*needs .* more than 512 MiB"
+    ) as caught:
         choose(request(max_device_bytes=GIB // 2))
     assert caught.value.hint is not None
 
@@ -161,9 +163,9 @@ def test_ablations_are_fixed_fields_and_each_costs_what_it_removes() -> None:
 
     whole = seconds()
     assert seconds(residency={"overlap": False}) > 1.5 * whole
-    assert seconds(residency={"reuse_slots": False}) > whole
+    assert seconds(residency={"reuse_staging_buffers": False}) > whole
     assert seconds(schedule={"update": "immediate"}) > 1.3 * whole
-    assert seconds(residency={"num_slots": 1}) > 1.5 * whole
+    assert seconds(residency={"num_staging_buffers": 1}) > 1.5 * whole
 
 
 def test_what_is_fixed_is_never_traded_away() -> None:

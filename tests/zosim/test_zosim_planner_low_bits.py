@@ -47,7 +47,7 @@ def test_layers_that_a_model_keeps_transposed_are_coded_too():
 
 
 def test_codes_are_chosen_where_the_bus_limits_and_memory_is_short():
-    """Half the bytes over PCIe, and slots that fit where those of fp16 beside fp8 staging do not."""
+    """Half the bytes over PCIe, and staging buffers that fit where those of fp16 beside fp8 staging do not."""
     asked = request(max_device_bytes=3 * GIB, allow_lossy=True)
     decision = choose(asked)
     plan = decision.chosen.plan

@@ -68,7 +68,7 @@ def test_the_planner_slices_where_that_pays_alone() -> None:
 
 @pytest.mark.slow
 def test_the_choice_is_the_best_of_a_full_search() -> None:
-    asked = request("rtx4090-2x", batch=3, seq=256, fixed={"residency": {"num_slots": 2}})
+    asked = request("rtx4090-2x", batch=3, seq=256, fixed={"residency": {"num_staging_buffers": 2}})
     decision = choose(asked)
     every = [candidate.subject.step_time_s for candidate in (decision.chosen, *decision.others)]
     assert decision.chosen.seconds <= min(every) * (1 + 1e-3)

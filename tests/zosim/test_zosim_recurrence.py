@@ -74,8 +74,8 @@ def test_a_step_takes_at_least_its_busiest_stream_and_at_most_all_streams_togeth
         assert timeline.step_time_s <= sum(by_stream.values()) * (1 + 1e-9)
 
 
-def test_a_pipeline_without_enough_slots_is_bound_by_their_circuit():
-    # Two slots: each block's slot goes through upload, computation and offload before the next but one.
+def test_a_pipeline_without_enough_staging_buffers_is_bound_by_their_circuit():
+    # Two staging buffers: each block's staging buffer goes through upload, computation and offload before the next but one.
     assert step_time_bound(pipeline(6, 2.0, 3.0, 2.0, 2), unshared()) == pytest.approx(6 * 7.0 / 2, rel=1e-12)
     assert step_time_bound(pipeline(6, 2.0, 3.0, 2.0, 3), unshared()) == pytest.approx(6 * 3.0, rel=1e-12)
 

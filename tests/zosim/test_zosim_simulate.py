@@ -44,7 +44,7 @@ def moved(original, name, **changes):
 
 
 def test_two_blocks_on_three_streams_take_the_times_worked_out_by_hand():
-    timeline = simulate(pipeline(2, 2.0, 3.0, 1.0, num_slots=2), unshared(), num_steps=1)
+    timeline = simulate(pipeline(2, 2.0, 3.0, 1.0, num_staging_buffers=2), unshared(), num_steps=1)
     assert log(timeline) == [
         ("upload0", 0, 0.0, 2.0),
         ("compute0", 0, 2.0, 5.0),
@@ -56,7 +56,7 @@ def test_two_blocks_on_three_streams_take_the_times_worked_out_by_hand():
 
 
 def test_a_dependency_that_is_cut_changes_the_result():
-    whole = pipeline(2, 2.0, 3.0, 1.0, num_slots=2)
+    whole = pipeline(2, 2.0, 3.0, 1.0, num_staging_buffers=2)
     cut = moved(whole, "compute1", after=())
     # Nothing holds the second computation back any more: it follows the first on its stream.
     assert simulate(whole, unshared(), num_steps=1).makespan_s == pytest.approx(9.0, **EXACT)
@@ -66,7 +66,7 @@ def test_a_dependency_that_is_cut_changes_the_result():
 
 
 def test_an_instruction_that_is_moved_changes_the_result():
-    whole = pipeline(2, 2.0, 3.0, 1.0, num_slots=2)
+    whole = pipeline(2, 2.0, 3.0, 1.0, num_staging_buffers=2)
     on_compute = moved(whole, "offload0", stream=Stream.COMPUTE)
     assert simulate(on_compute, unshared(), num_steps=1).makespan_s == pytest.approx(10.0, **EXACT)
     by_position = {item.id: item for item in whole.step}
@@ -79,16 +79,16 @@ def test_an_instruction_that_is_moved_changes_the_result():
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])
 @pytest.mark.parametrize("times", [(2.0, 3.0, 1.0), (3.0, 1.0, 2.0), (1.0, 2.0, 3.0), (2.0, 2.0, 2.0)])
 def test_a_pipeline_takes_fill_and_the_slowest_stage_and_drain(num_blocks, times):
-    free = pipeline(num_blocks, *times, num_slots=num_blocks)
+    free = pipeline(num_blocks, *times, num_staging_buffers=num_blocks)
     expected = sum(times) + (num_blocks - 1) * max(times)
     assert simulate(free, unshared(), num_steps=1).makespan_s == pytest.approx(expected, **EXACT)
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_staging_buffers", [1, 2, 3, 4])
 @pytest.mark.parametrize("times", [(2.0, 3.0, 1.0), (3.0, 1.0, 2.0), (1.0, 1.0, 1.0)])
-def test_steady_pipelines_are_limited_by_a_stage_or_by_their_slots(num_slots, times):
-    timeline = simulate(pipeline(4, *times, num_slots), unshared())
-    expected = 4 * max(*times, sum(times) / num_slots)
+def test_steady_pipelines_are_limited_by_a_stage_or_by_their_staging_buffers(num_staging_buffers, times):
+    timeline = simulate(pipeline(4, *times, num_staging_buffers), unshared())
+    expected = 4 * max(*times, sum(times) / num_staging_buffers)
     assert timeline.step_time_s == pytest.approx(expected, **EXACT)
 
 
@@ -212,7 +212,7 @@ def test_a_simulation_is_the_same_every_time(whole):
 
 
 def test_cost_grows_with_unlike_steps_only():
-    whole = pipeline(3, 2.0, 3.0, 1.0, num_slots=3)
+    whole = pipeline(3, 2.0, 3.0, 1.0, num_staging_buffers=3)
     few, many = simulate(whole, unshared(), num_steps=20), simulate(whole, unshared(), num_steps=10_000)
     assert len(many.spans) == len(few.spans)
     assert many.makespan_s == pytest.approx(3 * 10_000 * 3.0 + 3.0, rel=1e-12)
@@ -265,14 +265,14 @@ def _memory_program():
         Buffer("w", Space.DEVICE, 100, "weights", "float32"),
         Buffer("h", Space.HOST, 50, "weights", "float32"),
         Buffer("z", Space.DEVICE, 30, "directions", "float32", dynamic=True),
-        Buffer("slot", Space.DEVICE, 7, "slots", "float32"),
+        Buffer("staging", Space.DEVICE, 7, "staging buffers", "float32"),
     ]
     z = Access("z", Direction("block.0", 0), 0, 30)
     step = [
-        instruction("take", "compute", 1.0, op=Allocate("slot")),
+        instruction("take", "compute", 1.0, op=Allocate("staging")),
         instruction("draw", "compute", 1.0, writes=(z,)),
         instruction("use", "compute", 1.0, reads=(z,), work=Work(sweep_bytes=10**9, workspace_bytes=11)),
-        instruction("give", "compute", 1.0, op=Free("slot")),
+        instruction("give", "compute", 1.0, op=Free("staging")),
     ]
     return program(step, buffers=buffers)
 
@@ -283,7 +283,7 @@ def test_memory_is_taken_at_the_first_use_and_given_back_after_the_last():
     assert curve == [(0.0, 107), (1.0, 137), (2.0, 148), (3.0, 107), (4.0, 100)]
     peak = timeline.peak_memory(Space.DEVICE)
     assert (peak.size_bytes, peak.time_s) == (148, 2.0)
-    assert peak.parts == {"weights": 100, "directions": 30, "workspace": 11, "slots": 7}
+    assert peak.parts == {"weights": 100, "directions": 30, "workspace": 11, "staging buffers": 7}
     assert timeline.peak_memory(Space.HOST).parts == {"weights": 50}
 
 
@@ -304,7 +304,7 @@ def test_bounds_enclose_the_central_prediction_where_nothing_is_shared(whole, bo
 
 def test_a_copy_knows_its_direction_from_where_it_writes():
     buffers = [
-        Buffer("d", Space.DEVICE, 8, "slots", "float32"),
+        Buffer("d", Space.DEVICE, 8, "staging buffers", "float32"),
         Buffer("h", Space.HOST, 8, "weights", "float32"),
     ]
     there = instruction(
@@ -322,7 +322,7 @@ def test_a_copy_knows_its_direction_from_where_it_writes():
 
 
 def test_spans_are_listed_by_start_then_stream():
-    spans = simulate(pipeline(3, 1.0, 1.0, 1.0, num_slots=3), unshared(), num_steps=4).spans
+    spans = simulate(pipeline(3, 1.0, 1.0, 1.0, num_staging_buffers=3), unshared(), num_steps=4).spans
     order = {stream: number for number, stream in enumerate(Stream)}
     assert all(
         (a.start_s, order[a.stream]) <= (b.start_s, order[b.stream]) for a, b in itertools.pairwise(spans)

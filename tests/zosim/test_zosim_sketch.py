@@ -47,11 +47,14 @@ def points() -> Iterator[dict[str, Any]]:
     for update in ("immediate", "delayed"):
         schedule = Schedule(update=update)
         yield {"residency": Residency(), "schedule": schedule}
-        for slots in (1, 2, 3):
-            yield {"residency": Residency(blocks="offloaded", num_slots=slots), "schedule": schedule}
+        for num_buffers in (1, 2, 3):
+            yield {
+                "residency": Residency(blocks="offloaded", num_staging_buffers=num_buffers),
+                "schedule": schedule,
+            }
     yield {"residency": Residency(), "schedule": sweep}
     yield {"residency": Residency(blocks="offloaded", overlap=False), "schedule": delayed}
-    yield {"residency": Residency(blocks="offloaded", reuse_slots=False), "schedule": delayed}
+    yield {"residency": Residency(blocks="offloaded", reuse_staging_buffers=False), "schedule": delayed}
     yield {"residency": offloaded, "schedule": delayed, "directions": ahead}
     yield {"residency": Residency(), "directions": kept}
     for directions in (Directions(), ahead):

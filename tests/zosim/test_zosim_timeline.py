@@ -58,7 +58,7 @@ def test_a_run_of_one_step_is_its_own_steady_state():
 
 
 def test_omitted_steps_are_counted_as_if_listed():
-    timeline = simulate(pipeline(2, 1.0, 2.0, 1.0, num_slots=2), unshared(), num_steps=50)
+    timeline = simulate(pipeline(2, 1.0, 2.0, 1.0, num_staging_buffers=2), unshared(), num_steps=50)
     listed = timeline.expanded()
     assert timeline.repeat.num_omitted_steps > 0
     assert len(listed.spans) == 50 * 6
@@ -93,7 +93,7 @@ def test_spans_are_put_in_order_whatever_order_they_are_given_in():
 
 
 def test_a_timeline_survives_its_file(tmp_path):
-    timeline = simulate(pipeline(2, 1.0, 2.0, 1.0, num_slots=2), unshared(), num_steps=50)
+    timeline = simulate(pipeline(2, 1.0, 2.0, 1.0, num_staging_buffers=2), unshared(), num_steps=50)
     path = tmp_path / "timeline.json"
     timeline.save(path)
     assert Timeline.load(path) == timeline

@@ -14,7 +14,7 @@ from zosim.program.contents import Direction
 from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.simulators.simulate import simulate
 
-PIPELINE = pipeline(2, 2e-3, 3e-3, 1e-3, num_slots=2)
+PIPELINE = pipeline(2, 2e-3, 3e-3, 1e-3, num_staging_buffers=2)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_hta_finds_steps_as_annotations_that_tile_the_run(trace):
 def test_every_dependency_between_streams_is_an_arrow_inside_its_spans(trace):
     starts = {event["id"]: event for event in of_phase(trace, "s")}
     ends = {event["id"]: event for event in of_phase(trace, "f")}
-    # Per step: two uploads to computes and two computes to offloads; from the second step on, two slots freed.
+    # Per step: two uploads to computes and two computes to offloads; from the second step on, two staging buffers freed.
     assert len(starts) == len(ends) == 3 * 4 + 2 * 2
     slices = defaultdict(list)
     for event in of_phase(trace, "X"):

@@ -104,10 +104,12 @@ def hazards(programs: ProgramSet) -> list[str]:
 
 
 @pytest.mark.crossed(quick=2)
-@pytest.mark.parametrize("num_slots", [3, 12])
-def test_no_block_is_overwritten_while_peers_upload_it_nor_read_while_they_offload_it(num_slots: int) -> None:
-    """Cutting a wait is refused, unless the exchange of losses and the reuse of slots imply it."""
-    programs = lower_all(plan(Mesh(perturb=2), residency={"num_slots": num_slots}))
+@pytest.mark.parametrize("num_staging_buffers", [3, 12])
+def test_no_block_is_overwritten_while_peers_upload_it_nor_read_while_they_offload_it(
+    num_staging_buffers: int,
+) -> None:
+    """Cutting a wait is refused, unless the exchange of losses and the reuse of staging buffers imply it."""
+    programs = lower_all(plan(Mesh(perturb=2), residency={"num_staging_buffers": num_staging_buffers}))
     refused = set()
     for name, edge in peer_edges(programs.programs[0]):
 
@@ -117,8 +119,8 @@ def test_no_block_is_overwritten_while_peers_upload_it_nor_read_while_they_offlo
 
         refused |= {name for found in hazards(edited(programs, 0, cut)) if name in found}
     assert refused >= {f"block.{i}/offload" for i in range(MODEL.num_blocks)}
-    # With a slot for each block, no slot's reuse orders the last block's upload after the peers' offload.
-    assert (f"block.{MODEL.num_blocks - 1}/upload" in refused) == (num_slots == MODEL.num_blocks)
+    # With a staging buffer for each block, no staging buffer's reuse orders the last block's upload after the peers' offload.
+    assert (f"block.{MODEL.num_blocks - 1}/upload" in refused) == (num_staging_buffers == MODEL.num_blocks)
 
 
 def test_slices_need_no_wait_for_peers() -> None:

@@ -3,7 +3,7 @@
 Each axis is a module: the buffers that it needs, and the instructions that it writes. ``schedule`` calls the others in the order
 of a step, ``rank`` knows what they all ask, ``hazards`` derives who waits for whom from what instructions touch.
 
-Two blocks whose weights live on the host, on a device with one slot for them:
+Two blocks whose weights live on the host, on a device with one staging buffer for them:
 
 >>> from costmodel import read_model_spec
 >>> from zosim.plans import Placement, Plan, Residency
@@ -11,7 +11,7 @@ Two blocks whose weights live on the host, on a device with one slot for them:
 >>> plan = Plan(
 ...     model=shortened(read_model_spec("opt-125m")),
 ...     placement=Placement(topology="cpu-laptop", devices=("cpu0",)),
-...     residency=Residency(blocks="offloaded", num_slots=1),
+...     residency=Residency(blocks="offloaded", num_staging_buffers=1),
 ...     batch=1,
 ...     seq=16,
 ... )
@@ -20,17 +20,17 @@ Two blocks whose weights live on the host, on a device with one slot for them:
 ...         writes = ", ".join(f"{access.what} in {access.buffer}" for access in item.writes[:1])
 ...         after = ", ".join(edge.instruction for edge in item.after)
 ...         print(f"{item.stream:8}{item.id:23} writes {writes}{after and ', after ' + after}")
-h2d     block.1/upload          writes block.1 in slot.0, after block.0/offload
+h2d     block.1/upload          writes block.1 in staging.0, after block.0/offload
 compute block.1/draw[q0]        writes z:block.1@q0*eps in directions
-compute block.1/perturb[q0+]    writes block.1@q0+ in slot.0, after block.1/upload
+compute block.1/perturb[q0+]    writes block.1@q0+ in staging.0, after block.1/upload
 compute block.1/forward[q0+]    writes block.1:out@q0+ in hidden.q0+
-compute block.1/perturb[q0-]    writes block.1@q0- in slot.0
+compute block.1/perturb[q0-]    writes block.1@q0- in staging.0
 compute block.1/forward[q0-]    writes block.1:out@q0- in hidden.q0-
-compute block.1/restore[q0]     writes block.1 in slot.0
+compute block.1/restore[q0]     writes block.1 in staging.0
 d2h     block.1/offload         writes block.1 in host.block.1, after block.1/restore[q0]
-h2d     block.1/upload:update   writes block.1 in slot.0, after block.0/offload:update
+h2d     block.1/upload:update   writes block.1 in staging.0, after block.0/offload:update
 compute block.1/draw[q0]:update writes z:block.1@q0 in directions
-compute block.1/update[q0]      writes block.1 in slot.0, after block.1/upload:update
+compute block.1/update[q0]      writes block.1 in staging.0, after block.1/upload:update
 d2h     block.1/offload:update  writes block.1 in host.block.1, after block.1/update[q0]
 """
 

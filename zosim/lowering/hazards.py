@@ -6,17 +6,17 @@ how it was made.
 
 Examples
 --------
-An upload into a slot, on a stream of its own, and a forward that reads the slot. The forward waits for the upload; and the
-upload of the next step, which overwrites the slot, for the forward of this one:
+An upload into a staging buffer, on a stream of its own, and a forward that reads the staging buffer. The forward waits for the upload; and the
+upload of the next step, which overwrites the staging buffer, for the forward of this one:
 
 >>> from zosim.program.contents import FrozenWeights
 >>> from zosim.program.instructions import Access
 >>> from zosim.program.operations import Copy, Forward
 >>> from zosim.points import BASE
->>> slot = (Access("slot.0", FrozenWeights("block.0"), None, 64),)
+>>> staging = (Access("staging.0", FrozenWeights("block.0"), None, 64),)
 >>> listed = [
-...     Instruction("upload", Copy(), Stream.H2D, "upload", "block.0", writes=slot),
-...     Instruction("forward", Forward("block.0", BASE), Stream.COMPUTE, "forward", "block.0", reads=slot),
+...     Instruction("upload", Copy(), Stream.H2D, "upload", "block.0", writes=staging),
+...     Instruction("forward", Forward("block.0", BASE), Stream.COMPUTE, "forward", "block.0", reads=staging),
 ... ]
 >>> for item in connected_by_conflicts(listed, listed):
 ...     print(item.id, [(edge.instruction, edge.distance) for edge in item.after])

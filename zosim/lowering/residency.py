@@ -2,7 +2,7 @@
 
 Examples
 --------
-A block of OPT-125M in float32, which passes through one of three slots: 7,087,872 numbers of 4 bytes, of whose 16 tensors each
+A block of OPT-125M in float32, which passes through one of three staging buffers: 7,087,872 numbers of 4 bytes, of whose 16 tensors each
 may start up to 63 bytes late to be aligned, together a multiple of 64 bytes.
 
 >>> from costmodel import read_model_spec
@@ -21,7 +21,7 @@ may start up to 63 bytes late to be aligned, together a multiple of 64 bytes.
 >>> for access in (*upload.reads, *upload.writes):
 ...     print(access.buffer, access.what, access.offset_bytes, access.size_bytes)
 host.block.4 block.4 0 28352512
-slot.1 block.4 0 28352512
+staging.1 block.4 0 28352512
 """
 
 from __future__ import annotations
@@ -103,21 +103,25 @@ class Homes(AxisWriter):
         """Return the buffer that holds `group` between steps."""
         return f"{'host' if self.is_offloaded(group) else 'device'}.{group.name}"
 
-    def slot(self, segment: str) -> str:
-        """Return the device slot that an offloaded `segment` passes through."""
-        return f"slot.{self._slot_name(segment)}"
+    def staging_buffer(self, segment: str) -> str:
+        """Return the device staging buffer that an offloaded `segment` passes through."""
+        return f"staging.{self._buffer_name(segment)}"
 
-    def staging(self, segment: str) -> str:
-        """Return the device buffer in which a slot's contents cross the bus in another format."""
-        return f"staging.{self._slot_name(segment)}"
+    def transfer_buffer(self, segment: str) -> str:
+        """Return the device buffer in which a staging buffer's contents cross the bus in another format."""
+        return f"transfer.{self._buffer_name(segment)}"
 
-    def _slot_name(self, segment: str) -> str:
-        # Blocks take turns; embedding and head, a whole step apart from each other, share a slot of their own.
-        return "edge" if is_edge(segment) else str(block_index(segment) % self._plan.residency.num_slots)
+    def _buffer_name(self, segment: str) -> str:
+        # Blocks take turns; embedding and head, a whole step apart from each other, share a staging buffer of their own.
+        return (
+            "edge"
+            if is_edge(segment)
+            else str(block_index(segment) % self._plan.residency.num_staging_buffers)
+        )
 
     def place(self, group: ParameterGroup, segment: str) -> str:
         """Return the device buffer in which `segment` finds `group` at its turn."""
-        return self.slot(segment) if self.is_offloaded(group) else self.home(group)
+        return self.staging_buffer(segment) if self.is_offloaded(group) else self.home(group)
 
     # -- accesses ----------------------------------------------------------------------------------------------
 
@@ -146,11 +150,11 @@ class Homes(AxisWriter):
         return (*frozen, self.trainable(group, buffer, step, GroupWeights(group.name, point), dtype))
 
     def _offset_in(self, buffer: str, group: ParameterGroup, dtype: str) -> int:
-        """Return where `group` starts in `buffer`: behind its neighbours in a slot that they share, else at 0."""
+        """Return where `group` starts in `buffer`: behind its neighbours in a staging buffer that they share, else at 0."""
         if buffer == self.home(group):
             return 0
         offset = 0
-        # Groups that stay on the device leave no gap in the slot of their segment.
+        # Groups that stay on the device leave no gap in the staging buffer of their segment.
         for neighbour in self._rank.model.groups_of(group.segments[0]):
             if neighbour.name == group.name:
                 break
@@ -173,7 +177,7 @@ class Homes(AxisWriter):
     # -- buffers -----------------------------------------------------------------------------------------------
 
     def buffers(self) -> Iterator[Buffer]:
-        """Yield homes, slots, and what crosses the bus in another format."""
+        """Yield homes, staging buffers, and what crosses the bus in another format."""
         plan = self._plan
         for group in self._rank.groups:
             offloaded = self.is_offloaded(group)
@@ -182,18 +186,20 @@ class Homes(AxisWriter):
             size = self._group_bytes(group, dtype)
             kept_in = self._storage.buffer_format([group], dtype)
             yield Buffer(self.home(group), space, size, "weights", kept_in, shared=shared)
-        for name, size in self._slot_sizes.items():
-            # A slot is bytes where any block that passes through it is in codes.
-            passing = (g for s in self._rank.segments if self.slot(s) == name for g in self._offloaded(s))
+        for name, size in self._staging_sizes.items():
+            # A staging buffer is bytes where any block that passes through it is in codes.
+            passing = (
+                g for s in self._rank.segments if self.staging_buffer(s) == name for g in self._offloaded(s)
+            )
             kept_in = self._storage.buffer_format(passing, plan.weights.dtype)
-            yield Buffer(name, Space.DEVICE, size, "slots", kept_in)
+            yield Buffer(name, Space.DEVICE, size, "staging buffers", kept_in)
         if plan.is_transfer_lossy:
-            for name, size in self._largest(self.staging, plan.transfer_dtype).items():
-                yield Buffer(name, Space.DEVICE, size, "staging", plan.transfer_dtype)
+            for name, size in self._largest(self.transfer_buffer, plan.transfer_dtype).items():
+                yield Buffer(name, Space.DEVICE, size, "transfer buffers", plan.transfer_dtype)
 
     @cached_property
-    def _slot_sizes(self) -> dict[str, int]:
-        return self._largest(self.slot, self._plan.weights.dtype)
+    def _staging_sizes(self) -> dict[str, int]:
+        return self._largest(self.staging_buffer, self._plan.weights.dtype)
 
     def _largest(self, buffer_of: Callable[[str], str], dtype: str) -> dict[str, int]:
         """Return the bytes of the largest segment that passes through each of some buffers."""
@@ -209,13 +215,13 @@ class Homes(AxisWriter):
     def upload(self, segment: str, suffix: str = "") -> None:
         """Write the upload of what `segment` has on the host, if anything."""
         groups = self._offloaded(segment)
-        if groups and not self._plan.residency.reuse_slots:
+        if groups and not self._plan.residency.reuse_staging_buffers:
             self._allocate(segment, suffix)
         lossy, dtype = self._plan.is_transfer_lossy, self._plan.transfer_dtype
         for group in groups:
             step = -1 if self._rank.is_delayed(group) else 0
             # What comes up still lacks a delayed update, so it is of the step before.
-            target = self.staging(segment) if lossy else self.slot(segment)
+            target = self.transfer_buffer(segment) if lossy else self.staging_buffer(segment)
             home = self.weights(group, self.home(group), step, dtype=dtype)
             here = self.weights(group, target, step, dtype=dtype)
             if self._plan.residency.transfers == "sliced":
@@ -246,7 +252,7 @@ class Homes(AxisWriter):
         self._emit(name, op, Stream.LINK, "gather", segment, own, here, work)
 
     def offload(self, segment: str, *, changed: bool, suffix: str = "") -> None:
-        """Write the offload of the trainable groups of `segment` if they have `changed`, and free a slot that was allocated anew."""
+        """Write the offload of the trainable groups of `segment` if they have `changed`, and free a staging buffer that was allocated anew."""
         groups = self._offloaded(segment)
         lossy, dtype = self._plan.is_transfer_lossy, self._plan.transfer_dtype
         for group in groups:
@@ -256,7 +262,7 @@ class Homes(AxisWriter):
             step = 1 if suffix and not self._rank.is_delayed(group) else 0
             if lossy:
                 self._narrow(group, segment, step, suffix)
-            source = self.staging(segment) if lossy else self.slot(segment)
+            source = self.transfer_buffer(segment) if lossy else self.staging_buffer(segment)
             what = GroupWeights(group.name)
             read = self.trainable(group, source, step, what, dtype)
             left = self.trainable(group, self.home(group), step, what, dtype)
@@ -264,12 +270,12 @@ class Homes(AxisWriter):
             name = f"{group.name}/offload{suffix}"
             reads, writes = self.shares_of((read,)), self.shares_of((left,))
             self._emit(name, Copy(), Stream.D2H, "offload", segment, reads, writes, work)
-        if groups and not self._plan.residency.reuse_slots:
+        if groups and not self._plan.residency.reuse_staging_buffers:
             self._free(segment, suffix)
 
     def _widen(self, group: ParameterGroup, segment: str, step: int, suffix: str) -> None:
-        reads = self.weights(group, self.staging(segment), step, dtype=self._plan.transfer_dtype)
-        writes = self.weights(group, self.slot(segment), step)
+        reads = self.weights(group, self.transfer_buffer(segment), step, dtype=self._plan.transfer_dtype)
+        writes = self.weights(group, self.staging_buffer(segment), step)
         work = cast_work(
             group.num_parameters, source=self._plan.transfer_dtype, target=self._plan.weights.dtype
         )
@@ -283,23 +289,26 @@ class Homes(AxisWriter):
             self._plan.weights.dtype,
             GroupWeights(group.name),
         )
-        read = self.trainable(group, self.slot(segment), step, what)
-        left = self.trainable(group, self.staging(segment), step, what, transfer)
+        read = self.trainable(group, self.staging_buffer(segment), step, what)
+        left = self.trainable(group, self.transfer_buffer(segment), step, what, transfer)
         work = cast_work(group.num_trainable, source=storage, target=transfer)
         name = f"{group.name}/narrow{suffix}"
         self._emit(name, Cast(), Stream.COMPUTE, "narrow", segment, (read,), (left,), work)
 
     def _allocate(self, segment: str, suffix: str) -> None:
-        slot = self.slot(segment)
-        size = self._slot_sizes[slot]
+        staging_buffer = self.staging_buffer(segment)
+        size = self._staging_sizes[staging_buffer]
         # On the stream of uploads, which fill it. Nobody may read what new memory holds.
-        work, left = Work(num_allocations=1, allocation_bytes=size), (Access(slot, UNSET, None, size),)
+        work, left = (
+            Work(num_allocations=1, allocation_bytes=size),
+            (Access(staging_buffer, UNSET, None, size),),
+        )
         name = f"{segment}/allocate{suffix}"
-        self._emit(name, Allocate(slot), Stream.H2D, "allocate", segment, (), left, work)
+        self._emit(name, Allocate(staging_buffer), Stream.H2D, "allocate", segment, (), left, work)
 
     def _free(self, segment: str, suffix: str) -> None:
-        slot = self.slot(segment)
-        left = (Access(slot, FREED, None, self._slot_sizes[slot]),)
-        # On the stream of offloads, since the slot is full until its contents are on the host.
+        staging_buffer = self.staging_buffer(segment)
+        left = (Access(staging_buffer, FREED, None, self._staging_sizes[staging_buffer]),)
+        # On the stream of offloads, since the staging buffer is full until its contents are on the host.
         name, work = f"{segment}/free{suffix}", Work(num_allocations=1)
-        self._emit(name, Free(slot), Stream.D2H, "free", segment, (), left, work)
+        self._emit(name, Free(staging_buffer), Stream.D2H, "free", segment, (), left, work)

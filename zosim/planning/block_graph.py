@@ -6,15 +6,18 @@ costs what a few cost.
 
 Examples
 --------
-Two streams and four blocks: each upload takes 1 s, each forward 2 s. With two slots uploads run beside forwards, and a step
-takes the first upload and four forwards; with one slot nothing overlaps.
+Two streams and four blocks: each upload takes 1 s, each forward 2 s. With two staging buffers uploads run beside forwards, and a step
+takes the first upload and four forwards; with one staging buffer nothing overlaps.
 
 >>> from zosim.program.instructions import Dependency
 >>> from zosim.program.operations import Load
 >>> up = Instruction("up", Load(), Stream.H2D, "upload", "block.0")
 >>> go = Instruction("go", Load(), Stream.COMPUTE, "forward", "block.0", after=(Dependency("up"),))
->>> blocks = Execution(0, 4, (up, go), in_slot=(0, 1))
->>> [period_s([StageStep(BlockGraph([blocks], num_slots), [(1.0, 2.0)], step_s=0.0)]) for num_slots in (2, 1)]
+>>> blocks = Execution(0, 4, (up, go), in_buffer=(0, 1))
+>>> [
+...     period_s([StageStep(BlockGraph([blocks], num_staging_buffers), [(1.0, 2.0)], step_s=0.0)])
+...     for num_staging_buffers in (2, 1)
+... ]
 [9.0, 12.0]
 """
 
@@ -30,7 +33,7 @@ from zosim.program.operations import Collective, Decode, Recv, Send
 from zosim.program.step_graph import Edge
 from zosim.simulators.maxplus import MaxPlus, Node
 
-# The first fills slots and streams; the others are as long as all that follow.
+# The first fills staging buffers and streams; the others are as long as all that follow.
 _NUM_STEPS = 3
 # Shifts that differ by less, relative, are rounding.
 _SAME = 1e-12
@@ -49,14 +52,14 @@ class Execution:
     count : int
     instructions : tuple of Instruction
         Each after others of these alone.
-    in_slot : tuple of int
-        Which of them work in a slot.
+    in_buffer : tuple of int
+        Which of them work in a staging buffer.
     """
 
     block: int | None
     count: int
     instructions: tuple[Instruction, ...]
-    in_slot: tuple[int, ...]
+    in_buffer: tuple[int, ...]
 
 
 class BlockGraph:
@@ -69,7 +72,7 @@ class BlockGraph:
     Parameters
     ----------
     executions : sequence of Execution
-    num_slots : int
+    num_staging_buffers : int
 
     Attributes
     ----------
@@ -85,9 +88,9 @@ class BlockGraph:
         Position in the step and number of the last computation.
     """
 
-    def __init__(self, executions: Sequence[Execution], num_slots: int) -> None:
+    def __init__(self, executions: Sequence[Execution], num_staging_buffers: int) -> None:
         self.executions = executions
-        self.num_slots = num_slots
+        self.num_staging_buffers = num_staging_buffers
         # Losses are exchanged last; what blocks gather on one host is no peer stage's.
         collectives = (
             (place, number)
@@ -100,10 +103,10 @@ class BlockGraph:
         self.receipts: list[Edge] = []
         # Messages are decoded in the order in which they come.
         self._received = iter(self.receipts)
-        # The last on each stream, and the last on each stream in each slot.
+        # The last on each stream, and the last on each stream in each staging buffer.
         self._last: dict[Stream, Edge] = {stream: (0, number) for number, stream in enumerate(Stream)}
-        self._in_slot: dict[int | None, dict[Stream, Edge]] = {}
-        self._first_in_slot: list[tuple[list[Edge], int, int | None]] = []
+        self._in_buffer: dict[int | None, dict[Stream, Edge]] = {}
+        self._first_in_buffer: list[tuple[list[Edge], int, int | None]] = []
         self.tables: list[list[list[Node]]] = []
         position = 1
         for place, execution in enumerate(executions):
@@ -115,9 +118,9 @@ class BlockGraph:
         self.opening: list[Node] = [
             (number, _edges(position, {self._last[stream], self.end})) for number, stream in enumerate(Stream)
         ]
-        # And the first in a slot for the last that the step before left there.
-        for edges, entered, slot in self._first_in_slot:
-            edges.extend(_edges(position + entered, self._in_slot[slot].values()))
+        # And the first in a staging buffer for the last that the step before left there.
+        for edges, entered, staging_buffer in self._first_in_buffer:
+            edges.extend(_edges(position + entered, self._in_buffer[staging_buffer].values()))
 
     def _inside(self, place: int, position: int) -> dict[int, list[Edge]]:
         """Return the nodes of an execution, and what they wait for in it and of messages."""
@@ -150,27 +153,33 @@ class BlockGraph:
         heads = [~number if ~number in nodes else number for number in range(len(items))]
         first = {item.stream: head for item, head in reversed([*zip(items, heads, strict=True)])}
         last = {item.stream: number for number, item in enumerate(items)}
-        in_slot = {items[number].stream: number for number in execution.in_slot}
-        # Behind the first in each slot all are alike; the last in each are what others come behind.
-        few = min(self.num_slots + 1, count)
-        for block in chain(range(few), range(max(few, count - self.num_slots), count)):
+        in_buffer = {items[number].stream: number for number in execution.in_buffer}
+        # Behind the first in each staging buffer all are alike; the last in each are what others come behind.
+        few = min(self.num_staging_buffers + 1, count)
+        for block in chain(range(few), range(max(few, count - self.num_staging_buffers), count)):
             position = begin + block
-            # Blocks take turns in the slots, as lowering has it.
-            slot = None if execution.block is None else (execution.block + block) % self.num_slots
+            # Blocks take turns in the staging buffers, as lowering has it.
+            staging_buffer = (
+                None if execution.block is None else (execution.block + block) % self.num_staging_buffers
+            )
             if block < few:
                 own = dict(nodes)
                 for stream, number in first.items():
                     own[number] = own[number] + _edges(position, [self._last[stream]])
-                if in_slot:
-                    # A slot is free when all that worked in it for another block has ended.
-                    number = heads[execution.in_slot[0]]
-                    own[number] = own[number] + _edges(position, self._in_slot.get(slot, {}).values())
-                    if slot not in self._in_slot:
-                        self._first_in_slot.append((own[number], position, slot))
+                if in_buffer:
+                    # A staging buffer is free when all that worked in it for another block has ended.
+                    number = heads[execution.in_buffer[0]]
+                    own[number] = own[number] + _edges(
+                        position, self._in_buffer.get(staging_buffer, {}).values()
+                    )
+                    if staging_buffer not in self._in_buffer:
+                        self._first_in_buffer.append((own[number], position, staging_buffer))
                 yield list(own.items())
             self._last |= {stream: (position, number) for stream, number in last.items()}
-            if in_slot:
-                self._in_slot[slot] = {stream: (position, number) for stream, number in in_slot.items()}
+            if in_buffer:
+                self._in_buffer[staging_buffer] = {
+                    stream: (position, number) for stream, number in in_buffer.items()
+                }
 
 
 def _edges(position: int, places: Iterable[Edge]) -> list[Edge]:
@@ -257,16 +266,16 @@ class _Run:
 
     def _execute(self, parts: Iterable[tuple[int, list[list[Node]], list[float]]]) -> None:
         """Run executions as often as they stand for, leaving out what only repeats."""
-        run, num_slots = self._run, self._graph.num_slots
+        run, num_staging_buffers = self._run, self._graph.num_staging_buffers
         for count, tables, seconds in parts:
             block = 0
             while block < count:
-                run.advance(tables[min(block, num_slots)], seconds)
+                run.advance(tables[min(block, num_staging_buffers)], seconds)
                 block += 1
-                rounds = (count - block) // num_slots
-                if rounds and block >= 2 * num_slots and block % num_slots == 0:
-                    shifts = run.shifts(num_slots)
+                rounds = (count - block) // num_staging_buffers
+                if rounds and block >= 2 * num_staging_buffers and block % num_staging_buffers == 0:
+                    shifts = run.shifts(num_staging_buffers)
                     # All of this round is as much later as the round before: so it goes on.
                     if max(shifts) - min(shifts) <= _SAME * max(shifts):
-                        run.repeat(num_slots, rounds, max(shifts))
-                        block += rounds * num_slots
+                        run.repeat(num_staging_buffers, rounds, max(shifts))
+                        block += rounds * num_staging_buffers

@@ -74,7 +74,7 @@ def laid_over(plan: Plan, config: PlanConfig, cut_model: CutModel) -> PlanConfig
     base = PlanConfig.of(plan)
     blocks = config.residency.given("blocks")
     if blocks not in (None, plan.residency.blocks):
-        # Slots and the order of visits are those of blocks that lie elsewhere.
+        # Staging buffers and the order of visits are those of blocks that lie elsewhere.
         base = base.model_copy(
             update={
                 "residency": Residency(transfer_dtype=plan.residency.transfer_dtype),

@@ -48,7 +48,7 @@ from zosim.program.instructions import Buffer, Instruction
 from zosim.program.operations import Collective, Recv, Send
 from zosim.simulators.shortening import shortened_stages, shortest
 
-_SLOT_ROLES = ("slots", "staging")
+_STAGING_ROLES = ("staging buffers", "transfer buffers")
 
 
 @dataclass(frozen=True)
@@ -97,21 +97,23 @@ class Sketcher:
 
     def sketch(self, plan: Plan, rank: int, machine: Machine) -> Sketch:
         """Return what `rank` of `plan` takes on `machine`, at least."""
-        part, num_slots = _part(plan, rank), plan.residency.num_slots
+        part, num_staging_buffers = _part(plan, rank), plan.residency.num_staging_buffers
         # Ranks that do the same on machines alike but for names have one sketch.
-        key = part, num_slots, machine.shape
+        key = part, num_staging_buffers, machine.shape
         if key not in self._sketches:
-            if (part, num_slots) not in self._buffers:
-                self._buffers[part, num_slots] = StepWriter(plan, rank).buffers()
+            if (part, num_staging_buffers) not in self._buffers:
+                self._buffers[part, num_staging_buffers] = StepWriter(plan, rank).buffers()
             stage = self._stage(plan, rank, machine)
             outline, loads = self._outlines[part], self._prices[part, machine.shape].loads
-            memory = footprint_of(self._buffers[part, num_slots], outline.workspace_bytes, machine.profile)
+            memory = footprint_of(
+                self._buffers[part, num_staging_buffers], outline.workspace_bytes, machine.profile
+            )
             period = period_s([stage]) if plan.copies_overlap else chained_s(stage)
             self._sketches[key] = Sketch(period, loads, memory, outline.num_instructions)
         return self._sketches[key]
 
     def _stage(self, plan: Plan, rank: int, machine: Machine) -> StageStep:
-        """Return who waits for whom in a step of a rank and what its instructions take; of these the number of slots changes the first alone."""
+        """Return who waits for whom in a step of a rank and what its instructions take; of these the number of staging buffers changes the first alone."""
         part = _part(plan, rank)
         if part not in self._outlines:
             # Not connected: executions know their order, and only conflicts within one are looked for.
@@ -130,7 +132,9 @@ class Sketcher:
                 for name, amount in chain.from_iterable(activity.loads() for activity in activities):
                     loads[name] += amount * execution.count
             self._prices[key] = _Prices(seconds, tuple(loads.values()))
-        return StageStep(outline.graph(plan.residency.num_slots), self._prices[key].seconds, machine.step_s())
+        return StageStep(
+            outline.graph(plan.residency.num_staging_buffers), self._prices[key].seconds, machine.step_s()
+        )
 
     def _activity(self, instruction: Instruction, program: Program, machine: Machine) -> Activity:
         # Equal work on one stream takes as long in every block.
@@ -157,14 +161,14 @@ class Sketcher:
 
 
 def _part(plan: Plan, rank: int) -> Hashable:
-    """Return what decides what a rank does, apart from the number of slots.
+    """Return what decides what a rank does, apart from the number of staging buffers.
 
     Of its place in the mesh these are its points, sequences and segments; and among how many ranks.
     """
     stage = (plan.split, plan.segments_of(rank)) if plan.num_stages > 1 else ()
     points = plan.points_of(rank)
-    # Slots change the order of blocks, not what is done for one.
-    residency = plan.residency.model_copy(update={"num_slots": 1})
+    # Staging buffers change the order of blocks, not what is done for one.
+    residency = plan.residency.model_copy(update={"num_staging_buffers": 1})
     return (
         len(points),
         BASE in points,
@@ -202,24 +206,24 @@ class _Outline:
         self.workspace_bytes = max((item.work.workspace_bytes for item in program.step), default=0)
         self._graphs: dict[int, BlockGraph] = {}
 
-    def graph(self, num_slots: int) -> BlockGraph:
-        """Return who waits for whom with so many slots."""
-        if num_slots not in self._graphs:
-            self._graphs[num_slots] = BlockGraph(self.executions, num_slots)
-        return self._graphs[num_slots]
+    def graph(self, num_staging_buffers: int) -> BlockGraph:
+        """Return who waits for whom with so many staging buffers."""
+        if num_staging_buffers not in self._graphs:
+            self._graphs[num_staging_buffers] = BlockGraph(self.executions, num_staging_buffers)
+        return self._graphs[num_staging_buffers]
 
 
 def _executions(program: Program, standing: Mapping[str, range]) -> Iterator[Execution]:
     for segment, grouped in groupby(program.step, key=lambda item: item.segment):
-        # What waits across executions, a stream or a slot, is the graph's to know.
+        # What waits across executions, a stream or a staging buffer, is the graph's to know.
         instructions = tuple(connected_by_conflicts((), tuple(grouped)))
         accesses = [(*item.reads, *item.writes) for item in instructions]
-        in_slot = tuple(
+        in_buffer = tuple(
             number
             for number, of_item in enumerate(accesses)
-            if any(program.buffer(access.buffer).role in _SLOT_ROLES for access in of_item)
+            if any(program.buffer(access.buffer).role in _STAGING_ROLES for access in of_item)
         )
         block = whole_number(segment.partition(".")[2].partition(".")[0])
         blocks = standing.get(segment)
         first, count = (block, 1) if blocks is None else (blocks.start, len(blocks))
-        yield Execution(first, count, instructions, in_slot)
+        yield Execution(first, count, instructions, in_buffer)

@@ -17,9 +17,9 @@ Where blocks may live, and when they are updated, of OPT-125M on one GPU without
 mezo, blockwise
 mezo+delayed, blockwise
 mezo, sweep
-zo2, 1 slot
-zo2, 2 slots
-zo2, 3 slots
+zo2, 1 staging buffer
+zo2, 2 staging buffers
+zo2, 3 staging buffers
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from zosim.plans import Estimator, Mesh, Placement, Plan, Residency, Split, Tran
 Transfers = Literal["private", "shared", "sliced"]
 Point = Mapping[str, Mapping[str, object]]
 """Values of fields, by axis and name."""
-_SLOTS = (1, 2, 3)
+_STAGING_BUFFERS = (1, 2, 3)
 _QUANT_CONFIGS: tuple[Mapping[str, object], ...] = (
     {"weights": "int8", "activations": "int8-token"},
     {"weights": "int4", "scales": "group"},
@@ -253,7 +253,7 @@ def _check_devices(request: Request) -> None:
             f"--method {request.config.search.method} keeps blocks {request.blocks[0]}, not {blocks}",
             hint="leave --residency or --method out",
         )
-    moving = [name for name in ("num_slots", "overlap") if name in residency.model_fields_set]
+    moving = [name for name in ("num_staging_buffers", "overlap") if name in residency.model_fields_set]
     if moving and "offloaded" not in ((blocks,) if blocks is not None else request.blocks):
         raise PlanError(
             f"{moving[0]}={getattr(residency, moving[0])} is about offloaded blocks, and these are resident",
@@ -346,10 +346,10 @@ def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Poin
         yield {"schedule": {"traversal": "sweep"}}
     if "offloaded" in request.blocks and allowed != "resident":
         for transfer_dtype in _transfer_formats(request):
-            for transfers, slots in product(_transfers(mesh, placement), _SLOTS):
+            for transfers, num_buffers in product(_transfers(mesh, placement), _STAGING_BUFFERS):
                 residency = {
                     "blocks": "offloaded",
-                    "num_slots": slots,
+                    "num_staging_buffers": num_buffers,
                     "transfers": transfers,
                     "transfer_dtype": transfer_dtype,
                 }

@@ -238,7 +238,7 @@ class Plan(Axis, Document):
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether blocks live on the host, and pass through slots of the device."""
+        """Whether blocks live on the host, and pass through staging buffers of the device."""
         return self.residency.blocks == "offloaded"
 
     @property

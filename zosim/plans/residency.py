@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BeforeValidator
 
 from costmodel.formats import FORMATS, TransferFormat
-from topology.limits import Slots
+from topology.limits import StagingBuffers
 from zosim.plans.setting import Axis, Changes, Conflict, Setting
 from zosim.plans.weights import in_full
 
@@ -28,15 +28,15 @@ class Residency(Axis):
     blocks : str
         ``"resident"`` on the device, or ``"offloaded"`` to host memory.
     edges : str
-        The same for embedding and head, which pass through one slot of their own. The planner's choice alone.
-    num_slots : int
-        Device slots that offloaded blocks pass through. One slot serialises upload, compute and offload;
+        The same for embedding and head, which pass through one staging buffer of their own. The planner's choice alone.
+    num_staging_buffers : int
+        Device buffers that offloaded blocks pass through. One staging buffer serialises upload, compute and offload;
         three let all of them overlap.
     overlap : bool
         Whether copies run beside compute. Off, every copy waits for the compute before it and the other way
         round (ZO2's "no scheduler overlap" ablation).
-    reuse_slots : bool
-        Whether slots are allocated once. Off, each upload allocates its slot and each offload frees it
+    reuse_staging_buffers : bool
+        Whether staging buffers are allocated once. Off, each upload allocates its staging buffer and each offload frees it
         (ZO2's "no reusable memory" ablation, of plans that are written in Python or by hand).
     transfers : str
         How several ranks share the host's copies. ``"private"``: every rank has a copy of its own and moves whole
@@ -62,20 +62,22 @@ class Residency(Axis):
         Literal["resident", "offloaded"],
         Setting(help="The same for embedding and head.", changes=_ROUNDING, planned=True),
     ] = "resident"
-    num_slots: Annotated[
-        Slots,
+    num_staging_buffers: Annotated[
+        StagingBuffers,
         Setting(
-            "--slots",
-            "Device slots that offloaded blocks pass through.",
+            "--staging-buffers",
+            "Device buffers that offloaded blocks pass through.",
             _ROUNDING,
             planned=True,
-            recorded_as="num_slots",
+            recorded_as="num_staging_buffers",
         ),
     ] = 3
     overlap: Annotated[
         bool, Setting("--overlap", "Run copies beside compute.", _ROUNDING, planned=True, shown="expert")
     ] = True
-    reuse_slots: Annotated[bool, Setting(help="Allocate slots once.", changes=_ROUNDING, planned=True)] = True
+    reuse_staging_buffers: Annotated[
+        bool, Setting(help="Allocate staging buffers once.", changes=_ROUNDING, planned=True)
+    ] = True
     transfers: Annotated[
         Literal["private", "shared", "sliced"],
         Setting(
@@ -97,13 +99,13 @@ class Residency(Axis):
         """Yield how offloaded blocks move."""
         if self.blocks == "resident":
             return
-        yield f"{self.num_slots} slot{'s' if self.num_slots > 1 else ''}"
+        yield f"{self.num_staging_buffers} staging buffer{'s' if self.num_staging_buffers > 1 else ''}"
         if plan.is_shared_out:
             yield "blocks sliced" if self.transfers == "sliced" else "host copy shared"
         if not self.overlap:
             yield "no overlap"
-        if not self.reuse_slots:
-            yield "slots allocated anew"
+        if not self.reuse_staging_buffers:
+            yield "staging buffers allocated anew"
         if self.edges == "offloaded":
             yield "embedding and head offloaded"
         if plan.is_transfer_lossy:

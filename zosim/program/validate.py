@@ -5,7 +5,7 @@
    of dependencies.
 
 With the second rule every read has one last writer, so the first is well defined. Each hazard that offloading
-papers warn of breaks one of them: a block read before its upload (state, or order), a slot overwritten while it
+papers warn of breaks one of them: a block read before its upload (state, or order), a staging overwritten while it
 is being offloaded (order), an update that is never flushed (state, at the end), two signs that see different
 directions (state). Also checked: names that exist, capacities, ids, and that no instruction waits for a later
 one of its own step.
@@ -17,23 +17,23 @@ What several ranks do to each other is the business of :mod:`zosim.program.valid
 
 Examples
 --------
-A forward that reads a slot while an upload may still write it, and the same with the two dependencies that make it safe: the
+A forward that reads a staging buffer while an upload may still write it, and the same with the two dependencies that make it safe: the
 forward waits for the upload, and the next step's upload for the forward.
 
 >>> from dataclasses import replace
 >>> from zosim.program.contents import FrozenWeights
 >>> from zosim.program.instructions import Buffer, Dependency, Space
 >>> from zosim.program.operations import Copy
->>> home, slot = (Access(name, FrozenWeights("block.0"), None, 64) for name in ("host", "slot"))
->>> upload = Instruction("upload", Copy(), Stream.H2D, "upload", "block.0", reads=(home,), writes=(slot,))
->>> forward = Instruction("forward", Copy(), Stream.COMPUTE, "forward", "block.0", reads=(slot,))
->>> buffers = tuple(Buffer(name, Space.HOST, 64, "weights", "float32") for name in ("host", "slot"))
+>>> home, staging = (Access(name, FrozenWeights("block.0"), None, 64) for name in ("host", "staging"))
+>>> upload = Instruction("upload", Copy(), Stream.H2D, "upload", "block.0", reads=(home,), writes=(staging,))
+>>> forward = Instruction("forward", Copy(), Stream.COMPUTE, "forward", "block.0", reads=(staging,))
+>>> buffers = tuple(Buffer(name, Space.HOST, 64, "weights", "float32") for name in ("host", "staging"))
 >>> try:
 ...     validate(Program("example", buffers, (home,), (), (upload, forward)))
 ... except Hazard as hazard:
 ...     print(*hazard.message.split(": "), sep=chr(10))
 program example
-nothing orders step[0]/forward and step[0]/upload on slot
+nothing orders step[0]/forward and step[0]/upload on staging
 the first reads it while it is being written by the second (block.0:frozen)
 >>> ordered = (
 ...     replace(upload, after=(Dependency("forward", distance=1),)),

@@ -2,21 +2,21 @@
 
 Examples
 --------
-A slot of 64 bytes for the whole run, and a hidden state of 8 that is there from the first instruction that touches it to the
+A staging buffer of 64 bytes for the whole run, and a hidden state of 8 that is there from the first instruction that touches it to the
 last:
 
 >>> from zosim.program.contents import Named
 >>> from zosim.program.instructions import Access, Buffer, Stream
 >>> from zosim.program.operations import Load
->>> slot = Buffer("slot.0", Space.DEVICE, 64, "slots", "float32")
+>>> staging = Buffer("staging.0", Space.DEVICE, 64, "staging buffers", "float32")
 >>> hidden = Buffer("hidden", Space.DEVICE, 8, "activations", "float32", dynamic=True)
 >>> left = (Access("hidden", Named("batch"), 0, 8),)
 >>> step = (Instruction("work", Load(), Stream.COMPUTE, "load", "embed", writes=left),)
 >>> span = Span(0, "step", 0, "work", Stream.COMPUTE, "load", "embed", start_s=1.0, end_s=3.0)
->>> for sample in memory_samples(Program("example", (slot, hidden), (), (), step), [span], num_steps=1):
+>>> for sample in memory_samples(Program("example", (staging, hidden), (), (), step), [span], num_steps=1):
 ...     print(sample.time_s, sample.role, sample.size_bytes)
 1.0 activations 8
-1.0 slots 64
+1.0 staging buffers 64
 3.0 activations 0
 """
 

@@ -133,8 +133,8 @@ def test_memory_has_an_arena_and_live_tensors():
             session.step(batch)
         memory = session.memory()
         declared = {b.name: b.size_bytes for b in session.program.buffers}
-    assert memory.arena_bytes[Space.DEVICE, "slots"] == sum(
-        v for k, v in declared.items() if k.startswith("slot")
+    assert memory.arena_bytes[Space.DEVICE, "staging buffers"] == sum(
+        v for k, v in declared.items() if k.startswith("staging")
     )
     assert memory.host_bytes == sum(v for k, v in declared.items() if k.startswith("host."))
     logits = 3 * 9 * 96 * 4

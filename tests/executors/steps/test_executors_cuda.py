@@ -19,8 +19,8 @@ PLACEMENTS = {
         "directions": {"drawn_ahead": True},
         "schedule": {"update": "delayed"},
     },
-    "fresh-slots": {
-        "residency": {"blocks": "offloaded", "reuse_slots": False},
+    "fresh-buffers": {
+        "residency": {"blocks": "offloaded", "reuse_staging_buffers": False},
         "schedule": {"update": "delayed"},
     },
 }
@@ -67,7 +67,7 @@ class _Near(Ticket):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("placement", ["offloaded", "draw-ahead", "fresh-slots"])
+@pytest.mark.parametrize("placement", ["offloaded", "draw-ahead", "fresh-buffers"])
 def test_issuing_from_a_thread_per_stream_changes_no_bit(placement, monkeypatch):
     found, told = [], []
     for far in (False, True):

@@ -39,7 +39,7 @@ PLACEMENTS = {
         "opt",
         OFFLOADED | {"directions": {"distribution": "lozo", "rank": 2, "drawn_ahead": True}},
     ),
-    # Blocks take turns in slots, and divide attention by their number.
+    # Blocks take turns in staging buffers, and divide attention by their number.
     "unlike blocks": ("gpt2-unlike", OFFLOADED),
 }
 
@@ -83,7 +83,7 @@ def test_accumulated_losses_have_graphs_of_their_own():
 @pytest.mark.crossed(slow=2)
 @pytest.mark.parametrize("axes", [{}, OFFLOADED], ids=["resident", "offloaded"])
 def test_adapters_that_grow_are_captured_anew(axes):
-    """When a window closes, blocks read more of the memory of slots, at the same addresses."""
+    """When a window closes, blocks read more of the memory of staging buffers, at the same addresses."""
     found = []
     for graphs in (True, False):
         with simulated() as device:
@@ -118,13 +118,13 @@ def test_ranks_whose_streams_have_threads_find_the_same_bits(case):
     assert found[0] == found[1]
 
 
-def slots_elsewhere(session, step):
-    """Let the blocks' slots be other memory from the third step on."""
+def buffers_elsewhere(session, step):
+    """Let the blocks' staging buffers be other memory from the third step on."""
     if step == 3:
         session.flush()
         store = session.interpreter.store
         for buffer in session.program.buffers:
-            if buffer.role == "slots" and buffer.space == "device":
+            if buffer.role == "staging buffers" and buffer.space == "device":
                 vars(session).setdefault("kept", []).append(
                     store._flat[buffer.name]
                 )  # or the new memory may be the old
@@ -133,8 +133,8 @@ def slots_elsewhere(session, step):
 
 
 def test_slots_that_move_are_captured_anew():
-    device, numbers, _ = trained(*PLACEMENTS["offloaded"], change=slots_elsewhere)
-    assert numbers == trained(*PLACEMENTS["offloaded"], graphs=False, change=slots_elsewhere)[1]
+    device, numbers, _ = trained(*PLACEMENTS["offloaded"], change=buffers_elsewhere)
+    assert numbers == trained(*PLACEMENTS["offloaded"], graphs=False, change=buffers_elsewhere)[1]
     assert device.findings == []
 
 
@@ -142,7 +142,7 @@ GRAPHS = "executors.steps.graphs:Graphs"
 
 
 def anywhere(shipped, self, signature, *rest, states=(), **named):
-    if states:  # of a block, whose signature ends with what its slots hold, and where
+    if states:  # of a block, whose signature ends with what its staging buffers hold, and where
         signature = (*signature[:4], *((0, *layout) for _, *layout in signature[4:]))
     shipped(self, signature, *rest, states=states, **named)
 
@@ -203,7 +203,7 @@ def verified_unseen(_shipped, _self, entry, caller, *_rest):
 
 CAPTURE = f"{GRAPHS}._capture"
 FAULTS = {
-    "a graph is replayed wherever the slots are": ("offloaded", f"{GRAPHS}.run", anywhere),
+    "a graph is replayed wherever the staging buffers are": ("offloaded", f"{GRAPHS}.run", anywhere),
     "the graphs of all streams share temporaries": ("offloaded, ahead", CAPTURE, one_pool),
     "a block reads the hidden state of the step that was captured": ("resident", f"{GRAPHS}.placed", lambda _shipped, self, key, tensor: self.place(key, tensor)),
     "a generator is not told of the graph": ("resident", CAPTURE, lambda shipped, self, launch, generators: shipped(self, partial(launch, *generators), ())),
@@ -227,10 +227,10 @@ def seen(device_and_more, wanted):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_graphs_is_found(fault):
     placement, *where = FAULTS[fault]
-    _, wanted, _ = trained(*PLACEMENTS[placement], graphs=False, change=slots_elsewhere)
+    _, wanted, _ = trained(*PLACEMENTS[placement], graphs=False, change=buffers_elsewhere)
     with Fault(fault, *where).apply():
         try:
-            is_found = seen(trained(*PLACEMENTS[placement], change=slots_elsewhere), wanted)
+            is_found = seen(trained(*PLACEMENTS[placement], change=buffers_elsewhere), wanted)
         except LossNotFinite:  # what a capture leaves is no number
             is_found = True
         except RunError as error:
@@ -276,8 +276,8 @@ def number_of_graphs(axes, *, num_blocks, lengths=(9,), repeats=3):
 
 
 @pytest.mark.slow
-def test_blocks_that_take_turns_in_slots_and_equal_draws_share_graphs():
-    """Three slots at two points, and six kinds of draws; each of a step's streams is a native one of its own."""
+def test_blocks_that_take_turns_in_staging_buffers_and_equal_draws_share_graphs():
+    """Three staging buffers at two points, and six kinds of draws; each of a step's streams is a native one of its own."""
     few, *_ = number_of_graphs(OFFLOADED, num_blocks=4)
     more, num_streams, findings = number_of_graphs(OFFLOADED, num_blocks=8)
     assert more == few <= 3 * 2 + 6
@@ -491,6 +491,6 @@ def test_graphs_are_refused_where_none_can_be():
     model = model_of("opt")
     with pytest.raises(PlanError, match="needs a CUDA device"):
         Session(plan_of(model), model, graphs=True)
-    plan = plan_of(model, residency={"blocks": "offloaded", "reuse_slots": False})
+    plan = plan_of(model, residency={"blocks": "offloaded", "reuse_staging_buffers": False})
     with simulated(), pytest.raises(PlanError, match="blocks that stay"):
         Session(plan, model, device="cuda:0", graphs=True)

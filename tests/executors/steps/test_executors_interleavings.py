@@ -125,7 +125,7 @@ def test_between_forwards_no_parameter_holds_what_a_free_takes_away(low_bits):
 
 
 def a_free_lets_go_by_itself(patch):
-    """On whatever stream it runs: it looks whether its slot is bound, and lets go of what may have been bound since."""
+    """On whatever stream it runs: it looks whether its staging buffer is bound, and lets go of what may have been bound since."""
 
     def free(self, instruction):
         context, buffer = self._context, instruction.op.buffer

@@ -23,7 +23,7 @@ PLACEMENTS = {
     "delayed": {"schedule": {"update": "delayed"}},
     "delayed-draw-ahead": {"directions": {"drawn_ahead": True}, "schedule": {"update": "delayed"}},
     "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
-    "offloaded-immediate": {"residency": {"blocks": "offloaded", "num_slots": 1}},
+    "offloaded-immediate": {"residency": {"blocks": "offloaded", "num_staging_buffers": 1}},
     "copies": {"weights": {"perturbation": "copies"}},
 }
 

@@ -55,7 +55,7 @@ PLACEMENTS = {
     "offloaded": OFFLOADED,
     "offloaded, immediate": {"residency": {"blocks": "offloaded"}},
     "offloaded, ahead": OFFLOADED | AHEAD,
-    "offloaded, fresh slots": FRESH,
+    "offloaded, fresh buffers": FRESH,
     "offloaded, in bfloat16": {
         "residency": {"blocks": "offloaded", "transfer_dtype": "bfloat16"},
         "schedule": {"update": "delayed"},
@@ -73,7 +73,7 @@ PLACEMENTS = {
     "offloaded, LoRA over int8": OFFLOADED
     | {"lora": LoRA(rank=2, target_modules=("q_proj", "fc2")), "low_bits": {"weights": "int8"}},
 }
-LITERAL = ("resident", "offloaded", "offloaded, ahead", "offloaded, fresh slots")
+LITERAL = ("resident", "offloaded", "offloaded, ahead", "offloaded, fresh buffers")
 """Placements whose every bit is the literal loop's."""
 
 SEVERAL = {
@@ -130,7 +130,7 @@ def test_nor_does_another_plan(number):
     case = CLOSING_IN_8_BITS if number is None else matrix.random_case_of_one_rank(number)
     device, numbers = found_by(case, graphs=False)
     assert device.findings == [], case
-    if case["residency.reuse_slots"]:
+    if case["residency.reuse_staging_buffers"]:
         device, same = found_by(case, graphs=True)
         assert device.findings == [], case
         assert same == numbers
@@ -553,7 +553,7 @@ FAULTS = {
     "a staging buffer is used again": ("stages, inputs of 8 bits", "executors.devices:staged_on", staged_again),
     "the next batch is staged where the last one was": ("resident", "executors.devices:staged_on", staged_again),
     "shares are gathered on another stream": ("perturb, sliced", f"{EXCHANGES}._gather_shares", action_beside),
-    "slots of one size share memory": ("offloaded", f"{BACKEND}.allocate", shared_by_size),
+    "staging buffers of one size share memory": ("offloaded", f"{BACKEND}.allocate", shared_by_size),
 }  # fmt: skip
 MORE_FAULTS = {
     "kernels go to another stream than their event": ("offloaded", f"{BACKEND}._issue", beside_its_event),
@@ -577,7 +577,7 @@ MORE_FAULTS = {
 }
 FREED = {
     "memory goes back when one stream is through": (
-        "offloaded, fresh slots",
+        "offloaded, fresh buffers",
         f"{BACKEND}.free",
         freed_too_soon,
     ),

@@ -22,8 +22,8 @@ PLACEMENTS = {
     "resident": {},
     "resident-delayed": {"schedule": {"update": "delayed"}},
     "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
-    "offloaded-immediate": {"residency": {"blocks": "offloaded", "num_slots": 1}},
-    "offloaded-fresh-slots": {"residency": {"blocks": "offloaded", "reuse_slots": False}},
+    "offloaded-immediate": {"residency": {"blocks": "offloaded", "num_staging_buffers": 1}},
+    "offloaded-fresh-buffers": {"residency": {"blocks": "offloaded", "reuse_staging_buffers": False}},
     "kept": {"directions": {"kept": True}},
     "sweep-kept": {"directions": {"kept": True}, "schedule": {"traversal": "sweep"}},
 }

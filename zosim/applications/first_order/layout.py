@@ -98,19 +98,19 @@ class FirstOrderLayout:
         return max(0, copied - gone)
 
     def whole(
-        self, kind: Literal["gathered", "summand"], group: ParameterGroup, slot: int, left: str
+        self, kind: Literal["gathered", "summand"], group: ParameterGroup, buffer: int, left: str
     ) -> Access:
         """Return the access to all replicas' shares of a group's weights, or to a gradient before it is shared out."""
         size = bucket_bytes(
             group.num_parameters, group.num_tensors, self.plan.compute_dtype, alignment_of(self.plan)
         )
-        return Access(f"{kind}.{slot}", Named(f"{group.name}:{kind}", left), 0, size)
+        return Access(f"{kind}.{buffer}", Named(f"{group.name}:{kind}", left), 0, size)
 
     def kept(self, segment: str, number: int) -> tuple[Access, ...]:
         """Return the access to what the forward of `segment` keeps for its backward, if anything."""
-        size, slot = self.kept_bytes(segment, number), number % self.num_kept
+        size, buffer = self.kept_bytes(segment, number), number % self.num_kept
         what = Named(f"{segment}:kept", f"m{number}")
-        return (Access(f"kept.{segment}.{slot}", what, 0, size),) if size else ()
+        return (Access(f"kept.{segment}.{buffer}", what, 0, size),) if size else ()
 
     def kept_bytes(self, segment: str, number: int) -> int:
         """Return the bytes of that."""

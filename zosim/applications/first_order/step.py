@@ -39,8 +39,8 @@ ENDS = "ends"
 
 PIPELINE = "pipeline"
 
-_NUM_SLOTS = 4
-"""Slots of gathered weights, and of whole gradients: those in use and those on their way, at the model's ends two each."""
+_NUM_BUFFERS = 4
+"""Buffers of gathered weights, and of whole gradients: those in use and those on their way, at the model's ends two each."""
 
 
 class FirstOrderWriter(Listing):
@@ -144,7 +144,9 @@ class FirstOrderWriter(Listing):
             self._left[group.name] = f"{segment}:m{number}"
             writes.append(self.layout.gradient(group, self._left[group.name]))
         if not is_whole:
-            self._summands[segment] = tuple(self._slot("summand", group, f"m{number}") for group in groups)
+            self._summands[segment] = tuple(
+                self._next_buffer("summand", group, f"m{number}") for group in groups
+            )
             writes += self._summands[segment]
         work = backward_work(self.model, segment, accumulates=accumulates, **self.layout.shape_of(number))
         if self.layout.recomputes(segment):
@@ -170,10 +172,10 @@ class FirstOrderWriter(Listing):
             return self._gathered[segment]
         return tuple(self.layout.weights(group) for group in self.model.groups_of(segment))
 
-    def _slot(self, kind: Literal["gathered", "summand"], group: ParameterGroup, left: str) -> Access:
-        """Return the next slot of those that gathered weights, or whole gradients, take in turn."""
+    def _next_buffer(self, kind: Literal["gathered", "summand"], group: ParameterGroup, left: str) -> Access:
+        """Return the next buffer of those that gathered weights, or whole gradients, take in turn."""
         self._num_taken[kind] += 1
-        return self.layout.whole(kind, group, self._num_taken[kind] % _NUM_SLOTS, left)
+        return self.layout.whole(kind, group, self._num_taken[kind] % _NUM_BUFFERS, left)
 
     def _gather(self, segments: Sequence[str], left: str) -> None:
         """Write how replicas gather the weights of the segment that is next, and of the one behind it, unless they have."""
@@ -183,7 +185,7 @@ class FirstOrderWriter(Listing):
                 continue
             accesses = []
             for group in self.model.groups_of(segment):
-                whole = self._slot("gathered", group, left)
+                whole = self._next_buffer("gathered", group, left)
                 accesses.append(whole)
                 read = self.layout.weights(group)
                 num_ranks = self.layout.num_shards
