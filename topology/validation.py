@@ -75,8 +75,8 @@ def without_removed(
 
     Examples
     --------
-    >>> without_removed({"slots": 3, "reuse": True}, "plan", TopologyError, names={"reuse": True}, values={})
-    {'slots': 3}
+    >>> without_removed({"batch": 3, "reuse": True}, "plan", TopologyError, names={"reuse": True}, values={})
+    {'batch': 3}
     """
     for name, value in fields.items():
         if value != names.get(name, value) or value in values.get(name, ()):

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from zosim.console import stderr
 
-OPTIONS: tuple[tuple[str, str], ...] = ()
+OPTIONS: tuple[tuple[str, str], ...] = (("--slots", "--staging-buffers"),)
 """Earlier and present spelling of an option, as ``("--queries", "--num-perturbations")``.
 
 Of several rows with one earlier spelling, that one holds whose present spelling the command has.

@@ -27,7 +27,10 @@ from zosim.documents import Document, DocumentKind, json_by_lines
 from zosim.program.instructions import Part, Space, Stream
 
 TIMELINE_VERSION: Literal[1] = 1
-RENAMED: Mapping[str, str] = {}
+RENAMED: Mapping[str, str] = {
+    "memory.role=staging": "transfer buffers",
+    "memory.role=slots": "staging buffers",
+}
 """Fields that were renamed of a timeline (:mod:`topology.renamed`)."""
 
 _STREAM_ORDER = {stream: number for number, stream in enumerate(Stream)}

@@ -215,7 +215,11 @@ def _checked(header: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return {**header, "plan": known.plan.model_dump(mode="json")}
 
 
-RENAMED: Mapping[str, str] = {"run.schedule": "learning_rate"}
+RENAMED: Mapping[str, str] = {
+    "run.schedule": "learning_rate",
+    "run.identity.num_slots": "num_staging_buffers",
+    "run.identity.residency.num_slots": "num_staging_buffers",
+}
 """Fields of a header that were renamed (:mod:`topology.renamed`), but for those of its plan, which upgrades itself."""
 
 

@@ -33,7 +33,7 @@ class Parts:
     Attributes
     ----------
     kept : int
-        Weights, staging buffers and staging on the device.
+        Weights, staging and transfer buffers on the device.
     cache : int
         Keys and values that a forward leaves behind where its code keeps them.
     table, logits, block : int

@@ -91,6 +91,13 @@ def test_fields_that_were_removed_are_left_out_where_they_say_what_holds_now(goo
     assert Plan.model_validate(good_plan | shared) == Plan.model_validate(good_plan)
 
 
+def test_plans_are_read_in_the_present_names(good_plan):
+    old = {"residency": {"blocks": "offloaded", "num_slots": 2, "reuse_slots": False}}
+    residency = Plan.model_validate(good_plan | old).residency
+    assert (residency.num_staging_buffers, residency.reuse_staging_buffers) == (2, False)
+    assert upgrade(good_plan) == good_plan
+
+
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
     "axis", ["weights", "residency", "forward", "estimator", "runtime", "precision", "mesh"]

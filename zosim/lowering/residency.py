@@ -104,7 +104,7 @@ class Homes(AxisWriter):
         return f"{'host' if self.is_offloaded(group) else 'device'}.{group.name}"
 
     def staging_buffer(self, segment: str) -> str:
-        """Return the device staging buffer that an offloaded `segment` passes through."""
+        """Return the staging buffer that an offloaded `segment` passes through."""
         return f"staging.{self._buffer_name(segment)}"
 
     def transfer_buffer(self, segment: str) -> str:

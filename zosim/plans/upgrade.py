@@ -11,7 +11,10 @@ from topology.validation import without_removed
 
 PLAN_VERSION: Literal[2] = 2
 
-RENAMED: Mapping[str, str] = {}
+RENAMED: Mapping[str, str] = {
+    "residency.num_slots": "num_staging_buffers",
+    "residency.reuse_slots": "reuse_staging_buffers",
+}
 """Axes, fields and values that were renamed (:mod:`topology.renamed`); a plan of version 1 is read as one of version 2 before."""
 
 _MOVED = {

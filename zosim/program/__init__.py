@@ -27,7 +27,11 @@ from zosim.documents import Document, DocumentKind, json_by_lines
 from zosim.program.instructions import PARTS, Access, Buffer, Instruction, Part
 
 PROGRAM_VERSION: Literal[2] = 2
-RENAMED: Mapping[str, str] = {"**.num_split_walks": "num_split_sequences"}
+RENAMED: Mapping[str, str] = {
+    "**.num_split_walks": "num_split_sequences",
+    "buffers.role=staging": "transfer buffers",
+    "buffers.role=slots": "staging buffers",
+}
 """Fields, and kinds of operations, that were renamed of a program (:mod:`topology.renamed`)."""
 
 ALIGNMENT_BYTES = 64

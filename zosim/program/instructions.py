@@ -47,9 +47,9 @@ class Buffer:
     size_bytes : int
         Capacity.
     role : str
-        What it is for, the name under which memory is reported: ``weights``, ``staging buffers``, ``staging``,
+        What it is for, the name under which memory is reported: ``weights``, ``staging buffers``, ``transfer buffers``,
         ``directions``, ``activations``, ``scalars``, ``rng``, ``batch``; of first-order steps also ``gradients``,
-        ``optimizer state`` and ``kept messages``. ``weights``, ``staging buffers``, ``staging`` and
+        ``optimizer state`` and ``kept messages``. ``weights``, ``staging buffers``, ``transfer buffers`` and
         ``directions`` are flat arrays; ``activations`` are whatever tensor the forward that writes them returns.
     dtype : str
         Format of its elements.

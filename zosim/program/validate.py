@@ -5,7 +5,7 @@
    of dependencies.
 
 With the second rule every read has one last writer, so the first is well defined. Each hazard that offloading
-papers warn of breaks one of them: a block read before its upload (state, or order), a staging overwritten while it
+papers warn of breaks one of them: a block read before its upload (state, or order), a staging buffer overwritten while it
 is being offloaded (order), an update that is never flushed (state, at the end), two signs that see different
 directions (state). Also checked: names that exist, capacities, ids, and that no instruction waits for a later
 one of its own step.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from executors.runs.runlog import RunSection, upgrade
 from executors.runs.settings import refuse_other_identity
+from topology.errors import RunError
 
 
 def test_version_2_called_the_learning_rate_a_schedule() -> None:
@@ -25,3 +28,11 @@ def test_a_recorded_identity_may_name_settings_that_were_removed() -> None:
         {"batch": 2},
         "runs/of-before",
     )
+
+
+def test_a_recorded_identity_is_read_in_the_present_names() -> None:
+    for recorded in ({"num_slots": 2}, {"residency": {"num_slots": 2}}):
+        identity = upgrade({"version": 3, "run": {"identity": recorded}})["run"]["identity"]
+        refuse_other_identity(identity, {"num_staging_buffers": 2}, "runs/of-before")
+        with pytest.raises(RunError, match="num_staging_buffers=2, this command says 3"):
+            refuse_other_identity(identity, {"num_staging_buffers": 3}, "runs/of-before")

@@ -132,7 +132,7 @@ def buffers_elsewhere(session, step):
                 store.allocate(buffer.name)
 
 
-def test_slots_that_move_are_captured_anew():
+def test_staging_buffers_that_move_are_captured_anew():
     device, numbers, _ = trained(*PLACEMENTS["offloaded"], change=buffers_elsewhere)
     assert numbers == trained(*PLACEMENTS["offloaded"], graphs=False, change=buffers_elsewhere)[1]
     assert device.findings == []
