@@ -146,7 +146,7 @@ def test_facts_of_a_batch_count_where_a_packed_forward_saves_by_them() -> None:
 
 
 def test_a_setting_that_there_is_not_is_named_with_its_neighbour() -> None:
-    with pytest.raises(zosim.ZosimError, match="no setting 'sloots'") as caught:
+    with pytest.raises(zosim.ZosimError, match="no setting 'staging_bufers'") as caught:
         zosim.plan("opt-125m", "a100-80gb-milan", staging_bufers=2)
     assert "staging_buffers" in (caught.value.hint or "")
 
