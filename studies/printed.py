@@ -76,7 +76,7 @@ def _conventions(paper: str, rows: Sequence[PublishedRow]) -> Iterator[str]:
         rate = _rate(one) / 1e12
         yield (
             f"A token counts once a step: {one.printed:g} tokens/s for OPT-13B at batch 8 is {rate:.1f} Tflop/s over both "
-            "forwards, within the A100's 19.5 in float32; were tokens counted at both forwards, half of that."
+            "forwards, within the A100's 19.5 in float32. If tokens counted at both forwards, it would be half of that."
         )
         yield (
             f'"FP32" is float32, not TF32: {rate:.1f} Tflop/s at batch 8 is nearly all of 19.5 and 11 % of the 156 that '
@@ -85,7 +85,7 @@ def _conventions(paper: str, rows: Sequence[PublishedRow]) -> Iterator[str]:
     else:
         yield (
             "The batch is that of the whole step. On two GPUs, DDP at batch 8 prints 36744 tokens/s for OPT-1.3B, twice "
-            "the 18625 of one GPU at batch 4: as much work for each GPU in the same time. Were the batch that of one "
+            "the 18625 of one GPU at batch 4. That is the same work for each GPU in the same time. If the batch were that of one "
             "GPU, the pair would be DDP at batch 4, which prints 31585."
         )
         one = next(
@@ -95,8 +95,8 @@ def _conventions(paper: str, rows: Sequence[PublishedRow]) -> Iterator[str]:
         )
         rate = _rate(one) / 1e12
         yield (
-            f"A token counts once a step, although both signs forward it: {one.printed:g} tokens/s for OPT-30B under "
-            f"{one.case.method.describe()} is then {rate:.0f} of the 148 Tflop/s of each GPU; counted at both forwards it would be "
+            f"A token counts once a step, although both signs forward it. {one.printed:g} tokens/s for OPT-30B under "
+            f"{one.case.method.describe()} is then {rate:.0f} of the 148 Tflop/s of each GPU. Counted at both forwards it would be "
             f"{rate / 2:.0f}, far less than such products reach."
         )
     lightest = next(c for c in cells if c.row.kind == "memory" and c.case.method.base == "MeZO")
@@ -136,20 +136,20 @@ def _plot(kind: str, pairs: Sequence[Pair], out: Path) -> Path:
 
 TEXT = {
     "ZO2": (
-        'G.1: "there is no significant difference between the 16-bit formats". Of compression that holds to the digit for '
-        + "most models. Of autocast it does not: with fp16 compression 1.3B and 2.7B run at 4430 and 2816 tokens/s under bf16 "
-        + "against 4770 and 2974 under fp16, 7 and 5 % slower, what one more cast of every stored score costs.",
+        'G.1: "there is no significant difference between the 16-bit formats". For compression that holds to the digit for '
+        + "most models. For autocast it does not. With fp16 compression, 1.3B and 2.7B run at 4430 and 2816 tokens/s under bf16, and at "
+        + "4770 and 2974 under fp16. That is 7 and 5 % slower, the cost of one more cast of every stored score.",
         'G.3: "only a slight drop in throughput". The ratios printed in Table 8 are 0.82, 0.76 and 0.74.',
         '6.3: removing reusable memory gives "the most substantial decrease". At 13B the two ablations print 103 and 105.',
         "Table 1, float32: 66B and 175B print 40 and 14 tokens/s, about 1.4 times slower than their operations would take "
         + "at the rate that 1.3B to 13B reach. Not impossible, and not explained here; the fit has a constant for it. Mixed "
-        + "precision with the same float32 weights shows nothing of it at 66B, so passes over weights and copies are not the "
-        + "reason, and batch 8 at 13B, as long a step, shows nothing of it either, so a throttled GPU is not.",
+        + "precision with the same float32 weights does not show it at 66B, so passes over weights and copies are not the "
+        + "reason. Batch 8 at 13B, an equally long step, does not show it either, so a throttled GPU is not.",
         "Table 3, float32, no efficient update: every block moves up and down a second time. At 66B that is 261 GB each way "
-        + "for 4.3 to 7.1 s more a step (rounding of 40 and 36 included), and about 2 s of updates that the first pass is "
-        + "spared: 28 GB/s each way or more. The same arithmetic gives 16 to 18 GB/s at 1.3B to 13B. Below the 31.5 that "
-        + "the bus carries, so not impossible; were the base row at the rate of the smaller models, 66B would fit, too.",
-        "Table 3, 13B without overlap: bytes both ways over the seconds that the step takes longer are 8.7 GB/s; the same "
+        + "for 4.3 to 7.1 s more a step (rounding of 40 and 36 included). The first pass saves about 2 s of updates. So it is "
+        + "28 GB/s each way or more. The same arithmetic gives 16 to 18 GB/s at 1.3B to 13B. The bus carries 31.5, so it is "
+        + "not impossible. With the base row at the rate of the smaller models, 66B would fit, too.",
+        "Table 3, 13B without overlap: bytes both ways over the extra seconds of a step are 8.7 GB/s. The same "
         + "arithmetic gives 11.9 to 12.7 GB/s at 1.3B, 2.7B, 66B and 175B. Not impossible, scored with the others.",
     ),
     "DistZO2": (
@@ -158,14 +158,14 @@ TEXT = {
         + "lengths. At s = 1024 two GPUs with PertP print more than four with it for 2.7B (15110 against 10231), 6.7B (7250 "
         + "against 5351) and 30B (1703 against 1239).",
         '7.3: PertP inside "consistently achieves higher throughput across all BSs" than DDP inside. Of the pairs that ship, '
-        + "Table 3 has one the other way round, by 0.1 % (2.7B, batch 2); Table 7 four (1.3B and 2.7B at 1024, 1.3B and 30B at "
+        + "Table 3 has one the other way round, by 0.1 % (2.7B, batch 2). Table 7 has four (1.3B and 2.7B at 1024, 1.3B and 30B at "
         + "8192).",
         '7.3: "up to 4.6x improvement in both upload and offload speeds", over four lanes, of which Eq. 3 allows less than '
         + "four. For uploads no ratio of Table 2 that ships is above 4.1.",
         "The limitations speak of up to 16 GPUs, appendix D.2 of up to three nodes with four GPUs each.",
-        "Two-dimensional steps at s = 1024 and 8192 take longer than those at 2048 would lead one to expect, by about as many "
-        + "seconds at both lengths: for 2.7B to 30B some 45 to 80 ps per parameter, or 25 to 45 GB/s for fp16 weights, which "
-        + "is Table 2's upload. That reads as uploads that are not hidden, against 6.1.",
+        "Two-dimensional steps at s = 1024 and 8192 take longer than those at 2048 suggest, by about as many seconds at both "
+        + "lengths. For 2.7B to 30B it is 45 to 80 ps per parameter, or 25 to 45 GB/s for fp16 weights. That is Table 2's "
+        + "upload, so uploads seem not to be hidden, against 6.1.",
     ),
 }
 """What the papers say in words that their tables do not bear out, or bear out in part."""

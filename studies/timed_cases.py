@@ -88,11 +88,11 @@ def step_tables(lists: Mapping[str, Sequence[CaseT]], goal: tuple[float, float])
 
 
 def pace_words(own: str, cases: Sequence[TimedCase]) -> str:
-    """Return what pace is, and what it was while calibrating (`own`) and before cases."""
+    """Return what the slowdown is, and what it was while calibrating (`own`) and before cases."""
     return (
-        "Pace is what a reference computation takes over what it takes when no stranger shares the core's hardware: "
+        "The slowdown is the time of a reference computation over its time on an undisturbed core: "
         f"{own} while calibrating, {median(case.pace_before for case in cases):.2f} in the median before "
-        f"cases. Undisturbed are cases after which it differed by at most {PACE_CHANGED:.0%} from that before them."
+        f"cases. In undisturbed cases it changed by at most {PACE_CHANGED:.0%}."
     )
 
 

@@ -20,17 +20,20 @@ from zosim.report import Report, Table
 
 _HEAD = """Commit `{commit}`. Made by `python -m studies.against_print` from the rows that ship with the project.
 
-Constants are fitted to printed rows through the closed form of the simulator: the plan of each row is lowered to a
-program on the preset hardware, the works are those of the papers' code (`zosim/applications/published_code.py`), and the fit moves
-only the constants listed below. Rows are kept back by setting: all methods of one model, batch, sequence and precision
-at once, in whichever table they are printed; or by model, all rows of one that lies between others. Every left-out
-figure is of constants fitted anew without those rows. Errors are absolute, in percent. Cells that the audit sets apart
-are fitted like all others, under a loss that gives up on outliers, and are not in the figures; the last column of the
+Constants are fitted to printed rows through the closed form of the simulator. The plan of each row is lowered to a
+program on the preset hardware. Its work is that of the papers' code (`zosim/applications/published_code.py`). The fit changes
+only the constants listed below.
+
+Rows are kept back by setting: all methods of one model, batch, sequence and precision
+at once, in all tables. Or by model: all rows of one that lies between others. For every left-out
+figure, the constants are fitted anew without those rows. Errors are absolute, in percent.
+
+Cells that the audit sets apart are fitted like all others, under a loss that gives up on outliers. They are not in the figures; the last column of the
 table has them."""
 
-_ERRORS = """Leaving out the smallest or the largest model asks for more than what lies between known rows; "between" are the figures
-without those two ends. The rank correlation is Spearman's, of the methods in a printed row, four or more of them that are
-not set apart, as a mean over rows; what print does not tell apart counts as in the order predicted. In brackets: all cells
+_ERRORS = """Leaving out the smallest or the largest model asks for extrapolation; "between" are the figures
+without those two. The rank correlation is Spearman's, of the methods in a printed row, as a mean over rows. A row counts if four or more of its cells
+are not set apart. What print does not tell apart counts as in the predicted order. In brackets: all cells
 in, and equal numbers share the mean of their ranks."""
 
 
@@ -116,14 +119,14 @@ def constants_table(
 
 CHOICES = """Choices that are no numbers, made after seeing rows, each with its reason in the code:
 
-* ZO2's OPT rows store attention scores (`eager`), Qwen3's and DistZO2's rows do not (`sdpa`, masked half skipped);
-* DistZO2's rows on four GPUs at sequences other than 2048 do not hide their uploads;
-* an update of ZO2's has weight decay, which leaves four copies of a tensor alive, one of DistZO2's has none;
-* float32 products of hidden sizes between 5120 and 9216 run at a rate between the two that are fitted: no row says where
-  between them the slower rate of the widest models begins;
-* OPT's code of ZO2's time keeps keys and values in MeZO's forwards, and logits in half precision; later code does not;
-* rows of Qwen3 under ZO2 keep no second copy of the logits;
-* a communicator per axis of a mesh of two axes, and two more."""
+- ZO2's OPT rows store attention scores (`eager`). Qwen3's and DistZO2's rows do not (`sdpa`, masked half skipped).
+- DistZO2's rows on four GPUs at sequences other than 2048 do not hide their uploads.
+- ZO2's updates have weight decay, which leaves four copies of a tensor alive. DistZO2's have none.
+- Float32 products of hidden sizes between 5120 and 9216 run at a rate between the two that are fitted. No row says where
+  between them the slower rate of the widest models begins.
+- OPT's code of ZO2's time keeps keys and values in MeZO's forwards, and logits in half precision. Later code does not.
+- Rows of Qwen3 under ZO2 keep no second copy of the logits.
+- A communicator for each axis of a mesh of two axes, and two more."""
 
 
 def _coverage(results: Sequence[SplitOutcome]) -> Report:
@@ -142,12 +145,13 @@ def _coverage(results: Sequence[SplitOutcome]) -> Report:
     return Report("Intervals", _INTERVALS, Table.of(rows, columns, numeric=numeric))
 
 
-_INTERVALS = """Conformal by group of cells: the half width in logs covers nine tenths of the residuals of left-out settings (the
-`⌈0.9 (n + 1)⌉`-th smallest), with the uncertainty of the constants added in quadrature, and for float32 products of
-hidden sizes between 5120 and 9216 what no row decides. Below, half widths come from
-other settings (or models) than the one asked for, and for the extrapolations from known rows alone. The band is where
-95 % of outcomes lie if configurations held with probability 0.9 each; methods of one configuration hold or fail
-together, so it counts configurations. Width: median of high over low, less 1."""
+_INTERVALS = """Intervals are conformal by group of cells. The half width in logs covers nine tenths of the residuals of left-out settings (the
+`⌈0.9 (n + 1)⌉`-th smallest). The uncertainty of the constants is added in quadrature, and so is the open rate of float32 products of
+hidden sizes between 5120 and 9216. Below, half widths come from
+other settings (or models) than the one in question, and for the extrapolations from known rows alone.
+
+The band is where 95 % of outcomes lie if configurations held with probability 0.9 each. Methods of one configuration hold or fail
+together, so it counts configurations. Width: median of high over low, minus 1."""
 
 
 def findings_table(title: str, findings: Sequence[AuditFinding]) -> Report:

@@ -135,11 +135,12 @@ class Benchmark:
         listed = ", ".join(f"{name} {number}" for name, number in versions().items())
         yield f"{self.date}, commit `{self.commit}`. {listed}."
         yield Code(self.command)
-        yield """The machine is calibrated as `zosim calibrate` does it, once per number of threads; then each case is lowered,
-simulated and run, several ranks as processes of one thread each. Models have random weights, batches random tokens. The held-out list is drawn by a seed, and no shape, batch
-size or placement of it was looked at while the cost model was made; the calibration runs single kernels and whole
+        yield """The machine is calibrated as by `zosim calibrate`, once for each number of threads. Then each case is lowered, simulated and run. Several ranks are processes
+of one thread each. Models have random weights, batches random tokens.
+
+The held-out list is sampled by a seed. No shape, batch size or placement of it was looked at while the cost model was made. The calibration runs single kernels, and whole
 steps of models of other widths. Measured step times are medians over the half of the rounds in which other processes used
-least of the processors; memory is arena plus live tensors, peaks over the first steps."""
+least of the processors. Memory is arena plus live tensors, with peaks over the first steps."""
 
     def _figures(self) -> Report:
         lists = {
@@ -187,10 +188,10 @@ least of the processors; memory is arena plus live tensors, peaks over the first
         words = (
             f"Measured time of the placement predicted to be the fastest, over that of the fastest: median "
             f"{median(regrets):.3f}, worst {max(regrets):.3f} (goals {goals}). All placements compute the same on two "
-            "cores: two threads, or two ranks of one. With a memory limit, which half of them keep as predicted, "
-            "the choice is among those that were predicted to fit, the best among those that did; "
-            f"{kept} of {len(self.choices)} choices did. All plans of a configuration take turns, round after round; "
-            "one of them is measured twice, as two sessions: `twice` is the slower over the faster."
+            "cores: two threads, or two ranks of one. Half of the configurations have a memory limit. The choice is then among plans "
+            "that were predicted to fit, and the best among those that did fit; "
+            f"{kept} of {len(self.choices)} choices did. All plans of a configuration take turns, round after round. "
+            "One of them is measured twice, as two sessions: `twice` is the slower over the faster."
         )
         columns: dict[str, Callable[[Choice], str]] = {
             "configuration": lambda choice: choice.best.name.partition(" thread")[0][:-2],
@@ -224,8 +225,8 @@ least of the processors; memory is arena plus live tensors, peaks over the first
         }
         return Report(
             "Which instructions were wrong",
-            "Seconds on the predicted critical path less those on the measured one, as parts of the measured step; "
-            "means over the held-out cases. The size says how much a label matters, the signed mean whether it is "
+            "Seconds on the predicted critical path minus those on the measured one, relative to the measured step. "
+            "Means over the held-out cases: the size says how much a label matters, the signed mean whether it is "
             "too slow (+) or too fast (-).",
             Table.of(ranked[:8], columns),
         )

@@ -58,9 +58,9 @@ _HEAD = (
 )
 
 _CHOICES = (
-    "Chosen after seeing these errors: that each data set has tokens of its own in QLoRA's and in zeroth-order runs, and how far "
-    "they may lie from the others' (`CONSTANTS` in `studies/published/quzo.py`); that Table 4's runs may have other tokens than "
-    "Table 14's. The text names one ratio of cells that do not ship, 5.47; no constant has seen it. Table 21 is not in the fit."
+    "Three choices were made after seeing these errors. Each data set has its own tokens in QLoRA's and in zeroth-order runs. They "
+    "may differ from the others' by a stated amount (`CONSTANTS` in `studies/published/quzo.py`). Table 4's runs may have other tokens "
+    "than Table 14's. The text names one ratio of cells that do not ship, 5.47; no constant has seen it. Table 21 is not in the fit."
 )
 
 
@@ -113,7 +113,7 @@ def _peak_error(case: QuzoCase, values: dict[str, float]) -> float:
 TEXT = (
     (
         'The abstract: memory falls by 2.94 to 5.47 times "during LLaMA-7B fine-tuning"; section 4.1 says 5.47 of OPT-1.3B in 4 bits. '
-        "2.94 is Table 4's SQuAD column, 21.29 / 7.24. No column of Table 14 that ships has more than 3.2."
+        "Table 4's SQuAD column gives the 2.94, 21.29 / 7.24. No column of Table 14 that ships has more than 3.2."
     ),
     (
         'B.3: each perturbation of RoBERTa-large "costs around 1.63 GB", which is float32 of 407 million parameters; the model has 355 '

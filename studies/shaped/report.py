@@ -69,12 +69,13 @@ class ShapedBenchmark:
         listed = ", ".join(f"{name} {number}" for name, number in versions().items())
         yield f"{self.date}, commit `{self.commit}`. {listed}."
         yield Code("python -m studies.shaped.benchmark")
-        yield f"""Hosts are network namespaces of one machine, joined by shaped veth pairs (docs/how-to/shape-links.md says how); a rank computes with
-one thread. The profile is `zosim calibrate --threads 1`, run on two hosts at once. The topology has links of the declared
-rate, less frames' headers ({FRAME_EFFICIENCY:.1%} is payload), and the latency of a small message, less what the profile
-says that one within a host takes. The simulated hosts share the machine's cores, as the real ones do: as many cores' worth
-of work as the ranks were measured to do at once, less what carrying bytes over the link takes of them. These figures (the
-table of links) are measured before the cases, with messages and work that are no case's. Models have random weights.
+        yield f"""Hosts are network namespaces of one machine, joined by shaped veth pairs (docs/how-to/shape-links.md says how). A rank computes with
+one thread. The profile is `zosim calibrate --threads 1`, run on two hosts at once. Links of the topology have the declared
+rate without headers of frames ({FRAME_EFFICIENCY:.1%} is payload). Their latency is that of a small message, minus that of one within a host by the profile.
+
+The simulated hosts share the machine's cores, as the real ones do. They have as many cores as ranks were measured to get at once, minus
+what carrying bytes takes of them. These figures (the
+table of links) are measured before the cases, with other messages and other work. Models have random weights.
 Measured step times are medians on rank 0."""
 
     def _figures(self) -> Report:
@@ -112,9 +113,9 @@ Measured step times are medians on rank 0."""
         words = (
             f"A small message within a host takes {self.message_s * 1e6:.0f} µs by the profile. The bandwidth is what each "
             "rank sent in a large `all_gather`, over the seconds: what the table above that has the link as measured "
-            "puts in place of the declared rate. What computing loses to the bytes is measured with ranks that compute and meet "
-            "every 0.1 s, with and without gathers of 256 KiB beside it; the wait is what such a gather then takes beyond its "
-            "bytes. The last column is the work that ranks do at once, in cores, where they meet as often and send nothing."
+            "puts in place of the declared rate. Ranks compute and exchange every 0.1 s, with and without gathers of 256 KiB. That shows "
+            "what computing loses to the bytes. The wait is what such a gather takes beyond its bytes. "
+            "The last column is the work that ranks do at once, in cores, if they exchange as often and send nothing."
         )
         return Report("Links", words, Table.of(self.links, columns, numeric=list(columns)[2:]))
 

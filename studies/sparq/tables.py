@@ -146,8 +146,8 @@ def conventions() -> Iterator[str]:
         low, high = max(item.low for item in seen), min(item.high for item in seen)
         yield (
             f"FO-SGD on {dataset} at the MLP's width, 16 bits there and 16 back: {seen[0]} tokens (125M), {seen[1]} (1.3B), "
-            f"{seen[2]} (6.7B); {low:.4g} to {high:.4g} is in all three. So volumes are totals of equally long runs, of the "
-            "MLP's activation alone: with the residual stream they would be a quarter more."
+            f"{seen[2]} (6.7B). All three contain {low:.4g} to {high:.4g}. So volumes are totals of equally long runs, of the "
+            "MLP's activation alone. With the residual stream they would be a quarter more."
         )
     pairs = []
     for model, dataset in (
@@ -160,18 +160,18 @@ def conventions() -> Iterator[str]:
         assert first is not None
         assert quantised is not None
         pairs.append(f"{first.gigabytes.over(quantised.gigabytes)}")
-    yield f"FO-SGD over AQ-SGD on OPT: {'; '.join(pairs)}. 32 bits over 4 + 8 are 2.67: dense packing, forward 4 bits and back 8."
+    yield f"FO-SGD over AQ-SGD on OPT: {'; '.join(pairs)}. Dense packing, forward 4 bits and back 8, makes it 32 / 12 = 2.67."
     yield "Decimal or binary gigabytes cannot be told apart in volumes: the unknown tokens take up the difference."
     spec = read_model_spec("opt-6.7b")
     gib, gb = spec.num_parameters * 4 / 2**30, spec.num_parameters * 4 / 1e9
     yield (
-        f"Memory is in GiB and float32: OPT-6.7B's weights are {gib:.1f} GiB, {gb:.1f} GB; ZO-SGD on SST-2 prints 26, FO-SGD 76 "
-        f"(three times {gib:.1f} are {3 * gib:.1f}: weights, gradients, and the update's temporary). Activations are "
+        f"Memory is in GiB and float32: OPT-6.7B's weights are {gib:.1f} GiB, {gb:.1f} GB. ZO-SGD on SST-2 prints 26, FO-SGD 76. "
+        f"Weights, gradients and the update's temporary are three times {gib:.1f}, or {3 * gib:.1f}. Activations are "
         "counted with 16 bits, weights with 32."
     )
     yield (
         "Peaks of first-order runs are two copies of the weights and what s·b·h·(34 + 5·a·s/h) counts (float32, so twice), "
-        "with one length per data set for all OPT models, where that is more than three copies."
+        "if that is more than three copies. One length for each data set fits all OPT models."
     )
 
 
@@ -196,7 +196,7 @@ _ENCODINGS = (
 )
 _DENSE = (
     "If ZO-SGD sent 2P activations of 16 bits, dense packing explains OPT's 4 and 8 bits on both data sets (OPT-1.3B's 4 bits on "
-    "RTE miss it by 0.03 bits); value and index explain them with ρ near a quarter, five times the 5 % that Fig. 2 claims for 4 "
+    "RTE miss it by 0.03 bits). Value and index explain them with ρ near a quarter, five times the 5 % that Fig. 2 claims for 4 "
     f"bits. With ρ = 5 %, 4-bit values and 13-bit indices are {0.05 * 17:.2f} bits an element, and volumes would be a fifth of what is "
     "printed. No volume of OPT needs sparsity, and none shows it; GPT2's and Llama-1B's exceed dense packing."
 )
@@ -234,7 +234,7 @@ def anomalies(rows: Sequence[PublishedRow]) -> Iterator[str]:
     yield (
         f"Llama-1B: ZO-SGD over FO-SGD is {over('Llama-1B', 'SST-2', 'ZO-SGD', 'FO-SGD')} on SST-2 and "
         f"{over('Llama-1B', 'RTE', 'ZO-SGD', 'FO-SGD')} on RTE, OPT-125M {over('OPT-125M', 'SST-2', 'ZO-SGD', 'FO-SGD')} and "
-        f"{over('OPT-125M', 'RTE', 'ZO-SGD', 'FO-SGD')}: if runs are equally long in steps, it is one number."
+        f"{over('OPT-125M', 'RTE', 'ZO-SGD', 'FO-SGD')}. If runs had equally many steps, it would be one number."
     )
     yield (
         f"OPT-6.7B: ZO-SGD over FO-SGD is {over('OPT-6.7B', 'RTE', 'ZO-SGD', 'FO-SGD')} on RTE, two thirds of OPT-1.3B's "
@@ -263,7 +263,7 @@ def _memory_anomalies(rows: Sequence[PublishedRow]) -> Iterator[str]:
     yield (
         f"FO-SGD's memory on RTE above two copies of the weights is {above[0]:.1f} GiB for OPT-1.3B and {above[1]:.1f} for OPT-6.7B, "
         f"{above[1] / above[0]:.1f} times. Activations grow {linear:.2f} times at most (hidden size times blocks; {grow[1] / grow[0]:.2f} "
-        "times with the scores, whose heads are as many), logits not at all: 202 GiB would have to be at most "
+        "times with the scores, since both have as many heads). Logits do not grow. So 202 GiB would have to be at most "
         f"{2 * weights[1] + linear * above[0]:.0f}."
     )
     kept = {(r["model"], r["dataset"]): printed(r["value"]) for r in rows if r["quantity"] == KEPT}
@@ -300,8 +300,8 @@ def _text_against_tables() -> Iterator[str]:
         "that its runs had about a fifth of the steps, or tokens, of the first-order ones."
     )
     yield (
-        '"reduces GPU memory usage by over 3x": OPT-6.7B on SST-2 76 / 26 = 2.9, OPT-125M on RTE 11 / 6 = 1.8; over 3 are OPT-1.3B on RTE '
-        "(3.7) and OPT-6.7B on RTE (7.0, the cell above)."
+        '"reduces GPU memory usage by over 3x": OPT-6.7B on SST-2 76 / 26 = 2.9, OPT-125M on RTE 11 / 6 = 1.8. Only OPT-1.3B on RTE '
+        "(3.7) and OPT-6.7B on RTE (7.0, the cell above) are over 3."
     )
 
 

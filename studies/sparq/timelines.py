@@ -38,9 +38,9 @@ LINKS: dict[str, float] = {"100 Mbit/s": 12.5e6, "1 Gbit/s": 125e6, "10 Gbit/s":
 
 HEAD = f"""One step of OPT-1.3B, {BATCH} sequences of {SEQ} tokens, half precision, P = {NUM_QUERIES}, on two A100s of two hosts whose network is as fast
 as named; data-sheet figures. All are cut at `{CUT}`, and the residual stream crosses too. First-order steps pass in
-{NUM_MICROBATCHES} microbatches, one forward and one backward in turn. OPT ties its head to its token table, which both stages then hold:
-`sums` are its gradients, which Fig. 3 leaves out and the other first-order rows do, too, as if there were two tables.
-Zeroth-order stages hold it alike without sending anything. What a step is worth in training is not compared: a first-order step follows the gradient in every
+{NUM_MICROBATCHES} microbatches, one forward and one backward in turn. OPT ties its head to its token table, which both stages then hold. `sums` are its gradients. Fig. 3 and the other first-order rows
+omit them, as if there were two tables.
+Zeroth-order stages hold it alike without sending anything. What a step teaches is not compared: a first-order step follows the gradient in every
 direction, a zeroth-order one in P."""
 
 
