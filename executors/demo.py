@@ -102,7 +102,7 @@ class DemoResult:
         )
         disturbed = (
             f"the prediction rests on a disturbed profile: others disturbed {self.disturbed_share:.0%} of its calibration; on a "
-            "quiet machine `zosim calibrate` makes a better one"
+            "idle machine `zosim calibrate` makes a better one"
         )
         return Report(
             "",

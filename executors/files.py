@@ -1,6 +1,6 @@
 """Files that are whole or not there, and directories that one process at a time writes to.
 
-The directory of a run may be a stranger's: nothing in it is opened that is no regular file, and no link in it is followed. The
+The directory of a run may be untrusted: nothing in it is opened that is no regular file, and no link in it is followed. The
 directory itself may be a link, which is the user's.
 """
 

@@ -87,7 +87,7 @@ class JsonServer:
     def ask(self, method: str, path: str = "", body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
         """Return the status of an answer, and what it says: a value of JSON, or text where it is none.
 
-        A server that has no room (503) and says when to come back is asked again then, while time is left.
+        A server that is full (503) and says when to come back is asked again then, while time is left.
 
         Raises
         ------

@@ -1,6 +1,6 @@
 """The pace of a machine: how long a reference computation takes now, against its shortest.
 
-A core that shares its hardware with a stranger's does less: on virtual machines, a physical core's two threads may belong to
+A core that shares its hardware with another tenant's does less: on virtual machines, a physical core's two threads may belong to
 two guests, and nothing tells a guest (no load, no stolen time) but its own pace. It changes within tenths of a second, and
 how often, within minutes. So measurements are kept apart by the pace around them, and predictions are made for a pace.
 """

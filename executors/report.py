@@ -134,5 +134,5 @@ def calibration_view(profile: Profile, fit: FitReport, lessons: Sequence[Lesson]
             else []
         ),
         f"median error of the fit: {fit.median_error:.1%} over {len(fit.residuals)} measurements",
-        *(f"disturbed: {words}; calibrate again when the machine is quiet" for words in fit.disturbances),
+        *(f"disturbed: {words}; calibrate again when the machine is idle" for words in fit.disturbances),
     )

@@ -1,6 +1,6 @@
 """Alternatives timed in turns, so that a machine that slows down slows all of them.
 
-A core does less while a stranger shares its hardware, and clocks fall as a machine gets warm. So what is compared is timed round after
+A core does less while another tenant shares its hardware, and clocks fall as a machine gets warm. So what is compared is timed round after
 round, every alternative once in each, and medians over rounds are compared.
 """
 

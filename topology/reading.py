@@ -284,7 +284,7 @@ def _refuse_depth(value: Any) -> None:
 
 
 def shipped_yaml(text: str) -> Any:
-    """Return the plain data of a file that comes with a package; :func:`parse_yaml` is for what strangers wrote."""
+    """Return the plain data of a file that comes with a package; :func:`parse_yaml` is for untrusted files."""
     return yaml.load(text, Loader=_LOADER)  # noqa: S506 - a safe one, libyaml's where it is there
 
 

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     from topology.errors import ZosimError as ZosimError
     from zosim.analysis.compare import Comparison as Comparison
+    from zosim.api import compare as compare
+    from zosim.api import plan as plan
+    from zosim.api import simulate as simulate
     from zosim.applications.buying.answer import buy as buy
     from zosim.applications.closed_form import step_time_bound as step_time_bound
     from zosim.applications.trace import save_trace as save_trace
-    from zosim.face import compare as compare
-    from zosim.face import plan as plan
-    from zosim.face import simulate as simulate
     from zosim.hardware.machine import Machine as Machine
     from zosim.lowering import lower as lower
     from zosim.planning.planner import Decision as Decision

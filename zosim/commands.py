@@ -11,7 +11,7 @@ import typer
 
 from topology.errors import PlanError
 from topology.units import format_seconds
-from zosim import face
+from zosim import api
 from zosim.applications.first_order.options import FirstOrderName, first_order_of
 from zosim.applications.first_order.settings import FirstOrder
 from zosim.console import emit, stderr
@@ -19,14 +19,14 @@ from zosim.options import Json, PlanFile, options_of, with_settings
 from zosim.report import Report
 
 
-@with_settings(face.PlanOptions, like=face.plan)
+@with_settings(api.PlanOptions, like=api.plan)
 def plan(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the chosen plan here.")] = None,
     as_json: Json = False,
     **asked: Any,
 ) -> None:
     """Choose the fastest placement that fits, and say why."""
-    decision = face.plan(**asked)
+    decision = api.plan(**asked)
     # Not before there is a plan: a help page needs none of it.
     from zosim.planning.views import decision_data, decision_view
     from zosim.planning.visibility import about_epsilon
@@ -54,7 +54,7 @@ def lower(
     **settings: Any,
 ) -> None:
     """Write a plan's programs, one instruction to a line, or check what was edited."""
-    subject, baseline = face.simulate(plan_file, program=check), first_order_of(first_order, **settings)
+    subject, baseline = api.simulate(plan_file, program=check), first_order_of(first_order, **settings)
     if baseline is not None:
         from zosim.applications.first_order.report import baseline_subject
 
@@ -79,7 +79,7 @@ def lower(
     )
 
 
-@with_settings(FirstOrder, like=face.simulate)
+@with_settings(FirstOrder, like=api.simulate)
 def simulate(
     plan_file: PlanFile,
     steps: Annotated[
@@ -116,7 +116,7 @@ def simulate(
     )
     if first_order is None and first_order_trace is not None:
         raise PlanError("--first-order-trace without --first-order", hint="such as --first-order sgd")
-    subject = face.simulate(plan_file, **asked)
+    subject = api.simulate(plan_file, **asked)
     if code == "published":
         from zosim.applications.published_code import all_as_published
 
@@ -155,7 +155,7 @@ def simulate(
         stderr.print(f"{steps} steps and the flush: {format_seconds(timeline.makespan_s)}")
 
 
-@with_settings(None, like=face.compare)
+@with_settings(None, like=api.compare)
 def compare(
     plan_or_run: Annotated[
         Path, typer.Argument(help="A run's directory, or a plan to compare with.", show_default=False)
@@ -172,5 +172,5 @@ def compare(
     For a run the plan is the one that is named, or the run's own: DIR/plan.json, or what DIR/run.json says of it.
     """
     plan_file, run = (None, plan_or_run) if run is None else (plan_or_run, run)
-    comparison = face.compare(run, plan_file, **asked)
+    comparison = api.compare(run, plan_file, **asked)
     emit(json.loads(comparison.to_json()), json=as_json, text=comparison)

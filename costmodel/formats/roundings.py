@@ -137,7 +137,7 @@ class RoundedDirection:
 
     @property
     def kept_format(self) -> str:
-        """Format that codes are kept in: four or two share a byte where they have room."""
+        """Format that codes are kept in: four or two share a byte where they fit."""
         return f"int{next(bits for bits in (2, 4, 8) if bits >= self.bits)}"
 
     @property

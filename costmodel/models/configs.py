@@ -64,7 +64,7 @@ class LoRA(BaseModel):
     max_rank: Extent | None = None
 
     @model_validator(mode="after")
-    def _leaves_room(self) -> Self:
+    def _leaves_rank(self) -> Self:
         if self.lazy_steps is None and self.max_rank is not None:
             message = f"max_rank={self.max_rank} bounds increments, of which adapters have one unless A is drawn anew"
             raise ModelError(message, hint="add --lora-lazy-steps, or leave --lora-max-rank out")

@@ -1,6 +1,6 @@
 """The pace of a CPU, and what a profile says at another one.
 
-Cores of a virtual machine may be hardware threads whose siblings belong to strangers: while those are busy, everything takes
+Cores of a virtual machine may be hardware threads whose siblings belong to other tenants: while those are busy, everything takes
 longer, and kinds of work unlike. A profile holds the pace that its rates are for, as times what a reference computation
 takes at full pace, and how far each kind of work follows the reference.
 """

@@ -17,10 +17,10 @@ import torch
 
 from costmodel.rates.measurement import Measurement
 from costmodel.rates.pace import Pace, WorkKind
+from executors.calibration.background_load import waited_s
 from executors.calibration.exchange_probes import exchange_probes
 from executors.calibration.probes import kernel_probes
 from executors.calibration.probing import Action, Probe
-from executors.calibration.quiet import waited_s
 from executors.devices import device_named, on_stream
 from executors.pace import UNDISTURBED, Reference, full_pace_s, pace_of, windows_of
 from executors.steps.heap import keep_freed_memory
@@ -189,7 +189,7 @@ def _sample(
 
 
 def _never_at_full_pace(sampled: Sequence[_Samples]) -> list[_Samples]:
-    """Return those of which strangers have disturbed all samples but a few."""
+    """Return those of which other processes have disturbed all samples but a few."""
     fast_s = full_pace_s(_references(sampled))
     return [samples for samples in sampled if samples.num_undisturbed(fast_s) < _LEAST_ROUNDS]
 

@@ -94,7 +94,7 @@ def calibrated(
         Threads of a CPU's kernels; all its cores if not given.
     budget_s : float
         Seconds to measure for. Building what is measured, the least that is, and the fit take some forty more, steps in codes on a CPU as much again, and
-        looking for moments without strangers as much as the budget once more.
+        looking for moments without background load as much as the budget once more.
     step_shapes : sequence of StepShape
         Of which whole steps are measured.
     quantized_step_shapes : sequence of StepShape
@@ -254,7 +254,7 @@ def fitted(
     Notes
     -----
     Constants are fitted at full pace, and the profile is at the pace of the calibration, if one is given. Intervals hold
-    steps as they were taken, strangers or not, as they would have been in its faster and its slower seconds, and, on a CPU,
+    steps as they were taken, disturbed or not, as they would have been in its faster and its slower seconds, and, on a CPU,
     as another calibration would have it: all predictions share that error, and the steps of this one cannot show it. The steps are parted in two. What the profile says of either part when it was fitted to the other alone is how
     far off it is for steps that it has not seen: that decides the width of its intervals, and is what is reported. Where others
     disturbed most steps, intervals reach down to what these would take with the cores that the others had.

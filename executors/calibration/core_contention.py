@@ -25,7 +25,7 @@ from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
 from executors.calibration.exchange_probes import loopback_pair
 from executors.ranks.gloo import gloo_group
 from executors.ranks.launch import module_command
-from executors.ranks.leftovers import held_directory
+from executors.ranks.stale_files import held_directory
 from executors.steps.heap import keep_freed_memory
 from topology.errors import RunError
 

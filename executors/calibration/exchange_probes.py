@@ -17,7 +17,7 @@ from costmodel.work import Work
 from executors.calibration.probing import Probe
 from executors.ranks.gloo import DuplexPair, gloo_group
 from executors.ranks.launch import module_command
-from executors.ranks.leftovers import held_directory
+from executors.ranks.stale_files import held_directory
 from topology.errors import RunError
 
 SIZES = {8: 40, 1 << 16: 10, 1 << 22: 2}

@@ -22,8 +22,8 @@ from scipy.stats import theilslopes
 
 from costmodel.formats import DType
 from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
+from executors.calibration.background_load import SLOWER, OtherLoad
 from executors.calibration.probing import token_batch
-from executors.calibration.quiet import SLOWER, OtherLoad
 from executors.formats import TORCH_DTYPES
 from executors.models.model import Batch
 from executors.models.random_models import random_model
@@ -334,7 +334,7 @@ def _goes_on(taken: Sequence[_TimedStep], spent_s: float, budget_s: float, fast_
 
 
 def _at_full_pace(taken: Sequence[_TimedStep], fast_s: float | None) -> list[_TimedStep]:
-    """Return the steps that no stranger disturbed, or the few that took least."""
+    """Return the steps that no background load disturbed, or the few that took least."""
     kept = _undisturbed(taken, fast_s)
     return kept if len(kept) >= _LEAST_KEPT else sorted(taken, key=lambda step: step.seconds)[:_LEAST_KEPT]
 

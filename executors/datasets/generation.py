@@ -109,7 +109,7 @@ def continuing(
     stops, longest = set(generation.stop_tokens), generation.max_length
     going = list(range(len(prompts)))
     for number in range(generation.max_new_tokens):
-        # A prompt that fills the model's positions has no room for another token.
+        # A prompt that fills the model's positions has no position left for another token.
         going = [at for at in going if longest is None or len(prompts[at]) + len(answers[at]) < longest]
         if not going:
             break

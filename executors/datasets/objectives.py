@@ -95,7 +95,7 @@ def imported(what: str, name: str, *, from_here: bool = True) -> Callable[..., A
     ----------
     from_here : bool
         Whether the module may lie in the working directory. A resumed run does not look there: people stand in the directory
-        of the run that they go on with, and that may be a stranger's.
+        of the run that they go on with, and that may be untrusted.
 
     Raises
     ------

@@ -404,7 +404,7 @@ class QuantizedTensor(Stored):
         self.codes[rows] = self.joined(self.grid.symbols(levels))
 
     def joined(self, symbols: Tensor) -> Tensor:
-        """Return codes of a byte each with as many in a byte as have room."""
+        """Return codes of a byte each with as many in a byte as fit."""
         return _joined(symbols, self.quant_config.container_bits)
 
     # -- pieces ------------------------------------------------------------------------------------------------
@@ -447,7 +447,7 @@ def shapes_of(quant_config: QuantConfig, shape: torch.Size) -> dict[str, tuple[t
 
 
 def _joined(symbols: Tensor, bits: int) -> Tensor:
-    """Return symbols of a byte each with as many in a byte as have room.
+    """Return symbols of a byte each with as many in a byte as fit.
 
     Lowest bits hold the first part of a row, higher ones the next: passes over neighbours stay passes over neighbours.
     """

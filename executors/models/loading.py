@@ -345,7 +345,7 @@ def _weight_files(directory: Path, weights_name: str = WEIGHTS_NAME) -> list[Pat
             f"{index} has no weight_map", hint="it maps each tensor's name to the file that holds it"
         )
     for name, file in where.items():
-        # Plain names alone: a stranger's index must not lead out of its directory.
+        # Plain names alone: an untrusted index must not lead out of its directory.
         if not isinstance(file, str) or file != Path(file).name or not file.endswith(".safetensors"):
             raise ModelError(
                 f"{index}: {name!r:.60} is said to be in {file!r:.60}",
@@ -363,7 +363,7 @@ def _weight_files(directory: Path, weights_name: str = WEIGHTS_NAME) -> list[Pat
 
 @contextmanager
 def refusing(source: str | Path, *, allow_download: bool = False) -> Iterator[None]:
-    """Turn whatever a library raises while it reads a stranger's files into a ModelError.
+    """Turn whatever a library raises while it reads untrusted files into a ModelError.
 
     transformers, huggingface_hub, safetensors and tokenizers raise exceptions of every kind for a damaged file, and new
     releases raise others. Our own errors and a want of memory pass as they are.

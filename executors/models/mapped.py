@@ -1,7 +1,7 @@
 """Base weights that are mapped from their files until they move into a program's buffers, so that a host holds them once.
 
 transformers leaves weights in their files, mapped, where they are wanted in the format that they are kept in there; in
-another format it would make a copy, beside which buffers have no room: and every rank one of its own. They are
+another format it would make a copy, beside which buffers do not fit: and every rank one of its own. They are
 therefore read as they are, and converted, or made codes of, one group at a time as they move.
 """
 

@@ -5,7 +5,7 @@ not anything comes, so that as often a kernel finds its caches changed. A rank h
 groups and more, one for whatever must not wait for something else. Here all of them share one device.
 
 gloo takes whoever connects first for the peer that it expects. So ranks show each other, over every new connection, that
-they know what the group's store holds; where the store is private, a stranger cannot take a rank's place.
+they know what the group's store holds; where the store is private, an unauthenticated peer cannot replace a rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BACKEND = "zosim_gloo"
 
 _SECRET_KEY, _SECRET_BYTES = "zosim/secret", 32
 
-_STRANGER_HINT = "look at that rank's process; if it has not ended, another process has connected to a port of this run (SECURITY.md)"
+_UNAUTHENTICATED_HINT = "look at that rank's process; if it has not ended, another process has connected to a port of this run (SECURITY.md)"
 
 DOUBLING_BYTES = 1 << 16
 """Of a whole up to which :func:`doubling_all_gather` is faster; beyond, a ring moves the same bytes in pieces that links
@@ -55,11 +55,11 @@ def _made(places: Any, _options: object) -> dist.ProcessGroupGloo:
         places.timeout,
         lambda: [_device(interface.strip()) for interface in interfaces],
     )
-    refuse_strangers(group, places.store, places.group_rank, places.group_size)
+    refuse_unauthenticated_peers(group, places.store, places.group_rank, places.group_size)
     return group
 
 
-def refuse_strangers(group: dist.ProcessGroupGloo, store: Store, rank: int, size: int) -> None:
+def refuse_unauthenticated_peers(group: dist.ProcessGroupGloo, store: Store, rank: int, size: int) -> None:
     """Raise unless a process that can read the group's store is behind every connection of a new group.
 
     Raises
@@ -87,12 +87,12 @@ def refuse_strangers(group: dist.ProcessGroupGloo, store: Store, rank: int, size
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             raise RunError(
-                f"rank {peer} has not joined rank {rank}: {reason}", hint=_STRANGER_HINT
+                f"rank {peer} has not joined rank {rank}: {reason}", hint=_UNAUTHENTICATED_HINT
             ) from error
         if not torch.equal(shown[peer], proof(peer, rank)):
             raise RunError(
                 f"what has joined rank {rank} in place of rank {peer} is not a rank of this run",
-                hint=_STRANGER_HINT,
+                hint=_UNAUTHENTICATED_HINT,
             )
 
 

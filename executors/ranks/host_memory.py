@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from executors.ranks.communicator import Communicator
-from executors.ranks.leftovers import held_file, remove_leftovers
+from executors.ranks.stale_files import held_file, remove_stale_files
 from topology.errors import DoesNotFit, RunError, refusal_of_machine
 from topology.units import format_bytes
 from zosim.program import Program
@@ -44,7 +44,7 @@ class HostMemory:
     Raises
     ------
     DoesNotFit
-        If the host has no room for it.
+        If the host has too little memory.
     """
 
     def __init__(self, program: Program, communicator: Communicator) -> None:
@@ -173,31 +173,33 @@ def awaited(program: Program) -> list[str]:
 
 @contextmanager
 def memory_file(size_bytes: int, folders: Sequence[Path] | None = None) -> Iterator[Path]:
-    """Make a file of `size_bytes` in shared memory, or among temporary files where that has no room.
+    """Make a file of `size_bytes` in shared memory, or among temporary files where that has too little space.
 
     Its name is gone after the block. What another launch was killed over is removed first.
 
     Raises
     ------
     DoesNotFit
-        If there is no room in either.
+        If neither has enough space.
     """
     free: dict[Path, int] = {}
     if folders is None:
         folders = [folder for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())) if folder.is_dir()]
     for folder in folders:
-        remove_leftovers(folder, _PREFIX)
+        remove_stale_files(folder, _PREFIX)
         status = os.statvfs(folder)
         free[folder] = status.f_bavail * status.f_frsize
-    room = next((folder for folder, num_bytes in free.items() if num_bytes >= size_bytes), None)
-    if room is None:
-        rooms = ", ".join(f"{folder} has {format_bytes(num_bytes)}" for folder, num_bytes in free.items())
+    folder = next((folder for folder, num_bytes in free.items() if num_bytes >= size_bytes), None)
+    if folder is None:
+        free_space = ", ".join(
+            f"{folder} has {format_bytes(num_bytes)}" for folder, num_bytes in free.items()
+        )
         raise DoesNotFit(
-            f"the ranks of this host share {format_bytes(size_bytes)}, but {rooms}",
+            f"the ranks of this host share {format_bytes(size_bytes)}, but {free_space}",
             hint="enlarge /dev/shm (docker run --shm-size), or use --transfers private",
         )
-    with held_file(room, _PREFIX) as (path, descriptor):
-        # Taken now: a file that only promises its size kills whoever touches it once there is no room.
+    with held_file(folder, _PREFIX) as (path, descriptor):
+        # Taken now: a file that only promises its size kills whoever touches it once the space is used up.
         os.posix_fallocate(descriptor, 0, size_bytes)
         yield path
 

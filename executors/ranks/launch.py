@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from executors.files import naming
-from executors.ranks.leftovers import held_directory
 from executors.ranks.rank_info import (
     DIRECTORY_VARIABLE,
     PREFIX,
@@ -38,6 +37,7 @@ from executors.ranks.rank_info import (
     rank_0_keeps_the_store,
     read_note,
 )
+from executors.ranks.stale_files import held_directory
 from topology.errors import RunError, ZosimError, refusal_of_machine, refusing_ignored
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def launch(function: Callable[..., Any], *arguments: object, world_size: int = 1
     with ExitStack() as stack:
         try:
             directory = stack.enter_context(held_directory(PREFIX))
-        except OSError as error:  # no directory for temporary files, or one without room
+        except OSError as error:  # no directory for temporary files, or one that is full
             raise refusal_of_machine(error) or error from None
         stack.enter_context(_ended_by_signals())
         pipes = [PROCESSES.Pipe(duplex=False) for _ in range(world_size)]

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from executors.ranks.leftovers import hold, remove_leftovers
+from executors.ranks.stale_files import hold, remove_stale_files
 from topology.errors import RunError, ZosimError
 from topology.reading import read_json_object
 
@@ -151,7 +151,7 @@ def launch_directory() -> Path | None:
 
 @cache
 def _shared_directory(path: Path) -> Path:
-    remove_leftovers(path.parent, PREFIX)
+    remove_stale_files(path.parent, PREFIX)
     while True:
         path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
@@ -160,7 +160,7 @@ def _shared_directory(path: Path) -> Path:
                 f"{path} is not a directory of this user alone (mode 0700), where ranks would say what they are doing",
                 hint="remove it, start with another --master-port, or set TMPDIR to a directory of your own",
             )
-        with suppress(FileNotFoundError):  # another process took it for a leftover before it was locked
+        with suppress(FileNotFoundError):  # another process took it for a stale one before it was locked
             hold(path)
             return path
 

@@ -175,7 +175,7 @@ class _Updates:
         lazy_steps, num_queries = self._plan.directions.lazy_steps or 1, self._plan.estimator.num_queries
         first = record.step - record.step % lazy_steps
         window = Window(first, tuple(records[first].seeds))
-        # The window before has ended: make room for what this one adds.
+        # The window before has ended: leave rank for what this one adds.
         if record.step == first:
             state.close(self._rank * num_queries)
         divisor = divisor_of(self._rank, self._distribution.rank_power + self._distribution.update_rank_power)

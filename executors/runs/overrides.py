@@ -186,7 +186,7 @@ def _recorded(header: Recorded) -> RunConfig:
 
 
 def _refuse_unnamed_code(recorded: Recorded, options: RunOptions, out: str) -> None:
-    """Refuse code or an address that a record names and no option does: the record may be a stranger's."""
+    """Refuse code or an address that a record names and no option does: the record may be untrusted."""
     for name, what in (("objective", "code to import"), ("reward", "code to import, or an address to ask")):
         value = recorded.get(name)
         if value is not None and ":" in value and name not in options.model_fields_set:

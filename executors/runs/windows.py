@@ -110,7 +110,7 @@ class LazyWindows:
 
 
 def close_increment(module: Any, closed_rank: int) -> None:
-    """Make the open increment a closed one, compacted with the others where there is no room for it."""
+    """Make the open increment a closed one, compacted with the others where its rank would exceed the bound."""
     with torch.no_grad():
         inner, outer = joined_factors(module)
         increments = Increments([outer.float() if outer.dtype.itemsize < 4 else outer.clone()], [inner.T])

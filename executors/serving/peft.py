@@ -281,7 +281,7 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
 
 
 def _tame(pattern: str, directory: Path) -> re.Pattern[str]:
-    """Compile a stranger's regular expression; raise if matching might not end."""
+    """Compile an untrusted regular expression; raise if matching might not end."""
     compiled = _compiled(pattern)
     if compiled is None:
         raise ModelError(

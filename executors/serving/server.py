@@ -7,7 +7,7 @@ Scorings that wait together run in one forward, whichever adapters they are for;
 until none of a lower one does.
 
 Nothing that a client does or leaves undone may hold up the others: bodies, requests, connections and every wait for a client are bounded
-(:class:`ClientLimits`), and a refusal for want of room says when to come back.
+(:class:`ClientLimits`), and a refusal for lack of capacity says when to come back.
 """
 
 from __future__ import annotations

@@ -329,7 +329,9 @@ def check_compacted(context: Context) -> Outcome:
         layer.weight.detach(), torch.from_numpy(base + left @ right.T), what="W₀ + ΔW"
     )
     state.close(next_rank=2)
-    parts["closed"] = equal(float(state.rank), 4.0, what="rank that leaves room for two below a bound of six")
+    parts["closed"] = equal(
+        float(state.rank), 4.0, what="rank that leaves space for two below a bound of six"
+    )
     values = np.linalg.svd(left @ right.T, compute_uv=False)
     parts["stated error"] = equal(
         state.relative_error,
@@ -459,8 +461,8 @@ NORM_OF_LEFTS = Fault(
     "executors.models.increments:Increments.norm",
     lambda shipped, self: shipped(altered(self, rights=self.lefts)),
 )
-NO_ROOM = Fault(
-    "no room left for the next window",
+NO_RANK_LEFT = Fault(
+    "no rank left for the next window",
     "executors.models.increments:AdapterState.close",
     lambda shipped, self, *_given, **_named: shipped(self, 0),
 )

@@ -97,16 +97,16 @@ class InProcess:
 
     timeout_s = _TIMEOUT_S
 
-    def __init__(self, room: ThreadedRanks, rank: int) -> None:
-        self._room = room
+    def __init__(self, threaded: ThreadedRanks, rank: int) -> None:
+        self._threaded = threaded
         self.rank = rank
-        self.world_size = len(room.groups["world"][0])
+        self.world_size = len(threaded.groups["world"][0])
         self.is_first = rank == 0
         self.missing = _Unwatched()
 
     def members(self, group: str) -> tuple[int, ...]:
         """Return the ranks of `group` that this one is among."""
-        return next(part for part in self._room.groups[group] if self.rank in part)
+        return next(part for part in self._threaded.groups[group] if self.rank in part)
 
     def position(self, group: str) -> int:
         """Return this rank's place in `group`."""
@@ -132,7 +132,7 @@ class InProcess:
     def send(self, group: str, offset: int, message: Tensor | Packed, what: str) -> int:  # noqa: ARG002
         """Send bytes to a neighbour."""
         peer = self.members(group)[self.position(group) + offset]
-        self._room.mail(self.rank, peer).put(message if isinstance(message, Packed) else message.clone())
+        self._threaded.mail(self.rank, peer).put(message if isinstance(message, Packed) else message.clone())
         return _size(message) + LENGTH_BYTES
 
     def recv(
@@ -140,7 +140,7 @@ class InProcess:
     ) -> Tensor | Packed:
         """Return the next message of a neighbour."""
         peer = self.members(group)[self.position(group) + offset]
-        message = self._room.taken(peer, self.rank)
+        message = self._threaded.taken(peer, self.rank)
         if isinstance(message, Packed) is (device is None):
             raise RunError(f"{what} is of another kind than its receiver takes", hint="run both on one plan")
         check_length(_size(message), most_bytes, what)
@@ -161,7 +161,7 @@ class InProcess:
             raise RunError("ranks do not begin alike")
 
     def _exchanged(self, kind: str, group: str, own: Any) -> list[Any]:
-        meeting = self._room.meetings[kind, group, self.members(group)]
+        meeting = self._threaded.meetings[kind, group, self.members(group)]
         return meeting.exchange(self.position(group), own)
 
 
@@ -173,14 +173,14 @@ def on_all_ranks(plan: Plan, work: Callable[[int, Communicator], Result]) -> Seq
     Exception
         What the first rank raised that did not merely miss another.
     """
-    room = ThreadedRanks(plan)
+    threaded = ThreadedRanks(plan)
     world_size = plan.placement.world_size
 
     def run(rank: int) -> Result:
         try:
-            return work(rank, cast("Communicator", InProcess(room, rank)))
+            return work(rank, cast("Communicator", InProcess(threaded, rank)))
         except BaseException:
-            room.close()
+            threaded.close()
             raise
 
     with ThreadPoolExecutor(world_size) as pool:

@@ -471,7 +471,7 @@ CHECKS: Checks = {
         lazy.uneven_roots,
         lazy.merged_long,
         lazy.NORM_OF_LEFTS,
-        lazy.NO_ROOM,
+        lazy.NO_RANK_LEFT,
     ),
     "zoinfer-low-rank-estimator": (
         printed(check_same_estimator, lazy.divided_by_rank, lazy.left_drawn_first, central_by_epsilon),

@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 import torch
 
-from executors.calibration.quiet import OtherLoad
+from executors.calibration.background_load import OtherLoad
 from executors.pace import reference_now_s
 from executors.ranks.launch import launch, process_group
 from executors.turns import end_to_end
@@ -62,32 +62,32 @@ class MeasuredSteps:
     rounds: list[Round] = field(default_factory=list)
 
     @property
-    def quiet_rounds(self) -> list[Round]:
+    def undisturbed_rounds(self) -> list[Round]:
         """The half of the rounds in which others disturbed least."""
         ranked = sorted(self.rounds, key=lambda item: item.foreign_cores)
         return ranked[: max(1, (len(ranked) + 1) // 2)]
 
     @property
     def step_s(self) -> float:
-        """Median step time of the quiet rounds."""
-        return median(second for item in self.quiet_rounds for second in item.step_s)
+        """Median step time of the undisturbed rounds."""
+        return median(second for item in self.undisturbed_rounds for second in item.step_s)
 
     @property
     def foreign_cores(self) -> float:
-        """Mean number of cores that others used in the quiet rounds."""
-        return sum(item.foreign_cores for item in self.quiet_rounds) / len(self.quiet_rounds)
+        """Mean number of cores that others used in the undisturbed rounds."""
+        return sum(item.foreign_cores for item in self.undisturbed_rounds) / len(self.undisturbed_rounds)
 
     @property
     def references_s(self) -> tuple[float, float]:
-        """Means of what the reference that tells the machine's pace took before the quiet rounds, and after them."""
-        return fmean(item.before_s for item in self.quiet_rounds), fmean(
-            item.after_s for item in self.quiet_rounds
+        """Means of what the reference that tells the machine's pace took before the undisturbed rounds, and after them."""
+        return fmean(item.before_s for item in self.undisturbed_rounds), fmean(
+            item.after_s for item in self.undisturbed_rounds
         )
 
     @property
     def num_samples(self) -> int:
         """Timed steps that :attr:`step_s` is the median of."""
-        return sum(len(item.step_s) for item in self.quiet_rounds)
+        return sum(len(item.step_s) for item in self.undisturbed_rounds)
 
 
 def measure(
@@ -175,7 +175,7 @@ class Turn:
         session.step(batch)
         others = OtherLoad()
         steps = end_to_end(lambda: session.step(batch), num_steps)
-        # The other ranks are no strangers.
+        # The other ranks are not background load.
         foreign_cores = max(0.0, others.cores() - (self.case.num_ranks - 1))
         self._taken.append(Round(steps, foreign_cores, before_s, reference_now_s(PACE_S)))
 

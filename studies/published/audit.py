@@ -1,6 +1,6 @@
 """Cells that cannot be right, or that contradict each other, each with its arithmetic.
 
-A finding states what the printed numbers say, not what their authors did. Thresholds leave room for rounding and for
+A finding states what the printed numbers say, not what their authors did. Thresholds allow for rounding and for
 the spread between prints of the same configuration (up to 2 % between DistZO2's Tables 1 and 5): what exceeds a bound
 by less is not reported.
 """

@@ -125,7 +125,7 @@ class ShapedNetwork:
             raise RunError(
                 f"no shaped links here: {reason}", hint="docs/how-to/shape-links.md says what they take"
             )
-        remove_leftovers()
+        remove_stale_files()
         try:
             self._build()
         except BaseException:
@@ -177,14 +177,14 @@ class ShapedNetwork:
                 _remove_namespace(name)
 
 
-def remove_leftovers() -> list[str]:
+def remove_stale_files() -> list[str]:
     """Remove networks whose maker is gone, with the processes that run in them, and return their namespaces."""
-    leftovers = [
+    stale_files = [
         name for name in _namespaces() if (pid := _maker(name)) is None or not psutil.pid_exists(pid)
     ]
-    for name in leftovers:
+    for name in stale_files:
         _remove_namespace(name)
-    return leftovers
+    return stale_files
 
 
 def _namespaces() -> list[str]:

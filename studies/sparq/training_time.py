@@ -15,8 +15,8 @@ import torch
 
 from costmodel.formats.codecs import codec_spec
 from costmodel.scoring import Row
+from executors.calibration.background_load import OtherLoad
 from executors.calibration.calibrating import calibrated
-from executors.calibration.quiet import OtherLoad
 from executors.codecs import quantise
 from executors.models.cuts import Cut, crossings
 from executors.models.loading import load_model

@@ -22,7 +22,7 @@ from studies.shaped.network import (
     FRAME_EFFICIENCY,
     ShapedNetwork,
     rate_bits_per_s,
-    remove_leftovers,
+    remove_stale_files,
     why_not,
 )
 from studies.shaped.ranks import environment, run_ranks
@@ -143,7 +143,7 @@ def test_two_hosts_send_at_the_rate_of_their_link_and_leave_nothing(tmp_path):
         )
 
     # A bucket's 16 kB and a window's worth of packets may be there before the clock starts: some percent of 1 MB.
-    wait_until(lambda: sent_s() == pytest.approx(expected_s, rel=0.15), "a quiet moment")
+    wait_until(lambda: sent_s() == pytest.approx(expected_s, rel=0.15), "an idle moment")
     assert namespaces() == before
 
 
@@ -186,7 +186,7 @@ def test_two_ranks_fill_both_directions_of_their_link(tmp_path):
         )
         return float(run.stdout)
 
-    wait_until(lambda: exchanged_s() == pytest.approx(expected_s, rel=0.25), "a quiet moment")
+    wait_until(lambda: exchanged_s() == pytest.approx(expected_s, rel=0.25), "an idle moment")
 
 
 @pytest.mark.slow
@@ -233,7 +233,7 @@ def test_what_a_killed_run_left_is_removed_at_the_next_start():
         process.kill()
     left = [name for name in namespaces() if f"-{process.pid}-" in name]
     assert len(left) == 3
-    removed = remove_leftovers()
+    removed = remove_stale_files()
     assert set(left) <= set(removed)
     assert not set(left) & set(namespaces())
 

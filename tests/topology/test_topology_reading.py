@@ -1,4 +1,4 @@
-"""Bytes of strangers: refused in words, whatever they are; and shown as what they are."""
+"""Untrusted bytes: refused in words, whatever they are; and shown as what they are."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from zosim.applications.buying.command import buy
 from zosim.applications.buying.levers import levers
 from zosim.applications.buying.machine import Job, machines_named, share_of, simulated
 from zosim.applications.buying.offers import BuyerLimits, Market, Refusal
-from zosim.applications.buying.sensitivity import effects, limiter, rooms
+from zosim.applications.buying.sensitivity import effects, limiter, memory_thresholds
 from zosim.applications.buying.shortfall import shortfall
 from zosim.planning.planner import choose
 from zosim.report import Table
@@ -176,11 +176,11 @@ def test_effects_predict_what_planning_the_changed_machine_gives():
         topology = pcie.apply(offer.machine.topology, factor)
         best = choose(chosen.job.request(offer.machine.name, topology, 1)).chosen
         assert change.times == pytest.approx(best.seconds / offer.machine.step_s.value, rel=0.02)
-    room = rooms(offer.machine)[-1]
-    assert room.where == "device"
-    assert room.placement.startswith("mezo")
-    assert room.placement.endswith("blockwise")
-    assert 24 * 2**30 < room.needed_bytes < 32 * 2**30
+    threshold = memory_thresholds(offer.machine)[-1]
+    assert threshold.where == "device"
+    assert threshold.placement.startswith("mezo")
+    assert threshold.placement.endswith("blockwise")
+    assert 24 * 2**30 < threshold.needed_bytes < 32 * 2**30
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from topology import load_preset
-from zosim import face
+from zosim import api
 from zosim.cli import app
 from zosim.hardware.profiles import Profiles
 from zosim.plans import Plan
@@ -280,7 +280,7 @@ def test_lower_writes_all_programs_or_one_ranks(plan_of_four: Path, tmp_path: Pa
 def test_compare_looks_at_the_slowest_rank_or_the_one_named(plan_of_four: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    subject = face.simulate(plan_of_four)
+    subject = api.simulate(plan_of_four)
     subject.simulated(num_steps=6).save(run / "timeline.json")
     same = json.loads(call("compare", plan_of_four, run, "--json").stdout)
     assert abs(same["step_error"]) < 1e-9

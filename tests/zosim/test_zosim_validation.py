@@ -409,7 +409,7 @@ def test_sharding_in_stages_is_a_code_by_its_name_and_unknown_code_is_named() ->
 
 def test_a_step_that_no_device_has_room_for_says_so() -> None:
     large = _forecast("step", model="opt-175b", model_config="")
-    assert "room for 333" in large.assumed[-1]
+    assert "memory for 333" in large.assumed[-1]
     assert "on a device of 80 GiB" in large.assumed[-1]
     assert not _forecast("step").assumed
 

@@ -101,7 +101,7 @@ class Comparison:
         Largest contribution to the step's error first.
     memory : tuple of MemoryLine
     planned_tokens, measured_tokens : float, optional
-        Tokens per step: those that the plan has room for, and those that batches had, without padding.
+        Tokens per step: those that the plan allows, and those that batches had, without padding.
     at_pace : AtPace, optional
         Where the run measured the machine's pace, and the profile knows its own.
     """

@@ -27,7 +27,7 @@ COLOURS: Final = MappingProxyType(
     }
 )
 _OTHERS: Final = ("#f0e442", "#4d4d4d", "#b3b3b3", "#7f5539", "#cccccc")
-# A name is written where it has room: in inches of a bar for each of its letters.
+# A name is written where it fits: in inches of a bar for each of its letters.
 _INCHES_A_LETTER = 0.06
 _WIDTH_INCHES, _ROW_INCHES = 10.0, 0.38
 # What takes less of the picture than this has a bar, and no entry in the legend.

@@ -159,6 +159,6 @@ def _warn_if_disturbed(profile: Profile) -> None:
     if profile.is_disturbed:
         stderr.print(
             f"predicting from a disturbed profile: others disturbed {profile.disturbed_share:.0%} of its calibration, and steps "
-            "may take far less; `zosim calibrate` on a quiet machine makes a better one",
+            "may take far less; `zosim calibrate` on an idle machine makes a better one",
             markup=False,
         )

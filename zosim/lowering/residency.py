@@ -74,7 +74,7 @@ class Homes(AxisWriter):
             trainable = bucket_bytes(
                 group.num_trainable, group.num_trainable_tensors, dtype, alignment_bytes, tuned
             )
-            # With room for equal, aligned shares, where the group is shared out.
+            # With space for equal, aligned shares, where the group is shared out.
             unit = alignment_bytes * (self._num_shares if self.is_offloaded(group) else 1)
             self._buckets[key] = aligned(frozen, unit), aligned(trainable, unit)
         return self._buckets[key]

@@ -49,7 +49,7 @@ class Cuts(AxisWriter):
 
     def _wire(self, point: Point, cut: int, side: Side) -> Access:
         """Return the access to the message that crosses cut number `cut`, of the largest size it can have."""
-        # Room for the longest message: how long one is, is known when it has been made.
+        # Space for the longest message: how long one is, is known when it has been made.
         size = most_message_bytes(self._plan, cut, self._rank.num_sequences)
         return Access(f"wire.{side}.{point}", Message(cut, point), 0, size)
 

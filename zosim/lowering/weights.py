@@ -291,7 +291,7 @@ class Points(AxisWriter):
         return (Access("sums", Named(UPDATE_SUM, f"{group.name}:q{query}"), step, size),) if size else ()
 
     def _with_closing(self, group: ParameterGroup, work: Work) -> Work:
-        """Return `work` with a step's share of closing the increments beside the linears of `group`, where there is no room for more."""
+        """Return `work` with a step's share of closing the increments beside the linears of `group`, where its rank would exceed the bound."""
         model = self._plan.model
         if not model.adapter_lazy_steps:
             return work

@@ -198,9 +198,9 @@ class Subject:
             if any(self.topology.node(device).kind != "gpu" for device in devices):
                 continue
             near = {self.topology.host_memory(device).id for device in devices}
-            room = sum(self.topology.node(memory).memory_bytes for memory in near)
-            if host.size_bytes > room and len(self.topology.memories_of(devices[0])) > len(near):
-                shares |= dict.fromkeys(host.ranks, 1 - room / host.size_bytes)
+            near_bytes = sum(self.topology.node(memory).memory_bytes for memory in near)
+            if host.size_bytes > near_bytes and len(self.topology.memories_of(devices[0])) > len(near):
+                shares |= dict.fromkeys(host.ranks, 1 - near_bytes / host.size_bytes)
         return shares
 
     @cached_property

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from costmodel.work import Work
 from executors import pace
-from executors.calibration import calibrate, draw_probes, probes, probing, quiet
+from executors.calibration import background_load, calibrate, draw_probes, probes, probing
 from executors.calibration.exchange_probes import exchange_probes
 from executors.low_bits.exact_products import exact_sums
 from tests.support.waiting import wait_until
@@ -135,7 +135,7 @@ def test_a_larger_sweep_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
         sampled = calibrate._sample([memory, cache], CPU, 0.05, None)
         return min(sampled[0].seconds) > 4 * min(sampled[1].seconds)  # of 64 times the bytes
 
-    wait_until(is_longer, "a quiet moment")
+    wait_until(is_longer, "an idle moment")
 
 
 def sampled(name: str, *rows: tuple[float, float, float]) -> calibrate._Samples:
@@ -176,7 +176,7 @@ def test_samples_that_waited_for_a_core_do_not_count() -> None:
 def test_a_thread_that_gets_no_core_is_seen_to_wait() -> None:
     if not Path("/proc/self/schedstat").exists():
         pytest.skip("only Linux tells")
-    before_s = quiet.waited_s()
+    before_s = background_load.waited_s()
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
@@ -188,7 +188,7 @@ def test_a_thread_that_gets_no_core_is_seen_to_wait() -> None:
             torch.ones(
                 200_000
             ).sigmoid_()  # without the interpreter's lock, on the core that another thread is on
-            waited_s = max(waited_s, quiet.waited_s() - before_s)
+            waited_s = max(waited_s, background_load.waited_s() - before_s)
     finally:
         os.sched_setaffinity(0, cores)
     assert waited_s > 0
@@ -238,7 +238,7 @@ def test_on_a_gpu() -> None:
 
 
 def test_the_reference_takes_about_as_long_as_it_did() -> None:
-    wait_until(lambda: 0.1 < pace.reference_now_s(0.05) / pace.reference_now_s(0.05) < 10, "a quiet moment")
+    wait_until(lambda: 0.1 < pace.reference_now_s(0.05) / pace.reference_now_s(0.05) < 10, "an idle moment")
     assert pace.full_pace_s([2.0] * 500 + [1.0] * 50) == 1.0
 
 

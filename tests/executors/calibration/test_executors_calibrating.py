@@ -190,7 +190,7 @@ def test_what_the_slower_pace_saw_is_measured_again(steps: list[WholeStep]) -> N
     assert (seen[0].seconds, pace.fast_s) == (1.5, 1e-4)
     assert pace.ratio == pytest.approx(1.5)
     assert pace.high == pytest.approx(1.5)
-    # Operations were all taken while a stranger had half of each core.
+    # Operations were all taken while another process had half of each core.
     pace, seen, words = go([1.5, 1.0], [1.0])
     assert pace.fast_s == 1e-4
     assert "0.67 times as long after a while: operations were measured again" in words

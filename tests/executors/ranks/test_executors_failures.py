@@ -35,7 +35,7 @@ def mistaken() -> None:
 def test_a_full_disk_is_no_mistake_of_ours(capfd):
     with pytest.raises(RunError, match=r"^No space left on device") as caught:
         launch(refused_by_the_disk)
-    assert "make room" in caught.value.hint
+    assert "free some space" in caught.value.hint
     assert "Traceback" not in capfd.readouterr().err
 
 

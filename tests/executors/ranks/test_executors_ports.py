@@ -1,4 +1,4 @@
-"""Who may connect to a run, and what a stranger who does can do: nothing listens beyond this host, and nobody's code is run."""
+"""Who may connect to a run, and what an unauthenticated peer can do: nothing listens beyond this host, and nobody's code is run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from executors.ranks.gloo import gloo_group, refuse_strangers
+from executors.ranks.gloo import gloo_group, refuse_unauthenticated_peers
 from executors.ranks.rank_info import PREFIX, launch_directory
 from tests.support.command import zosim
 from tests.support.forked import Command
@@ -193,7 +193,7 @@ class Planted:
         return Path.touch, (self.path,)
 
 
-class Stranger:
+class UnauthenticatedPeer:
     """Connects to every port of a run and sends what might be taken for something."""
 
     def __init__(self, bait):
@@ -222,31 +222,31 @@ class Stranger:
 
 
 @pytest.fixture
-def stranger(tmp_path):
-    stranger = Stranger(tmp_path / "bait")
-    yield stranger
-    stranger.close()
+def peer(tmp_path):
+    peer = UnauthenticatedPeer(tmp_path / "bait")
+    yield peer
+    peer.close()
     assert not (tmp_path / "bait").exists()
     # The bait would have worked.
-    pickle.loads(stranger.pickled)
+    pickle.loads(peer.pickled)
     assert (tmp_path / "bait").exists()
 
 
 @pytest.mark.parametrize("begins", ["at the start", pytest.param("in the steps", marks=pytest.mark.slow)])
-def test_a_stranger_who_writes_to_every_port_runs_no_code(inputs, tmp_path, stranger, begins):
+def test_an_unauthenticated_peer_who_writes_to_every_port_runs_no_code(inputs, tmp_path, peer, begins):
     """Who comes while ranks connect can take a rank's place, which is noticed; later it is too late for that."""
     out, alone = tmp_path / "out", tmp_path / "alone"
-    # Only who waits for a stranger at the start waits in vain.
+    # Only who waits for an unauthenticated peer at the start waits in vain.
     more = ("--method", "pertp", "--timeout", 5 if begins == "at the start" else 600)
     with Command(*options(inputs, out, *more)) as run:
         process = psutil.Process(run.pid)
 
         def attack():
             if begins == "at the start" or (out / "steps.jsonl").exists():
-                stranger.attack({port for _, port in listening(process)})
+                peer.attack({port for _, port in listening(process)})
 
         said = said_by(run, attack)
-    assert stranger.num_sent > 0
+    assert peer.num_sent > 0
     assert "Traceback" not in said
     if begins == "at the start" and run.exit_code == 2:
         assert "error: " in said
@@ -257,7 +257,7 @@ def test_a_stranger_who_writes_to_every_port_runs_no_code(inputs, tmp_path, stra
 
 
 @pytest.mark.slow
-def test_a_stranger_who_writes_under_every_key_runs_no_code(inputs, tmp_path, stranger):
+def test_an_unauthenticated_peer_who_writes_under_every_key_runs_no_code(inputs, tmp_path, peer):
     """Ranks without a launcher of ours have a store that listens: gloo's addresses go through it, and nothing pickled."""
     port = free_port()
     common = {
@@ -275,8 +275,8 @@ def test_a_stranger_who_writes_under_every_key_runs_no_code(inputs, tmp_path, st
                 store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=1), wait_for_workers=False)
                 while not ended.wait(0.01):
                     for key in store.list_keys() if hasattr(store, "list_keys") else KEYS:
-                        store.set(key, stranger.pickled)
-                        stranger.num_sent += 1
+                        store.set(key, peer.pickled)
+                        peer.num_sent += 1
             ended.wait(0.05)
 
     writer = threading.Thread(target=write)
@@ -290,7 +290,7 @@ def test_a_stranger_who_writes_under_every_key_runs_no_code(inputs, tmp_path, st
         finally:
             ended.set()
             writer.join()
-    assert stranger.num_sent > 0
+    assert peer.num_sent > 0
     for code, words in zip((first.exit_code, second.exit_code), said, strict=True):
         # gloo takes what torchrun's store holds for structures of its own: rubbish there may crash a rank, but runs nothing.
         is_crash = code in (-signal.SIGSEGV, -signal.SIGABRT)
@@ -305,7 +305,7 @@ KEYS = [
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="takes root to be another user")
-def test_another_user_neither_reads_nor_writes_the_store_of_a_launch(inputs, tmp_path, monkeypatch, stranger):
+def test_another_user_neither_reads_nor_writes_the_store_of_a_launch(inputs, tmp_path, monkeypatch, peer):
     """Who could append to its file could write under every key."""
     tmp_path.chmod(0o755)
     temporary = tmp_path / "tmp"
@@ -330,7 +330,7 @@ def test_another_user_neither_reads_nor_writes_the_store_of_a_launch(inputs, tmp
         assert (directory / "store").exists()
         keys = [b"default_pg/" + key.encode() for key in ("0", "1", "zosim/secret", "zosim/waits-for/1")]
         rubbish = temporary / "rubbish"
-        rubbish.write_bytes(b"".join(_as_in_a_file(part) for key in keys for part in (key, stranger.pickled)))
+        rubbish.write_bytes(b"".join(_as_in_a_file(part) for key in keys for part in (key, peer.pickled)))
         for words in tries:
             command = ["sh", "-c", words.format(directory, rubbish)]
             tried = subprocess.run(command, user=NOBODY, capture_output=True, text=True, check=False)
@@ -372,7 +372,7 @@ def test_who_does_not_know_the_store_is_no_rank(tmp_path):
         own = dist.HashStore()
         own.set("zosim/secret", "guessed")
         with pytest.raises(RunError, match=f"in place of rank {1 - rank} is not a rank of this run"):
-            refuse_strangers(group, own, rank, 2)
+            refuse_unauthenticated_peers(group, own, rank, 2)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(join, range(2)))

@@ -76,7 +76,7 @@ def test_a_finished_run_can_be_prolonged_under_a_constant_rate(inputs, run, tmp_
     assert same(run, longer)
 
 
-def test_leftovers_of_a_dead_writer_are_removed(inputs, run, whole):
+def test_stale_files_of_a_dead_writer_are_removed(inputs, run, whole):
     cut(run, 5)
     (run / "prefix" / "initial").mkdir(parents=True)
     for folder in (run, run / "checkpoints", run / "prefix" / "initial"):

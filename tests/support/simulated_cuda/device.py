@@ -55,7 +55,7 @@ class Stream:
         self._wait(stream.clock, stream.graph)
 
     def _wait(self, clock: Clock, graph: Any) -> None:
-        self._simulated.notice_stranger(self, "waits")
+        self._simulated.notice_foreign(self, "waits")
         if self.graph is not None and graph is not self.graph:
             self.graph.refuse("dependency created on uncaptured work in another stream")
         if self.graph is None and graph is not None and graph.is_capturing:
@@ -86,7 +86,7 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self._simulated.current_stream()
-        self._simulated.notice_stranger(stream, "records an event")
+        self._simulated.notice_foreign(stream, "records an event")
         self.graph = stream.graph
         merge(stream.clock, self._simulated.host.clock)
         self.clock = dict(stream.clock)
@@ -336,7 +336,7 @@ class Device:
             pool.num_asked += 1
             return pool.streams[(pool.num_asked - 1) % NATIVE_STREAMS]
 
-    def notice_stranger(self, stream: Stream, what: str) -> None:
+    def notice_foreign(self, stream: Stream, what: str) -> None:
         """Report what a thread does on a stream that another one captures: it becomes part of the graph."""
         if stream.graph is not None and stream.graph is not self.host.graph:
             self.report(
@@ -392,7 +392,7 @@ class Device:
     def launch(self, num: int = 1) -> Stream:
         """Launch kernels on the calling thread's stream, which come after all that the thread knows."""
         stream = self.current_stream()
-        self.notice_stranger(stream, "launches a kernel")
+        self.notice_foreign(stream, "launches a kernel")
         with self._lock:
             merge(stream.clock, self.host.clock)
             self._numbers[stream.name] += 1

@@ -14,7 +14,15 @@ from topology.errors import PlanError
 from topology.units import QuantityError, format_seconds, parse_quantity
 from zosim.applications.buying.machine import Job, machines_named
 from zosim.applications.buying.offers import BuyerLimits, Market, Offer, RankBy, Refusal, plain
-from zosim.applications.buying.sensitivity import Change, Effect, MemoryRoom, effects, limiter, percent, rooms
+from zosim.applications.buying.sensitivity import (
+    Change,
+    Effect,
+    MemoryThreshold,
+    effects,
+    limiter,
+    memory_thresholds,
+    percent,
+)
 from zosim.applications.buying.shortfall import shortfall
 from zosim.config import PlanConfig, merge
 from zosim.options import config_of, takes_earlier_names
@@ -38,7 +46,7 @@ class Answer:
         Machines that are no offer.
     limiters : tuple of str
         What limits each offer.
-    explained : tuple of (Offer, tuple of Effect, tuple of MemoryRoom)
+    explained : tuple of (Offer, tuple of Effect, tuple of MemoryThreshold)
         What would change the first of them.
     lacking : tuple of str
         Where nothing stays within the limits, what would let something in.
@@ -48,7 +56,7 @@ class Answer:
     offers: tuple[Offer, ...]
     refused: tuple[Refusal, ...]
     limiters: tuple[str, ...]
-    explained: tuple[tuple[Offer, tuple[Effect, ...], tuple[MemoryRoom, ...]], ...]
+    explained: tuple[tuple[Offer, tuple[Effect, ...], tuple[MemoryThreshold, ...]], ...]
     lacking: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -81,8 +89,8 @@ class Answer:
                 for item in self.refused
             ]
             parts.append(Table(("no offer", "devices", "pay", "because"), rows, numeric=("devices",)))
-        for offer, effects_of_offer, rooms_of_offer in self.explained:
-            sentences = _sentences(offer, effects_of_offer, rooms_of_offer)
+        for offer, effects_of_offer, thresholds_of_offer in self.explained:
+            sentences = _sentences(offer, effects_of_offer, thresholds_of_offer)
             parts += [_effects_table(offer, effects_of_offer), Bullets(sentences)]
         return Report("", *parts)
 
@@ -122,9 +130,9 @@ class Answer:
                     "num_devices": offer.machine.num_devices,
                     "way": offer.payment,
                     "figures": list(effects_of_offer),
-                    "memory_for_faster": list(rooms_of_offer),
+                    "memory_for_faster": list(thresholds_of_offer),
                 }
-                for offer, effects_of_offer, rooms_of_offer in self.explained
+                for offer, effects_of_offer, thresholds_of_offer in self.explained
             ],
         }
 
@@ -205,7 +213,9 @@ def buy(
         tuple(offers),
         tuple(refused),
         tuple(limiter(job, offer.machine) for offer in offers),
-        tuple((offer, effects(market, offer, offers), rooms(offer.machine)) for offer in explained),
+        tuple(
+            (offer, effects(market, offer, offers), memory_thresholds(offer.machine)) for offer in explained
+        ),
         shortfall(market, by_name, offers, refused),
     )
 
@@ -280,7 +290,7 @@ def _hours(deadline: str | float | None) -> float | None:
 
 
 def _offers_tables(market: Market, offers: Sequence[Offer], limiters: Sequence[str]) -> list[Table]:
-    """Return what offers cost, and by what placement: two tables, either of which 80 columns have room for."""
+    """Return what offers cost, and by what placement: two tables of at most 80 columns each."""
     job, limits = market.job, market.limits
     money = f"money ({market.prices.currency})"
     asked = limits.budget is not None or limits.deadline_hours is not None
@@ -348,7 +358,9 @@ def _change(change: Change) -> str:
     return f"{words}, then {change.placement}" if change.placement and change.matters else words
 
 
-def _sentences(offer: Offer, effects: Sequence[Effect], rooms: Sequence[MemoryRoom]) -> list[str]:
+def _sentences(
+    offer: Offer, effects: Sequence[Effect], memory_thresholds: Sequence[MemoryThreshold]
+) -> list[str]:
     """Return in words what simulating found, and what memory would buy."""
     sentences = []
     prediction = offer.machine.prediction
@@ -358,7 +370,7 @@ def _sentences(offer: Offer, effects: Sequence[Effect], rooms: Sequence[MemoryRo
     idle = [effect.figure for effect in effects if not (effect.doubled.matters or effect.halved.matters)]
     if idle:
         sentences.append(f"changes nothing, twice or half as large: {', '.join(idle)}")
-    sentences += [f"with {room}" for room in rooms]
+    sentences += [f"with {threshold}" for threshold in memory_thresholds]
     return sentences
 
 

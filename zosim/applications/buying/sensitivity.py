@@ -70,7 +70,7 @@ class Effect:
 
 
 @dataclass(frozen=True)
-class MemoryRoom:
+class MemoryThreshold:
     """A memory at which a faster placement fits.
 
     Attributes
@@ -184,20 +184,20 @@ def _span(effect: Effect) -> float:
     return float("inf") if None in times else max(times) - min(times)  # type: ignore[type-var, operator]
 
 
-def rooms(machine: PricedMachine) -> tuple[MemoryRoom, ...]:
+def memory_thresholds(machine: PricedMachine) -> tuple[MemoryThreshold, ...]:
     """Return the memories at which faster placements fit, the smallest first; larger ones only if faster still."""
-    best: dict[tuple[str, str], MemoryRoom] = {}
-    for room in _lacking(machine):
-        size = (room.where, format_bytes(room.needed_bytes, _DIGITS))
-        best[size] = min(best.get(size, room), room, key=lambda item: item.times)
-    useful: list[MemoryRoom] = []
-    for room in sorted(best.values(), key=lambda item: item.needed_bytes):
-        if all(room.times < known.times - ALIKE for known in useful if known.where == room.where):
-            useful.append(room)
+    best: dict[tuple[str, str], MemoryThreshold] = {}
+    for threshold in _lacking(machine):
+        size = (threshold.where, format_bytes(threshold.needed_bytes, _DIGITS))
+        best[size] = min(best.get(size, threshold), threshold, key=lambda item: item.times)
+    useful: list[MemoryThreshold] = []
+    for threshold in sorted(best.values(), key=lambda item: item.needed_bytes):
+        if all(threshold.times < known.times - ALIKE for known in useful if known.where == threshold.where):
+            useful.append(threshold)
     return tuple(useful)
 
 
-def _lacking(machine: PricedMachine) -> Iterator[MemoryRoom]:
+def _lacking(machine: PricedMachine) -> Iterator[MemoryThreshold]:
     """Yield what placements that are faster than the machine's best need, where one memory alone lacks."""
     best_s = _best_s([machine.best])
     for candidate in machine.candidates:
@@ -206,9 +206,13 @@ def _lacking(machine: PricedMachine) -> Iterator[MemoryRoom]:
             continue
         parts = candidate.missing.split("; ")
         if len(parts) == 1 and "of device memory" in parts[0]:
-            yield MemoryRoom("device", candidate.footprints.largest.device_bytes, candidate.describe(), times)
+            yield MemoryThreshold(
+                "device", candidate.footprints.largest.device_bytes, candidate.describe(), times
+            )
         elif len(parts) == 1:
-            yield MemoryRoom("host", candidate.footprints.fullest.size_bytes, candidate.describe(), times)
+            yield MemoryThreshold(
+                "host", candidate.footprints.fullest.size_bytes, candidate.describe(), times
+            )
 
 
 def _best_s(listed: Sequence[Candidate]) -> float:

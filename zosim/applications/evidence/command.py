@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from zosim import face
+from zosim import api
 from zosim.applications.evidence.file import Evidence, EvidenceError, check, evidence_of, run_header
 from zosim.console import emit, stderr
 from zosim.options import Hardware, Json, ProfileFile, Threads
@@ -29,11 +29,11 @@ def make(
     as_json: Json = False,
 ) -> None:
     """Save a run with its plan, machine, profile and prediction; names, paths, weights and data stay out."""
-    face.refuse_irregular_run(run, EvidenceError)
+    api.refuse_irregular_run(run, EvidenceError)
     ran = run / "program.json"
     plan = Plan.load(run / "plan.json")
     used = threads or int(run_header(run)["num_threads"])
-    subject = face.simulate(
+    subject = api.simulate(
         plan, hardware, profile=profile, threads=used, program=ran if ran.exists() else None
     )
     evidence = evidence_of(run, subject)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from topology.errors import TrafficError
-from zosim import face
+from zosim import api
 from zosim.applications.slack.arrivals import Times, poisson, recorded
 from zosim.applications.slack.serving import (
     POLICIES,
@@ -107,7 +107,7 @@ def _server(
     seconds = 0.0 if probe_ms is None else probe_ms / 1e3
     if plan_file is not None:
         plan = Plan.load(plan_file)
-        seconds = face.simulate(plan, profile=profile).prediction.step_time_s
+        seconds = api.simulate(plan, profile=profile).prediction.step_time_s
         segments = len(plan.model.segments)
     return Server(batch_ms / 1e3, request_ms / 1e3, max_batch, seconds, parts or segments)
 

@@ -88,16 +88,16 @@ def first_order_memory(row: MeasuredRow, site: Site) -> Forecast:
 
 def _timed(subject: Subject) -> Forecast:
     ends = subject.bounding_step_s("low"), subject.bounding_step_s("high")
-    return Forecast(subject.step_time_s, *ends, assumed=tuple(_about_room(subject)))
+    return Forecast(subject.step_time_s, *ends, assumed=tuple(_about_headroom(subject)))
 
 
-def _about_room(subject: Subject) -> Iterator[str]:
+def _about_headroom(subject: Subject) -> Iterator[str]:
     """Yield that a device's memory would do, where a plan takes more than there is."""
     taken = subject.footprints
     spec = subject.topology.device_spec(subject.plan.placement.devices[taken.largest_rank])
-    room_bytes = spec.memory_bytes
-    if spec.kind == "gpu" and taken.largest.device_bytes > room_bytes:
-        yield f"room for {format_bytes(taken.largest.device_bytes)} on a device of {format_bytes(room_bytes)}"
+    device_bytes = spec.memory_bytes
+    if spec.kind == "gpu" and taken.largest.device_bytes > device_bytes:
+        yield f"memory for {format_bytes(taken.largest.device_bytes)} on a device of {format_bytes(device_bytes)}"
 
 
 def _device_bytes(subject: Subject, row: MeasuredRow) -> Forecast:

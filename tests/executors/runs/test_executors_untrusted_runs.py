@@ -1,4 +1,4 @@
-"""Run directories that a stranger hands over: no code of theirs runs, and nothing outside them is written."""
+"""Run directories from an untrusted source: no code of theirs runs, and nothing outside them is written."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def begun(inputs, out, *more, steps=2):
 
 
 @pytest.fixture
-def strangers(tmp_path, monkeypatch):
+def untrusted(tmp_path, monkeypatch):
     """A directory with modules that tell when they are run, in which the user stands."""
-    directory, marker = tmp_path / "strangers", tmp_path / "ran"
+    directory, marker = tmp_path / "untrusted", tmp_path / "ran"
     directory.mkdir()
     for name in ("evil_of_a_stranger", "multiprocessing", "resource", "tokenizers"):
         (directory / f"{name}.py").write_text(EVIL.format(marker=str(marker)))
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(directory))])
     monkeypatch.chdir(directory)
     yield directory, marker
-    assert not marker.exists(), "code of the stranger's ran"
+    assert not marker.exists(), "untrusted code ran"
     sys.modules.pop("evil_of_a_stranger", None)
 
 
@@ -64,8 +64,8 @@ def strangers(tmp_path, monkeypatch):
         ("reward", "http://127.0.0.1:1/"),
     ],
 )
-def test_what_a_record_names_is_not_run(inputs, strangers, capsys, name, value):
-    out, _ = strangers
+def test_what_a_record_names_is_not_run(inputs, untrusted, capsys, name, value):
+    out, _ = untrusted
     begun(inputs, out)
     header = read_header(out)
     header["run"][name] = header["run"]["identity"][name] = value
@@ -79,9 +79,9 @@ def test_what_a_record_names_is_not_run(inputs, strangers, capsys, name, value):
 
 
 def test_named_again_it_is_imported_but_not_from_where_the_user_stands(
-    inputs, strangers, tmp_path, capsys, monkeypatch
+    inputs, untrusted, tmp_path, capsys, monkeypatch
 ):
-    out, _ = strangers
+    out, _ = untrusted
     begun(inputs, out)
     header = read_header(out)
     header["run"]["objective"] = header["run"]["identity"]["objective"] = "evil_of_a_stranger:loss"
@@ -98,8 +98,8 @@ def test_named_again_it_is_imported_but_not_from_where_the_user_stands(
     assert len(rows_of(out)) == 3
 
 
-def test_other_commands_import_nothing_that_a_record_names(inputs, strangers, tmp_path):
-    out, _ = strangers
+def test_other_commands_import_nothing_that_a_record_names(inputs, untrusted, tmp_path):
+    out, _ = untrusted
     begun(inputs, out)
     header = read_header(out)
     for section in (header["run"], header["run"]["identity"]):
@@ -111,17 +111,17 @@ def test_other_commands_import_nothing_that_a_record_names(inputs, strangers, tm
 
 
 @pytest.mark.dist
-@pytest.mark.usefixtures("fresh_ranks", "strangers")
+@pytest.mark.usefixtures("fresh_ranks", "untrusted")
 def test_ranks_begin_without_the_working_directory():
     assert launch(os.getpid, world_size=2) != os.getpid()
 
 
-def test_probes_begin_without_the_working_directory(strangers):
+def test_probes_begin_without_the_working_directory(untrusted):
     words, environment = module_command("executors.ranks.launch")
-    assert subprocess.run(words, env=environment, cwd=strangers[0], check=True).returncode == 0
+    assert subprocess.run(words, env=environment, cwd=untrusted[0], check=True).returncode == 0
 
 
-def test_a_tokenizer_is_tried_without_the_working_directory(strangers, tmp_path):
+def test_a_tokenizer_is_tried_without_the_working_directory(untrusted, tmp_path):
     model = saved_model("opt", tmp_path)
     byte_tokenizer().save_pretrained(model)
     (tmp_path / "lines.jsonl").write_text(json.dumps({"text": "a"}) + "\n")

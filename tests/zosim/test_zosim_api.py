@@ -1,4 +1,4 @@
-"""The package's face: every name it promises is there, whatever was imported before."""
+"""The package's API: every name it promises is there, whatever was imported before."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Temporary files and directories of this user's processes, and the removal of those that a killed process left.
 
 A process locks what it makes (flock). The kernel drops the lock with the process, however it ends; what nobody has locked is
-a leftover. A process id would not say so: ids are given out again, and another container counts its own.
+stale. A process id would not say so: ids are given out again, and another container counts its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def held_directory(prefix: str) -> Iterator[Path]:
 
     What a process was killed over that made one with the same prefix is removed first.
     """
-    remove_leftovers(Path(tempfile.gettempdir()), prefix)
+    remove_stale_files(Path(tempfile.gettempdir()), prefix)
     while True:
         path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-"))
         with suppress(FileNotFoundError):
@@ -56,12 +56,12 @@ def held_file(folder: Path, prefix: str) -> Iterator[tuple[Path, int]]:
 
 
 def hold(path: Path) -> int:
-    """Keep `path` from being removed as a leftover, until the descriptor that is returned is closed.
+    """Keep `path` from being removed as stale, until the descriptor that is returned is closed.
 
     Raises
     ------
     FileNotFoundError
-        If another process took it for a leftover before it could be locked.
+        If another process took it for a stale one before it could be locked.
     """
     import fcntl
 
@@ -74,7 +74,7 @@ def hold(path: Path) -> int:
     return lock
 
 
-def remove_leftovers(folder: Path, prefix: str) -> None:
+def remove_stale_files(folder: Path, prefix: str) -> None:
     """Remove what this user's processes made in `folder`, its names beginning with `prefix`, and no longer hold."""
     import fcntl
 

@@ -250,7 +250,7 @@ def compare(
 
 
 def refuse_irregular_run(directory: Path, error: type[ZosimError]) -> None:
-    """Raise if what is read of a run, whose directory may be a stranger's, is no regular file.
+    """Raise if what is read of a run, whose directory may be untrusted, is no regular file.
 
     Raises
     ------

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from executors.ranks.leftovers import held_directory, held_file, hold, remove_leftovers
+from executors.ranks.stale_files import held_directory, held_file, hold, remove_stale_files
 
 MAKE = """
 import signal, sys, tempfile
 from pathlib import Path
-from executors.ranks.leftovers import held_directory, held_file
+from executors.ranks.stale_files import held_directory, held_file
 
 tempfile.tempdir = sys.argv[1]
 with held_directory("zosim-test-") as directory, held_file(Path(sys.argv[1]), "zosim-test-"):
@@ -32,10 +32,10 @@ def test_what_lives_is_kept_and_what_was_killed_is_removed(tmp_path):
         owner.stdout.readline()
         made = set(tmp_path.glob("zosim-test-*"))
         assert len(made) == 2
-        remove_leftovers(tmp_path, "zosim-test-")
+        remove_stale_files(tmp_path, "zosim-test-")
         assert set(tmp_path.glob("zosim-test-*")) == made
         owner.send_signal(signal.SIGKILL)
-    remove_leftovers(tmp_path, "zosim-test-")
+    remove_stale_files(tmp_path, "zosim-test-")
     assert list(tmp_path.iterdir()) == [other]
 
 
@@ -44,7 +44,7 @@ def test_another_users_are_kept(tmp_path):
     path = tmp_path / "zosim-test-1"
     path.touch()
     os.chown(path, 65534, 65534)
-    remove_leftovers(tmp_path, "zosim-test-")
+    remove_stale_files(tmp_path, "zosim-test-")
     assert path.exists()
 
 
@@ -52,7 +52,7 @@ def test_a_link_is_not_followed(tmp_path):
     target = tmp_path / "kept"
     target.mkdir()
     (tmp_path / "zosim-test-1").symlink_to(target)
-    remove_leftovers(tmp_path, "zosim-test-")
+    remove_stale_files(tmp_path, "zosim-test-")
     assert target.exists()
 
 

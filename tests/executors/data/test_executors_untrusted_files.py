@@ -1,4 +1,4 @@
-"""Model directories and data that a stranger hands over: refused in words that name the file, and no code of theirs runs."""
+"""Model directories and data from an untrusted source: refused in words that name the file, and no code of theirs runs."""
 
 from __future__ import annotations
 
