@@ -157,8 +157,8 @@ def test_samples_beside_a_stranger_do_not_count() -> None:
 
 def test_samples_that_waited_for_a_core_do_not_count() -> None:
     """One thread's reference is as fast as ever while another process has the other core."""
-    quiet, sliced = (1.0, 5e-6, 1.0), (1.0, 6e-3, 1.0)
-    samples = sampled("elementwise", *[sliced] * 20, *[quiet] * 4)
+    idle, sliced = (1.0, 5e-6, 1.0), (1.0, 6e-3, 1.0)
+    samples = sampled("elementwise", *[sliced] * 20, *[idle] * 4)
     assert calibrate._measurement(samples, 2, 1.0).seconds == 5e-6
     assert not calibrate._measurement(samples, 2, 1.0).is_bound
     assert not calibrate._never_at_full_pace([samples])

@@ -96,7 +96,7 @@ def test_a_disturbed_profile_is_marked_and_holds_what_steps_take_when_the_machin
 ) -> None:
     """Others have three quarters of the cores: all takes four times as long as it does alone."""
     slow = Machine.from_topology(TOPOLOGY, "cpu0", slowed(BASE, 4.0))
-    quiet = Machine.from_topology(TOPOLOGY, "cpu0", BASE)
+    undisturbed = Machine.from_topology(TOPOLOGY, "cpu0", BASE)
     taken = []
     for number in range(4):
         program = steps[number % 2].program
@@ -118,7 +118,7 @@ def test_a_disturbed_profile_is_marked_and_holds_what_steps_take_when_the_machin
     machine = Machine.from_topology(TOPOLOGY, "cpu0", profile)
     for step in taken[:2]:
         low_s, high_s = (simulate(step.program, machine, bound=end).step_time_s for end in ("low", "high"))
-        assert low_s <= simulate(step.program, quiet).step_time_s
+        assert low_s <= simulate(step.program, undisturbed).step_time_s
         assert step.seconds <= high_s
 
 

@@ -47,7 +47,7 @@ def test_a_mistake_of_ours_keeps_its_traceback(capfd):
 
 
 class FullDisk:
-    """A file of a disk that has room for nothing."""
+    """A file on a full disk."""
 
     def __init__(self, file):
         self._file = file

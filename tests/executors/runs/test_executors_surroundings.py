@@ -66,7 +66,7 @@ def before_step(monkeypatch, number, action):
 
 
 def fill(disk):
-    """Leave no room on a disk."""
+    """Fill a disk."""
     (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free))
     assert shutil.disk_usage(disk).free == 0
 

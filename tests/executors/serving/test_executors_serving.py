@@ -613,14 +613,14 @@ def test_one_tenants_failure_is_its_own(monkeypatch):
 
     def scarce(requests):
         if any(request.tokens[0] == 66 for request in requests):
-            raise MemoryError("no room")
+            raise MemoryError("out of memory")
         most.append(sum(len(request.tokens) for request in requests))
         return real(requests)
 
     runtime.score = scarce
     with serving(runtime, "base") as server:
         engine, prompts = RemoteEngine(server.url), [(5, *range(3, 6)) for _ in range(7)]
-        with pytest.raises(RunError, match=r"\(500\): the server failed: MemoryError: no room"):
+        with pytest.raises(RunError, match=r"\(500\): the server failed: MemoryError: out of memory"):
             engine.score([Request((66, 7))])
         (alone,) = real([Request(prompts[0])])
         for scores in engine.score(list(map(Request, prompts))):

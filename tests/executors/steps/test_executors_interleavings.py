@@ -157,7 +157,7 @@ def is_found(case, patch, seed, expected):
 
 @pytest.mark.slow
 def test_a_free_that_lets_go_by_itself_is_found(monkeypatch):
-    """That was shipped: a run was wrong once in sixty on a busy machine, and never on a quiet one."""
+    """That was shipped: a run was wrong once in sixty on a busy machine, and never on an idle one."""
     case = case_with(FRESH | FORWARD)
     expected = ran(case, monkeypatch, None)[:2]
     with monkeypatch.context() as patch:
