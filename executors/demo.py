@@ -101,7 +101,7 @@ class DemoResult:
             numeric=("before", "after"),
         )
         disturbed = (
-            f"the prediction rests on a disturbed profile: others disturbed {self.disturbed_share:.0%} of its calibration; on a "
+            f"the prediction rests on a disturbed profile: others disturbed {self.disturbed_share:.0%} of its calibration; on an "
             "idle machine `zosim calibrate` makes a better one"
         )
         return Report(

@@ -189,8 +189,8 @@ def memory_file(size_bytes: int, folders: Sequence[Path] | None = None) -> Itera
         remove_stale_files(folder, _PREFIX)
         status = os.statvfs(folder)
         free[folder] = status.f_bavail * status.f_frsize
-    folder = next((folder for folder, num_bytes in free.items() if num_bytes >= size_bytes), None)
-    if folder is None:
+    chosen = next((folder for folder, num_bytes in free.items() if num_bytes >= size_bytes), None)
+    if chosen is None:
         free_space = ", ".join(
             f"{folder} has {format_bytes(num_bytes)}" for folder, num_bytes in free.items()
         )
@@ -198,7 +198,7 @@ def memory_file(size_bytes: int, folders: Sequence[Path] | None = None) -> Itera
             f"the ranks of this host share {format_bytes(size_bytes)}, but {free_space}",
             hint="enlarge /dev/shm (docker run --shm-size), or use --transfers private",
         )
-    with held_file(folder, _PREFIX) as (path, descriptor):
+    with held_file(chosen, _PREFIX) as (path, descriptor):
         # Taken now: a file that only promises its size kills whoever touches it once the space is used up.
         os.posix_fallocate(descriptor, 0, size_bytes)
         yield path
