@@ -118,7 +118,7 @@ class Benchmark:
     def to_markdown(self) -> str:
         """Return the report."""
         return Report(
-            f"Steps in codes, predicted against measured on {self.machine}"
+            f"Steps on quantized weights, predicted against measured on {self.machine}"
             if self.is_of_codes
             else f"Predicted against measured on {self.machine}",
             *self._head(),
