@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import enum
-import inspect
 import sys
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zosim import cli, registry
-from zosim.options import EXPERT
+from zosim import cli, help_pages, registry
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "commands.md"
 
@@ -45,63 +41,33 @@ def _sections(path: str, command: Any) -> Iterator[str]:
         for name in sorted(inner):
             yield from _sections(f"{path} {name}", inner[name])
         return
-    arguments = [_argument(parameter) for parameter in command.params if _is_argument(parameter)]
+    arguments = [help_pages.argument_name(item) for item in command.params if _is_argument(item)]
     usage = " ".join([path, *arguments, "[OPTIONS]"])
-    yield f"## {path}\n\n{(command.help or '').strip()}\n\n    {usage}\n\n{_table(command)}"
+    yield f"## {path}\n\n{(command.help or '').strip()}\n\n    {usage}\n"
+    yield from _tables(command)
 
 
 def _is_argument(parameter: Any) -> bool:
     return bool(parameter.param_type_name == "argument")
 
 
-def _is_expert(parameter: Any) -> bool:
-    return str(getattr(parameter, "rich_help_panel", None)).startswith(EXPERT)
+def _tables(command: Any) -> Iterator[str]:
+    """Tables of arguments and of options, those of each heading together, as a help page has them."""
+    types = help_pages.types_of(command)
+    shown = [item for item in command.params if not item.hidden or help_pages.is_expert(item)]
+    arguments = [item for item in shown if _is_argument(item)]
+    if arguments:
+        rows = [f"| `{help_pages.argument_name(item)}` | {_meaning(item, types)} |" for item in arguments]
+        yield "\n".join(["| argument | meaning |", "| --- | --- |", *rows, ""])
+    options = [item for item in shown if not _is_argument(item) and item.name != "help"]
+    for heading, items in help_pages.sections(options).items():
+        rows = [f"| `{help_pages.names(item)}` | {_meaning(item, types)} |" for item in items]
+        yield "\n".join([f"| {heading} | meaning |", "| --- | --- |", *rows, ""])
 
 
-def _argument(parameter: Any) -> str:
-    name = parameter.name.upper()
-    return name if parameter.required else f"[{name}]"
-
-
-def _table(command: Any) -> str:
-    types = typing.get_type_hints(inspect.unwrap(command.callback))
-    rows = [
-        f"| `{_names(item)}` | {_meaning(item, types[item.name])} |"
-        for item in command.params
-        if (not item.hidden or _is_expert(item)) and item.name in types
-    ]
-    return "\n".join(["| option | meaning |", "| --- | --- |", *rows, ""]) if rows else ""
-
-
-def _names(parameter: Any) -> str:
-    if _is_argument(parameter):
-        return _argument(parameter)
-    return ", ".join([*parameter.opts, *parameter.secondary_opts])
-
-
-def _meaning(parameter: Any, annotation: Any) -> str:
-    facts = [parameter.help or ""]
-    if _is_expert(parameter):
-        facts.append("Shown by --help-all.")
-    choices = list(_choices(annotation))
-    if choices:
-        facts.append(f"One of {', '.join(choices)}.")
-    if parameter.required:
-        facts.append("Required.")
-    elif isinstance(parameter.default, str | int | float) and parameter.default is not False:
-        facts.append(f"Default: {getattr(parameter.default, 'value', parameter.default)}.")
-    return " ".join(" ".join(facts).split()).replace("|", "\\|")
-
-
-def _choices(annotation: Any) -> Iterator[str]:
-    """Values that an annotation allows, if it lists them: a ``Literal`` or an ``Enum``, perhaps optional."""
-    if typing.get_origin(annotation) is typing.Literal:
-        yield from map(str, typing.get_args(annotation))
-    elif isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        yield from (str(item.value) for item in annotation)
-    else:
-        for inner in typing.get_args(annotation):
-            yield from _choices(inner)
+def _meaning(parameter: Any, types: dict[str, Any]) -> str:
+    experts = " Shown by --help-all." if help_pages.is_expert(parameter) else ""
+    return (help_pages.meaning(parameter, types.get(parameter.name)) + experts).replace("|", "\\|")
 
 
 if __name__ == "__main__":

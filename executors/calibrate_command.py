@@ -28,46 +28,60 @@ EXIT_DISTURBED = 3
 
 def calibrate(
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the profile here, too.", show_default=False)
+        Path | None,
+        typer.Option("--output", "-o", help="File to write the profile to, as well.", show_default=False),
     ] = None,
-    budget: Annotated[float, typer.Option(help="Seconds to measure for.", min=0.1)] = 20.0,
+    budget: Annotated[float, typer.Option(help="Time to measure for, in seconds.", min=0.1)] = 20.0,
     threads: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_THREADS, help="Threads of a CPU's kernels.", show_default=False),
+        typer.Option(
+            min=1,
+            max=MAX_THREADS,
+            help="Number of CPU threads.",
+            show_default="all cores",
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
-    save: Annotated[bool, typer.Option(help="Keep it for this machine's predictions.")] = True,
+    device: Annotated[str, typer.Option(help="Device to calibrate, such as cpu or cuda:0.")] = "cpu",
+    save: Annotated[
+        bool, typer.Option(help="Save the profile for later predictions of this machine.")
+    ] = True,
     keep_disturbed: Annotated[
         bool,
         typer.Option(
             "--keep-disturbed",
-            help="Keep it even if other processes disturbed it, marked as such. One that nothing disturbed is never replaced by it.",
+            help="Save the profile even if other processes disturbed it, marked as such. It never replaces an "
+            "undisturbed one.",
         ),
     ] = False,
     rows: Annotated[
         str | None,
         typer.Option(
-            help="Fit published rows instead, for `zosim predict`: a CSV file, or shipped for all that ship.",
+            help="Fit published rows instead, for `zosim predict`: a CSV file, or shipped for all built-in "
+            "rows.",
             show_default=False,
         ),
     ] = None,
     evidence: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Learn from runs instead: files of `zosim evidence make`, one --evidence each; or from measured kernels and "
-            "copies of one device: a CSV file with rows as `zosim validate` takes them, topology files beside it.",
+            help="Fit a profile to runs instead: a file from `zosim evidence make`, repeated for more; or to "
+            "kernels and copies of one device: a CSV file of rows as of `zosim validate`, next to its "
+            "topology files.",
             show_default=False,
         ),
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(help="Machine whose rows of such a CSV file count; by default all.", show_default=False),
+        typer.Option(
+            help="Machine whose rows of the --evidence CSV file to use.",
+            show_default="all machines",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Measure this machine, and fit the rates that predictions use.
+    """Measure this machine, and fit the profile of rates that predictions use.
 
-    Exit status 3: other processes disturbed the measurements too much, and the profile is not kept.
+    Exit status 3: other processes disturbed the measurements too much; the profile is not saved.
     """
     if evidence and rows is not None:
         raise ProfileError(

@@ -18,7 +18,8 @@ from topology.limits import MAX_THREADS
 from zosim.cli import NEEDED_TO_RUN, refuse_without
 from zosim.config import PlanConfig
 from zosim.console import emit, progress, stderr
-from zosim.options import EXPERT, Json, config_of, takes_earlier_names, with_settings
+from zosim.help_pages import EXPERT
+from zosim.options import Json, config_of, takes_earlier_names, with_settings
 from zosim.plans import Plan, Residency
 
 if TYPE_CHECKING:
@@ -29,24 +30,30 @@ if TYPE_CHECKING:
 def run(
     plan: Annotated[
         Path | None,
-        typer.Argument(help="A plan from `zosim plan -o`; without it, one is made.", show_default=False),
+        typer.Argument(
+            help="Plan file, from `zosim plan -o`.",
+            show_default="plan first, from the options",
+        ),
     ] = None,
     program: Annotated[
         Path | None,
         typer.Option(
-            help="A program (perhaps edited) in place of the plan's own.",
+            help="Program file to run in place of the plan's own, perhaps edited.",
             show_default=False,
             rich_help_panel=f"{EXPERT}: Run",
             hidden=True,
         ),
     ] = None,
     launch: Annotated[
-        bool, typer.Option(help="Start ranks of their own, or run in this process.", rich_help_panel="Search")
+        bool,
+        typer.Option(
+            help="Start a process per rank, or run one rank in this process.", rich_help_panel="Run"
+        ),
     ] = True,
     as_json: Json = False,
     **settings: Any,
 ) -> None:
-    """Train a model: carry out a plan, or make one and carry it out."""
+    """Train a model by a plan, or plan first."""
     options = config_of(RunConfig, settings)
     summary = _run(options, plan, program=program, launch=launch, arguments=sys.argv[1:])
     if "launch" in summary:
@@ -63,7 +70,7 @@ def run_with(
     launch: bool = True,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train a model: carry out a plan, or make one and carry it out. In Python this is ``zosim.run``.
+    """Train a model by a plan, or plan first. In Python this is ``zosim.run``.
 
     Parameters
     ----------
@@ -150,7 +157,10 @@ def _run(
 _RunDirectory = Annotated[Path, typer.Argument(help="Directory of a run.", show_default=False)]
 _BaseWeights = Annotated[
     str | None,
-    typer.Option(help="Base weights that it began from; by default those that it names.", show_default=False),
+    typer.Option(
+        help="Base weights of the run: a model directory or a cached name.",
+        show_default="those recorded in the run",
+    ),
 ]
 
 
@@ -175,19 +185,30 @@ def adapter(
     directory: _RunDirectory,
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", help="Where the adapter goes, as PEFT reads it.", show_default=False),
+        typer.Option(
+            "--output", "-o", help="Directory to write the adapter to, in PEFT's format.", show_default=False
+        ),
     ],
     model: _BaseWeights = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps that it holds; by default all.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of steps to include, from the first.",
+            show_default="all steps",
+        ),
     ] = None,
     max_rank: Annotated[
         int | None,
-        typer.Option(min=1, help="Compact it where its rank would pass this.", show_default=False),
+        typer.Option(
+            min=1,
+            help="Maximum rank of the adapter, which is compacted to it.",
+            show_default="no limit",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Write what a run along directions of low rank did to its base as an adapter, from its log."""
+    """Export a run with low-rank perturbations as a LoRA adapter, from its log."""
     from executors.runs.increments_of_run import write_adapter
     from executors.runs.runlog import read_header
 
@@ -214,28 +235,44 @@ def replay(
     directory: _RunDirectory,
     output: Annotated[
         Path,
-        typer.Option(
-            "--output", "-o", help="Where the weights go, as a model directory.", show_default=False
-        ),
+        typer.Option("--output", "-o", help="Model directory to write the weights to.", show_default=False),
     ],
     model: _BaseWeights = None,
     steps: Annotated[
-        int | None, typer.Option(min=0, help="Steps to replay; by default all.", show_default=False)
+        int | None,
+        typer.Option(
+            min=0,
+            help="Number of steps to replay, from the first.",
+            show_default="all steps",
+        ),
     ] = None,
     residency: Annotated[
         Literal["resident", "offloaded"] | None,
-        typer.Option(help="Replay placed otherwise.", show_default=False),
+        typer.Option(
+            help="Where blocks live during the replay.",
+            show_default="as in the run",
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device to run on, such as cpu, cuda or cuda:0.")] = "cpu",
     threads: Annotated[
-        int | None, typer.Option(min=1, max=MAX_THREADS, help="By default the run's.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_THREADS,
+            help="Number of CPU threads.",
+            show_default="as in the run",
+        ),
     ] = None,
     checkpoints: Annotated[
-        bool, typer.Option(help="Start from the newest checkpoint, or from the base.")
+        bool,
+        typer.Option(
+            help="Start from the newest checkpoint, or from the base weights.",
+            show_default="the newest checkpoint",
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Rebuild a run's weights, bit for bit, from its base weights and its log."""
+    """Rebuild a run's weights bit for bit, from its base weights and its log."""
     from executors.ranks.mesh import alone
     from executors.runs.replay import replay as replay_run
     from executors.runs.runlog import read_header

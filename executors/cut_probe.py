@@ -247,16 +247,22 @@ _CODECS = ["q4", "q8"]
 
 @with_settings(RunConfig, only=_SETTINGS, usual=_USUAL)
 def probe(
-    model: Annotated[str, typer.Option(help="Directory (or cached name) of the weights.")],
-    data: Annotated[str, typer.Option(help="JSON lines: input_ids and labels, or text fields.")],
+    model: Annotated[str, typer.Option(help="Model: a model directory, or the name of a cached model.")],
+    data: Annotated[
+        str,
+        typer.Option(help="Training data as JSON lines, with input_ids and labels, or with fields of text."),
+    ],
     codec: Annotated[
-        list[str], typer.Option(help="Codec to measure, such as q4:affine-zero:token; may be given again.")
+        list[str],
+        typer.Option(
+            help="Codec to measure, such as q4:affine-zero:token; repeat for more.", show_default="q4 and q8"
+        ),
     ] = _CODECS,
-    num_batches: Annotated[int, typer.Option(min=1, max=4096, help="Batches to measure.")] = 2,
+    num_batches: Annotated[int, typer.Option(min=1, max=4096, help="Number of batches to measure.")] = 2,
     as_json: Json = False,
     **settings: Any,
 ) -> None:
-    """Measure density, entropy and quantisation error of what crosses each possible cut, on real batches."""
+    """Measure density, entropy and quantization error of the activations at each split point."""
     from executors.models.loading import load_model
 
     specs = [codec_spec(name) for name in codec]

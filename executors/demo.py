@@ -34,16 +34,17 @@ _METHOD_NAMES = ("MeZO, all on the device", "ZO2-style offload")
 
 def demo(
     out: Annotated[
-        Path, typer.Option(help="Directory of the run; an earlier demo there is replaced.")
+        Path, typer.Option(help="Directory for the demo's run; an earlier demo there is replaced.")
     ] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option(min=4, help="Training steps.")] = 400,
+    steps: Annotated[int, typer.Option(min=4, help="Number of training steps.")] = 400,
     threads: Annotated[
-        int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads of torch; by default all cores.")
+        int | None,
+        typer.Option(min=1, max=MAX_THREADS, help="Number of CPU threads.", show_default="all cores"),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the run.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON on stdout.")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the run.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Plan, run and compare on this machine: a few minutes, nothing to prepare."""
+    """Plan, run and compare on this machine in a few minutes; needs no model or data."""
     from zosim.console import emit
 
     stages = Stages(out, steps, threads, seed)

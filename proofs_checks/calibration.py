@@ -88,7 +88,9 @@ def calibrated(claims: Iterable[Claim], seeds: Sequence[int]) -> Iterator[Calibr
 
 
 def main(
-    claims: Annotated[list[str] | None, typer.Argument(help="Names of claims; all by default.")] = None,
+    claims: Annotated[
+        list[str] | None, typer.Argument(help="Names of the claims to check.", show_default="all claims")
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of every check, of seeds 1, 2, ...")] = 20,
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:

@@ -28,68 +28,89 @@ _OWN = "Your own estimator or quantizer (docs/how-to/judge-an-estimator.md)"
 def check(
     claims: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CLAIM]...", help="Names of claims; all by default.", show_default=False),
+        typer.Argument(
+            metavar="[CLAIM]...",
+            help="Names of the claims to check.",
+            show_default="all claims",
+        ),
     ] = None,
     paper: Annotated[
         str | None,
-        typer.Option("--paper", help="Only claims of this paper: zo2, distzo2, sparq, quzo, zoinfer; zosim."),
+        typer.Option(
+            "--paper",
+            help="Paper whose claims to check: zo2, distzo2, sparq, quzo, zoinfer, or zosim for its own.",
+            show_default="all papers",
+        ),
     ] = None,
     verdict: Annotated[
         str | None,
         typer.Option(
             "--verdict",
-            help="Show only claims with this verdict: holds, condition, correction, fails, undecided, unresolved, unsettled.",
+            help="Verdict of the claims to show: holds, condition, correction, fails, undecided, unresolved or"
+            " unsettled.",
+            show_default="all verdicts",
         ),
     ] = None,
     list_only: Annotated[
-        bool, typer.Option("--list", help="List claims and planted faults; check none.")
+        bool, typer.Option("--list", help="List claims and planted faults, and exit.")
     ] = False,
     mutate: Annotated[
         bool,
-        typer.Option("--mutate", help="Also plant each check's faults and see that it notices them."),
+        typer.Option("--mutate", help="Plant each check's faults too, and verify that it notices them."),
     ] = False,
     matrix: Annotated[
         bool,
         typer.Option(
             "--matrix",
-            help="Try every fault of the chosen claims on each of them that runs the changed code, a line for each fault with the claims that caught it; an hour for all.",
+            help="Try every fault of the chosen claims on each claim that runs the changed code, and print "
+            "which claims caught it. All claims take about an hour.",
         ),
     ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick/--full", help="Smaller samples, as the tests take them, or full ones.")
+        bool, typer.Option("--quick/--full", help="Sample sizes: small, as in the tests, or full.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Decides every random number.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of all random numbers.")] = 0,
     json: Annotated[
         bool,
-        typer.Option("--json", help="Print JSON on stdout, a line for each claim as soon as it is checked."),
+        typer.Option("--json", help="Print JSON lines on stdout, one per claim as soon as it is checked."),
     ] = False,
     html: Annotated[
-        Path | None, typer.Option("--html", help="Write a page to read or print.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--html", help="HTML file to write a page to, for reading or printing.", show_default=False
+        ),
     ] = None,
     evidence: Annotated[
         Path | None,
         typer.Option(
             "--evidence",
-            help="Run with a seed that nobody chose, add what random samples said to this file, and fail where all its runs together speak "
-            "against a claim.",
+            help="File that collects the outcomes of random samples over runs. Use a fresh random seed, add to"
+            " the file, and fail if all its runs together reject a claim.",
             show_default=False,
         ),
     ] = None,
     oracles: Annotated[
-        bool, typer.Option("--oracles", help="List the closed forms, with what they take; check nothing.")
+        bool, typer.Option("--oracles", help="List the closed forms with their parameters, and exit.")
     ] = False,
     oracle: Annotated[
-        str | None, typer.Option("--oracle", metavar="NAME", help="Print the value of a closed form as JSON.")
+        str | None,
+        typer.Option("--oracle", metavar="NAME", help="Name of a closed form whose value to print as JSON."),
     ] = None,
     params: Annotated[
-        str, typer.Option("--params", metavar="JSON", help="Parameters of --oracle, as a JSON object.")
+        str,
+        typer.Option(
+            "--params",
+            metavar="JSON",
+            help="Parameters of --oracle, as a JSON object such as '{\"dimension\": 8}'.",
+        ),
     ] = "{}",
     estimator: Annotated[
         str | None,
         typer.Option(
             "--estimator",
             metavar="MODULE:FUNCTION",
-            help="Judge this estimator, called as estimator(loss, theta, epsilon, seed), in place of the claims.",
+            help="Estimator to judge instead of the claims, such as module:function, called as estimator(loss,"
+            " theta, epsilon, seed).",
             rich_help_panel=_OWN,
         ),
     ] = None,
@@ -98,7 +119,8 @@ def check(
         typer.Option(
             "--quantizer",
             metavar="MODULE:FUNCTION",
-            help="Judge this quantizer, called as quantizer(numbers, seed), in place of the claims.",
+            help="Quantizer to judge instead of the claims, such as module:function, called as "
+            "quantizer(numbers, seed).",
             rich_help_panel=_OWN,
         ),
     ] = None,
@@ -106,38 +128,45 @@ def check(
         str,
         typer.Option(
             "--distribution",
-            help="Directions of --estimator: normal, signs, sphere (of radius √d), any.",
+            help="Distribution of the perturbations of --estimator: normal, signs, sphere (of radius sqrt(d)) "
+            "or any.",
             rich_help_panel=_OWN,
         ),
     ] = "normal",
     queries: Annotated[
         int,
-        typer.Option("--queries", help="Directions that --estimator averages over.", rich_help_panel=_OWN),
+        typer.Option(
+            "--queries", help="Number of perturbations that --estimator averages over.", rich_help_panel=_OWN
+        ),
     ] = 1,
     bias_order: Annotated[
         float,
         typer.Option(
-            "--bias-order", help="Least order of the bias of --estimator in ε.", rich_help_panel=_OWN
+            "--bias-order",
+            help="Smallest claimed order of the bias of --estimator in eps.",
+            rich_help_panel=_OWN,
         ),
     ] = 2.0,
     additive: Annotated[
         bool,
         typer.Option(
             "--additive/--not-additive",
-            help="Whether estimates of --estimator of two losses add up to that of their sum.",
+            help="Claim that estimates of two losses by --estimator add up to the estimate of their sum.",
             rich_help_panel=_OWN,
         ),
     ] = True,
     rounding: Annotated[
         str,
-        typer.Option("--rounding", help="Of --quantizer: stochastic or nearest.", rich_help_panel=_OWN),
+        typer.Option(
+            "--rounding", help="Rounding of --quantizer: stochastic or nearest.", rich_help_panel=_OWN
+        ),
     ] = "stochastic",
     group_size: Annotated[
         int | None,
         typer.Option(
             "--group-size",
-            help="Neighbouring numbers that share a scale of --quantizer; by default all 256.",
-            show_default=False,
+            help="Number of neighbouring values that share a scale of --quantizer.",
+            show_default="all 256",
             rich_help_panel=_OWN,
         ),
     ] = None,
@@ -145,7 +174,7 @@ def check(
         float,
         typer.Option(
             "--largest",
-            help="Largest output of --quantizer over its largest input.",
+            help="Largest output of --quantizer divided by its largest input.",
             rich_help_panel=_OWN,
         ),
     ] = 1.0,
@@ -153,13 +182,13 @@ def check(
         int | None,
         typer.Option(
             "--samples",
-            help="Seeds that --estimator (40,000) or --quantizer (2,000) is called with.",
-            show_default=False,
+            help="Number of seeds to call --estimator or --quantizer with.",
+            show_default="40000 for --estimator, 2000 for --quantizer",
             rich_help_panel=_OWN,
         ),
     ] = None,
 ) -> None:
-    """Judge the papers' statements against the shipped code; exit with 1 if a check or a planted fault goes unmet."""
+    """Check the papers' claims against zosim's code; exit with 1 if a check fails or misses a planted fault."""
     if estimator is not None or quantizer is not None:
         from proofs_checks import judging
 

@@ -80,15 +80,25 @@ STUDIES = (
 
 
 def study(
-    name: Annotated[str | None, typer.Argument(help="Which to show.", show_default=False)] = None,
-    list_only: Annotated[bool, typer.Option("--list", help="List the studies; so does no name.")] = False,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="Name of the study to show.",
+            show_default="list all studies",
+        ),
+    ] = None,
+    list_only: Annotated[bool, typer.Option("--list", help="List all studies, and exit.")] = False,
     check: Annotated[
         Path | None,
-        typer.Option("--check", help="Try your solution of the study's exercise.", show_default=False),
+        typer.Option(
+            "--check",
+            help="Python file with your solution of the study's exercise, to test.",
+            show_default=False,
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Show a page that teaches, or try your solution of its exercise; exit with 1 if that does not pass."""
+    """Show a study to learn from, or test your solution of its exercise (exit status 1 if it fails)."""
     if name is None or list_only:
         _show_list(json=json)
         return

@@ -25,13 +25,15 @@ from topology.reading import read_stdin, read_text
 
 app = typer.Typer(
     name="topology",
-    help="Describe hardware: presets, this machine, files, and what other tools wrote.",
+    help="Describe hardware: presets, this machine, files, and the output of other tools.",
     no_args_is_help=True,
     add_completion=False,
 )
-Hardware = Annotated[str, typer.Argument(help="A preset's name, a topology file, or host for this machine.")]
+Hardware = Annotated[
+    str, typer.Argument(help="Hardware: a preset such as dgx-h100, a topology file, or host (this machine).")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write a topology file here.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Topology file to write.")]
 
 
 class Tool(enum.StrEnum):
@@ -66,13 +68,13 @@ def list_presets(as_json: Json = False) -> None:
 
 @app.command()
 def show(hardware: Hardware, output: Output = None, as_json: Json = False) -> None:
-    """Show a machine as a tree; its file, with --output, is one to change into yours."""
+    """Show a machine as a tree; --output writes its topology file, to edit."""
     _deliver(resolve(hardware), output, as_json)
 
 
 @app.command()
 def validate(hardware: Hardware, as_json: Json = False) -> None:
-    """Check a machine against physics; errors are refused, warnings are shown."""
+    """Check the figures of a machine against physical limits."""
     topology = resolve(hardware)
     findings = lint(topology)
     if as_json:
@@ -89,17 +91,17 @@ def validate(hardware: Hardware, as_json: Json = False) -> None:
 
 @app.command()
 def detect(output: Output = None, as_json: Json = False) -> None:
-    """Detect this machine; measures the memory's bandwidth for half a second."""
+    """Detect this machine, and measure its memory bandwidth for half a second."""
     _deliver(resolve("host"), output, as_json)
 
 
 @app.command()
 def draw(
     hardware: Hardware,
-    output: Annotated[Path, typer.Option("--output", "-o", help="A .png, .svg or .pdf file.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to draw to: .png, .svg or .pdf.")],
     as_json: Json = False,
 ) -> None:
-    """Draw a machine."""
+    """Draw a machine as a graph."""
     from topology.drawing import draw as draw_topology
 
     written = draw_topology(resolve(hardware), output)
@@ -115,12 +117,13 @@ def rings(
     gpus: Annotated[
         str | None,
         typer.Option(
-            help="Which, as in 0-3 or 0,2,5 or by node; by default the first 2, 3 ... of the first host."
+            help="GPUs of the rings, such as 0-3, 0,2,5 or names of nodes.",
+            show_default="the first 2, 3 and so on of the first host",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the rings of NVLinks that share no link: what bounds a ring collective."""
+    """Show the NVLink rings that share no link, which bound ring collectives."""
     from topology.rings import edge_disjoint_rings
 
     topology = resolve(hardware)
@@ -176,18 +179,23 @@ def _gpu_sets(topology: Topology, wanted: str | None) -> list[tuple[str, ...]]:
 
 @app.command("import")
 def import_description(
-    path: Annotated[Path, typer.Argument(help="The file; - reads a matrix from stdin.")],
+    path: Annotated[Path, typer.Argument(help="File to import; - for a matrix on stdin.")],
     tool: Annotated[
-        Tool | None, typer.Option("--from", help="Who wrote it; told from its content if left out.")
+        Tool | None,
+        typer.Option("--from", help="Tool that wrote the file.", show_default="recognised from the content"),
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="GPU model, a catalogue or product name.")] = None,
-    cpu: Annotated[str | None, typer.Option(help="CPU model, a catalogue or product name.")] = None,
-    memory: Annotated[str | None, typer.Option(help='Host memory, such as "512 GiB".')] = None,
-    memory_bandwidth: Annotated[str | None, typer.Option(help='Of it, such as "200 GB/s".')] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU model, as a catalogue or product name such as h100-80gb-sxm.")
+    ] = None,
+    cpu: Annotated[str | None, typer.Option(help="CPU model, as a catalogue or product name.")] = None,
+    memory: Annotated[str | None, typer.Option(help='Size of the host memory, such as "512 GiB".')] = None,
+    memory_bandwidth: Annotated[
+        str | None, typer.Option(help='Bandwidth of the host memory, such as "200 GB/s".')
+    ] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Import what NCCL, hwloc, nvidia-smi or rocm-smi wrote."""
+    """Import the output of NCCL, hwloc, nvidia-smi or rocm-smi as a topology."""
     from topology import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo, from_rocm_smi_topo
     from topology.importers.safe_xml import MAX_BYTES
 

@@ -19,23 +19,30 @@ if TYPE_CHECKING:
 class AdapterSettings(Section):
     """What is tuned: a part of the model, or a LoRA or a prefix beside a frozen base."""
 
+    heading = "Estimator and optimizer"
+
     tuned: Annotated[
         Part,
         Setting(
             "--tune",
-            "Tune all parameters, or matrices alone, or of these the linears of the blocks alone.",
+            "Parameters to tune: all, only matrices, or only the linear layers of the blocks (linears).",
             "numbers",
             recorded_as="tuned",
         ),
     ] = "all"
     lora_rank: Annotated[
-        PositiveInt | None, Setting("--lora-rank", "Tune adapters of this rank alone.", "numbers")
+        PositiveInt | None,
+        Setting(
+            "--lora-rank",
+            "Tune LoRA adapters of this rank; the base stays frozen. Needs --lora-targets.",
+            "numbers",
+        ),
     ] = None
     lora_targets: Annotated[
         tuple[str, ...] | None,
         Setting(
             "--lora-targets",
-            "Linears that get one, such as q_proj,v_proj.",
+            "Linear layers that get a LoRA adapter, such as q_proj,v_proj.",
             "numbers",
             typed=str,
             parse=lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
@@ -43,30 +50,40 @@ class AdapterSettings(Section):
     ] = None
     lora_alpha: Annotated[
         NonNegativeFloat | None,
-        Setting("--lora-alpha", "They add alpha over rank times B A x.", "numbers", usual="twice the rank"),
+        Setting(
+            "--lora-alpha",
+            "Scale of LoRA adapters, which add alpha / rank * B A x.",
+            "numbers",
+            usual="twice the rank",
+        ),
     ] = None
     lora_lazy_steps: Annotated[
         PositiveInt | None,
         Setting(
             "--lora-lazy-steps",
-            "Steps after which A is drawn anew; B alone is tuned, and what was learnt stays as an increment beside the base.",
+            "Number of steps after which A is sampled anew. Only B is tuned; each A with its B is kept as"
+            " a LoRA increment.",
             "numbers",
-            shown="expert",
+            expert=True,
         ),
     ] = None
     lora_max_rank: Annotated[
         PositiveInt | None,
         Setting(
             "--lora-max-rank",
-            "Rank that increments are compacted to where they would pass it.",
+            "Maximum rank of the LoRA increments, which are compacted to it.",
             "numbers",
-            usual="64, or 4 ranks",
-            shown="expert",
+            usual="64, or 4 times the rank if that is more",
+            expert=True,
         ),
     ] = None
     prefix: Annotated[
         PositiveInt | None,
-        Setting("--prefix", "Tune this many virtual tokens before every block's keys alone.", "numbers"),
+        Setting(
+            "--prefix",
+            "Tune this number of virtual tokens before the keys of every block; the base stays frozen.",
+            "numbers",
+        ),
     ] = None
 
 

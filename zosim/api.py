@@ -68,7 +68,7 @@ def plan(
     profile: Profile = None,
     **settings: Any,
 ) -> Decision:
-    """Choose the fastest placement that fits, and say why.
+    """Choose the fastest plan that fits the hardware, and explain the choice.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ def simulate(
     one_process: OneProcess = False,
     engine: EngineName = "lockstep",
 ) -> Subject:
-    """Predict a plan's step time and memory, event by event.
+    """Predict a plan's step time and memory with a discrete-event simulation.
 
     Parameters
     ----------

@@ -15,13 +15,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 from topology.errors import ZosimError, refusal_of_machine, refusing_ignored
-from topology.printable import printable, spell_what_cannot_be_written
+from topology.printable import spell_what_cannot_be_written
 from zosim import registry
 from zosim.console import stderr, stdout
-from zosim.renamed import Command
+from zosim.help_pages import Command, Group
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -43,7 +43,7 @@ UsageError: Any = typer.BadParameter.__base__
 """What is wrong with a command line; typer may bring a click of its own."""
 
 
-class CommandGroup(TyperGroup):
+class CommandGroup(Group):
     """The root command, whose subcommands are imported when they are invoked and not before."""
 
     def __init__(self, **attributes: Any) -> None:
@@ -80,7 +80,14 @@ class CommandGroup(TyperGroup):
                 raise
             report(refusal)
         except UsageError as error:
-            raise UsageError(printable(error.format_message()), error.ctx) from None
+            if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help page
+                raise
+            path = (
+                f"{ctx.command_path} {ctx.invoked_subcommand or ''}"
+                if error.ctx is None
+                else error.ctx.command_path
+            )
+            report(ZosimError(error.format_message(), hint=f"`{path.strip()} --help` lists the options"))
         except KeyboardInterrupt:
             stderr.print("interrupted")
             raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -89,9 +96,9 @@ class CommandGroup(TyperGroup):
 
 @cache
 def build(name: str, registered: Any) -> Any:
-    """Command object of a registered function, or group of a registered ``typer.Typer``; earlier spellings of options work."""
+    """Command object of a registered function, or group of a registered ``typer.Typer``; with help pages of our own."""
     if isinstance(registered, typer.Typer):
-        _take_earlier_names(registered)
+        _use_own_classes(registered)
         group = typer.main.get_group(registered)
         group.name = name
         return group
@@ -100,12 +107,14 @@ def build(name: str, registered: Any) -> Any:
     return typer.main.get_command(single)
 
 
-def _take_earlier_names(group: typer.Typer) -> None:
+def _use_own_classes(group: typer.Typer) -> None:
+    if not isinstance(group.info.cls, type):
+        group.info.cls = Group
     for command in group.registered_commands:
         command.cls = Command if command.cls in (None, TyperCommand) else command.cls
     for inner in group.registered_groups:
         if inner.typer_instance is not None:
-            _take_earlier_names(inner.typer_instance)
+            _use_own_classes(inner.typer_instance)
 
 
 def missing_extra(error: ModuleNotFoundError) -> ZosimError:
@@ -162,14 +171,14 @@ def _show_versions(wanted: bool) -> None:
     raise typer.Exit
 
 
-app = typer.Typer(cls=CommandGroup, no_args_is_help=True)
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()
 def root(
     versions: Annotated[
         bool,
-        typer.Option("--version", callback=_show_versions, is_eager=True, help="Show versions and exit."),
+        typer.Option("--version", callback=_show_versions, is_eager=True, help="Show versions, and exit."),
     ] = False,
 ) -> None:
     """Plan, simulate and run zeroth-order fine-tuning of large language models."""

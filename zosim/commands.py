@@ -21,11 +21,14 @@ from zosim.report import Report
 
 @with_settings(api.PlanOptions, like=api.plan)
 def plan(
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the chosen plan here.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File to write the chosen plan to.", rich_help_panel="Output"),
+    ] = None,
     as_json: Json = False,
     **asked: Any,
 ) -> None:
-    """Choose the fastest placement that fits, and say why."""
+    """Choose the fastest plan that fits the hardware, and explain the choice."""
     decision = api.plan(**asked)
     # Not before there is a plan: a help page needs none of it.
     from zosim.planning.views import decision_data, decision_view
@@ -42,18 +45,32 @@ def plan(
 @with_settings(FirstOrder)
 def lower(
     plan_file: PlanFile,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the programs here.")] = None,
-    check: Annotated[
-        Path | None, typer.Option(help="Validate these programs instead, perhaps edited by hand.")
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="File to write the programs to.",
+            show_default="stdout",
+            rich_help_panel="Output",
+        ),
     ] = None,
-    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank's program.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(help="Program file to validate instead, perhaps edited by hand.")
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Rank whose program to write.", show_default="all ranks")
+    ] = None,
     first_order: Annotated[
         FirstOrderName | None,
-        typer.Option(help="Write a first-order step of the same devices and cuts instead."),
+        typer.Option(
+            help="First-order step to write instead, on the same devices and split points.",
+            rich_help_panel="Estimator and optimizer",
+        ),
     ] = None,
     **settings: Any,
 ) -> None:
-    """Write a plan's programs, one instruction to a line, or check what was edited."""
+    """Write a plan's programs, one instruction per line, or validate edited ones."""
     subject, baseline = api.simulate(plan_file, program=check), first_order_of(first_order, **settings)
     if baseline is not None:
         from zosim.applications.first_order.report import baseline_subject
@@ -83,31 +100,49 @@ def lower(
 def simulate(
     plan_file: PlanFile,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps of the run; by default until they repeat.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of steps to simulate.",
+            show_default="until they repeat",
+            rich_help_panel="Run",
+        ),
     ] = None,
     code: Annotated[
         Literal["ours", "published"],
         typer.Option(
-            help="Whose code runs the plan: the executor's, or the eager Hugging Face code that the methods were published "
-            "with, which draws and passes over parameters more often."
+            help="Code to simulate: zosim's own (ours), or the eager Hugging Face code published with the "
+            "methods (published), which samples and passes over the parameters more often.",
+            rich_help_panel="Run",
         ),
     ] = "ours",
-    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (Perfetto opens it).")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="File to write a Chrome trace to, for Perfetto.", rich_help_panel="Output"),
+    ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(help="Draw the timeline of one step: a file that ends with .svg, .png or .pdf."),
+        typer.Option(
+            help="File to draw the timeline of one step to: .svg, .png or .pdf.", rich_help_panel="Output"
+        ),
     ] = None,
     first_order: Annotated[
         FirstOrderName | None,
-        typer.Option(help="Compare with a first-order step of the same devices and cuts."),
+        typer.Option(
+            help="First-order step to compare with, on the same devices and split points.",
+            rich_help_panel="Estimator and optimizer",
+        ),
     ] = None,
     first_order_trace: Annotated[
-        Path | None, typer.Option(help="Write a Chrome trace of the first-order step.")
+        Path | None,
+        typer.Option(
+            help="File to write a Chrome trace of the first-order step to.", rich_help_panel="Output"
+        ),
     ] = None,
     as_json: Json = False,
     **asked: Any,
 ) -> None:
-    """Predict a plan's step time and memory, event by event."""
+    """Predict a plan's step time and memory with a discrete-event simulation."""
     from zosim.applications.trace import save_trace
     from zosim.planning.views import prediction_data, simulation_view, stages_data
 
@@ -158,18 +193,20 @@ def simulate(
 @with_settings(None, like=api.compare)
 def compare(
     plan_or_run: Annotated[
-        Path, typer.Argument(help="A run's directory, or a plan to compare with.", show_default=False)
+        Path, typer.Argument(help="Directory of a run, or a plan file to compare with.", show_default=False)
     ],
     run: Annotated[
         Path | None,
-        typer.Argument(help="After a plan, a run's directory or another plan.", show_default=False),
+        typer.Argument(
+            help="Directory of a run, or a second plan file, to compare with the plan.", show_default=False
+        ),
     ] = None,
     as_json: Json = False,
     **asked: Any,
 ) -> None:
-    """Compare a run with its prediction, instruction by instruction, or two plans' predictions.
+    """Compare a run with its prediction per instruction, or the predictions of two plans.
 
-    For a run the plan is the one that is named, or the run's own: DIR/plan.json, or what DIR/run.json says of it.
+    Without a plan, the prediction is of the run's own: DIR/plan.json, or the plan in DIR/run.json.
     """
     plan_file, run = (None, plan_or_run) if run is None else (plan_or_run, run)
     comparison = api.compare(run, plan_file, **asked)

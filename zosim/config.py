@@ -83,48 +83,53 @@ class Search(Section):
         Limits below what the hardware has.
     """
 
+    heading = "Placement"
+
     method: Annotated[
         Method,
         Setting(
             "--method",
-            "Kind of plan: mezo keeps blocks on the device, zo2 offloads them; pertp, ddp and 2d share a step among ranks, sparq "
-            "cuts the model into stages; auto: whatever is fastest.",
+            "Method to plan: one device with resident (mezo) or offloaded (zo2) blocks; forwards shared "
+            "among ranks (pertp, ddp, 2d); stages (sparq); or the fastest of all (auto).",
         ),
     ] = "auto"
     ranks: Annotated[
         Ranks | None,
         Setting(
             "--ranks",
-            "Number of ranks, whose mesh the planner chooses.",
-            usual="what is fastest on the devices there are, one where --device names it",
+            "Number of ranks; the planner chooses their mesh.",
+            usual="the fastest number on the available devices; 1 with --device",
         ),
     ] = None
     allow_lossy: Annotated[
         bool,
         Setting(
-            "--allow-lossy", "Allow plans that lose precision: narrower transfers, codecs, quantized weights."
+            "--allow-lossy",
+            "Allow plans that lose precision: narrower transfers, codecs, quantized weights.",
+            heading="Precision",
         ),
     ] = False
     max_device_bytes: Annotated[
         int | None,
         Setting(
             "--max-device-memory",
-            "Device memory that a plan may take, such as 20GiB.",
-            usual="all of it",
+            "Limit on the memory used on each device, such as 20GiB.",
+            usual="all of the memory",
             typed=str,
             parse=partial(_memory_limit, "--max-device-memory"),
-            shown="first",
+            heading="Hardware",
         ),
     ] = None
     max_host_bytes: Annotated[
         int | None,
         Setting(
             "--max-host-memory",
-            "Host memory that a plan may take, such as 64GiB.",
-            usual="all of it",
+            "Limit on the memory used on each host, such as 64GiB.",
+            usual="all of the memory",
             typed=str,
             parse=partial(_memory_limit, "--max-host-memory"),
-            shown="expert",
+            expert=True,
+            heading="Hardware",
         ),
     ] = None
 
@@ -144,30 +149,32 @@ class PlanConfig(Section):
     search : Search
     """
 
+    heading = "Model and data"
+
     model: ModelSpec | None = None
     batch: Annotated[
-        Extent, Setting("--batch", "Sequences per step, over all ranks.", changes="numbers", shown="first")
+        Extent,
+        Setting("--batch", "Number of sequences per step, over all ranks.", changes="numbers"),
     ] = 1
     seq: Annotated[
         Extent | None,
         Setting(
             "--seq",
             "Maximum sequence length in tokens.",
-            usual=f"the longest line of the data, or {USUAL_SEQ} where there is none",
-            shown="first",
+            usual=f"the longest line of the data, or {USUAL_SEQ} without data",
         ),
     ] = None
+    search: Search = Search()
+    weights: Weights = Weights()
     mesh: Mesh = Mesh()
     placement: Placement | None = None
     split: Split = Split()
     estimator: Estimator = Estimator()
     residency: Residency = Residency()
     schedule: Schedule = Schedule()
-    weights: Weights = Weights()
     low_bits: LowBits = LowBits()
     directions: Directions = Directions()
     forward: ForwardPass = ForwardPass()
-    search: Search = Search()
 
     @property
     def spec(self) -> ModelSpec:

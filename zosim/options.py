@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin,
 
 import typer
 from pydantic import BaseModel, TypeAdapter
-from typer.core import TyperOption
 
 from topology.errors import PlanError
 from topology.validation import did_you_mean, readable
 from zosim import renamed
+from zosim.help_pages import EXPERT, SHOW_ALL
 from zosim.plans.setting import Section, Setting, SettingField, fields_of
 from zosim.simulators import Engine
 
@@ -28,15 +28,29 @@ _Model = TypeVar("_Model", bound=BaseModel)
 _Tree = TypeVar("_Tree", bound=Section)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-PlanFile = Annotated[Path, typer.Argument(help="A plan written by `zosim plan -o`.", show_default=False)]
-_PROFILE = typer.Option("--profile", help="Calibrated rates to predict with, from `zosim calibrate -o`.")
+PlanFile = Annotated[Path, typer.Argument(help="Plan file, from `zosim plan -o`.", show_default=False)]
+_PROFILE = typer.Option(
+    "--profile",
+    help="Profile of calibrated rates to predict with, from `zosim calibrate -o`.",
+    rich_help_panel="Hardware",
+)
 ProfileFile = Annotated[Path | None, _PROFILE]
 Hardware = Annotated[
-    str | None, typer.Option(help="A preset's name, a topology file, or host; by default the plan's own.")
+    str | None,
+    typer.Option(
+        help="Hardware to use: a preset such as dgx-h100, a topology file, or host (this machine).",
+        show_default="the plan's hardware",
+        rich_help_panel="Hardware",
+    ),
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, help="Threads of a CPU's kernels; by default all cores, shared out among its ranks."),
+    typer.Option(
+        min=1,
+        help="Number of CPU threads per rank.",
+        show_default="all cores, divided among the ranks",
+        rich_help_panel="Hardware",
+    ),
 ]
 
 PathOrText = Path | str | None
@@ -44,51 +58,69 @@ PathOrText = Path | str | None
 
 ModelName = Annotated[
     str,
-    typer.Option(help="A shipped size (opt-13b), a model directory, a config.json, or a saved ModelSpec."),
+    typer.Option(
+        help="Model: a built-in size such as opt-13b, a model directory, a config.json, or a saved ModelSpec.",
+        rich_help_panel="Model and data",
+    ),
 ]
-HardwareName = Annotated[str, typer.Option(help="A preset's name, a topology file, or host.")]
+HardwareName = Annotated[
+    str,
+    typer.Option(
+        help="Hardware: a preset such as dgx-h100, a topology file, or host (this machine).",
+        rich_help_panel="Hardware",
+    ),
+]
 Densities = Annotated[
-    PathOrText, typer.Option(help="Measured densities of the cuts, from `zosim probe --json`.")
+    PathOrText,
+    typer.Option(
+        help="Measured densities of the split points, from `zosim probe --json`.",
+        rich_help_panel="Model and data",
+    ),
 ]
-DeviceName = Annotated[str | None, typer.Option(help="Node of the topology; by default its first GPU.")]
+DeviceName = Annotated[
+    str | None,
+    typer.Option(
+        help="Device of the topology to plan for, such as gpu0.",
+        show_default="the first GPU",
+        rich_help_panel="Hardware",
+    ),
+]
 Profile = Annotated[PathOrText, _PROFILE]
 Programs = Annotated[
-    PathOrText, typer.Option("--program", help="A program to use in place of what the plan is lowered to.")
+    PathOrText,
+    typer.Option(
+        "--program",
+        help="Program file to use in place of the plan's own, from `zosim lower -o`.",
+        rich_help_panel="Run",
+    ),
 ]
 OneProcess = Annotated[
     bool,
     typer.Option(
         "--one-process",
-        help="As if one process of each host drove all its GPUs: one thread issues the copies of all. In runs every rank is a "
-        "process.",
+        help="Simulate one process per host that drives all its GPUs from one thread; `zosim run` starts a"
+        " process per rank.",
+        rich_help_panel="Hardware",
     ),
 ]
 EngineName = Annotated[
     Engine,
-    typer.Option(help="What plays the events: arrays over all ranks, or a simpy process for every stream."),
+    typer.Option(
+        help="Simulator: arrays over all ranks (lockstep), or a simpy process per stream (simpy).",
+        rich_help_panel="Run",
+    ),
 ]
 RankToCompare = Annotated[
-    int | None, typer.Option(min=0, help="Rank to look at; by default the last to end its steps.")
+    int | None, typer.Option(min=0, help="Rank to compare.", show_default="the rank that finishes last")
 ]
-EXPERT = "Expert"
-"""Begins the names of the groups of options that only ``--help-all`` shows."""
 
 
 def _show_all(context: typer.Context, wanted: bool) -> None:
     """Show the help page with the options of experts, and end."""
-    if not wanted:
-        return
-    experts = [
-        parameter
-        for parameter in context.command.params
-        if isinstance(parameter, TyperOption) and (parameter.rich_help_panel or "").startswith(EXPERT)
-    ]
-    for parameter in experts:
-        parameter.hidden = False
-    typer.echo(context.get_help())
-    for parameter in experts:
-        parameter.hidden = True
-    raise typer.Exit
+    if wanted:
+        context.meta[SHOW_ALL] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
 
 
 HelpAll = Annotated[
@@ -98,10 +130,10 @@ HelpAll = Annotated[
         is_eager=True,
         expose_value=False,
         callback=_show_all,
-        help="Show expert options as well, and exit.",
+        help="Show this message with expert options, and exit.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.", rich_help_panel="Output")]
 
 
 def axis(kind: type[_Model], **fields: object) -> _Model:
@@ -141,16 +173,15 @@ class ConfigOption:
     def parameter(self) -> inspect.Parameter:
         """The parameter that typer makes the option of; its value is None where it is left out."""
         typed = self.typed
-        words: dict[str, Any] = {"help": self._help}
-        if self.setting.shown != "first":
-            group = (self.path or ("options",))[-1].replace("_", " ").capitalize()
-            words["rich_help_panel"] = f"{EXPERT}: {group}" if self.is_expert else group
+        heading = self.setting.heading or self.kind.heading
+        words: dict[str, Any] = {"help": self.setting.help, "show_default": self._default or False}
+        words["rich_help_panel"] = f"{EXPERT}: {heading}" if self.is_expert else heading
         names = f"{self.flag}/--no-{self.flag[2:]}" if typed is bool else self.flag
         if get_origin(typed) is Literal:
             # What is typed is checked with the field, whose refusal says what was probably meant.
-            words |= {"parser": str, "metavar": f"<{'|'.join(get_args(typed))}>"}
+            words["parser"] = str
         hidden = self.is_expert or self.flag in self.setting.aliases
-        option = typer.Option(names, show_default=False, hidden=hidden, **words)
+        option = typer.Option(names, hidden=hidden, **words)
         annotation = Annotated[typed | None, option]  # type: ignore[valid-type]
         return inspect.Parameter(
             self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
@@ -159,7 +190,7 @@ class ConfigOption:
     @property
     def is_expert(self) -> bool:
         """Whether only the whole help page shows it."""
-        return self.setting.shown == "expert" and self.flag not in self.setting.aliases
+        return self.setting.expert and self.flag not in self.setting.aliases
 
     @cached_property
     def typed(self) -> Any:
@@ -169,14 +200,14 @@ class ConfigOption:
         return str if self.field is None else bare(self.field.annotation)
 
     @property
-    def _help(self) -> str:
+    def _default(self) -> str:
         usual = self.setting.usual
         if self.setting.planned:
-            usual = usual or "what the planner finds fastest"
+            usual = usual or "chosen by the planner"
         elif not usual and self.field is not None and self.field.default not in (None, (), "", ...):
             default = self.field.default
             usual = ("off", "on")[default] if isinstance(default, bool) else str(default)
-        return f"{self.setting.help} By default {usual}." if usual else self.setting.help
+        return usual
 
     def read(self, typed: Any) -> dict[str, Any]:
         """Return the fields of the section that a text, or a value in Python, sets.

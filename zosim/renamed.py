@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
-
-from typer.core import TyperCommand
 
 from zosim.console import stderr
 
@@ -49,35 +47,27 @@ def present_value(option: str, value: Any) -> Any:
     return next((present for named, earlier, present in VALUES if (named, earlier) == (option, value)), value)
 
 
-class Command(TyperCommand):
-    """A command that also takes the earlier spellings of its options and their values."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read a command line."""
-        return super().parse_args(ctx, list(self._in_present_words(ctx, args)))
-
-    def _in_present_words(self, ctx: Any, args: list[str]) -> Iterator[str]:
-        takes_value = {
-            name: not (getattr(parameter, "is_flag", False) or getattr(parameter, "count", False))
-            for parameter in self.get_params(ctx)
-            if parameter.param_type_name == "option"
-            for name in (*parameter.opts, *parameter.secondary_opts)
-        }
-        words = iter(args)
-        for word in words:
-            if word == "--":
-                yield word
-                break
-            spelled, equals, value = word.partition("=")
-            option = present_option(spelled, takes_value) if word.startswith("--") else spelled
-            if option != spelled:
-                _warn(f"{spelled} is now {option}")
-            yield option + equals + (_present_value(option, value) if equals else "")
-            if takes_value.get(option) and not equals:
-                yield from (
-                    _present_value(option, value) for value in [next(words, None)] if value is not None
-                )
-        yield from words
+def in_present_spelling(arguments: Sequence[str], parameters: Iterable[Any]) -> Iterator[str]:
+    """Yield a command line with its options and their values in present spelling, and warn of each earlier one."""
+    takes_value = {
+        name: not (parameter.is_flag or parameter.count)
+        for parameter in parameters
+        if parameter.param_type_name == "option"
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
+    words = iter(arguments)
+    for word in words:
+        if word == "--":
+            yield word
+            break
+        spelled, equals, value = word.partition("=")
+        option = present_option(spelled, takes_value) if word.startswith("--") else spelled
+        if option != spelled:
+            _warn(f"{spelled} is now {option}")
+        yield option + equals + (_present_value(option, value) if equals else "")
+        if takes_value.get(option) and not equals:
+            yield from (_present_value(option, value) for value in [next(words, None)] if value is not None)
+    yield from words
 
 
 def _present_value(option: str, value: str) -> str:

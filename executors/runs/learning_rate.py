@@ -45,14 +45,26 @@ class LearningRate(Section):
     [1.0, 0.75, 0.5, 0.25, 0.0]
     """
 
+    heading = "Estimator and optimizer"
+
     model_config = ConfigDict(strict=True)
 
-    kind: Annotated[Kind, Setting("--lr-schedule", "How the learning rate falls.", "numbers")] = "constant"
-    learning_rate: Annotated[float, Setting("--lr", "Largest learning rate.", "numbers", shown="first")] = (
-        1e-6
-    )
-    num_steps: Annotated[int, Setting("--steps", "Steps of the whole run.", "numbers", shown="first")]
-    warmup_steps: Annotated[int, Setting("--warmup", "Steps until the largest rate.", "numbers")] = 0
+    kind: Annotated[
+        Kind, Setting("--lr-schedule", "Schedule of the learning rate after the warm-up.", "numbers")
+    ] = "constant"
+    learning_rate: Annotated[float, Setting("--lr", "Peak learning rate.", "numbers")] = 1e-6
+    num_steps: Annotated[
+        int,
+        Setting(
+            "--steps",
+            "Number of steps of the whole run, earlier parts of a resumed run included.",
+            "numbers",
+            heading="Run",
+        ),
+    ]
+    warmup_steps: Annotated[
+        int, Setting("--warmup", "Number of warm-up steps before the peak learning rate.", "numbers")
+    ] = 0
 
     # The bounds stand here and not in the fields: their messages say what is usual.
     @model_validator(mode="after")

@@ -45,29 +45,46 @@ def _label_words(text: str) -> dict[str, str]:
 class DataSettings(Section):
     """The training data, and how its lines become tokens."""
 
+    heading = "Model and data"
+
     model_config = _STRICT
 
     path: Annotated[
-        str, Setting("--data", "JSON lines: input_ids and labels, or text fields.", shown="first")
+        str,
+        Setting(
+            "--data",
+            "Training data as JSON lines, with input_ids and labels, or with fields of text.",
+        ),
     ] = ""
-    template: Annotated[str | None, Setting("--template", 'Such as "{text} It was {label}."', "numbers")] = (
-        None
-    )
+    template: Annotated[
+        str | None,
+        Setting(
+            "--template", 'Prompt template for lines of text, such as "{text} It was {label}."', "numbers"
+        ),
+    ] = None
     label_words: Annotated[
         dict[str, str] | None,
-        Setting("--label-words", "Such as 0=terrible,1=great.", "numbers", typed=str, parse=_label_words),
+        Setting(
+            "--label-words",
+            "Word for each label, such as 0=terrible,1=great.",
+            "numbers",
+            typed=str,
+            parse=_label_words,
+        ),
     ] = None
     truncate: Annotated[
-        bool, Setting("--truncate", "Cut lines that are longer than --seq, or refuse them.", "numbers")
+        bool,
+        Setting("--truncate", "Truncate lines longer than --seq, which are an error otherwise.", "numbers"),
     ] = False
     shuffle: Annotated[
         bool,
         Setting(
             "--shuffle",
-            "Off: batch k is lines kB to kB+B-1.",
+            "Shuffle the data in every epoch; off takes the lines in their order.",
             "numbers",
             typed=Literal["on", "off"],
             parse={"on": True, "off": False}.get,
+            heading="Randomness",
         ),
     ] = True
 
@@ -106,29 +123,34 @@ class EvaluationSettings(Section):
 
     model_config = _STRICT
 
-    path: Annotated[str, Setting("--eval-data", "Lines to evaluate on.", shown="first")] = ""
+    path: Annotated[str, Setting("--eval-data", "Evaluation data as JSON lines, as of --data.")] = ""
     every: Annotated[
         int,
         Setting(
             "--eval-every",
-            "Steps between evaluations.",
+            "Number of steps between evaluations.",
             "numbers where transfers round",
-            usual="only before the first and after the last",
+            usual="before the first step and after the last",
         ),
     ] = 0
     num_examples: Annotated[
-        int | None, Setting("--eval-examples", "Only the first so many.", usual="all")
+        int | None,
+        Setting("--eval-examples", "Number of examples to evaluate, from the first.", usual="all examples"),
     ] = None
-    keep_best: Annotated[bool, Setting("--keep-best", "Keep the best weights in OUT/best.")] = False
+    keep_best: Annotated[
+        bool, Setting("--keep-best", "Keep the weights with the best evaluation, in OUT/best.")
+    ] = False
     task: Annotated[
         TaskName,
         Setting(
             "--eval-task",
-            "What they ask for: one of several answers, all labels, or free text; auto: as the lines show.",
+            "Task of the evaluation: pick one of several answers (choice), all labelled tokens "
+            "(perplexity), free text (generation), or as the lines show (auto).",
         ),
     ] = "auto"
     max_new_tokens: Annotated[
-        int, Setting("--eval-max-new-tokens", "Tokens of a generated answer at most.", shown="expert")
+        int,
+        Setting("--eval-max-new-tokens", "Maximum number of tokens in a generated answer.", expert=True),
     ] = 32
 
     @model_validator(mode="after")
@@ -209,103 +231,171 @@ class RunOptions(Section):
     """
 
     model: Annotated[
-        str, Setting("--model", "Directory (or cached name) of the base weights.", "numbers", shown="first")
+        str,
+        Setting(
+            "--model",
+            "Base weights: a model directory, or the name of a cached model.",
+            "numbers",
+            heading="Model and data",
+        ),
     ] = ""
-    out: Annotated[str, Setting("--out", "Directory of the run.", shown="first")] = ""
+    out: Annotated[str, Setting("--out", "Directory for the run's log and weights.", heading="Output")] = ""
     seed: Annotated[
-        Seed, Setting("--seed", "Of directions, the shuffle, and what adapters begin as.", "numbers")
+        Seed,
+        Setting(
+            "--seed",
+            "Seed of the perturbations, the shuffle and the initial adapters.",
+            "numbers",
+            heading="Randomness",
+        ),
     ] = 0
     weight_decay: Annotated[
-        float, Setting("--weight-decay", "Of all but biases and layer norms.", "numbers")
+        float,
+        Setting(
+            "--weight-decay",
+            "Weight decay of all parameters but biases and layer norms.",
+            "numbers",
+            heading="Estimator and optimizer",
+        ),
     ] = 0.0
     loss_dtype: Annotated[
-        LossName, Setting("--loss-dtype", "Format that the loss is computed in.", "numbers", shown="expert")
+        LossName,
+        Setting(
+            "--loss-dtype",
+            "Format in which the loss is computed: the model's own, or fp64.",
+            "numbers",
+            expert=True,
+            heading="Precision",
+        ),
     ] = "model"
     objective: Annotated[
         str,
         Setting(
             "--objective",
-            "What is minimised: loss, accuracy, f1, or module:function of logits and batch. The module is imported and "
-            "its code run: name only what you trust.",
+            "Objective to optimise: loss, accuracy, f1, or your function of logits and batch, such as "
+            "module:function. The module is imported and runs: name only code that you trust.",
             "numbers",
+            heading="Estimator and optimizer",
         ),
     ] = "loss"
     reward: Annotated[
         str | None,
         Setting(
             "--reward",
-            "Maximise this of text generated from each prompt: module:function of prompts and texts, which is imported and run, or "
+            "Reward of generated text to maximise: your function of prompts and texts, such as "
+            "module:function, which is imported and runs; or an endpoint, such as "
             "http://127.0.0.1:PORT/PATH.",
             "numbers",
+            heading="Estimator and optimizer",
         ),
     ] = None
     reward_timeout_s: Annotated[
-        float, Setting("--reward-timeout", "Most seconds until a reward has answered.", shown="expert")
+        float,
+        Setting(
+            "--reward-timeout",
+            "Maximum time for a reward to answer, in seconds.",
+            expert=True,
+            heading="Estimator and optimizer",
+        ),
     ] = 60.0
     accumulate: Annotated[
-        PositiveInt, Setting("--accumulate", "Micro-batches that a step's batch is forwarded in.", "numbers")
+        PositiveInt,
+        Setting(
+            "--accumulate",
+            "Number of micro-batches into which a step's batch is divided.",
+            "numbers",
+            heading="Placement",
+        ),
     ] = 1
     device: Annotated[
-        str, Setting("--device", "cpu, cuda or cuda:N.", usual="the plan's, else cpu", shown="first")
+        str,
+        Setting(
+            "--device",
+            "Device to run on, such as cpu, cuda or cuda:0.",
+            usual="the plan's device, or cpu without a plan",
+            heading="Hardware",
+        ),
     ] = "cpu"
     num_threads: Annotated[
         Threads,
         Setting(
             "--threads",
-            "Threads of a CPU's kernels, of each rank.",
-            usual="$OMP_NUM_THREADS, else its part of the cores",
+            "Number of CPU threads per rank.",
+            usual="$OMP_NUM_THREADS, or the rank's share of the cores",
+            heading="Hardware",
         ),
     ] = 1
     digest_every: Annotated[
         NonNegativeInt,
         Setting(
             "--digest-every",
-            "Steps between digests of the parameters; 0 for never.",
+            "Number of steps between digests of the parameters; 0 for none.",
             "numbers where transfers round",
-            shown="expert",
+            expert=True,
         ),
     ] = 100
     checkpoint_every: Annotated[
         NonNegativeInt,
         Setting(
             "--checkpoint-every",
-            "Steps between checkpoints; 0: the log is enough.",
+            "Number of steps between checkpoints; 0 for none, since the log rebuilds any step.",
             "numbers where transfers round",
         ),
     ] = 0
     checksums: Annotated[
         bool,
         Setting(
-            "--checksums", "Notice bits of weights that nothing wrote.", usual="on a CPU", shown="expert"
+            "--checksums",
+            "Detect silent corruption of the weights.",
+            usual="on for runs on a CPU",
+            expert=True,
         ),
     ] = False
     graphs: Annotated[
         bool,
-        Setting("--graphs", "Launch draws and blocks as CUDA graphs: for small batches.", shown="expert"),
+        Setting(
+            "--graphs",
+            "Launch sampling and blocks as CUDA graphs, which pays for small batches.",
+            expert=True,
+        ),
     ] = False
-    resume: Annotated[bool, Setting("--resume", "Go on with what OUT holds.", shown="first")] = False
-    early_stop: Annotated[bool, Setting("--early-stop", "Stop when the loss diverges.", shown="expert")] = (
-        True
-    )
+    resume: Annotated[bool, Setting("--resume", "Resume the run in --out.")] = False
+    early_stop: Annotated[bool, Setting("--early-stop", "Stop when the loss diverges.", expert=True)] = True
     random_weights: Annotated[
         bool,
-        Setting("--random-weights", "Use the architecture alone, or its weights.", "numbers", shown="expert"),
+        Setting(
+            "--random-weights",
+            "Use random weights of the model's architecture.",
+            "numbers",
+            expert=True,
+            heading="Model and data",
+        ),
     ] = False
     save_as: Annotated[
         SaveAs,
         Setting(
             "--save-as",
-            "How weights that are codes are written: as numbers, as codes that transformers loads with compressed-tensors, or as "
-            "codes of any format that zosim alone reads.",
-            shown="expert",
+            "Format of saved quantized weights: dequantised (numbers), quantized as transformers loads "
+            "them with compressed-tensors (codes), or quantized in any format for zosim only "
+            "(zosim-codes).",
+            expert=True,
+            heading="Output",
         ),
     ] = "numbers"
-    allow_download: Annotated[bool, Setting("--allow-download", "Fetch a named model.")] = False
-    tensorboard: Annotated[bool, Setting("--tensorboard", "Write logs for TensorBoard if installed.")] = True
+    allow_download: Annotated[
+        bool,
+        Setting(
+            "--allow-download", "Download a model that is named and not cached.", heading="Model and data"
+        ),
+    ] = False
+    tensorboard: Annotated[
+        bool,
+        Setting("--tensorboard", "Write TensorBoard logs, if TensorBoard is installed.", heading="Output"),
+    ] = True
     num_timed_steps: int = 100
     log_every: int = 1
     timeout_s: Annotated[
-        float, Setting("--timeout", "Seconds until a rank that waits gives up.", shown="expert")
+        float, Setting("--timeout", "Maximum time that a rank waits for another, in seconds.", expert=True)
     ] = DEFAULT_TIMEOUT_S
 
 
@@ -329,10 +419,10 @@ def recorded_options() -> dict[str, SettingField]:
 class RunConfig(Section):
     """The config tree of a run: what options, Python, a plan's file and a resumed run's header state."""
 
-    plan: PlanConfig = PlanConfig()
     run: RunOptions = RunOptions()
     data: DataSettings = DataSettings()
     learning_rate: LearningRate = LearningRate.model_construct()
+    plan: PlanConfig = PlanConfig()
     evaluation: EvaluationSettings = EvaluationSettings()
     adapters: AdapterSettings = AdapterSettings()
 

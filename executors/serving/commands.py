@@ -22,59 +22,78 @@ from zosim.plans.forward import USUAL_NEW_TOKENS
 if TYPE_CHECKING:
     from executors.serving.client import RemoteEngine
 
-_Engine = Annotated[str, typer.Option("--engine", help="Address of a server, such as http://127.0.0.1:8000.")]
-_Model = Annotated[str, typer.Option(help="Directory of the base that it serves.", show_default=False)]
+_Engine = Annotated[str, typer.Option("--engine", help="URL of the server, such as http://127.0.0.1:8000.")]
+_Model = Annotated[
+    str, typer.Option(help="Directory of the base model that the server serves.", show_default=False)
+]
 _Served = Annotated[
     str | None,
-    typer.Option("--served-model", help="Name of the base on the server; by default the first it lists."),
+    typer.Option(
+        "--served-model", help="Name of the base model on the server.", show_default="the first that it lists"
+    ),
 ]
 _Data = Annotated[
-    Path, typer.Option(help="Training data: JSON lines, as `zosim run` reads them.", show_default=False)
+    Path, typer.Option(help="Training data as JSON lines, as of `zosim run`.", show_default=False)
 ]
 _Template = Annotated[
-    str | None, typer.Option(help="Prompt template for lines of text, as in `zosim run`.", show_default=False)
+    str | None,
+    typer.Option(
+        help='Prompt template for lines of text, such as "{text} It was {label}."', show_default=False
+    ),
 ]
 _LabelWords = Annotated[
-    str | None, typer.Option(help="Word for each label, as in `zosim run`.", show_default=False)
+    str | None, typer.Option(help="Word for each label, such as 0=terrible,1=great.", show_default=False)
 ]
-_Timeout = Annotated[float, typer.Option(min=0.01, help="Maximum seconds to wait for an answer.")]
+_Timeout = Annotated[float, typer.Option(min=0.01, help="Maximum time to wait for an answer, in seconds.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
 def serve(
-    model: Annotated[str, typer.Option(help="Directory of the base.", show_default=False)],
+    model: Annotated[str, typer.Option(help="Directory of the base model.", show_default=False)],
     adapter: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=DIRECTORY of an adapter; again for more.", show_default=False),
+        typer.Option(
+            help="Adapter to serve, such as first=adapters/first; repeat for more.", show_default=False
+        ),
     ] = None,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 picks a free one.")
-    ] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for a free one.")] = 8000,
     name: Annotated[
         str | None,
-        typer.Option(help="Name of the base; by default its directory.", show_default=False),
+        typer.Option(
+            help="Name of the base model in requests.",
+            show_default="its directory",
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Format of the weights.")] = "float32",
     weight_format: Annotated[
-        str, typer.Option(help="Keep the linears of blocks as codes: int8, int4, ...")
+        str, typer.Option(help="Format to quantize the linear layers of blocks to, such as int8 or int4.")
     ] = "none",
     threads: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="By default torch's choice.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1,
+            max=1024,
+            help="Number of CPU threads.",
+            show_default="as torch chooses",
+        ),
     ] = None,
     max_requests: Annotated[
-        int, typer.Option(min=1, max=100_000, help="Requests that may wait or run; more are answered 503.")
+        int,
+        typer.Option(
+            min=1, max=100_000, help="Maximum number of requests that wait or run; others are answered 503."
+        ),
     ] = 256,
     max_adapters: Annotated[
-        int, typer.Option(min=1, max=100_000, help="Adapters that may be loaded; one more is refused.")
+        int, typer.Option(min=1, max=100_000, help="Maximum number of loaded adapters; others are refused.")
     ] = 256,
     request_timeout: Annotated[
-        float, typer.Option(min=0.01, help="Seconds until a request that is not answered is answered 503.")
+        float, typer.Option(min=0.01, help="Time after which a request is answered 503, in seconds.")
     ] = 600.0,
     access_log: Annotated[
-        bool, typer.Option(help="Write a line for each request to stderr, without what was sent.")
+        bool, typer.Option(help="Write a line per request to stderr, without its content.")
     ] = True,
 ) -> None:
-    """Serve a frozen model and adapters beside it, scores and greedy text, on loopback, until it is interrupted."""
+    """Serve scores and greedy text of a frozen model and its adapters over HTTP, until interrupted."""
     from executors.models.loading import load_model
     from executors.serving.runtime import Runtime
     from executors.serving.server import ClientLimits, ScoringServer
@@ -123,13 +142,22 @@ def adapt(
     data: _Data,
     output: Annotated[
         Path,
-        typer.Option("--out", "-o", help="Log and adapter; goes on if there is one.", show_default=False),
+        typer.Option(
+            "--out",
+            "-o",
+            help="Directory for the log and the adapter; a log there is resumed.",
+            show_default=False,
+        ),
     ],
     engine: _Engine = "http://127.0.0.1:8000",
     served_model: _Served = None,
-    targets: Annotated[str, typer.Option(help="Names of the linear layers to tune.")] = "q_proj,v_proj",
-    rank: Annotated[int, typer.Option(min=1, max=4096, help="Rank of a perturbation.")] = 2,
-    lazy_steps: Annotated[int, typer.Option(min=1, help="Steps before V is drawn anew.")] = 50,
+    targets: Annotated[
+        str, typer.Option(help="Linear layers to tune, such as q_proj,v_proj.")
+    ] = "q_proj,v_proj",
+    rank: Annotated[int, typer.Option(min=1, max=4096, help="Rank of each perturbation.")] = 2,
+    lazy_steps: Annotated[
+        int, typer.Option(min=1, help="Number of steps after which the right factor V is sampled anew.")
+    ] = 50,
     max_rank: Annotated[
         int, typer.Option(min=3, max=65536, help="Maximum rank of an adapter that the server accepts.")
     ] = 16,
@@ -137,7 +165,11 @@ def adapt(
     label_words: _LabelWords = None,
     timeout: _Timeout = 60.0,
     priority: Annotated[
-        int | None, typer.Option(help="Priority of the requests; lower ones run first.", show_default=False)
+        int | None,
+        typer.Option(
+            help="Priority of the requests, as a whole number; lower ones run first.",
+            show_default="the server's",
+        ),
     ] = None,
     as_json: _Json = False,
     **options: Any,
@@ -183,7 +215,9 @@ def adapt(
 
 
 def canary(
-    directory: Annotated[Path, typer.Argument(help="Directory of the versions.", show_default=False)],
+    directory: Annotated[
+        Path, typer.Argument(help="Directory of the adapter's versions.", show_default=False)
+    ],
     version: Annotated[
         str | None, typer.Argument(help="Version to compare with the served one.", show_default=False)
     ] = None,
@@ -191,31 +225,35 @@ def canary(
     served_model: _Served = None,
     adapter: Annotated[
         Path | None,
-        typer.Option(help="Keep this adapter as that version, unless it is refused.", show_default=False),
+        typer.Option(
+            help="Directory of an adapter to add as VERSION, unless the canary refuses it.",
+            show_default=False,
+        ),
     ] = None,
-    name: Annotated[
-        str, typer.Option(help="Name under which the server serves the current version.")
-    ] = "served",
+    name: Annotated[str, typer.Option(help="Name of the current version on the server.")] = "served",
     model: Annotated[
-        str | None, typer.Option(help="Directory of the base, for lines of text.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Directory of the base model, whose tokenizer reads lines of text.", show_default=False
+        ),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="The canary's JSON lines, as of `zosim run`.", show_default=False)
+        Path | None, typer.Option(help="Canary data as JSON lines, as of `zosim run`.", show_default=False)
     ] = None,
     template: _Template = None,
     label_words: _LabelWords = None,
-    examples: Annotated[int, typer.Option(min=1, help="Lines that are scored.")] = 64,
-    promote: Annotated[bool, typer.Option("--promote", help="Serve it, if it passes.")] = False,
+    examples: Annotated[int, typer.Option(min=1, help="Number of lines to score.")] = 64,
+    promote: Annotated[bool, typer.Option("--promote", help="Serve the version if it passes.")] = False,
     tolerance: Annotated[
         float, typer.Option(help="Largest accepted increase in loss over the served version.")
     ] = 0.0,
     roll_back: Annotated[
-        bool, typer.Option("--roll-back", help="Serve what was served before instead.")
+        bool, typer.Option("--roll-back", help="Serve the previous version again instead.")
     ] = False,
     timeout: _Timeout = 60.0,
     as_json: _Json = False,
 ) -> None:
-    """Compare a version of an adapter with the served one on a canary batch, serve it, or roll back."""
+    """Compare an adapter version with the served one on canary data, promote it, or roll back."""
     from executors.serving.client import RemoteEngine
     from executors.serving.versions import Versions
 

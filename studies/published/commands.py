@@ -21,17 +21,29 @@ def predict(
     cases: Annotated[
         Path,
         typer.Argument(
-            help="Rows of the ZO2, DistZO2, SparQ, QuZO and ZOinfer tables, `value` empty or not."
+            help="CSV file of cells of the ZO2, DistZO2, SparQ, QuZO and ZOinfer tables; the column `value` "
+            "may be empty."
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Write the rows with predictions here.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="File to write the rows with predictions to.", rich_help_panel="Output"
+        ),
+    ],
     profile: Annotated[
         Path | None,
-        typer.Option(help="From `zosim calibrate --rows`; by default fitted to all rows that ship."),
+        typer.Option(
+            help="Profile fitted to rows, from `zosim calibrate --rows`.",
+            show_default="fitted to all built-in rows",
+            rich_help_panel="Hardware",
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON on stdout.", rich_help_panel="Output")
+    ] = False,
 ) -> None:
-    """Predict cells of published tables: the same rows with a number, its 90 % interval, and what limits it."""
+    """Predict cells of published tables, each with a 90 % interval and its bottleneck."""
     check_writable(output)
     rows = read_rows(cases)
     fitted = load_published_profile(profile)

@@ -283,25 +283,3 @@ def test_a_source_tree_that_nobody_installed_has_its_commands(monkeypatch):
     assert {"plan", "run", "calibrate"} <= set(registry.registered())
     assert set(registry.registered()) == installed
     assert callable(registry.load(registry.registered(registry.FUNCTIONS)["run"]))
-
-
-def test_the_help_of_a_run_opens_with_few_options_and_shows_all_when_asked(capsys, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    command = cli.build("run", registry.load(registry.registered()["run"]))
-    first = [
-        parameter.name
-        for parameter in command.params
-        if parameter.param_type_name == "option"
-        and parameter.rich_help_panel is None
-        and not parameter.hidden
-    ]
-    assert {"model", "data", "out", "steps", "lr", "batch"} <= set(first)
-    assert len(first) <= 16
-    shown = {}
-    for word in ("--help", "--help-all", "--help"):
-        with pytest.raises(SystemExit):
-            command.main([word], prog_name="zosim run")
-        shown[word] = capsys.readouterr().out
-    assert "--weight-fit" not in shown["--help"]
-    assert "--weight-fit" in shown["--help-all"]
-    assert "--loss-chunk " not in shown["--help-all"]  # an earlier spelling

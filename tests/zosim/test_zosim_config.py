@@ -103,7 +103,6 @@ def test_a_command_may_have_defaults_of_its_own_for_declared_options() -> None:
 
     options = inspect.signature(command).parameters
     assert list(options) == ["batch", "seq", "eps"]
-    helps = {name: option.annotation.__metadata__[0].help for name, option in options.items()}
-    assert helps["batch"].endswith("By default 8.")
-    assert helps["eps"].endswith("By default 0.001.")
+    shown = {name: option.annotation.__metadata__[0].show_default for name, option in options.items()}
+    assert (shown["batch"], shown["eps"]) == ("8", "0.001")
     assert merge(usual, config_of(PlanConfig, {"seq": 5})).set_fields() == {"batch": 8, "seq": 5}

@@ -47,16 +47,18 @@ class Directions(Axis):
         forward finds is prepared while the one before runs.
     """
 
+    heading = "Estimator and optimizer"
+
     distribution: Annotated[
-        DistributionName, Setting("--direction", "Distribution of the directions.", changes="numbers")
+        DistributionName, Setting("--direction", "Distribution of the perturbations.", changes="numbers")
     ] = "gaussian"
     rank: Annotated[
         Rank | None,
         Setting(
             "--direction-rank",
-            "Rank of the matrices of factorised and lozo directions.",
+            "Rank of factorised and lozo perturbations.",
             changes="numbers",
-            usual=f"{USUAL_RANK} for those",
+            usual=f"{USUAL_RANK} for factorised and lozo",
         ),
     ] = None
     lazy_steps: Annotated[
@@ -64,42 +66,50 @@ class Directions(Axis):
         Field(ge=1, le=10**9),
         Setting(
             "--lazy-steps",
-            "Steps that the right factor of such a matrix is kept for.",
+            "Number of steps that the right factor of a factorised or lozo perturbation is kept for.",
             changes="numbers",
             usual=f"{USUAL_LAZY_STEPS} for lozo, 1 for factorised",
-            shown="expert",
+            expert=True,
         ),
     ] = None
     rng: Annotated[
         Literal["mezo", "counter"],
         Setting(
             "--rng",
-            "One generator for all, or a keyed stream for each parameter.",
+            "Random numbers: one generator for all parameters (mezo), or a keyed stream for each (counter).",
             changes="numbers",
-            shown="expert",
+            expert=True,
+            heading="Randomness",
         ),
     ] = "mezo"
     order: Annotated[
         Literal["registration", "execution"],
         Setting(
-            "--order", "Order of draws under --rng mezo: MeZO's or ZO2's.", changes="numbers", shown="expert"
+            "--order",
+            "Order in which --rng mezo samples parameters: as registered (MeZO), or as executed (ZO2).",
+            changes="numbers",
+            expert=True,
+            heading="Randomness",
         ),
     ] = "registration"
     kept: Annotated[
         bool,
         Setting(
             "--keep-directions",
-            "Draw every direction once and keep it until its update, in one more copy of the trainable weights.",
-            shown="expert",
+            "Sample each perturbation once and keep it until its update; takes another copy of the "
+            "trainable weights per perturbation.",
+            expert=True,
+            heading="Placement",
         ),
     ] = False
     drawn_ahead: Annotated[
         bool,
         Setting(
             "--draw-ahead",
-            "Draw directions, and write copies of weights, on a stream of their own, ahead of the forwards.",
+            "Sample perturbations, and write copies of weights, on a separate stream ahead of the forwards.",
             planned=True,
-            shown="expert",
+            expert=True,
+            heading="Placement",
         ),
     ] = False
 

@@ -32,22 +32,30 @@ class Estimator(Axis):
         Smoothing radius ``ε``.
     """
 
+    heading = "Estimator and optimizer"
+
     difference: Annotated[
         Difference,
         Setting(
             "--difference",
-            "Finite difference; residual: from the loss of the step before, one forward a query.",
+            "Finite difference: central (losses at +eps and -eps), forward (+eps and the unperturbed "
+            "loss), or residual (+eps and the loss of the previous step; one forward per perturbation).",
             changes="numbers",
         ),
     ] = "central"
     num_queries: Annotated[
-        Queries, Setting("--queries", "Directions per step.", "numbers", recorded_as="num_queries")
+        Queries,
+        Setting("--queries", "Number of perturbations per step.", "numbers", recorded_as="num_queries"),
     ] = 1
     epsilon: Annotated[
         float,
         Field(gt=0, allow_inf_nan=False),
         Setting(
-            "--eps", "Smoothing radius epsilon.", "numbers", recorded_as="epsilon", aliases=("--epsilon",)
+            "--eps",
+            "Smoothing radius epsilon, the scale of each perturbation.",
+            "numbers",
+            recorded_as="epsilon",
+            aliases=("--epsilon",),
         ),
     ] = 1e-3
 

@@ -44,30 +44,33 @@ class ForwardPass(Axis):
         a run counts them in its data.
     """
 
+    heading = "Precision"
+
     compute_dtype: Annotated[
         Annotated[DType, BeforeValidator(in_full)] | None,
         Setting(
             "--compute-dtype",
-            "Format of the matrix products, such as tf32 or bfloat16.",
+            "Format of the matrix products.",
             changes="numbers",
             usual="--dtype",
-            shown="expert",
+            expert=True,
         ),
     ] = None
     attention: Annotated[
         Literal["eager", "sdpa"],
-        Setting("--attention", "Implementation of attention.", changes="numbers", shown="expert"),
+        Setting("--attention", "Implementation of attention.", changes="numbers", expert=True),
     ] = "sdpa"
     loss_chunk_tokens: Annotated[
         Extent | None,
         Setting(
             "--loss-chunk-tokens",
-            "Tokens whose logits are alive at once.",
+            "Number of tokens whose logits are held at once.",
             changes="numbers",
             planned=True,
-            usual="all, or as many as fit",
+            usual="all tokens, or as many as fit",
             aliases=("--loss-chunk",),
-            shown="expert",
+            expert=True,
+            heading="Placement",
         ),
     ] = None
 
@@ -75,17 +78,24 @@ class ForwardPass(Axis):
         Extent | None,
         Setting(
             "--max-new-tokens",
-            "Tokens generated from each prompt at each point, for a --reward.",
+            "Maximum number of tokens generated per prompt at each evaluation point, for --reward.",
             changes="numbers",
-            usual=f"none, or {USUAL_NEW_TOKENS} with --reward",
+            usual=f"{USUAL_NEW_TOKENS} with --reward",
+            heading="Model and data",
         ),
     ] = None
     # Facts of the data: a run counts them, and no option sets them.
-    num_labels: Annotated[Extent | None, Setting(help="Labelled tokens of a sequence.")] = None
-    num_tokens: Annotated[Extent | None, Setting(help="Tokens of a sequence on average.")] = None
-    num_shared: Annotated[Extent | None, Setting(help="Tokens that all sequences begin with.")] = None
-    num_answers: Annotated[Extent | None, Setting(help="Sequences that differ in their answer alone.")] = None
-    num_attended: Annotated[Extent | None, Setting(help="Tokens that attention holds beside one.")] = None
+    num_labels: Annotated[Extent | None, Setting(help="Number of labelled tokens per sequence.")] = None
+    num_tokens: Annotated[Extent | None, Setting(help="Mean number of tokens per sequence.")] = None
+    num_shared: Annotated[Extent | None, Setting(help="Number of tokens that all sequences begin with.")] = (
+        None
+    )
+    num_answers: Annotated[
+        Extent | None, Setting(help="Number of sequences that differ only in their answer.")
+    ] = None
+    num_attended: Annotated[Extent | None, Setting(help="Mean number of tokens that a token attends to.")] = (
+        None
+    )
 
     @property
     def has_facts(self) -> bool:

@@ -83,45 +83,55 @@ class LowBits(Axis):
         Whether a run may dequantise where the device has no such kernel.
     """
 
+    heading = "Precision"
+
     weights: Annotated[
         Literal["none", QuantFormat],
         Setting(
-            "--weight-format", "Codes that the blocks' linear layers are kept and trained in.", "numbers"
+            "--weight-format",
+            "Format in which the linear layers of blocks are quantized and trained.",
+            "numbers",
         ),
     ] = "none"
     scales: Annotated[
         ScaleScope,
-        Setting("--weight-scales", "What shares a scale of such codes.", "numbers", shown="expert"),
+        Setting("--weight-scales", "Scope of a scale of quantized weights.", "numbers", expert=True),
     ] = "channel"
     group_elements: Annotated[
         int,
         Field(ge=8, le=1 << 16, multiple_of=8),
         Setting(
-            "--weight-group", "Inputs that share one, under --weight-scales group.", "numbers", shown="expert"
+            "--weight-group",
+            "Number of neighbouring inputs that share a scale under --weight-scales group; a multiple of 8.",
+            "numbers",
+            expert=True,
         ),
     ] = 128
     fit: Annotated[
         Fit,
         Setting(
             "--weight-fit",
-            "Scales that span the largest weight, or have the least squared error.",
+            "Choice of scales: to span the largest weight (range), or to minimise the mean squared error.",
             "numbers",
-            shown="expert",
+            expert=True,
         ),
     ] = "range"
     zero_point: Annotated[
         bool,
         Setting(
-            "--zero-point", "Let codes span the least and the largest weight.", "numbers", shown="expert"
+            "--zero-point",
+            "Quantize with a zero point, so that the grid spans the smallest to the largest weight.",
+            "numbers",
+            expert=True,
         ),
     ] = False
     adapters: Annotated[
         Literal["none", QuantFormat],
         Setting(
             "--adapter-format",
-            "Codes that the A and B of adapters beside quantized weights are kept and trained in.",
+            "Format in which the A and B of adapters on quantized weights are quantized and trained.",
             "numbers",
-            shown="expert",
+            expert=True,
         ),
     ] = "none"
     direction_bits: Annotated[
@@ -129,27 +139,30 @@ class LowBits(Axis):
         Field(ge=2, le=8),
         Setting(
             "--direction-bits",
-            "Bits that directions are rounded to where weights are codes.",
+            "Number of bits that perturbations of quantized weights are rounded to.",
             "numbers",
-            shown="expert",
+            expert=True,
         ),
     ] = 8
     estimator: Annotated[
         EstimatorName,
         Setting(
             "--estimator",
-            "What the projected gradient along a rounded direction multiplies.",
+            "Update direction of quantized weights: the rounded perturbation (q-rge1), another rounding "
+            "of it (q-rge2), or the first over its second moment (normalised).",
             "numbers",
-            shown="expert",
+            expert=True,
+            heading="Estimator and optimizer",
         ),
     ] = "normalised"
     update_rounding: Annotated[
         Literal["query", "step"],
         Setting(
             "--update-rounding",
-            "Round the update of codes for each query, or once for the sum of a step's, kept in 32 bits for a block at a time.",
+            "Stochastic rounding of updates of quantized weights: for each perturbation, or once per step"
+            " for their sum, which takes 32 bits per weight of one block.",
             "numbers",
-            shown="expert",
+            expert=True,
         ),
     ] = "query"
     sparsity: Annotated[
@@ -157,34 +170,39 @@ class LowBits(Axis):
         Field(ge=0, le=0.9999, allow_inf_nan=False),
         Setting(
             "--sparsity",
-            "Share of output channels that a step's direction leaves alone; others are perturbed by as much more.",
+            "Fraction of output channels left unperturbed in a step, from 0 to 0.9999; the others are "
+            "scaled up to keep the mean norm.",
             "numbers",
-            shown="expert",
+            expert=True,
+            heading="Estimator and optimizer",
         ),
     ] = 0.0
     activations: Annotated[
         Literal["none", "int8-token", "int8-tensor", "float8-token", "float8-tensor"],
         Setting(
             "--activation-format",
-            "Format of the inputs of quantized linear layers.",
+            "Format of the inputs of quantized linear layers, with a scale per token or per tensor.",
             "numbers",
-            shown="expert",
+            expert=True,
         ),
     ] = "none"
     kernel: Annotated[
         KernelName | None,
         Setting(
             "--kernel",
-            "What multiplies by codes.",
+            "Matmul kernel for quantized weights.",
             "numbers",
-            usual="int_mm where activations are int8, scaled_mm where they are float8, else dequantise",
-            shown="expert",
+            usual="int_mm for int8 inputs, scaled_mm for float8 inputs, dequantise otherwise",
+            expert=True,
         ),
     ] = None
     fallback: Annotated[
         bool,
         Setting(
-            "--kernel-fallback", "Dequantise where the device lacks the kernel.", "numbers", shown="expert"
+            "--kernel-fallback",
+            "Dequantise the weights where the device lacks the kernel.",
+            "numbers",
+            expert=True,
         ),
     ] = False
 

@@ -57,17 +57,18 @@ class Mesh(Axis):
         it matter.
     """
 
+    heading = "Placement"
+
     setting: ClassVar[Setting] = Setting(
         "--mesh",
-        "Ranks, the outer axis first, such as data=2,perturb=2 or stage=2.",
+        "Ranks on each mesh axis, outermost first, such as data=2,perturb=2 or stage=2.",
         planned=True,
-        shown="first",
     )
 
-    data: Annotated[Ranks, Setting(help="By --mesh.", planned=True)] = 1
-    perturb: Annotated[Ranks, Setting(help="By --mesh.", planned=True)] = 1
-    stage: Annotated[Ranks, Setting(help="By --mesh.", planned=True)] = 1
-    inner: Annotated[Literal["perturb", "data"], Setting(help="By --mesh.", planned=True)] = "perturb"
+    data: Annotated[Ranks, Setting(help="Set by --mesh.", planned=True)] = 1
+    perturb: Annotated[Ranks, Setting(help="Set by --mesh.", planned=True)] = 1
+    stage: Annotated[Ranks, Setting(help="Set by --mesh.", planned=True)] = 1
+    inner: Annotated[Literal["perturb", "data"], Setting(help="Set by --mesh.", planned=True)] = "perturb"
 
     @classmethod
     def parse(cls, text: str) -> Mesh:

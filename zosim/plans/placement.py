@@ -27,9 +27,9 @@ class Placement(Axis):
         Host of each rank's device, in rank order; empty if all are on one.
     """
 
-    topology: Annotated[str, Setting(help="By --hardware.")]
-    devices: Annotated[tuple[str, ...], Field(min_length=1), Setting(help="By --device and --ranks.")]
-    hosts: Annotated[tuple[str, ...], Setting(help="By the topology.")] = ()
+    topology: Annotated[str, Setting(help="Set by --hardware.")]
+    devices: Annotated[tuple[str, ...], Field(min_length=1), Setting(help="Set by --device and --ranks.")]
+    hosts: Annotated[tuple[str, ...], Setting(help="Set by the topology.")] = ()
 
     def words(self, plan: Plan) -> Iterator[str]:
         """Yield on how many hosts several ranks are, and whether they are other devices than the first ones."""

@@ -48,11 +48,13 @@ class Residency(Axis):
         that of the weights. A narrower one loses precision at every offload, and is only planned when loss is allowed.
     """
 
+    heading = "Placement"
+
     blocks: Annotated[
         Literal["resident", "offloaded"],
         Setting(
             "--residency",
-            "Where blocks live between their uses.",
+            "Where transformer blocks live between uses: on the device, or offloaded to host memory.",
             _ROUNDING,
             planned=True,
             recorded_as="blocks",
@@ -60,38 +62,45 @@ class Residency(Axis):
     ] = "resident"
     edges: Annotated[
         Literal["resident", "offloaded"],
-        Setting(help="The same for embedding and head.", changes=_ROUNDING, planned=True),
+        Setting(
+            help="Where the embeddings and the LM head live between uses.", changes=_ROUNDING, planned=True
+        ),
     ] = "resident"
     num_staging_buffers: Annotated[
         StagingBuffers,
         Setting(
             "--staging-buffers",
-            "Device buffers that offloaded blocks pass through.",
+            "Number of staging buffers on the device for offloaded blocks.",
             _ROUNDING,
             planned=True,
             recorded_as="num_staging_buffers",
         ),
     ] = 3
     overlap: Annotated[
-        bool, Setting("--overlap", "Run copies beside compute.", _ROUNDING, planned=True, shown="expert")
+        bool, Setting("--overlap", "Overlap copies with compute.", _ROUNDING, planned=True, expert=True)
     ] = True
     reuse_staging_buffers: Annotated[
-        bool, Setting(help="Allocate staging buffers once.", changes=_ROUNDING, planned=True)
+        bool, Setting(help="Allocate staging buffers once, at the start.", changes=_ROUNDING, planned=True)
     ] = True
     transfers: Annotated[
         Literal["private", "shared", "sliced"],
         Setting(
-            "--transfers", "How ranks share host copies of offloaded blocks.", planned=True, shown="expert"
+            "--transfers",
+            "How the ranks of a host hold offloaded blocks: one copy each (private), one copy for all "
+            "(shared), or one copy of which each rank uploads its slice (sliced).",
+            planned=True,
+            expert=True,
         ),
     ] = "private"
     transfer_dtype: Annotated[
         TransferDType | None,
         Setting(
             "--transfer-dtype",
-            "Format of offloaded blocks; narrower is lossy.",
+            "Format of offloaded blocks in host memory and in transfers; narrower than --dtype is lossy.",
             _ROUNDING,
             usual="--dtype",
-            shown="expert",
+            expert=True,
+            heading="Precision",
         ),
     ] = None
 

@@ -25,24 +25,27 @@ class Schedule(Axis):
         the next step (ZO2's efficient update), with a flush at the end.
     """
 
+    heading = "Placement"
+
     traversal: Annotated[
         Literal["sweep", "blockwise"],
         Setting(
             "--traversal",
-            "Perturb everything first, or block by block.",
+            "Order of the perturbations: the whole model before each forward, or block by block within it.",
             changes="numbers where transfers round",
             planned=True,
-            shown="expert",
+            expert=True,
         ),
     ] = "blockwise"
     update: Annotated[
         Literal["immediate", "delayed"],
         Setting(
             "--update",
-            "Apply a step's update at once, or in the next.",
+            "When a step's update is applied: at its end (immediate), or block by block in the next step "
+            "(delayed).",
             changes="numbers where transfers round",
             planned=True,
-            shown="expert",
+            expert=True,
         ),
     ] = "immediate"
 

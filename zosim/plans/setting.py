@@ -31,6 +31,8 @@ from typing import (
 
 from pydantic import BaseModel, ConfigDict
 
+from zosim.headings import Heading
+
 if TYPE_CHECKING:
     from zosim.plans import Plan
 
@@ -63,8 +65,10 @@ class Setting:
         What is typed, where it is not of the field's type.
     parse : callable, optional
         Makes the field's value of what was typed.
-    shown : str
-        Where the help page shows the option: with the first ones, in its section's group, or only with ``--help-all``.
+    heading : str or None
+        Under which a help page shows the option; None for that of its section.
+    expert : bool
+        Whether only ``--help-all`` shows it.
     """
 
     flag: str = ""
@@ -76,7 +80,8 @@ class Setting:
     aliases: tuple[str, ...] = ()
     typed: Any = None
     parse: Callable[[Any], object] | None = None
-    shown: Literal["first", "grouped", "expert"] = "grouped"
+    heading: Heading | None = None
+    expert: bool = False
 
 
 Conflict = tuple[str, str]
@@ -87,6 +92,9 @@ class Section(BaseModel):
     """Fields of the config tree that belong together; those that nobody set stay unset (``model_fields_set``)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    heading: ClassVar[Heading] = "Run"
+    """Of its options that name none."""
 
     def given(self, name: str) -> Any:
         """Return a field that somebody set; None where nobody did."""

@@ -58,11 +58,14 @@ class Split(Axis):
         one. Empty takes all symbols to be equally frequent.
     """
 
+    heading = "Placement"
+
     cuts: Annotated[
         tuple[str, ...],
         Setting(
             "--cut",
-            "Where stages begin, in order: block.5 (behind it), block.5.mlp (inside).",
+            "Split points between stages, in order, such as block.5 (after block 5) or block.5.mlp "
+            "(inside it); repeat the option or separate with commas.",
             "numbers where codecs round",
             planned=True,
             recorded_as="cuts",
@@ -76,19 +79,22 @@ class Split(Axis):
             "--codec",
             "Codec for MLP activations sent between stages, such as q4 or q4:affine-zero:token (lossy).",
             "numbers where codecs round",
+            heading="Precision",
         ),
     ] = "none"
     residual_codec: Annotated[
         str,
         Setting(
             "--residual-codec",
-            "Codec for the residual stream sent between stages (lossy).",
+            "Codec for the residual stream sent between stages, such as q8 (lossy).",
             "numbers where codecs round",
-            shown="expert",
+            expert=True,
+            heading="Precision",
         ),
     ] = "none"
     densities: Annotated[
-        tuple[float | CutSymbols, ...], Setting(help="Measured by `zosim probe`, read by `zosim plan`.")
+        tuple[float | CutSymbols, ...],
+        Setting(help="Densities measured by `zosim probe` and read by `zosim plan`."),
     ] = ()
 
     def words(self, plan: Plan) -> Iterator[str]:

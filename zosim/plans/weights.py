@@ -41,23 +41,25 @@ class Weights(Axis):
         chooses none of them: a field that nobody set is the reference loop.
     """
 
+    heading = "Precision"
+
     dtype: Annotated[
         StorageDType,
         Setting(
             "--dtype",
-            "Format of the weights, and of products and transfers that have none of their own.",
+            "Format of the weights, and of matrix products and transfers unless set separately.",
             changes="numbers",
-            usual="the checkpoint's on a GPU that has units for it, float32 on a CPU",
-            shown="first",
+            usual="the checkpoint's format where the GPU supports it; float32 on a CPU",
         ),
     ] = "float32"
     perturbation: Annotated[
         Literal["serial", "copies", "adapters"],
         Setting(
             "--weights",
-            "How weights come to a point: serial, in place and back, with MeZO's drift, copies beside them, or adapters: all points "
-            "in one forward, directions of low rank beside the linears.",
+            "How weights are perturbed: in place and back (serial, with MeZO's rounding drift), on a copy"
+            " (copies), or as low-rank adapters with all perturbations batched in one forward (adapters).",
             changes="numbers",
+            heading="Estimator and optimizer",
         ),
     ] = "serial"
 

@@ -153,7 +153,7 @@ def buy(
     simulate: int = 3,
     **settings: Any,
 ) -> Answer:
-    """Rank machines by hours, money and energy for a job, and say what would change the answer.
+    """Rank machines by time, money and energy for a training job, and show what would change the ranking.
 
     Parameters
     ----------

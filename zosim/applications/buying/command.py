@@ -46,39 +46,88 @@ def buy(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A shipped size (opt-66b), a model directory, a config.json, or a saved ModelSpec."
+            help="Model: a built-in size such as opt-66b, a model directory, a config.json, or a saved "
+            "ModelSpec.",
+            rich_help_panel="Model and data",
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, max=10**12, help="Steps of the job.")] = 10_000,
+    steps: Annotated[
+        int,
+        typer.Option(min=1, max=10**12, help="Number of training steps of the job.", rich_help_panel="Run"),
+    ] = 10_000,
     machines: Annotated[
         str | None,
-        typer.Option(help="Presets or topology files, as in a,b,c; by default all that the price table has."),
+        typer.Option(
+            help="Machines to compare, as presets or topology files, such as h200-1x,dgx-h100.",
+            show_default="all in the price table",
+            rich_help_panel="Hardware",
+        ),
     ] = None,
     count: Annotated[
-        str, typer.Option(help="Devices to use at most, each tried; more than there are means all.")
+        str,
+        typer.Option(
+            help="Maximum numbers of devices to use, each tried, such as 1,8; a machine with fewer uses all.",
+            rich_help_panel="Hardware",
+        ),
     ] = "1,8",
     budget: Annotated[
-        str | None, typer.Option(help="Most that may be spent, such as 5000 or '5000 USD'.")
+        str | None,
+        typer.Option(
+            help="Budget of the job, such as 5000 or '5000 USD'.",
+            show_default="no limit",
+            rich_help_panel="Hardware",
+        ),
     ] = None,
-    deadline: Annotated[str | None, typer.Option(help="Most that it may take, such as 48h or 3d.")] = None,
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            help="Time limit of the job, such as 48h or 3d.",
+            show_default="no limit",
+            rich_help_panel="Hardware",
+        ),
+    ] = None,
     prices: Annotated[
-        Path | None, typer.Option(help="Your own price table; --show-prices prints one to start from.")
+        Path | None,
+        typer.Option(
+            help="Price table to use; --show-prices prints one to start from.",
+            show_default="the built-in table",
+            rich_help_panel="Hardware",
+        ),
     ] = None,
     pay: Annotated[
-        PaymentName, typer.Option(help="Only machines that are rented, or only owned.")
+        PaymentName,
+        typer.Option(
+            help="Ways to pay for a machine: rented ones only, owned ones only, or either.",
+            rich_help_panel="Hardware",
+        ),
     ] = PaymentName.EITHER,
-    by: Annotated[RankName, typer.Option(help="What to rank by.")] = RankName.MONEY,
-    explain: Annotated[int, typer.Option(min=0, help="Offers to say of what would change them.")] = 2,
+    by: Annotated[
+        RankName, typer.Option(help="Criterion to rank offers by.", rich_help_panel="Output")
+    ] = RankName.MONEY,
+    explain: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Number of offers to explain, with what would change them.", rich_help_panel="Output"
+        ),
+    ] = 2,
     simulate: Annotated[
-        int, typer.Option(min=0, help="Offers to simulate, from the first on; the others are closed form.")
+        int,
+        typer.Option(
+            min=0,
+            help="Number of offers to simulate, from the best; the others are estimated in closed form.",
+            rich_help_panel="Output",
+        ),
     ] = 3,
     show_prices: Annotated[
-        bool, typer.Option("--show-prices", help="Print the shipped price table, and do nothing else.")
+        bool,
+        typer.Option(
+            "--show-prices", help="Print the built-in price table, and exit.", rich_help_panel="Output"
+        ),
     ] = False,
     as_json: Json = False,
     **settings: Any,
 ) -> None:
-    """Rank machines by hours, money and energy for a job, and say what would change the answer."""
+    """Rank machines by time, money and energy for a training job, and show what would change the ranking."""
     if show_prices:
         print(shipped_prices_text(), end="")
         return

@@ -21,14 +21,16 @@ app = typer.Typer(
 
 @app.command()
 def make(
-    run: Annotated[Path, typer.Argument(help="Directory that `zosim run` wrote.", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Write the evidence here.")],
+    run: Annotated[
+        Path, typer.Argument(help="Directory of a run, from `zosim run --out`.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write the evidence to.")],
     hardware: Hardware = None,
     profile: ProfileFile = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Save a run with its plan, machine, profile and prediction; names, paths, weights and data stay out."""
+    """Save a run with its plan, machine, profile and prediction, without names, paths, weights or data."""
     api.refuse_irregular_run(run, EvidenceError)
     ran = run / "program.json"
     plan = Plan.load(run / "plan.json")
@@ -46,10 +48,12 @@ def make(
 
 @app.command(name="check")
 def check_file(
-    file: Annotated[Path, typer.Argument(help="What `zosim evidence make` wrote.", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(help="Evidence file, from `zosim evidence make`.", show_default=False)
+    ],
     as_json: Json = False,
 ) -> None:
-    """Predict anew from an evidence file, and hold what it states against that; exit with 1 if it does not hold."""
+    """Repeat the prediction of an evidence file, and compare; exit with 1 if they differ."""
     evidence = Evidence.load(file)
     findings = check(evidence)
     rows = [(f.what, f"{f.stated}", f"{f.found}", "holds" if f.holds else "DOES NOT HOLD") for f in findings]

@@ -43,38 +43,45 @@ class FirstOrder(Section):
         Whether first and last stage sum the gradients of a table that both hold; otherwise they are two tables.
     """
 
+    heading = "Estimator and optimizer"
+
     optimizer: Optimizer = "sgd"
-    schedule: Annotated[Schedule, Setting("--schedule", "Order of the first-order step's microbatches.")] = (
+    schedule: Annotated[Schedule, Setting("--schedule", "Pipeline schedule of the first-order step.")] = (
         "gpipe"
     )
     num_microbatches: Annotated[
-        PositiveInt, Setting("--microbatches", "Microbatches of the first-order step.")
+        PositiveInt, Setting("--microbatches", "Number of microbatches in the first-order step.")
     ] = 1
     codec: str = "none"
     gradient_codec: str = "none"
     num_kept_samples: Annotated[
         NonNegativeInt,
-        Setting("--samples", "Samples whose last messages aq-sgd keeps.", usual="1; a batch at least"),
+        Setting(
+            "--samples",
+            "Number of samples whose last messages aq-sgd keeps.",
+            usual="1, and at least the batch",
+        ),
     ] = 0
     dropout: bool = True
     recompute: Annotated[
         bool,
         Setting(
-            "--recompute", "Blocks of the first-order step keep their input alone, and run forward again."
+            "--recompute", "Recompute activations in the first-order step; each block keeps only its input."
         ),
     ] = False
     sharding: Annotated[
         Literal["none", "full"],
         Setting(
             "--sharding",
-            "What replicas of the first-order step share out: nothing, or weights, gradients and the optimizer's state "
-            "(ZeRO's third stage, FSDP).",
+            "Sharding of the first-order step: none, or weights, gradients and optimizer state over the "
+            "replicas (full, as ZeRO-3 and FSDP).",
         ),
     ] = "none"
     foreach: Annotated[
         bool,
         Setting(
-            "--foreach", "Adam's update goes over all parameters operation by operation, as torch's does."
+            "--foreach",
+            "Update with Adam by one operation over all parameters at a time, as torch does.",
         ),
     ] = False
     sums_ends: bool = True

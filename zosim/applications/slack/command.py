@@ -27,45 +27,64 @@ from zosim.report import Report, Table
 
 def slack(
     request_ms: Annotated[
-        float, typer.Option(min=0, help="Milliseconds that each request adds to a batch.", show_default=False)
+        float,
+        typer.Option(
+            min=0, help="Time that each request adds to a batch, in milliseconds.", show_default=False
+        ),
     ],
     plan: Annotated[
         Path | None,
-        typer.Option(help="A probe is a step of this plan, predicted; its parts are the model's segments."),
+        typer.Option(
+            help="Plan file whose predicted step is the unit of background work; it can yield between the "
+            "model's segments."
+        ),
     ] = None,
     probe_ms: Annotated[
-        float | None, typer.Option(help="Milliseconds of a probe, in place of a plan.", show_default=False)
+        float | None,
+        typer.Option(
+            help="Time of a background step in milliseconds, instead of --plan.", show_default=False
+        ),
     ] = None,
     parts: Annotated[
-        int | None, typer.Option(min=1, help="Parts of a probe; by default the plan's segments, or 1.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of parts of a background step, between which it can yield.",
+            show_default="the plan's segments, or 1",
+        ),
     ] = None,
     batch_ms: Annotated[
-        float, typer.Option(min=0, help="Milliseconds of a batch of requests, whatever is in it.")
+        float, typer.Option(min=0, help="Fixed time of each batch of requests, in milliseconds.")
     ] = 0.0,
-    max_batch: Annotated[int, typer.Option(min=1, help="Requests of one batch.")] = 1,
+    max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of requests in a batch.")] = 1,
     rate: Annotated[
-        float | None, typer.Option(help="Requests a second, at random.", show_default=False)
+        float | None,
+        typer.Option(help="Mean number of requests per second, at random times.", show_default=False),
     ] = None,
-    burst: Annotated[float, typer.Option(min=1, help="Mean number of requests that arrive together.")] = 1.0,
+    burst: Annotated[
+        float, typer.Option(min=1, help="Mean number of requests that arrive at the same time.")
+    ] = 1.0,
     trace: Annotated[
         Path | None,
-        typer.Option(help="CSV of arrivals in place of a rate, with a column timestamp.", show_default=False),
+        typer.Option(
+            help="CSV file of arrivals instead of --rate, with a column timestamp.", show_default=False
+        ),
     ] = None,
-    duration: Annotated[float, typer.Option(help="Seconds of arrivals at random.")] = 600.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of these arrivals.")] = 0,
-    gpus: Annotated[int, typer.Option(min=1, help="Machines that take requests in turn.")] = 1,
+    duration: Annotated[float, typer.Option(help="Duration of the random arrivals, in seconds.")] = 600.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random arrivals.")] = 0,
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs that take requests in turn.")] = 1,
     p99_ms: Annotated[
         float | None,
-        typer.Option(help="Latency that 99 % of requests must stay below.", show_default=False),
+        typer.Option(help="Limit on the 99th percentile of latency, in milliseconds.", show_default=False),
     ] = None,
     profile: ProfileFile = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw the latencies of all policies into this PNG.", show_default=False),
+        typer.Option(help="PNG file to draw the latencies of all policies to.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Count the zeroth-order steps that fit between live requests, probe by probe, and what requests wait for them."""
+    """Count the training steps that fit between live requests, and the delay that they cause."""
     if p99_ms is not None and not p99_ms > 0:
         raise TrafficError(
             f"--p99-ms {p99_ms:g} is no latency that requests could stay below",

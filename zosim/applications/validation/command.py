@@ -22,23 +22,25 @@ from zosim.report import Bullets, Report
 
 def validate(
     rows_file: Annotated[
-        Path, typer.Argument(metavar="ROWS.csv", help="Measurements, a row each.", show_default=False)
+        Path,
+        typer.Argument(metavar="ROWS.csv", help="CSV file of measurements, one per row.", show_default=False),
     ],
     hardware: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             file_okay=False,
-            help="Folder of the topology files that rows name; by default that of the rows.",
+            help="Folder of the topology files that rows name.",
+            show_default="the folder of the CSV file",
         ),
     ] = None,
     profile: ProfileFile = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the rows with predictions here.")
+        Path | None, typer.Option("--output", "-o", help="File to write the rows with predictions to.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict measurements that somebody made, and say how far predictions are off, group by group."""
+    """Predict given measurements, and report the prediction errors of each group of rows."""
     check_writable(output)
     rows = read_rows(rows_file)
     sites = Sites(hardware or rows_file.parent, profile)

@@ -1,0 +1,18 @@
+"""Headings of help pages, in the order in which people decide."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Heading = Literal[
+    "Model and data",
+    "Hardware",
+    "Estimator and optimizer",
+    "Placement",
+    "Precision",
+    "Randomness",
+    "Run",
+    "Output",
+]
+
+HEADINGS: tuple[Heading, ...] = get_args(Heading)
