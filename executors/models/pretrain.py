@@ -225,7 +225,7 @@ def build_model(recipe: Recipe) -> OPTForCausalLM:
 
 
 def pretrain(recipe: Recipe, data: text.Corpus, *, on_step: OnStep | None = None) -> OPTForCausalLM:
-    """Return the model of `recipe`, trained on `data`.
+    """Return the model of `recipe`, trained on `data`. torch's global generator is left as it was.
 
     The weights are a function of the recipe and the text, for one torch build and thread count.
     """
@@ -239,16 +239,18 @@ def pretrain(recipe: Recipe, data: text.Corpus, *, on_step: OnStep | None = None
     )
     rng = np.random.Generator(np.random.PCG64([recipe.seed, 1]))
     model.train()
-    for step in range(recipe.num_steps):
-        warmed = (step + 1) / recipe.warmup_steps if recipe.warmup_steps else 1.0
-        optimiser.param_groups[0]["lr"] = recipe.learning_rate * min(warmed, 1 - step / recipe.num_steps)
-        optimiser.zero_grad()
-        loss = _loss(model, recipe, _windows(data.training, recipe, rng))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        if on_step is not None:
-            on_step(step + 1, loss.item() / math.log(2))
+    # OPT draws for the layers that it might drop, whether or not it drops any.
+    with torch.random.fork_rng(devices=[]):
+        for step in range(recipe.num_steps):
+            warmed = (step + 1) / recipe.warmup_steps if recipe.warmup_steps else 1.0
+            optimiser.param_groups[0]["lr"] = recipe.learning_rate * min(warmed, 1 - step / recipe.num_steps)
+            optimiser.zero_grad()
+            loss = _loss(model, recipe, _windows(data.training, recipe, rng))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimiser.step()
+            if on_step is not None:
+                on_step(step + 1, loss.item() / math.log(2))
     model.eval()
     return model
 
