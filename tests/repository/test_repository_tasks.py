@@ -125,7 +125,7 @@ def test_other_packages_are_installed_by_hash_and_torch_where_this_python_brings
 def test_the_newest_versions_are_taken_whatever_upper_bounds_say(environment: ModuleType) -> None:
     asked = environment._newest()
     assert asked[0] == "--upgrade"
-    assert {"transformers>=5.17", "peft>=0.18", "setuptools>=77"} <= set(asked)
+    assert {"transformers>=5.21", "peft>=0.18", "setuptools>=77"} <= set(asked)
     assert not any(line.startswith("torch") for line in asked)
 
 
@@ -272,9 +272,9 @@ def here(environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "simpy": "4.1",
         "numpy": "2.1",
         "rich": "13.7",
-        "typer": "0.19",
+        "typer": "0.26",
     }
-    has |= {"scipy": "1.12", "psutil": "6.0", "pyyaml": "6.0", "networkx": "3.4", "transformers": "5.17"}
+    has |= {"scipy": "1.12", "psutil": "6.0", "pyyaml": "6.0", "networkx": "3.4", "transformers": "5.21"}
     has |= {"safetensors": "0.8", "tokenizers": "0.23"}
     monkeypatch.setattr(module, "_version_of", has.get)
     monkeypatch.setattr(module, "PACKAGES", tmp_path / "packages")
