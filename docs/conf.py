@@ -52,5 +52,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
+smartquotes = False  # they make a dash of the two hyphens of an option
 copybutton_prompt_text = "$ "
 copybutton_only_copy_prompt_lines = True
