@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from costmodel.sweeps import allocation_work as allocation_work
     from costmodel.sweeps import cast_work as cast_work
     from costmodel.sweeps import copy_work as copy_work
-    from costmodel.sweeps import draw_work as draw_work
     from costmodel.sweeps import perturb_work as perturb_work
+    from costmodel.sweeps import sampling_work as sampling_work
     from costmodel.sweeps import update_work as update_work
     from costmodel.work import Attention as Attention
     from costmodel.work import Matmul as Matmul

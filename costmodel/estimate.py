@@ -27,7 +27,7 @@ _SUM_BYTES = 4
 """Of a sum of products of integers."""
 
 _HOST_TERMS = ("dispatch", "overhead")
-_SERIAL_TERMS = frozenset({"draw", "skip", "allocation", "coding", *_HOST_TERMS})
+_SERIAL_TERMS = frozenset({"sampling", "skip", "allocation", "coding", *_HOST_TERMS})
 """What one core does alone: torch draws on one thread of a CPU, unless the executor cuts a draw for several."""
 
 
@@ -40,8 +40,8 @@ class OperationCost:
     seconds : float
         Duration with nothing else running.
     terms : mapping of str to float
-        Seconds by cause: ``matmul``, ``attention``, ``elementwise``, ``exponential``, ``sweep``, ``draw``,
-        ``shared_draw``, ``skip``, ``factor``, ``cast``, ``copy``, ``allocation``, ``kernels``, ``gather``, ``dispatch``, ``overhead``,
+        Seconds by cause: ``matmul``, ``attention``, ``elementwise``, ``exponential``, ``sweep``, ``sampling``,
+        ``shared_sampling``, ``skip``, ``factor``, ``cast``, ``copy``, ``allocation``, ``kernels``, ``gather``, ``dispatch``, ``overhead``,
         and those of :func:`~costmodel.formats.codec_time.coding_terms`. On a CPU they add up to `seconds`; on a GPU launches and kernels overlap.
     limiter : str
         The largest term.
@@ -107,7 +107,7 @@ def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection
         "codes": sum(
             num / rate for name, num in work.code_passes if (rate := _code_rate(name, work.dtype, values))
         ),
-        **_draw_terms(work, values),
+        **_sampling_terms(work, values),
         "rounding": _rounding_s(work, values),
         "factor": work.num_factor_flops / values.get("factor_rate", math.inf),
         "cast": _cast_s(work, values),
@@ -277,14 +277,14 @@ def _code_rate(name: CodePass, dtype: str, values: Mapping[str, float]) -> float
     return values.get(f"code_rate.{name}") if rate is None else rate
 
 
-def _draw_terms(work: Work, values: Mapping[str, float]) -> dict[str, float]:
+def _sampling_terms(work: Work, values: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of what one thread draws, of what all draw at once, and of what is passed over."""
-    if not any((work.num_normals, work.num_skipped, work.num_shared_draws, work.num_seeds)):
+    if not any((work.num_normals, work.num_skipped, work.num_shared_samplings, work.num_seeds)):
         return {}
-    number_s = 1 / _rate(f"draw_rate.{work.distribution}", work.draw_dtype, values)
-    kind = f"{work.distribution}.{work.draw_dtype}"
+    number_s = 1 / _rate(f"sampling_rate.{work.distribution}", work.sampling_dtype, values)
+    kind = f"{work.distribution}.{work.sampling_dtype}"
     alone_s = (work.num_normals - work.num_shared_normals) * number_s
-    part = _by_format("shared_draw_part", kind, values) if work.num_shared_draws else 1.0
+    part = _by_format("shared_sampling_part", kind, values) if work.num_shared_samplings else 1.0
     seeding_s = work.num_seeds * values.get("seed_s", 0.0)
     shared_s = (work.num_shared_normals * number_s + seeding_s) * part
     split_s = work.num_split_sequences * values.get("split_s", 0.0)
@@ -294,8 +294,8 @@ def _draw_terms(work: Work, values: Mapping[str, float]) -> dict[str, float]:
     # Who shares a draw shares what it passes over, too.
     skipped_s = num_passed * number_s * _by_format("skip_part", kind, values) * part
     return {
-        "draw": alone_s + work.num_kept_rows * values["kept_row_s"],
-        "shared_draw": shared_s + work.num_shared_draws * values["sharing_s"] + split_s,
+        "sampling": alone_s + work.num_kept_rows * values["kept_row_s"],
+        "shared_sampling": shared_s + work.num_shared_samplings * values["sharing_s"] + split_s,
         "skip": skipped_s + work.num_jumps * (jump_s or 0.0),
     }
 
@@ -304,8 +304,8 @@ def _rounding_s(work: Work, values: Mapping[str, float]) -> float:
     """Return the time of random numbers to round with: no more than that of as many normals, by all threads where they draw together."""
     if not work.num_rounded:
         return 0.0
-    part = _by_format("shared_draw_part", "normal.float32", values) if work.num_shared_draws else 1.0
-    return part * work.num_rounded / _rate("draw_rate.normal", "float32", values)
+    part = _by_format("shared_sampling_part", "normal.float32", values) if work.num_shared_samplings else 1.0
+    return part * work.num_rounded / _rate("sampling_rate.normal", "float32", values)
 
 
 def _copy_s(work: Work, values: Mapping[str, float], direction: CopyDirection) -> float:
@@ -358,7 +358,7 @@ def _memory_bytes(work: Work, cache_bytes: float, device_kind: DeviceKind) -> in
     activations, parameters = _bytes_of(work, "elementwise", {}), _bytes_of(work, "sweep", {})
     cached = _cached_bytes(activations, work.num_kernels, cache_bytes)
     cached += _cached_bytes(parameters, 1, cache_bytes)
-    draws = work.num_normals * FORMATS[work.draw_dtype].element_bytes
+    numbers_bytes = work.num_normals * FORMATS[work.sampling_dtype].element_bytes
     casts = work.num_casts * (FORMATS[work.dtype].element_bytes + FORMATS[work.cast_dtype].element_bytes)
     copies = work.copy_bytes * (2 if device_kind == "cpu" else 1)
-    return round(products + activations + parameters - cached + draws + casts + copies)
+    return round(products + activations + parameters - cached + numbers_bytes + casts + copies)

@@ -19,8 +19,8 @@ from costmodel.formats.low_bits import (
     QuantizedMatrix,
     moved_rows_bytes,
     num_elements,
-    quantized_draw_work,
     quantized_forward_work,
+    quantized_sampling_work,
     quantized_update_work,
     unpacking_work,
 )
@@ -118,7 +118,7 @@ class DenseStorage:
         return self.dtype if self.direction is None else "int8"
 
     @property
-    def draw_format(self) -> DType:
+    def sampling_format(self) -> DType:
         """Format that directions are drawn in."""
         return self.dtype if self.direction is None else "float32"
 
@@ -173,10 +173,10 @@ class DenseStorage:
         sparse: Sequence[Linear] = (),
         sequential_elements: int | None = None,
     ) -> Work:
-        """Return what it takes besides to round a direction's numbers, of all its rows or of some; see :func:`quantized_draw_work`."""
+        """Return what it takes besides to round a direction's numbers, of all its rows or of some; see :func:`quantized_sampling_work`."""
         if self.direction is None:
             return Work()
-        return quantized_draw_work(
+        return quantized_sampling_work(
             num_elements,
             is_sign=self._are_signs,
             num_tensors=num_tensors,

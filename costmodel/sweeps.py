@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from costmodel.formats import COMPUTE_FORMATS, FORMATS, DType, TransferFormat
-from costmodel.formats.distributions import DrawClass
+from costmodel.formats.distributions import SamplingClass
 from costmodel.work import SHARED_ELEMENTS, Work
 
 Arithmetic = Literal["fused", "scaled", "literal", "pieces"]
@@ -30,11 +30,11 @@ _WATCH_KERNELS = 8
 """Two samples, whether they are equal, how often, and the sum so far, each element of which is looked up."""
 
 
-def draw_work(
+def sampling_work(
     num_elements: int,
     *,
     dtype: DType = "float32",
-    distribution: DrawClass = "normal",
+    distribution: SamplingClass = "normal",
     num_tensors: int = 1,
     num_skipped: int = 0,
     num_kept_rows: int = 0,
@@ -72,13 +72,13 @@ def draw_work(
         dtype=dtype,
         num_normals=num_elements,
         num_shared_normals=num_elements if is_shared else 0,
-        num_shared_draws=int(is_shared),
+        num_shared_samplings=int(is_shared),
         num_split_sequences=num_split_sequences,
         num_seeds=num_seeds,
         num_skipped=num_skipped,
         num_jumped=num_jumped,
         num_jumps=int(num_jumped > 0),
-        draw_dtype=dtype,
+        sampling_dtype=dtype,
         distribution=distribution,
         num_kernels=num_tensors,
         num_kept_rows=num_kept_rows,

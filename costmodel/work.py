@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from costmodel.formats import DType, TransferFormat
 from costmodel.formats.code_passes import CodePass
-from costmodel.formats.distributions import DrawClass
+from costmodel.formats.distributions import SamplingClass
 
 _Counts = tuple[tuple[Any, int], ...]
 
@@ -129,7 +129,7 @@ class Work(_FrozenCounts):
         Random numbers drawn.
     num_shared_normals : int
         Of these, those that all of a CPU's threads draw at once; one thread draws the others.
-    num_shared_draws : int
+    num_shared_samplings : int
         Times that threads come together to draw.
     num_split_sequences : int
         Times that threads share the numbers of one generator, all but the first beginning with a jump of it.
@@ -150,10 +150,10 @@ class Work(_FrozenCounts):
         Numbers rewritten in another format.
     cast_dtype, cast_target : str
         Formats that they are read and written in.
-    draw_dtype : str
+    sampling_dtype : str
         Format that they are drawn in (generators differ in speed by format).
     distribution : str
-        What a number costs like, of :data:`costmodel.formats.distributions.DrawClass`.
+        What a number costs like, of :data:`costmodel.formats.distributions.SamplingClass`.
     num_kernels : int
         Operations dispatched to the device, the launch-bound part of small models.
     num_shared_kernels : int
@@ -186,7 +186,7 @@ class Work(_FrozenCounts):
     num_exponentials: NonNegativeInt = 0
     num_normals: NonNegativeInt = 0
     num_shared_normals: NonNegativeInt = 0
-    num_shared_draws: NonNegativeInt = 0
+    num_shared_samplings: NonNegativeInt = 0
     num_split_sequences: NonNegativeInt = 0
     num_seeds: NonNegativeInt = 0
     num_skipped: NonNegativeInt = 0
@@ -198,8 +198,8 @@ class Work(_FrozenCounts):
     num_casts: NonNegativeInt = 0
     cast_dtype: TransferFormat = "float32"
     cast_target: TransferFormat = "float32"
-    draw_dtype: DType = "float32"
-    distribution: DrawClass = "normal"
+    sampling_dtype: DType = "float32"
+    distribution: SamplingClass = "normal"
     num_kernels: NonNegativeInt = 0
     num_shared_kernels: NonNegativeInt = 0
     calls: tuple[ModelCode, ...] = ()
@@ -221,11 +221,11 @@ class Work(_FrozenCounts):
             different formats: one :class:`Work` states one of each.
         """
         sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
-        drawing = self if self._draws or not other._draws else other
+        sampling = self if self._samples or not other._samples else other
         casting = self if self.num_casts or not other.num_casts else other
         formatted = max(self, other, key=lambda work: (work._multiplies, work.sweep_bytes > 0))
-        if self._draws and other._draws and _draw_kind(self) != _draw_kind(other):
-            message = f"cannot add draws of {_draw_kind(self)} and of {_draw_kind(other)}"
+        if self._samples and other._samples and _sampling_kind(self) != _sampling_kind(other):
+            message = f"cannot add draws of {_sampling_kind(self)} and of {_sampling_kind(other)}"
             raise ValueError(message)
         if self._multiplies and other._multiplies and self.dtype != other.dtype:
             message = f"cannot add matrix products in {self.dtype} and in {other.dtype}"
@@ -235,10 +235,10 @@ class Work(_FrozenCounts):
             raise ValueError(message)
         return Work(
             dtype=formatted.dtype,
-            draw_dtype=drawing.draw_dtype,
+            sampling_dtype=sampling.sampling_dtype,
             cast_dtype=casting.cast_dtype,
             cast_target=casting.cast_target,
-            distribution=drawing.distribution,
+            distribution=sampling.distribution,
             matmuls=self.matmuls + other.matmuls,
             attention=self.attention + other.attention,
             calls=self.calls + other.calls,
@@ -282,7 +282,7 @@ class Work(_FrozenCounts):
         return bool(self.matmuls or self.attention)
 
     @property
-    def _draws(self) -> bool:
+    def _samples(self) -> bool:
         return bool(self.num_normals or self.num_skipped)
 
     @property
@@ -310,5 +310,5 @@ def _cast_kind(work: Work) -> str:
     return f"{work.cast_dtype} to {work.cast_target}"
 
 
-def _draw_kind(work: Work) -> tuple[str, str]:
-    return work.distribution, work.draw_dtype
+def _sampling_kind(work: Work) -> tuple[str, str]:
+    return work.distribution, work.sampling_dtype

@@ -78,7 +78,7 @@ def _pause() -> Callable[[int], int] | None:
 Task = Callable[[], object]
 
 
-class DrawThreads:
+class SamplingThreads:
     """The caller and a few threads beside it.
 
     Parameters

@@ -24,7 +24,7 @@ from costmodel.devices.gpus import (
 )
 from costmodel.formats import CAST_FORMATS, CAST_PAIRS, COMPUTE_FORMATS, FORMATS, DType
 from costmodel.formats.code_passes import PASSES
-from costmodel.formats.distributions import DISTRIBUTIONS, DrawClass
+from costmodel.formats.distributions import DISTRIBUTIONS, SamplingClass
 from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
 from topology import Topology
 from topology.errors import TopologyError
@@ -132,8 +132,8 @@ _CPU_NORMALS: dict[DType, Spread] = {
     "float16": (0.25e9, 0.10e9, 0.6e9),
     "float8_e4m3": (0.25e9, 0.05e9, 0.6e9),
 }
-_CPU_DRAW_SOURCE = "measured with torch 2.13 on one x86-64 core: 0.39 G normals/s, 2.45 G signs/s"
-_CPU_DRAWS: dict[DrawClass, tuple[float, Spread]] = {
+_CPU_SAMPLING_SOURCE = "measured with torch 2.13 on one x86-64 core: 0.39 G normals/s, 2.45 G signs/s"
+_CPU_SAMPLING: dict[SamplingClass, tuple[float, Spread]] = {
     "normal": (1.0, (0.5, 0.2, 1.0)),
     "rademacher": (6.3, (0.15, 0.03, 1.0)),
 }
@@ -168,8 +168,8 @@ _LOOPBACK_SOURCE = "assumed: gloo through the host's loopback, a copy into the s
 ASSUMED_MEMORY = (0.5, 2.0)
 """Between which multiples of it the bandwidth of a host's memory lies where it is assumed: one socket of two, or older channels."""
 _COPY_GPU: Spread = (1.0, 0.88, 1.12)
-_GPU_DRAWS: dict[DrawClass, Spread] = {"normal": (1.75, 1.2, 3.5), "rademacher": (3.5, 1.5, 8.0)}
-_GPU_DRAW_SOURCE = (
+_GPU_SAMPLING: dict[SamplingClass, Spread] = {"normal": (1.75, 1.2, 3.5), "rademacher": (3.5, 1.5, 8.0)}
+_GPU_SAMPLING_SOURCE = (
     "per multiprocessor and clock, whatever the format: torch drew 2^30 fp16 normals in 2.3-2.4 ms on a Hopper GPU of 132 "
     "multiprocessors (https://github.com/flagos-ai/FlagGems, pull requests 1247 and 1562); signs assumed twice as fast"
 )
@@ -211,7 +211,7 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "seed_s": (5e-6, 0.5e-6, 50e-6),
         "factor_rate": (12e9, 2e9, 60e9),
         "jump_s": _CPU_JUMP,
-        "shared_draw_part": (1.0, 1.0, 1.0),
+        "shared_sampling_part": (1.0, 1.0, 1.0),
         "copy_latency_s": (2e-6, 0.2e-6, 50e-6),
         "copy_cores": (1.0, 0.3, 1.5),
         "message_s": (MESSAGE_S["cpu"], 1e-5, 4e-4),
@@ -241,7 +241,7 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "product_s": (0.0, 0.0, 0.0),
         "kept_row_s": (0.0, 0.0, 0.0),
         "sharing_s": (0.0, 0.0, 0.0),
-        "shared_draw_part": (1.0, 1.0, 1.0),
+        "shared_sampling_part": (1.0, 1.0, 1.0),
         "skip_part": (1.0, 1.0, 1.0),
         "copy_latency_s": (10e-6, 4e-6, 40e-6),
         "copy_cores": (0.0, 0.0, 0.0),
@@ -277,7 +277,7 @@ _HOST_SOURCES = {
     "product_s.float16": "assumed as for bfloat16",
     "kept_row_s": "a loop in Python on a CPU, one kernel on a GPU",
     "sharing_s": "assumed: threads of torch's end, others start; a GPU draws with all it has",
-    "shared_draw_part": "a GPU draws with all it has; signs are made by torch's own threads",
+    "shared_sampling_part": "a GPU draws with all it has; signs are made by torch's own threads",
     "skip_part": "a GPU makes the numbers that it passes over",
     "seed_s": "assumed: the Mersenne Twister's 624 words, and the calls around them",
     "jump_s": _CPU_JUMP_SOURCE,
@@ -442,10 +442,12 @@ def _gpu_constants(spec: DeviceSpec) -> Iterator[Constant]:
     clocks = clocks_per_s(spec)
     for dtype in COMPUTE_FORMATS:
         written = _STREAM[0] * memory / FORMATS[dtype].element_bytes
-        for distribution, per_clock in _GPU_DRAWS.items():
+        for distribution, per_clock in _GPU_SAMPLING.items():
             rate = min(1.0, written / (per_clock[0] * clocks))
             spread = (per_clock[0] * rate, per_clock[1] * rate, per_clock[2])
-            yield _constant(f"draw_rate.{distribution}.{dtype}", spread, _GPU_DRAW_SOURCE, scale=clocks)
+            yield _constant(
+                f"sampling_rate.{distribution}.{dtype}", spread, _GPU_SAMPLING_SOURCE, scale=clocks
+            )
 
 
 _POWERED = ("matmul_rate", "attention_rate")
@@ -543,15 +545,17 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
     pairs = [f"{one}.{other}" for pair in CAST_PAIRS for one, other in (pair, pair[::-1])]
     for formats in (*CAST_FORMATS, *pairs):
         yield _constant(f"cast_rate.{formats}", _CPU_CASTS, _CPU_CASTS_SOURCE, scale=threads)
-    drawn_alone = {known.draw_class for known in DISTRIBUTIONS.values() if known.is_drawn_alone}
+    single_threaded = {known.sampling_class for known in DISTRIBUTIONS.values() if known.is_single_threaded}
     for dtype, normals in _CPU_NORMALS.items():
-        for drawn, (_, part) in _CPU_DRAWS.items():
-            yield _constant(f"skip_part.{drawn}.{dtype}", part, _CPU_SKIPPED_SOURCE)
+        for sampling_class, (_, part) in _CPU_SAMPLING.items():
+            yield _constant(f"skip_part.{sampling_class}.{dtype}", part, _CPU_SKIPPED_SOURCE)
         shared = (1.1 / threads, 0.8 / threads, 2.5 / threads)
-        for drawn, (num_drawn, _) in _CPU_DRAWS.items():
-            if drawn in drawn_alone:
-                yield _constant(f"shared_draw_part.{drawn}.{dtype}", shared, _CPU_SHARED_SOURCE)
-            yield _constant(f"draw_rate.{drawn}.{dtype}", normals, _CPU_DRAW_SOURCE, scale=num_drawn)
+        for sampling_class, (num_sampled, _) in _CPU_SAMPLING.items():
+            if sampling_class in single_threaded:
+                yield _constant(f"shared_sampling_part.{sampling_class}.{dtype}", shared, _CPU_SHARED_SOURCE)
+            yield _constant(
+                f"sampling_rate.{sampling_class}.{dtype}", normals, _CPU_SAMPLING_SOURCE, scale=num_sampled
+            )
 
 
 def _cpu_products(threads: int) -> Iterator[Constant]:

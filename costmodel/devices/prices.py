@@ -325,8 +325,8 @@ def rated_power_w(table: PriceTable, name: str, topology: Topology) -> Range:
 
 
 def _energy_kwh(table: PriceTable, site_w: Range, hours: Range, used: float) -> Range:
-    drawn = table.load.range * used + table.idle.range * (1 - used)
-    return site_w * drawn * hours * 1e-3
+    power = table.load.range * used + table.idle.range * (1 - used)
+    return site_w * power * hours * 1e-3
 
 
 def shipped_prices() -> PriceTable:

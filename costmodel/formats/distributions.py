@@ -14,7 +14,7 @@ from typing import Literal
 DistributionName = Literal["gaussian", "rademacher", "factorised", "lozo", "lozo-released"]
 """Distributions that a plan can ask for."""
 
-DrawClass = Literal["normal", "rademacher"]
+SamplingClass = Literal["normal", "rademacher"]
 """Kinds of draws whose seconds per element are measured."""
 
 RNG_STATE_BYTES = 5056
@@ -23,7 +23,7 @@ RNG_STATE_BYTES = 5056
 NUM_RNG_MARKS = 8
 """Generator states kept at equal distances within a group, so that as many threads can draw the group again."""
 
-SHARED_DRAW_ELEMENTS = 1 << 16
+SHARED_SAMPLING_ELEMENTS = 1 << 16
 """Groups of at least this many elements keep such states, and are drawn again by several threads at once."""
 
 JUMP_WORDS = 1 << 19
@@ -40,7 +40,7 @@ class Distribution:
     Attributes
     ----------
     name : str
-    draw_class : str
+    sampling_class : str
         What an element costs like.
     mean : float
         Expectation of an element.
@@ -53,7 +53,7 @@ class Distribution:
         does: what elements rounded to few bits are on average. None of signs, which are never rounded, and of factors.
     smallest : float
         Below every element but 0, in size.
-    is_drawn_alone : bool
+    is_single_threaded : bool
         Whether one thread draws while others have nothing to do, so that several may draw at once.
     granularity : int
         On a CPU, a draw split at multiples of this equals the whole draw, if no piece is shorter.
@@ -64,29 +64,29 @@ class Distribution:
         ``r``; tensors of other shapes are drawn element by element. Moments are then those of an element of ``U`` or ``V``.
     rank_power, update_rank_power : float
         A matrix is ``U·Vᵀ·r^rank_power``; an update goes along it times ``r^update_rank_power``.
-    is_redrawn : bool
+    is_resampled : bool
         Whether the update draws the factors again from a sequence that holds ``U`` alone, also in a step that draws ``V``
         anew, whose ``U`` is then another one.
     """
 
     name: str
-    draw_class: DrawClass = "normal"
+    sampling_class: SamplingClass = "normal"
     mean: float = 0.0
     second_moment: float = 1.0
     is_sign: bool = False
     partial_moments: Callable[[float, float], tuple[float, float, float]] | None = None
     smallest: float = 0.0
-    is_drawn_alone: bool = True
+    is_single_threaded: bool = True
     granularity: int = sys.maxsize
     block_factor: int = 1
     is_factored: bool = False
     rank_power: float = 0.0
     update_rank_power: float = 0.0
-    is_redrawn: bool = False
+    is_resampled: bool = False
 
     def has_rows_apart(self, width: int) -> bool:
         """Whether rows of a table are drawn one by one, and not piece by piece with their neighbours."""
-        return self.is_drawn_alone and width % self.granularity == 0
+        return self.is_single_threaded and width % self.granularity == 0
 
     @property
     def counter_elements(self) -> int:
@@ -114,13 +114,13 @@ DISTRIBUTIONS: dict[DistributionName, Distribution] = {
         "rademacher",
         is_sign=True,
         smallest=1.0,
-        is_drawn_alone=False,
+        is_single_threaded=False,
         granularity=64,
         block_factor=32,
     ),
     "factorised": Distribution("factorised", is_factored=True, rank_power=-0.5),
     "lozo": Distribution("lozo", is_factored=True, update_rank_power=-1.0),
-    "lozo-released": Distribution("lozo-released", is_factored=True, is_redrawn=True),
+    "lozo-released": Distribution("lozo-released", is_factored=True, is_resampled=True),
 }
 """The distributions of plans by name.
 

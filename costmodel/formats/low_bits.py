@@ -371,7 +371,7 @@ def taken_out_bytes(num_elements: int, direction_format: str) -> int:
     return (num_elements + kept.bytes(num_elements) + min(num_elements, PACKED_ELEMENTS)) * is_packed
 
 
-def quantized_draw_work(
+def quantized_sampling_work(
     num_elements: int,
     *,
     is_sign: bool,
@@ -445,11 +445,11 @@ def quantized_update_work(
     temporaries = _MOVED_TEMPORARY_BYTES + FORMATS[quant_config.format].is_float * _FLOAT_TEMPORARY_BYTES
     most = max((moved_at_once(one, moved_share) for one in linears), default=0)
     at_once = min(most, MOVED_ELEMENTS)
-    chances = drawn_for_rows(linears, moved_share, COUNTER_BLOCK_ELEMENTS)
+    chances = samples_for_rows(linears, moved_share, COUNTER_BLOCK_ELEMENTS)
     moved = [round(moved_share * outputs * inputs) for outputs, inputs in linears]
     return Work(
         dtype="float32",
-        draw_dtype="float32",
+        sampling_dtype="float32",
         # Codes are read and written, those of the direction read.
         sweep_bytes=2 * round(moved_share * sum(map(quant_config.code_bytes, linears))) + elements,
         code_passes=_counted(
@@ -459,9 +459,9 @@ def quantized_update_work(
                 "unpacking": elements * (FORMATS[direction_format].bits < 8),
             }
         ),
-        num_rounded=chances.num_drawn + round(_CHANCE_PART * chances.num_passed),
+        num_rounded=chances.num_sampled + round(_CHANCE_PART * chances.num_passed),
         # A matrix of fewer chances is drawn by the thread that asks.
-        num_shared_draws=sum(-(-num // CHANCES_AT_ONCE) for num in moved if num >= SHARED_CHANCES),
+        num_shared_samplings=sum(-(-num // CHANCES_AT_ONCE) for num in moved if num >= SHARED_CHANCES),
         num_seeds=chances.num_blocks,
         num_kernels=_MOVED_KERNELS * len(linears),
         num_shared_kernels=_MOVED_KERNELS * sum(-(-num // MOVED_ELEMENTS) for num in moved),
@@ -483,33 +483,33 @@ def moved_at_once(linear: Linear, share: float) -> int:
     return max(_most_rows(outputs, share) * inputs, min(outputs * inputs, _LEAST_MOVED))
 
 
-class RowDraws(NamedTuple):
+class RowSamples(NamedTuple):
     """What it takes to draw those rows of matrices that move, from blocks of random numbers.
 
     Attributes
     ----------
     num_blocks : int
         That hold any of them.
-    num_drawn, num_passed : int
+    num_sampled, num_passed : int
         Numbers from the first of them to the last in each block, which are drawn, and those before, which are passed over.
     """
 
     num_blocks: int
-    num_drawn: int
+    num_sampled: int
     num_passed: int
 
 
-def drawn_for_rows(linears: Iterable[Linear], share: float, block_elements: int) -> RowDraws:
+def samples_for_rows(linears: Iterable[Linear], share: float, block_elements: int) -> RowSamples:
     """Return what drawing the rows of some matrices takes each of which moves with the chance `share`.
 
     Examples
     --------
-    >>> drawn_for_rows([(3072, 768)], 1.0, 16384)
-    RowDraws(num_blocks=144, num_drawn=2359296, num_passed=0)
-    >>> drawn_for_rows([(3072, 768)], 0.02, 16384)
-    RowDraws(num_blocks=50, num_drawn=97747, num_passed=364163)
+    >>> samples_for_rows([(3072, 768)], 1.0, 16384)
+    RowSamples(num_blocks=144, num_sampled=2359296, num_passed=0)
+    >>> samples_for_rows([(3072, 768)], 0.02, 16384)
+    RowSamples(num_blocks=50, num_sampled=97747, num_passed=364163)
     """
-    num_blocks = num_drawn = num_passed = 0.0
+    num_blocks = num_sampled = num_passed = 0.0
     for outputs, inputs in linears:
         rows = min(float(outputs), max(1.0, block_elements / inputs))
         blocks, rests = outputs / rows, (1 - share) ** rows
@@ -517,9 +517,9 @@ def drawn_for_rows(linears: Iterable[Linear], share: float, block_elements: int)
         last = rows - (1 - share) * (1 - rests) / share if share else 0.0
         before = rows * (1 - rests) - last
         num_blocks += blocks * (1 - rests)
-        num_drawn += blocks * (last - before) * inputs
+        num_sampled += blocks * (last - before) * inputs
         num_passed += blocks * before * inputs
-    return RowDraws(round(num_blocks), round(num_drawn), round(num_passed))
+    return RowSamples(round(num_blocks), round(num_sampled), round(num_passed))
 
 
 def moved_rows_bytes(linears: Iterable[Linear], share: float) -> int:

@@ -14,11 +14,11 @@ from typing import Literal
 
 from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
 
-WorkKind = Literal["products", "draws", "passes", "calls"]
+WorkKind = Literal["products", "sampling", "passes", "calls"]
 
 _CONSTANTS: Mapping[WorkKind, tuple[str, ...]] = {
     "products": ("matmul_rate", "attention_rate", "attention_score_rate", "memory_bandwidth"),
-    "draws": ("draw_rate", "split_s", "seed_s", "jump_s", "kept_row_s"),
+    "sampling": ("sampling_rate", "split_s", "seed_s", "jump_s", "kept_row_s"),
     "passes": (
         "elementwise_bandwidth",
         "elementwise_cache_bandwidth",

@@ -55,8 +55,8 @@ CONSTANT_UNITS: dict[str, str] = {
     "code_rate": "number/s",
     "exponential_rate": "number/s",
     "factor_rate": "flop/s",
-    "draw_rate": "number/s",
-    "shared_draw_part": "1",
+    "sampling_rate": "number/s",
+    "shared_sampling_part": "1",
     "sharing_s": "s",
     "split_s": "s",
     "seed_s": "s",
@@ -122,9 +122,9 @@ CONSTANT_UNITS: dict[str, str] = {
     Exponentials per second, beyond the time that reading and writing takes.
 ``factor_rate``
     Of factorisations of thin matrices in float64, as increments are compacted with.
-``draw_rate.<distribution>.<dtype>``
+``sampling_rate.<distribution>.<dtype>``
     Random numbers written per second, by one thread of a CPU.
-``shared_draw_part[.<distribution>.<dtype>]``, ``sharing_s``
+``shared_sampling_part[.<distribution>.<dtype>]``, ``sharing_s``
     Part of that time that a number takes where all of a CPU's threads draw at once; what it takes to get them
     together and apart.
 ``split_s``, ``seed_s``

@@ -52,7 +52,7 @@ _ENOUGH = 10
 _LEAST_PART = 0.05
 _KINDS: Mapping[str, WorkKind] = {
     **dict.fromkeys(("matmul", "attention", "factor"), "products"),
-    **dict.fromkeys(("draw", "skip", "jump", "rows"), "draws"),
+    **dict.fromkeys(("draw", "skip", "jump", "rows"), "sampling"),
     **dict.fromkeys(("perturb", "update", "elementwise", "softmax", "cast", "copy", "allocate"), "passes"),
     "dispatch": "calls",
 }

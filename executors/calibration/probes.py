@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from costmodel.sweeps import allocation_work, closing_work, copy_work, perturb_work, update_work
 from costmodel.work import SHARED_ELEMENTS, Attention, Matmul, Work
-from executors.calibration.draw_probes import draw_probes
 from executors.calibration.probing import (
     CACHE_BYTES,
     MEMORY_BYTES,
@@ -24,6 +23,7 @@ from executors.calibration.probing import (
     kind_of,
     random_tensor,
 )
+from executors.calibration.sampling_probes import sampling_probes
 from executors.devices import device_module
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.exact_products import exact_sums
@@ -79,7 +79,7 @@ def kernel_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe
         yield from _attentions(device, dtype)
         yield from _sweeps(device, dtype)
     yield from _integer_matmuls(device)
-    yield from draw_probes(device, dtypes)
+    yield from sampling_probes(device, dtypes)
     yield from _factorisations(device)
     yield from _elementwise(device)
     yield from _exponentials(device)

@@ -120,20 +120,24 @@ _INT8 = {"weights": "int8"}
 _BYTES = {"weights": "int8", "activations": "int8-token"}
 _GROUPS = {"weights": "int4", "scales": "group", "group_elements": 32}
 _4_BITS = {"direction_bits": 4}
-_DRAWN_SIGNS = {"distribution": "rademacher"}
+_RANDOM_SIGNS = {"distribution": "rademacher"}
 
 QUANTIZED_STEP_SHAPES = (
     StepShape("opt", 96, 32, 1500, 3, 72, "bfloat16", _in_codes({}, _BYTES), num_blocks=4),
-    StepShape("gpt2", 576, 64, 900, 2, 104, "float32", _in_codes(_DRAWN_SIGNS, _BYTES), num_blocks=1),
-    StepShape("llama", 160, 32, 600, 4, 88, "bfloat16", _in_codes(_DRAWN_SIGNS, _BYTES | {"sparsity": 0.97})),
+    StepShape("gpt2", 576, 64, 900, 2, 104, "float32", _in_codes(_RANDOM_SIGNS, _BYTES), num_blocks=1),
+    StepShape(
+        "llama", 160, 32, 600, 4, 88, "bfloat16", _in_codes(_RANDOM_SIGNS, _BYTES | {"sparsity": 0.97})
+    ),
     StepShape(
         "opt", 448, 64, 1200, 3, 56, "float32", _in_codes({}, _BYTES | {"sparsity": 0.9}), num_blocks=1
     ),
     StepShape("gpt2", 224, 56, 3000, 2, 120, "bfloat16", _in_codes({}, _GROUPS), num_blocks=1),
     StepShape(
-        "llama", 96, 48, 700, 1, 136, "float32", _in_codes(_DRAWN_SIGNS, {"weights": "int4"}), num_blocks=4
+        "llama", 96, 48, 700, 1, 136, "float32", _in_codes(_RANDOM_SIGNS, {"weights": "int4"}), num_blocks=4
     ),
-    StepShape("opt", 576, 64, 500, 2, 64, "bfloat16", _in_codes(_DRAWN_SIGNS, _INT8 | _4_BITS), num_blocks=1),
+    StepShape(
+        "opt", 576, 64, 500, 2, 64, "bfloat16", _in_codes(_RANDOM_SIGNS, _INT8 | _4_BITS), num_blocks=1
+    ),
     StepShape("llama", 160, 32, 8000, 1, 112, "float32", _in_codes({}, _BYTES | {"direction_bits": 2})),
     StepShape(
         "gpt2", 320, 64, 1300, 2, 80, "float32", _in_codes({}, {"weights": "float8_e4m3"}), num_blocks=1
@@ -147,7 +151,7 @@ QUANTIZED_STEP_SHAPES = (
         2,
         72,
         "float32",
-        _in_codes(_DRAWN_SIGNS, _INT8 | {"zero_point": True}),
+        _in_codes(_RANDOM_SIGNS, _INT8 | {"zero_point": True}),
         num_blocks=1,
     ),
     StepShape(
@@ -158,7 +162,7 @@ QUANTIZED_STEP_SHAPES = (
         3,
         64,
         "bfloat16",
-        _in_codes(_DRAWN_SIGNS, _INT8),
+        _in_codes(_RANDOM_SIGNS, _INT8),
         num_blocks=4,
     ),
     StepShape("llama", 448, 64, 400, 2, 56, "float32", _in_codes({"rng": "mezo"}, _INT8), num_blocks=1),
@@ -272,7 +276,7 @@ def _measured(
     )
     batch = token_batch(shape.batch, shape.seq, shape.vocab)
     with Session(
-        plan, model, learning_rate=1e-7, device=device, num_draw_threads=torch.get_num_threads()
+        plan, model, learning_rate=1e-7, device=device, num_sampling_threads=torch.get_num_threads()
     ) as session:
         others = OtherLoad()
         taken = _steps(session, batch, budget_s, fast_s)

@@ -391,14 +391,14 @@ class QuantizedTensor(Stored):
                 counted.add(num, num - num_nonzero(tried), num_nonzero(beyond))
             self._write(chosen, moved)
 
-        drawn_at_once = at_once or (CHANCES_AT_ONCE if self.device.type == "cpu" else None)
-        for stretch in self._pieces(num_rows, elements=drawn_at_once):
-            drawn = chances(stretch.start * width, stretch.stop * width).view(-1, width)
+        sampled_at_once = at_once or (CHANCES_AT_ONCE if self.device.type == "cpu" else None)
+        for stretch in self._pieces(num_rows, elements=sampled_at_once):
+            sampled = chances(stretch.start * width, stretch.stop * width).view(-1, width)
             # A call each, so that the temporaries of one are gone before those of the next are made.
-            for piece in self._pieces(len(drawn), elements=at_once and min(at_once, MOVED_ELEMENTS)):
+            for piece in self._pieces(len(sampled), elements=at_once and min(at_once, MOVED_ELEMENTS)):
                 here = slice(stretch.start + piece.start, stretch.start + piece.stop)
-                take_piece(here, drawn[piece])
-            del drawn
+                take_piece(here, sampled[piece])
+            del sampled
 
     def _write(self, rows: Rows, levels: Tensor) -> None:
         self.codes[rows] = self.joined(self.grid.symbols(levels))

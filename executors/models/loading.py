@@ -87,8 +87,8 @@ def load_model(
         if random_weights:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                drawn: nn.Module = auto.from_config(config, **loading)
-            return drawn.eval()
+                random_model: nn.Module = auto.from_config(config, **loading)
+            return random_model.eval()
         if Path(source).is_dir():
             _check_weights(Path(source), {name for name, _ in skeleton.named_parameters()})
         loaded: Any = auto.from_pretrained(

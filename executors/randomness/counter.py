@@ -14,10 +14,10 @@ from torch import Generator, Tensor
 
 from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS
 from executors.randomness.directions import WORD_BITS, Direction, Rademacher, sign_words
-from executors.randomness.rng import MASK32, drawn, mixed
+from executors.randomness.rng import MASK32, mixed, sample_into
 from executors.randomness.row_windows import RowWindow, batches_of, take_rows, touched_parts
 from executors.randomness.sequential import keep_rows
-from executors.threads import DrawThreads, even_ranges
+from executors.threads import SamplingThreads, even_ranges
 
 BLOCK_ELEMENTS = {"cpu": COUNTER_BLOCK_ELEMENTS, "cuda": 1 << 22}
 """Length of a ``counter`` block, on a CPU times the direction's ``block_factor``: long enough that seeding costs
@@ -65,7 +65,7 @@ class CounterKey:
         return seeds
 
 
-class CounterDraws:
+class CounterSampler:
     """Makes slices of ``counter`` directions.
 
     Parameters
@@ -73,17 +73,17 @@ class CounterDraws:
     numels : sequence of int
         Elements of every trainable parameter, in registration order; the same on every rank.
     device : torch.device
-    threads : DrawThreads, optional
+    threads : SamplingThreads, optional
         Threads that draw blocks at once on a CPU, each with a generator of its own.
     """
 
     def __init__(
-        self, numels: Sequence[int], device: torch.device, *, threads: DrawThreads | None = None
+        self, numels: Sequence[int], device: torch.device, *, threads: SamplingThreads | None = None
     ) -> None:
         self._device = device
         self._numels = list(numels)
         self._first_blocks: dict[int, list[int]] = {}
-        self._threads = threads if threads is not None and device.type == "cpu" else DrawThreads()
+        self._threads = threads if threads is not None and device.type == "cpu" else SamplingThreads()
 
     def fill(
         self,
@@ -134,13 +134,13 @@ class CounterDraws:
         numel, starts = self._numels[parameter], rows.numpy() * width
         parts = touched_parts(starts, width, numel, length)
         seeds = self._seeds(parameter, [block for block, *_ in parts], key, direction)
-        if direction.distribution.is_drawn_alone:
+        if direction.distribution.is_single_threaded:
             windows = []
             for (block, low, high), seed in zip(parts, seeds, strict=True):
-                begin, end = self._drawn_for(low, high, min(length, numel - block * length), direction)
+                begin, end = self._sampled_for(low, high, min(length, numel - block * length), direction)
                 windows.append(RowWindow(block, seed, block * length + begin, begin, end - begin))
             for batch in batches_of(windows):
-                take_rows(out, starts, batch, self._drawn_windows(batch, out, direction))
+                take_rows(out, starts, batch, self._sampled_windows(batch, out, direction))
             return
         wanted, generator = rows.tolist(), Generator(device=self._device)
         for (block, *_), seed in zip(parts, seeds, strict=True):
@@ -177,12 +177,12 @@ class CounterDraws:
         num_blocks = -(-self._numels[parameter] // self.block_elements(direction))
         return self._seeds(parameter, range(num_blocks), key, direction)
 
-    def _drawn_windows(self, windows: Sequence[RowWindow], like: Tensor, direction: Direction) -> Tensor:
+    def _sampled_windows(self, windows: Sequence[RowWindow], like: Tensor, direction: Direction) -> Tensor:
         """Return the numbers of some windows one after the other."""
         numbers = torch.empty(sum(window.num for window in windows), dtype=like.dtype, device=like.device)
         parts = list(zip(windows, numbers.split([window.num for window in windows]), strict=True))
 
-        def draw(share: range) -> None:
+        def sample(share: range) -> None:
             generator = Generator(device=self._device)
             for window, part in parts[share.start : share.stop]:
                 generator.manual_seed(window.seed)
@@ -190,7 +190,7 @@ class CounterDraws:
                     direction.skip(window.num_before, like, generator)
                 direction.fill(part, generator)
 
-        self._share(draw, len(parts), direction)
+        self._share(sample, len(parts), direction)
         return numbers
 
     def _fill_all(
@@ -207,7 +207,7 @@ class CounterDraws:
             for piece, seed, low, total in jobs[share.start : share.stop]:
                 generator.manual_seed(seed)
                 if piece.numel() == total:
-                    drawn(piece, direction, generator, factor)
+                    sample_into(piece, direction, generator, factor)
                 else:
                     numbers = self._window(piece.numel(), piece, low, total, direction, generator)
                     piece.copy_(numbers if factor is None else numbers.mul_(factor))
@@ -216,7 +216,7 @@ class CounterDraws:
 
     def _share(self, work: Callable[[range], None], num_items: int, direction: Direction) -> None:
         """Let all threads work through as many items together, where one alone would leave the others idle."""
-        num_shares = self._threads.num_threads if direction.distribution.is_drawn_alone else 1
+        num_shares = self._threads.num_threads if direction.distribution.is_single_threaded else 1
         self._threads.run([partial(work, share) for share in even_ranges(num_items, num_shares)])
 
     def _jobs(
@@ -238,14 +238,14 @@ class CounterDraws:
     ) -> Tensor:
         """Return `num` elements of a block from `low` on, drawing as little of the rest as draws can be split."""
         high = low + num
-        begin, end = self._drawn_for(low, high, total, direction)
+        begin, end = self._sampled_for(low, high, total, direction)
         if begin:
             direction.skip(begin, like, generator)
         numbers = torch.empty(end - begin, dtype=like.dtype, device=like.device)
         direction.fill(numbers, generator)
         return numbers[low - begin : high - begin]
 
-    def _drawn_for(self, low: int, high: int, total: int, direction: Direction) -> tuple[int, int]:
+    def _sampled_for(self, low: int, high: int, total: int, direction: Direction) -> tuple[int, int]:
         """Return the part of a block of `total` elements that is drawn for those between `low` and `high`."""
         on_cpu = self._device.type == "cpu"
         return _apart(low, high, total, direction.distribution.granularity) if on_cpu else (0, total)

@@ -190,7 +190,9 @@ def skip_words(num_words: int, generator: Generator) -> None:
         torch.empty(1, dtype=torch.int32).random_(generator=generator)
 
 
-DIRECTIONS: dict[str, Direction] = {drawn.distribution.name: drawn for drawn in (Gaussian(), Rademacher())}
+DIRECTIONS: dict[str, Direction] = {
+    sampler.distribution.name: sampler for sampler in (Gaussian(), Rademacher())
+}
 """How each distribution of :data:`costmodel.formats.distributions.DISTRIBUTIONS` without factors is drawn."""
 
 

@@ -17,10 +17,10 @@ from math import prod, sqrt
 import torch
 from torch import Generator, Tensor
 
-from executors.randomness.counter import CounterDraws, CounterKey
+from executors.randomness.counter import CounterKey, CounterSampler
 from executors.randomness.directions import Gaussian
 from executors.randomness.rng import generator_on, mixed
-from executors.threads import DrawThreads
+from executors.threads import SamplingThreads
 
 Places = Sequence[Tensor] | None
 """Of every tensor of a group where its direction is to be: what has no factors is drawn there."""
@@ -110,7 +110,7 @@ def divisor_of(rank: int, rank_power: float) -> float:
     return sqrt(rank) if rank_power == -0.5 else float(rank) ** -rank_power
 
 
-class FactorDraws:
+class FactorSampler:
     """Draws factors of groups of tensors, and keeps each ``V`` for its window.
 
     Parameters
@@ -124,7 +124,7 @@ class FactorDraws:
     rank : int
     device : torch.device
     dtype : torch.dtype
-    threads : DrawThreads, optional
+    threads : SamplingThreads, optional
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class FactorDraws:
         device: torch.device,
         dtype: torch.dtype,
         *,
-        threads: DrawThreads | None = None,
+        threads: SamplingThreads | None = None,
     ) -> None:
         self._shapes = shapes
         self._groups = groups
@@ -145,8 +145,8 @@ class FactorDraws:
         self._like = torch.empty(0, dtype=dtype, device=device)
         left_numels = [prod(_left_shape(shape, rank)) for shape in shapes]
         right_numels = [_right_numel(shape, rank) for shape in shapes]
-        self._left_counter = CounterDraws(left_numels, device, threads=threads)
-        self._right_counter = CounterDraws(right_numels, device, threads=threads)
+        self._left_counter = CounterSampler(left_numels, device, threads=threads)
+        self._right_counter = CounterSampler(right_numels, device, threads=threads)
         self._kept: dict[tuple[str, int], dict[Window, tuple[Tensor | None, ...]]] = {}
 
     # -- mezo --------------------------------------------------------------------------------------------------
@@ -156,16 +156,16 @@ class FactorDraws:
     ) -> Factors:
         """Return the factors that the generator's next numbers make of `group`, in `step` of `window`."""
         opens = step == window.first
-        lefts, rights = self._draw(group, generator, with_rights=opens, places=places)
+        lefts, rights = self._sample(group, generator, with_rights=opens, places=places)
         if opens:
             self._keep(group, query, window, rights)
         return Factors(lefts, self._rights(group, query, window))
 
-    def redrawn(self, group: str, query: int, seed: int, window: Window, places: Places = None) -> Factors:
+    def resampled(self, group: str, query: int, seed: int, window: Window, places: Places = None) -> Factors:
         """Return factors as the released loop draws them for an update: from the seed on, without any ``V``."""
         generator = generator_on(self._like.device, seed)
         self._skip_to(group, query, generator, with_rights=False)
-        lefts, _ = self._draw(group, generator, with_rights=False, places=places)
+        lefts, _ = self._sample(group, generator, with_rights=False, places=places)
         return Factors(lefts, self._rights(group, query, window))
 
     def pass_over(self, group: str, step: int, window: Window, generator: Generator) -> None:
@@ -177,11 +177,11 @@ class FactorDraws:
         if kept is None:
             generator = generator_on(self._like.device, window.seeds[query])
             self._skip_to(group, query, generator, with_rights=True)
-            _, kept = self._draw(group, generator, with_rights=True)
+            _, kept = self._sample(group, generator, with_rights=True)
             self._keep(group, query, window, kept)
         return kept
 
-    def _draw(
+    def _sample(
         self, group: str, generator: Generator, *, with_rights: bool, places: Places = None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         lefts = self._lefts(group, places)

@@ -59,15 +59,15 @@ def jumped(state: Tensor, num_words: int) -> Tensor:
 @cache
 def can_jump() -> bool:
     """Whether jumps of this build's generators lead to where drawing normals does, a word for each."""
-    drawn, ahead = (Generator().manual_seed(20_03) for _ in range(2))
-    _next_words(drawn, 1001)
-    state = drawn.get_state()
-    normals = torch.empty(40_000).normal_(generator=drawn)
+    sampled, ahead = (Generator().manual_seed(20_03) for _ in range(2))
+    _next_words(sampled, 1001)
+    state = sampled.get_state()
+    normals = torch.empty(40_000).normal_(generator=sampled)
     try:
         ahead.set_state(jumped(state, normals.numel()))
     except RuntimeError:
         return False
-    return bool((_next_words(drawn, 1000) == _next_words(ahead, 1000)).all())
+    return bool((_next_words(sampled, 1000) == _next_words(ahead, 1000)).all())
 
 
 def _words_ahead(state: Tensor, num_words: int) -> _Words:

@@ -28,7 +28,7 @@ def generator_on(device: torch.device, seed: int) -> Generator:
     return generator
 
 
-def drawn(out: Tensor, direction: Direction, generator: Generator, factor: float | None) -> None:
+def sample_into(out: Tensor, direction: Direction, generator: Generator, factor: float | None) -> None:
     """Fill `out` with a direction's next numbers, times `factor` if there is one."""
     if factor is None:
         direction.fill(out, generator)

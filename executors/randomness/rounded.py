@@ -21,7 +21,7 @@ from costmodel.formats.roundings import RoundedDirection
 from executors.low_bits.grids import Integers
 from executors.low_bits.packed import Codes
 from executors.low_bits.stored import ChosenRows
-from executors.randomness.counter import CounterDraws, CounterKey
+from executors.randomness.counter import CounterKey, CounterSampler
 from executors.randomness.directions import (
     WORD_BITS,
     Direction,
@@ -32,7 +32,7 @@ from executors.randomness.directions import (
 )
 from executors.randomness.rng import mixed
 from executors.randomness.sequential import SequentialSampler
-from executors.threads import DrawThreads, even_ranges
+from executors.threads import SamplingThreads, even_ranges
 
 Purpose = Literal["direction", "second direction", "update", "rows"]
 """What is rounded, or chosen."""
@@ -63,7 +63,7 @@ class Uniform(Direction):
 
 _UNIFORM = Uniform()
 _SIGNS_AT_ONCE, _ALONE_SIGNS = 1 << 17, 1 << 14
-"""On a CPU, multiples of the signs that one random number makes: looked up where they go, and copied there. Draw threads do both."""
+"""On a CPU, multiples of the signs that one random number makes: looked up where they go, and copied there. Sampling threads do both."""
 
 _EIGHT = 8
 
@@ -89,22 +89,22 @@ class Chances:
     numels : sequence of int
         Elements of every trainable parameter, in registration order; the same on every rank.
     device : torch.device
-    threads : DrawThreads, optional
+    threads : SamplingThreads, optional
         Share what is long on a CPU.
     """
 
     def __init__(
-        self, numels: Sequence[int], device: torch.device, threads: DrawThreads | None = None
+        self, numels: Sequence[int], device: torch.device, threads: SamplingThreads | None = None
     ) -> None:
-        self._draws = CounterDraws(numels, device)
-        self._shared = CounterDraws(numels, device, threads=threads)
+        self._counter = CounterSampler(numels, device)
+        self._shared = CounterSampler(numels, device, threads=threads)
         self._device = device
 
     def between(self, begin: int, end: int, parameter: int, key: CounterKey) -> Tensor:
         """Return those of elements `begin` to `end` of a parameter, in float32."""
         chances = torch.empty(end - begin, dtype=torch.float32, device=self._device)
-        draws = self._shared if end - begin >= SHARED_CHANCES else self._draws
-        draws.fill(chances, parameter, begin, key, _UNIFORM)
+        counter = self._shared if end - begin >= SHARED_CHANCES else self._counter
+        counter.fill(chances, parameter, begin, key, _UNIFORM)
         return chances
 
     def rows(self, rows: Tensor, width: int, parameter: int, key: CounterKey) -> Tensor:
@@ -119,14 +119,14 @@ def rounding_key(seed: int, step: int, query: int, purpose: Purpose) -> CounterK
     return CounterKey.of(mixed(seed, _KEYS[purpose]), step, query)
 
 
-class DrawKeys(NamedTuple):
+class SamplingKeys(NamedTuple):
     """Keys of what makes codes of one direction's numbers: of their rounding, and of the rows that are not 0."""
 
     rounding: CounterKey
     rows: CounterKey
 
     @classmethod
-    def of(cls, seed: int, step: int, query: int, *, is_second: bool = False) -> DrawKeys:
+    def of(cls, seed: int, step: int, query: int, *, is_second: bool = False) -> SamplingKeys:
         """Return those of a direction, or of its second copy, whose rows are the same."""
         purpose: Purpose = "second direction" if is_second else "direction"
         return cls(rounding_key(seed, step, query, purpose), rounding_key(seed, step, query, "rows"))
@@ -193,7 +193,7 @@ class _Block(NamedTuple):
     chance_seed: int | None
 
 
-class RoundedDraws:
+class RoundedSampler:
     """Draws directions as codes.
 
     Parameters
@@ -203,7 +203,7 @@ class RoundedDraws:
         Of every trainable parameter, in registration order; the same on every rank.
     moved : MovedRows
     device : torch.device
-    threads : DrawThreads
+    threads : SamplingThreads
 
     Attributes
     ----------
@@ -216,7 +216,7 @@ class RoundedDraws:
         shapes: Sequence[torch.Size],
         moved: MovedRows,
         device: torch.device,
-        threads: DrawThreads,
+        threads: SamplingThreads,
     ) -> None:
         numels = [shape.numel() for shape in shapes]
         self._rounding = rounding
@@ -224,7 +224,7 @@ class RoundedDraws:
         self.moved = moved
         self._grid = Integers(-rounding.highest, rounding.highest)
         self._direction = direction_named(rounding.distribution)
-        self._numbers = CounterDraws(numels, device, threads=threads)
+        self._numbers = CounterSampler(numels, device, threads=threads)
         self._chances = Chances(numels, device, threads)
         self._device = device
         self._threads = threads
@@ -242,7 +242,7 @@ class RoundedDraws:
         return self._grid.at_random(scaled, chances)
 
     def fill_counted(
-        self, views: Sequence[Codes], parameters: Sequence[int], key: CounterKey, keys: DrawKeys
+        self, views: Sequence[Codes], parameters: Sequence[int], key: CounterKey, keys: SamplingKeys
     ) -> None:
         """Fill flat `views`, int8 or packed, with whole parameters' directions of the ``counter`` discipline."""
         jobs: list[Callable[[Generator], None]] = []
@@ -290,7 +290,7 @@ class RoundedDraws:
     def _fill_blocks(self, blocks: Sequence[_Block]) -> None:
         """Fill blocks, the roundings of each being a block of chances as long.
 
-        Draw threads make random numbers alone: passes are shared among torch's threads, since those of Python's hand the
+        Sampling threads make random numbers alone: passes are shared among torch's threads, since those of Python's hand the
         interpreter to each other between any two passes, which takes longer than short ones.
         """
         sizes = [block.piece.numel() for block in blocks]
@@ -298,7 +298,7 @@ class RoundedDraws:
         numbers, chances = torch.empty((2, total), dtype=torch.float32, device=self._device)
         parts = list(zip(blocks, numbers.split(sizes), chances.split(sizes), strict=True))
 
-        def draw(share: range) -> None:
+        def sample(share: range) -> None:
             generator = Generator(device=self._device)
             for block, own, chance in parts[share.start : share.stop]:
                 self._direction.fill(own, generator.manual_seed(block.seed))
@@ -307,7 +307,7 @@ class RoundedDraws:
 
         is_shared = on_cpu and total >= SHARED_CHANCES
         shares = even_ranges(len(blocks), self._threads.num_threads if is_shared else 1)
-        self._threads.run([partial(draw, share) for share in shares])
+        self._threads.run([partial(sample, share) for share in shares])
         length, begin = _PASSED_BLOCKS if on_cpu else len(blocks), 0
         for first in range(0, len(blocks), length):
             here = blocks[first : first + length]
@@ -349,7 +349,7 @@ class RoundedDraws:
         rows: ChosenRows,
         parameter: int,
         key: CounterKey,
-        keys: DrawKeys,
+        keys: SamplingKeys,
         _generator: Generator,
     ) -> None:
         """Fill a matrix that is 0 but in some rows, for which alone numbers are drawn."""
@@ -360,7 +360,7 @@ class RoundedDraws:
         for there, here in zip(*(part.split(num) for part in rows), strict=True):
             matrix[there] = self._rows_of(here, parameter, key, keys)
 
-    def _rows_of(self, rows: Tensor, parameter: int, key: CounterKey, keys: DrawKeys) -> Tensor:
+    def _rows_of(self, rows: Tensor, parameter: int, key: CounterKey, keys: SamplingKeys) -> Tensor:
         """Return the codes of some rows of a matrix, in the ``counter`` discipline; `rows` are of the host."""
         width = self._shapes[parameter][1]
         if isinstance(self._direction, Rademacher) and self._numbers.has_row_words(width):
@@ -377,7 +377,7 @@ class RoundedDraws:
         views: Sequence[Codes],
         parameters: Sequence[int],
         source: Generator | Sequence[Tensor],
-        keys: DrawKeys,
+        keys: SamplingKeys,
     ) -> list[Tensor]:
         """Fill flat `views`, int8 or packed, in sequence: from a generator, or again from its states. Return the states at the marks."""
 
@@ -403,7 +403,7 @@ class RoundedDraws:
                 matrix.zero_()[rows.there] = kept
         return states
 
-    def rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: DrawKeys) -> Tensor:
+    def rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: SamplingKeys) -> Tensor:
         """Return the codes of some rows of a table, whose float32 numbers are lost; 0 where a sparse direction is.
 
         `rows` are of the host.
@@ -413,7 +413,7 @@ class RoundedDraws:
             codes.mul_(torch.isin(rows, moved.on_host).unsqueeze(1).to(codes.device, non_blocking=True))
         return codes
 
-    def _quantized_rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: DrawKeys) -> Tensor:
+    def _quantized_rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: SamplingKeys) -> Tensor:
         width = numbers.shape[1]
         is_sign = self._direction.distribution.is_sign
         chances = None if is_sign else self._chances.rows(rows, width, parameter, keys.rounding)

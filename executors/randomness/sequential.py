@@ -15,8 +15,8 @@ from costmodel.formats.distributions import JUMP_WORDS
 from costmodel.formats.low_bits import SEQUENTIAL_AT_ONCE
 from executors.randomness.directions import Direction
 from executors.randomness.mersenne import can_jump, jumped
-from executors.randomness.rng import drawn
-from executors.threads import DrawThreads, even_ranges
+from executors.randomness.rng import sample_into
+from executors.threads import SamplingThreads, even_ranges
 
 _HELD_ELEMENTS = 1 << 16
 """Numbers held at once when not all are kept; a multiple of every granularity."""
@@ -40,7 +40,7 @@ class SequentialSampler:
     direction : Direction
     num_marks : int
         Stretches, between marks, that the elements are shared among as evenly as draws can be cut.
-    threads : DrawThreads, optional
+    threads : SamplingThreads, optional
         Threads that draw stretches at once on a CPU, where its words can be counted.
 
     Notes
@@ -54,11 +54,11 @@ class SequentialSampler:
         numels: Sequence[int],
         direction: Direction,
         num_marks: int = 1,
-        threads: DrawThreads | None = None,
+        threads: SamplingThreads | None = None,
     ) -> None:
         self._direction = direction
         self._spans = list(_spans(numels, direction.distribution.granularity, num_marks))
-        self._threads = threads or DrawThreads()
+        self._threads = threads or SamplingThreads()
 
     def fill(
         self, views: Sequence[Tensor], generator: Generator, factor: float | None = None
@@ -70,19 +70,19 @@ class SequentialSampler:
         factor : float, optional
             Multiplies every number, which is rounded again.
         """
-        return self._traverse(generator, views[0], lambda span, own: self._draw(span, views, own, factor))
+        return self._traverse(generator, views[0], lambda span, own: self._sample(span, views, own, factor))
 
-    def draw(self, views: Sequence[Tensor], generator: Generator, factor: float | None = None) -> None:
+    def sample(self, views: Sequence[Tensor], generator: Generator, factor: float | None = None) -> None:
         """Fill flat `views` and advance `generator`, whose states nobody asks for."""
         for spans in self._spans:
             for span in spans:
-                self._draw(span, views, generator, factor)
+                self._sample(span, views, generator, factor)
 
     def fill_again(
         self, views: Sequence[Tensor], states: Sequence[Tensor], factor: float | None = None
     ) -> None:
         """Fill flat `views` as the pass that left `states` did."""
-        self._again(views[0], states, lambda span, own: self._draw(span, views, own, factor))
+        self._again(views[0], states, lambda span, own: self._sample(span, views, own, factor))
 
     def _again(self, like: Tensor, states: Sequence[Tensor], visit: _Visit) -> None:
         """Visit all spans again, from the states at the marks."""
@@ -105,10 +105,12 @@ class SequentialSampler:
         states: list[list[Tensor]] = [[] for _ in shares]
         own_generators = [generator, *(Generator(device=like.device) for _ in shares[1:])]
 
-        def sample_share(number: int) -> Iterator[list[_Drawn]]:
+        def sample_share(number: int) -> Iterator[list[_Sampled]]:
             if number:
                 own_generators[number].set_state(jumped(begin, words[shares[number].start]))
-            yield from self._drawn(shares[number], like, own_generators[number], len(shares), states[number])
+            yield from self._sample_batches(
+                shares[number], like, own_generators[number], len(shares), states[number]
+            )
 
         self._hand_on(take, [sample_share(number) for number in range(len(shares))])
         if len(shares) > 1:
@@ -119,37 +121,37 @@ class SequentialSampler:
         """Hand every number on as the pass that left `states` did."""
         shares = even_ranges(len(self._spans), self._num_threads)
 
-        def sample_share(share: range) -> Iterator[list[_Drawn]]:
+        def sample_share(share: range) -> Iterator[list[_Sampled]]:
             generator = Generator(device=like.device)
             generator.set_state(states[share.start])
-            yield from self._drawn(share, like, generator, len(shares), [])
+            yield from self._sample_batches(share, like, generator, len(shares), [])
 
         self._hand_on(take, [sample_share(share) for share in shares])
 
-    def _hand_on(self, take: Take, streams: Sequence[Iterator[list[_Drawn]]]) -> None:
+    def _hand_on(self, take: Take, streams: Sequence[Iterator[list[_Sampled]]]) -> None:
         """Let each thread draw some numbers of its share, hand these on, and so forth.
 
         Threads make random numbers alone: what becomes of them is shared among torch's threads.
         """
-        batches: list[list[_Drawn]] = [[] for _ in streams]
+        batches: list[list[_Sampled]] = [[] for _ in streams]
 
-        def draw(number: int) -> None:
+        def sample(number: int) -> None:
             batches[number] = next(streams[number], [])
 
         while True:
-            self._threads.run([partial(draw, number) for number in range(len(streams))])
+            self._threads.run([partial(sample, number) for number in range(len(streams))])
             if not any(batches):
                 return
             for batch in batches:
-                for drawn_piece in batch:
-                    take(*drawn_piece)
+                for sampled in batch:
+                    take(*sampled)
 
-    def _drawn(
+    def _sample_batches(
         self, share: range, like: Tensor, generator: Generator, num_shares: int, states: list[Tensor]
-    ) -> Iterator[list[_Drawn]]:
+    ) -> Iterator[list[_Sampled]]:
         """Yield the numbers of some stretches, and add the states at their marks to `states`; all shares hold as many at once as become codes."""
         most = 1 << ((SEQUENTIAL_AT_ONCE // num_shares).bit_length() - 1)
-        batch: list[_Drawn] = []
+        batch: list[_Sampled] = []
         for spans in self._spans[share.start : share.stop]:
             states.append(generator.get_state())
             for span in spans:
@@ -159,14 +161,14 @@ class SequentialSampler:
                         batch = []
                     numbers = torch.empty(high - low, dtype=like.dtype, device=like.device)
                     self._direction.fill(numbers, generator)
-                    batch.append(_Drawn(span.tensor, span.begin + low, numbers))
+                    batch.append(_Sampled(span.tensor, span.begin + low, numbers))
         if batch:
             yield batch
 
     @property
     def _num_threads(self) -> int:
         """Threads that draw again: signs are made by torch's own."""
-        return self._threads.num_threads if self._direction.distribution.is_drawn_alone else 1
+        return self._threads.num_threads if self._direction.distribution.is_single_threaded else 1
 
     def skip(self, like: Tensor, generator: Generator) -> list[Tensor]:
         """Advance `generator` as drawing in the format of `like` does, and return its state before."""
@@ -257,10 +259,10 @@ class SequentialSampler:
             for span in spans:
                 visit(span, generator)
 
-    def _draw(
+    def _sample(
         self, span: _Elements, views: Sequence[Tensor], generator: Generator, factor: float | None
     ) -> None:
-        drawn(views[span.tensor][span.begin : span.end], self._direction, generator, factor)
+        sample_into(views[span.tensor][span.begin : span.end], self._direction, generator, factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +277,7 @@ class _Elements:
 _Visit = Callable[[_Elements, Generator], None]
 
 
-class _Drawn(NamedTuple):
+class _Sampled(NamedTuple):
     """Numbers of a tensor from an element of it on."""
 
     tensor: int
@@ -313,7 +315,7 @@ def keep_rows(
     *,
     to_the_end: bool = True,
 ) -> None:
-    """Draw what lies of some rows between two elements of a table, and skip the rest.
+    """Sample what lies of some rows between two elements of a table, and skip the rest.
 
     Parameters
     ----------
@@ -365,8 +367,8 @@ def _stretches(
     rows: Sequence[int], width: int, begin: int, end: int, direction: Direction
 ) -> Iterator[tuple[int, int, bool]]:
     """Yield (begin, end, kept) of one draw in pieces that can be drawn apart; without rows to keep, in one."""
-    if rows and (width % direction.distribution.granularity or not direction.distribution.is_drawn_alone):
-        most = _HELD_ELEMENTS if direction.distribution.is_drawn_alone else _CHEAP_ELEMENTS
+    if rows and (width % direction.distribution.granularity or not direction.distribution.is_single_threaded):
+        most = _HELD_ELEMENTS if direction.distribution.is_single_threaded else _CHEAP_ELEMENTS
         yield from ((begin + low, begin + high, True) for low, high in _pieces(end - begin, most))
         return
     for row in rows:
@@ -379,7 +381,7 @@ def _stretches(
         yield begin, end, False
 
 
-def draw_rows(out: Tensor, rows: Tensor, num_rows: int, direction: Direction, generator: Generator) -> None:
+def sample_rows(out: Tensor, rows: Tensor, num_rows: int, direction: Direction, generator: Generator) -> None:
     """Draw a whole table of `num_rows` rows and keep some: see :meth:`SequentialSampler.rows`."""
     SequentialSampler([num_rows * out.shape[1]], direction).rows(out, rows, generator)
 

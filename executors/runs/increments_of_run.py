@@ -19,7 +19,7 @@ from executors.models.increments import AdapterState
 from executors.models.model import CutModel
 from executors.models.weight_files import weights_digest
 from executors.randomness.counter import CounterKey
-from executors.randomness.low_rank import FactorDraws, Factors, Window, divisor_of
+from executors.randomness.low_rank import Factors, FactorSampler, Window, divisor_of
 from executors.runs.adapters import recorded_adapters, save_alone
 from executors.runs.history import History, read_history
 from executors.runs.records import StepRecord
@@ -161,7 +161,7 @@ class _Updates:
         self._order = [group.name for group in sampling_order(plan)]
         assert plan.directions.rank is not None
         self._rank = plan.directions.rank
-        self._draws = FactorDraws(
+        self._factor_sampler = FactorSampler(
             [tensor.shape for tensor in tuned],
             self._groups,
             lambda _query: self._order,
@@ -189,13 +189,13 @@ class _Updates:
                     state.add(self._names[index], left, right, factor)
 
     def _factors(self, record: StepRecord, query: int, window: Window) -> Mapping[str, Factors]:
-        draws, seed, step = self._draws, record.seeds[query], record.step
+        factor_sampler, seed, step = self._factor_sampler, record.seeds[query], record.step
         if self._plan.directions.is_keyed:
             key = CounterKey.of(seed, step, query)
-            return {group: draws.counted(group, query, key, window) for group in self._order}
+            return {group: factor_sampler.counted(group, query, key, window) for group in self._order}
         generator = Generator()
         generator.manual_seed(seed)
-        factors = {g: draws.sequential(g, query, step, window, generator) for g in self._order}
-        if self._distribution.is_redrawn and step == window.first:
-            return {group: draws.redrawn(group, query, seed, window) for group in self._order}
+        factors = {g: factor_sampler.sequential(g, query, step, window, generator) for g in self._order}
+        if self._distribution.is_resampled and step == window.first:
+            return {group: factor_sampler.resampled(group, query, seed, window) for group in self._order}
         return factors

@@ -222,7 +222,7 @@ class Run:
             "learning_rate": settings.learning_rate.at,
             "device": settings.run.device,
             "num_timed_steps": settings.run.num_timed_steps,
-            "num_draw_threads": settings.run.num_threads,
+            "num_sampling_threads": settings.run.num_threads,
             "num_micro_batches": settings.run.accumulate,
             "objective": text_objective(settings)
             or objective_named(settings.run.objective, from_here=not settings.run.resume),

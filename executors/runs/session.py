@@ -111,7 +111,7 @@ class Session:
         Under which spans are reported.
     num_timed_steps : int
         Steps whose spans are kept.
-    num_draw_threads : int
+    num_sampling_threads : int
         Threads for one ``counter`` draw on a CPU.
     num_micro_batches : int
         Parts that each batch is forwarded in; their losses are accumulated over labels.
@@ -151,7 +151,7 @@ class Session:
         loss_dtype: LossDType = "model",
         rank: int = 0,
         num_timed_steps: int = 100,
-        num_draw_threads: int = 1,
+        num_sampling_threads: int = 1,
         num_micro_batches: int = 1,
         base_digest: str | None = None,
         objective: Objective | TextObjective | None = None,
@@ -209,7 +209,7 @@ class Session:
             self.engine,
             Hyperparameters(plan.estimator.epsilon, weight_decay),
             backend,
-            num_draw_threads=num_draw_threads,
+            num_sampling_threads=num_sampling_threads,
             num_micro_batches=num_micro_batches,
             watch_updates=plan.loses_updates,
             checksums=checksums,

@@ -579,7 +579,7 @@ class RunSettings:
         }
         if self.prefix is not None:
             same["prefix"] = self.prefix.num_tokens
-        if plan.model.cut_blocks and plan.directions.draws_by_halves:
+        if plan.model.cut_blocks and plan.directions.samples_by_halves:
             same["cut_blocks"] = list(plan.model.cut_blocks)  # their halves are drawn one after the other
         return same
 

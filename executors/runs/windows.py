@@ -17,7 +17,7 @@ _WINDOWS = "_zosim_lazy_windows"
 
 
 def attach_windows(model: nn.Module, lora: LoRA) -> None:
-    """Draw the first window's ``A`` of a model with adapters, and attach the windows to the model."""
+    """Sample the first window's ``A`` of a model with adapters, and attach the windows to the model."""
     windows = LazyWindows(model, lora)
     setattr(model, _WINDOWS, windows)
     windows.draw(0)

@@ -27,7 +27,7 @@ from zosim.lowering.buckets import aligned, bucket_bytes
 from zosim.program import Program
 from zosim.program.contents import FrozenWeights, GroupWeights, parameters_of
 from zosim.program.instructions import Access, Buffer, Space
-from zosim.program.operations import Draw, Forward, Perturb, Update
+from zosim.program.operations import Forward, Perturb, Sample, Update
 
 Trait = TypeVar("Trait")
 
@@ -329,7 +329,7 @@ class BufferStore:
     def _check_groups_known(self) -> None:
         groups = {what.group for what in self.parts}
         for part, instruction in self._program.instructions():
-            named = instruction.op.group if isinstance(instruction.op, Draw | Perturb | Update) else None
+            named = instruction.op.group if isinstance(instruction.op, Sample | Perturb | Update) else None
             if named is not None and named not in groups:
                 raise ProgramError(
                     f"program {self._program.name}: {part}/{instruction.id} names the parameter group {named!r}, "

@@ -253,8 +253,8 @@ def _weights(num: int, device: torch.device, kept: Kept, less: int = 0) -> Tenso
     stream = 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
     key = num, less, stream
     if key not in kept:
-        drawn = torch.randint(-(2**62), 2**62, (num,), generator=torch.Generator().manual_seed(num))
-        kept[key] = (2 * drawn + 1 - less).to(device)
+        sampled = torch.randint(-(2**62), 2**62, (num,), generator=torch.Generator().manual_seed(num))
+        kept[key] = (2 * sampled + 1 - less).to(device)
     return kept[key]
 
 

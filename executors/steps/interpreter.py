@@ -31,12 +31,12 @@ from executors.steps.ops import Action, Actions, Context
 from executors.steps.ops.codec import Crossings
 from executors.steps.streams import Backend, PeersTicket, Task, Ticket
 from executors.steps.update_watch import UpdateWatch
-from executors.threads import DrawThreads
+from executors.threads import SamplingThreads
 from topology.errors import ModelError, ProgramError, RunError
 from zosim.points import Point
 from zosim.program import Program
 from zosim.program.instructions import PARTS, Buffer, Dependency, Instruction, Part, Space
-from zosim.program.operations import Backward, Collective, Draw, Forward, Optimize
+from zosim.program.operations import Backward, Collective, Forward, Optimize, Sample
 from zosim.program.validate import validate
 
 __all__ = ["Hyperparameters", "Interpreter", "StepFrame"]
@@ -52,7 +52,7 @@ class Interpreter:
         Its parameters move into the program's buffers.
     hyperparameters : Hyperparameters
     backend : Backend
-    num_draw_threads : int
+    num_sampling_threads : int
         Threads that share draws on a CPU.
     num_micro_batches : int
         Parts that a batch is forwarded in, whose losses are accumulated.
@@ -80,7 +80,7 @@ class Interpreter:
         hyperparameters: Hyperparameters,
         backend: Backend,
         *,
-        num_draw_threads: int = 1,
+        num_sampling_threads: int = 1,
         num_micro_batches: int = 1,
         watch_updates: bool = False,
         checksums: bool = False,
@@ -110,7 +110,7 @@ class Interpreter:
             self.store,
             hyperparameters,
             backend,
-            threads=DrawThreads(num_draw_threads),
+            threads=SamplingThreads(num_sampling_threads),
             num_micro_batches=num_micro_batches,
             ranks=communicator,
             remote_loss_dtype=_remote_loss_dtype(program, engine, num_micro_batches),
@@ -413,7 +413,7 @@ def _lazy_steps(program: Program) -> int:
     ProgramError
         If draws disagree about it.
     """
-    lazy = {i.op.lazy_steps for _, i in program.instructions() if isinstance(i.op, Draw)}
+    lazy = {i.op.lazy_steps for _, i in program.instructions() if isinstance(i.op, Sample)}
     if len(lazy) > 1:
         raise ProgramError(
             f"program {program.name} keeps factors of directions for {sorted(lazy)} steps at once",

@@ -19,7 +19,7 @@ from topology.errors import RunError, ZosimError
 from zosim.program.instructions import Buffer, Instruction, Part, Space, Stream
 from zosim.program.operations import Recv, Send
 
-_GRAPHED = (Stream.COMPUTE, Stream.DRAW)
+_GRAPHED = (Stream.COMPUTE, Stream.SAMPLE)
 """Streams whose kernels may be launched as CUDA graphs."""
 
 _NATIVE_STREAMS = 32

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from scipy.stats import kstest, kstwobign
 
-from executors.randomness.counter import BLOCK_ELEMENTS, CounterDraws, CounterKey
+from executors.randomness.counter import BLOCK_ELEMENTS, CounterKey, CounterSampler
 from executors.randomness.directions import DIRECTIONS, Direction
 from executors.randomness.rng import generator_on
-from executors.randomness.sequential import draw_rows, skip_tensors
-from executors.threads import DrawThreads
+from executors.randomness.sequential import sample_rows, skip_tensors
+from executors.threads import SamplingThreads
 from proofs_checks.claims import Checks, printed
 from proofs_checks.faults import groups_from_the_seed, updates_without_rank, wider_normals
 from proofs_checks.outcomes import Context, Outcome
@@ -34,8 +34,8 @@ CASES = (
         blocks="offloaded",
         update="delayed",
         rng="counter",
-        drawn_ahead=True,
-        num_draw_threads=2,
+        sampled_ahead=True,
+        num_sampling_threads=2,
     ),
     Case(dtype="bfloat16", difference="forward", update="delayed", resumed_at=1, num_steps=3),
     Case(num_micro_batches=2, perturbation="copies"),
@@ -90,7 +90,7 @@ def check_orders(context: Context) -> Outcome:
             directions=Directions(order=order),
             seed=context.seed,
             **OFFLOADED,
-        ).drawn
+        ).sampled
         for order in ("registration", "execution")
     )
     num_unlike_groups = num_unlike(registration, execution)
@@ -131,8 +131,8 @@ def _unlike_slices(direction: Direction, seed: int) -> int:
     width = 96
     numels = [33, 4 * block + width, 2 * width]
     numels[1] -= numels[1] % width
-    threads = DrawThreads(2)
-    alone, threaded = CounterDraws(numels, _CPU), CounterDraws(numels, _CPU, threads=threads)
+    threads = SamplingThreads(2)
+    alone, threaded = CounterSampler(numels, _CPU), CounterSampler(numels, _CPU, threads=threads)
     key = CounterKey.of(seed, 3, 1)
     (_, whole, _) = (
         tensor.flatten()
@@ -162,12 +162,12 @@ def _unlike_slices(direction: Direction, seed: int) -> int:
 
 def _keys_that_meet(seed: int) -> int:
     keys = [(seed, 0, 0), (seed + 1, 0, 0), (seed, 1, 0), (seed, 0, 1)]
-    draws = CounterDraws([40, 40], _CPU)
+    counter = CounterSampler([40, 40], _CPU)
     seen = set()
     for key in keys:
         for parameter in (0, 1):
             out = torch.empty(40)
-            draws.fill(out, parameter, 0, CounterKey.of(*key), DIRECTIONS["gaussian"])
+            counter.fill(out, parameter, 0, CounterKey.of(*key), DIRECTIONS["gaussian"])
             seen.add(tuple(out.tolist()))
     return 2 * len(keys) - len(seen)
 
@@ -177,20 +177,20 @@ def _unlike_sequences(direction: Direction, seed: int) -> int:
     shapes = [(301,), (2100, 33), (50,)]
     generator = generator_on(_CPU, seed)
     name = direction.distribution.name
-    whole = [literal.drawn(shape, name, generator, torch.float32) for shape in shapes]
+    whole = [literal.sampled(shape, name, generator, torch.float32) for shape in shapes]
     again = generator_on(_CPU, seed)
     skip_tensors([301], torch.empty(0), direction, again)
     state = again.get_state()
     # One of them lies across two of the pieces that are drawn at once.
     rows = torch.tensor([0, 5, 1986, 2099])
     kept = torch.empty((len(rows), 33))
-    draw_rows(kept, rows, 2100, direction, again)
+    sample_rows(kept, rows, 2100, direction, again)
     last = torch.empty(shapes[2])
     direction.fill(last, again)
-    redrawn = torch.empty(shapes[1])
+    resampled = torch.empty(shapes[1])
     again.set_state(state)
-    direction.fill(redrawn, again)
-    pairs = ((kept, whole[1][rows]), (last, whole[2]), (redrawn, whole[1]))
+    direction.fill(resampled, again)
+    pairs = ((kept, whole[1][rows]), (last, whole[2]), (resampled, whole[1]))
     return sum(not same_bits(*pair) for pair in pairs)
 
 
@@ -201,9 +201,10 @@ def one_bit(shipped, self, theta, *rest, **named):
 
 
 @planted(
-    "executors.randomness.low_rank:FactorDraws.sequential", "a right factor that is drawn anew in every step"
+    "executors.randomness.low_rank:FactorSampler.sequential",
+    "a right factor that is drawn anew in every step",
 )
-def right_drawn_anew(shipped, self, group, query, _step, window, *rest):
+def right_sampled_anew(shipped, self, group, query, _step, window, *rest):
     return shipped(self, group, query, window.first, window, *rest)
 
 
@@ -212,8 +213,8 @@ def last_loss_not_counted(shipped, losses, counts):
     return shipped([*losses[:-1], 0 * losses[-1]] if len(losses) > 1 else losses, counts)
 
 
-@planted("executors.steps.ops.draw:counter_key", "a delayed update draws from the present step")
-def draws_of_the_present_step(shipped, frame, op):
+@planted("executors.steps.ops.sample:counter_key", "a delayed update draws from the present step")
+def samples_of_the_present_step(shipped, frame, op):
     return shipped(frame, replace(op, step=0) if frame.seeds else op)
 
 
@@ -232,10 +233,10 @@ def updates_along_perturbations(shipped, *given, **named):
     return shipped(*given, **{**named, "for_update": False})
 
 
-def redrawn_with_rights(method: str, name: str) -> Fault:
+def resampled_with_rights(method: str, name: str) -> Fault:
     """Return a fault of redrawn factors, for which a method of theirs draws or passes ``V``, too."""
 
-    @planted("executors.randomness.low_rank:FactorDraws.redrawn", name)
+    @planted("executors.randomness.low_rank:FactorSampler.redrawn", name)
     def fault(shipped, self, *given):
         def with_rights(*rest, **named):
             return getattr(self, method)(*rest, **{**named, "with_rights": True})
@@ -245,7 +246,7 @@ def redrawn_with_rights(method: str, name: str) -> Fault:
     return fault
 
 
-@planted("executors.randomness.counter:CounterDraws.fill", "a slice read from its block's start")
+@planted("executors.randomness.counter:CounterSampler.fill", "a slice read from its block's start")
 def slice_from_its_block_on(shipped, self, out, parameter, offset, key, direction, *factor):
     start = offset - offset % self.block_elements(direction)
     shipped(self, out, parameter, start, key, direction, *factor)
@@ -262,11 +263,11 @@ CHECKS: Checks = {
             lambda elements: {**elements, "cpu": 256},
         ),
         one_bit,
-        right_drawn_anew,
+        right_sampled_anew,
         updates_without_rank,
         last_loss_not_counted,
         groups_from_the_seed,
-        draws_of_the_present_step,
+        samples_of_the_present_step,
         rows_rounded_once,
         Fault(
             "gathered rows that skip the step to -ε",
@@ -282,8 +283,8 @@ CHECKS: Checks = {
     "released-loop-draws-again": printed(
         check_released,
         updates_along_perturbations,
-        redrawn_with_rights("_draw", "a sequence with V again"),
-        redrawn_with_rights("_skip_to", "groups before it passed with their V"),
+        resampled_with_rights("_draw", "a sequence with V again"),
+        resampled_with_rights("_skip_to", "groups before it passed with their V"),
     ),
     "slices-and-resume-points": printed(
         check_slices,
@@ -295,7 +296,7 @@ CHECKS: Checks = {
         ),
         Fault(
             "blocks numbered within their parameter",
-            "executors.randomness.counter:CounterDraws._seeds",
+            "executors.randomness.counter:CounterSampler._seeds",
             lambda shipped, self, _parameter, *rest: shipped(self, 0, *rest),
         ),
         Fault(

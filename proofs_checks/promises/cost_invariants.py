@@ -124,7 +124,7 @@ def check_rates(context: Context) -> Outcome:
     )
 
 
-_COUNTED = {"matmul_rate", "memory_bandwidth", "sweep_bandwidth", "draw_rate", "copy_h2d_bandwidth"}
+_COUNTED = {"matmul_rate", "memory_bandwidth", "sweep_bandwidth", "sampling_rate", "copy_h2d_bandwidth"}
 """Kinds of which each must matter to some work."""
 
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Generator, Tensor
 
-from executors.randomness.counter import CounterDraws, CounterKey
+from executors.randomness.counter import CounterKey, CounterSampler
 from executors.randomness.directions import DIRECTIONS, Direction
 from executors.randomness.rng import generator_on
 from proofs_checks.claims import Checks, printed
@@ -59,7 +59,7 @@ def _families() -> Iterator[Family]:
         yield Family(
             name,
             partial(_filled, direction),
-            partial(literal.drawn, SHAPE, name, dtype=torch.float64),
+            partial(literal.sampled, SHAPE, name, dtype=torch.float64),
             (distribution.mean, distribution.second_moment, direction.energy(SHAPE)),
             _moments(direction_moments(name, dimension=numel)),  # type: ignore[arg-type]
         )
@@ -99,7 +99,7 @@ def _filled(direction: Direction, generator: Generator) -> Tensor:
 
 def _literal_product(rank: int, generator: Generator) -> Tensor:
     right, left = (
-        literal.drawn((length, rank), "gaussian", generator, torch.float64) for length in reversed(SHAPE)
+        literal.sampled((length, rank), "gaussian", generator, torch.float64) for length in reversed(SHAPE)
     )
     return (left[:, None] * right[None]).sum(2) / math.sqrt(rank)
 
@@ -120,7 +120,7 @@ def _enumerated_product(rows: int, columns: int, rank: int) -> tuple[float, ...]
 
 
 def _normals_and_chances(generator: Generator) -> tuple[Tensor, Tensor]:
-    normals = literal.drawn(SHAPE, "gaussian", generator, torch.float32)
+    normals = literal.sampled(SHAPE, "gaussian", generator, torch.float32)
     return normals, torch.rand(SHAPE, generator=generator)
 
 
@@ -209,8 +209,8 @@ def _numbers(
     of_query = seed_of(seed + run, step, query)
     out = torch.empty(length)
     if rng == "counter":
-        draws = CounterDraws([length, length], _CPU)
-        draws.fill(out, parameter, 0, CounterKey.of(of_query, step, query), direction)
+        counter = CounterSampler([length, length], _CPU)
+        counter.fill(out, parameter, 0, CounterKey.of(of_query, step, query), direction)
     else:
         generator = generator_on(_CPU, of_query)
         for _ in range(parameter + 1):
@@ -267,7 +267,7 @@ CHECKS: Checks = {
         ),
         Fault(
             "every block with one seed",
-            "executors.randomness.counter:CounterDraws._seeds",
+            "executors.randomness.counter:CounterSampler._seeds",
             lambda shipped, self, _parameter, blocks, *rest: shipped(self, 0, [0] * len(blocks), *rest),
         ),
         Fault(

@@ -383,7 +383,7 @@ CHECKS: Checks = {
         quantized.ROUNDED_DOWN,
         quantized.CHANCES_BETWEEN,
         quantized.CLAMP_WIDE,
-        quantized.DRAWN_NEAREST,
+        quantized.SAMPLED_NEAREST,
     ),
     "steps-in-codes-are-a-literal-loop": printed(
         check_codes_over_steps,
@@ -391,7 +391,7 @@ CHECKS: Checks = {
         quantized.MOVE_AWAY,
         quantized.MOVE_CHANCES,
         quantized.SAME_KEY,
-        quantized.DRAWN_LONG,
+        quantized.SAMPLED_LONG,
         later_queries_short,
         Fault(
             "no second moment",

@@ -28,7 +28,7 @@ _AXES: Mapping[str, Mapping[str, Sequence[object]]] = {
     "directions": {
         "rng": ("mezo", "counter"),
         "order": ("registration", "execution"),
-        "drawn_ahead": (False, True),
+        "sampled_ahead": (False, True),
     },
     "weights": {"perturbation": ("serial", "copies")},
     "residency": {
@@ -242,8 +242,8 @@ def blocks_not_restored(shipped, self, groups, segment, query, leap):
 
 
 @planted("zosim.lowering.rank:Listing.emit", "a direction not drawn again")
-def not_drawn_again(shipped, self, name, op, stream, label, *rest):
-    if label != "draw" or not name.endswith(":update"):
+def not_sampled_again(shipped, self, name, op, stream, label, *rest):
+    if label != "sample" or not name.endswith(":update"):
         shipped(self, name, op, stream, label, *rest)
 
 
@@ -257,7 +257,7 @@ CHECKS: Checks = {
             lambda *_given: None,
         ),
         blocks_not_restored,
-        not_drawn_again,
+        not_sampled_again,
     ),
     "every-dependency-is-needed": printed(
         check_edges,

@@ -72,7 +72,7 @@ def check_independent(context: Context) -> Outcome:
         traces = executed(case, context.seed, literally(case, context.seed, 0))
         products = []
         for step in range(case.num_steps):
-            first, second = (_drawn(trace, step) for trace in traces)
+            first, second = (_sampled(trace, step) for trace in traces)
             length = min(len(first), len(second))
             products.append((first[:length] * second[:length]).double())
         theory = torch.zeros(1, dtype=torch.float64)
@@ -80,9 +80,9 @@ def check_independent(context: Context) -> Outcome:
     return worst(outcomes)
 
 
-def _drawn(trace: Trace, step: int) -> Tensor:
+def _sampled(trace: Trace, step: int) -> Tensor:
     """Return the numbers of a stage's own blocks in one step, in their scale."""
-    uses = [z for (at, _, group), z in trace.drawn.items() if at == step and group.startswith("block.")]
+    uses = [z for (at, _, group), z in trace.sampled.items() if at == step and group.startswith("block.")]
     return torch.cat(uses)
 
 

@@ -23,11 +23,11 @@ from executors.low_bits.linear import QuantizedLinear, quantize_layers
 from executors.low_bits.quantized import Beside, QuantizedTensor
 from executors.low_bits.stored import Moved
 from executors.randomness.counter import CounterKey
-from executors.randomness.rounded import Chances, DrawKeys, MovedRows, RoundedDraws, rounding_key
+from executors.randomness.rounded import Chances, MovedRows, RoundedSampler, SamplingKeys, rounding_key
 from executors.ranks.communicator import Communicator
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
-from executors.threads import DrawThreads
+from executors.threads import SamplingThreads
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, within
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -37,7 +37,7 @@ from proofs_checks.setups import quantized_weights as quantized
 from proofs_checks.setups.executed import Case, learning_rate
 from proofs_checks.setups.placements import same_bits, tiny_batches, tiny_model
 from proofs_checks.setups.ranks import on_all_ranks
-from proofs_checks.setups.roundings import drawn_pair
+from proofs_checks.setups.roundings import sampled_pair
 from proofs_checks.statistics import compare_means
 from zosim.plans import LowBits, Plan
 
@@ -119,7 +119,7 @@ def _weights(seed: int) -> dict[str, Array]:
     spiked, tiny = normal.copy(), 1e-6 * generator.normal(size=shape)
     spiked[:, 5] = 10.5
     tiny[:, 7] = 1.0
-    drawn = {
+    sampled = {
         "uniform": generator.uniform(-1, 1, shape),
         "normal": normal,
         "normal, one of 10.5 deviations in a row": spiked,
@@ -127,7 +127,7 @@ def _weights(seed: int) -> dict[str, Array]:
         "a millionth beside 1": tiny,
     }
     # float32, as weights are read.
-    return {name: values.astype(np.float32).astype(np.float64) for name, values in drawn.items()}
+    return {name: values.astype(np.float32).astype(np.float64) for name, values in sampled.items()}
 
 
 _CANDIDATES: Mapping[str, tuple[QuantFormat, ...]] = {
@@ -207,8 +207,8 @@ def check_outlier_split(context: Context) -> Outcome:
     generator, shape = np.random.default_rng(context.seed), (64, 200)
     matrices = {"normals": generator.normal(size=shape), "heavy tails": generator.standard_t(2, shape)}
     parts, ratios = {}, {}
-    for name, drawn in matrices.items():
-        weights = drawn.astype(np.float32).astype(np.float64)
+    for name, sampled in matrices.items():
+        weights = sampled.astype(np.float32).astype(np.float64)
         errors = split_errors(weights, lambda part, name: values_of(shipped(part, QuantConfig(name))))
         literal = split_errors(weights, lambda part, name: literal_values(part, name, "channel"))
         parts[f"{name}, written out"] = equal(errors, literal, what="Σ(w - Q(w))²", tolerance=1e-3)
@@ -249,15 +249,15 @@ class Sparse:
     def __init__(self, rounding: RoundedDirection, shape: tuple[int, int], seed: int) -> None:
         shapes = [torch.Size(shape)]
         moved = MovedRows(rounding.sparsity, shapes, (0,), _CPU)
-        draws = RoundedDraws(rounding, shapes, moved, _CPU, DrawThreads(1))
+        rounded_sampler = RoundedSampler(rounding, shapes, moved, _CPU, SamplingThreads(1))
         self.copies = []
         for is_second in (False, True):
             codes = torch.empty(shapes[0].numel(), dtype=torch.int8)
-            draws.fill_counted(
-                [codes], [0], CounterKey.of(seed, 0, 0), DrawKeys.of(seed, 0, 0, is_second=is_second)
+            rounded_sampler.fill_counted(
+                [codes], [0], CounterKey.of(seed, 0, 0), SamplingKeys.of(seed, 0, 0, is_second=is_second)
             )
             self.copies.append(codes.view(shape))
-        chosen = moved.of(0, DrawKeys.of(seed, 0, 0).rows)
+        chosen = moved.of(0, SamplingKeys.of(seed, 0, 0).rows)
         self.rows = None if chosen is None else chosen.there
         self.values = [copy.double() * rounding.unit for copy in self.copies]
 
@@ -273,8 +273,8 @@ def check_sparse_moments(context: Context) -> Outcome:
         dense = RoundedDirection("gaussian", bits)
         once, product, squares = enumerated_moments(dense)
         count = context.samples(300_000, 100_000)
-        drawn = Sparse(rounding, (2 * count, 3), context.seed + number)
-        first, second = (values.view(count, 2, 3) for values in drawn.values)
+        sampled = Sparse(rounding, (2 * count, 3), context.seed + number)
+        first, second = (values.view(count, 2, 3) for values in sampled.values)
         is_moved = (first != 0).any(2) | (second != 0).any(2)
         one, other, below = first[:, 0, 0], first[:, 0, 1], first[:, 1, 0]
         squared = first**2
@@ -311,15 +311,15 @@ def check_sparse_moments(context: Context) -> Outcome:
                 torch.tensor([kept, kept**2], dtype=torch.float64),
                 along=False,
             )
-        assert drawn.rows is not None
+        assert sampled.rows is not None
         parts[f"{title}, others are 0"] = equal(
-            float(np.delete(drawn.copies[0].numpy(), drawn.rows.numpy(), 0).any()),
+            float(np.delete(sampled.copies[0].numpy(), sampled.rows.numpy(), 0).any()),
             0.0,
             what="not chosen, not 0",
         )
         # The chance that keeps a row decides no element's rounding: those of one number meet only by chance.
         kept_rows = torch.zeros(2 * count, dtype=torch.bool)
-        kept_rows[drawn.rows] = True
+        kept_rows[sampled.rows] = True
         same = first.reshape(-1)[: 2 * count][kept_rows]
         parts[f"{title}, chances of their own"] = compare_means(
             "û where the row of its number is kept", same[:, None], torch.zeros(1, dtype=torch.float64)
@@ -343,17 +343,17 @@ def check_sparse_updates(context: Context) -> Outcome:
         size = float(density @ mean_size) / rounding.scale  # E|Q(u)| of a dense direction
         once, _, _ = enumerated_moments(RoundedDirection("gaussian", 2))
         count = context.samples(500_000, 80_000)
-        drawn = Sparse(rounding, (count, 2), context.seed)
+        sampled = Sparse(rounding, (count, 2), context.seed)
         held = quantized.weights_of(torch.zeros(count, 2), 1.0, 8)
         chances, key = Chances([2 * count], _CPU), rounding_key(context.seed, 0, 0, "update")
         held.move(
-            drawn.copies[0],
+            sampled.copies[0],
             factor * rounding.unit,
             lambda begin, end, chances=chances, key=key: chances.between(begin, end, 0, key),  # type: ignore[misc]
-            rows=drawn.rows,
+            rows=sampled.rows,
         )
         moved = quantized.levels_of(held)
-        columns = torch.stack([(moved * drawn.values[0]).mean(1), moved.square().mean(1), moved.mean(1)], 1)
+        columns = torch.stack([(moved * sampled.values[0]).mean(1), moved.square().mean(1), moved.mean(1)], 1)
         expected = torch.tensor([-factor * once, factor * size * math.sqrt(kept), 0.0], dtype=torch.float64)
         parts[f"{kept:.4g} of the rows"] = compare_means(
             "progress -E[δû], noise E|δ|, mean",
@@ -391,11 +391,11 @@ def check_reaches(_context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-def check_moments_of_draws(context: Context) -> Outcome:
+def check_moments_of_samples(context: Context) -> Outcome:
     """Compare moments of two roundings of 2 to 8 bits, as runs draw them, with quadrature over normals."""
     parts = {}
     for bits in range(2, 9):
-        first, second = drawn_pair(
+        first, second = sampled_pair(
             RoundedDirection("gaussian", bits), (context.samples(1_000_000, 200_000),), context.seed + bits
         )
         columns = torch.stack([first, first**2, second**2, first * second, first**2 * second**2], 1)
@@ -615,7 +615,7 @@ def scales_below(shipped, self, part, rows):
     self.scales[rows] *= 0.95
 
 
-@planted(f"{_ROUNDED}:DrawKeys.of", "rows of a second rounding's own")
+@planted(f"{_ROUNDED}:SamplingKeys.of", "rows of a second rounding's own")
 def rows_of_a_second_rounding(shipped, *given, **named):
     keys = shipped(*given, **named)
     return keys._replace(rows=keys.rounding)
@@ -711,7 +711,9 @@ CHECKS: Checks = {
         ),
     ),
     "rounded-directions-at-every-width": (
-        printed(check_moments_of_draws, quantized.SAME_KEY, quantized.DRAWN_LONG, quantized.DRAWN_NEAREST),
+        printed(
+            check_moments_of_samples, quantized.SAME_KEY, quantized.SAMPLED_LONG, quantized.SAMPLED_NEAREST
+        ),
         printed(
             check_reaches,
             Fault(

@@ -18,8 +18,8 @@ from proofs_checks.setups.roundings import (
     chances_of,
     clamped_too_far,
     codes_of,
-    drawn_pair,
     no_zero_point,
+    sampled_pair,
     towards_zero,
     unlike_directions,
     weights_at_random,
@@ -45,7 +45,7 @@ def check_estimators(context: Context) -> Outcome:
     for number, (bits, reach) in enumerate(cases):
         rounding = Reaching("gaussian", bits, limit=reach)
         count = context.samples(400_000, 100_000)
-        pair = drawn_pair(rounding, (count, _NUM_ELEMENTS), context.seed + number)
+        pair = sampled_pair(rounding, (count, _NUM_ELEMENTS), context.seed + number)
         kinds: tuple[tuple[Literal["q-rge1", "q-rge2"], Tensor], ...] = (
             ("q-rge1", pair[0]),
             ("q-rge2", pair[1]),
@@ -116,11 +116,11 @@ def _rounded(name: str, rounded: Tensor, kept: Tensor, scale: float) -> Outcome:
 
 CHECKS: Checks = {
     "stochastic-rounding-unbiased": (
-        conditioned(partial(check_directions, _WITHIN), quantized.DRAWN_NEAREST, towards_zero),
+        conditioned(partial(check_directions, _WITHIN), quantized.SAMPLED_NEAREST, towards_zero),
         conditioned(check_weights, quantized.MOVE_NEAREST, quantized.MOVE_CHANCES, no_zero_point),
         counterexample(partial(check_directions, _BEYOND), clamped_too_far),
     ),
     "quantised-rge": printed(
-        check_estimators, quantized.DRAWN_NEAREST, towards_zero, quantized.SAME_KEY, unlike_directions
+        check_estimators, quantized.SAMPLED_NEAREST, towards_zero, quantized.SAME_KEY, unlike_directions
     ),
 }

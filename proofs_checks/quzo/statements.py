@@ -50,11 +50,11 @@ from proofs_checks.setups.roundings import (
     clamped_too_far,
     codes_and_chances,
     codes_of,
-    drawn_pair,
     half_a_code_on,
     no_scale,
     no_unit,
     no_zero_point,
+    sampled_pair,
     weight_value,
     weights_at_random,
 )
@@ -133,9 +133,9 @@ def check_roundings_agree(_context: Context) -> Outcome:
 def check_roundings_differ(_context: Context) -> Outcome:
     """Compare how often two roundings of d normals are alike with (2/3)^d, which is nothing for many elements."""
     rounding = Reaching("gaussian", 8, limit=6.35)
-    draws = np.random.default_rng(0).normal(size=4000)
-    each = np.mean([_agreement([u], rounding) for u in draws])
-    many = draws[:400]
+    samples = np.random.default_rng(0).normal(size=4000)
+    each = np.mean([_agreement([u], rounding) for u in samples])
+    many = samples[:400]
     return everything_holds(
         {
             "one normal, fine grid": equal(float(each), 2 / 3, what="P(alike)", tolerance=0.02),
@@ -322,7 +322,7 @@ def check_relative_squares(context: Context) -> Outcome:
     """Compare second moments of both estimators with enumeration: as runs draw them, and as plans state them."""
     bits, level, d = 3, 3.0, 2
     rounding = Reaching("gaussian", bits, limit=level)
-    pair = drawn_pair(rounding, (context.samples(400_000, 60_000), d), context.seed)
+    pair = sampled_pair(rounding, (context.samples(400_000, 60_000), d), context.seed)
     along = pair[0] @ (torch.ones(d, dtype=torch.float64) / math.sqrt(d))
     once, twice, _ = enumerated_moments(rounding)
     first, second = relative_squares(bits, level, d)
@@ -612,7 +612,7 @@ def check_vanishing_perturbation(_context: Context) -> Outcome:
     """Show that perturbed weights that are stored in their own few bits are the weights, at the paper's ε = 1e-5."""
     scale, epsilon = 0.02, 1e-5
     weights = _kept_on_grid(torch.linspace(-0.14, 0.14, 9, dtype=torch.float64), scale)
-    z, _ = drawn_pair(Reaching("gaussian", 4, limit=3.0), (9,), 1)
+    z, _ = sampled_pair(Reaching("gaussian", 4, limit=3.0), (9,), 1)
     plus, minus = (_kept_on_grid(weights + sign * epsilon * z, scale) for sign in (1, -1))
     slope = torch.linspace(1, 2, 9, dtype=torch.float64)
     gradient = float(slope @ (plus - minus)) / (2 * epsilon)
@@ -632,7 +632,7 @@ def check_wide_perturbation(_context: Context) -> Outcome:
     """Compare μ_i with u·∇L where perturbed weights are held in float32, their codes untouched."""
     scale, epsilon = 0.02, 1e-3
     weights = _kept_on_grid(torch.linspace(-0.14, 0.14, 9, dtype=torch.float64), scale)
-    z, _ = drawn_pair(Reaching("gaussian", 4, limit=3.0), (9,), 1)
+    z, _ = sampled_pair(Reaching("gaussian", 4, limit=3.0), (9,), 1)
     plus, minus = ((weights + sign * epsilon * z).float().double() for sign in (1, -1))
     slope = torch.linspace(1, 2, 9, dtype=torch.float64)
     gradient = float(slope @ (plus - minus)) / (2 * epsilon)
@@ -800,10 +800,10 @@ def check_outlier_code(_context: Context) -> Outcome:
     )
 
 
-def check_drawn_codes(context: Context) -> Outcome:
+def check_sampled_codes(context: Context) -> Outcome:
     """Compare moments of two roundings of 3 bits, as runs draw them, with quadrature over normals."""
     rounding = RoundedDirection("gaussian", 3)
-    first, second = drawn_pair(rounding, (context.samples(3_000_000, 800_000),), context.seed)
+    first, second = sampled_pair(rounding, (context.samples(3_000_000, 800_000),), context.seed)
     columns = torch.stack([first**2, second**2, first * second, first**2 * second**2], 1)
     once, product, squares = enumerated_moments(rounding)
     expected = torch.tensor([once, once, product, squares], dtype=torch.float64)
@@ -890,7 +890,7 @@ CHECKS: Checks = {
         counterexample(partial(check_scaled_outer_product, "codes"), chances_high),
     ),
     "quzo-two-roundings-may-be-alike": (
-        conditioned(check_roundings_differ, quantized.DRAWN_NEAREST),
+        conditioned(check_roundings_differ, quantized.SAMPLED_NEAREST),
         counterexample(check_roundings_agree, chances_high, half_a_code_on),
     ),
     "quzo-which-mean-is-nearer": (
@@ -898,8 +898,8 @@ CHECKS: Checks = {
         counterexample(check_first_can_be_nearer, second_high, clamped_lost),
     ),
     "quzo-second-moments": (
-        printed(check_relative_squares, quantized.SAME_KEY, quantized.DRAWN_NEAREST, clamp_left_out),
-        printed(check_drawn_codes, quantized.SAME_KEY, quantized.DRAWN_LONG, quantized.DRAWN_NEAREST),
+        printed(check_relative_squares, quantized.SAME_KEY, quantized.SAMPLED_NEAREST, clamp_left_out),
+        printed(check_sampled_codes, quantized.SAME_KEY, quantized.SAMPLED_LONG, quantized.SAMPLED_NEAREST),
     ),
     "quzo-lattice-keeps-a-gradient": counterexample(
         quantized.check_moves_on_a_lattice,

@@ -63,7 +63,7 @@ class Case:
     order: str = "registration"
     perturbation: str = "serial"
     kept: bool = False
-    drawn_ahead: bool = False
+    sampled_ahead: bool = False
     data: int = 1
     perturb: int = 1
     inner: str = "perturb"
@@ -73,7 +73,7 @@ class Case:
     transfers: str = "private"
     traversal: str = "blockwise"
     update: str = "immediate"
-    num_draw_threads: int = 1
+    num_sampling_threads: int = 1
     num_micro_batches: int = 1
 
     def plan(self) -> Plan:
@@ -117,7 +117,7 @@ class Case:
                     "rng": self.rng,
                     "order": self.order,
                     "kept": self.kept,
-                    "drawn_ahead": self.drawn_ahead,
+                    "sampled_ahead": self.sampled_ahead,
                 }
             ),
         )
@@ -177,7 +177,7 @@ def executed(case: Case, seed: int, literal: LiteralRun) -> list[Trace]:
             weight_decay=_WEIGHT_DECAY,
             seed=seed,
             num_timed_steps=0,
-            num_draw_threads=case.num_draw_threads,
+            num_sampling_threads=case.num_sampling_threads,
             num_micro_batches=case.num_micro_batches,
             communicator=communicator,
         ) as session:
@@ -212,7 +212,7 @@ def differences(case: Case, seed: int) -> list[str]:
     traces = executed(case, seed, literal)
     return [
         f"rank {rank}: {what}" for rank, trace in enumerate(traces) for what in _unlike(trace, literal)
-    ] + _not_drawn(traces, literal, case)
+    ] + _not_sampled(traces, literal, case)
 
 
 def _unlike(trace: Trace, literal: LiteralRun) -> Iterator[str]:
@@ -225,34 +225,34 @@ def _unlike(trace: Trace, literal: LiteralRun) -> Iterator[str]:
         if record.projected_gradients != literal.gradients[record.step]:
             yield f"projected gradients of step {record.step}"
     for (step, query, group), uses in trace.directions.items():
-        wanted = _joined(literal.drawn, step, query, trace.parameters[group])
-        again = _joined(literal.drawn | literal.redrawn, step, query, trace.parameters[group])
+        wanted = _joined(literal.sampled, step, query, trace.parameters[group])
+        again = _joined(literal.sampled | literal.resampled, step, query, trace.parameters[group])
         whole = [use for use in uses if use.numel() == wanted.numel()]  # factors are not products
         if not all(same_bits(use, wanted * _EPSILON) or same_bits(use, again * _EPSILON) for use in whole):
             yield f"direction of {group} in step {step}, query {query}"
 
 
 def _joined(
-    drawn: Mapping[tuple[int, int, str], Tensor],
+    sampled: Mapping[tuple[int, int, str], Tensor],
     step: int,
     query: int,
     parameters: Sequence[tuple[str, int]],
 ) -> Tensor:
     """Return the direction of a group's parameters."""
-    return torch.cat([drawn[step, query, name] for name, _ in parameters])
+    return torch.cat([sampled[step, query, name] for name, _ in parameters])
 
 
-def _not_drawn(traces: Sequence[Trace], literal: LiteralRun, case: Case) -> list[str]:
+def _not_sampled(traces: Sequence[Trace], literal: LiteralRun, case: Case) -> list[str]:
     """Return parameters that no rank of a step drew: the union of what ranks draw must be the whole direction."""
-    drawn = {
+    sampled = {
         (step, query, name)
         for trace in traces
         for (step, query, group) in trace.directions
         for name, _ in trace.parameters[group]
     }
-    wanted = {key for key in literal.drawn if key[0] >= case.resumed_at}
+    wanted = {key for key in literal.sampled if key[0] >= case.resumed_at}
     return [
-        f"nobody drew {name} in step {step}, query {query}" for step, query, name in sorted(wanted - drawn)
+        f"nobody drew {name} in step {step}, query {query}" for step, query, name in sorted(wanted - sampled)
     ]
 
 
@@ -271,12 +271,12 @@ _ONE_DEVICE: Mapping[str, Sequence[Any]] = {
     "order": ("registration", "execution"),
     "perturbation": ("serial", "copies"),
     "kept": (False, True),
-    "drawn_ahead": (False, True),
+    "sampled_ahead": (False, True),
     "blocks": ("resident", "offloaded"),
     "num_staging_buffers": (3, 1, 2),
     "traversal": ("blockwise", "sweep"),
     "update": ("immediate", "delayed"),
-    "num_draw_threads": (1, 2),
+    "num_sampling_threads": (1, 2),
 }
 _RANKS: Mapping[str, Sequence[Any]] = {
     **_ONE_DEVICE,

@@ -16,12 +16,12 @@ from torch import Generator, Tensor
 from costmodel.formats.distributions import DISTRIBUTIONS, DistributionName
 from executors.models.increments import AdapterState, Increments
 from executors.randomness.counter import CounterKey
-from executors.randomness.low_rank import _RIGHT, FactorDraws, Window, divisor_of, fill_product
+from executors.randomness.low_rank import _RIGHT, FactorSampler, Window, divisor_of, fill_product
 from executors.steps.arithmetic import Sweeper, projected_gradient
 from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, normal_nodes
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.planting import Fault, altered, planted
-from proofs_checks.setups.literal import chained, directions, drawn, seed_of
+from proofs_checks.setups.literal import chained, directions, sampled, seed_of
 
 _CPU = torch.device("cpu")
 _ROWS, _COLUMNS, _RANK = 7, 9, 2
@@ -35,7 +35,7 @@ Factors = tuple[Tensor, Tensor]
 
 def shipped_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> list[Factors]:
     """Return the factors of a matrix in each step, as runs draw them."""
-    draws = FactorDraws(
+    factor_sampler = FactorSampler(
         [(_ROWS, _COLUMNS)], {"block": [0]}, lambda _query: ["block"], _RANK, _CPU, torch.float64
     )
     factors = []
@@ -43,9 +43,9 @@ def shipped_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> lis
         first = step - step % lazy_steps
         window, own = Window(first, (seed_of(seed, first, 0),)), seed_of(seed, step, 0)
         if rng == "counter":
-            made = draws.counted("block", 0, CounterKey.of(own, step, 0), window)
+            made = factor_sampler.counted("block", 0, CounterKey.of(own, step, 0), window)
         else:
-            made = draws.sequential("block", 0, step, window, Generator().manual_seed(own))
+            made = factor_sampler.sequential("block", 0, step, window, Generator().manual_seed(own))
         assert made.rights[0] is not None
         factors.append((made.lefts[0], made.rights[0]))
     return factors
@@ -53,8 +53,10 @@ def shipped_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> lis
 
 def factorised(shape: tuple[int, int], rank: int, generator: Generator) -> Tensor:
     """Return a plan's ``factorised`` direction of a matrix, as a run draws it in the first step of a window."""
-    draws = FactorDraws([shape], {"block": [0]}, lambda _query: ["block"], rank, _CPU, torch.float64)
-    made = draws.sequential("block", 0, 0, Window(0, (0,)), generator)
+    factor_sampler = FactorSampler(
+        [shape], {"block": [0]}, lambda _query: ["block"], rank, _CPU, torch.float64
+    )
+    made = factor_sampler.sequential("block", 0, 0, Window(0, (0,)), generator)
     assert made.rights[0] is not None
     return product_of(made.lefts[0], made.rights[0])
 
@@ -86,8 +88,8 @@ def literal_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> lis
         else:
             generator = Generator().manual_seed(own)
             if opens:
-                right = drawn((_COLUMNS, _RANK), "gaussian", generator, torch.float64)
-            left = drawn((_ROWS, _RANK), "gaussian", generator, torch.float64)
+                right = sampled((_COLUMNS, _RANK), "gaussian", generator, torch.float64)
+            left = sampled((_ROWS, _RANK), "gaussian", generator, torch.float64)
         factors.append((left, right))
     return factors
 
@@ -346,13 +348,13 @@ def check_compacted(context: Context) -> Outcome:
 _ADD = "executors.models.increments:Increments.add"
 _JOINED = "executors.models.increments:Increments.joined"
 _COMPACT = "executors.models.increments:Increments.compact"
-_KEYED = "executors.randomness.low_rank:FactorDraws._counted_rights"
+_KEYED = "executors.randomness.low_rank:FactorSampler._counted_rights"
 
 
 def in_step_of_window(name: str, step: Callable[[Window], int]) -> Fault:
     """Return a fault for which every step is another one of its window."""
 
-    @planted("executors.randomness.low_rank:FactorDraws.sequential", name)
+    @planted("executors.randomness.low_rank:FactorSampler.sequential", name)
     def fault(shipped, self, group, query, _step, window, *rest):
         return shipped(self, group, query, step(window), window, *rest)
 
@@ -480,7 +482,7 @@ divided_by_rank = Fault(
 )
 
 
-@planted("executors.randomness.low_rank:FactorDraws.sequential", "U drawn before V")
-def left_drawn_first(shipped, self, *given, **named):
+@planted("executors.randomness.low_rank:FactorSampler.sequential", "U drawn before V")
+def left_sampled_first(shipped, self, *given, **named):
     made = shipped(altered(self, _shapes=[shape[::-1] for shape in self._shapes]), *given, **named)
     return replace(made, lefts=made.rights, rights=made.lefts)

@@ -54,7 +54,9 @@ def block_seed(seed: int, step: int, query: int, block: int) -> int:
     return x ^ (x >> 16)
 
 
-def drawn(shape: Sequence[int], distribution: str, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+def sampled(
+    shape: Sequence[int], distribution: str, generator: torch.Generator, dtype: torch.dtype
+) -> Tensor:
     """Return a tensor of `shape`: normals, or signs made of the bits of random 64-bit words (see :func:`_signs`)."""
     if distribution == "gaussian":
         return torch.normal(0.0, 1.0, size=tuple(shape), generator=generator, dtype=dtype)
@@ -102,14 +104,14 @@ def directions(
     if rng == "mezo":
         generator = torch.Generator().manual_seed(seed)
         for number in order if order is not None else range(len(shapes)):
-            z[number] = drawn(shapes[number], distribution, generator, dtype)
+            z[number] = sampled(shapes[number], distribution, generator, dtype)
         return z
     length, block = _BLOCK_ELEMENTS[distribution], 0
     for number, shape in enumerate(shapes):
         numel, pieces = int(np.prod(shape)), [torch.empty(0, dtype=dtype)]
         for begin in range(0, numel, length):
             generator = torch.Generator().manual_seed(block_seed(seed, step, query, block))
-            pieces.append(drawn((min(length, numel - begin),), distribution, generator, dtype))
+            pieces.append(sampled((min(length, numel - begin),), distribution, generator, dtype))
             block += 1
         z[number] = torch.cat(pieces).view(*shape)
     return z
@@ -161,7 +163,7 @@ class LiteralRun:
         Of ``factorised``, ``lozo`` and ``lozo-released`` directions: matrices are ``U·Vᵀ/√r`` (``U·Vᵀ``, with updates along ``U·Vᵀ/r``, or along
         ``U·Vᵀ``), and ``V`` stays for so many steps. In a window's first step ``lozo-released`` updates along what its generator draws
         without passing ``V`` again: other numbers throughout.
-    drawn, redrawn : dict
+    sampled, resampled : dict
         By step, query and parameter name: ``z``; and what an update goes along, where that is another.
     gradients : list of tuple of float
         Projected gradients of each step.
@@ -185,8 +187,8 @@ class LiteralRun:
     cut_blocks: tuple[int, ...] = ()
     rank: int = 2
     lazy_steps: int = 1
-    drawn: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
-    redrawn: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
+    sampled: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
+    resampled: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
     gradients: list[tuple[float, ...]] = field(default_factory=list)
     losses_plus: list[tuple[float, ...]] = field(default_factory=list)
 
@@ -226,7 +228,7 @@ class LiteralRun:
         names = list(named)
         if self.distribution in ("factorised", "lozo", "lozo-released"):
             z = self._of_factors(named, number, query)
-            self.drawn |= {(number, query, name): tensor.flatten() for name, tensor in z.items()}
+            self.sampled |= {(number, query, name): tensor.flatten() for name, tensor in z.items()}
             return z
         places = {name: place for place, name in enumerate(names)}
         tensors = directions(
@@ -240,7 +242,7 @@ class LiteralRun:
             order=[places[name] for name in self._in_order(names)],
         )
         z = dict(zip(names, tensors, strict=True))
-        self.drawn |= {(number, query, name): tensor.flatten() for name, tensor in z.items()}
+        self.sampled |= {(number, query, name): tensor.flatten() for name, tensor in z.items()}
         return z
 
     def _in_order(self, names: Sequence[str]) -> list[str]:
@@ -267,7 +269,7 @@ class LiteralRun:
         for name, parameter in named.items():
             left, right = lefts[name][0], rights[name][1]
             z[name] = (left if right is None else left @ right.T).view(parameter.shape)
-        self.redrawn |= {(number, query, name): tensor.flatten() for name, tensor in z.items()}
+        self.resampled |= {(number, query, name): tensor.flatten() for name, tensor in z.items()}
         return z
 
     def _of_factors(self, named: Mapping[str, Tensor], number: int, query: int) -> dict[str, Tensor]:
@@ -317,8 +319,8 @@ class LiteralRun:
             for place in (places[name] for name in self._in_order(list(named))):
                 shape = shapes[place]
                 if opens and len(shape) == 2:
-                    rights[place] = drawn((shape[1], rank), "gaussian", generator, dtype)
-                lefts[place] = drawn(of_left[place], "gaussian", generator, dtype)
+                    rights[place] = sampled((shape[1], rank), "gaussian", generator, dtype)
+                lefts[place] = sampled(of_left[place], "gaussian", generator, dtype)
         return dict(zip(named, zip(lefts, rights, strict=True), strict=True))
 
     def _losses(self, batch: Batch, z: Mapping[str, Tensor], base: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,7 @@ class Trace:
     records : list of StepRecord
     weights : dict of str to torch.Tensor
         After the flush.
-    drawn : dict
+    sampled : dict
         By step, query and group: the direction ``z``.
     directions : dict
         By step, query and group: ``z·ε`` of each perturbation and update that used it, in turn. Perturbations may find
@@ -84,7 +84,7 @@ class Trace:
 
     records: list[StepRecord] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    drawn: dict[Key, Tensor] = field(default_factory=dict)
+    sampled: dict[Key, Tensor] = field(default_factory=dict)
     directions: dict[Key, list[Tensor]] = field(default_factory=dict)
     sweeps: list[Sweep] = field(default_factory=list)
     parameters: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
@@ -137,7 +137,7 @@ def train(
     learning_rate: Callable[[int], float] = lambda step: 1e-2 / (step + 1),
     weight_decay: float = 0.1,
     seed: int = 0,
-    num_draw_threads: int = 1,
+    num_sampling_threads: int = 1,
     num_micro_batches: int = 1,
     **axes: Any,
 ) -> Trace:
@@ -151,7 +151,7 @@ def train(
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         seed=seed,
-        num_draw_threads=num_draw_threads,
+        num_sampling_threads=num_sampling_threads,
         num_micro_batches=num_micro_batches,
         num_timed_steps=0,
     ) as session:
@@ -198,7 +198,7 @@ def _observed(
         key, z, before = (used.step, op.query, op.group), values(direction), values(read)
         action(frame)
         if not is_kept_scaled:
-            trace.drawn[key] = z
+            trace.sampled[key] = z
         trace.directions.setdefault(key, []).append(z if is_kept_scaled else z * epsilon)
         if isinstance(op, Perturb):
             trace.sweeps.append(Sweep(key, op.scale, before, values(weights)))

@@ -112,13 +112,13 @@ def check_grids(context: Context) -> Outcome:
         given = torch.from_numpy(numbers)
         steps = ((torch.arange(_NUM_CHANCES, dtype=torch.float64) + 0.5) / _NUM_CHANCES)[:, None]
         chances = steps.repeat(1, len(numbers))
-        drawn = grid.at_random(given.expand(_NUM_CHANCES, -1).clone(), chances).double().numpy()
-        far = np.abs(drawn - clamped)[np.abs(drawn - low) * np.abs(drawn - up) > 0]
+        sampled = grid.at_random(given.expand(_NUM_CHANCES, -1).clone(), chances).double().numpy()
+        far = np.abs(sampled - clamped)[np.abs(sampled - low) * np.abs(sampled - up) > 0]
         gap = up - low
         parts[f"{name}, neighbours"] = is_true(
             not far.size, what="no number between or beyond two neighbours"
         )
-        off = np.abs(drawn.mean(0) - clamped) / gap
+        off = np.abs(sampled.mean(0) - clamped) / gap
         parts[f"{name}, mean"] = within(float(off.max()), 0.5 / _NUM_CHANCES, what="of a step", slack=1e-6)
         stated = grid.variance(given).double().numpy()
         parts[f"{name}, variance"] = equal(
@@ -370,12 +370,12 @@ SAME_KEY = Fault(
     "executors.randomness.rounded:_KEYS",
     lambda keys: {**keys, "second direction": keys["direction"]},
 )
-DRAWN_LONG = Fault(
+SAMPLED_LONG = Fault(
     "a direction that is 3 % long",
-    "executors.randomness.rounded:RoundedDraws._levels",
+    "executors.randomness.rounded:RoundedSampler._levels",
     lambda shipped, self, numbers, chances: shipped(self, numbers.mul_(1.03), chances),
 )
-DRAWN_NEAREST = Fault(
+SAMPLED_NEAREST = Fault(
     "directions rounded to the nearest",
     "executors.low_bits.grids:Integers.at_random",
     lambda shipped, self, numbers, chances: shipped(self, numbers, chances.fill_(0.5)),

@@ -14,8 +14,15 @@ from costmodel.formats.low_bits import QuantConfig
 from costmodel.formats.roundings import RoundedDirection
 from executors.low_bits.quantized import QuantizedTensor
 from executors.randomness.counter import CounterKey
-from executors.randomness.rounded import Chances, DrawKeys, MovedRows, Purpose, RoundedDraws, rounding_key
-from executors.threads import DrawThreads
+from executors.randomness.rounded import (
+    Chances,
+    MovedRows,
+    Purpose,
+    RoundedSampler,
+    SamplingKeys,
+    rounding_key,
+)
+from executors.threads import SamplingThreads
 from proofs_checks.planting import Fault, altered, planted
 
 _CPU = torch.device("cpu")
@@ -46,19 +53,19 @@ class Reaching(RoundedDirection):
         return self.limit
 
 
-def draws_of(rounding: RoundedDirection, shape: tuple[int, ...]) -> RoundedDraws:
+def sampler_of(rounding: RoundedDirection, shape: tuple[int, ...]) -> RoundedSampler:
     """Return what draws one parameter's directions in a run."""
     shapes = [torch.Size(shape)]
-    return RoundedDraws(rounding, shapes, MovedRows(0, shapes, (), _CPU), _CPU, DrawThreads(1))
+    return RoundedSampler(rounding, shapes, MovedRows(0, shapes, (), _CPU), _CPU, SamplingThreads(1))
 
 
-def drawn_pair(rounding: RoundedDirection, shape: tuple[int, ...], seed: int) -> list[Tensor]:
+def sampled_pair(rounding: RoundedDirection, shape: tuple[int, ...], seed: int) -> list[Tensor]:
     """Return two roundings of one direction as a run draws them, in values."""
-    draws, values = draws_of(rounding, shape), []
+    rounded_sampler, values = sampler_of(rounding, shape), []
     for is_second in (False, True):
         codes = torch.empty(shape, dtype=torch.int8)
-        keys = DrawKeys.of(seed, 0, 0, is_second=is_second)
-        draws.fill_counted([codes.view(-1)], [0], CounterKey.of(seed, 0, 0), keys)
+        keys = SamplingKeys.of(seed, 0, 0, is_second=is_second)
+        rounded_sampler.fill_counted([codes.view(-1)], [0], CounterKey.of(seed, 0, 0), keys)
         values.append(codes.double() * rounding.unit)
     return values
 
@@ -72,7 +79,9 @@ def chances_of(shape: tuple[int, ...], seed: int, purpose: Purpose) -> Tensor:
 def codes_of(numbers: Tensor, rounding: RoundedDirection, chances: Tensor | None) -> Tensor:
     """Return the codes that a run makes of a direction's numbers."""
     given = numbers.to(torch.float32, copy=True)
-    return draws_of(rounding, tuple(numbers.shape)).codes(given, None if chances is None else chances.clone())
+    return sampler_of(rounding, tuple(numbers.shape)).codes(
+        given, None if chances is None else chances.clone()
+    )
 
 
 def codes_and_chances(value: float, rounding: RoundedDirection) -> list[tuple[int, float]]:
@@ -126,7 +135,7 @@ def towards_zero(shipped, self, numbers, chances):
     return torch.where(numbers < 0, numbers.trunc(), shipped(self, numbers, chances))
 
 
-@planted("executors.randomness.rounded:RoundedDraws.fill_counted", "two roundings of unlike directions")
+@planted("executors.randomness.rounded:RoundedSampler.fill_counted", "two roundings of unlike directions")
 def unlike_directions(shipped, self, views, parameters, _key, keys):
     shipped(self, views, parameters, keys.rounding, keys)
 

@@ -51,8 +51,8 @@ def check_stochastic(context: Context) -> Outcome:
     for number, (bits, grid, scope) in enumerate(cases):
         spec = CodecSpec(bits, grid, "stochastic", scope)
         message = codec_of(spec).encode(repeated, generator_on(_CPU, context.seed + number))
-        drawn = decode(message, shape=repeated.shape).reshape(-1, given.numel())
-        outcomes.append(compare_two_points(spec.name, drawn, given.reshape(-1)))
+        sampled = decode(message, shape=repeated.shape).reshape(-1, given.numel())
+        outcomes.append(compare_two_points(spec.name, sampled, given.reshape(-1)))
     return worst(outcomes)
 
 

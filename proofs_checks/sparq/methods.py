@@ -47,7 +47,7 @@ def _mean_over(directions: Tensor, weights: list[float]) -> Tensor:
 def check_same_seed(_context: Context) -> Outcome:
     """Compare the mean update where each node resets one seed, with ``∇₁f + ∇₂f`` on both nodes."""
     streams = [torch.Generator().manual_seed(7).initial_seed() for _ in range(2)]
-    drawn = [torch.normal(0.0, 1.0, (2,), generator=torch.Generator().manual_seed(s)) for s in streams]
+    sampled = [torch.normal(0.0, 1.0, (2,), generator=torch.Generator().manual_seed(s)) for s in streams]
     nodes, weights = normal_nodes(2, 4)
     pairs = torch.from_numpy(nodes)
     mean = _mean_over(torch.cat([pairs, pairs], dim=1), weights.tolist())
@@ -55,7 +55,7 @@ def check_same_seed(_context: Context) -> Outcome:
     return everything_holds(
         {
             "lines 21 to 24: both nodes draw the same numbers": is_true(
-                torch.equal(*drawn), what=f"{drawn[0].tolist()} and {drawn[1].tolist()}"
+                torch.equal(*sampled), what=f"{sampled[0].tolist()} and {sampled[1].tolist()}"
             ),
             "E[ĝ·u] is the sum of both nodes' gradients": equal(
                 mean, together, what="measured", tolerance=1e-7

@@ -126,11 +126,11 @@ def check_last_lines_of_lemma_4(context: Context) -> Outcome:
     """Compare ``‖(C(a), x) - (a, x)‖``, ``κ‖a‖`` and ``κL_S₁`` of shipped codecs, for activations of at most ``L_S₁``."""
     parts = {}
     for seed, bits in itertools.product(range(context.seed, context.seed + 10), (2, 4, 8)):
-        drawn = torch.randn(24, generator=generator_on(_CPU, seed), dtype=torch.float64)
-        activation = drawn.clamp(min=0)
+        sampled = torch.randn(24, generator=generator_on(_CPU, seed), dtype=torch.float64)
+        activation = sampled.clamp(min=0)
         activation[0] = 2**bits * 3.0  # the others vanish: κ‖a‖ is what is lost
         activation *= 3.0 / activation.norm()
-        most, beside = 3.0, drawn
+        most, beside = 3.0, sampled
         arrived = received(activation, CodecSpec(bits))
         both = torch.cat([arrived, beside]) - torch.cat([activation, beside])
         kappa = math.sqrt(1 - float(activation.max() ** 2 / activation.square().sum()))

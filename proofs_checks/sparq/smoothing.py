@@ -156,9 +156,9 @@ def check_noise_of_losses(_context: Context) -> Outcome:
             total = 0.0
             for signs in itertools.product((-noise, noise), repeat=num_losses):
                 losses = [torch.tensor(sign, dtype=torch.float64) for sign in signs]
-                for drawn in itertools.product(pairs, repeat=queries):
+                for sampled in itertools.product(pairs, repeat=queries):
                     estimate, chance = np.zeros(2), 1.0
-                    for query, (u, weight) in enumerate(drawn):
+                    for query, (u, weight) in enumerate(sampled):
                         other = losses[queries + query] if central else losses[queries]
                         g = projected_gradient(losses[query], other, _MU, central=central).item()
                         estimate += g * u / queries

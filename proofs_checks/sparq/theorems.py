@@ -454,8 +454,8 @@ def literal_run(
     x, total = start.copy(), 0.0
     for _ in range(horizon):
         total += float((gradient(x) ** 2).sum(1).mean())
-        u, drawn = generator.normal(size=x.shape), generator.choice([-1.0, 1.0], size=len(x))
-        difference = (through(x + radius * u, drawn) - through(x, drawn)) / radius
+        u, sampled = generator.normal(size=x.shape), generator.choice([-1.0, 1.0], size=len(x))
+        difference = (through(x + radius * u, sampled) - through(x, sampled)) / radius
         x -= rate * difference[:, None] * u
     return total / horizon
 
@@ -466,7 +466,7 @@ def check_small_rates(context: Context) -> Outcome:
     start = np.full((16, 1), math.pi / 2)
     means = [
         literal_run(
-            lambda x, _drawn: 1 - np.cos(x[:, 0]),
+            lambda x, _sampled: 1 - np.cos(x[:, 0]),
             np.sin,
             start,
             horizon**-1.5,
@@ -498,9 +498,9 @@ def _rest(x: Array, activation: Array) -> Array:
     return np.asarray((activation - _TARGET) ** 2 / 2 + 1 - np.cos(x[:, 1]))
 
 
-def _through_compressor(x: Array, drawn: Array) -> Array:
+def _through_compressor(x: Array, sampled: Array) -> Array:
     """Return ``½(C(sin x₁) - t)² + 1 - cos x₂`` for one draw of the compressor."""
-    return _rest(x, (1 + drawn * _KAPPA) * np.sin(x[:, 0]))
+    return _rest(x, (1 + sampled * _KAPPA) * np.sin(x[:, 0]))
 
 
 def _own_gradient(x: Array) -> Array:
@@ -609,7 +609,7 @@ def check_theorem_2(context: Context) -> Outcome:
     allowed = float(mean_theorem_2(terms, _NODES, activation))
     kept = 1 - _CHAIN_KAPPA
 
-    def through(x: Array, _drawn: Array) -> Array:
+    def through(x: Array, _sampled: Array) -> Array:
         return np.asarray(np.cos(kept * (kept * (_SHIFT + x[:, 0]) + x[:, 1]) + x[:, 2]))
 
     def gradient(x: Array) -> Array:
@@ -772,7 +772,9 @@ CHECKS: Checks = {
     ),
     "sparq-theorem-1-drops-a-constant": counterexample(
         check_constant_term,
-        _own("descent on f itself", "_through_compressor", lambda shipped, x, drawn: shipped(x, 0 * drawn)),
+        _own(
+            "descent on f itself", "_through_compressor", lambda shipped, x, sampled: shipped(x, 0 * sampled)
+        ),
     ),
     "sparq-lemma-5-output-bound": counterexample(
         check_lemma_5,

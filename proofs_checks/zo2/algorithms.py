@@ -43,7 +43,7 @@ def blocks(count: int, *, tied: bool = False) -> list[Tensor]:
     return [*made[:-1], made[0]] if tied else made
 
 
-def _draw(generator: torch.Generator) -> Tensor:
+def _sample(generator: torch.Generator) -> Tensor:
     return torch.normal(0.0, 1.0, (_WIDTH, _WIDTH), generator=generator)
 
 
@@ -54,7 +54,7 @@ def literal_mezo(chain: Sequence[Tensor], rates: Sequence[float]) -> None:
     def sweep(seed: int, factor: float) -> None:
         generator = torch.Generator().manual_seed(seed)
         for theta in parameters:
-            theta.add_(factor * _draw(generator))
+            theta.add_(factor * _sample(generator))
 
     for step, rate in enumerate(rates):
         losses = []
@@ -68,7 +68,7 @@ def literal_mezo(chain: Sequence[Tensor], rates: Sequence[float]) -> None:
         g = ((losses[0] - losses[1]) / (2 * _EPSILON)).item()
         generator = torch.Generator().manual_seed(step)
         for theta in parameters:
-            theta.sub_(rate * (g * _draw(generator)))
+            theta.sub_(rate * (g * _sample(generator)))
 
 
 def literal_zo2(chain: Sequence[Tensor], rates: Sequence[float], *, own_rate: bool, flushed: bool) -> None:
@@ -89,12 +89,12 @@ def literal_zo2(chain: Sequence[Tensor], rates: Sequence[float], *, own_rate: bo
 
     def update(theta: Tensor, state: Tensor, rate: float) -> Tensor:
         generator.set_state(state)
-        theta.sub_(rate * (g * _draw(generator)))
+        theta.sub_(rate * (g * _sample(generator)))
         return generator.get_state()
 
     def perturb(theta: Tensor, state: Tensor, factor: float) -> Tensor:
         generator.set_state(state)
-        theta.add_(factor * _draw(generator))
+        theta.add_(factor * _sample(generator))
         return generator.get_state()
 
     for step, rate in enumerate(rates):

@@ -56,7 +56,7 @@ def check_sequence(context: Context) -> Outcome:
                 tuple(sweep.scale for sweep in sweeps) != _ROUND_TRIP for sweeps in _visits(trace).values()
             )
             unlike = sum(
-                not same_bits(sweep.after, sweep.before + (sweep.scale * trace.drawn[sweep.key]) * EPSILON)
+                not same_bits(sweep.after, sweep.before + (sweep.scale * trace.sampled[sweep.key]) * EPSILON)
                 for sweep in trace.sweeps
             )
             details.append(
@@ -124,7 +124,7 @@ def check_copies(context: Context) -> Outcome:
         for name, axes in (("swept", SWEEP), ("block by block", BLOCKWISE), ("offloaded", OFFLOADED)):
             copies: dict[str, Any] = {
                 "weights": Weights(perturbation="copies"),
-                "directions": Directions(drawn_ahead=True),
+                "directions": Directions(sampled_ahead=True),
             }
             options = {"num_steps": context.samples(4, 2), "dtype": dtype, "seed": context.seed, **still}
             trace = train("tied", **axes, **copies, **options)
@@ -134,7 +134,7 @@ def check_copies(context: Context) -> Outcome:
             }
             moved = sum(not same_bits(start[name], trace.weights[name]) for name in start)
             unlike = sum(
-                not same_bits(sweep.after, sweep.before + (sweep.scale * trace.drawn[sweep.key]) * EPSILON)
+                not same_bits(sweep.after, sweep.before + (sweep.scale * trace.sampled[sweep.key]) * EPSILON)
                 for sweep in trace.sweeps
             )
             unlike += sum(

@@ -23,7 +23,7 @@ from zosim.simulators.simulate import simulate
 NUM_BLOCKS = 9
 """A multiple of the three staging buffers: else the next first upload may wait for the last offload, whose staging buffer it takes."""
 _FLOP_PER_S = 1e12
-_FORMATS = {"matmul_rate": ".float32", "attention_rate": ".float32", "draw_rate": ".normal.float32"}
+_FORMATS = {"matmul_rate": ".float32", "attention_rate": ".float32", "sampling_rate": ".normal.float32"}
 _INSTANT = 1e24
 """A rate at which nothing takes time."""
 

@@ -37,7 +37,7 @@ from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, moments
 from proofs_checks.faults import central_by_epsilon
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.planting import Fault, altered, planted
-from proofs_checks.setups.literal import chained, drawn
+from proofs_checks.setups.literal import chained, sampled
 from proofs_checks.setups.placements import tiny_batches, tiny_model, tiny_plan
 from zosim.plans import Directions, Estimator
 
@@ -81,7 +81,7 @@ def learnt_matrix_by_matrix(model: nn.Module, records: Sequence[StepRecord], see
     for record in records:
         generator = torch.Generator().manual_seed(record.seeds[0])
         for number, module in enumerate(modules):
-            left = drawn(module.lora_B.weight.shape, "gaussian", generator, _DOUBLE)
+            left = sampled(module.lora_B.weight.shape, "gaussian", generator, _DOUBLE)
             key = chained(seed, record.step // _LAZY_STEPS, number)
             right = torch.randn(
                 module.lora_A.weight.shape, generator=torch.Generator().manual_seed(key)
@@ -398,7 +398,7 @@ _ADD_TO = "executors.runs.increments_of_run:_Updates.add_to"
 
 
 @planted(f"{_WINDOWS}:LazyWindows.open", "drawn anew before what was learnt is folded")
-def drawn_before_folding(shipped, self, step, **named):
+def sampled_before_folding(shipped, self, step, **named):
     self.draw(step // self.lazy_steps, **named)
     shipped(self, step, **named)
 
@@ -522,7 +522,7 @@ def with_family(name: str, target: str, **traits: object) -> Fault:
 CHECKS: Checks = {
     "zoinfer-fold-before-the-redraw": printed(
         check_windows,
-        drawn_before_folding,
+        sampled_before_folding,
         thrown_away,
         left_by_closing("a factor that is not emptied", lambda module: module.lora_B.weight),
         Fault(
@@ -618,7 +618,7 @@ CHECKS: Checks = {
         with_family(
             "the released refresh taken for a plain one",
             "executors.runs.increments_of_run:_Updates._factors",
-            is_redrawn=False,
+            is_resampled=False,
         ),
     ),
 }

@@ -256,9 +256,9 @@ def check_window(_context: Context) -> Outcome:
     whole, left = product(start, right), start
     wrong = 0
     for step in range(5):
-        drawn, coefficient = _rationals(3, 2, step), Fraction(step - 2, 3)
-        whole = plus(whole, product(drawn, right), -rate * coefficient)  # (5) without 1/r, materialised
-        left = plus(left, drawn, -rate * coefficient)  # (7)
+        sampled, coefficient = _rationals(3, 2, step), Fraction(step - 2, 3)
+        whole = plus(whole, product(sampled, right), -rate * coefficient)  # (5) without 1/r, materialised
+        left = plus(left, sampled, -rate * coefficient)  # (7)
         wrong += product(left, right) != whole
     summed = start
     for step in range(5):
@@ -474,7 +474,7 @@ CHECKS: Checks = {
         lazy.NO_RANK_LEFT,
     ),
     "zoinfer-low-rank-estimator": (
-        printed(check_same_estimator, lazy.divided_by_rank, lazy.left_drawn_first, central_by_epsilon),
+        printed(check_same_estimator, lazy.divided_by_rank, lazy.left_sampled_first, central_by_epsilon),
         printed(partial(check_low_rank_mean, True), widths_by_root),
         printed(check_bias_order, central_by_epsilon),
     ),

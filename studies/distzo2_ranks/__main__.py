@@ -38,7 +38,7 @@ def directions() -> None:
         subject = perturbed(num_queries, num_ranks)
         step_s = subject.step_time_s
         print(
-            f"P = {num_queries}, hosts: {num_ranks}: draws {_busy(subject, 'draw'):.2f} s a rank, forwards "
+            f"P = {num_queries}, hosts: {num_ranks}: draws {_busy(subject, 'sample'):.2f} s a rank, forwards "
             f"{_busy(subject, 'forward'):.2f} s, step {step_s:.2f} s"
         )
 

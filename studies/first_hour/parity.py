@@ -25,7 +25,7 @@ SAME_BITS: Mapping[str, Mapping[str, Any]] = {
     "directions kept": {"directions": {"kept": True}},
     "offloaded": _OFFLOADED,
     "offloaded, immediate": {"residency": {"blocks": "offloaded"}},
-    "offloaded, drawn ahead": {**_OFFLOADED, "directions": {"drawn_ahead": True}},
+    "offloaded, drawn ahead": {**_OFFLOADED, "directions": {"sampled_ahead": True}},
     "offloaded, new memory": {
         "residency": {"blocks": "offloaded", "reuse_staging_buffers": False},
         "schedule": {"update": "delayed"},

@@ -20,7 +20,7 @@ PLACEMENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "delayed": {"schedule": {"update": "delayed"}},
     "delayed, counter": {"directions": {"rng": "counter"}, "schedule": {"update": "delayed"}},
     "delayed, rademacher": {"directions": {"distribution": "rademacher"}, "schedule": {"update": "delayed"}},
-    "delayed, draw ahead": {"directions": {"drawn_ahead": True}, "schedule": {"update": "delayed"}},
+    "delayed, draw ahead": {"directions": {"sampled_ahead": True}, "schedule": {"update": "delayed"}},
     "delayed, forward difference": {
         "schedule": {"update": "delayed"},
         "estimator": {"difference": "forward"},
@@ -51,7 +51,7 @@ PLACEMENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "schedule": {"update": "delayed"},
     },
     "offloaded, draw ahead": {
-        "directions": {"drawn_ahead": True},
+        "directions": {"sampled_ahead": True},
         "schedule": {"update": "delayed"},
         "residency": {"blocks": "offloaded"},
     },
@@ -179,8 +179,8 @@ class Case:
         """Order of magnitude of a step on a small machine, to keep lists short: draws and products alone."""
         tokens = self.batch * self.seq
         products = 4 * tokens * (self.shape.num_block_parameters + self.shape.vocab * self.shape.hidden)
-        draws = 4 if self.placement == "sweep" else 2
-        return products / 60e9 + draws * self.shape.num_parameters / 0.35e9
+        num_passes = 4 if self.placement == "sweep" else 2
+        return products / 60e9 + num_passes * self.shape.num_parameters / 0.35e9
 
 
 def tuning_cases() -> list[Case]:
@@ -223,15 +223,15 @@ def held_out_cases(num_cases: int = 24, *, seed: int = 20261121, longest_step_s:
     generator = random.Random(seed)
     seen = set(tuning_cases())
     names = list(PLACEMENTS)
-    drawn: list[Case] = []
+    cases: list[Case] = []
     for case in _random_cases(generator, names):
         if case not in seen and case.rough_step_s <= longest_step_s:
             seen.add(case)
-            drawn.append(case)
+            cases.append(case)
             names.remove(case.placement)
             names.extend(PLACEMENTS if not names else ())
-        if len(drawn) == num_cases:
-            return drawn
+        if len(cases) == num_cases:
+            return cases
     raise AssertionError
 
 
@@ -254,8 +254,8 @@ def development_cases(
     """
     generator = random.Random(seed)
     names = list(PLACEMENTS)
-    drawn: list[Case] = []
-    while len(drawn) < num_cases:
+    cases: list[Case] = []
+    while len(cases) < num_cases:
         shape = Shape(
             generator.choice(["opt", "gpt2", "llama"]),
             generator.choice(DEVELOPMENT_WIDTHS),
@@ -269,8 +269,8 @@ def development_cases(
         if case.rough_step_s <= longest_step_s:
             names.remove(case.placement)
             names.extend(PLACEMENTS if not names else ())
-            drawn.append(case)
-    return drawn
+            cases.append(case)
+    return cases
 
 
 def quantized_cases(num_cases: int = 24, *, seed: int = 20261124, longest_step_s: float = 0.5) -> list[Case]:

@@ -41,7 +41,7 @@ def session_of(case: Case, *, topology: str, device: str) -> Session:
     """Return a session of a case; torch's number of threads must be the case's already."""
     model = model_of(case.shape).to(TORCH_DTYPES[case.dtype])
     plan = plan_of(case, model, topology=topology, device=device)
-    return Session(plan, model, learning_rate=1e-7, num_draw_threads=case.num_threads)
+    return Session(plan, model, learning_rate=1e-7, num_sampling_threads=case.num_threads)
 
 
 def batch_of(case: Case, seed: int = 0) -> Batch:

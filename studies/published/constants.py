@@ -57,7 +57,7 @@ SPEED: dict[str, tuple[FittedConstant, ...]] = {
         FittedConstant("product_half_dim", "1", "dimension at which a product runs at half its rate", 60, 1.0),
         FittedConstant("memory_rate", "byte/s", "passes over parameters", 1.65 * TERA, 0.08, high=1.935 * TERA),
         FittedConstant("activation_rate", "byte/s", "passes over activations and stored scores", 1.5 * TERA, 0.2, high=1.935 * TERA),
-        FittedConstant("draw_rate", "number/s", "normals drawn on the GPU", 300 * GIGA, 0.7),
+        FittedConstant("sampling_rate", "number/s", "normals drawn on the GPU", 300 * GIGA, 0.7),
         FittedConstant("kernel_s", "s", "what any kernel takes, however small", 4e-6, 0.35),
         FittedConstant("copy_rate", "byte/s", "copies that overlap, each way", 20 * GIGA, 0.3, high=31.5 * GIGA),
         FittedConstant("copy_rate_waiting", "byte/s", "copies that the host waits for, each way", 12 * GIGA, 0.3, high=31.5 * GIGA),
@@ -69,7 +69,7 @@ SPEED: dict[str, tuple[FittedConstant, ...]] = {
         FittedConstant("attention_rate", "flop/s", "fused attention, masked half skipped", 75 * TERA, 0.4, high=148 * TERA),
         FittedConstant("product_half_dim", "1", "dimension at which a product runs at half its rate", 60, 1.0),
         FittedConstant("memory_rate", "byte/s", "passes over GPU memory", 3.4 * TERA, 0.08, high=4.0 * TERA),
-        FittedConstant("draw_rate", "number/s", "normals drawn on the GPU", 300 * GIGA, 0.7),
+        FittedConstant("sampling_rate", "number/s", "normals drawn on the GPU", 300 * GIGA, 0.7),
         FittedConstant("kernel_s", "s", "what any kernel takes, however small", 5e-6, 0.5),
         FittedConstant("host_upload_rate", "byte/s", "host to all GPUs together", 60 * GIGA, 0.7, high=126 * GIGA),
         FittedConstant("host_offload_rate", "byte/s", "all GPUs together to the host, isolated", 60 * GIGA, 1.5, high=126 * GIGA),
@@ -150,7 +150,7 @@ def profile_values(
         constants[f"{name}_cache_bandwidth"] = 2 * constants[f"{name}_bandwidth"]
     constants |= BESIDE_THE_FIT
     for dtype in ("float32", "float16", "bfloat16"):
-        constants[f"draw_rate.normal.{dtype}"] = values["draw_rate"]
+        constants[f"sampling_rate.normal.{dtype}"] = values["sampling_rate"]
     for dtype in ("float16", "bfloat16"):
         constants[f"matmul_rate.{dtype}"] = values["product_rate_half"]
     if paper == "ZO2":

@@ -26,7 +26,7 @@ CAUSES = {
     "elementwise": "passes over activations",
     "exponential": "exponentials",
     "sweep": "passes over parameters",
-    "draw": "random numbers",
+    "sampling": "random numbers",
     "kernels": "kernel starts",
     "dispatch": "kernel launches",
     "allocation": "allocation",

@@ -15,7 +15,7 @@ Rounded = Callable[[Tensor, float, int, torch.Generator], Tensor]
 FUNCTION = "rounded"
 """Name of the function in a solution's file."""
 
-_NUM_DRAWS = 20_000
+_NUM_ROUNDINGS = 20_000
 _SIGMAS = 5.0
 
 
@@ -29,7 +29,9 @@ def check(rounded: Rounded) -> Grade:
     )
     if complaint:
         return Grade(False, complaint)
-    return Grade(True, f"means of {_NUM_DRAWS} roundings are the values, within {_SIGMAS:g} standard errors")
+    return Grade(
+        True, f"means of {_NUM_ROUNDINGS} roundings are the values, within {_SIGMAS:g} standard errors"
+    )
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -51,7 +53,7 @@ def _about_shape(rounded: Rounded) -> str:
 
 def _about_neighbours(rounded: Rounded) -> str:
     """Check that codes are next to the values, and within the range."""
-    values = 4 * torch.randn(_NUM_DRAWS, dtype=torch.float64, generator=_generator(1))
+    values = 4 * torch.randn(_NUM_ROUNDINGS, dtype=torch.float64, generator=_generator(1))
     step, highest = 0.75, 7
     codes = rounded(values, step, highest, _generator(2))
     if int(codes.abs().max()) > highest:
@@ -68,9 +70,11 @@ def _about_neighbours(rounded: Rounded) -> str:
 
 def _about_the_mean(rounded: Rounded) -> str:
     for value in (0.1, -0.1, 0.5, -2.75, 1.9):
-        codes = rounded(torch.full((_NUM_DRAWS,), value, dtype=torch.float64), 1.0, 7, _generator(4)).double()
+        codes = rounded(
+            torch.full((_NUM_ROUNDINGS,), value, dtype=torch.float64), 1.0, 7, _generator(4)
+        ).double()
         part = value - torch.tensor(value).floor().item()
-        stderr = (part * (1 - part) / _NUM_DRAWS) ** 0.5
+        stderr = (part * (1 - part) / _NUM_ROUNDINGS) ** 0.5
         off = float(codes.mean()) - value
         if abs(off) > _SIGMAS * stderr:
             direction = "towards zero" if off * value < 0 else "away from it"

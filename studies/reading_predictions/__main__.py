@@ -9,7 +9,7 @@ from zosim.analysis.compare import compare
 from zosim.applications.buying.levers import levers
 from zosim.planning.predict import Subject
 
-_ALONE = ("draw_rate.normal.float32", "matmul_rate.float32", "sweep_bandwidth.float32")
+_ALONE = ("sampling_rate.normal.float32", "matmul_rate.float32", "sweep_bandwidth.float32")
 
 
 def with_profile(subject: Subject, profile: Profile) -> Subject:
@@ -66,7 +66,7 @@ def limits() -> None:
 def wrong_constant() -> None:
     """Show a run on a machine that draws three times as slowly as its profile says."""
     subject = on_cpu()
-    measured = run_on(subject, "draw", 3.0)
+    measured = run_on(subject, "sampling", 3.0)
     comparison = compare(subject.timeline, measured, subject.program)
     print(
         f"predicted {comparison.predicted_step_s:.3f} s, measured {comparison.measured_step_s:.3f} s: {comparison.step_error:+.0%}"
@@ -75,9 +75,9 @@ def wrong_constant() -> None:
         print(
             f"  {line.name}: {line.error or 0:+.0%}, {line.contribution_s / comparison.measured_step_s:+.0%} of the step"
         )
-    mended = with_profile(subject, changed(subject.profile, ("draw_rate",), 3.0))
+    mended = with_profile(subject, changed(subject.profile, ("sampling_rate",), 3.0))
     error = mended.timeline.step_time_s / comparison.measured_step_s - 1
-    print(f"with draw_rate divided by 3: {abs(error):.0%}")
+    print(f"with sampling_rate divided by 3: {abs(error):.0%}")
 
 
 def main() -> None:

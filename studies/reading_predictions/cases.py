@@ -19,7 +19,7 @@ from zosim.timeline import Timeline
 TERMS: Mapping[str, tuple[str, ...]] = {
     "matmul": ("matmul_rate", "memory_bandwidth"),
     "sweep": ("sweep_bandwidth", "sweep_cache_bandwidth", "scratch_bandwidth"),
-    "draw": ("draw_rate",),
+    "sampling": ("sampling_rate",),
     "elementwise": ("elementwise_bandwidth", "elementwise_cache_bandwidth"),
     "dispatch": ("dispatch_s", "product_s", "call_s"),
 }
@@ -113,6 +113,6 @@ def rows_of(subject: Subject, term: str, times: float, *, seed: int = 0) -> list
 
 def _causes(terms: Mapping[str, float]) -> dict[str, float]:
     """Return seconds by cause, with all that depends on the rate of the generator as one."""
-    drawn = {"draw", "shared_draw", "skip"} & terms.keys()
-    rest = {name: seconds for name, seconds in terms.items() if name not in drawn}
-    return rest | ({"draw": sum(terms[name] for name in drawn)} if drawn else {})
+    sampling = {"sampling", "shared_sampling", "skip"} & terms.keys()
+    rest = {name: seconds for name, seconds in terms.items() if name not in sampling}
+    return rest | ({"sampling": sum(terms[name] for name in sampling)} if sampling else {})

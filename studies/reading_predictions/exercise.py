@@ -14,7 +14,7 @@ FUNCTION = "diagnose"
 """Name of the function in a solution's file."""
 
 _CASES = (
-    ("opt-125m", 64, "draw", 3.0),
+    ("opt-125m", 64, "sampling", 3.0),
     ("opt-125m", 256, "matmul", 1.7),
     ("opt-125m", 64, "sweep", 0.4),
     ("opt-10m", 64, "dispatch", 4.0),
@@ -39,7 +39,7 @@ def check(diagnose: Diagnose) -> Grade:
 def _complaint(answer: object, rows: Sequence[Reading], term: str, times: float) -> str:
     """Return what is wrong with a diagnosis, or nothing."""
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], int | float)):
-        return "return a cause and a factor, such as ('draw', 2.0)"
+        return "return a cause and a factor, such as ('sampling', 2.0)"
     named, factor = answer
     if named not in TERMS:
         return f"{named!r} is none of {', '.join(TERMS)}"

@@ -38,7 +38,7 @@ from zosim.simulators.world import World
 # What folding may change: rounding.
 AGREEMENT = 1e-9
 _Result = TypeVar("_Result")
-_GRID_AXES = ("copy_h2d_bandwidth", "copy_d2h_bandwidth", "matmul_rate", "draw_rate")
+_GRID_AXES = ("copy_h2d_bandwidth", "copy_d2h_bandwidth", "matmul_rate", "sampling_rate")
 
 
 @dataclass(frozen=True)

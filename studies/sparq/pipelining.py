@@ -44,11 +44,11 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
         {
             "schedule": {"traversal": "sweep"},
             "weights": {"perturbation": "copies"},
-            "directions": {"drawn_ahead": True},
+            "directions": {"sampled_ahead": True},
         },
     ),
 )
-_WORK = (Stream.COMPUTE, Stream.DRAW)
+_WORK = (Stream.COMPUTE, Stream.SAMPLE)
 _CALIBRATION_S = 12.0
 _NUM_ROUNDS, _NUM_STEPS = 3, 6
 

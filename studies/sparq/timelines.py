@@ -30,7 +30,7 @@ DEVICES = ("node0/gpu0", "node1/gpu0")
 CUT = "block.11.mlp"
 BATCH, SEQ, NUM_QUERIES, NUM_MICROBATCHES = 32, 64, 5, 4
 NETWORK = "network"
-DRAWN = "1 Gbit/s"
+PLOTTED = "1 Gbit/s"
 
 LINKS: dict[str, float] = {"100 Mbit/s": 12.5e6, "1 Gbit/s": 125e6, "10 Gbit/s": 1.25e9, "200 Gbit/s": 25e9}
 """Bytes/s of the network, each way."""
@@ -45,7 +45,7 @@ direction, a zeroth-order one in P."""
 
 
 @dataclass(frozen=True)
-class DrawnMethod:
+class PlottedMethod:
     """A method of Fig. 3.
 
     Attributes
@@ -69,13 +69,13 @@ class DrawnMethod:
 
 
 METHODS = (
-    DrawnMethod("FO-SGD, table tied", "sgd", is_tied=True),
-    DrawnMethod("FO-SGD", "sgd"),
-    DrawnMethod("AQ-SGD, 4 and 8 bits", "aq-sgd"),
-    DrawnMethod("ZO-SGD, 2P", difference="central"),
-    DrawnMethod("ZO-SGD, P + 1"),
-    DrawnMethod("SparQ, 4 bits, P + 1", codec="q4:dense"),
-    DrawnMethod("SparQ, 4 bits, P = 1", codec="q4:dense", num_queries=1),
+    PlottedMethod("FO-SGD, table tied", "sgd", is_tied=True),
+    PlottedMethod("FO-SGD", "sgd"),
+    PlottedMethod("AQ-SGD, 4 and 8 bits", "aq-sgd"),
+    PlottedMethod("ZO-SGD, 2P", difference="central"),
+    PlottedMethod("ZO-SGD, P + 1"),
+    PlottedMethod("SparQ, 4 bits, P + 1", codec="q4:dense"),
+    PlottedMethod("SparQ, 4 bits, P = 1", codec="q4:dense", num_queries=1),
 )
 
 
@@ -84,7 +84,7 @@ class MethodStep:
     """A method's predicted step over one link."""
 
     link: str
-    method: DrawnMethod
+    method: PlottedMethod
     subject: Subject
 
     @property
@@ -118,7 +118,7 @@ def networked(bandwidth_bytes_per_s: float) -> Topology:
     return Topology.model_validate(topology.model_copy(update={"links": tuple(links)}).model_dump())
 
 
-def plan_of(method: DrawnMethod) -> Plan:
+def plan_of(method: PlottedMethod) -> Plan:
     """Return the plan whose step, or whose first-order baseline's, is predicted."""
     return Plan(
         model=read_model_spec("opt-1.3b", cut_blocks=(11,)),
@@ -196,7 +196,7 @@ def draw(steps: list[MethodStep], out: Path) -> Path:
     """Draw one steady step of every method over one link, and return the picture's path."""
     from matplotlib.patches import Rectangle
 
-    mine = [step for step in steps if step.link == DRAWN]
+    mine = [step for step in steps if step.link == PLOTTED]
     path = out / "timelines.png"
     with picture(
         path, len(mine), dpi=110, layout="constrained", figsize=(9, 1.6 * len(mine)), sharex=True
@@ -211,7 +211,7 @@ def draw(steps: list[MethodStep], out: Path) -> Path:
                     axis.broken_barh(bars, (number - 0.4, 0.8), color=colour, linewidth=0)
             axis.set(yticks=range(len(rows)), yticklabels=[name for name, _ in rows], title=step.method.name)
             axis.invert_yaxis()
-        axes[-1].set_xlabel(f"seconds of one step, {DRAWN}")
+        axes[-1].set_xlabel(f"seconds of one step, {PLOTTED}")
         handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in shown.values()]
         figure.legend(handles, list(shown), loc="outside right upper")
     return path

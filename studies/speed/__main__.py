@@ -170,7 +170,7 @@ def session_of(model: nn.Module, data: Batch, dtype: str, *, checksums: bool, **
         **axes,
     )
     return Session(
-        plan, model, learning_rate=_RATE, num_draw_threads=torch.get_num_threads(), checksums=checksums
+        plan, model, learning_rate=_RATE, num_sampling_threads=torch.get_num_threads(), checksums=checksums
     )
 
 

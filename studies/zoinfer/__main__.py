@@ -229,7 +229,9 @@ def _session(
         directions=directions,
         weights=Weights.model_validate({"dtype": dtype, "perturbation": perturbation}),
     )
-    return Session(plan, model, learning_rate=rate, device=device, num_draw_threads=torch.get_num_threads())
+    return Session(
+        plan, model, learning_rate=rate, device=device, num_sampling_threads=torch.get_num_threads()
+    )
 
 
 def _on_cpu(batch: Data) -> Data:

@@ -119,21 +119,21 @@ def session_of(case: Case, model: nn.Module, batches: list[Data], held_as: str) 
             "forward": facts_of(batches),
         }
     )
-    return Session(plan, model, learning_rate=1e-7, num_draw_threads=torch.get_num_threads())
+    return Session(plan, model, learning_rate=1e-7, num_sampling_threads=torch.get_num_threads())
 
 
 def compaction_s(model: nn.Module) -> float:
     """Return what compacting the increments beside queries and values takes, from two ranks above the bound."""
     generator = torch.Generator().manual_seed(0)
 
-    def drawn() -> list[Increments]:
+    def random_slots() -> list[Increments]:
         pairs = [
             [torch.randn(side, _BOUND + _RANK, generator=generator) for side in shape]
             for shape in _tuned_shapes(model)
         ]
         return [Increments([left], [right]) for left, right in pairs]
 
-    made = [drawn() for _ in range(_NUM_COMPACTIONS)]
+    made = [random_slots() for _ in range(_NUM_COMPACTIONS)]
 
     def compact(number: int) -> None:
         for increments in made[number]:

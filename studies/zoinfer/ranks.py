@@ -109,7 +109,9 @@ def moments_said(matrices: Sequence[Tensor], rank: int) -> tuple[float, float]:
     return second, fourth
 
 
-def moments_drawn(matrices: Sequence[Tensor], rank: int, count: int, seed: int) -> tuple[float, float, float]:
+def sampled_moments(
+    matrices: Sequence[Tensor], rank: int, count: int, seed: int
+) -> tuple[float, float, float]:
     """Return the means of ``g²‖z‖²``, ``g²`` and ``g⁴`` over `count` directions, with ``g = Σ ⟨G, z⟩`` over the matrices.
 
     Parameters
@@ -150,7 +152,7 @@ def _moments(matrices: Sequence[Tensor], count: int) -> list[RankRow]:
     square = sum(float(g.square().sum()) for g in matrices)
     rows = []
     for rank in (0, *RANKS):
-        second, _, fourth = moments_drawn(matrices, rank, count, rank)
+        second, _, fourth = sampled_moments(matrices, rank, count, rank)
         second_said, fourth_said = moments_said(matrices, rank)
         rows.append(
             RankRow(

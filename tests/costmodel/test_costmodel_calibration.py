@@ -14,7 +14,7 @@ from costmodel.estimate import estimate
 from costmodel.models.forward import forward_work
 from costmodel.rates.calibration import _predicted_s, fit_profile
 from costmodel.rates.measurement import Measurement
-from costmodel.sweeps import allocation_work, copy_work, draw_work, perturb_work
+from costmodel.sweeps import allocation_work, copy_work, perturb_work, sampling_work
 from topology import load_preset
 from topology.errors import ProfileError
 
@@ -47,7 +47,7 @@ def _probes() -> list[tuple[str, Work, str]]:
         rows += [(f"copy {way} {size}", copy_work(size), way) for way in ("h2d", "d2h")]
         rows.append((f"allocate {size}", allocation_work(size), "h2d"))
     for distribution in ("normal", "rademacher"):
-        rows.append((f"draw {distribution}", draw_work(10**7, distribution=distribution), "h2d"))
+        rows.append((f"draw {distribution}", sampling_work(10**7, distribution=distribution), "h2d"))
     rows += [("dispatch", Work(num_kernels=1000), "h2d"), ("instruction", Work(), "h2d")]
     for segment in ("embed", "block.0", "head"):
         for seq in (4, 32, 512):
@@ -91,7 +91,7 @@ def test_constants_come_back_within_their_intervals(kind, seed):
     truth = _truth(kind, seed)
     profile, report = fit_profile(_measure(kind, truth, noise=0.03, seed=seed), BASE[kind])
     assert report.median_error < 0.05
-    assert {"matmul_rate.float32", "draw_rate.normal.float32", "dispatch_s"} <= set(report.identified)
+    assert {"matmul_rate.float32", "sampling_rate.normal.float32", "dispatch_s"} <= set(report.identified)
     inside = [profile.constant(n).low <= truth[n] <= profile.constant(n).high for n in report.identified]
     # Intervals are two standard deviations: one in twenty may miss.
     assert sum(inside) >= 0.9 * len(inside)
@@ -131,7 +131,7 @@ def test_what_was_not_measured_keeps_the_base_and_is_named():
     truth = _truth("cpu", 5)
     rows = [row for row in _measure("cpu", truth, noise=0.02) if row.kind not in {"draw", "copy"}]
     profile, report = fit_profile(rows, BASE["cpu"])
-    for name in ("draw_rate.normal.float32", "copy_h2d_bandwidth", "matmul_rate.bfloat16"):
+    for name in ("sampling_rate.normal.float32", "copy_h2d_bandwidth", "matmul_rate.bfloat16"):
         assert report.unidentified[name] == "no measurement depends on it"
         kept, base = profile.constant(name), BASE["cpu"].constant(name)
         assert kept.value == pytest.approx(base.value, rel=1e-6)

@@ -9,13 +9,13 @@ from costmodel.devices.datasheet import datasheet_profile, in_bursts
 from costmodel.estimate import device_s, estimate
 from costmodel.models.forward import forward_work
 from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
-from costmodel.sweeps import cast_work, copy_work, draw_work, perturb_work
+from costmodel.sweeps import cast_work, copy_work, perturb_work, sampling_work
 from topology import load_preset, preset_names
 from topology.building import find_device
 from topology.errors import ProfileError
 from topology.hardware import assumed_machine
 
-_FORMATS = {"matmul_rate": ".float32", "attention_rate": ".float32", "draw_rate": ".normal.float32"}
+_FORMATS = {"matmul_rate": ".float32", "attention_rate": ".float32", "sampling_rate": ".normal.float32"}
 
 
 def profile_of(kind: str = "cpu", num_threads: int = 2, **values: float) -> Profile:
@@ -164,11 +164,11 @@ def test_copies_have_a_latency_a_direction_and_a_core():
 
 def test_draws_take_one_core_and_products_all_threads():
     profile = profile_of(num_threads=4)
-    assert estimate(draw_work(1000), profile).cores == pytest.approx(1)
+    assert estimate(sampling_work(1000), profile).cores == pytest.approx(1)
     assert estimate(perturb_work(1000), profile).cores == pytest.approx(4)
-    both = estimate(draw_work(12_000) + perturb_work(1000), profile)  # 12 us on one core, 12 us on four
+    both = estimate(sampling_work(12_000) + perturb_work(1000), profile)  # 12 us on one core, 12 us on four
     assert both.cores == pytest.approx(2.5)
-    assert both.limiter in {"draw", "sweep"}
+    assert both.limiter in {"sampling", "sweep"}
 
 
 def test_doing_nothing_takes_the_overhead_of_an_instruction():
@@ -279,17 +279,17 @@ def test_draws_cost_by_who_makes_them():
     alone, shared, skipped = (
         estimate(work, profile)
         for work in (
-            draw_work(10**7),
-            draw_work(10**7, is_shared=True),
-            draw_work(0, num_skipped=10**7),
+            sampling_work(10**7),
+            sampling_work(10**7, is_shared=True),
+            sampling_work(0, num_skipped=10**7),
         )
     )
     assert shared.seconds < alone.seconds / 2
     assert skipped.seconds < alone.seconds
     assert alone.cores == pytest.approx(1.0)
     assert shared.cores > 3
-    assert (alone.limiter, shared.limiter, skipped.limiter) == ("draw", "shared_draw", "skip")
-    jumps = [draw_work(0, num_skipped=num, num_jumped=num) for num in (10**7, 10**9)]
+    assert (alone.limiter, shared.limiter, skipped.limiter) == ("sampling", "shared_sampling", "skip")
+    jumps = [sampling_work(0, num_skipped=num, num_jumped=num) for num in (10**7, 10**9)]
     near, far = (estimate(work, profile).seconds for work in jumps)
     assert near == far < skipped.seconds
     kept = tuple(constant for constant in profile.constants if constant.name != "jump_s")
@@ -297,11 +297,11 @@ def test_draws_cost_by_who_makes_them():
     assert estimate(jumps[0], without).seconds == pytest.approx(skipped.seconds)
     gpu = datasheet_profile(load_preset("h200-1x"), "gpu0")
     assert estimate(jumps[1], gpu).terms["skip"] == pytest.approx(100 * estimate(jumps[0], gpu).terms["skip"])
-    seeded = draw_work(10**7, is_shared=True, num_seeds=600)
-    split = draw_work(10**7, is_shared=True, num_split_sequences=1)
+    seeded = sampling_work(10**7, is_shared=True, num_seeds=600)
+    split = sampling_work(10**7, is_shared=True, num_split_sequences=1)
     assert estimate(seeded, profile).seconds > shared.seconds
     assert estimate(split, profile).seconds == pytest.approx(
         shared.seconds + profile.values()["split_s"], rel=1e-9
     )
-    whole, narrow = (draw_work(100, dtype=dtype, is_scaled=True) for dtype in ("float32", "bfloat16"))
+    whole, narrow = (sampling_work(100, dtype=dtype, is_scaled=True) for dtype in ("float32", "bfloat16"))
     assert (whole.scratch_bytes, narrow.scratch_bytes) == (0, 400)

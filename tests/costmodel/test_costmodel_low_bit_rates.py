@@ -8,7 +8,7 @@ import pytest
 from costmodel.devices.datasheet import datasheet_profile
 from costmodel.estimate import estimate
 from costmodel.formats.code_passes import PASSES
-from costmodel.formats.low_bits import drawn_for_rows
+from costmodel.formats.low_bits import samples_for_rows
 from costmodel.rates.calibration import fit_profile
 from costmodel.rates.measurement import Measurement
 from costmodel.work import Matmul, Work
@@ -59,17 +59,17 @@ def test_rows_that_move_are_reached_past_as_many_numbers_as_chance_has_it(shape,
     """Against 400 draws of which rows move: blocks that hold any, and what lies before the first of each, and from it to the last."""
     outputs, inputs = shape
     generator, rows_of_block = np.random.default_rng(0), block // inputs
-    num_blocks, num_drawn, num_passed = [], [], []
+    num_blocks, num_sampled, num_passed = [], [], []
     for _ in range(400):
         moved = generator.random(outputs) < share
         blocks = [moved[begin : begin + rows_of_block] for begin in range(0, outputs, rows_of_block)]
         ends = [(int(part.nonzero()[0][0]), int(part.nonzero()[0][-1]) + 1) for part in blocks if part.any()]
         num_blocks.append(len(ends))
         num_passed.append(sum(first for first, _ in ends) * inputs)
-        num_drawn.append(sum(last - first for first, last in ends) * inputs)
-    predicted = drawn_for_rows([shape], share, block)
+        num_sampled.append(sum(last - first for first, last in ends) * inputs)
+    predicted = samples_for_rows([shape], share, block)
     assert predicted.num_blocks == pytest.approx(np.mean(num_blocks), rel=0.06, abs=0.6)
-    assert predicted.num_drawn == pytest.approx(np.mean(num_drawn), rel=0.06)
+    assert predicted.num_sampled == pytest.approx(np.mean(num_sampled), rel=0.06)
     assert predicted.num_passed == pytest.approx(np.mean(num_passed), rel=0.06)
 
 

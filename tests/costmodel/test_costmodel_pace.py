@@ -7,13 +7,13 @@ import pytest
 from costmodel.devices.datasheet import datasheet_profile
 from costmodel.estimate import estimate
 from costmodel.rates.pace import Pace, at_pace, off_pace, with_pace
-from costmodel.sweeps import draw_work
+from costmodel.sweeps import sampling_work
 from costmodel.work import Matmul, Work
 from topology import load_preset
 
 FULL = datasheet_profile(load_preset("cpu-laptop"), "cpu0", num_threads=1)
-PRODUCT, DRAW = Work(matmuls=(Matmul(m=512, n=512, k=512),)), draw_work(1 << 24)
-KNOWN = with_pace(FULL, Pace(1e-4, 1.2, 1.0, 1.5, {"products": 0.5, "draws": 1.0}))
+PRODUCT, SAMPLING = Work(matmuls=(Matmul(m=512, n=512, k=512),)), sampling_work(1 << 24)
+KNOWN = with_pace(FULL, Pace(1e-4, 1.2, 1.0, 1.5, {"products": 0.5, "sampling": 1.0}))
 
 
 def seconds(work: Work, ratio: float) -> float:
@@ -27,14 +27,14 @@ def test_at_full_pace_a_profile_says_what_was_measured_at_it() -> None:
 
 def test_kinds_of_work_slow_each_by_its_part() -> None:
     # Only their host time, a tiny part, follows another kind.
-    assert seconds(DRAW, 1.4) / seconds(DRAW, 1.0) == pytest.approx(1.4, rel=0.01)
+    assert seconds(SAMPLING, 1.4) / seconds(SAMPLING, 1.0) == pytest.approx(1.4, rel=0.01)
     matmul = [estimate(PRODUCT, at_pace(KNOWN, ratio)).terms["matmul"] for ratio in (1.0, 1.4)]
     assert matmul[1] / matmul[0] == pytest.approx(1.2)
 
 
 def test_a_profile_is_at_the_pace_of_its_calibration() -> None:
     assert KNOWN.values()["pace"] == pytest.approx(1.2)
-    assert estimate(DRAW, KNOWN).seconds == pytest.approx(seconds(DRAW, 1.2))
+    assert estimate(SAMPLING, KNOWN).seconds == pytest.approx(seconds(SAMPLING, 1.2))
 
 
 def test_there_and_back_is_where_it_was() -> None:
@@ -52,7 +52,7 @@ def test_memory_and_what_is_not_known_do_not_change(ratio: float) -> None:
 
 
 def test_faster_than_full_pace_counts_as_full_pace() -> None:
-    assert seconds(DRAW, 0.5) == seconds(DRAW, 1.0)
+    assert seconds(SAMPLING, 0.5) == seconds(SAMPLING, 1.0)
 
 
 def test_off_pace_is_nothing_where_the_pace_is_the_same_and_grows_with_it() -> None:

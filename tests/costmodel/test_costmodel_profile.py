@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from costmodel.devices.datasheet import datasheet_profile
-from costmodel.formats.distributions import DrawClass
+from costmodel.formats.distributions import SamplingClass
 from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile, load_profile
 from topology import load_preset, preset_names
 from topology.errors import ProfileError, TopologyError
@@ -44,12 +44,12 @@ def test_every_processor_of_every_preset_has_a_profile(name):
             assert all(constant.source for constant in profile.constants)
 
 
-@pytest.mark.parametrize("drawn", get_args(DrawClass))
+@pytest.mark.parametrize("drawn", get_args(SamplingClass))
 @pytest.mark.parametrize(("hardware", "device"), [("cpu-laptop", "cpu0"), ("rtx3090-1x", "gpu0")])
-def test_every_class_of_draws_has_a_rate_before_it_is_measured(drawn, hardware, device):
+def test_every_class_of_draws_has_a_rate_before_it_is_measured(sampling_class, hardware, device):
     values = datasheet_profile(load_preset(hardware), device).values()
-    assert values[f"draw_rate.{drawn}.float32"] > 0
-    assert f"skip_part.{drawn}.float32" in values or "skip_part" in values
+    assert values[f"sampling_rate.{sampling_class}.float32"] > 0
+    assert f"skip_part.{sampling_class}.float32" in values or "skip_part" in values
 
 
 def test_threads_scale_compute_and_saturate_memory():
@@ -59,7 +59,7 @@ def test_threads_scale_compute_and_saturate_memory():
     )
     assert four["matmul_rate.float32"] == pytest.approx(4 * one["matmul_rate.float32"])
     assert eight["memory_bandwidth"] < 8 * one["memory_bandwidth"]
-    assert eight["draw_rate.normal.float32"] == one["draw_rate.normal.float32"]
+    assert eight["sampling_rate.normal.float32"] == one["sampling_rate.normal.float32"]
     with pytest.raises(ValueError, match="num_threads=9 must lie between 1 and the 8 cores"):
         datasheet_profile(load_preset("cpu-laptop"), "cpu0", num_threads=9)
     with pytest.raises(TopologyError, match="not a processor"):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from costmodel import Attention, Matmul, Work, read_model_spec
 from costmodel.models.forward import activation_bytes, forward_work, shared_activation_bytes
-from costmodel.sweeps import allocation_work, cast_work, copy_work, draw_work, perturb_work, update_work
+from costmodel.sweeps import allocation_work, cast_work, copy_work, perturb_work, sampling_work, update_work
 from topology.errors import ModelError
 
 SPEC = read_model_spec("opt-1m")
@@ -36,12 +36,12 @@ def test_work_adds_up(a, b, c):
 
 
 def test_formats_come_from_the_part_that_uses_them():
-    total = draw_work(4, dtype="bfloat16", distribution="rademacher") + perturb_work(4, dtype="float16")
-    assert (total.draw_dtype, total.distribution, total.dtype) == ("bfloat16", "rademacher", "float16")
+    total = sampling_work(4, dtype="bfloat16", distribution="rademacher") + perturb_work(4, dtype="float16")
+    assert (total.sampling_dtype, total.distribution, total.dtype) == ("bfloat16", "rademacher", "float16")
     product = Work(dtype="tf32", matmuls=(Matmul(m=1, n=1, k=1),))
     assert (perturb_work(4, dtype="float16") + product).dtype == "tf32"
     with pytest.raises(ValueError, match="draws of"):
-        draw_work(1) + draw_work(1, distribution="rademacher")
+        sampling_work(1) + sampling_work(1, distribution="rademacher")
     with pytest.raises(ValueError, match="tf32 and in float64"):
         product + Work(dtype="float64", matmuls=product.matmuls)
 

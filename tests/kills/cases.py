@@ -183,13 +183,13 @@ class Case:
 
 def case_of(seed: int, number: int, placements: tuple[str, ...] = tuple(PLACEMENTS)) -> Case:
     """Return case `number` of a seed. Placements, signals and targets take turns; instants are drawn."""
-    draw = random.Random(f"{seed}/{number}")
+    rng = random.Random(f"{seed}/{number}")
     placement = placements[number % len(placements)]
     # Another signal comes first in every round of the placements.
     turn = number // len(placements) + number % len(placements)
-    strikes = [_strike(draw, placement, turn, is_resumed=False)]
-    while len(strikes) < 3 and draw.random() < 0.35:
-        strikes.append(_strike(draw, placement, turn + len(strikes), is_resumed=True))
+    strikes = [_strike(rng, placement, turn, is_resumed=False)]
+    while len(strikes) < 3 and rng.random() < 0.35:
+        strikes.append(_strike(rng, placement, turn + len(strikes), is_resumed=True))
     return Case(number, placement, tuple(strikes))
 
 
@@ -197,25 +197,25 @@ _SIGNALS = ("SIGKILL", "SIGTERM", "SIGKILL", "SIGINT", "SIGKILL", "SIGSTOP")
 _TARGETS = ("rank", "launcher", "group")
 
 
-def _strike(draw: random.Random, placement: str, turn: int, *, is_resumed: bool) -> Strike:
+def _strike(rng: random.Random, placement: str, turn: int, *, is_resumed: bool) -> Strike:
     name = _SIGNALS[turn % len(_SIGNALS)]
     kind = "rank" if name == "SIGSTOP" else _TARGETS[turn // len(_SIGNALS) % len(_TARGETS)]
     if kind == "rank" and not has_launcher(placement):
         kind = "launcher"
-    victim = draw.randrange(num_ranks(placement))
+    victim = rng.randrange(num_ranks(placement))
     target = f"rank {victim}" if kind == "rank" else kind
-    how = draw.random()
+    how = rng.random()
     if how < 0.2:
-        return Strike(name, target, log_part=round(draw.random(), 4))
+        return Strike(name, target, log_part=round(rng.random(), 4))
     if how < 0.35:
-        return Strike(name, target, time_part=round(draw.random(), 4))
+        return Strike(name, target, time_part=round(rng.random(), 4))
     left_out = set() if is_resumed else {"replay"}
     left_out |= {"joining"} if num_ranks(placement) == 1 else set()
     windows = ["window/closing", "window/drawn"]
     left_out |= set() if "windows" in placement else set(windows)
     names = [name for name in POINTS if name not in left_out]
     names += 4 * windows if "windows" in placement else []  # what these runs alone come to
-    point = POINTS[draw.choice(names)]
-    rank = draw.randrange(num_ranks(placement)) if point.name in _OF_EVERY_RANK else 0
-    nth = draw.randint(1, _MOST[point.name]) if point.name in _MOST else point.nth
+    point = POINTS[rng.choice(names)]
+    rank = rng.randrange(num_ranks(placement)) if point.name in _OF_EVERY_RANK else 0
+    nth = rng.randint(1, _MOST[point.name]) if point.name in _MOST else point.nth
     return Strike(name, target, point=replace(point, nth=nth, rank=rank))

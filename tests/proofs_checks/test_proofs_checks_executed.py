@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from executors.randomness.counter import CounterDraws, CounterKey
+from executors.randomness.counter import CounterKey, CounterSampler
 from executors.randomness.directions import DIRECTIONS
 from proofs_checks.promises.estimators import first_gradient
 from proofs_checks.setups import literal
@@ -26,12 +26,12 @@ MANY = settings(FEW, max_examples=60)
 
 def cases(kind):
     @st.composite
-    def drawn(draw):
+    def sampled(draw):
         case = case_of(kind, lambda options: draw(st.sampled_from(options)))
         assume(case is not None)
         return case
 
-    return drawn()
+    return sampled()
 
 
 @pytest.mark.crossed(quick=3)
@@ -72,12 +72,12 @@ def test_any_slices_of_counter_draws_are_the_literal_stream(numels, cuts, seed, 
         [(numel,) for numel in numels],
         seed=seed, step=step, query=query, rng="counter", distribution=name, dtype=dtype,
     )  # fmt: skip
-    draws, key = CounterDraws(numels, torch.device("cpu")), CounterKey.of(seed, step, query)
+    counter, key = CounterSampler(numels, torch.device("cpu")), CounterKey.of(seed, step, query)
     for parameter, numel in enumerate(numels):
         bounds = sorted({0, numel, *(int(cut * numel) for cut in cuts)})
         out = torch.empty(numel, dtype=dtype)
         for begin, end in reversed(list(pairwise(bounds))):
-            draws.fill(out[begin:end], parameter, begin, key, DIRECTIONS[name])
+            counter.fill(out[begin:end], parameter, begin, key, DIRECTIONS[name])
         assert torch.equal(out, wanted[parameter])
 
 

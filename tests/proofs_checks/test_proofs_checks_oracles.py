@@ -36,7 +36,7 @@ def rounded(x, bits, scale):
     )
 
 
-def drawn(distribution, count=COUNT, *, dimension=5, rows=2, columns=3, rank=2, bits=3, scale=1.5):
+def sampled(distribution, count=COUNT, *, dimension=5, rows=2, columns=3, rank=2, bits=3, scale=1.5):
     if distribution == "rademacher":
         return RANDOM.choice((-1.0, 1.0), (count, dimension))
     if distribution == "low-rank":
@@ -62,7 +62,7 @@ FAMILIES = {
 
 def directions():
     for name, parameters in FAMILIES.items():
-        z = drawn(name)
+        z = sampled(name)
         moments = evaluate("direction_moments", {"distribution": name, **parameters})
         close_on_average(z[:, 0] ** 2, moments["second_moment"])
         close_on_average(z[:, 0] ** 4, moments["fourth_moment"])
@@ -84,7 +84,7 @@ def estimates():
     for name, difference in itertools.product(("gaussian", "rademacher", "sphere"), ("central", "forward")):
         mean = 0
         for _ in range(2):
-            z = drawn(name)
+            z = sampled(name)
             g = z @ gradient + (epsilon / 2 * np.einsum("ni,ij,nj->n", z, hessian, z)) * (
                 difference == "forward"
             )
@@ -98,7 +98,7 @@ def contraction():
     start = (delta[0] ** 2).sum()
     for _ in range(2):
         estimate = (
-            sum((delta * z).sum(1)[:, None] * z for z in (drawn("gaussian", dimension=4) for _ in range(3)))
+            sum((delta * z).sum(1)[:, None] * z for z in (sampled("gaussian", dimension=4) for _ in range(3)))
             / 3
         )
         delta = delta - 0.1 * estimate
@@ -409,7 +409,7 @@ def ridges():
         function = FUNCTIONS[name]
         mean = 0
         for _ in range(2):
-            z = drawn("gaussian", dimension=4)
+            z = sampled("gaussian", dimension=4)
             other = function((theta - epsilon * z) @ a) if difference == "central" else function(theta @ a)
             g = (function((theta + epsilon * z) @ a) - other) / (
                 2 * epsilon if difference == "central" else epsilon

@@ -39,15 +39,15 @@ def test_slicing_loses_below_the_bound_of_the_page():
 
 @pytest.mark.slow
 def test_draws_grow_with_the_directions_whatever_the_ranks():
-    draws = {
-        words: dict(perturbed(*words).prediction.seconds_by_label)["draw"]
+    samples = {
+        words: dict(perturbed(*words).prediction.seconds_by_label)["sample"]
         for words in ((1, 1), (1, 2), (2, 2), (2, 4), (4, 4))
     }
-    assert draws[1, 2] == pytest.approx(draws[1, 1], rel=1e-6)
-    assert draws[2, 4] == pytest.approx(draws[2, 2], rel=1e-6)
-    assert draws[4, 4] == pytest.approx(2 * draws[2, 4], rel=0.01)
+    assert samples[1, 2] == pytest.approx(samples[1, 1], rel=1e-6)
+    assert samples[2, 4] == pytest.approx(samples[2, 2], rel=1e-6)
+    assert samples[4, 4] == pytest.approx(2 * samples[2, 4], rel=0.01)
     # One direction alone is still there where the head's turn ends, and need not be drawn again for the update.
-    assert 2 * draws[1, 1] < draws[2, 2] < 3 * draws[1, 1]
+    assert 2 * samples[1, 1] < samples[2, 2] < 3 * samples[1, 1]
 
 
 def test_pairs_on_two_shards_have_a_square_that_grows_as_epsilon_shrinks():

@@ -74,7 +74,14 @@ def test_every_point_equals_its_closed_form(axes):
 @given(
     st.lists(
         st.sampled_from(
-            ["copy_d2h_bandwidth", "draw_rate", "sweep_bandwidth", "step_s", "dispatch_s", "memory_bandwidth"]
+            [
+                "copy_d2h_bandwidth",
+                "sampling_rate",
+                "sweep_bandwidth",
+                "step_s",
+                "dispatch_s",
+                "memory_bandwidth",
+            ]
         ),
         min_size=1,
         max_size=2,
@@ -94,7 +101,7 @@ def test_a_cpu_and_its_host_time_between_steps():
         machine,
         [1, 2],
         [8, 9],
-        {"step_s": [0.0001, 4.0], "draw_rate": [0.5, 2.0]},
+        {"step_s": [0.0001, 4.0], "sampling_rate": [0.5, 2.0]},
     )
 
 

@@ -106,12 +106,12 @@ def test_hours_are_those_of_twenty_thousand_steps():
 def test_moments_of_directions_are_those_of_their_formulas(rank):
     import torch
 
-    from studies.zoinfer.ranks import moments_drawn, moments_said
+    from studies.zoinfer.ranks import moments_said, sampled_moments
 
     generator = torch.Generator().manual_seed(0)
     matrices = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 5), (4, 2))]
-    drawn = np.array([moments_drawn(matrices, rank, 40_000, seed) for seed in range(6)])
-    means, errors = drawn.mean(0), drawn.std(0, ddof=1) / 6**0.5
+    sampled = np.array([sampled_moments(matrices, rank, 40_000, seed) for seed in range(6)])
+    means, errors = sampled.mean(0), sampled.std(0, ddof=1) / 6**0.5
     second, fourth = moments_said(matrices, rank)
     square = sum(float(matrix.square().sum()) for matrix in matrices)
     # Five standard errors of six batches: Student's t with five degrees of freedom passes that once in 250.

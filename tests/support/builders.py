@@ -19,7 +19,7 @@ from zosim.simulators.simulate import simulate_world
 from zosim.simulators.world import World
 
 RATE = 1e9
-_FORMATS = {"matmul_rate": ".float32", "attention_rate": ".float32", "draw_rate": ".normal.float32"}
+_FORMATS = {"matmul_rate": ".float32", "attention_rate": ".float32", "sampling_rate": ".normal.float32"}
 
 
 def make_profile(kind="cpu", *, num_threads=1, num_cores=2, origin="calibrated", **values):

@@ -14,7 +14,7 @@ FRESH = {
     "residency": {"blocks": "offloaded", "reuse_staging_buffers": False},
     "schedule": {"update": "delayed"},
 }
-AHEAD = {"directions": {"drawn_ahead": True}}
+AHEAD = {"directions": {"sampled_ahead": True}}
 SHARED = {"residency": {"blocks": "offloaded", "transfers": "shared"}, "schedule": {"update": "delayed"}}
 SLICED = {"residency": {"blocks": "offloaded", "transfers": "sliced"}, "schedule": {"update": "delayed"}}
 PERTP, DDP = {"perturb": 2}, {"data": 2}

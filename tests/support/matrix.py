@@ -25,7 +25,7 @@ import torch
 
 from costmodel.models.configs import LoRA, Prefix, Subset, spec_of_config
 from executors.models.quantised import take_codes
-from executors.randomness.counter import CounterDraws, CounterKey
+from executors.randomness.counter import CounterKey, CounterSampler
 from executors.randomness.directions import direction_named
 from executors.ranks.communicator import Communicator
 from executors.runs.adapters import Tuned, attach
@@ -253,7 +253,7 @@ class Case:
         """The case of the same numbers in which nothing is done otherwise than it has to be."""
         plan, settings = self.plan(), dict(self.stated)
         rounds = {"transfers_round": plan.is_transfer_lossy, "codecs_round": plan.split.is_lossy}
-        kept = {"split.cuts"} if plan.directions.draws_by_halves and plan.model.cut_blocks else set()
+        kept = {"split.cuts"} if plan.directions.samples_by_halves and plan.model.cut_blocks else set()
         for axis, kind in AXES.items():
             for field in fields_of(kind).values():
                 name = f"{axis}.{field.name}"
@@ -294,7 +294,7 @@ class Case:
         return {
             "learning_rate": self.rate.at,
             "num_micro_batches": self["run.accumulate"],
-            "num_draw_threads": self["run.num_threads"],
+            "num_sampling_threads": self["run.num_threads"],
             "checksums": self["run.checksums"],
             "num_timed_steps": 0,
         }
@@ -697,7 +697,7 @@ def is_literal(case: Case) -> bool:
     factored = case["directions.distribution"] in FACTORS["directions.distribution"]
     wanted = LITERAL | (FACTORS if factored else {})
     return all(case[name] in known for name, known in wanted.items()) and not (
-        case.plan().directions.draws_by_halves and case.plan().model.cut_blocks
+        case.plan().directions.samples_by_halves and case.plan().model.cut_blocks
     )
 
 
@@ -753,7 +753,7 @@ def _loop(case: Case, plan: Plan, reference: torch.nn.Module) -> LiteralMezo | L
         loss=loss,
         central=plan.estimator.difference == "central",
         weights=plan.weights.perturbation,
-        draw=_other_draw(directions, reference),
+        sample=_other_sampler(directions, reference),
     )
 
 
@@ -773,14 +773,14 @@ def _loss_of_parts(model: torch.nn.Module, num_parts: int, batch: dict[str, torc
     return sum(losses) / sum(counts)
 
 
-def _other_draw(directions: Directions, model: torch.nn.Module) -> Any:
+def _other_sampler(directions: Directions, model: torch.nn.Module) -> Any:
     """Return how directions are drawn that are not torch's normals; the numbers are the executor's, which has tests of its own."""
     if directions.distribution == "gaussian" and not directions.is_keyed:
         return None
     kind = direction_named(directions.distribution)
-    keyed = CounterDraws([p.numel() for p in model.parameters() if p.requires_grad], torch.device("cpu"))
+    keyed = CounterSampler([p.numel() for p in model.parameters() if p.requires_grad], torch.device("cpu"))
 
-    def draw(seed: int, step: int, query: int) -> Any:
+    def sample(seed: int, step: int, query: int) -> Any:
         generator = torch.Generator().manual_seed(seed)
         key = CounterKey.of(seed, step, query)
 
@@ -794,7 +794,7 @@ def _other_draw(directions: Directions, model: torch.nn.Module) -> Any:
 
         return of
 
-    return draw
+    return sample
 
 
 if __name__ == "__main__":

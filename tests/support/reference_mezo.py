@@ -16,7 +16,7 @@ class LiteralMezo:
     """The loop: perturb all parameters, run the whole model, three times over, then update.
 
     ``sampling_order`` gives the order in which directions are drawn; registration order by default. With ``weights="copies"`` every
-    point is made of the unperturbed parameters, in tensors of its own, which are thrown away. ``draw`` makes other directions
+    point is made of the unperturbed parameters, in tensors of its own, which are thrown away. ``sample`` makes other directions
     than normals: given seed, step and query, it returns a function of a parameter and its number.
     """
 
@@ -30,7 +30,7 @@ class LiteralMezo:
         loss=None,
         central=True,
         weights="serial",
-        draw=None,
+        sample=None,
     ):
         self.model = model.eval()
         self.epsilon = epsilon
@@ -40,17 +40,17 @@ class LiteralMezo:
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.named = sampling_order(trainable) if sampling_order else trainable
         self.numbers = {name: number for number, (name, _) in enumerate(trainable)}
-        self.draw = draw or _normals
+        self.sample = sample or _normals
         self.num_steps = 0
         self.loss = loss or (lambda batch: model(**batch).loss)
 
-    def _drawn(self, seed, query):
-        draw = self.draw(seed, self.num_steps, query)
+    def _sampled(self, seed, query):
+        sample = self.sample(seed, self.num_steps, query)
         for name, p in self.named:
-            yield name, p, draw(p.data, self.numbers[name])
+            yield name, p, sample(p.data, self.numbers[name])
 
     def _perturb(self, seed, query, scale):
-        for _, p, z in self._drawn(seed, query):
+        for _, p, z in self._sampled(seed, query):
             p.data = p.data + (scale * z) * self.epsilon
 
     @torch.no_grad()
@@ -85,7 +85,7 @@ class LiteralMezo:
         return loss
 
     def _update(self, seed, query, g, learning_rate):
-        for name, p, z in self._drawn(seed, query):
+        for name, p, z in self._sampled(seed, query):
             if query == 0 and "bias" not in name and "layer_norm" not in name and "layernorm" not in name:
                 p.data = p.data - learning_rate * (g * z + self.weight_decay * p.data)
             else:
@@ -98,7 +98,7 @@ def _normals(seed, _step, _query):
 
 
 def execution_order(named):
-    """Draw what the head alone reads after the blocks, wherever it is registered."""
+    """Sample what the head alone reads after the blocks, wherever it is registered."""
     late = [pair for pair in named if "final_layer_norm" in pair[0] and "layers" not in pair[0]]
     late += [pair for pair in named if "project_out" in pair[0]]
     late += [pair for pair in named if "lm_head" in pair[0]]

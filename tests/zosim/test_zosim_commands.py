@@ -50,7 +50,7 @@ def test_plan_as_json_is_one_document() -> None:
 def test_copies_of_weights_are_planned_with_their_memory(tmp_path: Path) -> None:
     call(*PLAN, "--method", "zo2", "--weights", "copies", "--no-draw-ahead", "-o", tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
-    assert (plan.weights.perturbation, plan.directions.drawn_ahead) == ("copies", False)
+    assert (plan.weights.perturbation, plan.directions.sampled_ahead) == ("copies", False)
     call("lower", tmp_path / "plan.json", "-o", tmp_path / "program.json")
     (copy,) = [b for b in Program.load(tmp_path / "program.json").buffers if b.role == "copies"]
     largest = max(group.num_trainable for group in plan.model.groups) * 2  # bytes of a float16

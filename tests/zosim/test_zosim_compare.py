@@ -96,7 +96,7 @@ def test_peak_memory_is_compared_per_space():
 
 
 def test_what_only_one_side_has_is_a_line_without_error():
-    more = program([*WHOLE.step, instruction("extra", "draw", 1e-3)])
+    more = program([*WHOLE.step, instruction("extra", "sample", 1e-3)])
     found = compare(simulate(WHOLE, unshared()), measurement(more, unshared()), more)
     extra = next(line for line in found.labels if line.name == "extra")
     assert (extra.predicted_s, extra.measured_s, extra.error) == (None, pytest.approx(1e-3), None)
@@ -118,7 +118,7 @@ def test_a_comparison_can_be_read_and_parsed():
 def test_a_run_that_found_its_core_slow_shows_what_is_predicted_there():
     topology = load_preset("cpu-laptop")
     full = datasheet_profile(topology, "cpu0", num_threads=1)
-    known = with_pace(full, Pace(1e-4, 1.0, 1.0, 1.5, {"products": 0.5, "draws": 1.0}))
+    known = with_pace(full, Pace(1e-4, 1.0, 1.0, 1.5, {"products": 0.5, "sampling": 1.0}))
     plan = Plan(
         model=read_model_spec("opt-125m"),
         placement=Placement(topology="cpu-laptop", devices=("cpu0",)),

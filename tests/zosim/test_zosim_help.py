@@ -23,7 +23,7 @@ VERBS = [
     "Count",
     "Describe",
     "Detect",
-    "Draw",
+    "Sample",
     "Export",
     "Import",
     "List",

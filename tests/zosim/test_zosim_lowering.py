@@ -18,7 +18,7 @@ from zosim.plans import Directions, Estimator, ForwardPass, Placement, Plan, Res
 from zosim.program import Program
 from zosim.program.contents import Direction
 from zosim.program.instructions import Instruction, Stream
-from zosim.program.operations import Draw, Forward, Update
+from zosim.program.operations import Forward, Sample, Update
 from zosim.program.step_graph import StepGraph
 from zosim.program.validate import validate
 
@@ -57,7 +57,7 @@ def plans(draw: st.DrawFn) -> Plan:
             distribution=draw(st.sampled_from(["gaussian", "rademacher"])),
             rng=draw(st.sampled_from(["mezo", "counter"])),
             order=draw(st.sampled_from(["registration", "execution"])),
-            drawn_ahead=draw(st.booleans()),
+            sampled_ahead=draw(st.booleans()),
             kept=draw(st.booleans()),
         ),
         weights=Weights(dtype=storage, perturbation=draw(st.sampled_from(["serial", "copies"]))),
@@ -95,20 +95,20 @@ def test_a_program_survives_json(tmp_path) -> None:
     assert Program.load(tmp_path / "program.json") == program
 
 
-def draws_per_group(plan: Plan) -> set[int]:
+def samples_per_group(plan: Plan) -> set[int]:
     program = lower(plan)
-    kept = [i.op.group for i in program.step if isinstance(i.op, Draw) and i.op.keep == "all"]
+    kept = [i.op.group for i in program.step if isinstance(i.op, Sample) and i.op.keep == "all"]
     return set(Counter(name for name in kept if name.startswith("block")).values())
 
 
 def test_the_reference_sweep_draws_four_times_and_blockwise_twice() -> None:
-    assert draws_per_group(plan_of(schedule=Schedule(traversal="sweep"))) == {4}
-    assert draws_per_group(plan_of()) == {2}
-    assert draws_per_group(zo2()) == {2}
-    assert draws_per_group(
+    assert samples_per_group(plan_of(schedule=Schedule(traversal="sweep"))) == {4}
+    assert samples_per_group(plan_of()) == {2}
+    assert samples_per_group(zo2()) == {2}
+    assert samples_per_group(
         plan_of(directions=Directions(kept=True), schedule=Schedule(traversal="sweep"))
     ) == {1}
-    assert draws_per_group(plan_of(directions=Directions(kept=True))) == {1}
+    assert samples_per_group(plan_of(directions=Directions(kept=True))) == {1}
 
 
 @pytest.mark.parametrize("num_staging_buffers", [1, 2, 3, 5])
@@ -223,8 +223,8 @@ def test_an_unknown_dependency_is_refused() -> None:
 
 
 def test_draws_ahead_leave_the_compute_stream() -> None:
-    program = lower(plan_of(directions=Directions(drawn_ahead=True)))
-    assert {i.stream for i in program.step if isinstance(i.op, Draw)} == {Stream.DRAW}
+    program = lower(plan_of(directions=Directions(sampled_ahead=True)))
+    assert {i.stream for i in program.step if isinstance(i.op, Sample)} == {Stream.SAMPLE}
 
 
 def test_frozen_weights_are_uploaded_and_not_offloaded() -> None:
@@ -261,18 +261,18 @@ def test_axes_that_contradict_each_other_are_refused(axes: dict[str, object], co
 
 
 def test_draws_say_who_makes_how_many_numbers():
-    def draws(**axes):
-        return {i.id: i.work for i in lower(plan_of(**axes)).step if isinstance(i.op, Draw)}
+    def works(**axes):
+        return {i.id: i.work for i in lower(plan_of(**axes)).step if isinstance(i.op, Sample)}
 
-    sequential, counted = draws(), draws(directions=Directions(rng="counter"))
-    first, norm = sequential["block.0/draw[q0]"], sequential["head/draw[q0]"]
+    sequential, counted = works(), works(directions=Directions(rng="counter"))
+    first, norm = sequential["block.0/sample[q0]"], sequential["head/sample[q0]"]
     again = next(
         work for name, work in sequential.items() if name.startswith("block.0/") and name.endswith(":update")
     )
     assert norm.num_shared_normals == 0 < norm.num_normals
     assert first.num_shared_normals == first.num_normals > 1 << 20
     assert again.num_shared_normals == again.num_normals == first.num_normals
-    assert counted["block.0/draw[q0]"].num_shared_normals == first.num_normals
+    assert counted["block.0/sample[q0]"].num_shared_normals == first.num_normals
     name, rows = next((name, work) for name, work in sequential.items() if work.num_kept_rows)
     assert 0 < rows.num_kept_rows <= 64
     table = rows.num_normals + rows.num_skipped
@@ -282,9 +282,9 @@ def test_draws_say_who_makes_how_many_numbers():
     assert counted_rows.num_normals + counted_rows.num_skipped < table
     assert rows.num_normals <= counted_rows.num_normals
     assert counted_rows.num_seeds <= counted_rows.num_kernels == rows.num_kept_rows
-    assert counted["block.0/draw[q0]"].num_seeds >= first.num_normals / COUNTER_BLOCK_ELEMENTS
+    assert counted["block.0/sample[q0]"].num_seeds >= first.num_normals / COUNTER_BLOCK_ELEMENTS
     assert first.num_split_sequences == 1 > again.num_split_sequences == first.num_seeds
-    signs = draws(directions=Directions(distribution="rademacher", rng="counter"))
+    signs = works(directions=Directions(distribution="rademacher", rng="counter"))
     assert all(work.num_shared_normals == 0 for work in signs.values())
 
 

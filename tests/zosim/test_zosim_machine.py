@@ -63,9 +63,9 @@ def test_kernels_take_the_device_and_launches_take_a_core():
     assert dict(machine.activity(program([SWEEP]), SWEEP).uses) == {machine.kernels: 1.0}
     launching = dict(machine.activity(program([LAUNCHES]), LAUNCHES).uses)
     assert launching == {machine.cores: pytest.approx(1.0)}
-    draw = instruction("draw", "draw", 1.0)
+    sample = instruction("sample", "sample", 1.0)
     # Two streams of kernels share one device.
-    assert simulate(program([SWEEP, draw]), machine, num_steps=1).makespan_s == pytest.approx(2.0)
+    assert simulate(program([SWEEP, sample]), machine, num_steps=1).makespan_s == pytest.approx(2.0)
 
 
 def test_a_cpus_copy_takes_a_core_and_moves_its_bytes_twice():

@@ -270,7 +270,7 @@ def _memory_program():
     z = Access("z", Direction("block.0", 0), 0, 30)
     step = [
         instruction("take", "compute", 1.0, op=Allocate("staging")),
-        instruction("draw", "compute", 1.0, writes=(z,)),
+        instruction("sample", "compute", 1.0, writes=(z,)),
         instruction("use", "compute", 1.0, reads=(z,), work=Work(sweep_bytes=10**9, workspace_bytes=11)),
         instruction("give", "compute", 1.0, op=Free("staging")),
     ]

@@ -42,7 +42,7 @@ def plan(model: ModelSpec, residency: Residency, **axes: object) -> Plan:
 
 def points() -> Iterator[dict[str, Any]]:
     offloaded, delayed = Residency(blocks="offloaded"), Schedule(update="delayed")
-    ahead, kept = Directions(drawn_ahead=True), Directions(kept=True)
+    ahead, kept = Directions(sampled_ahead=True), Directions(kept=True)
     sweep, copies = Schedule(traversal="sweep"), Weights(dtype="float16", perturbation="copies")
     for update in ("immediate", "delayed"):
         schedule = Schedule(update=update)
@@ -84,7 +84,9 @@ def test_a_sketch_bounds_the_closed_form_and_knows_the_memory(
     closed_s = step_time_bound(program, machine)
     # Equal but for the dependencies between distant visits that a sketch leaves out: draws and copies ahead of their turn.
     share = (
-        (0.5 if whole.weights.perturbation == "copies" else 0.8) if whole.directions.drawn_ahead else 1 - 1e-9
+        (0.5 if whole.weights.perturbation == "copies" else 0.8)
+        if whole.directions.sampled_ahead
+        else 1 - 1e-9
     )
     assert share * closed_s <= made.period_s <= closed_s * (1 + 1e-9)
     assert made.footprint == footprint(program, machine.profile)

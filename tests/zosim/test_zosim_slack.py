@@ -110,8 +110,8 @@ def cobham_wait_s(rates, services):
 
 def priority_queue_wait_s(rates, services, duration_s, seed):
     """The same measured: two classes, the first served before the second."""
-    draw = np.random.default_rng(seed)
-    jobs = [np.sort(draw.uniform(0, duration_s, draw.poisson(rate * duration_s))).tolist() for rate in rates]
+    rng = np.random.default_rng(seed)
+    jobs = [np.sort(rng.uniform(0, duration_s, rng.poisson(rate * duration_s))).tolist() for rate in rates]
     now, waits, heads = 0.0, [], [0, 0]
     while any(heads[kind] < len(jobs[kind]) for kind in (0, 1)):
         next_of = [jobs[kind][heads[kind]] if heads[kind] < len(jobs[kind]) else np.inf for kind in (0, 1)]

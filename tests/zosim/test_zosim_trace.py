@@ -103,7 +103,7 @@ def test_memory_is_a_counter_per_space():
         Buffer("z", Space.DEVICE, 9, "directions", "float32", dynamic=True),
     ]
     step = [
-        instruction("draw", "compute", 1e-3, writes=(Access("z", Direction("block.0", 0), 0, 9),)),
+        instruction("sample", "compute", 1e-3, writes=(Access("z", Direction("block.0", 0), 0, 9),)),
         instruction("rest", "compute", 1e-3),
     ]
     counters = of_phase(chrome_trace(simulate(program(step, buffers=buffers), unshared(), num_steps=1)), "C")

@@ -278,11 +278,11 @@ def test_stages_are_valid_and_send_what_the_paper_counts(
     cuts: tuple[str, ...], traversal: str, difference: str, rng: str
 ) -> None:
     """``(P + 1)(M - 1)`` activations per step for a forward difference, ``2P(M - 1)`` for a central one."""
-    draws = {
+    samples = {
         "estimator": Estimator(difference=difference, num_queries=3),
         "directions": Directions(rng=rng),
     }
-    programs = staged(*cuts, traversal=traversal, **draws)
+    programs = staged(*cuts, traversal=traversal, **samples)
     validate_set(programs)
     sent = sum(isinstance(item.op, Send) for program in programs.programs for item in program.step)
     assert sent == (4 if difference == "forward" else 6) * len(cuts)
@@ -294,7 +294,7 @@ def test_both_holders_of_a_tied_table_do_the_same_to_it() -> None:
         [(item.op, item.label) for item in program.step if getattr(item.op, "group", "") == "embed.tokens"]
         for program in (first, last)
     ]
-    sweeps = [[op for op, label in found if label != "draw"] for found in done]
+    sweeps = [[op for op, label in found if label != "sample"] for found in done]
     assert sweeps[0] == sweeps[1] != []
 
 

@@ -20,7 +20,7 @@ COLOURS: Final = MappingProxyType(
         "upload": "#e69f00",
         "offload": "#d55e00",
         "gather": "#cc79a7",
-        "draw": "#999999",
+        "sample": "#999999",
         "perturb": "#56b4e9",
         "restore": "#a6d8f5",
         "update": "#009e73",

@@ -26,13 +26,13 @@ from dataclasses import replace
 
 from costmodel.formats import FORMATS, DType
 from costmodel.models.model_spec import EMBED, HEAD, ParameterGroup
-from costmodel.sweeps import draw_work, perturb_work, update_work
+from costmodel.sweeps import perturb_work, sampling_work, update_work
 from costmodel.work import AttentionKernel, Work
 from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program.contents import GroupWeights
 from zosim.program.instructions import Access, Dependency, Instruction, Stream
-from zosim.program.operations import Draw, Forward, Operation, Perturb, Update
+from zosim.program.operations import Forward, Operation, Perturb, Sample, Update
 from zosim.program.program_set import ProgramSet
 
 
@@ -115,11 +115,11 @@ class _Writer:
     def work(self, item: Instruction, later: Sequence[Instruction]) -> Work:
         """Return the work of `item` as published; `later` is what the step still lists behind it."""
         match item.op:
-            case Draw(group=name, keep="rows"):
+            case Sample(group=name, keep="rows"):
                 # A whole table is perturbed there, across and back, each with a draw.
                 once = self._perturbed(self.model.group(name))
                 return once + once + once
-            case Draw():
+            case Sample():
                 return Work()
             case Perturb(group=name) if isinstance(_next_use(name, later), Perturb):
                 return Work()
@@ -163,7 +163,7 @@ class _Writer:
         return work.model_copy(update=changes)
 
     def _perturbed(self, group: ParameterGroup) -> Work:
-        return self._drawn(group) + perturb_work(
+        return self._sampled(group) + perturb_work(
             group.num_trainable,
             dtype=self.dtype,
             arithmetic="literal",
@@ -172,7 +172,7 @@ class _Writer:
         )
 
     def _updated(self, group: ParameterGroup) -> Work:
-        return self._drawn(group) + update_work(
+        return self._sampled(group) + update_work(
             group.num_trainable,
             dtype=self.dtype,
             arithmetic="literal" if self.decays else "scaled",
@@ -181,8 +181,8 @@ class _Writer:
             weight_decay=self.decays,
         )
 
-    def _drawn(self, group: ParameterGroup) -> Work:
-        return draw_work(group.num_trainable, dtype=self.dtype, num_tensors=group.num_trainable_tensors)
+    def _sampled(self, group: ParameterGroup) -> Work:
+        return sampling_work(group.num_trainable, dtype=self.dtype, num_tensors=group.num_trainable_tensors)
 
 
 _AUTOCAST_KERNELS = 4

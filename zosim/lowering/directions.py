@@ -11,7 +11,7 @@ Sequential draws read the state that the draw before has left; keyed draws need 
 >>> for rng in ("mezo", "counter"):
 ...     axis = DirectionsAxis(rng=rng)
 ...     plan = Plan(model=read_model_spec("opt-125m"), batch=1, seq=16, placement=place, directions=axis)
-...     draw = next(item for item in lower(plan).step if item.id == "block.1/draw[q0]")
+...     draw = next(item for item in lower(plan).step if item.id == "block.1/sample[q0]")
 ...     print(
 ...         rng,
 ...         "reads",
@@ -39,11 +39,11 @@ from costmodel.formats.distributions import (
     JUMP_WORDS,
     NUM_RNG_MARKS,
     RNG_STATE_BYTES,
-    SHARED_DRAW_ELEMENTS,
+    SHARED_SAMPLING_ELEMENTS,
 )
-from costmodel.formats.low_bits import drawn_for_rows
+from costmodel.formats.low_bits import samples_for_rows
 from costmodel.models.model_spec import EMBED, ParameterGroup
-from costmodel.sweeps import draw_work
+from costmodel.sweeps import sampling_work
 from costmodel.work import Matmul, Work
 from zosim.lowering.buckets import bucket_bytes
 from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
@@ -58,7 +58,7 @@ from zosim.program.contents import (
     is_scaled,
 )
 from zosim.program.instructions import Access, Buffer, Space, Stream
-from zosim.program.operations import Draw
+from zosim.program.operations import Sample
 from zosim.program.ranges import Ranges
 
 Keep = Literal["all", "rows", "factors", "none"]
@@ -77,8 +77,8 @@ class Directions(AxisWriter):
         self.sampling_order = sampling_order(rank.plan)
         self._positions = {group.name: position for position, group in enumerate(self.sampling_order)}
         # Directions that are there, by what they hold and by the bytes that they lie in: a new one replaces what it overlaps.
-        self._drawn: dict[tuple[Contents, int | None], Access] = {}
-        self._drawn_in: dict[str, Ranges[Access | None]] = defaultdict(
+        self._sampled: dict[tuple[Contents, int | None], Access] = {}
+        self._sampled_in: dict[str, Ranges[Access | None]] = defaultdict(
             lambda: Ranges(None, lambda access: access)
         )
         # Groups that each query's generator has passed.
@@ -118,15 +118,15 @@ class Directions(AxisWriter):
 
     def fresh_offset(self, segment: str) -> int:
         """Return where the next direction goes: alternate halves for blocks that are drawn ahead."""
-        if not self._draws_in_halves or is_edge(segment):
+        if not self._samples_in_halves or is_edge(segment):
             return 0
         self._halves += 1
         return self._block_bytes * (self._halves % 2)
 
     @property
-    def _draws_in_halves(self) -> bool:
+    def _samples_in_halves(self) -> bool:
         """Whether a block's direction is drawn while that of the block before is used: by another stream."""
-        return self._plan.directions.drawn_ahead and self._plan.weights.perturbation == "serial"
+        return self._plan.directions.sampled_ahead and self._plan.weights.perturbation == "serial"
 
     @cached_property
     def _block_bytes(self) -> int:
@@ -147,7 +147,7 @@ class Directions(AxisWriter):
         rank = self._plan.directions.rank or 0
         shapes = [shape for group in groups for shape in group.trainable_matrices]
         sides = sum(lefts * rows + rights * columns for rows, columns in shapes)
-        return FORMATS[self._storage.draw_format].bytes(rank * sides)
+        return FORMATS[self._storage.sampling_format].bytes(rank * sides)
 
     @cached_property
     def _passing_factor_bytes(self) -> int:
@@ -179,7 +179,7 @@ class Directions(AxisWriter):
         if not self._are_kept:
             return trainable
         # A kept direction is drawn once: only one that the generator has passed by then needs a state to begin from.
-        late = {group.name for group in _drawn_late(self._plan, self._rank.segments)}
+        late = {group.name for group in _sampled_late(self._plan, self._rank.segments)}
         return {name: group for name, group in trainable.items() if name in late}
 
     def pending(self, group: ParameterGroup, query: int) -> Iterator[Access]:
@@ -197,11 +197,11 @@ class Directions(AxisWriter):
             for group in rank.groups:
                 for query in queries if group.num_trainable else ():
                     size = self.place(group, query, 0).size_bytes
-                    kept_format = self._storage.draw_format if rank.adds_factors else dtype
+                    kept_format = self._storage.sampling_format if rank.adds_factors else dtype
                     yield Buffer(_kept(group, query), Space.DEVICE, size, "directions", kept_format)
         else:
             size = max(map(self._segment_bytes, rank.segments))
-            if self._draws_in_halves:
+            if self._samples_in_halves:
                 size = max(size, 2 * self._block_bytes)
             yield Buffer(_DIRECTIONS, Space.DEVICE, size, "directions", dtype)
             if any(rank.gathers(group, EMBED) for group in rank.groups):
@@ -211,7 +211,7 @@ class Directions(AxisWriter):
         if size := self._storage.moved_rows_bytes(self._rank.groups):
             yield Buffer("moved_rows", Space.DEVICE, size, "directions", "int64", dynamic=True)
         if size := self._passing_factor_bytes:
-            yield Buffer(_FACTORS, Space.DEVICE, size, "directions", self._storage.draw_format)
+            yield Buffer(_FACTORS, Space.DEVICE, size, "directions", self._storage.sampling_format)
         for query in queries if self._plan.directions.rng == "mezo" else ():
             yield Buffer(f"rng.q{query}", Space.HOST, RNG_STATE_BYTES, "rng", "uint8")
             for name in self._kept_states:
@@ -223,17 +223,17 @@ class Directions(AxisWriter):
     def forget(self) -> None:
         """Let what has been drawn be overwritten, where directions share a buffer."""
         if not self._are_kept:
-            self._drawn.clear()
+            self._sampled.clear()
 
-    def drawn(self, group: ParameterGroup, query: int) -> Access:
+    def sampled(self, group: ParameterGroup, query: int) -> Access:
         """Return where this step's direction of `group` is, which must have been drawn."""
         forms: tuple[Contents, ...] = (
             *(Direction(group.name, query, is_scaled) for is_scaled in (False, True)),
             DirectionFactors(group.name, query),
         )
-        return next(self._drawn[what, 0] for what in forms if (what, 0) in self._drawn)
+        return next(self._sampled[what, 0] for what in forms if (what, 0) in self._sampled)
 
-    def draw(
+    def sample(
         self,
         group: ParameterGroup,
         query: int,
@@ -265,15 +265,15 @@ class Directions(AxisWriter):
         # The step before has left it where it was drawn.
         if self._are_kept and step < 0:
             return target
-        is_redrawn = for_update and self._rank.distribution.is_redrawn
-        if (target.what, target.step) in self._drawn and not is_redrawn:
-            return self._drawn[target.what, target.step]
+        is_resampled = for_update and self._rank.distribution.is_resampled
+        if (target.what, target.step) in self._sampled and not is_resampled:
+            return self._sampled[target.what, target.step]
         reads, writes = self._generator_accesses(group, query, step)
         self._emit(
-            f"{group.name}/draw[q{query}{'@t-1' if step else ''}]{suffix}",
-            self._operation(group, query, step, keep, rounding, for_update=is_redrawn),
+            f"{group.name}/sample[q{query}{'@t-1' if step else ''}]{suffix}",
+            self._operation(group, query, step, keep, rounding, for_update=is_resampled),
             self._stream,
-            "draw",
+            "sample",
             segment,
             reads if keep != "rows" else (*reads, self._rank.batch()),
             (target, *writes),
@@ -284,12 +284,12 @@ class Directions(AxisWriter):
 
     def _remember(self, target: Access) -> None:
         """Note that a direction is there, and that what shared bytes with it no longer is."""
-        places = self._drawn_in[target.buffer]
+        places = self._sampled_in[target.buffer]
         for access in places.over(target.offset_bytes, target.end_bytes):
-            if access is not None and self._drawn.get((access.what, access.step)) is access:
-                del self._drawn[access.what, access.step]
+            if access is not None and self._sampled.get((access.what, access.step)) is access:
+                del self._sampled[access.what, access.step]
         places.put(target.offset_bytes, target.end_bytes, target)
-        self._drawn[target.what, target.step] = target
+        self._sampled[target.what, target.step] = target
 
     def _operation(
         self,
@@ -300,9 +300,9 @@ class Directions(AxisWriter):
         rounding: int = 0,
         *,
         for_update: bool = False,
-    ) -> Draw:
+    ) -> Sample:
         directions = self._plan.directions
-        return Draw(
+        return Sample(
             group.name,
             step,
             query,
@@ -334,7 +334,7 @@ class Directions(AxisWriter):
             accesses = self._sequential_accesses(self._num_passed.get(query, 0), query)
             op, work = self._operation(passed, query, 0, "none"), self._work(passed, "none")
             name = f"{passed.name}/skip[q{query}]"
-            self._emit(name, op, self._stream, "draw", passed.segments[0], *accesses, work)
+            self._emit(name, op, self._stream, "sample", passed.segments[0], *accesses, work)
         return self._sequential_accesses(position, query)
 
     def _sequential_accesses(
@@ -357,20 +357,20 @@ class Directions(AxisWriter):
         """
         directions, total = self._plan.directions, group.num_trainable
         if keep == "none":
-            return passing_work(num_drawn(group, directions), directions, self._storage.draw_format)
+            return passing_work(num_sampled(group, directions), directions, self._storage.sampling_format)
         if directions.rank is not None:
             return self._factored_work(group, keep)
         if directions.rng == "counter":
             return self._counted_work(group, keep, is_scaled=is_scaled)
         # Threads begin at marks that an earlier draw has kept; without these the second half begins with a jump, which pays for large groups.
-        is_cut = self._rank.distribution.is_drawn_alone and total >= (
-            SHARED_DRAW_ELEMENTS if is_again else 2 * JUMP_WORDS
+        is_cut = self._rank.distribution.is_single_threaded and total >= (
+            SHARED_SAMPLING_ELEMENTS if is_again else 2 * JUMP_WORDS
         )
         num_rows, made, skipped = self._rows_of(total) if keep == "rows" else (0, total, 0)
-        return draw_work(
+        return sampling_work(
             made,
-            dtype=self._storage.draw_format,
-            distribution=self._rank.distribution.draw_class,
+            dtype=self._storage.sampling_format,
+            distribution=self._rank.distribution.sampling_class,
             num_tensors=group.num_trainable_tensors,
             num_skipped=skipped,
             num_rounded=self._storage.num_rounded(made),
@@ -391,30 +391,30 @@ class Directions(AxisWriter):
         length = distribution.counter_elements
         num_kernels, skipped = group.num_trainable_tensors, 0
         num_blocks = float(-(-total // length) + num_kernels - 1)
-        made = drawn = self._storage.num_moved(group)
+        made = sampled = self._storage.num_moved(group)
         num_chances = self._storage.num_rounded(made)
         sparse, share = self._storage.sparse(group), 1 - self._storage.sparsity
         if sparse:
             # Rows that a sparse direction leaves alone are drawn where they lie between others, or passed over.
             num_moved = made - total + sum(outputs * inputs for outputs, inputs in sparse)
-            of_rows = drawn_for_rows(sparse, share, length)
+            of_rows = samples_for_rows(sparse, share, length)
             num_blocks += of_rows.num_blocks - (num_moved + total - made) / length
-            drawn, skipped = drawn + of_rows.num_drawn - num_moved, of_rows.num_passed
+            sampled, skipped = sampled + of_rows.num_sampled - num_moved, of_rows.num_passed
             if num_chances:
-                of_rows = drawn_for_rows(sparse, share, COUNTER_BLOCK_ELEMENTS)
+                of_rows = samples_for_rows(sparse, share, COUNTER_BLOCK_ELEMENTS)
                 num_blocks, skipped = num_blocks + of_rows.num_blocks, skipped + of_rows.num_passed
-                num_chances += of_rows.num_drawn - num_moved
+                num_chances += of_rows.num_sampled - num_moved
         if keep == "rows":
             num_kernels, num_blocks, made, skipped = self._counted_rows(total, length)
-            drawn, num_chances = made, self._storage.num_rounded(made)
-        return draw_work(
-            drawn,
-            dtype=self._storage.draw_format,
-            distribution=self._rank.distribution.draw_class,
+            sampled, num_chances = made, self._storage.num_rounded(made)
+        return sampling_work(
+            sampled,
+            dtype=self._storage.sampling_format,
+            distribution=self._rank.distribution.sampling_class,
             num_tensors=num_kernels,
             num_skipped=skipped,
             num_rounded=num_chances,
-            is_shared=distribution.is_drawn_alone and keep == "all" and total > COUNTER_BLOCK_ELEMENTS,
+            is_shared=distribution.is_single_threaded and keep == "all" and total > COUNTER_BLOCK_ELEMENTS,
             is_scaled=is_scaled,
             num_seeds=round(num_blocks),
         ) + self._storage.rounding_work(
@@ -429,17 +429,17 @@ class Directions(AxisWriter):
 
     def _factored_work(self, group: ParameterGroup, keep: Keep) -> Work:
         """Return the work of drawing factors, and of multiplying them if need be; rows are picked of a whole product."""
-        width = FORMATS[self._storage.draw_format].element_bytes
+        width = FORMATS[self._storage.sampling_format].element_bytes
         # Factors are multiplied out unless they are all that is wanted.
         products = self.products(group) if keep != "factors" else ()
         scaled = sum(part.m * part.n for part in products) if self._rank.distribution.rank_power else 0
         num_rows = self._num_rows(group.num_trainable) * self._rank.model.embed_dim if keep == "rows" else 0
-        return draw_work(
-            num_drawn(group, self._plan.directions),
-            dtype=self._storage.draw_format,
+        return sampling_work(
+            num_sampled(group, self._plan.directions),
+            dtype=self._storage.sampling_format,
             num_tensors=len(group.trainable_matrices) + group.num_trainable_tensors,
         ) + Work(
-            dtype=self._storage.draw_format,
+            dtype=self._storage.sampling_format,
             matmuls=products,
             sweep_bytes=width * (2 * scaled + 2 * round(num_rows)),
             num_kernels=len(products) if scaled else 0,
@@ -465,7 +465,7 @@ class Directions(AxisWriter):
         per_block = num_rows / num_blocks
         # Rows part a block in as many pieces and one more, the last of which nobody needs.
         to_last = round(min(table_elements, num_blocks * length * per_block / (per_block + 1)))
-        if not self._rank.distribution.is_drawn_alone:
+        if not self._rank.distribution.is_single_threaded:
             return round(num_rows), num_blocks, to_last, 0
         before_first = round(to_last / per_block)
         wanted = round(num_rows * self._rank.model.embed_dim)
@@ -478,7 +478,7 @@ class Directions(AxisWriter):
 
     @property
     def _stream(self) -> Stream:
-        return Stream.DRAW if self._plan.directions.drawn_ahead else Stream.COMPUTE
+        return Stream.SAMPLE if self._plan.directions.sampled_ahead else Stream.COMPUTE
 
 
 def sampling_order(plan: Plan) -> list[ParameterGroup]:
@@ -489,7 +489,7 @@ def sampling_order(plan: Plan) -> list[ParameterGroup]:
     return sorted(groups, key=lambda group: plan.model.segments.index(group.segments[0]))
 
 
-def _drawn_late(plan: Plan, segments: Sequence[str]) -> list[ParameterGroup]:
+def _sampled_late(plan: Plan, segments: Sequence[str]) -> list[ParameterGroup]:
     """Return the groups that a rank with these segments draws when the generator has passed them.
 
     They come before a group, in the generator's order, that an earlier segment needs.
@@ -510,7 +510,7 @@ def _drawn_late(plan: Plan, segments: Sequence[str]) -> list[ParameterGroup]:
     ]
 
 
-def num_drawn(group: ParameterGroup, directions: DirectionsAxis) -> int:
+def num_sampled(group: ParameterGroup, directions: DirectionsAxis) -> int:
     """Return the numbers that a direction of `group` takes: of factors ``V``, which are kept for several steps, a step's share."""
     if directions.rank is None:
         return group.num_trainable
@@ -526,12 +526,12 @@ def passing_work(num_elements: int, directions: DirectionsAxis, dtype: DType) ->
         return Work()
     distribution = DISTRIBUTIONS[directions.distribution]
     # A jump pays where one thread would pass over many numbers by itself.
-    is_alone = distribution.is_drawn_alone and not distribution.is_factored
+    is_alone = distribution.is_single_threaded and not distribution.is_factored
     is_long = is_alone and num_elements >= JUMP_WORDS
-    return draw_work(
+    return sampling_work(
         0,
         dtype=dtype,
-        distribution=distribution.draw_class,
+        distribution=distribution.sampling_class,
         num_skipped=num_elements,
         num_jumped=num_elements if is_long else 0,
     )

@@ -147,7 +147,7 @@ class Forwards(AxisWriter):
             reads += self._points.weights(group, segment, BASE)
         queries = dict.fromkeys(point.query for point in points if point.is_perturbed)
         tuned = rank.trainable(segment)
-        reads += [self._directions.drawn(group, query) for group in tuned for query in queries]
+        reads += [self._directions.sampled(group, query) for group in tuned for query in queries]
         reads += self._inputs(segment)
         left = (
             tuple(map(self._losses.left_by_head, points))

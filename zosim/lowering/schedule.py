@@ -119,7 +119,7 @@ class StepWriter:
             self._pending_updates(segment)
             for query in range(self._plan.estimator.num_queries):
                 for group in self._rank.trainable(segment):
-                    self._directions.draw(group, query, segment=segment)
+                    self._directions.sample(group, query, segment=segment)
             self._forwards.together(segment)
             self.homes.offload(segment, changed=self._points.leaves_changed(segment))
 
@@ -132,7 +132,7 @@ class StepWriter:
         offset = self._directions.fresh_offset(segment)
         for group in self._rank.trainable(segment):
             rows = self._rank.gathers(group, segment)
-            self._directions.draw(
+            self._directions.sample(
                 group,
                 query,
                 keep="rows" if rows else "all",
@@ -164,7 +164,7 @@ class StepWriter:
             if group in self._rank.groups:
                 segment = self._rank.readers(group)[0]
                 self._directions.forget()
-                self._directions.draw(group, query, scaled=True, segment=segment)
+                self._directions.sample(group, query, scaled=True, segment=segment)
                 # A group that stays as it is takes its part of the generator's numbers all the same.
                 for leap in () if self._rank.is_beside(group) else leaps:
                     self._points.perturb((group,), segment, query, leap)

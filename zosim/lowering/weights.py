@@ -102,7 +102,7 @@ class Points(AxisWriter):
     @property
     def _stream(self) -> Stream:
         """The stream that perturbs and updates: compute, which reads what it changes, unless that reads copies."""
-        return Stream.DRAW if self._plan.directions.drawn_ahead and self.are_copies else Stream.COMPUTE
+        return Stream.SAMPLE if self._plan.directions.sampled_ahead and self.are_copies else Stream.COMPUTE
 
     # -- points ------------------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Points(AxisWriter):
         """Return what a forward of `segment` at `point` reads of `group`."""
         place = self._homes.place(group, segment)
         if point.is_perturbed and self._rank.is_beside(group):
-            return (*self._homes.weights(group, place, 0), self._directions.drawn(group, point.query))
+            return (*self._homes.weights(group, place, 0), self._directions.sampled(group, point.query))
         if not (self.are_copies and point.is_perturbed and group.num_trainable):
             return self._homes.weights(group, place, 0, point)
         return (*self._homes.frozen(group, place), self._copies[group.name, point])
@@ -158,7 +158,7 @@ class Points(AxisWriter):
     def _perturb_one(
         self, group: ParameterGroup, segment: str, query: int, leap: Leap, read: Access, left: Access
     ) -> None:
-        direction = self._directions.drawn(group, query)
+        direction = self._directions.sampled(group, query)
         is_fused = self._storage.keeps_signs or is_scaled(direction.what)
         label, at = ("perturb", str(leap.point)) if leap.point.is_perturbed else ("restore", f"q{query}")
         self._emit(
@@ -188,7 +188,7 @@ class Points(AxisWriter):
         """Copies of a group that exist at one time, each at another point."""
         if not (self.are_copies and self._perturbed):
             return 0
-        is_ahead = self._plan.directions.drawn_ahead
+        is_ahead = self._plan.directions.sampled_ahead
         # Forwards read one copy at a time; who writes ahead needs another one meanwhile.
         if not self._rank.is_swept:
             return 2 if is_ahead else 1
@@ -256,7 +256,7 @@ class Points(AxisWriter):
         place = self._homes.place(group, segment)
         divisor = self._storage.update_divisor
         for query in range(num_queries):
-            direction = self._directions.draw(
+            direction = self._directions.sample(
                 group,
                 query,
                 step=step,

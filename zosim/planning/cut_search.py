@@ -41,7 +41,7 @@ from costmodel.formats.symbols import SymbolStatistics, crossing_statistics
 from costmodel.models.model_spec import BACK, FRONT, ModelSpec, block_index, block_segment
 from zosim.hardware.machine import Hop, Machine
 from zosim.lowering import unordered
-from zosim.lowering.directions import num_drawn, passing_work
+from zosim.lowering.directions import num_sampled, passing_work
 from zosim.planning.cuts import Cutting, sparsest_near_the_middle
 from zosim.plans import INSIDE, Mesh, Plan, Split, last_before
 from zosim.program.instructions import Stream
@@ -152,9 +152,9 @@ class Costs:
         # Blocks that were left out are like the last of those that were not.
         like = [_standing_for(segment, small) for segment in self.whole.segments]
         points = len(plan.points)
-        drawn = [
+        sampled = [
             sum(
-                num_drawn(group, plan.directions)
+                num_sampled(group, plan.directions)
                 for group in self.whole.groups_of(segment)
                 if group.segments[0] == segment
             )
@@ -165,7 +165,7 @@ class Costs:
             for segment in self.whole.segments
         ]
         # A generator passes over the numbers of every stage before, once for each query.
-        works = [passing_work(number, plan.directions, plan.storage.draw_format) for number in drawn]
+        works = [passing_work(number, plan.directions, plan.storage.sampling_format) for number in sampled]
         skips = [
             plan.estimator.num_queries * estimate(work, machine.profile).seconds if work.num_skipped else 0.0
             for work in works

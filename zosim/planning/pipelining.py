@@ -79,8 +79,8 @@ def _working(subject: Subject, rank: int) -> float:
     """Return the part of a step for which a rank works; what its peers take of shared resources is no work of its own."""
     program, machine = subject.programs.program_of(rank), subject.machines[rank]
     # Two streams overlap, so their seconds cannot be added up: the timeline says when either works.
-    if any(item.stream == Stream.DRAW for item in program.step):
-        return subject.timeline_of(rank).busy((Stream.COMPUTE, Stream.DRAW), rank)
+    if any(item.stream == Stream.SAMPLE for item in program.step):
+        return subject.timeline_of(rank).busy((Stream.COMPUTE, Stream.SAMPLE), rank)
     compute_s = sum(
         machine.activity(program, item).seconds for item in program.step if item.stream == Stream.COMPUTE
     )

@@ -133,7 +133,7 @@ def spread(config: PlanConfig, cut_model: CutModel, known: Plan | None = None) -
         cuts, split = (), Split()  # nothing crosses, and no codec rounds
     split = split.model_copy(update={"cuts": cuts})
     cut_blocks = split.cut_blocks
-    if not cuts and known is not None and known.directions.draws_by_halves:
+    if not cuts and known is not None and known.directions.samples_by_halves:
         # Directions that are drawn by halves must stay so: another cut would draw other numbers.
         cut_blocks = known.model.cut_blocks
     transfers = {} if mesh.world_size > 1 else {"transfers": "private"}

@@ -99,9 +99,11 @@ def plans_of(
     contradiction: PlanError | None = None
     for mesh, placement, cut in shapes:
         points = _points(request, mesh, placement)
-        for point, drawn, quantized in product(points, _draws(request), _quant_configs(request, mesh)):
+        for point, sampled, quantized in product(
+            points, _perturbation_axes(request), _quant_configs(request, mesh)
+        ):
             try:
-                plan = _plan(request, cut, mesh, placement, {**point, **drawn, **quantized})
+                plan = _plan(request, cut, mesh, placement, {**point, **sampled, **quantized})
             except PlanError as error:
                 contradiction = contradiction or error  # that of the plainest plan
                 continue
@@ -362,11 +364,11 @@ def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Poin
                     }
 
 
-def _draws(request: Request) -> Iterator[Point]:
+def _perturbation_axes(request: Request) -> Iterator[Point]:
     """Yield when directions may be drawn: in turn, or ahead by what writes copies of the weights."""
     yield {}
     if request.axis(Weights).perturbation == "copies":
-        yield {"directions": {"drawn_ahead": True}}
+        yield {"directions": {"sampled_ahead": True}}
 
 
 def _quant_configs(request: Request, mesh: Mesh) -> Iterator[Point]:

@@ -41,7 +41,7 @@ class Directions(Axis):
     kept : bool
         Whether every direction is drawn once in a step and kept until its update, for as many more bytes on the device
         as the trainable weights take, for each query. Off, a direction is drawn again whenever it is needed anew.
-    drawn_ahead : bool
+    sampled_ahead : bool
         Whether directions are drawn on a stream of their own, one block ahead of their use, for one more
         block-sized buffer. Where weights are copied, that stream writes the copies, too, and applies updates: what a
         forward finds is prepared while the one before runs.
@@ -102,7 +102,7 @@ class Directions(Axis):
             heading="Placement",
         ),
     ] = False
-    drawn_ahead: Annotated[
+    sampled_ahead: Annotated[
         bool,
         Setting(
             "--draw-ahead",
@@ -139,7 +139,7 @@ class Directions(Axis):
                         f"{name}={value} is of factors, which {self.distribution} directions do not have"
                     )
                     yield complaint, f"leave {flag} out, or add --direction lozo"
-        elif distribution.is_redrawn and (self.rng, self.kept) != ("mezo", False):
+        elif distribution.is_resampled and (self.rng, self.kept) != ("mezo", False):
             stated = "counter draws" if self.rng != "mezo" else "kept directions"
             complaint = (
                 f"{self.distribution} draws again for updates, from one sequential generator, unlike {stated}"
@@ -157,7 +157,7 @@ class Directions(Axis):
         return self.rng == "counter"
 
     @property
-    def draws_by_halves(self) -> bool:
+    def samples_by_halves(self) -> bool:
         """Whether the order of draws depends on which blocks are cut inside: one generator passes halves in turn."""
         return (self.rng, self.order) == ("mezo", "execution")
 
@@ -166,7 +166,7 @@ class Directions(Axis):
         if self.rank is not None:
             lazily = f", V kept {self.lazy_steps} steps" if self.lazy_steps != 1 else ""
             yield f"{self.distribution} directions of rank {self.rank}{lazily}"
-        if self.drawn_ahead and plan.weights.perturbation == "serial":
+        if self.sampled_ahead and plan.weights.perturbation == "serial":
             yield "draws ahead"
         if self.kept:
             yield "directions kept"

@@ -28,7 +28,7 @@ _MOVED = {
     ("runtime", "update"): ("schedule", "update"),
     ("runtime", "attention"): ("forward", "attention"),
     ("runtime", "loss_chunk_tokens"): ("forward", "loss_chunk_tokens"),
-    ("runtime", "draw_ahead"): ("directions", "drawn_ahead"),
+    ("runtime", "draw_ahead"): ("directions", "sampled_ahead"),
     ("runtime", "keep_directions"): ("directions", "kept"),
     ("runtime", "weights"): ("weights", "perturbation"),
 }

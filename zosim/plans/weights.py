@@ -66,7 +66,7 @@ class Weights(Axis):
     def words(self, plan: Plan) -> Iterator[str]:
         """Yield how weights come to a point, where it is not in place."""
         if self.perturbation == "copies":
-            yield "copies written ahead" if plan.directions.drawn_ahead else "copies of weights"
+            yield "copies written ahead" if plan.directions.sampled_ahead else "copies of weights"
         elif self.perturbation == "adapters":
             yield "all points in one forward, directions as adapters"
 
@@ -85,7 +85,7 @@ class Weights(Axis):
     def _not_beside_linears(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what of a plan that tunes the base itself cannot stand beside its linears."""
         distribution = DISTRIBUTIONS[plan.directions.distribution]
-        if not distribution.is_factored or distribution.is_redrawn:
+        if not distribution.is_factored or distribution.is_resampled:
             complaint = (
                 f"weights=adapters needs directions that are factors, not {plan.directions.distribution}"
             )
@@ -121,7 +121,7 @@ class Weights(Axis):
                 "kept directions, whose factors are kept anyway",
                 "drop --keep-directions",
             ),
-            (plan.directions.drawn_ahead, "directions drawn ahead", "drop --draw-ahead"),
+            (plan.directions.sampled_ahead, "directions drawn ahead", "drop --draw-ahead"),
             (
                 plan.forward.loss_chunk_tokens is not None,
                 "a loss in chunks: logits are made of labelled tokens alone",

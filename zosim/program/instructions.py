@@ -24,7 +24,7 @@ class Stream(StrEnum):
     COMPUTE = "compute"
     H2D = "h2d"
     D2H = "d2h"
-    DRAW = "draw"
+    SAMPLE = "sample"
     LINK = "link"
     RECV = "recv"
 

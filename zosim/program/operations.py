@@ -50,7 +50,7 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class Sample:
     """The direction of one query for one parameter group.
 
     Attributes
@@ -95,7 +95,7 @@ class Draw:
     rank: int = 0
     lazy_steps: int = 1
     for_update: bool = False
-    kind: Literal["draw"] = "draw"
+    kind: Literal["sample"] = "sample"
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,7 @@ Operation = Annotated[
     | Cast
     | Allocate
     | Free
-    | Draw
+    | Sample
     | Perturb
     | Update
     | Forward

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from executors.steps.ops.codec import Crossings
 from executors.steps.ops.context import Context
 from executors.steps.ops.copy import Copies
-from executors.steps.ops.draw import Draws
 from executors.steps.ops.exchange import Exchanges
 from executors.steps.ops.forward import Forwards
 from executors.steps.ops.operands import Action, Unfit
+from executors.steps.ops.sample import Sampling
 from executors.steps.ops.sweep import Sweeps
 from topology.errors import ProgramError
 from zosim.program.instructions import Instruction, Part
@@ -46,7 +46,7 @@ class Actions:
             "cast": copies.cast,
             "allocate": copies.allocate,
             "free": copies.free,
-            "draw": Draws(context).draw,
+            "sample": Sampling(context).sample,
             "perturb": self.sweeps.perturb,
             "update": self.sweeps.update,
             "forward": forwards.forward,

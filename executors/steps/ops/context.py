@@ -15,20 +15,20 @@ from costmodel.formats.roundings import RoundedDirection
 from executors.low_bits.stored import ChosenRows
 from executors.models.engine import ForwardEngine
 from executors.models.parameters import bind, stand_in
-from executors.randomness.rounded import MovedRows, RoundedDraws, rounding_key
+from executors.randomness.rounded import MovedRows, RoundedSampler, rounding_key
 from executors.ranks.messages import Packed
 from executors.steps.buffers import BufferStore, PlacedPart
 from executors.steps.frames import Hyperparameters, LoadedBatch, StepFrame
 from executors.steps.graphs import Graphs
 from executors.steps.streams import Backend
-from executors.threads import DrawThreads
+from executors.threads import SamplingThreads
 from zosim.program import Program
 from zosim.program.contents import FrozenWeights, GroupWeights
 from zosim.program.instructions import Access
-from zosim.program.operations import Draw, Free
+from zosim.program.operations import Free, Sample
 
 
-def rounding_of(op: Draw) -> RoundedDirection:
+def rounding_of(op: Sample) -> RoundedDirection:
     """Return how a draw's numbers are rounded to codes."""
     return RoundedDirection(op.distribution, op.bits, op.sparsity)
 
@@ -61,7 +61,7 @@ class Context:
     store : BufferStore
     hyperparameters : Hyperparameters
     backend : Backend
-    threads : DrawThreads
+    threads : SamplingThreads
     num_micro_batches : int
         Parts that a batch is forwarded in.
     ranks : Ranks or None
@@ -81,7 +81,7 @@ class Context:
     store: BufferStore
     hyperparameters: Hyperparameters
     backend: Backend
-    threads: DrawThreads = field(default_factory=DrawThreads)
+    threads: SamplingThreads = field(default_factory=SamplingThreads)
     num_micro_batches: int = 1
     ranks: Ranks | None = None
     remote_loss_dtype: torch.dtype | None = None
@@ -103,35 +103,35 @@ class Context:
         return self.loaded.rows_on_host
 
     @cached_property
-    def codes_drawn(self) -> dict[str, RoundedDirection]:
+    def rounded_directions(self) -> dict[str, RoundedDirection]:
         """How directions are rounded, of the groups whose directions are codes."""
-        draws = (i.op for _, i in self.program.instructions() if isinstance(i.op, Draw))
-        return {op.group: rounding_of(op) for op in draws if op.bits}
+        samples = (i.op for _, i in self.program.instructions() if isinstance(i.op, Sample))
+        return {op.group: rounding_of(op) for op in samples if op.bits}
 
     def moved_rows(self, group: str, frame: StepFrame, query: int) -> Callable[[int], ChosenRows | None]:
         """Return what says which rows of a parameter a step's direction moves; None for all."""
         key = rounding_key(frame.seeds[query], frame.step, query, "rows")
-        return partial(self.draws_of(self.codes_drawn[group]).moved.of, key=key)
+        return partial(self.sampler_of(self.rounded_directions[group]).moved.of, key=key)
 
-    def draws_of(self, rounding: RoundedDirection) -> RoundedDraws:
+    def sampler_of(self, rounding: RoundedDirection) -> RoundedSampler:
         """Return what draws directions as codes; all streams are given the same."""
         return self._rounded[rounding]
 
     @cached_property
-    def _rounded(self) -> dict[RoundedDirection, RoundedDraws]:
+    def _rounded(self) -> dict[RoundedDirection, RoundedSampler]:
         trainable = [tensor for tensor in self.engine.tensors if tensor.trainable]
         shapes = [tensor.shape for tensor in trainable]
         quantized = {tensor.index for tensor in trainable if not tensor.is_numbers}
         device = self.backend.device
         # A step's and those of the step before, which updates may be of.
-        draws = [i.op for _, i in self.program.instructions() if isinstance(i.op, Draw)]
-        num_kept = 2 * (1 + max((op.query for op in draws), default=0))
+        samples = [i.op for _, i in self.program.instructions() if isinstance(i.op, Sample)]
+        num_kept = 2 * (1 + max((op.query for op in samples), default=0))
         made = {}
-        for rounding in set(self.codes_drawn.values()):
+        for rounding in set(self.rounded_directions.values()):
             moved = MovedRows(
                 rounding.sparsity, shapes, quantized, device, num_kept=num_kept, borrow=self.backend.borrow
             )
-            made[rounding] = RoundedDraws(rounding, shapes, moved, device, self.threads)
+            made[rounding] = RoundedSampler(rounding, shapes, moved, device, self.threads)
         return made
 
     # -- what the engine computes with -------------------------------------------------------------------------

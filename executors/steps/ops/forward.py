@@ -30,7 +30,7 @@ from zosim.points import Point
 from zosim.program import Program
 from zosim.program.contents import Direction, DirectionFactors, DirectionRows, GroupWeights, Hidden
 from zosim.program.instructions import Access, Instruction
-from zosim.program.operations import Cast, Draw, Forward, Perturb
+from zosim.program.operations import Cast, Forward, Perturb, Sample
 
 
 class Forwards:
@@ -232,14 +232,14 @@ class Forwards:
 
     def _scales_of(self, group: str, points: Sequence[Point]) -> list[float]:
         """Return what ``U·Vᵀ`` is multiplied by at each point."""
-        draw = next(
+        op = next(
             i.op
             for _, i in self._context.program.instructions()
-            if isinstance(i.op, Draw) and i.op.group == group
+            if isinstance(i.op, Sample) and i.op.group == group
         )
-        unit = 1 / rounding_of(draw).scale if draw.bits else 1.0
+        unit = 1 / rounding_of(op).scale if op.bits else 1.0
         epsilon = self._context.hyperparameters.epsilon * unit
-        divisor = divisor_of(draw.rank, DISTRIBUTIONS[draw.distribution].rank_power) if draw.rank else 1.0
+        divisor = divisor_of(op.rank, DISTRIBUTIONS[op.distribution].rank_power) if op.rank else 1.0
         return [point.sign * epsilon / divisor for point in points]
 
     def _borrowed(self, part: MicroBatch) -> Batch:
@@ -282,7 +282,7 @@ class _GatheredTable:
         placed, wanted = context.store.placed(self.access), context.rows
         step = DirectionStep(
             context.hyperparameters.epsilon,
-            context.codes_drawn.get(placed.part.what.group),
+            context.rounded_directions.get(placed.part.what.group),
             gathered_several,
             gathered,
         )
@@ -299,8 +299,8 @@ def _direction_rows(context: Context, direction: Access, wanted: Tensor) -> Tens
     """Return rows of a direction: those that were drawn, or out of the whole where it is kept."""
     if isinstance(direction.what, Direction):
         return context.store.placed(direction).codes[0][wanted]
-    drawn: Tensor = context.backend.borrow(context.store.values[place_of(direction)])
-    return drawn
+    sampled: Tensor = context.backend.borrow(context.store.values[place_of(direction)])
+    return sampled
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ class _ForwardBeside:
         group = theta.part.what.group
         step = DirectionStep(
             self.point.sign * context.hyperparameters.epsilon,
-            context.codes_drawn[group],
+            context.rounded_directions[group],
             gathered_several,
             gathered,
             context.moved_rows(group, frame, query),
@@ -337,7 +337,7 @@ class _ForwardBeside:
 def _needs_rows(instruction: Instruction) -> bool:
     """Whether an instruction draws or gathers the rows of a table that the batch names."""
     op = instruction.op
-    return (isinstance(op, Draw) and op.keep == "rows") or (isinstance(op, Forward) and bool(op.gather))
+    return (isinstance(op, Sample) and op.keep == "rows") or (isinstance(op, Forward) and bool(op.gather))
 
 
 _Path = list[tuple[int, tuple[int, ...]]]

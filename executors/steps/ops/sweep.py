@@ -18,7 +18,7 @@ from executors.steps.ops.operands import Action, Unfit, of_group, only, place_of
 from zosim.program import Program
 from zosim.program.contents import UPDATE_SUM, Direction, DirectionFactors, GroupWeights, Named, is_scaled
 from zosim.program.instructions import Access, Instruction
-from zosim.program.operations import Draw, Perturb, Scalar, Update
+from zosim.program.operations import Perturb, Sample, Scalar, Update
 
 Place = tuple[str, int]
 """Under which the store keeps what is no flat array."""
@@ -34,23 +34,23 @@ class Sweeps:
         self.num_queries = 1 + max((i.op.query for i in program.step if isinstance(i.op, Scalar)), default=-1)
         sweeps = [i for _, i in program.instructions() if isinstance(i.op, Perturb | Update)]
         self._streams = {i.stream for i in sweeps[:1]}
-        draws = {op.group: op for _, i in program.instructions() if isinstance(op := i.op, Draw)}
+        samples = {op.group: op for _, i in program.instructions() if isinstance(op := i.op, Sample)}
         self._signs = {
-            group for group, op in draws.items() if DISTRIBUTIONS[op.distribution].is_sign and not op.bits
+            group for group, op in samples.items() if DISTRIBUTIONS[op.distribution].is_sign and not op.bits
         }
         # Of groups whose directions are codes.
-        self._roundings = context.codes_drawn
+        self._roundings = context.rounded_directions
         trainable = [tensor.num_elements for tensor in context.engine.tensors if tensor.trainable]
         self._chances = Chances(trainable, context.backend.device, context.threads)
         self.moved = Moved()
         self._matrix_divisors = {
             group: divisor_of(op.rank, DISTRIBUTIONS[op.distribution].update_rank_power)
-            for group, op in draws.items()
+            for group, op in samples.items()
             if op.rank
         }
         self._product_divisors = {
             group: divisor_of(op.rank, DISTRIBUTIONS[op.distribution].rank_power)
-            for group, op in draws.items()
+            for group, op in samples.items()
             if op.rank
         }
 

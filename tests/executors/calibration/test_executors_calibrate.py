@@ -15,7 +15,7 @@ from torch import Tensor
 
 from costmodel.work import Work
 from executors import pace
-from executors.calibration import background_load, calibrate, draw_probes, probes, probing
+from executors.calibration import background_load, calibrate, probes, probing, sampling_probes
 from executors.calibration.exchange_probes import exchange_probes
 from executors.low_bits.exact_products import exact_sums
 from tests.support.waiting import wait_until
@@ -29,7 +29,7 @@ def small_probes() -> Any:
     patch = pytest.MonkeyPatch()
     patch.setitem(probing.MEMORY_BYTES, "cpu", 1 << 20)
     patch.setitem(probing.CACHE_BYTES, "cpu", 1 << 14)
-    patch.setattr(draw_probes, "JUMP_WORDS", 1 << 16)
+    patch.setattr(sampling_probes, "JUMP_WORDS", 1 << 16)
     patch.setattr(probes, "MATMUL_SHAPES", {"cpu": ((8, 16, 32), (64, 64, 64))})
     patch.setattr(probes, "INTEGER_SHAPES", ((32, 16, 64), (64, 64, 64)))
     patch.setattr(probes, "ATTENTION_SHAPES", {"cpu": ((2, 1, 16, 8),)})
@@ -198,7 +198,7 @@ def test_kinds_of_work_follow_the_reference_as_they_were_seen_to() -> None:
     rows = [sampled("matmul", *[(1.0, 1.0, 1.0)] * 20, *[(1.5, 1.25, 1.5)] * 20)]
     rows += [sampled("draw", *[(1.0, 4.0, 1.0)] * 20, *[(1.5, 6.0, 1.5)] * 20)]
     seen = calibrate._pace(rows, [calibrate._measurement(row, 1, 1.0) for row in rows], 1.0)
-    assert seen.parts == pytest.approx({"products": 0.5, "draws": 1.0})
+    assert seen.parts == pytest.approx({"products": 0.5, "sampling": 1.0})
     assert 1.0 <= seen.low <= 1.25 <= seen.high <= 1.5
 
 

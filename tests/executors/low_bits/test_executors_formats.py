@@ -32,15 +32,15 @@ def test_every_format_that_is_computed_in_is_told_from_its_torch_name() -> None:
 
 def test_every_distribution_of_plans_is_drawn() -> None:
     assert set(DIRECTIONS) == {name for name, known in DISTRIBUTIONS.items() if not known.is_factored}
-    assert all(drawn.distribution is DISTRIBUTIONS[name] for name, drawn in DIRECTIONS.items())  # type: ignore[index]
+    assert all(sample.distribution is DISTRIBUTIONS[name] for name, sample in DIRECTIONS.items())  # type: ignore[index]
 
 
 @pytest.mark.parametrize("name", [name for name, known in DISTRIBUTIONS.items() if not known.is_factored])
 def test_partial_moments_are_those_of_what_is_drawn(name: str) -> None:
     """Of all elements, and of those in cells: the probability, the mean and the mean square, to five standard errors."""
     declared = DISTRIBUTIONS[name]  # type: ignore[index]
-    drawn = torch.empty(1 << 18, dtype=torch.float64)
-    DIRECTIONS[name].fill(drawn, torch.Generator().manual_seed(1))
+    sample = torch.empty(1 << 18, dtype=torch.float64)
+    DIRECTIONS[name].fill(sample, torch.Generator().manual_seed(1))
     assert declared.is_sign or declared.partial_moments is not None
     if declared.partial_moments is None:
         return
@@ -48,8 +48,8 @@ def test_partial_moments_are_those_of_what_is_drawn(name: str) -> None:
     cells = [(bounds[0], bounds[-1]), *pairwise(bounds)]
     for low, high in cells:
         for power, expected in enumerate(declared.partial_moments(low, high)):
-            values = drawn**power * ((drawn > low) & (drawn <= high))
-            error = 5 * float(values.std()) / drawn.numel() ** 0.5
+            values = sample**power * ((sample > low) & (sample <= high))
+            error = 5 * float(values.std()) / sample.numel() ** 0.5
             assert float(values.mean()) == pytest.approx(expected, abs=error + 1e-12), (low, high, power)
     mass, mean, square = declared.partial_moments(bounds[0], bounds[-1])
     assert (mass, mean, square) == pytest.approx((1.0, declared.mean, declared.second_moment))

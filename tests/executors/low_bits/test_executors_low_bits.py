@@ -21,12 +21,12 @@ from executors.low_bits.quantized import Beside, QuantizedTensor
 from executors.low_bits.stored import Moved
 from executors.models.lora import attach_lora
 from executors.models.weight_files import save_pretrained
-from executors.randomness.counter import CounterDraws, CounterKey
+from executors.randomness.counter import CounterKey, CounterSampler
 from executors.randomness.directions import direction_named
-from executors.randomness.rounded import Chances, DrawKeys, MovedRows, RoundedDraws, rounding_key
+from executors.randomness.rounded import Chances, MovedRows, RoundedSampler, SamplingKeys, rounding_key
 from executors.randomness.sequential import SequentialSampler
 from executors.runs.session import Session
-from executors.threads import DrawThreads
+from executors.threads import SamplingThreads
 from tests.support.command import loaded
 from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import ModelError, PlanError
@@ -198,9 +198,9 @@ def test_several_threads_move_codes_as_one_does(quant_config):
         -127, 128, values.shape, dtype=torch.int8, generator=torch.Generator().manual_seed(1)
     )
     moved, held = [], []
-    for threads in (None, DrawThreads(2)):
-        drawn = Chances([values.numel()], CPU, threads)
-        chances = partial(drawn.between, parameter=0, key=rounding_key(1, 2, 0, "update"))
+    for threads in (None, SamplingThreads(2)):
+        generated = Chances([values.numel()], CPU, threads)
+        chances = partial(generated.between, parameter=0, key=rounding_key(1, 2, 0, "update"))
         held.append(quantized(quant_config, values))
         moved.append(Moved())
         held[-1].move(direction, 3e-5, chances, decay=1e-3, counted=moved[-1])
@@ -214,19 +214,21 @@ def test_codes_of_a_direction_are_its_numbers_and_chances_block_by_block():
     shapes, key, keys = (
         [torch.Size((40, 768)), torch.Size((5,))],
         CounterKey.of(5, 6, 0),
-        DrawKeys.of(5, 6, 0),
+        SamplingKeys.of(5, 6, 0),
     )
     numels = [shape.numel() for shape in shapes]
     for name in ("gaussian", "rademacher"):
         rounding = RoundedDirection(name, 8, 0.0)
-        draws = RoundedDraws(rounding, shapes, MovedRows(0, shapes, (), CPU), CPU, DrawThreads(2))
+        rounded_sampler = RoundedSampler(
+            rounding, shapes, MovedRows(0, shapes, (), CPU), CPU, SamplingThreads(2)
+        )
         views = [torch.empty(numel, dtype=torch.int8) for numel in numels]
-        draws.fill_counted(views, [0, 1], key, keys)
+        rounded_sampler.fill_counted(views, [0, 1], key, keys)
         for parameter, view in enumerate(views):
             numbers = torch.empty(view.numel())
-            CounterDraws(numels, CPU).fill(numbers, parameter, 0, key, direction_named(name))
+            CounterSampler(numels, CPU).fill(numbers, parameter, 0, key, direction_named(name))
             chances = Chances(numels, CPU).between(0, view.numel(), parameter, keys.rounding)
-            assert torch.equal(view, draws.codes(numbers, chances))
+            assert torch.equal(view, rounded_sampler.codes(numbers, chances))
 
 
 @pytest.mark.parametrize("bits", [2, 8])
@@ -234,18 +236,18 @@ def test_codes_of_a_direction_are_its_numbers_and_chances_block_by_block():
 def test_codes_of_signs_are_those_of_the_signs_drawn_as_numbers(bits, sparsity):
     """Looked up eight at a time: several blocks, ends within a random number, views at odd addresses, rows of odd widths."""
     shapes = [torch.Size(of) for of in ((1500, 768), (90, 50), (131,), (1,))]
-    numels, key, keys = [of.numel() for of in shapes], CounterKey.of(5, 6, 0), DrawKeys.of(5, 6, 0)
+    numels, key, keys = [of.numel() for of in shapes], CounterKey.of(5, 6, 0), SamplingKeys.of(5, 6, 0)
     rounding, moved = RoundedDirection("rademacher", bits, sparsity), MovedRows(sparsity, shapes, (0, 1), CPU)
-    draws = RoundedDraws(rounding, shapes, moved, CPU, DrawThreads(2))
+    rounded_sampler = RoundedSampler(rounding, shapes, moved, CPU, SamplingThreads(2))
     memory = torch.empty(1 + sum(numels), dtype=torch.int8)
     views = list(memory[1:].split(numels))
     assert {view.storage_offset() % 8 for view in views} > {1}
     aligned = [torch.empty(numel, dtype=torch.int8) for numel in numels]
     for into in (views, aligned):
-        draws.fill_counted(into, range(4), key, keys)
+        rounded_sampler.fill_counted(into, range(4), key, keys)
     for parameter, shape in enumerate(shapes):
         signs = torch.empty(shape.numel())
-        CounterDraws(numels, CPU).fill(signs, parameter, 0, key, direction_named("rademacher"))
+        CounterSampler(numels, CPU).fill(signs, parameter, 0, key, direction_named("rademacher"))
         wanted = (signs * rounding.highest).to(torch.int8).view(shape)
         if (rows := moved.of(parameter, keys.rows)) is not None:
             assert 0 < len(rows.there) < shape[0] / 5
@@ -261,9 +263,9 @@ def test_codes_of_signs_are_those_of_the_signs_drawn_as_numbers(bits, sparsity):
 def test_codes_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity):
     """Keyed and sequential: several blocks and threads, a last byte that is not full, rows that begin within a byte."""
     shapes = [torch.Size(of) for of in ((1500, 768), (90, 51), (131,), (1,))]
-    numels, key, keys = [of.numel() for of in shapes], CounterKey.of(5, 6, 0), DrawKeys.of(5, 6, 0)
+    numels, key, keys = [of.numel() for of in shapes], CounterKey.of(5, 6, 0), SamplingKeys.of(5, 6, 0)
     rounding, moved = RoundedDirection(name, bits, sparsity), MovedRows(sparsity, shapes, (0, 1), CPU)
-    draws = RoundedDraws(rounding, shapes, moved, CPU, DrawThreads(2))
+    rounded_sampler = RoundedSampler(rounding, shapes, moved, CPU, SamplingThreads(2))
     whole = [torch.empty(numel, dtype=torch.int8) for numel in numels]
     width = {2: 2, 3: 4, 4: 4}[bits]
     packed = [
@@ -275,10 +277,12 @@ def test_codes_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity):
     for is_sequential in (False, True):
         for views in (whole, packed):
             if is_sequential:
-                sequential = SequentialSampler(numels, direction_named(name), 3, DrawThreads(2))
-                draws.fill_sequential(sequential, views, range(4), torch.Generator().manual_seed(3), keys)
+                sequential = SequentialSampler(numels, direction_named(name), 3, SamplingThreads(2))
+                rounded_sampler.fill_sequential(
+                    sequential, views, range(4), torch.Generator().manual_seed(3), keys
+                )
             else:
-                draws.fill_counted(views, range(4), key, keys)
+                rounded_sampler.fill_counted(views, range(4), key, keys)
         for codes, own, shape in zip(packed, whole, shapes, strict=True):
             assert own.numel() < 100 or own.abs().max() == rounding.highest
             assert torch.equal(codes[:], own)
@@ -311,16 +315,16 @@ def test_a_step_along_codes_that_share_bytes_leaves_the_same_bits(low_bits, bits
 @pytest.mark.parametrize("width", [768, 50])
 def test_rows_of_signs_are_those_of_the_whole_table(dtype, width):
     """Rows of several blocks, of which some are split between two."""
-    draws, key = CounterDraws([7, 3000 * width], CPU), CounterKey.of(5, 6, 0)
+    counter, key = CounterSampler([7, 3000 * width], CPU), CounterKey.of(5, 6, 0)
     table, signs = torch.empty(3000 * width, dtype=dtype), direction_named("rademacher")
-    draws.fill(table, 1, 0, key, signs)
+    counter.fill(table, 1, 0, key, signs)
     for rows in (
         torch.tensor([0, 1, 681, 682, 683, 1365, 2999]),
         torch.arange(0, 3000, 7),
         torch.tensor([5]),
     ):
         kept = torch.empty((len(rows), width), dtype=dtype)
-        draws.fill_rows(kept, rows, 1, key, signs)
+        counter.fill_rows(kept, rows, 1, key, signs)
         assert torch.equal(kept, table.view(-1, width)[rows])
 
 

@@ -15,8 +15,8 @@ from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import generator_on
 from executors.randomness.sequential import SequentialSampler
 from executors.runs.session import Session
-from executors.steps.ops import draw as drawing
-from executors.threads import DrawThreads
+from executors.steps.ops import sample as sample_op
+from executors.threads import SamplingThreads
 from tests.support.reference_mezo import LiteralMezo, differing
 from tests.support.tiny import batches, model_of, plan_of
 
@@ -36,11 +36,11 @@ def words(generator, num):
     pairs=st.one_of(st.integers(1, 2000), st.integers(2000, 400_000)),
 )
 def test_a_jump_leads_to_where_drawing_does(seed, before, pairs):
-    drawn, ahead = generator_on(CPU, seed), unset()
-    words(drawn, before)
-    ahead.set_state(jumped(drawn.get_state(), 2 * pairs))
-    words(drawn, pairs)
-    assert torch.equal(words(ahead, 1500), words(drawn, 1500))
+    sampled, ahead = generator_on(CPU, seed), unset()
+    words(sampled, before)
+    ahead.set_state(jumped(sampled.get_state(), 2 * pairs))
+    words(sampled, pairs)
+    assert torch.equal(words(ahead, 1500), words(sampled, 1500))
 
 
 def unset():
@@ -49,10 +49,10 @@ def unset():
 
 @pytest.mark.parametrize("num_words", [1, 3, 623, 625, 19_937, 100_001])
 def test_odd_numbers_of_words_are_jumped_over(num_words):
-    drawn, ahead = generator_on(CPU, 3), unset()
-    ahead.set_state(jumped(drawn.get_state(), num_words))
-    torch.empty(num_words, dtype=torch.int32).random_(generator=drawn)  # a word each
-    assert torch.equal(words(ahead, 1000), words(drawn, 1000))
+    sampled, ahead = generator_on(CPU, 3), unset()
+    ahead.set_state(jumped(sampled.get_state(), num_words))
+    torch.empty(num_words, dtype=torch.int32).random_(generator=sampled)  # a word each
+    assert torch.equal(words(ahead, 1000), words(sampled, 1000))
 
 
 def test_jumps_add_up():
@@ -82,7 +82,7 @@ def test_a_state_of_another_build_is_noticed(monkeypatch, field):
     assert not can_jump.__wrapped__()
 
 
-def drawn_by(numels, dtype, generator):
+def sampled_by(numels, dtype, generator):
     return [torch.empty(numel, dtype=dtype).normal_(generator=generator) for numel in numels]
 
 
@@ -92,45 +92,45 @@ def drawn_by(numels, dtype, generator):
 def test_sequences_of_several_threads_have_the_bits_of_one_draw(monkeypatch, jumps, num_threads, dtype):
     monkeypatch.setattr(sequential, "JUMP_WORDS", 500)
     monkeypatch.setattr(sequential, "can_jump", lambda: jumps)
-    threads, numels = DrawThreads(num_threads), [1008, 16, 4096, 16, 3008]
+    threads, numels = SamplingThreads(num_threads), [1008, 16, 4096, 16, 3008]
     if dtype.itemsize > 2:
         numels += [17, 1003]
     generator = generator_on(CPU, 6)
-    whole, after = drawn_by(numels, dtype, generator), drawn_by([100], dtype, generator)
+    whole, after = sampled_by(numels, dtype, generator), sampled_by([100], dtype, generator)
     sampler = SequentialSampler(numels, Gaussian(), 8, threads)
     for factor in (None, 1e-3):
         generator, views = generator_on(CPU, 6), [torch.empty_like(tensor) for tensor in whole]
         states = sampler.fill(views, generator, factor)
         expected = whole if factor is None else [tensor * factor for tensor in whole]
         assert all(map(torch.equal, views, expected))
-        assert torch.equal(*drawn_by([100], dtype, generator), *after)
+        assert torch.equal(*sampled_by([100], dtype, generator), *after)
         again = [torch.empty_like(tensor) for tensor in whole]
         sampler.fill_again(again, states, factor)
         assert all(map(torch.equal, again, expected))
     generator = generator_on(CPU, 6)
     sampler.skip(whole[0], generator)
-    assert torch.equal(*drawn_by([100], dtype, generator), *after)
+    assert torch.equal(*sampled_by([100], dtype, generator), *after)
     threads.close()
 
 
 @pytest.mark.parametrize("shape", [(500, 32), (400, 33)])
 def test_rows_kept_by_several_threads_are_those_of_the_whole(monkeypatch, shape):
     monkeypatch.setattr(sequential, "JUMP_WORDS", 500)
-    threads, generator = DrawThreads(2), generator_on(CPU, 7)
-    table, after = torch.empty(shape).normal_(generator=generator), drawn_by([64], torch.float32, generator)
+    threads, generator = SamplingThreads(2), generator_on(CPU, 7)
+    table, after = torch.empty(shape).normal_(generator=generator), sampled_by([64], torch.float32, generator)
     for rows in ([], [0, shape[0] - 1], [3, 4, 249, 250, 251], list(range(shape[0]))):
         sampler, generator = SequentialSampler([table.numel()], Gaussian(), 8, threads), generator_on(CPU, 7)
         kept = torch.empty(len(rows), shape[1])
         sampler.rows(kept, torch.tensor(rows, dtype=torch.long), generator)
         assert torch.equal(kept, table[rows])
-        assert torch.equal(*drawn_by([64], torch.float32, generator), *after)
+        assert torch.equal(*sampled_by([64], torch.float32, generator), *after)
     threads.close()
 
 
 def test_draws_whose_words_cannot_be_counted_are_made_by_one(monkeypatch):
     monkeypatch.setattr(sequential, "JUMP_WORDS", 16)
     monkeypatch.setattr(sequential, "jumped", None)
-    threads = DrawThreads(2)
+    threads = SamplingThreads(2)
     for numels, direction in (([1000, 9], Gaussian()), ([4096], Rademacher())):
         whole, views = ([torch.empty(numel) for numel in numels] for _ in range(2))
         generator = generator_on(CPU, 8)
@@ -144,16 +144,16 @@ def test_draws_whose_words_cannot_be_counted_are_made_by_one(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", [16, 17, 31, 32, 1000, 4096])
 def test_the_words_of_a_draw_are_counted(dtype, numel):
-    drawn, ahead = generator_on(CPU, 9), unset()
-    state = drawn.get_state()
-    torch.empty(numel, dtype=dtype).normal_(generator=drawn)
+    sampled, ahead = generator_on(CPU, 9), unset()
+    state = sampled.get_state()
+    torch.empty(numel, dtype=dtype).normal_(generator=sampled)
     num_words = Gaussian().num_words(numel, dtype)
     if num_words is None:  # narrow formats end in a way of their own
         assert numel % 16
         assert dtype.itemsize == 2
         return
     ahead.set_state(jumped(state, num_words))
-    assert torch.equal(words(ahead, 700), words(drawn, 700))
+    assert torch.equal(words(ahead, 700), words(sampled, 700))
 
 
 @pytest.mark.crossed(quick=2)
@@ -161,14 +161,14 @@ def test_the_words_of_a_draw_are_counted(dtype, numel):
 @pytest.mark.parametrize(("name", "dtype"), [("opt", "float32"), ("llama-tied", "bfloat16")])
 def test_steps_whose_draws_begin_by_jumps_equal_the_literal_loop(monkeypatch, name, dtype, update):
     monkeypatch.setattr(sequential, "JUMP_WORDS", 64)
-    monkeypatch.setattr(drawing, "SHARED_DRAW_ELEMENTS", 64)
+    monkeypatch.setattr(sample_op, "SHARED_SAMPLING_ELEMENTS", 64)
     starts = []
     monkeypatch.setattr(sequential, "jumped", lambda *start: starts.append(start[1]) or jumped(*start))
     reference = model_of(name, getattr(torch, dtype))
     model = copy.deepcopy(reference)
     loop = LiteralMezo(reference, epsilon=1e-3, weight_decay=0.1)
     plan = plan_of(model, dtype=dtype, schedule={"update": update})
-    with Session(plan, model, learning_rate=1e-2, weight_decay=0.1, num_draw_threads=2) as session:
+    with Session(plan, model, learning_rate=1e-2, weight_decay=0.1, num_sampling_threads=2) as session:
         for batch in batches(3):
             record = session.step(batch)
             ((plus, minus, g),) = loop.step(batch, record.seeds, 1e-2)

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executors.randomness import row_windows
-from executors.randomness.counter import BLOCK_ELEMENTS, CounterDraws, CounterKey
+from executors.randomness.counter import BLOCK_ELEMENTS, CounterKey, CounterSampler
 from executors.randomness.directions import DIRECTIONS, Gaussian, Rademacher, direction_named
 from executors.randomness.rng import generator_on
-from executors.randomness.sequential import SequentialSampler, draw_rows, skip_tensors
-from executors.threads import DrawThreads
+from executors.randomness.sequential import SequentialSampler, sample_rows, skip_tensors
+from executors.threads import SamplingThreads
 from topology.errors import PlanError
 
 CPU = torch.device("cpu")
@@ -29,10 +29,10 @@ def test_gaussian_has_the_bits_of_the_reference_loop(dtype):
     arena = torch.zeros(4000, dtype=dtype)
     offset = 0
     for shape, wanted in zip(shapes, reference, strict=True):
-        drawn = arena[offset : offset + math.prod(shape)]
-        Gaussian().fill(drawn, generator)
-        assert torch.equal(drawn.view(shape), wanted)
-        offset += drawn.numel() + 3
+        sampled = arena[offset : offset + math.prod(shape)]
+        Gaussian().fill(sampled, generator)
+        assert torch.equal(sampled.view(shape), wanted)
+        offset += sampled.numel() + 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,7 +46,7 @@ def test_kept_rows_and_the_state_after_equal_a_whole_draw(dtype, shape, directio
     rows = torch.tensor(sorted({0, 1, 3, shape[0] // 2, shape[0] - 1}))
     kept = torch.empty((len(rows), shape[1]), dtype=dtype)
     generator = generator_on(CPU, 5)
-    draw_rows(kept, rows, shape[0], direction, generator)
+    sample_rows(kept, rows, shape[0], direction, generator)
     assert torch.equal(kept, whole[rows])
     again = torch.empty_like(after)
     direction.fill(again, generator)
@@ -62,7 +62,7 @@ def test_sequences_with_marks_have_the_bits_of_whole_draws(dtype, direction, num
     whole = [torch.empty(numel, dtype=dtype) for numel in numels]
     for tensor in whole:
         direction.fill(tensor, generator)
-    threads = DrawThreads(2)
+    threads = SamplingThreads(2)
     sequential = SequentialSampler(numels, direction, num_marks, threads)
     marked, skipped = generator_on(CPU, 3), generator_on(CPU, 3)
     views = [torch.empty_like(tensor) for tensor in whole]
@@ -89,11 +89,11 @@ def test_a_scaled_draw_is_the_draw_rounded_once_more(dtype, direction, numel):
 
 def test_skipping_leaves_the_state_of_drawing():
     numels = [9, 100_003, 16, 70_000]
-    drawn, skipped = generator_on(CPU, 2), generator_on(CPU, 2)
+    sampled, skipped = generator_on(CPU, 2), generator_on(CPU, 2)
     for numel in numels:
-        torch.empty(numel).normal_(generator=drawn)
+        torch.empty(numel).normal_(generator=sampled)
     skip_tensors(numels, torch.empty(0), Gaussian(), skipped)
-    assert torch.equal(drawn.get_state(), skipped.get_state())
+    assert torch.equal(sampled.get_state(), skipped.get_state())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,13 +124,13 @@ def test_unknown_direction_is_refused():
 def test_counter_slices_equal_the_whole(dtype, direction):
     block = BLOCK * direction.distribution.block_factor
     numels = [5, 3 * block + 7, 100]
-    draws, key = CounterDraws(numels, CPU), CounterKey.of(seed=9, step=4, query=1)
+    counter, key = CounterSampler(numels, CPU), CounterKey.of(seed=9, step=4, query=1)
     whole = torch.empty(numels[1], dtype=dtype)
-    draws.fill(whole, 1, 0, key, direction)
+    counter.fill(whole, 1, 0, key, direction)
     ends = [(0, 3), (block - 1, block + 1), (17, 2 * block + 5), (3 * block + 2, 3 * block + 7)]
     for begin, end in [*ends, (block - 20, block - 5), (2 * block + 100, 2 * block + 101)]:
         part = torch.empty(end - begin, dtype=dtype)
-        draws.fill(part, 1, begin, key, direction)
+        counter.fill(part, 1, begin, key, direction)
         assert torch.equal(part, whole[begin:end])
 
 
@@ -140,16 +140,16 @@ def test_counter_rows_and_threads_give_the_same_bits(direction, width):
     num_rows = 2000
     numels = [10, width * num_rows]
     key = CounterKey.of(1, 2, 0)
-    threads = DrawThreads(3)
-    alone, threaded = CounterDraws(numels, CPU), CounterDraws(numels, CPU, threads=threads)
+    threads = SamplingThreads(3)
+    alone, threaded = CounterSampler(numels, CPU), CounterSampler(numels, CPU, threads=threads)
     first, second = torch.empty(numels[1]), torch.empty(numels[1])
     alone.fill(first, 1, 0, key, direction)
     threaded.fill(second, 1, 0, key, direction)
     assert torch.equal(first, second)
     rows = torch.tensor([0, 5, 341, 342, num_rows - 1])
     kept = torch.empty(len(rows), width)
-    for draws in (alone, threaded):
-        draws.fill_rows(kept, rows, 1, key, direction)
+    for counter in (alone, threaded):
+        counter.fill_rows(kept, rows, 1, key, direction)
         assert torch.equal(kept, first.view(num_rows, width)[rows])
     threads.close()
 
@@ -159,26 +159,26 @@ def test_counter_rows_and_threads_give_the_same_bits(direction, width):
 def test_rows_in_and_across_blocks_are_those_of_the_whole_table(monkeypatch, width, at_once):
     monkeypatch.setattr(row_windows, "ROUNDED_AT_ONCE", at_once)
     num_rows = 200_000 // width
-    threads, key = DrawThreads(2), CounterKey.of(3, 1, 0)
-    draws = CounterDraws([7, width * num_rows], CPU, threads=threads)
+    threads, key = SamplingThreads(2), CounterKey.of(3, 1, 0)
+    counter = CounterSampler([7, width * num_rows], CPU, threads=threads)
     whole = torch.empty(width * num_rows)
-    draws.fill(whole, 1, 0, key, Gaussian())
+    counter.fill(whole, 1, 0, key, Gaussian())
     generator = torch.Generator().manual_seed(width)
     for share in (0.0, 0.02, 0.5, 1.0):
         rows = (torch.rand(num_rows, generator=generator) < share).nonzero().view(-1)
         kept = torch.full((len(rows), width), torch.nan)
-        draws.fill_rows(kept, rows, 1, key, Gaussian())
+        counter.fill_rows(kept, rows, 1, key, Gaussian())
         assert torch.equal(kept, whole.view(num_rows, width)[rows])
     threads.close()
 
 
 def test_counter_streams_differ_in_every_part_of_the_key():
-    draws = CounterDraws([100, 100], CPU)
+    counter = CounterSampler([100, 100], CPU)
     seen = []
     for key in ((1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1), (0, 1, 0)):
         for parameter in (0, 1):
             out = torch.empty(100)
-            draws.fill(out, parameter, 0, CounterKey.of(*key), Gaussian())
+            counter.fill(out, parameter, 0, CounterKey.of(*key), Gaussian())
             seen.append(tuple(out.tolist()))
     assert len(set(seen)) == len(seen)
 

@@ -27,7 +27,7 @@ CASES = {
         THREE,
         axes=axes(
             residency={"blocks": "offloaded"},
-            directions={"drawn_ahead": True},
+            directions={"sampled_ahead": True},
             weights={"perturbation": "copies"},
             schedule={"update": "delayed"},
             estimator={"num_queries": 2},
@@ -38,7 +38,7 @@ CASES = {
         mesh=(("perturb", 3),),
         axes=axes(
             estimator={"num_queries": 4, "difference": "forward"},
-            directions={"drawn_ahead": True},
+            directions={"sampled_ahead": True},
             weights={"perturbation": "copies"},
             schedule={"update": "delayed"},
         ),

@@ -27,7 +27,7 @@ from zosim.program.validate import validate
 INT4 = {"weights": "int4", "direction_bits": 4}
 PLACEMENTS = {
     "resident": ("opt", {}),
-    "offloaded, ahead": ("llama", OFFLOADED | {"directions": {"drawn_ahead": True}}),
+    "offloaded, ahead": ("llama", OFFLOADED | {"directions": {"sampled_ahead": True}}),
     "counter, kept": ("gpt2", {"directions": {"rng": "counter", "kept": True}}),
     "copies in bfloat16": ("opt", {"weights": {"perturbation": "copies"}, "dtype": "bfloat16"}),
     "factors": ("opt", OFFLOADED | {"directions": {"distribution": "lozo", "rank": 3}}),

@@ -16,7 +16,7 @@ PLACEMENTS = {
     "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
     "draw-ahead": {
         "residency": {"blocks": "offloaded"},
-        "directions": {"drawn_ahead": True},
+        "directions": {"sampled_ahead": True},
         "schedule": {"update": "delayed"},
     },
     "fresh-buffers": {

@@ -37,7 +37,7 @@ PLACEMENTS = {
     "llama, offloaded": ("llama", OFFLOADED),
     "factors, ahead": (
         "opt",
-        OFFLOADED | {"directions": {"distribution": "lozo", "rank": 2, "drawn_ahead": True}},
+        OFFLOADED | {"directions": {"distribution": "lozo", "rank": 2, "sampled_ahead": True}},
     ),
     # Blocks take turns in staging buffers, and divide attention by their number.
     "unlike blocks": ("gpt2-unlike", OFFLOADED),
@@ -191,9 +191,9 @@ def not_awaited(shipped, self, *given):
         return shipped(self, *given)
 
 
-def captured_where_drawn(shipped, self, device):
+def captured_where_sampled(shipped, self, device):
     shipped(self, device)
-    self._capture_streams = dict.fromkeys(self._capture_streams, self._streams[Stream.DRAW])
+    self._capture_streams = dict.fromkeys(self._capture_streams, self._streams[Stream.SAMPLE])
 
 
 def verified_unseen(_shipped, _self, entry, caller, *_rest):
@@ -213,7 +213,7 @@ FAULTS = {
     "what was captured is launched once": ("resident", CAPTURE, launched_once),
     "a capture is not waited for": ("resident", CAPTURE, not_awaited),
     "the default stream's workspace is all there is": ("resident", f"{GRAPHS}._make_workspace", lambda *_: None),
-    "blocks are captured where directions are drawn": ("factors, ahead", "executors.steps.streams_accelerator:AcceleratorBackend.__init__", captured_where_drawn),
+    "blocks are captured where directions are drawn": ("factors, ahead", "executors.steps.streams_accelerator:AcceleratorBackend.__init__", captured_where_sampled),
     "unlike blocks share a graph": ("unlike blocks", f"{GRAPHS}._verify", verified_unseen),
 }  # fmt: skip
 
@@ -295,12 +295,12 @@ def test_batches_of_many_shapes_have_few_graphs(monkeypatch):
 
 def test_what_cannot_be_captured_is_launched_one_by_one_with_a_warning_that_says_why(there):
     device, graphs = there
-    here, drawn = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
+    here, sampled = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
     asks = True
 
     def launch(generator):
         here.add_(1)
-        drawn.normal_(generator=generator)
+        sampled.normal_(generator=generator)
         if asks:
             here.sum().item()
 
@@ -312,7 +312,7 @@ def test_what_cannot_be_captured_is_launched_one_by_one_with_a_warning_that_says
         else:
             graphs.run("ask", launch, generators=(generator,))
         expected = torch.zeros(4, device="cuda").normal_(generator=generator_on("cuda", number))
-        assert drawn.tolist() == expected.tolist()
+        assert sampled.tolist() == expected.tolist()
     assert here.tolist() == [4] * 4
     asks = False
     for _ in range(3):  # others go on to have graphs
@@ -351,9 +351,9 @@ def test_graphs_of_two_sessions_with_one_stream_to_capture_on_wait_for_each_othe
 @pytest.mark.parametrize("is_one", [False, True])
 def test_graphs_of_two_streams_have_two_generators(is_one, there):
     device, graphs = there
-    side, drawn = torch.cuda.Stream(), [torch.zeros(4, device="cuda") for _ in range(2)]
+    side, sampled = torch.cuda.Stream(), [torch.zeros(4, device="cuda") for _ in range(2)]
     side.wait_stream(torch.cuda.current_stream())
-    for stream, here in ((torch.cuda.current_stream(), drawn[0]), (side, drawn[1])):
+    for stream, here in ((torch.cuda.current_stream(), sampled[0]), (side, sampled[1])):
         generator = graphs.generator()
         with torch.cuda.stream(stream):
             generator = generator if is_one else graphs.generator()

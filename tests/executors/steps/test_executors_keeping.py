@@ -13,15 +13,15 @@ from topology.errors import Hazard
 from zosim.lowering import lower
 from zosim.program import Program
 from zosim.program.instructions import Space
-from zosim.program.operations import Draw, Update
+from zosim.program.operations import Sample, Update
 from zosim.program.validate import validate
 
 PLACEMENTS = {
     "sweep": {"schedule": {"traversal": "sweep"}},
     "resident": {},
-    "draw-ahead": {"directions": {"drawn_ahead": True}},
+    "draw-ahead": {"directions": {"sampled_ahead": True}},
     "delayed": {"schedule": {"update": "delayed"}},
-    "delayed-draw-ahead": {"directions": {"drawn_ahead": True}, "schedule": {"update": "delayed"}},
+    "delayed-draw-ahead": {"directions": {"sampled_ahead": True}, "schedule": {"update": "delayed"}},
     "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
     "offloaded-immediate": {"residency": {"blocks": "offloaded", "num_staging_buffers": 1}},
     "copies": {"weights": {"perturbation": "copies"}},
@@ -39,9 +39,9 @@ def plan_for(placement, model, *, estimator=None, directions=None):
     return plan_of(model, estimator=estimator or {}, **axes)
 
 
-def draws(program: Program) -> Counter[tuple[str, int]]:
-    drawn = [i.op for _, i in program.instructions() if isinstance(i.op, Draw)]
-    return Counter((op.group, op.query) for op in drawn if op.keep != "none")
+def samples(program: Program) -> Counter[tuple[str, int]]:
+    sampled = [i.op for _, i in program.instructions() if isinstance(i.op, Sample)]
+    return Counter((op.group, op.query) for op in sampled if op.keep != "none")
 
 
 @pytest.mark.crossed(quick=2)
@@ -51,8 +51,8 @@ def test_every_direction_is_drawn_once(model, placement, queries, rng):
     program = lower(plan_for(placement, model, estimator={"num_queries": queries}, directions={"rng": rng}))
     validate(program)
     groups = [group for group in plan_of(model).model.groups if group.num_trainable]
-    assert draws(program) == {(group.name, query): 1 for group in groups for query in range(queries)}
-    assert not [i for i in program.flush if isinstance(i.op, Draw)]
+    assert samples(program) == {(group.name, query): 1 for group in groups for query in range(queries)}
+    assert not [i for i in program.flush if isinstance(i.op, Sample)]
     kept = [buffer for buffer in program.buffers if buffer.role == "directions"]
     assert {buffer.name for buffer in kept} == {
         f"directions.{group.name}.q{query}" for group in groups for query in range(queries)
@@ -83,15 +83,15 @@ def test_a_direction_that_is_overwritten_before_its_last_reader_is_a_hazard(plac
     program = lower(plan_for(placement, model_of("opt"), directions={"rng": "counter"}))
     step = list(program.step)
     update = next(k for k, i in enumerate(step) if isinstance(i.op, Update) and i.op.group == "block.1")
-    redraw = next(i for i in step if isinstance(i.op, Draw) and i.op.group == "block.1")
-    other = replace(redraw, id="too-early", writes=tuple(replace(a, step=1) for a in redraw.writes))
+    resample = next(i for i in step if isinstance(i.op, Sample) and i.op.group == "block.1")
+    other = replace(resample, id="too-early", writes=tuple(replace(a, step=1) for a in resample.writes))
     with pytest.raises(Hazard, match=r"block\.1/update.* needs z:block\.1"):
         validate(replace(program, step=(*step[:update], other, *step[update:])))
 
 
 def test_a_direction_that_another_stream_draws_waits_for_the_update_before():
     program = lower(plan_for("delayed-draw-ahead", model_of("opt")))
-    position = next(k for k, i in enumerate(program.step) if i.id == "block.1/draw[q0]")
+    position = next(k for k, i in enumerate(program.step) if i.id == "block.1/sample[q0]")
     assert program.step[position].after
     for edge in program.step[position].after:
         kept = tuple(other for other in program.step[position].after if other != edge)

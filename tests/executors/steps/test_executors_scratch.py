@@ -37,7 +37,7 @@ def _segment_bytes(plan) -> int:
 def test_a_resident_step_keeps_the_direction_of_one_segment(name, update, estimator):
     model = model_of(name)
     plan = plan_of(model, **estimator, schedule={"update": update})
-    with Session(plan, model, weight_decay=0.1, num_draw_threads=2) as session:
+    with Session(plan, model, weight_decay=0.1, num_sampling_threads=2) as session:
         for batch in batches(3):
             session.step(batch)
         arena = session.memory().arena_bytes

@@ -20,7 +20,7 @@ from executors.devices import on_stream
 from executors.low_bits import linear, moving
 from executors.models.packing import pack, packed_attention
 from executors.randomness.rng import generator_on
-from executors.randomness.rounded import RoundedDraws
+from executors.randomness.rounded import RoundedSampler
 from executors.runs.adapters import attach
 from executors.runs.replay import machine_differences
 from executors.runs.session import Session
@@ -286,7 +286,7 @@ def test_tensors_that_share_passes_have_the_bits_of_those_that_do_not(placement,
     *together, launches, findings = bits()
     monkeypatch.setattr(arithmetic, "_LAUNCHED_ALONE_ELEMENTS", -1)
     monkeypatch.setattr(moving, "_SHARED_ELEMENTS", -1)
-    monkeypatch.setattr(RoundedDraws, "_batches", lambda _, blocks: ([block] for block in blocks))
+    monkeypatch.setattr(RoundedSampler, "_batches", lambda _, blocks: ([block] for block in blocks))
     *alone, more, _ = bits()
     assert together == alone
     assert launches < 0.8 * more
@@ -570,7 +570,7 @@ MORE_FAULTS = {
     "an update goes to a stream beside": ("resident", SWEEP, beside),
     "a direction is drawn beside its stream": (
         "offloaded, ahead",
-        "executors.steps.ops.draw:Draws._scaling",
+        "executors.steps.ops.sample:Sampling._scaling",
         beside,
     ),
     "others are told when work is issued": ("data, shared", f"{BACKEND}._issue", told_when_issued),

@@ -14,7 +14,7 @@ from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import ProgramError
 from zosim.lowering import lower
 from zosim.program.instructions import Dependency, Space, Stream
-from zosim.program.operations import Draw, Perturb, Update
+from zosim.program.operations import Perturb, Sample, Update
 from zosim.program.validate import validate
 
 PLACEMENTS = {
@@ -27,7 +27,7 @@ PLACEMENTS = {
     "kept": {"directions": {"kept": True}},
     "sweep-kept": {"directions": {"kept": True}, "schedule": {"traversal": "sweep"}},
 }
-AHEAD = {f"{name}-ahead": placement | {"directions": placement.get("directions", {}) | {"drawn_ahead": True}}
+AHEAD = {f"{name}-ahead": placement | {"directions": placement.get("directions", {}) | {"sampled_ahead": True}}
          for name, placement in PLACEMENTS.items()}  # fmt: skip
 PLACEMENTS |= AHEAD
 EDGES = {"residency": {"blocks": "offloaded", "edges": "offloaded"}, "schedule": {"update": "delayed"}}
@@ -104,7 +104,7 @@ def test_programs_hold_the_copies_that_they_name_and_one_sweep_less(placement, q
     assert all(buffer.role != "copies" for buffer in serial.buffers)
     sizes = {buffer.name: buffer.size_bytes for buffer in copied.buffers if buffer.role == "copies"}
     is_sweep = plans[1].schedule.traversal == "sweep"
-    assert len(sizes) == 2 if is_sweep or plans[1].directions.drawn_ahead else 1
+    assert len(sizes) == 2 if is_sweep or plans[1].directions.sampled_ahead else 1
     touched = {a.buffer for i in copied.step for a in (*i.reads, *i.writes) if a.buffer in sizes}
     assert touched == set(sizes)
     bytes_of = {group.name: 4 * group.num_trainable for group in plans[1].model.groups}
@@ -116,17 +116,17 @@ def test_programs_hold_the_copies_that_they_name_and_one_sweep_less(placement, q
 
 
 def test_a_sweep_draws_twice_where_it_drew_four_times():
-    drawn = []
+    sampled = []
     for how in ("serial", "copies"):
         program = lower(plan_of(model_of("opt"), **weighing(PLACEMENTS["sweep"], how)))
-        drawn.append(sum(isinstance(i.op, Draw) and i.op.group == "block.1" for i in program.step))
-    assert drawn == [4, 2]
+        sampled.append(sum(isinstance(i.op, Sample) and i.op.group == "block.1" for i in program.step))
+    assert sampled == [4, 2]
 
 
 def test_what_is_written_ahead_leaves_the_compute_stream_and_waits_for_nobody_else():
     program = lower(plan_of(model_of("opt"), **weighing(AHEAD["resident-ahead"])))
-    streams = {i.stream for i in program.step if isinstance(i.op, Draw | Perturb | Update)}
-    assert streams == {Stream.DRAW}
+    streams = {i.stream for i in program.step if isinstance(i.op, Sample | Perturb | Update)}
+    assert streams == {Stream.SAMPLE}
     by_name = {i.id: i for i in program.step}
     waits = {edge.instruction for edge in by_name["block.1/perturb[q0+]"].after}
     assert waits <= {"block.0/forward[q0+]", "embed/forward[q0-]"}
@@ -138,7 +138,7 @@ def test_sweeps_on_two_streams_are_refused():
     program = lower(plan)
     before = [Dependency(program.step[-1].id, 1), *(Dependency(i.id) for i in program.step)]
     chained = [replace(i, after=(edge,)) for i, edge in zip(program.step, before, strict=False)]
-    step = tuple(replace(i, stream=Stream.DRAW) if i.id == "block.2/update[q0]" else i for i in chained)
+    step = tuple(replace(i, stream=Stream.SAMPLE) if i.id == "block.2/update[q0]" else i for i in chained)
     with pytest.raises(ProgramError, match="they share temporaries"):
         Session(plan, model, learning_rate=RATE, program=replace(program, step=step))
 

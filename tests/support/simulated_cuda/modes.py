@@ -78,7 +78,7 @@ class Devices(TorchFunctionMode):
                 return self._moved(args[0], DEVICE, None)
             if func is torch.Tensor.to:
                 return self._to(*args, **kwargs)
-        if name in DRAWING and kwargs.get("generator") is None and self._is_drawn_there(args, kwargs):
+        if name in DRAWING and kwargs.get("generator") is None and self._is_sampled_there(args, kwargs):
             return drawn(device, func, args, {**kwargs, "generator": device.generator})
         return self._made(func, args, kwargs)
 
@@ -107,7 +107,7 @@ class Devices(TorchFunctionMode):
             return made
         return func(*args, **kwargs)
 
-    def _is_drawn_there(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _is_sampled_there(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         if kwargs.get("device") is not None:
             return _device(kwargs["device"]).type == "cuda"
         return any(self._device.kind_of(tensor) == "device" for tensor in _tensors(args[:1]))
@@ -285,11 +285,11 @@ def made_there(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def drawn(device: Device, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Draw on the device, from where its generator is."""
+    """Sample on the device, from where its generator is."""
     name, generator = func.__name__, kwargs["generator"]
     assert isinstance(generator, Generator)
     kwargs = {key: value for key, value in kwargs.items() if key != "device"}
-    how = _num_drawn(name, args, kwargs), 2 if name in _TWO_AT_ONCE else 4
+    how = _num_sampled(name, args, kwargs), 2 if name in _TWO_AT_ONCE else 4
     graph = device.capturing()
     once = generator.for_a_draw(*how) if graph is None else generator.numbers(*how)
     if graph is not None:
@@ -297,7 +297,7 @@ def drawn(device: Device, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return made_there(device, func, args, kwargs | {"generator": once})
 
 
-def _num_drawn(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def _num_sampled(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     if name.endswith("_"):
         return int(args[0].numel())
     size = kwargs["size"] if "size" in kwargs else args[-1] if name == "randint" else args[0]

@@ -42,5 +42,5 @@ WRONG = [
     (lambda rows: ("matmul", 2.0), "it is not matmul"),
     (lambda rows: (right(rows)[0], 1.3), "take off what else"),
     (lambda rows: ("memory", 2.0), "is none of"),
-    (lambda rows: "draw", "a cause and a factor"),
+    (lambda rows: "sampling", "a cause and a factor"),
 ]

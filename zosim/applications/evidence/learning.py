@@ -142,7 +142,10 @@ def _grouped(
 def _has_work(work: Work) -> bool:
     # A codec's constants are none of a profile's.
     none = Work(
-        dtype=work.dtype, draw_dtype=work.draw_dtype, distribution=work.distribution, coding=work.coding
+        dtype=work.dtype,
+        sampling_dtype=work.sampling_dtype,
+        distribution=work.distribution,
+        coding=work.coding,
     )
     return work != none
 

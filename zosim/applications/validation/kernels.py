@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import get_args
 
 from costmodel.estimate import device_s, estimate
-from costmodel.sweeps import draw_work
+from costmodel.sweeps import sampling_work
 from costmodel.work import Attention, AttentionKernel, Matmul, Work
 from zosim.applications.validation.codes import KERNEL_NAMES
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
@@ -77,7 +77,7 @@ def _attention_backward(row: MeasuredRow) -> Work:
 
 
 def _draw(row: MeasuredRow) -> Work:
-    return draw_work(row.count("elements"), dtype=row.dtype)
+    return sampling_work(row.count("elements"), dtype=row.dtype)
 
 
 WORKS: dict[str, Callable[[MeasuredRow], Work]] = {

@@ -14,37 +14,37 @@ from costmodel.formats.distributions import (
     DISTRIBUTIONS,
     JUMP_WORDS,
     NUM_RNG_MARKS,
-    DrawClass,
+    SamplingClass,
 )
-from costmodel.sweeps import cast_work, draw_work, perturb_work
+from costmodel.sweeps import cast_work, perturb_work, sampling_work
 from executors.calibration.probing import MEMORY_BYTES, Probe, format_named, kind_of, random_tensor
 from executors.formats import TORCH_DTYPES
-from executors.randomness.counter import CounterDraws, CounterKey
+from executors.randomness.counter import CounterKey, CounterSampler
 from executors.randomness.directions import Direction, direction_named
 from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import generator_on
-from executors.randomness.sequential import SequentialSampler, draw_rows
-from executors.threads import DrawThreads
+from executors.randomness.sequential import SequentialSampler, sample_rows
+from executors.threads import SamplingThreads
 
 
-def draw_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe]:
+def sampling_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe]:
     """Yield probes of draws and of conversions."""
     for dtype in dtypes:
-        yield from _draws(device, dtype)
-        yield from _shared_draws(device, dtype)
+        yield from _samplings(device, dtype)
+        yield from _shared_samplings(device, dtype)
         yield from _skips(device, dtype)
     yield from _jumps(device)
     yield from _casts(device)
     yield from _kept_rows(device, dtypes[0])
 
 
-def _draws(device: torch.device, dtype: str) -> Iterator[Probe]:
+def _samplings(device: torch.device, dtype: str) -> Iterator[Probe]:
     generator = generator_on(device, 1)
     num = MEMORY_BYTES[kind_of(device)] // 16
     out = torch.empty(num, dtype=TORCH_DTYPES[dtype], device=device)
     for direction in _one_of_each_class():
-        draw_class = direction.distribution.draw_class
-        work = draw_work(num, dtype=format_named(dtype), distribution=draw_class)
+        sampling_class = direction.distribution.sampling_class
+        work = sampling_work(num, dtype=format_named(dtype), distribution=sampling_class)
 
         def run(direction: Direction = direction) -> None:
             direction.fill(out, generator)
@@ -52,20 +52,20 @@ def _draws(device: torch.device, dtype: str) -> Iterator[Probe]:
         yield Probe(f"draw {direction.distribution.name} {dtype}", work, run)
 
 
-def _shared_draws(device: torch.device, dtype: str) -> Iterator[Probe]:
+def _shared_samplings(device: torch.device, dtype: str) -> Iterator[Probe]:
     """Yield draws by all threads at once, each with a sweep by torch's own threads, which must gather again."""
     if device.type != "cpu":
         return
-    threads, direction = DrawThreads(torch.get_num_threads()), direction_named("gaussian")
+    threads, direction = SamplingThreads(torch.get_num_threads()), direction_named("gaussian")
     generator = generator_on(device, 1)
     key = CounterKey.of(1, 0, 0)
     for num in (1 << 17, MEMORY_BYTES["cpu"] // 32):
         z, theta = (torch.zeros(num, dtype=TORCH_DTYPES[dtype]) for _ in range(2))
-        counter = CounterDraws([num], device, threads=threads)
+        counter = CounterSampler([num], device, threads=threads)
         sequential = SequentialSampler([num], direction, NUM_RNG_MARKS, threads)
         states = sequential.fill([z], generator_on(device, 1))
 
-        def by_blocks(z: Tensor = z, theta: Tensor = theta, counter: CounterDraws = counter) -> None:
+        def by_blocks(z: Tensor = z, theta: Tensor = theta, counter: CounterSampler = counter) -> None:
             counter.fill_parameters([z], [0], key, direction)
             torch.add(theta, z, out=theta)
 
@@ -84,7 +84,7 @@ def _shared_draws(device: torch.device, dtype: str) -> Iterator[Probe]:
             sequential.fill([z], generator)
             torch.add(theta, z, out=theta)
 
-        work = draw_work(num, dtype=format_named(dtype), is_shared=True)
+        work = sampling_work(num, dtype=format_named(dtype), is_shared=True)
         work += perturb_work(num, dtype=format_named(dtype))
         name = f"draw by all, {num} from"
         seeded = work.model_copy(update={"num_seeds": num // COUNTER_BLOCK_ELEMENTS})
@@ -97,16 +97,16 @@ def _shared_draws(device: torch.device, dtype: str) -> Iterator[Probe]:
 
 def _one_of_each_class() -> list[Direction]:
     """Return how to draw one distribution of each kind whose rates are measured."""
-    names = {declared.draw_class: name for name, declared in reversed(DISTRIBUTIONS.items())}
-    return [direction_named(names[draw_class]) for draw_class in get_args(DrawClass)]
+    names = {declared.sampling_class: name for name, declared in reversed(DISTRIBUTIONS.items())}
+    return [direction_named(names[sampling_class]) for sampling_class in get_args(SamplingClass)]
 
 
 def _skips(device: torch.device, dtype: str) -> Iterator[Probe]:
     generator, num = generator_on(device, 1), MEMORY_BYTES[kind_of(device)] // 16
     like = torch.empty(0, dtype=TORCH_DTYPES[dtype], device=device)
     for direction in _one_of_each_class():
-        draw_class = direction.distribution.draw_class
-        work = draw_work(0, dtype=format_named(dtype), distribution=draw_class, num_skipped=num)
+        sampling_class = direction.distribution.sampling_class
+        work = sampling_work(0, dtype=format_named(dtype), distribution=sampling_class, num_skipped=num)
 
         def run(direction: Direction = direction) -> None:
             direction.skip(num, like, generator)
@@ -118,7 +118,7 @@ def _jumps(device: torch.device) -> Iterator[Probe]:
     if device.type != "cpu" or not can_jump():
         return
     state, num = generator_on(device, 1).get_state(), 2 * JUMP_WORDS
-    work = draw_work(0, num_skipped=num, num_jumped=num)
+    work = sampling_work(0, num_skipped=num, num_jumped=num)
     yield Probe(f"jump over {num}", work, lambda: jumped(state, num))
 
 
@@ -142,10 +142,10 @@ def _kept_rows(device: torch.device, dtype: str) -> Iterator[Probe]:
     direction, generator = direction_named("gaussian"), generator_on(device, 1)
 
     def run() -> None:
-        draw_rows(out, rows, num_rows, direction, generator)
+        sample_rows(out, rows, num_rows, direction, generator)
 
     num_made = out.numel()
-    work = draw_work(
+    work = sampling_work(
         num_made,
         dtype=format_named(dtype),
         num_skipped=num_rows * width - num_made,

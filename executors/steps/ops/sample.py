@@ -10,20 +10,20 @@ from typing import TypeVar
 import torch
 from torch import Generator, Tensor
 
-from costmodel.formats.distributions import DISTRIBUTIONS, NUM_RNG_MARKS, SHARED_DRAW_ELEMENTS
+from costmodel.formats.distributions import DISTRIBUTIONS, NUM_RNG_MARKS, SHARED_SAMPLING_ELEMENTS
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.packed import Codes
-from executors.randomness.counter import CounterDraws, CounterKey
+from executors.randomness.counter import CounterKey, CounterSampler
 from executors.randomness.directions import Direction, direction_named
 from executors.randomness.low_rank import (
-    FactorDraws,
     Factors,
+    FactorSampler,
     Places,
     divisor_of,
     fill_product,
     fill_product_rows,
 )
-from executors.randomness.rounded import DrawKeys
+from executors.randomness.rounded import SamplingKeys
 from executors.randomness.sequential import SequentialSampler
 from executors.steps.buffers import Part
 from executors.steps.frames import StepFrame
@@ -31,7 +31,7 @@ from executors.steps.ops.context import Context, rounding_of
 from executors.steps.ops.operands import Action, Unfit, only, place_of
 from zosim.program.contents import GeneratorState, GroupWeights, is_scaled
 from zosim.program.instructions import Access, Instruction
-from zosim.program.operations import Draw
+from zosim.program.operations import Sample
 
 Place = tuple[str, int]
 _Filled = TypeVar("_Filled")
@@ -40,7 +40,7 @@ Fill = Callable[[StepFrame, Generator], list[Tensor]]
 """Draws on from a generator and returns its states at the marks on the way."""
 
 
-class Draws:
+class Sampling:
     """Makes actions out of draws."""
 
     def __init__(self, context: Context) -> None:
@@ -48,17 +48,17 @@ class Draws:
         self._store = context.store
         self._device = context.backend.device
         trainable = [tensor for tensor in context.engine.tensors if tensor.trainable]
-        self._counter = CounterDraws(
+        self._counter = CounterSampler(
             [tensor.num_elements for tensor in trainable], self._device, threads=context.threads
         )
-        self._factors: FactorDraws | None = None
-        draws = [i for _, i in context.program.instructions() if isinstance(i.op, Draw) and i.op.rank]
-        self._factor_streams = {i.stream for i in draws[:1]}
+        self._factors: FactorSampler | None = None
+        samples = [i for _, i in context.program.instructions() if isinstance(i.op, Sample) and i.op.rank]
+        self._factor_streams = {i.stream for i in samples[:1]}
 
-    def draw(self, instruction: Instruction) -> Action:
+    def sample(self, instruction: Instruction) -> Action:
         """Return what draws, if there is a step whose seed it draws from."""
         op = instruction.op
-        assert isinstance(op, Draw)
+        assert isinstance(op, Sample)
         wanted = [access for access in instruction.writes if not isinstance(access.what, GeneratorState)]
         if op.keep != "none":
             target = only(wanted, "write of a direction")
@@ -76,11 +76,11 @@ class Draws:
 
     # -- counter -----------------------------------------------------------------------------------------------
 
-    def _counted(self, op: Draw, wanted: Sequence[Access]) -> Action:
+    def _counted(self, op: Sample, wanted: Sequence[Access]) -> Action:
         part, direction = self._part(op), direction_named(op.distribution)
         indices = [tensor.index for tensor in part.tensors]
 
-        def draw(frame: StepFrame) -> None:
+        def sample(frame: StepFrame) -> None:
             if frame.at(op.step) is None or op.keep == "none":
                 return
             key = counter_key(frame, op)
@@ -93,33 +93,35 @@ class Draws:
             views = [view.view(-1) for view in self._store.placed(wanted[0]).views]
             self._scaling(wanted[0], partial(self._counter.fill_parameters, views, indices, key, direction))
 
-        return draw
+        return sample
 
-    def _counted_codes(self, op: Draw, wanted: Sequence[Access]) -> Action:
-        part, draws, direction = (
+    def _counted_codes(self, op: Sample, wanted: Sequence[Access]) -> Action:
+        part, rounded_sampler, direction = (
             self._part(op),
-            self._context.draws_of(rounding_of(op)),
+            self._context.sampler_of(rounding_of(op)),
             direction_named(op.distribution),
         )
         indices = [tensor.index for tensor in part.tensors]
 
-        def draw(frame: StepFrame) -> None:
+        def sample(frame: StepFrame) -> None:
             if frame.at(op.step) is None or op.keep == "none":
                 return
-            key, keys = counter_key(frame, op), _draw_keys(frame, op)
+            key, keys = counter_key(frame, op), _sampling_keys(frame, op)
             if op.keep == "rows":
                 rows = self._context.rows_on_host
                 numbers = self._empty_rows(part, rows, torch.float32)
                 self._counter.fill_rows(numbers, rows, indices[0], key, direction)
-                self._store.values[place_of(wanted[0])] = draws.rows(numbers, rows, indices[0], keys)
+                self._store.values[place_of(wanted[0])] = rounded_sampler.rows(
+                    numbers, rows, indices[0], keys
+                )
                 return
-            draws.fill_counted(self._flat_codes(wanted[0]), indices, key, keys)
+            rounded_sampler.fill_counted(self._flat_codes(wanted[0]), indices, key, keys)
 
-        return draw
+        return sample
 
     # -- mezo --------------------------------------------------------------------------------------------------
 
-    def _sequential(self, op: Draw, instruction: Instruction, wanted: Sequence[Access]) -> Action:
+    def _sequential(self, op: Sample, instruction: Instruction, wanted: Sequence[Access]) -> Action:
         source, before, after = _states(op, instruction)
         sequential = self._sampler(op, wanted)
         fill = self._fill(op, sequential, wanted)
@@ -129,7 +131,7 @@ class Draws:
         own, graphs = Generator(device=self._device), self._context.graphs
         values = self._store.values
 
-        def draw(frame: StepFrame) -> None:
+        def sample(frame: StepFrame) -> None:
             seeded = frame.at(op.step)
             if seeded is None:
                 return
@@ -148,18 +150,18 @@ class Draws:
             for key in after:
                 values[key] = [generator.get_state()]
 
-        return draw
+        return sample
 
-    def _sampler(self, op: Draw, wanted: Sequence[Access]) -> SequentialSampler:
+    def _sampler(self, op: Sample, wanted: Sequence[Access]) -> SequentialSampler:
         direction = direction_named(op.distribution)
         if op.keep == "all" and not op.bits:
             numels = [length for _, length in self._stretches(wanted[0], direction)]
         else:
             numels = [tensor.num_elements for tensor in self._part(op).tensors]
-        is_cut = self._device.type == "cpu" and sum(numels) >= SHARED_DRAW_ELEMENTS
+        is_cut = self._device.type == "cpu" and sum(numels) >= SHARED_SAMPLING_ELEMENTS
         return SequentialSampler(numels, direction, NUM_RNG_MARKS if is_cut else 1, self._context.threads)
 
-    def _fill(self, op: Draw, sequential: SequentialSampler, wanted: Sequence[Access]) -> Fill:
+    def _fill(self, op: Sample, sequential: SequentialSampler, wanted: Sequence[Access]) -> Fill:
         part = self._part(op)
         if op.keep == "none":
 
@@ -176,9 +178,9 @@ class Draws:
                 kept = self._empty_rows(part, rows, torch.float32 if op.bits else None)
                 states = sequential.rows(kept, rows, generator)
                 if op.bits:
-                    index, keys = part.tensors[0].index, _draw_keys(frame, op)
+                    index, keys = part.tensors[0].index, _sampling_keys(frame, op)
                     on_host = self._context.rows_on_host
-                    kept = self._context.draws_of(rounding_of(op)).rows(kept, on_host, index, keys)
+                    kept = self._context.sampler_of(rounding_of(op)).rows(kept, on_host, index, keys)
                 self._store.values[place_of(wanted[0])] = kept
                 return states
 
@@ -191,34 +193,36 @@ class Draws:
         def fill(_frame: StepFrame, generator: Generator) -> list[Tensor]:
             if graphs is None:
                 return self._scaling(wanted[0], partial(sequential.fill, views(), generator))
-            state, drawn, flat = generator.get_state(), views(), self._store.placed(wanted[0]).flat
+            state, sampled, flat = generator.get_state(), views(), self._store.placed(wanted[0]).flat
 
-            def draw(generator: Generator) -> None:
-                self._scaling(wanted[0], partial(sequential.draw, drawn, generator))
+            def sample(generator: Generator) -> None:
+                self._scaling(wanted[0], partial(sequential.sample, sampled, generator))
 
-            places = tuple((view.data_ptr(), view.numel()) for view in drawn)
+            places = tuple((view.data_ptr(), view.numel()) for view in sampled)
             signature = op.distribution, is_scaled(wanted[0].what), flat.data_ptr(), flat.dtype, places
-            graphs.run(signature, draw, memory=(flat,), generators=(generator,))
+            graphs.run(signature, sample, memory=(flat,), generators=(generator,))
             return [state]
 
         return fill
 
     def _sequential_codes(
-        self, op: Draw, sequential: SequentialSampler, wanted: Sequence[Access]
+        self, op: Sample, sequential: SequentialSampler, wanted: Sequence[Access]
     ) -> Callable[[StepFrame, Generator | list[Tensor]], list[Tensor]]:
-        draws, indices = (
-            self._context.draws_of(rounding_of(op)),
+        rounded_sampler, indices = (
+            self._context.sampler_of(rounding_of(op)),
             [tensor.index for tensor in self._part(op).tensors],
         )
 
         def fill(frame: StepFrame, source: Generator | list[Tensor]) -> list[Tensor]:
             views = self._flat_codes(wanted[0])
-            return draws.fill_sequential(sequential, views, indices, source, _draw_keys(frame, op))
+            return rounded_sampler.fill_sequential(
+                sequential, views, indices, source, _sampling_keys(frame, op)
+            )
 
         return fill
 
     def _fill_again(
-        self, op: Draw, sequential: SequentialSampler, wanted: Sequence[Access]
+        self, op: Sample, sequential: SequentialSampler, wanted: Sequence[Access]
     ) -> Callable[[StepFrame, list[Tensor]], object]:
         if op.bits:
             return self._sequential_codes(op, sequential, wanted)
@@ -231,19 +235,21 @@ class Draws:
 
     # -- factors -----------------------------------------------------------------------------------------------
 
-    def _factored(self, op: Draw, instruction: Instruction, wanted: Sequence[Access]) -> Action:
+    def _factored(self, op: Sample, instruction: Instruction, wanted: Sequence[Access]) -> Action:
         if instruction.stream not in self._factor_streams:
             raise Unfit(
                 f"runs on {instruction.stream}, but others on {', '.join(self._factor_streams)}: they share factors"
             )
-        draws, values = self._factor_draws(op), self._store.values
+        factor_sampler, values = self._factor_sampler(op), self._store.values
         source, before, after = _states(op, instruction)
         generator = Generator(device=self._device)
 
         def from_generator(frame: StepFrame, places: Places) -> Factors | None:
             assert frame.window is not None
             if op.for_update and frame.step == frame.window.first:
-                return draws.redrawn(op.group, op.query, frame.seeds[op.query], frame.window, places)
+                return factor_sampler.resampled(
+                    op.group, op.query, frame.seeds[op.query], frame.window, places
+                )
             if source:
                 generator.set_state(values[source[0]][0])
             else:
@@ -251,16 +257,18 @@ class Draws:
             states = [generator.get_state()]
             factors = None
             if op.keep == "none":
-                draws.pass_over(op.group, frame.step, frame.window, generator)
+                factor_sampler.pass_over(op.group, frame.step, frame.window, generator)
             else:
-                factors = draws.sequential(op.group, op.query, frame.step, frame.window, generator, places)
+                factors = factor_sampler.sequential(
+                    op.group, op.query, frame.step, frame.window, generator, places
+                )
             for key in before:
                 values[key] = states
             for key in after:
                 values[key] = [generator.get_state()]
             return factors
 
-        def draw(frame: StepFrame) -> None:
+        def sample(frame: StepFrame) -> None:
             seeded = frame.at(op.step)
             if seeded is None:
                 return
@@ -270,15 +278,17 @@ class Draws:
                 factors = from_generator(seeded, places)
             elif op.keep != "none":
                 assert seeded.window is not None
-                factors = draws.counted(op.group, op.query, counter_key(frame, op), seeded.window, places)
+                factors = factor_sampler.counted(
+                    op.group, op.query, counter_key(frame, op), seeded.window, places
+                )
             if factors is not None and op.keep == "factors":
                 values[place_of(wanted[0])] = factors
             elif factors is not None:
                 self._multiply(op, factors, wanted[0])
 
-        return draw
+        return sample
 
-    def _multiply(self, op: Draw, factors: Factors, target: Access) -> None:
+    def _multiply(self, op: Sample, factors: Factors, target: Access) -> None:
         """Leave the direction that has these factors at its place."""
         divisor = divisor_of(op.rank, DISTRIBUTIONS[op.distribution].rank_power)
         if op.keep == "rows":
@@ -293,7 +303,7 @@ class Draws:
             if right is not None:  # others have been drawn there
                 fill_product(view, left, right, divisor)
 
-    def _factor_draws(self, op: Draw) -> FactorDraws:
+    def _factor_sampler(self, op: Sample) -> FactorSampler:
         """Return what draws factors for all groups, of one rank."""
         if self._factors is None:
             tensors = [tensor for tensor in self._context.engine.tensors if tensor.trainable]
@@ -302,7 +312,7 @@ class Draws:
                 for what, part in self._store.parts.items()
                 if isinstance(what, GroupWeights)
             }
-            self._factors = FactorDraws(
+            self._factors = FactorSampler(
                 [tensor.shape for tensor in tensors],
                 groups,
                 self._sampling_order,
@@ -318,17 +328,17 @@ class Draws:
         return [
             i.op.group
             for i in self._context.program.step
-            if isinstance(i.op, Draw)
+            if isinstance(i.op, Sample)
             and i.op.query == query
             and any(isinstance(a.what, GeneratorState) and a.what.is_after for a in i.writes)
         ]
 
     # -- operands ----------------------------------------------------------------------------------------------
 
-    def _part(self, op: Draw) -> Part:
+    def _part(self, op: Sample) -> Part:
         return self._store.trainable(op.group)
 
-    def _check_table(self, op: Draw) -> None:
+    def _check_table(self, op: Sample) -> None:
         part = self._part(op)
         if len(part.tensors) != 1 or len(part.tensors[0].shape) != 2:
             raise Unfit(f"keeps rows of {op.group}, which is not one table")
@@ -368,7 +378,7 @@ class Draws:
         return filled
 
 
-def _states(op: Draw, instruction: Instruction) -> tuple[list[Place], list[Place], list[Place]]:
+def _states(op: Sample, instruction: Instruction) -> tuple[list[Place], list[Place], list[Place]]:
     """Return where the sequential generator's state is read, where that before the group is left, and where that after it."""
 
     def written(*, is_after: bool) -> list[Place]:
@@ -379,15 +389,15 @@ def _states(op: Draw, instruction: Instruction) -> tuple[list[Place], list[Place
     return source, written(is_after=False), written(is_after=True)
 
 
-def counter_key(frame: StepFrame, op: Draw) -> CounterKey:
+def counter_key(frame: StepFrame, op: Sample) -> CounterKey:
     """Return the key of a draw in the step that it draws for."""
     source = frame.at(op.step)
     assert source is not None
     return CounterKey.of(source.seeds[op.query], source.step, op.query)
 
 
-def _draw_keys(frame: StepFrame, op: Draw) -> DrawKeys:
+def _sampling_keys(frame: StepFrame, op: Sample) -> SamplingKeys:
     """Return the keys of what makes codes of a draw."""
     source = frame.at(op.step)
     assert source is not None
-    return DrawKeys.of(source.seeds[op.query], source.step, op.query, is_second=bool(op.rounding))
+    return SamplingKeys.of(source.seeds[op.query], source.step, op.query, is_second=bool(op.rounding))
