@@ -12,7 +12,10 @@ from typing import Any
 
 from zosim.console import stderr
 
-OPTIONS: tuple[tuple[str, str], ...] = (("--slots", "--staging-buffers"),)
+OPTIONS: tuple[tuple[str, str], ...] = (
+    ("--slots", "--staging-buffers"),
+    ("--draw-ahead", "--sample-ahead"),
+)
 """Earlier and present spelling of an option, as ``("--queries", "--num-perturbations")``.
 
 Of several rows with one earlier spelling, that one holds whose present spelling the command has.

@@ -30,8 +30,12 @@ TIMELINE_VERSION: Literal[1] = 1
 RENAMED: Mapping[str, str] = {
     "memory.role=staging": "transfer buffers",
     "memory.role=slots": "staging buffers",
+    "spans.stream=draw": "sample",
+    "spans.label=draw": "sample",
+    "spans.limiter=draw": "sampling",
+    "spans.limiter=shared_draw": "shared_sampling",
 }
-"""Fields that were renamed of a timeline (:mod:`topology.renamed`)."""
+"""Fields and values that were renamed of a timeline (:mod:`topology.renamed`)."""
 
 _STREAM_ORDER = {stream: number for number, stream in enumerate(Stream)}
 

@@ -31,7 +31,11 @@ Bound = Literal["central", "low", "high"]
 DeviceKind = Literal["cpu", "gpu"]
 
 _VERSION = 3
-RENAMED: Mapping[str, str] = {}
+RENAMED: Mapping[str, str] = {
+    "constants.name=draw_rate.*": "sampling_rate.*",
+    "constants.name=shared_draw_part*": "shared_sampling_part*",
+    "constants.name=pace_part.draws": "pace_part.sampling",
+}
 """Fields, and names of constants, that were renamed of a profile (:mod:`topology.renamed`)."""
 
 

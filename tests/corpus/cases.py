@@ -67,7 +67,7 @@ TOGETHER = {
     "--transfer-dtype": ("--residency", "offloaded", "--allow-lossy"),
     "--staging-buffers": ("--residency", "offloaded"),
     "--overlap": ("--residency", "offloaded"),
-    "--draw-ahead": ("--residency", "offloaded"),
+    "--sample-ahead": ("--residency", "offloaded"),
     "--weight-scales": ("--weight-format", "int8"),
     "--weight-group": ("--weight-format", "int8", "--weight-scales", "group"),
     "--weight-fit": ("--weight-format", "int8"),

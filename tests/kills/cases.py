@@ -26,7 +26,7 @@ PLACEMENTS: dict[str, str] = {
     "one-offloaded": _OFFLOADED,
     "one-offloaded-delayed": f"--no-launch {_DELAYED}",
     "one-sweep-counter": "--traversal sweep --rng counter",
-    "one-copies": f"--weights copies --draw-ahead {_OFFLOADED}",
+    "one-copies": f"--weights copies --sample-ahead {_OFFLOADED}",
     "one-queries": "--queries 3 --difference forward",
     "one-lossy-transfer": f"{_DELAYED} --transfer-dtype bfloat16 --allow-lossy",
     "one-lora": f"{_LORA} --no-launch",

@@ -48,7 +48,7 @@ def test_plan_as_json_is_one_document() -> None:
 
 
 def test_copies_of_weights_are_planned_with_their_memory(tmp_path: Path) -> None:
-    call(*PLAN, "--method", "zo2", "--weights", "copies", "--no-draw-ahead", "-o", tmp_path / "plan.json")
+    call(*PLAN, "--method", "zo2", "--weights", "copies", "--no-sample-ahead", "-o", tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
     assert (plan.weights.perturbation, plan.directions.sampled_ahead) == ("copies", False)
     call("lower", tmp_path / "plan.json", "-o", tmp_path / "program.json")

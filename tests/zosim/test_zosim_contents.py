@@ -108,17 +108,22 @@ def test_files_of_version_1_are_read(program: Program) -> None:
 
 
 def test_a_program_is_read_in_earlier_names(program: Program) -> None:
-    names = {"num_split_sequences": "num_split_walks"}
+    names = {
+        "num_split_sequences": "num_split_walks",
+        "sampling_dtype": "draw_dtype",
+        "num_shared_samplings": "num_shared_draws",
+    }
+    values = {"sample": "draw"}
 
     def earlier(data: Any) -> Any:
         if isinstance(data, list):
             return [earlier(item) for item in data]
         if not isinstance(data, dict):
-            return data
+            return values.get(data, data) if isinstance(data, str) else data
         return {names.get(name, name): earlier(value) for name, value in data.items()}
 
     old = earlier(json.loads(program.to_json()))
-    assert all(f'"{name}"' in json.dumps(old) for name in names.values())
+    assert all(f'"{name}"' in json.dumps(old) for name in (names | values).values())
     assert Program.from_data(old, "an old file") == program
 
 

@@ -121,7 +121,7 @@ class Weights(Axis):
                 "kept directions, whose factors are kept anyway",
                 "drop --keep-directions",
             ),
-            (plan.directions.sampled_ahead, "directions drawn ahead", "drop --draw-ahead"),
+            (plan.directions.sampled_ahead, "directions drawn ahead", "drop --sample-ahead"),
             (
                 plan.forward.loss_chunk_tokens is not None,
                 "a loss in chunks: logits are made of labelled tokens alone",

@@ -31,6 +31,11 @@ RENAMED: Mapping[str, str] = {
     "**.num_split_walks": "num_split_sequences",
     "buffers.role=staging": "transfer buffers",
     "buffers.role=slots": "staging buffers",
+    "**.kind=draw": "sample",
+    "**.label=draw": "sample",
+    "**.stream=draw": "sample",
+    "**.draw_dtype": "sampling_dtype",
+    "**.num_shared_draws": "num_shared_samplings",
 }
 """Fields, and kinds of operations, that were renamed of a program (:mod:`topology.renamed`)."""
 

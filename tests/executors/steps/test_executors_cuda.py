@@ -14,7 +14,7 @@ from topology.errors import RunError
 PLACEMENTS = {
     "resident": {},
     "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
-    "draw-ahead": {
+    "sample-ahead": {
         "residency": {"blocks": "offloaded"},
         "directions": {"sampled_ahead": True},
         "schedule": {"update": "delayed"},
@@ -67,7 +67,7 @@ class _Near(Ticket):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("placement", ["offloaded", "draw-ahead", "fresh-buffers"])
+@pytest.mark.parametrize("placement", ["offloaded", "sample-ahead", "fresh-buffers"])
 def test_issuing_from_a_thread_per_stream_changes_no_bit(placement, monkeypatch):
     found, told = [], []
     for far in (False, True):

@@ -19,9 +19,9 @@ from zosim.program.validate import validate
 PLACEMENTS = {
     "sweep": {"schedule": {"traversal": "sweep"}},
     "resident": {},
-    "draw-ahead": {"directions": {"sampled_ahead": True}},
+    "sample-ahead": {"directions": {"sampled_ahead": True}},
     "delayed": {"schedule": {"update": "delayed"}},
-    "delayed-draw-ahead": {"directions": {"sampled_ahead": True}, "schedule": {"update": "delayed"}},
+    "delayed-sample-ahead": {"directions": {"sampled_ahead": True}, "schedule": {"update": "delayed"}},
     "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
     "offloaded-immediate": {"residency": {"blocks": "offloaded", "num_staging_buffers": 1}},
     "copies": {"weights": {"perturbation": "copies"}},
@@ -90,7 +90,7 @@ def test_a_direction_that_is_overwritten_before_its_last_reader_is_a_hazard(plac
 
 
 def test_a_direction_that_another_stream_draws_waits_for_the_update_before():
-    program = lower(plan_for("delayed-draw-ahead", model_of("opt")))
+    program = lower(plan_for("delayed-sample-ahead", model_of("opt")))
     position = next(k for k, i in enumerate(program.step) if i.id == "block.1/sample[q0]")
     assert program.step[position].after
     for edge in program.step[position].after:
