@@ -44,7 +44,7 @@ def test_every_processor_of_every_preset_has_a_profile(name):
             assert all(constant.source for constant in profile.constants)
 
 
-@pytest.mark.parametrize("drawn", get_args(SamplingClass))
+@pytest.mark.parametrize("sampling_class", get_args(SamplingClass))
 @pytest.mark.parametrize(("hardware", "device"), [("cpu-laptop", "cpu0"), ("rtx3090-1x", "gpu0")])
 def test_every_class_of_draws_has_a_rate_before_it_is_measured(sampling_class, hardware, device):
     values = datasheet_profile(load_preset(hardware), device).values()

@@ -20,7 +20,7 @@ def test_a_wrong_constant_shows_under_the_labels_that_depend_on_it(term):
     subject = on_cpu("opt-10m", seq=256)
     found = compare(subject.timeline, run_on(subject, term, 3.0), subject.program)
     worst = found.labels[0]
-    assert worst.name == {"sampling": "sampling", "matmul": "forward"}[term]
+    assert worst.name == {"sampling": "sample", "matmul": "forward"}[term]
     others = [line for line in found.labels if line.name not in (worst.name, "forward")]
     assert all(abs(line.error or 0.0) < 0.01 for line in others if line.name in ("update", "perturb"))
     total = sum(line.contribution_s for line in found.labels)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from costmodel import read_model_spec
 from topology.errors import ProgramError
 from zosim.lowering import lower
-from zosim.plans import Estimator, Placement, Plan, Residency
+from zosim.plans import Estimator, Placement, Plan, Residency, Weights
 from zosim.points import BASE, Point, parse_point, points_of_step
 from zosim.program import Program
 from zosim.program.contents import (
@@ -81,7 +81,15 @@ def program() -> Program:
     estimator = Estimator(difference="forward", num_queries=2)
     model = read_model_spec("opt-125m")
     return lower(
-        Plan(model=model, placement=placement, batch=2, seq=16, residency=residency, estimator=estimator)
+        Plan(
+            model=model,
+            placement=placement,
+            batch=2,
+            seq=16,
+            residency=residency,
+            estimator=estimator,
+            weights=Weights(dtype="bfloat16"),
+        )
     )
 
 
