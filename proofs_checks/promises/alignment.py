@@ -234,9 +234,9 @@ def updates_along_perturbations(shipped, *given, **named):
 
 
 def resampled_with_rights(method: str, name: str) -> Fault:
-    """Return a fault of redrawn factors, for which a method of theirs draws or passes ``V``, too."""
+    """Return a fault of resampled factors, for which a method of theirs draws or passes ``V``, too."""
 
-    @planted("executors.randomness.low_rank:FactorSampler.redrawn", name)
+    @planted("executors.randomness.low_rank:FactorSampler.resampled", name)
     def fault(shipped, self, *given):
         def with_rights(*rest, **named):
             return getattr(self, method)(*rest, **{**named, "with_rights": True})
