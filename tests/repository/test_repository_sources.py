@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("topology", "costmodel", "zosim", "executors", "proofs_checks", "studies")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
 
 
 def relative(path: Path) -> str:
@@ -102,7 +102,7 @@ def test_decisions_are_numbered_without_gaps() -> None:
 
 
 @pytest.mark.parametrize("path", DECISIONS, ids=relative)
-def test_a_decision_names_context_choice_and_cost(path: Path) -> None:
+def test_a_decision_has_context_decision_and_consequences(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     sections = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
-    assert sections[:3] == ["Context", "Choice", "Cost"]
+    assert sections[:3] == ["Context", "Decision", "Consequences"]
