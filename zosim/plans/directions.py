@@ -105,10 +105,8 @@ class Directions(Axis):
     sampled_ahead: Annotated[
         bool,
         Setting(
-            "--draw-ahead",
-            "Sample perturbations, and write copies of weights, on a separate stream ahead of the forwards.",
             "--sample-ahead",
-            "Draw directions, and write copies of weights, on a stream of their own, ahead of the forwards.",
+            "Sample perturbations, and write copies of weights, on a separate stream ahead of the forwards.",
             planned=True,
             expert=True,
             heading="Placement",
