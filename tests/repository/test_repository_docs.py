@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from costmodel.devices.prices import PriceTable
+from costmodel.rates.profile import Profile
+from topology import Topology
+from zosim.plans import Plan
+from zosim.program import Program
+from zosim.program.program_set import ProgramSet
+from zosim.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -35,3 +44,21 @@ def test_the_commands_page_is_what_the_commands_say(commands_page: ModuleType) -
 def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
     targets = [target for target in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in target]
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+KEYS_OF = {
+    "Topology": set(Topology.model_fields),
+    "Profile": set(Profile.model_fields),
+    "Plan": set(Plan.model_fields),
+    "Programs": {field.name for kind in (ProgramSet, Program) for field in fields(kind)},
+    "Timeline": {field.name for field in fields(Timeline)},
+    "Price table": set(PriceTable.model_fields),
+}
+
+
+@pytest.mark.parametrize("heading", KEYS_OF)
+def test_the_page_of_files_has_every_key(heading: str) -> None:
+    page = (ROOT / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
+    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`[^|]*`) \|", section, re.MULTILINE)
+    assert {key for cell in cells for key in re.findall(r"`(\w+)`", cell)} == KEYS_OF[heading]
