@@ -15,8 +15,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from costmodel.formats import FORMATS
-from costmodel.formats.code_passes import PASSES, CodePass, Memory, traffic_bytes
 from costmodel.formats.codec_time import coding_terms
+from costmodel.formats.quant_passes import PASSES, Memory, QuantPass, traffic_bytes
 from costmodel.rates.profile import Bound, DeviceKind, Profile
 from costmodel.work import Attention, Matmul, Work
 from topology.errors import ProfileError
@@ -105,7 +105,7 @@ def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection
         "exponential": work.num_exponentials / values["exponential_rate"],
         "sweep": _sweep_s(work, values),
         "codes": sum(
-            num / rate for name, num in work.code_passes if (rate := _code_rate(name, work.dtype, values))
+            num / rate for name, num in work.quant_passes if (rate := _quant_rate(name, work.dtype, values))
         ),
         **_sampling_terms(work, values),
         "rounding": _rounding_s(work, values),
@@ -267,14 +267,14 @@ def _sweep_s(work: Work, values: Mapping[str, float]) -> float:
 def _bytes_of(work: Work, memory: Memory, values: Mapping[str, float]) -> int:
     """Return the bytes of a work's passes, those over codes among them of which no rate of their own is known."""
     size_bytes: int = getattr(work, f"{memory}_bytes")
-    unknown = [part for part in work.code_passes if not _code_rate(part[0], work.dtype, values)]
+    unknown = [part for part in work.quant_passes if not _quant_rate(part[0], work.dtype, values)]
     return size_bytes + traffic_bytes(unknown, memory, work.dtype)
 
 
-def _code_rate(name: CodePass, dtype: str, values: Mapping[str, float]) -> float | None:
+def _quant_rate(name: QuantPass, dtype: str, values: Mapping[str, float]) -> float | None:
     """Return the elements that a pass over codes takes per second, in a format or in all; None where nobody has measured it."""
-    rate = values.get(f"code_rate.{name}.{dtype}") if PASSES[name].num_numbers else None
-    return values.get(f"code_rate.{name}") if rate is None else rate
+    rate = values.get(f"quant_rate.{name}.{dtype}") if PASSES[name].num_numbers else None
+    return values.get(f"quant_rate.{name}") if rate is None else rate
 
 
 def _sampling_terms(work: Work, values: Mapping[str, float]) -> dict[str, float]:

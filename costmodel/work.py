@@ -12,8 +12,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from costmodel.formats import DType, TransferFormat
-from costmodel.formats.code_passes import CodePass
 from costmodel.formats.distributions import SamplingClass
+from costmodel.formats.quant_passes import QuantPass
 
 _Counts = tuple[tuple[Any, int], ...]
 
@@ -165,7 +165,7 @@ class Work(_FrozenCounts):
         Bytes that cross the route between memories.
     coding : tuple of (str, int)
         What a codec does, as counts of the constants of :data:`costmodel.formats.codec_time.CodecWork`.
-    code_passes : tuple of (str, int)
+    quant_passes : tuple of (str, int)
         Elements that passes over codes take, by kind of pass.
     link_bytes : int
         Bytes that one rank receives from the others of a group, and as many that it sends.
@@ -205,7 +205,7 @@ class Work(_FrozenCounts):
     calls: tuple[ModelCode, ...] = ()
     copy_bytes: NonNegativeInt = 0
     coding: tuple[tuple[str, NonNegativeInt], ...] = ()
-    code_passes: tuple[tuple[CodePass, NonNegativeInt], ...] = ()
+    quant_passes: tuple[tuple[QuantPass, NonNegativeInt], ...] = ()
     link_bytes: NonNegativeInt = 0
     num_allocations: NonNegativeInt = 0
     allocation_bytes: NonNegativeInt = 0
@@ -243,7 +243,7 @@ class Work(_FrozenCounts):
             attention=self.attention + other.attention,
             calls=self.calls + other.calls,
             coding=_added(self.coding, other.coding),
-            code_passes=_added(self.code_passes, other.code_passes),
+            quant_passes=_added(self.quant_passes, other.quant_passes),
             workspace_bytes=max(self.workspace_bytes, other.workspace_bytes),
             **sums,
         )
@@ -262,7 +262,7 @@ class Work(_FrozenCounts):
         scaled["matmuls"] = tuple(one.model_copy(update={"num": times * one.num}) for one in self.matmuls)
         scaled["attention"] = tuple(one.model_copy(update={"num": times * one.num}) for one in self.attention)
         scaled["calls"] = self.calls * times
-        for name in ("coding", "code_passes"):
+        for name in ("coding", "quant_passes"):
             scaled[name] = tuple((of, times * count) for of, count in getattr(self, name))
         return self.model_copy(update=scaled)
 
@@ -274,7 +274,7 @@ class Work(_FrozenCounts):
         >>> Work(num_kernels=30, sweep_bytes=99).one_in(4).num_kernels
         8
         """
-        assert not any((self.matmuls, self.attention, self.calls, self.coding, self.code_passes))
+        assert not any((self.matmuls, self.attention, self.calls, self.coding, self.quant_passes))
         return self.model_copy(update={name: round(getattr(self, name) / num_steps) for name in _SUMMED})
 
     @property

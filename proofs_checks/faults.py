@@ -13,8 +13,8 @@ from zosim.program.instructions import Stream
 @planted("executors.codecs.grids:fit", "a symmetric grid that ends before the largest value")
 def short_grid(shipped, rows, spec, *rest, **named):
     parameters = shipped(rows, spec, *rest, **named)
-    codes = 2 ** (spec.bits - 1) - 1
-    return (parameters[0] * codes / (codes + 1),) if spec.grid == "symmetric" and codes else parameters
+    levels = 2 ** (spec.bits - 1) - 1
+    return (parameters[0] * levels / (levels + 1),) if spec.grid == "symmetric" and levels else parameters
 
 
 @planted("executors.codecs.grids:Fitted.scaled", "rounding up")

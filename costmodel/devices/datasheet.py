@@ -23,8 +23,8 @@ from costmodel.devices.gpus import (
     sustained_flop_per_s,
 )
 from costmodel.formats import CAST_FORMATS, CAST_PAIRS, COMPUTE_FORMATS, FORMATS, DType
-from costmodel.formats.code_passes import PASSES
 from costmodel.formats.distributions import DISTRIBUTIONS, SamplingClass
+from costmodel.formats.quant_passes import PASSES
 from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
 from topology import Topology
 from topology.errors import TopologyError
@@ -146,8 +146,8 @@ _CPU_JUMP: Spread = (0.7e-3, 0.2e-3, 4e-3)
 _CPU_JUMP_SOURCE = "measured on one x86-64 core: a jump of the Mersenne Twister takes 0.65 ms"
 _CPU_CASTS: Spread = (0.8e9, 0.1e9, 4e9)
 _CPU_CASTS_SOURCE = "assumed: one core between memory and a conversion"
-_CPU_CODES: Spread = (1.0, 0.25, 4.0)
-_CPU_CODES_SOURCE = "costmodel.formats.code_passes.PASSES"
+_CPU_QUANT: Spread = (1.0, 0.25, 4.0)
+_CPU_QUANT_SOURCE = "costmodel.formats.quant_passes.PASSES"
 
 _CPU_HALF_DIMS: dict[str, Spread] = {"m": (8.0, 0.5, 64.0), "n": (8.0, 0.5, 64.0), "k": (32.0, 2.0, 160.0)}
 _CPU_HALF_DIM_SOURCE = "assumed: rows of a few registers; short sums write their products often"
@@ -540,7 +540,7 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
     for name, known in PASSES.items():
         for numbers in (".float32", ".bfloat16", ".float16") if known.num_numbers else ("",):
             yield _constant(
-                f"code_rate.{name}{numbers}", _CPU_CODES, _CPU_CODES_SOURCE, scale=known.core_rate
+                f"quant_rate.{name}{numbers}", _CPU_QUANT, _CPU_QUANT_SOURCE, scale=known.core_rate
             )
     pairs = [f"{one}.{other}" for pair in CAST_PAIRS for one, other in (pair, pair[::-1])]
     for formats in (*CAST_FORMATS, *pairs):

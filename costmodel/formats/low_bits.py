@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
 from costmodel.formats import FORMATS, QuantFormat, ScaleScope
-from costmodel.formats.code_passes import CodePass
 from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS
+from costmodel.formats.quant_passes import QuantPass
 from costmodel.models.model_spec import ParameterGroup
 from costmodel.work import Work
 from topology.errors import PlanError
@@ -109,7 +109,7 @@ class QuantConfig:
     Examples
     --------
     >>> int4 = QuantConfig("int4", "group", group_elements=128, dtype="bfloat16")
-    >>> int4.code_bytes((768, 3072)), int4.scale_bytes((768, 3072))
+    >>> int4.qvalue_bytes((768, 3072)), int4.scale_bytes((768, 3072))
     (1179648, 36864)
     """
 
@@ -149,7 +149,7 @@ class QuantConfig:
             self.scales
         ]
 
-    def code_bytes(self, linear: Linear) -> int:
+    def qvalue_bytes(self, linear: Linear) -> int:
         """Return the bytes of a weight's codes; every output channel begins with a byte of its own."""
         outputs, inputs = linear
         return outputs * -(-inputs * self.container_bits // 8)
@@ -169,7 +169,7 @@ class QuantConfig:
 
     def size_bytes(self, linears: Iterable[Linear]) -> int:
         """Return the bytes of some weights."""
-        return sum(self.code_bytes(one) + self.scale_bytes(one) + self.zero_bytes(one) for one in linears)
+        return sum(self.qvalue_bytes(one) + self.scale_bytes(one) + self.zero_bytes(one) for one in linears)
 
     def check(self, linears: Iterable[Linear]) -> None:
         """Refuse weights that have no whole number of groups.
@@ -256,7 +256,7 @@ def quantized_forward_work(
     is alive at one layer is its input, its output and its temporaries; the segment's other temporaries are smaller then.
     """
     plain, products = list(work.matmuls), []
-    passes: Counter[CodePass] = Counter()
+    passes: Counter[QuantPass] = Counter()
     sweep_bytes = num_kernels = largest = 0
     is_packed = FORMATS[direction_format].bits < 8
     width = FORMATS[work.dtype].element_bytes
@@ -333,7 +333,7 @@ def quantized_forward_work(
         update={
             "matmuls": (*plain, *products),
             "sweep_bytes": work.sweep_bytes + sweep_bytes,
-            "code_passes": (Work(code_passes=_counted(passes)) + work).code_passes,
+            "quant_passes": (Work(quant_passes=_counted(passes)) + work).quant_passes,
             "num_kernels": work.num_kernels + num_kernels,
             "workspace_bytes": max(work.workspace_bytes + shared, largest),
         }
@@ -348,13 +348,13 @@ def _coding_bytes(rows: int, inputs: int, width: int, kernel: str) -> int:
     return 4 * min(elements, max(TILE_ELEMENTS, inputs))
 
 
-def _of_format(name: Literal["levels", "moves"], quantized: QuantFormat) -> CodePass:
+def _of_format(name: Literal["levels", "moves"], quantized: QuantFormat) -> QuantPass:
     """Return the pass over codes of a format: those of floating-point formats are passes of their own."""
     stored = FORMATS[quantized]
-    return cast("CodePass", f"{name}.float{stored.bits}" if stored.is_float else name)
+    return cast("QuantPass", f"{name}.float{stored.bits}" if stored.is_float else name)
 
 
-def _counted(passes: Mapping[CodePass, int]) -> tuple[tuple[CodePass, int], ...]:
+def _counted(passes: Mapping[QuantPass, int]) -> tuple[tuple[QuantPass, int], ...]:
     return tuple(sorted((name, num) for name, num in passes.items() if num))
 
 
@@ -402,7 +402,7 @@ def quantized_sampling_work(
         numbers_bytes = 4 * min(num_elements, SEQUENTIAL_AT_ONCE)
         numbers_bytes += 8 * min(sequential_elements, PASSED_ELEMENTS) * (not is_sign)
     return Work(
-        code_passes=_counted(
+        quant_passes=_counted(
             {
                 "draws": 1,
                 "tensors": num_tensors,
@@ -419,7 +419,7 @@ def unpacking_work(num_elements: float, direction_format: str, *, at_once: int =
     """Return the work of taking codes of a direction out of bytes that they share, `at_once` at a time."""
     is_packed = FORMATS[direction_format].bits < 8
     return Work(
-        code_passes=_counted({"unpacking": round(num_elements) * is_packed}),
+        quant_passes=_counted({"unpacking": round(num_elements) * is_packed}),
         workspace_bytes=taken_out_bytes(at_once, direction_format),
     )
 
@@ -451,8 +451,8 @@ def quantized_update_work(
         dtype="float32",
         sampling_dtype="float32",
         # Codes are read and written, those of the direction read.
-        sweep_bytes=2 * round(moved_share * sum(map(quant_config.code_bytes, linears))) + elements,
-        code_passes=_counted(
+        sweep_bytes=2 * round(moved_share * sum(map(quant_config.qvalue_bytes, linears))) + elements,
+        quant_passes=_counted(
             {
                 "matrices": len(linears),
                 _of_format("moves", quant_config.format): elements,

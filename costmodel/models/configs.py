@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from costmodel.formats.stored_codes import StoredCodes, stored_codes
+from costmodel.formats.stored_quantization import StoredQuantization, stored_quantization
 from costmodel.models.families import FAMILIES, FamilyConfig
 from costmodel.models.groups import ParameterEntry, cut_blocks_inside, group_parameters
 from costmodel.models.model_spec import ModelSpec, Part, segments_of
@@ -172,7 +172,7 @@ def shipped_config(name: str) -> dict[str, Any]:
     return dict(_shipped()[_shipped_name(name)])
 
 
-def stored_codes_in(source: str | Path) -> StoredCodes | None:
+def stored_quantization_in(source: str | Path) -> StoredQuantization | None:
     """Return how the weights in a model directory are kept as codes; None where they are numbers, or `source` is no directory.
 
     Raises
@@ -183,7 +183,7 @@ def stored_codes_in(source: str | Path) -> StoredCodes | None:
     path = Path(source) / CONFIG_NAME
     if not path.is_file():
         return None
-    return stored_codes(read_json_object(path, "model's configuration", ModelError), str(path))
+    return stored_quantization(read_json_object(path, "model's configuration", ModelError), str(path))
 
 
 def spec_of_config(
@@ -248,7 +248,7 @@ def spec_of_config(
         num_prefix_tokens=num_prefix_tokens,
         cut_blocks=cut,
         groups=groups,
-        stored=stored_codes(config, source or name),
+        stored=stored_quantization(config, source or name),
         checkpoint_dtype=family.checkpoint_dtype,
     )
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
 
 from costmodel.formats import StorageFormat
-from costmodel.formats.stored_codes import StoredCodes
+from costmodel.formats.stored_quantization import StoredQuantization
 from topology.errors import ModelError
 from topology.limits import Blocks, Elements, ElementsOrNone, Extent
 from topology.renamed import with_present_names
@@ -165,7 +165,7 @@ class ModelSpec(BaseModel):
         Blocks that are two segments, in ascending order.
     groups : tuple of ParameterGroup
         In registration order.
-    stored : StoredCodes or None
+    stored : StoredQuantization or None
         How its files keep the weights of linear layers, where another tool has quantised them.
     checkpoint_dtype : str or None
         Format of the weights in its files, where its configuration states one.
@@ -199,7 +199,7 @@ class ModelSpec(BaseModel):
     num_prefix_tokens: ElementsOrNone = 0
     cut_blocks: tuple[NonNegativeInt, ...] = ()
     groups: tuple[ParameterGroup, ...]
-    stored: StoredCodes | None = None
+    stored: StoredQuantization | None = None
     checkpoint_dtype: StorageFormat | None = None
 
     @model_validator(mode="before")

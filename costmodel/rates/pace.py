@@ -34,7 +34,7 @@ _CONSTANTS: Mapping[WorkKind, tuple[str, ...]] = {
         "allocation_s",
         "allocation_s_per_byte",
         "codec_s",
-        "code_rate",
+        "quant_rate",
     ),
     "calls": (
         "dispatch_s",

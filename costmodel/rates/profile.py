@@ -56,7 +56,7 @@ CONSTANT_UNITS: dict[str, str] = {
     "sweep_cache_bandwidth": "byte/s",
     "scratch_bandwidth": "byte/s",
     "cache_bytes": "byte",
-    "code_rate": "number/s",
+    "quant_rate": "number/s",
     "exponential_rate": "number/s",
     "factor_rate": "flop/s",
     "sampling_rate": "number/s",
@@ -120,8 +120,8 @@ CONSTANT_UNITS: dict[str, str] = {
     Sweeps differ by format where arithmetic, not memory, limits them, as half precision on a CPU does.
 ``scratch_bandwidth[.<dtype>]``
     Of temporaries between the passes of one sweep: cached pieces on a CPU, memory on a GPU.
-``code_rate.<pass>[.<dtype>]``
-    Elements per second of the passes over codes of :data:`costmodel.formats.code_passes.PASSES`, as all of a CPU's threads share them.
+``quant_rate.<pass>[.<dtype>]``
+    Elements per second of the passes over codes of :data:`costmodel.formats.quant_passes.PASSES`, as all of a CPU's threads share them.
 ``exponential_rate``
     Exponentials per second, beyond the time that reading and writing takes.
 ``factor_rate``
@@ -171,7 +171,7 @@ CONSTANT_UNITS: dict[str, str] = {
 _OPTIONAL_KINDS = frozenset(
     {
         "codec_s",
-        "code_rate",
+        "quant_rate",
         "factor_rate",
         "ranks_slowdown",
         "busy_latency_s",

@@ -41,7 +41,7 @@ _STEPS_SHARE = 0.4
 """Part of the time to measure for that goes to whole steps."""
 
 _EXCHANGES_SHARE = 0.05
-_CODES_SHARE, _CODES_ROUNDS = 0.25, 3
+_QUANTIZED_SHARE, _QUANTIZED_ROUNDS = 0.25, 3
 """Besides, for steps in codes, as often: of each shape the round counts in which it took least."""
 
 _LONG_S = 10.0
@@ -149,7 +149,7 @@ def calibrated(
     quantized: list[WholeStep] = []
     if device == "cpu" and budget_s >= _LONG_S:
         fast_s = pace.fast_s if pace else None
-        rounds = [taken(quantized_step_shapes, _CODES_SHARE, fast_s) for _ in range(_CODES_ROUNDS)]
+        rounds = [taken(quantized_step_shapes, _QUANTIZED_SHARE, fast_s) for _ in range(_QUANTIZED_ROUNDS)]
         quantized = [min(alike, key=lambda step: step.seconds) for alike in zip(*rounds, strict=False)]
         crowding.measure()
     if device == "cpu":
@@ -261,7 +261,7 @@ def fitted(
     """
     profile, fit = _fitted(base, measurements, steps)
     if quantized:
-        profile, fit = _with_code_rates(profile, fit, quantized)
+        profile, fit = _with_quant_rates(profile, fit, quantized)
     ratios: list[float] = []
     residuals: list[Row] = []
     for number in range(_NUM_PARTS):
@@ -341,17 +341,17 @@ def _fitted(
     return profile, replace(fit, identified=(*fit.identified, *measured_apart), unidentified=reasons)
 
 
-def _with_code_rates(
+def _with_quant_rates(
     profile: Profile, fit: FitReport, steps: Sequence[WholeStep]
 ) -> tuple[Profile, FitReport]:
     """Return a profile with the rates of passes over codes that steps in codes tell, all else as it is."""
-    profile, of_codes = fit_profile(_within_steps(profile, steps), profile, kinds=("code_rate",))
-    known = {name: why for name, why in fit.unidentified.items() if not name.startswith("code_rate")}
+    profile, quantized_fit = fit_profile(_within_steps(profile, steps), profile, kinds=("quant_rate",))
+    known = {name: why for name, why in fit.unidentified.items() if not name.startswith("quant_rate")}
     return profile, replace(
         fit,
-        residuals=(*fit.residuals, *of_codes.residuals),
-        identified=(*fit.identified, *of_codes.identified),
-        unidentified={**known, **of_codes.unidentified},
+        residuals=(*fit.residuals, *quantized_fit.residuals),
+        identified=(*fit.identified, *quantized_fit.identified),
+        unidentified={**known, **quantized_fit.unidentified},
     )
 
 

@@ -110,12 +110,12 @@ def _integer_matmuls(device: torch.device) -> Iterator[Probe]:
     """Yield products as linear layers kept in int8 make them: rows of codes by codes, summed in int32."""
     generator = generator_on(device, 0)
 
-    def codes(*shape: int) -> Tensor:
+    def qvalues(*shape: int) -> Tensor:
         return torch.randint(-127, 128, shape, dtype=torch.int8, device=device, generator=generator)
 
     for m, n, k in INTEGER_SHAPES:
-        x = codes(m, k)
-        weights = cycle(cold_copies(lambda n=n, k=k: codes(n, k), device))  # type: ignore[misc]
+        x = qvalues(m, k)
+        weights = cycle(cold_copies(lambda n=n, k=k: qvalues(n, k), device))  # type: ignore[misc]
 
         def run(x: Tensor = x, weights: Iterator[Tensor] = weights) -> None:
             exact_sums(x, next(weights))

@@ -112,7 +112,7 @@ STEP_SHAPES = (
 """Widths that no benchmark has, and as even as those of real models: kernels are slower on odd ones."""
 
 
-def _in_codes(directions: Mapping[str, Any], low_bits: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+def _quantized(directions: Mapping[str, Any], low_bits: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     return _DELAYED | {"directions": {"rng": "counter", **directions}, "low_bits": low_bits}
 
 
@@ -123,26 +123,26 @@ _4_BITS = {"direction_bits": 4}
 _RANDOM_SIGNS = {"distribution": "rademacher"}
 
 QUANTIZED_STEP_SHAPES = (
-    StepShape("opt", 96, 32, 1500, 3, 72, "bfloat16", _in_codes({}, _BYTES), num_blocks=4),
-    StepShape("gpt2", 576, 64, 900, 2, 104, "float32", _in_codes(_RANDOM_SIGNS, _BYTES), num_blocks=1),
+    StepShape("opt", 96, 32, 1500, 3, 72, "bfloat16", _quantized({}, _BYTES), num_blocks=4),
+    StepShape("gpt2", 576, 64, 900, 2, 104, "float32", _quantized(_RANDOM_SIGNS, _BYTES), num_blocks=1),
     StepShape(
-        "llama", 160, 32, 600, 4, 88, "bfloat16", _in_codes(_RANDOM_SIGNS, _BYTES | {"sparsity": 0.97})
+        "llama", 160, 32, 600, 4, 88, "bfloat16", _quantized(_RANDOM_SIGNS, _BYTES | {"sparsity": 0.97})
     ),
     StepShape(
-        "opt", 448, 64, 1200, 3, 56, "float32", _in_codes({}, _BYTES | {"sparsity": 0.9}), num_blocks=1
+        "opt", 448, 64, 1200, 3, 56, "float32", _quantized({}, _BYTES | {"sparsity": 0.9}), num_blocks=1
     ),
-    StepShape("gpt2", 224, 56, 3000, 2, 120, "bfloat16", _in_codes({}, _GROUPS), num_blocks=1),
+    StepShape("gpt2", 224, 56, 3000, 2, 120, "bfloat16", _quantized({}, _GROUPS), num_blocks=1),
     StepShape(
-        "llama", 96, 48, 700, 1, 136, "float32", _in_codes(_RANDOM_SIGNS, {"weights": "int4"}), num_blocks=4
+        "llama", 96, 48, 700, 1, 136, "float32", _quantized(_RANDOM_SIGNS, {"weights": "int4"}), num_blocks=4
     ),
     StepShape(
-        "opt", 576, 64, 500, 2, 64, "bfloat16", _in_codes(_RANDOM_SIGNS, _INT8 | _4_BITS), num_blocks=1
+        "opt", 576, 64, 500, 2, 64, "bfloat16", _quantized(_RANDOM_SIGNS, _INT8 | _4_BITS), num_blocks=1
     ),
-    StepShape("llama", 160, 32, 8000, 1, 112, "float32", _in_codes({}, _BYTES | {"direction_bits": 2})),
+    StepShape("llama", 160, 32, 8000, 1, 112, "float32", _quantized({}, _BYTES | {"direction_bits": 2})),
     StepShape(
-        "gpt2", 320, 64, 1300, 2, 80, "float32", _in_codes({}, {"weights": "float8_e4m3"}), num_blocks=1
+        "gpt2", 320, 64, 1300, 2, 80, "float32", _quantized({}, {"weights": "float8_e4m3"}), num_blocks=1
     ),
-    StepShape("opt", 160, 32, 600, 2, 96, "bfloat16", _in_codes({}, _GROUPS | {"weights": "float4_e2m1"})),
+    StepShape("opt", 160, 32, 600, 2, 96, "bfloat16", _quantized({}, _GROUPS | {"weights": "float4_e2m1"})),
     StepShape(
         "opt",
         448,
@@ -151,7 +151,7 @@ QUANTIZED_STEP_SHAPES = (
         2,
         72,
         "float32",
-        _in_codes(_RANDOM_SIGNS, _INT8 | {"zero_point": True}),
+        _quantized(_RANDOM_SIGNS, _INT8 | {"zero_point": True}),
         num_blocks=1,
     ),
     StepShape(
@@ -162,10 +162,10 @@ QUANTIZED_STEP_SHAPES = (
         3,
         64,
         "bfloat16",
-        _in_codes(_RANDOM_SIGNS, _INT8),
+        _quantized(_RANDOM_SIGNS, _INT8),
         num_blocks=4,
     ),
-    StepShape("llama", 448, 64, 400, 2, 56, "float32", _in_codes({"rng": "mezo"}, _INT8), num_blocks=1),
+    StepShape("llama", 448, 64, 400, 2, 56, "float32", _quantized({"rng": "mezo"}, _INT8), num_blocks=1),
 )
 """The same with linear layers in codes, a few of their formats."""
 

@@ -69,8 +69,8 @@ class Fitted:
 
     def values(self, symbols: Tensor, bits: int) -> Tensor:
         """Return the values of `symbols`, which are whole numbers in the grid's format."""
-        codes = torch.where(symbols > self.high, symbols - 2**bits, symbols)
-        return codes.mul_(self.step).add_(self.offset)
+        levels = torch.where(symbols > self.high, symbols - 2**bits, symbols)
+        return levels.mul_(self.step).add_(self.offset)
 
     def exceeds(self, largest: float) -> bool:
         """Whether a value on the grid is farther from 0 than `largest`."""
@@ -122,18 +122,18 @@ def fit(
 def fitted(parameters: tuple[Tensor, ...], spec: CodecSpec) -> Fitted:
     """Return the grids that `parameters` describe."""
     assert spec.bits is not None
-    codes = 2**spec.bits - 1
+    levels = 2**spec.bits - 1
     if spec.grid == "affine":
         offset, step = parameters
         zero = torch.zeros_like(step)
-        return Fitted(offset, step, zero, zero + codes)
+        return Fitted(offset, step, zero, zero + levels)
     step, zero = parameters[0], torch.zeros_like(parameters[0])
     if spec.grid == "affine-zero":
         zero_point = parameters[1].to(step.dtype)
-        return Fitted(zero, step, -zero_point, codes - zero_point)
+        return Fitted(zero, step, -zero_point, levels - zero_point)
     if spec.bits == 1:
         return Fitted(-step, _divisible(2 * step), zero, zero + 1)
-    highest = zero + codes // 2
+    highest = zero + levels // 2
     return Fitted(zero, step, -highest, highest)
 
 
@@ -153,9 +153,9 @@ def _symmetric_step(
     Two values ``±s`` hold every ``x`` on average if ``s`` is the largest; nearest to ``x`` they are if it is the mean.
     """
     assert spec.bits is not None
-    codes = 2 ** (spec.bits - 1) - 1
-    if codes:
-        return _divisible(largest / codes)
+    levels = 2 ** (spec.bits - 1) - 1
+    if levels:
+        return _divisible(largest / levels)
     _refuse_wide(largest, doubt)
     if spec.rounding == "stochastic":
         return largest
@@ -167,14 +167,14 @@ def _symmetric_step(
 def _zero_point(least: Tensor, most: Tensor, spec: CodecSpec, doubt: Doubting) -> tuple[Tensor, Tensor]:
     """Return the smallest step, and how many codes lie below 0, with which the grid spans 0 and all values."""
     assert spec.bits is not None
-    codes = 2**spec.bits - 1
+    levels = 2**spec.bits - 1
     below, above = (-least).clamp_(min=0), most.clamp(min=0)
-    share = below / codes + above / codes
-    exact = torch.where(share > 0, below / share, torch.zeros_like(share)).clamp_(0, codes)
+    share = below / levels + above / levels
+    exact = torch.where(share > 0, below / share, torch.zeros_like(share)).clamp_(0, levels)
     candidates = torch.stack([exact.floor(), exact.ceil()]).clamp(
-        (below > 0).to(below.dtype), codes - (above > 0).to(below.dtype)
+        (below > 0).to(below.dtype), levels - (above > 0).to(below.dtype)
     )
-    needed = torch.maximum(_spread(below, candidates), _spread(above, codes - candidates))
+    needed = torch.maximum(_spread(below, candidates), _spread(above, levels - candidates))
     best = needed.argmin(dim=0, keepdim=True)
     step, zero_point = (torch.take_along_dim(values, best, dim=0)[0] for values in (needed, candidates))
     if spec.bits == 1:
@@ -189,9 +189,9 @@ def _zero_point(least: Tensor, most: Tensor, spec: CodecSpec, doubt: Doubting) -
     return _divisible(step), zero_point.to(torch.uint8)
 
 
-def _spread(width: Tensor, codes: Tensor) -> Tensor:
-    """Return the step with which `codes` cover `width`: infinite where there are none, and some are needed."""
-    return torch.where(width > 0, width / codes, torch.zeros_like(width))
+def _spread(width: Tensor, levels: Tensor) -> Tensor:
+    """Return the step with which `levels` cover `width`: infinite where there are none, and some are needed."""
+    return torch.where(width > 0, width / levels, torch.zeros_like(width))
 
 
 def _divisible(step: Tensor) -> Tensor:

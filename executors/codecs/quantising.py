@@ -84,8 +84,8 @@ def quantise(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None
     source, target = _laid_out(rows, spec), _laid_out(symbols, spec)
     for piece, part in _pieces(grids, source):
         scaled = part.scaled(source[piece].to(grid_dtype))
-        codes = scaled.round_() if spec.rounding == "nearest" else rounded_at_random(scaled, generator)
-        clamped = torch.clamp(codes, part.low, part.high)
+        levels = scaled.round_() if spec.rounding == "nearest" else rounded_at_random(scaled, generator)
+        clamped = torch.clamp(levels, part.low, part.high)
         target[piece] = clamped.to(torch.int16).bitwise_and_(2**spec.bits - 1).to(torch.uint8)
     return Quantised(spec, shape, tensor.dtype, symbols, parameters, tuple(doubts))
 

@@ -89,23 +89,25 @@ class QuantizedLinear(nn.Linear):
         if quantized is None:  # numbers may be in their file's format until they become codes
             return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
         if self.product != "dequantise":
-            return self._multiplied_by_codes(input, quantized)
+            return self._quantized_product(input, quantized)
         if self.input_scales:
-            codes, scales = self._inputs_of(input)
-            input = codes.float().mul_(scales).to(input.dtype).view_as(input)  # noqa: A001
+            qvalues, scales = self._inputs_of(input)
+            input = qvalues.float().mul_(scales).to(input.dtype).view_as(input)  # noqa: A001
         weight = quantized.values(quantized.scales.dtype)
         if self.beside is not None:
             self.beside.add_to(weight)
         return nn.functional.linear(input, weight, self.bias)
 
-    def _multiplied_by_codes(self, inputs: Tensor, quantized: QuantizedTensor) -> Tensor:
-        codes, scales = self._inputs_of(inputs)
-        levels = quantized.levels() if self.product == "int_mm" else quantized.codes.view(torch.float8_e4m3fn)
+    def _quantized_product(self, inputs: Tensor, quantized: QuantizedTensor) -> Tensor:
+        qvalues, scales = self._inputs_of(inputs)
+        levels = (
+            quantized.levels() if self.product == "int_mm" else quantized.qvalues.view(torch.float8_e4m3fn)
+        )
         weight_scales = quantized.scales.float().T
-        beside = None if self.beside is None else _DirectionProduct(codes, scales, self.beside)
+        beside = None if self.beside is None else _DirectionProduct(qvalues, scales, self.beside)
 
         def sums_of(rows: slice, columns: slice) -> Tensor:
-            sums = byte_product(codes[rows], levels[columns], scales[rows] if len(scales) > 1 else scales)
+            sums = byte_product(qvalues[rows], levels[columns], scales[rows] if len(scales) > 1 else scales)
             sums.mul_(weight_scales if weight_scales.shape[1] == 1 else weight_scales[:, columns])
             if beside is not None:
                 beside.add_to(sums, rows, columns)
@@ -114,11 +116,11 @@ class QuantizedLinear(nn.Linear):
             return sums
 
         outputs = len(levels)
-        tiles = list(_tiles(len(codes), outputs, inputs.device.type))
+        tiles = list(_tiles(len(qvalues), outputs, inputs.device.type))
         if len(tiles) == 1:
             output = sums_of(*tiles[0]).to(inputs.dtype)
         else:
-            output = inputs.new_empty((len(codes), outputs))
+            output = inputs.new_empty((len(qvalues), outputs))
             for rows, columns in tiles:
                 output[rows, columns] = sums_of(rows, columns)
         return output.view(*inputs.shape[:-1], -1)
@@ -139,7 +141,7 @@ class QuantizedLinear(nn.Linear):
                 inputs._version, by, *quantized_inputs(inputs.reshape(-1, inputs.shape[-1]), *by)
             )
             setattr(inputs, _QUANTIZED_INPUTS, kept)
-        return kept.codes, kept.scales
+        return kept.qvalues, kept.scales
 
 
 class _QuantizedInputs(NamedTuple):
@@ -147,7 +149,7 @@ class _QuantizedInputs(NamedTuple):
 
     version: int
     by: tuple[InputScales, InputFormat]
-    codes: Tensor
+    qvalues: Tensor
     scales: Tensor
 
 
@@ -159,29 +161,29 @@ class _DirectionProduct:
 
     Parameters
     ----------
-    codes, scales : torch.Tensor
+    qvalues, scales : torch.Tensor
         Of the inputs.
     beside : Beside
     """
 
-    def __init__(self, codes: Tensor, scales: Tensor, beside: Beside) -> None:
+    def __init__(self, qvalues: Tensor, scales: Tensor, beside: Beside) -> None:
         rows = beside.rows
-        self._codes, self._scales, self._beside = codes, scales * beside.factor, beside
+        self._qvalues, self._scales, self._beside = qvalues, scales * beside.factor, beside
         # That of a few rows is made at once. Zeros fill their number up: oneDNN compiles a kernel for every number that it meets.
         self._product: Tensor | None = None
         if rows is not None and (num := rows.numel()):
             filled = nn.functional.pad(self._factors(rows), (0, 0, 0, -num % FILLED_ROWS))
-            self._product = byte_product(codes, filled, self._scales)[:, :num]
+            self._product = byte_product(qvalues, filled, self._scales)[:, :num]
 
     def _factors(self, rows: Rows) -> Tensor:
         """Return some rows of the direction in the format of the inputs, which holds its codes: those of 5 bits at most in e4m3."""
-        return self._beside.direction[rows].to(self._codes.dtype)
+        return self._beside.direction[rows].to(self._qvalues.dtype)
 
     def add_to(self, sums: Tensor, rows: slice, columns: slice) -> None:
         """Add it to some rows and columns of the output."""
         if self._beside.rows is None:
             scales = self._scales[rows] if len(self._scales) > 1 else self._scales
-            sums += byte_product(self._codes[rows], self._factors(columns), scales)
+            sums += byte_product(self._qvalues[rows], self._factors(columns), scales)
         elif self._product is not None:
             moved, places = self._beside.within(columns)
             sums.index_add_(1, moved, self._product[rows, places])
@@ -202,7 +204,7 @@ def quantized_inputs(inputs: Tensor, scope: InputScales, kind: InputFormat = "in
     """Return inputs as int8 or e4m3 numbers, to the nearest, and the float32 scales of tokens or of all."""
     num_rows, width = inputs.shape
     by_token = scope == "token"
-    codes = torch.empty_like(inputs, dtype=torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+    qvalues = torch.empty_like(inputs, dtype=torch.int8 if kind == "int8" else torch.float8_e4m3fn)
     scales = torch.empty((num_rows if by_token else 1, 1), dtype=torch.float32, device=inputs.device)
     # Without temporaries as large as the inputs: fresh memory costs more than another pass.
     length = max(1, TILE_ELEMENTS // width) if inputs.device.type == "cpu" else num_rows
@@ -217,10 +219,10 @@ def quantized_inputs(inputs: Tensor, scope: InputScales, kind: InputFormat = "in
         by = scales[rows] if by_token else scales
         quotients = part / by if part.dtype == torch.float32 else part.float().div_(by)
         # The largest integer is 127 and a rounding, so nothing has to be clamped.
-        codes[rows] = (
+        qvalues[rows] = (
             quotients.round_() if kind == "int8" else quotients.clamp_(-_LARGEST[kind], _LARGEST[kind])
         )
-    return codes, scales
+    return qvalues, scales
 
 
 def _largest(part: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from executors.device_scalars import DeviceScalar
 from executors.low_bits.grids import Integers, num_nonzero, towards_zero
-from executors.low_bits.packed import Codes
+from executors.low_bits.packed import QValues
 from executors.low_bits.stored import Chances, Moved
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ class Move(NamedTuple):
     Attributes
     ----------
     quantized : QuantizedTensor
-    direction : torch.Tensor or PackedCodes
+    direction : torch.Tensor or PackedValues
         In the shape of the weight; a tensor is int8.
     chances : callable
         As of :meth:`executors.low_bits.quantized.QuantizedTensor.move`.
     """
 
     quantized: QuantizedTensor
-    direction: Codes
+    direction: QValues
     chances: Chances
 
 
@@ -92,7 +92,7 @@ def _move(moves: Sequence[Move], by: float | Tensor, decay: float, counted: Move
         for own, quantized in zip(grid.symbols(moved).split(sizes), weights, strict=True)
     ]
     torch._foreach_copy_(
-        [quantized.codes for quantized in weights],
+        [quantized.qvalues for quantized in weights],
         [quantized.joined(own) for own, quantized in zip(symbols, weights, strict=True)],
     )
 

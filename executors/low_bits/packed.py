@@ -29,7 +29,7 @@ _MASKS = {4: (0x0F0F,), 2: (0x000F000F, 0x03030303)}
 
 
 @dataclass(frozen=True)
-class PackedCodes:
+class PackedValues:
     """Codes from ``-2^(bits-1)`` to ``2^(bits-1) - 1``, which read and are written as int8 tensors.
 
     Attributes
@@ -42,9 +42,9 @@ class PackedCodes:
 
     Examples
     --------
-    >>> codes = PackedCodes(torch.zeros(3, dtype=torch.uint8), torch.Size((2, 3)), 4)
-    >>> codes[:] = torch.tensor([[1, -2, 3], [-8, 7, 0]], dtype=torch.int8)
-    >>> codes.memory.tolist(), codes[1:].tolist()
+    >>> qvalues = PackedValues(torch.zeros(3, dtype=torch.uint8), torch.Size((2, 3)), 4)
+    >>> qvalues[:] = torch.tensor([[1, -2, 3], [-8, 7, 0]], dtype=torch.int8)
+    >>> qvalues.memory.tolist(), qvalues[1:].tolist()
     ([225, 131, 7], [[-8, 7, 0]])
     """
 
@@ -64,21 +64,21 @@ class PackedCodes:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def view(self, *shape: int) -> PackedCodes:
+    def view(self, *shape: int) -> PackedValues:
         """Return the same codes in another shape; one dimension may be -1."""
         given = prod(size for size in shape if size >= 0)
         sizes = (self.numel() // max(1, given) if size < 0 else size for size in shape)
-        return PackedCodes(self.memory, torch.Size(sizes), self.bits)
+        return PackedValues(self.memory, torch.Size(sizes), self.bits)
 
-    def split(self, num: int) -> list[PackedCodes]:
+    def split(self, num: int) -> list[PackedValues]:
         """Return the codes of one dimension in pieces of `num`, a multiple of four, and a last one."""
         ends = [*range(0, self.numel(), num), self.numel()]
         return [
-            PackedCodes(self._bytes(begin, end), torch.Size((end - begin,)), self.bits)
+            PackedValues(self._bytes(begin, end), torch.Size((end - begin,)), self.bits)
             for begin, end in pairwise(ends)
         ]
 
-    def zero_(self) -> PackedCodes:
+    def zero_(self) -> PackedValues:
         """Let all codes be 0."""
         self.memory.zero_()
         return self
@@ -89,14 +89,14 @@ class PackedCodes:
             first, last, _ = rows.indices(len(self))
             begin, end = first * self._row_elements, last * self._row_elements
             kept = begin % self._per_byte  # rows may begin within a byte
-            codes = self._taken_out(self._bytes(begin, end))[kept : kept + end - begin]
-            return codes.view(last - first, *self.shape[1:])
+            qvalues = self._taken_out(self._bytes(begin, end))[kept : kept + end - begin]
+            return qvalues.view(last - first, *self.shape[1:])
         if self._row_elements % self._per_byte:  # no row is a number of bytes
             return self[:][rows]
         chosen = self.memory.view(len(self), -1)[rows]
         return self._taken_out(chosen.view(-1)).view(len(rows), *self.shape[1:])
 
-    def __setitem__(self, rows: slice | Tensor, codes: Tensor) -> None:
+    def __setitem__(self, rows: slice | Tensor, qvalues: Tensor) -> None:
         """Put codes, or whole numbers that are such, in some rows, or from an element on that begins a byte."""
         if isinstance(rows, slice):
             first, last, _ = rows.indices(len(self))
@@ -104,14 +104,14 @@ class PackedCodes:
             # Whoever else writes to a byte at the ends would lose its codes, or these.
             assert begin % self._per_byte == 0
             assert end % self._per_byte == 0 or end == self.numel()
-            self._put_in(codes.reshape(-1), self._bytes(begin, end))
+            self._put_in(qvalues.reshape(-1), self._bytes(begin, end))
         elif self._row_elements % self._per_byte:
             whole = self[:]
-            whole[rows] = codes.to(torch.int8)
+            whole[rows] = qvalues.to(torch.int8)
             self[:] = whole
         else:
             packed = self.memory.new_empty((len(rows), self._row_elements // self._per_byte))
-            self._put_in(codes.reshape(-1), packed.view(-1))
+            self._put_in(qvalues.reshape(-1), packed.view(-1))
             self.memory.view(len(self), -1)[rows] = packed
 
     @property
@@ -133,8 +133,8 @@ class PackedCodes:
 
     def _taken_out(self, packed: Tensor) -> Tensor:
         """Return all codes of some bytes."""
-        codes = packed.new_empty(len(packed) * self._per_byte, dtype=torch.int8)
-        spread, sign = codes.view(_WIDE[self.bits]), 1 << self.bits - 1
+        qvalues = packed.new_empty(len(packed) * self._per_byte, dtype=torch.int8)
+        spread, sign = qvalues.view(_WIDE[self.bits]), 1 << self.bits - 1
         for piece in self._pieces(len(packed)):
             # Half of a byte's codes go where they belong at a time, with those of all bytes of the piece.
             here = spread[piece].copy_(packed[piece])
@@ -142,28 +142,30 @@ class PackedCodes:
                 here.bitwise_or_(here << shift).bitwise_and_(mask)
             # Two's complement of few bits in that of eight.
             here.view(torch.int8).bitwise_xor_(sign).sub_(sign)
-        return codes
+        return qvalues
 
-    def _put_in(self, codes: Tensor, packed: Tensor) -> None:
+    def _put_in(self, qvalues: Tensor, packed: Tensor) -> None:
         """Let bytes hold codes, and zeros in what is left of the last one."""
-        whole = len(codes) // self._per_byte
+        whole = len(qvalues) // self._per_byte
         for piece in self._pieces(whole):
             self._join(
-                codes[piece.start * self._per_byte : min(piece.stop, whole) * self._per_byte],
+                qvalues[piece.start * self._per_byte : min(piece.stop, whole) * self._per_byte],
                 packed[piece.start : min(piece.stop, whole)],
             )
-        if missing := -len(codes) % self._per_byte:
-            self._join(torch.nn.functional.pad(codes[whole * self._per_byte :], (0, missing)), packed[whole:])
+        if missing := -len(qvalues) % self._per_byte:
+            self._join(
+                torch.nn.functional.pad(qvalues[whole * self._per_byte :], (0, missing)), packed[whole:]
+            )
 
-    def _join(self, codes: Tensor, packed: Tensor) -> None:
-        here = torch.empty_like(codes, dtype=torch.int8).copy_(codes).bitwise_and_((1 << self.bits) - 1)
+    def _join(self, qvalues: Tensor, packed: Tensor) -> None:
+        here = torch.empty_like(qvalues, dtype=torch.int8).copy_(qvalues).bitwise_and_((1 << self.bits) - 1)
         joined = here.view(_WIDE[self.bits])
         for shift in reversed(_SHIFTS[self.bits]):
             joined.bitwise_or_(joined >> shift)
         packed.copy_(joined.bitwise_and_(255))
 
 
-Codes = Tensor | PackedCodes
+QValues = Tensor | PackedValues
 """Codes of a direction: in a byte each, or packed."""
 
 

@@ -18,7 +18,7 @@ from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.grids import Floats, Grid, Integers, grid_of, num_nonzero, towards_zero
 from executors.low_bits.moving import Move, move_together, shares_passes
-from executors.low_bits.packed import PIECE_ELEMENTS, Codes
+from executors.low_bits.packed import PIECE_ELEMENTS, QValues
 from executors.low_bits.stored import (
     Along,
     BoundParameter,
@@ -47,7 +47,7 @@ class Beside(NamedTuple):
 
     Attributes
     ----------
-    direction : torch.Tensor or PackedCodes
+    direction : torch.Tensor or PackedValues
         In the shape of the weight; a tensor is int8.
     factor : float
     rows : torch.Tensor or None
@@ -56,7 +56,7 @@ class Beside(NamedTuple):
         The same on the host, unless `rows` are there.
     """
 
-    direction: Codes
+    direction: QValues
     factor: float
     rows: Tensor | None = None
     rows_on_host: Tensor | None = None
@@ -96,7 +96,7 @@ class QuantizedTensor(Stored):
     quant_config : QuantConfig
     shape : torch.Size
         Outputs and inputs.
-    codes : torch.Tensor
+    qvalues : torch.Tensor
         uint8, shape (outputs, bytes of a row).
     scales : torch.Tensor
         Shape (1, 1), (outputs, 1) or (outputs, groups).
@@ -106,7 +106,7 @@ class QuantizedTensor(Stored):
 
     quant_config: QuantConfig
     shape: torch.Size
-    codes: Tensor
+    qvalues: Tensor
     scales: Tensor
     zeros: Tensor | None = None
 
@@ -126,17 +126,17 @@ class QuantizedTensor(Stored):
 
     def symbols(self) -> Tensor:
         """Return the codes as uint8 numbers of a byte each, of which the lowest bits count."""
-        return _parted(self.codes, self.quant_config.container_bits, self.shape[1])
+        return _parted(self.qvalues, self.quant_config.container_bits, self.shape[1])
 
     def dump(self) -> Mapping[str, Tensor]:
         """Return what it is held in, by the suffixes of names."""
-        held = {"": self.codes, "_scale": self.scales}
+        held = {"": self.qvalues, "_scale": self.scales}
         return held if self.zeros is None else held | {"_zero": self.zeros}
 
     @property
     def device(self) -> torch.device:
         """Where it lies."""
-        return self.codes.device
+        return self.qvalues.device
 
     @property
     def grid(self) -> Grid:
@@ -188,7 +188,7 @@ class QuantizedTensor(Stored):
 
     def levels(self, rows: Rows = slice(None)) -> Tensor:
         """Return what the codes of some rows stand for, before zero point and scale: int8 or int16, or float32."""
-        symbols = _parted(self.codes[rows], self.quant_config.container_bits, self.shape[1])
+        symbols = _parted(self.qvalues[rows], self.quant_config.container_bits, self.shape[1])
         return self.grid.values(symbols)
 
     def values(self, dtype: torch.dtype, rows: Rows = slice(None)) -> Tensor:
@@ -200,11 +200,11 @@ class QuantizedTensor(Stored):
         values = grouped.new_empty(grouped.shape, dtype=dtype)
         return torch.mul(grouped, self._of(self.scales, rows), out=values).view(levels.shape)
 
-    def has_codes_that_are_none(self) -> bool:
+    def has_invalid_qvalues(self) -> bool:
         """Whether a code is an infinity or no number, or one farther than the grid goes."""
         grid = self.grid
         if isinstance(grid, Floats):
-            return bool(grid.num_finite and (self.codes.bitwise_and(127) >= grid.num_finite).any())
+            return bool(grid.num_finite and (self.qvalues.bitwise_and(127) >= grid.num_finite).any())
         uses_lowest = self.quant_config.has_zero_point or self.quant_config.is_full_range
         return not uses_lowest and bool((self.levels() < grid.low).any())
 
@@ -324,7 +324,7 @@ class QuantizedTensor(Stored):
 
     def move(
         self,
-        direction: Codes,
+        direction: QValues,
         factor: float | DeviceScalar,
         chances: Chances,
         *,
@@ -337,7 +337,7 @@ class QuantizedTensor(Stored):
 
         Parameters
         ----------
-        direction : torch.Tensor or PackedCodes
+        direction : torch.Tensor or PackedValues
             In the shape of the weight; a tensor is int8 or floating-point.
         factor : float or DeviceScalar
         decay : float
@@ -401,7 +401,7 @@ class QuantizedTensor(Stored):
             del sampled
 
     def _write(self, rows: Rows, levels: Tensor) -> None:
-        self.codes[rows] = self.joined(self.grid.symbols(levels))
+        self.qvalues[rows] = self.joined(self.grid.symbols(levels))
 
     def joined(self, symbols: Tensor) -> Tensor:
         """Return codes of a byte each with as many in a byte as fit."""
@@ -438,7 +438,7 @@ def shapes_of(quant_config: QuantConfig, shape: torch.Size) -> dict[str, tuple[t
     }
     dtype = TORCH_DTYPES[quant_config.dtype]
     shapes = {
-        "": ((outputs, quant_config.code_bytes((1, inputs))), torch.uint8),
+        "": ((outputs, quant_config.qvalue_bytes((1, inputs))), torch.uint8),
         "_scale": (scaled[quant_config.scales], dtype),
     }
     if quant_config.has_zero_point:

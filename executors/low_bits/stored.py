@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from costmodel.formats.roundings import RoundedDirection
 from executors.device_scalars import DeviceScalar
-from executors.low_bits.packed import Codes
+from executors.low_bits.packed import QValues
 
 Chances = Callable[[int, int], Tensor]
 """Takes a first and a last element of a weight, and returns a float32 number in [0, 1) for each between."""
@@ -55,7 +55,7 @@ class Along(NamedTuple):
 
     place: BoundParameter
     held: Any
-    direction: Codes
+    direction: QValues
 
 
 RowStep = tuple[Tensor, tuple[int, ...]]

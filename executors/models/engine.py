@@ -13,7 +13,7 @@ from executors.models.batched import BatchedModel
 from executors.models.halves import Handed
 from executors.models.model import Batch, CutModel, LossDType, Objective, TextObjective
 from executors.models.parameters import NamedTensor
-from executors.models.quantised import take_codes
+from executors.models.quantised import make_layers_quantizable
 from executors.models.recording_blocks import StepCache
 from topology.errors import ModelError
 from zosim.plans import Plan
@@ -89,7 +89,7 @@ def engine_for(
     PlanError
         If the device lacks what multiplies by the plan's codes.
     """
-    take_codes(model, plan, device)
+    make_layers_quantizable(model, plan, device)
     if plan.points_are_adapters:
         if objective is not None:
             raise ModelError(

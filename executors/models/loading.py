@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from costmodel.memory import host_limits
-from costmodel.models.configs import CONFIG_NAME, checked_config, shipped_config, stored_codes_in
+from costmodel.models.configs import CONFIG_NAME, checked_config, shipped_config, stored_quantization_in
 from costmodel.models.families import FAMILIES
 from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES, WEIGHTS_NAME
 from topology.errors import ModelError, ZosimError
@@ -73,7 +73,7 @@ def load_model(
         )
     config = load_config(source, allow_download=allow_download, shipped=random_weights)
     loading = {"dtype": TORCH_DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": False}
-    if stored_codes_in(source) is not None:
+    if stored_quantization_in(source) is not None:
         raise ModelError(
             f"{source} is quantised, and only a plan with its codes says how it is kept in memory",
             hint="`zosim plan` and `zosim run` read it; or give the model in 16 bits",

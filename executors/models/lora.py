@@ -84,7 +84,7 @@ def attach_lora(
             _attach(module, inputs, outputs, lora, generator, dtype)
             if quant_config is not None and quant_config.of_adapters is not None:
                 for layer in (module.lora_A, module.lora_B):
-                    _hold_codes(layer, quant_config, _bound(inputs))
+                    _hold_quantized(layer, quant_config, _bound(inputs))
 
 
 def merge_lora(model: nn.Module) -> None:
@@ -209,15 +209,15 @@ def _bound(inputs: int) -> float:
     return 1 / math.sqrt(inputs)
 
 
-def _hold_codes(linear: nn.Linear, quant_config: QuantConfig, bound: float) -> None:
+def _hold_quantized(linear: nn.Linear, quant_config: QuantConfig, bound: float) -> None:
     """Let an adapter's factor be codes, on a grid that spans more than A does: B, all zeros, says nothing of what it will hold."""
     how = quant_config.of_adapters
     assert how is not None
     layer = become_quantizable(linear, how)
-    codes = QuantizedTensor.empty(how, layer.weight.shape, layer.weight.device)
-    codes.scales.fill_(_QUANTIZED_SPAN * bound / codes.grid.high)
-    codes.write(layer.weight.data)
-    layer.quantized = codes
+    qvalues = QuantizedTensor.empty(how, layer.weight.shape, layer.weight.device)
+    qvalues.scales.fill_(_QUANTIZED_SPAN * bound / qvalues.grid.high)
+    qvalues.write(layer.weight.data)
+    layer.quantized = qvalues
     layer.weight.data = layer.weight.data.new_zeros(()).expand(layer.weight.shape)
 
 

@@ -15,11 +15,11 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from costmodel.formats import DType
-from costmodel.models.configs import stored_codes_in
+from costmodel.models.configs import stored_quantization_in
 from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES, format_of
 from executors.models.loading import load_model
 from executors.models.parameters import stored_parameters
-from executors.models.quantised import load_quantised, take_codes
+from executors.models.quantised import load_quantised, make_layers_quantizable
 from executors.models.weight_files import weights_digest
 from zosim.plans import Plan
 
@@ -49,7 +49,7 @@ def load_weights(
     random_weights, allow_download
         As of :func:`executors.models.loading.load_model`.
     """
-    if not random_weights and stored_codes_in(source) is not None:
+    if not random_weights and stored_quantization_in(source) is not None:
         return load_quantised(source, plan)
     is_mapped = is_mapped and moves_mapped(plan) and not random_weights
     storage = plan.storage_dtype
@@ -60,7 +60,7 @@ def load_weights(
         random_weights=random_weights,
         allow_download=allow_download,
     )
-    take_codes(model, plan)
+    make_layers_quantizable(model, plan)
     # What becomes codes stays as it lies in its files until then, one weight after the other.
     becoming = [tensor.parameter for tensor in stored_parameters(model) if not tensor.is_numbers]
     if is_mapped:

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from costmodel.formats import FORMATS, DType
 from costmodel.formats.low_bits import QuantConfig
-from costmodel.formats.stored_codes import (
-    CODE_SUFFIXES,
+from costmodel.formats.stored_quantization import (
     OWN_WEIGHTS_NAME,
+    QUANTIZED_SUFFIXES,
     Layout,
+    own_quantization_config,
     refuse_unwritable,
-    said_of_own,
 )
-from costmodel.models.configs import stored_codes_in
+from costmodel.models.configs import stored_quantization_in
 from executors.formats import TORCH_DTYPES, WEIGHTS_NAME
 from executors.low_bits.linear import (
     Deferred,
@@ -47,7 +47,7 @@ _PIECE_ELEMENTS = 1 << 20
 """Codes that are taken out of their words at a time."""
 
 
-def take_codes(model: nn.Module, plan: Plan, device: torch.device | None = None) -> None:
+def make_layers_quantizable(model: nn.Module, plan: Plan, device: torch.device | None = None) -> None:
     """Let the layers of a model take codes, if the plan stores any; on a device, multiply by them as it says.
 
     Raises
@@ -67,7 +67,7 @@ def take_codes(model: nn.Module, plan: Plan, device: torch.device | None = None)
 def other_kernel(plan: Plan, device: torch.device) -> str:
     """Return, in words, which kernel a device lacks that the plan counts on; empty where it lacks none."""
     low_bits = plan.low_bits
-    if not low_bits.are_codes or present_product(low_bits, device) == low_bits.product:
+    if not low_bits.quantizes_weights or present_product(low_bits, device) == low_bits.product:
         return ""
     return f"{device} has no {low_bits.product}, which the plan counts on: weights are made of codes one layer at a time"
 
@@ -79,9 +79,9 @@ def encode(model: nn.Module, low_bits: LowBits, dtype: DType) -> None:
     quantize_layers(find_blocks(model), low_bits, torch.device("cpu"), quant_config)
     for tensor in stored_parameters(model):
         if not tensor.is_numbers:
-            codes = QuantizedTensor.empty(quant_config, tensor.shape, torch.device("cpu"))
-            codes.load(tensor.held, tensor.name)
-            tensor.hold(codes)
+            qvalues = QuantizedTensor.empty(quant_config, tensor.shape, torch.device("cpu"))
+            qvalues.load(tensor.held, tensor.name)
+            tensor.hold(qvalues)
 
 
 def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
@@ -99,7 +99,7 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
         If the plan has other codes, or a tensor is missing, of another shape or format, or holds scales that are none.
     """
     directory, quant_config = Path(source), plan.storage.quant_config
-    stored = stored_codes_in(directory)
+    stored = stored_quantization_in(directory)
     assert stored is not None
     agrees = (
         getattr(plan.low_bits, name) == kept for name, kept in stored.fields.items() if name != "activations"
@@ -119,10 +119,10 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
     layers = _shapes_of_layers(skeleton)
     parameters = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
     rest = {name: tensor for name, tensor in tensors.items() if not files.is_of(name, layers)}
-    _refuse_codes_elsewhere(source, rest)
+    _refuse_quantized_elsewhere(source, rest)
     storage = TORCH_DTYPES[quant_config.dtype]
     for name in layers:
-        if f"{name}.weight" in tensors and not files.has_codes(name):
+        if f"{name}.weight" in tensors and not files.is_quantized(name):
             raise ModelError(
                 f"{source}: {name} is no codes, and the plan has codes in all layers of its blocks",
                 hint="give the model in 16 bits, and a --weight-format",
@@ -160,10 +160,10 @@ def _shapes_of_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: shapes[module] for name, module in model.named_modules() if module in shapes}
 
 
-def _refuse_codes_elsewhere(source: str | Path, names: Mapping[str, Tensor]) -> None:
+def _refuse_quantized_elsewhere(source: str | Path, names: Mapping[str, Tensor]) -> None:
     """Raise where something else than linear layers of blocks is quantised."""
     for name, tensor in names.items():
-        if name.rpartition(".")[2] in CODE_SUFFIXES or not tensor.dtype.is_floating_point:
+        if name.rpartition(".")[2] in QUANTIZED_SUFFIXES or not tensor.dtype.is_floating_point:
             raise ModelError(
                 f"{source}: {name} belongs to codes of another layer than quantization_config says zosim keeps as codes",
                 hint="quantise the model with its head and embedding left out, or write it with --save-as zosim-codes",
@@ -188,9 +188,9 @@ class _Files:
     quant_config: QuantConfig
     tensors: Mapping[str, Tensor]
 
-    def has_codes(self, layer: str) -> bool:
+    def is_quantized(self, layer: str) -> bool:
         """Whether a layer's weight is codes."""
-        code = f"{layer}.{_CODES[self.layout]}"
+        code = f"{layer}.{_QUANTIZED_NAMES[self.layout]}"
         return code in self.tensors and not (
             self.layout == "bytes"
             and self.tensors[code].dtype in (torch.float32, torch.float16, torch.bfloat16)
@@ -199,7 +199,7 @@ class _Files:
     def is_of(self, name: str, layers: Mapping[str, object]) -> bool:
         """Whether a tensor belongs to the weight of one of these layers."""
         layer, _, last = name.rpartition(".")
-        return layer in layers and (last == "weight" or last in CODE_SUFFIXES)
+        return layer in layers and (last == "weight" or last in QUANTIZED_SUFFIXES)
 
     def check(self, layer: str, shape: tuple[int, int]) -> None:
         """Raise where a tensor of a layer is missing, or of a shape or format that cannot be, before any is read.
@@ -257,7 +257,7 @@ class _Files:
         if not self.quant_config.has_zero_point:
             zeros = None
         quantized = QuantizedTensor.of_symbols(self.quant_config, symbols, self._scales(layer, scales), zeros)
-        self.refuse_no_code(layer, quantized.has_codes_that_are_none())
+        self.refuse_invalid(layer, quantized.has_invalid_qvalues())
         return quantized
 
     def _own(self, layer: str, shape: torch.Size) -> QuantizedTensor:
@@ -267,10 +267,10 @@ class _Files:
             part = self.tensor(layer, f"weight{suffix}")
             parts[suffix] = self._scales(layer, part) if part.is_floating_point() else part
         quantized = QuantizedTensor(self.quant_config, shape, *parts.values())
-        self.refuse_no_code(layer, quantized.has_codes_that_are_none())
+        self.refuse_invalid(layer, quantized.has_invalid_qvalues())
         return quantized
 
-    def refuse_no_code(self, layer: str, is_none: bool) -> None:
+    def refuse_invalid(self, layer: str, is_none: bool) -> None:
         """Raise where something in a layer's codes stands for nothing."""
         if is_none:
             raise ModelError(
@@ -310,9 +310,9 @@ class _Files:
             }
         if self.layout in ("gptq", "gptq_v2", "awq"):
             packed_inputs = self.layout != "awq"
-            codes = (inputs * bits // 32, outputs) if packed_inputs else (inputs, outputs * bits // 32)
+            qvalues = (inputs * bits // 32, outputs) if packed_inputs else (inputs, outputs * bits // 32)
             return {
-                "qweight": (codes, words),
+                "qweight": (qvalues, words),
                 "qzeros": ((groups, outputs * bits // 32), words),
                 "scales": ((groups, outputs), _FLOATS),
             }
@@ -357,8 +357,8 @@ def save_quantised(model: nn.Module, directory: str | Path, dtype: str) -> None:
     A layer is packed when it is written. Integers of 8 bits, those with a zero point, and e4m3 lie in a byte each; other integers
     side by side in words.
     """
-    codes = {name.removesuffix(".weight"): layer for name, layer in quantized_layers(model)}
-    first = next(iter(codes.values())).quantized
+    qvalues = {name.removesuffix(".weight"): layer for name, layer in quantized_layers(model)}
+    first = next(iter(qvalues.values())).quantized
     assert first is not None
     quant_config, kind = first.quant_config, FORMATS[first.quant_config.format]
     refuse_unwritable(quant_config)
@@ -369,13 +369,13 @@ def save_quantised(model: nn.Module, directory: str | Path, dtype: str) -> None:
     tensors: dict[str, Tensor | Deferred] = {}
     for name, tensor in saved_tensors(model).items():
         layer = name.removesuffix(".weight")
-        if layer in codes and name.endswith(".weight"):
-            tensors |= {f"{layer}.{part}": one for part, one in _written(codes[layer], layout).items()}
+        if layer in qvalues and name.endswith(".weight"):
+            tensors |= {f"{layer}.{part}": one for part, one in _written(qvalues[layer], layout).items()}
         else:
             tensors[name] = tensor
     directory = Path(directory)
     save_configuration(
-        model, directory, {"quantization_config": _said(model, quant_config, layout, set(codes))}
+        model, directory, {"quantization_config": _said(model, quant_config, layout, set(qvalues))}
     )
     write_tensors(tensors, directory / WEIGHTS_NAME, dtype)
 
@@ -394,20 +394,20 @@ def save_own(model: nn.Module, directory: str | Path, dtype: str) -> None:
     :func:`executors.low_bits.quantized.shapes_of`, their suffixes behind its name. Codes of less than a byte share one, the
     lowest bits the first part of a row.
     """
-    codes = {name: layer.quantized for name, layer in quantized_layers(model)}
-    first = next(iter(codes.values()))
+    qvalues = {name: layer.quantized for name, layer in quantized_layers(model)}
+    first = next(iter(qvalues.values()))
     assert first is not None
     tensors: dict[str, Tensor | Deferred] = {}
     for name, tensor in saved_tensors(model).items():
-        quantized = codes.get(name)
+        quantized = qvalues.get(name)
         pieces = {"": tensor} if quantized is None else quantized.dump()
         tensors |= {name + suffix: piece for suffix, piece in pieces.items()}
     directory = Path(directory)
-    save_configuration(model, directory, {"quantization_config": said_of_own(first.quant_config)})
+    save_configuration(model, directory, {"quantization_config": own_quantization_config(first.quant_config)})
     write_tensors(tensors, directory / OWN_WEIGHTS_NAME, dtype)
 
 
-def _said(model: nn.Module, quant_config: QuantConfig, layout: str, codes: set[str]) -> dict[str, Any]:
+def _said(model: nn.Module, quant_config: QuantConfig, layout: str, qvalues: set[str]) -> dict[str, Any]:
     """Return what compressed-tensors has to know of the codes."""
     kind = FORMATS[quant_config.format]
     weights = {
@@ -419,7 +419,9 @@ def _said(model: nn.Module, quant_config: QuantConfig, layout: str, codes: set[s
         "dynamic": False,
     }
     plain = [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in codes
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name not in qvalues
     ]
     return {
         "quant_method": "compressed-tensors",
@@ -446,9 +448,9 @@ def _written(layer: QuantizedLinear, layout: str) -> dict[str, Tensor | Deferred
         parts["weight_shape"] = torch.tensor([outputs, inputs])
         return parts
     if layout == "float-quantized":
-        return {**parts, "weight": quantized.codes.view(torch.float8_e4m3fn)}
+        return {**parts, "weight": quantized.qvalues.view(torch.float8_e4m3fn)}
     if zeros is None:
-        return {**parts, "weight": quantized.codes.view(torch.int8)}
+        return {**parts, "weight": quantized.qvalues.view(torch.int8)}
     half = 2 ** (bits - 1)
     parts["weight"] = Deferred(
         quantized.shape, torch.int8, lambda: (quantized.symbols() - half).view(torch.int8)
@@ -476,7 +478,7 @@ def _packed(symbols: Tensor, bits: int, *, shift: bool = False) -> Tensor:
 
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_CODES: Mapping[Layout, str] = {
+_QUANTIZED_NAMES: Mapping[Layout, str] = {
     "packed": "weight_packed",
     "bytes": "weight",
     "gptq": "qweight",
@@ -508,7 +510,7 @@ def _read_bytes(files: _Files, layer: str, shape: tuple[int, int]) -> _Read:
     if not files.grid_is_integer:
         return weight.view(torch.uint8), scales, None
     half = 2 ** (FORMATS[files.quant_config.format].bits - 1)
-    files.refuse_no_code(layer, int(weight.max()) >= half or int(weight.min()) < -half)
+    files.refuse_invalid(layer, int(weight.max()) >= half or int(weight.min()) < -half)
     symbols = weight.view(torch.uint8)
     if files.quant_config.has_zero_point:
         zeros = files.tensor(layer, "weight_zero_point").reshape(scales.shape).view(torch.uint8) + half
@@ -578,6 +580,6 @@ def _unpacked(words: Tensor, bits: int, num: int, *, shift: bool = False) -> Ten
         # A code may begin in one byte and end in the next.
         both = nn.functional.pad(piece, (0, 1)).to(torch.int16)
         both = both[:, :-1] | (both[:, 1:] << 8)
-        codes = (both[:, starts // 8].to(torch.int32) & 0xFFFF) >> (starts % 8).to(torch.int32)
-        symbols[begin : begin + step] = codes.bitwise_and_(2**bits - 1).to(torch.uint8)
+        qvalues = (both[:, starts // 8].to(torch.int32) & 0xFFFF) >> (starts % 8).to(torch.int32)
+        symbols[begin : begin + step] = qvalues.bitwise_and_(2**bits - 1).to(torch.uint8)
     return symbols.bitwise_xor_(2 ** (bits - 1)) if shift else symbols

@@ -19,7 +19,7 @@ from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS, Distribution
 from costmodel.formats.low_bits import PASSED_ELEMENTS, ROUNDED_AT_ONCE, SHARED_CHANCES
 from costmodel.formats.roundings import RoundedDirection
 from executors.low_bits.grids import Integers
-from executors.low_bits.packed import Codes
+from executors.low_bits.packed import QValues
 from executors.low_bits.stored import ChosenRows
 from executors.randomness.counter import CounterKey, CounterSampler
 from executors.randomness.directions import (
@@ -71,7 +71,7 @@ _PASSED_BLOCKS = PASSED_ELEMENTS // COUNTER_BLOCK_ELEMENTS
 
 
 @cache
-def _code_table(highest: int) -> Tensor:
+def _sign_table(highest: int) -> Tensor:
     """Return for each byte the codes of eight signs, the highest bit first, as one int64; a bit that is set makes ``-highest``."""
     bits = torch.arange(256)[:, None] >> torch.arange(7, -1, -1) & 1
     return (highest * (1 - 2 * bits)).to(torch.int8).view(torch.int64).view(-1)
@@ -188,7 +188,7 @@ class MovedRows:
 class _Block(NamedTuple):
     """Part of a direction that has a generator of its own, and the seeds of its numbers and of their rounding, if there is any."""
 
-    piece: Codes
+    piece: QValues
     seed: int
     chance_seed: int | None
 
@@ -229,7 +229,7 @@ class RoundedSampler:
         self._device = device
         self._threads = threads
 
-    def codes(self, numbers: Tensor, chances: Tensor | None) -> Tensor:
+    def qvalues(self, numbers: Tensor, chances: Tensor | None) -> Tensor:
         """Return the codes of numbers, which are lost."""
         return self._levels(numbers, chances).to(torch.int8)
 
@@ -242,7 +242,7 @@ class RoundedSampler:
         return self._grid.at_random(scaled, chances)
 
     def fill_counted(
-        self, views: Sequence[Codes], parameters: Sequence[int], key: CounterKey, keys: SamplingKeys
+        self, views: Sequence[QValues], parameters: Sequence[int], key: CounterKey, keys: SamplingKeys
     ) -> None:
         """Fill flat `views`, int8 or packed, with whole parameters' directions of the ``counter`` discipline."""
         jobs: list[Callable[[Generator], None]] = []
@@ -321,31 +321,31 @@ class RoundedSampler:
             for block, level in zip(here, levels, strict=True):
                 block.piece[:] = level
 
-    def _fill_signs(self, piece: Codes, seed: int, generator: Generator) -> None:
+    def _fill_signs(self, piece: QValues, seed: int, generator: Generator) -> None:
         """Fill a block with signs on a CPU, whose generator goes on from part to part, in parts that stay in cache."""
         generator.manual_seed(seed)
         whole = 0
         if isinstance(piece, Tensor) and piece.storage_offset() % _EIGHT == 0:
             whole = piece.numel() // WORD_BITS * WORD_BITS
             for part in piece[:whole].split(_SIGNS_AT_ONCE) if whole else ():
-                self._sign_codes(sign_words(part.numel(), generator), out=part.view(torch.int64))
+                self._sign_qvalues(sign_words(part.numel(), generator), out=part.view(torch.int64))
         for begin in range(whole, piece.numel(), _ALONE_SIGNS):
             end = min(begin + _ALONE_SIGNS, piece.numel())
-            piece[begin:end] = self._sign_codes(sign_words(end - begin, generator))[: end - begin]
+            piece[begin:end] = self._sign_qvalues(sign_words(end - begin, generator))[: end - begin]
 
-    def _sign_codes(self, words: Tensor, out: Tensor | None = None) -> Tensor:
+    def _sign_qvalues(self, words: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the codes of the signs that :class:`Rademacher` makes of random numbers on a CPU.
 
         Eight are one number of 64 bits, which is looked up in a table; `out` is of as many.
         """
         # A number of 32 bits is a sign for each bit, from its highest one down.
         highest_first = words.view(torch.uint8).view(-1, 4).flip(1).view(-1)
-        codes = torch.index_select(_code_table(self._rounding.highest), 0, highest_first.int(), out=out)
-        return codes.view(torch.int8)
+        qvalues = torch.index_select(_sign_table(self._rounding.highest), 0, highest_first.int(), out=out)
+        return qvalues.view(torch.int8)
 
     def _fill_rows(
         self,
-        view: Codes,
+        view: QValues,
         rows: ChosenRows,
         parameter: int,
         key: CounterKey,
@@ -365,7 +365,7 @@ class RoundedSampler:
         width = self._shapes[parameter][1]
         if isinstance(self._direction, Rademacher) and self._numbers.has_row_words(width):
             words = self._numbers.row_words(rows, width, parameter, key, self._direction)
-            return self._sign_codes(words.view(-1)).view(len(rows), width)
+            return self._sign_qvalues(words.view(-1)).view(len(rows), width)
         numbers = torch.empty((len(rows), width), device=self._device)
         if len(rows):
             self._numbers.fill_rows(numbers, rows, parameter, key, self._direction)
@@ -374,7 +374,7 @@ class RoundedSampler:
     def fill_sequential(
         self,
         sequential: SequentialSampler,
-        views: Sequence[Codes],
+        views: Sequence[QValues],
         parameters: Sequence[int],
         source: Generator | Sequence[Tensor],
         keys: SamplingKeys,
@@ -408,13 +408,13 @@ class RoundedSampler:
 
         `rows` are of the host.
         """
-        codes = self._quantized_rows(numbers, rows, parameter, keys)
+        qvalues = self._quantized_rows(numbers, rows, parameter, keys)
         if (moved := self.moved.of(parameter, keys.rows)) is not None:
-            codes.mul_(torch.isin(rows, moved.on_host).unsqueeze(1).to(codes.device, non_blocking=True))
-        return codes
+            qvalues.mul_(torch.isin(rows, moved.on_host).unsqueeze(1).to(qvalues.device, non_blocking=True))
+        return qvalues
 
     def _quantized_rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: SamplingKeys) -> Tensor:
         width = numbers.shape[1]
         is_sign = self._direction.distribution.is_sign
         chances = None if is_sign else self._chances.rows(rows, width, parameter, keys.rounding)
-        return self.codes(numbers, chances)
+        return self.qvalues(numbers, chances)

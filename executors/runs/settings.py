@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, NonNegativeInt, PositiveInt, model_validator
 
-from costmodel.formats.stored_codes import refuse_unwritable
+from costmodel.formats.stored_quantization import refuse_unwritable
 from costmodel.models.configs import LoRA, Prefix, Subset
 from costmodel.models.model_spec import Part
 from executors.ranks.launch import DEFAULT_TIMEOUT_S
@@ -463,7 +463,7 @@ class RunSettings:
         self._refuse_other_objectives()
         tuned_by(self.tuned, self.lora, self.prefix)
         if self.run.save_as != "numbers":
-            self._refuse_no_codes()
+            self._refuse_unquantized()
         if self.run.weight_decay < 0:
             raise RunError(f"weight_decay={self.run.weight_decay} must be at least 0")
         if self.run.objective != "loss" and (
@@ -496,7 +496,7 @@ class RunSettings:
         if not self.run.reward_timeout_s > 0:
             raise RunError(f"reward_timeout={self.run.reward_timeout_s} must be above 0")
 
-    def _refuse_no_codes(self) -> None:
+    def _refuse_unquantized(self) -> None:
         quant_config = self.plan.storage.quant_config
         if quant_config is None or self.lora is not None or self.prefix is not None:
             what = (

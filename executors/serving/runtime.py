@@ -70,7 +70,7 @@ class Runtime:
         self.shapes = linear_shapes(model)
         self.base_dtype = format_of(next(model.parameters()).dtype)
         attach(model, "linears")
-        if low_bits is not None and low_bits.are_codes:
+        if low_bits is not None and low_bits.quantizes_weights:
             self.base_digest  # noqa: B018 - of the numbers, before they are codes
             encode(model, low_bits, self.base_dtype)
         self._engine = BatchedModel(model)

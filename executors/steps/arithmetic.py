@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from executors.device_scalars import DeviceScalar
-from executors.low_bits.packed import Codes
+from executors.low_bits.packed import QValues
 
 PIECE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Elements of all temporaries of a sweep together. On a CPU these stay in a shared cache, and each operation is long
@@ -55,7 +55,9 @@ class Sweeper:
         """Memory that is kept for temporaries."""
         return sum(kept.numel() * kept.element_size() for kept in self._scratch.values())
 
-    def perturb(self, theta: Tensor, z: Codes, scale: int, epsilon: float, out: Tensor | None = None) -> None:
+    def perturb(
+        self, theta: Tensor, z: QValues, scale: int, epsilon: float, out: Tensor | None = None
+    ) -> None:
         """Write ``θ + (s·z)·ε``.
 
         Parameters
@@ -95,7 +97,7 @@ class Sweeper:
     def update(
         self,
         theta: Tensor,
-        z: Codes,
+        z: QValues,
         *,
         gradient: float | DeviceScalar,
         learning_rate: float,
@@ -156,7 +158,7 @@ class Sweeper:
     def perturb_several(
         self,
         thetas: Sequence[Tensor],
-        zs: Sequence[Codes],
+        zs: Sequence[QValues],
         scale: int,
         epsilon: float,
         outs: Sequence[Tensor] | None = None,
@@ -177,7 +179,7 @@ class Sweeper:
     def update_several(
         self,
         thetas: Sequence[Tensor],
-        zs: Sequence[Codes],
+        zs: Sequence[QValues],
         *,
         gradients: Sequence[float | DeviceScalar],
         learning_rate: float,
@@ -285,7 +287,7 @@ def _chosen(places: Sequence[int], given: Sequence[_Given]) -> list[_Given]:
 
 
 def _products(
-    zs: Sequence[Codes], dtype: torch.dtype, factors: Sequence[float | Tensor]
+    zs: Sequence[QValues], dtype: torch.dtype, factors: Sequence[float | Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Return ``z`` times its factor of several tensors, rounded once, side by side; and each of them.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from costmodel.formats import FORMATS
 from executors.formats import TORCH_DTYPES, format_of
-from executors.low_bits.packed import Codes, PackedCodes, packed_shape_bytes
+from executors.low_bits.packed import PackedValues, QValues, packed_shape_bytes
 from executors.low_bits.stored import Along, Stored
 from executors.models.engine import ForwardEngine
 from executors.models.parameters import NamedTensor, format_beside
@@ -113,7 +113,7 @@ class PlacedPart:
     part : Part
     held : tuple of Stored
         What each parameter is; nothing of a direction.
-    packed : tuple of PackedCodes
+    packed : tuple of PackedValues
         Of a direction of which several codes share a byte, those of each parameter, in place of `views`.
     """
 
@@ -121,14 +121,14 @@ class PlacedPart:
     views: tuple[Tensor, ...]
     part: Part
     held: tuple[Stored, ...] = ()
-    packed: tuple[PackedCodes, ...] = ()
+    packed: tuple[PackedValues, ...] = ()
 
     @property
-    def codes(self) -> tuple[Codes, ...]:
+    def qvalues(self) -> tuple[QValues, ...]:
         """Of a direction of codes, those of each parameter."""
         return self.packed or self.views
 
-    def along(self, directions: Sequence[Codes]) -> Iterator[tuple[type[Stored], list[Along]]]:
+    def along(self, directions: Sequence[QValues]) -> Iterator[tuple[type[Stored], list[Along]]]:
         """Yield its parameters and their directions, those together that are stored alike."""
         for kind, places in self._places.items():
             yield kind, [Along(self.part.tensors[i], self.held[i], directions[i]) for i in places]
@@ -168,7 +168,7 @@ class BufferStore:
         self._positions = positions or {}
         self.parts = _parts_of(engine, program.alignment_bytes)
         # Of a buffer that holds codes beside numbers the program does not say the numbers' format.
-        self._beside_codes = format_beside(engine.tensors) or "uint8"
+        self._beside_qvalues = format_beside(engine.tensors) or "uint8"
         self.held = frozenset(parameters_of(access.what) for access in program.initial)
         self._num_shares = self._shares()
         self._flat: dict[str, Tensor | None] = {}
@@ -262,7 +262,7 @@ class BufferStore:
     def _numbers_in(self, access: Access) -> str:
         """Return the format of numbers in the buffer that an access is to."""
         dtype = self.format_of(access)
-        return self._beside_codes if dtype == "uint8" else dtype
+        return self._beside_qvalues if dtype == "uint8" else dtype
 
     # -- names -------------------------------------------------------------------------------------------------
 
@@ -372,7 +372,7 @@ def _placed_packed(memory: Tensor, part: Part, bits: int) -> PlacedPart:
     packed, begin = [], 0
     for tensor in part.tensors:
         end = begin + packed_shape_bytes(tensor.shape, bits)
-        packed.append(PackedCodes(memory[begin:end], tensor.shape, bits))
+        packed.append(PackedValues(memory[begin:end], tensor.shape, bits))
         begin = aligned(end, part.alignment_bytes)
     return PlacedPart(memory, (), part, packed=tuple(packed))
 

@@ -209,7 +209,7 @@ def check_queries_and_shards(_context: Context) -> Outcome:
 
 
 @planted("executors.low_bits.grids:Integers.at_random", "codes that are not symmetric")
-def one_code_lower(shipped, self, *given):
+def one_qvalue_lower(shipped, self, *given):
     return shipped(altered(self, low=self.low - 1), *given)
 
 
@@ -231,7 +231,7 @@ CHECKS: Checks = {
     ),
     "two-roundings-under-a-forward-difference": printed(
         check_rounded_forward,
-        one_code_lower,
+        one_qvalue_lower,
     ),
     "rounded-weights-need-shared-numbers": printed(check_noise_of_rounded_weights, nearest),
     "queries-and-shards": printed(

@@ -21,7 +21,7 @@ from proofs_checks.outcomes import Context, Outcome, worst
 from proofs_checks.planting import Fault, planted
 from proofs_checks.setups import literal
 from proofs_checks.setups.lazy_factors import divided_by_rank, factorised, product_of
-from proofs_checks.setups.roundings import Reaching, codes_of, towards_zero
+from proofs_checks.setups.roundings import Reaching, qvalues_of, towards_zero
 from proofs_checks.statistics import compare_means
 
 _CPU = torch.device("cpu")
@@ -126,7 +126,7 @@ def _normals_and_chances(generator: Generator) -> tuple[Tensor, Tensor]:
 
 def _rounded(rounding: Reaching, generator: Generator) -> Tensor:
     normals, chances = _normals_and_chances(generator)
-    return codes_of(normals, rounding, chances).double() * rounding.unit
+    return qvalues_of(normals, rounding, chances).double() * rounding.unit
 
 
 def _literal_rounded(bits: int, limit: float, generator: Generator) -> Tensor:

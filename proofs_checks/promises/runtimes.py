@@ -68,16 +68,16 @@ class QuantizedRun:
         self.is_rounded_once = is_rounded_once
         self.plain = {n: p.detach().numpy().copy() for n, p in model.named_parameters() if n not in names}
         self.scales: dict[str, Array] = {}
-        self.codes: dict[str, Array] = {}
+        self.qvalues: dict[str, Array] = {}
         self._sizes = [(name, p.numel()) for name, p in model.named_parameters()]
         for name in names:
             weight = dict(model.named_parameters())[name].detach().numpy()
             scale = np.abs(weight).max(1, keepdims=True) / np.float32(127)
-            self.scales[name], self.codes[name] = scale, np.rint(weight / scale)
+            self.scales[name], self.qvalues[name] = scale, np.rint(weight / scale)
 
     def values(self) -> dict[str, Array]:
         """Return what all weights are."""
-        made = {name: (self.codes[name] * self.scales[name]).astype(np.float32) for name in self.codes}
+        made = {name: (self.qvalues[name] * self.scales[name]).astype(np.float32) for name in self.qvalues}
         return self.plain | made
 
     def chances(self, step: int, query: int, purpose: str) -> dict[str, Array]:
@@ -94,7 +94,7 @@ class QuantizedRun:
 
     def direction(self, step: int, query: int, purpose: str) -> dict[str, Array]:
         """Return codes of a direction, by parameter."""
-        chances, codes = self.chances(step, query, purpose), {}
+        chances, qvalues = self.chances(step, query, purpose), {}
         normals = directions(
             [(numel,) for _, numel in self._sizes],
             seed=seed_of(self.seed, step, query),
@@ -106,8 +106,8 @@ class QuantizedRun:
         )
         for (name, _), numbers in zip(self._sizes, normals, strict=True):
             scaled = numbers.numpy() * np.float32(1 / _UNIT)
-            codes[name] = np.clip(np.floor(scaled + chances[name]), -_HIGHEST, _HIGHEST)
-        return codes
+            qvalues[name] = np.clip(np.floor(scaled + chances[name]), -_HIGHEST, _HIGHEST)
+        return qvalues
 
     def gradient(self, step: int, query: int, batch: Batch) -> float:
         """Return the difference of both losses over ``2ε``."""
@@ -136,18 +136,18 @@ class QuantizedRun:
                     change = factor * along[name].reshape(weight.shape) + decay * weight
                     self.plain[name] = (weight - rate * change).astype(np.float32)
                     continue
-                codes = self.codes[name]
+                qvalues = self.qvalues[name]
                 step_of = rate * factor / self.scales[name].astype(np.float64)
-                change = along[name].reshape(codes.shape) * step_of
+                change = along[name].reshape(qvalues.shape) * step_of
                 if self.is_rounded_once:
                     summed[name] = summed.get(name, 0.0) + change
                     if query + 1 < len(gradients):
                         continue
                     change, decay = summed[name], 0.0 if _is_spared(name) else _DECAY
-                change = change + rate * decay * codes
-                assert numel == codes.size
-                whole = np.floor(np.abs(change) + chances[name].reshape(codes.shape))
-                self.codes[name] = np.clip(codes - np.copysign(whole, change), -127, 127)
+                change = change + rate * decay * qvalues
+                assert numel == qvalues.size
+                whole = np.floor(np.abs(change) + chances[name].reshape(qvalues.shape))
+                self.qvalues[name] = np.clip(qvalues - np.copysign(whole, change), -127, 127)
 
 
 def _is_spared(name: str) -> bool:
@@ -189,13 +189,13 @@ def _quantized_session(
         records = [session.step(batch) for batch in tiny_batches(_NUM_STEPS)]
         session.flush()
         held = {tensor.name: tensor.held for tensor in session.engine.tensors}
-        codes = {
+        qvalues = {
             name: each.levels().clone() for name, each in held.items() if isinstance(each, QuantizedTensor)
         }
-        return records, session.state_dict(), codes, set(codes)
+        return records, session.state_dict(), qvalues, set(qvalues)
 
 
-def check_codes_over_steps(context: Context) -> Outcome:
+def check_qvalues_over_steps(context: Context) -> Outcome:
     """Compare projected gradients, codes and other weights of three steps in int8 with a loop in NumPy, for each estimator.
 
     Each step of the loop goes on from its own codes with the run's gradients, which are compared before: where two gradients differ in a
@@ -203,20 +203,20 @@ def check_codes_over_steps(context: Context) -> Outcome:
     """
     parts = {}
     for estimator in _QUANTIZED_RUNS:
-        records, weights, codes, names = _quantized_session(estimator, context.seed)
+        records, weights, qvalues, names = _quantized_session(estimator, context.seed)
         rng = _QUANTIZED_RUNS[estimator]["directions"].rng
         kind, _, once = estimator.partition(", ")
         run = QuantizedRun(tiny_model("tied"), context.seed, kind, rng, names, is_rounded_once=bool(once))
         off, size = 0.0, 0.0
-        before = {name: values.copy() for name, values in run.codes.items()}
+        before = {name: values.copy() for name, values in run.qvalues.items()}
         for step, (record, batch) in enumerate(zip(records, tiny_batches(_NUM_STEPS), strict=True)):
             for query, gradient in enumerate(record.projected_gradients):
                 off = max(off, abs(run.gradient(step, query, batch) - gradient))
                 size = max(size, abs(gradient))
             run.update(step, record.projected_gradients)
-        unlike = sum(int((codes[name].numpy() != run.codes[name]).sum()) for name in names)
-        moved = sum(int((before[name] != run.codes[name]).sum()) for name in names)
-        total = sum(values.size for values in run.codes.values())
+        unlike = sum(int((qvalues[name].numpy() != run.qvalues[name]).sum()) for name in names)
+        moved = sum(int((before[name] != run.qvalues[name]).sum()) for name in names)
+        total = sum(values.size for values in run.qvalues.values())
         far = max(float(np.abs(weights[n].numpy() - values).max()) for n, values in run.plain.items())
         parts[f"{estimator}, gradients"] = within(off, 1e-3 * size, what="largest distance, of the largest")
         parts[f"{estimator}, codes"] = within(unlike, 1e-3 * total, what=f"unlike of {total}")
@@ -328,7 +328,7 @@ def check_all_points_at_once(context: Context) -> Outcome:
 
 # -- claims -----------------------------------------------------------------------------------------------------------
 
-_BY_CODES = "executors.steps.ops.sweep:Sweeps._update_by_codes"
+_BY_QVALUES = "executors.steps.ops.sweep:Sweeps._update_by_qvalues"
 
 _GRIDS = "executors.low_bits.grids"
 
@@ -386,7 +386,7 @@ CHECKS: Checks = {
         quantized.SAMPLED_NEAREST,
     ),
     "steps-in-codes-are-a-literal-loop": printed(
-        check_codes_over_steps,
+        check_qvalues_over_steps,
         quantized.MOVE_LONG,
         quantized.MOVE_AWAY,
         quantized.MOVE_CHANCES,
@@ -395,7 +395,7 @@ CHECKS: Checks = {
         later_queries_short,
         Fault(
             "no second moment",
-            _BY_CODES,
+            _BY_QVALUES,
             lambda shipped, self, op, *rest: shipped(self, replace(op, divisor=1), *rest),
         ),
         Fault(

@@ -252,11 +252,11 @@ class Sparse:
         rounded_sampler = RoundedSampler(rounding, shapes, moved, _CPU, SamplingThreads(1))
         self.copies = []
         for is_second in (False, True):
-            codes = torch.empty(shapes[0].numel(), dtype=torch.int8)
+            qvalues = torch.empty(shapes[0].numel(), dtype=torch.int8)
             rounded_sampler.fill_counted(
-                [codes], [0], CounterKey.of(seed, 0, 0), SamplingKeys.of(seed, 0, 0, is_second=is_second)
+                [qvalues], [0], CounterKey.of(seed, 0, 0), SamplingKeys.of(seed, 0, 0, is_second=is_second)
             )
-            self.copies.append(codes.view(shape))
+            self.copies.append(qvalues.view(shape))
         chosen = moved.of(0, SamplingKeys.of(seed, 0, 0).rows)
         self.rows = None if chosen is None else chosen.there
         self.values = [copy.double() * rounding.unit for copy in self.copies]
@@ -500,15 +500,15 @@ def check_products_of_bytes(context: Context) -> Outcome:
             output = layer(torch.from_numpy(inputs)).double().numpy()
         largest = np.abs(inputs).max(1, keepdims=True) if scope == "token" else np.abs(inputs).max()
         scales = largest.astype(np.float64) / 127
-        codes = np.rint(inputs / scales).astype(np.int64)
+        qvalues = np.rint(inputs / scales).astype(np.int64)
         levels = layer.quantized.levels().numpy().astype(np.int64)
-        of_codes = (codes @ levels.T) * layer.quantized.scales.double().numpy().T
-        wanted = scales * (of_codes + 1e-3 * (codes @ along.astype(np.int64).T))
+        by_qvalues = (qvalues @ levels.T) * layer.quantized.scales.double().numpy().T
+        wanted = scales * (by_qvalues + 1e-3 * (qvalues @ along.astype(np.int64).T))
         size = np.abs(wanted).max(1, keepdims=True) if scope == "token" else np.abs(wanted).max()
         parts[f"a scale per {scope}"] = within(
             float((np.abs(output - wanted) / size).max()), 1e-5, what="of the largest under a scale"
         )
-        read = np.abs(codes * scales - inputs) / scales
+        read = np.abs(qvalues * scales - inputs) / scales
         parts[f"a scale per {scope}, inputs"] = at_most(float(read.max()), 0.5, what="of a step", slack=1e-4)
     return everything_holds(parts)
 
@@ -541,7 +541,7 @@ def _run(
     return list(on_all_ranks(plan, rank)) if plan.placement.world_size > 1 else [rank(0, None)]
 
 
-def check_codes_on_ranks(context: Context) -> Outcome:
+def check_qvalues_on_ranks(context: Context) -> Outcome:
     """Compare runs of int8, rows left alone, two roundings, on one device, on meshes, in stages and replayed, bit for bit."""
     low_bits = LowBits(weights="int8", direction_bits=3, estimator="q-rge2", sparsity=0.5)
     usual: dict[str, Any] = {"num_queries": 2, "num_steps": 2}
@@ -623,12 +623,12 @@ def rows_of_a_second_rounding(shipped, *given, **named):
 
 @planted(f"{_LINEAR}:quantized_inputs", "inputs cut off towards 0")
 def inputs_cut_off(shipped, inputs, *rest):
-    codes, scales = shipped(inputs, *rest)
-    return (inputs / scales).trunc().to(codes.dtype), scales
+    qvalues, scales = shipped(inputs, *rest)
+    return (inputs / scales).trunc().to(qvalues.dtype), scales
 
 
 @planted(
-    "executors.steps.ops.sweep:Sweeps._update_by_codes", "chances of the step that applies a late update"
+    "executors.steps.ops.sweep:Sweeps._update_by_qvalues", "chances of the step that applies a late update"
 )
 def late_chances(shipped, *given):
     update = shipped(*given)
@@ -754,11 +754,11 @@ CHECKS: Checks = {
         Fault(
             "a direction that is 3 % long",
             f"{_LINEAR}:_DirectionProduct.__init__",
-            lambda shipped, self, codes, scales, beside: shipped(self, codes, 1.03 * scales, beside),
+            lambda shipped, self, qvalues, scales, beside: shipped(self, qvalues, 1.03 * scales, beside),
         ),
     ),
     "codes-are-alike-on-all-ranks": printed(
-        check_codes_on_ranks,
+        check_qvalues_on_ranks,
         Fault(
             "chances of a rank's own",
             f"{_ROUNDED}:rounding_key",

@@ -17,8 +17,8 @@ from proofs_checks.setups.roundings import (
     Reaching,
     chances_of,
     clamped_too_far,
-    codes_of,
     no_zero_point,
+    qvalues_of,
     sampled_pair,
     towards_zero,
     unlike_directions,
@@ -86,9 +86,11 @@ def check_directions(numbers: tuple[float, ...], context: Context) -> Outcome:
     for bits in BITS:
         chances = chances_of((count, len(numbers)), context.seed + bits, "direction")
         rounding = Reaching("gaussian", bits, limit=_CLAMPED)
-        codes = codes_of(given.expand(count, -1), rounding, chances).double()
+        qvalues = qvalues_of(given.expand(count, -1), rounding, chances).double()
         outcomes.append(
-            _rounded(f"{bits} bits", codes / rounding.scale, given.clamp(-_CLAMPED, _CLAMPED), rounding.scale)
+            _rounded(
+                f"{bits} bits", qvalues / rounding.scale, given.clamp(-_CLAMPED, _CLAMPED), rounding.scale
+            )
         )
     return worst(outcomes)
 
@@ -107,9 +109,9 @@ def check_weights(context: Context) -> Outcome:
 
 def _rounded(name: str, rounded: Tensor, kept: Tensor, scale: float) -> Outcome:
     """Compare roundings with numbers within the range, of which there are no others than both neighbours."""
-    codes = (rounded * scale).round()
+    qvalues = (rounded * scale).round()
     neighbours = torch.stack([(kept * scale).floor(), (kept * scale).ceil()])
-    if not bool(((codes == neighbours[0]) | (codes == neighbours[1])).all()):
+    if not bool(((qvalues == neighbours[0]) | (qvalues == neighbours[1])).all()):
         return Outcome(math.inf, 0.0, f"{name}: a number is rounded to no neighbouring level")
     return compare_two_points(name, rounded, kept)
 

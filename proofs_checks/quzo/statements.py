@@ -49,11 +49,11 @@ from proofs_checks.setups.roundings import (
     chances_of,
     clamped_too_far,
     codes_and_chances,
-    codes_of,
-    half_a_code_on,
+    half_a_step_on,
     no_scale,
     no_unit,
     no_zero_point,
+    qvalues_of,
     sampled_pair,
     weight_value,
     weights_at_random,
@@ -119,7 +119,7 @@ def check_roundings_agree(_context: Context) -> Outcome:
     """Show vectors of which two roundings are alike: always on the grid, half of the time in the middle of a cell."""
     rounding = Reaching("gaussian", 4, limit=3.5)
     on_grid = torch.tensor([0.5, -1.0, 1.5], dtype=torch.float64)
-    shipped = [codes_of(on_grid, rounding, chances_of((3,), seed, "direction")) for seed in (1, 2)]
+    shipped = [qvalues_of(on_grid, rounding, chances_of((3,), seed, "direction")) for seed in (1, 2)]
     return everything_holds(
         {
             "on the grid": equal(_agreement(on_grid.tolist(), rounding), 1.0, what="P(u₁ = u₂)"),
@@ -218,7 +218,7 @@ def check_naive_can_be_right(_context: Context) -> Outcome:
         )
     signs, weights = sign_nodes(3)
     rounding = RoundedDirection("rademacher", 4)
-    rounded = codes_of(torch.from_numpy(signs), rounding, None).double() * rounding.unit
+    rounded = qvalues_of(torch.from_numpy(signs), rounding, None).double() * rounding.unit
     outer = torch.einsum("n,ni,nj->ij", torch.from_numpy(weights), rounded, rounded)
     parts["signs, which are codes"] = equal(outer, torch.eye(3, dtype=torch.float64), what="E[ûûᵀ]")
     return everything_holds(parts)
@@ -458,10 +458,10 @@ def check_scale_of_update(power: int, _context: Context) -> Outcome:
         stepped = w - rate * curvature * (w - target)
         code = w / scale
         gradient = curvature * (scale * code - target) * scale  # ∂L(s_w·w̄)/∂w̄
-        by_codes = scale * (code - rate / scale**power * gradient)
+        by_qvalues = scale * (code - rate / scale**power * gradient)
         factor = scale ** (2 - power)
         parts[f"s_w = {scale:g}"] = equal(
-            (by_codes - w) / (stepped - w), factor, what=f"(12) with η/s_w^{power} over (11)"
+            (by_qvalues - w) / (stepped - w), factor, what=f"(12) with η/s_w^{power} over (11)"
         )
         if power == 0:
             parts[f"s_w = {scale:g}, off"] = exceeds(abs(math.log(factor)), 0.5, what="|log| of the ratio")
@@ -786,12 +786,12 @@ def check_one_point_with_residual(_context: Context) -> Outcome:
     )
 
 
-def check_outlier_code(_context: Context) -> Outcome:
+def check_outlier_qvalue(_context: Context) -> Outcome:
     """Count codes of 8 bits that the shipped rounding makes, and that -128 is none of them."""
     numbers = torch.linspace(-50, 50, 40_001, dtype=torch.float64)
     chances = chances_of(tuple(numbers.shape), 0, "direction")
-    codes = codes_of(numbers, Reaching("gaussian", 8, limit=6.35), chances)
-    seen = set(codes.tolist())
+    qvalues = qvalues_of(numbers, Reaching("gaussian", 8, limit=6.35), chances)
+    seen = set(qvalues.tolist())
     return everything_holds(
         {
             "values": equal(float(len(seen)), 255.0, what="codes in use"),
@@ -891,7 +891,7 @@ CHECKS: Checks = {
     ),
     "quzo-two-roundings-may-be-alike": (
         conditioned(check_roundings_differ, quantized.SAMPLED_NEAREST),
-        counterexample(check_roundings_agree, chances_high, half_a_code_on),
+        counterexample(check_roundings_agree, chances_high, half_a_step_on),
     ),
     "quzo-which-mean-is-nearer": (
         conditioned(check_second_is_nearer, cross_high),
@@ -951,7 +951,7 @@ CHECKS: Checks = {
                 lambda shipped, *given: shipped(*given) + 1,
             ),
         ),
-        conditioned(quantized.check_beside_codes, quantized.STORED_BACK),
+        conditioned(quantized.check_beside_quantized, quantized.STORED_BACK),
         counterexample(
             partial(check_recovery, 7),
             Fault(
@@ -963,7 +963,7 @@ CHECKS: Checks = {
     ),
     "quzo-perturbations-below-a-code": (
         conditioned(check_wide_perturbation),
-        conditioned(quantized.check_beside_codes, quantized.STORED, quantized.BESIDE_LONG),
+        conditioned(quantized.check_beside_quantized, quantized.STORED, quantized.BESIDE_LONG),
         counterexample(check_vanishing_perturbation),
     ),
     "quzo-nearest-minimises-mse": printed(
@@ -1000,5 +1000,5 @@ CHECKS: Checks = {
         ),
         printed(check_one_point_with_residual, forward_by_two_epsilon),
     ),
-    "quzo-outlier-code-is-free": printed(check_outlier_code, clamped_too_far),
+    "quzo-outlier-code-is-free": printed(check_outlier_qvalue, clamped_too_far),
 }

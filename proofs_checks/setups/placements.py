@@ -185,7 +185,7 @@ def _observed(
     is_kept_scaled, epsilon = is_scaled(direction.what), session.plan.estimator.epsilon
 
     def values(access: Access) -> Tensor:
-        return torch.cat([view[:].flatten() for view in session.interpreter.store.placed(access).codes])
+        return torch.cat([view[:].flatten() for view in session.interpreter.store.placed(access).qvalues])
 
     tensors = session.interpreter.store.trainable(op.group).tensors
     trace.parameters[op.group] = [(tensor.name, tensor.num_elements) for tensor in tensors]

@@ -42,16 +42,16 @@ def weights_of(levels: Tensor, scale: float, bits: int) -> QuantizedTensor:
         half = -(-whole.shape[1] // 2)
         whole = torch.nn.functional.pad(whole, (0, 2 * half - whole.shape[1])) & 15
         whole = whole[:, :half] | (whole[:, half:] << 4)
-    quantized.codes.copy_(whole & 255)
+    quantized.qvalues.copy_(whole & 255)
     return quantized
 
 
 def levels_of(quantized: QuantizedTensor) -> Tensor:
     """Return the codes of such weights as signed numbers."""
-    codes, bits = quantized.codes.to(torch.int64), quantized.quant_config.container_bits
+    qvalues, bits = quantized.qvalues.to(torch.int64), quantized.quant_config.container_bits
     if bits == 4:
-        codes = torch.cat([codes & 15, codes >> 4], 1)[:, : quantized.shape[1]]
-    return torch.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes).double()
+        qvalues = torch.cat([qvalues & 15, qvalues >> 4], 1)[:, : quantized.shape[1]]
+    return torch.where(qvalues >= 2 ** (bits - 1), qvalues - 2**bits, qvalues).double()
 
 
 def moves(
@@ -161,9 +161,9 @@ def check_moves_on_a_lattice(context: Context) -> Outcome:
         by_hand -= np.copysign(np.floor(np.abs(change) + chance), change)
         by_hand = by_hand.clip(-127, 127)
         free -= rate * float((free - target) @ u) * u
-        codes = levels_of(quantized)[0].numpy()
-        unlike += int((codes != by_hand).sum())
-        smallest = min(smallest, float(np.abs(codes - target).min()))
+        qvalues = levels_of(quantized)[0].numpy()
+        unlike += int((qvalues != by_hand).sum())
+        smallest = min(smallest, float(np.abs(qvalues - target).min()))
     return everything_holds(
         {
             "codes, step by step": equal(float(unlike), 0.0, what="unlike those by hand"),
@@ -179,15 +179,15 @@ def check_moves_on_a_lattice(context: Context) -> Outcome:
 def check_step_by_weights(_context: Context) -> Outcome:
     """Compare the mean change of shipped codes, a step by weights, with ``(η/s_w²)·∇_w̄L``, the derivative by codes."""
     parts = {}
-    codes, slope, curvature, rate = np.array([3.0, -5.0]), np.array([0.75, -1.25]), 1.5, 1 / 32
+    qvalues, slope, curvature, rate = np.array([3.0, -5.0]), np.array([0.75, -1.25]), 1.5, 1 / 32
     for scale in (0.25, 0.5, 2.0):
-        target = scale * codes - slope / curvature
+        target = scale * qvalues - slope / curvature
 
         def loss(at: np.ndarray, scale: float = scale, target: np.ndarray = target) -> float:
             return float(curvature * ((scale * at - target) ** 2).sum() / 2)
 
-        by_codes = [(loss(codes + e) - loss(codes - e)) / 2 for e in np.eye(2)]
-        wanted = [-rate / scale**2 * each for each in by_codes]
+        by_qvalues = [(loss(qvalues + e) - loss(qvalues - e)) / 2 for e in np.eye(2)]
+        wanted = [-rate / scale**2 * each for each in by_qvalues]
         moved = moves([3, -5], slope.tolist(), scale=scale, factor=rate, bits=8)
         parts[f"s_w = {scale:g}"] = equal(moved.mean(0), wanted, what="E[w̄₁ - w̄₀]")
     return everything_holds(parts)
@@ -254,7 +254,7 @@ def check_moves_by_query(context: Context) -> Outcome:
     )
 
 
-def check_beside_codes(_context: Context) -> Outcome:
+def check_beside_quantized(_context: Context) -> Outcome:
     """Compare outputs of a shipped layer of 4 bits, a direction beside its codes, with the sum in float64; codes stay.
 
     The smallest multiple is that of ε = 1e-5 beside a scale of 0.02; the largest takes every weight beyond the range of codes.
@@ -265,15 +265,15 @@ def check_beside_codes(_context: Context) -> Outcome:
     generator = np.random.default_rng(6)
     levels = generator.integers(-7, 8, size=(4, 6))
     levels[0, :2] = 7, -7
-    codes, inputs = generator.integers(-7, 8, size=(4, 6)), generator.normal(size=(5, 6)).astype(np.float32)
+    qvalues, inputs = generator.integers(-7, 8, size=(4, 6)), generator.normal(size=(5, 6)).astype(np.float32)
     layer.quantized = weights_of(torch.from_numpy(levels), scale, 4)
-    kept = layer.quantized.codes.clone()
-    base, along = inputs @ (scale * levels).T, inputs @ codes.T
+    kept = layer.quantized.qvalues.clone()
+    base, along = inputs @ (scale * levels).T, inputs @ qvalues.T
     parts = {}
     for multiple in (1e-5, 1e-3, 0.3):
         outputs = []
         for sign in (1, -1):
-            layer.beside = Beside(torch.from_numpy(codes).to(torch.int8), sign * multiple)
+            layer.beside = Beside(torch.from_numpy(qvalues).to(torch.int8), sign * multiple)
             with torch.no_grad():
                 outputs.append(layer(torch.from_numpy(inputs)).double())
         parts[f"difference at {multiple:g}"] = equal(
@@ -283,7 +283,7 @@ def check_beside_codes(_context: Context) -> Outcome:
             (outputs[0] + outputs[1]) / 2, torch.from_numpy(base), what="Q(W)·x", tolerance=1e-5
         )
         parts[f"codes after {multiple:g}"] = is_true(
-            torch.equal(layer.quantized.codes, kept) and float(layer.quantized.scales) == np.float32(scale),
+            torch.equal(layer.quantized.qvalues, kept) and float(layer.quantized.scales) == np.float32(scale),
             what="as they were, the ends among them",
         )
     parts["it acts"] = exceeds(float(np.abs(along).max()), 1.0, what="|û·x|")

@@ -63,10 +63,10 @@ def sampled_pair(rounding: RoundedDirection, shape: tuple[int, ...], seed: int) 
     """Return two roundings of one direction as a run draws them, in values."""
     rounded_sampler, values = sampler_of(rounding, shape), []
     for is_second in (False, True):
-        codes = torch.empty(shape, dtype=torch.int8)
+        qvalues = torch.empty(shape, dtype=torch.int8)
         keys = SamplingKeys.of(seed, 0, 0, is_second=is_second)
-        rounded_sampler.fill_counted([codes.view(-1)], [0], CounterKey.of(seed, 0, 0), keys)
-        values.append(codes.double() * rounding.unit)
+        rounded_sampler.fill_counted([qvalues.view(-1)], [0], CounterKey.of(seed, 0, 0), keys)
+        values.append(qvalues.double() * rounding.unit)
     return values
 
 
@@ -76,10 +76,10 @@ def chances_of(shape: tuple[int, ...], seed: int, purpose: Purpose) -> Tensor:
     return Chances([numel], _CPU).between(0, numel, 0, rounding_key(seed, 0, 0, purpose)).view(shape)
 
 
-def codes_of(numbers: Tensor, rounding: RoundedDirection, chances: Tensor | None) -> Tensor:
+def qvalues_of(numbers: Tensor, rounding: RoundedDirection, chances: Tensor | None) -> Tensor:
     """Return the codes that a run makes of a direction's numbers."""
     given = numbers.to(torch.float32, copy=True)
-    return sampler_of(rounding, tuple(numbers.shape)).codes(
+    return sampler_of(rounding, tuple(numbers.shape)).qvalues(
         given, None if chances is None else chances.clone()
     )
 
@@ -93,8 +93,10 @@ def codes_and_chances(value: float, rounding: RoundedDirection) -> list[tuple[in
     [(0, 0.75), (1, 0.25)]
     """
     even = (torch.arange(NUM_CHANCES, dtype=torch.float32) + 0.5) / NUM_CHANCES
-    codes, counts = codes_of(torch.full_like(even, value), rounding, even).unique(return_counts=True)
-    return [(code, count / NUM_CHANCES) for code, count in zip(codes.tolist(), counts.tolist(), strict=True)]
+    qvalues, counts = qvalues_of(torch.full_like(even, value), rounding, even).unique(return_counts=True)
+    return [
+        (code, count / NUM_CHANCES) for code, count in zip(qvalues.tolist(), counts.tolist(), strict=True)
+    ]
 
 
 def weights_at_random(
@@ -107,7 +109,7 @@ def weights_at_random(
     assert quantized.zeros is not None
     quantized.scales.fill_(1 / scale)
     quantized.zeros.fill_(zero_point)
-    quantized.codes.copy_(quantized.joined(torch.full(given.shape, zero_point, dtype=torch.uint8)))
+    quantized.qvalues.copy_(quantized.joined(torch.full(given.shape, zero_point, dtype=torch.uint8)))
     chances = Chances([given.numel()], _CPU)
     key = rounding_key(seed, 0, 0, purpose)
     quantized.move(-given.float(), 1.0, partial(chances.between, parameter=0, key=key))
@@ -150,7 +152,7 @@ chances_high = Fault(
     _AT_RANDOM,
     lambda shipped, self, numbers, chances: shipped(self, numbers, 1.03 * chances),
 )
-half_a_code_on = Fault(
+half_a_step_on = Fault(
     "rounding that moves codes",
     _AT_RANDOM,
     lambda shipped, self, numbers, chances: shipped(self, numbers + 0.5, chances),

@@ -241,9 +241,9 @@ def check_blindness(context: Context) -> Outcome:
         first, second = (received(cut.at(sign * epsilon), CodecSpec(bits)) for sign in (1, -1))
         measured = float((first - second)[0] @ cut.w) / (2 * epsilon)
         largest = int(cut.activation.argmax())
-        codes = 2 ** (bits - 1) - 1
-        step = cut.at(0.0).max() / codes
-        left = float(cut.w @ (cut.at(0.0)[0] / step).round() * cut.slope[largest] / codes)
+        levels = 2 ** (bits - 1) - 1
+        step = cut.at(0.0).max() / levels
+        left = float(cut.w @ (cut.at(0.0)[0] / step).round() * cut.slope[largest] / levels)
         true = float(cut.w @ (cut.slope * (cut.activation > 0)))
         lines.append(
             f"seed {seed}, {bits} bits: {measured:.4g}, of the grid alone {left:.4g}, the gradient is {true:.4g}"

@@ -168,9 +168,9 @@ def check_stall(context: Context) -> Outcome:
     activation through the codec. The largest activation is at its target, the others are 0 and short of theirs by 0.4
     steps. Nothing that theorem 1's radius can do changes a code.
     """
-    cut, codes = DIMENSION // 2, 2 ** (4 - 1) - 1
+    cut, levels = DIMENSION // 2, 2 ** (4 - 1) - 1
     target = torch.zeros(DIMENSION, dtype=torch.float64)
-    target[:cut] = 0.4 / codes
+    target[:cut] = 0.4 / levels
     theta = torch.zeros_like(target)
     theta[0] = target[0] = 1.0
 

@@ -414,7 +414,7 @@ def check_quantised_base(_context: Context) -> Outcome:
     """Compare the mean estimate around ``Q(W₀) + ΔW`` with the gradient there, the base's codes being left alone."""
     base = torch.tensor([0.93, -0.41, 0.22, 0.05], dtype=torch.float64)
     quantised = received(base, CodecSpec(4))
-    codes = quantised.clone()
+    qvalues = quantised.clone()
     update = torch.tensor([0.001, -0.002, 0.0005, 0.003], dtype=torch.float64)
     bend = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
     mean = mean_estimate(
@@ -433,7 +433,7 @@ def check_quantised_base(_context: Context) -> Outcome:
             "it is not the gradient at W₀ + ΔW": exceeds(
                 float((gradient - own).norm()), 0.05, what="‖∇L(Q(W₀)) - ∇L(W₀)‖"
             ),
-            "the base's codes": is_true(torch.equal(codes, quantised), what="unchanged"),
+            "the base's codes": is_true(torch.equal(qvalues, quantised), what="unchanged"),
             "summed into bfloat16 the probe is lost": is_true(
                 torch.equal((quantised + 1e-3).bfloat16(), quantised.bfloat16())
                 or bool(((quantised + 1e-3).bfloat16() == quantised.bfloat16()).any()),
@@ -562,6 +562,8 @@ CHECKS: Checks = {
     ),
     "zoinfer-quantised-base": (
         printed(check_quantised_base, central_by_epsilon),
-        printed(quantized.check_beside_codes, quantized.STORED, quantized.STORED_BACK, quantized.BESIDE_LONG),
+        printed(
+            quantized.check_beside_quantized, quantized.STORED, quantized.STORED_BACK, quantized.BESIDE_LONG
+        ),
     ),
 }

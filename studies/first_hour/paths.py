@@ -160,7 +160,7 @@ def _steps(
     with Session(plan, tuned, learning_rate=_RATE, device=setting.device, graphs=graphs) as session:
         records = [session.step(batch, seeds=(step,)) for step in range(_NUM_STEPS)]
         session.flush()
-        bits = [] if plan.low_bits.are_codes else [_bits(session)]
+        bits = [] if plan.low_bits.quantizes_weights else [_bits(session)]
     losses = [record.losses_plus[0] for record in records]
     return losses, [*(record.projected_gradients[0] for record in records), *bits]
 

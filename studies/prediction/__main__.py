@@ -21,8 +21,8 @@ def main(
     tuning: Annotated[
         bool, typer.Option(help="Also run the list that the cost model was improved on.")
     ] = False,
-    codes: Annotated[
-        bool, typer.Option("--codes", help="Cases whose weights are codes, in place of all others.")
+    quantized: Annotated[
+        bool, typer.Option("--quantized", help="Cases whose weights are codes, in place of all others.")
     ] = False,
     calibration_s: Annotated[float, typer.Option(min=1, help="Seconds per number of threads.")] = 20.0,
     threads: Annotated[
@@ -52,7 +52,7 @@ def main(
     words = ["python -m studies.prediction", f"--held-out {held_out}", f"--calibration-s {calibration_s:g}"]
     words += ["--tuning"] if tuning else []
     words += ["--quick"] if quick else []
-    words += ["--codes"] if codes else []
+    words += ["--quantized"] if quantized else []
     words += [f"--threads {number}" for number in threads] if threads != [1, 2] else []
     try:
         benchmark = run_benchmark(
@@ -60,7 +60,7 @@ def main(
             num_rank_cases=3 if quick else 10,
             num_choices=1 if quick else 3,
             with_tuning=tuning,
-            in_codes=codes,
+            is_quantized=quantized,
             threads=threads,
             calibration_s=calibration_s,
             command=" ".join(words),

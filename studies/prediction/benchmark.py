@@ -42,7 +42,7 @@ def run_benchmark(
     num_rank_cases: int = 10,
     num_choices: int = 3,
     with_tuning: bool = False,
-    in_codes: bool = False,
+    is_quantized: bool = False,
     threads: Sequence[int] = (1, 2),
     calibration_s: float = DEFAULT_BUDGET_S,
     command: str = "",
@@ -60,7 +60,7 @@ def run_benchmark(
     num_choices : int
         Configurations for which all placements are measured, to see what the predicted choice costs.
     with_tuning : bool
-    in_codes : bool
+    is_quantized : bool
         Take the lists of weights that are codes, in one process each, in place of all others.
     threads : sequence of int
         Numbers of threads whose cases are run. Ranks are of one thread: without it they are left out.
@@ -82,11 +82,13 @@ def run_benchmark(
     run = _BenchmarkRun(topology, topology.of_kind("cpu")[0].id, pieces or Pieces(), say)
     for number in threads:
         run.calibrate(number, calibration_s)
-    unseen, seen = (quantized_cases, quantized_tuning_cases) if in_codes else (held_out_cases, tuning_cases)
+    unseen, seen = (
+        (quantized_cases, quantized_tuning_cases) if is_quantized else (held_out_cases, tuning_cases)
+    )
     held_out = run.rows("held-out", unseen(num_held_out))
     tuning = run.rows("tuning", seen() if with_tuning else [])
-    ranks = run.rows_of_ranks(rank_cases(num_rank_cases)) if 1 in threads and not in_codes else []
-    choices = choice_cases(num_choices) if {1, 2} <= set(threads) and not in_codes else []
+    ranks = run.rows_of_ranks(rank_cases(num_rank_cases)) if 1 in threads and not is_quantized else []
+    choices = choice_cases(num_choices) if {1, 2} <= set(threads) and not is_quantized else []
     chosen = [
         choice for number, cases in enumerate(choices) for choice in run.choices(f"choice-{number}", cases)
     ]
@@ -94,7 +96,7 @@ def run_benchmark(
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         command=command or " ".join(sys.argv),
         commit=", ".join(sorted(run.pieces.commits)),
-        is_of_codes=in_codes,
+        is_quantized=is_quantized,
         machine=machine_words(topology.device_spec(run.device).name),
         held_out=tuple(held_out),
         tuning=tuple(tuning),
@@ -203,7 +205,7 @@ def write(benchmark: Benchmark, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     cores = max(benchmark.profiles.values(), key=lambda profile: profile.num_cores).num_cores
     name = f"{benchmark.date}-cpu-{cores}core-prediction"
-    report = folder / f"{name}{'-codes' * benchmark.is_of_codes}.md"
+    report = folder / f"{name}{'-quantized' * benchmark.is_quantized}.md"
     report.write_text(benchmark.to_markdown(), encoding="utf-8")
     report.with_suffix(".json").write_text(benchmark.to_json(), encoding="utf-8")
     return report

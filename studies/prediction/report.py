@@ -66,7 +66,7 @@ class Benchmark:
     choices: tuple[Choice, ...]
     profiles: Mapping[int, Profile]
     fits: Mapping[int, FitReport]
-    is_of_codes: bool = False
+    is_quantized: bool = False
 
     @property
     def rows(self) -> tuple[PredictedCase, ...]:
@@ -119,7 +119,7 @@ class Benchmark:
         """Return the report."""
         return Report(
             f"Steps on quantized weights, predicted against measured on {self.machine}"
-            if self.is_of_codes
+            if self.is_quantized
             else f"Predicted against measured on {self.machine}",
             *self._head(),
             self._figures(),

@@ -187,20 +187,20 @@ def ablations(num_samples: int = 4000, seed: int = 2) -> Iterator[Ablation]:
     gradient, num_weights = problem.gradient(), problem.num_weights
     generator = torch.Generator().manual_seed(seed)
     normals = torch.randn(num_samples, num_weights, generator=generator, dtype=torch.float64)
-    codes = rounded(normals, direction, generator)
+    qvalues = rounded(normals, direction, generator)
     moments, square = direction.moments, gradient.dot(gradient)
     dense = direction.relative_energy("normalised", num_weights)
-    samples = problem.slopes(codes)[:, None] * codes / moments.second
+    samples = problem.slopes(qvalues)[:, None] * qvalues / moments.second
     for num_queries in (1, 5, 10):
         means = samples.view(-1, num_queries, num_weights).mean(1)
         yield _ablation(f"{num_queries} queries", means, square, 1 + (dense - 1) / num_queries)
     for part in (0.5, 0.2):
-        kept = torch.rand(codes.shape, generator=generator, dtype=torch.float64) < part
-        sparse = codes * kept
+        kept = torch.rand(qvalues.shape, generator=generator, dtype=torch.float64) < part
+        sparse = qvalues * kept
         samples = problem.slopes(sparse)[:, None] * sparse / (part * moments.second)
         predicted = num_weights - 1 + moments.fourth / moments.second**2 / part
         yield _ablation(f"{1 - part:.0%} zeros", samples, square, predicted)
-    samples = problem.residuals(codes)[:, None] * codes / moments.second
+    samples = problem.residuals(qvalues)[:, None] * qvalues / moments.second
     yield _ablation("one point", samples, square, dense + num_weights)
 
 

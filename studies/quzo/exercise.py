@@ -41,12 +41,12 @@ def _generator(seed: int) -> torch.Generator:
 def _about_shape(rounded: Rounded) -> str:
     values = torch.linspace(-3, 3, 24, dtype=torch.float64).view(4, 6)
     kept = values.clone()
-    codes = rounded(values, 0.5, 3, _generator(0))
-    if not isinstance(codes, Tensor) or codes.shape != values.shape or codes.dtype != torch.int64:
+    qvalues = rounded(values, 0.5, 3, _generator(0))
+    if not isinstance(qvalues, Tensor) or qvalues.shape != values.shape or qvalues.dtype != torch.int64:
         return f"return codes as an int64 tensor of shape {tuple(values.shape)}"
     if not torch.equal(values, kept):
         return "the values that were given have been changed"
-    if not torch.equal(codes, rounded(values, 0.5, 3, _generator(0))):
+    if not torch.equal(qvalues, rounded(values, 0.5, 3, _generator(0))):
         return "the same generator gave other codes: draw from it and from nothing else"
     return ""
 
@@ -55,11 +55,11 @@ def _about_neighbours(rounded: Rounded) -> str:
     """Check that codes are next to the values, and within the range."""
     values = 4 * torch.randn(_NUM_ROUNDINGS, dtype=torch.float64, generator=_generator(1))
     step, highest = 0.75, 7
-    codes = rounded(values, step, highest, _generator(2))
-    if int(codes.abs().max()) > highest:
-        return f"codes reach {int(codes.abs().max())}, the highest is {highest}: clamp them"
+    qvalues = rounded(values, step, highest, _generator(2))
+    if int(qvalues.abs().max()) > highest:
+        return f"codes reach {int(qvalues.abs().max())}, the highest is {highest}: clamp them"
     inside = (values / step).abs() <= highest
-    far = float((codes - values / step)[inside].abs().max())
+    far = float((qvalues - values / step)[inside].abs().max())
     if far >= 1:
         return f"a code is {far:.2f} steps from its value: only the two next to it are allowed"
     exact = torch.arange(-3, 4, dtype=torch.float64)
@@ -70,15 +70,15 @@ def _about_neighbours(rounded: Rounded) -> str:
 
 def _about_the_mean(rounded: Rounded) -> str:
     for value in (0.1, -0.1, 0.5, -2.75, 1.9):
-        codes = rounded(
+        qvalues = rounded(
             torch.full((_NUM_ROUNDINGS,), value, dtype=torch.float64), 1.0, 7, _generator(4)
         ).double()
         part = value - torch.tensor(value).floor().item()
         stderr = (part * (1 - part) / _NUM_ROUNDINGS) ** 0.5
-        off = float(codes.mean()) - value
+        off = float(qvalues.mean()) - value
         if abs(off) > _SIGMAS * stderr:
             direction = "towards zero" if off * value < 0 else "away from it"
-            return f"{value} is {float(codes.mean()):.3f} on average, {abs(off) / stderr:.0f} standard errors {direction}"
+            return f"{value} is {float(qvalues.mean()):.3f} on average, {abs(off) / stderr:.0f} standard errors {direction}"
     return ""
 
 

@@ -28,7 +28,7 @@ _NUM_STEPS = 2
 _SPARSITY = 0.9
 """What an update touches is quickly moved then; it is no part of the peak."""
 
-CODES: dict[str, dict[str, Any]] = {
+QUANTIZED: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "int8": {"weights": "int8"},
     "int8, int8 inputs": {"weights": "int8", "activations": "int8-token"},
@@ -44,12 +44,12 @@ class ComparedPeak:
 
     Attributes
     ----------
-    codes, blocks : str
-        Keys of :data:`CODES`, and where blocks are.
+    qvalues, blocks : str
+        Keys of :data:`QUANTIZED`, and where blocks are.
     predicted_bytes, measured_bytes : int
     """
 
-    codes: str
+    qvalues: str
     blocks: str
     predicted_bytes: int
     measured_bytes: int
@@ -77,7 +77,7 @@ def main(
         for peak in peaks(shape, place, batch=batch, seq=seq, loss_chunk=loss_chunk):
             whole = whole or peak.measured_bytes
             stdout.print(
-                f"{peak.blocks:10} {peak.codes:21}{peak.predicted_bytes / 1e6:15.1f}{peak.measured_bytes / 1e6:15.1f}"
+                f"{peak.blocks:10} {peak.qvalues:21}{peak.predicted_bytes / 1e6:15.1f}{peak.measured_bytes / 1e6:15.1f}"
                 f"{peak.predicted_bytes / peak.measured_bytes - 1:+8.1%}{peak.measured_bytes / whole:13.3f}"
             )
 
@@ -89,7 +89,7 @@ def peaks(shape: str, place: str, *, batch: int, seq: int, loss_chunk: int) -> I
     )
     data = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
     model = model_of_shape(shape, TORCH_DTYPES[_DTYPE])
-    for name, fields in CODES.items():
+    for name, fields in QUANTIZED.items():
         session = session_of(
             copy.deepcopy(model),
             data,

@@ -59,7 +59,7 @@ def milliseconds(
 ) -> dict[str, float]:
     """Return the median milliseconds of each way for one shape."""
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(0))
-    narrow, (codes, scales) = x.bfloat16(), quantized_inputs(x.bfloat16(), "token")
+    narrow, (qvalues, scales) = x.bfloat16(), quantized_inputs(x.bfloat16(), "token")
     weights = [torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8) for _ in range(_NUM_WEIGHTS)]
     int8, wide = cycle(weights), cycle([weight.float() for weight in weights])
     bfloat16 = cycle([weight.bfloat16() for weight in weights])
@@ -67,7 +67,7 @@ def milliseconds(
     laid_out = cycle([onednn.qlinear_prepack(weight, None) for weight in weights])
     unit, zero = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int64)
     # Without AMX oneDNN has no such kernel for inputs with a sign, and takes a second for each product.
-    without_sign = codes.to(torch.int16).add_(128).to(torch.uint8)
+    without_sign = qvalues.to(torch.int16).add_(128).to(torch.uint8)
 
     def scaled_inside(_: int) -> Tensor:
         product: Tensor = onednn.qlinear_pointwise(
@@ -78,11 +78,11 @@ def milliseconds(
     ways: dict[str, Way] = {
         "float32": lambda _: linear(x, next(wide)),
         "bfloat16": lambda _: linear(narrow, next(bfloat16)),
-        "int_mm": lambda _: exact_sums(codes, next(int8)),
+        "int_mm": lambda _: exact_sums(qvalues, next(int8)),
         "qlinear": scaled_inside,
         "laid out": lambda _: onednn.qlinear_prepack(next(int8), None),
         "inputs in int8": lambda _: quantized_inputs(narrow, "token"),
-        "with scales": lambda _: byte_product(codes, next(int8), scales).mul_(unit).to(torch.bfloat16),
+        "with scales": lambda _: byte_product(qvalues, next(int8), scales).mul_(unit).to(torch.bfloat16),
     }
     # One way after the other: each finds caches as it left them.
     taken = {

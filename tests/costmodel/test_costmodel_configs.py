@@ -5,7 +5,7 @@ import json
 import pytest
 
 from costmodel import LoRA, ModelSpec, group_parameters, read_model_spec, shipped_models, spec_of_config
-from costmodel.formats.stored_codes import stored_codes
+from costmodel.formats.stored_quantization import stored_quantization
 from costmodel.models.configs import checked_config, shipped_config
 from topology.errors import ModelError, UnknownFamily
 
@@ -287,7 +287,7 @@ def test_weights_of_mlx_are_not_planned_as_numbers(twice):
         {"quantization_config": of_mlx} if twice else {}
     )
     with pytest.raises(ModelError, match=r"quantization: weights of MLX in 4 bits are not read"):
-        stored_codes(config, "config.json")
+        stored_quantization(config, "config.json")
 
 
 def test_mistral_without_shared_heads_has_as_many_as_queries():

@@ -7,8 +7,8 @@ import pytest
 
 from costmodel.devices.datasheet import datasheet_profile
 from costmodel.estimate import estimate
-from costmodel.formats.code_passes import PASSES
 from costmodel.formats.low_bits import samples_for_rows
+from costmodel.formats.quant_passes import PASSES
 from costmodel.rates.calibration import fit_profile
 from costmodel.rates.measurement import Measurement
 from costmodel.work import Matmul, Work
@@ -79,19 +79,19 @@ def cpu():
 
 
 def test_a_cpu_passes_over_codes_at_rates_of_its_own(cpu):
-    work = Work(dtype="bfloat16", code_passes=(("inputs", 1000), ("moves", 3000)))
+    work = Work(dtype="bfloat16", quant_passes=(("inputs", 1000), ("moves", 3000)))
     values = cpu.values()
-    expected = 1000 / values["code_rate.inputs.bfloat16"] + 3000 / values["code_rate.moves"]
+    expected = 1000 / values["quant_rate.inputs.bfloat16"] + 3000 / values["quant_rate.moves"]
     assert estimate(work, cpu).terms["codes"] == pytest.approx(expected)
-    assert values["code_rate.moves"] == PASSES["moves"].core_rate
+    assert values["quant_rate.moves"] == PASSES["moves"].core_rate
 
 
 def test_where_no_rate_is_known_bytes_say_what_passes_over_codes_take(cpu, a100):
     num = 1 << 24
-    passes = Work(dtype="float16", code_passes=(("moves", num),))
+    passes = Work(dtype="float16", quant_passes=(("moves", num),))
     size_bytes = PASSES["moves"].size_bytes(num, "float16")
     assert estimate(passes, a100) == estimate(Work(dtype="float16", scratch_bytes=size_bytes), a100)
-    others = [constant for constant in cpu.constants if constant.kind != "code_rate"]
+    others = [constant for constant in cpu.constants if constant.kind != "quant_rate"]
     without = type(cpu)(**{**dict(cpu), "constants": tuple(others)})
     terms = estimate(passes, without).terms
     assert "codes" not in terms
@@ -102,13 +102,13 @@ def test_rates_of_passes_are_fitted_with_all_else_as_it_is(cpu):
     true = {"moves": 0.1e9, "matrices": 2e3}
     measured = []
     for number, (moves, matrices) in enumerate([(10**6, 1), (10**7, 40), (10**5, 60)]):
-        work = Work(dtype="float32", code_passes=(("matrices", matrices), ("moves", moves)))
+        work = Work(dtype="float32", quant_passes=(("matrices", matrices), ("moves", moves)))
         rest_s = estimate(work, cpu).seconds - estimate(work, cpu).terms["codes"]
         seconds = rest_s + moves / true["moves"] + matrices / true["matrices"]
         measured.append(Measurement(f"{number}", work, seconds, seconds, 3, 1))
-    fitted, report = fit_profile(measured, cpu, kinds=("code_rate",))
+    fitted, report = fit_profile(measured, cpu, kinds=("quant_rate",))
     for name, rate in true.items():
-        assert fitted.values()[f"code_rate.{name}"] == pytest.approx(rate, rel=0.1)
-        assert f"code_rate.{name}" in report.identified
+        assert fitted.values()[f"quant_rate.{name}"] == pytest.approx(rate, rel=0.1)
+        assert f"quant_rate.{name}" in report.identified
     changed = {c.kind for c, d in zip(fitted.constants, cpu.constants, strict=True) if c.value != d.value}
-    assert changed == {"code_rate"}
+    assert changed == {"quant_rate"}

@@ -254,7 +254,7 @@ _LOW_RANK = (
     "--direction lozo-released --lazy-steps 2 --weight-decay 0.1",
     "--direction factorised --rng counter --weights copies",
 )
-_CODES = (
+_QUANTIZED = (
     "--weight-format int8",
     "--weight-format int4 --weight-scales tensor --zero-point --estimator q-rge2",
     "--weight-format float8_e4m3 --weight-scales tensor --estimator q-rge1 --residency offloaded --transfers private",
@@ -262,7 +262,10 @@ _CODES = (
     "--weight-format int3 --direction-bits 3 --queries 2 --difference forward --rng counter",
 )
 """Kinds of runs that work, as options beside others."""
-_PLANNED_CODES = ("", *(f"{words} --weight-group 16" for words in _CODES if "checkpoint" not in words))
+_PLANNED_QUANTIZED = (
+    "",
+    *(f"{words} --weight-group 16" for words in _QUANTIZED if "checkpoint" not in words),
+)
 
 
 def _resumed(kind: str, files: Callable[[], Mapping[str, bytes]]) -> Target:
@@ -323,7 +326,7 @@ COMMANDS: tuple[Target, ...] = (
         "plan (codes)",
         [
             f"--model spec.json --hardware rtx4090-2x --batch 2 --seq 32 --allow-lossy {words}"
-            for words in _PLANNED_CODES
+            for words in _PLANNED_QUANTIZED
         ],
         lambda: {"spec.json": seeds.model_spec()},
         quick=5,
@@ -343,7 +346,7 @@ COMMANDS: tuple[Target, ...] = (
         quick=10,
     ),
     command(
-        "simulate (codes)", "plan.json --trace t.json", lambda: {"plan.json": seeds.plan_of_codes()}, quick=5
+        "simulate (codes)", "plan.json --trace t.json", lambda: {"plan.json": seeds.quantized_plan()}, quick=5
     ),
     command(
         "simulate (adapters)", "plan.json --json", lambda: {"plan.json": seeds.plan_of_adapters()}, quick=5
@@ -403,13 +406,13 @@ COMMANDS: tuple[Target, ...] = (
     ),
     command(
         "run (codes)",
-        [f"{_RUN} --allow-lossy {words}" for words in _CODES],
+        [f"{_RUN} --allow-lossy {words}" for words in _QUANTIZED],
         dict,
         kept=_model_and_data,
         stop=_few_steps_of_one_rank,
         quick=8,
     ),
-    _resumed("codes", seeds.run_of_codes),
+    _resumed("codes", seeds.quantized_run),
     _resumed("low rank", seeds.run_of_low_rank),
     _resumed("adapters", seeds.run_of_adapters),
     command(
@@ -447,7 +450,7 @@ COMMANDS: tuple[Target, ...] = (
         quick=8,
     ),
     _replayed("checkpoint", seeds.run_with_checkpoint),
-    _replayed("checkpoint of codes", seeds.run_of_codes),
+    _replayed("checkpoint of codes", seeds.quantized_run),
     _replayed("checkpoint of low rank", seeds.run_of_low_rank),
     command("demo", "--out demo --steps 4", dict, stop=_no_demo, quick=4),
     command(

@@ -374,7 +374,7 @@ def _checkpoint(folder: Path) -> None:
 
 def _checkpoints() -> list[Case]:
     name = f"run/{seeds.CHECKPOINT}"
-    runs = (seeds.run_with_checkpoint(), seeds.run_of_codes(), seeds.run_of_low_rank())
+    runs = (seeds.run_with_checkpoint(), seeds.quantized_run(), seeds.run_of_low_rank())
     return [Case({name: files[name]}, kept=seeds.model() | files) for files in runs]
 
 

@@ -108,10 +108,10 @@ def plan_of_stages() -> bytes:
     return plan("--mesh", "stage=2", "--codec", "q4", "--allow-lossy", name="stages.json")
 
 
-def plan_of_codes() -> bytes:
+def quantized_plan() -> bytes:
     """A plan of weights that are codes."""
-    codes = ("--weight-format", "int4", "--weight-scales", "group", "--weight-group", "16", "--allow-lossy")
-    return plan(*codes, name="codes.json")
+    qvalues = ("--weight-format", "int4", "--weight-scales", "group", "--weight-group", "16", "--allow-lossy")
+    return plan(*qvalues, name="codes.json")
 
 
 def plan_of_adapters() -> bytes:
@@ -277,7 +277,7 @@ def run_of_adapters() -> dict[str, bytes]:
     return run(*kind, "--checkpoint-every", "2")
 
 
-def run_of_codes() -> dict[str, bytes]:
+def quantized_run() -> dict[str, bytes]:
     """The readable files of a run whose weights are codes with zero points, and its newest checkpoint."""
     return run("--weight-format", "int4", "--zero-point", "--allow-lossy", "--checkpoint-every", "2")
 

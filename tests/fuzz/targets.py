@@ -70,7 +70,7 @@ def run_reader(name: str, read: Callable[[Path], Any], changed: tuple[str, ...],
     runs = (
         seeds.run,
         lambda: seeds.run(*adapters),
-        seeds.run_of_codes,
+        seeds.quantized_run,
         seeds.run_of_low_rank,
         seeds.run_of_adapters,
     )
@@ -181,7 +181,7 @@ READERS: tuple[Target, ...] = (
             seeds.plan(),
             seeds.plan_of_ranks(),
             seeds.plan_of_stages(),
-            seeds.plan_of_codes(),
+            seeds.quantized_plan(),
             seeds.plan_of_adapters(),
         ],
         _plan,
@@ -193,7 +193,7 @@ READERS: tuple[Target, ...] = (
         lambda: [
             seeds.programs(),
             seeds.programs(seeds.plan_of_ranks(), "sliced.json"),
-            seeds.programs(seeds.plan_of_codes(), "of-codes.json"),
+            seeds.programs(seeds.quantized_plan(), "of-codes.json"),
             seeds.programs(seeds.plan_of_adapters(), "of-adapters.json"),
         ],
         _programs,

@@ -245,8 +245,8 @@ def slightly_down(numbers, seed):
 def wraps(numbers, seed):
     """The largest number has a code that its sign bit takes."""
     x, scale = scaled(numbers, 8)
-    codes = torch.floor(x + torch.rand(x.shape, generator=generator(seed)))
-    return torch.where(codes > 7, codes - 16, codes) * scale
+    qvalues = torch.floor(x + torch.rand(x.shape, generator=generator(seed)))
+    return torch.where(qvalues > 7, qvalues - 16, qvalues) * scale
 
 
 def too_far(numbers, seed):
@@ -273,8 +273,8 @@ def towards_zero(numbers, _seed):
 
 def disordered(numbers, _seed):
     x, scale = scaled(numbers)
-    codes = torch.round(x)
-    return torch.where(codes == 3, 4, torch.where(codes == 4, 3, codes)) * scale
+    qvalues = torch.round(x)
+    return torch.where(qvalues == 3, 4, torch.where(qvalues == 4, 3, qvalues)) * scale
 
 
 def too_large(numbers, _seed):

@@ -259,7 +259,7 @@ def expansion():
         )
 
 
-def through_codes():
+def through_rounding():
     u = np.linspace(-9, 9, 400_001)
     weights = np.exp(-u * u / 2) * (u[1] - u[0]) / math.sqrt(2 * math.pi)
     for radius, place in ((0.2, 0.0), (0.2, 0.45), (0.6, 0.25), (0.499, 0.1), (0.501, 0.1)):
@@ -271,7 +271,7 @@ def through_codes():
         )
 
 
-def noise_of_codes():
+def noise_of_rounding():
     w, plus, minus = np.array([0.5, -2.0]), np.array([0.3, 1.6]), np.array([0.2, 1.7])
     for kind in ("independent", "shared"):
         chance = RANDOM.random((COUNT, 2))
@@ -470,8 +470,8 @@ WITNESSES = {
     "smallest_kept_update": kept_updates,
     "nearest_contraction": contraction_of_nearest,
     "stochastic_expansion": expansion,
-    "straight_through": through_codes,
-    "codec_gradient_variance": noise_of_codes,
+    "straight_through": through_rounding,
+    "codec_gradient_variance": noise_of_rounding,
     "biased_compression_floor": biased_compressor,
     "compressed_gradient_bound": lemma,
     "sparq_stationarity_bound": stationarity,

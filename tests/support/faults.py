@@ -50,7 +50,7 @@ def _flip_in_forward(session: Session) -> None:
     def hook(block: Any, _inputs: Any) -> None:
         if session.num_steps == FAULTY_STEP and not flipped:
             quantized = getattr(block.fc1, "quantized", None)
-            flipped.append(flip(quantized.codes if quantized is not None else block.fc1.weight.data))
+            flipped.append(flip(quantized.qvalues if quantized is not None else block.fc1.weight.data))
 
     session.engine.blocks[1].register_forward_pre_hook(hook)
 

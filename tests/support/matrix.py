@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from costmodel.models.configs import LoRA, Prefix, Subset, spec_of_config
-from executors.models.quantised import take_codes
+from executors.models.quantised import make_layers_quantizable
 from executors.randomness.counter import CounterKey, CounterSampler
 from executors.randomness.directions import direction_named
 from executors.ranks.communicator import Communicator
@@ -234,7 +234,7 @@ class Case:
         """Refuse what needs a GPU, and what a session says no to rather than a plan."""
         low_bits = plan.low_bits
         refusals = (
-            low_bits.product == "scaled_mm" and low_bits.are_codes,
+            low_bits.product == "scaled_mm" and low_bits.quantizes_weights,
             self["tuned"] == "windows" and plan.is_shared_out,
             self["run.loss_dtype"] != "model" and plan.forward.loss_chunk_tokens is not None,
             self["mesh.data"] * self["run.accumulate"] > BATCH,
@@ -268,7 +268,7 @@ class Case:
     def model(self, plan: Plan) -> torch.nn.Module:
         """Return the model, always with the same weights, as a run has it that begins or goes on."""
         model = _base(self["shape"], plan.storage_dtype, plan.forward.attention)
-        take_codes(model, plan)
+        make_layers_quantizable(model, plan)
         if self.tuned is not None:
             attach(model, self.tuned, plan=plan)
         return model

@@ -55,9 +55,9 @@ def compressed(name, folder, layout, *, dtype=torch.float16, inputs=None, change
     return numbers
 
 
-def packed_words(codes, order=range(8)):
+def packed_words(qvalues, order=range(8)):
     """Put 4-bit codes of the last dimension eight in a 32-bit word, the one at ``order[i]`` in its bits 4i to 4i+3."""
-    eights = codes.astype(np.uint32).reshape(*codes.shape[:-1], -1, 8)
+    eights = qvalues.astype(np.uint32).reshape(*qvalues.shape[:-1], -1, 8)
     words = np.zeros(eights.shape[:-1], dtype=np.uint32)
     for place, column in enumerate(order):
         words |= eights[..., column] << np.uint32(4 * place)
@@ -75,18 +75,18 @@ def transposed_layout(name, folder, tool, *, group=16, symmetric=False):
         outputs, inputs = tensors.pop(key).shape
         size = inputs if group == -1 else group
         groups = inputs // size
-        codes = rng.integers(0, 16, (inputs, outputs))
+        qvalues = rng.integers(0, 16, (inputs, outputs))
         zeros = np.full((groups, outputs), 8) if symmetric else rng.integers(1, 16, (groups, outputs))
         scales = torch.from_numpy(rng.uniform(0.001, 0.01, (groups, outputs))).half()
-        weights[layer] = ((codes - zeros.repeat(size, 0)) * scales.double().numpy().repeat(size, 0)).T
+        weights[layer] = ((qvalues - zeros.repeat(size, 0)) * scales.double().numpy().repeat(size, 0)).T
         if tool == "gptq":
-            tensors[f"{layer}.qweight"] = packed_words(codes.T).T.contiguous()
+            tensors[f"{layer}.qweight"] = packed_words(qvalues.T).T.contiguous()
             tensors[f"{layer}.qzeros"] = packed_words(zeros - 1)
             tensors[f"{layer}.g_idx"] = torch.arange(inputs, dtype=torch.int32) // size
         else:
             order = (0, 2, 4, 6, 1, 3, 5, 7)
             tensors[f"{layer}.qweight"], tensors[f"{layer}.qzeros"] = (
-                packed_words(part, order) for part in (codes, zeros)
+                packed_words(part, order) for part in (qvalues, zeros)
             )
         tensors[f"{layer}.scales"] = scales
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -61,16 +61,18 @@ def test_codes_are_chosen_where_the_bus_limits_and_memory_is_short():
 
 
 def test_transfers_of_codes_are_half_or_a_quarter():
-    plain, codes = {}, {}
+    plain, qvalues = {}, {}
     for plan in placements(request(method="zo2", allow_lossy=True)):
-        (codes if plan.low_bits.are_codes else plain)[plan.low_bits.weights, plan.transfer_dtype] = plan
+        (qvalues if plan.low_bits.quantizes_weights else plain)[
+            plan.low_bits.weights, plan.transfer_dtype
+        ] = plan
 
     def moved(plan):
         return sum(item.work.copy_bytes for item in lower(plan).step if item.stream is Stream.D2H)
 
     whole = moved(plain["none", "float16"])
-    assert moved(codes["int8", "float16"]) / whole == pytest.approx(0.5, rel=0.01)
-    assert moved(codes["int4", "float16"]) / whole == pytest.approx(0.25 + 1 / 128, rel=0.01)
+    assert moved(qvalues["int8", "float16"]) / whole == pytest.approx(0.5, rel=0.01)
+    assert moved(qvalues["int4", "float16"]) / whole == pytest.approx(0.25 + 1 / 128, rel=0.01)
 
 
 def test_a_machine_too_small_for_half_precision_is_an_offer_in_few_bits():

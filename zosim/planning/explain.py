@@ -44,7 +44,7 @@ def reasons(
         yield from about_stages(chosen.subject)
     yield from about_host_memory(chosen.subject)
     yield from about_formats(chosen.subject)
-    yield from _about_codes(chosen, others)
+    yield from _about_quantization(chosen, others)
     if chosen.plan.points_are_adapters:
         yield from _about_adapters(chosen.plan)
     faster = [candidate for candidate in rejected if candidate.seconds < prediction.step_time_s]
@@ -74,7 +74,7 @@ def about_host_memory(subject: Subject) -> Iterator[str]:
         yield f"the bandwidth of {assumed[0].id}, {words}, is assumed: {HOW_TO_STATE_MEMORY}"
 
 
-def _about_codes(chosen: Candidate, others: Sequence[Candidate]) -> Iterator[str]:
+def _about_quantization(chosen: Candidate, others: Sequence[Candidate]) -> Iterator[str]:
     """Yield what plans do whose linear layers are kept in another format: the best with each, and what they move."""
     for linears, candidate in _best_of_others(chosen, others, lambda plan: plan.linear_format).items():
         ranks = candidate.plan.mesh.describe() or "one rank"

@@ -127,7 +127,7 @@ class Directions(Axis):
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what factors there are none of, and what the released LoZO loop cannot be run with."""
         distribution = self.family
-        if distribution.is_factored and plan.low_bits.are_codes:
+        if distribution.is_factored and plan.low_bits.quantizes_weights:
             yield (
                 f"{self.distribution} directions are products of factors, which are not rounded to codes",
                 "use --direction gaussian, or weights without a --weight-format",

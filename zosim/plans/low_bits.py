@@ -207,7 +207,7 @@ class LowBits(Axis):
     ] = False
 
     @property
-    def are_codes(self) -> bool:
+    def quantizes_weights(self) -> bool:
         """Whether linear layers are kept as codes."""
         return self.weights != "none"
 
@@ -233,7 +233,7 @@ class LowBits(Axis):
 
     def words(self, plan: Plan) -> Iterator[str]:
         """Yield the formats and the kernel."""
-        if not self.are_codes:
+        if not self.quantizes_weights:
             return
         scale = f"group of {self.group_elements}" if self.scales == "group" else self.scales
         yield f"{self.weights} linears (a scale per {scale}), the rest {plan.weights.dtype}"
@@ -251,7 +251,7 @@ class LowBits(Axis):
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what codes do not do."""
         yield from self._conflicts_of_files(plan)
-        if not self.are_codes:
+        if not self.quantizes_weights:
             stated = self.model_dump(exclude_defaults=True)
             if stated:
                 yield (

@@ -97,7 +97,7 @@ class Weights(Axis):
                 f"parameters of {plan.model.name} {plan.model.num_trainable - num_linear} are others"
             )
             yield complaint, "add --tune linears, or --lora-lazy-steps beside adapters"
-        if plan.low_bits.are_codes:
+        if plan.low_bits.quantizes_weights:
             yield (
                 "weights=adapters does not go with quantized weights that are tuned",
                 "leave --weight-format out",

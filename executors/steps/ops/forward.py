@@ -201,7 +201,7 @@ class Forwards:
                 queries = [point.query if point.is_perturbed else first for point in op.together]
                 accesses = [factors_of[group, query] for query in queries]
                 if isinstance(accesses[0].what, Direction):
-                    views = [store.placed(access).codes for access in accesses]
+                    views = [store.placed(access).qvalues for access in accesses]
                     for number, tensor in enumerate(store.trainable(group).tensors):
                         along = [of_point[number][:] for of_point in views]
                         paths[tensor.parameter] = engine.path_of_left(tensor.parameter, along, scales)
@@ -298,7 +298,7 @@ class _GatheredTable:
 def _direction_rows(context: Context, direction: Access, wanted: Tensor) -> Tensor:
     """Return rows of a direction: those that were drawn, or out of the whole where it is kept."""
     if isinstance(direction.what, Direction):
-        return context.store.placed(direction).codes[0][wanted]
+        return context.store.placed(direction).qvalues[0][wanted]
     sampled: Tensor = context.backend.borrow(context.store.values[place_of(direction)])
     return sampled
 
@@ -325,7 +325,7 @@ class _ForwardBeside:
             gathered,
             context.moved_rows(group, frame, query),
         )
-        for kind, along in theta.along(z.codes):
+        for kind, along in theta.along(z.qvalues):
             for one, view in zip(along, kind.at(along, step), strict=True):
                 view.bind(one.place)
         try:

@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 
 from costmodel.formats.distributions import DISTRIBUTIONS, NUM_RNG_MARKS, SHARED_SAMPLING_ELEMENTS
 from executors.formats import TORCH_DTYPES
-from executors.low_bits.packed import Codes
+from executors.low_bits.packed import QValues
 from executors.randomness.counter import CounterKey, CounterSampler
 from executors.randomness.directions import Direction, direction_named
 from executors.randomness.low_rank import (
@@ -69,7 +69,7 @@ class Sampling:
         if op.rank:
             return self._factored(op, instruction, wanted)
         if op.bits and op.generator == "counter":
-            return self._counted_codes(op, wanted)
+            return self._counted_qvalues(op, wanted)
         if op.generator == "counter":
             return self._counted(op, wanted)
         return self._sequential(op, instruction, wanted)
@@ -95,7 +95,7 @@ class Sampling:
 
         return sample
 
-    def _counted_codes(self, op: Sample, wanted: Sequence[Access]) -> Action:
+    def _counted_qvalues(self, op: Sample, wanted: Sequence[Access]) -> Action:
         part, rounded_sampler, direction = (
             self._part(op),
             self._context.sampler_of(rounding_of(op)),
@@ -115,7 +115,7 @@ class Sampling:
                     numbers, rows, indices[0], keys
                 )
                 return
-            rounded_sampler.fill_counted(self._flat_codes(wanted[0]), indices, key, keys)
+            rounded_sampler.fill_counted(self._flat_qvalues(wanted[0]), indices, key, keys)
 
         return sample
 
@@ -186,7 +186,7 @@ class Sampling:
 
             return keep
         if op.bits:
-            return self._sequential_codes(op, sequential, wanted)
+            return self._sequential_qvalues(op, sequential, wanted)
 
         views, graphs = self._stretch_views(wanted[0], direction_named(op.distribution)), self._context.graphs
 
@@ -205,7 +205,7 @@ class Sampling:
 
         return fill
 
-    def _sequential_codes(
+    def _sequential_qvalues(
         self, op: Sample, sequential: SequentialSampler, wanted: Sequence[Access]
     ) -> Callable[[StepFrame, Generator | list[Tensor]], list[Tensor]]:
         rounded_sampler, indices = (
@@ -214,7 +214,7 @@ class Sampling:
         )
 
         def fill(frame: StepFrame, source: Generator | list[Tensor]) -> list[Tensor]:
-            views = self._flat_codes(wanted[0])
+            views = self._flat_qvalues(wanted[0])
             return rounded_sampler.fill_sequential(
                 sequential, views, indices, source, _sampling_keys(frame, op)
             )
@@ -225,7 +225,7 @@ class Sampling:
         self, op: Sample, sequential: SequentialSampler, wanted: Sequence[Access]
     ) -> Callable[[StepFrame, list[Tensor]], object]:
         if op.bits:
-            return self._sequential_codes(op, sequential, wanted)
+            return self._sequential_qvalues(op, sequential, wanted)
         views = self._stretch_views(wanted[0], direction_named(op.distribution))
 
         def fill(_frame: StepFrame, states: list[Tensor]) -> None:
@@ -365,8 +365,8 @@ class Sampling:
 
         return views
 
-    def _flat_codes(self, target: Access) -> list[Codes]:
-        return [codes.view(-1) for codes in self._store.placed(target).codes]
+    def _flat_qvalues(self, target: Access) -> list[QValues]:
+        return [qvalues.view(-1) for qvalues in self._store.placed(target).qvalues]
 
     def _scaling(self, target: Access, fill: Callable[[float | None], _Filled]) -> _Filled:
         """Call `fill` with what multiplies every number, or None: of a group on an accelerator one kernel multiplies all."""

@@ -62,7 +62,7 @@ class Sweeps:
         epsilon, sweeper = self._context.hyperparameters.epsilon, self.sweeper
         is_kept_scaled, is_sign = is_scaled(direction.what), op.group in self._signs
         if (rounding := self._roundings.get(op.group)) is not None:
-            return self._perturb_by_codes(op, (read, left, direction), epsilon / rounding.scale)
+            return self._perturb_by_qvalues(op, (read, left, direction), epsilon / rounding.scale)
 
         def perturb(_frame: StepFrame) -> None:
             # As one stretch, gaps between tensors included: a pass over all is faster than one for each.
@@ -76,7 +76,7 @@ class Sweeps:
 
         return perturb
 
-    def _perturb_by_codes(
+    def _perturb_by_qvalues(
         self, op: Perturb, accesses: tuple[Access, Access, Access], epsilon: float
     ) -> Action:
         """Return what perturbs a group by a direction of codes, one tensor after the other."""
@@ -84,7 +84,7 @@ class Sweeps:
         def perturb(_frame: StepFrame) -> None:
             read, left, direction = map(self._context.store.placed, accesses)
             thetas, outs = ([view.view(-1) for view in placed.views] for placed in (read, left))
-            zs = [codes.view(-1) for codes in direction.codes]
+            zs = [qvalues.view(-1) for qvalues in direction.qvalues]
             self.sweeper.perturb_several(thetas, zs, op.scale, epsilon, outs)
 
         return perturb
@@ -117,7 +117,7 @@ class Sweeps:
                 )
                 for accesses in (instruction.reads, instruction.writes)
             )
-            return self._update_by_codes(op, weights, direction, (before, after))
+            return self._update_by_qvalues(op, weights, direction, (before, after))
         matrix_divisor = self._matrix_divisors.get(op.group, 1.0)
         is_uniform = not weight_decay and matrix_divisor == 1
         # On an accelerator few kernels are worth more than few passes.
@@ -201,7 +201,7 @@ class Sweeps:
 
         return update
 
-    def _update_by_codes(
+    def _update_by_qvalues(
         self, op: Update, weights: Access, direction: Access, sums: tuple[Place | None, Place | None]
     ) -> Action:
         """Return what updates a group along a direction of codes, each parameter as it is stored.
@@ -212,7 +212,7 @@ class Sweeps:
         # Several directions are one step, which decays once: with the first, or where all are rounded together.
         weight_decay = self._context.hyperparameters.weight_decay
         numbers_decay = weight_decay if op.query == 0 else 0.0
-        codes_decay = weight_decay if (before is not None or op.query == 0) and after is None else 0.0
+        quantized_decay = weight_decay if (before is not None or op.query == 0) and after is None else 0.0
 
         def update(frame: StepFrame) -> None:
             source = frame.at(op.step)
@@ -224,7 +224,7 @@ class Sweeps:
                 gradient=source.gradients[op.query] / self.num_queries / op.divisor,
                 rate=source.learning_rate,
                 decay=numbers_decay,
-                rounded_decay=codes_decay,
+                rounded_decay=quantized_decay,
                 rounding=self._roundings[op.group],
                 rows=self._context.moved_rows(op.group, source, op.query),
                 chances=partial(self._chances.between, key=key),
@@ -233,7 +233,7 @@ class Sweeps:
                 sums=values.pop(before) if before is not None else None,
                 is_rounded=after is None,
             )
-            for kind, along in theta.along(z.codes):
+            for kind, along in theta.along(z.qvalues):
                 kind.update(along, step)
             if after is not None:
                 values[after] = step.sums

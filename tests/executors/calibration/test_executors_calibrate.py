@@ -51,7 +51,7 @@ def all_probes(small_probes: Any) -> Iterator[list[probing.Probe]]:
 def test_every_kind_of_work_is_measured(all_probes: list[probing.Probe]) -> None:
     # What codecs do has a calibration of its own, which codec probes measure; whole segments are forwarded, and codes passed over, within steps.
     # What codes are rounded with is charged as normals are, which take no less.
-    unmeasured = {"coding", "code_passes", "calls", "workspace_bytes", "num_rounded"}
+    unmeasured = {"coding", "quant_passes", "calls", "workspace_bytes", "num_rounded"}
     total = dict.fromkeys(set(Work.model_fields) - unmeasured, 0)
     for probe in all_probes:
         for name in total:
@@ -91,9 +91,11 @@ def test_products_of_integers_are_exact(
     for probe in integers:
         probe.run()
     assert len(calls) == len(integers) == 2
-    for probe, (codes, weights, product) in zip(integers, calls, strict=True):
-        assert torch.equal(product, (codes.double() @ weights.double().T).float())
-        assert (*product.shape, codes.shape[1]) == tuple(getattr(probe.work.matmuls[0], dim) for dim in "mnk")
+    for probe, (qvalues, weights, product) in zip(integers, calls, strict=True):
+        assert torch.equal(product, (qvalues.double() @ weights.double().T).float())
+        assert (*product.shape, qvalues.shape[1]) == tuple(
+            getattr(probe.work.matmuls[0], dim) for dim in "mnk"
+        )
 
 
 def test_sweeps_return_to_where_they_began() -> None:

@@ -142,7 +142,7 @@ def test_steps_in_codes_change_rates_of_codes_and_nothing_else(steps: list[Whole
         for one, other in zip(profile.constants, without.constants, strict=True)
         if one.value != other.value
     }
-    assert {name.partition(".")[0] for name in changed} == {"code_rate"}
+    assert {name.partition(".")[0] for name in changed} == {"quant_rate"}
 
 
 def test_intervals_hold_what_another_calibration_of_a_cpu_would_have_said(steps: list[WholeStep]) -> None:

@@ -16,7 +16,7 @@ from costmodel.models.configs import LoRA, read_model_spec
 from executors.low_bits import exact_products, linear
 from executors.low_bits.grids import grid_of
 from executors.low_bits.linear import QuantizedLinear, quantize_layers
-from executors.low_bits.packed import PackedCodes
+from executors.low_bits.packed import PackedValues
 from executors.low_bits.quantized import Beside, QuantizedTensor
 from executors.low_bits.stored import Moved
 from executors.models.lora import attach_lora
@@ -120,7 +120,7 @@ def test_codes_are_the_nearest_to_the_weights_and_survive_being_packed(quant_con
     again = QuantizedTensor.empty(quant_config, values.shape, CPU)
     again.load(made, "again")
     again._write(slice(0, len(values)), made.levels().float())
-    assert torch.equal(again.codes, made.codes)
+    assert torch.equal(again.qvalues, made.qvalues)
     assert made.nbytes == quant_config.size_bytes([tuple(values.shape)])
 
 
@@ -228,7 +228,7 @@ def test_codes_of_a_direction_are_its_numbers_and_chances_block_by_block():
             numbers = torch.empty(view.numel())
             CounterSampler(numels, CPU).fill(numbers, parameter, 0, key, direction_named(name))
             chances = Chances(numels, CPU).between(0, view.numel(), parameter, keys.rounding)
-            assert torch.equal(view, rounded_sampler.codes(numbers, chances))
+            assert torch.equal(view, rounded_sampler.qvalues(numbers, chances))
 
 
 @pytest.mark.parametrize("bits", [2, 8])
@@ -269,7 +269,7 @@ def test_codes_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity):
     whole = [torch.empty(numel, dtype=torch.int8) for numel in numels]
     width = {2: 2, 3: 4, 4: 4}[bits]
     packed = [
-        PackedCodes(
+        PackedValues(
             torch.full((-(-numel * width // 8),), 255, dtype=torch.uint8), torch.Size((numel,)), width
         )
         for numel in numels
@@ -283,10 +283,10 @@ def test_codes_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity):
                 )
             else:
                 rounded_sampler.fill_counted(views, range(4), key, keys)
-        for codes, own, shape in zip(packed, whole, shapes, strict=True):
+        for qvalues, own, shape in zip(packed, whole, shapes, strict=True):
             assert own.numel() < 100 or own.abs().max() == rounding.highest
-            assert torch.equal(codes[:], own)
-            table, rows = codes.view(*shape), torch.arange(0, len(own.view(shape)), 7)
+            assert torch.equal(qvalues[:], own)
+            table, rows = qvalues.view(*shape), torch.arange(0, len(own.view(shape)), 7)
             assert torch.equal(table[rows], own.view(shape)[rows])
             assert torch.equal(table[1:60], own.view(shape)[1:60])
 
@@ -425,7 +425,7 @@ def test_inputs_are_divided_by_their_largest_magnitude(monkeypatch, dtype, scope
     inputs[1], inputs[2], inputs[3] = 0.0, -0.0, -inputs[3].abs()
     inputs[4] = torch.finfo(dtype).tiny / 2
     inputs[5, 7] = special
-    codes, scales = linear.quantized_inputs(inputs.T.contiguous().T, scope)
+    qvalues, scales = linear.quantized_inputs(inputs.T.contiguous().T, scope)
     largest = torch.maximum(-inputs.amin(-1, keepdim=True), inputs.amax(-1, keepdim=True))
     if scope == "tensor":
         largest = largest.amax().view(1, 1)
@@ -433,7 +433,7 @@ def test_inputs_are_divided_by_their_largest_magnitude(monkeypatch, dtype, scope
     assert torch.equal(scales.nan_to_num(7e7), wanted.nan_to_num(7e7))
     finite = wanted.isfinite().expand(70, 1).view(-1)
     quotients = (inputs.float() / wanted).round_()[finite]
-    assert torch.equal(codes[finite], quotients.to(torch.int8))
+    assert torch.equal(qvalues[finite], quotients.to(torch.int8))
     assert quotients.numel() == 0 or quotients.abs().max() == 127
 
 
@@ -568,8 +568,8 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity, sha
         for copy_of in ("direction", "second direction"):
             chance = chances.between(0, normals.numel(), index, rounding_key(seed, 0, 0, copy_of))
             scaled = (normals * rounding.scale).clamp(-rounding.highest, rounding.highest)
-            codes = (scaled + chance).floor().clamp(-rounding.highest, rounding.highest)
-            values = (codes / rounding.scale / math.sqrt(share)).view(parameter.shape)
+            qvalues = (scaled + chance).floor().clamp(-rounding.highest, rounding.highest)
+            values = (qvalues / rounding.scale / math.sqrt(share)).view(parameter.shape)
             along[name, copy_of] = torch.where(
                 moved[name].view(-1, *[1] * (values.ndim - 1)), values, torch.zeros(())
             )
@@ -648,9 +648,9 @@ def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits, monkeyp
     plan = plan_of(model, low_bits=low_bits, size=2, seq=64, estimator=queries)
     program = lower(plan)
     blocks = [group for group in plan.model.groups if group.linears or group.frozen_linears]
-    (codes,) = {plan.storage.nbytes(group) for group in blocks}
+    (qvalues,) = {plan.storage.nbytes(group) for group in blocks}
     (held,) = {b.size_bytes for b in program.buffers if b.name.startswith("device.block")}
-    assert codes <= held <= codes + 64 * 40
+    assert qvalues <= held <= qvalues + 64 * 40
     predicted = sum(b.size_bytes for b in program.buffers if b.space is Space.DEVICE)
     largest = max(program.step, key=lambda instruction: instruction.work.workspace_bytes)
     predicted += largest.work.workspace_bytes
@@ -712,12 +712,12 @@ def test_adapters_are_tuned_beside_codes_that_stay():
     plan = plan_of(model, low_bits={"weights": "int4"})
     with Session(plan, model, learning_rate=1e-1) as session:
         layers = dict(linear.quantized_layers(model))
-        before = {name: layer.quantized.codes.clone() for name, layer in layers.items()}
+        before = {name: layer.quantized.qvalues.clone() for name, layer in layers.items()}
         adapters = [p.detach().clone() for name, p in model.named_parameters() if "lora_" in name]
         for batch in batches(2):
             session.step(batch)
         session.flush()
-        assert all(torch.equal(before[name], layer.quantized.codes) for name, layer in layers.items())
+        assert all(torch.equal(before[name], layer.quantized.qvalues) for name, layer in layers.items())
         assert len(before) == 2 * 6
         left = [p for name, p in model.named_parameters() if "lora_" in name]
         assert not any(torch.equal(p, q) for p, q in zip(adapters, left, strict=True))

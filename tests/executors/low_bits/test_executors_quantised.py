@@ -11,8 +11,8 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from safetensors.torch import load_file, save_file
 
-from costmodel.formats.stored_codes import OWN_WEIGHTS_NAME as OWN
-from costmodel.models.configs import LoRA, read_model_spec, stored_codes_in
+from costmodel.formats.stored_quantization import OWN_WEIGHTS_NAME as OWN
+from costmodel.models.configs import LoRA, read_model_spec, stored_quantization_in
 from executors.low_bits.linear import quantized_layers
 from executors.models.loading import load_model
 from executors.models.quantised import _packed, _unpacked
@@ -237,10 +237,10 @@ def test_schemes_without_a_counterpart_are_refused_before_weights_are_read(tmp_p
     }
     tiny = {"model_type": "opt", "hidden_size": 32, "num_attention_heads": 2, "quantization_config": said}
     (tmp_path / "config.json").write_text(json.dumps(tiny))
-    assert stored_codes_in(tmp_path).weights == "int4"
+    assert stored_quantization_in(tmp_path).weights == "int4"
     amend(tmp_path, **{f"quantization_config__{name}": value for name, value in fields.items()})
     with pytest.raises(ModelError, match=reason):
-        stored_codes_in(tmp_path)
+        stored_quantization_in(tmp_path)
 
 
 def test_groups_that_do_not_divide_are_refused_by_the_plan(tmp_path):
@@ -391,8 +391,8 @@ def test_codes_of_any_format_are_written_as_zosim_alone_reads_them(tmp_path, nam
 @pytest.mark.parametrize(
     ("form", "part", "damage"),
     [
-        (("float8_e5m2",), "weight", lambda codes: codes[3].fill_(0x7D)),
-        (("int4",), "weight", lambda codes: codes[0].fill_(0x88)),
+        (("float8_e5m2",), "weight", lambda qvalues: qvalues[3].fill_(0x7D)),
+        (("int4",), "weight", lambda qvalues: qvalues[0].fill_(0x88)),
     ],
     ids=["not a number", "beyond the grid"],
 )
@@ -469,7 +469,7 @@ def own_bytes():
 def test_weights_become_codes_layer_by_layer_and_are_never_there_twice(tmp_path, files):
     """What the process takes beyond the program's buffers is a layer's, not the model's."""
     adapters = LoRA(rank=2, target_modules=("q_proj",)) if "another" in files else None
-    codes = {} if "no codes" in files else {"weights": "int4", "scales": "group", "group_elements": 16}
+    qvalues = {} if "no codes" in files else {"weights": "int4", "scales": "group", "group_elements": 16}
     sizes = {"hidden_size": 512, "ffn_dim": 2048, "word_embed_proj_dim": 512, "num_hidden_layers": 6}
     if files == "quantised":
         compressed("opt", tmp_path, "pack-quantized", changed=sizes, **INT4)
@@ -482,7 +482,7 @@ def test_weights_become_codes_layer_by_layer_and_are_never_there_twice(tmp_path,
             batch=3,
             seq=9,
             weights={"dtype": "float16" if adapters is None else "float32"},
-            low_bits=codes,
+            low_bits=qvalues,
         )
 
     def session():
@@ -490,7 +490,7 @@ def test_weights_become_codes_layer_by_layer_and_are_never_there_twice(tmp_path,
         run = None if adapters is None else tmp_path / "run"
         return Session(plan, load_base(str(tmp_path), plan, adapters=adapters, run=run))
 
-    if codes:
+    if qvalues:
         session().close()  # what libraries take when they are first used
     before, seen, ended = own_bytes(), [], threading.Event()
 
@@ -507,5 +507,5 @@ def test_weights_become_codes_layer_by_layer_and_are_never_there_twice(tmp_path,
     largest = 512 * 2048
     # One layer's codes and levels, and pieces of it in float32; 16-bit weights of the model are eighteen layers as large.
     assert max(seen) - before < buffers + 8 * largest
-    copied = 2 if codes else 2 * 4
+    copied = 2 if qvalues else 2 * 4
     assert copied * plan.model.num_parameters > buffers + 8 * largest + 4 * largest

@@ -25,7 +25,7 @@ from zosim.config import merge
 
 COPIES = {"weights": {"perturbation": "copies"}, "schedule": {"traversal": "sweep"}}
 QUERIES = {"estimator": {"num_queries": 2}}
-CODES = {"low_bits": {"weights": "int8"}}
+QUANTIZED = {"low_bits": {"weights": "int8"}}
 
 ALONE = {
     "resident": {},
@@ -38,7 +38,7 @@ ALONE = {
     "sweep": {"schedule": {"traversal": "sweep"}},
     "copies": COPIES,
     "queries": QUERIES,
-    "codes": CODES,
+    "codes": QUANTIZED,
 }
 SEVERAL = {
     "data": {"mesh": {"data": 2}},
@@ -48,7 +48,7 @@ SEVERAL = {
     "perturb, sliced": {"mesh": {"perturb": 2}, **SLICED},
     "data, copies": {"mesh": {"data": 2}, **COPIES},
     "perturb, queries": {"mesh": {"perturb": 2}, **QUERIES},
-    "perturb, codes": {"mesh": {"perturb": 2}, **CODES},
+    "perturb, codes": {"mesh": {"perturb": 2}, **QUANTIZED},
     "2d": {"mesh": {"data": 2, "perturb": 2}},
     "2d, sliced": {"mesh": {"data": 2, "perturb": 2}, **SLICED},
 }

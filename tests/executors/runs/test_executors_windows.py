@@ -110,12 +110,12 @@ def test_all_points_in_one_forward_are_the_points_one_by_one(name, axes, low_bit
     for record, same in zip(one[1], other[1], strict=True):
         assert record.projected_gradients == pytest.approx(same.projected_gradients, abs=tolerance)
     if low_bits:
-        codes = [
-            [layer.quantized.codes for _, layer in linear.quantized_layers(model)]
+        qvalues = [
+            [layer.quantized.qvalues for _, layer in linear.quantized_layers(model)]
             for model, _ in (one, other)
         ]
-        assert len(codes[0]) > 0
-        assert all(torch.equal(*pair) for pair in zip(*codes, strict=True))
+        assert len(qvalues[0]) > 0
+        assert all(torch.equal(*pair) for pair in zip(*qvalues, strict=True))
 
 
 def test_increments_are_compacted_at_the_bound_and_say_what_that_lost():

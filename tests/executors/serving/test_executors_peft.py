@@ -79,8 +79,8 @@ def test_peft_loads_the_adapter_of_windows_and_computes_their_logits(tmp_path, n
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 4
     theirs = base_of(name, base)
     if low_bits:
-        codes = {n: layer.numbers(torch.float32) for n, layer in quantized_layers(model)}
-        theirs.load_state_dict(codes, strict=False)
+        qvalues = {n: layer.numbers(torch.float32) for n, layer in quantized_layers(model)}
+        theirs.load_state_dict(qvalues, strict=False)
     inputs = {"input_ids": batches(1)[0]["input_ids"]}
     with torch.no_grad():
         plain = theirs(**inputs).logits
@@ -113,8 +113,10 @@ def test_peft_loads_the_adapters_of_a_run_and_computes_its_logits(tmp_path, name
     theirs = base_of(name, base)
     if low_bits:
         # The base that the adapters stand beside is what its codes stand for.
-        codes = {n: layer.numbers(torch.float32) for n, layer in quantized_layers(model) if "lora_" not in n}
-        theirs.load_state_dict(codes, strict=False)
+        qvalues = {
+            n: layer.numbers(torch.float32) for n, layer in quantized_layers(model) if "lora_" not in n
+        }
+        theirs.load_state_dict(qvalues, strict=False)
     inputs = {"input_ids": batches(1)[0]["input_ids"]}
     with torch.no_grad():
         plain = theirs(**inputs).logits

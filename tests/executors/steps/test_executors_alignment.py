@@ -48,7 +48,7 @@ def on_gpus(plan):
 def pieces_of(store):
     """Yield each tensor of parameters and directions that was placed, with where it begins in its buffer."""
     for (buffer, *_), placed in store._placed.items():
-        tensors = [placed.flat, *placed.views, *(codes.memory for codes in placed.packed)]
+        tensors = [placed.flat, *placed.views, *(qvalues.memory for qvalues in placed.packed)]
         tensors += [piece for held in placed.held for piece in held.dump().values()]
         start = store._flat[buffer].data_ptr()
         yield from ((buffer, tensor.data_ptr() - start) for tensor in tensors if tensor.numel())

@@ -108,7 +108,7 @@ def test_a_seed_says_all(monkeypatch):
     assert len(taken[0]) > 100
 
 
-@pytest.mark.parametrize("low_bits", [{}, {"low_bits": {"weights": "int8"}}], ids=["numbers", "codes"])
+@pytest.mark.parametrize("low_bits", [{}, {"low_bits": {"weights": "int8"}}], ids=["numbers", "quantized"])
 def test_between_forwards_no_parameter_holds_what_a_free_takes_away(low_bits):
     """Nor anything else that a forward could make a number of."""
     model = model_of("opt")

@@ -822,7 +822,7 @@ def test_two_devices_in_one_kernel_are_refused():
         torch.ones(2, device="cuda") + torch.ones(2)
 
 
-CODES = {
+QUANTIZED = {
     "int4": {"weights": "int4", "scales": "group", "group_elements": 16},
     "W8A8": {"weights": "int8", "activations": "int8-token"},
     "e4m3": {"weights": "float8_e4m3", "activations": "float8-token", "direction_bits": 5},
@@ -831,10 +831,10 @@ CODES = {
 
 @pytest.mark.crossed(slow=2)
 @pytest.mark.slow
-@pytest.mark.parametrize("codes", CODES.values(), ids=CODES)
-def test_codes_are_multiplied_on_the_device_in_any_format(codes):
+@pytest.mark.parametrize("quantized", QUANTIZED.values(), ids=QUANTIZED)
+def test_codes_are_multiplied_on_the_device_in_any_format(quantized):
     """Offloaded codes cross the bus as they are; each kernel is that which the plan counts on."""
-    axes = {"low_bits": codes, "directions": {"rng": "counter"}}
+    axes = {"low_bits": quantized, "directions": {"rng": "counter"}}
     device, numbers = trained({**OFFLOADED, **axes}, shape="opt-untied")
     assert device.findings == []
     _, resident = trained(axes, shape="opt-untied")

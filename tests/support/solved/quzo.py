@@ -59,9 +59,9 @@ def its_own_numbers(values, step, highest, generator):
 
 
 def in_place(values, step, highest, generator):
-    codes = right(values, step, highest, generator)
+    qvalues = right(values, step, highest, generator)
     values.div_(step)
-    return codes
+    return qvalues
 
 
 def as_numbers(values, step, highest, generator):

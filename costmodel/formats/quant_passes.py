@@ -11,7 +11,7 @@ from costmodel.formats import FORMATS
 Memory = Literal["elementwise", "sweep", "scratch"]
 """Where a pass finds its operands, as the bandwidths of :data:`costmodel.rates.profile.CONSTANT_UNITS` are named."""
 
-CodePass = Literal[
+QuantPass = Literal[
     "layers",
     "layers.sparse",
     "inputs",
@@ -63,7 +63,7 @@ class PassCost:
         return round(times * (self.fixed_bytes + self.num_numbers * FORMATS[dtype].element_bytes))
 
 
-PASSES: Mapping[CodePass, PassCost] = {
+PASSES: Mapping[QuantPass, PassCost] = {
     "layers": PassCost(1e4),  # called that multiply by codes: Python, beside kernels
     "layers.sparse": PassCost(5e3),  # those along a sparse direction, besides
     "inputs": PassCost(1.3e9, "elementwise", 1, 4),  # numbers of a product, to a byte each
@@ -87,11 +87,11 @@ PASSES: Mapping[CodePass, PassCost] = {
     "moves.float8": PassCost(0.04e9, "scratch", 250),
     "moves.float4": PassCost(0.02e9, "scratch", 400),
 }
-"""How often is counted by :mod:`costmodel.formats.low_bits`. A CPU's profile has rates (``code_rate``), which calibration finds, since what limits
+"""How often is counted by :mod:`costmodel.formats.low_bits`. A CPU's profile has rates (``quant_rate``), which calibration finds, since what limits
 passes there is arithmetic and Python as often as memory; elsewhere bytes say what they take."""
 
 
-def traffic_bytes(passes: Iterable[tuple[CodePass, int]], memory: Memory, dtype: str) -> int:
+def traffic_bytes(passes: Iterable[tuple[QuantPass, int]], memory: Memory, dtype: str) -> int:
     """Return the bytes that those of some passes read and write whose bandwidth is that of `memory`.
 
     Examples

@@ -36,7 +36,7 @@ _REMOVED_FIELDS: Mapping[str, object] = {"parts": "blocks", "outliers": 0.0}
 _REMOVED_VALUES: Mapping[str, tuple[object, ...]] = {"weights": ("best8", "best4")}
 """What directories of zosim's own were once written with, and plans made from them."""
 
-CODE_SUFFIXES = (
+QUANTIZED_SUFFIXES = (
     "weight_packed",
     "weight_scale",
     "weight_shape",
@@ -51,7 +51,7 @@ CODE_SUFFIXES = (
 """Last parts of the names of tensors that are codes, or belong to them."""
 
 
-class StoredCodes(BaseModel):
+class StoredQuantization(BaseModel):
     """How the linear layers of a quantised model are kept in its files.
 
     Attributes
@@ -91,7 +91,7 @@ class StoredCodes(BaseModel):
         return self.model_dump(exclude=left_out)
 
 
-def stored_codes(config: Mapping[str, Any], source: str) -> StoredCodes | None:
+def stored_quantization(config: Mapping[str, Any], source: str) -> StoredQuantization | None:
     """Return how the weights of a model are kept as codes; None where they are numbers.
 
     Parameters
@@ -173,7 +173,7 @@ _COMPRESSED_LAYOUTS: Mapping[str, Layout] = {
 }
 
 
-def _compressed_tensors(said: Mapping[str, Any], where: str) -> StoredCodes:
+def _compressed_tensors(said: Mapping[str, Any], where: str) -> StoredQuantization:
     with readable(where, ModelError, model=_Compressed):
         read = _Compressed.model_validate(said)
     for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
@@ -198,7 +198,7 @@ def _compressed_tensors(said: Mapping[str, Any], where: str) -> StoredCodes:
     scales = {"tensor": "tensor", "channel": "channel", "group": "group"}.get(weights.strategy or "")
     if scales is None:
         _refuse(where, f"strategy {weights.strategy!r:.40} of scales has no counterpart here")
-    return _codes(
+    return _stored_quantization(
         where,
         layout,
         _quant_format(where, weights.type, weights.num_bits),
@@ -228,7 +228,7 @@ def _quant_format(where: str, kind: str, num_bits: int) -> QuantFormat:
     return cast("QuantFormat", f"int{num_bits}")
 
 
-def _codes(
+def _stored_quantization(
     where: str,
     layout: Layout,
     weights: QuantFormat,
@@ -237,14 +237,14 @@ def _codes(
     *,
     zero_point: bool,
     activations: str = "none",
-) -> StoredCodes:
+) -> StoredQuantization:
     is_integer = weights.startswith("int")
     if zero_point and not is_integer:
         _refuse(where, f"weights in {weights} have no zero point")
     if scales == "group":
         _refuse_group(where, group_size)
-    with readable(where, ModelError, model=StoredCodes):
-        return StoredCodes.model_validate(
+    with readable(where, ModelError, model=StoredQuantization):
+        return StoredQuantization.model_validate(
             {
                 "layout": layout,
                 "weights": weights,
@@ -274,7 +274,7 @@ class _Gptq(BaseModel):
     checkpoint_format: str = "gptq"
 
 
-def _gptq(said: Mapping[str, Any], where: str) -> StoredCodes:
+def _gptq(said: Mapping[str, Any], where: str) -> StoredQuantization:
     with readable(where, ModelError, model=_Gptq):
         read = _Gptq.model_validate(said)
     if read.bits not in (2, 4, 8):
@@ -286,7 +286,7 @@ def _gptq(said: Mapping[str, Any], where: str) -> StoredCodes:
     scales: ScaleScope = "channel" if read.group_size == -1 else "group"
     layout = cast("Layout", read.checkpoint_format)
     weights = cast("QuantFormat", f"int{read.bits}")
-    return _codes(where, layout, weights, scales, read.group_size, zero_point=not read.sym)
+    return _stored_quantization(where, layout, weights, scales, read.group_size, zero_point=not read.sym)
 
 
 class _Awq(BaseModel):
@@ -296,21 +296,21 @@ class _Awq(BaseModel):
     version: str = "gemm"
 
 
-def _awq(said: Mapping[str, Any], where: str) -> StoredCodes:
+def _awq(said: Mapping[str, Any], where: str) -> StoredQuantization:
     with readable(where, ModelError, model=_Awq):
         read = _Awq.model_validate(said)
     if read.bits != 4 or not read.zero_point or read.version.lower() != "gemm":
         _refuse(where, "of AWQ's layouts, that of 4 bits with zero points in version gemm is read")
     scales: ScaleScope = "channel" if read.group_size == -1 else "group"
-    return _codes(where, "awq", "int4", scales, read.group_size, zero_point=True)
+    return _stored_quantization(where, "awq", "int4", scales, read.group_size, zero_point=True)
 
 
 # -- zosim's own -------------------------------------------------------------------------------------------------
 
 
-def said_of_own(quant_config: QuantConfig) -> dict[str, Any]:
+def own_quantization_config(quant_config: QuantConfig) -> dict[str, Any]:
     """Return the ``quantization_config`` of codes that lie in files as zosim has them in memory."""
-    stored = StoredCodes(
+    stored = StoredQuantization(
         layout="zosim",
         weights=quant_config.format,
         scales=quant_config.scales,
@@ -322,12 +322,12 @@ def said_of_own(quant_config: QuantConfig) -> dict[str, Any]:
     return {"quant_method": "zosim", "version": _OWN_VERSION, **kept}
 
 
-def _own(said: Mapping[str, Any], where: str) -> StoredCodes:
+def _own(said: Mapping[str, Any], where: str) -> StoredQuantization:
     fields = {name: value for name, value in said.items() if name not in ("quant_method", "version")}
     if said.get("version") != _OWN_VERSION:
         _refuse(where, f"version {said.get('version')!r:.20} is none that is read", "use a later zosim")
-    with readable(where, ModelError, model=StoredCodes):
-        stored = StoredCodes.model_validate(fields | {"layout": "zosim"})
+    with readable(where, ModelError, model=StoredQuantization):
+        stored = StoredQuantization.model_validate(fields | {"layout": "zosim"})
     if stored.scales == "group":
         _refuse_group(where, stored.group_elements)
     return stored
