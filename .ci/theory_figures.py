@@ -106,8 +106,8 @@ def stochastic_rounding() -> Figure:
         left.plot(numbers, [m["mean"] for m in moments], color=colour, label=name)
         right.plot(numbers, [m["mean_squared_error"] for m in moments], color=colour, label=name)
     left.plot(numbers, numbers, color=_INK, linestyle=":", linewidth=0.8, label="the number")
-    left.set(xlabel="number, in codes", ylabel="mean")
-    right.set(xlabel="number, in codes", ylabel="mean squared error", ylim=(0, 0.6))
+    left.set(xlabel="number, in grid values", ylabel="mean")
+    right.set(xlabel="number, in grid values", ylabel="mean squared error", ylim=(0, 0.6))
     left.legend()
     right.legend(loc="upper center", ncol=2)
     return figure

@@ -104,7 +104,7 @@ def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection
         ),
         "exponential": work.num_exponentials / values["exponential_rate"],
         "sweep": _sweep_s(work, values),
-        "codes": sum(
+        "quantized": sum(
             num / rate for name, num in work.quant_passes if (rate := _quant_rate(name, work.dtype, values))
         ),
         **_sampling_terms(work, values),
@@ -265,14 +265,14 @@ def _sweep_s(work: Work, values: Mapping[str, float]) -> float:
 
 
 def _bytes_of(work: Work, memory: Memory, values: Mapping[str, float]) -> int:
-    """Return the bytes of a work's passes, those over codes among them of which no rate of their own is known."""
+    """Return the bytes of a work's passes, those over quantized values among them of which no rate of their own is known."""
     size_bytes: int = getattr(work, f"{memory}_bytes")
     unknown = [part for part in work.quant_passes if not _quant_rate(part[0], work.dtype, values)]
     return size_bytes + traffic_bytes(unknown, memory, work.dtype)
 
 
 def _quant_rate(name: QuantPass, dtype: str, values: Mapping[str, float]) -> float | None:
-    """Return the elements that a pass over codes takes per second, in a format or in all; None where nobody has measured it."""
+    """Return the elements that a pass over quantized values takes per second, in a format or in all; None where nobody has measured it."""
     rate = values.get(f"quant_rate.{name}.{dtype}") if PASSES[name].num_numbers else None
     return values.get(f"quant_rate.{name}") if rate is None else rate
 

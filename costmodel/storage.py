@@ -114,7 +114,7 @@ class DenseStorage:
 
     @property
     def row_format(self) -> str:
-        """Format that rows of directions are kept in, and that directions are added in: codes in a byte each."""
+        """Format that rows of directions are kept in, and that directions are added in: quantized values in a byte each."""
         return self.dtype if self.direction is None else "int8"
 
     @property
@@ -215,14 +215,14 @@ class DenseStorage:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedStorage(DenseStorage):
-    """Matrices are codes and scales, and directions of all that is tuned are rounded; other parameters are numbers.
+    """Matrices are quantized values and scales, and directions of all that is tuned are rounded; other parameters are numbers.
 
     Attributes
     ----------
     rounds_sums : bool
-        Whether codes move once a step, by what its directions add up to.
+        Whether quantized values are updated once a step, by what its directions add up to.
     product : str
-        What multiplies by codes.
+        What multiplies by quantized weights.
     are_inputs_quantized : bool
         Whether inputs are rounded before they are multiplied.
     """
@@ -243,7 +243,7 @@ class QuantizedStorage(DenseStorage):
 
     @property
     def linear_format(self) -> str:
-        """Format of the codes."""
+        """Format of the quantized values."""
         return self.quant_config.format
 
     def swept_bytes(self, group: ParameterGroup, direction_bytes: int) -> int:
@@ -251,7 +251,7 @@ class QuantizedStorage(DenseStorage):
         return FORMATS[self.dtype].bytes(self.num_numbers(group))
 
     def sum_bytes(self, group: ParameterGroup) -> int:
-        """Return the bytes of what codes change by."""
+        """Return the bytes of what quantized values change by."""
         return FORMATS["float32"].bytes(num_elements(self.tuned(group))) if self.rounds_sums else 0
 
     def is_beside(self, group: ParameterGroup) -> bool:
@@ -266,7 +266,7 @@ class QuantizedStorage(DenseStorage):
         is_beside: bool,
         kept_bytes: int,
     ) -> Work:
-        """Return the work with products by codes.
+        """Return the work with products by quantized weights.
 
         Parameters
         ----------
@@ -306,7 +306,7 @@ class QuantizedStorage(DenseStorage):
         return work.model_copy(update={"workspace_bytes": size})
 
     def update_work(self, group: ParameterGroup, numbers: Work, *, is_summed: bool) -> Work:
-        """Return the work with codes that move, or are summed."""
+        """Return the work with quantized values that are updated, or are summed."""
         tuned = self.tuned(group)
         if not tuned:
             return numbers

@@ -166,7 +166,7 @@ class Work(_FrozenCounts):
     coding : tuple of (str, int)
         What a codec does, as counts of the constants of :data:`costmodel.formats.codec_time.CodecWork`.
     quant_passes : tuple of (str, int)
-        Elements that passes over codes take, by kind of pass.
+        Elements that passes over quantized values take, by kind of pass.
     link_bytes : int
         Bytes that one rank receives from the others of a group, and as many that it sends.
     num_allocations : int

@@ -33,7 +33,7 @@ def summary_view(summary: dict[str, Any]) -> Table:
     if summary["lost_updates"] is not None:
         rows.append(("updates lost", _lost_words(summary["lost_updates"])))
     if summary.get("moved_codes"):
-        rows.append(("updates of codes", _moved_words(summary["moved_codes"])))
+        rows.append(("quantized updates", _moved_words(summary["moved_codes"])))
     for name, title in (("evaluation", "last evaluation"), ("best_evaluation", "best evaluation")):
         if summary[name] is not None:
             rows.append((title, _evaluation_words(summary[name])))
@@ -49,11 +49,11 @@ def _lost_words(lost: dict[str, Any]) -> str:
 
 
 def _moved_words(moved: dict[str, Any]) -> str:
-    """Return what became of updates of weights that are codes."""
+    """Return what became of updates of quantized weights."""
     num = max(1, moved["num"])
     return (
         f"{moved['unmoved'] / num:.1%} left by chance where they were, {moved['saturated'] / num:.2%} stopped at the "
-        "end of the grid; no drift: forwards leave codes alone"
+        "end of the grid; no drift: forwards leave quantized values alone"
     )
 
 

@@ -536,7 +536,7 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
             widened = (value * factor, low * factor, high)
             yield _constant(f"{name}.{dtype}", widened, f"{source}; widened to compute with", scale=scale)
     yield from _cpu_products(threads)
-    # Passes over codes, and those over numbers in each format that these may be in.
+    # Passes over quantized values, and those over numbers in each format that these may be in.
     for name, known in PASSES.items():
         for numbers in (".float32", ".bfloat16", ".float16") if known.num_numbers else ("",):
             yield _constant(

@@ -18,7 +18,7 @@ from topology.limits import whole_number
 from topology.validation import did_you_mean
 
 Grid = Literal["symmetric", "affine-zero", "affine"]
-"""Where the values of codes lie.
+"""Where the values of a grid lie.
 
 ``symmetric``
     ``{-c, ..., c}·s`` with ``c = 2^(b-1) - 1``; with one bit, ``{-s, s}``.

@@ -1,4 +1,4 @@
-"""Weights in few bits: which values a code can stand for, what shares a scale, and what memory the two take.
+"""Weights in few bits: which values they can take, what shares a scale, and what memory the two take.
 
 Nothing here has a tensor: executors round, pack and multiply.
 """
@@ -25,10 +25,10 @@ Linear = tuple[int, int]
 """Outputs and inputs of a linear layer."""
 
 MOVED_ELEMENTS = 1 << 16
-"""Codes that an update moves at a time on a CPU, whose cache their temporaries fit into."""
+"""Quantized values that an update moves at a time on a CPU, whose cache their temporaries fit into."""
 
 _LEAST_MOVED = 1 << 12
-"""Codes that take about as long to move as to begin the passes over them."""
+"""Quantized values that take about as long to move as to begin the passes over them."""
 
 CHANCES_AT_ONCE = 1 << 20
 """Random numbers that a CPU's threads draw for updates before torch's threads pass over them."""
@@ -37,13 +37,13 @@ SHARED_CHANCES = 1 << 17
 """Random numbers that take longer than to get threads together that share them."""
 
 ROUNDED_AT_ONCE = 1 << 19
-"""Numbers of a direction that are drawn there, and as many to round them by, before they become codes."""
+"""Numbers of a direction that are drawn there, and as many to round them by, before they become quantized."""
 
 SEQUENTIAL_AT_ONCE = 1 << 18
-"""Numbers of a direction that one generator after the other draws, or threads that share its numbers, before they become codes."""
+"""Numbers of a direction that one generator after the other draws, or threads that share its numbers, before they become quantized."""
 
 PASSED_ELEMENTS = 1 << 17
-"""Of these, those that become codes together on a CPU, in its caches."""
+"""Of these, those that become quantized together on a CPU, in its caches."""
 
 TILE_ELEMENTS = 3 << 17
 """Outputs of a product of bytes that are summed and scaled at a time on a CPU, whose cache their temporaries fit into."""
@@ -52,7 +52,7 @@ TILE_ROWS = 1024
 """Most rows of them: weights are laid out anew for every product."""
 
 PACKED_ELEMENTS = 1 << 15
-"""Codes of a direction that are taken out of bytes that they share, or put there, at a time on a CPU, in the thread that asks."""
+"""Quantized values of a direction that are taken out of bytes that they share, or put there, at a time on a CPU, in the thread that asks."""
 
 FILLED_ROWS = 32
 """Rows of a sparse direction are filled up to a multiple of so many before they are multiplied."""
@@ -79,23 +79,23 @@ _FLOAT_TEMPORARY_BYTES = 13
 """Bytes of temporaries besides where the distance between neighbours on the grid is each number's own."""
 
 _CONTAINERS = (2, 4, 8)
-"""Bits that a code takes in memory: a byte holds one, two or four."""
+"""Bits that a quantized value takes in memory: a byte holds one, two or four."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantConfig:
-    """How the weights of linear layers are kept: as codes, and scales that they are multiplied by.
+    """How the weights of linear layers are kept: quantized, and scales that they are multiplied by.
 
     Attributes
     ----------
     format : str
-        Of the codes.
+        Of the quantized values.
     scales : str
         What shares a scale.
     group_elements : int
         Neighbouring inputs that share one, where `scales` is ``"group"``.
     has_zero_point : bool
-        Whether codes count from a number of their own, so that the grid spans the least and the largest weight;
+        Whether quantized values count from a number of their own, so that the grid spans the least and the largest weight;
         else it is symmetric, and 0 is code 0.
     dtype : str
         Format of the scales, and of parameters beside them that are no matrices.
@@ -128,18 +128,18 @@ class QuantConfig:
         return None if self.adapters is None else QuantConfig(self.adapters, "tensor", dtype=self.dtype)
 
     def tuned(self, group: ParameterGroup) -> list[QuantizedMatrix]:
-        """Return the matrices of a group that are codes and are tuned: of its layers, or of adapters beside them."""
+        """Return the matrices of a group that are quantized and are tuned: of its layers, or of adapters beside them."""
         beside = self.of_adapters
         adapters = [] if beside is None else [(one, beside) for one in group.trainable_matrices]
         return [*((one, self) for one in group.linears), *adapters]
 
     def frozen(self, group: ParameterGroup) -> list[QuantizedMatrix]:
-        """Return the matrices of a group that are codes and stay as they are."""
+        """Return the matrices of a group that are quantized and stay as they are."""
         return [(one, self) for one in group.frozen_linears]
 
     @property
     def container_bits(self) -> int:
-        """Bits that a code takes in memory."""
+        """Bits that a quantized value takes in memory."""
         return next(bits for bits in _CONTAINERS if bits >= FORMATS[self.format].bits)
 
     def num_scales(self, linear: Linear) -> int:
@@ -150,7 +150,7 @@ class QuantConfig:
         ]
 
     def qvalue_bytes(self, linear: Linear) -> int:
-        """Return the bytes of a weight's codes; every output channel begins with a byte of its own."""
+        """Return the bytes of a weight's quantized values; every output channel begins with a byte of its own."""
         outputs, inputs = linear
         return outputs * -(-inputs * self.container_bits // 8)
 
@@ -164,7 +164,7 @@ class QuantConfig:
 
     @property
     def num_pieces(self) -> int:
-        """Stretches of memory that a weight takes: codes, scales, and what else there is."""
+        """Stretches of memory that a weight takes: quantized values, scales, and what else there is."""
         return 2 + self.has_zero_point
 
     def size_bytes(self, linears: Iterable[Linear]) -> int:
@@ -210,7 +210,7 @@ def tile_columns(rows: int, outputs: int) -> int:
 
 
 def num_elements(matrices: Iterable[QuantizedMatrix]) -> int:
-    """Return the elements of some matrices that are codes."""
+    """Return the elements of some matrices that are quantized."""
     return sum(outputs * inputs for (outputs, inputs), _ in matrices)
 
 
@@ -226,30 +226,30 @@ def quantized_forward_work(
     kept_bytes: int = 0,
     direction_format: str = "int8",
 ) -> Work:
-    """Return the work of a segment's forward whose linear layers are codes, from that with plain weights.
+    """Return the work of a segment's forward whose linear layers are quantized, from that with plain weights.
 
     Parameters
     ----------
     work : Work
         Of the forward with plain weights, with a product for each linear layer.
     linears : sequence of (int, int)
-        Those that are codes.
+        Those that are quantized.
     quant_config : QuantConfig
     kernel : {"int_mm", "scaled_mm", "dequantise"}
     are_inputs_quantized : bool
         Whether inputs are rounded to a byte before they are multiplied.
     is_beside : bool
-        Whether a direction of codes is added.
+        Whether a rounded direction is added.
     moved_share : float
         Share of its rows that are not 0, for which alone something is added.
     kept_bytes : int
         What of the segment is alive beside a layer: the sum that residuals are added to.
     direction_format : str
-        That the codes of the direction are kept in.
+        That the quantized values of the direction are kept in.
 
     Notes
     -----
-    ``dequantise`` makes one weight at a time of its codes, a temporary; codes that share a byte are parted before. Those of
+    ``dequantise`` makes one weight at a time of its quantized values, a temporary; quantized values that share a byte are parted before. Those of
     floating-point formats are made float32 first, by a table of 32-bit places where they have four bits. Under
     ``int_mm`` weight and direction are products of their own, of integers, whose sums are scaled in passes of their own;
     ``scaled_mm`` is the same in e4m3, to which the direction is cast. What
@@ -260,14 +260,14 @@ def quantized_forward_work(
     sweep_bytes = num_kernels = largest = 0
     is_packed = FORMATS[direction_format].bits < 8
     width = FORMATS[work.dtype].element_bytes
-    # Codes and scales of a norm's output, which queries, keys and values share, live as long as it does.
+    # Quantized values and scales of a norm's output, which queries, keys and values share, live as long as it does.
     shared = (kept_bytes // width + 4 * max((one.m for one in plain), default=0)) * are_inputs_quantized
     for outputs, inputs in linears:
         product = next((part for part in plain if (part.n, part.k) == (outputs, inputs)), None)
         if product is None:
             continue
         plain.remove(product)
-        # A product that is made several times makes weights of codes as often.
+        # A product that is made several times makes weights of quantized values as often.
         rows, elements, times = product.m, outputs * inputs, product.num
         is_parted = quant_config.container_bits < 8
         passes["layers"] += times
@@ -341,7 +341,7 @@ def quantized_forward_work(
 
 
 def _coding_bytes(rows: int, inputs: int, width: int, kernel: str) -> int:
-    """Return what inputs take while they become codes, in float32 a part at a time, and where these become numbers again, whole."""
+    """Return what inputs take while they become quantized, in float32 a part at a time, and where these become numbers again, whole."""
     elements = rows * inputs
     if kernel == "dequantise":
         return elements * (4 + width * (width != 4))
@@ -349,7 +349,7 @@ def _coding_bytes(rows: int, inputs: int, width: int, kernel: str) -> int:
 
 
 def _of_format(name: Literal["levels", "moves"], quantized: QuantFormat) -> QuantPass:
-    """Return the pass over codes of a format: those of floating-point formats are passes of their own."""
+    """Return the pass over quantized values of a format: those of floating-point formats are passes of their own."""
     stored = FORMATS[quantized]
     return cast("QuantPass", f"{name}.float{stored.bits}" if stored.is_float else name)
 
@@ -359,7 +359,7 @@ def _counted(passes: Mapping[QuantPass, int]) -> tuple[tuple[QuantPass, int], ..
 
 
 def taken_out_bytes(num_elements: int, direction_format: str) -> int:
-    """Return the bytes of some codes of a direction while they are taken out of bytes that they share; none where they share none.
+    """Return the bytes of some quantized values of a direction while they are taken out of bytes that they share; none where they share none.
 
     Examples
     --------
@@ -380,14 +380,14 @@ def quantized_sampling_work(
     sparse: Sequence[Linear] = (),
     sequential_elements: int | None = None,
 ) -> Work:
-    """Return what making codes of drawn numbers takes besides.
+    """Return what quantizing drawn numbers takes besides.
 
     Parameters
     ----------
     num_elements, num_tensors : int
     is_sign : bool
     direction_format : str
-        That codes are kept in.
+        That quantized values are kept in.
     sparse : sequence of (int, int)
         Outputs and inputs of those that are 0 in most of their rows.
     sequential_elements : int, optional
@@ -416,7 +416,7 @@ def quantized_sampling_work(
 
 
 def unpacking_work(num_elements: float, direction_format: str, *, at_once: int = 0) -> Work:
-    """Return the work of taking codes of a direction out of bytes that they share, `at_once` at a time."""
+    """Return the work of taking quantized values of a direction out of bytes that they share, `at_once` at a time."""
     is_packed = FORMATS[direction_format].bits < 8
     return Work(
         quant_passes=_counted({"unpacking": round(num_elements) * is_packed}),
@@ -437,7 +437,7 @@ def quantized_update_work(
     *,
     direction_format: str = "int8",
 ) -> Work:
-    """Return the work of moving codes along a direction, rounded at random: in pieces, whose temporaries stay near.
+    """Return the work of updating quantized values along a direction, rounded at random: in pieces, whose temporaries stay near.
 
     Of the rows, only `moved_share` are touched. Pieces are kernels of their own on a CPU, whose threads share them.
     """
@@ -450,7 +450,7 @@ def quantized_update_work(
     return Work(
         dtype="float32",
         sampling_dtype="float32",
-        # Codes are read and written, those of the direction read.
+        # Quantized values are read and written, those of the direction read.
         sweep_bytes=2 * round(moved_share * sum(map(quant_config.qvalue_bytes, linears))) + elements,
         quant_passes=_counted(
             {
@@ -470,7 +470,7 @@ def quantized_update_work(
 
 
 def moved_at_once(linear: Linear, share: float) -> int:
-    """Return how many codes of a matrix an update moves at once at most, where it moves that share of the rows.
+    """Return how many quantized values of a matrix an update moves at once at most, where it moves that share of the rows.
 
     Weights that decay do so in all rows: with a sparse direction, too, no more of them are moved at a time.
 

@@ -1,4 +1,4 @@
-"""What is done again and again to codes, and to what they are made of or multiplied by: passes over elements, and calls."""
+"""What is done again and again to quantized values, and to what they are made of or multiplied by: passes over elements, and calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QuantPass = Literal[
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """What is done again and again to codes.
+    """What is done again and again to quantized values.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class PassCost:
 
 
 PASSES: Mapping[QuantPass, PassCost] = {
-    "layers": PassCost(1e4),  # called that multiply by codes: Python, beside kernels
+    "layers": PassCost(1e4),  # called that multiply by quantized weights: Python, beside kernels
     "layers.sparse": PassCost(5e3),  # those along a sparse direction, besides
     "inputs": PassCost(1.3e9, "elementwise", 1, 4),  # numbers of a product, to a byte each
     "sums": PassCost(4e9, "elementwise", 4, 2),  # of products of bytes, scaled
@@ -74,16 +74,16 @@ PASSES: Mapping[QuantPass, PassCost] = {
     "levels.float8": PassCost(0.3e9, "sweep", 9, 1),
     "levels.float4": PassCost(0.9e9, "sweep", 9, 1),
     "zeros": PassCost(1e10, "sweep", 8),  # zero points of weights, besides
-    "beside": PassCost(3e9, "sweep", 1, 2),  # a direction's codes, added to numbers
+    "beside": PassCost(3e9, "sweep", 1, 2),  # a direction's quantized values, added to numbers
     "packing": PassCost(0.4e9, "scratch", 14),  # of a direction, into bytes that several share
     "unpacking": PassCost(0.6e9, "scratch", 14),  # and out of them
-    "draws": PassCost(5e3),  # of codes, of any length: Python, beside kernels
+    "draws": PassCost(5e3),  # of quantized values, of any length: Python, beside kernels
     "tensors": PassCost(4e4),  # of each of these
     "tensors.sparse": PassCost(5e3),  # those of sparse directions, besides
     "rounding": PassCost(1e9, "scratch", 24),  # a direction's numbers, at random
-    "signs": PassCost(1e10),  # drawn as codes, beside the draw
-    "matrices": PassCost(5e3),  # of codes that an update moves: Python, beside kernels
-    "moves": PassCost(0.25e9, "scratch", 100),  # of codes
+    "signs": PassCost(1e10),  # drawn rounded, beside the draw
+    "matrices": PassCost(5e3),  # of quantized values that an update moves: Python, beside kernels
+    "moves": PassCost(0.25e9, "scratch", 100),  # of quantized values
     "moves.float8": PassCost(0.04e9, "scratch", 250),
     "moves.float4": PassCost(0.02e9, "scratch", 400),
 }

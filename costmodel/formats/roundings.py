@@ -132,12 +132,12 @@ class RoundedDirection:
 
     @property
     def highest(self) -> int:
-        """Largest code, ``c``; the least is ``-c``."""
+        """Largest quantized value, ``c``; the least is ``-c``."""
         return int(2 ** (self.bits - 1)) - 1
 
     @property
     def kept_format(self) -> str:
-        """Format that codes are kept in: four or two share a byte where they fit."""
+        """Format that quantized values are kept in: four or two share a byte where they fit."""
         return f"int{next(bits for bits in (2, 4, 8) if bits >= self.bits)}"
 
     @property
@@ -148,12 +148,12 @@ class RoundedDirection:
 
     @property
     def scale(self) -> float:
-        """Codes per unit of what is rounded, ``s``."""
+        """Quantized values per unit of what is rounded, ``s``."""
         return self.highest / self.reach
 
     @property
     def unit(self) -> float:
-        """Value of a code of 1, ``1/(s·√q)``."""
+        """Value of a quantized value of 1, ``1/(s·√q)``."""
         return 1 / (self.scale * math.sqrt(1 - self.sparsity))
 
     @cached_property

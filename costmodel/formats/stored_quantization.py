@@ -1,7 +1,7 @@
-"""Models that another tool has quantised: what their ``config.json`` says of the codes that lie beside it.
+"""Models that another tool has quantised: what their ``config.json`` says of the quantized values that lie beside it.
 
 Four layouts are known: that of compressed-tensors (packed integers, integers and e4m3 numbers of a byte), GPTQ's, AWQ's, and one
-of zosim's own, for codes that none of these has a place for. What has no counterpart among a plan's low bits is refused here, before a weight is read; the tensors themselves are
+of zosim's own, for quantized values that none of these has a place for. What has no counterpart among a plan's low bits is refused here, before a weight is read; the tensors themselves are
 read by :mod:`executors.models.quantised`.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from costmodel.formats.low_bits import QuantConfig
 
 Layout = Literal["packed", "bytes", "gptq", "gptq_v2", "awq", "zosim"]
-"""How codes lie in files: 32 after the other in 32-bit words along a row, each in a byte, in words as GPTQ and AWQ have them, or as
+"""How quantized values lie in files: 32 after the other in 32-bit words along a row, each in a byte, in words as GPTQ and AWQ have them, or as
 zosim has them in memory."""
 
 OWN_WEIGHTS_NAME = "codes.safetensors"
@@ -48,7 +48,7 @@ QUANTIZED_SUFFIXES = (
     "scales",
     "g_idx",
 )
-"""Last parts of the names of tensors that are codes, or belong to them."""
+"""Last parts of the names of tensors that are quantized, or belong to them."""
 
 
 class StoredQuantization(BaseModel):
@@ -92,7 +92,7 @@ class StoredQuantization(BaseModel):
 
 
 def stored_quantization(config: Mapping[str, Any], source: str) -> StoredQuantization | None:
-    """Return how the weights of a model are kept as codes; None where they are numbers.
+    """Return how the weights of a model are kept quantized; None where they are numbers.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def stored_quantization(config: Mapping[str, Any], source: str) -> StoredQuantiz
     Raises
     ------
     ModelError
-        If the codes have no counterpart here; the message says what of them.
+        If the quantized values have no counterpart here; the message says what of them.
     """
     said = config.get("quantization_config")
     # MLX says it under a name of its own, and in newer files under the other one as well, without a method.
@@ -278,7 +278,7 @@ def _gptq(said: Mapping[str, Any], where: str) -> StoredQuantization:
     with readable(where, ModelError, model=_Gptq):
         read = _Gptq.model_validate(said)
     if read.bits not in (2, 4, 8):
-        _refuse(where, f"GPTQ codes of {read.bits} bits are not read, those of 2, 4 and 8 are")
+        _refuse(where, f"GPTQ weights of {read.bits} bits are not read, those of 2, 4 and 8 are")
     if read.desc_act and read.group_size != -1 and not read.static_groups:
         _refuse(where, "inputs are grouped in another order than they come in (desc_act)")
     if read.checkpoint_format not in ("gptq", "gptq_v2"):
@@ -309,7 +309,7 @@ def _awq(said: Mapping[str, Any], where: str) -> StoredQuantization:
 
 
 def own_quantization_config(quant_config: QuantConfig) -> dict[str, Any]:
-    """Return the ``quantization_config`` of codes that lie in files as zosim has them in memory."""
+    """Return the ``quantization_config`` of quantized values that lie in files as zosim has them in memory."""
     stored = StoredQuantization(
         layout="zosim",
         weights=quant_config.format,
@@ -334,7 +334,7 @@ def _own(said: Mapping[str, Any], where: str) -> StoredQuantization:
 
 
 def refuse_unwritable(quant_config: QuantConfig) -> None:
-    """Raise for codes that compressed-tensors has no format for.
+    """Raise for quantized values that compressed-tensors has no format for.
 
     Raises
     ------
@@ -342,6 +342,6 @@ def refuse_unwritable(quant_config: QuantConfig) -> None:
     """
     if FORMATS[quant_config.format].is_float and quant_config.format != "float8_e4m3":
         raise PlanError(
-            f"a directory of codes in {quant_config.format} has no format that compressed-tensors knows",
+            f"a quantized directory in {quant_config.format} has no format that compressed-tensors knows",
             hint="write it in zosim's own layout (--save-as zosim-codes), or as numbers (--save-as numbers)",
         )

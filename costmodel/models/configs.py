@@ -173,12 +173,12 @@ def shipped_config(name: str) -> dict[str, Any]:
 
 
 def stored_quantization_in(source: str | Path) -> StoredQuantization | None:
-    """Return how the weights in a model directory are kept as codes; None where they are numbers, or `source` is no directory.
+    """Return how the weights in a model directory are kept quantized; None where they are numbers, or `source` is no directory.
 
     Raises
     ------
     ModelError
-        If the codes have no counterpart here.
+        If the quantized values have no counterpart here.
     """
     path = Path(source) / CONFIG_NAME
     if not path.is_file():

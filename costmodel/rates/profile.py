@@ -121,7 +121,7 @@ CONSTANT_UNITS: dict[str, str] = {
 ``scratch_bandwidth[.<dtype>]``
     Of temporaries between the passes of one sweep: cached pieces on a CPU, memory on a GPU.
 ``quant_rate.<pass>[.<dtype>]``
-    Elements per second of the passes over codes of :data:`costmodel.formats.quant_passes.PASSES`, as all of a CPU's threads share them.
+    Elements per second of the passes over quantized values of :data:`costmodel.formats.quant_passes.PASSES`, as all of a CPU's threads share them.
 ``exponential_rate``
     Exponentials per second, beyond the time that reading and writing takes.
 ``factor_rate``
@@ -188,7 +188,7 @@ _OPTIONAL_KINDS = frozenset(
         "pin_bandwidth",
     }
 )
-"""Without them, those codec constants count that come with the package, passes over codes take as their bytes do, ranks do not slow each other down, their messages
+"""Without them, those codec constants count that come with the package, passes over quantized values take as their bytes do, ranks do not slow each other down, their messages
 wait for no core, generators do not jump, and are shared and seeded in no time, there is one pace, a causal mask halves attention, power limits
 nothing, the efficiency of products is smooth, and nothing is said of the time that pinning and compacting take."""
 

@@ -42,10 +42,10 @@ _STEPS_SHARE = 0.4
 
 _EXCHANGES_SHARE = 0.05
 _QUANTIZED_SHARE, _QUANTIZED_ROUNDS = 0.25, 3
-"""Besides, for steps in codes, as often: of each shape the round counts in which it took least."""
+"""Besides, for steps with quantized weights, as often: of each shape the round counts in which it took least."""
 
 _LONG_S = 10.0
-"""Seconds from which processes are started thrice to see what they take from each other, and steps in codes are taken."""
+"""Seconds from which processes are started thrice to see what they take from each other, and steps with quantized weights are taken."""
 
 _LEAST_LEFT = 0.1
 """Least part of a machine that others are taken to have left for a step."""
@@ -93,12 +93,12 @@ def calibrated(
     num_threads : int, optional
         Threads of a CPU's kernels; all its cores if not given.
     budget_s : float
-        Seconds to measure for. Building what is measured, the least that is, and the fit take some forty more, steps in codes on a CPU as much again, and
+        Seconds to measure for. Building what is measured, the least that is, and the fit take some forty more, steps with quantized weights on a CPU as much again, and
         looking for moments without background load as much as the budget once more.
     step_shapes : sequence of StepShape
         Of which whole steps are measured.
     quantized_step_shapes : sequence of StepShape
-        The same of weights in codes, on a CPU and where there are seconds for it.
+        The same of quantized weights, on a CPU and where there are seconds for it.
     on_share : callable
         Called with the share of the work that is done.
 
@@ -344,7 +344,7 @@ def _fitted(
 def _with_quant_rates(
     profile: Profile, fit: FitReport, steps: Sequence[WholeStep]
 ) -> tuple[Profile, FitReport]:
-    """Return a profile with the rates of passes over codes that steps in codes tell, all else as it is."""
+    """Return a profile with the rates of passes over quantized values that steps with quantized weights tell, all else as it is."""
     profile, quantized_fit = fit_profile(_within_steps(profile, steps), profile, kinds=("quant_rate",))
     known = {name: why for name, why in fit.unidentified.items() if not name.startswith("quant_rate")}
     return profile, replace(

@@ -107,7 +107,7 @@ INTEGER_SHAPES = ((32, 1024, 256), (64, 768, 768), (256, 768, 3072), (512, 3072,
 
 
 def _integer_matmuls(device: torch.device) -> Iterator[Probe]:
-    """Yield products as linear layers kept in int8 make them: rows of codes by codes, summed in int32."""
+    """Yield products as linear layers kept in int8 make them: rows of quantized values by quantized values, summed in int32."""
     generator = generator_on(device, 0)
 
     def qvalues(*shape: int) -> Tensor:

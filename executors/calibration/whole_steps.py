@@ -167,7 +167,7 @@ QUANTIZED_STEP_SHAPES = (
     ),
     StepShape("llama", 448, 64, 400, 2, 56, "float32", _quantized({"rng": "mezo"}, _INT8), num_blocks=1),
 )
-"""The same with linear layers in codes, a few of their formats."""
+"""The same with quantized linear layers, a few of their formats."""
 
 
 @dataclass(frozen=True)

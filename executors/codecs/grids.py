@@ -43,7 +43,7 @@ def ask_at_once(doubt: Doubt) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Equidistant values ``offset + code·step`` for codes from `low` to `high`, by group.
+    """Equidistant values ``offset + n·step`` for grid values from `low` to `high`, by group.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class Fitted:
 
     Notes
     -----
-    The symbol of a code is its lowest ``b`` bits. Where 0 is on the grid its code is 0, so its symbol is 0, too,
+    The symbol of a quantized value is its lowest ``b`` bits. Where 0 is on the grid its code is 0, so its symbol is 0, too,
     whatever group it lies in.
     """
 
@@ -64,7 +64,7 @@ class Fitted:
     high: Tensor
 
     def scaled(self, values: Tensor) -> Tensor:
-        """Return where among the codes `values` lie."""
+        """Return where among the grid values `values` lie."""
         return values.sub(self.offset).div_(self.step)
 
     def values(self, symbols: Tensor, bits: int) -> Tensor:
@@ -105,7 +105,7 @@ def fit(
     def infinite() -> CodecError:
         num = rows.numel() - int(torch.isfinite(rows).sum())
         return CodecError(
-            f"{num} of {rows.numel()} values are infinite or not numbers, and {spec.name} has no code for them",
+            f"{num} of {rows.numel()} values are infinite or not numbers, and {spec.name} has no quantized value for them",
             hint='find out what diverged, or send plain numbers with the codec "none"',
         )
 
@@ -148,7 +148,7 @@ def _extremes(rows: Tensor, scope: Scope) -> tuple[Tensor, Tensor]:
 def _symmetric_step(
     rows: Tensor, spec: CodecSpec, largest: Tensor, dtype: torch.dtype, doubt: Doubting
 ) -> Tensor:
-    """Return the distance of codes, or the value itself where there are only two signs.
+    """Return the distance of grid values, or the value itself where there are only two signs.
 
     Two values ``±s`` hold every ``x`` on average if ``s`` is the largest; nearest to ``x`` they are if it is the mean.
     """
@@ -165,7 +165,7 @@ def _symmetric_step(
 
 
 def _zero_point(least: Tensor, most: Tensor, spec: CodecSpec, doubt: Doubting) -> tuple[Tensor, Tensor]:
-    """Return the smallest step, and how many codes lie below 0, with which the grid spans 0 and all values."""
+    """Return the smallest step, and how many grid values lie below 0, with which the grid spans 0 and all values."""
     assert spec.bits is not None
     levels = 2**spec.bits - 1
     below, above = (-least).clamp_(min=0), most.clamp(min=0)

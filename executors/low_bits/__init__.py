@@ -1,1 +1,1 @@
-"""Weights as codes of few bits: grids and roundings, codes in memory, and products with them."""
+"""Quantized weights of few bits: grids and roundings, quantized values in memory, and products with them."""

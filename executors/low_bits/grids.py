@@ -32,7 +32,7 @@ def num_nonzero(numbers: Tensor) -> Tensor:
 
 
 class Grid(ABC):
-    """Values that codes stand for, in ascending order, symmetric about 0 or not.
+    """Values that quantized values stand for, in ascending order, symmetric about 0 or not.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class Grid(ABC):
         return numbers.clamp(self.low, self.high)
 
     def nearest(self, numbers: Tensor) -> Tensor:
-        """Return the nearest value to each number; of two as near, the one whose code is even."""
+        """Return the nearest value to each number; of two as near, the one whose quantized value is even."""
         inside = self.clamped(numbers)
         below, step = self.below(inside), self.step(inside)
         return below.add_(((inside - below) / step).round_() * step)
@@ -108,7 +108,7 @@ class Integers(Grid):
     def at_random(self, numbers: Tensor, chances: Tensor) -> Tensor:
         """Return a neighbour of each number, in fewer passes: up where number and chance reach the next one together.
 
-        The sum is rounded once, so a mean may be off by the last bit of the largest code. The chances are lost.
+        The sum is rounded once, so a mean may be off by the last bit of the largest quantized value. The chances are lost.
         """
         return chances.add_(numbers).floor_().clamp_(self.low, self.high)
 

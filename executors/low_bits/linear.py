@@ -1,6 +1,6 @@
-"""Linear layers whose weights are codes, and the products that they are made of.
+"""Linear layers whose weights are quantized, and the products that they are made of.
 
-At an evaluation point the weights stay where they are: with a direction ``û`` of codes, ``θ + ε·û`` is made for one layer at
+At an evaluation point the weights stay where they are: with a rounded direction ``û``, ``θ + ε·û`` is made for one layer at
 a time, or its part of the output is a product of its own.
 """
 
@@ -36,14 +36,14 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight is codes, once it holds any. Its parameter ``weight`` then has a shape and no memory.
+    """A linear layer whose weight is quantized, once it holds any. Its parameter ``weight`` then has a shape and no memory.
 
     Attributes
     ----------
     quant_config : QuantConfig or None
-        How the weight is kept once it is codes.
+        How the weight is kept once it is quantized.
     quantized : QuantizedTensor or None
-        May be given as a function that reads it, which then is called whenever the codes are asked for.
+        May be given as a function that reads it, which then is called whenever the quantized values are asked for.
     beside : Beside or None
         What is added to the weight at the evaluation point that is forwarded.
     was : type
@@ -69,7 +69,7 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def quantized(self) -> QuantizedTensor | None:
-        """The codes."""
+        """The quantized values."""
         return self._quantized() if callable(self._quantized) else self._quantized
 
     @quantized.setter
@@ -77,7 +77,7 @@ class QuantizedLinear(nn.Linear):
         self._quantized = given
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
-        """Return what the codes stand for, in the shape that files have."""
+        """Return what the quantized values stand for, in the shape that files have."""
         quantized = self.quantized
         assert quantized is not None
         values = quantized.values(dtype)
@@ -86,7 +86,7 @@ class QuantizedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """Return the layer's output."""
         quantized = self.quantized
-        if quantized is None:  # numbers may be in their file's format until they become codes
+        if quantized is None:  # numbers may be in their file's format until they become quantized
             return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
         if self.product != "dequantise":
             return self._quantized_product(input, quantized)
@@ -126,7 +126,7 @@ class QuantizedLinear(nn.Linear):
         return output.view(*inputs.shape[:-1], -1)
 
     def _inputs_of(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes and scales of inputs, which other layers that read the same tensor have made already.
+        """Return the quantized values and scales of inputs, which other layers that read the same tensor have made already.
 
         They live as long as the tensor: queries, keys and values are made of one.
         """
@@ -145,7 +145,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _QuantizedInputs(NamedTuple):
-    """Inputs as codes, how they were made, and of which version of the tensor."""
+    """Inputs quantized, how they were made, and of which version of the tensor."""
 
     version: int
     by: tuple[InputScales, InputFormat]
@@ -176,7 +176,7 @@ class _DirectionProduct:
             self._product = byte_product(qvalues, filled, self._scales)[:, :num]
 
     def _factors(self, rows: Rows) -> Tensor:
-        """Return some rows of the direction in the format of the inputs, which holds its codes: those of 5 bits at most in e4m3."""
+        """Return some rows of the direction in the format of the inputs, which holds its quantized values: those of 5 bits at most in e4m3."""
         return self._beside.direction[rows].to(self._qvalues.dtype)
 
     def add_to(self, sums: Tensor, rows: slice, columns: slice) -> None:
@@ -239,7 +239,7 @@ def _as_numbers(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scales_of(largest: Tensor, kind: InputFormat) -> Tensor:
-    """Return the scale with which a magnitude, which is lost, becomes the largest code."""
+    """Return the scale with which a magnitude, which is lost, becomes the largest quantized value."""
     return largest.div_(_LARGEST[kind]).clamp_(min=torch.finfo(torch.float32).tiny)
 
 
@@ -269,7 +269,7 @@ def quantize_layers(
     device: torch.device,
     quant_config: QuantConfig | None = None,
 ) -> None:
-    """Let the linear layers of some blocks take codes, as :func:`make_quantizable`, and multiply by them as a plan says.
+    """Let the linear layers of some blocks take quantized weights, as :func:`make_quantizable`, and multiply by them as a plan says.
 
     Parameters
     ----------
@@ -294,7 +294,7 @@ def quantize_layers(
 
 
 def make_quantizable(blocks: Iterable[nn.Module], quant_config: QuantConfig | None) -> None:
-    """Let the linear layers of some blocks take codes; until they are given any, they compute what they did.
+    """Let the linear layers of some blocks take quantized weights; until they are given any, they compute what they did.
 
     Parameters
     ----------
@@ -322,7 +322,7 @@ def make_quantizable(blocks: Iterable[nn.Module], quant_config: QuantConfig | No
 
 
 def become_quantizable(module: nn.Module, quant_config: QuantConfig | None = None) -> QuantizedLinear:
-    """Let a linear layer take codes, in place, so that hooks and adapters stay where they are."""
+    """Let a linear layer take quantized weights, in place, so that hooks and adapters stay where they are."""
     layer: Any = module
     layer.was = type(module)
     layer.__class__ = QuantizedLinear
@@ -333,7 +333,7 @@ def become_quantizable(module: nn.Module, quant_config: QuantConfig | None = Non
 
 
 def become_plain(layer: Any) -> None:
-    """Let a layer hold numbers in place of codes, as the layer that it was; one that holds none stays as it is."""
+    """Let a layer hold numbers in place of quantized values, as the layer that it was; one that holds none stays as it is."""
     if isinstance(layer, QuantizedLinear) and (quantized := layer.quantized) is not None:
         layer.weight.data = layer.numbers(quantized.scales.dtype)
         layer.quantized = None
@@ -351,7 +351,7 @@ def is_of_adapter(name: str) -> bool:
 
 
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
-    """Yield the name of the weight and the layer of all that can take codes."""
+    """Yield the name of the weight and the layer of all that can take quantized weights."""
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             yield f"{name}.weight", module
@@ -373,7 +373,7 @@ class Deferred(NamedTuple):
 
 
 def deferred_numbers(model: nn.Module, dtype: str | None = None) -> dict[str, Tensor | Deferred]:
-    """Return what the weights of a model that are codes stand for, by name: rounded once, to the format that they are written in."""
+    """Return what the weights of a model that are quantized stand for, by name: rounded once, to the format that they are written in."""
     named: dict[str, Tensor | Deferred] = {}
     for name, layer in quantized_layers(model):
         if (quantized := layer.quantized) is not None:
@@ -384,7 +384,7 @@ def deferred_numbers(model: nn.Module, dtype: str | None = None) -> dict[str, Te
 
 
 def present_product(low_bits: LowBits, device: torch.device) -> KernelName:
-    """Return what multiplies by codes on a device.
+    """Return what multiplies by quantized weights on a device.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Updates of several weights that are codes: on an accelerator, where a kernel's launch takes longer than its work, in one pass each."""
+"""Updates of several quantized weights: on an accelerator, where a kernel's launch takes longer than its work, in one pass each."""
 
 from __future__ import annotations
 

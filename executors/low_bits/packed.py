@@ -1,4 +1,4 @@
-"""Codes of directions of which several share a byte: in one dimension or by rows, taken out and put in where they are needed.
+"""Quantized values of directions of which several share a byte: in one dimension or by rows, taken out and put in where they are needed.
 
 Neighbours share a byte, the lowest bits the first. So blocks of a direction that threads draw by themselves, each of a multiple
 of four elements, have bytes of their own.
@@ -17,20 +17,20 @@ from torch import Tensor
 from costmodel.formats.low_bits import PACKED_ELEMENTS
 
 PIECE_ELEMENTS = {"cpu": PACKED_ELEMENTS, "cuda": 1 << 22}
-"""Codes that are taken out or put in at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
+"""Quantized values that are taken out or put in at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
 
 _WIDE = {4: torch.int16, 2: torch.int32}
-"""What holds as many bytes as a byte holds codes."""
+"""What holds as many bytes as a byte holds quantized values."""
 
 _SHIFTS = {4: (4,), 2: (12, 6)}
-"""Shifts, with :data:`_MASKS`, by which the codes of a byte go to the lowest bits of bytes of their own, half of them at a time."""
+"""Shifts, with :data:`_MASKS`, by which the quantized values of a byte go to the lowest bits of bytes of their own, half of them at a time."""
 
 _MASKS = {4: (0x0F0F,), 2: (0x000F000F, 0x03030303)}
 
 
 @dataclass(frozen=True)
 class PackedValues:
-    """Codes from ``-2^(bits-1)`` to ``2^(bits-1) - 1``, which read and are written as int8 tensors.
+    """Quantized values from ``-2^(bits-1)`` to ``2^(bits-1) - 1``, which read and are written as int8 tensors.
 
     Attributes
     ----------
@@ -58,20 +58,20 @@ class PackedValues:
         return self.memory.device
 
     def numel(self) -> int:
-        """Return how many codes these are."""
+        """Return how many quantized values these are."""
         return self.shape.numel()
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def view(self, *shape: int) -> PackedValues:
-        """Return the same codes in another shape; one dimension may be -1."""
+        """Return the same quantized values in another shape; one dimension may be -1."""
         given = prod(size for size in shape if size >= 0)
         sizes = (self.numel() // max(1, given) if size < 0 else size for size in shape)
         return PackedValues(self.memory, torch.Size(sizes), self.bits)
 
     def split(self, num: int) -> list[PackedValues]:
-        """Return the codes of one dimension in pieces of `num`, a multiple of four, and a last one."""
+        """Return the quantized values of one dimension in pieces of `num`, a multiple of four, and a last one."""
         ends = [*range(0, self.numel(), num), self.numel()]
         return [
             PackedValues(self._bytes(begin, end), torch.Size((end - begin,)), self.bits)
@@ -79,7 +79,7 @@ class PackedValues:
         ]
 
     def zero_(self) -> PackedValues:
-        """Let all codes be 0."""
+        """Let all quantized values be 0."""
         self.memory.zero_()
         return self
 
@@ -97,11 +97,11 @@ class PackedValues:
         return self._taken_out(chosen.view(-1)).view(len(rows), *self.shape[1:])
 
     def __setitem__(self, rows: slice | Tensor, qvalues: Tensor) -> None:
-        """Put codes, or whole numbers that are such, in some rows, or from an element on that begins a byte."""
+        """Put quantized values, or whole numbers that are such, in some rows, or from an element on that begins a byte."""
         if isinstance(rows, slice):
             first, last, _ = rows.indices(len(self))
             begin, end = first * self._row_elements, last * self._row_elements
-            # Whoever else writes to a byte at the ends would lose its codes, or these.
+            # Whoever else writes to a byte at the ends would lose its quantized values, or these.
             assert begin % self._per_byte == 0
             assert end % self._per_byte == 0 or end == self.numel()
             self._put_in(qvalues.reshape(-1), self._bytes(begin, end))
@@ -132,11 +132,11 @@ class PackedValues:
             yield slice(begin, begin + length)
 
     def _taken_out(self, packed: Tensor) -> Tensor:
-        """Return all codes of some bytes."""
+        """Return all quantized values of some bytes."""
         qvalues = packed.new_empty(len(packed) * self._per_byte, dtype=torch.int8)
         spread, sign = qvalues.view(_WIDE[self.bits]), 1 << self.bits - 1
         for piece in self._pieces(len(packed)):
-            # Half of a byte's codes go where they belong at a time, with those of all bytes of the piece.
+            # Half of a byte's quantized values go where they belong at a time, with those of all bytes of the piece.
             here = spread[piece].copy_(packed[piece])
             for shift, mask in zip(_SHIFTS[self.bits], _MASKS[self.bits], strict=True):
                 here.bitwise_or_(here << shift).bitwise_and_(mask)
@@ -145,7 +145,7 @@ class PackedValues:
         return qvalues
 
     def _put_in(self, qvalues: Tensor, packed: Tensor) -> None:
-        """Let bytes hold codes, and zeros in what is left of the last one."""
+        """Let bytes hold quantized values, and zeros in what is left of the last one."""
         whole = len(qvalues) // self._per_byte
         for piece in self._pieces(whole):
             self._join(
@@ -166,9 +166,9 @@ class PackedValues:
 
 
 QValues = Tensor | PackedValues
-"""Codes of a direction: in a byte each, or packed."""
+"""Quantized values of a direction: in a byte each, or packed."""
 
 
 def packed_shape_bytes(shape: Sequence[int], bits: int) -> int:
-    """Return the bytes of packed codes in a shape."""
+    """Return the bytes of packed quantized values in a shape."""
     return -(-prod(shape) * bits // 8)

@@ -1,4 +1,4 @@
-"""A weight stored as codes and scales, in memory of its own or in a program's buffer.
+"""A quantized weight and its scales, in memory of its own or in a program's buffer.
 
 Rows are output channels. A value is ``(code - zero)·scale``, with one scale for the matrix, a row, or a group of neighbours in a row.
 """
@@ -75,11 +75,11 @@ class Beside(NamedTuple):
         return self.rows[first:last] - outputs.start, slice(first, last)
 
     def add_to(self, weight: Tensor) -> None:
-        """Add it to a weight that was made of codes."""
+        """Add it to a weight that was dequantized."""
         if self.rows is not None:
             weight[self.rows] = weight[self.rows].add_(self.direction[self.rows], alpha=self.factor)
             return
-        # Packed codes are taken out in pieces, which stay in a CPU's cache.
+        # Packed quantized values are taken out in pieces, which stay in a CPU's cache.
         most = weight.numel() if isinstance(self.direction, Tensor) else PIECE_ELEMENTS[weight.device.type]
         num = max(1, most // weight.shape[1])
         for begin in range(0, len(weight), num):
@@ -89,7 +89,7 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizedTensor(Stored):
-    """Codes, and scales that they are multiplied by.
+    """Quantized values, and scales that they are multiplied by.
 
     Attributes
     ----------
@@ -121,11 +121,11 @@ class QuantizedTensor(Stored):
     def of_symbols(
         cls, quant_config: QuantConfig, symbols: Tensor, scales: Tensor, zeros: Tensor | None = None
     ) -> QuantizedTensor:
-        """Return one whose codes are uint8 `symbols` of a byte each, shape (outputs, inputs); those of 8 bits are not copied."""
+        """Return one whose quantized values are uint8 `symbols` of a byte each, shape (outputs, inputs); those of 8 bits are not copied."""
         return cls(quant_config, symbols.shape, _joined(symbols, quant_config.container_bits), scales, zeros)
 
     def symbols(self) -> Tensor:
-        """Return the codes as uint8 numbers of a byte each, of which the lowest bits count."""
+        """Return the quantized values as uint8 numbers of a byte each, of which the lowest bits count."""
         return _parted(self.qvalues, self.quant_config.container_bits, self.shape[1])
 
     def dump(self) -> Mapping[str, Tensor]:
@@ -140,7 +140,7 @@ class QuantizedTensor(Stored):
 
     @property
     def grid(self) -> Grid:
-        """What codes stand for."""
+        """Real values of quantized weights."""
         quant_config = self.quant_config
         return grid_of(
             quant_config.format,
@@ -148,7 +148,7 @@ class QuantizedTensor(Stored):
             is_full_range=quant_config.is_full_range,
         )
 
-    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> QuantizedTensor:  # noqa: ARG002 - codes are in no other
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> QuantizedTensor:  # noqa: ARG002 - quantized values are in no other
         """Return it on another device; itself where it is there."""
         if self.device == device:
             return self
@@ -156,7 +156,7 @@ class QuantizedTensor(Stored):
         return QuantizedTensor(self.quant_config, self.shape, *moved)
 
     def bind(self, place: BoundParameter) -> None:
-        """Let the layer read these codes; its parameter has a shape and no memory."""
+        """Let the layer read these quantized values; its parameter has a shape and no memory."""
         assert place.layer is not None
         # Not by a method: a layer that adapters were merged into meanwhile is a plain one, and nobody reads what it is given here.
         place.layer.quantized, place.layer.beside = self, None
@@ -168,7 +168,7 @@ class QuantizedTensor(Stored):
         return nothing(self.shape, self.scales.dtype, self.device)
 
     def load(self, other: Stored, name: str) -> None:
-        """Take over codes, or make codes of numbers."""
+        """Take over quantized values, or quantize numbers."""
         if isinstance(other, DenseTensor):
             self.encode(other.values, name)
             return
@@ -179,7 +179,7 @@ class QuantizedTensor(Stored):
 
     @classmethod
     def at(cls, along: Sequence[Along], step: DirectionStep) -> Sequence[Beside]:
-        """Return what layers add to their products; codes stay where they are."""
+        """Return what layers add to their products; quantized values stay where they are."""
         assert step.rounding is not None
         scale = step.scale * step.rounding.unit
         return [Beside(one.direction, scale, *(step.rows(one.place.index) or ())) for one in along]
@@ -187,7 +187,7 @@ class QuantizedTensor(Stored):
     # -- values ------------------------------------------------------------------------------------------------
 
     def levels(self, rows: Rows = slice(None)) -> Tensor:
-        """Return what the codes of some rows stand for, before zero point and scale: int8 or int16, or float32."""
+        """Return what the quantized values of some rows stand for, before zero point and scale: int8 or int16, or float32."""
         symbols = _parted(self.qvalues[rows], self.quant_config.container_bits, self.shape[1])
         return self.grid.values(symbols)
 
@@ -201,7 +201,7 @@ class QuantizedTensor(Stored):
         return torch.mul(grouped, self._of(self.scales, rows), out=values).view(levels.shape)
 
     def has_invalid_qvalues(self) -> bool:
-        """Whether a code is an infinity or no number, or one farther than the grid goes."""
+        """Whether a quantized value is an infinity or no number, or one farther than the grid goes."""
         grid = self.grid
         if isinstance(grid, Floats):
             return bool(grid.num_finite and (self.qvalues.bitwise_and(127) >= grid.num_finite).any())
@@ -209,7 +209,7 @@ class QuantizedTensor(Stored):
         return not uses_lowest and bool((self.levels() < grid.low).any())
 
     def encode(self, weights: Tensor, name: str = "") -> None:
-        """Take scales that suit `weights`, and the codes nearest to them.
+        """Take scales that suit `weights`, and the quantized values nearest to them.
 
         Raises
         ------
@@ -218,7 +218,7 @@ class QuantizedTensor(Stored):
         """
         if not bool(torch.isfinite(weights).all()):
             raise ModelError(
-                f"{name or 'a weight'} holds numbers that are infinite or not numbers, for which there is no code",
+                f"{name or 'a weight'} holds numbers that are infinite or not numbers, for which there is no quantized value",
                 hint="copy or convert the model again",
             )
         # A scale for the matrix is made of all its rows.
@@ -230,7 +230,7 @@ class QuantizedTensor(Stored):
             self._write(rows, self.grid.nearest(self._scaled(part, rows)))
 
     def write(self, weights: Tensor) -> None:
-        """Take the codes nearest to `weights`, scales as they are."""
+        """Take the quantized values nearest to `weights`, scales as they are."""
         for rows in self._pieces(self.shape[0]):
             part = weights[rows].to(self.device, torch.float32)
             self._write(rows, self.grid.nearest(self._scaled(part, rows)))
@@ -263,7 +263,7 @@ class QuantizedTensor(Stored):
         if self.zeros is None:
             spans = torch.maximum(-least, most) / grid.high
         else:
-            # 0 stays on the grid: a zero point is one of the codes.
+            # 0 stays on the grid: a zero point is one of the quantized values.
             least, most = least.clamp(max=0), most.clamp(min=0)
             spans = (most - least) / grid.high
         # Weights that are all 0 have a scale, too: that of a grid up to 1.
@@ -286,7 +286,7 @@ class QuantizedTensor(Stored):
 
     @classmethod
     def update(cls, along: Sequence[Along], step: UpdateStep) -> None:
-        """Move codes, each weight rounded to its grid at random, by this step or by what several add up to."""
+        """Move quantized values, each weight rounded to its grid at random, by this step or by what several add up to."""
         factor = step.rate * step.gradient * step.rounding.unit
         is_summed = step.sums is not None or not step.is_rounded
         before, sums = iter(step.sums or ()), list[Tensor]()
@@ -353,7 +353,7 @@ class QuantizedTensor(Stored):
         Notes
         -----
         On a CPU `chances` are asked for many at a time, since to draw them in several threads and to pass over them in torch's
-        takes turns that cost a part of a millisecond. The mean of the change is exact but for codes that saturate, and for the
+        takes turns that cost a part of a millisecond. The mean of the change is exact but for quantized values that saturate, and for the
         resolution of `chances`. On integers the change is rounded by itself, so that one of a millionth of a step is not lost
         in the float32 of the code.
         """
@@ -404,7 +404,7 @@ class QuantizedTensor(Stored):
         self.qvalues[rows] = self.joined(self.grid.symbols(levels))
 
     def joined(self, symbols: Tensor) -> Tensor:
-        """Return codes of a byte each with as many in a byte as fit."""
+        """Return quantized values of a byte each with as many in a byte as fit."""
         return _joined(symbols, self.quant_config.container_bits)
 
     # -- pieces ------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class ChosenRows(NamedTuple):
 
 @dataclass
 class Moved:
-    """Updates of single codes, counted.
+    """Updates of single quantized values, counted.
 
     Attributes
     ----------
@@ -122,7 +122,7 @@ class DirectionStep:
     scale : float
         ``s·ε``, or ``ε`` where a path says each ``s``.
     rounding : RoundedDirection or None
-        How the direction became codes; None where it is numbers.
+        How the direction was rounded; None where it is numbers.
     copies, copy : callable
         As :func:`executors.steps.arithmetic.gathered_several` and :func:`executors.steps.arithmetic.gathered`.
     rows : callable
@@ -143,7 +143,7 @@ class DirectionStep:
 
 @dataclass
 class UpdateStep:
-    """A step along a direction of codes.
+    """A step along a rounded direction.
 
     Attributes
     ----------
@@ -202,12 +202,12 @@ class Stored(ABC):
     @classmethod
     @abstractmethod
     def at(cls, along: Sequence[Along], step: DirectionStep) -> Sequence[View]:
-        """Return what forwards see of several parameters at the point that a direction of codes leads to; they stay as they are."""
+        """Return what forwards see of several parameters at the point that a rounded direction leads to; they stay as they are."""
 
     @classmethod
     @abstractmethod
     def update(cls, along: Sequence[Along], step: UpdateStep) -> None:
-        """Change several parameters by a step along a direction of codes."""
+        """Change several parameters by a step along a rounded direction."""
 
     @property
     def nbytes(self) -> int:

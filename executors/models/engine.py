@@ -87,7 +87,7 @@ def engine_for(
     ModelError
         If the model cannot be run so.
     PlanError
-        If the device lacks what multiplies by the plan's codes.
+        If the device lacks what multiplies by the plan's quantized values.
     """
     make_layers_quantizable(model, plan, device)
     if plan.points_are_adapters:

@@ -75,7 +75,7 @@ def load_model(
     loading = {"dtype": TORCH_DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": False}
     if stored_quantization_in(source) is not None:
         raise ModelError(
-            f"{source} is quantised, and only a plan with its codes says how it is kept in memory",
+            f"{source} is quantised, and only a plan with its quantized values says how it is kept in memory",
             hint="`zosim plan` and `zosim run` read it; or give the model in 16 bits",
         )
     auto = _auto_class(config)

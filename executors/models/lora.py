@@ -93,7 +93,7 @@ def merge_lora(model: nn.Module) -> None:
         for _, module, _, _ in block_linears(model):
             if not hasattr(module, _HOOK):
                 continue
-            # Codes become numbers, to which something can be added.
+            # Quantized values become numbers, to which something can be added.
             for layer in (module, module.lora_A, module.lora_B):
                 become_plain(layer)
             inner, outer = joined_factors(module)
@@ -210,7 +210,7 @@ def _bound(inputs: int) -> float:
 
 
 def _hold_quantized(linear: nn.Linear, quant_config: QuantConfig, bound: float) -> None:
-    """Let an adapter's factor be codes, on a grid that spans more than A does: B, all zeros, says nothing of what it will hold."""
+    """Let an adapter's factor be quantized values, on a grid that spans more than A does: B, all zeros, says nothing of what it will hold."""
     how = quant_config.of_adapters
     assert how is not None
     layer = become_quantizable(linear, how)

@@ -2,7 +2,7 @@
 
 transformers leaves weights in their files, mapped, where they are wanted in the format that they are kept in there; in
 another format it would make a copy, beside which buffers do not fit: and every rank one of its own. They are
-therefore read as they are, and converted, or made codes of, one group at a time as they move.
+therefore read as they are, and converted, or quantized, one group at a time as they move.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zosim.plans import Plan
 
 
 def moves_mapped(plan: Plan) -> bool:
-    """Whether weights keep the format of their files until they move into a program's buffers, or become codes there.
+    """Whether weights keep the format of their files until they move into a program's buffers, or become quantized there.
 
     Stages compute with parameters before that.
     """
@@ -40,7 +40,7 @@ def load_weights(
     random_weights: bool = False,
     allow_download: bool = False,
 ) -> nn.Module:
-    """Return a model with its base weights as a run begins with them: in the plan's format, as codes, or mapped in their own.
+    """Return a model with its base weights as a run begins with them: in the plan's format, quantized, or mapped in their own.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def load_weights(
         allow_download=allow_download,
     )
     make_layers_quantizable(model, plan)
-    # What becomes codes stays as it lies in its files until then, one weight after the other.
+    # What becomes quantized stays as it lies in its files until then, one weight after the other.
     becoming = [tensor.parameter for tensor in stored_parameters(model) if not tensor.is_numbers]
     if is_mapped:
         model.config.dtype = TORCH_DTYPES[storage]  # what is saved of it

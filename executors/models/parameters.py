@@ -44,7 +44,7 @@ class NamedTensor:
         Position among all trainable parameters, or -1 where it is frozen.
     decays : bool
     layer : QuantizedLinear or None
-        Where the parameter may be codes, the layer whose weight it is; of several the first.
+        Where the parameter may be quantized, the layer whose weight it is; of several the first.
     """
 
     name: str
@@ -61,7 +61,7 @@ class NamedTensor:
 
     @property
     def values(self) -> Tensor:
-        """What the model computes with; of a parameter that is codes, NaNs without memory."""
+        """What the model computes with; of a parameter that is quantized, NaNs without memory."""
         return self.parameter.data
 
     @property

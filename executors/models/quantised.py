@@ -1,6 +1,6 @@
-"""Model directories whose matrices are codes: those that other tools wrote, read as they are, and such written.
+"""Model directories whose matrices are quantized: those that other tools wrote, read as they are, and such written.
 
-A weight's tensors stay mapped from their files until the codes are asked for, one layer at a time. Codes of a
+A weight's tensors stay mapped from their files until the quantized values are asked for, one layer at a time. Quantized values of a
 byte are never copied before they move into a program's buffers; no weight is ever a matrix of floating-point numbers.
 """
 
@@ -44,11 +44,11 @@ from topology.errors import ModelError
 from zosim.plans import LowBits, Plan
 
 _PIECE_ELEMENTS = 1 << 20
-"""Codes that are taken out of their words at a time."""
+"""Quantized values that are taken out of their words at a time."""
 
 
 def make_layers_quantizable(model: nn.Module, plan: Plan, device: torch.device | None = None) -> None:
-    """Let the layers of a model take codes, if the plan stores any; on a device, multiply by them as it says.
+    """Let the layers of a model take quantized weights, if the plan stores any; on a device, multiply by them as it says.
 
     Raises
     ------
@@ -69,11 +69,11 @@ def other_kernel(plan: Plan, device: torch.device) -> str:
     low_bits = plan.low_bits
     if not low_bits.quantizes_weights or present_product(low_bits, device) == low_bits.product:
         return ""
-    return f"{device} has no {low_bits.product}, which the plan counts on: weights are made of codes one layer at a time"
+    return f"{device} has no {low_bits.product}, which the plan counts on: weights are dequantized one layer at a time"
 
 
 def encode(model: nn.Module, low_bits: LowBits, dtype: DType) -> None:
-    """Make codes of a model's weights where it lies, on the CPU; `dtype` is the format of what is no code."""
+    """Quantize a model's weights where it lies, on the CPU; `dtype` is the format of what is not quantized."""
     if (quant_config := low_bits.quant_config(dtype)) is None:
         return
     quantize_layers(find_blocks(model), low_bits, torch.device("cpu"), quant_config)
@@ -85,18 +85,18 @@ def encode(model: nn.Module, low_bits: LowBits, dtype: DType) -> None:
 
 
 def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
-    """Return a model whose layers hold the codes of a directory that is quantised already.
+    """Return a model whose layers hold the quantized values of a directory that is quantised already.
 
     Parameters
     ----------
     source : str or path
     plan : Plan
-        With the codes that the directory holds. What is no code is in its format.
+        With the quantized values that the directory holds. What is not quantized is in its format.
 
     Raises
     ------
     ModelError
-        If the plan has other codes, or a tensor is missing, of another shape or format, or holds scales that are none.
+        If the plan has other quantized values, or a tensor is missing, of another shape or format, or holds scales that are none.
     """
     directory, quant_config = Path(source), plan.storage.quant_config
     stored = stored_quantization_in(directory)
@@ -124,7 +124,7 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
     for name in layers:
         if f"{name}.weight" in tensors and not files.is_quantized(name):
             raise ModelError(
-                f"{source}: {name} is no codes, and the plan has codes in all layers of its blocks",
+                f"{source}: {name} is not quantized, and the plan has quantized values in all layers of its blocks",
                 hint="give the model in 16 bits, and a --weight-format",
             )
         rest[f"{name}.weight"] = torch.zeros((), dtype=storage).expand(parameters[f"{name}.weight"])
@@ -154,7 +154,7 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
 
 
 def _shapes_of_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return outputs and inputs of the layers whose weights are codes, by name."""
+    """Return outputs and inputs of the layers whose weights are quantized, by name."""
     linears = (linear for block in find_blocks(model) for linear in linears_of(block))
     shapes = {module: (outputs, inputs) for _, module, inputs, outputs in linears}
     return {name: shapes[module] for name, module in model.named_modules() if module in shapes}
@@ -165,7 +165,7 @@ def _refuse_quantized_elsewhere(source: str | Path, names: Mapping[str, Tensor])
     for name, tensor in names.items():
         if name.rpartition(".")[2] in QUANTIZED_SUFFIXES or not tensor.dtype.is_floating_point:
             raise ModelError(
-                f"{source}: {name} belongs to codes of another layer than quantization_config says zosim keeps as codes",
+                f"{source}: {name} belongs to a quantized layer other than those that zosim keeps quantized",
                 hint="quantise the model with its head and embedding left out, or write it with --save-as zosim-codes",
             )
 
@@ -189,7 +189,7 @@ class _Files:
     tensors: Mapping[str, Tensor]
 
     def is_quantized(self, layer: str) -> bool:
-        """Whether a layer's weight is codes."""
+        """Whether a layer's weight is quantized."""
         code = f"{layer}.{_QUANTIZED_NAMES[self.layout]}"
         return code in self.tensors and not (
             self.layout == "bytes"
@@ -240,16 +240,16 @@ class _Files:
         except KeyError:
             raise ModelError(
                 f"{self.directory} lacks {layer}.{part}",
-                hint="copy the model again; codes mean nothing without their scales",
+                hint="copy the model again; quantized values mean nothing without their scales",
             ) from None
 
     def read(self, layer: str, shape: tuple[int, int]) -> QuantizedTensor:
-        """Return a weight: its codes and scales, and nothing of it as floating-point numbers.
+        """Return a weight: its quantized values and scales, and nothing of it as floating-point numbers.
 
         Raises
         ------
         ModelError
-            If a scale is zero, negative or no number, or is none in the format of the plan's weights, or a code is none.
+            If a scale is zero, negative or no number, or is none in the format of the plan's weights, or a quantized value is none.
         """
         if self.layout == "zosim":
             return self._own(layer, torch.Size(shape))
@@ -271,10 +271,10 @@ class _Files:
         return quantized
 
     def refuse_invalid(self, layer: str, is_none: bool) -> None:
-        """Raise where something in a layer's codes stands for nothing."""
+        """Raise where something in a layer's quantized values stands for nothing."""
         if is_none:
             raise ModelError(
-                f"{self.directory}: a code of {layer} is none of {self.quant_config.format}",
+                f"{self.directory}: a quantized value of {layer} is none of {self.quant_config.format}",
                 hint="copy the model again",
             )
 
@@ -334,7 +334,7 @@ class _Files:
 
     @property
     def grid_is_integer(self) -> bool:
-        """Whether codes are integers."""
+        """Whether quantized values are integers."""
         return not FORMATS[self.quant_config.format].is_float
 
 
@@ -342,15 +342,15 @@ class _Files:
 
 
 def save_quantised(model: nn.Module, directory: str | Path, dtype: str) -> None:
-    """Write a directory that transformers loads with compressed-tensors: codes as they are, and configuration.
+    """Write a directory that transformers loads with compressed-tensors: quantized values as they are, and configuration.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Its blocks' linear layers hold codes, and no other ones.
+        Its blocks' linear layers are quantized, and no other ones.
     directory : path
     dtype : str
-        Format of what is no code.
+        Format of what is not quantized.
 
     Notes
     -----
@@ -381,7 +381,7 @@ def save_quantised(model: nn.Module, directory: str | Path, dtype: str) -> None:
 
 
 def save_own(model: nn.Module, directory: str | Path, dtype: str) -> None:
-    """Write a directory that zosim alone reads: codes of any format, in the tensors that they are in memory.
+    """Write a directory that zosim alone reads: quantized values of any format, in the tensors that they are in memory.
 
     Parameters
     ----------
@@ -391,7 +391,7 @@ def save_own(model: nn.Module, directory: str | Path, dtype: str) -> None:
     Notes
     -----
     Rows are output channels, also where the model keeps a layer transposed. Of each weight there are the tensors of
-    :func:`executors.low_bits.quantized.shapes_of`, their suffixes behind its name. Codes of less than a byte share one, the
+    :func:`executors.low_bits.quantized.shapes_of`, their suffixes behind its name. Quantized values of less than a byte share one, the
     lowest bits the first part of a row.
     """
     qvalues = {name: layer.quantized for name, layer in quantized_layers(model)}
@@ -408,7 +408,7 @@ def save_own(model: nn.Module, directory: str | Path, dtype: str) -> None:
 
 
 def _said(model: nn.Module, quant_config: QuantConfig, layout: str, qvalues: set[str]) -> dict[str, Any]:
-    """Return what compressed-tensors has to know of the codes."""
+    """Return what compressed-tensors has to know of the quantized values."""
     kind = FORMATS[quant_config.format]
     weights = {
         "num_bits": kind.bits,
@@ -433,7 +433,7 @@ def _said(model: nn.Module, quant_config: QuantConfig, layout: str, qvalues: set
 
 
 def _written(layer: QuantizedLinear, layout: str) -> dict[str, Tensor | Deferred]:
-    """Return the tensors of a layer, those of codes to be packed when they are written."""
+    """Return the tensors of a layer, those of quantized values to be packed when they are written."""
     quantized = layer.quantized
     assert quantized is not None
     bits, zeros = FORMATS[quantized.quant_config.format].bits, quantized.zeros
@@ -460,7 +460,7 @@ def _written(layer: QuantizedLinear, layout: str) -> dict[str, Tensor | Deferred
 
 
 def _packed(symbols: Tensor, bits: int, *, shift: bool = False) -> Tensor:
-    """Return rows of codes of a byte as rows of 32-bit words, as :func:`_unpacked` reads them."""
+    """Return rows of quantized values of a byte as rows of 32-bit words, as :func:`_unpacked` reads them."""
     rows, num = symbols.shape
     words = torch.empty((rows, -(-num * bits // 32)), dtype=torch.int32)
     step = max(1, _PIECE_ELEMENTS // num)
@@ -531,12 +531,14 @@ def _read_gptq(files: _Files, layer: str, shape: tuple[int, int]) -> _Read:
             hint="correct quantization_config",
         )
     if not is_signed and bool((zeros > 2**bits - 1).any()):
-        raise ModelError(f"{files.directory}: a zero point of {layer} is beyond the codes of {bits} bits")
+        raise ModelError(
+            f"{files.directory}: a zero point of {layer} is beyond the quantized values of {bits} bits"
+        )
     return symbols, files.tensor(layer, "scales").T, zeros.to(torch.uint8).contiguous()
 
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where among the eight codes of a word, lowest bits first, columns lie."""
+"""Where among the eight quantized values of a word, lowest bits first, columns lie."""
 
 
 def _read_awq(files: _Files, layer: str, shape: tuple[int, int]) -> _Read:
@@ -561,7 +563,7 @@ def _scales_shape(files: _Files, linear: tuple[int, int]) -> tuple[int, int]:
 
 
 def _unpacked(words: Tensor, bits: int, num: int, *, shift: bool = False) -> Tensor:
-    """Return the first `num` codes of every row of 32-bit words, which lie one after the other without gaps, as uint8.
+    """Return the first `num` quantized values of every row of 32-bit words, which lie one after the other without gaps, as uint8.
 
     Parameters
     ----------
@@ -569,7 +571,7 @@ def _unpacked(words: Tensor, bits: int, num: int, *, shift: bool = False) -> Ten
         int32, shape (rows, words).
     bits, num : int
     shift : bool
-        Whether codes count from the lowest number, and are wanted in two's complement.
+        Whether quantized values count from the lowest number, and are wanted in two's complement.
     """
     rows = words.shape[0]
     starts = torch.arange(num) * bits
@@ -577,7 +579,7 @@ def _unpacked(words: Tensor, bits: int, num: int, *, shift: bool = False) -> Ten
     step = max(1, _PIECE_ELEMENTS // num)
     for begin in range(0, rows, step):
         piece = words[begin : begin + step].contiguous().view(torch.uint8)
-        # A code may begin in one byte and end in the next.
+        # A quantized value may begin in one byte and end in the next.
         both = nn.functional.pad(piece, (0, 1)).to(torch.int16)
         both = both[:, :-1] | (both[:, 1:] << 8)
         qvalues = (both[:, starts // 8].to(torch.int32) & 0xFFFF) >> (starts % 8).to(torch.int32)

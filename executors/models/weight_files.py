@@ -88,7 +88,7 @@ def save_weights(
     named: dict[str, Tensor | Deferred] = {}
     for tensor in filter(is_tuned, stored_parameters(model)):
         for suffix, piece in tensor.held.dump().items():
-            # Numbers of 8 bits, as a host may hold them, are no codes.
+            # Numbers of 8 bits, as a host may hold them, are not quantized.
             wanted = TORCH_DTYPES[dtype] if dtype and tensor.is_numbers else piece.dtype
             named[tensor.name + suffix] = Deferred(piece.shape, wanted, partial(piece.to, wanted))
     write_tensors(named, path, dtype, metadata)
@@ -122,7 +122,7 @@ def write_tensors(
 
 
 def _written_format(tensor: Tensor | Deferred, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the format in which a tensor is written; codes keep theirs."""
+    """Return the format in which a tensor is written; quantized values keep theirs."""
     is_number = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
     return wanted if wanted is not None and is_number and not isinstance(tensor, Deferred) else tensor.dtype
 

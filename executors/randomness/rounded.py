@@ -1,4 +1,4 @@
-"""Directions rounded to codes of a byte, and the random numbers of every rounding of a step.
+"""Directions rounded to quantized values of a byte, and the random numbers of every rounding of a step.
 
 The numbers that decide a rounding are keyed by seed, step, query, parameter and element, under either discipline: what a rank
 rounds does not depend on what other ranks, or other instructions, round. Each of a step's roundings has a key of its own:
@@ -72,13 +72,13 @@ _PASSED_BLOCKS = PASSED_ELEMENTS // COUNTER_BLOCK_ELEMENTS
 
 @cache
 def _sign_table(highest: int) -> Tensor:
-    """Return for each byte the codes of eight signs, the highest bit first, as one int64; a bit that is set makes ``-highest``."""
+    """Return for each byte the quantized values of eight signs, the highest bit first, as one int64; a bit that is set makes ``-highest``."""
     bits = torch.arange(256)[:, None] >> torch.arange(7, -1, -1) & 1
     return (highest * (1 - 2 * bits)).to(torch.int8).view(torch.int64).view(-1)
 
 
 _ROW_ELEMENTS_AT_ONCE = 1 << 18
-"""Numbers of a sparse direction's rows that are there at once before they are codes."""
+"""Numbers of a sparse direction's rows that are there at once before they are quantized."""
 
 
 class Chances:
@@ -120,7 +120,7 @@ def rounding_key(seed: int, step: int, query: int, purpose: Purpose) -> CounterK
 
 
 class SamplingKeys(NamedTuple):
-    """Keys of what makes codes of one direction's numbers: of their rounding, and of the rows that are not 0."""
+    """Keys of what quantizes one direction's numbers: of their rounding, and of the rows that are not 0."""
 
     rounding: CounterKey
     rows: CounterKey
@@ -133,7 +133,7 @@ class SamplingKeys(NamedTuple):
 
 
 class MovedRows:
-    """Says which rows of sparse directions are not 0: some of each matrix that is codes, all of other parameters.
+    """Says which rows of sparse directions are not 0: some of each matrix that is quantized, all of other parameters.
 
     The stream that draws a direction asks first, and that of forwards later; neither may find what the other asked for since.
 
@@ -144,7 +144,7 @@ class MovedRows:
     shapes : sequence of torch.Size
         Of every trainable parameter, in registration order; the same on every rank.
     quantized : collection of int
-        Those that are codes.
+        Those that are quantized.
     device : torch.device
     num_kept : int
         Directions whose rows are kept, of each parameter.
@@ -194,7 +194,7 @@ class _Block(NamedTuple):
 
 
 class RoundedSampler:
-    """Draws directions as codes.
+    """Draws rounded directions.
 
     Parameters
     ----------
@@ -230,11 +230,11 @@ class RoundedSampler:
         self._threads = threads
 
     def qvalues(self, numbers: Tensor, chances: Tensor | None) -> Tensor:
-        """Return the codes of numbers, which are lost."""
+        """Return the quantized values of numbers, which are lost."""
         return self._levels(numbers, chances).to(torch.int8)
 
     def _levels(self, numbers: Tensor, chances: Tensor | None) -> Tensor:
-        """Return what the codes of numbers, which are lost, stand for; signs need no chances."""
+        """Return what the quantized values of numbers, which are lost, stand for; signs need no chances."""
         scaled = numbers.mul_(self._rounding.scale)
         if self._direction.distribution.is_sign:
             return scaled
@@ -334,7 +334,7 @@ class RoundedSampler:
             piece[begin:end] = self._sign_qvalues(sign_words(end - begin, generator))[: end - begin]
 
     def _sign_qvalues(self, words: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the codes of the signs that :class:`Rademacher` makes of random numbers on a CPU.
+        """Return the quantized values of the signs that :class:`Rademacher` makes of random numbers on a CPU.
 
         Eight are one number of 64 bits, which is looked up in a table; `out` is of as many.
         """
@@ -355,13 +355,13 @@ class RoundedSampler:
         """Fill a matrix that is 0 but in some rows, for which alone numbers are drawn."""
         view.zero_()
         matrix = view.view(*self._shapes[parameter])
-        # Of a token table the numbers of all rows that move would be larger than its codes.
+        # Of a token table the numbers of all rows that move would be larger than its quantized values.
         num = max(1, _ROW_ELEMENTS_AT_ONCE // matrix.shape[1])
         for there, here in zip(*(part.split(num) for part in rows), strict=True):
             matrix[there] = self._rows_of(here, parameter, key, keys)
 
     def _rows_of(self, rows: Tensor, parameter: int, key: CounterKey, keys: SamplingKeys) -> Tensor:
-        """Return the codes of some rows of a matrix, in the ``counter`` discipline; `rows` are of the host."""
+        """Return the quantized values of some rows of a matrix, in the ``counter`` discipline; `rows` are of the host."""
         width = self._shapes[parameter][1]
         if isinstance(self._direction, Rademacher) and self._numbers.has_row_words(width):
             words = self._numbers.row_words(rows, width, parameter, key, self._direction)
@@ -404,7 +404,7 @@ class RoundedSampler:
         return states
 
     def rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: SamplingKeys) -> Tensor:
-        """Return the codes of some rows of a table, whose float32 numbers are lost; 0 where a sparse direction is.
+        """Return the quantized values of some rows of a table, whose float32 numbers are lost; 0 where a sparse direction is.
 
         `rows` are of the host.
         """

@@ -64,7 +64,7 @@ def touched_parts(
 
 
 def batches_of(windows: Sequence[RowWindow]) -> Iterator[list[RowWindow]]:
-    """Yield windows that are drawn before rows are taken out of them: at least one, and as many as become codes at once."""
+    """Yield windows that are drawn before rows are taken out of them: at least one, and as many as become quantized at once."""
     batch: list[RowWindow] = []
     for window in windows:
         if batch and sum(each.num for each in (*batch, window)) > ROUNDED_AT_ONCE:

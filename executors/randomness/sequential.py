@@ -149,7 +149,7 @@ class SequentialSampler:
     def _sample_batches(
         self, share: range, like: Tensor, generator: Generator, num_shares: int, states: list[Tensor]
     ) -> Iterator[list[_Sampled]]:
-        """Yield the numbers of some stretches, and add the states at their marks to `states`; all shares hold as many at once as become codes."""
+        """Yield the numbers of some stretches, and add the states at their marks to `states`; all shares hold as many at once as become quantized."""
         most = 1 << ((SEQUENTIAL_AT_ONCE // num_shares).bit_length() - 1)
         batch: list[_Sampled] = []
         for spans in self._spans[share.start : share.stop]:

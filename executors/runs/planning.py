@@ -95,7 +95,7 @@ def _begun(
     if base is None:
         config = merge(kept, config)
         if config.low_bits.given("weights") is None and model.stored is None:
-            # What a run tunes, codes or numbers, is nothing that --allow-lossy alone says.
+            # What a run tunes, quantized values or numbers, is nothing that --allow-lossy alone says.
             config = merge(PlanConfig(low_bits=LowBits(weights="none")), config)
     else:
         config = merge(merge(kept, _numbers_of(base)), config)

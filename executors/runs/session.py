@@ -464,9 +464,9 @@ class Session:
         return None if watch is None else watch.result()
 
     def moved_codes(self) -> Moved | None:
-        """Return what became of updates of codes so far, on all stages; None where no weights are codes.
+        """Return what became of quantized updates so far, on all stages; None where no weights are quantized.
 
-        All ranks have to ask. A tied table of codes counts on each of the two stages that hold it.
+        All ranks have to ask. A tied table of quantized values counts on each of the two stages that hold it.
         """
         if not self.plan.storage.bits:
             return None
@@ -475,7 +475,7 @@ class Session:
             return own
         counts = own.num, own.unmoved, own.saturated
         of_ranks = self.communicator.all_gather_json(
-            counts, "adding up codes that moved", tuple[int, int, int]
+            counts, "adding up quantized values that moved", tuple[int, int, int]
         )
         stages = [of_ranks[rank] for rank in self.communicator.members(PIPELINE)]
         return Moved(*map(sum, zip(*stages, strict=True)))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LossName = Literal["model", "fp64"]
 
 SaveAs = Literal["numbers", "codes", "zosim-codes"]
-"""What weights that are codes are written as: what they stand for, codes as compressed-tensors lays them out, or as zosim does."""
+"""What quantized weights are written as: what they stand for, quantized values as compressed-tensors lays them out, or as zosim does."""
 TaskName = Literal["auto", "choice", "perplexity", "generation"]
 
 
@@ -376,7 +376,7 @@ class RunOptions(Section):
         Setting(
             "--save-as",
             "Format of saved quantized weights: dequantised (numbers), quantized as transformers loads "
-            "them with compressed-tensors (codes), or quantized in any format for zosim only "
+            "them with compressed-tensors (quantized values), or quantized in any format for zosim only "
             "(zosim-codes).",
             expert=True,
             heading="Output",
@@ -505,7 +505,7 @@ class RunSettings:
                 else "what is tuned here lies beside them"
             )
             raise PlanError(
-                f"--save-as {self.run.save_as} writes the codes that were tuned, and {what}",
+                f"--save-as {self.run.save_as} writes the quantized values that were tuned, and {what}",
                 hint="leave it out" if quant_config is not None else "add --weight-format",
             )
         if self.run.save_as == "zosim-codes":

@@ -42,7 +42,7 @@ class Runtime:
     model : torch.nn.Module
         A causal language model, which the runtime has for itself from now on.
     low_bits : LowBits, optional
-        Keep the linears of blocks as these codes.
+        Format that the linears of blocks are quantized to.
     stop_tokens : tuple of int
         Tokens that end a generated text.
 
@@ -71,7 +71,7 @@ class Runtime:
         self.base_dtype = format_of(next(model.parameters()).dtype)
         attach(model, "linears")
         if low_bits is not None and low_bits.quantizes_weights:
-            self.base_digest  # noqa: B018 - of the numbers, before they are codes
+            self.base_digest  # noqa: B018 - of the numbers, before they are quantized
             encode(model, low_bits, self.base_dtype)
         self._engine = BatchedModel(model)
         self._weights: dict[str, Any] = {path: model.get_submodule(path).weight for path in self.shapes}

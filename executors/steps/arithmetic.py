@@ -63,7 +63,7 @@ class Sweeper:
         Parameters
         ----------
         theta, z : torch.Tensor
-            One-dimensional, of one length and format, or `z` the codes of a rounded direction, packed or not, whose unit is in
+            One-dimensional, of one length and format, or `z` the quantized values of a rounded direction, packed or not, whose unit is in
             `epsilon`.
         scale : int
             ``s``, a power of two with either sign.
@@ -109,7 +109,7 @@ class Sweeper:
         Parameters
         ----------
         theta, z : torch.Tensor
-            One-dimensional, of one length and format, or `z` the codes of a rounded direction.
+            One-dimensional, of one length and format, or `z` the quantized values of a rounded direction.
         gradient : float or DeviceScalar
         learning_rate : float
         weight_decay : float or None
@@ -252,8 +252,8 @@ class Sweeper:
 def _multiplied(z: Tensor, factor: float | Tensor, out: Tensor) -> None:
     """Write ``z·factor``, which is made in 32 bits and rounded.
 
-    Codes become numbers of `out` first on a CPU: two passes in cache, that torch vectorises, where one over both formats takes half as
-    long again. Formats of up to 32 bits hold codes of a byte exactly, and multiply in 32 bits, too.
+    Quantized values become numbers of `out` first on a CPU: two passes in cache, that torch vectorises, where one over both formats takes half as
+    long again. Formats of up to 32 bits hold quantized values of a byte exactly, and multiply in 32 bits, too.
     """
     if z.dtype == out.dtype or out.device.type != "cpu" or out.dtype == torch.float64:
         torch.mul(z, factor, out=out)

@@ -114,7 +114,7 @@ class PlacedPart:
     held : tuple of Stored
         What each parameter is; nothing of a direction.
     packed : tuple of PackedValues
-        Of a direction of which several codes share a byte, those of each parameter, in place of `views`.
+        Of a direction of which several quantized values share a byte, those of each parameter, in place of `views`.
     """
 
     flat: Tensor
@@ -125,7 +125,7 @@ class PlacedPart:
 
     @property
     def qvalues(self) -> tuple[QValues, ...]:
-        """Of a direction of codes, those of each parameter."""
+        """Of a rounded direction, those of each parameter."""
         return self.packed or self.views
 
     def along(self, directions: Sequence[QValues]) -> Iterator[tuple[type[Stored], list[Along]]]:
@@ -167,7 +167,7 @@ class BufferStore:
         self._allocate = allocate
         self._positions = positions or {}
         self.parts = _parts_of(engine, program.alignment_bytes)
-        # Of a buffer that holds codes beside numbers the program does not say the numbers' format.
+        # Of a buffer that holds quantized weights beside numbers the program does not say the numbers' format.
         self._beside_qvalues = format_beside(engine.tensors) or "uint8"
         self.held = frozenset(parameters_of(access.what) for access in program.initial)
         self._num_shares = self._shares()
@@ -368,7 +368,7 @@ def _placed(memory: Tensor, part: Part, dtype: str) -> PlacedPart:
 
 
 def _placed_packed(memory: Tensor, part: Part, bits: int) -> PlacedPart:
-    """Return a direction of which several codes share a byte, every tensor's aligned."""
+    """Return a direction of which several quantized values share a byte, every tensor's aligned."""
     packed, begin = [], 0
     for tensor in part.tensors:
         end = begin + packed_shape_bytes(tensor.shape, bits)

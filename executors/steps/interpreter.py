@@ -135,7 +135,7 @@ class Interpreter:
 
     @property
     def moved_codes(self) -> Moved:
-        """What became of the updates of weights that are codes."""
+        """What became of the updates of quantized weights."""
         return self._actions.sweeps.moved
 
     @property

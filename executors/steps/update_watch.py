@@ -89,7 +89,7 @@ class UpdateWatch:
             if isinstance(access.what, GroupWeights)
             and not any(tensor.layer for tensor in store.trainable(access.what.group).tensors)
         }
-        # None where all groups hold codes, of which others keep count.
+        # None where all groups hold quantized values, of which others keep count.
         self._kept_in = min(formats.values(), key=lambda name: FORMATS[name].bits, default="")
         self._updated_in = self._kept_in
         groups = [store.trainable(group) for group, kept_in in formats.items() if kept_in == self._kept_in]

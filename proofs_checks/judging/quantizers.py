@@ -29,7 +29,7 @@ Rounding = Literal["stochastic", "nearest"]
 
 
 class Quantizer(Protocol):
-    """What is judged: a function of numbers and a seed that returns the numbers that their codes stand for."""
+    """What is judged: a function of numbers and a seed that returns the numbers that their grid values stand for."""
 
     def __call__(self, numbers: Tensor, seed: int) -> Tensor:
         """Return numbers of the same shape; all that is random follows from `seed`."""
@@ -50,7 +50,7 @@ def judge_quantizer(
     Parameters
     ----------
     quantizer : callable
-        ``quantizer(numbers, seed)`` returns what the codes of `numbers` stand for; numbers have shape (256,), in float32.
+        ``quantizer(numbers, seed)`` returns what the grid values of `numbers` stand for; numbers have shape (256,), in float32.
     name : str
         For the report.
     rounding : {"stochastic", "nearest"}
@@ -148,7 +148,7 @@ class _Judge:
         return answer_of(
             self._quantizer, numbers.clone(), seed, name=self._name, like=numbers,
             called="it is called as quantizer(numbers, seed): numbers have shape (256,) in float32",
-            returned="return what the codes stand for, a number for each",
+            returned="return what the grid values stand for, a number for each",
         )  # fmt: skip
 
     def _samples(self, numbers: Tensor) -> Tensor:

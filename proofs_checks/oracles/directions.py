@@ -29,7 +29,7 @@ def direction_moments(
     ----------
     distribution : str
         The sphere's radius is ``√dimension``; ``low-rank`` is ``UVᵀ/√r`` of `rows` by `columns`; ``quantised-gaussian`` is a
-        normal rounded at random to codes of `bits`, `scale` codes per unit, one rounding used twice.
+        normal rounded at random to grid values of `bits`, `scale` grid values per unit, one rounding used twice.
     dimension : int
         Of all but ``low-rank``.
 
@@ -80,7 +80,7 @@ def energy(
 
 
 def rounded_normal_moments(bits: int, scale: float) -> tuple[float, float]:
-    """Return E[q²] and E[q⁴] of a normal rounded at random to ``2^(b-1) - 1`` codes on either side of 0.
+    """Return E[q²] and E[q⁴] of a normal rounded at random to ``2^(b-1) - 1`` grid values on either side of 0.
 
     Notes
     -----

@@ -22,13 +22,13 @@ def rounding_moments(
     rounding: Literal["stochastic", "nearest"] = "stochastic",
     clamped: bool = True,
 ) -> dict[str, float]:
-    """Return mean, bias, variance and mean squared error of a number rounded to codes, `scale` of them per unit.
+    """Return mean, bias, variance and mean squared error of a number rounded to grid values, `scale` of them per unit.
 
     Parameters
     ----------
     value : float
     bits : int
-        Codes run from ``-(2^(b-1) - 1)`` to ``2^(b-1) - 1``.
+        Quantized values run from ``-(2^(b-1) - 1)`` to ``2^(b-1) - 1``.
     clamped : bool
         Without it there is no largest code.
 

@@ -31,7 +31,7 @@ _DATA = torch.tensor([0.8, -1.3, 2.1, 0.4], dtype=torch.float64)
 
 
 def interpolated(values: Tensor, rest: str) -> Tensor:
-    """Return ``E[F(C(a))]`` for rounding at random: ``F`` at the two codes around ``a``, weighed by how near they are."""
+    """Return ``E[F(C(a))]`` for rounding at random: ``F`` at the two quantized values around ``a``, weighed by how near they are."""
     scaled = values / _STEP
     below = scaled.floor()
     up = scaled - below
@@ -208,7 +208,7 @@ def check_queries_and_shards(_context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-@planted("executors.low_bits.grids:Integers.at_random", "codes that are not symmetric")
+@planted("executors.low_bits.grids:Integers.at_random", "grid values that are not symmetric")
 def one_qvalue_lower(shipped, self, *given):
     return shipped(altered(self, low=self.low - 1), *given)
 

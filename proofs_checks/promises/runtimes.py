@@ -1,4 +1,4 @@
-"""Runs whose arithmetic is not MeZO's own, beside loops of their own: weights as codes, and all points in one forward as adapters.
+"""Runs whose arithmetic is not MeZO's own, beside loops of their own: quantized weights, and all points in one forward as adapters.
 
 The other side of each comparison is a whole model of transformers, whose weights a loop sets; seeds, chances, grids and factors come from
 their description, in :mod:`proofs_checks.setups.literal` or here.
@@ -38,11 +38,11 @@ from zosim.plans import Directions, Estimator, LowBits, Weights
 
 _EPSILON, _DECAY, _NUM_QUERIES, _NUM_STEPS = 1e-2, 0.1, 2, 3
 
-# -- weights as codes -------------------------------------------------------------------------------------------------
+# -- quantized weights -------------------------------------------------------------------------------------------------
 
 _BITS, _HIGHEST = 3, 3
 _UNIT = 1.73 / _HIGHEST
-"""Value of a code of 1 of a direction of 3 bits, whose codes are -3 to 3 and whose largest value is 1.73."""
+"""Value of a code of 1 of a direction of 3 bits, whose quantized values are -3 to 3 and whose largest value is 1.73."""
 
 _BLOCK = 1 << 14
 _PURPOSES = {"direction": 1, "second direction": 2, "update": 3}
@@ -59,7 +59,7 @@ def second_moment() -> float:
 
 
 class QuantizedRun:
-    """QuZO with int8 weights, a scale for each output, on a whole model whose weights are made of the codes."""
+    """QuZO with int8 weights, a scale for each output, on a whole model whose weights are dequantized."""
 
     def __init__(
         self, model: nn.Module, seed: int, estimator: str, rng: str, names: set[str], *, is_rounded_once: bool
@@ -93,7 +93,7 @@ class QuantizedRun:
         return chances
 
     def direction(self, step: int, query: int, purpose: str) -> dict[str, Array]:
-        """Return codes of a direction, by parameter."""
+        """Return quantized values of a direction, by parameter."""
         chances, qvalues = self.chances(step, query, purpose), {}
         normals = directions(
             [(numel,) for _, numel in self._sizes],
@@ -121,7 +121,7 @@ class QuantizedRun:
         return (losses[0] - losses[1]) / (2 * _EPSILON)
 
     def update(self, step: int, gradients: tuple[float, ...]) -> None:
-        """Move by the gradients of a step, query by query; codes by whole numbers, as chance has it, or all at once."""
+        """Move by the gradients of a step, query by query; quantized values by whole numbers, as chance has it, or all at once."""
         summed: dict[str, Array] = {}
         rate, divisor = learning_rate(step), second_moment() if self.estimator == "normalised" else 1.0
         purpose = "second direction" if self.estimator == "q-rge2" else "direction"
@@ -166,7 +166,7 @@ _QUANTIZED_RUNS: Mapping[str, Mapping[str, Any]] = {
 def _quantized_session(
     estimator: str, seed: int
 ) -> tuple[list[StepRecord], dict[str, Tensor], dict[str, Tensor], set[str]]:
-    """Return records, weights and codes after some steps of the shipped runtime, and which weights are codes."""
+    """Return records, weights and quantized values after some steps of the shipped runtime, and which weights are quantized."""
     model = tiny_model("tied")
     kind, _, is_rounded_once = estimator.partition(", ")
     low_bits = LowBits.model_validate(
@@ -196,9 +196,9 @@ def _quantized_session(
 
 
 def check_qvalues_over_steps(context: Context) -> Outcome:
-    """Compare projected gradients, codes and other weights of three steps in int8 with a loop in NumPy, for each estimator.
+    """Compare projected gradients, quantized values and other weights of three steps in int8 with a loop in NumPy, for each estimator.
 
-    Each step of the loop goes on from its own codes with the run's gradients, which are compared before: where two gradients differ in a
+    Each step of the loop goes on from its own quantized values with the run's gradients, which are compared before: where two gradients differ in a
     last bit a code near the border of its chance may go the other way, one in thousands.
     """
     parts = {}
@@ -219,9 +219,9 @@ def check_qvalues_over_steps(context: Context) -> Outcome:
         total = sum(values.size for values in run.qvalues.values())
         far = max(float(np.abs(weights[n].numpy() - values).max()) for n, values in run.plain.items())
         parts[f"{estimator}, gradients"] = within(off, 1e-3 * size, what="largest distance, of the largest")
-        parts[f"{estimator}, codes"] = within(unlike, 1e-3 * total, what=f"unlike of {total}")
+        parts[f"{estimator}, grid values"] = within(unlike, 1e-3 * total, what=f"unlike of {total}")
         parts[f"{estimator}, others"] = within(far, 1e-5, what="largest distance of what is no code")
-        parts[f"{estimator}, it moves"] = exceeds(moved, 0.3 * total, what="codes that moved")
+        parts[f"{estimator}, it moves"] = exceeds(moved, 0.3 * total, what="grid values that moved")
     return everything_holds(parts)
 
 
@@ -385,7 +385,7 @@ CHECKS: Checks = {
         quantized.CLAMP_WIDE,
         quantized.SAMPLED_NEAREST,
     ),
-    "steps-in-codes-are-a-literal-loop": printed(
+    "quantized-steps-are-a-literal-loop": printed(
         check_qvalues_over_steps,
         quantized.MOVE_LONG,
         quantized.MOVE_AWAY,

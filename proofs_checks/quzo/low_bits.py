@@ -72,7 +72,7 @@ def literal_values(
         Shape (outputs, inputs).
     name, scope : str
     has_zero_point : bool
-        Codes then run from 0 to the largest, and a whole number is taken off.
+        Quantized values then run from 0 to the largest, and a whole number is taken off.
     factors : sequence of float
         Of the scale that spans the largest weight.
     """
@@ -97,14 +97,14 @@ def literal_values(
 
 
 def shipped(weights: Array, quant_config: QuantConfig) -> QuantizedTensor:
-    """Return weights as codes."""
+    """Return quantized weights."""
     held = QuantizedTensor.empty(quant_config, torch.Size(weights.shape), _CPU)
     held.encode(torch.from_numpy(weights).float())
     return held
 
 
 def values_of(held: QuantizedTensor) -> Array:
-    """Return what codes stand for."""
+    """Return what quantized values stand for."""
     return held.values(torch.float32).double().numpy()
 
 
@@ -146,7 +146,7 @@ _EXPECTED: Mapping[tuple[str, str, ScaleScope], QuantFormat] = {
 
 
 def check_format_of_least_error(context: Context) -> Outcome:
-    """Compare errors of shipped codes with those of lists of values, and the format of least error with that expected."""
+    """Compare errors of shipped quantized values with those of lists of values, and the format of least error with that expected."""
     parts = {}
     for name, weights in _weights(context.seed).items():
         scopes: tuple[ScaleScope, ...] = ("channel", "tensor", "group")
@@ -203,7 +203,7 @@ def split_errors(weights: Array, kept: Callable[[Array, QuantFormat], Array]) ->
 
 
 def check_outlier_split(context: Context) -> Outcome:
-    """Compare errors of shipped codes, alone and beside outliers, with those of lists of values, and with each other."""
+    """Compare errors of shipped quantized values, alone and beside outliers, with those of lists of values, and with each other."""
     generator, shape = np.random.default_rng(context.seed), (64, 200)
     matrices = {"normals": generator.normal(size=shape), "heavy tails": generator.standard_t(2, shape)}
     parts, ratios = {}, {}
@@ -303,7 +303,7 @@ def check_sparse_moments(context: Context) -> Outcome:
             "E|ĝ|²", energy[:, None], torch.tensor([stated], dtype=torch.float64)
         )
         shares = torch.stack([is_moved[:, 0], is_moved[:, 0] & is_moved[:, 1]], 1).double()
-        # Of codes of 3 bits a row that is drawn may be 0 all the same; of 8 bits hardly ever.
+        # Of quantized values of 3 bits a row that is drawn may be 0 all the same; of 8 bits hardly ever.
         if bits == 8:
             parts[f"{title}, rows"] = compare_means(
                 "rows that move, and both rows",
@@ -328,9 +328,9 @@ def check_sparse_moments(context: Context) -> Outcome:
 
 
 def check_sparse_updates(context: Context) -> Outcome:
-    """Compare progress and noise of updates of int8 codes along dense and sparse directions: as much, and √q of it.
+    """Compare progress and noise of updates of int8 quantized values along dense and sparse directions: as much, and √q of it.
 
-    A change that is small against a step moves a code by one with the chance of its size, so the mean square of moves is E|δ|.
+    A change that is small against a step moves a quantized value by one with the chance of its size, so the mean square of moves is E|δ|.
     """
     parts, factor = {}, 0.2
     u = np.linspace(-9, 9, 200_001)
@@ -460,7 +460,9 @@ def check_moves_on_grids(_context: Context) -> Outcome:
         after = (values_of(held) / rows).reshape(num_blocks, _NUM_CHANCES, -1)
         tolerance = 1e-3 * (up - low)
         is_neighbour = np.minimum(np.abs(after - low), np.abs(after - up)) <= tolerance
-        parts[f"{title}, neighbours"] = is_true(bool(is_neighbour.all()), what="each code goes to one of two")
+        parts[f"{title}, neighbours"] = is_true(
+            bool(is_neighbour.all()), what="each quantized value goes to one of two"
+        )
         off = np.abs(after.mean(1) - inside) / (up - low + tolerance)
         parts[f"{title}, mean"] = within(float(off.max()), 0.5 / _NUM_CHANCES, what="of a step", slack=0.1)
         spread = np.abs(after.var(1) - (inside - low) * (up - inside)) / (up - low + tolerance) ** 2
@@ -483,7 +485,7 @@ def check_moves_on_grids(_context: Context) -> Outcome:
 
 
 def check_products_of_bytes(context: Context) -> Outcome:
-    """Compare outputs of int8 inputs by int8 codes, a direction beside them, with exact sums of whole numbers, scaled once."""
+    """Compare outputs of int8 inputs by int8 quantized values, a direction beside them, with exact sums of whole numbers, scaled once."""
     parts = {}
     generator = np.random.default_rng(context.seed)
     inputs = (generator.normal(size=(5, 24)) * np.array([[1], [30], [0.01], [2], [5]])).astype(np.float32)
@@ -519,7 +521,7 @@ def check_products_of_bytes(context: Context) -> Outcome:
 def _run(
     case: Case, low_bits: LowBits, seed: int, log: Sequence[StepRecord] = ()
 ) -> list[tuple[list[StepRecord], dict[str, Tensor]]]:
-    """Return records and weights of every rank of a run in codes; steps that a log has are replayed from it."""
+    """Return records and weights of every rank of a run with quantized weights; steps that a log has are replayed from it."""
     plan = Plan.model_validate(
         case.plan().model_dump(mode="json") | {"low_bits": low_bits.model_dump(mode="json")}
     )
@@ -593,7 +595,7 @@ _TENSOR = "executors.low_bits.quantized:QuantizedTensor"
 
 
 def without_zeros(name: str, method: str) -> Fault:
-    """Return a fault of weights that are codes, of which a method forgets the zero points."""
+    """Return a fault of quantized weights, of which a method forgets the zero points."""
 
     @planted(f"{_TENSOR}.{method}", name)
     def fault(shipped, self, *given, **named):
@@ -723,7 +725,7 @@ CHECKS: Checks = {
             ),
         ),
     ),
-    "updates-move-codes-on-every-grid": printed(
+    "updates-are-unbiased-on-every-grid": printed(
         check_moves_on_grids,
         quantized.MOVE_NEAREST,
         quantized.MOVE_CHANCES,
@@ -757,7 +759,7 @@ CHECKS: Checks = {
             lambda shipped, self, qvalues, scales, beside: shipped(self, qvalues, 1.03 * scales, beside),
         ),
     ),
-    "codes-are-alike-on-all-ranks": printed(
+    "quantized-weights-are-alike-on-all-ranks": printed(
         check_qvalues_on_ranks,
         Fault(
             "chances of a rank's own",

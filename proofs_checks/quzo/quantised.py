@@ -74,7 +74,7 @@ _BEYOND = (2.4, -5.0, 2.001, 100.0)
 
 
 def check_directions(numbers: tuple[float, ...], context: Context) -> Outcome:
-    """Compare what runs round given numbers of a direction to, and how often up, with the codes next to them and the clamped numbers.
+    """Compare what runs round given numbers of a direction to, and how often up, with the quantized values next to them and the clamped numbers.
 
     Notes
     -----

@@ -1,6 +1,6 @@
 """QuZO's statements: estimators of rounded directions, updates of quantised weights, and its algorithm as printed.
 
-Training in low bits is judged on its formulas, and on the weights and directions in codes that runs take.
+Training in low bits is judged on its formulas, and on the weights and directions in quantized values that runs take.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ _ZERO_POINT = 128
 def check_scaled_outer_product(how: str, _context: Context) -> Outcome:
     """Compare ``E[u₁u₂ᵀ]`` of two roundings of a vector, in values as named, with theory."""
     rounding = Reaching("gaussian", 8, limit=6.35)
-    given = (0.3125, -0.765625, 1.5)  # multiples of a chance in codes
+    given = (0.3125, -0.765625, 1.5)  # multiples of a chance in quantized values
     outcomes = [
         [
-            # What the print makes of a code, never divided by the scale; and what a shipped weight makes of it.
-            (float(code + _ZERO_POINT) if how == "codes" else weight_value(code, 20.0, _ZERO_POINT), chance)
+            # What the print makes of a quantized value, never divided by the scale; and what a shipped weight makes of it.
+            (float(code + _ZERO_POINT) if how == "values" else weight_value(code, 20.0, _ZERO_POINT), chance)
             for code, chance in codes_and_chances(u, rounding)
         ]
         for u in given
@@ -86,7 +86,7 @@ def check_scaled_outer_product(how: str, _context: Context) -> Outcome:
     squares = [
         sum(p * q * a * b for (a, p), (b, q) in itertools.product(of_one, repeat=2)) for of_one in outcomes
     ]
-    theory = [20 * u + _ZERO_POINT for u in given] if how == "codes" else list(given)
+    theory = [20 * u + _ZERO_POINT for u in given] if how == "values" else list(given)
     return everything_holds(
         {
             # A weight's scale is a float32.
@@ -153,7 +153,7 @@ def enumerated_moments(rounding: RoundedDirection) -> tuple[float, float, float]
     [1.0, 1.0, 3.001]
     """
     highest = rounding.highest
-    # Cell by cell, as the integrand has corners at codes.
+    # Cell by cell, as the integrand has corners at quantized values.
     edges = np.unique(np.concatenate([np.arange(-highest, highest + 1) / rounding.scale, [-9.0, 9.0]]))
     edges = edges[np.abs(edges) <= 9.0]
     once = product = squares = 0.0
@@ -174,7 +174,7 @@ def enumerated_moments(rounding: RoundedDirection) -> tuple[float, float, float]
 
 
 def _fourth_moment(rounding: RoundedDirection) -> float:
-    """Return ``E[Q⁴]`` from how often each code comes out."""
+    """Return ``E[Q⁴]`` from how often each quantized value comes out."""
     total, highest = 0.0, rounding.highest
     x, weights = np.polynomial.legendre.leggauss(60)
     edges = [-9.0, *(code / rounding.scale for code in range(-highest, highest + 1)), 9.0]
@@ -198,7 +198,7 @@ def _balanced(bits: int) -> float:
 
 
 def check_naive_is_biased(_context: Context) -> Outcome:
-    """Compare ``E[ûûᵀ]`` with the shipped second moment by enumeration of codes, and it with 1 where nothing is clamped."""
+    """Compare ``E[ûûᵀ]`` with the shipped second moment by enumeration of quantized values, and it with 1 where nothing is clamped."""
     parts = {}
     for bits in (2, 3, 4, 8):
         moment = _second_moment(bits, 6.0)
@@ -220,7 +220,7 @@ def check_naive_can_be_right(_context: Context) -> Outcome:
     rounding = RoundedDirection("rademacher", 4)
     rounded = qvalues_of(torch.from_numpy(signs), rounding, None).double() * rounding.unit
     outer = torch.einsum("n,ni,nj->ij", torch.from_numpy(weights), rounded, rounded)
-    parts["signs, which are codes"] = equal(outer, torch.eye(3, dtype=torch.float64), what="E[ûûᵀ]")
+    parts["signs, which are grid values"] = equal(outer, torch.eye(3, dtype=torch.float64), what="E[ûûᵀ]")
     return everything_holds(parts)
 
 
@@ -397,11 +397,11 @@ def check_small_rates_converge(_context: Context) -> Outcome:
 
 
 _WHOLE = Reaching("gaussian", 4, limit=7.0)
-"""Codes of 4 bits, one a unit."""
+"""Quantized values of 4 bits, one a unit."""
 
 
 def check_update_mean(how: str, _context: Context) -> Outcome:
-    """Compare the mean of a rounded update with the update, within the range of codes or beyond it."""
+    """Compare the mean of a rounded update with the update, within the range of quantized values or beyond it."""
     given = (0.3125, -1 / 256, 2.75, -6.1875) if how == "within" else (9.5, -30.0)
     means = [sum(chance * code for code, chance in codes_and_chances(u, _WHOLE)) for u in given]
     wanted = list(given) if how == "within" else [7.0, -7.0]
@@ -417,7 +417,7 @@ def check_range_end(_context: Context) -> Outcome:
     return everything_holds(
         {
             "kept in the range": equal(mean, 0.0, what="E[w̄₁ - w̄₀] of an update of 0.375 upwards"),
-            "not kept": equal(beyond, 0.375, what="chance of a code that 4 bits have not"),
+            "not kept": equal(beyond, 0.375, what="chance of a quantized value that 4 bits have not"),
             "an update beyond the range": check_update_mean("beyond", _context),
         }
     )
@@ -574,7 +574,7 @@ def check_shipped_queries(context: Context) -> Outcome:
 
 
 def _round_trip(code: int, step: int, highest: int | None) -> int:
-    """Return a code after ``+s, -2s, +s``, kept within the range after each where there is one."""
+    """Return a quantized value after ``+s, -2s, +s``, kept within the range after each where there is one."""
     for change in (step, -2 * step, step):
         code += change
         if highest is not None:
@@ -583,7 +583,7 @@ def _round_trip(code: int, step: int, highest: int | None) -> int:
 
 
 def check_recovery(highest: int | None, _context: Context) -> Outcome:
-    """Count codes and steps of 4 bits that a round trip does not bring back."""
+    """Count quantized values and steps of 4 bits that a round trip does not bring back."""
     lost = sum(_round_trip(code, step, highest) != code for code in range(-7, 8) for step in range(-3, 4))
     wanted = (
         0
@@ -597,8 +597,10 @@ def check_recovery(highest: int | None, _context: Context) -> Outcome:
     off = _round_trip(7, 1, highest) - 7
     return everything_holds(
         {
-            "codes": equal(float(lost), float(wanted), what="of 105 not brought back"),
-            "the highest code, a step up": equal(float(off), 0.0 if highest is None else -1.0, what="w̄ - w̄₀"),
+            "grid values": equal(float(lost), float(wanted), what="of 105 not brought back"),
+            "the highest quantized value, a step up": equal(
+                float(off), 0.0 if highest is None else -1.0, what="w̄ - w̄₀"
+            ),
         }
     )
 
@@ -622,14 +624,14 @@ def check_vanishing_perturbation(_context: Context) -> Outcome:
             "μ_i of a linear loss": equal(gradient, 0.0, what="stored in 4 bits, s_w = 0.02"),
             "it is not 0": exceeds(abs(true), 0.5, what="|u·∇L|"),
             "least ε that is seen": equal(
-                float((_kept_on_grid(weights + 0.51 * scale * torch.sign(z), scale) - weights).abs().max()), scale, what="ε|u| = 0.51 s_w moves a code"
+                float((_kept_on_grid(weights + 0.51 * scale * torch.sign(z), scale) - weights).abs().max()), scale, what="ε|u| = 0.51 s_w moves a quantized value"
             ),
         }
     )  # fmt: skip
 
 
 def check_wide_perturbation(_context: Context) -> Outcome:
-    """Compare μ_i with u·∇L where perturbed weights are held in float32, their codes untouched."""
+    """Compare μ_i with u·∇L where perturbed weights are held in float32, their quantized values untouched."""
     scale, epsilon = 0.02, 1e-3
     weights = _kept_on_grid(torch.linspace(-0.14, 0.14, 9, dtype=torch.float64), scale)
     z, _ = sampled_pair(Reaching("gaussian", 4, limit=3.0), (9,), 1)
@@ -787,14 +789,14 @@ def check_one_point_with_residual(_context: Context) -> Outcome:
 
 
 def check_outlier_qvalue(_context: Context) -> Outcome:
-    """Count codes of 8 bits that the shipped rounding makes, and that -128 is none of them."""
+    """Count quantized values of 8 bits that the shipped rounding makes, and that -128 is none of them."""
     numbers = torch.linspace(-50, 50, 40_001, dtype=torch.float64)
     chances = chances_of(tuple(numbers.shape), 0, "direction")
     qvalues = qvalues_of(numbers, Reaching("gaussian", 8, limit=6.35), chances)
     seen = set(qvalues.tolist())
     return everything_holds(
         {
-            "values": equal(float(len(seen)), 255.0, what="codes in use"),
+            "values": equal(float(len(seen)), 255.0, what="grid values in use"),
             "the label": is_true(-128 not in seen, what="10000000₂ is free"),
         }
     )
@@ -887,7 +889,7 @@ CHECKS: Checks = {
     "quzo-scale-left-out": (
         corrected(partial(check_scaled_outer_product, "values"), no_scale, no_zero_point, chances_high),
         corrected(check_shipped_mean, no_scale, no_zero_point, quantized.MOVE_NEAREST),
-        counterexample(partial(check_scaled_outer_product, "codes"), chances_high),
+        counterexample(partial(check_scaled_outer_product, "values"), chances_high),
     ),
     "quzo-two-roundings-may-be-alike": (
         conditioned(check_roundings_differ, quantized.SAMPLED_NEAREST),
@@ -961,7 +963,7 @@ CHECKS: Checks = {
             ),
         ),
     ),
-    "quzo-perturbations-below-a-code": (
+    "quzo-perturbations-below-a-step": (
         conditioned(check_wide_perturbation),
         conditioned(quantized.check_beside_quantized, quantized.STORED, quantized.BESIDE_LONG),
         counterexample(check_vanishing_perturbation),
@@ -1000,5 +1002,5 @@ CHECKS: Checks = {
         ),
         printed(check_one_point_with_residual, forward_by_two_epsilon),
     ),
-    "quzo-outlier-code-is-free": printed(check_outlier_qvalue, clamped_too_far),
+    "quzo-outlier-value-is-free": printed(check_outlier_qvalue, clamped_too_far),
 }

@@ -1,4 +1,4 @@
-"""Weights as codes: what training in low bits does to them, beside roundings written out with NumPy.
+"""Quantized weights: what training in low bits does to them, beside roundings written out with NumPy.
 
 Chances are handed to the shipped update in even steps, so that a mean over them is exact where changes are multiples of a step.
 """
@@ -32,7 +32,7 @@ _NUM_CHANCES = 256
 
 
 def weights_of(levels: Tensor, scale: float, bits: int) -> QuantizedTensor:
-    """Return weights as codes of 4 or 8 bits with one scale; `levels` are the codes as whole numbers, shape (outputs, inputs)."""
+    """Return quantized weights of 4 or 8 bits with one scale; `levels` are the quantized values as whole numbers, shape (outputs, inputs)."""
     quantized = QuantizedTensor.empty(
         QuantConfig("int4" if bits == 4 else "int8", "tensor"), levels.shape, _CPU
     )
@@ -47,7 +47,7 @@ def weights_of(levels: Tensor, scale: float, bits: int) -> QuantizedTensor:
 
 
 def levels_of(quantized: QuantizedTensor) -> Tensor:
-    """Return the codes of such weights as signed numbers."""
+    """Return the quantized values of such weights as signed numbers."""
     qvalues, bits = quantized.qvalues.to(torch.int64), quantized.quant_config.container_bits
     if bits == 4:
         qvalues = torch.cat([qvalues & 15, qvalues >> 4], 1)[:, : quantized.shape[1]]
@@ -63,7 +63,7 @@ def moves(
     bits: int,
     counted: Moved | None = None,
 ) -> Tensor:
-    """Return how the shipped update changes codes, shape (chances, elements), over chances in even steps."""
+    """Return how the shipped update changes quantized values, shape (chances, elements), over chances in even steps."""
     before = torch.tensor(levels, dtype=torch.float64).expand(_NUM_CHANCES, -1)
     quantized = weights_of(before, scale, bits)
     steps = (torch.arange(_NUM_CHANCES, dtype=torch.float32) + 0.5) / _NUM_CHANCES
@@ -82,7 +82,7 @@ FLOATS: Mapping[QuantFormat, tuple[int, int, int]] = {
 
 
 def literal_levels(name: QuantFormat) -> list[float]:
-    """Return what codes stand for, in ascending order: two's complement, or sign, exponent and mantissa with subnormal numbers."""
+    """Return what quantized values stand for, in ascending order: two's complement, or sign, exponent and mantissa with subnormal numbers."""
     if name not in FLOATS:
         highest = 2 ** (int(name.removeprefix("int")) - 1) - 1
         return [float(code) for code in range(-highest, highest + 1)]
@@ -145,7 +145,7 @@ def _between(chances: Tensor, begin: int, end: int) -> Tensor:
 
 
 def check_moves_on_a_lattice(context: Context) -> Outcome:
-    """Run equation 15 on shipped codes, w* between two: the gradient stays at half a code, code by code as by hand."""
+    """Run equation 15 on shipped quantized values, w* between two: the gradient stays at half a grid step, code by code as by hand."""
     d, num_steps = 4, context.samples(1500, 300)
     generator, target = np.random.default_rng(context.seed), np.full(4, 0.5)
     quantized = weights_of(torch.full((1, d), 3.0), 1.0, 8)
@@ -166,18 +166,18 @@ def check_moves_on_a_lattice(context: Context) -> Outcome:
         smallest = min(smallest, float(np.abs(qvalues - target).min()))
     return everything_holds(
         {
-            "codes, step by step": equal(float(unlike), 0.0, what="unlike those by hand"),
+            "grid values, step by step": equal(float(unlike), 0.0, what="unlike those by hand"),
             "least |∂L/∂w_i| of any step": equal(smallest, 0.5, what="at a scale of 1"),
             "full precision": is_true(
                 float(np.abs(free - target).max()) < 0.2,
-                what=f"nearer than half a code after {num_steps} steps",
+                what=f"nearer than half a grid step after {num_steps} steps",
             ),
         }
     )
 
 
 def check_step_by_weights(_context: Context) -> Outcome:
-    """Compare the mean change of shipped codes, a step by weights, with ``(η/s_w²)·∇_w̄L``, the derivative by codes."""
+    """Compare the mean change of shipped quantized values, a step by weights, with ``(η/s_w²)·∇_w̄L``, the derivative by quantized values."""
     parts = {}
     qvalues, slope, curvature, rate = np.array([3.0, -5.0]), np.array([0.75, -1.25]), 1.5, 1 / 32
     for scale in (0.25, 0.5, 2.0):
@@ -194,7 +194,7 @@ def check_step_by_weights(_context: Context) -> Outcome:
 
 
 def check_moves_within(_context: Context) -> Outcome:
-    """Compare the mean change of shipped codes of 4 bits with the update in codes, where no code reaches the end."""
+    """Compare the mean change of shipped quantized values of 4 bits with the update in quantized values, where no code reaches the end."""
     counted = Moved()
     updates = (0.25, -1 / 256, 2.75, -5.25)
     moved = moves([0, 1, -2, 1], updates, scale=0.5, factor=0.5, bits=4, counted=counted)
@@ -210,7 +210,7 @@ def check_moves_within(_context: Context) -> Outcome:
 
 
 def check_moves_at_the_ends(_context: Context) -> Outcome:
-    """Show that shipped codes at the ends of 4 bits stay there on average, and move inwards alone."""
+    """Show that shipped quantized values at the ends of 4 bits stay there on average, and move inwards alone."""
     counted = Moved()
     outwards = moves([7, -7], (-0.5, 0.5), scale=0.5, factor=0.5, bits=4, counted=counted)
     inwards = moves([7, -7], (0.5, -0.5), scale=0.5, factor=0.5, bits=4)
@@ -255,9 +255,9 @@ def check_moves_by_query(context: Context) -> Outcome:
 
 
 def check_beside_quantized(_context: Context) -> Outcome:
-    """Compare outputs of a shipped layer of 4 bits, a direction beside its codes, with the sum in float64; codes stay.
+    """Compare outputs of a shipped layer of 4 bits, a direction beside its quantized values, with the sum in float64; quantized values stay.
 
-    The smallest multiple is that of ε = 1e-5 beside a scale of 0.02; the largest takes every weight beyond the range of codes.
+    The smallest multiple is that of ε = 1e-5 beside a scale of 0.02; the largest takes every weight beyond the range of quantized values.
     """
     scale, layer = 0.02, torch.nn.Linear(6, 4, bias=False)
     quantize_layers([torch.nn.Sequential(layer)], LowBits(weights="int4"), _CPU)
@@ -282,7 +282,7 @@ def check_beside_quantized(_context: Context) -> Outcome:
         parts[f"mean at {multiple:g}"] = equal(
             (outputs[0] + outputs[1]) / 2, torch.from_numpy(base), what="Q(W)·x", tolerance=1e-5
         )
-        parts[f"codes after {multiple:g}"] = is_true(
+        parts[f"grid values after {multiple:g}"] = is_true(
             torch.equal(layer.quantized.qvalues, kept) and float(layer.quantized.scales) == np.float32(scale),
             what="as they were, the ends among them",
         )
@@ -296,7 +296,7 @@ _MOVE = "executors.low_bits.quantized:QuantizedTensor.move"
 
 
 def moved_by_chances(name: str, change: Callable[[Tensor], Tensor]) -> Fault:
-    """Return a fault that changes what decides about each code."""
+    """Return a fault that changes what decides about each quantized value."""
 
     @planted(_MOVE, name)
     def fault(shipped, self, direction, factor, chances, **named):
@@ -316,7 +316,7 @@ def moved_by_factor(name: str, multiple: float) -> Fault:
 
 
 def perturbed_then(name: str, change: Callable[[Tensor, QuantizedTensor], object]) -> Fault:
-    """Return a fault that does something with perturbed weights, and the codes that they were made of."""
+    """Return a fault that does something with perturbed weights, and the quantized values that they were made of."""
 
     @planted("executors.low_bits.linear:QuantizedLinear.forward", name)
     def fault(shipped, self, input):  # noqa: A002 - torch's name
@@ -331,12 +331,12 @@ def perturbed_then(name: str, change: Callable[[Tensor, QuantizedTensor], object
 
 
 MOVE_NEAREST = moved_by_chances(
-    "updates rounded to the nearest code", lambda chances: torch.full_like(chances, 0.5)
+    "updates rounded to the nearest quantized value", lambda chances: torch.full_like(chances, 0.5)
 )
 MOVE_CHANCES = moved_by_chances("chances 3 % high", lambda chances: 1.03 * chances)
 MOVE_AWAY = moved_by_factor("an update away from the minimum", -1)
 MOVE_AS_PRINTED = Fault(
-    "the paper's equation 12: a step by codes, not by weights",
+    "the paper's equation 12: a step by quantized values, not by weights",
     _MOVE,
     lambda shipped, self, *given, **named: shipped(
         altered(self, scales=self.scales.reciprocal()), *given, **named
@@ -381,7 +381,7 @@ SAMPLED_NEAREST = Fault(
     lambda shipped, self, numbers, chances: shipped(self, numbers, chances.fill_(0.5)),
 )
 ROUNDED_DOWN = Fault(
-    "codes rounded down",
+    "grid values rounded down",
     "executors.low_bits.grids:Grid.nearest",
     lambda _shipped, self, numbers: self.below(self.clamped(numbers)),
 )

@@ -1,4 +1,4 @@
-"""Numbers rounded at random as runs round them: directions, and weights as codes; their chances enumerated, or drawn."""
+"""Numbers rounded at random as runs round them: directions, and quantized weights; their chances enumerated, or drawn."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def chances_of(shape: tuple[int, ...], seed: int, purpose: Purpose) -> Tensor:
 
 
 def qvalues_of(numbers: Tensor, rounding: RoundedDirection, chances: Tensor | None) -> Tensor:
-    """Return the codes that a run makes of a direction's numbers."""
+    """Return the quantized values that a run makes of a direction's numbers."""
     given = numbers.to(torch.float32, copy=True)
     return sampler_of(rounding, tuple(numbers.shape)).qvalues(
         given, None if chances is None else chances.clone()
@@ -85,7 +85,7 @@ def qvalues_of(numbers: Tensor, rounding: RoundedDirection, chances: Tensor | No
 
 
 def codes_and_chances(value: float, rounding: RoundedDirection) -> list[tuple[int, float]]:
-    """Return the codes that a run makes of one number, with their chances: over chances in even steps.
+    """Return the quantized values that a run makes of one number, with their chances: over chances in even steps.
 
     Examples
     --------
@@ -117,7 +117,7 @@ def weights_at_random(
 
 
 def weight_value(code: int, scale: float, zero_point: int) -> float:
-    """Return the value of a weight of 8 bits whose code is `code` and the zero point."""
+    """Return the value of a weight of 8 bits whose quantized value is `code` and the zero point."""
     quant_config, stored = (
         QuantConfig("int8", "tensor", has_zero_point=True),
         [[code + zero_point], [zero_point]],
@@ -143,7 +143,7 @@ def unlike_directions(shipped, self, views, parameters, _key, keys):
 
 
 clamped_too_far = Fault(
-    "codes clamped one too far",
+    "grid values clamped one too far",
     _AT_RANDOM,
     lambda shipped, self, *given: shipped(altered(self, low=self.low - 1, high=self.high + 1), *given),
 )
@@ -153,7 +153,7 @@ chances_high = Fault(
     lambda shipped, self, numbers, chances: shipped(self, numbers, 1.03 * chances),
 )
 half_a_step_on = Fault(
-    "rounding that moves codes",
+    "rounding that moves grid values",
     _AT_RANDOM,
     lambda shipped, self, numbers, chances: shipped(self, numbers + 0.5, chances),
 )

@@ -306,7 +306,7 @@ def _arrived(values: Tensor) -> Tensor:
 
 
 def check_rounded_gap(_context: Context) -> Outcome:
-    """Compare ``|∇f̂ - ∇f̂_μ|`` at the border of two codes, for f the second activation itself, with (15) for it.
+    """Compare ``|∇f̂ - ∇f̂_μ|`` at the border of two grid values, for f the second activation itself, with (15) for it.
 
     Notes
     -----

@@ -156,7 +156,7 @@ class _CutLayer:
 
 
 _RADII = ((False, 1e-3), (False, 0.5), (True, 0.03), (True, 0.5))
-"""Whether both points use the same random numbers, and ε: then their codes differ rarely at the usual 1e-3, too rarely to know by how much."""
+"""Whether both points use the same random numbers, and ε: then their grid values differ rarely at the usual 1e-3, too rarely to know by how much."""
 
 
 def check_gradient_noise(context: Context) -> Outcome:
@@ -233,7 +233,7 @@ def _gradient_errors(
 
 
 def check_blindness(context: Context) -> Outcome:
-    """Compare a projected gradient through the nearest codes, at a tiny ε, with what is left of it: the grid's own."""
+    """Compare a projected gradient through the nearest grid values, at a tiny ε, with what is left of it: the grid's own."""
     outcomes, lines = [], []
     epsilon = 1e-10
     for seed, bits in itertools.product(range(context.seed, context.seed + context.samples(20, 4)), (2, 4)):
@@ -265,7 +265,7 @@ def _other_zero_point(shipped, parameters, spec):
     return replace(grids, low=grids.low - 1, high=grids.high - 1) if spec.grid == "affine-zero" else grids
 
 
-@planted("executors.codecs.grids:fitted", "codes of which the highest is cut off")
+@planted("executors.codecs.grids:fitted", "grid values of which the highest is cut off")
 def _narrowed(shipped, parameters, spec):
     grids = shipped(parameters, spec)
     return replace(grids, low=grids.low + 1, high=grids.high - 1)
@@ -327,7 +327,7 @@ CHECKS: Checks = {
     "codec-encodings-lossless": printed(
         check_lossless,
         _finer,
-        Fault("codes rounded down", _SCALED, lambda shipped, *args: shipped(*args).floor()),
+        Fault("grid values rounded down", _SCALED, lambda shipped, *args: shipped(*args).floor()),
         Fault(
             "packed symbols without their highest",
             "executors.codecs.encodings:Dense.decode",

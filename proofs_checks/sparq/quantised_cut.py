@@ -160,7 +160,7 @@ _HORIZON = 10_000_000
 
 
 def check_stall(context: Context) -> Outcome:
-    """Measure how far weights move from a point that is no minimum, where all codes but the largest are 0.
+    """Measure how far weights move from a point that is no minimum, where all grid values but the largest are 0.
 
     Notes
     -----
@@ -281,6 +281,6 @@ CHECKS: Checks = {
         check_quadratic,
         scaled("executors.steps.arithmetic:projected_gradient", 0.5, "a difference over 4ε"),
     ),
-    "theorem-1-stalls-at-codes": counterexample(check_stall, short_grid, rounding_up),
+    "theorem-1-stalls-on-the-grid": counterexample(check_stall, short_grid, rounding_up),
     "quantised-gradient-by-radius": printed(check_radius, rounding_up, nearest),
 }

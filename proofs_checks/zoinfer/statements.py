@@ -411,7 +411,7 @@ def check_increment_growth(_context: Context) -> Outcome:
 
 
 def check_quantised_base(_context: Context) -> Outcome:
-    """Compare the mean estimate around ``Q(W₀) + ΔW`` with the gradient there, the base's codes being left alone."""
+    """Compare the mean estimate around ``Q(W₀) + ΔW`` with the gradient there, the base's quantized values being left alone."""
     base = torch.tensor([0.93, -0.41, 0.22, 0.05], dtype=torch.float64)
     quantised = received(base, CodecSpec(4))
     qvalues = quantised.clone()

@@ -71,7 +71,7 @@ def _parts(setting: Setting) -> Iterator[Part]:
     yield Part("device", "the device", facts, _FACTS_S)
     yield Part("paths", "every path, tiny", placements, _PATHS_S)
     yield Part("graphs", "graphs of many blocks, tiny", graphs, _PATHS_S)
-    yield Part("products", "products of codes, tiny", products, _PATHS_S)
+    yield Part("products", "products of quantized values, tiny", products, _PATHS_S)
     yield Part("questions", "what only a device can answer", questions, _PATHS_S)
     first, middle, last = cases(setting)
     yield from _steps(first)

@@ -78,7 +78,7 @@ def graphs(setting: Setting) -> Iterator[Content]:
 
 
 def products(setting: Setting) -> Iterator[Content]:
-    """Yield whether products of codes compute what products of the numbers that they stand for do."""
+    """Yield whether products of quantized values compute what products of the numbers that they stand for do."""
     checks: dict[str, Check] = {}
     for name, low_bits in {"_int_mm": _INT8, "_scaled_mm": _FLOAT8}.items():
         axes = {"directions": {"rng": "counter"}, "low_bits": low_bits}

@@ -64,7 +64,7 @@ def report(contents: Mapping[str, Content], command: str, todo: Sequence[str] = 
     for name, title in (
         ("paths", "Paths"),
         ("graphs", "Graphs"),
-        ("products", "Products of codes"),
+        ("products", "quantized products"),
         ("questions", "What only a device can answer"),
         ("parity", "Parity"),
     ):

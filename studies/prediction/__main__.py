@@ -22,7 +22,7 @@ def main(
         bool, typer.Option(help="Also run the list that the cost model was improved on.")
     ] = False,
     quantized: Annotated[
-        bool, typer.Option("--quantized", help="Cases whose weights are codes, in place of all others.")
+        bool, typer.Option("--quantized", help="Cases whose weights are quantized, in place of all others.")
     ] = False,
     calibration_s: Annotated[float, typer.Option(min=1, help="Seconds per number of threads.")] = 20.0,
     threads: Annotated[

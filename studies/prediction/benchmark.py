@@ -61,7 +61,7 @@ def run_benchmark(
         Configurations for which all placements are measured, to see what the predicted choice costs.
     with_tuning : bool
     is_quantized : bool
-        Take the lists of weights that are codes, in one process each, in place of all others.
+        Take the lists of quantized weights, in one process each, in place of all others.
     threads : sequence of int
         Numbers of threads whose cases are run. Ranks are of one thread: without it they are left out.
     calibration_s : float

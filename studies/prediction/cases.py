@@ -274,7 +274,7 @@ def development_cases(
 
 
 def quantized_cases(num_cases: int = 24, *, seed: int = 20261124, longest_step_s: float = 0.5) -> list[Case]:
-    """Return random cases whose weights are codes, each format and each kind of directions equally often."""
+    """Return random cases whose weights are quantized, each format and each kind of directions equally often."""
     generator = random.Random(seed)
     names = quantized_placements(generator)
     return [
@@ -283,7 +283,7 @@ def quantized_cases(num_cases: int = 24, *, seed: int = 20261124, longest_step_s
 
 
 def quantized_tuning_cases() -> list[Case]:
-    """Return the list that predictions of steps in codes may be improved on, of other widths and vocabularies."""
+    """Return the list that predictions of steps with quantized weights may be improved on, of other widths and vocabularies."""
     generator = random.Random(7101)
     names = quantized_placements(generator)
     cases = development_cases(12, 1, seed=7102) + development_cases(12, 2, seed=7103)

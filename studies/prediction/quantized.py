@@ -1,4 +1,4 @@
-"""Placements of weights that are codes: a format, directions, and where blocks are."""
+"""Placements of quantized weights: a format, directions, and where blocks are."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Array = NDArray[np.float64]
 
 
 def compressed(activation: Array, bits: int) -> Array:
-    """Return an activation rounded to the nearest codes of a symmetric grid that ends at its largest magnitude."""
+    """Return an activation rounded to the nearest grid values of a symmetric grid that ends at its largest magnitude."""
     step = np.abs(activation).max() / (2 ** (bits - 1) - 1)
     return np.asarray(np.round(activation / step) * step if step else activation)
 

@@ -52,9 +52,7 @@ def _complaint(answer: object, bits: int) -> str:
             f"make it {_MOST_SMOOTH} or less"
         )
     if not cut.kappa:
-        return (
-            "the codec changes nothing: every number of the activation is a code; put one between two codes"
-        )
+        return "the codec changes nothing: every number of the activation is a quantized value; put one between two grid values"
     if cut.gradient_error <= _CLEARLY * cut.allowed(cut.rest_smoothness):
         return (
             f"the gradient is off by {cut.gradient_error:.3g}, and the lemma allows {cut.allowed(cut.rest_smoothness):.3g}: which "

@@ -9,7 +9,7 @@ def counterexample(bits: int) -> tuple[list[list[float]], list[float]]:
     Parameters
     ----------
     bits : int
-        Of the codec: it rounds the activation to the nearest of ``2^(bits-1) - 1`` codes on either side of 0, up to its
+        Of the codec: it rounds the activation to the nearest of ``2^(bits-1) - 1`` grid values on either side of 0, up to its
         largest magnitude.
 
     Returns

@@ -36,7 +36,7 @@ class WideDirection(RoundedDirection):
 
     @property
     def reach(self) -> float:
-        """Value of the largest code."""
+        """Value of the largest quantized value."""
         return 6.0
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from studies.exercises import Grade
 
 Rounded = Callable[[Tensor, float, int, torch.Generator], Tensor]
-"""From values, step, highest code and generator to codes."""
+"""From values, step, highest code and generator to quantized values."""
 
 FUNCTION = "rounded"
 """Name of the function in a solution's file."""
@@ -43,25 +43,25 @@ def _about_shape(rounded: Rounded) -> str:
     kept = values.clone()
     qvalues = rounded(values, 0.5, 3, _generator(0))
     if not isinstance(qvalues, Tensor) or qvalues.shape != values.shape or qvalues.dtype != torch.int64:
-        return f"return codes as an int64 tensor of shape {tuple(values.shape)}"
+        return f"return quantized values as an int64 tensor of shape {tuple(values.shape)}"
     if not torch.equal(values, kept):
         return "the values that were given have been changed"
     if not torch.equal(qvalues, rounded(values, 0.5, 3, _generator(0))):
-        return "the same generator gave other codes: draw from it and from nothing else"
+        return "the same generator gave other quantized values: draw from it and from nothing else"
     return ""
 
 
 def _about_neighbours(rounded: Rounded) -> str:
-    """Check that codes are next to the values, and within the range."""
+    """Check that quantized values are next to the values, and within the range."""
     values = 4 * torch.randn(_NUM_ROUNDINGS, dtype=torch.float64, generator=_generator(1))
     step, highest = 0.75, 7
     qvalues = rounded(values, step, highest, _generator(2))
     if int(qvalues.abs().max()) > highest:
-        return f"codes reach {int(qvalues.abs().max())}, the highest is {highest}: clamp them"
+        return f"grid values reach {int(qvalues.abs().max())}, the highest is {highest}: clamp them"
     inside = (values / step).abs() <= highest
     far = float((qvalues - values / step)[inside].abs().max())
     if far >= 1:
-        return f"a code is {far:.2f} steps from its value: only the two next to it are allowed"
+        return f"a quantized value is {far:.2f} steps from its value: only the two next to it are allowed"
     exact = torch.arange(-3, 4, dtype=torch.float64)
     if not torch.equal(rounded(exact * step, step, highest, _generator(3)), exact.long()):
         return "values on the grid must stay where they are"

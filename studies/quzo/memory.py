@@ -68,7 +68,7 @@ def main(
         if ".layers." not in name
     )
     stdout.print(
-        f"OPT-{shape} shape, batch {batch} x {seq}, {_DTYPE} but for codes; embedding and head alone "
+        f"OPT-{shape} shape, batch {batch} x {seq}, {_DTYPE} but for quantized values; embedding and head alone "
         f"{FORMATS[_DTYPE].bytes(edges) / 1e6:.1f} MB"
     )
     stdout.print("blocks     linear layers         predicted (MB)  measured (MB)   error  of bfloat16")

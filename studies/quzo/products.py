@@ -1,4 +1,4 @@
-"""``python -m studies.quzo.products``: what multiplies by codes fastest, weights made of them or torch's weight-only products.
+"""``python -m studies.quzo.products``: what multiplies by quantized weights fastest, weights made of them or torch's weight-only products.
 
 One thread; every row of the table is one run, in which the ways take turns, and medians are taken. At an evaluation point the direction,
 of a byte an element, is added: to the weights that are made, or as a second weight-only product.
@@ -70,7 +70,7 @@ def _line(name: str, inputs: Tensor) -> str:
 
 
 def weight_only(quantized: QuantizedTensor) -> Callable[[Tensor], Tensor]:
-    """Return torch's product of bfloat16 inputs by the codes of a weight: int8 by channel, or int4 by groups."""
+    """Return torch's product of bfloat16 inputs by the quantized values of a weight: int8 by channel, or int4 by groups."""
     levels = quantized.levels()
     if quantized.quant_config.format == "int8":
         return lambda inputs: torch._weight_int8pack_mm(inputs, levels, quantized.scales.view(-1))

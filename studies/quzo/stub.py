@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rounded(values: Tensor, step: float, highest: int, generator: torch.Generator) -> Tensor:
-    """Return values rounded at random to whole multiples of `step`, without a bias, as codes.
+    """Return values rounded at random to whole multiples of `step`, without a bias, quantized.
 
     Parameters
     ----------
@@ -16,13 +16,13 @@ def rounded(values: Tensor, step: float, highest: int, generator: torch.Generato
     step : float
         Above 0; code ``c`` stands for ``c · step``.
     highest : int
-        Codes reach from ``-highest`` to ``highest``; what lies beyond gets the nearest of them.
+        Quantized values reach from ``-highest`` to ``highest``; what lies beyond gets the nearest of them.
     generator : torch.Generator
         Where random numbers come from, and nothing else.
 
     Returns
     -------
     torch.Tensor
-        Shape of `values`, int64. A code is one of the two next to ``value / step``, and is ``value / step`` on average.
+        Shape of `values`, int64. A quantized value is one of the two next to ``value / step``, and is ``value / step`` on average.
     """
     raise NotImplementedError("write it")

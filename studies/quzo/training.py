@@ -59,7 +59,7 @@ class TrainingCase:
     low_bits : mapping
         Fields of the axis.
     dtype : str
-        Of what is no code.
+        Of what is not quantized.
     num_queries : int
     rate : float
         Multiple of the task's learning rate.
@@ -199,7 +199,7 @@ def _plan(model: nn.Module, case: TrainingCase) -> Plan:
 
 
 class _StraightThrough(nn.Module):
-    """Rounds a weight to the nearest code of a format, a scale per output channel or group; its gradient passes."""
+    """Rounds a weight to the nearest quantized value of a format, a scale per output channel or group; its gradient passes."""
 
     def __init__(self, low_bits: LowBits) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """``python -m studies.speed.products``: how fast products of a linear layer are in 32, 16 and 8 bits, and the passes around them.
 
 What a forward of int8 can gain at best follows from these rates. Weights take turns, so that they come from memory as a model's do. Of
-oneDNN's product with scales inside (``qlinear``) the weight is laid out beforehand; what that takes stands beside it, since codes that
+oneDNN's product with scales inside (``qlinear``) the weight is laid out beforehand; what that takes stands beside it, since quantized values that
 training moves would be laid out anew in every step.
 """
 

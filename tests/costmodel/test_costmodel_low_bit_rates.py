@@ -82,7 +82,7 @@ def test_a_cpu_passes_over_codes_at_rates_of_its_own(cpu):
     work = Work(dtype="bfloat16", quant_passes=(("inputs", 1000), ("moves", 3000)))
     values = cpu.values()
     expected = 1000 / values["quant_rate.inputs.bfloat16"] + 3000 / values["quant_rate.moves"]
-    assert estimate(work, cpu).terms["codes"] == pytest.approx(expected)
+    assert estimate(work, cpu).terms["quantized"] == pytest.approx(expected)
     assert values["quant_rate.moves"] == PASSES["moves"].core_rate
 
 
@@ -94,7 +94,7 @@ def test_where_no_rate_is_known_bytes_say_what_passes_over_codes_take(cpu, a100)
     others = [constant for constant in cpu.constants if constant.kind != "quant_rate"]
     without = type(cpu)(**{**dict(cpu), "constants": tuple(others)})
     terms = estimate(passes, without).terms
-    assert "codes" not in terms
+    assert "quantized" not in terms
     assert terms["sweep"] == estimate(Work(dtype="float16", scratch_bytes=size_bytes), without).terms["sweep"]
 
 
@@ -103,7 +103,7 @@ def test_rates_of_passes_are_fitted_with_all_else_as_it_is(cpu):
     measured = []
     for number, (moves, matrices) in enumerate([(10**6, 1), (10**7, 40), (10**5, 60)]):
         work = Work(dtype="float32", quant_passes=(("matrices", matrices), ("moves", moves)))
-        rest_s = estimate(work, cpu).seconds - estimate(work, cpu).terms["codes"]
+        rest_s = estimate(work, cpu).seconds - estimate(work, cpu).terms["quantized"]
         seconds = rest_s + moves / true["moves"] + matrices / true["matrices"]
         measured.append(Measurement(f"{number}", work, seconds, seconds, 3, 1))
     fitted, report = fit_profile(measured, cpu, kinds=("quant_rate",))

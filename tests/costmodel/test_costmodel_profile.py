@@ -30,7 +30,7 @@ def test_every_processor_of_every_preset_has_a_profile(name):
                 "pace",
                 "pace_part",
             }
-            # A GPU's generators count: they are seeded, shared and moved ahead in no time; its passes over codes take as bytes do.
+            # A GPU's generators count: they are seeded, shared and moved ahead in no time; its passes over quantized values take as bytes do.
             absent |= (
                 {"jump_s", "split_s", "seed_s", "quant_rate"}
                 if node.kind == "gpu"

@@ -323,7 +323,7 @@ COMMANDS: tuple[Target, ...] = (
         quick=10,
     ),
     command(
-        "plan (codes)",
+        "plan (quantized values)",
         [
             f"--model spec.json --hardware rtx4090-2x --batch 2 --seq 32 --allow-lossy {words}"
             for words in _PLANNED_QUANTIZED
@@ -346,7 +346,10 @@ COMMANDS: tuple[Target, ...] = (
         quick=10,
     ),
     command(
-        "simulate (codes)", "plan.json --trace t.json", lambda: {"plan.json": seeds.quantized_plan()}, quick=5
+        "simulate (quantized values)",
+        "plan.json --trace t.json",
+        lambda: {"plan.json": seeds.quantized_plan()},
+        quick=5,
     ),
     command(
         "simulate (adapters)", "plan.json --json", lambda: {"plan.json": seeds.plan_of_adapters()}, quick=5
@@ -405,14 +408,14 @@ COMMANDS: tuple[Target, ...] = (
         quick=8,
     ),
     command(
-        "run (codes)",
+        "run (quantized values)",
         [f"{_RUN} --allow-lossy {words}" for words in _QUANTIZED],
         dict,
         kept=_model_and_data,
         stop=_few_steps_of_one_rank,
         quick=8,
     ),
-    _resumed("codes", seeds.quantized_run),
+    _resumed("quantized", seeds.quantized_run),
     _resumed("low rank", seeds.run_of_low_rank),
     _resumed("adapters", seeds.run_of_adapters),
     command(
@@ -450,7 +453,7 @@ COMMANDS: tuple[Target, ...] = (
         quick=8,
     ),
     _replayed("checkpoint", seeds.run_with_checkpoint),
-    _replayed("checkpoint of codes", seeds.quantized_run),
+    _replayed("quantized checkpoint", seeds.quantized_run),
     _replayed("checkpoint of low rank", seeds.run_of_low_rank),
     command("demo", "--out demo --steps 4", dict, stop=_no_demo, quick=4),
     command(

@@ -109,7 +109,7 @@ def plan_of_stages() -> bytes:
 
 
 def quantized_plan() -> bytes:
-    """A plan of weights that are codes."""
+    """A plan of quantized weights."""
     qvalues = ("--weight-format", "int4", "--weight-scales", "group", "--weight-group", "16", "--allow-lossy")
     return plan(*qvalues, name="codes.json")
 
@@ -278,7 +278,7 @@ def run_of_adapters() -> dict[str, bytes]:
 
 
 def quantized_run() -> dict[str, bytes]:
-    """The readable files of a run whose weights are codes with zero points, and its newest checkpoint."""
+    """The readable files of a run whose weights are quantized with zero points, and its newest checkpoint."""
     return run("--weight-format", "int4", "--zero-point", "--allow-lossy", "--checkpoint-every", "2")
 
 

@@ -193,7 +193,7 @@ READERS: tuple[Target, ...] = (
         lambda: [
             seeds.programs(),
             seeds.programs(seeds.plan_of_ranks(), "sliced.json"),
-            seeds.programs(seeds.quantized_plan(), "of-codes.json"),
+            seeds.programs(seeds.quantized_plan(), "of-quantized.json"),
             seeds.programs(seeds.plan_of_adapters(), "of-adapters.json"),
         ],
         _programs,

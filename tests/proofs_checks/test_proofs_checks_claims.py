@@ -17,10 +17,10 @@ COMPARISONS = {}
 EXECUTED = {
     "same-direction-everywhere",
     "stages-are-one-device",
-    "codes-are-alike-on-all-ranks",
+    "quantized-weights-are-alike-on-all-ranks",
     "delayed-equals-immediate",
     "perturb-sequence",
-    "steps-in-codes-are-a-literal-loop",
+    "quantized-steps-are-a-literal-loop",
     "zoinfer-rewards-of-a-candidate",
     "zoinfer-fold-before-the-redraw",
     "ranks-are-one-device",

@@ -291,7 +291,7 @@ WRONG_QUANTIZERS = {
     "no seed": (without_seed, {}, "replay"),
     "divides by nothing": (divides_by_nothing, {}, "zeros, constants and extremes"),
     "towards zero": (towards_zero, {"rounding": "nearest"}, "nearest"),
-    "two codes exchanged": (disordered, {"rounding": "nearest"}, "ordered"),
+    "two grid values exchanged": (disordered, {"rounding": "nearest"}, "ordered"),
     "a thousandth too large": (too_large, {"rounding": "nearest"}, "range"),
 }
 

@@ -22,7 +22,7 @@ from tests.support.tiny import model_of
 
 
 def compressed(name, folder, layout, *, dtype=torch.float16, inputs=None, changed=None, **weights):
-    """Let compressed-tensors quantise a tiny model and write it; return the model with the numbers that its codes stand for."""
+    """Let compressed-tensors quantise a tiny model and write it; return the model with the numbers that its quantized values stand for."""
     model = model_of(name, dtype, **(changed or {}))
     arguments = QuantizationArgs(**weights)
     scheme = QuantizationScheme(
@@ -56,7 +56,7 @@ def compressed(name, folder, layout, *, dtype=torch.float16, inputs=None, change
 
 
 def packed_words(qvalues, order=range(8)):
-    """Put 4-bit codes of the last dimension eight in a 32-bit word, the one at ``order[i]`` in its bits 4i to 4i+3."""
+    """Put 4-bit quantized values of the last dimension eight in a 32-bit word, the one at ``order[i]`` in its bits 4i to 4i+3."""
     eights = qvalues.astype(np.uint32).reshape(*qvalues.shape[:-1], -1, 8)
     words = np.zeros(eights.shape[:-1], dtype=np.uint32)
     for place, column in enumerate(order):
@@ -65,7 +65,7 @@ def packed_words(qvalues, order=range(8)):
 
 
 def transposed_layout(name, folder, tool, *, group=16, symmetric=False):
-    """Write a tiny model as GPTQ or AWQ lays codes of 4 bits out, of random codes; return weights by layer, in float64."""
+    """Write a tiny model as GPTQ or AWQ lays quantized values of 4 bits out, of random quantized values; return weights by layer, in float64."""
     model_of(name, torch.float16).save_pretrained(folder)
     tensors, rng, weights = load_file(folder / "model.safetensors"), np.random.default_rng(5), {}
     for key in [

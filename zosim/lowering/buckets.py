@@ -36,7 +36,7 @@ def bucket_bytes(
 ) -> int:
     """Return the most that `num_tensors` aligned tensors of `num_elements` together can take.
 
-    Some matrices among them may be codes: codes and scales are tensors of their own.
+    Some matrices among them may be quantized values: quantized values and scales are tensors of their own.
 
     Examples
     --------
@@ -48,7 +48,7 @@ def bucket_bytes(
     """
     if num_elements == 0:
         return 0
-    # Codes, scales and zero points are tensors of their own, each of which is aligned.
+    # Quantized values, scales and zero points are tensors of their own, each of which is aligned.
     num_pieces = num_tensors + sum(how.num_pieces - 1 for _, how in matrices)
     size = FORMATS[dtype].bytes(num_elements - elements_of(matrices))
     size += sum(how.size_bytes([one]) for one, how in matrices)

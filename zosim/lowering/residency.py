@@ -187,7 +187,7 @@ class Homes(AxisWriter):
             kept_in = self._storage.buffer_format([group], dtype)
             yield Buffer(self.home(group), space, size, "weights", kept_in, shared=shared)
         for name, size in self._staging_sizes.items():
-            # A staging buffer is bytes where any block that passes through it is in codes.
+            # A staging buffer is bytes where any block that passes through it is in quantized values.
             passing = (
                 g for s in self._rank.segments if self.staging_buffer(s) == name for g in self._offloaded(s)
             )

@@ -286,7 +286,7 @@ class Points(AxisWriter):
             )
 
     def _sum(self, group: ParameterGroup, query: int, step: int) -> tuple[Access, ...]:
-        """Return the access to what the codes of `group` change by, over all queries up to `query`; none if each is rounded."""
+        """Return the access to what the quantized values of `group` change by, over all queries up to `query`; none if each is rounded."""
         size = self._storage.sum_bytes(group)
         return (Access("sums", Named(UPDATE_SUM, f"{group.name}:q{query}"), step, size),) if size else ()
 

@@ -374,7 +374,7 @@ def _perturbation_axes(request: Request) -> Iterator[Point]:
 def _quant_configs(request: Request, mesh: Mesh) -> Iterator[Point]:
     """Yield the formats that linear layers may be kept in: as all others, or in few bits where loss is allowed.
 
-    Other lossy choices, codecs between stages and a transfer format that is asked for, are not tried together with codes.
+    Other lossy choices, codecs between stages and a transfer format that is asked for, are not tried together with quantized values.
     """
     yield {}
     is_open = request.config.search.allow_lossy and request.config.low_bits.given("weights") is None

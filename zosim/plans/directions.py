@@ -129,7 +129,7 @@ class Directions(Axis):
         distribution = self.family
         if distribution.is_factored and plan.low_bits.quantizes_weights:
             yield (
-                f"{self.distribution} directions are products of factors, which are not rounded to codes",
+                f"{self.distribution} directions are products of factors, which are not rounded to a grid",
                 "use --direction gaussian, or weights without a --weight-format",
             )
         if not distribution.is_factored:

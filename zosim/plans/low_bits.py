@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from zosim.plans import Plan
 
 KernelName = Literal["int_mm", "scaled_mm", "dequantise"]
-"""What multiplies activations by codes: torch's product of int8 matrices, that of e4m3 ones, or a product with the weights made of
-the codes."""
+"""What multiplies activations by quantized values: torch's product of int8 matrices, that of e4m3 ones, or a product with the weights made of
+the quantized values."""
 
 InputFormat = Literal["", "int8", "float8"]
 """What inputs are rounded to before they are multiplied; float8 is e4m3."""
@@ -27,7 +27,7 @@ InputFormat = Literal["", "int8", "float8"]
 _KERNELS: dict[InputFormat, KernelName] = {"": "dequantise", "int8": "int_mm", "float8": "scaled_mm"}
 
 _FLOAT8_DIRECTION_BITS = 5
-"""Codes up to 15 are numbers of e4m3, which has four digits; those of 6 bits and more are not."""
+"""Quantized values up to 15 are numbers of e4m3, which has four digits; those of 6 bits and more are not."""
 
 _OF_WHOLE_ROWS = ("tensor", "channel")
 """Scales that a sum over a row's products can be multiplied by."""
@@ -41,16 +41,16 @@ InputScales = Literal["", "token", "tensor"]
 
 
 class LowBits(Axis):
-    """Matrices that are kept as codes of few bits, and trained there (QuZO): those of the blocks' linear layers.
+    """Matrices that are kept quantized of few bits, and trained there (QuZO): those of the blocks' linear layers.
 
-    Token table, head, norms, biases and positions stay in :attr:`Weights.dtype`, as do scales. The codes are never moved to an evaluation
+    Token table, head, norms, biases and positions stay in :attr:`Weights.dtype`, as do scales. The quantized values are never moved to an evaluation
     point: forwards read them and the direction, and add ``ε·x·Ûᵀ`` to ``x·Wᵀ``, or multiply by ``W + ε·Û``. Updates are
     rounded at random onto the grid.
 
     Attributes
     ----------
     weights : str
-        Format of the codes; ``"none"`` for linear layers that are kept as all others.
+        Format of the quantized values; ``"none"`` for linear layers that are kept as all others.
     scales : str
         What shares a scale.
     group_elements : int
@@ -60,15 +60,15 @@ class LowBits(Axis):
     zero_point : bool
         Whether the grid spans the least and the largest weight, not as much on both sides of 0.
     adapters : str
-        Format of the A and B of adapters beside codes, with one scale for each; ``"none"`` for numbers. They are tuned on their
-        grids, as other codes are.
+        Format of the A and B of adapters beside quantized values, with one scale for each; ``"none"`` for numbers. They are tuned on their
+        grids, as other quantized values are.
     direction_bits : int
         Bits that directions of all parameters are rounded to, at random, each in a byte.
     estimator : str
         What a projected gradient along the rounded direction ``û₁`` is multiplied by: ``"q-rge1"`` by ``û₁``, ``"q-rge2"``
         by another rounding ``û₂`` of the same direction, ``"normalised"`` by ``û₁`` over its second moment.
     update_rounding : str
-        ``"query"``: the update of codes by each query is rounded at random by itself, as QuZO's equation 15 has it; ``"step"``: the
+        ``"query"``: the quantized updates by each query is rounded at random by itself, as QuZO's equation 15 has it; ``"step"``: the
         sum of a step's, once.
     sparsity : float
         Probability that a row of the direction of a quantized weight, an output channel, is 0 in a step. Others are
@@ -208,12 +208,12 @@ class LowBits(Axis):
 
     @property
     def quantizes_weights(self) -> bool:
-        """Whether linear layers are kept as codes."""
+        """Whether linear layers are kept quantized."""
         return self.weights != "none"
 
     @property
     def product(self) -> KernelName:
-        """What multiplies activations by codes."""
+        """What multiplies activations by quantized values."""
         return self.kernel or _KERNELS[self.input_format]
 
     @property
@@ -228,7 +228,7 @@ class LowBits(Axis):
 
     @property
     def may_dequantise(self) -> bool:
-        """Whether weights may be made of codes where another kernel was counted on."""
+        """Whether weights may be dequantized where another kernel was counted on."""
         return self.fallback or self.product == "dequantise"
 
     def words(self, plan: Plan) -> Iterator[str]:
@@ -249,7 +249,7 @@ class LowBits(Axis):
             yield "updates rounded once a step"
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
-        """Yield what codes do not do."""
+        """Yield what quantized values do not do."""
         yield from self._conflicts_of_files(plan)
         if not self.quantizes_weights:
             stated = self.model_dump(exclude_defaults=True)
@@ -293,12 +293,12 @@ class LowBits(Axis):
             )
         if plan.residency.transfer_dtype is not None:
             yield (
-                f"transfer_dtype={plan.residency.transfer_dtype}, but codes cross the bus as they are",
+                f"transfer_dtype={plan.residency.transfer_dtype}, but quantized values cross the bus as they are",
                 "leave it out",
             )
 
     def _conflicts_of_files(self, plan: Plan) -> Iterator[Conflict]:
-        """Yield how the codes in the files of a quantised model differ from those that the plan asks for."""
+        """Yield how the quantized values in the files of a quantised model differ from those that the plan asks for."""
         if plan.model.stored is None:
             return
         for name, kept in plan.model.stored.fields.items():
@@ -306,7 +306,7 @@ class LowBits(Axis):
             if name != "activations" and asked != kept:
                 yield (
                     f"{plan.model.name} is quantised, with {name}={kept}, but the plan has {name}={asked}",
-                    "leave the options of codes out, or give the model in 16 bits",
+                    "leave the options of quantized values out, or give the model in 16 bits",
                 )
                 return
 
@@ -336,7 +336,7 @@ class LowBits(Axis):
         is_float = FORMATS[self.weights].is_float
         if is_float and self.zero_point:
             yield (
-                f"zero_point with {self.weights}, whose codes have a sign of their own",
+                f"zero_point with {self.weights}, whose quantized values have a sign of their own",
                 "use it with integers",
             )
         if self.product != "int_mm":
@@ -350,7 +350,7 @@ class LowBits(Axis):
             )
         if self.scales not in _OF_WHOLE_ROWS or self.zero_point:
             yield (
-                "kernel=int_mm multiplies whole rows of symmetric codes",
+                "kernel=int_mm multiplies whole rows of symmetric quantized weights",
                 "use --weight-scales channel without --zero-point, or --kernel dequantise",
             )
 
@@ -366,7 +366,7 @@ class LowBits(Axis):
             )
         if self.direction_bits > _FLOAT8_DIRECTION_BITS:
             yield (
-                f"kernel=scaled_mm adds directions in e4m3, which does not hold codes of direction_bits={self.direction_bits}",
+                f"kernel=scaled_mm adds directions in e4m3, which does not hold quantized values of direction_bits={self.direction_bits}",
                 f"use --direction-bits {_FLOAT8_DIRECTION_BITS} or fewer",
             )
         storage = plan.storage
@@ -381,7 +381,7 @@ class LowBits(Axis):
             )
 
     def quant_config(self, storage: DType, *, is_full_range: bool = False) -> QuantConfig | None:
-        """Return how matrices are kept that are codes, beside parameters in format `storage`; None where none is."""
+        """Return how matrices are kept that are quantized, beside parameters in format `storage`; None where none is."""
         if self.weights == "none":
             return None
         return QuantConfig(
@@ -398,7 +398,7 @@ class LowBits(Axis):
     def storage(self, plan: Plan) -> DenseStorage:
         """Return how parameters are stored, and directions beside them."""
         dtype, distribution = plan.weights.dtype, plan.directions.distribution
-        # Codes that another tool made go on using their lowest number where they did.
+        # Quantized values that another tool made go on using their lowest number where they did.
         quant_config = self.quant_config(
             dtype, is_full_range=plan.model.stored is not None and plan.model.stored.full_range
         )

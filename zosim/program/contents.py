@@ -200,7 +200,7 @@ GATHERED_LOSSES = Named("losses:gathered")
 """The same of all ranks, in rank order."""
 
 UPDATE_SUM = "update:sum"
-"""Name of what the codes of a group change by, added up over the queries so far of a step."""
+"""Name of what the quantized values of a group change by, added up over the queries so far of a step."""
 
 UNSET = Named("unset")
 """Memory that has just been allocated."""

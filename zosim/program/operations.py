@@ -70,11 +70,11 @@ class Sample:
         ``"counter"``: keyed by (seed, step, query, parameter), no state.
     distribution : str
     bits : int
-        Width of the codes that the direction is rounded to at random (:mod:`costmodel.formats.roundings`); 0 where it is not.
+        Width of the quantized values that the direction is rounded to at random (:mod:`costmodel.formats.roundings`); 0 where it is not.
     rounding : int
         Which of two independent roundings of one direction.
     sparsity : float
-        Probability that a row of such codes is 0, of a matrix whose weights are codes.
+        Probability that a row of such quantized values is 0, of a matrix whose weights are quantized.
     rank : int
         Columns of the factors ``U`` and ``V`` of a distribution that has any, else 0.
     lazy_steps : int
@@ -115,7 +115,7 @@ class Perturb:
 class Update:
     """``θ - η·(g·z + wd·θ)``, rounded in that order, with the ``η`` and ``g`` of step ``step``.
 
-    Weights that are codes are rounded to their grid at random, once; or what they change by is added to that by the queries before,
+    Weights that are quantized are rounded to their grid at random, once; or what they change by is added to that by the queries before,
     and rounded with the last.
 
     Attributes

@@ -29,7 +29,7 @@ from zosim.program.operations import Free, Sample
 
 
 def rounding_of(op: Sample) -> RoundedDirection:
-    """Return how a draw's numbers are rounded to codes."""
+    """Return how a draw's numbers are rounded to quantized values."""
     return RoundedDirection(op.distribution, op.bits, op.sparsity)
 
 
@@ -104,7 +104,7 @@ class Context:
 
     @cached_property
     def rounded_directions(self) -> dict[str, RoundedDirection]:
-        """How directions are rounded, of the groups whose directions are codes."""
+        """How directions are rounded, of the groups whose directions are rounded."""
         samples = (i.op for _, i in self.program.instructions() if isinstance(i.op, Sample))
         return {op.group: rounding_of(op) for op in samples if op.bits}
 
@@ -114,7 +114,7 @@ class Context:
         return partial(self.sampler_of(self.rounded_directions[group]).moved.of, key=key)
 
     def sampler_of(self, rounding: RoundedDirection) -> RoundedSampler:
-        """Return what draws directions as codes; all streams are given the same."""
+        """Return what draws rounded directions; all streams are given the same."""
         return self._rounded[rounding]
 
     @cached_property

@@ -305,7 +305,7 @@ def _direction_rows(context: Context, direction: Access, wanted: Tensor) -> Tens
 
 @dataclass(frozen=True)
 class _ForwardBeside:
-    """A group that stays as it is, while forwards see it at a point that a direction of codes leads to."""
+    """A group that stays as it is, while forwards see it at a point that a rounded direction leads to."""
 
     context: Context
     weights: Access

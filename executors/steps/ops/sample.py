@@ -397,7 +397,7 @@ def counter_key(frame: StepFrame, op: Sample) -> CounterKey:
 
 
 def _sampling_keys(frame: StepFrame, op: Sample) -> SamplingKeys:
-    """Return the keys of what makes codes of a draw."""
+    """Return the keys of what quantizes a draw."""
     source = frame.at(op.step)
     assert source is not None
     return SamplingKeys.of(source.seeds[op.query], source.step, op.query, is_second=bool(op.rounding))

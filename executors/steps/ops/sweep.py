@@ -38,7 +38,7 @@ class Sweeps:
         self._signs = {
             group for group, op in samples.items() if DISTRIBUTIONS[op.distribution].is_sign and not op.bits
         }
-        # Of groups whose directions are codes.
+        # Of groups whose directions are rounded.
         self._roundings = context.rounded_directions
         trainable = [tensor.num_elements for tensor in context.engine.tensors if tensor.trainable]
         self._chances = Chances(trainable, context.backend.device, context.threads)
@@ -79,7 +79,7 @@ class Sweeps:
     def _perturb_by_qvalues(
         self, op: Perturb, accesses: tuple[Access, Access, Access], epsilon: float
     ) -> Action:
-        """Return what perturbs a group by a direction of codes, one tensor after the other."""
+        """Return what perturbs a group by a rounded direction, one tensor after the other."""
 
         def perturb(_frame: StepFrame) -> None:
             read, left, direction = map(self._context.store.placed, accesses)
@@ -204,9 +204,9 @@ class Sweeps:
     def _update_by_qvalues(
         self, op: Update, weights: Access, direction: Access, sums: tuple[Place | None, Place | None]
     ) -> Action:
-        """Return what updates a group along a direction of codes, each parameter as it is stored.
+        """Return what updates a group along a rounded direction, each parameter as it is stored.
 
-        `sums` are the places of what codes change by over the queries before, and over these and this one, which are rounded later.
+        `sums` are the places of what quantized values change by over the queries before, and over these and this one, which are rounded later.
         """
         values, (before, after) = self._context.store.values, sums
         # Several directions are one step, which decays once: with the first, or where all are rounded together.
@@ -246,7 +246,7 @@ class Sweeps:
         weights = only(of_group(group, GroupWeights, instruction.writes), f"write of {group}")
         direction = only(of_group(group, Direction, instruction.reads), f"read of a direction of {group}")
         read = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
-        # Codes of a direction are of another format than what they move.
+        # Quantized values of a direction are of another format than what they move.
         alike = (read, weights) if group in self._roundings else (read, weights, direction)
         dtypes = {self._context.program.buffer(access.buffer).dtype for access in alike}
         if len(dtypes) != 1 or not part.tensors:

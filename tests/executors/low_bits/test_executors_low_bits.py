@@ -1,4 +1,4 @@
-"""Weights that are codes: grids, codes in memory, products, and steps against a loop that writes them out."""
+"""Weights that are quantized: grids, quantized values in memory, products, and steps against a loop that writes them out."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def quantized(quant_config, values=None):
 
 def all_values(grid, bits):
     values = grid.values(torch.arange(2**bits, dtype=torch.int16).to(torch.uint8)).float().unique()
-    return values[(values >= grid.low) & (values <= grid.high)]  # e4m3 has codes that are no numbers
+    return values[
+        (values >= grid.low) & (values <= grid.high)
+    ]  # e4m3 has quantized values that are no numbers
 
 
 # -- grids -----------------------------------------------------------------------------------------------------
@@ -419,7 +421,7 @@ def test_outputs_made_part_by_part_are_those_made_at_once(monkeypatch, scope, ro
 @pytest.mark.parametrize("scope", ["token", "tensor"])
 @pytest.mark.parametrize("special", [0.0, math.inf, -math.inf, math.nan])
 def test_inputs_are_divided_by_their_largest_magnitude(monkeypatch, dtype, scope, special):
-    """Found among bits as integers: the same scales and codes as by comparing numbers, also of what is no number."""
+    """Found among bits as integers: the same scales and quantized values as by comparing numbers, also of what is no number."""
     monkeypatch.setattr(linear, "TILE_ELEMENTS", 96)
     inputs = torch.randn(70, 32, generator=torch.Generator().manual_seed(5)).to(dtype)
     inputs[1], inputs[2], inputs[3] = 0.0, -0.0, -inputs[3].abs()
@@ -447,7 +449,7 @@ def test_inputs_that_several_layers_read_are_coded_once(monkeypatch):
     monkeypatch.setattr(linear, "quantized_inputs", lambda *of: num_quantized.append(1) or alone(*of))
     before = [layer(inputs) for layer in layers]
     assert len(num_quantized) == 1
-    inputs.mul_(2)  # another version, which the codes kept are not of
+    inputs.mul_(2)  # another version, which the quantized values kept are not of
     assert torch.allclose(layers[0](inputs) - layers[0].bias, 2 * (before[0] - layers[0].bias), atol=1e-6)
     assert len(num_quantized) == 2
 
@@ -495,7 +497,7 @@ def test_a_step_in_e4m3_is_run_where_the_kernel_is_and_refused_where_it_cannot_b
     replaced, _ = tuned(stated | {"kernel": "dequantise"}, shape="opt-untied")
     assert records[0][0] == pytest.approx(replaced[0][0], rel=1e-5)
     for changed, reason in (
-        ({"direction_bits": 8}, "does not hold codes of direction_bits=8"),
+        ({"direction_bits": 8}, "does not hold quantized values of direction_bits=8"),
         ({"weights": "int8"}, "multiplies whole rows of e4m3"),
         ({"scales": "group", "group_elements": 16}, "multiplies whole rows of e4m3"),
     ):
@@ -636,8 +638,8 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity, sha
     ],
 )
 def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits, monkeypatch):
-    """Codes and scales, and of numbers one layer's at a time: within 5 %, and never more than was said."""
-    # What is predicted holds for CPUs without instructions for integers, too, which make numbers of the codes.
+    """Quantized values and scales, and of numbers one layer's at a time: within 5 %, and never more than was said."""
+    # What is predicted holds for CPUs without instructions for integers, too, which make numbers of the quantized values.
     monkeypatch.setattr(exact_products, "_has_integer_instructions", lambda: False)
     sizes = {"hidden_size": 256, "ffn_dim": 1024, "word_embed_proj_dim": 256, "vocab_size": 512}
     model = model_of("opt", num_hidden_layers=4, max_position_embeddings=64, **sizes)
@@ -728,7 +730,7 @@ NUM_SUMMED = 4
 
 
 def updated(rounding, rate, *, num_steps=2):
-    """Train codes along several queries a step; return levels, and what moved."""
+    """Train quantized values along several queries a step; return levels, and what moved."""
     model = model_of("opt", num_hidden_layers=2)
     low_bits = {"weights": "int8", "update_rounding": rounding}
     plan = plan_of(model, low_bits=low_bits, estimator={"num_queries": NUM_SUMMED})
@@ -760,7 +762,7 @@ ADAPTERS = LoRA(rank=2, target_modules=("q_proj", "fc2"), seed=3)
 
 
 def adapted(low_bits, *, num_steps=3):
-    """Tune adapters in codes beside codes; return what the adapters are, and what moved."""
+    """Tune quantized adapters beside quantized values; return what the adapters are, and what moved."""
     model = model_of("opt", num_hidden_layers=2)
     attach_lora(model, ADAPTERS)
     plan = plan_of(model, low_bits=low_bits)

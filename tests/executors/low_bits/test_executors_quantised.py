@@ -1,4 +1,4 @@
-"""Model directories that another tool has quantised, read as codes; and directories of codes, written for other tools."""
+"""Model directories that another tool has quantised, read quantized; and quantized directories, written for other tools."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_codes_of_gptq_and_awq_are_read(tmp_path, tool, group, symmetric):
     layers = dict(quantized_layers(load_base(str(tmp_path), plan_of(tmp_path, "float32"))))
     assert len(layers) == len(weights) == 18
     for name, wanted in weights.items():
-        # A code times a scale of 11 bits has a place in float32.
+        # A quantized value times a scale of 11 bits has a place in float32.
         assert torch.equal(
             layers[f"{name}.weight"].quantized.values(torch.float64), torch.from_numpy(wanted)
         ), name
@@ -505,7 +505,7 @@ def test_weights_become_codes_layer_by_layer_and_are_never_there_twice(tmp_path,
         watcher.join()
         buffers = sum(buffer.size_bytes for buffer in opened.program.buffers)
     largest = 512 * 2048
-    # One layer's codes and levels, and pieces of it in float32; 16-bit weights of the model are eighteen layers as large.
+    # One layer's quantized values and levels, and pieces of it in float32; 16-bit weights of the model are eighteen layers as large.
     assert max(seen) - before < buffers + 8 * largest
     copied = 2 if qvalues else 2 * 4
     assert copied * plan.model.num_parameters > buffers + 8 * largest + 4 * largest

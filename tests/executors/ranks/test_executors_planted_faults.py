@@ -38,7 +38,7 @@ ALONE = {
     "sweep": {"schedule": {"traversal": "sweep"}},
     "copies": COPIES,
     "queries": QUERIES,
-    "codes": QUANTIZED,
+    "quantized weights": QUANTIZED,
 }
 SEVERAL = {
     "data": {"mesh": {"data": 2}},
@@ -48,7 +48,7 @@ SEVERAL = {
     "perturb, sliced": {"mesh": {"perturb": 2}, **SLICED},
     "data, copies": {"mesh": {"data": 2}, **COPIES},
     "perturb, queries": {"mesh": {"perturb": 2}, **QUERIES},
-    "perturb, codes": {"mesh": {"perturb": 2}, **QUANTIZED},
+    "perturb, quantized weights": {"mesh": {"perturb": 2}, **QUANTIZED},
     "2d": {"mesh": {"data": 2, "perturb": 2}},
     "2d, sliced": {"mesh": {"data": 2, "perturb": 2}, **SLICED},
 }

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.dist
 FOURS = {
     "four": Case(("block.0.mlp", "block.1", "block.2.mlp")),
     "two-with-shards": Case(("block.1.mlp",), mesh=(("data", 2),), codec="q4"),
-    "two-of-codes-with-points": Case(
+    "two-of-quantized-with-points": Case(
         ("block.0",),
         mesh=(("perturb", 2),),
         axes=(("low_bits", (("weights", "int4"), ("sparsity", 0.5))),),

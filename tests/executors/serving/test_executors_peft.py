@@ -112,7 +112,7 @@ def test_peft_loads_the_adapters_of_a_run_and_computes_its_logits(tmp_path, name
     assert all(bool(tensor.any()) for tensor in tensors.values())  # B has left zero
     theirs = base_of(name, base)
     if low_bits:
-        # The base that the adapters stand beside is what its codes stand for.
+        # The base that the adapters stand beside is what its quantized values stand for.
         qvalues = {
             n: layer.numbers(torch.float32) for n, layer in quantized_layers(model) if "lora_" not in n
         }
@@ -146,7 +146,7 @@ def test_adapters_beside_a_base_that_another_tool_has_quantised(tmp_path):
     inputs = {"input_ids": batches(1)[0]["input_ids"]}
     theirs = loaded(base)
     with torch.no_grad():
-        plain = theirs(**inputs).logits  # compressed-tensors makes numbers of its codes here
+        plain = theirs(**inputs).logits  # compressed-tensors makes numbers of its quantized values here
         adapted = with_peft(theirs, tmp_path / "out5" / "adapter")(**inputs).logits
         # What the run wrote whole has the products added to the numbers, which rounds otherwise than a second product.
         merged = loaded(tmp_path / "out5")(**inputs).logits

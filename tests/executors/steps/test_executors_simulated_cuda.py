@@ -833,12 +833,12 @@ QUANTIZED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("quantized", QUANTIZED.values(), ids=QUANTIZED)
 def test_codes_are_multiplied_on_the_device_in_any_format(quantized):
-    """Offloaded codes cross the bus as they are; each kernel is that which the plan counts on."""
+    """Offloaded quantized values cross the bus as they are; each kernel is that which the plan counts on."""
     axes = {"low_bits": quantized, "directions": {"rng": "counter"}}
     device, numbers = trained({**OFFLOADED, **axes}, shape="opt-untied")
     assert device.findings == []
     _, resident = trained(axes, shape="opt-untied")
-    # Weights are made of codes wherever there is room, and a product's last bit depends on where; over 2ε it is 2.4e-4. In later
+    # Weights are dequantized wherever there is room, and a product's last bit depends on where; over 2ε it is 2.4e-4. In later
     # steps it decides how inputs and updates are rounded.
     assert numbers[0] == pytest.approx(resident[0], abs=1e-3)
 
