@@ -67,7 +67,7 @@ def straight_through() -> Figure:
     figure, (left, right) = _pair(sharey=True)
     radii = np.linspace(0.05, 1, 96)
     for place, colour, name in (
-        (0.0, _BLUE, "on a code"),
+        (0.0, _BLUE, "on a grid value"),
         (0.25, _GREEN, "a quarter step off"),
         (0.5, _ORANGE, "on a border"),
     ):
@@ -114,7 +114,7 @@ def stochastic_rounding() -> Figure:
 
 
 def rounded_directions() -> Figure:
-    """Return the factor that both estimates leave of a gradient, against the range of 4-bit and 2-bit codes."""
+    """Return the factor that both estimates leave of a gradient, against the range of 4-bit and 2-bit grids."""
     figure, axes = _pair(sharey=True)
     for axis, bits, best in zip(axes, (4, 2), (2.27, 1.02), strict=True):
         ranges = np.linspace(0.5, 5, 181)

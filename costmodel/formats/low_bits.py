@@ -96,7 +96,7 @@ class QuantConfig:
         Neighbouring inputs that share one, where `scales` is ``"group"``.
     has_zero_point : bool
         Whether quantized values count from a number of their own, so that the grid spans the least and the largest weight;
-        else it is symmetric, and 0 is code 0.
+        else it is symmetric, and 0 is stored as 0.
     dtype : str
         Format of the scales, and of parameters beside them that are no matrices.
     is_full_range : bool

@@ -43,7 +43,7 @@ def ask_at_once(doubt: Doubt) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Equidistant values ``offset + n·step`` for grid values from `low` to `high`, by group.
+    """Equidistant values ``offset + n·step`` for levels n from `low` to `high`, by group.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class Fitted:
 
     Notes
     -----
-    The symbol of a quantized value is its lowest ``b`` bits. Where 0 is on the grid its code is 0, so its symbol is 0, too,
+    The symbol of a level is its lowest ``b`` bits. Where 0 is on the grid its level is 0, so its symbol is 0, too,
     whatever group it lies in.
     """
 

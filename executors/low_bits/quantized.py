@@ -1,6 +1,6 @@
 """A quantized weight and its scales, in memory of its own or in a program's buffer.
 
-Rows are output channels. A value is ``(code - zero)·scale``, with one scale for the matrix, a row, or a group of neighbours in a row.
+Rows are output channels. A value is ``(q - zero)·scale``, with one scale for the matrix, a row, or a group of neighbours in a row.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ class QuantizedTensor(Stored):
         On a CPU `chances` are asked for many at a time, since to draw them in several threads and to pass over them in torch's
         takes turns that cost a part of a millisecond. The mean of the change is exact but for quantized values that saturate, and for the
         resolution of `chances`. On integers the change is rounded by itself, so that one of a millionth of a step is not lost
-        in the float32 of the code.
+        in the float32 of the stored value.
         """
         by = factor.factor(torch.float32) if isinstance(factor, DeviceScalar) else factor
         num_rows, width = self.shape if rows is None else (len(rows), self.shape[1])

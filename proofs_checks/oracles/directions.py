@@ -85,7 +85,7 @@ def rounded_normal_moments(bits: int, scale: float) -> tuple[float, float]:
     Notes
     -----
     Within a cell ``[k, k + 1]/s`` the rounded number is ``k/s`` with probability ``k + 1 - sx`` and ``(k + 1)/s`` with ``sx - k``; beyond
-    the last code it is that code.
+    the last grid value it is that.
     """
     highest = 2 ** (bits - 1) - 1
     second = fourth = 0.0

@@ -30,7 +30,7 @@ def rounding_moments(
     bits : int
         Quantized values run from ``-(2^(b-1) - 1)`` to ``2^(b-1) - 1``.
     clamped : bool
-        Without it there is no largest code.
+        Without it there is no largest grid value.
 
     Notes
     -----
@@ -138,7 +138,7 @@ def nearest_contraction(
 
     Notes
     -----
-    ``1 - max²/|x|²`` (no value is farther from its code than from 0, and the largest is a code), and ``(n - 1)(s/2)²/|x|²`` with
+    ``1 - max²/|x|²`` (no value is farther from its code than from 0, and the largest is a grid value), and ``(n - 1)(s/2)²/|x|²`` with
     the step ``s``, whichever is smaller.
 
     Examples

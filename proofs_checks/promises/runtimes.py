@@ -42,7 +42,7 @@ _EPSILON, _DECAY, _NUM_QUERIES, _NUM_STEPS = 1e-2, 0.1, 2, 3
 
 _BITS, _HIGHEST = 3, 3
 _UNIT = 1.73 / _HIGHEST
-"""Value of a code of 1 of a direction of 3 bits, whose quantized values are -3 to 3 and whose largest value is 1.73."""
+"""Value of a quantized 1 of a direction of 3 bits, whose quantized values are -3 to 3 and whose largest value is 1.73."""
 
 _BLOCK = 1 << 14
 _PURPOSES = {"direction": 1, "second direction": 2, "update": 3}
@@ -199,7 +199,7 @@ def check_qvalues_over_steps(context: Context) -> Outcome:
     """Compare projected gradients, quantized values and other weights of three steps in int8 with a loop in NumPy, for each estimator.
 
     Each step of the loop goes on from its own quantized values with the run's gradients, which are compared before: where two gradients differ in a
-    last bit a code near the border of its chance may go the other way, one in thousands.
+    last bit a value near the border of its chance may go the other way, one in thousands.
     """
     parts = {}
     for estimator in _QUANTIZED_RUNS:

@@ -145,7 +145,7 @@ def check_roundings_differ(_context: Context) -> Outcome:
 
 
 def enumerated_moments(rounding: RoundedDirection) -> tuple[float, float, float]:
-    """Return ``E[Q²]``, ``E[Q₁Q₂]`` and ``E[Q₁²Q₂²]`` of roundings of a normal, code by code and by quadrature.
+    """Return ``E[Q²]``, ``E[Q₁Q₂]`` and ``E[Q₁²Q₂²]`` of roundings of a normal, value by value and by quadrature.
 
     Examples
     --------
@@ -948,7 +948,7 @@ CHECKS: Checks = {
         conditioned(
             partial(check_recovery, None),
             Fault(
-                "a way back that is one code short",
+                "a way back that is one value short",
                 f"{__name__}:_round_trip",
                 lambda shipped, *given: shipped(*given) + 1,
             ),
@@ -957,7 +957,7 @@ CHECKS: Checks = {
         counterexample(
             partial(check_recovery, 7),
             Fault(
-                "a range one code wider",
+                "a range one value wider",
                 f"{__name__}:_round_trip",
                 lambda shipped, code, step, highest: shipped(code, step, highest + 1),
             ),

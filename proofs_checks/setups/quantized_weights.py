@@ -78,7 +78,7 @@ FLOATS: Mapping[QuantFormat, tuple[int, int, int]] = {
     "float8_e5m2": (5, 2, 0x7B),
     "float4_e2m1": (2, 1, 0x7),
 }
-"""Bits of exponent and mantissa, and the code of the largest number, by format."""
+"""Bits of exponent and mantissa, and the stored largest number, by format."""
 
 
 def literal_levels(name: QuantFormat) -> list[float]:
@@ -145,7 +145,7 @@ def _between(chances: Tensor, begin: int, end: int) -> Tensor:
 
 
 def check_moves_on_a_lattice(context: Context) -> Outcome:
-    """Run equation 15 on shipped quantized values, w* between two: the gradient stays at half a grid step, code by code as by hand."""
+    """Run equation 15 on shipped quantized values, w* between two: the gradient stays at half a grid step, value by value as by hand."""
     d, num_steps = 4, context.samples(1500, 300)
     generator, target = np.random.default_rng(context.seed), np.full(4, 0.5)
     quantized = weights_of(torch.full((1, d), 3.0), 1.0, 8)
@@ -194,7 +194,7 @@ def check_step_by_weights(_context: Context) -> Outcome:
 
 
 def check_moves_within(_context: Context) -> Outcome:
-    """Compare the mean change of shipped quantized values of 4 bits with the update in quantized values, where no code reaches the end."""
+    """Compare the mean change of shipped quantized values of 4 bits with the update in quantized values, where no value reaches the end."""
     counted = Moved()
     updates = (0.25, -1 / 256, 2.75, -5.25)
     moved = moves([0, 1, -2, 1], updates, scale=0.5, factor=0.5, bits=4, counted=counted)
@@ -344,7 +344,7 @@ MOVE_AS_PRINTED = Fault(
 )
 MOVE_LONG = moved_by_factor("a step that is 3 % long", 1.03)
 CLAMP_WIDE = Fault(
-    "a clamp one code too far",
+    "a clamp one value too far",
     "executors.low_bits.grids:Grid.clamped",
     lambda shipped, self, numbers: shipped(altered(self, high=self.high + 1), numbers),
 )

@@ -117,7 +117,7 @@ def weights_at_random(
 
 
 def weight_value(code: int, scale: float, zero_point: int) -> float:
-    """Return the value of a weight of 8 bits whose quantized value is `code` and the zero point."""
+    """Return the value of a weight of 8 bits that is stored as `code` and the zero point."""
     quant_config, stored = (
         QuantConfig("int8", "tensor", has_zero_point=True),
         [[code + zero_point], [zero_point]],

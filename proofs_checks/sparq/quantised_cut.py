@@ -166,7 +166,7 @@ def check_stall(context: Context) -> Outcome:
     -----
     The first half of ``θ`` is the activation, the second the rest's parameters, ``f = ½‖θ - t‖²``, and ``f̂`` has the
     activation through the codec. The largest activation is at its target, the others are 0 and short of theirs by 0.4
-    steps. Nothing that theorem 1's radius can do changes a code.
+    steps. Nothing that theorem 1's radius can do changes a grid value.
     """
     cut, levels = DIMENSION // 2, 2 ** (4 - 1) - 1
     target = torch.zeros(DIMENSION, dtype=torch.float64)
@@ -227,7 +227,7 @@ _RADII = (0.15, 0.2, 0.3, 0.5, 1.0)
 """``μ`` in steps of the grid."""
 
 _PLACES = (0.0, 0.25, 0.45)
-"""Where in its cell a number is, in steps from its code."""
+"""Where in its cell a number is, in steps from its grid value."""
 
 
 def check_radius(context: Context) -> Outcome:
@@ -242,7 +242,7 @@ def check_radius(context: Context) -> Outcome:
     u = torch.linspace(-9, 9, 180_001, dtype=torch.float64)
     weights = torch.exp(-u * u / 2) * (u[1] - u[0]) / math.sqrt(2 * math.pi)
     for number, (radius, place) in enumerate(itertools.product(_RADII, _PLACES)):
-        name = f"μ = {radius:g} steps, {place:g} off a code"
+        name = f"μ = {radius:g} steps, {place:g} off a grid value"
         expected = straight_through(radius, place)
         mean = float((weights * _estimates_through("nearest", u, radius, place, 0)).sum())
         outcomes[f"{name}, nearest"] = Outcome(

@@ -10,7 +10,7 @@ from torch import Tensor
 from studies.exercises import Grade
 
 Rounded = Callable[[Tensor, float, int, torch.Generator], Tensor]
-"""From values, step, highest code and generator to quantized values."""
+"""From values, step, highest value and generator to quantized values."""
 
 FUNCTION = "rounded"
 """Name of the function in a solution's file."""

@@ -14,7 +14,7 @@ def rounded(values: Tensor, step: float, highest: int, generator: torch.Generato
     values : torch.Tensor
         Any shape, float64. They are not to be changed.
     step : float
-        Above 0; code ``c`` stands for ``c · step``.
+        Above 0; ``c`` stands for ``c · step``.
     highest : int
         Quantized values reach from ``-highest`` to ``highest``; what lies beyond gets the nearest of them.
     generator : torch.Generator

@@ -101,7 +101,7 @@ def slopes(
     radius : float
         Smoothing radius, in steps of the grid.
     place : float
-        Where the activation is, in steps from its code.
+        Where the activation is, in steps from its grid value.
     stochastic : bool
         Whether it is rounded at random, with numbers that both signs share; else to the nearest.
     num_samples, seed : int
