@@ -17,7 +17,7 @@ from typing import Literal
 from costmodel.formats import FORMATS
 from costmodel.formats.codec_time import coding_terms
 from costmodel.formats.quant_passes import PASSES, Memory, QuantPass, traffic_bytes
-from costmodel.rates.profile import Bound, DeviceKind, Profile
+from costmodel.rates.profile import Bound, DeviceType, Profile
 from costmodel.work import Attention, Matmul, Work
 from topology.errors import ProfileError
 
@@ -80,14 +80,14 @@ def estimate(
     values = profile.values(bound)
     terms = work_terms(work, values, direction)
     if work.coding:
-        terms |= coding_terms(dict(work.coding), values, profile.device_kind)
-    seconds = combine_terms(terms, profile.device_kind)
+        terms |= coding_terms(dict(work.coding), values, profile.device_type)
+    seconds = combine_terms(terms, profile.device_type)
     return OperationCost(
         seconds=seconds,
         terms=MappingProxyType(terms),
         limiter=max(terms, key=lambda name: terms[name]),
         cores=_busy_cores(terms, seconds, profile),
-        memory_bytes=_memory_bytes(work, values["cache_bytes"], profile.device_kind),
+        memory_bytes=_memory_bytes(work, values["cache_bytes"], profile.device_type),
     )
 
 
@@ -124,21 +124,21 @@ def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection
     return {name: seconds for name, seconds in terms.items() if seconds > 0 or name == "overhead"}
 
 
-def combine_terms(terms: Mapping[str, float], device_kind: DeviceKind) -> float:
+def combine_terms(terms: Mapping[str, float], device_type: DeviceType) -> float:
     """Return the duration: the sum on a CPU, the longer of kernels and launches on a GPU.
 
     Kernels that a copy is listed with are launched before it.
     """
-    if device_kind == "cpu":
+    if device_type == "cpu":
         return sum(terms.values())
     host = sum(terms.get(name, 0.0) for name in _HOST_TERMS)
     behind_s = terms.get("copy", 0.0) if "dispatch" in terms else 0.0
     return behind_s + max(sum(terms.values()) - behind_s - host, host)
 
 
-def device_s(cost: OperationCost, device_kind: DeviceKind) -> float:
+def device_s(cost: OperationCost, device_type: DeviceType) -> float:
     """Return the seconds that the device itself is busy with an operation: without the host's, and what launches kernels."""
-    if device_kind == "cpu":
+    if device_type == "cpu":
         return cost.seconds - cost.terms.get("overhead", 0.0) - cost.terms.get("dispatch", 0.0)
     return sum(seconds for name, seconds in cost.terms.items() if name not in _HOST_TERMS)
 
@@ -347,18 +347,18 @@ def _rate(kind: str, dtype: str, values: Mapping[str, float]) -> float:
 def _busy_cores(terms: Mapping[str, float], seconds: float, profile: Profile) -> float:
     if seconds <= 0:
         return 0.0
-    if profile.device_kind == "gpu":
+    if profile.device_type == "gpu":
         return min(1.0, sum(terms.get(name, 0.0) for name in _HOST_TERMS) / seconds)
     cores = dict.fromkeys(_SERIAL_TERMS, 1.0) | {"copy": profile.values()["copy_cores"]}
     return sum(cost * cores.get(name, profile.num_threads) for name, cost in terms.items()) / seconds
 
 
-def _memory_bytes(work: Work, cache_bytes: float, device_kind: DeviceKind) -> int:
+def _memory_bytes(work: Work, cache_bytes: float, device_type: DeviceType) -> int:
     products = sum(part.elements for part in work.matmuls) * FORMATS[work.dtype].element_bytes
     activations, parameters = _bytes_of(work, "elementwise", {}), _bytes_of(work, "sweep", {})
     cached = _cached_bytes(activations, work.num_kernels, cache_bytes)
     cached += _cached_bytes(parameters, 1, cache_bytes)
     numbers_bytes = work.num_normals * FORMATS[work.sampling_dtype].element_bytes
     casts = work.num_casts * (FORMATS[work.dtype].element_bytes + FORMATS[work.cast_dtype].element_bytes)
-    copies = work.copy_bytes * (2 if device_kind == "cpu" else 1)
+    copies = work.copy_bytes * (2 if device_type == "cpu" else 1)
     return round(products + activations + parameters - cached + numbers_bytes + casts + copies)

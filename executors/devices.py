@@ -47,7 +47,7 @@ def device_named(name: str) -> torch.device:
 _SPELT = {"cuda": "CUDA", "xpu": "XPU", "npu": "NPU"}
 
 
-def accelerator_kind() -> str:
+def accelerator_type() -> str:
     """Return the kind of the accelerators that torch finds, ``cuda`` where it finds none."""
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return present.type if present is not None and present.type in ACCELERATORS else "cuda"

@@ -100,7 +100,7 @@ def calibration_view(profile: Profile, fit: FitReport, lessons: Sequence[Lesson]
     ]
     kinds = [
         (kind.name, f"{kind.num_rows}", f"{kind.median:.1%}", f"{kind.largest:+.1%}")
-        for kind in fit.by_kind()
+        for kind in fit.by_operation()
     ]
     parts = [
         ("least well explained", "fitted", fit.worst()),

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from topology.schema import DeviceSpec as DeviceSpec
     from topology.schema import Dtype as Dtype
     from topology.schema import Link as Link
-    from topology.schema import LinkKind as LinkKind
+    from topology.schema import LinkTechnology as LinkTechnology
     from topology.schema import LinkType as LinkType
     from topology.schema import MeasuredBandwidth as MeasuredBandwidth
     from topology.schema import Node as Node
-    from topology.schema import NodeKind as NodeKind
+    from topology.schema import NodeType as NodeType
     from topology.text import render_text as render_text
 else:
     __getattr__, __all__ = lazy_names(__name__, __file__)

@@ -55,7 +55,7 @@ class MachineBuilder:
     def __contains__(self, node_id: str) -> bool:
         return node_id in self._nodes
 
-    def add_node(self, node_id: str, kind: str, **fields: Any) -> str:
+    def add_node(self, node_id: str, node_type: str, **fields: Any) -> str:
         """Add a node and return its id; a second of the same id is refused.
 
         Raises
@@ -70,13 +70,13 @@ class MachineBuilder:
             message = f"{self.name}: two devices are called {node_id!r}"
             raise TopologyError(message)
         with readable(f"node {node_id!r} of {self.name}"):
-            self._nodes[node_id] = Node.model_validate({"id": node_id, "kind": kind, **fields})
+            self._nodes[node_id] = Node.model_validate({"id": node_id, "type": node_type, **fields})
         return node_id
 
-    def add_next(self, prefix: str, kind: str, **fields: Any) -> str:
+    def add_next(self, prefix: str, node_type: str, **fields: Any) -> str:
         """Add a node of ``host0`` under the next number of a prefix and return its id."""
         self._counts[prefix] += 1
-        return self.add_node(f"{prefix}{self._counts[prefix] - 1}", kind, host="host0", **fields)
+        return self.add_node(f"{prefix}{self._counts[prefix] - 1}", node_type, host="host0", **fields)
 
     def add_root(self, numa: str) -> str:
         """Add a PCIe root to a NUMA domain and return its id."""
@@ -159,7 +159,7 @@ def memory_notes(nodes: Iterable[Node], how: str) -> list[str]:
     how : str
         How a user states it.
     """
-    memories = [node for node in nodes if node.kind == "memory"]
+    memories = [node for node in nodes if node.type == "memory"]
     sizes = [node for node in memories if node.capacity and node.capacity.basis == "assumed"]
     speeds = [node for node in memories if node.bandwidth and node.bandwidth.basis == "assumed"]
     parts = []
@@ -266,7 +266,7 @@ def _bare(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", _BRANDS.sub("", name.casefold()))
 
 
-def require_device(name: str | None, kind: str, where: str) -> DeviceSpec:
+def require_device(name: str | None, device_type: str, where: str) -> DeviceSpec:
     """The catalogue's device of that name.
 
     Raises
@@ -274,13 +274,13 @@ def require_device(name: str | None, kind: str, where: str) -> DeviceSpec:
     TopologyError
         If no name is given, or the catalogue has none of it.
     """
-    known = [spec.id for spec in catalogue().devices.values() if spec.kind == kind]
+    known = [spec.id for spec in catalogue().devices.values() if spec.type == device_type]
     if name is None:
-        message = f"{where} does not tell which {kind} it has"
-        raise TopologyError(message, hint=f"name it with --{kind}; known: {', '.join(known)}")
+        message = f"{where} does not tell which {device_type} it has"
+        raise TopologyError(message, hint=f"name it with --{device_type}; known: {', '.join(known)}")
     spec = find_device(name)
-    if spec is None or spec.kind != kind:
-        message = f"no {kind} in the catalogue is called {name!r}"
+    if spec is None or spec.type != device_type:
+        message = f"no {device_type} in the catalogue is called {name!r}"
         raise TopologyError(message, hint=did_you_mean(name, known))
     return spec
 
@@ -294,7 +294,7 @@ def pcie_type(generation: int, lanes: int) -> LinkType:
     with readable(f"PCIe {generation}.0 x{lanes}"):
         return LinkType(
             name=f"pcie{generation}-x{lanes}",
-            kind="pcie",
+            technology="pcie",
             pcie=PcieWidth.model_validate({"generation": generation, "lanes": lanes}),
             bandwidth=figure(value, "GB/s", "PCI Express Base Specification", "specification"),
             latency=catalogue().link_types["pcie4-x16"].latency,
@@ -316,7 +316,7 @@ def nvlink_type(generation: int) -> LinkType:
     with readable(f"NVLink {generation}"):
         return LinkType(
             name=f"nvlink{generation}",
-            kind="nvlink",
+            technology="nvlink",
             nvlink_generation=generation,
             bandwidth=figure(NVLINK_BYTES_PER_S[generation] / 1e9, "GB/s", source, "datasheet"),
             latency=catalogue().link_types["nvlink4"].latency,
@@ -362,7 +362,7 @@ def generic_cpu(index: int, num_cores: int, source: str) -> DeviceSpec:
     return DeviceSpec(
         id=f"generic-cpu{index}",
         name=f"CPU with {num_cores} cores",
-        kind="cpu",
+        type="cpu",
         peak_dense={
             "fp32": figure(rate, "Gflop/s", how, "assumed"),
             "fp64": figure(rate / 2, "Gflop/s", how, "assumed"),

@@ -156,7 +156,7 @@ def rings(
 
 def _gpu_sets(topology: Topology, wanted: str | None) -> list[tuple[str, ...]]:
     """GPUs that an option names by number or by node, or the first two and more of the first host's."""
-    known = [node.id for node in topology.compute_devices if node.kind == "gpu"]
+    known = [node.id for node in topology.compute_devices if node.type == "gpu"]
     if wanted is None:
         first = [name for name in known if topology.host_of(name) == topology.host_of(known[0])]
         if len(first) < 2:

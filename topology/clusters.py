@@ -36,7 +36,7 @@ def cluster(topology: Topology, num_hosts: int, *, name: str | None = None) -> T
     if num_hosts < 1 or len(topology.hosts) != 1:
         message = f"{num_hosts} copies of {topology.name!r}, which has {len(topology.hosts)} hosts"
         raise TopologyError(message, hint="take one copy at least of a machine with a single host")
-    shared = {node.id for node in topology.of_kind("network")}
+    shared = {node.id for node in topology.of_type("network")}
     if num_hosts > 1 and not shared:
         message = f"nothing joins the copies of {topology.name!r}: it has no network"
         raise TopologyError(message, hint="add a nic and a network node, and link them")

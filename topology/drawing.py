@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Picture
 
-# A row per kind, from the memory at the top down to the network; NVSwitches stand below the GPUs they join.
+# A row per type, from the memory at the top down to the network; NVSwitches stand below the GPUs they join.
 ROWS: Final = MappingProxyType(
     {
         "memory": 0,
@@ -124,7 +124,7 @@ def _save(picture: Picture, file: Path) -> None:
 
 
 def _arrange(topology: Topology) -> _Drawing:
-    """Place each host's nodes in rows by kind, hosts side by side, networks below as bars."""
+    """Place each host's nodes in rows by type, hosts side by side, networks below as bars."""
     layout = _Drawing({}, {}, {})
     offset = 0.0
     for host in topology.hosts:
@@ -133,7 +133,7 @@ def _arrange(topology: Topology) -> _Drawing:
         for depth, (_, names) in enumerate(sorted(rows.items())):
             for place, name in enumerate(names):
                 layout.positions[name] = offset + widest * (place + 0.5) / len(names), -ROW * depth
-                is_bar = topology.node(name).kind == "nvswitch"
+                is_bar = topology.node(name).type == "nvswitch"
                 layout.widths[name] = widest / len(names) - 0.4 if is_bar else NODE_WIDTH
         arcs = [
             abs(layout.positions[link.source][0] - layout.positions[link.target][0])
@@ -150,7 +150,7 @@ def _arrange(topology: Topology) -> _Drawing:
         )
         offset += widest + 1.1
     bottom = min((box[1] for box in layout.boxes.values()), default=0.0)
-    outside = [node.id for node in topology.nodes if node.host is None and node.kind != "host"]
+    outside = [node.id for node in topology.nodes if node.host is None and node.type != "host"]
     for place, name in enumerate(outside):
         layout.positions[name] = (offset - 1.1) / 2, bottom - 1.1 - ROW * place
         layout.widths[name] = max(offset - 1.5, NODE_WIDTH)
@@ -160,7 +160,7 @@ def _arrange(topology: Topology) -> _Drawing:
 def _is_mesh(topology: Topology, link: Link) -> bool:
     """Whether a link joins two GPUs of one row."""
     ends = [topology.node(end) for end in (link.source, link.target)]
-    return all(end.kind == "gpu" for end in ends) and ends[0].host == ends[1].host
+    return all(end.type == "gpu" for end in ends) and ends[0].host == ends[1].host
 
 
 def _arc_depth(span: float) -> float:
@@ -171,7 +171,7 @@ def _rows(topology: Topology, members: list[Node]) -> dict[int, list[str]]:
     """Nodes per row, each row ordered by where the nodes that its own hang on stand."""
     rows: dict[int, list[str]] = {}
     for node in members:
-        rows.setdefault(ROWS[node.kind], []).append(node.id)
+        rows.setdefault(ROWS[node.type], []).append(node.id)
     place: dict[str, float] = {}
     # NUMA domains keep file order and give the order to what stands above and below them.
     for row in sorted(rows, key=lambda row: (abs(row - 1), row)):
@@ -179,7 +179,9 @@ def _rows(topology: Topology, members: list[Node]) -> dict[int, list[str]]:
         order = {}
         for position, name in enumerate(names):
             links = [
-                link for link in topology.links_of(name) if link.type.kind in {"pcie", "fabric", "memory"}
+                link
+                for link in topology.links_of(name)
+                if link.type.technology in {"pcie", "fabric", "memory"}
             ]
             near = [place[end] for link in links if (end := link.other_end(name)) in place]
             order[name] = sum(near) / len(near) if near else float(position)
@@ -214,7 +216,7 @@ def _draw_node(axes: Axes, node: Node, position: tuple[float, float], width: flo
     x, y = position
     style = "round,pad=0.02,rounding_size=0.1"
     corner = (x - width / 2, y - NODE_HEIGHT / 2)
-    colors: dict[str, Any] = {"fc": COLORS[node.kind], "ec": "#444444"}
+    colors: dict[str, Any] = {"fc": COLORS[node.type], "ec": "#444444"}
     axes.add_patch(FancyBboxPatch(corner, width, NODE_HEIGHT, boxstyle=style, lw=0.8, zorder=3, **colors))
     name, detail = node.id.rsplit("/", maxsplit=1)[-1], _detail(node)
     centred: dict[str, Any] = {"ha": "center", "va": "center", "zorder": 4}
@@ -224,14 +226,14 @@ def _draw_node(axes: Axes, node: Node, position: tuple[float, float], width: flo
 
 
 def _detail(node: Node) -> str:
-    if node.kind == "memory":
+    if node.type == "memory":
         return f"{format_bytes(node.memory_bytes)}, {format_bandwidth(node.bandwidth_bytes_per_s)}"
     if node.spec is not None:
         name = node.spec.name
         for brand in ("NVIDIA GeForce ", "NVIDIA ", "AMD ", "Intel "):
             name = name.removeprefix(brand)
         return name if len(name) <= 24 else f"{name[:23]}…"
-    return node.label or {"pcie_root": "PCIe root", "pcie_switch": "PCIe switch"}.get(node.kind, "")
+    return node.label or {"pcie_root": "PCIe root", "pcie_switch": "PCIe switch"}.get(node.type, "")
 
 
 def _draw_links(axes: Axes, topology: Topology, layout: _Drawing) -> None:
@@ -262,7 +264,7 @@ def _draw_line(axes: Axes, link: Link, layout: _Drawing, labelled: bool) -> None
         x1, at = x0, 1 - 0.65 / max(abs(y1 - y0), 1.3)
     elif layout.widths[link.source] > NODE_WIDTH:
         x0, at = x1, 0.65 / max(abs(y1 - y0), 1.3)
-    axes.plot([x0, x1], [y0, y1], color=LINK_COLORS[link.type.kind], lw=_line_width(link), zorder=1)
+    axes.plot([x0, x1], [y0, y1], color=LINK_COLORS[link.type.technology], lw=_line_width(link), zorder=1)
     if labelled:
         _label(axes, link, x0 + at * (x1 - x0), y0 + at * (y1 - y0))
 
@@ -276,7 +278,7 @@ def _draw_arc(axes: Axes, link: Link, layout: _Drawing) -> None:
     angle = np.linspace(0, np.pi, 60)
     x = (x0 + x1) / 2 - (x1 - x0) / 2 * np.cos(angle)
     y = y0 - NODE_HEIGHT / 2 - depth * np.sin(angle)
-    axes.plot(x, y, color=LINK_COLORS[link.type.kind], lw=_line_width(link), zorder=1, alpha=0.85)
+    axes.plot(x, y, color=LINK_COLORS[link.type.technology], lw=_line_width(link), zorder=1, alpha=0.85)
     _label(axes, link, (x0 + x1) / 2, y0 - NODE_HEIGHT / 2 - depth)
 
 
@@ -289,18 +291,18 @@ def _line_width(link: Link) -> float:
 def _label(axes: Axes, link: Link, x: float, y: float) -> None:
     text = format_bandwidth(link.bandwidth_bytes_per_s)
     box = {"boxstyle": "round,pad=0.12", "fc": "white", "ec": "none", "alpha": 0.85}
-    color = LINK_COLORS[link.type.kind]
+    color = LINK_COLORS[link.type.technology]
     _write(axes, x, y, text, fontsize=6.5, ha="center", va="center", color=color, bbox=box, zorder=2)
 
 
 def _legend(axes: Axes, topology: Topology) -> None:
     from matplotlib.lines import Line2D
 
-    kinds = dict.fromkeys(link.type.kind for link in topology.links)
+    technologies = dict.fromkeys(link.type.technology for link in topology.links)
     handles = [
-        Line2D([], [], color=LINK_COLORS[kind], lw=2.5, label=kind)
-        for kind in kinds
-        if kind not in {"fabric", "memory"}
+        Line2D([], [], color=LINK_COLORS[technology], lw=2.5, label=technology)
+        for technology in technologies
+        if technology not in {"fabric", "memory"}
     ]
     if handles:
         handles.append(Line2D([], [], color=LINK_COLORS["fabric"], lw=1, label="on-die, not limiting"))

@@ -64,7 +64,7 @@ class Topology(FrozenModel):
         for end, where, location in ends:
             if end not in known:
                 raise unknown_node(end, list(known), where, location)
-        hosts = {node.id for node in self.nodes if node.kind == "host"}
+        hosts = {node.id for node in self.nodes if node.type == "host"}
         for position, node in enumerate(self.nodes):
             if node.host is not None and node.host not in hosts:
                 message = f"node {node.id!r} names the unknown host {node.host!r}"
@@ -96,32 +96,32 @@ class Topology(FrozenModel):
 
     def _check_size(self) -> None:
         """Refuse what routes cannot be found in within seconds: every device looks for the nearest memory of its host."""
-        kinds = Counter((node.host, "device" if node.spec else node.kind) for node in self.nodes)
+        node_types = Counter((node.host, "device" if node.spec else node.type) for node in self.nodes)
         host_of = {node.id: node.host for node in self.nodes}
         links = Counter(host_of[link.source] for link in self.links)
-        for host in (node.id for node in self.nodes if node.kind == "host"):
-            work = kinds[host, "memory"] * kinds[host, "device"] * links[host]
+        for host in (node.id for node in self.nodes if node.type == "host"):
+            work = node_types[host, "memory"] * node_types[host, "device"] * links[host]
             if work > MAX_HOST_WORK:
                 message = (
-                    f"host {host!r} has {kinds[host, 'memory']} memories, {kinds[host, 'device']} devices and "
+                    f"host {host!r} has {node_types[host, 'memory']} memories, {node_types[host, 'device']} devices and "
                     f"{links[host]} links: too many to find routes in"
                 )
                 raise RuleError(message, hint=f"their product may be {MAX_HOST_WORK}; describe several hosts")
-        if kinds[None, "host"] > MAX_HOSTS:
-            raise RuleError(f"{kinds[None, 'host']} hosts are more than {MAX_HOSTS}")
+        if node_types[None, "host"] > MAX_HOSTS:
+            raise RuleError(f"{node_types[None, 'host']} hosts are more than {MAX_HOSTS}")
 
     @cached_property
     def graph(self) -> nx.MultiGraph[str]:
         """The machine as a frozen networkx multigraph with an edge for each link, keyed by its id.
 
-        Edges carry ``link``, ``bandwidth_bytes_per_s`` and ``latency_s``; nodes carry ``node`` and ``kind``.
+        Edges carry ``link``, ``bandwidth_bytes_per_s`` and ``latency_s``; nodes carry ``node`` and ``type``.
         """
         # networkx takes a quarter of a second to import, and who only reads or shows a file asks for no route.
         import networkx as nx
 
         graph: nx.MultiGraph[str] = nx.MultiGraph(name=self.name)
         for node in self.nodes:
-            graph.add_node(node.id, node=node, kind=node.kind)
+            graph.add_node(node.id, node=node, type=node.type)
         for link in self.links:
             graph.add_edge(
                 link.source,
@@ -148,19 +148,19 @@ class Topology(FrozenModel):
             message = f"topology {self.name!r} has no node {node_id!r}"
             raise TopologyError(message, hint=did_you_mean(node_id, self._nodes_by_id)) from None
 
-    def of_kind(self, *kinds: str) -> tuple[Node, ...]:
-        """Nodes of the given kinds, in file order."""
-        return tuple(node for node in self.nodes if node.kind in kinds)
+    def of_type(self, *node_types: str) -> tuple[Node, ...]:
+        """Nodes of the given types, in file order."""
+        return tuple(node for node in self.nodes if node.type in node_types)
 
     @cached_property
     def hosts(self) -> tuple[Node, ...]:
         """Host nodes, in file order."""
-        return self.of_kind("host")
+        return self.of_type("host")
 
     @cached_property
     def compute_devices(self) -> tuple[Node, ...]:
         """GPUs, host by host and by their index; the CPUs where there is no GPU."""
-        devices = self.of_kind("gpu") or self.of_kind("cpu")
+        devices = self.of_type("gpu") or self.of_type("cpu")
         host_order = {host.id: position for position, host in enumerate(self.hosts)}
         file_order = {node.id: position for position, node in enumerate(self.nodes)}
 
@@ -179,10 +179,10 @@ class Topology(FrozenModel):
             If the node is unknown or belongs to no host.
         """
         node = self.node(node_id)
-        if node.kind == "host":
+        if node.type == "host":
             return node
         if node.host is None:
-            message = f"node {node_id!r} of kind {node.kind} belongs to no host"
+            message = f"node {node_id!r} of type {node.type} belongs to no host"
             raise TopologyError(message)
         return self.node(node.host)
 
@@ -212,7 +212,7 @@ class Topology(FrozenModel):
     @cached_property
     def _memories_by_host(self) -> Mapping[str | None, tuple[Node, ...]]:
         by_host: dict[str | None, tuple[Node, ...]] = {}
-        for memory in self.of_kind("memory"):
+        for memory in self.of_type("memory"):
             by_host[memory.host] = (*by_host.get(memory.host, ()), memory)
         return by_host
 
@@ -226,7 +226,7 @@ class Topology(FrozenModel):
         """
         node = self.node(node_id)
         if node.spec is None:
-            message = f"node {node_id!r} is a {node.kind}, not a processor"
+            message = f"node {node_id!r} is a {node.type}, not a processor"
             processors = [other.id for other in self.nodes if other.spec]
             raise TopologyError(message, hint=f"processors: {', '.join(processors)}")
         if node.spec.memory is not None and node.spec.memory_bandwidth is not None:
@@ -266,12 +266,12 @@ class Topology(FrozenModel):
         Ties that remain are broken by the names of the nodes and links passed, so routes are the same in
         every process.
         """
-        gpus = [node.spec for node in (self.node(source_id), self.node(target_id)) if node.kind == "gpu"]
+        gpus = [node.spec for node in (self.node(source_id), self.node(target_id)) if node.type == "gpu"]
         direct = (
             len(gpus) < 2 or source_id == target_id or all(spec and spec.pcie_peer_to_peer for spec in gpus)
         )
         hops = () if direct else self._routes.path(source_id, target_id) or ()
-        is_staged = any(hop.link.type.kind == "pcie" for hop in hops)
+        is_staged = any(hop.link.type.technology == "pcie" for hop in hops)
         memory = self.host_memory(source_id).id if is_staged else None
         return self._routes.route(source_id, target_id, staged_in=memory)
 
@@ -290,7 +290,7 @@ class Topology(FrozenModel):
         nodes = list(self.nodes)
         for position, node in enumerate(nodes):
             figure = node.bandwidth
-            if node.kind == "memory" and figure is not None and figure.basis == "assumed":
+            if node.type == "memory" and figure is not None and figure.basis == "assumed":
                 scaled = figure.model_copy(update={"value": figure.value * factor})
                 nodes[position] = node.model_copy(update={"bandwidth": scaled})
         return self if tuple(nodes) == self.nodes else self.model_copy(update={"nodes": tuple(nodes)})

@@ -44,9 +44,9 @@ def resolve(spec: str) -> Topology:
         return load(spec)
     count, name = _SEVERAL.fullmatch(spec.strip()).groups() if spec.strip() else (None, "")  # type: ignore[union-attr]
     device = find_device(name)
-    if device is not None and device.kind == "gpu" and 0 < int(count or 1) <= _MOST:
+    if device is not None and device.type == "gpu" and 0 < int(count or 1) <= _MOST:
         return assumed_machine(device, int(count or 1))
-    gpus = [known.id for known in catalogue().devices.values() if known.kind == "gpu"]
+    gpus = [known.id for known in catalogue().devices.values() if known.type == "gpu"]
     message = f"hardware {spec!r} is neither host, nor a preset, nor a file"
     raise TopologyError(message, hint=did_you_mean(spec, ("host", *preset_names(), *gpus)))
 

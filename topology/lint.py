@@ -82,7 +82,7 @@ def _pcie_speed(topology: Topology) -> Iterator[Finding]:
     for link in topology.links:
         width = link.type.pcie
         if width is None:
-            if link.type.kind == "pcie":
+            if link.type.technology == "pcie":
                 message = "no PCIe generation and lanes, so its bandwidth cannot be checked"
                 hint = "add pcie: {generation: 4, lanes: 16}"
                 yield Finding("warning", "pcie-width", link.id, message, hint)
@@ -114,10 +114,10 @@ def _nvlink_speed(topology: Topology) -> Iterator[Finding]:
 
 def _connectors(topology: Topology) -> Iterator[Finding]:
     """GPUs with more or faster links than they have connectors for."""
-    for node in topology.of_kind("gpu"):
+    for node in topology.of_type("gpu"):
         links = topology.links_of(node.id)
         spec = node.spec
-        num_nvlinks = sum(link.count for link in links if link.type.kind == "nvlink")
+        num_nvlinks = sum(link.count for link in links if link.type.technology == "nvlink")
         if spec is not None and spec.nvlink is not None and num_nvlinks > spec.nvlink.num_links:
             message = f"{num_nvlinks} NVLinks leave it, but {spec.name} has {spec.nvlink.num_links}"
             hint = "GPUs that all reach each other at full speed hang on an nvswitch"
@@ -135,14 +135,14 @@ def _connectors(topology: Topology) -> Iterator[Finding]:
 
 def _duplex(topology: Topology) -> Iterator[Finding]:
     for link in topology.links:
-        if link.type.duplex == "half" and link.type.kind in {"pcie", "nvlink", "socket"}:
-            message = f"half duplex, but {link.type.kind} links carry both directions at once"
+        if link.type.duplex == "half" and link.type.technology in {"pcie", "nvlink", "socket"}:
+            message = f"half duplex, but {link.type.technology} links carry both directions at once"
             yield Finding("warning", "duplex", link.id, message, "duplex: full")
 
 
 def _latency(topology: Topology) -> Iterator[Finding]:
     for link in topology.links:
-        if link.latency_s == 0 and link.type.kind not in {"fabric", "memory"}:
+        if link.latency_s == 0 and link.type.technology not in {"fabric", "memory"}:
             yield Finding("warning", "latency", link.id, "has no latency", 'such as latency: "1 us"')
         if link.latency_s > 1:
             message = f"latency of {link.latency_s:g} s is longer than a second"
@@ -150,7 +150,7 @@ def _latency(topology: Topology) -> Iterator[Finding]:
 
 
 def _memory_channels(topology: Topology) -> Iterator[Finding]:
-    for node in topology.of_kind("memory"):
+    for node in topology.of_type("memory"):
         if node.channels is None or node.bandwidth is None:
             continue
         limit, declared = node.channels.bandwidth_bytes_per_s, node.bandwidth.in_si("bandwidth")
@@ -165,16 +165,16 @@ def _memory_channels(topology: Topology) -> Iterator[Finding]:
 def _reachable(topology: Topology) -> Iterator[Finding]:
     linked = {end for link in topology.links for end in (link.source, link.target)}
     for node in topology.nodes:
-        if node.kind in {"gpu", "cpu"}:
+        if node.type in {"gpu", "cpu"}:
             try:
                 topology.host_memory(node.id)
             except TopologyError:
                 what = "no memory of its host reaches it" if node.id in linked else "nothing reaches it"
-                message = f"{what}: this {node.kind} cannot be used"
-                near = "a pcie_root or numa node" if node.kind == "gpu" else "its numa node"
+                message = f"{what}: this {node.type} cannot be used"
+                near = "a pcie_root or numa node" if node.type == "gpu" else "its numa node"
                 yield Finding("error", "unreachable", node.id, message, f"link it to {near}")
-        elif node.kind != "host" and node.id not in linked:
-            message = f"no link joins this {node.kind}"
+        elif node.type != "host" and node.id not in linked:
+            message = f"no link joins this {node.type}"
             yield Finding("warning", "unlinked", node.id, message, "link it, or leave it out")
 
 

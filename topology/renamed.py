@@ -35,7 +35,7 @@ def with_present_names(document: _Content, renamed: Mapping[str, str]) -> _Conte
 
     Examples
     --------
-    >>> old = {"devices": [{"kind": "gpu"}, {"kind": "cpu"}], "order": "sweep"}
+    >>> old = {"devices": [{"type": "gpu"}, {"type": "cpu"}], "order": "sweep"}
     >>> with_present_names(old, {"devices.kind": "type", "order=sweep": "full"})
     {'devices': [{'type': 'gpu'}, {'type': 'cpu'}], 'order': 'full'}
     """

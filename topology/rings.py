@@ -132,9 +132,9 @@ def edge_disjoint_rings(topology: Topology, gpu_ids: Sequence[str]) -> RingSet:
     3
     """
     for gpu_id in gpu_ids:
-        if topology.node(gpu_id).kind != "gpu":
-            message = f"{gpu_id!r} is a {topology.node(gpu_id).kind}, not a gpu"
-            gpus = ", ".join(node.id for node in topology.of_kind("gpu"))
+        if topology.node(gpu_id).type != "gpu":
+            message = f"{gpu_id!r} is a {topology.node(gpu_id).type}, not a gpu"
+            gpus = ", ".join(node.id for node in topology.of_type("gpu"))
             raise TopologyError(message, hint=f"gpus: {gpus or 'none'}")
     if len(set(gpu_ids)) != len(gpu_ids) or len(gpu_ids) < 2:
         message = f"a ring needs two different GPUs at least, got {', '.join(gpu_ids) or 'none'}"
@@ -174,7 +174,7 @@ def _joints(topology: Topology, gpu_ids: set[str]) -> dict[str, list[tuple[str, 
     """Return, for each GPU, its neighbours among the others with what joins them."""
     alike: dict[tuple[frozenset[str], float], list[Link]] = defaultdict(list)
     for link in topology.links:
-        if link.type.kind == "nvlink" and {link.source, link.target} <= gpu_ids:
+        if link.type.technology == "nvlink" and {link.source, link.target} <= gpu_ids:
             ends = frozenset((link.source, link.target))
             alike[ends, link.bandwidth_bytes_per_s / link.count].append(link)
     neighbours: dict[str, list[tuple[str, _SharedWire]]] = defaultdict(list)

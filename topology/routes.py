@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from topology.errors import TopologyError
-from topology.schema import FORWARDING_KINDS, Link, MeasuredBandwidth, Node
+from topology.schema import FORWARDING_TYPES, Link, MeasuredBandwidth, Node
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -32,7 +32,7 @@ class Resource:
         One-way latency.
     sharing : {"maxmin", "fifo"}
         How concurrent flows share it.
-    kind : str
+    technology : str
         Of the link that it is a direction of, such as ``"nvlink"``; empty for others.
     """
 
@@ -40,7 +40,7 @@ class Resource:
     bandwidth_bytes_per_s: float
     latency_s: float
     sharing: Literal["maxmin", "fifo"]
-    kind: str = ""
+    technology: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,10 @@ class Route:
     staged_in: str | None = None
 
     @property
-    def narrowest_kind(self) -> str:
+    def narrowest_technology(self) -> str:
         """Kind of the narrowest link; ``memory`` where no link is passed."""
         link = min(self.links, key=lambda link: link.bandwidth_bytes_per_s, default=None)
-        return "memory" if link is None else link.type.kind
+        return "memory" if link is None else link.type.technology
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,20 +180,20 @@ class Routes:
             hosts = {self._nodes[source_id].host, self._nodes[target_id].host}
             # Traffic within a host stays there, even where its adapters are wider than its sockets' link.
             stays = len(hosts) == 1 and None not in hosts
-            kinds = FORWARDING_KINDS - {"network"} if stays else FORWARDING_KINDS
-            hops = self._widest_path(source_id, target_id, kinds, {*hosts, None})
+            node_types = FORWARDING_TYPES - {"network"} if stays else FORWARDING_TYPES
+            hops = self._widest_path(source_id, target_id, node_types, {*hosts, None})
             # A third host forwards nothing where the two reach each other without it.
-            self._paths[pair] = self._widest_path(source_id, target_id, kinds) if hops is None else hops
+            self._paths[pair] = self._widest_path(source_id, target_id, node_types) if hops is None else hops
         return self._paths[pair]
 
     def _widest_path(
         self,
         source_id: str,
         target_id: str,
-        kinds: Collection[str],
+        node_types: Collection[str],
         hosts: Collection[str | None] | None = None,
     ) -> tuple[RouteHop, ...] | None:
-        """The widest path through nodes of some kinds and hosts; of these the one of least latency, then fewest links, then names.
+        """The widest path through nodes of some types and hosts; of these the one of least latency, then fewest links, then names.
 
         Notes
         -----
@@ -204,7 +204,7 @@ class Routes:
 
         def steps(source: str, target: str) -> Iterable[tuple[_Length, _Narrowness]]:
             """What a path may take from a node to the next."""
-            passes = source == source_id or self._nodes[source].kind in kinds
+            passes = source == source_id or self._nodes[source].type in node_types
             # networkx compares costs with that of the source, which is the number 0: no path comes back to it.
             is_open = passes and target != source_id and (hosts is None or self._nodes[target].host in hosts)
             return self._steps[source, target] if is_open else ()
@@ -233,7 +233,7 @@ class Routes:
             end
             for end in (source_id, staged_in, target_id)
             if end is not None
-            and self._nodes[end].kind in {"memory", "disk"}
+            and self._nodes[end].type in {"memory", "disk"}
             and self._nodes[end].bandwidth is not None
         ]
         links = [
@@ -247,7 +247,7 @@ class Routes:
     def _declared_resources(self) -> Mapping[str, Resource]:
         resources = {}
         for node in self._nodes.values():
-            if node.kind in {"memory", "disk"} and node.bandwidth is not None:
+            if node.type in {"memory", "disk"} and node.bandwidth is not None:
                 resources[node.id] = Resource(node.id, node.bandwidth_bytes_per_s, 0.0, "maxmin")
         for link in self._links.values():
             if not math.isfinite(link.bandwidth_bytes_per_s):
@@ -255,7 +255,7 @@ class Routes:
             for start in (link.source, link.target):
                 name = link_resource_id(link, start)
                 resources[name] = Resource(
-                    name, link.bandwidth_bytes_per_s, link.latency_s, link.type.sharing, link.type.kind
+                    name, link.bandwidth_bytes_per_s, link.latency_s, link.type.sharing, link.type.technology
                 )
         return MappingProxyType(resources)
 

@@ -23,20 +23,20 @@ from topology.figures import (
 from topology.validation import FrozenModel, Location, RuleError, did_you_mean
 
 Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/-]*$", max_length=80)]
-NodeKind = Literal[
+NodeType = Literal[
     "host", "numa", "cpu", "memory", "pcie_root", "pcie_switch", "gpu", "nvswitch", "nic", "network", "disk"
 ]
-LinkKind = Literal["fabric", "memory", "pcie", "nvlink", "c2c", "socket", "network", "storage"]
+LinkTechnology = Literal["fabric", "memory", "pcie", "nvlink", "c2c", "socket", "network", "storage"]
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "int4"]
 
 # Traffic passes through these; a GPU, a CPU, a memory or a disk only starts or ends it: without software
 # that forwards, two GPUs of a partial NVLink mesh do not reach each other through a third.
-FORWARDING_KINDS: frozenset[str] = frozenset(
+FORWARDING_TYPES: frozenset[str] = frozenset(
     {"numa", "pcie_root", "pcie_switch", "nvswitch", "nic", "network"}
 )
-HOSTLESS_KINDS: frozenset[str] = frozenset({"host", "network"})
+HOSTLESS_TYPES: frozenset[str] = frozenset({"host", "network"})
 # Links that may leave their bandwidth out: what they carry is limited by the memory or the ports they join.
-UNLIMITED_KINDS: frozenset[str] = frozenset({"fabric", "memory"})
+UNLIMITED_TECHNOLOGIES: frozenset[str] = frozenset({"fabric", "memory"})
 
 
 class PcieWidth(FrozenModel):
@@ -80,7 +80,7 @@ class DeviceSpec(FrozenModel):
 
     id: Identifier
     name: str
-    kind: Literal["gpu", "cpu"]
+    type: Literal["gpu", "cpu"]
     peak_dense: Mapping[Dtype, Compute] = Field(default_factory=dict)
     peak_sparse: Mapping[Dtype, Compute] = Field(default_factory=dict)
     memory: Bytes | None = None
@@ -94,7 +94,7 @@ class DeviceSpec(FrozenModel):
 
     @model_validator(mode="after")
     def _gpu_has_memory(self) -> DeviceSpec:
-        if self.kind == "gpu" and (self.memory is None or self.memory_bandwidth is None):
+        if self.type == "gpu" and (self.memory is None or self.memory_bandwidth is None):
             message = f"device {self.id!r} is a gpu without memory or memory_bandwidth"
             raise RuleError(message, hint="a CPU may leave them out: its memory is the host's")
         return self
@@ -181,7 +181,7 @@ class Node(FrozenModel):
     """
 
     id: Identifier
-    kind: NodeKind
+    type: NodeType
     host: Identifier | None = None
     index: int | None = Field(default=None, ge=0)
     label: str | None = None
@@ -193,27 +193,27 @@ class Node(FrozenModel):
     in_switch_sums: bool = False
 
     @model_validator(mode="after")
-    def _fits_its_kind(self) -> Node:
-        if self.kind in {"gpu", "cpu"}:
-            if self.spec is None or self.spec.kind != self.kind:
-                given = "none" if self.spec is None else f"{self.spec.id!r} of kind {self.spec.kind}"
-                message = f"node {self.id!r} needs the specification of a {self.kind}, got {given}"
+    def _fits_its_type(self) -> Node:
+        if self.type in {"gpu", "cpu"}:
+            if self.spec is None or self.spec.type != self.type:
+                given = "none" if self.spec is None else f"{self.spec.id!r} of type {self.spec.type}"
+                message = f"node {self.id!r} needs the specification of a {self.type}, got {given}"
                 raise RuleError(message, hint="name one of the catalogue, or of the file's own devices")
         elif self.spec is not None:
-            message = f"node {self.id!r} of kind {self.kind} has a device specification"
+            message = f"node {self.id!r} of type {self.type} has a device specification"
             raise RuleError(message, hint="only gpu and cpu nodes have one")
-        if self.kind == "memory" and (self.capacity is None or self.bandwidth is None):
+        if self.type == "memory" and (self.capacity is None or self.bandwidth is None):
             message = f"memory {self.id!r} needs a capacity and a bandwidth"
             raise RuleError(message, hint='such as capacity: "512 GiB", bandwidth: "204.8 GB/s"')
-        if self.kind not in {"memory", "disk"} and (self.capacity or self.bandwidth or self.channels):
-            message = f"node {self.id!r} of kind {self.kind} has a capacity, a bandwidth or channels"
+        if self.type not in {"memory", "disk"} and (self.capacity or self.bandwidth or self.channels):
+            message = f"node {self.id!r} of type {self.type} has a capacity, a bandwidth or channels"
             raise RuleError(message, hint="a GPU's belong to its device, a link's to the link")
-        if self.in_switch_sums and self.kind != "nvswitch":
-            message = f"node {self.id!r} of kind {self.kind} has in_switch_sums"
+        if self.in_switch_sums and self.type != "nvswitch":
+            message = f"node {self.id!r} of type {self.type} has in_switch_sums"
             raise RuleError(message, hint="only an nvswitch adds up what GPUs send")
-        if (self.host is None) != (self.kind in HOSTLESS_KINDS) and self.kind != "nvswitch":
-            rule = "belongs to no host" if self.kind in HOSTLESS_KINDS else "needs its host"
-            message = f"node {self.id!r} of kind {self.kind} {rule}, got host={self.host!r}"
+        if (self.host is None) != (self.type in HOSTLESS_TYPES) and self.type != "nvswitch":
+            rule = "belongs to no host" if self.type in HOSTLESS_TYPES else "needs its host"
+            message = f"node {self.id!r} of type {self.type} {rule}, got host={self.host!r}"
             raise RuleError(message)
         return self
 
@@ -234,7 +234,7 @@ class Node(FrozenModel):
 
 
 class LinkType(FrozenModel):
-    """What a kind of link carries.
+    """What links of a type carry.
 
     Attributes
     ----------
@@ -256,7 +256,7 @@ class LinkType(FrozenModel):
     """
 
     name: Identifier | None = None
-    kind: LinkKind
+    technology: LinkTechnology
     bandwidth: Bandwidth | None = None
     latency: Latency = Figure(value=0, unit="s")
     duplex: Literal["full", "half"] = "full"
@@ -266,16 +266,16 @@ class LinkType(FrozenModel):
     nvlink_generation: int | None = Field(default=None, ge=1, le=6)
 
     @model_validator(mode="after")
-    def _fits_its_kind(self) -> LinkType:
-        if self.bandwidth is None and self.kind not in UNLIMITED_KINDS:
-            message = f"link type {self.name or self.kind!r} needs a bandwidth"
+    def _fits_its_type(self) -> LinkType:
+        if self.bandwidth is None and self.technology not in UNLIMITED_TECHNOLOGIES:
+            message = f"link type {self.name or self.technology!r} needs a bandwidth"
             raise RuleError(message, hint='per direction, such as bandwidth: "31.5 GB/s"')
-        if self.pcie is not None and self.kind != "pcie":
-            message = f"link of kind {self.kind!r} has a PCIe generation"
-            raise RuleError(message, hint="kind: pcie")
-        if self.nvlink_generation is not None and self.kind != "nvlink":
-            message = f"link of kind {self.kind!r} has an NVLink generation"
-            raise RuleError(message, hint="kind: nvlink")
+        if self.pcie is not None and self.technology != "pcie":
+            message = f"link of {self.technology!r} has a PCIe generation"
+            raise RuleError(message, hint="technology: pcie")
+        if self.nvlink_generation is not None and self.technology != "nvlink":
+            message = f"link of {self.technology!r} has an NVLink generation"
+            raise RuleError(message, hint="technology: nvlink")
         return self
 
     @property

@@ -65,7 +65,7 @@ def _host_tree(topology: Topology, host: Node, drawn: set[str]) -> Tree:
     """NUMA domains with what hangs on them, found by a search from the domains outwards."""
     tree = Tree(f"[bold]{host.id}[/bold]" + (f"  {_shown(host.label)}" if host.label else ""))
     members = {node.id for node in topology.nodes if node.host == host.id}
-    numas = [node for node in topology.of_kind("numa") if node.host == host.id]
+    numas = [node for node in topology.of_type("numa") if node.host == host.id]
     seen = {node.id for node in numas}
     for numa in numas:
         _add_below(topology, numa, tree.add(_describe(numa)), members, seen, drawn)
@@ -81,7 +81,7 @@ def _add_below(
 ) -> None:
     below = []
     for link in topology.links_of(node.id):
-        if link.type.kind in {"nvlink", "socket"}:
+        if link.type.technology in {"nvlink", "socket"}:
             continue
         other = link.other_end(node.id)
         if other in members and other not in seen:
@@ -101,15 +101,15 @@ def _describe(node: Node) -> str:
     parts = [f"[bold]{node.id}[/bold]"]
     if node.spec is not None:
         parts.append(_shown(node.spec.name))
-        unit = "SM" if node.kind == "gpu" else "cores"
+        unit = "SM" if node.type == "gpu" else "cores"
         parts.append(f"{node.spec.num_cores} {unit}")
-        if node.kind == "gpu":
+        if node.type == "gpu":
             parts.append(
                 f"{format_bytes(node.memory_bytes)} at {format_bandwidth(node.bandwidth_bytes_per_s)}"
             )
         shown = [dtype for dtype in _MAIN_DTYPES if dtype in node.spec.peak_dense][:2]
         parts.extend(f"{dtype} {format_flops(node.spec.peak_flop_per_s(dtype), 3)}" for dtype in shown)
-    elif node.kind == "memory":
+    elif node.type == "memory":
         texts = [format_bytes(node.memory_bytes), format_bandwidth(node.bandwidth_bytes_per_s)]
         for position, figure in enumerate((node.capacity, node.bandwidth)):
             if figure is not None and figure.basis == "assumed":
@@ -122,6 +122,6 @@ def _describe(node: Node) -> str:
 
 def describe_link(link: Link) -> str:
     """A link in a few words: its technology and the bandwidth that large transfers reach."""
-    name = link.type.name or link.type.kind
+    name = link.type.name or link.type.technology
     times = f"{link.count} x " if link.count > 1 else ""
     return f"{times}{name}, {format_bandwidth(link.bandwidth_bytes_per_s)}"

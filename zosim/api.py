@@ -160,7 +160,7 @@ def simulate(
         plan = Plan.load(plan) if isinstance(plan, str | Path) else plan.plan
     name = hardware or plan.placement.topology
     topology = resolve(name)
-    known = {node.id for node in topology.of_kind("gpu", "cpu")}
+    known = {node.id for node in topology.of_type("gpu", "cpu")}
     missing = [device for device in plan.placement.devices if device not in known]
     if missing:
         devices = ", ".join(node.id for node in topology.compute_devices)

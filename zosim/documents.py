@@ -15,7 +15,7 @@ from topology.reading import read_json_object
 
 
 @dataclass(frozen=True)
-class DocumentKind:
+class DocumentType:
     """What is known of a kind of file.
 
     Attributes
@@ -40,7 +40,7 @@ class DocumentKind:
 class Document(ABC):
     """What is kept as a JSON file, perhaps edited there, and read again."""
 
-    document: ClassVar[DocumentKind]
+    document: ClassVar[DocumentType]
 
     @abstractmethod
     def to_json(self) -> str:

@@ -23,7 +23,7 @@ from pydantic import PositiveFloat, TypeAdapter
 from topology.errors import TimelineError
 from topology.renamed import with_present_names
 from topology.validation import readable
-from zosim.documents import Document, DocumentKind, json_by_lines
+from zosim.documents import Document, DocumentType, json_by_lines
 from zosim.program.instructions import Part, Space, Stream
 
 TIMELINE_VERSION: Literal[1] = 1
@@ -204,7 +204,7 @@ class Timeline(Document):
     tokens_per_step: PositiveFloat | None = None
     version: Literal[1] = TIMELINE_VERSION
 
-    document = DocumentKind(
+    document = DocumentType(
         "timeline",
         TIMELINE_VERSION,
         TIMELINE_VERSION,

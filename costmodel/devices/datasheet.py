@@ -315,9 +315,9 @@ def datasheet_profile(topology: Topology, device_id: str, *, num_threads: int | 
         If `num_threads` is not between 1 and the device's cores.
     """
     spec = topology.device_spec(device_id)
-    if spec.kind == "gpu":
+    if spec.type == "gpu":
         host = topology.host_of(device_id).id
-        cpus = [node.id for node in topology.of_kind("cpu") if node.host == host]
+        cpus = [node.id for node in topology.of_type("cpu") if node.host == host]
         host_cores = max(1, sum(topology.device_spec(cpu).num_cores for cpu in cpus))
         constants = _gpu_constants(spec)
         threads = 1
@@ -333,12 +333,12 @@ def datasheet_profile(topology: Topology, device_id: str, *, num_threads: int | 
     known = {constant.name for constant in stated}
     assumed = (
         _constant(name, spread, _HOST_SOURCES[name])
-        for name, spread in _HOST_CONSTANTS[spec.kind].items()
+        for name, spread in _HOST_CONSTANTS[spec.type].items()
         if name not in known
     )
     return Profile(
         device_name=spec.name,
-        device_kind=spec.kind,
+        device_type=spec.type,
         num_threads=threads,
         num_cores=host_cores,
         origin="datasheet",
@@ -377,7 +377,7 @@ def _peak(spec: DeviceSpec, dtype: DType) -> tuple[float, Reach, str]:
 def _in_lanes(spec: DeviceSpec, dtype: DType) -> bool:
     """Whether a GPU multiplies a format in float32's lanes."""
     is_float32 = dtype == "float32" or (dtype == "tf32" and "tf32" not in spec.peak_dense)
-    return spec.kind == "gpu" and (is_float32 or is_widened(spec, dtype))
+    return spec.type == "gpu" and (is_float32 or is_widened(spec, dtype))
 
 
 def _rates(
@@ -400,7 +400,7 @@ def _int8_rate(spec: DeviceSpec, share: float = 1.0) -> Iterator[Constant]:
     if known is not None:
         peak, remark = known
         yield _constant("matmul_rate.int8", _INT8_GPU, f"{remark}; {_INT8_GPU_SOURCE}", scale=peak * share)
-    elif spec.kind == "cpu":
+    elif spec.type == "cpu":
         peak = spec.peak_flop_per_s("fp32") * share * _GEMM_CPU[0]
         yield _constant(
             "matmul_rate.int8", _INT8_CPU, f"{_INT8_CPU_SOURCE}; {spec.name} declares no peak", scale=peak
@@ -583,7 +583,7 @@ def _thread_bandwidth(spec: DeviceSpec, threads: int) -> Spread:
 
 
 def _copy_constants(topology: Topology, device_id: str, spec: DeviceSpec) -> Iterator[Constant]:
-    if spec.kind == "cpu":
+    if spec.type == "cpu":
         spread = tuple(figure / 2 for figure in _thread_bandwidth(spec, 1))
         for direction in ("h2d", "d2h"):
             name = f"copy_{direction}_bandwidth"

@@ -232,7 +232,7 @@ def architecture_of(spec: DeviceSpec) -> Architecture | None:
     'hopper'
     """
     # "RTX 6000 Ada Generation" and "RTX A6000" are of different designs, "A100" is not "RTX A1000".
-    return _architecture(spec.name) if spec.kind == "gpu" else None
+    return _architecture(spec.name) if spec.type == "gpu" else None
 
 
 def clocks_per_s(spec: DeviceSpec) -> float:
@@ -265,7 +265,7 @@ def is_widened(spec: DeviceSpec, dtype: DType) -> bool:
     .. [1] https://github.com/pytorch/pytorch/pull/116026: the memory-efficient attention takes bfloat16 from compute capability 8.0 on.
     """
     peak = FORMATS[dtype].peak
-    return spec.kind == "gpu" and dtype in ("float16", "bfloat16") and peak not in spec.peak_dense
+    return spec.type == "gpu" and dtype in ("float16", "bfloat16") and peak not in spec.peak_dense
 
 
 def multiplies_float8(spec: DeviceSpec) -> bool:

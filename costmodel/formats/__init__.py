@@ -156,7 +156,7 @@ def default_dtype(checkpoint: StorageFormat | None, device: DeviceSpec) -> tuple
     >>> default_dtype("bfloat16", require_device("t4", "gpu", "the example"))
     ('float32', 'the checkpoint is in bfloat16, and Tesla T4 has no units for bfloat16')
     """
-    if device.kind == "cpu":
+    if device.type == "cpu":
         return "float32", "CPUs compute in it"
     wanted = checkpoint or "bfloat16"
     says = "the checkpoint states no format" if checkpoint is None else f"the checkpoint is in {checkpoint}"

@@ -23,7 +23,7 @@ from costmodel.formats.codecs import (
     run_length_bytes,
 )
 from costmodel.formats.symbols import SymbolStatistics
-from costmodel.rates.profile import DeviceKind
+from costmodel.rates.profile import DeviceType
 from topology.errors import ProfileError
 
 CodecWork = Mapping[str, int]
@@ -158,7 +158,7 @@ def codec_profile_of(values: Mapping[str, float]) -> CodecProfile:
     return CodecProfile(shipped.source, seconds_by_name)
 
 
-def coding_terms(coding: CodecWork, values: Mapping[str, float], device_kind: DeviceKind) -> dict[str, float]:
+def coding_terms(coding: CodecWork, values: Mapping[str, float], device_type: DeviceType) -> dict[str, float]:
     """Return the seconds of a codec's work: ``coding`` on one core of the host, and more where the tensor is on a GPU.
 
     Notes
@@ -168,7 +168,7 @@ def coding_terms(coding: CodecWork, values: Mapping[str, float], device_kind: De
     The message stays there. Plain numbers never leave the device: they are copied side by side (``packing``), and the
     receiver uses them where they arrive.
     """
-    if device_kind == "cpu":
+    if device_type == "cpu":
         return {"coding": codec_profile_of(values).duration_s(coding)}
     on_device = {name for name in coding if name.startswith(("quantise_s", "dequantise_s"))}
     if not on_device:

@@ -16,7 +16,7 @@ import numpy as np
 from costmodel.estimate import combine_terms, work_terms
 from costmodel.rates.fitting import Floats, Prior, most_probable, soft_l1
 from costmodel.rates.measurement import Measurement, Statistic
-from costmodel.rates.profile import CONSTANT_UNITS, Constant, DeviceKind, Profile
+from costmodel.rates.profile import CONSTANT_UNITS, Constant, DeviceType, Profile
 from costmodel.scoring import Row, Score, scores
 from topology.errors import ProfileError
 
@@ -83,7 +83,7 @@ class FitReport:
         """Median of the absolute relative errors of what was fitted."""
         return Score.of(self.residuals).median
 
-    def by_kind(self) -> list[Score]:
+    def by_operation(self) -> list[Score]:
         """Return the scores of what was fitted, by the first word of its name."""
         return scores(self.residuals, key=lambda row: row.case.split(" ", 1)[0].split(".", 1)[0])
 
@@ -131,7 +131,7 @@ def fit_profile(
         message = "there is no measurement to fit a profile to"
         raise ProfileError(message, hint="measure the machine, contended rows do not count")
     for measurement in fitted:
-        if base_profile.device_kind == "cpu" and measurement.num_threads != base_profile.num_threads:
+        if base_profile.device_type == "cpu" and measurement.num_threads != base_profile.num_threads:
             message = (
                 f"measurement {measurement.name!r} ran on {measurement.num_threads} threads, "
                 f"the profile is for {base_profile.num_threads}"
@@ -165,7 +165,7 @@ class _CalibrationProblem:
         self.names = tuple(constant.name for constant in constants)
         self.prior = Prior(
             np.log([constant.value for constant in constants]),
-            np.array([_prior_sigma(constant, profile.device_kind) for constant in constants]),
+            np.array([_prior_sigma(constant, profile.device_type) for constant in constants]),
         )
         self.log_seconds: Floats = np.log([measurement.duration_s(statistic) for measurement in measurements])
         self.given_weights = np.array([measurement.weight for measurement in measurements])
@@ -176,7 +176,7 @@ class _CalibrationProblem:
 
     def log_ratios(self, x: Floats) -> Floats:
         """Return log predicted over measured, one per measurement."""
-        values, kind = self.values(x), self.profile.device_kind
+        values, kind = self.values(x), self.profile.device_type
         predicted = [_predicted_s(measurement, values, kind) for measurement in self.measurements]
         return np.log(predicted) - self.log_seconds
 
@@ -210,7 +210,7 @@ class _CalibrationProblem:
 
     def jacobian(self, x: Floats, step: float = 1e-3) -> Floats:
         """Return the central differences of the log predictions, measurements by constants."""
-        derivatives, kind = np.zeros((len(self.measurements), len(x))), self.profile.device_kind
+        derivatives, kind = np.zeros((len(self.measurements), len(x))), self.profile.device_type
         for index, rows in enumerate(self._rows_of):
             shift = np.zeros_like(x)
             shift[index] = step
@@ -225,7 +225,7 @@ class _CalibrationProblem:
     def _rows_of(self) -> list[list[int]]:
         """Measurements that each constant can matter to: on a CPU, where terms add up, those that it matters to now."""
         every = list(range(len(self.measurements)))
-        if self.profile.device_kind != "cpu":
+        if self.profile.device_type != "cpu":
             return [every] * len(self.names)
         values = self.values(self.prior.x)
         before = [_predicted_s(m, values, "cpu") for m in self.measurements]
@@ -236,7 +236,7 @@ class _CalibrationProblem:
         return rows
 
 
-def _prior_sigma(constant: Constant, kind: DeviceKind) -> float:
+def _prior_sigma(constant: Constant, kind: DeviceType) -> float:
     """Return half the base interval in logs; one that reaches zero counts as a factor of ten.
 
     A narrow one of a bandwidth of a CPU is not believed: its memory may have been measured while others used it.
@@ -246,7 +246,7 @@ def _prior_sigma(constant: Constant, kind: DeviceKind) -> float:
     return max(least, math.log(constant.high / low) / 2)
 
 
-def _predicted_s(measurement: Measurement, values: Mapping[str, float], kind: DeviceKind) -> float:
+def _predicted_s(measurement: Measurement, values: Mapping[str, float], kind: DeviceType) -> float:
     """Return the estimate of what was timed: the work, and the cost of a program's instruction if it was one."""
     terms = work_terms(measurement.work, values, measurement.direction)
     if measurement.work.link_bytes:
@@ -321,7 +321,7 @@ def _open_reason(column: Floats, everywhere: Floats, shrinkage: float) -> str:
 
 
 def _residual(measurement: Measurement, profile: Profile, statistic: Statistic) -> Row:
-    predicted_s = _predicted_s(measurement, profile.values(), profile.device_kind)
+    predicted_s = _predicted_s(measurement, profile.values(), profile.device_type)
     flag = "beside others" if measurement.contended else ""
     return Row(measurement.name, "seconds", measurement.duration_s(statistic), predicted_s, flag=flag)
 
@@ -348,7 +348,7 @@ def with_copy_cores(profile: Profile, measurements: Sequence[Measurement]) -> tu
     """
     alone = {m.name: m.seconds for m in measurements if not m.contended}
     slowed = {m.work.copy_bytes > 0: m for m in measurements if m.contended}
-    if profile.device_kind != "cpu" or set(slowed) != {False, True}:
+    if profile.device_type != "cpu" or set(slowed) != {False, True}:
         return profile, "no copy was measured beside a product"
     if profile.num_threads < profile.num_cores:
         return profile, "with a core to spare, a copy takes nothing from kernels"

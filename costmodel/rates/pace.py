@@ -14,9 +14,9 @@ from typing import Literal
 
 from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
 
-WorkKind = Literal["products", "sampling", "passes", "calls"]
+WorkType = Literal["products", "sampling", "passes", "calls"]
 
-_CONSTANTS: Mapping[WorkKind, tuple[str, ...]] = {
+_CONSTANTS: Mapping[WorkType, tuple[str, ...]] = {
     "products": ("matmul_rate", "attention_rate", "attention_score_rate", "memory_bandwidth"),
     "sampling": ("sampling_rate", "split_s", "seed_s", "jump_s", "kept_row_s"),
     "passes": (
@@ -68,7 +68,7 @@ class Pace:
     ratio: float
     low: float
     high: float
-    parts: Mapping[WorkKind, float]
+    parts: Mapping[WorkType, float]
 
 
 def with_pace(profile: Profile, pace: Pace) -> Profile:

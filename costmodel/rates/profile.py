@@ -28,7 +28,7 @@ from topology.validation import readable
 Bound = Literal["central", "low", "high"]
 """Which end of a duration is wanted: ``low`` the shortest that the intervals allow, ``high`` the longest."""
 
-DeviceKind = Literal["cpu", "gpu"]
+DeviceType = Literal["cpu", "gpu"]
 
 _VERSION = 3
 RENAMED: Mapping[str, str] = {
@@ -168,7 +168,7 @@ CONSTANT_UNITS: dict[str, str] = {
 """
 
 
-_OPTIONAL_KINDS = frozenset(
+_OPTIONAL_CONSTANTS = frozenset(
     {
         "codec_s",
         "quant_rate",
@@ -192,8 +192,8 @@ _OPTIONAL_KINDS = frozenset(
 wait for no core, generators do not jump, and are shared and seeded in no time, there is one pace, a causal mask halves attention, power limits
 nothing, the efficiency of products is smooth, and nothing is said of the time that pinning and compacting take."""
 
-_MEMORY_KINDS = frozenset({"context_bytes", "allocator_slack", "allocation_granularity"})
-_UNTRIED_KINDS = frozenset(
+_MEMORY_CONSTANTS = frozenset({"context_bytes", "allocator_slack", "allocation_granularity"})
+_UNTRIED_CONSTANTS = frozenset(
     {"ranks_slowdown", "busy_latency_s", "busy_core_s", "message_s", "loopback_bandwidth", "codec_s"}
 )
 """What no step of one rank tells of, and so not how wide intervals have to be."""
@@ -271,7 +271,7 @@ class Constant(BaseModel):
             (self.high, self.low) if self.is_rate or self.kind == "cache_bytes" else (self.low, self.high)
         )
         end = shortest if bound == "low" else longest
-        if scale == 1.0 or self.kind in _MEMORY_KINDS | _UNTRIED_KINDS:
+        if scale == 1.0 or self.kind in _MEMORY_CONSTANTS | _UNTRIED_CONSTANTS:
             return end
         if self.value > 0 and end > 0:
             return self.value * math.exp(scale * math.log(end / self.value))
@@ -284,7 +284,7 @@ class Profile(BaseModel):
     Attributes
     ----------
     device_name : str
-    device_kind : {"cpu", "gpu"}
+    device_type : {"cpu", "gpu"}
     num_threads : int
         Threads that a CPU's kernels use; 1 for a GPU, whose kernels one host thread launches.
     num_cores : int
@@ -303,7 +303,7 @@ class Profile(BaseModel):
     format: Literal["zosim-profile"] = "zosim-profile"
     version: Literal[3] = 3
     device_name: str
-    device_kind: DeviceKind
+    device_type: DeviceType
     num_threads: Ranks
     num_cores: Ranks
     origin: Literal["datasheet", "calibrated"]
@@ -321,7 +321,7 @@ class Profile(BaseModel):
         names = [constant.name for constant in self.constants]
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         missing = sorted(
-            set(CONSTANT_UNITS) - _OPTIONAL_KINDS - {constant.kind for constant in self.constants}
+            set(CONSTANT_UNITS) - _OPTIONAL_CONSTANTS - {constant.kind for constant in self.constants}
         )
         if twice or missing:
             message = f"constants given twice: {twice}, constants missing: {missing}"
@@ -376,7 +376,7 @@ class Profile(BaseModel):
         """
         save_signed(self.model_dump(mode="json"), path, "profile", ProfileError)
 
-    def check_device(self, *, device_name: str, device_kind: DeviceKind) -> None:
+    def check_device(self, *, device_name: str, device_type: DeviceType) -> None:
         """Refuse a profile of another device.
 
         Raises
@@ -384,10 +384,10 @@ class Profile(BaseModel):
         ProfileError
             If it was made for a device of another name or kind.
         """
-        if (self.device_name, self.device_kind) != (device_name, device_kind):
+        if (self.device_name, self.device_type) != (device_name, device_type):
             message = (
-                f"the profile was made for {self.device_kind} {self.device_name!r}, "
-                f"not for {device_kind} {device_name!r}"
+                f"the profile was made for {self.device_type} {self.device_name!r}, "
+                f"not for {device_type} {device_name!r}"
             )
             raise ProfileError(message, hint="calibrate on this device, or plan without the profile")
 

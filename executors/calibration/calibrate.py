@@ -16,7 +16,7 @@ from statistics import fmean, median
 import torch
 
 from costmodel.rates.measurement import Measurement
-from costmodel.rates.pace import Pace, WorkKind
+from costmodel.rates.pace import Pace, WorkType
 from executors.calibration.background_load import waited_s
 from executors.calibration.exchange_probes import exchange_probes
 from executors.calibration.probes import kernel_probes
@@ -50,7 +50,7 @@ _PER_WINDOW = 40
 
 _ENOUGH = 10
 _LEAST_PART = 0.05
-_KINDS: Mapping[str, WorkKind] = {
+_KINDS: Mapping[str, WorkType] = {
     **dict.fromkeys(("matmul", "attention", "factor"), "products"),
     **dict.fromkeys(("draw", "skip", "jump", "rows"), "sampling"),
     **dict.fromkeys(("perturb", "update", "elementwise", "softmax", "cast", "copy", "allocate"), "passes"),
@@ -303,7 +303,7 @@ def _measurement(samples: _Samples, num_threads: int, fast_s: float) -> Measurem
 
 def _pace(sampled: Sequence[_Samples], measurements: Sequence[Measurement], fast_s: float) -> Pace:
     """Return the pace while these samples were taken, and how far their kinds of work followed it."""
-    followed: dict[WorkKind, list[float]] = defaultdict(list)
+    followed: dict[WorkType, list[float]] = defaultdict(list)
     for samples, measured in zip(sampled, measurements, strict=True):
         kind = None if measured.contended else _KINDS.get(measured.kind)
         for second, pair, wait in zip(samples.seconds, samples.references, samples.waits, strict=True):

@@ -271,7 +271,7 @@ def fitted(
         there = _at_pace(other, pace)
         judges = _judges(unseen)
         taken = [*_as_taken(judges, there, pace), *_as_alone(judges, base.num_cores)]
-        if base.device_kind == "cpu":
+        if base.device_type == "cpu":
             taken = _as_calibrated_again(taken)
         ratios += interval_ratios(there, topology, node, taken)
         machine = Machine.from_topology(topology, node, other)

@@ -19,8 +19,8 @@ from executors.calibration.probing import (
     Action,
     Probe,
     cold_copies,
+    device_type_of,
     format_named,
-    kind_of,
     random_tensor,
 )
 from executors.calibration.sampling_probes import sampling_probes
@@ -90,7 +90,7 @@ def kernel_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe
 
 
 def _matmuls(device: torch.device, dtype: str) -> Iterator[Probe]:
-    for m, n, k in MATMUL_SHAPES[kind_of(device)]:
+    for m, n, k in MATMUL_SHAPES[device_type_of(device)]:
         x, out = random_tensor(device, dtype, m, k), random_tensor(device, dtype, m, n)
         # Weights are read from memory, as those of a model's next layer are; activations stay in cache.
         weights = cycle(cold_copies(lambda n=n, k=k: random_tensor(device, dtype, n, k), device))  # type: ignore[misc]
@@ -127,7 +127,7 @@ def _integer_matmuls(device: torch.device) -> Iterator[Probe]:
 
 
 def _attentions(device: torch.device, dtype: str) -> Iterator[Probe]:
-    for batch, heads, tokens, width in ATTENTION_SHAPES[kind_of(device)]:
+    for batch, heads, tokens, width in ATTENTION_SHAPES[device_type_of(device)]:
         # As projections leave them: heads lie side by side in a token's row.
         made = (random_tensor(device, dtype, batch, tokens, heads, width) for _ in range(3))
         q, k, v = (tensor.transpose(1, 2) for tensor in made)
@@ -142,7 +142,7 @@ def _attentions(device: torch.device, dtype: str) -> Iterator[Probe]:
 
 def _sweeps(device: torch.device, dtype: str) -> Iterator[Probe]:
     sweeper = Sweeper()
-    for place, size_bytes in (("in memory", MEMORY_BYTES[kind_of(device)] // 16), _places(device)[1]):
+    for place, size_bytes in (("in memory", MEMORY_BYTES[device_type_of(device)] // 16), _places(device)[1]):
         num = size_bytes // TORCH_DTYPES[dtype].itemsize
         z = random_tensor(device, dtype, num)
         # A block's parameters come from memory, its direction has just been drawn.
@@ -179,7 +179,7 @@ def _factorisations(device: torch.device) -> Iterator[Probe]:
 
 
 def _exponentials(device: torch.device) -> Iterator[Probe]:
-    x = random_tensor(device, "float32", 128, MEMORY_BYTES[kind_of(device)] >> 13)
+    x = random_tensor(device, "float32", 128, MEMORY_BYTES[device_type_of(device)] >> 13)
     work = Work(
         elementwise_bytes=8 * x.numel(), num_exponentials=x.numel(), num_kernels=1, num_shared_kernels=1
     )
@@ -213,7 +213,11 @@ def _dispatch(device: torch.device) -> Iterator[Probe]:
 
 
 def _copies(device: torch.device) -> Iterator[Probe]:
-    for size_bytes in (1 << 12, MEMORY_BYTES[kind_of(device)] // 16, MEMORY_BYTES[kind_of(device)]):
+    for size_bytes in (
+        1 << 12,
+        MEMORY_BYTES[device_type_of(device)] // 16,
+        MEMORY_BYTES[device_type_of(device)],
+    ):
         near, far = (
             _bytes(device, size_bytes),
             _bytes(torch.device("cpu"), size_bytes, pinned=device.type != "cpu"),
@@ -263,7 +267,7 @@ _SMALL_ALLOCATION = 1 << 14
 
 
 def _allocations(device: torch.device) -> Iterator[Probe]:
-    for size_bytes in (_SMALL_ALLOCATION, MEMORY_BYTES[kind_of(device)]):
+    for size_bytes in (_SMALL_ALLOCATION, MEMORY_BYTES[device_type_of(device)]):
 
         def run(size_bytes: int = size_bytes) -> None:
             torch.zeros(size_bytes, dtype=torch.uint8, device=device)
@@ -274,4 +278,7 @@ def _allocations(device: torch.device) -> Iterator[Probe]:
 
 
 def _places(device: torch.device) -> tuple[tuple[str, int], ...]:
-    return ("in memory", MEMORY_BYTES[kind_of(device)]), ("in cache", CACHE_BYTES[kind_of(device)])
+    return ("in memory", MEMORY_BYTES[device_type_of(device)]), (
+        "in cache",
+        CACHE_BYTES[device_type_of(device)],
+    )

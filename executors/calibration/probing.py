@@ -52,7 +52,7 @@ class Probe:
     num_done: int = 1
 
 
-def kind_of(device: torch.device) -> str:
+def device_type_of(device: torch.device) -> str:
     """Return which of the tables' rows is a device's."""
     return "cpu" if device.type == "cpu" else "accelerator"
 
@@ -66,7 +66,7 @@ def cold_copies(make: Callable[[], Tensor], device: torch.device) -> list[Tensor
     """Return as many tensors as overflow the caches, so that taking turns finds each of them cold."""
     first = make()
     size = first.numel() * first.element_size()
-    return [first, *(make() for _ in range(min(64, MEMORY_BYTES[kind_of(device)] // size)))]
+    return [first, *(make() for _ in range(min(64, MEMORY_BYTES[device_type_of(device)] // size)))]
 
 
 def format_named(dtype: str) -> DType:

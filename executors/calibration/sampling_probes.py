@@ -17,7 +17,7 @@ from costmodel.formats.distributions import (
     SamplingClass,
 )
 from costmodel.sweeps import cast_work, perturb_work, sampling_work
-from executors.calibration.probing import MEMORY_BYTES, Probe, format_named, kind_of, random_tensor
+from executors.calibration.probing import MEMORY_BYTES, Probe, device_type_of, format_named, random_tensor
 from executors.formats import TORCH_DTYPES
 from executors.randomness.counter import CounterKey, CounterSampler
 from executors.randomness.directions import Direction, direction_named
@@ -40,7 +40,7 @@ def sampling_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Pro
 
 def _samplings(device: torch.device, dtype: str) -> Iterator[Probe]:
     generator = generator_on(device, 1)
-    num = MEMORY_BYTES[kind_of(device)] // 16
+    num = MEMORY_BYTES[device_type_of(device)] // 16
     out = torch.empty(num, dtype=TORCH_DTYPES[dtype], device=device)
     for direction in _one_of_each_class():
         sampling_class = direction.distribution.sampling_class
@@ -102,7 +102,7 @@ def _one_of_each_class() -> list[Direction]:
 
 
 def _skips(device: torch.device, dtype: str) -> Iterator[Probe]:
-    generator, num = generator_on(device, 1), MEMORY_BYTES[kind_of(device)] // 16
+    generator, num = generator_on(device, 1), MEMORY_BYTES[device_type_of(device)] // 16
     like = torch.empty(0, dtype=TORCH_DTYPES[dtype], device=device)
     for direction in _one_of_each_class():
         sampling_class = direction.distribution.sampling_class
@@ -124,7 +124,7 @@ def _jumps(device: torch.device) -> Iterator[Probe]:
 
 def _casts(device: torch.device) -> Iterator[Probe]:
     """Yield conversions as offloaded blocks of a narrower format meet them, there and back."""
-    num = MEMORY_BYTES[kind_of(device)] // 32
+    num = MEMORY_BYTES[device_type_of(device)] // 32
     for wider, narrower in CAST_PAIRS:
         for source, target in ((wider, narrower), (narrower, wider)):
             of, to = random_tensor(device, source, num), random_tensor(device, target, num)

@@ -13,7 +13,7 @@ from costmodel.formats import FORMATS, default_dtype
 from costmodel.memory import preflight_host
 from costmodel.models.configs import Trainable, read_model_spec
 from costmodel.models.model_spec import ModelSpec
-from executors.devices import accelerator_kind, check_device, num_devices_of
+from executors.devices import accelerator_type, check_device, num_devices_of
 from topology.errors import DoesNotFit, ModelError, PlanError, UnknownFamily, ZosimError
 from topology.hardware import resolve as topology_named
 from zosim.config import HOST, PlanConfig, merge
@@ -195,14 +195,16 @@ def planned_device(plan: Plan) -> str:
     """
     placement = plan.placement
     first = placement.devices[0]
-    kind = "gpu" if placement.is_on_gpus else "cpu"
+    device_type = "gpu" if placement.is_on_gpus else "cpu"
     if placement.topology != HOST:
         # A machine's own names need not say what its nodes are; where the plan was made elsewhere they have to.
         with suppress(ZosimError):
-            kind = next((n.kind for n in topology_named(placement.topology).nodes if n.id == first), kind)
-    if kind != "gpu":
+            device_type = next(
+                (n.type for n in topology_named(placement.topology).nodes if n.id == first), device_type
+            )
+    if device_type != "gpu":
         return "cpu"
-    accelerator = accelerator_kind()
+    accelerator = accelerator_type()
     number = first.rpartition("/")[2].removeprefix("gpu")
     is_other = placement.world_size == 1 and placement.topology == HOST and number.isdecimal() and int(number)
     return f"{accelerator}:{number}" if is_other else accelerator
@@ -220,10 +222,10 @@ def refuse_absent(device: str, why: str) -> None:
     ------
     PlanError
     """
-    kind = device.partition(":")[0]
-    if kind != "cpu" and not num_devices_of(kind):
+    device_type = device.partition(":")[0]
+    if device_type != "cpu" and not num_devices_of(device_type):
         raise PlanError(
-            f"{why}, and torch {torch.__version__} finds no {kind} device here",
+            f"{why}, and torch {torch.__version__} finds no {device_type} device here",
             hint="--device cpu runs it on the CPU anyway; its predictions remain those of the hardware that it was planned for",
         )
 
@@ -247,7 +249,7 @@ def host_node(device: str) -> tuple[Topology, str]:
     """
     check_device(device)
     topology = topology_named(HOST)
-    nodes = [node.id for node in topology.of_kind("cpu" if device == "cpu" else "gpu")]
+    nodes = [node.id for node in topology.of_type("cpu" if device == "cpu" else "gpu")]
     index = int(device.partition(":")[2] or 0)
     if index >= len(nodes):
         raise PlanError(f"there is no device {device}: this machine shows {len(nodes)} of that kind")

@@ -121,7 +121,7 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
     config = read_json_object(directory / PEFT_CONFIG, "adapter's configuration", ModelError)
     with readable(str(directory / PEFT_CONFIG), ModelError, model=_Config):
         stated = _Config.model_validate(config)
-    _refuse_other_kinds(directory, config, stated)
+    _refuse_other_adapters(directory, config, stated)
     try:
         with safetensors.safe_open(directory / PEFT_WEIGHTS, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
@@ -183,7 +183,7 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
     return Adapter(factors, facts)
 
 
-def _refuse_other_kinds(directory: Path, config: Mapping[str, Any], stated: _Config) -> None:
+def _refuse_other_adapters(directory: Path, config: Mapping[str, Any], stated: _Config) -> None:
     if stated.peft_type != "LORA":
         raise ModelError(
             f"{directory} is an adapter of another kind (peft_type={stated.peft_type})",

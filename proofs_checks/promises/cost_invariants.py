@@ -306,9 +306,9 @@ def sweeps_at_one_rate(shipped, work, values, *rest):
 
 
 @planted("costmodel.estimate:combine_terms", "launches in place of kernels")
-def launches_in_place_of_kernels(shipped, terms, device_kind):
-    seconds = shipped(terms, device_kind)
-    return seconds if device_kind == "cpu" else min(seconds, terms.get("dispatch", 0.0) + terms["overhead"])
+def launches_in_place_of_kernels(shipped, terms, device_type):
+    seconds = shipped(terms, device_type)
+    return seconds if device_type == "cpu" else min(seconds, terms.get("dispatch", 0.0) + terms["overhead"])
 
 
 CHECKS: Checks = {

@@ -72,7 +72,7 @@ def machine(copy_bytes_per_s: float) -> Machine:
         )
     profile = Profile(
         device_name="synthetic",
-        device_kind="gpu",
+        device_type="gpu",
         num_threads=1,
         num_cores=1,
         origin="calibrated",

@@ -42,7 +42,7 @@ def behind_one_root() -> Topology:
     return Topology(
         name="rtx4090-2x behind one root",
         description=board.description,
-        nodes=(*board.nodes, Node(id="switch0", kind="pcie_switch", host="host0")),
+        nodes=(*board.nodes, Node(id="switch0", type="pcie_switch", host="host0")),
         links=(*kept, Link(source="root0", target="switch0", type=lanes), *joined),
     )
 

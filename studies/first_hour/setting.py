@@ -89,7 +89,7 @@ class Setting:
         PlanError
             If the topology has no such device.
         """
-        gpus, index = self.topology.of_kind("gpu"), torch.device(self.device).index or 0
+        gpus, index = self.topology.of_type("gpu"), torch.device(self.device).index or 0
         if index >= len(gpus):
             raise PlanError(
                 f"{self.topology.name} shows {len(gpus)} GPUs, and {self.device} is not among them",

@@ -79,7 +79,7 @@ def run_benchmark(
         If `pieces` has no time for the next one.
     """
     topology = detect()
-    run = _BenchmarkRun(topology, topology.of_kind("cpu")[0].id, pieces or Pieces(), say)
+    run = _BenchmarkRun(topology, topology.of_type("cpu")[0].id, pieces or Pieces(), say)
     for number in threads:
         run.calibrate(number, calibration_s)
     unseen, seen = (

@@ -177,7 +177,7 @@ def case_of(row: PublishedRow) -> PublishedCase:
         raise UnknownRow(f"no hardware preset for {num_nodes} nodes of {row['gpu_type']!r}")
     stored, computed, transfer = _formats(row["precision"], method)
     mesh = _mesh(method, num_ranks)
-    devices = tuple(device.id for device in _topology(preset).compute_devices if device.kind == "gpu")[
+    devices = tuple(device.id for device in _topology(preset).compute_devices if device.type == "gpu")[
         :num_ranks
     ]
     if len(devices) < num_ranks:

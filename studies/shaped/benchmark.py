@@ -128,7 +128,7 @@ def _report(
     benchmark = ShapedBenchmark(
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         commit=commits,
-        machine=machine_words(machine.device_spec(machine.of_kind("cpu")[0].id).name),
+        machine=machine_words(machine.device_spec(machine.of_type("cpu")[0].id).name),
         message_s=message_s,
         pace=profile.values().get("pace", 1.0),
         links=tuple(links),

@@ -65,9 +65,9 @@ def topology_of(
     declared = rate_bits_per_s(rate) / 8
     efficiency = FRAME_EFFICIENCY if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s / declared
     host = machine.hosts[0].id
-    numa = machine.of_kind("numa")[0].id
+    numa = machine.of_type("numa")[0].id
     ethernet = LinkType(
-        kind="network",
+        technology="network",
         bandwidth=figure(declared * 8 / 1e6, "Mbit/s", "tc tbf", "declared"),
         latency=Figure(value=latency_s / 2 * 1e6, unit="us", source="small messages", basis="measured"),
         efficiency=figure(min(1.0, efficiency), "1", "headers of frames, or measured", "estimated"),
@@ -78,8 +78,8 @@ def topology_of(
         description=machine.description,
         nodes=(
             *machine.nodes,
-            Node(id=nic, kind="nic", host=host),
-            Node(id=switch, kind="network", label="bridge of shaped veth pairs"),
+            Node(id=nic, type="nic", host=host),
+            Node(id=switch, type="network", label="bridge of shaped veth pairs"),
         ),
         links=(
             *machine.links,

@@ -109,7 +109,7 @@ def networked(bandwidth_bytes_per_s: float) -> Topology:
     links = []
     for link in topology.links:
         figure = link.type.bandwidth
-        if link.type.kind == NETWORK and figure is not None:
+        if link.type.technology == NETWORK and figure is not None:
             changed = figure.model_copy(update={"value": scaled(figure.value, link.bandwidth_bytes_per_s)})
             kind = link.type.model_copy(update={"bandwidth": changed})
             links.append(link.model_copy(update={"type": kind}))

@@ -113,7 +113,7 @@ def main(
                 ("predicted", rates),
                 ("at its pace", at_pace(rates, pace_in(rates, median(references_s[name])))),
             ):
-                machine = Machine.from_topology(topology, topology.of_kind("cpu")[0].id, known)
+                machine = Machine.from_topology(topology, topology.of_type("cpu")[0].id, known)
                 predicted_s = simulate(lower(session.plan), machine).step_time_s
                 line += f", {words} {1e3 * predicted_s:.1f} ms ({predicted_s / step - 1:+.1%})"
         print(line)

@@ -75,7 +75,7 @@ class Findings:
         """Return the seconds of a product at its device's peak; 0 for other kinds, and where no peak is declared."""
         spec, dtype = self.sites.of(hardware).device, _DTYPES.get(str(cells.get("dtype")))
         peak = None if dtype is None else spec.peak_dense.get(dtype)
-        if kind != "matmul" or peak is None or spec.kind == "cpu":
+        if kind != "matmul" or peak is None or spec.type == "cpu":
             return 0.0
         m, n, k = (int(str(cells[name])) for name in "mnk")
         return float(2 * m * n * k / peak.in_si("compute"))
@@ -110,7 +110,7 @@ def ask_all(sites: Sites, machines: Sequence[str]) -> Findings:
 
 def _machines(folder: Path | None) -> Iterator[str]:
     yield from preset_names()
-    yield from (spec.id for spec in catalogue().devices.values() if spec.kind == "gpu")
+    yield from (spec.id for spec in catalogue().devices.values() if spec.type == "gpu")
     if folder is not None:
         yield from sorted(path.name for path in folder.glob("*.yaml"))
 

@@ -29,7 +29,7 @@ def profile_of(kind: str = "cpu", num_threads: int = 2, **values: float) -> Prof
         )
     return Profile(
         device_name="test",
-        device_kind=kind,
+        device_type=kind,
         num_threads=num_threads,
         num_cores=4,
         origin="datasheet",
@@ -204,7 +204,7 @@ def test_estimates_hold_their_invariants(profile, spec, segment, batch, seq, dty
     work = forward_work(spec, segment, batch=batch, seq=seq, dtype=dtype, attention=attention)
     low, central, high = (estimate(work, profile, bound=bound) for bound in ("low", "central", "high"))
     assert low.seconds <= central.seconds <= high.seconds
-    assert max(central.terms.values()) <= central.seconds * (1 + 1e-9) or profile.device_kind == "gpu"
+    assert max(central.terms.values()) <= central.seconds * (1 + 1e-9) or profile.device_type == "gpu"
     assert central.seconds <= sum(central.terms.values()) * (1 + 1e-9)
     assert central.limiter in central.terms
     assert 0 <= central.cores <= max(profile.num_threads, 1) + 1e-9

@@ -47,7 +47,7 @@ def test_without_a_rate_of_its_own_a_format_multiplies_as_it_computes(a100):
 
 def test_a_cpu_without_a_declared_peak_has_an_honest_interval():
     topology = load_preset("a100-80gb-milan")
-    cpu = datasheet_profile(topology, topology.of_kind("cpu")[0].id, num_threads=2)
+    cpu = datasheet_profile(topology, topology.of_type("cpu")[0].id, num_threads=2)
     rate = cpu.constant("matmul_rate.int8")
     assert rate.low < cpu.constant("matmul_rate.float32").value < rate.value < rate.high
 

@@ -89,7 +89,7 @@ def test_every_gpu_of_the_catalogue_is_of_one_known_architecture() -> None:
     import re
 
     for spec in catalogue().devices.values():
-        if spec.kind == "gpu":
+        if spec.type == "gpu":
             assert sum(re.search(item.names, spec.name) is not None for item in ARCHITECTURES) == 1, spec.name
     names = ("dgx-h100", "a100-80gb-milan", "h20-4x-milan", "rtx4090-2x", "dgx-1v", "h200-1x")
     known = [architecture_of(load_preset(name).device_spec("gpu0")) for name in names]
@@ -114,7 +114,7 @@ def test_lanes_and_peaks_tell_the_boost_clocks_of_the_data_sheets(preset: str, b
     assert clocks_per_s(spec) / spec.num_cores == pytest.approx(boost_hz, rel=0.01)
 
 
-GPUS = [spec for spec in catalogue().devices.values() if spec.kind == "gpu"]
+GPUS = [spec for spec in catalogue().devices.values() if spec.type == "gpu"]
 
 
 @pytest.mark.parametrize("spec", GPUS, ids=lambda spec: spec.id)

@@ -18,7 +18,7 @@ PROFILE = datasheet_profile(load_preset("cpu-laptop"), "cpu0", num_threads=2)
 def test_every_processor_of_every_preset_has_a_profile(name):
     topology = load_preset(name)
     for node in topology.nodes:
-        if node.kind in {"gpu", "cpu"}:
+        if node.type in {"gpu", "cpu"}:
             profile = datasheet_profile(topology, node.id)
             # Codecs are measured, or cost what comes with the package; so are ranks and the pace, or there is no slowing.
             absent = {
@@ -33,14 +33,14 @@ def test_every_processor_of_every_preset_has_a_profile(name):
             # A GPU's generators count: they are seeded, shared and moved ahead in no time; its passes over quantized values take as bytes do.
             absent |= (
                 {"jump_s", "split_s", "seed_s", "quant_rate"}
-                if node.kind == "gpu"
+                if node.type == "gpu"
                 else {"multiprocessors", "pin_bandwidth"}
             )
             # Not every device's power limits its products.
             absent |= {"burst"}
             kinds = {constant.kind for constant in profile.constants}
             assert kinds - {"burst"} == set(CONSTANT_UNITS) - absent
-            assert node.kind == "gpu" or "burst" not in kinds
+            assert node.type == "gpu" or "burst" not in kinds
             assert all(constant.source for constant in profile.constants)
 
 
@@ -131,9 +131,9 @@ def test_a_consistent_file_of_nonsense_is_refused(tmp_path):
 
 
 def test_a_profile_of_another_device_is_refused():
-    PROFILE.check_device(device_name=PROFILE.device_name, device_kind="cpu")
+    PROFILE.check_device(device_name=PROFILE.device_name, device_type="cpu")
     with pytest.raises(ProfileError, match=r"made for cpu .* not for gpu 'NVIDIA H200'"):
-        PROFILE.check_device(device_name="NVIDIA H200", device_kind="gpu")
+        PROFILE.check_device(device_name="NVIDIA H200", device_type="gpu")
 
 
 @pytest.mark.parametrize(

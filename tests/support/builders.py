@@ -41,7 +41,7 @@ def make_profile(kind="cpu", *, num_threads=1, num_cores=2, origin="calibrated",
         )
     return Profile(
         device_name="test",
-        device_kind=kind,
+        device_type=kind,
         num_threads=num_threads,
         num_cores=num_cores,
         origin=origin,

@@ -82,7 +82,7 @@ def test_the_legend_of_a_picture_lies_below_its_links(name, tmp_path, monkeypatc
 def test_import_tells_rocm_smi_s_output_by_itself_and_from_a_pipe():
     matrix = "=== ROCm System Management Interface ===\n=== Link Type between two GPUs ===\n  GPU0 GPU1\nGPU0 0 XGMI\nGPU1 XGMI 0\n"
     data = json.loads(run("import", "-", "--gpu", "mi300x", "--json", text=matrix))
-    assert [node["id"] for node in data["nodes"] if node["kind"] == "gpu"] == ["gpu0", "gpu1"]
+    assert [node["id"] for node in data["nodes"] if node["type"] == "gpu"] == ["gpu0", "gpu1"]
     assert "read from files" in str(refused("import", "-", text="<system/>"))
 
 
@@ -147,7 +147,7 @@ def test_validate_accepts_presets_and_refuses_what_contradicts_physics(tmp_path)
 
 def test_validate_shows_warnings_and_accepts(tmp_path):
     file = tmp_path / "half.yaml"
-    text = dump(load_preset("h200-1x")).replace("kind: pcie\n", "kind: pcie\n    duplex: half\n")
+    text = dump(load_preset("h200-1x")).replace("technology: pcie\n", "technology: pcie\n    duplex: half\n")
     file.write_text(text, encoding="utf-8")
     printed = run("validate", file)
     assert "warning: root0--gpu0: half duplex" in printed

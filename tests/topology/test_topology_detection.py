@@ -328,10 +328,10 @@ def test_what_nvidia_smi_cannot_tell_is_refused(listing, message):
 
 def test_this_machine_is_described_within_its_limits():
     machine = detect()
-    cpus = [machine.device_spec(node.id) for node in machine.of_kind("cpu")]
+    cpus = [machine.device_spec(node.id) for node in machine.of_type("cpu")]
     assert 1 <= sum(spec.num_cores for spec in cpus) <= (os.cpu_count() or 1)
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < sum(node.memory_bytes for node in machine.of_kind("memory")) <= total_bytes
+    assert 0 < sum(node.memory_bytes for node in machine.of_type("memory")) <= total_bytes
     assert machine.compute_devices
     assert not [finding for finding in lint(machine) if finding.severity == "error"]
     assert loads(dump(machine)) == machine

@@ -21,14 +21,14 @@ from topology import (
     load_preset,
     loads,
 )
-from topology.schema import FORWARDING_KINDS
+from topology.schema import FORWARDING_TYPES
 
 CPU = catalogue().devices["epyc-7763"]
 
 
 def machine_of(nodes, links, **fields):
-    host = Node(id="host", kind="host")
-    cpu = Node(id="cpu", kind="cpu", host="host", spec=CPU)
+    host = Node(id="host", type="host")
+    cpu = Node(id="cpu", type="cpu", host="host", spec=CPU)
     return Topology(name="random", nodes=(host, cpu, *nodes), links=tuple(links), **fields)
 
 
@@ -39,7 +39,7 @@ def random_machines(draw):
     kinds = draw(
         st.lists(st.sampled_from(["numa", "pcie_switch", "disk"]), min_size=num_nodes, max_size=num_nodes)
     )
-    nodes = [Node(id=f"n{i}", kind=kind, host="host") for i, kind in enumerate(kinds)]
+    nodes = [Node(id=f"n{i}", type=kind, host="host") for i, kind in enumerate(kinds)]
     pairs = list(itertools.combinations(range(num_nodes), 2))
     chosen = draw(st.lists(st.sampled_from(pairs), max_size=10))
     links = [
@@ -48,7 +48,7 @@ def random_machines(draw):
             source=f"n{a}",
             target=f"n{b}",
             type=LinkType(
-                kind="pcie",
+                technology="pcie",
                 bandwidth=f"{draw(st.integers(1, 4))} GB/s",
                 # Sums of these are exact in any order.
                 latency=Figure(value=draw(st.integers(0, 3)) / 2**20, unit="s"),
@@ -64,7 +64,7 @@ def all_paths(machine, source, target):
     """Every simple path whose inner nodes forward, as (minus its bandwidth, latency, number of links, names passed)."""
     graph = machine.graph
     for path in nx.all_simple_edge_paths(graph, source, target):
-        if all(graph.nodes[node]["kind"] in FORWARDING_KINDS for node, _, _ in path[1:]):
+        if all(graph.nodes[node]["type"] in FORWARDING_TYPES for node, _, _ in path[1:]):
             edges = [graph.edges[edge] for edge in path]
             yield (
                 max(-edge["bandwidth_bytes_per_s"] for edge in edges),
@@ -126,7 +126,7 @@ def test_full_duplex_is_two_resources_and_half_duplex_one(machine):
 
 def test_devices_do_not_forward():
     gpu = catalogue().devices["v100-32gb-sxm2"]
-    nodes = [Node(id=name, kind="gpu", host="host", spec=gpu) for name in ("a", "b", "c")]
+    nodes = [Node(id=name, type="gpu", host="host", spec=gpu) for name in ("a", "b", "c")]
     nvlink = catalogue().link_types["nvlink2"]
     links = [Link(source="a", target="b", type=nvlink), Link(source="b", target="c", type=nvlink)]
     machine = machine_of(nodes, links)
@@ -197,9 +197,9 @@ def test_impossible_measurements_are_refused(value):
 def test_a_copy_is_staged_where_the_memory_reaches_both_ends_or_refused():
     gpu = catalogue().devices["rtx4090"]
     assert not gpu.pcie_peer_to_peer
-    gpus = [Node(id=name, kind="gpu", host="host", spec=gpu) for name in ("a", "b")]
-    places = [Node(id="numa", kind="numa", host="host"), Node(id="switch", kind="pcie_switch", host="host")]
-    dram = Node(id="dram", kind="memory", host="host", capacity="1 GiB", bandwidth="50 GB/s")
+    gpus = [Node(id=name, type="gpu", host="host", spec=gpu) for name in ("a", "b")]
+    places = [Node(id="numa", type="numa", host="host"), Node(id="switch", type="pcie_switch", host="host")]
+    dram = Node(id="dram", type="memory", host="host", capacity="1 GiB", bandwidth="50 GB/s")
     pcie, bus = catalogue().link_types["pcie4-x16"], catalogue().link_types["dram-bus"]
     links = [
         Link(source="numa", target="dram", type=bus),
@@ -227,9 +227,9 @@ def test_the_graph_is_a_frozen_multigraph_with_an_edge_for_each_link():
 def test_gpus_are_ordered_by_host_then_index():
     gpu = catalogue().devices["rtx4090"]
     nodes = [
-        Node(id="second", kind="gpu", host="host", index=1, spec=gpu),
-        Node(id="unnumbered", kind="gpu", host="host", spec=gpu),
-        Node(id="first", kind="gpu", host="host", index=0, spec=gpu),
+        Node(id="second", type="gpu", host="host", index=1, spec=gpu),
+        Node(id="unnumbered", type="gpu", host="host", spec=gpu),
+        Node(id="first", type="gpu", host="host", index=0, spec=gpu),
     ]
     assert [node.id for node in machine_of(nodes, []).compute_devices] == ["first", "second", "unnumbered"]
 
@@ -237,6 +237,8 @@ def test_gpus_are_ordered_by_host_then_index():
 def test_a_changed_copy_computes_everything_anew():
     machine = load_preset("h20-4x-milan")
     before = machine.route("gpu0", "gpu1")
-    without = machine.model_copy(update={"links": tuple(x for x in machine.links if x.type.kind != "nvlink")})
+    without = machine.model_copy(
+        update={"links": tuple(x for x in machine.links if x.type.technology != "nvlink")}
+    )
     assert without.route("gpu0", "gpu1").bandwidth_bytes_per_s < before.bandwidth_bytes_per_s
     assert len(without.resources) == len(machine.resources) - 8

@@ -27,7 +27,7 @@ def nvlinks_of(machine):
     return {
         frozenset({link.source, link.target}): link.count
         for link in machine.links
-        if link.type.kind == "nvlink"
+        if link.type.technology == "nvlink"
     }
 
 
@@ -75,7 +75,7 @@ def test_pix_pxb_phb_and_sys_become_the_tree_that_explains_them():
     def common(a, b):
         """Nodes in which the ways from two GPUs up to their memory meet."""
         ways = [machine.route("dram0", name).node_ids for name in (a, b)]
-        return {machine.node(name).kind for name in set(ways[0]) & set(ways[1])} - {"memory", "numa"}
+        return {machine.node(name).type for name in set(ways[0]) & set(ways[1])} - {"memory", "numa"}
 
     assert common("gpu0", "gpu1") == {"pcie_switch", "pcie_root"}
     assert (
@@ -157,7 +157,7 @@ def test_what_the_files_do_not_tell_is_taken_from_the_user_or_marked_as_assumed(
 
 def test_hwloc_xml_gives_memory_cores_and_the_pcie_tree():
     machine = IMPORTED["hwloc"]()
-    assert [node.memory_bytes for node in machine.of_kind("memory")] == [128 * 2**30] * 2
+    assert [node.memory_bytes for node in machine.of_type("memory")] == [128 * 2**30] * 2
     assert machine.node("cpu1").spec.num_cores == 2
     # The board's display adapter (ASPEED) is no compute device; a root port with one device is no switch.
     assert [node.spec.id for node in machine.compute_devices] == ["rtx4090"]

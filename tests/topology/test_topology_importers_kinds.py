@@ -48,7 +48,9 @@ def kinds(machine):
 
 
 def nvlinks(machine):
-    return {(link.source, link.target): link.count for link in machine.links if link.type.kind == "nvlink"}
+    return {
+        (link.source, link.target): link.count for link in machine.links if link.type.technology == "nvlink"
+    }
 
 
 def rate(machine, source, target):
@@ -90,7 +92,7 @@ def test_gpus_and_adapters_of_a_cloud_s_file_are_told_by_their_class(nccl):
     assert [machine.host_memory(f"gpu{i}").id for i in range(8)] == [
         f"dram{d}" for d in (1, 1, 0, 0, 3, 3, 2, 2)
     ]
-    assert len(machine.of_kind("nic")) == 8
+    assert len(machine.of_type("nic")) == 8
     assert rate(machine, "dram1", "gpu0") == pytest.approx(PCIE4)
     assert machine.route("gpu0", "gpu1").node_ids == ("gpu0", "nvswitch0", "gpu1")
     assert set(nvlinks(machine).values()) == {12}
@@ -267,7 +269,7 @@ def test_a_server_is_assumed_around_a_server_s_gpu(nccl, caplog):
     with caplog.at_level(logging.WARNING):
         machine = nccl(ND_V4, gpu="a100-80gb-sxm")
     # Twice the GPUs' 640 GiB; eight channels of DDR4-3200 for each of two sockets: over four domains.
-    assert [node.memory_bytes for node in machine.of_kind("memory")] == [320 * 2**30] * 4
+    assert [node.memory_bytes for node in machine.of_type("memory")] == [320 * 2**30] * 4
     assert machine.node("dram0").bandwidth_bytes_per_s == pytest.approx(2 * 8 * 3200e6 * 8 / 4)
     assert machine.node("dram0").capacity.basis == machine.node("dram0").bandwidth.basis == "assumed"
     for text in (machine.description, caplog.text):
@@ -386,7 +388,7 @@ def test_adapters_of_any_name_are_columns():
     names = ["GPU0", "mlx5_bond_0", "rdmap16s27"]
     cells = [["X", "PIX", "SYS"], ["PIX", "X", "SYS"], ["SYS", "SYS", "X"]]
     machine = from_nvidia_smi_topo(matrix(cells, ["0-7\t0\t\tN/A", "", ""], names=names), gpu="l40s")
-    assert {node.id for node in machine.of_kind("nic")} == {"mlx5_bond_0", "rdmap16s27"}
+    assert {node.id for node in machine.of_type("nic")} == {"mlx5_bond_0", "rdmap16s27"}
     assert "switch0" in machine.route("gpu0", "mlx5_bond_0").node_ids
 
 
@@ -395,7 +397,7 @@ def test_a_gpu_whose_memory_is_a_numa_domain_has_a_c2c():
     tails = ["0-71\t0,2-17\t\t2", "0-71\t0,2-17\t\t10", "72-143\t1,18-33\t\t18", "72-143\t1,18-33\t\t26"]
     text = listing(*["NVIDIA GB200"] * 4) + matrix(cells, tails)
     machine = from_nvidia_smi_topo(text)
-    assert [node.id for node in machine.of_kind("memory")] == ["dram0", "dram1"]
+    assert [node.id for node in machine.of_type("memory")] == ["dram0", "dram1"]
     assert [machine.host_memory(f"gpu{i}").id for i in range(4)] == ["dram0", "dram0", "dram1", "dram1"]
     rates = [rate(machine, f"dram{i // 2}", f"gpu{i}") for i in range(4)]
     assert rates == pytest.approx([345e9] * 4, rel=1e-3)
@@ -434,7 +436,7 @@ def test_rocm_smi_s_output_is_read_as_what_it_is():
     assert kinds(machine) == ["mi300x"] * 8
     assert machine.host_memory("gpu5").id == "dram1"
     assert rate(machine, "gpu0", "gpu7") == 64e9 * 0.75
-    assert sum(link.type.kind == "c2c" for link in machine.links) == 8 * 7 / 2
+    assert sum(link.type.technology == "c2c" for link in machine.links) == 8 * 7 / 2
     assert lint(machine) == ()
 
 
@@ -480,7 +482,7 @@ def distances(objects, values, tag="distances2hetero", more=""):
 
 def test_domains_whose_memory_is_not_told_get_what_a_host_has(hwloc):
     machine = hwloc(package(0, memory="") + package(1, memory=""))
-    assert [node.memory_bytes for node in machine.of_kind("memory")] == [128 * 2**30] * 2
+    assert [node.memory_bytes for node in machine.of_type("memory")] == [128 * 2**30] * 2
     assert "memory is assumed" in machine.description
     given = hwloc(package(0, memory="") + package(1, memory=""), memory="1 TiB")
     assert given.node("dram1").memory_bytes == 512 * 2**30
@@ -488,7 +490,7 @@ def test_domains_whose_memory_is_not_told_get_what_a_host_has(hwloc):
 
 def test_a_domain_without_memory_beside_those_with_it_has_none(hwloc):
     machine = hwloc(package(0) + package(1, bridge(gpu_device(1)), memory=""))
-    assert [node.id for node in machine.of_kind("memory")] == ["dram0"]
+    assert [node.id for node in machine.of_type("memory")] == ["dram0"]
     assert machine.host_memory("gpu0").id == "dram0"
     assert "numa1" in machine.route("dram0", "gpu0").node_ids
 
@@ -497,7 +499,7 @@ def test_processors_and_memory_that_may_not_be_used_do_not_count(hwloc):
     limits = 'allowed_cpuset="0x00000073" allowed_nodeset="0x00000002"'
     machine = hwloc(package(0) + package(1), attributes=limits)
     assert [machine.node(f"cpu{i}").spec.num_cores for i in (0, 1)] == [2, 3]
-    assert [node.id for node in machine.of_kind("memory")] == ["dram1"]
+    assert [node.id for node in machine.of_type("memory")] == ["dram1"]
 
 
 def test_a_machine_without_packages_is_one_processor(hwloc):
@@ -556,7 +558,7 @@ def test_a_grace_s_gpu_memory_is_none_of_the_host_s(hwloc):
     arm = '<info name="Architecture" value="aarch64"/>'
     grace = package(0, bridge(gpu_device(1, "2342", "63.0")) + own, ' local_memory="515396075520"')
     machine = hwloc(arm + grace)
-    assert [node.id for node in machine.of_kind("memory")] == ["dram0"]
+    assert [node.id for node in machine.of_type("memory")] == ["dram0"]
     assert rate(machine, "dram0", "gpu0") == pytest.approx(345e9, rel=1e-3)
 
 

@@ -20,7 +20,7 @@ def planted(preset, old, new, count=1):
         ("dgx-1v", "value: 25.0\n      unit: GB/s", "value: 50\n      unit: GB/s", "nvlink-speed", "error", "NVLink 2"),
         ("dgx-1v", "count: 2", "count: 3", "nvlink-count", "error", "7 NVLinks leave it"),
         ("a100-80gb-milan", "value: 204.8", "value: 409.6", "memory-channels", "error", "8 channels of 3200 MT/s"),
-        ("a100-80gb-milan", "kind: pcie\n", "kind: pcie\n    duplex: half\n", "duplex", "warning", "half duplex"),
+        ("a100-80gb-milan", "technology: pcie\n", "technology: pcie\n    duplex: half\n", "duplex", "warning", "half duplex"),
         ("a100-80gb-milan", "value: 0.5\n      unit: us", "value: 0\n      unit: us", "latency", "warning", "no latency"),
         ("a100-80gb-milan", "value: 0.5\n      unit: us", "value: 2\n      unit: s", "latency", "error", "longer than a second"),
     ],

@@ -80,7 +80,7 @@ def test_the_source_check_catches_a_planted_figure_without_source():
     assert len(list(unsourced(planted))) == 3
 
 
-@pytest.mark.parametrize("name", [name for name, spec in catalogue().devices.items() if spec.kind == "gpu"])
+@pytest.mark.parametrize("name", [name for name, spec in catalogue().devices.items() if spec.type == "gpu"])
 def test_sparse_peaks_are_twice_the_dense_ones(name):
     spec = catalogue().devices[name]
     for dtype in spec.peak_sparse:
@@ -144,7 +144,7 @@ def test_h20_pcie_is_milans():
     machine = load_preset("h20-4x-milan")
     route = machine.route("dram0", "gpu3")
     assert {link.type.pcie.generation for link in route.links if link.type.pcie} == {4}
-    assert machine.route("gpu0", "gpu3").links[0].type.kind == "nvlink"
+    assert machine.route("gpu0", "gpu3").links[0].type.technology == "nvlink"
 
 
 def test_copies_between_rtx_4090_are_staged_in_host_memory():

@@ -22,7 +22,7 @@ def physical_links(topology, gpu_ids):
         {
             tuple(sorted((link.source, link.target))): link.count
             for link in topology.links
-            if link.type.kind == "nvlink" and {link.source, link.target} <= set(gpu_ids)
+            if link.type.technology == "nvlink" and {link.source, link.target} <= set(gpu_ids)
         }
     )
 
@@ -77,13 +77,13 @@ def test_an_all_reduce_takes_the_sum_of_the_rings():
 
 def board(links):
     gpus = sorted({end for pair, _, _ in links for end in pair})
-    nodes = "\n".join(f"  - {{id: {gpu}, kind: gpu, host: h, spec: v100-32gb-sxm2}}" for gpu in gpus)
+    nodes = "\n".join(f"  - {{id: {gpu}, type: gpu, host: h, spec: v100-32gb-sxm2}}" for gpu in gpus)
     joined = "\n".join(
-        f"  - {{id: l{number}, source: {a}, target: {b}, count: {count}, type: {{kind: nvlink, "
+        f"  - {{id: l{number}, source: {a}, target: {b}, count: {count}, type: {{technology: nvlink, "
         f'bandwidth: "{speed} GB/s"}}}}'
         for number, ((a, b), speed, count) in enumerate(links)
     )
-    return loads(f"format: 1\nname: board\nnodes:\n  - {{id: h, kind: host}}\n{nodes}\nlinks:\n{joined}\n")
+    return loads(f"format: 1\nname: board\nnodes:\n  - {{id: h, type: host}}\n{nodes}\nlinks:\n{joined}\n")
 
 
 def test_the_slowest_link_of_a_ring_counts_and_slow_links_are_kept_together():

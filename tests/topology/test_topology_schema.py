@@ -11,20 +11,20 @@ name: small
 devices:
   toy:
     name: A toy GPU
-    kind: gpu
+    type: gpu
     peak_dense: {fp32: 10 Tflop/s}
     memory: 8 GiB
     memory_bandwidth: 400 GB/s
     cores: 16
     copy_engines: 2
 nodes:
-  - {id: host0, kind: host}
-  - {id: numa0, kind: numa, host: host0}
-  - {id: dram0, kind: memory, host: host0, capacity: 32 GiB, bandwidth: 50 GB/s}
-  - {id: gpu0, kind: gpu, host: host0, spec: toy}
+  - {id: host0, type: host}
+  - {id: numa0, type: numa, host: host0}
+  - {id: dram0, type: memory, host: host0, capacity: 32 GiB, bandwidth: 50 GB/s}
+  - {id: gpu0, type: gpu, host: host0, spec: toy}
 links:
-  - {source: numa0, target: dram0, kind: memory}
-  - {source: numa0, target: gpu0, kind: pcie, bandwidth: 15.75 GB/s, latency: 1 us, pcie: {generation: 3, lanes: 16}}
+  - {source: numa0, target: dram0, technology: memory}
+  - {source: numa0, target: gpu0, technology: pcie, bandwidth: 15.75 GB/s, latency: 1 us, pcie: {generation: 3, lanes: 16}}
 """
 
 
@@ -59,9 +59,9 @@ def test_a_file_written_back_is_the_same_machine():
         ("id: dram0", "id: gpu0", r"two nodes have the id 'gpu0' \(line 15\)", None),
         ("spec: toy", "spec: toyy", r"line 15.*unknown device 'toyy'", "did you mean 'toy'"),
         ("spec: toy", "spec: epyc-7763", "needs the specification of a gpu.*kind cpu", "catalogue"),
-        ("kind: numa, host: host0", "kind: numa, host: hostO", r"unknown host 'hostO' \(line 13\)", "did you mean 'host0'"),
-        ("kind: numa, host: host0", "kind: numa", "'numa0' of kind numa needs its host", None),
-        ("kind: gpu, host", "kind: gpus, host", "must be one of", "did you mean 'gpu'"),
+        ("type: numa, host: host0", "type: numa, host: hostO", r"unknown host 'hostO' \(line 13\)", "did you mean 'host0'"),
+        ("type: numa, host: host0", "type: numa", "'numa0' of type numa needs its host", None),
+        ("type: gpu, host", "type: gpus, host", "must be one of", "did you mean 'gpu'"),
         ("capacity: 32 GiB", "capcity: 32 GiB", r"unknown key.*line 14", "did you mean 'capacity'"),
         ("latency: 1 us", "latencies: 1 us", "unknown key", "did you mean 'latency'"),
         ("latency: 1 us", "latency: -1 us", "must be zero or more", None),
@@ -69,8 +69,8 @@ def test_a_file_written_back_is_the_same_machine():
         ("    memory: 8 GiB\n", "", "gpu without memory", None),
         ("memory_bandwidth: 400 GB/s", "memory_bandwith: 400 GB/s", "unknown key", "did you mean 'memory_bandwidth'"),
         ("name: small", "nam: small", "name: missing", "did you mean 'name'"),
-        ("kind: pcie, bandwidth: 15.75 GB/s,", "kind: pcie,", "needs a bandwidth", "per direction"),
-        ("kind: pcie, bandwidth", "type: pcie9-x16, bandwidth", "unknown type 'pcie9-x16'", "pcie"),
+        ("technology: pcie, bandwidth: 15.75 GB/s,", "technology: pcie,", "needs a bandwidth", "per direction"),
+        ("technology: pcie, bandwidth", "type: pcie9-x16, bandwidth", "unknown type 'pcie9-x16'", "pcie"),
         ("source: numa0, target: gpu0", "source: gpu0, target: gpu0", "joins 'gpu0' with itself", None),
         ("bandwidth: 50 GB/s", "bandwidth: [50]", "dram0|nodes", None),
         ("name: small", "format: 2\nname: small", "format: must be one of 1", None),
@@ -94,7 +94,7 @@ def test_what_is_wrong_is_named_with_its_fix(old, new, message, hint):
         ("!!python/object/apply:os.system ['true']", "not YAML.*could not determine a constructor"),
         ("name: x\nnodes: [1, 2]\n", r"nodes\[0\]"),
         ("name: x\nnodes: []\n", "at least 1"),
-        ("name: x\nnodes: [{id: h, kind: host}]\n", "neither a gpu nor a cpu"),
+        ("name: x\nnodes: [{id: h, type: host}]\n", "neither a gpu nor a cpu"),
     ],
 )
 def test_what_is_no_topology_file_is_refused(text, message):
@@ -133,10 +133,10 @@ def test_unknown_names_are_refused_with_a_suggestion():
 
 
 def test_parallel_links_need_names_of_their_own():
-    host = Node(id="h", kind="host")
-    ends = [Node(id=name, kind="numa", host="h") for name in "ab"]
+    host = Node(id="h", type="host")
+    ends = [Node(id=name, type="numa", host="h") for name in "ab"]
     cpu = loads(SMALL).model_copy().nodes[3]
-    kind = LinkType(kind="pcie", bandwidth="1 GB/s")
+    kind = LinkType(technology="pcie", bandwidth="1 GB/s")
     with pytest.raises(ValidationError, match="two links have the id 'a--b'"):
         Topology(
             name="x",
@@ -148,13 +148,13 @@ def test_parallel_links_need_names_of_their_own():
 def test_one_name_means_one_thing():
     machine = loads(SMALL)
     other = machine.nodes[3].spec.model_copy(update={"name": "another"})
-    twin = Node(id="gpu1", kind="gpu", host="host0", spec=other)
+    twin = Node(id="gpu1", type="gpu", host="host0", spec=other)
     with pytest.raises(ValidationError, match="two different devices are called 'toy'"):
         Topology(name="x", nodes=(*machine.nodes, twin), links=machine.links)
 
 
 def test_a_bundle_of_links_has_the_sum_of_their_bandwidth_and_software_reaches_a_part():
-    kind = LinkType(kind="nvlink", bandwidth="25 GB/s", efficiency="80 %")
+    kind = LinkType(technology="nvlink", bandwidth="25 GB/s", efficiency="80 %")
     link = Link(source="a", target="b", type=kind, count=4)
     assert link.nominal_bandwidth_bytes_per_s == 100e9
     assert link.bandwidth_bytes_per_s == pytest.approx(80e9)

@@ -36,7 +36,7 @@ from zosim.simulators.simulate import simulate_world
 
 PRESET = "dgx-h100"
 TOPOLOGY = load_preset(PRESET)
-GPUS = [device.id for device in TOPOLOGY.compute_devices if device.kind == "gpu"]
+GPUS = [device.id for device in TOPOLOGY.compute_devices if device.type == "gpu"]
 CUTS = ((), ("block.1",), ("block.1.mlp",), ("block.0", "block.1.mlp", "block.2"))
 NUM_BLOCKS, WIDTH, INNER, HEADS = 4, 64, 256, 4
 SMALL = {

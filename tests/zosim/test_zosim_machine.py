@@ -19,17 +19,17 @@ SWEEP = instruction("sweep", "compute", 1.0)
 LAUNCHES = instruction("small", "compute", 0.0, work=Work(num_kernels=1000))
 
 
-def of_kind(kind):
+def of_type(kind):
     for name in preset_names():
         topology = load_preset(name)
         for device in topology.compute_devices:
-            if topology.device_spec(device.id).kind == kind:
+            if topology.device_spec(device.id).type == kind:
                 return topology, device.id
     pytest.skip(f"no preset has a {kind}")
 
 
 def test_a_gpus_copy_is_a_flow_over_its_route():
-    topology, device = of_kind("gpu")
+    topology, device = of_type("gpu")
     machine = Machine.from_topology(topology, device, make_profile("gpu"))
     activity = machine.activity(program([COPY]), COPY)
     memory = topology.host_memory(device).id
@@ -40,7 +40,7 @@ def test_a_gpus_copy_is_a_flow_over_its_route():
 
 
 def test_a_datasheets_copy_is_no_faster_than_its_route_and_a_measured_one_is():
-    topology, device = of_kind("gpu")
+    topology, device = of_type("gpu")
     memory = topology.host_memory(device).id
     bandwidth = topology.route(memory, device).bandwidth_bytes_per_s
     work = Work(copy_bytes=round(bandwidth))
@@ -58,7 +58,7 @@ def test_a_datasheets_copy_is_no_faster_than_its_route_and_a_measured_one_is():
 
 
 def test_kernels_take_the_device_and_launches_take_a_core():
-    topology, device = of_kind("gpu")
+    topology, device = of_type("gpu")
     machine = Machine.from_topology(topology, device, make_profile("gpu", dispatch_s=1e-6, num_cores=4))
     assert dict(machine.activity(program([SWEEP]), SWEEP).uses) == {machine.kernels: 1.0}
     launching = dict(machine.activity(program([LAUNCHES]), LAUNCHES).uses)
@@ -69,7 +69,7 @@ def test_kernels_take_the_device_and_launches_take_a_core():
 
 
 def test_a_cpus_copy_takes_a_core_and_moves_its_bytes_twice():
-    topology, device = of_kind("cpu")
+    topology, device = of_type("cpu")
     profile = make_profile(num_threads=2, num_cores=4)
     machine = Machine.from_topology(topology, device, profile)
     memory = topology.host_memory(device).id
@@ -105,7 +105,7 @@ def test_where_bytes_go_decides_over_the_stream():
 def test_resources_without_capacity_and_profiles_of_other_devices_are_refused():
     with pytest.raises(ProfileError, match="'link'"):
         Machine(make_profile("gpu"), {}, routes={"h2d": ("link",)})
-    topology, device = of_kind("gpu")
+    topology, device = of_type("gpu")
     with pytest.raises(ProfileError, match="is a gpu, the profile is of a cpu"):
         Machine.from_topology(topology, device, make_profile("cpu"))
 
@@ -115,7 +115,7 @@ def test_every_preset_can_be_simulated(name):
     topology = load_preset(name)
     whole = pipeline(3, 0.2, 0.3, 0.1, num_staging_buffers=3)
     for device in topology.compute_devices:
-        kind = topology.device_spec(device.id).kind
+        kind = topology.device_spec(device.id).type
         machine = Machine.from_topology(topology, device.id, make_profile(kind, num_cores=2))
         assert all(capacity > 0 for capacity in machine.capacities.values())
         step_time_s = simulate(whole, machine).step_time_s

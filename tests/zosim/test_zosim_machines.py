@@ -108,7 +108,7 @@ def test_every_preset_exchanges_among_all_its_devices(name):
     devices = [node.id for node in topology.compute_devices] * (
         2 if len(topology.compute_devices) == 1 else 1
     )
-    kind = topology.device_spec(devices[0]).kind
+    kind = topology.device_spec(devices[0]).type
     size = len(devices)
     groups = {"world": (tuple(range(size)),)}
     work = Work(link_bytes=SIZE * (size - 1) // size)
@@ -227,7 +227,7 @@ def test_rings_over_several_hosts_leave_by_every_adapter_and_stay_on_nvlinks_wit
     devices = [node.id for node in topology.compute_devices]
     seconds, machines = exchange(SIZE, devices, topology)
     ring = machines[0].rings["world"]
-    adapters = [node for node in topology.nodes if node.kind == "nic" and node.host == "host0"]
+    adapters = [node for node in topology.nodes if node.type == "nic" and node.host == "host0"]
     one = topology.route(devices[0], devices[8]).bandwidth_bytes_per_s
     within = topology.route(devices[0], devices[1]).bandwidth_bytes_per_s
     assert ring.bandwidth_bytes_per_s == pytest.approx(min(min(8, len(adapters)) * one, within))

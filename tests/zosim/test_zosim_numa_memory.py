@@ -64,7 +64,7 @@ def test_copies_take_the_time_of_both_ways(socket_bytes_per_s: float, wire: str)
                 )
             }
         )
-        if link.type.kind == "socket" and link.type.bandwidth is not None
+        if link.type.technology == "socket" and link.type.bandwidth is not None
         else link
         for link in topology.links
     ]

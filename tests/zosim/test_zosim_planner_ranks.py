@@ -39,8 +39,8 @@ def seconds(asked: Request) -> float:
 def fed_over_pcie(*, nvlink: bool, transfers: str | None = None) -> Request:
     """Eight H100 on two sockets with so little to compute that uploads limit, with or without their NVLinks."""
     machine = load_preset("dgx-h100")
-    links = tuple(link for link in machine.links if nvlink or link.type.kind != "nvlink")
-    nodes = tuple(node for node in machine.nodes if nvlink or node.kind != "nvswitch")
+    links = tuple(link for link in machine.links if nvlink or link.type.technology != "nvlink")
+    nodes = tuple(node for node in machine.nodes if nvlink or node.type != "nvswitch")
     topology = machine.model_copy(update={"links": links, "nodes": nodes})
     fixed = {"blocks": "offloaded"} | ({"transfers": transfers} if transfers else {})
     return request(

@@ -464,7 +464,7 @@ def test_published_code_passes_over_parameters_more_often(tmp_path: Path) -> Non
 
 
 GPU_PRESETS = [
-    name for name in preset_names() if load_preset(name).compute_devices[0].kind == "gpu"
+    name for name in preset_names() if load_preset(name).compute_devices[0].type == "gpu"
 ]  # fmt: skip
 
 

@@ -174,7 +174,7 @@ def _estimate_spec(nvml: Any, handle: Any, name: str, total_bytes: int, peer_to_
     return DeviceSpec(
         id="detected-" + "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")[:60],
         name=name,
-        kind="gpu",
+        type="gpu",
         peak_dense={
             dtype: figure(round(rate, 2), "Tflop/s", how, "estimated") for dtype, rate in rates.items()
         },
@@ -197,10 +197,10 @@ def _count_nvlinks(nvml: Any, handles: list[Any], gpus: Gpus) -> None:
             gpus.nvlink_generation = _NVLINK_GENERATIONS.get(version) or gpus.nvlink_generation
             remote = _ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
             other = None if remote is None else by_bus.get(_text(remote.busId).lower())
-            kind = _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+            remote_type = _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
             if other is not None and gpu.id < other:
                 gpus.nvlinks[gpu.id, other] = gpus.nvlinks.get((gpu.id, other), 0) + 1
-            elif other is None and kind in {None, _REMOTE_IS_SWITCH}:
+            elif other is None and remote_type in {None, _REMOTE_IS_SWITCH}:
                 gpus.nvlinks_to_switch[gpu.id] = gpus.nvlinks_to_switch.get(gpu.id, 0) + 1
 
 

@@ -274,7 +274,7 @@ def cpu_spec(facts: HostFacts, package: Package) -> DeviceSpec:
     return DeviceSpec(
         id=f"detected-cpu{package.index}",
         name=facts.cpu_model,
-        kind="cpu",
+        type="cpu",
         peak_dense=peaks,
         cores=figure(package.num_cores, "cores", "CPU affinity and control group limits", "measured"),
         copy_engines=figure(0, "engines", "a CPU's cores copy", "specification"),

@@ -187,7 +187,7 @@ def _add_packages(tree: _HwlocTree, machine: ET.Element) -> None:
         known = find_device(_info(package, "CPUModel") or "")
         if tree.cpu is not None:
             spec = require_device(tree.cpu, "cpu", str(tree.path))
-        elif known is not None and known.kind == "cpu":
+        elif known is not None and known.type == "cpu":
             spec = known
         else:
             spec = generic_cpu(index, max(1, cores[package]), "hwloc's cores")
@@ -209,8 +209,8 @@ def _domains_of(tree: _HwlocTree, element: ET.Element) -> list[int]:
 
 def _num_cores(package: ET.Element, allowed: frozenset[int]) -> int:
     """Cores that may be used; threads where there are none, as in virtual machines."""
-    for kind in ("Core", "PU"):
-        found = list(package.iterfind(f".//object[@type='{kind}']"))
+    for object_type in ("Core", "PU"):
+        found = list(package.iterfind(f".//object[@type='{object_type}']"))
         if found:
             return sum(
                 not allowed or not (own := _bitmap(item.get("cpuset"))) or bool(own & allowed)
@@ -276,8 +276,8 @@ def _add_device(tree: _HwlocTree, device: ET.Element, parent: str, numa: str) ->
         if tree.is_grace and spec.nvlink is not None and spec.nvlink.generation >= _GRACE_NVLINK_GENERATION:
             tree.builder.join(numa, node, catalogue().link_types["nvlink-c2c"])
     elif _is_wanted(tree, device):
-        kind = "nic" if _pci_type(device)[0].startswith(NETWORK) else "disk"
-        node = tree.builder.add_next(kind, kind)
+        object_type = "nic" if _pci_type(device)[0].startswith(NETWORK) else "disk"
+        node = tree.builder.add_next(object_type, object_type)
     else:
         return
     tree.builder.join(parent, node, _link_type(tree, device))
@@ -351,7 +351,7 @@ def _add_nvlinks(tree: _HwlocTree, root: ET.Element, machine: ET.Element) -> Non
             source = "XGMIBandwidth of the hwloc file"
             with readable(f"XGMIBandwidth in {str(tree.path)!r}"):
                 bandwidth = figure(rate_bytes_per_s / 1e9, "GB/s", source, "declared")
-                link_type = LinkType(kind="c2c", bandwidth=bandwidth, latency=latency)
+                link_type = LinkType(technology="c2c", bandwidth=bandwidth, latency=latency)
         else:
             ports = tree.added[node].nvlink
             # Of a GPU that the catalogue lacks, the generation whose bandwidth the rate is a multiple of.
@@ -390,8 +390,8 @@ def _pairs(tree: _HwlocTree, root: ET.Element) -> Iterator[tuple[str, str, float
             continue
         objects = [word for part in matrix.iterfind("indexes") for word in (part.text or "").split()]
         values = [word for part in matrix.iterfind("u64values") for word in (part.text or "").split()]
-        if kind := matrix.get("type"):
-            objects = [f"{kind}:{word}" for word in objects]
+        if object_type := matrix.get("type"):
+            objects = [f"{object_type}:{word}" for word in objects]
         if len(values) != len(objects) ** 2 or not all(word.isdigit() and len(word) < 20 for word in values):
             message = f"{str(tree.path)!r}: {name} has {len(values)} values for {len(objects)} objects"
             raise TopologyError(message, hint="write it again with hwloc")

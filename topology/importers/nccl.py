@@ -152,7 +152,7 @@ def _find_gpus(
     for pci, number in numbers.items():
         vendor, device = hexadecimal(pci.get("vendor")) or 0x10DE, hexadecimal(pci.get("device"))
         spec = find_device(model or PCI_ID_TO_DEVICE.get((vendor, device or 0)) or "")
-        if spec is None or spec.kind != "gpu":
+        if spec is None or spec.type != "gpu":
             spec = require_device(model, "gpu", f"{str(path)!r} (PCI device {pci.get('device', 'unnamed')})")
         specs[pci] = number, spec
     return specs
@@ -217,7 +217,7 @@ def _add_gpu(tree: _NcclTree, pci: ET.Element, numa: str) -> str:
             rate = integer(c2c, "bw", tree.path)
             bandwidth = Figure(value=rate, unit="MB/s", source="c2c of the NCCL topology file")
             latency = catalogue().link_types["nvlink-c2c"].latency
-            link_type = LinkType(kind="c2c", bandwidth=bandwidth, latency=latency)
+            link_type = LinkType(technology="c2c", bandwidth=bandwidth, latency=latency)
         tree.builder.join(numa, node, link_type, integer(c2c, "count", tree.path))
     return node
 
@@ -232,7 +232,7 @@ def _add_nic(tree: _NcclTree, nic: ET.Element | None) -> str:
         latency = catalogue().link_types["infiniband-hdr"].latency
         with readable(f"the network of {node} in {str(tree.path)!r}"):
             bandwidth = Figure(value=speed, unit="Mbit/s", source="speed of the NCCL topology file")
-            link_type = LinkType(kind="network", bandwidth=bandwidth, latency=latency)
+            link_type = LinkType(technology="network", bandwidth=bandwidth, latency=latency)
         tree.builder.join(node, "network0", link_type)
     return node
 

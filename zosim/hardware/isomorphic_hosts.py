@@ -29,8 +29,14 @@ class IsomorphicHosts:
                 joined[one[0]].append((one[1], other[1], key))
 
         for link in topology.links:
-            kind = link.type
-            key = kind.kind, link.bandwidth_bytes_per_s, link.latency_s, kind.duplex, kind.sharing
+            link_type = link.type
+            key = (
+                link_type.technology,
+                link.bandwidth_bytes_per_s,
+                link.latency_s,
+                link_type.duplex,
+                link_type.sharing,
+            )
             join(link.source, link.target, key)
         for entry in topology.measured:
             measured = entry.bandwidth.in_si("bandwidth")
@@ -51,4 +57,4 @@ def _node_key(topology: Topology, name: str) -> Hashable:
     node = topology.node(name)
     figures = (node.capacity, node.bandwidth, node.efficiency)
     sizes = tuple(None if figure is None else (figure.value, figure.unit) for figure in figures)
-    return node.kind, None if node.spec is None else node.spec.id, node.index, sizes
+    return node.type, None if node.spec is None else node.spec.id, node.index, sizes

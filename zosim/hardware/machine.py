@@ -270,7 +270,7 @@ class Machine:
                 capacities.setdefault(name, topology.resources[name].bandwidth_bytes_per_s)
             nearest = min((capacities[name] for name in self.routes[direction]), default=math.inf)
             if min(capacities[name] for name in far[direction]) < nearest:
-                wires[direction] = route.narrowest_kind
+                wires[direction] = route.narrowest_technology
         return replace(
             self,
             capacities=MappingProxyType(capacities),
@@ -300,13 +300,13 @@ class Machine:
             If the profile is of another kind of device.
         """
         spec = topology.device_spec(device)
-        if spec.kind != profile.device_kind:
-            message = f"device {device!r} is a {spec.kind}, the profile is of a {profile.device_kind}"
+        if spec.type != profile.device_type:
+            message = f"device {device!r} is a {spec.type}, the profile is of a {profile.device_type}"
             raise ProfileError(message, hint=f"use a profile of {spec.name}")
         host, memory = topology.host_of(device).id, topology.host_memory(device).id
         cores = f"{host}:cores"
         capacities: dict[str, float] = {cores: float(profile.num_cores)}
-        if spec.kind == "cpu":
+        if spec.type == "cpu":
             declared = topology.resources[memory].bandwidth_bytes_per_s
             measured = profile.values()["elementwise_bandwidth"] if profile.origin == "calibrated" else 0.0
             capacities[memory] = max(declared, measured)
@@ -336,7 +336,7 @@ class Machine:
             MappingProxyType(capacities),
             frozenset(fifo),
             MappingProxyType(taken),
-            MappingProxyType({direction: routes[direction].narrowest_kind for direction in taken}),
+            MappingProxyType({direction: routes[direction].narrowest_technology for direction in taken}),
             kernels=kernels,
             cores=cores,
         )
@@ -365,9 +365,9 @@ class Machine:
             return self._collective(cost, program, instruction, bound)
         if isinstance(instruction.op, Send | Recv):
             return self._message(cost, program, instruction, bound)
-        if self.profile.device_kind == "gpu" and instruction.work.copy_bytes:
+        if self.profile.device_type == "gpu" and instruction.work.copy_bytes:
             return self._flow(cost, instruction.work.copy_bytes, direction, bound)
-        return self._threads(cost) if self.profile.device_kind == "cpu" else self._kernels(cost)
+        return self._threads(cost) if self.profile.device_type == "cpu" else self._kernels(cost)
 
     @staticmethod
     def direction(program: Program, instruction: Instruction) -> CopyDirection:

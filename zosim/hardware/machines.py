@@ -171,7 +171,7 @@ class _Builder:
     ) -> Communicator | None:
         """Return what NCCL knows of GPUs that exchange data over these hops; None where one of them is no GPU."""
         specs = [self._topology.device_spec(device) for device in devices]
-        if any(spec.kind != "gpu" for spec in specs) or len(set(devices)) < len(devices):
+        if any(spec.type != "gpu" for spec in specs) or len(set(devices)) < len(devices):
             return None
         hosts = {self._topology.host_of(device).id for device in devices}
         known = architecture_of(specs[0])
@@ -179,12 +179,14 @@ class _Builder:
             num_ranks=len(devices),
             num_hosts=len(hosts),
             wire="nvlink"
-            if any(self._topology.resources[name].kind == "nvlink" for hop in hops for name, _ in hop.uses)
+            if any(
+                self._topology.resources[name].technology == "nvlink" for hop in hops for name, _ in hop.uses
+            )
             else "pcie",
             generation="volta" if known is None else known.nccl,
             bandwidth_bytes_per_s=bandwidth,
             in_switch_sums=any(
-                node.in_switch_sums for node in self._topology.of_kind("nvswitch") if node.host in hosts
+                node.in_switch_sums for node in self._topology.of_type("nvswitch") if node.host in hosts
             ),
         )
 
@@ -197,7 +199,7 @@ class _Builder:
         """
         hosts: dict[str, list[int]] = {}
         for place, device in enumerate(devices):
-            if self._topology.node(device).kind != "gpu":
+            if self._topology.node(device).type != "gpu":
                 return None
             hosts.setdefault(self._topology.host_of(device).id, []).append(place)
         members = list(hosts.values())
@@ -244,7 +246,7 @@ class _Builder:
     def _hops_between(self, profile: Profile, here: str, there: str) -> _Hops:
         """Return the hop from device to device, and for GPUs that from host memory to host memory, too."""
         direct = self._hop(profile, here, there)
-        if profile.device_kind == "cpu":
+        if profile.device_type == "cpu":
             return (direct,)
         key = here, there
         if key not in self._known.host_hops:
@@ -259,14 +261,14 @@ class _Builder:
         route = topology.route(topology.host_memory(here).id, topology.host_memory(there).id)
         uses = tuple((name, 1.0) for name in route.resource_ids)
         bandwidth = min(route.bandwidth_bytes_per_s, LOOPBACK_BYTES_PER_S)
-        return Hop(MESSAGE_S["cpu"] + route.latency_s, bandwidth, uses, route.narrowest_kind)
+        return Hop(MESSAGE_S["cpu"] + route.latency_s, bandwidth, uses, route.narrowest_technology)
 
     def _over_nvlinks(self, devices: Sequence[str]) -> list[Hop] | None:
         """Return each GPU's sends over the rings of NVLinks that join them all, None where there are none."""
         key = tuple(devices)
         if key not in self._known.board_rings:
             nodes = [self._topology.node(device) for device in devices]
-            is_board = all(node.kind == "gpu" and node.host == nodes[0].host for node in nodes)
+            is_board = all(node.type == "gpu" and node.host == nodes[0].host for node in nodes)
             is_apart = len(set(devices)) == len(devices)
             self._known.board_rings[key] = self._nvlink_hops(key) if is_board and is_apart else None
         return self._known.board_rings[key]
@@ -323,13 +325,13 @@ class _Builder:
         if not by_host:
             for link in self._topology.links:
                 host_of = self._topology.node(link.source).host
-                if link.type.kind == "nvlink" and host_of is not None:
+                if link.type.technology == "nvlink" and host_of is not None:
                     by_host.setdefault(host_of, []).append(link)
         return by_host.get(host, [])
 
     def _is_full(self, profile: Profile, device: str) -> bool:
         """Whether the ranks of a CPU's host have threads for all its cores."""
-        if profile.device_kind != "cpu":
+        if profile.device_type != "cpu":
             return False
         num_ranks = self._num_beside[self._topology.host_of(device).id]
         return num_ranks * profile.num_threads >= profile.num_cores
@@ -342,7 +344,7 @@ class _Builder:
 
     def _looked_up_hop(self, profile: Profile, here: str, there: str) -> Hop:
         topology, message_s = self._topology, profile.values()["message_s"]
-        is_cpu = profile.device_kind == "cpu"
+        is_cpu = profile.device_type == "cpu"
         if here == there or (is_cpu and topology.host_of(here) == topology.host_of(there)):
             bandwidth = profile.values()["loopback_bandwidth"]
             hop = Hop(message_s, bandwidth, core_s_per_byte=1 / bandwidth)
@@ -361,12 +363,12 @@ class _Builder:
         # Sockets of two hosts cost what those of one do, and there they take a core.
         core_s_per_byte = 1 / profile.values()["loopback_bandwidth"] if is_cpu else 0.0
         latency_s = message_s + route.latency_s
-        hop = Hop(latency_s, route.bandwidth_bytes_per_s, uses, narrowest.type.kind, core_s_per_byte)
+        hop = Hop(latency_s, route.bandwidth_bytes_per_s, uses, narrowest.type.technology, core_s_per_byte)
         nccl = None if is_cpu else self._communicator((here, there), [hop], hop.bandwidth_bytes_per_s)
         if nccl is None:
             return hop
         reached = narrowest.type.efficiency
-        if narrowest.type.kind == "nvlink" and reached is not None:
+        if narrowest.type.technology == "nvlink" and reached is not None:
             nominal = hop.bandwidth_bytes_per_s / reached.in_si("ratio")
             nccl = replace(nccl, message_bytes_per_s=nominal * NVLINK_MESSAGE_PART)
         return replace(hop, nccl=nccl)

@@ -83,7 +83,7 @@ class Profiles:
         """
         spec = self.topology.device_spec(device)
         threads = self.num_threads
-        if spec.kind == "cpu" and threads is None and num_ranks > 1:
+        if spec.type == "cpu" and threads is None and num_ranks > 1:
             threads = max(1, spec.num_cores // num_ranks)
         key = (self._isomorphic.representative(device), threads)
         if key not in self._known:
@@ -129,7 +129,7 @@ def profile_for(
         If there is no such device, or it has fewer cores than there are to be threads.
     """
     spec = topology.device_spec(device)
-    if spec.kind == "cpu" and (num_threads or 1) > spec.num_cores:
+    if spec.type == "cpu" and (num_threads or 1) > spec.num_cores:
         raise TopologyError(
             f"{num_threads} threads on {device}, which has {spec.num_cores} cores",
             hint=f"use --threads {spec.num_cores} or less",
@@ -137,7 +137,7 @@ def profile_for(
     sheet = datasheet_profile(topology, device, num_threads=num_threads)
     if path is not None:
         profile = load_profile(path)
-        profile.check_device(device_name=sheet.device_name, device_kind=sheet.device_kind)
+        profile.check_device(device_name=sheet.device_name, device_type=sheet.device_type)
         _warn_if_disturbed(profile)
         return profile
     kept = host_profile_path(sheet.device_name, sheet.num_threads)

@@ -63,7 +63,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class _PlacementKinds:
+class _RankClasses:
     """Kinds of ranks on a placement, and which of them share a host.
 
     Attributes
@@ -85,7 +85,7 @@ class Bounds:
         self._request = request
         self._sketcher = Sketcher(request.config.spec)
         self._isomorphic = IsomorphicHosts(request.hardware.topology)
-        self._sites: dict[tuple[Mesh, Placement], _PlacementKinds] = {}
+        self._sites: dict[tuple[Mesh, Placement], _RankClasses] = {}
         self._paths = KnownPaths()
         self._known: dict[tuple[Placement, int], tuple[Machine, ...]] = {}
 
@@ -94,16 +94,16 @@ class Bounds:
         # Plans of one mesh differ in what ranks do, not in which ranks are alike.
         key = (plan.mesh, plan.placement)
         if key not in self._sites:
-            self._sites[key] = self._kinds(plan)
+            self._sites[key] = self._rank_classes(plan)
         site = self._sites[key]
         machines = self._machines(plan)
         sketches = [self._sketcher.sketch(plan, rank, machines[rank]) for rank in site.ranks]
-        of_kind = [sketch.footprint for sketch in sketches]
+        of_type = [sketch.footprint for sketch in sketches]
         hosts = [
-            HostFootprint.of(host, [rank for rank, _ in members], [of_kind[kind] for _, kind in members])
+            HostFootprint.of(host, [rank for rank, _ in members], [of_type[kind] for _, kind in members])
             for host, members in site.hosts.items()
         ]
-        taken = Footprints(tuple(of_kind), tuple(hosts))
+        taken = Footprints(tuple(of_type), tuple(hosts))
         # The slowest rank holds up all others.
         longest = max(sketches, key=lambda sketch: sketch.period_s)
         lacks = list(self._missing(plan, site, taken))
@@ -133,7 +133,7 @@ class Bounds:
             )
         return self._known[key]
 
-    def _kinds(self, plan: Plan) -> _PlacementKinds:
+    def _rank_classes(self, plan: Plan) -> _RankClasses:
         machines, topology = self._machines(plan), self._request.hardware.topology
         number_of: dict[Hashable, int] = {}
         ranks: list[int] = []
@@ -154,9 +154,9 @@ class Bounds:
                 for rank, kind in members
             )
             alike.setdefault(built, host)
-        return _PlacementKinds(tuple(ranks), {host: tuple(on_host[host]) for host in alike.values()})
+        return _RankClasses(tuple(ranks), {host: tuple(on_host[host]) for host in alike.values()})
 
-    def _shared_s(self, plan: Plan, site: _PlacementKinds, sketches: Sequence[Sketch]) -> float:
+    def _shared_s(self, plan: Plan, site: _RankClasses, sketches: Sequence[Sketch]) -> float:
         """Return the seconds that the fullest resource of any host is busy in a step."""
         machines = self._machines(plan)
         # A shared link is busy for the sum of what its ranks take of it, however they are ordered.
@@ -170,7 +170,7 @@ class Bounds:
             fullest_s = max(fullest_s, *busy_s.values())
         return fullest_s
 
-    def _missing(self, plan: Plan, site: _PlacementKinds, taken: Footprints) -> Iterator[tuple[str, int]]:
+    def _missing(self, plan: Plan, site: _RankClasses, taken: Footprints) -> Iterator[tuple[str, int]]:
         """Yield what of the devices and the hosts does not suffice, in words and in bytes that lack."""
         request, devices = self._request, plan.placement.devices
         for memory, rank in zip(taken.ranks, site.ranks, strict=True):

@@ -361,7 +361,7 @@ class Ranking:
         if key in self._crossings:
             return self._crossings[key]
         profile = self._site.machines[0].profile
-        values, kind, width = profile.values(), profile.device_kind, self._element_bytes
+        values, kind, width = profile.values(), profile.device_type, self._element_bytes
         encode_s = decode_s = size = 0.0
         crossing = [(codecs[0], False)] if cut.endswith(INSIDE) else []
         for name, residual in (*crossing, (codecs[1], True)):

@@ -69,7 +69,7 @@ def about_host_memory(subject: Subject) -> Iterator[str]:
     assumed = [
         node for node in memories.values() if node.bandwidth is not None and node.bandwidth.basis == "assumed"
     ]
-    if assumed and any(topology.node(device).kind == "gpu" for device in devices):
+    if assumed and any(topology.node(device).type == "gpu" for device in devices):
         words = format_bandwidth(assumed[0].bandwidth_bytes_per_s)
         yield f"the bandwidth of {assumed[0].id}, {words}, is assumed: {HOW_TO_STATE_MEMORY}"
 

@@ -168,7 +168,7 @@ def footprint_of(
     return Footprint(
         (*parts, *runtime_parts(profile, moving, bound)),
         tuple(_parts_by_role(buffer for buffer in buffers if buffer.shared)),
-        profile.device_kind == "cpu",
+        profile.device_type == "cpu",
     )
 
 
@@ -230,7 +230,7 @@ def pinning(programs: ProgramSet, profile: Profile) -> Pinning | None:
     Ranks of one host are taken to pin at once without holding each other up, which a system that has one lock for all of its
     memory may not let them.
     """
-    if profile.device_kind != "gpu" or "pin_bandwidth" not in profile.values():
+    if profile.device_type != "gpu" or "pin_bandwidth" not in profile.values():
         return None
     size = max(map(pinned_by, programs.programs))
 

@@ -195,7 +195,7 @@ class Subject:
         for host in self.footprints.hosts:
             devices = [self.plan.placement.devices[rank] for rank in host.ranks]
             # A CPU's ranks are planned for the memory next to them alone.
-            if any(self.topology.node(device).kind != "gpu" for device in devices):
+            if any(self.topology.node(device).type != "gpu" for device in devices):
                 continue
             near = {self.topology.host_memory(device).id for device in devices}
             near_bytes = sum(self.topology.node(memory).memory_bytes for memory in near)

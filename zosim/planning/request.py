@@ -168,13 +168,13 @@ class Request:
     def _refuse_missing_kernel(self) -> None:
         """Refuse products of e4m3 matrices on CPUs, and on GPUs whose data sheet has none, or count on others where that is allowed."""
         low_bits, spec = self.axis(LowBits), self.hardware.topology.device_spec(self.hardware.device)
-        if low_bits.product != "scaled_mm" or (spec.kind == "gpu" and "fp8" in spec.peak_dense):
+        if low_bits.product != "scaled_mm" or (spec.type == "gpu" and "fp8" in spec.peak_dense):
             return
         # Where that is allowed, weights are multiplied as numbers.
         if not low_bits.may_dequantise:
             raise PlanError(
                 f"{spec.name} has no product of e4m3 matrices"
-                + (" (its data sheet states no peak of fp8)" if spec.kind == "gpu" else ""),
+                + (" (its data sheet states no peak of fp8)" if spec.type == "gpu" else ""),
                 hint="use --kernel dequantise, or --activation-format int8-token with an integer format",
             )
         object.__setattr__(
@@ -225,7 +225,7 @@ class Request:
         topology = self.hardware.topology
         near = {topology.host_memory(device).id for device in devices}
         # A GPU's copies reach all NUMA domains; ranks on CPUs are planned for the memory next to them.
-        on_gpus = {topology.node(device).kind for device in devices} == {"gpu"}
+        on_gpus = {topology.node(device).type for device in devices} == {"gpu"}
         listed = [memory.id for memory in topology.memories_of(devices[0])]
         return tuple(memory for memory in listed if on_gpus or memory in near)
 

@@ -226,10 +226,10 @@ def _picks(request: Request, hosts: list[list[str]], per_host: int) -> Iterator[
 def _devices_by_host(request: Request) -> dict[str, list[str]]:
     """Return the devices that ranks may run on, host by host, from the request's own device on."""
     topology = request.hardware.topology
-    kind = topology.node(request.hardware.device).kind
+    device_type = topology.node(request.hardware.device).type
     # GPUs where the request is for one; else the processors.
-    devices = [node.id for node in topology.compute_devices] if kind == "gpu" else []
-    devices = devices or [node.id for node in topology.of_kind("cpu")]
+    devices = [node.id for node in topology.compute_devices] if device_type == "gpu" else []
+    devices = devices or [node.id for node in topology.of_type("cpu")]
     first = devices.index(request.hardware.device)
     hosts: dict[str, list[str]] = {}
     for device in (*devices[first:], *devices[:first]):
@@ -243,7 +243,7 @@ def _check_devices(request: Request) -> None:
     num_ranks = (
         request.max_ranks if request.config.given("mesh") is None else request.config.given("mesh").world_size
     )
-    if request.hardware.topology.node(request.hardware.device).kind == "gpu" and num_ranks > num_devices:
+    if request.hardware.topology.node(request.hardware.device).type == "gpu" and num_ranks > num_devices:
         raise PlanError(
             f"{num_ranks} ranks need {num_ranks} GPUs, and {request.hardware.name} has {num_devices}",
             hint=f"use --ranks {num_devices} or less, or a smaller --mesh",

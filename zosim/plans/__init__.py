@@ -19,7 +19,7 @@ from costmodel.storage import DenseStorage
 from topology.errors import PlanError
 from topology.limits import Extent
 from topology.validation import readable
-from zosim.documents import Document, DocumentKind
+from zosim.documents import Document, DocumentType
 from zosim.plans.directions import Directions
 from zosim.plans.estimator import Estimator
 from zosim.plans.forward import ForwardPass
@@ -81,7 +81,7 @@ class Plan(Axis, Document):
         Tokens per sequence, padding included.
     """
 
-    document: ClassVar = DocumentKind(
+    document: ClassVar = DocumentType(
         "plan", PLAN_VERSION, 1, PlanError, "make one with `zosim plan ... -o plan.json`"
     )
 

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from topology.errors import ProgramError
 from topology.renamed import with_present_names
 from topology.validation import readable
-from zosim.documents import Document, DocumentKind, json_by_lines
+from zosim.documents import Document, DocumentType, json_by_lines
 from zosim.program.instructions import PARTS, Access, Buffer, Instruction, Part
 
 PROGRAM_VERSION: Literal[2] = 2
@@ -45,7 +45,7 @@ OLDEST_VERSION = 1
 """Of the files that can be read. In version 1, what an operand holds stood in two fields, ``what`` and ``point``."""
 
 
-PROGRAM_FILE = DocumentKind(
+PROGRAM_FILE = DocumentType(
     "program", PROGRAM_VERSION, OLDEST_VERSION, ProgramError, "write one with `zosim lower plan.json`"
 )
 

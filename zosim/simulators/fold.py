@@ -51,7 +51,7 @@ from zosim.simulators.world import Group, Template, World
 @without_garbage_collection()
 def fold(world: World) -> World:
     """Return a world of one rank for each class of those that behave alike, the first of each."""
-    plain = _RankKinds(world)
+    plain = _RankClasses(world)
     partition = _refined(world, plain)
     # The first rank of each colour stands for all of it.
     first = {colour: rank for rank, colour in reversed(list(enumerate(partition.ranks)))}
@@ -82,12 +82,12 @@ class _Partition:
     resources: dict[str, int]
 
 
-class _RankKinds:
+class _RankClasses:
     """What of each rank matters: its activities' numbers, and the resources that can limit them.
 
     Attributes
     ----------
-    kind : list of int
+    rank_class : list of int
         Equal for ranks that differ in the names of their resources alone.
     resources : list of tuple of str
         Of each rank, in an order that is the same for ranks of equal kinds.
@@ -96,7 +96,7 @@ class _RankKinds:
     def __init__(self, world: World) -> None:
         self._numbers: dict[Hashable, int] = {}
         known: dict[Hashable, tuple[int, tuple[int, ...]]] = {}
-        self.kind: list[int] = []
+        self.rank_class: list[int] = []
         self.resources: list[tuple[str, ...]] = []
         for rank in range(world.size):
             listed = world.resources[rank]
@@ -104,12 +104,12 @@ class _RankKinds:
             limiting = tuple(number for number, name in enumerate(listed) if name in world.capacities)
             key = world.template_of[rank], limiting
             if key not in known:
-                known[key] = self._kind(world.template(rank), limiting)
-            kind, places = known[key]
-            self.kind.append(kind)
+                known[key] = self._rank_class(world.template(rank), limiting)
+            rank_class, places = known[key]
+            self.rank_class.append(rank_class)
             self.resources.append(tuple(listed[place] for place in places))
 
-    def _kind(self, template: Template, limiting: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    def _rank_class(self, template: Template, limiting: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         """Return the number of a kind, and the places of the resources that it uses."""
         by_name = {template.resources[number]: number for number in limiting}
         order: dict[str, int] = {}
@@ -131,7 +131,7 @@ class _RankKinds:
         return number, tuple(by_name[name] for name in order)
 
 
-def _refined(world: World, plain: _RankKinds) -> _Partition:
+def _refined(world: World, plain: _RankClasses) -> _Partition:
     """Return the coarsest partition in which equals see equals."""
     users: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for rank, names in enumerate(plain.resources):
@@ -144,8 +144,10 @@ def _refined(world: World, plain: _RankKinds) -> _Partition:
     partition = _Partition(
         _numbered(
             [
-                (kind, rank if rank in apart else -1, tuple(map(names.index, names)), places[rank])
-                for rank, (kind, names) in enumerate(zip(plain.kind, plain.resources, strict=True))
+                (rank_class, rank if rank in apart else -1, tuple(map(names.index, names)), places[rank])
+                for rank, (rank_class, names) in enumerate(
+                    zip(plain.rank_class, plain.resources, strict=True)
+                )
             ]
         ),
         dict(
@@ -176,7 +178,7 @@ def _places(world: World) -> list[tuple[int, ...]]:
 
 
 def _finer(
-    world: World, plain: _RankKinds, users: dict[str, list[tuple[int, int]]], partition: _Partition
+    world: World, plain: _RankClasses, users: dict[str, list[tuple[int, int]]], partition: _Partition
 ) -> _Partition:
     # A resource sees the colours of those who use it, and as which of their resources.
     seen_by_resource = [
@@ -208,7 +210,7 @@ def _numbered(keys: Sequence[Hashable]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
 
 
-def _multiplied(world: World, plain: _RankKinds, partition: _Partition, rank: int) -> Template:
+def _multiplied(world: World, plain: _RankClasses, partition: _Partition, rank: int) -> Template:
     """Return a rank's template in which it takes what all of its class take of each resource."""
     template, names = world.template(rank), plain.resources[rank]
     own = dict(zip(template.resources, world.resources[rank], strict=True))

@@ -126,7 +126,7 @@ def test_what_a_message_costs_is_what_it_and_work_take_longer_together(monkeypat
 def test_processes_measure_what_they_take_from_each_other():
     threads = torch.get_num_threads()
     machine = detect()
-    profile = with_crowded_cores(datasheet_profile(machine, machine.of_kind("cpu")[0].id), crowded_cores())
+    profile = with_crowded_cores(datasheet_profile(machine, machine.of_type("cpu")[0].id), crowded_cores())
     slowdown, wait, lost = (
         profile.constant(name) for name in ("ranks_slowdown", "busy_latency_s", "busy_core_s")
     )

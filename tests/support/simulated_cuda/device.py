@@ -33,7 +33,7 @@ _ALLOCATOR_BYTES = 512
 """The caching allocator hands out multiples of so many."""
 
 Kind = Literal["device", "pinned", "host"]
-FindingKind = Literal["race", "freed", "captured", "pool"]
+FindingType = Literal["race", "freed", "captured", "pool"]
 
 
 class Stream:
@@ -213,7 +213,7 @@ class Finding:
         The program's instruction that was being issued.
     """
 
-    kind: FindingKind
+    kind: FindingType
     what: str
     instruction: str | None
 
@@ -592,7 +592,7 @@ class Device:
                     f"nothing orders that after the {kind} of {other.agent} in {other.what}",
                 )
 
-    def report(self, kind: FindingKind, what: str) -> None:
+    def report(self, kind: FindingType, what: str) -> None:
         self.findings.append(Finding(kind, what, self.host.instruction))
 
 

@@ -12,7 +12,7 @@ from topology.graph import Topology
 from topology.schema import DeviceSpec, Link, Node
 from topology.units import format_bandwidth, format_bytes
 
-LeverKind = Literal["link", "compute", "device memory bandwidth", "host memory bandwidth", "memory"]
+LeverType = Literal["link", "compute", "device memory bandwidth", "host memory bandwidth", "memory"]
 
 # Pairs of a large mesh are alike; these suffice to see every kind of link between its devices.
 _MAX_PAIRS = 64
@@ -33,7 +33,7 @@ class Lever:
         From a topology and a factor to the topology in which every such figure is multiplied.
     """
 
-    kind: LeverKind
+    kind: LeverType
     name: str
     now: str
     apply: Callable[[Topology, float], Topology]

@@ -177,7 +177,7 @@ def share_of(topology: Topology, num_devices: int) -> Topology:
     held = Counter(memory_of[device] for device in devices[:num_devices])
 
     def shared(node: Node) -> Node:
-        memory = node.id if node.kind == "memory" else memory_of.get(node.id)
+        memory = node.id if node.type == "memory" else memory_of.get(node.id)
         if memory is None or node.id in devices:
             return node
         share = max(held[memory] / total[memory] if total[memory] else 0.0, _NOTHING)

@@ -94,8 +94,8 @@ class Anonymous:
         counted: Counter[str] = Counter()
         names = {}
         for node in nodes:
-            names[node.id] = f"{node.kind}{counted[node.kind]}"
-            counted[node.kind] += 1
+            names[node.id] = f"{node.type}{counted[node.type]}"
+            counted[node.type] += 1
         return names
 
     @cached_property

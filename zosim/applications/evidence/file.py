@@ -248,7 +248,7 @@ def check(evidence: Evidence) -> tuple[CheckedStatement, ...]:
         If plan, programs, profile and topology do not belong together.
     """
     spec = evidence.topology.device_spec(evidence.plan.placement.devices[0])
-    evidence.profile.check_device(device_name=spec.name, device_kind=spec.kind)
+    evidence.profile.check_device(device_name=spec.name, device_type=spec.type)
     return (
         *_compared(
             "predicted",
@@ -319,7 +319,7 @@ def evidence_of(run: str | Path, subject: Subject) -> Evidence:
     directory = Path(run)
     header = run_header(directory)
     profile, threads = subject.profile, int(header["num_threads"])
-    if profile.device_kind == "cpu" and profile.num_threads != threads:
+    if profile.device_type == "cpu" and profile.num_threads != threads:
         raise EvidenceError(
             f"the run had {threads} threads, the profile is for {profile.num_threads}",
             hint=f"--threads {threads}, or a profile that was calibrated with so many",

@@ -20,7 +20,7 @@ from zosim.timeline import Span, Timeline
 OVERLAP = 0.05
 """Part of a span beside which another stream may have run before the span counts as contended."""
 
-_Kind = tuple[str, Work, CopyDirection]
+_CopyType = tuple[str, Work, CopyDirection]
 
 
 def learned(paths: Sequence[str | Path]) -> tuple[Profile, FitReport]:
@@ -122,14 +122,14 @@ def measurements_of_spans(
 
 def _grouped(
     timeline: Timeline, program_set: ProgramSet, profile: Profile
-) -> dict[_Kind, tuple[str, list[tuple[float, bool]]]]:
+) -> dict[_CopyType, tuple[str, list[tuple[float, bool]]]]:
     """Return the steady spans by what they do: a name, and for each its seconds and whether it ran alone."""
-    groups: dict[_Kind, tuple[str, list[tuple[float, bool]]]] = {}
+    groups: dict[_CopyType, tuple[str, list[tuple[float, bool]]]] = {}
     num_ranks = program_set.world_size
     spans = [span for rank in timeline.ranks for span in timeline.steady_spans(rank)]
     programs = {rank: program_set.program_of(rank) for rank in timeline.ranks}
     by_id = {rank: {item.id: item for item in program.step} for rank, program in programs.items()}
-    for span, is_alone in _with_company(spans, is_cpu=profile.device_kind == "cpu"):
+    for span, is_alone in _with_company(spans, is_cpu=profile.device_type == "cpu"):
         program, instruction = programs[span.rank], by_id[span.rank][span.instruction]
         waits = num_ranks > 1 and (instruction.work.link_bytes or instruction.stream == Stream.LINK)
         if not waits and _has_work(instruction.work):

@@ -57,7 +57,7 @@ class SystemCode:
             before = profile.constant(name)
             spread = {"value": seconds, "low": 0.7 * seconds, "high": 1.5 * seconds}
             changed.append(before.model_copy(update={**spread, "source": "the code that was measured"}))
-        if self.widens_half and profile.device_kind == "cpu":
+        if self.widens_half and profile.device_type == "cpu":
             wide = profile.constant("matmul_rate.float32")
             changed.append(wide.model_copy(update={"name": "matmul_rate.float16"}))
         return profile.with_constants(*changed, origin=profile.origin) if changed else profile

@@ -30,7 +30,7 @@ def kernel(row: MeasuredRow, site: Site) -> Forecast:
         If its format is none that computes, or heads are not shared evenly.
     """
     work, profile = WORKS[row["kind"]](row), site.burst_profile
-    return bounded(lambda bound: device_s(estimate(work, profile, bound=bound), profile.device_kind))
+    return bounded(lambda bound: device_s(estimate(work, profile, bound=bound), profile.device_type))
 
 
 def _matmul(row: MeasuredRow) -> Work:

@@ -154,7 +154,7 @@ _MATTERS = 0.001
 
 def _seconds(measurement: Measurement, profile: Profile) -> float:
     cost = estimate(measurement.work, profile, direction=measurement.direction)
-    return device_s(cost, profile.device_kind)
+    return device_s(cost, profile.device_type)
 
 
 def _as_profile(fitted: Profile, site: Site, lessons: Sequence[Lesson]) -> Profile:

@@ -48,7 +48,7 @@ def copy(row: MeasuredRow, site: Site) -> Forecast:
     copied: CopyDirection = "h2d" if direction == "h2d" else "d2h"
     work, profile = copy_work(size_bytes), site.profile
     return bounded(
-        lambda bound: device_s(estimate(work, profile, bound=bound, direction=copied), profile.device_kind)
+        lambda bound: device_s(estimate(work, profile, bound=bound, direction=copied), profile.device_type)
     )
 
 

@@ -62,7 +62,7 @@ def outcome(row: MeasuredRow, sites: Sites) -> Forecast | str:
     try:
         site = sites.of(row["hardware"])
         is_float8 = _multiplies(row) and row.dtype == "float8_e4m3"
-        if is_float8 and site.device.kind == "gpu" and not multiplies_float8(site.device):
+        if is_float8 and site.device.type == "gpu" and not multiplies_float8(site.device):
             return f"{site.device.name} has no units for floats of 8 bits, and torch does not multiply them there"
         missing = {column: value for column, value in _likely(row["kind"], site).items() if not row[column]}
         said = predictor(MeasuredRow({**row.fields, **missing}, row.where), site)
@@ -96,7 +96,7 @@ def _likely(kind: str, site: Site) -> dict[str, str]:
     if kind not in _ANY_FORMAT:
         device = site.device
         on_gpu = "bfloat16" if "bf16" in device.peak_dense else "float16"
-        likely["dtype"] = on_gpu if device.kind == "gpu" else "float32"
+        likely["dtype"] = on_gpu if device.type == "gpu" else "float32"
     if kind in COLLECTIVES:
         likely["ranks"] = str(len(site.devices))
     return likely

@@ -96,7 +96,7 @@ def _about_headroom(subject: Subject) -> Iterator[str]:
     taken = subject.footprints
     spec = subject.topology.device_spec(subject.plan.placement.devices[taken.largest_rank])
     device_bytes = spec.memory_bytes
-    if spec.kind == "gpu" and taken.largest.device_bytes > device_bytes:
+    if spec.type == "gpu" and taken.largest.device_bytes > device_bytes:
         yield f"memory for {format_bytes(taken.largest.device_bytes)} on a device of {format_bytes(device_bytes)}"
 
 
