@@ -23,7 +23,13 @@ from topology.schema import DeviceSpec, LinkType
 from topology.validation import FrozenModel, Location, did_you_mean, readable
 
 FORMAT_VERSION = 1
-RENAMED: Mapping[str, str] = {}
+RENAMED: Mapping[str, str] = {
+    "nodes.kind": "type",
+    "devices.*.kind": "type",
+    "link_types.*.kind": "technology",
+    "links.kind": "technology",
+    "links.type.kind": "technology",
+}
 """Keys and values of topology files that were renamed (:mod:`topology.renamed`)."""
 
 _LINK_KEYS = frozenset({"id", "source", "target", "count", "type"})

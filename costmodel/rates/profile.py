@@ -35,6 +35,7 @@ RENAMED: Mapping[str, str] = {
     "constants.name=draw_rate.*": "sampling_rate.*",
     "constants.name=shared_draw_part*": "shared_sampling_part*",
     "constants.name=pace_part.draws": "pace_part.sampling",
+    "device_kind": "device_type",
 }
 """Fields, and names of constants, that were renamed of a profile (:mod:`topology.renamed`)."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from topology import documents
@@ -48,3 +50,12 @@ def test_a_topology_file_may_have_earlier_names_but_not_both(monkeypatch):
     assert loads(old) == loads(text)
     with pytest.raises(TopologyError, match="called: unknown key"):
         loads(text + "called: pc\n")
+
+
+def test_files_that_call_types_kinds_are_read() -> None:
+    present = dump(load_preset("rtx4090-2x"))
+    types = r"\btype: (?=host|numa|cpu|memory|pcie_|gpu|nvswitch|nic|network|disk)"
+    old = re.sub(types, "kind: ", present).replace("technology: ", "kind: ")
+    assert "kind: gpu" in old
+    assert "kind: pcie" in old
+    assert loads(old) == loads(present)

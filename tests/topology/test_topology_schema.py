@@ -58,7 +58,7 @@ def test_a_file_written_back_is_the_same_machine():
         ("target: gpu0", "target: gpu1", r"names the unknown node 'gpu1' \(line 18\)", "did you mean 'gpu0'"),
         ("id: dram0", "id: gpu0", r"two nodes have the id 'gpu0' \(line 15\)", None),
         ("spec: toy", "spec: toyy", r"line 15.*unknown device 'toyy'", "did you mean 'toy'"),
-        ("spec: toy", "spec: epyc-7763", "needs the specification of a gpu.*kind cpu", "catalogue"),
+        ("spec: toy", "spec: epyc-7763", "needs the specification of a gpu.*type cpu", "catalogue"),
         ("type: numa, host: host0", "type: numa, host: hostO", r"unknown host 'hostO' \(line 13\)", "did you mean 'host0'"),
         ("type: numa, host: host0", "type: numa", "'numa0' of type numa needs its host", None),
         ("type: gpu, host", "type: gpus, host", "must be one of", "did you mean 'gpu'"),

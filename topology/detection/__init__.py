@@ -82,7 +82,7 @@ def _add_gpus(builder: MachineBuilder, gpus: Gpus, root: Path, numas: dict[int, 
         if domain not in numas:
             # A virtual machine that hides its PCI tree reports -1 or nothing.
             builder.notes.append("The NUMA domain of the GPUs is hidden; the first is assumed.")
-        fields = {"type": "gpu", "index": gpu.index, "spec": gpu.spec}
+        fields = {"node_type": "gpu", "index": gpu.index, "spec": gpu.spec}
         endpoints.append(Endpoint(gpu.id, fields, gpu.link_type, numas.get(domain, first)))
     attach(builder, endpoints, gpus.levels)
     ports = gpus.devices[0].spec.nvlink

@@ -344,9 +344,9 @@ def build_matrix(
     first_spec = next(iter(specs.values()))
     endpoints = []
     for device in matrix.devices:
-        fields = {"type": "nic"}
+        fields = {"node_type": "nic"}
         if device in specs:
-            fields = {"type": "gpu", "index": _number(device[3:], "GPUs"), "spec": specs[device]}
+            fields = {"node_type": "gpu", "index": _number(device[3:], "GPUs"), "spec": specs[device]}
         # The slot of an adapter is taken to be as that of the first GPU.
         slot = connector_type(specs.get(device, first_spec))
         endpoints.append(Endpoint(device.lower(), fields, slot, numas[domain_of[device]]))
