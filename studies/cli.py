@@ -52,7 +52,7 @@ STUDIES = (
     Study("reading_predictions", "what a predicted step says, and what it does not", has_exercise=True),
     Study("distzo2_ranks", "what several ranks share, and what each does again", has_exercise=True),
     Study("proof_against_code", "reading a proof against code, and breaking one", has_exercise=True),
-    Study("where_to_cut", "stages: what crosses, and what bits do to a gradient", has_exercise=True),
+    Study("where_to_split", "stages: what crosses, and what bits do to a gradient", has_exercise=True),
     Study("rounding", "how far a restore drifts, and which updates leave a trace, by format"),
     Study("prediction", "predicted against measured on this machine (minutes)"),
     Study("scale", "how long predicting a thousand GPUs takes, beside plain simpy (minutes)"),

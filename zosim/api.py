@@ -96,9 +96,9 @@ def plan(
     """
     from costmodel.models.configs import read_model_spec
     from topology.hardware import resolve as topology_named
-    from zosim.planning.cuts import cutting_of
     from zosim.planning.request import Hardware as PlannedHardware
     from zosim.planning.resolve import resolve
+    from zosim.planning.split_options import split_options_of
 
     options = config_of(PlanOptions, settings)
     tuned = tuned_by(options.adapters.tuned, *adapters_of(options.adapters))
@@ -107,9 +107,9 @@ def plan(
     spec = read_model_spec(model, trainable=tuned)
     config = merge(PlanConfig(model=spec), options.plan)
     measured = None if densities is None else Path(densities)
-    cutting = cutting_of(model, config.split, densities=measured, tuned=tuned)
+    split_options = split_options_of(model, config.split, densities=measured, tuned=tuned)
     decisions: list[Decision] = []
-    resolve(config, machine, cutting, on_decision=decisions.append)
+    resolve(config, machine, split_options, on_decision=decisions.append)
     return decisions[0]
 
 

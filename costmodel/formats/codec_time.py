@@ -198,7 +198,7 @@ def fit_codec_profile(measured: Sequence[tuple[CodecWork, float]], source: str) 
 
 
 @dataclass(frozen=True, slots=True)
-class CutLink:
+class BoundaryLink:
     """What a tensor crosses: a link, between processors that take as long as `profile` says."""
 
     bandwidth_bytes_per_s: float
@@ -223,7 +223,7 @@ class Crossing:
 
 
 def crossing(
-    spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics, over: CutLink
+    spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics, over: BoundaryLink
 ) -> Crossing:
     """Return what crossing a link with this codec takes."""
     size = message_bytes(spec, shape, element_bytes, stats)
@@ -238,7 +238,7 @@ def crossing(
 
 
 def fastest_crossing(
-    spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics, over: CutLink
+    spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics, over: BoundaryLink
 ) -> Crossing:
     """Return the crossing with the encoding that is fastest for the numbers that `spec` makes.
 

@@ -32,7 +32,7 @@ class TensorSymbols(BaseModel):
     entropy_bits: float | None = Field(default=None, ge=0, le=8)
 
 
-class CutSymbols(BaseModel):
+class BoundarySymbols(BaseModel):
     """What is known of the tensors that cross one cut.
 
     Attributes
@@ -156,13 +156,13 @@ def activation_statistics(
 
 
 def crossing_statistics(
-    known: CutSymbols | None, shape: Sequence[int], *, bits: int, is_beside: bool
+    known: BoundarySymbols | None, shape: Sequence[int], *, bits: int, is_beside: bool
 ) -> SymbolStatistics:
     """Return the statistics of a tensor that crosses a cut of which this is known; None counts all symbols alike.
 
     Parameters
     ----------
-    known : CutSymbols or None
+    known : BoundarySymbols or None
     shape : sequence of int
     bits : int
     is_beside : bool

@@ -24,7 +24,7 @@ from pydantic import (
 
 from costmodel.formats.stored_quantization import StoredQuantization, stored_quantization
 from costmodel.models.families import FAMILIES, FamilyConfig
-from costmodel.models.groups import ParameterEntry, cut_blocks_inside, group_parameters
+from costmodel.models.groups import ParameterEntry, group_parameters, split_blocks_inside
 from costmodel.models.model_spec import ModelSpec, Part, segments_of
 from topology.errors import ModelError, UnknownFamily
 from topology.limits import Extent, Seed
@@ -126,7 +126,7 @@ def shipped_models() -> tuple[str, ...]:
 
 
 def read_model_spec(
-    source: str | Path, *, trainable: Trainable = "all", cut_blocks: tuple[int, ...] = ()
+    source: str | Path, *, trainable: Trainable = "all", split_blocks: tuple[int, ...] = ()
 ) -> ModelSpec:
     """Return what is known of a model from its configuration.
 
@@ -137,7 +137,7 @@ def read_model_spec(
         ``config.json``, a ``config.json``, or a JSON file written by ``ModelSpec.model_dump_json``.
     trainable : "all", "matrices", "linears", LoRA or Prefix
         What is perturbed and updated.
-    cut_blocks : tuple of int
+    split_blocks : tuple of int
         Blocks that become two segments, cut at the input of the MLP's second linear.
 
     Raises
@@ -151,13 +151,13 @@ def read_model_spec(
         path = path / CONFIG_NAME
     if not path.is_file():
         name = _shipped_name(str(source))
-        return spec_of_config(_shipped()[name], name=name, trainable=trainable, cut_blocks=cut_blocks)
+        return spec_of_config(_shipped()[name], name=name, trainable=trainable, split_blocks=split_blocks)
     loaded = read_json_object(path, "model's configuration", ModelError)
     if "groups" in loaded:
-        return _saved_spec(loaded, path, trainable, cut_blocks)
+        return _saved_spec(loaded, path, trainable, split_blocks)
     name = path.parent.name if path.name == CONFIG_NAME else path.stem
     return spec_of_config(
-        loaded, name=name or str(path), trainable=trainable, cut_blocks=cut_blocks, source=str(path)
+        loaded, name=name or str(path), trainable=trainable, split_blocks=split_blocks, source=str(path)
     )
 
 
@@ -191,7 +191,7 @@ def spec_of_config(
     *,
     name: str,
     trainable: Trainable = "all",
-    cut_blocks: tuple[int, ...] = (),
+    split_blocks: tuple[int, ...] = (),
     source: str | None = None,
 ) -> ModelSpec:
     """Return the :class:`ModelSpec` of a configuration given as a mapping.
@@ -200,7 +200,7 @@ def spec_of_config(
     ----------
     config : mapping
     name : str
-    trainable, cut_blocks
+    trainable, split_blocks
         As of :func:`read_model_spec`.
     source : str, optional
         Where it was read, for messages.
@@ -228,16 +228,16 @@ def spec_of_config(
         entries = _with_prefixes(tensors, (num_prefix_tokens, arch.num_key_value_heads * arch.head_dim))
     else:
         entries = _entries(tensors, trainable)
-    cut = tuple(sorted(set(cut_blocks)))
-    if not arch.is_causal and (num_prefix_tokens or cut):
+    split = tuple(sorted(set(split_blocks)))
+    if not arch.is_causal and (num_prefix_tokens or split):
         what = "a prefix" if num_prefix_tokens else "a cut inside a block"
         message = f"model {name} is a masked language model: {what} is not for it"
         hint = "tune all of it or LoRA adapters" if num_prefix_tokens else "cut between its blocks"
         raise ModelError(message, hint=hint)
-    segments_of(arch.num_blocks, cut)
+    segments_of(arch.num_blocks, split)
     # Sizes that are possible one by one may have a product that no dimension of a tensor has.
     with readable(f"a tensor of {source or name}", ModelError):
-        groups = group_parameters(cut_blocks_inside(entries, cut, norm_after_mlp=arch.norm_after_mlp))
+        groups = group_parameters(split_blocks_inside(entries, split, norm_after_mlp=arch.norm_after_mlp))
     return ModelSpec(
         name=name,
         family=family.family,
@@ -246,7 +246,7 @@ def spec_of_config(
         adapter_shapes=tuple((inputs, outputs) for outputs, inputs in adapters),
         adapter_lazy_steps=(lora.lazy_steps or 0) if lora else 0,
         num_prefix_tokens=num_prefix_tokens,
-        cut_blocks=cut,
+        split_blocks=split,
         groups=groups,
         stored=stored_quantization(config, source or name),
         checkpoint_dtype=family.checkpoint_dtype,
@@ -340,11 +340,11 @@ def _adapted_linears(tensors: Iterable[ParameterEntry], lora: LoRA, name: str) -
 
 
 def _saved_spec(
-    loaded: dict[str, Any], path: Path, trainable: Trainable, cut_blocks: tuple[int, ...]
+    loaded: dict[str, Any], path: Path, trainable: Trainable, split_blocks: tuple[int, ...]
 ) -> ModelSpec:
     with readable(f"the model specification {path}", ModelError, model=ModelSpec):
         spec = ModelSpec.model_validate(loaded)
-    if cut_blocks and spec.cut_blocks != cut_blocks:
+    if split_blocks and spec.split_blocks != split_blocks:
         message = f"{path} is a saved model specification, which already states which blocks are cut"
         raise ModelError(message, hint="make it from the model's configuration")
     if trainable != "all":

@@ -48,22 +48,22 @@ SECOND_LINEARS = ("fc2", "c_proj", "down_proj")
 """What families call the linear that the MLP's activation goes into; GPT-2 has another ``c_proj`` in its attention."""
 
 
-def cut_blocks_inside(
-    entries: Iterable[ParameterEntry], cut_blocks: Iterable[int], *, norm_after_mlp: bool
+def split_blocks_inside(
+    entries: Iterable[ParameterEntry], split_blocks: Iterable[int], *, norm_after_mlp: bool
 ) -> Iterator[ParameterEntry]:
     """Yield `entries` with the parameters of some blocks shared out between their two halves.
 
     Parameters
     ----------
     entries : iterable of ParameterEntry
-    cut_blocks : iterable of int
+    split_blocks : iterable of int
     norm_after_mlp : bool
         Whether the block's last norm comes after the MLP (OPT-350M) rather than before it.
     """
-    cut = {block_segment(i) for i in cut_blocks}
+    split = {block_segment(i) for i in split_blocks}
     behind = {*SECOND_LINEARS, "final_layer_norm"} if norm_after_mlp else {*SECOND_LINEARS}
     for entry in entries:
-        if entry.segments[0] not in cut:
+        if entry.segments[0] not in split:
             yield entry
             continue
         parts = set(entry.name.split("."))

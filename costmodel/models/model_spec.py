@@ -44,7 +44,7 @@ def block_index(segment: str) -> int:
 
 
 @cache
-def segments_of(num_blocks: int, cut_blocks: tuple[int, ...] = ()) -> tuple[str, ...]:
+def segments_of(num_blocks: int, split_blocks: tuple[int, ...] = ()) -> tuple[str, ...]:
     """Return the segments of a model in execution order.
 
     Raises
@@ -52,14 +52,14 @@ def segments_of(num_blocks: int, cut_blocks: tuple[int, ...] = ()) -> tuple[str,
     ModelError
         If a block to be cut does not exist.
     """
-    unknown = [i for i in cut_blocks if not 0 <= i < num_blocks]
+    unknown = [i for i in split_blocks if not 0 <= i < num_blocks]
     if unknown:
         message = f"there is no block {unknown[0]} to cut: blocks run from 0 to {num_blocks - 1}"
         raise ModelError(message)
     segments = [EMBED]
     for i in range(num_blocks):
         name = block_segment(i)
-        segments += [name + FRONT, name + BACK] if i in cut_blocks else [name]
+        segments += [name + FRONT, name + BACK] if i in split_blocks else [name]
     return (*segments, HEAD)
 
 
@@ -161,7 +161,7 @@ class ModelSpec(BaseModel):
         Steps after which what adapters have learnt is closed as an increment, and compacted with the others; 0 where it never is.
     num_prefix_tokens : int
         Virtual tokens that each block's attention sees before the real ones, 0 where there are none.
-    cut_blocks : tuple of int
+    split_blocks : tuple of int
         Blocks that are two segments, in ascending order.
     groups : tuple of ParameterGroup
         In registration order.
@@ -197,7 +197,7 @@ class ModelSpec(BaseModel):
     adapter_shapes: tuple[tuple[Extent, Extent], ...] = ()
     adapter_lazy_steps: ElementsOrNone = 0
     num_prefix_tokens: ElementsOrNone = 0
-    cut_blocks: tuple[NonNegativeInt, ...] = ()
+    split_blocks: tuple[NonNegativeInt, ...] = ()
     groups: tuple[ParameterGroup, ...]
     stored: StoredQuantization | None = None
     checkpoint_dtype: StorageFormat | None = None
@@ -223,7 +223,7 @@ class ModelSpec(BaseModel):
     @property
     def segments(self) -> tuple[str, ...]:
         """Segment names in execution order."""
-        return segments_of(self.num_blocks, self.cut_blocks)
+        return segments_of(self.num_blocks, self.split_blocks)
 
     @property
     def num_parameters(self) -> int:

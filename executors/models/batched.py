@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from costmodel.models.model_spec import EMBED, HEAD, block_index
 from executors.labels import IGNORED_LABEL
 from executors.models.lora import block_linears, joined_factors
-from executors.models.model import Batch, CutModel
+from executors.models.model import Batch, SegmentedModel
 from executors.models.packing import LEAST_SAVED, Packing, pack, packed_attention
 from executors.models.recording_blocks import StepCache
 from executors.models.transformers_interface import attention_by, register_attention, states_of
@@ -81,7 +81,7 @@ class _Narrowing:
         return slice(begin, end)
 
 
-class BatchedModel(CutModel):
+class BatchedModel(SegmentedModel):
     """A cut model that also runs its segments at several points at once.
 
     Parameters
@@ -89,7 +89,7 @@ class BatchedModel(CutModel):
     model : torch.nn.Module
         Whose tuned parameters are weights of linears of its blocks, or the ``B`` of adapters beside them whose ``A`` stays.
     **options
-        As of :class:`CutModel`.
+        As of :class:`SegmentedModel`.
 
     Raises
     ------

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from costmodel.models.model_spec import ParameterGroup
 from executors.models.batched import BatchedModel
 from executors.models.halves import Handed
-from executors.models.model import Batch, CutModel, LossDType, Objective, TextObjective
+from executors.models.model import Batch, LossDType, Objective, SegmentedModel, TextObjective
 from executors.models.parameters import NamedTensor
 from executors.models.quantised import make_layers_quantizable
 from executors.models.recording_blocks import StepCache
@@ -22,7 +22,7 @@ from zosim.plans import Plan
 class ForwardEngine(Protocol):
     """Runs segments of a model at the weights that its tensors currently hold.
 
-    :class:`executors.models.model.CutModel` is one, by running the model's own modules. Before a segment runs at an
+    :class:`executors.models.model.SegmentedModel` is one, by running the model's own modules. Before a segment runs at an
     evaluation point, the interpreter lets the tensors that the segment reads hold that point's weights
     (:meth:`NamedTensor.hold`).
 
@@ -97,11 +97,11 @@ def engine_for(
                 hint="leave --objective out, or use --weights serial or copies",
             )
         return BatchedModel(model, loss_dtype=loss_dtype, autocast_dtype=autocast_dtype)
-    return CutModel(
+    return SegmentedModel(
         model,
         loss_dtype=loss_dtype,
         loss_chunk_tokens=plan.forward.loss_chunk_tokens,
         autocast_dtype=autocast_dtype,
         objective=objective,
-        cut_blocks=plan.model.cut_blocks,
+        split_blocks=plan.model.split_blocks,
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from costmodel.models.groups import ParameterEntry, cut_blocks_inside, group_parameters
+from costmodel.models.groups import ParameterEntry, group_parameters, split_blocks_inside
 from costmodel.models.model_spec import (
     BACK,
     EMBED,
@@ -69,7 +69,7 @@ def _concerns_a_user(record: logging.LogRecord) -> bool:
     )
 
 
-class CutModel:
+class SegmentedModel:
     """A model that runs segment by segment.
 
     Parameters
@@ -84,7 +84,7 @@ class CutModel:
         Format of matrix products, where it differs from that of the weights.
     objective : callable or TextObjective, optional
         Takes the place of the loss; it need not be differentiable.
-    cut_blocks : tuple of int
+    split_blocks : tuple of int
         Blocks that are two segments, cut at the input of the MLP's second linear.
 
     Raises
@@ -114,7 +114,7 @@ class CutModel:
         loss_chunk_tokens: int | None = None,
         autocast_dtype: torch.dtype | None = None,
         objective: Objective | TextObjective | None = None,
-        cut_blocks: tuple[int, ...] = (),
+        split_blocks: tuple[int, ...] = (),
     ) -> None:
         self.model = model.eval()
         logging.getLogger("transformers.modeling_utils").addFilter(_concerns_a_user)
@@ -129,9 +129,9 @@ class CutModel:
         self.blocks = list(self._whole.children())
         self._role = StandInState()
         self._head_needs_shape = False
-        self.cut_blocks = tuple(sorted(set(cut_blocks)))
-        self.segments = segments_of(len(self.blocks), self.cut_blocks)
-        self._halves = {i: HalvedBlock(self.blocks[i]) for i in self.cut_blocks}
+        self.split_blocks = tuple(sorted(set(split_blocks)))
+        self.segments = segments_of(len(self.blocks), self.split_blocks)
+        self._halves = {i: HalvedBlock(self.blocks[i]) for i in self.split_blocks}
         self.hidden_size = self.inner_size = 0  # until that forward
         last = len(self.blocks) - 1
         self._stand_ins = nn.ModuleList(
@@ -178,7 +178,7 @@ class CutModel:
         calls: Calls = []
         self._role.calls = calls
         try:
-            with self._cut(), self.format(), host_twins(self.device, batch, cache.host):
+            with self._without_blocks(), self.format(), host_twins(self.device, batch, cache.host):
                 self.model(
                     input_ids=batch["input_ids"],
                     attention_mask=batch.get("attention_mask"),
@@ -275,7 +275,12 @@ class CutModel:
         shape = hidden.shape[:-1] if self._head_needs_shape else (1, 1)
         self._role.hidden = hidden
         try:
-            with self._cut(), self.format(), host_twins(self.device), absent(self._front, hidden.device):
+            with (
+                self._without_blocks(),
+                self.format(),
+                host_twins(self.device),
+                absent(self._front, hidden.device),
+            ):
                 tokens = torch.zeros((1, 1), dtype=torch.long, device=hidden.device).expand(shape)
                 return self.model(input_ids=tokens, use_cache=False, **inputs)
         finally:
@@ -326,7 +331,7 @@ class CutModel:
             module.padding_idx = padding
 
     @contextmanager
-    def _cut(self) -> Iterator[None]:
+    def _without_blocks(self) -> Iterator[None]:
         modules = self._owner._modules
         modules[self._list_name] = self._stand_ins
         try:
@@ -360,8 +365,8 @@ class CutModel:
             for t in self.tensors
         ]
         return list(
-            cut_blocks_inside(
-                entries, self.cut_blocks, norm_after_mlp=any(map(normalises_last, self.blocks[:1]))
+            split_blocks_inside(
+                entries, self.split_blocks, norm_after_mlp=any(map(normalises_last, self.blocks[:1]))
             )
         )
 

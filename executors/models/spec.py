@@ -9,13 +9,13 @@ from torch import nn
 from costmodel.models.configs import spec_of_config
 from costmodel.models.model_spec import ModelSpec
 from executors.formats import format_of
-from executors.models.model import CutModel
+from executors.models.model import SegmentedModel
 from topology.errors import ModelError, UnknownFamily
 from zosim.plans import ForwardPass, Placement, Plan, Weights
 
 
 def spec_of_model(
-    model: nn.Module | CutModel, name: str | None = None, *, cut_blocks: tuple[int, ...] = ()
+    model: nn.Module | SegmentedModel, name: str | None = None, *, split_blocks: tuple[int, ...] = ()
 ) -> ModelSpec:
     """Return the specification of a language model.
 
@@ -23,8 +23,8 @@ def spec_of_model(
     ----------
     name : str, optional
         By default the directory or name that it was loaded from.
-    cut_blocks : tuple of int
-        Blocks of a model that become two segments; those of a CutModel are its own.
+    split_blocks : tuple of int
+        Blocks of a model that become two segments; those of a SegmentedModel are its own.
 
     Returns
     -------
@@ -37,20 +37,24 @@ def spec_of_model(
     ModelError
         If the model cannot be cut, or its configuration lacks a size.
     """
-    cut = model if isinstance(model, CutModel) else CutModel(model, cut_blocks=cut_blocks)
-    config = cut.model.config.get_text_config()  # type: ignore[operator, union-attr]
-    name = name or getattr(config, "_name_or_path", "") or type(cut.model).__name__
+    segmented = (
+        model if isinstance(model, SegmentedModel) else SegmentedModel(model, split_blocks=split_blocks)
+    )
+    config = segmented.model.config.get_text_config()  # type: ignore[operator, union-attr]
+    name = name or getattr(config, "_name_or_path", "") or type(segmented.model).__name__
     try:
         shape = spec_of_config(config.to_dict(), name=name).model_dump(exclude={"groups"})
     except UnknownFamily:
-        shape = _usual_fields(cut, config)
-    rank, adapters = _adapters(cut)
+        shape = _usual_fields(segmented, config)
+    rank, adapters = _adapters(segmented)
     shape |= {"name": name, "adapter_rank": rank, "adapter_shapes": adapters}
-    lazy_steps = (getattr(module, "lora_lazy_steps", 0) for module in cut.blocks[0].modules())
+    lazy_steps = (getattr(module, "lora_lazy_steps", 0) for module in segmented.blocks[0].modules())
     shape |= {"adapter_lazy_steps": max(lazy_steps)}
-    prefixes = (p.shape[0] for name, p in cut.blocks[0].named_parameters() if name.endswith("prefix_keys"))
-    shape |= {"num_prefix_tokens": next(prefixes, 0), "cut_blocks": cut.cut_blocks}
-    return ModelSpec(**shape, groups=cut.groups)
+    prefixes = (
+        p.shape[0] for name, p in segmented.blocks[0].named_parameters() if name.endswith("prefix_keys")
+    )
+    shape |= {"num_prefix_tokens": next(prefixes, 0), "split_blocks": segmented.split_blocks}
+    return ModelSpec(**shape, groups=segmented.groups)
 
 
 def plan_of_model(model: nn.Module, *, batch: int, seq: int, **axes: Any) -> Plan:
@@ -90,15 +94,15 @@ def plan_of_model(model: nn.Module, *, batch: int, seq: int, **axes: Any) -> Pla
     return Plan(model=spec, batch=batch, seq=seq, **(chosen | axes))
 
 
-def _usual_fields(cut: CutModel, config: Any) -> dict[str, Any]:
+def _usual_fields(segmented: SegmentedModel, config: Any) -> dict[str, Any]:
     try:
         hidden, heads = config.hidden_size, config.num_attention_heads
         # The family is unknown: what its blocks' modules are called says what they do.
-        gated = any("gate" in name for name, _ in cut.blocks[0].named_modules())
-        is_rms = any("rmsnorm" in type(module).__name__.lower() for module in cut.blocks[0].modules())
+        gated = any("gate" in name for name, _ in segmented.blocks[0].named_modules())
+        is_rms = any("rmsnorm" in type(module).__name__.lower() for module in segmented.blocks[0].modules())
         return {
             "family": config.model_type,
-            "num_blocks": len(cut.blocks),
+            "num_blocks": len(segmented.blocks),
             "hidden_size": hidden,
             "intermediate_size": getattr(config, "intermediate_size", None) or 4 * hidden,
             "num_heads": heads,
@@ -108,21 +112,21 @@ def _usual_fields(cut: CutModel, config: Any) -> dict[str, Any]:
             "max_positions": config.max_position_embeddings,
             "mlp": "gated" if gated else "plain",
             "norm": "rmsnorm" if is_rms else "layernorm",
-            "embed_dim": cut.embedding.weight.shape[1],
-            "tied_head": any(group.is_tied for group in cut.groups),
+            "embed_dim": segmented.embedding.weight.shape[1],
+            "tied_head": any(group.is_tied for group in segmented.groups),
             "activation": getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "gelu"),
-            "is_causal": cut.is_causal,
+            "is_causal": segmented.is_causal,
             "positions": "rotary" if getattr(config, "rope_parameters", None) else "learned",
         }
     except AttributeError as error:
-        message = f"{type(cut.model).__name__}: its configuration does not state {error.name}"
+        message = f"{type(segmented.model).__name__}: its configuration does not state {error.name}"
         raise ModelError(message, hint="zosim needs the usual sizes of a language model") from error
 
 
-def _adapters(cut: CutModel) -> tuple[int, tuple[tuple[int, int], ...]]:
+def _adapters(segmented: SegmentedModel) -> tuple[int, tuple[tuple[int, int], ...]]:
     """Return the rank of the adapters in the first block, and the widths of the linears that carry one."""
     pairs: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, parameter in cut.blocks[0].named_parameters():
+    for name, parameter in segmented.blocks[0].named_parameters():
         path, _, kind = name.removesuffix(".weight").rpartition(".")
         if kind in ("lora_A", "lora_B", "lora_closed_A"):
             pairs.setdefault(path, {})[kind] = tuple(parameter.shape)

@@ -22,25 +22,25 @@ def alone(plan: Plan) -> Plan:
     if plan.placement.world_size == 1:
         return plan
     config = PlanConfig.of(plan).model_copy(update={"mesh": Mesh(), "split": Split()})
-    return resolve(spread(config, lambda cut: plan.model if cut else uncut(plan.model), known=plan))
+    return resolve(spread(config, lambda blocks: plan.model if blocks else unsplit(plan.model), known=plan))
 
 
-def uncut(model: ModelSpec) -> ModelSpec:
+def unsplit(model: ModelSpec) -> ModelSpec:
     """Return a model with its cut blocks whole."""
-    if not model.cut_blocks:
+    if not model.split_blocks:
         return model
     groups = [group.model_dump() for group in joined_halves(model.groups)]
-    return ModelSpec.model_validate(model.model_dump() | {"cut_blocks": (), "groups": groups})
+    return ModelSpec.model_validate(model.model_dump() | {"split_blocks": (), "groups": groups})
 
 
 def stage_of(plan: Plan, rank: int) -> str:
     """Describe a rank's stage, with the cuts that it lies between; "" for a model in one stage."""
-    num_stages, cuts = plan.num_stages, plan.cuts
+    num_stages, split_points = plan.num_stages, plan.split_points
     if num_stages == 1:
         return ""
     stage = plan.mesh.coordinates(rank).stage
-    behind = [f"behind cut {cuts[stage - 1]}"] if stage else []
-    before = [f"before cut {cuts[stage]}"] if stage + 1 < num_stages else []
+    behind = [f"behind cut {split_points[stage - 1]}"] if stage else []
+    before = [f"before cut {split_points[stage]}"] if stage + 1 < num_stages else []
     return f"stage {stage + 1} of {num_stages}, {', '.join(behind + before)}"
 
 

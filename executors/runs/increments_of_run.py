@@ -16,7 +16,7 @@ from torch import Generator, nn
 from costmodel.models.configs import LoRA
 from executors.formats import TORCH_DTYPES
 from executors.models.increments import AdapterState
-from executors.models.model import CutModel
+from executors.models.model import SegmentedModel
 from executors.models.weight_files import weights_digest
 from executors.randomness.counter import CounterKey
 from executors.randomness.low_rank import Factors, FactorSampler, Window, divisor_of
@@ -148,14 +148,14 @@ class _Updates:
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         prepare(model, plan, torch.device("cpu"))
-        cut = CutModel(model)
+        split_point = SegmentedModel(model)
         self._plan = plan
         self._distribution = plan.directions.family
-        tuned = [tensor for tensor in cut.tensors if tensor.trainable]
+        tuned = [tensor for tensor in split_point.tensors if tensor.trainable]
         self._names = [tensor.name for tensor in tuned]
         self._groups = {
-            group.name: [tensor.index for tensor in cut.tensors_of(group.name) if tensor.trainable]
-            for group in cut.groups
+            group.name: [tensor.index for tensor in split_point.tensors_of(group.name) if tensor.trainable]
+            for group in split_point.groups
             if group.num_trainable
         }
         self._order = [group.name for group in sampling_order(plan)]

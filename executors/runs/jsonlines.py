@@ -130,7 +130,7 @@ class JsonLines:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def cut(self, keep_bytes: int) -> None:
+    def truncate(self, keep_bytes: int) -> None:
         """Keep the first `keep_bytes` bytes."""
         os.ftruncate(self._file, keep_bytes)
         os.fsync(self._file)

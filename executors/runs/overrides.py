@@ -85,14 +85,14 @@ def settings_from(
     loading = {"allow_download": run.allow_download, "random_weights": run.random_weights}
 
     @cache
-    def cut_model(blocks: tuple[int, ...]) -> ModelSpec:
+    def split_model(blocks: tuple[int, ...]) -> ModelSpec:
         return spec_for(model, tuned, blocks, **loading)
 
     is_stated = options.adapters.given("tuned") is not None or lora or prefix
     is_of_part = base is not None and base.model.num_trainable < base.model.num_parameters
     if plan_file is not None and base is not None and is_of_part and not is_stated:
         raise PlanError(
-            f"the plan is for {base.model.describe()}, and this run would tune all of {cut_model(()).name}",
+            f"the plan is for {base.model.describe()}, and this run would tune all of {split_model(()).name}",
             hint="say what the plan was made with: --lora-rank and --lora-targets, --prefix, or --tune",
         )
     data, evaluation = data.complete(), evaluation_in(config.evaluation)
@@ -104,10 +104,10 @@ def settings_from(
     plan = plan_for(
         plan_config,
         base,
-        cut_model,
+        split_model,
         device=device,
         num_threads=num_threads or default_threads(ranks or 1),
-        longest=lambda: longest_line(model, cut_model(()), data, evaluation),
+        longest=lambda: longest_line(model, split_model(()), data, evaluation),
     )
     _required(config.learning_rate.given("num_steps"), "a number of steps", "--steps N")
     program = None
@@ -232,7 +232,7 @@ def _num_ranks(options: PlanConfig, base: Plan | None, *, has_plan: bool) -> int
         options.search.ranks is not None
         or has_plan
         or "mesh" in options.model_fields_set
-        or options.split.given("cuts")
+        or options.split.given("split_points")
     ):
         return options.search.ranks
     there = RankInfo.here().world_size

@@ -18,10 +18,10 @@ from topology.errors import DoesNotFit, ModelError, PlanError, UnknownFamily, Zo
 from topology.hardware import resolve as topology_named
 from zosim.config import HOST, PlanConfig, merge
 from zosim.lowering import lower_all
-from zosim.planning.cuts import CutModel, Cutting
 from zosim.planning.footprint import pinned_by
 from zosim.planning.request import Hardware
-from zosim.planning.resolve import even_cuts, laid_over, resolve, schedule_beside, spread
+from zosim.planning.resolve import even_split_points, laid_over, resolve, schedule_beside, spread
+from zosim.planning.split_options import SplitModel, SplitOptions
 from zosim.plans import LowBits, Mesh, Placement, Plan, Split, Weights, fields_of
 from zosim.program.instructions import Space
 from zosim.program.program_set import ProgramSet
@@ -36,7 +36,7 @@ _LEAST_RANKS = {"pertp": 2, "ddp": 2, "2d": 4, "sparq": 2}
 def plan_for(
     config: PlanConfig,
     base: Plan | None,
-    cut_model: CutModel,
+    split_model: SplitModel,
     *,
     device: str,
     num_threads: int | None,
@@ -50,7 +50,7 @@ def plan_for(
         What options set.
     base : Plan, optional
         What options are laid over: of a file, or of a run that is gone on with.
-    cut_model : callable
+    split_model : callable
         Returns the model at hand with some blocks cut inside.
     device : str
         ``"cpu"`` or a CUDA device.
@@ -68,9 +68,9 @@ def plan_for(
     typed, search = config, config.search
     config = _with_mesh(config, _num_devices(device))
     if base is not None and not (search.given("method") or search.ranks):
-        config = laid_over(base, config, cut_model)
+        config = laid_over(base, config, split_model)
     else:
-        config = _begun(config, base, cut_model, device, longest)
+        config = _begun(config, base, split_model, device, longest)
 
     def hardware() -> Hardware:
         topology, node = host_node(device)
@@ -79,18 +79,20 @@ def plan_for(
 
     # Cuts within one process are no matter of speed; and a codec is recorded as it was typed, not with its fastest encoding.
     searched = config.model_copy(update={"split": Split()}) if config.mesh.stage == 1 else config
-    plan = resolve(config if config.placement else searched, hardware, Cutting.of(searched.split, cut_model))
+    plan = resolve(
+        config if config.placement else searched, hardware, SplitOptions.of(searched.split, split_model)
+    )
     if config.placement is None and "split" in config.model_fields_set:
-        plan = resolve(laid_over(plan, PlanConfig(split=config.split), cut_model))
+        plan = resolve(laid_over(plan, PlanConfig(split=config.split), split_model))
     _refuse_unasked_loss(plan, typed, base)
     return plan
 
 
 def _begun(
-    config: PlanConfig, base: Plan | None, cut_model: CutModel, device: str, longest: Callable[[], int]
+    config: PlanConfig, base: Plan | None, split_model: SplitModel, device: str, longest: Callable[[], int]
 ) -> PlanConfig:
     """Return the config of a plan that is made here: of no other, or of one whose numbers it keeps and that it places anew."""
-    model = cut_model(())
+    model = split_model(())
     kept = PlanConfig(model=model, seq=config.seq or (longest() if base is None else base.seq))
     if base is None:
         config = merge(kept, config)
@@ -99,10 +101,10 @@ def _begun(
             config = merge(PlanConfig(low_bits=LowBits(weights="none")), config)
     else:
         config = merge(merge(kept, _numbers_of(base)), config)
-    if config.mesh.stage > 1 and not config.split.cuts:
+    if config.mesh.stage > 1 and not config.split.split_points:
         # Cuts that codecs go with decide numbers, which must not depend on how fast a machine is.
-        cuts = even_cuts(model.num_blocks, config.mesh.stage)
-        config = merge(config, PlanConfig(split=Split(cuts=cuts)))
+        split_points = even_split_points(model.num_blocks, config.mesh.stage)
+        config = merge(config, PlanConfig(split=Split(split_points=split_points)))
     is_named = config.residency.given("blocks") and not (config.search.given("method") or config.search.ranks)
     if not is_named:
         return config
@@ -110,7 +112,7 @@ def _begun(
     known = PlanConfig(
         placement=placement, schedule=schedule_beside(config), weights=_usual_weights(model, device)
     )
-    return spread(merge(known, config), cut_model)
+    return spread(merge(known, config), split_model)
 
 
 def _numbers_of(plan: Plan) -> PlanConfig:
@@ -131,10 +133,14 @@ def _numbers_of(plan: Plan) -> PlanConfig:
 
 def _with_mesh(config: PlanConfig, num_devices: int) -> PlanConfig:
     """Return a config with the mesh that its cuts, or the method of stages, mean where none is set."""
-    search, cuts = config.search, config.split.cuts
+    search, split_points = config.search, config.split.split_points
     if "mesh" in config.model_fields_set or search.method not in ("auto", "sparq"):
         return config
-    stages = len(cuts) + 1 if cuts else (search.ranks or max(2, num_devices)) * (search.method == "sparq")
+    stages = (
+        len(split_points) + 1
+        if split_points
+        else (search.ranks or max(2, num_devices)) * (search.method == "sparq")
+    )
     return merge(config, PlanConfig(mesh=Mesh.parse(f"stage={stages}"))) if stages else config
 
 
@@ -157,15 +163,15 @@ def _refuse_unasked_loss(plan: Plan, config: PlanConfig, base: Plan | None) -> N
     PlanError
     """
     split, allows = config.split, config.search.allow_lossy
-    if plan.num_stages == 1 and not plan.split.is_lossy and split.cuts:
+    if plan.num_stages == 1 and not plan.split.is_lossy and split.split_points:
         raise PlanError(
-            f"--cut {','.join(split.cuts)} with one stage changes nothing: nothing crosses, and no codec rounds",
+            f"--split-points {','.join(split.split_points)} with one stage changes nothing: nothing crosses, and no codec rounds",
             hint="add --codec, or leave out --mesh",
         )
-    if not plan.cuts and split.model_fields_set - {"cuts"}:
+    if not plan.split_points and split.model_fields_set - {"split_points"}:
         raise PlanError(
             "codecs are for what crosses a cut, and the plan has none",
-            hint="add --mesh stage=2, or --mesh stage=1 --cut block.N.mlp for one process",
+            hint="add --mesh stage=2, or --mesh stage=1 --split-points block.N.mlp for one process",
         )
     known_to_lose = base is not None and base.split == plan.split
     if plan.split.is_lossy and not (allows or known_to_lose):
@@ -256,7 +262,7 @@ def host_node(device: str) -> tuple[Topology, str]:
     return topology, nodes[index]
 
 
-def spec_for(model: str, tuned: Trainable, cut_blocks: tuple[int, ...] = (), **loading: Any) -> ModelSpec:
+def spec_for(model: str, tuned: Trainable, split_blocks: tuple[int, ...] = (), **loading: Any) -> ModelSpec:
     """Return what the configuration tells of a model, or where that does not, the model itself.
 
     Raises
@@ -265,7 +271,7 @@ def spec_for(model: str, tuned: Trainable, cut_blocks: tuple[int, ...] = (), **l
         If there is no such model, or it cannot be run.
     """
     try:
-        return read_model_spec(model, trainable=tuned, cut_blocks=cut_blocks)
+        return read_model_spec(model, trainable=tuned, split_blocks=split_blocks)
     except UnknownFamily:
         pass
     except ModelError:
@@ -278,7 +284,7 @@ def spec_for(model: str, tuned: Trainable, cut_blocks: tuple[int, ...] = (), **l
     loaded = load_model(model, **loading)
     if tuned != "all":
         attach(loaded, tuned)
-    return spec_of_model(loaded, cut_blocks=cut_blocks)
+    return spec_of_model(loaded, split_blocks=split_blocks)
 
 
 def refuse_too_large(

@@ -402,7 +402,7 @@ class Run:
             )
             self._unverified.clear()
             if self.writes:
-                self.log.cut(len(self.records))
+                self.log.truncate(len(self.records))
 
     def _due(self, session: Session) -> None:
         """Take the digest, the checkpoint and the evaluation that are due after the steps so far."""
@@ -446,7 +446,7 @@ class Run:
         except Disagreement as error:
             agreed = error.num_agreed_steps
             # The launcher ends all ranks with the first that refuses: none may before the log is cut.
-            self._on_rank_0(lambda: self.log.cut(agreed), "cutting the log")
+            self._on_rank_0(lambda: self.log.truncate(agreed), "cutting the log")
             error.hint = (
                 f"{error.hint}; `--resume` goes on after {agreed} steps, and {REFUSED_NAME} keeps the others"
             )

@@ -154,13 +154,13 @@ class RunLog:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def cut(self, num_steps: int) -> None:
+    def truncate(self, num_steps: int) -> None:
         """Keep the first `num_steps` steps; write the others to :data:`REFUSED_NAME`, replacing that file."""
         lines = read_lines(self.directory / STEPS_NAME)
         kept = [line for line in lines if line.row["step"] < num_steps]
         refused = "".join(json.dumps(line.row) + "\n" for line in lines[len(kept) :])
         write_atomically(self.directory / REFUSED_NAME, refused)
-        self._steps.cut(kept[-1].end if kept else 0)
+        self._steps.truncate(kept[-1].end if kept else 0)
 
     def close(self) -> None:
         """Close the log, and unlock the directory."""

@@ -487,7 +487,7 @@ class Session:
         """
         self.flush()
         num_steps = self.num_steps - self.first_timed_step
-        if not self.plan.cuts or not num_steps:
+        if not self.plan.split_points or not num_steps:
             return None
         between_stages = self.plan.num_stages > 1
         return messages_per_step(

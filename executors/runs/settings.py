@@ -579,8 +579,8 @@ class RunSettings:
         }
         if self.prefix is not None:
             same["prefix"] = self.prefix.num_tokens
-        if plan.model.cut_blocks and plan.directions.samples_by_halves:
-            same["cut_blocks"] = list(plan.model.cut_blocks)  # their halves are drawn one after the other
+        if plan.model.split_blocks and plan.directions.samples_by_halves:
+            same["split_blocks"] = list(plan.model.split_blocks)  # their halves are drawn one after the other
         return same
 
     def to_header(self, data_sha256: str) -> dict[str, Any]:

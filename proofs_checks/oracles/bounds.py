@@ -101,8 +101,12 @@ def sparq_messages(
     {'activations': 9, 'scalars_printed': 6, 'losses_sent': 9}
     """
     points = num_queries + 1 if difference == "forward" else 2 * num_queries
-    cuts = num_stages - 1
-    return {"activations": points * cuts, "scalars_printed": num_queries * cuts, "losses_sent": points * cuts}
+    num_boundaries = num_stages - 1
+    return {
+        "activations": points * num_boundaries,
+        "scalars_printed": num_queries * num_boundaries,
+        "losses_sent": points * num_boundaries,
+    }
 
 
 @oracle("SparQ Lemma 5 and Thm. 2 (more than two nodes): neither holds, since lemma 5 fails")

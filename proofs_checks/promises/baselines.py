@@ -29,22 +29,22 @@ _NUM_BLOCKS, _WIDTH, _HEADS, _SEQ, _BATCH = 4, 64, 4, 16, 8
 _CONFIG = {
     "model_type": "gpt2", "vocab_size": 500, "n_embd": _WIDTH, "n_layer": _NUM_BLOCKS, "n_head": _HEADS, "n_positions": 128,
 }  # fmt: skip
-_CUTS = ((), ("block.1",), ("block.0", "block.1", "block.2"))
+_SPLIT_POINTS = ((), ("block.1",), ("block.0", "block.1", "block.2"))
 _ROUNDING = 1e-9
 _NO_TIME_S = 1e-12
 _MESSAGES = 2e-3
 """Part by which messages may lengthen a step whose forwards take seconds."""
 
 
-def _plan(cuts: tuple[str, ...], data: int = 1) -> Plan:
-    mesh = Mesh(data=data, stage=len(cuts) + 1)
+def _plan(split_points: tuple[str, ...], data: int = 1) -> Plan:
+    mesh = Mesh(data=data, stage=len(split_points) + 1)
     return Plan(
         model=spec_of_config(_CONFIG, name="tiny"),
         placement=Placement(topology=_PRESET, devices=tuple(f"gpu{rank}" for rank in range(mesh.world_size))),
         batch=_BATCH,
         seq=_SEQ,
         mesh=mesh,
-        split=Split(cuts=cuts),
+        split=Split(split_points=split_points),
         weights=Weights(dtype="float16"),
         forward=ForwardPass(attention="eager"),
     )
@@ -80,19 +80,19 @@ def check_bounds(_context: Context) -> Outcome:
 
 
 def _cases() -> Iterator[tuple[Plan, FirstOrder]]:
-    for cuts in _CUTS:
+    for split_points in _SPLIT_POINTS:
         for data in (1, 2):
             for schedule in ("gpipe", "1f1b"):
-                yield _plan(cuts, data), _settings(schedule=schedule, num_microbatches=3)
+                yield _plan(split_points, data), _settings(schedule=schedule, num_microbatches=3)
 
 
 def check_bubble(_context: Context) -> Outcome:
     """Compare steps of even stages with ``(m + p - 1)(f + b)``."""
     worst, details = 0.0, []
-    for cuts in _CUTS:
+    for split_points in _SPLIT_POINTS:
         for schedule in ("gpipe", "1f1b"):
             for num_microbatches in (1, 2, 4):
-                plan = _plan(cuts)
+                plan = _plan(split_points)
                 settings = _settings(schedule=schedule, num_microbatches=num_microbatches)
                 world = _world(plan, _even(lower_first_order(plan, settings)))
                 template = world.templates[0]
@@ -104,11 +104,11 @@ def check_bubble(_context: Context) -> Outcome:
                     )
                     for kind in (Forward, Backward)
                 )
-                expected_s = (num_microbatches + len(cuts)) * pair_s
+                expected_s = (num_microbatches + len(split_points)) * pair_s
                 step_s = step_time_bound_of(world)
                 worst = max(worst, abs(step_s / expected_s - 1))
                 details.append(
-                    f"{schedule}, m={num_microbatches}, p={len(cuts) + 1}: {step_s / pair_s:.4f} pairs"
+                    f"{schedule}, m={num_microbatches}, p={len(split_points) + 1}: {step_s / pair_s:.4f} pairs"
                 )
     return Outcome(worst, _MESSAGES, "part by which a step differs from (m + p - 1)(f + b)", tuple(details))
 
@@ -138,18 +138,22 @@ def _timed(program: Program) -> Program:
 def check_counts(_context: Context) -> Outcome:
     """Count what differs from closed forms: messages, their bytes, activations kept, and bytes of a parameter."""
     wrong, details = 0, []
-    for cuts in _CUTS:
+    for split_points in _SPLIT_POINTS:
         for data in (1, 2):
             for num in (1, 4):
-                sent = step_counts(lower_first_order(_plan(cuts, data), _settings(num_microbatches=num)))
-                numbers = _BATCH * _SEQ * _WIDTH * len(cuts)
-                messages = num * data * len(cuts)
+                sent = step_counts(
+                    lower_first_order(_plan(split_points, data), _settings(num_microbatches=num))
+                )
+                numbers = _BATCH * _SEQ * _WIDTH * len(split_points)
+                messages = num * data * len(split_points)
                 for count, size in (
                     (sent.num_activations, sent.activation_bytes),
                     (sent.num_gradients, sent.gradient_bytes),
                 ):
                     wrong += count != messages or not 2 * numbers <= size <= 2 * numbers + 200 * messages
-                details.append(f"p={len(cuts) + 1}, m={num}, {data} pipelines: {2 * messages} messages")
+                details.append(
+                    f"p={len(split_points) + 1}, m={num}, {data} pipelines: {2 * messages} messages"
+                )
     for schedule, at_once in (("gpipe", 4), ("1f1b", 1)):
         program = lower_first_order(_plan(()), _settings(schedule=schedule, num_microbatches=4)).program_of(0)
         kept = sum(buffer.size_bytes for buffer in program.buffers if buffer.name.startswith("kept.block"))

@@ -123,10 +123,10 @@ def check_edges(_context: Context) -> Outcome:
         program = zo2_program(num_staging_buffers)
         edges = [(part, item, edge) for part, item in program.instructions() for edge in item.after]
         for part, item, edge in edges:
-            cut = without(program, part, item, edge)
-            if is_refused(cut):
+            reduced = without(program, part, item, edge)
+            if is_refused(reduced):
                 refused += 1
-            elif _is_host_loop(program, edge) and _orders_less(cut, program):
+            elif _is_host_loop(program, edge) and _orders_less(reduced, program):
                 reordered += 1
             else:
                 unnoticed += 1
@@ -164,8 +164,8 @@ def _is_host_loop(program: Program, edge: Dependency) -> bool:
     return edge == Dependency(last, 1)
 
 
-def _orders_less(cut: Program, program: Program) -> bool:
-    before, after = (StepGraph(p, _NUM_STEPS) for p in (program, cut))
+def _orders_less(reduced: Program, program: Program) -> bool:
+    before, after = (StepGraph(p, _NUM_STEPS) for p in (program, reduced))
     pairs = combinations(range(len(before.listed)), 2)
     return any(before.ordered(*pair) and not after.ordered(*pair) for pair in pairs)
 

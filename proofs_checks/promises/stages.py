@@ -29,12 +29,12 @@ CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
 _NUM_QUERIES = 2
 
 
-def staged(cuts: tuple[str, ...], traversal: str, **axes: Any) -> Plan:
+def staged(split_points: tuple[str, ...], traversal: str, **axes: Any) -> Plan:
     """Return the plan of a tiny model, its head tied to its token table, in stages that these cuts part."""
     model = tiny_model("tied")
-    split, mesh = Split(cuts=cuts), Mesh(stage=len(cuts) + 1)
+    split, mesh = Split(split_points=split_points), Mesh(stage=len(split_points) + 1)
     whole = tiny_plan(model, schedule=Schedule.model_validate({"traversal": traversal}), **axes)
-    spec = spec_of_model(model, "tiny", cut_blocks=split.cut_blocks)
+    spec = spec_of_model(model, "tiny", split_blocks=split.split_blocks)
     devices = tuple(f"cpu{rank}" for rank in range(mesh.world_size))
     changed = {
         "model": spec.model_dump(mode="json"),
@@ -46,9 +46,9 @@ def staged(cuts: tuple[str, ...], traversal: str, **axes: Any) -> Plan:
 
 
 RUNS = (
-    Case(cuts=("block.1.mlp",), num_queries=2),
-    Case(cuts=("block.0", "block.1.mlp", "block.2.mlp"), rng="counter", num_steps=1),
-    Case(model="untied", cuts=("block.1.mlp",), traversal="sweep", order="execution", num_steps=1),
+    Case(split_points=("block.1.mlp",), num_queries=2),
+    Case(split_points=("block.0", "block.1.mlp", "block.2.mlp"), rng="counter", num_steps=1),
+    Case(model="untied", split_points=("block.1.mlp",), traversal="sweep", order="execution", num_steps=1),
 )
 
 
@@ -68,7 +68,7 @@ def check_independent(context: Context) -> Outcome:
     """
     outcomes = []
     for rng in ("mezo", "counter"):
-        case = Case(model="untied", cuts=("block.0",), rng=rng, num_steps=context.samples(30, 6))
+        case = Case(model="untied", split_points=("block.0",), rng=rng, num_steps=context.samples(30, 6))
         traces = executed(case, context.seed, literally(case, context.seed, 0))
         products = []
         for step in range(case.num_steps):
@@ -89,13 +89,15 @@ def _sampled(trace: Trace, step: int) -> Tensor:
 def check_counts(_context: Context) -> Outcome:
     """Compare messages per step with ``(P + 1)(M - 1)`` and ``2P(M - 1)``."""
     wrong, details = 0, []
-    for difference, per_cut in (("forward", _NUM_QUERIES + 1), ("central", 2 * _NUM_QUERIES)):
-        for cuts, traversal in CASES.values():
+    for difference, per_boundary in (("forward", _NUM_QUERIES + 1), ("central", 2 * _NUM_QUERIES)):
+        for split_points, traversal in CASES.values():
             estimator = Estimator.model_validate({"difference": difference, "num_queries": _NUM_QUERIES})
-            programs = lower_all(staged(cuts, traversal, estimator=estimator)).programs
+            programs = lower_all(staged(split_points, traversal, estimator=estimator)).programs
             sent = sum(isinstance(item.op, Send) for program in programs for item in program.step)
-            wrong += sent != per_cut * len(cuts)
-            details.append(f"{difference}, {len(cuts) + 1} stages, {traversal}: {sent} activations a step")
+            wrong += sent != per_boundary * len(split_points)
+            details.append(
+                f"{difference}, {len(split_points) + 1} stages, {traversal}: {sent} activations a step"
+            )
     return Outcome(wrong, 0, "plans whose activations are not those counted", tuple(details))
 
 
@@ -103,10 +105,10 @@ def check_scalars(_context: Context) -> Outcome:
     """Compare losses that go from one rank to another with points times ``M - 1``, activations counted apart."""
     wrong, details = 0, []
     for difference, points in (("forward", _NUM_QUERIES + 1), ("central", 2 * _NUM_QUERIES)):
-        for cuts, traversal in CASES.values():
+        for split_points, traversal in CASES.values():
             estimator = Estimator.model_validate({"difference": difference, "num_queries": _NUM_QUERIES})
-            counts = step_counts(lower_all(staged(cuts, traversal, estimator=estimator)))
-            num_stages = len(cuts) + 1
+            counts = step_counts(lower_all(staged(split_points, traversal, estimator=estimator)))
+            num_stages = len(split_points) + 1
             wrong += counts.num_scalars != points * (num_stages - 1)
             wrong += counts.num_activations != points * (num_stages - 1)
             # All ranks get all places of all others: a loss and its labels for every point.

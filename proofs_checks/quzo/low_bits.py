@@ -556,7 +556,7 @@ def check_qvalues_on_ranks(context: Context) -> Outcome:
     if context.size == "full":
         halves = _run(Case(**usual, num_micro_batches=2), low_bits, context.seed)[0]
         others |= {
-            "two stages": (whole, Case(**usual, cuts=("block.1",)), ()),
+            "two stages": (whole, Case(**usual, split_points=("block.1",)), ()),
             "data and queries over 4 ranks": (halves, Case(**usual, data=2, perturb=2, **sliced), ()),
             "replayed": (whole, Case(**usual), whole[0]),
         }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from executors.models.model import CutModel
+from executors.models.model import SegmentedModel
 from executors.models.spec import spec_of_model
 from executors.runs.session import Session
 from zosim.plans import Directions, Estimator, Placement, Plan, Weights
@@ -87,7 +87,7 @@ def plan_of(model: AnalyticModel, **axes: Any) -> Plan:
     """Return a plan for `model` with these axes."""
     usual = {"placement": Placement(topology="none", devices=("cpu0",)), "batch": 1, "seq": 1}
     return Plan(
-        model=spec_of_model(CutModel(model), name="analytic"),
+        model=spec_of_model(SegmentedModel(model), name="analytic"),
         weights=Weights(dtype="float64"),
         **{**usual, **axes},
     )

@@ -45,7 +45,7 @@ class Case:
     ----------
     resumed_at : int
         Steps that are replayed from the literal loop's log, not run.
-    cuts : tuple of str
+    split_points : tuple of str
         Between the stages, of which there is one more.
     """
 
@@ -67,7 +67,7 @@ class Case:
     data: int = 1
     perturb: int = 1
     inner: str = "perturb"
-    cuts: tuple[str, ...] = ()
+    split_points: tuple[str, ...] = ()
     blocks: str = "resident"
     num_staging_buffers: int = 3
     transfers: str = "private"
@@ -85,11 +85,16 @@ class Case:
             If the choices contradict each other.
         """
         mesh = Mesh.model_validate(
-            {"data": self.data, "perturb": self.perturb, "stage": len(self.cuts) + 1, "inner": self.inner}
+            {
+                "data": self.data,
+                "perturb": self.perturb,
+                "stage": len(self.split_points) + 1,
+                "inner": self.inner,
+            }
         )
-        split = Split(cuts=self.cuts)
+        split = Split(split_points=self.split_points)
         return Plan(
-            model=_spec(self.model, tuple(split.cut_blocks)),
+            model=_spec(self.model, tuple(split.split_blocks)),
             batch=self.num_sequences,
             seq=7,
             mesh=mesh,
@@ -133,8 +138,8 @@ class Case:
 
 
 @cache
-def _spec(name: str, cut_blocks: tuple[int, ...]) -> ModelSpec:
-    return spec_of_model(tiny_model(name), "tiny", cut_blocks=cut_blocks)
+def _spec(name: str, split_blocks: tuple[int, ...]) -> ModelSpec:
+    return spec_of_model(tiny_model(name), "tiny", split_blocks=split_blocks)
 
 
 def literally(case: Case, seed: int, num_steps: int | None = None) -> LiteralRun:
@@ -155,7 +160,7 @@ def literally(case: Case, seed: int, num_steps: int | None = None) -> LiteralRun
         rank=case.rank or 1,
         lazy_steps=case.lazy_steps or 1,
         execution_order=case.order == "execution",
-        cut_blocks=tuple(Split(cuts=case.cuts).cut_blocks),
+        split_blocks=tuple(Split(split_points=case.split_points).split_blocks),
     )
     for step, batch in enumerate(tiny_batches(case.num_steps, case.num_sequences)[:num_steps]):
         run.step(batch, learning_rate(step))
@@ -288,7 +293,7 @@ _RANKS: Mapping[str, Sequence[Any]] = {
 _STAGES: Mapping[str, Sequence[Any]] = {
     **_ONE_DEVICE,
     "data": (1, 2),
-    "cuts": (
+    "split_points": (
         ("block.0",),
         ("block.1.mlp",),
         ("block.1",),
@@ -312,7 +317,7 @@ def case_of(kind: str, choose: Choose) -> Case | None:
     if DISTRIBUTIONS[chosen["distribution"]].is_factored:
         chosen |= {"rank": choose((2, 1, 4)), "lazy_steps": choose((2, 1))}
     case = Case(**chosen)
-    if case.data * case.perturb * (len(case.cuts) + 1) > _MOST_RANKS:
+    if case.data * case.perturb * (len(case.split_points) + 1) > _MOST_RANKS:
         return None
     try:
         case.plan()

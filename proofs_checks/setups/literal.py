@@ -157,7 +157,7 @@ class LiteralRun:
     rng, distribution : str
     execution_order : bool
         Whether ``mezo`` draws the final norm last, and of blocks that are cut inside what lies behind the cut last.
-    cut_blocks : tuple of int
+    split_blocks : tuple of int
         Blocks that are cut inside.
     rank, lazy_steps : int
         Of ``factorised``, ``lozo`` and ``lozo-released`` directions: matrices are ``U·Vᵀ/√r`` (``U·Vᵀ``, with updates along ``U·Vᵀ/r``, or along
@@ -184,7 +184,7 @@ class LiteralRun:
     rng: str = "mezo"
     distribution: str = "gaussian"
     execution_order: bool = False
-    cut_blocks: tuple[int, ...] = ()
+    split_blocks: tuple[int, ...] = ()
     rank: int = 2
     lazy_steps: int = 1
     sampled: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
@@ -253,7 +253,7 @@ class LiteralRun:
         def place(name: str) -> tuple[bool, int, bool]:
             behind, _, rest = name.partition("layers.")
             block = int(rest.partition(".")[0]) if behind != name else -1
-            is_back = block in self.cut_blocks and any(part in name for part in _OF_BACK_HALVES)
+            is_back = block in self.split_blocks and any(part in name for part in _OF_BACK_HALVES)
             return block < 0 and name.endswith(_OF_THE_HEAD), block, is_back
 
         return sorted(names, key=place)

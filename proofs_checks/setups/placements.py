@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
-from executors.models.model import Batch, CutModel
+from executors.models.model import Batch, SegmentedModel
 from executors.models.spec import spec_of_model
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
@@ -118,7 +118,7 @@ def tiny_plan(model: nn.Module, *, dtype: str = "float32", **axes: Any) -> Plan:
     """Return a plan for a tiny model with these axes."""
     alone = Placement(topology="none", devices=("cpu0",))
     return Plan(
-        model=spec_of_model(CutModel(model), name="tiny"),
+        model=spec_of_model(SegmentedModel(model), name="tiny"),
         batch=2,
         seq=7,
         **{

@@ -355,9 +355,9 @@ def _errors_that_stay(shipped, chain, kappa, tilt):
 
 
 @planted(f"{_CHAINS}:Chain.gradient", "one cut for all")
-def _one_cut(shipped, self, x, compress):
-    cuts = itertools.count()
-    return shipped(self, x, lambda a: a if next(cuts) else compress(a))
+def _first_only(shipped, self, x, compress):
+    calls = itertools.count()
+    return shipped(self, x, lambda a: a if next(calls) else compress(a))
 
 
 CHECKS: Checks = {
@@ -404,7 +404,7 @@ CHECKS: Checks = {
             _stages("parameters' slopes at the exact activation", lambda stage: replace(stage, twist=0.0)),
             scaled(_BOUND, 20, "twenty times the bound"),
         ),
-        counterexample(check_errors_pass, _one_cut),
+        counterexample(check_errors_pass, _first_only),
         counterexample(
             check_line_43_unbounded,
             Fault(

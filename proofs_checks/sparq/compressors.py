@@ -21,7 +21,7 @@ from executors.randomness.rng import generator_on
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import at_most, equal
 from proofs_checks.faults import nearest, short_grid
-from proofs_checks.oracles.cuts import codec_gradient_variance
+from proofs_checks.oracles.boundaries import codec_gradient_variance
 from proofs_checks.outcomes import Context, Outcome, everything_holds, worst
 from proofs_checks.planting import Fault, planted
 from proofs_checks.statistics import compare_means, compare_two_points, fitted_slope
@@ -139,7 +139,7 @@ def check_lossless(context: Context) -> Outcome:
     return Outcome(float(wrong), 0.0, "elements that differ")
 
 
-class _CutLayer:
+class _BoundaryLayer:
     """A layer before a cut, ``a(θ) = relu(θx)``, and a linear rest ``w·a`` after it, along one direction."""
 
     def __init__(self, seed: int) -> None:
@@ -168,13 +168,13 @@ def check_gradient_noise(context: Context) -> Outcome:
     vary together by, which is nothing.
     """
     outcomes, lines = [], []
-    cut, count = _CutLayer(context.seed), context.samples(60_000, 8_000)
+    layer, count = _BoundaryLayer(context.seed), context.samples(60_000, 8_000)
     for (shared, epsilon), bits in itertools.product(_RADII, (2, 4, 8)):
-        plus, minus = cut.at(epsilon), cut.at(-epsilon)
-        true = float((plus - minus)[0] @ cut.w) / (2 * epsilon)
+        plus, minus = layer.at(epsilon), layer.at(-epsilon)
+        true = float((plus - minus)[0] @ layer.w) / (2 * epsilon)
         spec = CodecSpec(bits, rounding="stochastic")
         variance = codec_gradient_variance(
-            cut.w.tolist(),
+            layer.w.tolist(),
             plus[0].tolist(),
             minus[0].tolist(),
             step_plus=float(plus.max()) / (2 ** (bits - 1) - 1),
@@ -182,7 +182,9 @@ def check_gradient_noise(context: Context) -> Outcome:
             epsilon=epsilon,
             random_numbers="shared" if shared else "independent",
         )
-        errors = _gradient_errors(cut, plus, minus, spec, context.seed, count, shared=shared) / (2 * epsilon)
+        errors = _gradient_errors(layer, plus, minus, spec, context.seed, count, shared=shared) / (
+            2 * epsilon
+        )
         alone, off = errors.square().sum(1), errors.sum(1)
         columns = torch.stack([off, alone, off**2 - alone], dim=1)
         how = f"ε = {epsilon:g}, {bits} bits, {'the same random numbers' if shared else 'independent ones'}"
@@ -196,7 +198,7 @@ def check_gradient_noise(context: Context) -> Outcome:
 
 def check_gradient_noise_orders(_context: Context) -> Outcome:
     """Fit how the deviation that samples are compared with grows as ε falls: as 1/ε, or as 1/√ε with the same numbers."""
-    cut, parts, radii = _CutLayer(0), {}, [1e-6, 1e-5, 1e-4]
+    layer, parts, radii = _BoundaryLayer(0), {}, [1e-6, 1e-5, 1e-4]
     cases: tuple[tuple[Literal["independent", "shared"], float], ...] = (
         ("independent", -1.0),
         ("shared", -0.5),
@@ -204,9 +206,9 @@ def check_gradient_noise_orders(_context: Context) -> Outcome:
     for numbers, order in cases:
         deviations = []
         for epsilon in radii:
-            plus, minus = cut.at(epsilon)[0], cut.at(-epsilon)[0]
+            plus, minus = layer.at(epsilon)[0], layer.at(-epsilon)[0]
             variance = codec_gradient_variance(
-                cut.w.tolist(),
+                layer.w.tolist(),
                 plus.tolist(),
                 minus.tolist(),
                 step_plus=float(plus.max()),
@@ -222,14 +224,21 @@ def check_gradient_noise_orders(_context: Context) -> Outcome:
 
 
 def _gradient_errors(
-    cut: _CutLayer, plus: Tensor, minus: Tensor, spec: CodecSpec, seed: int, count: int, *, shared: bool
+    layer: _BoundaryLayer,
+    plus: Tensor,
+    minus: Tensor,
+    spec: CodecSpec,
+    seed: int,
+    count: int,
+    *,
+    shared: bool,
 ) -> Tensor:
     """Return what roundings add to ``w·(a⁺ - a⁻)``, by sample and element, shape (count, elements); all rows of a message share a grid."""
     first, second = (
         received(a.repeat(count, 1), spec, generator_on(_CPU, number)) - a
         for a, number in ((plus, seed), (minus, seed if shared else seed + 1))
     )
-    return (first - second) * cut.w
+    return (first - second) * layer.w
 
 
 def check_blindness(context: Context) -> Outcome:
@@ -237,14 +246,14 @@ def check_blindness(context: Context) -> Outcome:
     outcomes, lines = [], []
     epsilon = 1e-10
     for seed, bits in itertools.product(range(context.seed, context.seed + context.samples(20, 4)), (2, 4)):
-        cut = _CutLayer(seed)
-        first, second = (received(cut.at(sign * epsilon), CodecSpec(bits)) for sign in (1, -1))
-        measured = float((first - second)[0] @ cut.w) / (2 * epsilon)
-        largest = int(cut.activation.argmax())
+        layer = _BoundaryLayer(seed)
+        first, second = (received(layer.at(sign * epsilon), CodecSpec(bits)) for sign in (1, -1))
+        measured = float((first - second)[0] @ layer.w) / (2 * epsilon)
+        largest = int(layer.activation.argmax())
         levels = 2 ** (bits - 1) - 1
-        step = cut.at(0.0).max() / levels
-        left = float(cut.w @ (cut.at(0.0)[0] / step).round() * cut.slope[largest] / levels)
-        true = float(cut.w @ (cut.slope * (cut.activation > 0)))
+        step = layer.at(0.0).max() / levels
+        left = float(layer.w @ (layer.at(0.0)[0] / step).round() * layer.slope[largest] / levels)
+        true = float(layer.w @ (layer.slope * (layer.activation > 0)))
         lines.append(
             f"seed {seed}, {bits} bits: {measured:.4g}, of the grid alone {left:.4g}, the gradient is {true:.4g}"
         )
@@ -295,7 +304,7 @@ def _shortened(shipped, self, symbols):
     return shipped(self, shorter)
 
 
-@planted("proofs_checks.oracles.cuts:codec_gradient_variance", "what both roundings share counted once")
+@planted("proofs_checks.oracles.boundaries:codec_gradient_variance", "what both roundings share counted once")
 def _shared_once(shipped, *args, random_numbers, **rest):
     alone = shipped(*args, **rest, random_numbers="independent")
     return (alone + shipped(*args, **rest, random_numbers=random_numbers)) / 2

@@ -78,7 +78,7 @@ def check_one_direction(_context: Context) -> Outcome:
 def check_split_evaluations(difference: str, context: Context) -> Outcome:
     """Compare two shipped nodes that pass activations on with a literal loop over the whole model, with one difference."""
     unlike = differences(
-        Case(cuts=("block.1",), traversal="sweep", difference=difference, num_queries=2, num_steps=1),
+        Case(split_points=("block.1",), traversal="sweep", difference=difference, num_queries=2, num_steps=1),
         context.seed,
     )
     return is_true(not unlike, what=f"{difference}: {unlike[:3] or 'no bit differs'}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from proofs_checks.oracles.estimates import quantised_estimate_factor
 from proofs_checks.oracles.rounding import rounding_moments
 from proofs_checks.oracles.smoothing import estimate_bias
-from studies.proof_against_code.cases import CodedCut
+from studies.proof_against_code.cases import EncodedBoundary
 
 
 def in_a_limit() -> None:
@@ -29,11 +29,15 @@ def within_a_range() -> None:
 
 def not_at_all() -> None:
     """Show a cut whose gradient is off where lemma 1 allows nothing."""
-    cut = CodedCut.of([[0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]], [1.0, 0.4 / 7], bits=4)
-    print(f"F∘S₂ = a·y: L₂ in y is {cut.rest_smoothness:g}, κ = {cut.kappa:.3f}")
-    print(f"‖∇f - ∇f̂‖² = {cut.gradient_error:.5f}, lemma 1 allows {cut.allowed(cut.rest_smoothness):g}")
+    boundary = EncodedBoundary.of(
+        [[0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]], [1.0, 0.4 / 7], bits=4
+    )
+    print(f"F∘S₂ = a·y: L₂ in y is {boundary.rest_smoothness:g}, κ = {boundary.kappa:.3f}")
     print(
-        f"with L₂ in activation and parameters, {cut.joint_smoothness:g}, it allows {cut.allowed(cut.joint_smoothness):.5f}"
+        f"‖∇f - ∇f̂‖² = {boundary.gradient_error:.5f}, lemma 1 allows {boundary.allowed(boundary.rest_smoothness):g}"
+    )
+    print(
+        f"with L₂ in activation and parameters, {boundary.joint_smoothness:g}, it allows {boundary.allowed(boundary.joint_smoothness):.5f}"
     )
 
 

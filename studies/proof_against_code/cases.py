@@ -20,7 +20,7 @@ def compressed(activation: Array, bits: int) -> Array:
 
 
 @dataclass(frozen=True)
-class CodedCut:
+class EncodedBoundary:
     """``S₁(x) = x`` before a cut, ``F∘S₂(a; y) = ½(a; y)ᵀH(a; y)`` behind it.
 
     Attributes
@@ -39,7 +39,9 @@ class CodedCut:
     bits: int
 
     @classmethod
-    def of(cls, hessian: Sequence[Sequence[float]], activation: Sequence[float], bits: int) -> CodedCut:
+    def of(
+        cls, hessian: Sequence[Sequence[float]], activation: Sequence[float], bits: int
+    ) -> EncodedBoundary:
         """Return a cut at parameters 0."""
         a = np.array(activation, dtype=float)
         return cls(np.array(hessian, dtype=float), a, np.zeros_like(a), bits)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from studies.exercises import Grade
-from studies.proof_against_code.cases import CodedCut
+from studies.proof_against_code.cases import EncodedBoundary
 
 Answer = Callable[[int], object]
 
@@ -33,29 +33,29 @@ def check(counterexample: Answer) -> Grade:
 def _complaint(answer: object, bits: int) -> str:
     """Return what is wrong with an answer, or nothing."""
     try:
-        cut = CodedCut.of(*answer, bits=bits)  # type: ignore[misc]
+        boundary = EncodedBoundary.of(*answer, bits=bits)  # type: ignore[misc]
     except (TypeError, ValueError):
         return "return a matrix and an activation, as lists of numbers"
-    n = cut.activation.size
-    if cut.activation.ndim != 1 or cut.hessian.shape != (2 * n, 2 * n) or not n:
-        return f"H must be 2n by 2n for an activation of n numbers; it is {cut.hessian.shape} for {n}"
-    if not (np.isfinite(cut.hessian).all() and np.isfinite(cut.activation).all()):
+    n = boundary.activation.size
+    if boundary.activation.ndim != 1 or boundary.hessian.shape != (2 * n, 2 * n) or not n:
+        return f"H must be 2n by 2n for an activation of n numbers; it is {boundary.hessian.shape} for {n}"
+    if not (np.isfinite(boundary.hessian).all() and np.isfinite(boundary.activation).all()):
         return "all numbers must be finite"
-    if not np.allclose(cut.hessian, cut.hessian.T):
+    if not np.allclose(boundary.hessian, boundary.hessian.T):
         return "a Hessian is symmetric"
-    norm = float(np.linalg.norm(cut.activation))
+    norm = float(np.linalg.norm(boundary.activation))
     if not 0 < norm <= 1 + 1e-9:
         return f"assumption 4 bounds the activation: take a norm of at most 1, not {norm:.3g}, and not 0"
-    if cut.rest_smoothness > _MOST_SMOOTH:
+    if boundary.rest_smoothness > _MOST_SMOOTH:
         return (
-            f"assumption 3 holds with L₂ = {cut.rest_smoothness:.3g}, the norm of H's block of parameters; "
+            f"assumption 3 holds with L₂ = {boundary.rest_smoothness:.3g}, the norm of H's block of parameters; "
             f"make it {_MOST_SMOOTH} or less"
         )
-    if not cut.kappa:
+    if not boundary.kappa:
         return "the codec changes nothing: every number of the activation is a quantized value; put one between two grid values"
-    if cut.gradient_error <= _CLEARLY * cut.allowed(cut.rest_smoothness):
+    if boundary.gradient_error <= _CLEARLY * boundary.allowed(boundary.rest_smoothness):
         return (
-            f"the gradient is off by {cut.gradient_error:.3g}, and the lemma allows {cut.allowed(cut.rest_smoothness):.3g}: which "
+            f"the gradient is off by {boundary.gradient_error:.3g}, and the lemma allows {boundary.allowed(boundary.rest_smoothness):.3g}: which "
             "block of H says how the gradient moves when only the activation does? Assumption 3 does not bound it"
         )
     return ""

@@ -64,8 +64,8 @@ def _stages(
     densities: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[HostLayout, Mapping[str, int], Mapping[str, Any]]:
     """Return a strategy of two stages, cut behind the second block or inside it."""
-    cut = "block.1.mlp" if inside else "block.1"
-    split = {"cuts": [cut], "residual_codec": codec, "codec": codec if inside else "none"}
+    split_point = "block.1.mlp" if inside else "block.1"
+    split = {"split_points": [split_point], "residual_codec": codec, "codec": codec if inside else "none"}
     axes = {
         "schedule": {"traversal": traversal},
         "split": split,

@@ -93,16 +93,20 @@ def topology_of(
 def plan_of(case: ShapedCase, topology: str = "shaped", device: str = "cpu0") -> Plan:
     """Return the plan of a case; every host's device is called `device`."""
     from executors.models.spec import spec_of_model
-    from zosim.planning.resolve import even_cuts
+    from zosim.planning.resolve import even_split_points
 
     layout, setting, mesh = case.layout, case.setting, Mesh.model_validate(case.mesh)
-    cuts = even_cuts(setting.shape.num_blocks, mesh.stage) if mesh.stage > 1 else ()
+    split_points = even_split_points(setting.shape.num_blocks, mesh.stage) if mesh.stage > 1 else ()
     density = case.axes.get("densities", {}).get(setting.shape.name)
     densities = () if density is None else (density,)
-    split = Split.model_validate({"cuts": cuts, "densities": densities, **case.axes.get("split", {})})
+    split = Split.model_validate(
+        {"split_points": split_points, "densities": densities, **case.axes.get("split", {})}
+    )
     hosts = [rank // layout.ranks_per_host for rank in range(layout.world_size)]
     return Plan(
-        model=spec_of_model(model_of(setting.shape), name=setting.shape.name, cut_blocks=split.cut_blocks),
+        model=spec_of_model(
+            model_of(setting.shape), name=setting.shape.name, split_blocks=split.split_blocks
+        ),
         placement=Placement(
             topology=topology,
             devices=tuple(f"host{host}/{device}" for host in hosts),

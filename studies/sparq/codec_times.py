@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 
 from costmodel.formats.codec_time import (
+    BoundaryLink,
     CodecWork,
     Crossing,
-    CutLink,
     crossing,
     fastest_crossing,
     load_codec_profile,
@@ -45,7 +45,7 @@ def measured() -> list[tuple[str, CodecWork, float, CodecWork, float]]:
 def over(bandwidth_bytes_per_s: float) -> tuple[Crossing, Crossing]:
     """Return how a tensor crosses a link fastest in 4 bits, and as plain numbers of 16 bits."""
     stats = statistics_of_density(LINK_SHAPE, bits=4, density=LINK_DENSITY)
-    link = CutLink(bandwidth_bytes_per_s, load_codec_profile())
+    link = BoundaryLink(bandwidth_bytes_per_s, load_codec_profile())
     return (
         fastest_crossing(codec_spec("q4"), LINK_SHAPE, 2, stats, link),
         crossing(CodecSpec(), LINK_SHAPE, 2, stats, link),

@@ -27,7 +27,7 @@ from zosim.timeline import Span
 
 PRESET = "a100-80gb-3x4"
 DEVICES = ("node0/gpu0", "node1/gpu0")
-CUT = "block.11.mlp"
+SPLIT_POINT = "block.11.mlp"
 BATCH, SEQ, NUM_QUERIES, NUM_MICROBATCHES = 32, 64, 5, 4
 NETWORK = "network"
 PLOTTED = "1 Gbit/s"
@@ -37,7 +37,7 @@ LINKS: dict[str, float] = {"100 Mbit/s": 12.5e6, "1 Gbit/s": 125e6, "10 Gbit/s":
 
 
 HEAD = f"""One step of OPT-1.3B, {BATCH} sequences of {SEQ} tokens, half precision, P = {NUM_QUERIES}, on two A100s of two hosts whose network is as fast
-as named; data-sheet figures. All are cut at `{CUT}`, and the residual stream crosses too. First-order steps pass in
+as named; data-sheet figures. All are cut at `{SPLIT_POINT}`, and the residual stream crosses too. First-order steps pass in
 {NUM_MICROBATCHES} microbatches, one forward and one backward in turn. OPT ties its head to its token table, which both stages then hold. `sums` are its gradients. Fig. 3 and the other first-order rows
 omit them, as if there were two tables.
 Zeroth-order stages hold it alike without sending anything. What a step teaches is not compared: a first-order step follows the gradient in every
@@ -121,12 +121,12 @@ def networked(bandwidth_bytes_per_s: float) -> Topology:
 def plan_of(method: PlottedMethod) -> Plan:
     """Return the plan whose step, or whose first-order baseline's, is predicted."""
     return Plan(
-        model=read_model_spec("opt-1.3b", cut_blocks=(11,)),
+        model=read_model_spec("opt-1.3b", split_blocks=(11,)),
         placement=Placement(topology=PRESET, devices=DEVICES, hosts=("node0", "node1")),
         batch=BATCH,
         seq=SEQ,
         mesh=Mesh(stage=2),
-        split=Split(cuts=(CUT,), codec=method.codec, residual_codec=method.codec),
+        split=Split(split_points=(SPLIT_POINT,), codec=method.codec, residual_codec=method.codec),
         estimator=Estimator.model_validate(
             {"difference": method.difference, "num_queries": method.num_queries}
         ),

@@ -21,11 +21,11 @@ from costmodel.formats.codecs import codec_spec
 from executors.codecs.fidelity import received
 from executors.datasets.batches import Batches
 from executors.datasets.data import Limits, open_dataset
-from executors.models.cuts import Change, Crossing, Cut, loss_through
 from executors.models.loading import load_model
-from executors.models.model import Batch, CutModel
+from executors.models.model import Batch, SegmentedModel
 from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
 from executors.models.spec import spec_of_model
+from executors.models.split_points import Change, Crossing, SplitPoint, loss_through
 from executors.randomness.rng import generator_on
 from executors.runs.evaluate import ChoiceResult, evaluate_choices
 from executors.runs.session import Session
@@ -48,7 +48,7 @@ class CodecCase:
     Attributes
     ----------
     name : str
-    cut : str
+    split_point : str
     codec : str
         Of the MLP's activation.
     residual_codec : str
@@ -56,14 +56,14 @@ class CodecCase:
     """
 
     name: str
-    cut: str
+    split_point: str
     codec: str = "none"
     residual_codec: str = "none"
 
     def split(self, encoding: str = "dense") -> Split:
         """Return the cut as a plan has it; encodings lose nothing, so training takes the fastest."""
         return Split(
-            cuts=(self.cut,),
+            split_points=(self.split_point,),
             codec=_with(self.codec, encoding),
             residual_codec=_with(self.residual_codec, encoding),
         )
@@ -147,11 +147,11 @@ class Through(nn.Module):
         super().__init__()
         self.model = model
         self._logits: Tensor | None = None
-        self._cut = CutModel(model, objective=self._keep)
+        self._segmented = SegmentedModel(model, objective=self._keep)
         self._codecs = {"activation": codec_spec(case.codec)}
-        block, inside = int(case.cut.split(".")[1]), case.cut.endswith(".mlp")
+        block, inside = int(case.split_point.split(".")[1]), case.split_point.endswith(".mlp")
         self._residual = codec_spec(case.residual_codec)
-        self._changes: Mapping[Cut, Change] = {Cut(block, inside): self._received}
+        self._changes: Mapping[SplitPoint, Change] = {SplitPoint(block, inside): self._received}
 
     def _keep(self, logits: Tensor, _batch: Batch) -> Tensor:
         self._logits = logits
@@ -164,7 +164,7 @@ class Through(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
         """Return an object with ``logits``."""
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": input_ids}
-        loss_through(self._cut, batch, self._changes)
+        loss_through(self._segmented, batch, self._changes)
         return SimpleNamespace(logits=self._logits)
 
 
@@ -172,7 +172,7 @@ def plan_of(model: nn.Module, split: Split, *, epsilon: float, num_stages: int =
     """Return the plan of a run in one process, or on stages."""
     config: Any = model.config
     return Plan(
-        model=spec_of_model(model, "embedded", cut_blocks=split.cut_blocks),
+        model=spec_of_model(model, "embedded", split_blocks=split.split_blocks),
         placement=Placement(topology="host", devices=("cpu0",) * num_stages),
         batch=TaskSettings().batch,
         seq=config.max_position_embeddings,

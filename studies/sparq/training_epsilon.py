@@ -14,10 +14,10 @@ import torch
 
 from costmodel.formats.codecs import codec_spec
 from executors.codecs.fidelity import received
-from executors.models.cuts import Change, Crossing, Cut, loss_through
 from executors.models.loading import load_model
-from executors.models.model import Batch, CutModel
+from executors.models.model import Batch, SegmentedModel
 from executors.models.pretrain import pretrained_model
+from executors.models.split_points import Change, Crossing, SplitPoint, loss_through
 from executors.randomness.directions import Gaussian
 from executors.randomness.rng import generator_on, mixed
 from studies.records import records_in, write_records
@@ -26,7 +26,7 @@ from studies.sparq.training import batches_of, tensors_of
 RESULTS = Path(__file__).with_name("training_epsilon.csv")
 EPSILONS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 NUM_DIRECTIONS = 16
-_INSIDE, _BETWEEN = Cut(1, inside=True), Cut(1)
+_INSIDE, _BETWEEN = SplitPoint(1, inside=True), SplitPoint(1)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Seen:
 
     Attributes
     ----------
-    cut : str
+    split_point : str
         ``"inside"`` (the activation is encoded, the residual stream is not) or ``"between"``.
     codec : str
     noise : str
@@ -47,7 +47,7 @@ class Seen:
         Of ``g'`` and ``g`` over directions, about 0: what the update keeps.
     """
 
-    cut: str
+    split_point: str
     codec: str
     noise: str
     epsilon: float
@@ -64,17 +64,17 @@ def _encodings() -> Iterator[Encoding]:
         yield "inside", f"q{bits}:affine-zero", "nearest"
     for bits in (1, 2, 3, 4, 6, 8):
         yield "between", f"q{bits}", "nearest"
-    for cut, grid in (("inside", ":affine-zero"), ("between", "")):
+    for split_point, grid in (("inside", ":affine-zero"), ("between", "")):
         for bits in (2, 4, 8):
             for noise in ("share", "apart"):
-                yield cut, f"q{bits}{grid}:stochastic", noise
+                yield split_point, f"q{bits}{grid}:stochastic", noise
 
 
 ENCODINGS = tuple(_encodings())
 
 
-def _change(encoding: Encoding, seed: int) -> dict[Cut, Change]:
-    cut, name, _ = encoding
+def _change(encoding: Encoding, seed: int) -> dict[SplitPoint, Change]:
+    split_point, name, _ = encoding
     spec = codec_spec(name)
 
     def change(crossing: Crossing, tensor: torch.Tensor) -> torch.Tensor:
@@ -82,17 +82,17 @@ def _change(encoding: Encoding, seed: int) -> dict[Cut, Change]:
             return tensor
         return received(tensor, spec, generator_on(tensor.device, seed))
 
-    return {_INSIDE if cut == "inside" else _BETWEEN: change}
+    return {_INSIDE if split_point == "inside" else _BETWEEN: change}
 
 
 def gradients(
-    model: CutModel, batch: Batch, epsilon: float, seed: int, encodings: Sequence[Encoding]
+    model: SegmentedModel, batch: Batch, epsilon: float, seed: int, encodings: Sequence[Encoding]
 ) -> tuple[float, dict[Encoding, float]]:
     """Return one direction's projected gradient, without a codec and with each.
 
     Parameters
     ----------
-    model : CutModel
+    model : SegmentedModel
     batch : mapping
     epsilon : float
     seed : int
@@ -124,8 +124,8 @@ def measure(known: Sequence[Seen] = (), num_directions: int = NUM_DIRECTIONS) ->
     """Return what every codec leaves at every ε, of which some may be known."""
     pretrained = pretrained_model()
     loaded = load_model(str(pretrained.model))
-    model, batches = CutModel(loaded), batches_of(pretrained, loaded, 0)
-    there = {((row.cut, row.codec, row.noise), row.epsilon) for row in known}
+    model, batches = SegmentedModel(loaded), batches_of(pretrained, loaded, 0)
+    there = {((row.split_point, row.codec, row.noise), row.epsilon) for row in known}
     rows = list(known)
     for epsilon in EPSILONS:
         encodings = [encoding for encoding in ENCODINGS if (encoding, epsilon) not in there]
@@ -142,7 +142,9 @@ def measure(known: Sequence[Seen] = (), num_directions: int = NUM_DIRECTIONS) ->
             error = float(np.sqrt(np.mean((encoded - plain) ** 2) / np.mean(plain**2)))
             both = float(encoded @ plain / np.sqrt((encoded @ encoded) * (plain @ plain)))
             rows.append(Seen(*encoding, epsilon, round(error, 4), round(both, 4)))
-    return sorted(rows, key=lambda row: (ENCODINGS.index((row.cut, row.codec, row.noise)), row.epsilon))
+    return sorted(
+        rows, key=lambda row: (ENCODINGS.index((row.split_point, row.codec, row.noise)), row.epsilon)
+    )
 
 
 def read_seen(path: Path = RESULTS) -> list[Seen]:

@@ -18,10 +18,10 @@ from costmodel.scoring import Row
 from executors.calibration.background_load import OtherLoad
 from executors.calibration.calibrating import calibrated
 from executors.codecs import quantise
-from executors.models.cuts import Cut, crossings
 from executors.models.loading import load_model
-from executors.models.model import Batch, CutModel
+from executors.models.model import Batch, SegmentedModel
 from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
+from executors.models.split_points import SplitPoint, crossings
 from executors.ranks.launch import launch, process_group
 from executors.ranks.mesh import alone
 from executors.runs.session import Session
@@ -92,19 +92,19 @@ def plan_for(pretrained: Pretrained, case: CodecCase, encoding: str) -> Plan:
         model, case.split(encoding or "dense"), epsilon=TaskSettings().epsilon, num_stages=2
     ).model_dump(mode="json")
     staged["seq"] = batch["input_ids"].shape[1]
-    staged["split"]["densities"] = (_density(CutModel(model), batch, case),)
+    staged["split"]["densities"] = (_density(SegmentedModel(model), batch, case),)
     plan = Plan.model_validate(staged)
     return plan if encoding else alone(plan)
 
 
-def _density(model: CutModel, batch: Batch, case: CodecCase) -> float:
+def _density(model: SegmentedModel, batch: Batch, case: CodecCase) -> float:
     """Return the part of the activation's symbols (between blocks: of the hidden state's) that is not the most frequent."""
-    inside = case.cut == INSIDE
+    inside = case.split_point == INSIDE
     spec = codec_spec(case.codec if inside else case.residual_codec)
     if spec.bits is None:
         return 1.0
     with torch.no_grad():
-        crossed = crossings(model, batch)[Cut(1, inside)]["activation" if inside else "hidden"]
+        crossed = crossings(model, batch)[SplitPoint(1, inside)]["activation" if inside else "hidden"]
     symbols = quantise(crossed, spec).symbols
     return 1 - float(symbols.flatten().long().bincount().max()) / symbols.numel()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from executors.models.model import CutModel
+from executors.models.model import SegmentedModel
 from executors.models.spec import spec_of_model
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
@@ -77,7 +77,7 @@ def small_model() -> nn.Module:
 def session_of(model: nn.Module, *, offloaded: bool, seed: int = 0) -> Session:
     """Return a session on `model` with a learning rate that falls from step to step."""
     plan = Plan(
-        model=spec_of_model(CutModel(model), name="small"),
+        model=spec_of_model(SegmentedModel(model), name="small"),
         placement=Placement(topology="none", devices=("cpu0",)),
         batch=2,
         seq=16,

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from costmodel.models.model_spec import EMBED, HEAD
 from executors.models.batched import BatchedModel
-from executors.models.model import CutModel
+from executors.models.model import SegmentedModel
 from executors.models.packing import pack, packed_attention
 from executors.models.recording_blocks import StepCache
 from executors.turns import Way, in_turns, turn_table
@@ -58,7 +58,7 @@ def _packed(
 
 
 @torch.no_grad()
-def _padded(engine: CutModel, batch: Data) -> float:
+def _padded(engine: SegmentedModel, batch: Data) -> float:
     """Score rows of one length, logits of labels alone."""
     batch = {name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}
     cache = StepCache()
@@ -72,7 +72,7 @@ def _padded(engine: CutModel, batch: Data) -> float:
 
 
 @torch.no_grad()
-def _plain(engine: CutModel, batch: Data) -> float:
+def _plain(engine: SegmentedModel, batch: Data) -> float:
     loss: Tensor = engine.model(**{name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}).loss
     return float(loss)
 
@@ -91,7 +91,7 @@ def _compiled(engine: BatchedModel) -> BatchedModel:
     return engine
 
 
-def forwards_of(engine: BatchedModel, plain: CutModel) -> dict[str, Score]:
+def forwards_of(engine: BatchedModel, plain: SegmentedModel) -> dict[str, Score]:
     """Return forwards of both signs, each of which returns the loss."""
     return {
         _ALL: partial(_packed, engine),
@@ -141,7 +141,7 @@ def main() -> None:
         )
     torch.set_num_threads(options.threads)
     model = model_of(options.shape, torch.float32, "cpu")
-    forwards = forwards_of(BatchedModel(copy.deepcopy(model)), CutModel(copy.deepcopy(model)))
+    forwards = forwards_of(BatchedModel(copy.deepcopy(model)), SegmentedModel(copy.deepcopy(model)))
     if options.compiled:
         forwards["all of it, blocks compiled"] = partial(_packed, _compiled(BatchedModel(model)))
     print(f"OPT-{options.shape} shape, float32, {options.threads} thread(s), {options.options} answers")

@@ -14,7 +14,7 @@ from zosim.options import options_of
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "--batch": ("2", "4"),
     "--mesh": ("data=2", "perturb=2", "data=2,perturb=2", "stage=2", "perturb=2,stage=2"),
-    "--cut": ("block.0", "block.1.mlp"),
+    "--split-points": ("block.0", "block.1.mlp"),
     "--codec": ("q4", "q8"),
     "--residual-codec": ("q8",),
     "--queries": ("2", "3"),
@@ -62,7 +62,7 @@ TOGETHER = {
     "--lora-max-rank": ("--lora-rank", "2", "--lora-lazy-steps", "2"),
     "--codec": ("--mesh", "stage=2", "--allow-lossy"),
     "--residual-codec": ("--mesh", "stage=2", "--codec", "q4", "--allow-lossy"),
-    "--cut": ("--mesh", "stage=2"),
+    "--split-points": ("--mesh", "stage=2"),
     "--transfers": ("--mesh", "data=2", "--residency", "offloaded"),
     "--transfer-dtype": ("--residency", "offloaded", "--allow-lossy"),
     "--staging-buffers": ("--residency", "offloaded"),

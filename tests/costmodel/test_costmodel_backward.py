@@ -35,11 +35,11 @@ def test_a_fused_kernel_keeps_no_scores():
 
 
 def test_half_blocks_keep_what_the_block_keeps():
-    cut = read_model_spec("opt-125m", cut_blocks=(2,))
-    whole = kept_bytes(cut, "block.1", batch=4, seq=64)
+    split = read_model_spec("opt-125m", split_blocks=(2,))
+    whole = kept_bytes(split, "block.1", batch=4, seq=64)
     assert (
-        kept_bytes(cut, "block.2" + FRONT, batch=4, seq=64)
-        + kept_bytes(cut, "block.2" + BACK, batch=4, seq=64)
+        kept_bytes(split, "block.2" + FRONT, batch=4, seq=64)
+        + kept_bytes(split, "block.2" + BACK, batch=4, seq=64)
         == whole
     )
 

@@ -3,7 +3,7 @@
 import pytest
 
 from costmodel.estimate import estimate
-from costmodel.formats.codec_time import CutLink, crossing, decode_work, encode_work, load_codec_profile
+from costmodel.formats.codec_time import BoundaryLink, crossing, decode_work, encode_work, load_codec_profile
 from costmodel.formats.codecs import codec_spec
 from costmodel.formats.symbols import statistics_of_density
 from costmodel.work import Work
@@ -17,7 +17,7 @@ def works(codec, density=0.1):
     stats = statistics_of_density(SHAPE, bits=spec.bits or 1, density=density)
     return [
         Work(coding=tuple(sorted(of(spec, SHAPE, 4, stats).items()))) for of in (encode_work, decode_work)
-    ], crossing(spec, SHAPE, 4, stats, CutLink(1e9, load_codec_profile()))
+    ], crossing(spec, SHAPE, 4, stats, BoundaryLink(1e9, load_codec_profile()))
 
 
 @pytest.mark.parametrize("codec", ["none", "q4", "q8:dense", "q2:index"])

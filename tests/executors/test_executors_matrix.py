@@ -17,7 +17,7 @@ from zosim.plans import AXES, fields_of
 NUM_AT_RANDOM = 1000
 NOT_QUICK = {
     ("mesh.inner", "data"),  # takes four ranks
-    ("split.cuts", ("block.0", "block.1.mlp")),  # takes three
+    ("split.split_points", ("block.0", "block.1.mlp")),  # takes three
     ("low_bits.kernel", "scaled_mm"),  # is there on GPUs alone
     ("residency.transfer_dtype", "float64"),  # rounds nothing
 }

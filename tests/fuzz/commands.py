@@ -216,16 +216,16 @@ def _few_steps_of_one_rank() -> None:
 
 def _few_batches() -> None:
     """Thousands of batches are real work, too."""
-    import executors.cut_probe
+    import executors.boundary_probe
 
-    batches = executors.cut_probe._batches
+    batches = executors.boundary_probe._batches
 
     @wraps(batches)
     def a_few(model: Any, source: str, data: str, size: int, num: int, *more: Any) -> Any:
         return batches(model, source, data, min(size, MOST_STEPS), min(num, MOST_STEPS), *more)
 
     if not hasattr(batches, "__wrapped__"):
-        executors.cut_probe._batches = a_few
+        executors.boundary_probe._batches = a_few
 
 
 def _model_and_data() -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from costmodel.models.configs import read_model_spec
 from executors.datasets.data import Limits, check_lines, open_dataset
 from executors.datasets.prompts import PromptTemplate, parse_label_words
 from executors.models.loading import load_model
-from executors.models.model import CutModel
+from executors.models.model import SegmentedModel
 from executors.models.spec import spec_of_model
 from executors.runs.inputs import tokenizer_for
 from tests.fuzz import seeds
@@ -89,13 +89,13 @@ def _other_configurations() -> list[bytes]:
 def _built(folder: Path) -> None:
     model = load_model(folder / "model", random_weights=True)
     spec_of_model(model)
-    CutModel(model).loss_format()
+    SegmentedModel(model).loss_format()
 
 
 def _loaded(folder: Path) -> None:
     model = load_model(folder / "model")
     spec_of_model(model)
-    CutModel(model).loss_format()
+    SegmentedModel(model).loss_format()
 
 
 @functools.cache
@@ -299,9 +299,9 @@ BRACES = (
 def _mutated_template(generator: Random, case: Case) -> Case:
     words = [*case.argv]
     at = generator.randrange(len(words))
-    cut = generator.randrange(len(words[at]) + 1)
+    at_letter = generator.randrange(len(words[at]) + 1)
     inserted = generator.choice((*BRACES, *STRINGS, *map(str, NUMBERS[:6])))
-    words[at] = words[at][:cut] + inserted + words[at][cut + generator.randrange(3) :]
+    words[at] = words[at][:at_letter] + inserted + words[at][at_letter + generator.randrange(3) :]
     return replace(case, argv=tuple(words))
 
 

@@ -34,7 +34,7 @@ from topology.errors import ZosimError
 from topology.lint import lint
 from topology.reading import parse_json
 from zosim.applications.evidence.file import Evidence
-from zosim.planning.cuts import read_densities
+from zosim.planning.split_options import read_densities
 from zosim.plans import Plan
 from zosim.program.program_set import ProgramSet
 from zosim.program.validate_set import validate_set

@@ -47,12 +47,12 @@ PLACEMENTS: dict[str, str] = {
     "perturb-queries": f"--mesh perturb=4 --queries 2 --transfers shared {_OFFLOADED}",
     "2d": "--mesh data=2,perturb=2",
     "2d-sliced": f"--mesh data=2,perturb=2 --transfers sliced {_DELAYED}",
-    "stage": "--mesh stage=2 --cut block.0.mlp",
-    "stage-codec": "--mesh stage=2 --cut block.0.mlp --codec q8 --residual-codec q8 --allow-lossy --rng counter",
-    "stage-data": "--mesh data=2,stage=2 --cut block.0",
+    "stage": "--mesh stage=2 --split-points block.0.mlp",
+    "stage-codec": "--mesh stage=2 --split-points block.0.mlp --codec q8 --residual-codec q8 --allow-lossy --rng counter",
+    "stage-data": "--mesh data=2,stage=2 --split-points block.0",
     "one-windows": f"{_WINDOWS} --no-launch --weights adapters",
     "perturb-windows": f"--mesh perturb=2 {_WINDOWS} {_OFFLOADED}",
-    "stage-windows": f"--mesh stage=2 --cut block.0.mlp {_WINDOWS}",
+    "stage-windows": f"--mesh stage=2 --split-points block.0.mlp {_WINDOWS}",
 }
 
 

@@ -58,7 +58,7 @@ def test_ranks_together_are_one_device_in_many_cases(kind):
 
 @given(
     numels=st.lists(st.integers(1, 70_000), min_size=1, max_size=3),
-    cuts=st.lists(st.floats(0, 1), max_size=3),
+    fractions=st.lists(st.floats(0, 1), max_size=3),
     seed=st.integers(0, 2**63 - 1),
     step=st.integers(0, 10**6),
     query=st.integers(0, 30),
@@ -66,7 +66,9 @@ def test_ranks_together_are_one_device_in_many_cases(kind):
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 @settings(FEW, max_examples=25)
-def test_any_slices_of_counter_draws_are_the_literal_stream(numels, cuts, seed, step, query, name, dtype):
+def test_any_slices_of_counter_draws_are_the_literal_stream(
+    numels, fractions, seed, step, query, name, dtype
+):
     """Uneven slices, as ranks would make them, in descending order: together they are the literal direction."""
     wanted = literal.directions(
         [(numel,) for numel in numels],
@@ -74,7 +76,7 @@ def test_any_slices_of_counter_draws_are_the_literal_stream(numels, cuts, seed, 
     )  # fmt: skip
     counter, key = CounterSampler(numels, torch.device("cpu")), CounterKey.of(seed, step, query)
     for parameter, numel in enumerate(numels):
-        bounds = sorted({0, numel, *(int(cut * numel) for cut in cuts)})
+        bounds = sorted({0, numel, *(int(fraction * numel) for fraction in fractions)})
         out = torch.empty(numel, dtype=dtype)
         for begin, end in reversed(list(pairwise(bounds))):
             counter.fill(out[begin:end], parameter, begin, key, DIRECTIONS[name])

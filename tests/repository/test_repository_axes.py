@@ -22,7 +22,7 @@ HOMES = (
     "zosim/planning/space.py",  # which values are tried
     "zosim/planning/sketch.py",  # the closed form of a step, whose copies overlap or do not
     "zosim/planning/resolve.py",  # a config laid over a plan
-    "zosim/planning/cuts.py",  # what a config asks of cuts
+    "zosim/planning/split_options.py",  # what a config asks of cuts
     "executors/runs/planning.py",  # what a run fixes of a config before the planner is asked
 )
 PASSED_ON = {
@@ -93,11 +93,16 @@ def test_plan_and_run_have_the_same_options_for_a_plan() -> None:
 
 
 def test_what_is_typed_arrives_in_its_field() -> None:
-    typed = {"keep_directions": True, "dtype": "fp16", "cut": ["block.1,block.3.mlp", "block.5"], "batch": 3}
+    typed = {
+        "keep_directions": True,
+        "dtype": "fp16",
+        "split_points": ["block.1,block.3.mlp", "block.5"],
+        "batch": 3,
+    }
     assert config_of(PlanConfig, typed).set_fields() == {
         "directions": {"kept": True},
         "weights": {"dtype": "float16"},
-        "split": {"cuts": ("block.1", "block.3.mlp", "block.5")},
+        "split": {"split_points": ("block.1", "block.3.mlp", "block.5")},
         "batch": 3,
     }
 

@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from executors.models.model import CutModel
+from executors.models.model import SegmentedModel
 from executors.models.pretrain import Recipe, build_model
 from executors.runs.session import Session
 from studies.records import records_in
@@ -51,7 +51,7 @@ def test_a_codec_of_eight_bits_leaves_a_gradient_where_it_is_and_one_bit_does_no
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fine, coarse = ("between", "q8", "nearest"), ("between", "q1", "nearest")
     with torch.no_grad():
-        plain, encoded = gradients(CutModel(model), batch(), 1e-1, 3, (fine, coarse))
+        plain, encoded = gradients(SegmentedModel(model), batch(), 1e-1, 3, (fine, coarse))
     assert abs(encoded[fine] - plain) < 0.2 * abs(plain)
     assert abs(encoded[coarse] - plain) > abs(encoded[fine] - plain)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -79,7 +79,7 @@ def test_the_committed_runs_are_known_and_say_what_the_docs_say():
 
 def test_every_coding_was_measured_at_every_radius():
     seen = read_seen()
-    assert {((row.cut, row.codec, row.noise), row.epsilon) for row in seen} == {
+    assert {((row.split_point, row.codec, row.noise), row.epsilon) for row in seen} == {
         (encoding, epsilon) for encoding in ENCODINGS for epsilon in EPSILONS
     }
 

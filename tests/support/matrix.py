@@ -45,7 +45,7 @@ from tests.support.tiny import CONFIGS, batches, model_of
 from topology.errors import PlanError, ZosimError
 from zosim.plans import AXES, Axis, Directions, Plan, fields_of, is_decisive
 
-NUM_STEPS, CUT = 3, 2
+NUM_STEPS, INTERRUPTED_AFTER = 3, 2
 """Steps of a run; those after which it flushes and has a checkpoint, and the log of one that was interrupted ends."""
 
 BATCH, SEQ, SEED = 4, 8, 11
@@ -57,8 +57,8 @@ WAYS = ("fresh", "checkpoint", "log", "replayed")
 EXAMPLES: dict[str, tuple[Any, ...]] = {
     "mesh.data": (2,),
     "mesh.perturb": (2,),
-    "mesh.stage": ("cuts",),  # as many stages as the cuts make
-    "split.cuts": (("block.0",), ("block.1.mlp",), ("block.0", "block.1.mlp")),
+    "mesh.stage": ("split_points",),  # as many stages as the cuts make
+    "split.split_points": (("block.0",), ("block.1.mlp",), ("block.0", "block.1.mlp")),
     "split.codec": ("q4", "q2:stochastic"),
     "split.residual_codec": ("q8",),
     "estimator.num_queries": (2,),
@@ -108,11 +108,11 @@ TUNED = ("all", *get_args(Subset), "lora", "windows", "prefix")
 _OFFLOADED = {"residency.blocks": "offloaded"}
 _CODES = {"low_bits.weights": "int8"}
 NEEDS: dict[str, dict[str, Any]] = {
-    "mesh.stage": {"split.cuts": ("block.0", "block.1.mlp")},
+    "mesh.stage": {"split.split_points": ("block.0", "block.1.mlp")},
     "mesh.inner": {"mesh.data": 2, "mesh.perturb": 2},
-    "split.cuts": {"mesh.stage": "cuts"},
-    "split.codec": {"split.cuts": ("block.1.mlp",)},
-    "split.residual_codec": {"split.cuts": ("block.0",)},
+    "split.split_points": {"mesh.stage": "split_points"},
+    "split.codec": {"split.split_points": ("block.1.mlp",)},
+    "split.residual_codec": {"split.split_points": ("block.0",)},
     "residency.transfers": _OFFLOADED | {"mesh.data": 2},
     "residency.edges": _OFFLOADED | {"shape": "opt-untied"},
     "weights.perturbation=adapters": {"directions.distribution": "lozo", "tuned": "linears"},
@@ -220,13 +220,13 @@ class Case:
             section, _, field = name.partition(".")
             if section in axes:
                 axes[section][field] = value
-        cuts = self["split.cuts"]
+        split_points = self["split.split_points"]
         if "stage" in axes["mesh"]:
-            axes["mesh"]["stage"] = len(cuts) + 1
+            axes["mesh"]["stage"] = len(split_points) + 1
         ranks = axes["mesh"].get("data", 1) * axes["mesh"].get("perturb", 1) * axes["mesh"].get("stage", 1)
         axes["placement"] = {"topology": "test", "devices": ("cpu0",) * ranks}
         made = {name: _axis(name, tuple(fields.items())) for name, fields in axes.items() if fields}
-        plan = Plan(model=_spec(self["shape"], self.tuned, cuts), batch=BATCH, seq=SEQ, **made)
+        plan = Plan(model=_spec(self["shape"], self.tuned, split_points), batch=BATCH, seq=SEQ, **made)
         self._refuse_elsewhere(plan)
         return plan
 
@@ -241,7 +241,7 @@ class Case:
             # How a forward of all points rounds depends on how many of them a rank has.
             plan.points_are_adapters and self["mesh.perturb"] > 1,
             # Refused when it is lowered, with a hazard: halves of a block on one device, whose updates draw from one generator.
-            plan.num_stages == 1 and bool(plan.model.cut_blocks) and self["schedule.update"] == "delayed",
+            plan.num_stages == 1 and bool(plan.model.split_blocks) and self["schedule.update"] == "delayed",
             # Rounded by the same random numbers on every shard, but by others in every micro-batch.
             self["mesh.data"] > 1 and "stochastic" in self["split.codec"],
         )
@@ -253,7 +253,9 @@ class Case:
         """The case of the same numbers in which nothing is done otherwise than it has to be."""
         plan, settings = self.plan(), dict(self.stated)
         rounds = {"transfers_round": plan.is_transfer_lossy, "codecs_round": plan.split.is_lossy}
-        kept = {"split.cuts"} if plan.directions.samples_by_halves and plan.model.cut_blocks else set()
+        kept = (
+            {"split.split_points"} if plan.directions.samples_by_halves and plan.model.split_blocks else set()
+        )
         for axis, kind in AXES.items():
             for field in fields_of(kind).values():
                 name = f"{axis}.{field.name}"
@@ -328,9 +330,15 @@ def _axis(name: str, fields: tuple[tuple[str, Any], ...]) -> Axis:
 
 
 @cache
-def _spec(shape: str, tuned: Tuned | None, cuts: tuple[str, ...]) -> Any:
-    inside = tuple(sorted({int(cut.split(".")[1]) for cut in cuts if cut.endswith(".mlp")}))
-    return spec_of_config(CONFIGS[shape].to_dict(), name="tiny", trainable=tuned or "all", cut_blocks=inside)
+def _spec(shape: str, tuned: Tuned | None, split_points: tuple[str, ...]) -> Any:
+    inside = tuple(
+        sorted(
+            {int(split_point.split(".")[1]) for split_point in split_points if split_point.endswith(".mlp")}
+        )
+    )
+    return spec_of_config(
+        CONFIGS[shape].to_dict(), name="tiny", trainable=tuned or "all", split_blocks=inside
+    )
 
 
 def assert_as_wanted(case: Case, folder: Path, expected: Found | None = None) -> None:
@@ -358,8 +366,8 @@ def is_possible(settings: Mapping[str, Any], most_ranks: int) -> bool:
         plan = Case.of(settings).plan()
     except (ZosimError, ValueError):
         return False
-    cuts_nothing = bool(plan.cuts) and plan.num_stages == 1 and not plan.split.is_lossy
-    return plan.placement.world_size <= most_ranks and not cuts_nothing
+    splits_nothing = bool(plan.split_points) and plan.num_stages == 1 and not plan.split.is_lossy
+    return plan.placement.world_size <= most_ranks and not splits_nothing
 
 
 def _with(settings: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
@@ -598,7 +606,7 @@ def _fresh(case: Case, plan: Plan, model: torch.nn.Module, communicator: Communi
         records = []
         for batch in lines():
             records.append(session.step(batch))
-            if len(records) == CUT:
+            if len(records) == INTERRUPTED_AFTER:
                 session.verify()
         return _end(session, records)
 
@@ -613,7 +621,7 @@ def _going_on(
         history = replace(history, header={**history.header, "plan": plan.model_dump(mode="json")})
     if case["way"] != "replayed":
         # Without its digest, for which a replay would flush.
-        history = replace(history, records=history.records[:CUT], digests={})
+        history = replace(history, records=history.records[:INTERRUPTED_AFTER], digests={})
     if case["way"] == "checkpoint":
         prepare(model, plan, torch.device("cpu"))
         checkpoint = newest_checkpoint(history, model, pytest.fail)
@@ -635,13 +643,17 @@ def wanted(plain: Case, folder: Path) -> Found:
     plan, records, digests = plain.plan(), [], {}
     model = plain.model(plan)
     with _unobserved(), Session(plan, model, **plain.options, **plain.identity) as session:
-        run = {"learning_rate": plain.rate.model_dump(), "digest_every": CUT, "checkpoint_every": CUT}
+        run = {
+            "learning_rate": plain.rate.model_dump(),
+            "digest_every": INTERRUPTED_AFTER,
+            "checkpoint_every": INTERRUPTED_AFTER,
+        }
         header = session.header | {"run": run}
         with RunLog(folder, header) as log:
             for batch in lines():
                 records.append(session.step(batch))
                 log.append(records[-1].rows())
-                if (done := len(records)) == CUT:
+                if (done := len(records)) == INTERRUPTED_AFTER:
                     digests[done] = session.digest()
                     save_checkpoint(
                         model,
@@ -697,7 +709,7 @@ def is_literal(case: Case) -> bool:
     factored = case["directions.distribution"] in FACTORS["directions.distribution"]
     wanted = LITERAL | (FACTORS if factored else {})
     return all(case[name] in known for name, known in wanted.items()) and not (
-        case.plan().directions.samples_by_halves and case.plan().model.cut_blocks
+        case.plan().directions.samples_by_halves and case.plan().model.split_blocks
     )
 
 

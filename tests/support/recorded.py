@@ -23,7 +23,7 @@ def options(inputs, out, *more):
     ]  # fmt: skip
 
 
-def cut(run, num_rows, *, torn=b""):
+def truncate(run, num_rows, *, torn=b""):
     """Leave the run as a process leaves it that died after `num_rows` steps."""
     lines = (run / "steps.jsonl").read_bytes().splitlines(keepends=True)
     (run / "steps.jsonl").write_bytes(b"".join(lines[:num_rows]) + torn)

@@ -8,8 +8,8 @@ from costmodel.models.model_spec import ModelSpec
 from topology.graph import Topology
 from zosim.config import PlanConfig, Search, merge
 from zosim.hardware.profiles import Profiles
-from zosim.planning.cuts import Cutting
 from zosim.planning.request import Hardware, Request
+from zosim.planning.split_options import SplitOptions
 from zosim.plans import AXES
 
 SEARCH = tuple(Search.model_fields)
@@ -33,7 +33,7 @@ def request_for(
     device: str | None = None,
     max_ranks: int = 1,
     profile: Any = None,
-    cutting: Cutting | None = None,
+    split_options: SplitOptions | None = None,
     fixed: Any = None,
     **fields: Any,
 ) -> Request:
@@ -41,4 +41,4 @@ def request_for(
     profiles, first = Profiles(topology), device or topology.compute_devices[0].id
     hardware = Hardware(topology, topology.name, first, profile or profiles.of(first), profiles, max_ranks)
     config = merge(set_in(**fields), set_in(**(fixed or {})))
-    return Request(merge(PlanConfig(model=model), config), hardware, cutting or Cutting())
+    return Request(merge(PlanConfig(model=model), config), hardware, split_options or SplitOptions())

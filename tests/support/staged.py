@@ -29,7 +29,7 @@ SETTINGS = {
 class Case:
     """What is trained, and where it is cut."""
 
-    cuts: tuple[str, ...]
+    split_points: tuple[str, ...]
     model: str = "opt"
     mesh: tuple[tuple[str, int], ...] = ()
     codec: str = "none"
@@ -54,11 +54,11 @@ class Case:
         return model
 
     def plan(self) -> Plan:
-        split = Split(cuts=self.cuts, codec=self.codec, residual_codec=self.residual_codec)
+        split = Split(split_points=self.split_points, codec=self.codec, residual_codec=self.residual_codec)
         axes = {name: dict(fields) for name, fields in self.axes}
         data = plan_of(self.made(), size=self.size, dtype=self.dtype, **axes).model_dump(mode="json")
-        spec = spec_of_model(self.made(), "tiny", cut_blocks=split.cut_blocks)
-        mesh = {**dict(self.mesh), "stage": len(self.cuts) + 1}
+        spec = spec_of_model(self.made(), "tiny", split_blocks=split.split_blocks)
+        mesh = {**dict(self.mesh), "stage": len(self.split_points) + 1}
         num_ranks = mesh["stage"] * mesh.get("data", 1) * mesh.get("perturb", 1)
         data |= {"model": spec.model_dump(mode="json"), "split": split.model_dump(), "mesh": mesh}
         data["placement"]["devices"] = ["cpu0"] * num_ranks

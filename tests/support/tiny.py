@@ -15,7 +15,7 @@ from transformers import (
     RobertaConfig,
 )
 
-from executors.models.model import CutModel
+from executors.models.model import SegmentedModel
 from executors.models.spec import spec_of_model
 from zosim.plans import Placement, Plan
 
@@ -75,7 +75,7 @@ def batches(count, *, size=3, seq=9, seed=1):
 
 
 def plan_of(model, *, size=3, seq=9, dtype="float32", **axes):
-    spec = spec_of_model(CutModel(copy.deepcopy(model)), name="tiny")
+    spec = spec_of_model(SegmentedModel(copy.deepcopy(model)), name="tiny")
     return Plan(
         model=spec,
         placement=Placement(topology="test", devices=("cpu0",)),

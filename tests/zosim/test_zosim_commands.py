@@ -313,7 +313,7 @@ def test_compare_looks_at_the_slowest_rank_or_the_one_named(plan_of_four: Path, 
         (["--residency", "gone"], "'resident' or 'offloaded'"),
         (["--method", "mezo", "--residency", "offloaded"], "--method mezo keeps blocks resident"),
         (["--mesh", "data=2,data=2"], "names data twice"),
-        (["--mesh", "stage=3", "--cut", "block.5,block.3"], "are not in the model's order"),
+        (["--mesh", "stage=3", "--split-points", "block.5,block.3"], "are not in the model's order"),
     ],
 )
 def test_mistakes_about_ranks_are_answered_in_words(words: list[str], says: str) -> None:

@@ -11,7 +11,7 @@ from topology.hardware import resolve as topology_named
 from zosim.config import PlanConfig, merge
 from zosim.options import config_of, with_settings
 from zosim.planning.request import Hardware
-from zosim.planning.resolve import even_cuts, laid_over, resolve, spread
+from zosim.planning.resolve import even_split_points, laid_over, resolve, spread
 from zosim.plans import Mesh, Placement, Plan, Residency
 
 MODEL = read_model_spec("opt-125m")
@@ -56,14 +56,17 @@ def test_what_depends_on_a_changed_field_is_put_right() -> None:
     again = resolve(laid_over(made, typed, lambda _: MODEL))
     assert (again.residency, again.schedule.update) == (Residency(), "immediate")
     assert (again.storage_dtype, again.compute_dtype) == ("float64", "float64")
-    cut = resolve(
+    staged = resolve(
         laid_over(
             made.model_copy(update={"residency": Residency(), "schedule": again.schedule}),
             config_of(PlanConfig, {"mesh": "stage=2"}),
-            lambda blocks: read_model_spec("opt-125m", cut_blocks=blocks),
+            lambda blocks: read_model_spec("opt-125m", split_blocks=blocks),
         )
     )
-    assert (cut.cuts, cut.placement.devices) == (even_cuts(MODEL.num_blocks, 2), ("cpu0", "cpu0"))
+    assert (staged.split_points, staged.placement.devices) == (
+        even_split_points(MODEL.num_blocks, 2),
+        ("cpu0", "cpu0"),
+    )
 
 
 def test_what_is_open_is_chosen_and_what_is_set_is_kept() -> None:

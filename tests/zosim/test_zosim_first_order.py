@@ -37,7 +37,7 @@ from zosim.simulators.simulate import simulate_world
 PRESET = "dgx-h100"
 TOPOLOGY = load_preset(PRESET)
 GPUS = [device.id for device in TOPOLOGY.compute_devices if device.type == "gpu"]
-CUTS = ((), ("block.1",), ("block.1.mlp",), ("block.0", "block.1.mlp", "block.2"))
+SPLIT_POINTS = ((), ("block.1",), ("block.1.mlp",), ("block.0", "block.1.mlp", "block.2"))
 NUM_BLOCKS, WIDTH, INNER, HEADS = 4, 64, 256, 4
 SMALL = {
     "opt": {
@@ -51,12 +51,18 @@ SMALL = {
 }  # fmt: skip
 
 
-def plan_of(cuts=(), *, data=1, model="opt", batch=8, seq=16, **axes):
-    inside = tuple(int(cut.split(".")[1]) for cut in cuts if cut.endswith("mlp"))
-    axes = {"mesh": Mesh(data=data, stage=len(cuts) + 1), "split": Split(cuts=cuts), **axes}
+def plan_of(split_points=(), *, data=1, model="opt", batch=8, seq=16, **axes):
+    inside = tuple(
+        int(split_point.split(".")[1]) for split_point in split_points if split_point.endswith("mlp")
+    )
+    axes = {
+        "mesh": Mesh(data=data, stage=len(split_points) + 1),
+        "split": Split(split_points=split_points),
+        **axes,
+    }
     devices = tuple(GPUS[: axes["mesh"].world_size])
     return Plan(
-        model=spec_of_config(SMALL[model], name=model, cut_blocks=inside),
+        model=spec_of_config(SMALL[model], name=model, split_blocks=inside),
         placement=Placement(topology=PRESET, devices=devices),
         batch=batch,
         seq=seq,
@@ -90,15 +96,15 @@ ORDERS = st.builds(
 
 
 @settings(max_examples=15)
-@given(st.sampled_from(CUTS), st.sampled_from([1, 2]), ORDERS)
-def test_all_ranks_keep_the_rules(cuts, data, order):
-    validate_set(lower_first_order(plan_of(cuts, data=data), order))
+@given(st.sampled_from(SPLIT_POINTS), st.sampled_from([1, 2]), ORDERS)
+def test_all_ranks_keep_the_rules(split_points, data, order):
+    validate_set(lower_first_order(plan_of(split_points, data=data), order))
 
 
 @settings(max_examples=4)
-@given(st.sampled_from(CUTS[1:]), st.sampled_from([1, 2]), ORDERS)
-def test_every_engine_runs_them_alike(cuts, data, order):
-    world = subject_of(plan_of(cuts, data=data), order).world
+@given(st.sampled_from(SPLIT_POINTS[1:]), st.sampled_from([1, 2]), ORDERS)
+def test_every_engine_runs_them_alike(split_points, data, order):
+    world = subject_of(plan_of(split_points, data=data), order).world
     assert_same_run(world, 3)
     assert_same_step(world)
     step_s = steady_step_s(world)
@@ -111,7 +117,7 @@ def test_every_engine_runs_them_alike(cuts, data, order):
 )
 def test_cutting_any_dependency_of_a_middle_stage_is_refused(order):
     program = lower_first_order(plan_of(("block.0", "block.2")), order).program_of(1)
-    opened, cut = set(), 0
+    opened, num_waits = set(), 0
     for position, instruction in enumerate(program.step):
         is_first = instruction.stream not in opened
         opened.add(instruction.stream)
@@ -121,8 +127,8 @@ def test_cutting_any_dependency_of_a_middle_stage_is_refused(order):
             step[position] = replace(instruction, after=after)
             with pytest.raises(Hazard, match="nothing orders"):
                 validate(replace(program, step=tuple(step)))
-            cut += 1
-    assert cut >= 10
+            num_waits += 1
+    assert num_waits >= 10
 
 
 def test_a_backward_before_its_forward_is_refused():
@@ -168,8 +174,8 @@ def even(programs: ProgramSet, forward_s: float, backward_s: float) -> ProgramSe
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4, 8])
 def test_the_bubble_is_that_of_gpipe(schedule, num_microbatches):
     """(m + p - 1)/m times the work of a stage, where stages are even and messages free."""
-    order, cuts = settings_of(schedule, num_microbatches), ("block.0", "block.1", "block.2")
-    subject = subject_of(plan_of(cuts), order)
+    order, split_points = settings_of(schedule, num_microbatches), ("block.0", "block.1", "block.2")
+    subject = subject_of(plan_of(split_points), order)
     listed = even(subject.programs, 1.0, 2.0)
     one, machines = listed.program_of(0), subject.machines
     work = next(item for item in one.step if isinstance(item.op, Forward))
@@ -180,23 +186,23 @@ def test_the_bubble_is_that_of_gpipe(schedule, num_microbatches):
     seconds = sum(machines[0].activity(one, item).seconds for item in pair)
     assert work.work.sweep_bytes
     step_s = steady_step_s(replace(subject, edited=listed).world)
-    expected_s = (num_microbatches + len(cuts)) * seconds
+    expected_s = (num_microbatches + len(split_points)) * seconds
     assert step_s == pytest.approx(expected_s, rel=2e-3)  # messages are not quite free
 
 
-@pytest.mark.parametrize("cuts", CUTS[1:])
+@pytest.mark.parametrize("split_points", SPLIT_POINTS[1:])
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("data", [1, 2])
-def test_two_activations_cross_a_cut_for_each_microbatch(cuts, num_microbatches, data):
-    plan = plan_of(cuts, data=data)
+def test_two_activations_cross_a_cut_for_each_microbatch(split_points, num_microbatches, data):
+    plan = plan_of(split_points, data=data)
     counts = step_counts(lower_first_order(plan, settings_of("gpipe", num_microbatches)))
-    widths = [WIDTH + (INNER if cut.endswith("mlp") else 0) for cut in cuts]
+    widths = [WIDTH + (INNER if split_point.endswith("mlp") else 0) for split_point in split_points]
     numbers = 8 * 16 * sum(widths)
     for count, size in (
         (counts.num_activations, counts.activation_bytes),
         (counts.num_gradients, counts.gradient_bytes),
     ):
-        assert count == num_microbatches * data * len(cuts)
+        assert count == num_microbatches * data * len(split_points)
         assert 4 * numbers <= size <= 4 * numbers + 200 * count  # headers
     assert counts.num_scalars == 0
 
@@ -258,9 +264,9 @@ def test_the_memory_curve_never_exceeds_the_footprint(order):
 
 
 @settings(max_examples=8)
-@given(st.sampled_from(CUTS), st.sampled_from([1, 2]), ORDERS)
-def test_a_step_takes_as_long_as_its_busiest_stream_and_no_longer_than_all_of_it(cuts, data, order):
-    subject = subject_of(plan_of(cuts, data=data), order)
+@given(st.sampled_from(SPLIT_POINTS), st.sampled_from([1, 2]), ORDERS)
+def test_a_step_takes_as_long_as_its_busiest_stream_and_no_longer_than_all_of_it(split_points, data, order):
+    subject = subject_of(plan_of(split_points, data=data), order)
     total, busiest = 0.0, 0.0
     for rank, machine in enumerate(subject.machines):
         program, busy = subject.programs.program_of(rank), {}
@@ -327,7 +333,7 @@ def test_a_plan_is_compared_like_with_like(tmp_path):
     plan = plan_of(
         ("block.1.mlp",),
         estimator=Estimator(difference="forward", num_queries=5),
-        split=Split(cuts=("block.1.mlp",), codec="q4", residual_codec="q4"),
+        split=Split(split_points=("block.1.mlp",), codec="q4", residual_codec="q4"),
     )
     plan.save(tmp_path / "plan.json")
     arguments = ["simulate", str(tmp_path / "plan.json"), "--first-order", "aq-sgd", "--samples", "100"]

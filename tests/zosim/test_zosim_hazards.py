@@ -82,11 +82,11 @@ def test_every_conflict_is_ordered_and_no_edge_is_spare(step: list[Instruction])
             if edge.distance == 1 and is_first_of_stream:
                 continue  # The host issues one step after the other.
             others = tuple(other for other in item.after if other is not edge)
-            cut = replace(
+            removed = replace(
                 program,
                 step=(*program.step[:number], replace(item, after=others), *program.step[number + 1 :]),
             )
-            loose = StepGraph(cut, num_steps=3)
+            loose = StepGraph(removed, num_steps=3)
             assert not all(loose.ordered(one.index, other.index) for one, other in conflicts(loose.listed))
 
 

@@ -150,15 +150,15 @@ def is_start_of_step(program: Program, instruction: Instruction) -> bool:
 )
 def test_cutting_any_dependency_is_refused(plan: Plan) -> None:
     program = lower(plan)
-    cut = 0
+    num_removed = 0
     for position, instruction in enumerate(program.step):
         for edge in range(len(instruction.after)):
             if is_start_of_step(program, instruction):
                 continue
             with pytest.raises(Hazard, match="nothing orders"):
                 validate(without_edge(program, position, edge))
-            cut += 1
-    assert cut > 2 * plan.model.num_blocks
+            num_removed += 1
+    assert num_removed > 2 * plan.model.num_blocks
 
 
 def test_a_hazard_names_both_instructions_the_buffer_and_the_fix() -> None:

@@ -57,12 +57,12 @@ def test_two_blocks_on_three_streams_take_the_times_worked_out_by_hand():
 
 def test_a_dependency_that_is_cut_changes_the_result():
     whole = pipeline(2, 2.0, 3.0, 1.0, num_staging_buffers=2)
-    cut = moved(whole, "compute1", after=())
+    removed = moved(whole, "compute1", after=())
     # Nothing holds the second computation back any more: it follows the first on its stream.
     assert simulate(whole, unshared(), num_steps=1).makespan_s == pytest.approx(9.0, **EXACT)
-    assert simulate(moved(cut, "compute0", after=()), unshared(), num_steps=1).makespan_s == pytest.approx(
-        7.0
-    )
+    assert simulate(
+        moved(removed, "compute0", after=()), unshared(), num_steps=1
+    ).makespan_s == pytest.approx(7.0)
 
 
 def test_an_instruction_that_is_moved_changes_the_result():

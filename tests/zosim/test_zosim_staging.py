@@ -9,8 +9,8 @@ from costmodel import read_model_spec
 from tests.support.requests import request_for
 from topology import load_preset
 from topology.errors import PlanError
-from zosim.planning.cuts import cutting_of
 from zosim.planning.planner import Request, choose
+from zosim.planning.split_options import split_options_of
 from zosim.planning.staging import staged_plans
 from zosim.plans import Directions, Estimator, Plan, Split, Weights
 
@@ -23,8 +23,8 @@ def request(hardware: str, model: str = "opt-125m", *, codec: str = "none", **fi
     topology = load_preset(hardware)
     most = len(topology.compute_devices)
     fields = {"batch": 4, "seq": 64, "weights": HALF, "max_ranks": most} | fields
-    cutting = cutting_of(model, Split(codec=codec, residual_codec=codec))
-    return request_for(read_model_spec(model), topology, cutting=cutting, **fields)
+    split_options = split_options_of(model, Split(codec=codec, residual_codec=codec))
+    return request_for(read_model_spec(model), topology, split_options=split_options, **fields)
 
 
 def test_a_model_too_large_for_one_device_is_cut_in_place_of_offloaded() -> None:

@@ -113,11 +113,11 @@ def test_no_block_is_overwritten_while_peers_upload_it_nor_read_while_they_offlo
     refused = set()
     for name, edge in peer_edges(programs.programs[0]):
 
-        def cut(item: Instruction, name: str = name, edge: Dependency = edge) -> Instruction:
+        def removed(item: Instruction, name: str = name, edge: Dependency = edge) -> Instruction:
             kept = tuple(other for other in item.after if other != edge)
             return replace(item, after=kept) if item.id == name else item
 
-        refused |= {name for found in hazards(edited(programs, 0, cut)) if name in found}
+        refused |= {name for found in hazards(edited(programs, 0, removed)) if name in found}
     assert refused >= {f"block.{i}/offload" for i in range(MODEL.num_blocks)}
     # With a staging buffer for each block, no staging buffer's reuse orders the last block's upload after the peers' offload.
     assert (f"block.{MODEL.num_blocks - 1}/upload" in refused) == (num_staging_buffers == MODEL.num_blocks)
@@ -252,17 +252,19 @@ def test_a_set_that_contradicts_itself_is_refused(
         ProgramSet((program,), roles, groups)
 
 
-def staged(*cuts: str, data: int = 1, traversal: str = "sweep", **axes: object) -> ProgramSet:
-    inside = tuple(int(cut.split(".")[1]) for cut in cuts if cut.endswith(".mlp"))
-    mesh = Mesh(data=data, stage=len(cuts) + 1)
+def staged(*split_points: str, data: int = 1, traversal: str = "sweep", **axes: object) -> ProgramSet:
+    inside = tuple(
+        int(split_point.split(".")[1]) for split_point in split_points if split_point.endswith(".mlp")
+    )
+    mesh = Mesh(data=data, stage=len(split_points) + 1)
     return lower_all(
         Plan(
-            model=read_model_spec("opt-125m", cut_blocks=inside),
+            model=read_model_spec("opt-125m", split_blocks=inside),
             placement=Placement(topology="some", devices=tuple(map(str, range(mesh.world_size)))),
             batch=4,
             seq=8,
             mesh=mesh,
-            split=Split(cuts=cuts, **axes.pop("split", {})),
+            split=Split(split_points=split_points, **axes.pop("split", {})),
             schedule=Schedule(traversal=traversal),
             **axes,
         )
@@ -270,22 +272,24 @@ def staged(*cuts: str, data: int = 1, traversal: str = "sweep", **axes: object) 
 
 
 @pytest.mark.crossed(quick=7, slow=3)
-@pytest.mark.parametrize("cuts", [("block.5",), ("block.5.mlp",), ("block.2", "block.5.mlp", "block.9")])
+@pytest.mark.parametrize(
+    "split_points", [("block.5",), ("block.5.mlp",), ("block.2", "block.5.mlp", "block.9")]
+)
 @pytest.mark.parametrize("traversal", ["sweep", "blockwise"])
 @pytest.mark.parametrize("difference", ["central", "forward"])
 @pytest.mark.parametrize("rng", ["mezo", "counter"])
 def test_stages_are_valid_and_send_what_the_paper_counts(
-    cuts: tuple[str, ...], traversal: str, difference: str, rng: str
+    split_points: tuple[str, ...], traversal: str, difference: str, rng: str
 ) -> None:
     """``(P + 1)(M - 1)`` activations per step for a forward difference, ``2P(M - 1)`` for a central one."""
     samples = {
         "estimator": Estimator(difference=difference, num_queries=3),
         "directions": Directions(rng=rng),
     }
-    programs = staged(*cuts, traversal=traversal, **samples)
+    programs = staged(*split_points, traversal=traversal, **samples)
     validate_set(programs)
     sent = sum(isinstance(item.op, Send) for program in programs.programs for item in program.step)
-    assert sent == (4 if difference == "forward" else 6) * len(cuts)
+    assert sent == (4 if difference == "forward" else 6) * len(split_points)
 
 
 def test_both_holders_of_a_tied_table_do_the_same_to_it() -> None:
@@ -341,7 +345,7 @@ def test_messages_out_of_order_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cuts", "split", "says"),
+    ("split_points", "split", "says"),
     [
         (("block.12",), {}, "no cut 'block.12'"),
         (("block.11.mlp", "block.3"), {}, "not in the model's order"),
@@ -351,10 +355,10 @@ def test_messages_out_of_order_are_refused() -> None:
     ],
 )
 def test_cuts_that_make_no_sense_are_refused(
-    cuts: tuple[str, ...], split: dict[str, object], says: str
+    split_points: tuple[str, ...], split: dict[str, object], says: str
 ) -> None:
     with pytest.raises(PlanError, match=says):
-        staged(*cuts, split=split)
+        staged(*split_points, split=split)
 
 
 def test_a_set_comes_back_from_its_file(tmp_path: Path) -> None:

@@ -25,19 +25,19 @@ def crossings():
     with MEASURED.open(newline="") as file:
         for line in csv.DictReader(file):
             if line["noise"] != "apart":
-                found[line["cut"], line["codec"]].append(
+                found[line["split_point"], line["codec"]].append(
                     (float(line["epsilon"]), float(line["relative_error"]))
                 )
     return found
 
 
-@pytest.mark.parametrize(("cut", "codec"), sorted(crossings()))
-def test_the_rule_is_what_was_measured(cut, codec):
-    epsilons, errors = map(np.array, zip(*sorted(crossings()[cut, codec]), strict=True))
-    least = least_epsilon(codec_spec(codec), residual=cut == "between")
+@pytest.mark.parametrize(("split_point", "codec"), sorted(crossings()))
+def test_the_rule_is_what_was_measured(split_point, codec):
+    epsilons, errors = map(np.array, zip(*sorted(crossings()[split_point, codec]), strict=True))
+    least = least_epsilon(codec_spec(codec), residual=split_point == "between")
     # Errors of 16 directions scatter; a factor of two in ε is within that.
     assert np.all(errors[epsilons >= 2.1 * least] < 1)
-    if cut == "between":
+    if split_point == "between":
         assert np.all(errors[epsilons <= least / 2.1] > 1)
 
 
@@ -48,10 +48,10 @@ def test_every_codec_has_a_rule_and_the_residual_stream_needs_more(bits, roundin
     assert 0 < least_epsilon(codec, residual=False) < least_epsilon(codec, residual=True) < 0.1
 
 
-def plan(epsilon, cut="block.5", **split):
-    made = Split(cuts=(cut,), **split)
+def plan(epsilon, split_point="block.5", **split):
+    made = Split(split_points=(split_point,), **split)
     return Plan(
-        model=read_model_spec("opt-125m", cut_blocks=made.cut_blocks),
+        model=read_model_spec("opt-125m", split_blocks=made.split_blocks),
         placement=Placement(topology="none", devices=("cpu0", "cpu1")),
         batch=1,
         seq=16,
@@ -79,7 +79,7 @@ def test_what_goes_through_too_few_bits_is_told(made, told):
 
 def test_planning_warns():
     asked = ["plan", "--model", "opt-125m", "--hardware", "cpu-cluster-1gbit", "--batch", "4", "--seq", "512"]
-    asked += ["--mesh", "stage=2", "--cut", "block.5", "--residual-codec", "q2", "--allow-lossy"]
+    asked += ["--mesh", "stage=2", "--split-points", "block.5", "--residual-codec", "q2", "--allow-lossy"]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.output
     assert "codec q2" in result.stderr

@@ -363,7 +363,7 @@ class Directions(AxisWriter):
         if directions.rng == "counter":
             return self._counted_work(group, keep, is_scaled=is_scaled)
         # Threads begin at marks that an earlier draw has kept; without these the second half begins with a jump, which pays for large groups.
-        is_cut = self._rank.distribution.is_single_threaded and total >= (
+        is_shared = self._rank.distribution.is_single_threaded and total >= (
             SHARED_SAMPLING_ELEMENTS if is_again else 2 * JUMP_WORDS
         )
         num_rows, made, skipped = self._rows_of(total) if keep == "rows" else (0, total, 0)
@@ -375,9 +375,9 @@ class Directions(AxisWriter):
             num_skipped=skipped,
             num_rounded=self._storage.num_rounded(made),
             num_kept_rows=num_rows,
-            is_shared=is_cut,
+            is_shared=is_shared,
             is_scaled=is_scaled,
-            num_split_sequences=int(is_cut and not is_again),
+            num_split_sequences=int(is_shared and not is_again),
         ) + self._storage.rounding_work(
             made,
             group.num_trainable_tensors,

@@ -27,7 +27,7 @@ from costmodel.work import Attention, Matmul, Work
 from zosim.lowering.directions import Directions
 from zosim.lowering.mesh import Losses
 from zosim.lowering.rank import AxisWriter, Listing, Rank
-from zosim.lowering.split import Cuts
+from zosim.lowering.split import Boundaries
 from zosim.lowering.weights import Points
 from zosim.points import BASE, Point
 from zosim.program.instructions import Access, Buffer, Space, Stream
@@ -46,17 +46,23 @@ class Forwards(AxisWriter):
         As of :class:`AxisWriter`.
     directions : Directions
     points : Points
-    cuts : Cuts
+    boundaries : Boundaries
     losses : Losses
     """
 
     def __init__(
-        self, rank: Rank, listing: Listing, directions: Directions, points: Points, cuts: Cuts, losses: Losses
+        self,
+        rank: Rank,
+        listing: Listing,
+        directions: Directions,
+        points: Points,
+        boundaries: Boundaries,
+        losses: Losses,
     ) -> None:
         super().__init__(rank, listing)
         self._directions = directions
         self._points = points
-        self._cuts = cuts
+        self._boundaries = boundaries
         self._losses = losses
         self._works: dict[tuple[str, bool], Work] = {}
 
@@ -101,7 +107,7 @@ class Forwards(AxisWriter):
         rank = self._rank
         if point not in rank.number_of_own:
             return
-        self._cuts.before(segment, point)
+        self._boundaries.before(segment, point)
         gathered = [
             group for group in rank.trainable(segment) if point.is_perturbed and rank.gathers(group, segment)
         ]
@@ -134,7 +140,7 @@ class Forwards(AxisWriter):
         if num_new_tokens:
             work += self._generated(num_new_tokens, is_beside=bool(beside))
         self._emit(name, op, Stream.COMPUTE, "forward", segment, tuple(reads), (left,), work)
-        self._cuts.after(segment, point)
+        self._boundaries.after(segment, point)
 
     def together(self, segment: str) -> None:
         """Write the forward of `segment` at all of this rank's points, side by side."""

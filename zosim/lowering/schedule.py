@@ -32,7 +32,7 @@ from zosim.lowering.forward import Forwards
 from zosim.lowering.mesh import Losses
 from zosim.lowering.rank import Listing, Rank
 from zosim.lowering.residency import Homes
-from zosim.lowering.split import Cuts
+from zosim.lowering.split import Boundaries
 from zosim.lowering.weights import Leap, Points
 from zosim.plans import Plan
 from zosim.points import BASE
@@ -51,9 +51,9 @@ class StepWriter:
         self.homes = Homes(*common)
         self._directions = Directions(*common)
         self._losses = Losses(*common)
-        self._cuts = Cuts(*common)
+        self._boundaries = Boundaries(*common)
         self._points = Points(*common, self.homes, self._directions, self._losses)
-        self._forwards = Forwards(*common, self._directions, self._points, self._cuts, self._losses)
+        self._forwards = Forwards(*common, self._directions, self._points, self._boundaries, self._losses)
 
     @property
     def instructions(self) -> list[Instruction]:
@@ -62,7 +62,7 @@ class StepWriter:
 
     def buffers(self) -> tuple[Buffer, ...]:
         """Return every buffer that the rank needs."""
-        axes = (self.homes, self._directions, self._points, self._forwards, self._cuts, self._losses)
+        axes = (self.homes, self._directions, self._points, self._forwards, self._boundaries, self._losses)
         return tuple(chain.from_iterable(axis.buffers() for axis in axes))
 
     def initial(self) -> Iterator[Access]:
@@ -80,7 +80,7 @@ class StepWriter:
     def write_step(self) -> None:
         """Write one step: load, forwards at every point, projected gradients, immediate updates."""
         self._forwards.load()
-        self._cuts.receive_all()
+        self._boundaries.receive_all()
         if self._rank.is_together:
             self._together()
         elif self._rank.is_swept:

@@ -44,32 +44,34 @@ Side = Literal["in", "out", "here"]
 """Where a message comes from or goes to: the stage before, the next one, or this one."""
 
 
-class Cuts(AxisWriter):
+class Boundaries(AxisWriter):
     """Writes messages between stages, and their codecs."""
 
-    def _wire(self, point: Point, cut: int, side: Side) -> Access:
-        """Return the access to the message that crosses cut number `cut`, of the largest size it can have."""
+    def _wire(self, point: Point, boundary: int, side: Side) -> Access:
+        """Return the access to the message that crosses cut number `boundary`, of the largest size it can have."""
         # Space for the longest message: how long one is, is known when it has been made.
-        size = most_message_bytes(self._plan, cut, self._rank.num_sequences)
-        return Access(f"wire.{side}.{point}", Message(cut, point), 0, size)
+        size = most_message_bytes(self._plan, boundary, self._rank.num_sequences)
+        return Access(f"wire.{side}.{point}", Message(boundary, point), 0, size)
 
     def buffers(self) -> Iterator[Buffer]:
         """Yield those of messages."""
-        cuts = list(self._crossed())
+        boundaries = list(self._crossed())
         for point in self._rank.own_points:
-            wires = [(cut, self._wire(point, cut, side)) for cut, side in cuts]
+            wires = [(boundary, self._wire(point, boundary, side)) for boundary, side in boundaries]
             for name in dict.fromkeys(wire.buffer for _, wire in wires):
                 size = max(wire.size_bytes for _, wire in wires if wire.buffer == name)
                 # Codecs write to host memory; plain numbers go from device to device.
-                encoded = any(is_encoded(self._plan, cut) for cut, wire in wires if wire.buffer == name)
+                encoded = any(
+                    is_encoded(self._plan, boundary) for boundary, wire in wires if wire.buffer == name
+                )
                 space = Space.HOST if encoded else Space.DEVICE
                 yield Buffer(name, space, size, "activations", "uint8", dynamic=True)
 
     def _crossed(self) -> Iterator[tuple[int, Side]]:
         """Yield the cuts on either side of this rank's stage, and those within it."""
         rank = self._rank
-        for cut in self._plan.encoded_in_place.values():
-            yield cut, "here"
+        for boundary in self._plan.encoded_in_place.values():
+            yield boundary, "here"
         if not rank.is_first_stage:
             yield rank.stage - 1, "in"
         if not rank.is_last_stage:
@@ -80,11 +82,11 @@ class Cuts(AxisWriter):
         rank = self._rank
         if rank.is_first_stage:
             return
-        cut = rank.stage - 1
-        work = Work(link_bytes=expected_message_bytes(self._plan, cut, rank.num_sequences))
+        boundary = rank.stage - 1
+        work = Work(link_bytes=expected_message_bytes(self._plan, boundary, rank.num_sequences))
         for point in rank.own_points:
             # On a stream of its own: compute begins with the first message while others come.
-            name, left = f"recv[{point}]", (self._wire(point, cut, "in"),)
+            name, left = f"recv[{point}]", (self._wire(point, boundary, "in"),)
             op = Recv("pipeline", -1)
             self._emit(name, op, Stream.RECV, "recv", rank.segments[0], (), left, work)
 
@@ -103,52 +105,54 @@ class Cuts(AxisWriter):
             link = Work(link_bytes=expected_message_bytes(self._plan, rank.stage, rank.num_sequences))
             op = Send("pipeline", 1)
             self._emit(f"send[{point}]", op, Stream.LINK, "send", segment, (wire,), (), link)
-        elif (cut := self._plan.encoded_in_place.get(segment)) is not None:
+        elif (boundary := self._plan.encoded_in_place.get(segment)) is not None:
             # Within a stage nothing is sent, but a codec rounds as it does between stages.
-            self._encode(segment, point, cut, "here")
-            self._decode(segment, segment, point, cut, "here")
+            self._encode(segment, point, boundary, "here")
+            self._decode(segment, segment, point, boundary, "here")
 
-    def _encode(self, segment: str, point: Point, cut: int, side: Side) -> Access:
+    def _encode(self, segment: str, point: Point, boundary: int, side: Side) -> Access:
         """Write how what `segment` leaves becomes a message, and return where that is."""
-        wire, reads = self._wire(point, cut, side), (self._rank.hidden(point, segment),)
+        wire, reads = self._wire(point, boundary, side), (self._rank.hidden(point, segment),)
         op = Encode(self._plan.split.codec, self._plan.split.residual_codec)
-        work = coding_work(self._plan, cut, self._rank.num_sequences, "encode")
+        work = coding_work(self._plan, boundary, self._rank.num_sequences, "encode")
         self._emit(f"encode[{point}]", op, Stream.COMPUTE, "encode", segment, reads, (wire,), work)
         return wire
 
-    def _decode(self, segment: str, left_by: str, point: Point, cut: int, side: Side) -> None:
+    def _decode(self, segment: str, left_by: str, point: Point, boundary: int, side: Side) -> None:
         """Write how a message becomes what a segment left; the batch tells its shape."""
-        reads = (self._wire(point, cut, side), self._rank.batch())
+        reads = (self._wire(point, boundary, side), self._rank.batch())
         left = (self._rank.hidden(point, left_by),)
-        work = coding_work(self._plan, cut, self._rank.num_sequences, "decode")
+        work = coding_work(self._plan, boundary, self._rank.num_sequences, "decode")
         self._emit(f"decode[{point}]", Decode(), Stream.COMPUTE, "decode", segment, reads, left, work)
 
 
-def is_encoded(plan: Plan, cut: int) -> bool:
-    """Whether a codec writes down, on the host, what crosses cut number `cut`; plain numbers stay on the device."""
-    return not all(codec.is_lossless for codec, _, _ in _crossing(plan, cut, 1))
+def is_encoded(plan: Plan, boundary: int) -> bool:
+    """Whether a codec writes down, on the host, what crosses cut number `boundary`; plain numbers stay on the device."""
+    return not all(codec.is_lossless for codec, _, _ in _crossing(plan, boundary, 1))
 
 
-def most_message_bytes(plan: Plan, cut: int, num_sequences: int) -> int:
-    """Return the bytes that no message across cut number `cut` exceeds."""
-    width = _element_bytes(plan)
-    return sum(most_bytes(codec, shape, width) for codec, shape, _ in _crossing(plan, cut, num_sequences))
-
-
-def expected_message_bytes(plan: Plan, cut: int, num_sequences: int) -> int:
-    """Return the bytes of a message across cut number `cut`, as the plan's densities let expect."""
+def most_message_bytes(plan: Plan, boundary: int, num_sequences: int) -> int:
+    """Return the bytes that no message across cut number `boundary` exceeds."""
     width = _element_bytes(plan)
     return sum(
-        message_bytes(codec, shape, width, stats)
-        for codec, shape, stats in _crossing(plan, cut, num_sequences)
+        most_bytes(codec, shape, width) for codec, shape, _ in _crossing(plan, boundary, num_sequences)
     )
 
 
-def coding_work(plan: Plan, cut: int, num_sequences: int, side: Literal["encode", "decode"]) -> Work:
-    """Return the work of making the message that crosses cut number `cut`, or of taking it apart."""
+def expected_message_bytes(plan: Plan, boundary: int, num_sequences: int) -> int:
+    """Return the bytes of a message across cut number `boundary`, as the plan's densities let expect."""
+    width = _element_bytes(plan)
+    return sum(
+        message_bytes(codec, shape, width, stats)
+        for codec, shape, stats in _crossing(plan, boundary, num_sequences)
+    )
+
+
+def coding_work(plan: Plan, boundary: int, num_sequences: int, side: Literal["encode", "decode"]) -> Work:
+    """Return the work of making the message that crosses cut number `boundary`, or of taking it apart."""
     of, width = {"encode": encode_work, "decode": decode_work}[side], _element_bytes(plan)
     counts: Counter[str] = Counter()
-    for codec, shape, stats in _crossing(plan, cut, num_sequences):
+    for codec, shape, stats in _crossing(plan, boundary, num_sequences):
         counts.update(of(codec, shape, width, stats))
     return Work(coding=tuple(sorted(counts.items())))
 
@@ -159,14 +163,14 @@ def _element_bytes(plan: Plan) -> int:
 
 
 def _crossing(
-    plan: Plan, cut: int, num_sequences: int
+    plan: Plan, boundary: int, num_sequences: int
 ) -> Iterator[tuple[CodecSpec, tuple[int, int, int], SymbolStatistics]]:
     """Yield the codec, the shape (sequences, tokens, width) and the expected symbols of every tensor that crosses."""
     split, model = plan.split, plan.model
-    is_inside = split.cuts[cut].endswith(INSIDE)
+    is_inside = split.split_points[boundary].endswith(INSIDE)
     # Inside a block the activation crosses, and beside it the residual stream.
     crossing = [(split.codec, model.intermediate_size, False)] if is_inside else []
     for name, width, is_beside in (*crossing, (split.residual_codec, model.hidden_size, is_inside)):
         codec, shape = codec_spec(name), (num_sequences, plan.seq, width)
-        known = split.symbols(cut)
+        known = split.symbols(boundary)
         yield codec, shape, crossing_statistics(known, shape, bits=codec.bits or 1, is_beside=is_beside)

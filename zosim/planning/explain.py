@@ -96,13 +96,15 @@ def _about_adapters(plan: Plan) -> Iterator[str]:
         )
 
 
-def about_cuts(chosen: Candidate, others: Sequence[Candidate], printed: tuple[str, ...]) -> Iterator[str]:
+def about_split_points(
+    chosen: Candidate, others: Sequence[Candidate], printed: tuple[str, ...]
+) -> Iterator[str]:
     """Yield how the best plans with other cuts compare, SparQ's own choice among them."""
     of_mesh = [candidate for candidate in others if candidate.plan.mesh == chosen.plan.mesh]
-    best = _best_of_others(chosen, of_mesh, lambda plan: plan.cuts)
-    for cuts, candidate in list(best.items())[:1]:
-        yield f"second best cut: {' and '.join(cuts)}, {_slower(candidate, chosen.seconds)}"
-    if printed and printed == chosen.plan.cuts:
+    best = _best_of_others(chosen, of_mesh, lambda plan: plan.split_points)
+    for split_points, candidate in list(best.items())[:1]:
+        yield f"second best cut: {' and '.join(split_points)}, {_slower(candidate, chosen.seconds)}"
+    if printed and printed == chosen.plan.split_points:
         yield f"SparQ's rule, the sparsest near the middle, cuts at {' and '.join(printed)}, too"
     elif printed in best:
         words = _slower(best[printed], chosen.seconds)

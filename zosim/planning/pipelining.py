@@ -13,12 +13,12 @@ from zosim.program.operations import Send
 
 
 @dataclass(frozen=True)
-class CutTraffic:
+class BoundaryTraffic:
     """What crosses one cut in a step, over all pipelines.
 
     Attributes
     ----------
-    cut : str
+    split_point : str
     num_messages : int
     size_bytes : int
         As expected.
@@ -26,7 +26,7 @@ class CutTraffic:
         Never exceeded.
     """
 
-    cut: str
+    split_point: str
     num_messages: int
     size_bytes: int
     most_bytes: int
@@ -41,13 +41,13 @@ class Pipelining:
     bubbles : tuple of float
         For each stage, the part of the step in which it does nothing, on the first pipeline: neither computes nor draws and
         writes ahead what it computes with.
-    cuts : tuple of CutTraffic
+    boundaries : tuple of BoundaryTraffic
     num_losses : int
         Evaluation points whose losses all ranks get, once per step.
     """
 
     bubbles: tuple[float, ...]
-    cuts: tuple[CutTraffic, ...]
+    boundaries: tuple[BoundaryTraffic, ...]
     num_losses: int
 
 
@@ -55,7 +55,7 @@ def pipelining(subject: Subject) -> Pipelining:
     """Return the figures of a plan with several stages."""
     plan = subject.plan
     traffic = []
-    for number, cut in enumerate(plan.cuts):
+    for number, split_point in enumerate(plan.split_points):
         sends = [
             item
             for part in plan.mesh.pipelines
@@ -63,8 +63,8 @@ def pipelining(subject: Subject) -> Pipelining:
             if isinstance(item.op, Send)
         ]
         traffic.append(
-            CutTraffic(
-                cut,
+            BoundaryTraffic(
+                split_point,
                 len(sends),
                 sum(item.work.link_bytes for item in sends),
                 sum(access.size_bytes for item in sends for access in item.reads),
@@ -92,18 +92,18 @@ def about_stages(subject: Subject) -> Iterator[str]:
     plan, figures, counts = subject.plan, pipelining(subject), step_counts(subject.programs)
     idle = ", ".join(f"{max(share, 0.0):.0%}" for share in figures.bubbles)
     yield f"bubble: the stages' compute is idle for {idle} of a step"
-    for cut in figures.cuts:
+    for boundary in figures.boundaries:
         yield (
-            f"across {cut.cut}: {cut.num_messages} messages of {format_bytes(cut.size_bytes // cut.num_messages)} a "
-            f"step, {format_bytes(cut.size_bytes)} in all, never more than {format_bytes(cut.most_bytes)}"
+            f"across {boundary.split_point}: {boundary.num_messages} messages of {format_bytes(boundary.size_bytes // boundary.num_messages)} a "
+            f"step, {format_bytes(boundary.size_bytes)} in all, never more than {format_bytes(boundary.most_bytes)}"
         )
     pipelines = plan.num_batch_shards
     # SparQ counts for one pipeline.
-    num_cuts = pipelines * (plan.num_stages - 1)
+    num_boundaries = pipelines * (plan.num_stages - 1)
     formula = f"{plan.estimator.points_formula}(M - 1)"
     each = f" for each of {pipelines} shards" if pipelines > 1 else ""
-    yield f"{counts.num_activations} activations a step forward, {plan.estimator.num_points * num_cuts} by SparQ's count {formula}{each}"
+    yield f"{counts.num_activations} activations a step forward, {plan.estimator.num_points * num_boundaries} by SparQ's count {formula}{each}"
     yield (
         f"back go {figures.num_losses} losses, in one exchange: {counts.num_scalars} scalars that "
-        f"another rank gets, where SparQ counts P(M - 1) differences, {plan.estimator.num_queries * num_cuts}"
+        f"another rank gets, where SparQ counts P(M - 1) differences, {plan.estimator.num_queries * num_boundaries}"
     )

@@ -16,12 +16,12 @@ from costmodel.models.model_spec import block_segment
 from topology.errors import DoesNotFit, PlanError
 from topology.units import format_bytes, format_seconds
 from zosim.planning.bounds import Bound, Bounds
-from zosim.planning.cuts import sparsest_near_the_middle
-from zosim.planning.explain import ALIKE, about_cuts, reasons
+from zosim.planning.explain import ALIKE, about_split_points, reasons
 from zosim.planning.footprint import Footprints
 from zosim.planning.predict import Prediction, Subject
 from zosim.planning.request import ASSUMED_SIZE, HOW_TO_STATE_MEMORY, Request
 from zosim.planning.space import placements, too_few_ranks
+from zosim.planning.split_options import sparsest_near_the_middle
 from zosim.planning.staging import staged_plans
 from zosim.plans import INSIDE, Plan
 from zosim.simulators.assembly import without_garbage_collection
@@ -100,7 +100,7 @@ class Decision:
         That fit, best first; those beyond the second may never have been simulated.
     rejected : tuple of Candidate
         That do not fit, fastest first.
-    printed_cuts : tuple of str
+    printed_split_points : tuple of str
         Where SparQ's own rule would cut for as many stages, if densities are known.
     notes : tuple of str
         What the request left open and was filled in before the search, such as the format of the weights.
@@ -109,7 +109,7 @@ class Decision:
     chosen: Candidate
     others: tuple[Candidate, ...]
     rejected: tuple[Candidate, ...]
-    printed_cuts: tuple[str, ...] = ()
+    printed_split_points: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -140,7 +140,7 @@ class Decision:
     def reasons(self) -> tuple[str, ...]:
         """Why this one: what was filled in, what limits it, what came second, and what a larger memory would buy."""
         why = reasons(self.chosen, self.prediction, self.others, self.rejected)
-        return (*self.notes, *why, *about_cuts(self.chosen, self.others, self.printed_cuts))
+        return (*self.notes, *why, *about_split_points(self.chosen, self.others, self.printed_split_points))
 
 
 @without_garbage_collection()
@@ -176,8 +176,10 @@ def choose(request: Request) -> Decision:
     best, *others = ranked
     # For comparison: where the paper would cut for as many stages.
     inside = [block_segment(index) + INSIDE for index in range(best.plan.model.num_blocks)]
-    printed_cuts = sparsest_near_the_middle(inside, request.cutting.densities, best.plan.num_stages)
-    return Decision(best, tuple(others), tuple(rejected), printed_cuts, request.notes)
+    printed_split_points = sparsest_near_the_middle(
+        inside, request.split_options.densities, best.plan.num_stages
+    )
+    return Decision(best, tuple(others), tuple(rejected), printed_split_points, request.notes)
 
 
 def _parted(listed: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:

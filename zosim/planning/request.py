@@ -14,7 +14,7 @@ from topology.graph import Topology
 from topology.validation import readable
 from zosim.config import HOST, PlanConfig, filled, merge
 from zosim.hardware.profiles import Profiles
-from zosim.planning.cuts import Cutting
+from zosim.planning.split_options import SplitOptions
 from zosim.plans import AXES, Axis, LowBits, Mesh, Method, Placement, Weights
 
 Blocks = Literal["resident", "offloaded"]
@@ -108,7 +108,7 @@ class Request:
     config : PlanConfig
         With its model.
     hardware : Hardware
-    cutting : Cutting
+    split_options : SplitOptions
         Where a mesh of several stages may cut the model, and with which codecs.
     notes : tuple of str
         What the config left open and was filled in, in words.
@@ -116,18 +116,18 @@ class Request:
 
     config: PlanConfig
     hardware: Hardware
-    cutting: Cutting = field(default_factory=Cutting)
+    split_options: SplitOptions = field(default_factory=SplitOptions)
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: PlanConfig, hardware: Hardware, cutting: Cutting) -> Request:
+    def of(cls, config: PlanConfig, hardware: Hardware, split_options: SplitOptions) -> Request:
         """Return a request whose weights have the checkpoint's format where the config sets none and the device has units for it."""
         if config.weights.given("dtype") is not None:
-            return cls(config, hardware, cutting)
+            return cls(config, hardware, split_options)
         device = hardware.topology.device_spec(hardware.device)
         dtype, why = default_dtype(config.spec.checkpoint_dtype, device)
         note = f"weights in {dtype}: {why}; --dtype names another"
-        return cls(merge(PlanConfig(weights=Weights(dtype=dtype)), config), hardware, cutting, (note,))
+        return cls(merge(PlanConfig(weights=Weights(dtype=dtype)), config), hardware, split_options, (note,))
 
     def __post_init__(self) -> None:
         # The class is frozen; a model that is quantized already decides how its weights are kept.
@@ -147,13 +147,13 @@ class Request:
                 "sparq several stages",
             )
         if (
-            self.cutting.cuts
+            self.split_options.split_points
             and self.config.search.method != "sparq"
             and (mesh is None or not mesh.is_staged)
         ):
             raise PlanError(
-                f"--cut {', '.join(self.cutting.cuts)} without stages",
-                hint=f"add --mesh stage={len(self.cutting.cuts) + 1}",
+                f"--split-points {', '.join(self.split_options.split_points)} without stages",
+                hint=f"add --mesh stage={len(self.split_options.split_points) + 1}",
             )
 
     def over(self, config: PlanConfig) -> Request:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from topology.errors import PlanError
 from topology.validation import readable
 from zosim.config import PlanConfig, filled, merge
-from zosim.planning.cuts import CutModel, Cutting
 from zosim.planning.planner import Decision, choose
 from zosim.planning.request import Hardware, Request
+from zosim.planning.split_options import SplitModel, SplitOptions
 from zosim.plans import ForwardPass, Plan, Residency, Schedule, Split
 
 WHAT = "options of the plan"
@@ -23,7 +23,7 @@ WHAT = "options of the plan"
 def resolve(
     config: PlanConfig,
     machine: Hardware | Callable[[], Hardware] | None = None,
-    cutting: Cutting | None = None,
+    split_options: SplitOptions | None = None,
     *,
     on_decision: Callable[[Decision], object] = lambda _: None,
 ) -> Plan:
@@ -35,7 +35,7 @@ def resolve(
         With its model.
     machine : Hardware or callable, optional
         What the planner may use; a callable that returns it is called only where something is open.
-    cutting : Cutting, optional
+    split_options : SplitOptions, optional
         Where the model may be cut; by default where it is cut already, and between blocks.
     on_decision : callable
         Called with what else was weighed, where the planner has chosen.
@@ -51,7 +51,7 @@ def resolve(
     if config.placement is None:
         assert machine is not None
         hardware = machine if isinstance(machine, Hardware) else machine()
-        decision = choose(Request.of(config, hardware, cutting or Cutting()))
+        decision = choose(Request.of(config, hardware, split_options or SplitOptions()))
         on_decision(decision)
         return decision.plan
     fields = {"batch": config.batch} | filled(config).set_fields()
@@ -60,7 +60,7 @@ def resolve(
         return Plan.model_validate(fields)
 
 
-def laid_over(plan: Plan, config: PlanConfig, cut_model: CutModel) -> PlanConfig:
+def laid_over(plan: Plan, config: PlanConfig, split_model: SplitModel) -> PlanConfig:
     """Return a plan's config with another laid over it, and what depends on a field that changes put right.
 
     Parameters
@@ -68,7 +68,7 @@ def laid_over(plan: Plan, config: PlanConfig, cut_model: CutModel) -> PlanConfig
     plan : Plan
     config : PlanConfig
         Only fields that are set count; its search does not.
-    cut_model : callable
+    split_model : callable
         Returns the model with some blocks cut inside.
     """
     base = PlanConfig.of(plan)
@@ -86,7 +86,7 @@ def laid_over(plan: Plan, config: PlanConfig, cut_model: CutModel) -> PlanConfig
             base,
             PlanConfig(forward=ForwardPass(compute_dtype=None), residency=Residency(transfer_dtype=None)),
         )
-    return spread(merge(base, config), cut_model, known=plan)
+    return spread(merge(base, config), split_model, known=plan)
 
 
 def schedule_beside(config: PlanConfig) -> Schedule:
@@ -99,14 +99,14 @@ def schedule_beside(config: PlanConfig) -> Schedule:
     return Schedule(traversal="sweep" if is_text else "blockwise", update="immediate")
 
 
-def spread(config: PlanConfig, cut_model: CutModel, known: Plan | None = None) -> PlanConfig:
+def spread(config: PlanConfig, split_model: SplitModel, known: Plan | None = None) -> PlanConfig:
     """Return a config whose placement, cuts and transfers are those of its mesh, on the kind of device that its first rank has.
 
     Parameters
     ----------
     config : PlanConfig
         With its placement.
-    cut_model : callable
+    split_model : callable
     known : Plan, optional
         Whose cuts and cut blocks stay where they can.
     """
@@ -122,24 +122,28 @@ def spread(config: PlanConfig, cut_model: CutModel, known: Plan | None = None) -
         kind = first.rstrip("0123456789")
         devices = [f"{kind}{rank}" if kind == "gpu" else first for rank in range(mesh.world_size)]
         placement = placement.model_copy(update={"devices": tuple(devices), "hosts": ()})
-    cuts = split.cuts
-    if mesh.stage > 1 and len(cuts) != mesh.stage - 1 and (known is None or cuts == known.split.cuts):
+    split_points = split.split_points
+    if (
+        mesh.stage > 1
+        and len(split_points) != mesh.stage - 1
+        and (known is None or split_points == known.split.split_points)
+    ):
         # A plan's own cuts go where they no longer fit the stages; others stay, and are refused if they do not fit.
-        cuts = even_cuts(config.spec.num_blocks, mesh.stage)
-    if known is not None and cuts != known.split.cuts:
+        split_points = even_split_points(config.spec.num_blocks, mesh.stage)
+    if known is not None and split_points != known.split.split_points:
         # Densities were measured at the old cuts.
         split = split.model_copy(update={"densities": ()})
     if mesh.stage == 1 and not split.is_lossy:
-        cuts, split = (), Split()  # nothing crosses, and no codec rounds
-    split = split.model_copy(update={"cuts": cuts})
-    cut_blocks = split.cut_blocks
-    if not cuts and known is not None and known.directions.samples_by_halves:
+        split_points, split = (), Split()  # nothing crosses, and no codec rounds
+    split = split.model_copy(update={"split_points": split_points})
+    split_blocks = split.split_blocks
+    if not split_points and known is not None and known.directions.samples_by_halves:
         # Directions that are drawn by halves must stay so: another cut would draw other numbers.
-        cut_blocks = known.model.cut_blocks
+        split_blocks = known.model.split_blocks
     transfers = {} if mesh.world_size > 1 else {"transfers": "private"}
     return config.model_copy(
         update={
-            "model": cut_model(cut_blocks),
+            "model": split_model(split_blocks),
             "placement": placement,
             "split": split,
             "residency": config.residency.model_copy(update=transfers),
@@ -147,12 +151,12 @@ def spread(config: PlanConfig, cut_model: CutModel, known: Plan | None = None) -
     )
 
 
-def even_cuts(num_blocks: int, num_stages: int) -> tuple[str, ...]:
+def even_split_points(num_blocks: int, num_stages: int) -> tuple[str, ...]:
     """Return cuts inside blocks, behind their activation functions, that part the blocks as evenly as can be.
 
     Examples
     --------
-    >>> even_cuts(12, 3)
+    >>> even_split_points(12, 3)
     ('block.3.mlp', 'block.7.mlp')
     """
     return tuple(f"block.{max(0, num_blocks * i // num_stages - 1)}.mlp" for i in range(1, num_stages))

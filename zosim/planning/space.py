@@ -34,8 +34,8 @@ from costmodel.models.model_spec import ModelSpec
 from topology.errors import PlanError
 from topology.validation import readable
 from zosim.hardware.machines import machines_for
-from zosim.planning.cut_search import Costs, CutSite, splits
 from zosim.planning.request import Blocks, Request, profiles_of
+from zosim.planning.split_search import Costs, PlacedPipeline, splits
 from zosim.plans import Estimator, Mesh, Placement, Plan, Residency, Split, TransferDType, Weights
 
 Transfers = Literal["private", "shared", "sliced"]
@@ -75,13 +75,13 @@ def placements(request: Request) -> Iterator[Plan]:
 
 def _shapes(request: Request) -> Iterator[tuple[Mesh, Placement, tuple[ModelSpec, Split]]]:
     """Yield the meshes that the request admits on the devices that they can lie on, those of several stages with each cut."""
-    costs = Costs(request.config.spec, request.cutting)
+    costs = Costs(request.config.spec, request.split_options)
     for mesh in meshes(request):
         for placement in layouts(request, mesh.world_size):
-            cuts: Iterable[tuple[ModelSpec, Split]] = [(request.config.spec, Split())]
+            split_points: Iterable[tuple[ModelSpec, Split]] = [(request.config.spec, Split())]
             if mesh.stage > 1:
-                cuts = splits(site_of(request, mesh, placement), request.cutting, costs)
-            yield from ((mesh, placement, cut) for cut in cuts)
+                split_points = splits(pipeline_of(request, mesh, placement), request.split_options, costs)
+            yield from ((mesh, placement, split_point) for split_point in split_points)
 
 
 def plans_of(
@@ -97,13 +97,13 @@ def plans_of(
     seen: set[str] = set()
     # A combination that contradicts itself is none; only if all do, the request does.
     contradiction: PlanError | None = None
-    for mesh, placement, cut in shapes:
+    for mesh, placement, split_point in shapes:
         points = _points(request, mesh, placement)
         for point, sampled, quantized in product(
             points, _perturbation_axes(request), _quant_configs(request, mesh)
         ):
             try:
-                plan = _plan(request, cut, mesh, placement, {**point, **sampled, **quantized})
+                plan = _plan(request, split_point, mesh, placement, {**point, **sampled, **quantized})
             except PlanError as error:
                 contradiction = contradiction or error  # that of the plainest plan
                 continue
@@ -111,7 +111,7 @@ def plans_of(
                 plan.residency, plan.schedule, plan.directions, plan.weights, plan.forward, plan.low_bits
             )  # fmt: skip
             # Fields that the request fixes make several points one plan.
-            key = repr((mesh, placement, cut[1], chosen))
+            key = repr((mesh, placement, split_point[1], chosen))
             if key not in seen:
                 seen.add(key)
                 yield plan
@@ -128,9 +128,9 @@ def check(request: Request) -> None:
             f"{stored} and loses precision at every offload",
             hint="add --allow-lossy if that is meant",
         )
-    cutting = request.cutting
-    if cutting.is_lossy and not request.config.search.allow_lossy:
-        codecs = dict.fromkeys(name for name in cutting.codecs if name != "none")
+    split_options = request.split_options
+    if split_options.is_lossy and not request.config.search.allow_lossy:
+        codecs = dict.fromkeys(name for name in split_options.codecs if name != "none")
         raise PlanError(
             f"codecs {', '.join(codecs)} change what arrives at the next stage",
             hint="add --allow-lossy if that is meant",
@@ -164,7 +164,7 @@ def shares(request: Request, *, stage: int) -> Iterator[Mesh]:
                 yield Mesh(data=data, perturb=perturb, stage=stage)
 
 
-def site_of(request: Request, mesh: Mesh, placement: Placement) -> CutSite:
+def pipeline_of(request: Request, mesh: Mesh, placement: Placement) -> PlacedPipeline:
     """Return what cuts are ranked for: the first pipeline of a mesh on its devices."""
     pipeline = placement.model_copy(
         update={"devices": placement.devices[: mesh.stage], "hosts": placement.hosts[: mesh.stage]}
@@ -178,7 +178,9 @@ def site_of(request: Request, mesh: Mesh, placement: Placement) -> CutSite:
     alone = Placement(topology=placement.topology, devices=placement.devices[:1])
     fixed = request.config.fixed("estimator", "directions", "weights", "forward")
     fixed.get("forward", {}).pop("num_new_tokens", None)  # text goes with no cut, as its plans say
-    return CutSite(mesh, machines, _plan(request, (request.config.spec, Split()), Mesh(), alone, {}, fixed))
+    return PlacedPipeline(
+        mesh, machines, _plan(request, (request.config.spec, Split()), Mesh(), alone, {}, fixed)
+    )
 
 
 def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
@@ -312,7 +314,7 @@ def too_few_ranks(request: Request) -> PlanError:
 
 def _plan(
     request: Request,
-    cut: tuple[ModelSpec, Split],
+    split_point: tuple[ModelSpec, Split],
     mesh: Mesh,
     placement: Placement,
     point: Point,
@@ -328,8 +330,8 @@ def _plan(
         return Plan.model_validate(
             {
                 **axes,
-                "model": cut[0],
-                "split": cut[1],
+                "model": split_point[0],
+                "split": split_point[1],
                 "placement": placement,
                 "batch": request.config.batch,
                 "seq": request.config.seq,

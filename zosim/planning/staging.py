@@ -1,6 +1,6 @@
 """Which meshes of several stages are worth a look: those of the least bounds, of the many that there are.
 
-A mesh and its cuts are bounded by :mod:`zosim.planning.cut_search` alone, so that hundreds take as long as a few plans do.
+A mesh and its cuts are bounded by :mod:`zosim.planning.split_search` alone, so that hundreds take as long as a few plans do.
 Those that could undercut what is known without stages, and the best in any case, become plans.
 """
 
@@ -12,9 +12,9 @@ from math import inf
 
 from costmodel.models.model_spec import ModelSpec
 from topology.errors import PlanError
-from zosim.planning.cut_search import BoundedCuts, Costs, Ranking
 from zosim.planning.request import Request
-from zosim.planning.space import check, layouts, plans_of, shares, site_of
+from zosim.planning.space import check, layouts, pipeline_of, plans_of, shares
+from zosim.planning.split_search import BoundedSplitPoints, Costs, Ranking
 from zosim.plans import Mesh, Placement, Plan, Split
 
 # Meshes that are made plans of.
@@ -30,7 +30,7 @@ class _StageShape:
     """A mesh with its best cuts, and what ranked them."""
 
     mesh: Mesh
-    best: BoundedCuts
+    best: BoundedSplitPoints
     ranking: Ranking
 
     @property
@@ -67,46 +67,48 @@ def staged_plans(request: Request, fastest_s: float = inf) -> Iterator[Plan]:
 
 def _placed(request: Request, shape: _StageShape) -> tuple[Mesh, Placement, tuple[ModelSpec, Split]]:
     placement = next(layouts(request, shape.mesh.world_size))
-    model = request.cutting.cut(request.config.spec, shape.best.cuts)
-    return shape.mesh, placement, (model, shape.ranking.split(shape.best.cuts))
+    model = request.split_options.split(request.config.spec, shape.best.split_points)
+    return shape.mesh, placement, (model, shape.ranking.split(shape.best.split_points))
 
 
 def _shapes(request: Request) -> Iterator[_StageShape]:
     """Yield every mesh of several stages that the model can be cut for, with the best cuts."""
-    costs = Costs(request.config.spec, request.cutting)
-    known: dict[tuple[object, ...], tuple[Ranking, BoundedCuts]] = {}
+    costs = Costs(request.config.spec, request.split_options)
+    known: dict[tuple[object, ...], tuple[Ranking, BoundedSplitPoints]] = {}
     for mesh in _meshes(request, costs):
-        site = site_of(request, mesh, next(layouts(request, len(mesh.pipelines[0]))))
+        pipeline = pipeline_of(request, mesh, next(layouts(request, len(mesh.pipelines[0]))))
         # Meshes whose pipelines do the same are ranked once.
-        key = site.num_stages, site.num_sequences, site.num_points
+        key = pipeline.num_stages, pipeline.num_sequences, pipeline.num_points
         if key not in known:
-            ranking = Ranking(site, request.cutting, costs)
+            ranking = Ranking(pipeline, request.split_options, costs)
             known[key] = ranking, _best(request, ranking)
         ranking, best = known[key]
-        if best.cuts:
+        if best.split_points:
             yield _StageShape(mesh, best, ranking)
 
 
-def _best(request: Request, ranking: Ranking) -> BoundedCuts:
+def _best(request: Request, ranking: Ranking) -> BoundedSplitPoints:
     """Return the best cuts whose stages fit their devices, or the best of all with the uploads that those take."""
     limit = _FOR_WEIGHTS * request.device_limit_bytes(request.hardware.device)
     best = ranking.best_of_all(limit)
-    if not best.cuts or ranking.weight_bytes(best.cuts) > limit:
+    if not best.split_points or ranking.weight_bytes(best.split_points) > limit:
         best = ranking.best_of_all()
-        if not best.cuts:
+        if not best.split_points:
             return best
         # What does not fit is offloaded, so that a step takes the uploads at least.
-        uploads_s = ranking.weight_bytes(best.cuts) / request.hardware.profile.values()["copy_h2d_bandwidth"]
+        uploads_s = (
+            ranking.weight_bytes(best.split_points) / request.hardware.profile.values()["copy_h2d_bandwidth"]
+        )
         best = replace(best, bound_s=max(best.bound_s, uploads_s))
     return best
 
 
 def _meshes(request: Request, costs: Costs) -> Iterator[Mesh]:
     """Yield the meshes of several stages: each way to share out all devices, or all of one host, or any few."""
-    num_cuts = len(request.cutting.cuts)
+    num_boundaries = len(request.split_options.split_points)
     most = min(_MOST_STAGES, request.max_ranks, len(costs.names) + 1)
     per_host = max(map(len, next(layouts(request, request.max_ranks)).ranks_by_host))
-    for stage in (num_cuts + 1,) if num_cuts else range(2, most + 1):
+    for stage in (num_boundaries + 1,) if num_boundaries else range(2, most + 1):
         # Beyond one host, all devices; and each pipeline within a host, or on some of its own.
         is_alike = per_host % stage == 0 or stage % per_host == 0
         for mesh in shares(request, stage=stage):

@@ -29,7 +29,7 @@ from zosim.plans.placement import Placement
 from zosim.plans.residency import Residency, TransferDType
 from zosim.plans.schedule import Schedule
 from zosim.plans.setting import Axis, Section, Setting, fields_of, is_decisive
-from zosim.plans.split import INSIDE, Split, check_cut_names, cut_behind, last_before
+from zosim.plans.split import INSIDE, Split, check_split_points, last_before, split_point_behind
 from zosim.plans.upgrade import PLAN_VERSION, upgrade
 from zosim.plans.weights import StorageDType, Weights
 from zosim.points import Point, points_of_step
@@ -56,8 +56,8 @@ __all__ = [
     "StorageDType",
     "TransferDType",
     "Weights",
-    "check_cut_names",
-    "cut_behind",
+    "check_split_points",
+    "split_point_behind",
     "fields_of",
     "is_decisive",
     "last_before",
@@ -193,7 +193,9 @@ class Plan(Axis, Document):
         segments = self.model.segments
         if self.mesh.stage == 1:
             return segments
-        ends = [segments.index(last_before(cut, segments)) + 1 for cut in self.split.cuts]
+        ends = [
+            segments.index(last_before(split_point, segments)) + 1 for split_point in self.split.split_points
+        ]
         return segments[([0, *ends])[stage] : ([*ends, len(segments)])[stage]]
 
     @property
@@ -202,9 +204,9 @@ class Plan(Axis, Document):
         return self.mesh.data
 
     @property
-    def cuts(self) -> tuple[str, ...]:
+    def split_points(self) -> tuple[str, ...]:
         """Where the model is cut, in its order."""
-        return self.split.cuts
+        return self.split.split_points
 
     @property
     def num_stages(self) -> int:
@@ -219,7 +221,10 @@ class Plan(Axis, Document):
         """
         if self.mesh.stage > 1:
             return {}
-        return {last_before(cut, self.model.segments): number for number, cut in enumerate(self.split.cuts)}
+        return {
+            last_before(split_point, self.model.segments): number
+            for number, split_point in enumerate(self.split.split_points)
+        }
 
     @property
     def linear_format(self) -> str:
@@ -277,7 +282,7 @@ class Plan(Axis, Document):
         }[point]
         shared = f"+{self.mesh.shared_by}" if self.mesh.shared_by else ""
         sliced = "+sliced" if self.residency.transfers == "sliced" else ""
-        staged = "+stages" if self.mesh.is_staged else "+codec" if self.split.cuts else ""
+        staged = "+stages" if self.mesh.is_staged else "+codec" if self.split.split_points else ""
         return alone + staged + shared + sliced
 
     def to_json(self) -> str:

@@ -134,7 +134,7 @@ class ForwardPass(Axis):
         # Stages first: where blocks are and how they are visited is often the planner's choice, the mesh rarely is.
         for is_stated, words, remedy in (
             (
-                bool(plan.split.cuts),
+                bool(plan.split.split_points),
                 "cuts or stages, the first of which would wait for the last before every token",
                 "share the step out otherwise: --mesh data=N or perturb=N",
             ),

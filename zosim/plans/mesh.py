@@ -179,5 +179,8 @@ class Mesh(Axis):
                 f"perturb={self.perturb} shares out {len(plan.points)} evaluation points: some rank has none",
                 f"use perturb={len(plan.points)} or less, or more queries",
             )
-        if self.stage > 1 and len(plan.split.cuts) != self.stage - 1:
-            yield f"stage={self.stage} needs {self.stage - 1} cuts, not {len(plan.split.cuts)}", "see --cut"
+        if self.stage > 1 and len(plan.split.split_points) != self.stage - 1:
+            yield (
+                f"stage={self.stage} needs {self.stage - 1} cuts, not {len(plan.split.split_points)}",
+                "see --split-points",
+            )

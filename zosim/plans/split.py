@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import model_validator
 
 from costmodel.formats.codecs import codec_spec
-from costmodel.formats.symbols import CutSymbols, TensorSymbols
+from costmodel.formats.symbols import BoundarySymbols, TensorSymbols
 from costmodel.models.model_spec import BACK, FRONT, block_index
 from topology.errors import PlanError
 from zosim.plans.setting import Axis, Conflict, Setting
@@ -44,7 +44,7 @@ class Split(Axis):
 
     Attributes
     ----------
-    cuts : tuple of str
+    split_points : tuple of str
         One between neighbouring stages, in the model's order; any number of them with one stage. ``"block.5"`` is
         behind block 5: the hidden state crosses. ``"block.5.mlp"`` is inside it, at the input of the MLP's second
         linear: the activation and the residual stream cross. Such a block is two segments of the plan's model.
@@ -52,7 +52,7 @@ class Split(Axis):
         Of MLP activations, as :func:`costmodel.formats.codecs.codec_spec` reads it.
     residual_codec : str
         Of the residual stream, which is what crosses behind a block.
-    densities : tuple of float or CutSymbols
+    densities : tuple of float or BoundarySymbols
         For each cut, what is known of the symbols that cross, on which sizes and times of sparse encodings depend: a
         number is the part of the activation's (behind a block, of the hidden state's) that is not the most frequent
         one. Empty takes all symbols to be equally frequent.
@@ -60,15 +60,15 @@ class Split(Axis):
 
     heading = "Placement"
 
-    cuts: Annotated[
+    split_points: Annotated[
         tuple[str, ...],
         Setting(
-            "--cut",
+            "--split-points",
             "Split points between stages, in order, such as block.5 (after block 5) or block.5.mlp "
             "(inside it); repeat the option or separate with commas.",
             "numbers where codecs round",
             planned=True,
-            recorded_as="cuts",
+            recorded_as="split_points",
             typed=list[str],
             parse=_listed,
         ),
@@ -93,51 +93,57 @@ class Split(Axis):
         ),
     ] = "none"
     densities: Annotated[
-        tuple[float | CutSymbols, ...],
+        tuple[float | BoundarySymbols, ...],
         Setting(help="Densities measured by `zosim probe` and read by `zosim plan`."),
     ] = ()
 
     def words(self, plan: Plan) -> Iterator[str]:
         """Yield the cuts, and their codecs."""
         del plan
-        if self.cuts:
-            yield f"cut at {' and '.join(self.cuts)}"
+        if self.split_points:
+            yield f"cut at {' and '.join(self.split_points)}"
             codecs = [name for name in map(_short, self.codecs_in_use.values()) if name != "none"]
             if codecs:
                 yield f"{' and '.join(codecs)} (lossy)"
 
     @model_validator(mode="after")
-    def _cuts_have_names(self) -> Split:
-        check_cut_names(self.cuts)
+    def _split_points_have_names(self) -> Split:
+        check_split_points(self.split_points)
         return self
 
     @property
     def codecs_in_use(self) -> dict[str, str]:
         """Codec by what goes through it: the residual stream at every cut, an MLP's activation at those inside blocks."""
-        used = {"activation": self.codec} if self.cut_blocks else {}
-        return used | {"residual stream": self.residual_codec} if self.cuts else {}
+        used = {"activation": self.codec} if self.split_blocks else {}
+        return used | {"residual stream": self.residual_codec} if self.split_points else {}
 
     @property
     def is_lossy(self) -> bool:
         """Whether what arrives is another number than what was sent."""
         return not (codec_spec(self.codec).is_lossless and codec_spec(self.residual_codec).is_lossless)
 
-    def symbols(self, cut: int) -> CutSymbols | None:
-        """Return what is known of the symbols that cross cut number `cut`."""
+    def symbols(self, split_point: int) -> BoundarySymbols | None:
+        """Return what is known of the symbols that cross cut number `split_point`."""
         if not self.densities:
             return None
-        known = self.densities[cut]
-        return CutSymbols(first=TensorSymbols(density=known)) if isinstance(known, float) else known
+        known = self.densities[split_point]
+        return BoundarySymbols(first=TensorSymbols(density=known)) if isinstance(known, float) else known
 
     @property
-    def cut_blocks(self) -> tuple[int, ...]:
+    def split_blocks(self) -> tuple[int, ...]:
         """Blocks that are cut inside."""
-        return tuple(block_index(cut) for cut in self.cuts if cut.endswith(INSIDE))
+        return tuple(
+            block_index(split_point) for split_point in self.split_points if split_point.endswith(INSIDE)
+        )
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what the model has no such cuts for, and what is known of too few of them."""
         segments = plan.model.segments
-        unknown = [cut for cut in self.cuts if last_before(cut, segments) not in segments[1:-1]]
+        unknown = [
+            split_point
+            for split_point in self.split_points
+            if last_before(split_point, segments) not in segments[1:-1]
+        ]
         if unknown:
             inside = unknown[0].endswith(INSIDE)
             yield (
@@ -146,22 +152,25 @@ class Split(Axis):
                 if inside
                 else f"cuts are block.0.mlp to block.{plan.model.num_blocks - 1}",
             )
-        elif list(self.cuts) != sorted(
-            set(self.cuts), key=lambda cut: segments.index(last_before(cut, segments))
+        elif list(self.split_points) != sorted(
+            set(self.split_points), key=lambda split_point: segments.index(last_before(split_point, segments))
         ):
-            yield f"cuts {', '.join(self.cuts)} are not in the model's order", "sort them, name each once"
-        if self.densities and len(self.densities) != len(self.cuts):
-            yield f"{len(self.densities)} densities for {len(self.cuts)} cuts", "give one per cut"
+            yield (
+                f"cuts {', '.join(self.split_points)} are not in the model's order",
+                "sort them, name each once",
+            )
+        if self.densities and len(self.densities) != len(self.split_points):
+            yield f"{len(self.densities)} densities for {len(self.split_points)} cuts", "give one per cut"
         if any(isinstance(density, float) and not 0 <= density <= 1 for density in self.densities):
             yield f"densities={self.densities} must be from 0 to 1", "the part that is not zero"
         for name in (self.codec, self.residual_codec):
             codec_spec(name)
 
 
-_CUT_NAME = re.compile(r"block\.\d+(\.mlp)?", re.ASCII)
+_SPLIT_POINT_NAME = re.compile(r"block\.\d+(\.mlp)?", re.ASCII)
 
 
-def check_cut_names(names: Iterable[str]) -> None:
+def check_split_points(names: Iterable[str]) -> None:
     """Raise unless all are names of cuts, of whatever model.
 
     Raises
@@ -169,25 +178,25 @@ def check_cut_names(names: Iterable[str]) -> None:
     PlanError
     """
     for name in names:
-        if not _CUT_NAME.fullmatch(name):
+        if not _SPLIT_POINT_NAME.fullmatch(name):
             raise PlanError(
                 f"{name!r} is the name of no cut",
                 hint="block.5 is the cut behind block 5, block.5.mlp the one inside it",
             )
 
 
-def cut_behind(segment: str) -> str:
+def split_point_behind(segment: str) -> str:
     """Return the name of the cut that `segment` ends at."""
     if segment.endswith(FRONT):
         return segment.removesuffix(FRONT) + INSIDE
     return segment.removesuffix(BACK)
 
 
-def last_before(cut: str, segments: Container[str]) -> str:
+def last_before(split_point: str, segments: Container[str]) -> str:
     """Return the segment that a cut is behind; where a block is two segments, its end is that of the second."""
-    if cut.endswith(INSIDE):
-        return cut.removesuffix(INSIDE) + FRONT
-    return cut + BACK if cut + BACK in segments else cut
+    if split_point.endswith(INSIDE):
+        return split_point.removesuffix(INSIDE) + FRONT
+    return split_point + BACK if split_point + BACK in segments else split_point
 
 
 def _short(codec: str) -> str:

@@ -112,7 +112,7 @@ class Weights(Axis):
                 "use traversal=blockwise",
             ),
             (
-                bool(plan.split.cuts),
+                bool(plan.split.split_points),
                 "cuts, which hand on one point's hidden states",
                 "leave stages and cuts out",
             ),

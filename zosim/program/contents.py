@@ -136,11 +136,11 @@ class Hidden:
 class Message:
     """What a segment leaves, encoded, as it crosses a cut; a plan numbers its cuts from 0."""
 
-    cut: int
+    boundary: int
     point: Point
 
     def __str__(self) -> str:
-        return _at(f"cut.{self.cut}:message", self.point)
+        return _at(f"cut.{self.boundary}:message", self.point)
 
 
 @dataclass(frozen=True, slots=True)

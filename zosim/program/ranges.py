@@ -43,16 +43,16 @@ class Ranges(Generic[Value]):
 
     def within(self, begin: int, end: int) -> list[Value]:
         """Return the values of exactly these bytes; a range that reaches out of them is cut."""
-        return self._values[self._cut(begin) : self._cut(end)] if begin < end else []
+        return self._values[self._index_at(begin) : self._index_at(end)] if begin < end else []
 
     def put(self, begin: int, end: int, value: Value) -> None:
         """Give bytes one value."""
         if begin < end:
-            first, last = self._cut(begin), self._cut(end)
+            first, last = self._index_at(begin), self._index_at(end)
             self._starts[first:last] = [begin]
             self._values[first:last] = [value]
 
-    def _cut(self, at: int) -> int:
+    def _index_at(self, at: int) -> int:
         """Return the number of the range that begins at a byte."""
         number = bisect_left(self._starts, at)
         if number == len(self._starts) or self._starts[number] != at:

@@ -359,8 +359,8 @@ class Lockstep:
         # Rows of one instruction together, in the order of ranks.
         order = batches.argsort(kind="stable")
         batches, ranks = batches[order], ranks[order]
-        cuts = [0, *((batches[1:] != batches[:-1]).nonzero()[0] + 1).tolist(), len(rows)]
-        for begin, end in pairwise(cuts):
+        ends = [0, *((batches[1:] != batches[:-1]).nonzero()[0] + 1).tolist(), len(rows)]
+        for begin, end in pairwise(ends):
             batch = self._batches[batches[begin]]
             yield batch, ranks[begin:end] - batch[0].first
 

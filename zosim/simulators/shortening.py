@@ -66,9 +66,11 @@ def with_blocks(model: ModelSpec, kept: Sequence[int]) -> ModelSpec:
         for group in model.groups
         if set(group.segments) <= set(segments)
     )
-    cut = tuple(number[block] for block in model.cut_blocks if block in number)
+    split_blocks = tuple(number[block] for block in model.split_blocks if block in number)
     # Not model_copy, which would take the cached values along.
-    return ModelSpec(**{**dict(model), "num_blocks": len(kept), "groups": groups, "cut_blocks": cut})
+    return ModelSpec(
+        **{**dict(model), "num_blocks": len(kept), "groups": groups, "split_blocks": split_blocks}
+    )
 
 
 def shortened_stages(plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
@@ -96,8 +98,8 @@ def shortened_stages(plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
     # A half needs its block, of which it is cut.
     kept = sorted({*kept, *map(block_index, halves)})
     number = {old: new for new, old in enumerate(kept)}
-    cuts = tuple(_renamed(cut, kept, number) for cut in plan.cuts)
-    split = plan.split.model_copy(update={"cuts": cuts})
+    split_points = tuple(_renamed(split_point, kept, number) for split_point in plan.split_points)
+    split = plan.split.model_copy(update={"split_points": split_points})
     small = plan.model_copy(update={"model": with_blocks(plan.model, kept), "split": split})
     stands_for = {block_segment(number[block]): blocks for block, blocks in standing.items()}
     for half in halves:
@@ -107,7 +109,7 @@ def shortened_stages(plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
     return small, stands_for
 
 
-def _renamed(cut: str, kept: Sequence[int], number: dict[int, int]) -> str:
-    """Return the cut behind the last block of those kept that are not behind `cut`."""
-    block = max(index for index in kept if index <= block_index(cut))
-    return block_segment(number[block]) + cut.removeprefix(block_segment(block_index(cut)))
+def _renamed(split_point: str, kept: Sequence[int], number: dict[int, int]) -> str:
+    """Return the cut behind the last block of those kept that are not behind `split_point`."""
+    block = max(index for index in kept if index <= block_index(split_point))
+    return block_segment(number[block]) + split_point.removeprefix(block_segment(block_index(split_point)))

@@ -23,7 +23,7 @@ from executors.steps.frames import MicroBatch, StepFrame
 from executors.steps.ops.context import Context, Ranks
 from executors.steps.ops.operands import Action, Unfit, only, place_of
 from topology.errors import CodecError, ProgramError
-from zosim.plans import cut_behind
+from zosim.plans import split_point_behind
 from zosim.program import Program
 from zosim.program.contents import BATCH, Hidden, Message
 from zosim.program.instructions import Access, Instruction, Space
@@ -48,7 +48,7 @@ class Crossings:
         self._program = context.program
         self._store = context.store
         self._backend = context.backend
-        self._cut_names = dict(_names_of_cuts(context.program))
+        self._boundary_names = dict(_names_of_boundaries(context.program))
         self.num_made = self.made_bytes = self.num_sent = self.num_bytes = 0
         self.sent_bytes: dict[tuple[int, str], int] = {}
 
@@ -191,7 +191,7 @@ class Crossings:
         """Return a message in words: its cut and evaluation point."""
         message = _message(wire)
         at = message.point if message.point.is_perturbed else "the base"
-        return f"cut {self._cut_names.get(message.cut, message.cut)} at {at}"
+        return f"cut {self._boundary_names.get(message.boundary, message.boundary)} at {at}"
 
     def _generator(self, frame: StepFrame, wire: Access, part: int) -> Generator:
         """Return what codecs round with that do so at random: alike whenever the step is done, on every shard.
@@ -199,7 +199,7 @@ class Crossings:
         Alike at all points, too: what the same random numbers do to both activations of a projected gradient is gone
         from their difference, but where a threshold lies between the two.
         """
-        return generator_on(self._backend.device, mixed(frame.seeds[0], _message(wire).cut, part) >> 1)
+        return generator_on(self._backend.device, mixed(frame.seeds[0], _message(wire).boundary, part) >> 1)
 
 
 def _each(handed: Handed) -> tuple[Tensor, ...]:
@@ -228,7 +228,7 @@ def _message(wire: Access) -> Message:
     return wire.what
 
 
-def _names_of_cuts(program: Program) -> Iterator[tuple[int, str]]:
+def _names_of_boundaries(program: Program) -> Iterator[tuple[int, str]]:
     """Yield the number and the name, as a plan has it, of every cut that a rank is at."""
     for _, instruction in program.instructions():
         if isinstance(instruction.op, Encode | Decode):
@@ -236,7 +236,7 @@ def _names_of_cuts(program: Program) -> Iterator[tuple[int, str]]:
             messages = [what for what in operands if isinstance(what, Message)]
             segments = [what.segment for what in operands if isinstance(what, Hidden)]
             if messages and segments:
-                yield messages[0].cut, cut_behind(segments[0])
+                yield messages[0].boundary, split_point_behind(segments[0])
 
 
 @contextmanager

@@ -158,8 +158,8 @@ class Sampling:
             numels = [length for _, length in self._stretches(wanted[0], direction)]
         else:
             numels = [tensor.num_elements for tensor in self._part(op).tensors]
-        is_cut = self._device.type == "cpu" and sum(numels) >= SHARED_SAMPLING_ELEMENTS
-        return SequentialSampler(numels, direction, NUM_RNG_MARKS if is_cut else 1, self._context.threads)
+        is_shared = self._device.type == "cpu" and sum(numels) >= SHARED_SAMPLING_ELEMENTS
+        return SequentialSampler(numels, direction, NUM_RNG_MARKS if is_shared else 1, self._context.threads)
 
     def _fill(self, op: Sample, sequential: SequentialSampler, wanted: Sequence[Access]) -> Fill:
         part = self._part(op)

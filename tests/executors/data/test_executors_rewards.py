@@ -204,27 +204,29 @@ def run(inputs, out, steps, *more, reward="rewarding_of_runs:fond", launched=Fal
 
 
 def test_a_reward_that_fails_loses_nothing_and_a_replay_needs_none(inputs, tmp_path, capsys):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
     assert run(inputs, whole, 4) == 0
     (tmp_path / "calls").unlink()
     (tmp_path / "broken").write_text("6")  # the second point of the third step
-    assert run(inputs, cut, 4) != 0
+    assert run(inputs, interrupted, 4) != 0
     told = " ".join(capsys.readouterr().err.split())
     assert "reward rewarding_of_runs:fond gave nan for text 0" in told
     assert "Traceback" not in told
-    assert len(rows_of(cut)) == 2
+    assert len(rows_of(interrupted)) == 2
     (tmp_path / "broken").unlink()
-    assert run(inputs, cut, 4, "--resume", reward="rewarding_of_runs:other") != 0
+    assert run(inputs, interrupted, 4, "--resume", reward="rewarding_of_runs:other") != 0
     assert "was run with reward='rewarding_of_runs:fond'" in " ".join(capsys.readouterr().err.split())
     # Code is named again; what else was recorded is not asked for.
     named = ("--reward", "rewarding_of_runs:fond")
-    assert zosim("run", "--out", cut, "--resume", "--no-launch", "--steps", 4, *named) == 0
-    losses = [[(row["loss_plus"], row["loss_minus"]) for row in rows_of(folder)] for folder in (whole, cut)]
+    assert zosim("run", "--out", interrupted, "--resume", "--no-launch", "--steps", 4, *named) == 0
+    losses = [
+        [(row["loss_plus"], row["loss_minus"]) for row in rows_of(folder)] for folder in (whole, interrupted)
+    ]
     assert losses[0] == losses[1]
     assert any(plus != minus for plus, minus in losses[0])
     (tmp_path / "rewarding_of_runs.py").unlink()
     assert zosim("replay", whole, "--model", inputs[0], "-o", tmp_path / "again") == 0
-    for folder in (cut, tmp_path / "again"):
+    for folder in (interrupted, tmp_path / "again"):
         assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert json.loads((whole / "plan.json").read_text())["schedule"]["traversal"] == "sweep"
 
@@ -275,7 +277,7 @@ def test_what_a_reward_does_not_go_with_is_refused(inputs, tmp_path, capsys):
         (
             "--mesh",
             "stage=2",
-            "--cut",
+            "--split-points",
             "block.0.mlp",
             "--residency",
             "resident",

@@ -16,7 +16,7 @@ from executors.datasets.data import Limits, LineFile, check_lines, open_dataset
 from executors.datasets.prompts import PromptTemplate
 from executors.models.loading import INDEX_NAME, WEIGHTS_NAME, load_config, load_model
 from executors.models.mapped import own_format
-from executors.models.model import CutModel
+from executors.models.model import SegmentedModel
 from executors.models.spec import spec_of_model
 from executors.runs.inputs import tokenizer_for
 from tests.support.tiny import CONFIGS, model_of
@@ -81,7 +81,7 @@ def test_fields_that_are_no_description_have_no_effect(directory: Path) -> None:
     changed(directory / "config.json", **fields)
     model = load_model(directory)
     assert spec_of_model(model).num_blocks == 3
-    assert CutModel(model).loss_format() == torch.float32
+    assert SegmentedModel(model).loss_format() == torch.float32
     assert not hasattr(load_config(directory), "auto_map")
 
 
@@ -176,7 +176,7 @@ def test_pipes_folders_and_loops_in_place_of_weights_are_not_waited_for(director
 def test_weights_that_are_not_numbers_load(directory: Path) -> None:
     path = directory / WEIGHTS_NAME
     save_file({name: torch.full_like(value, torch.nan) for name, value in load_file(path).items()}, path)
-    CutModel(load_model(directory))
+    SegmentedModel(load_model(directory))
 
 
 def test_patterns_that_never_end_are_tried_apart(

@@ -22,7 +22,7 @@ from executors.runs.runlog import read_header
 from executors.runs.session import Session
 from tests.support.command import loaded, rows_of, saved_lines, saved_model, zosim
 from tests.support.quantised import amend, compressed, transposed_layout
-from tests.support.recorded import cut, options, same
+from tests.support.recorded import options, same, truncate
 from tests.support.tiny import batches, model_of
 from topology.errors import ModelError, PlanError
 from zosim.plans import LowBits, Placement, Plan
@@ -343,7 +343,7 @@ def test_gpt2_is_resumed_from_a_checkpoint_of_its_transposed_layers(tmp_path, ca
     whole, run = tmp_path / "whole", tmp_path / "run"
     for out in (whole, run):
         assert zosim(*options(inputs, out, *stated)) == 0
-    cut(run, 7)
+    truncate(run, 7)
     capsys.readouterr()
     assert zosim("run", "--out", run, "--resume", "--no-launch", "--no-tensorboard") == 0
     assert "from the checkpoint of 5" in capsys.readouterr().err
@@ -448,7 +448,7 @@ def test_a_run_in_another_format_than_its_files_is_resumed_and_replayed(tmp_path
     whole, run = tmp_path / "whole", tmp_path / "run"
     for out in (whole, run):
         assert zosim(*options(inputs, out, *stated)) == 0
-    cut(run, 7)
+    truncate(run, 7)
     assert zosim("run", "--out", run, "--resume", "--no-launch", "--no-tensorboard") == 0
     assert same(run, whole)
     assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "again") == 0

@@ -15,7 +15,7 @@ from executors.datasets.prompts import PromptTemplate
 from executors.models.blocks import fills_masks
 from executors.models.loading import load_model
 from executors.models.lora import attach_lora, save_adapters
-from executors.models.model import CutModel
+from executors.models.model import SegmentedModel
 from executors.models.prefix import attach_prefix
 from executors.models.recording_blocks import StepCache
 from executors.models.spec import spec_of_model
@@ -43,11 +43,11 @@ def masked_batches(count):
     return made
 
 
-def segments_run(cut, batch):
+def segments_run(segmented, batch):
     cache = StepCache()
-    handed = cut.embed(batch, cache)
-    for segment in cut.segments[1:-1]:
-        handed = cut.between(segment, handed, cache)
+    handed = segmented.embed(batch, cache)
+    for segment in segmented.segments[1:-1]:
+        handed = segmented.between(segment, handed, cache)
     return handed
 
 
@@ -55,12 +55,12 @@ def segments_run(cut, batch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_segments_are_the_models_own_forward_bit_for_bit(attention, dtype):
     model = model_of("roberta", dtype, attention)
-    cut, (batch,) = CutModel(model), masked_batches(1)
+    segmented, (batch,) = SegmentedModel(model), masked_batches(1)
     with torch.no_grad():
         whole = model(**batch)
-        hidden = segments_run(cut, batch)
-        assert torch.equal(cut.head(hidden, batch), whole.loss)
-        assert torch.equal(cut.logits(hidden)[:, :-1], whole.logits[:, 1:])
+        hidden = segments_run(segmented, batch)
+        assert torch.equal(segmented.head(hidden, batch), whole.loss)
+        assert torch.equal(segmented.logits(hidden)[:, :-1], whole.logits[:, 1:])
 
 
 def test_a_loss_in_chunks_or_in_double_precision_is_that_at_the_masks():
@@ -68,8 +68,10 @@ def test_a_loss_in_chunks_or_in_double_precision_is_that_at_the_masks():
     with torch.no_grad():
         wanted = model(**batch).loss
         for how in ({"loss_chunk_tokens": 5}, {"loss_dtype": "fp64"}):
-            cut = CutModel(model, **how)
-            assert cut.head(segments_run(cut, batch), batch).item() == pytest.approx(wanted.item(), rel=1e-6)
+            segmented = SegmentedModel(model, **how)
+            assert segmented.head(segments_run(segmented, batch), batch).item() == pytest.approx(
+                wanted.item(), rel=1e-6
+            )
 
 
 def test_the_spec_of_a_model_at_hand_is_that_of_its_configuration():
@@ -136,12 +138,12 @@ def test_choices_are_compared_at_the_mask(lines):
     tokenizer = tokenizer_of(mask_token="<mask>")
     model = model_of("roberta", vocab_size=len(WORDS))
     data = open_dataset(lines, template=TEMPLATE, tokenizer=tokenizer, fills_masks=True)
-    cut = CutModel(model)
+    segmented = SegmentedModel(model)
 
     class Aligned:
         def __call__(self, **batch):
             result = type("Result", (), {})()
-            result.logits = cut.logits(segments_run(cut, batch))
+            result.logits = segmented.logits(segments_run(segmented, batch))
             return result
 
     result = evaluate_choices(Aligned(), data)
@@ -175,7 +177,7 @@ def test_what_a_masked_model_cannot_be_asked_is_refused(lines, tmp_path):
     with pytest.raises(ModelError, match="fills in masks"):
         attach_prefix(model, Prefix(num_tokens=2))
     with pytest.raises(ModelError, match="a cut inside a block"):
-        read_model_spec("roberta-base", cut_blocks=(1,))
+        read_model_spec("roberta-base", split_blocks=(1,))
 
 
 def test_adapters_are_not_said_to_be_of_a_causal_model(tmp_path):

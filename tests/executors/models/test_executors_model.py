@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AlbertConfig, AlbertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from costmodel.models.configs import spec_of_config
-from executors.models.model import CutModel
+from executors.models.model import SegmentedModel
 from executors.models.parameters import decays
 from executors.models.recording_blocks import StepCache
 from executors.models.spec import spec_of_model
@@ -16,13 +16,13 @@ from tests.support.tiny import CONFIGS, batches, model_of
 from topology.errors import ModelError, UnknownFamily
 
 
-def run(cut, batch):
+def run(segmented, batch):
     cache = StepCache()
     with torch.no_grad():
-        hidden = cut.embed(batch, cache)
-        for i in range(len(cut.blocks)):
-            hidden = cut.block(i, hidden, cache)
-        return cut.head(hidden, batch), cut.logits(hidden)
+        hidden = segmented.embed(batch, cache)
+        for i in range(len(segmented.blocks)):
+            hidden = segmented.block(i, hidden, cache)
+        return segmented.head(hidden, batch), segmented.logits(hidden)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -30,22 +30,22 @@ def run(cut, batch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cut_model_equals_the_whole_bit_for_bit(name, attention, dtype):
     model = model_of(name, dtype, attention)
-    cut, (batch,) = CutModel(model), batches(1)
-    loss, logits = run(cut, batch)
+    segmented, (batch,) = SegmentedModel(model), batches(1)
+    loss, logits = run(segmented, batch)
     with torch.no_grad():
         # Filling a cache of keys changes their layout, which eager attention may round differently.
         whole = model(**batch, use_cache=False)
     assert torch.equal(loss, whole.loss)
     # What a masked model says of a position stands one earlier.
-    assert torch.equal(logits, whole.logits if cut.is_causal else whole.logits.roll(-1, dims=1))
+    assert torch.equal(logits, whole.logits if segmented.is_causal else whole.logits.roll(-1, dims=1))
 
 
 @pytest.mark.parametrize("name", ["opt", "gpt2", "llama"])
 def test_loss_by_chunks_and_in_float64_agrees(name):
     model, (batch,) = model_of(name, torch.float64), batches(1)
-    loss, logits = run(CutModel(model), batch)
+    loss, logits = run(SegmentedModel(model), batch)
     for chunk in (1, 4, None):
-        fine, _ = run(CutModel(model, loss_dtype="fp64", loss_chunk_tokens=chunk), batch)
+        fine, _ = run(SegmentedModel(model, loss_dtype="fp64", loss_chunk_tokens=chunk), batch)
         targets = batch["labels"][:, 1:].reshape(-1)
         wanted = nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 96), targets)
         assert fine.item() == pytest.approx(wanted.item(), rel=1e-12)  # float64 sums in another order
@@ -59,17 +59,17 @@ TUNED = [
     )
     if matrix.is_possible(case.settings, most_ranks=1)
 ]
-CUT = [(matrix.Case.of({"shape": name}), (1,)) for name in CONFIGS if name != "roberta"]
+SPLIT_BLOCKS = [(matrix.Case.of({"shape": name}), (1,)) for name in CONFIGS if name != "roberta"]
 
 
-@pytest.mark.parametrize(("case", "cut_blocks"), [*((case, ()) for case in TUNED), *CUT], ids=str)
-def test_specification_agrees_with_the_one_read_from_the_configuration(case, cut_blocks):
+@pytest.mark.parametrize(("case", "split_blocks"), [*((case, ()) for case in TUNED), *SPLIT_BLOCKS], ids=str)
+def test_specification_agrees_with_the_one_read_from_the_configuration(case, split_blocks):
     """Of every family, whatever is tuned, and cut within a block."""
     model, config = model_of(case["shape"]), CONFIGS[case["shape"]].to_dict()
     if case.tuned is not None:
         attach(model, case.tuned)
-    known = spec_of_config(config, name="m", trainable=case.tuned or "all", cut_blocks=cut_blocks)
-    assert spec_of_model(model, name="m", cut_blocks=cut_blocks) == known
+    known = spec_of_config(config, name="m", trainable=case.tuned or "all", split_blocks=split_blocks)
+    assert spec_of_model(model, name="m", split_blocks=split_blocks) == known
 
 
 def test_specification_of_an_unknown_family(monkeypatch):
@@ -95,22 +95,22 @@ def test_decay_leaves_out_biases_and_layer_norms():
 def test_models_that_cannot_be_cut_are_refused_with_the_reason():
     small = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 2, "num_heads": 2, "vocab_size": 16}
     with pytest.raises(ModelError, match="encoder-decoder"):
-        CutModel(T5ForConditionalGeneration(T5Config(**small)))
+        SegmentedModel(T5ForConditionalGeneration(T5Config(**small)))
     albert = AlbertConfig(
         vocab_size=16, embedding_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=2
     )
     with pytest.raises(ModelError, match="no single list of its 12 blocks"):
-        CutModel(AlbertForMaskedLM(albert))
+        SegmentedModel(AlbertForMaskedLM(albert))
     shared = model_of("opt")
     shared.model.decoder.layers[2] = shared.model.decoder.layers[0]
     with pytest.raises(ModelError, match=r"shares .* between blocks"):
-        CutModel(shared)
+        SegmentedModel(shared)
     rescaled = model_of("opt")
     rescaled.model.decoder.embed_tokens.max_norm = 1.0
     with pytest.raises(ModelError, match="max_norm=1"):
-        CutModel(rescaled)
+        SegmentedModel(rescaled)
     frozen = model_of("opt").requires_grad_(False)
     with pytest.raises(ModelError, match="no trainable parameter"):
-        CutModel(frozen)
+        SegmentedModel(frozen)
     with pytest.raises(ModelError, match="not a transformers model"):
-        CutModel(nn.Linear(2, 2))
+        SegmentedModel(nn.Linear(2, 2))

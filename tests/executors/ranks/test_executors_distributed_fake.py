@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from executors.models.model import CutModel
+from executors.models.model import SegmentedModel
 from executors.ranks import communicator as communicator_module
 from executors.ranks.communicator import Communicator
 from executors.steps.interpreter import Hyperparameters, Interpreter
@@ -78,7 +78,7 @@ def test_calls_and_bytes_are_those_of_the_program(fake, name, axes, monkeypatch)
     real = communicator_module.all_gather_flat
     model, communicator = model_of("opt"), Communicator(plan.groups)
     interpreter = Interpreter(
-        program, CutModel(model), Hyperparameters(1e-3), backend_for("cpu"), communicator=communicator
+        program, SegmentedModel(model), Hyperparameters(1e-3), backend_for("cpu"), communicator=communicator
     )
     monkeypatch.setattr(communicator_module, "all_gather_flat", spied)
     rows = plan.rows_of(0)

@@ -9,7 +9,7 @@ from executors.ranks.mesh import alone, launch_lines
 from tests.support.distributed import FOURS, PAIRS, plan_for
 from topology.errors import PlanError
 from zosim.config import PlanConfig
-from zosim.planning.resolve import even_cuts, laid_over, resolve
+from zosim.planning.resolve import even_split_points, laid_over, resolve
 from zosim.plans import Mesh
 
 CASES = PAIRS | FOURS
@@ -68,6 +68,6 @@ def test_every_host_gets_its_line():
 
 
 def test_cuts_part_blocks_evenly():
-    assert even_cuts(12, 2) == ("block.5.mlp",)
-    assert even_cuts(3, 2) == ("block.0.mlp",)
-    assert even_cuts(4, 4) == ("block.0.mlp", "block.1.mlp", "block.2.mlp")
+    assert even_split_points(12, 2) == ("block.5.mlp",)
+    assert even_split_points(3, 2) == ("block.0.mlp",)
+    assert even_split_points(4, 4) == ("block.0.mlp", "block.1.mlp", "block.2.mlp")

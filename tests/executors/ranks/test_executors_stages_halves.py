@@ -8,7 +8,7 @@ import torch
 from costmodel.models.configs import LoRA
 from executors.models.halves import Halfway, HalvedBlock
 from executors.models.lora import attach_lora
-from executors.models.model import CutModel
+from executors.models.model import SegmentedModel
 from executors.models.recording_blocks import StepCache
 from tests.support.tiny import batches, model_of
 from topology.errors import ModelError
@@ -17,20 +17,20 @@ FAMILIES = ("opt", "opt-untied", "opt-projected", "gpt2", "llama", "llama-tied",
 DTYPES = ("float32", "bfloat16", "float64")
 
 
-def run_through(cut, batch):
+def run_through(segmented, batch):
     """Return the loss, running segment by segment, and what each segment hands on."""
     cache, handed = StepCache(), {}
-    hidden = cut.embed(batch, cache)
-    for segment in cut.segments[1:-1]:
-        hidden = handed[segment] = cut.between(segment, hidden, cache)
-    return cut.head(hidden, batch), handed
+    hidden = segmented.embed(batch, cache)
+    for segment in segmented.segments[1:-1]:
+        hidden = handed[segment] = segmented.between(segment, hidden, cache)
+    return segmented.head(hidden, batch), handed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_halves_are_the_block(name, dtype):
     model, (batch,) = model_of(name, getattr(torch, dtype)), batches(1)
-    whole, halved = CutModel(model), CutModel(model, cut_blocks=(0, 2))
+    whole, halved = SegmentedModel(model), SegmentedModel(model, split_blocks=(0, 2))
     assert halved.segments == (
         "embed", "block.0.front", "block.0.back", "block.1", "block.2.front", "block.2.back", "head",
     )  # fmt: skip
@@ -54,9 +54,14 @@ def test_adapters_of_the_second_linear_belong_to_the_back_half():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_()
-        cut = CutModel(model, cut_blocks=(1,))
-        assert torch.equal(run_through(cut, batch)[0], model(**batch).loss)
-    back = {t.name for g in cut.groups if g.segments == ("block.1.back",) for t in cut.tensors_of(g.name)}
+        segmented = SegmentedModel(model, split_blocks=(1,))
+        assert torch.equal(run_through(segmented, batch)[0], model(**batch).loss)
+    back = {
+        t.name
+        for g in segmented.groups
+        if g.segments == ("block.1.back",)
+        for t in segmented.tensors_of(g.name)
+    }
     assert {name.rpartition("layers.1.")[2] for name in back if "lora" in name} == {
         "fc2.lora_A.weight",
         "fc2.lora_B.weight",
@@ -67,7 +72,7 @@ def test_autocast_reaches_both_halves():
     model, (batch,) = model_of("gpt2"), batches(1)
     with torch.no_grad():
         whole, halved = (
-            run_through(CutModel(model, autocast_dtype=torch.bfloat16, cut_blocks=blocks), batch)[0]
+            run_through(SegmentedModel(model, autocast_dtype=torch.bfloat16, split_blocks=blocks), batch)[0]
             for blocks in ((), (0, 1))
         )
     assert torch.equal(whole, halved)
@@ -83,11 +88,11 @@ class TestRefusals:
         for block in model.model.layers:
             block.mlp.register_forward_hook(lambda _module, _args, output: output * 0.5)
         with pytest.raises(ModelError, match="does more behind its MLP's second linear"):
-            CutModel(model, cut_blocks=(1,))
+            SegmentedModel(model, split_blocks=(1,))
 
     def test_a_block_that_does_not_exist(self):
         with pytest.raises(ModelError, match="there is no block 3 to cut: blocks run from 0 to 2"):
-            CutModel(model_of("opt"), cut_blocks=(3,))
+            SegmentedModel(model_of("opt"), split_blocks=(3,))
 
 
 def test_damaged_weights_are_not_taken_for_another_architecture():
@@ -95,7 +100,7 @@ def test_damaged_weights_are_not_taken_for_another_architecture():
     model, (batch,) = model_of("opt", torch.float32), batches(1)
     with torch.no_grad():
         model.model.decoder.layers[0].fc1.weight[0, 0] = float("nan")
-        cut = CutModel(model, cut_blocks=(0,))
-        loss, handed = run_through(cut, batch)
+        segmented = SegmentedModel(model, split_blocks=(0,))
+        loss, handed = run_through(segmented, batch)
     assert handed["block.0.front"].activation.isnan().any()
     assert loss.isnan()

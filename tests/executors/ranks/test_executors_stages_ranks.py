@@ -9,10 +9,10 @@ import torch
 
 from costmodel.formats.codecs import codec_spec, most_bytes
 from executors.codecs import codec_of
-from executors.models.model import CutModel
+from executors.models.model import SegmentedModel
 from executors.models.recording_blocks import StepCache
 from executors.models.spec import spec_of_model
-from executors.ranks.mesh import alone, uncut
+from executors.ranks.mesh import alone, unsplit
 from executors.ranks.messages import check_length
 from executors.runs.session import Session
 from proofs_checks.setups.ranks import InProcess, on_all_ranks
@@ -42,7 +42,7 @@ def sessions(case, work):
 @pytest.mark.parametrize("name", ["opt", "opt-projected", "gpt2", "llama"])
 def test_blocks_of_later_stages_are_called_as_in_the_whole_model(name):
     (batch,) = batches(1)
-    whole, cache = CutModel(Case((), name).made()), StepCache()
+    whole, cache = SegmentedModel(Case((), name).made()), StepCache()
     with torch.no_grad():
         whole.embed(batch, cache)
 
@@ -52,7 +52,7 @@ def test_blocks_of_later_stages_are_called_as_in_the_whole_model(name):
             session.engine.embed(batch, found)
         return found.calls
 
-    for found in sessions(Case(THREE.cuts, name), calls):
+    for found in sessions(Case(THREE.split_points, name), calls):
         assert str(found) == str(cache.calls)
         leaves, wanted = (torch.utils._pytree.tree_leaves(c) for c in (found, cache.calls))
         for leaf, other in zip(leaves, wanted, strict=True):
@@ -65,7 +65,7 @@ def test_a_stage_keeps_no_memory_for_what_others_hold():
                     for t in session.engine.tensors}  # fmt: skip
         return sum(storages.values()), session.plan.segments_of(session.rank)
 
-    found = sessions(Case(THREE.cuts, "opt-untied"), held)
+    found = sessions(Case(THREE.split_points, "opt-untied"), held)
     whole = sum(group.num_parameters for group in spec_of_model(Case((), "opt-untied").made()).groups) * 4
     assert [segments[0] for _, segments in found] == ["embed", "block.1.front", "block.1.back"]
     assert all(size < 0.7 * whole for size, _ in found)
@@ -188,8 +188,8 @@ def test_accuracy_is_minimised_over_stages():
 def test_one_rank_does_it_with_whole_blocks():
     """Unless halves are drawn one after the other."""
     plan = Case(("block.0.mlp", "block.2.mlp"), lora=True).plan()
-    assert uncut(plan.model) == spec_of_model(Case((), lora=True).made(), "tiny")
-    assert alone(plan).model == uncut(plan.model)
+    assert unsplit(plan.model) == spec_of_model(Case((), lora=True).made(), "tiny")
+    assert alone(plan).model == unsplit(plan.model)
     executed = plan.model_dump(mode="json")
     executed["directions"]["order"] = "execution"
     assert alone(Plan.model_validate(executed)).model == plan.model

@@ -47,7 +47,9 @@ def runs(inputs, tmp_path_factory):
         6,
     )
     assert train(inputs, folder / "alone", *evaluated, "--no-launch", "--residency", "resident") == 0
-    assert train(inputs, folder / "pair", *evaluated, "--method", "sparq", "--cut", "block.1.mlp") == 0
+    assert (
+        train(inputs, folder / "pair", *evaluated, "--method", "sparq", "--split-points", "block.1.mlp") == 0
+    )
     return folder
 
 
@@ -59,9 +61,9 @@ def test_processes_are_one_device(cases):
     for name, case in cases.items():
         wanted = json.loads(json.dumps(staged.on_one_device(case)[:3]))
         assert [rank[:3] for rank in found[name]] == [wanted] * num_ranks
-        cuts, pipelines = len(case.cuts), num_ranks // (len(case.cuts) + 1)
+        num_boundaries, pipelines = len(case.split_points), num_ranks // (len(case.split_points) + 1)
         signs = 1 if ("perturb", 2) in case.mesh else 2
-        assert found[name][0][3]["num_per_step"] == cuts * pipelines * signs
+        assert found[name][0][3]["num_per_step"] == num_boundaries * pipelines * signs
 
 
 def test_two_stages_leave_the_files_of_one_rank(runs):
@@ -75,7 +77,7 @@ def test_two_stages_leave_the_files_of_one_rank(runs):
         assert (alone / name).read_bytes() == (pair / name).read_bytes()
     for checkpoint in (alone / "checkpoints").iterdir():
         assert checkpoint.read_bytes() == (pair / "checkpoints" / checkpoint.name).read_bytes()
-    assert Plan.load(pair / "plan.json").split.cuts == ("block.1.mlp",)
+    assert Plan.load(pair / "plan.json").split.split_points == ("block.1.mlp",)
 
 
 def test_spans_have_the_bytes_that_were_sent(runs):
@@ -115,7 +117,7 @@ def test_a_run_of_one_goes_on_on_stages(runs, inputs, tmp_path):
     out = tmp_path / "out"
     assert train(inputs, out, "--no-launch", "--residency", "resident", steps=5) == 0
     assert train(inputs, out, "--resume", "--mesh", "stage=2", "--steps", STEPS) == 0
-    assert Plan.load(out / "plan.json").split.cuts == ("block.0.mlp",)
+    assert Plan.load(out / "plan.json").split.split_points == ("block.0.mlp",)
     assert numbers_of(out) == numbers_of(runs / "alone")
     assert (out / "model.safetensors").read_bytes() == (runs / "alone/model.safetensors").read_bytes()
 
@@ -128,20 +130,20 @@ def test_a_stage_that_dies_while_it_sends_is_named():
 
 
 def test_codecs_need_leave_and_something_to_encode(inputs, tmp_path, capsys):
-    asked = ("--method", "sparq", "--cut", "block.1.mlp", "--codec", "q4")
+    asked = ("--method", "sparq", "--split-points", "block.1.mlp", "--codec", "q4")
     assert train(inputs, tmp_path / "out", *asked) == 2
     assert "codecs q4 change what arrives at the next stage" in capsys.readouterr().err
     assert train(inputs, tmp_path / "out", "--codec", "q4", "--allow-lossy") == 2
     assert "the plan has none" in capsys.readouterr().err
-    in_place = ("--mesh", "stage=1", "--cut", "block.1.mlp")
+    in_place = ("--mesh", "stage=1", "--split-points", "block.1.mlp")
     assert train(inputs, tmp_path / "out", *in_place, "--codec", "q4") == 2
     assert "changes what crosses a cut" in capsys.readouterr().err
     assert train(inputs, tmp_path / "out", *in_place) == 2
     assert "nothing crosses, and no codec rounds" in capsys.readouterr().err
-    assert train(inputs, tmp_path / "out", "--mesh", "stage=2", "--cut", "block.7.mlp") == 2
+    assert train(inputs, tmp_path / "out", "--mesh", "stage=2", "--split-points", "block.7.mlp") == 2
     assert "there is no block 7 to cut" in capsys.readouterr().err
     for name in ("block.x.mlp", "block.1.attn", "inside block 1"):
-        assert train(inputs, tmp_path / "out", "--mesh", "stage=2", "--cut", name) == 2
+        assert train(inputs, tmp_path / "out", "--mesh", "stage=2", "--split-points", name) == 2
         assert f"{name!r} is the name of no cut" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -149,7 +151,7 @@ def test_codecs_need_leave_and_something_to_encode(inputs, tmp_path, capsys):
 @pytest.mark.slow
 def test_what_a_codec_changed_is_gone_on_with_by_the_same_alone(runs, inputs, tmp_path, capsys):
     out = tmp_path / "out"
-    encoded = ("--method", "sparq", "--cut", "block.1.mlp", "--codec", "q8", "--allow-lossy")
+    encoded = ("--method", "sparq", "--split-points", "block.1.mlp", "--codec", "q8", "--allow-lossy")
     assert train(inputs, out, *encoded, steps=3) == 0
     assert numbers_of(out) != numbers_of(runs / "alone")[:3]
     assert (
@@ -158,7 +160,7 @@ def test_what_a_codec_changed_is_gone_on_with_by_the_same_alone(runs, inputs, tm
     )
     assert "was run with codec='q8'" in capsys.readouterr().err
     assert train(inputs, out, "--resume", "--mesh", "data=1", "--no-launch", "--steps", 5) == 0
-    assert Plan.load(out / "plan.json").split.cuts == ("block.1.mlp",)
+    assert Plan.load(out / "plan.json").split.split_points == ("block.1.mlp",)
     assert train(inputs, out, "--resume", "--mesh", "stage=2", "--steps", STEPS) == 0
     assert zosim("replay", out, "--model", inputs[0], "-o", tmp_path / "again") == 0
     assert (tmp_path / "again/model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
@@ -166,7 +168,15 @@ def test_what_a_codec_changed_is_gone_on_with_by_the_same_alone(runs, inputs, tm
 
 @pytest.mark.slow
 def test_one_process_does_what_stages_do_with_the_same_codec(inputs, tmp_path):
-    encoded = ("--cut", "block.1.mlp", "--codec", "q4:stochastic", "--residual-codec", "q8", "--allow-lossy")
+    encoded = (
+        "--split-points",
+        "block.1.mlp",
+        "--codec",
+        "q4:stochastic",
+        "--residual-codec",
+        "q8",
+        "--allow-lossy",
+    )
     evaluated = ("--eval-data", inputs[1], "--eval-examples", 2, "--residency", "resident")
     alone, pair = tmp_path / "alone", tmp_path / "pair"
     assert train(inputs, alone, *encoded, *evaluated, "--mesh", "stage=1", "--no-launch") == 0
@@ -183,9 +193,9 @@ def test_one_process_does_what_stages_do_with_the_same_codec(inputs, tmp_path):
 
 def test_a_stage_that_stands_still_is_named_by_all_that_wait_for_it(inputs, tmp_path):
     """The third stage waits for the second, which waits for the first; only the first is named."""
-    cuts = ("--cut", "block.0.mlp,block.1", "--residency", "resident")
+    split_points = ("--split-points", "block.0.mlp,block.1", "--residency", "resident")
     wanted = ("waited {} s for rank 0 (stage 1 of 3, before cut block.0.mlp), last at ",)
-    said = stopped(inputs, tmp_path, 0, *cuts, wanted=wanted)
+    said = stopped(inputs, tmp_path, 0, *split_points, wanted=wanted)
     assert "for rank 1" not in said
     assert "for rank 2" not in said
 

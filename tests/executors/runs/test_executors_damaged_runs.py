@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from executors.runs.runlog import read_header, write_header
 from tests.support.command import rows_of, zosim
-from tests.support.recorded import OFFLOADED, cut, options, same
+from tests.support.recorded import OFFLOADED, options, same, truncate
 from zosim.lowering import lower_all
 from zosim.plans import Plan
 from zosim.program.program_set import ProgramSet
@@ -128,7 +128,7 @@ def test_corruption_is_refused_by_name(inputs, run, tmp_path, capsys, plant, say
 @pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("left", ["of another placement", "spoilt", "none"])
 def test_programs_that_the_header_does_not_speak_of_are_made_again(inputs, run, whole, tmp_path, left):
-    cut(run, 5)
+    truncate(run, 5)
     program = run / "program.json"
     if left == "of another placement":
         other = Plan.load(run / "plan.json").model_dump(mode="json")
@@ -145,7 +145,7 @@ def test_programs_that_the_header_does_not_speak_of_are_made_again(inputs, run, 
 
 
 def test_spoilt_programs_that_were_edited_by_hand_are_refused(inputs, run, capsys):
-    cut(run, 5)
+    truncate(run, 5)
     header = read_header(run)
     header["run"]["edited_program"] = True
     write_header(run, header)
@@ -159,7 +159,7 @@ def test_spoilt_programs_that_were_edited_by_hand_are_refused(inputs, run, capsy
     ("key", "says"), [("num_steps", "line 2 is damaged"), ("loss", "is damaged in the eval")]
 )
 def test_damaged_metrics_are_refused_by_name_and_not_needed(inputs, run, whole, capsys, key, says):
-    cut(run, 5)
+    truncate(run, 5)
     rows = [{"num_steps": 1, "split": "train"}, {"num_steps": 1, "split": "eval", "loss": 1.0}]
     rows += [{"num_steps": 3, "split": "eval", "loss": 2.0}]
     del rows[1][key]
@@ -197,7 +197,7 @@ def damage_origin(path):
     ],
 )
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_serves(inputs, run, whole, capsys, damage, says):
-    cut(run, 11)
+    truncate(run, 11)
     damage(run / "checkpoints" / "step-00000010.safetensors")
     assert zosim(*options(inputs, run, "--resume")) == 0
     said = capsys.readouterr().err.replace("\n", " ")
@@ -209,7 +209,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_serves(inputs, run, 
 def test_a_checkpoint_of_another_run_is_refused(inputs, run, whole, tmp_path, capsys):
     other = tmp_path / "other"
     assert zosim(*options(inputs, other, *OFFLOADED, "--seed", 9, "--checkpoint-every", 5)) == 0
-    cut(run, 10)
+    truncate(run, 10)
     shutil.copy(other / "checkpoints" / "step-00000010.safetensors", run / "checkpoints")
     assert zosim(*options(inputs, run, "--resume")) == 0
     assert "other steps led to it" in capsys.readouterr().err

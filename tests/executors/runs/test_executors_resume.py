@@ -15,7 +15,7 @@ from executors.runs.records import DivergenceWatch
 from executors.runs.runlog import RunLog
 from tests.support.command import loaded, saved_lines, zosim
 from tests.support.forked import Command
-from tests.support.recorded import OFFLOADED, RESIDENT, STEPS, cut, options, same
+from tests.support.recorded import OFFLOADED, RESIDENT, STEPS, options, same, truncate
 from tests.support.reference_mezo import differing
 from tests.support.waiting import wait_until
 from topology.errors import RunError
@@ -35,7 +35,7 @@ from topology.errors import RunError
     ],
 )
 def test_resumed_anywhere_it_ends_as_if_nothing_had_happened(inputs, whole, run, num_rows, torn, more):
-    cut(run, num_rows, torn=torn)
+    truncate(run, num_rows, torn=torn)
     assert zosim(*options(inputs, run, *more, "--resume")) == 0
     assert same(run, whole)
     assert len(read_lines(run / "digests.jsonl")) == 3
@@ -53,7 +53,7 @@ def test_a_run_that_rounds_in_transfer_is_resumed_without_rounding_once_more(inp
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert zosim(*options(inputs, whole, *lossy, "--checkpoint-every", 4)) == 0
     shutil.copytree(whole, run)
-    cut(run, num_rows)
+    truncate(run, num_rows)
     assert zosim("run", "--out", run, "--resume", "--no-launch", "--no-tensorboard") == 0
     assert same(run, whole)
     assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "again") == 0
@@ -61,7 +61,7 @@ def test_a_run_that_rounds_in_transfer_is_resumed_without_rounding_once_more(inp
 
 
 def test_a_resumed_run_needs_no_option_again(run, whole):
-    cut(run, 6)
+    truncate(run, 6)
     assert zosim("run", "--out", run, "--resume", "--no-launch", "--no-tensorboard") == 0
     assert same(run, whole)
 
@@ -77,7 +77,7 @@ def test_a_finished_run_can_be_prolonged_under_a_constant_rate(inputs, run, tmp_
 
 
 def test_stale_files_of_a_dead_writer_are_removed(inputs, run, whole):
-    cut(run, 5)
+    truncate(run, 5)
     (run / "prefix" / "initial").mkdir(parents=True)
     for folder in (run, run / "checkpoints", run / "prefix" / "initial"):
         (folder / ".model.safetensors.99999.partial").write_bytes(b"half")
@@ -101,7 +101,7 @@ def test_stale_files_of_a_dead_writer_are_removed(inputs, run, whole):
     ],
 )
 def test_resuming_with_other_mathematics_is_refused(inputs, run, capsys, more, named):
-    cut(run, 6)
+    truncate(run, 6)
     before = (run / "steps.jsonl").read_bytes()
     assert zosim(*options(inputs, run, "--resume", *more)) == 2
     assert named in capsys.readouterr().err.replace("\n", " ")
@@ -109,7 +109,7 @@ def test_resuming_with_other_mathematics_is_refused(inputs, run, capsys, more, n
 
 
 def test_resuming_on_other_data_is_refused(inputs, run, tmp_path, capsys):
-    cut(run, 6)
+    truncate(run, 6)
     saved_lines(tmp_path / "other.jsonl", seed=9)
     assert zosim(*options(inputs, run, "--resume", "--data", tmp_path / "other.jsonl")) == 2
     assert "data_sha256" in capsys.readouterr().err

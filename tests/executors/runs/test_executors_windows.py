@@ -211,7 +211,7 @@ def test_a_run_that_is_killed_in_a_change_of_windows_goes_on_to_the_same_bits(
     inputs, whole_run, tmp_path, monkeypatch, owner, name, nth
 ):
     """Two linears in each of three blocks are closed before the fourth and the seventh step."""
-    whole, cut = whole_run, tmp_path / "cut"
+    whole, interrupted = whole_run, tmp_path / "interrupted"
     done, calls = getattr(owner, name), []
 
     def dying(*arguments, **options):
@@ -223,22 +223,22 @@ def test_a_run_that_is_killed_in_a_change_of_windows_goes_on_to_the_same_bits(
 
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, dying)
-        with Command(*command_of(inputs, cut, 8)) as killed:
+        with Command(*command_of(inputs, interrupted, 8)) as killed:
             killed.end()
             assert killed.exit_code == -signal.SIGKILL
-    assert len(rows_of(cut)) < 8
-    assert run(inputs, cut, 8, "--resume") == 0
-    assert [row["loss_plus"] for row in rows_of(cut)] == [row["loss_plus"] for row in rows_of(whole)]
+    assert len(rows_of(interrupted)) < 8
+    assert run(inputs, interrupted, 8, "--resume") == 0
+    assert [row["loss_plus"] for row in rows_of(interrupted)] == [row["loss_plus"] for row in rows_of(whole)]
     for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
-        assert (cut / file).read_bytes() == (whole / file).read_bytes()
+        assert (interrupted / file).read_bytes() == (whole / file).read_bytes()
 
 
 @pytest.mark.slow
 def test_a_run_is_resumed_replayed_and_written_for_a_server(inputs, whole_run, tmp_path):
-    whole, cut = whole_run, tmp_path / "cut"
-    assert run(inputs, cut, 5) == 0
-    assert run(inputs, cut, 8, "--resume") == 0
-    assert [row["loss_plus"] for row in rows_of(cut)] == [row["loss_plus"] for row in rows_of(whole)]
+    whole, interrupted = whole_run, tmp_path / "interrupted"
+    assert run(inputs, interrupted, 5) == 0
+    assert run(inputs, interrupted, 8, "--resume") == 0
+    assert [row["loss_plus"] for row in rows_of(interrupted)] == [row["loss_plus"] for row in rows_of(whole)]
     assert zosim("replay", whole, "--model", inputs[0], "-o", tmp_path / "again") == 0
     assert zosim("adapter", whole, "--model", inputs[0], "-o", tmp_path / "of-five", "--steps", 5) == 0
     assert run(inputs, tmp_path / "five", 5) == 0
@@ -248,7 +248,7 @@ def test_a_run_is_resumed_replayed_and_written_for_a_server(inputs, whole_run, t
     for name, tensor in load_file(five).items():
         assert torch.equal(tensor, load_file(of_five)[name])
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
-        assert (cut / name).read_bytes() == (whole / name).read_bytes()
+        assert (interrupted / name).read_bytes() == (whole / name).read_bytes()
         assert (tmp_path / "again" / name).read_bytes() == (whole / name).read_bytes()
     with safe_open(whole / "adapter/adapter_model.safetensors", framework="pt") as file:
         assert 0 < float(file.metadata()["relative_error"]) < 1

@@ -661,10 +661,10 @@ def test_nothing_is_lost_with_an_engine_that_is_gone(folder, tmp_path, at):
 
     whole = tuned(tmp_path / "whole", Runtime(base()))
     with pytest.raises(RunError, match="gone"):
-        tuned(tmp_path / "cut", Fragile(at))
-    assert tuned(tmp_path / "cut", Runtime(base())) == whole
+        tuned(tmp_path / "interrupted", Fragile(at))
+    assert tuned(tmp_path / "interrupted", Runtime(base())) == whole
     name = "adapter/adapter_model.safetensors"
-    assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert (tmp_path / "interrupted" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_tenants_tune_beside_each_other_on_one_server(folder, tmp_path):

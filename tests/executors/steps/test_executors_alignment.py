@@ -14,7 +14,7 @@ from tests.support import distributed, matrix
 from tests.support.command import zosim as command
 from tests.support.distributed import OFFLOADED, SLICED
 from tests.support.recorded import OFFLOADED as RESIDING
-from tests.support.recorded import cut, options, same, saved_inputs
+from tests.support.recorded import options, same, saved_inputs, truncate
 from tests.support.simulated_cuda import seen_by, simulated
 from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import ProgramError
@@ -176,7 +176,7 @@ def test_a_run_is_resumed_where_tensors_start_elsewhere(
     monkeypatch.setattr("zosim.lowering.buckets.GPU_ALIGNMENT_BYTES", before)
     assert command(*options(inputs, whole, plan, *more, "--device", "cpu", "--checkpoint-every", 5)) == 0
     shutil.copytree(whole, run)
-    cut(run, 7)
+    truncate(run, 7)
     if not keeps_program:
         (run / "program.json").unlink()
     monkeypatch.setattr("zosim.lowering.buckets.GPU_ALIGNMENT_BYTES", after)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from executors.models.model import CutModel
+from executors.models.model import SegmentedModel
 from executors.steps.interpreter import Hyperparameters, Interpreter
 from executors.steps.streams import CpuBackend
 from tests.support.distributed import OFFLOADED
@@ -13,7 +13,7 @@ from zosim.lowering import lower
 def test_decay_goes_on_where_the_gradient_is_zero():
     model = model_of("opt")
     plan = plan_of(model, **OFFLOADED)
-    interpreter = Interpreter(lower(plan), CutModel(model), Hyperparameters(1e-3, 0.5), CpuBackend())
+    interpreter = Interpreter(lower(plan), SegmentedModel(model), Hyperparameters(1e-3, 0.5), CpuBackend())
     batch = batches(1)[0] | {"labels": torch.full((3, 9), 5)}
     frame = interpreter.step(batch, [3], 0.1)
     frame.gradients[0] = 0.0

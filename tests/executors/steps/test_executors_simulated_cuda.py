@@ -716,17 +716,17 @@ class Without:
         return self.name == "load" or (len(self.is_known) > 1 and all(self.is_known))
 
 
-CUTS = [(placement, part) for part in range(NUM_PARTS) for placement in sorted(PLACEMENTS, key=lambda name: name != "offloaded")]  # fmt: skip
+REMOVED = [(placement, part) for part in range(NUM_PARTS) for placement in sorted(PLACEMENTS, key=lambda name: name != "offloaded")]  # fmt: skip
 
 
-@pytest.mark.crossed(quick=len(CUTS), slow=7)
-@pytest.mark.parametrize(("placement", "part"), CUTS)
+@pytest.mark.crossed(quick=len(REMOVED), slow=7)
+@pytest.mark.parametrize(("placement", "part"), REMOVED)
 def test_every_dependency_between_streams_that_is_cut_is_found(placement, part):
     """Every fourth one in each case; of the first ones of an offloaded step, some are."""
-    cuts = list(map(Without, cross_stream_edges(placement)[part::NUM_PARTS]))
-    silent = [cut for cut in cuts if not trained(PLACEMENTS[placement], change=cut)[0].findings]
-    assert [(cut.name, cut.other) for cut in silent if not cut.changes_nothing] == []
-    assert (placement, part) != CUTS[0] or silent != cuts
+    changes = list(map(Without, cross_stream_edges(placement)[part::NUM_PARTS]))
+    silent = [change for change in changes if not trained(PLACEMENTS[placement], change=change)[0].findings]
+    assert [(change.name, change.other) for change in silent if not change.changes_nothing] == []
+    assert (placement, part) != REMOVED[0] or silent != changes
 
 
 @pytest.mark.parametrize("read", [Tensor.tolist, Tensor.numpy, torch.clone])

@@ -56,15 +56,15 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "data 2": ("opt", {"mesh": {"data": 2}}),
     "perturb 2": ("opt", {"mesh": {"perturb": 2}}),
     "perturb 2, offloaded": ("opt", {"mesh": {"perturb": 2}, **OFFLOADED}),
-    "stage 2": ("opt", {"cuts": ("block.0",)}),
-    "stage 2, inputs of 8 bits": ("opt", {"cuts": ("block.0.mlp",), "codec": "q8:affine-zero:token"}),
+    "stage 2": ("opt", {"split_points": ("block.0",)}),
+    "stage 2, inputs of 8 bits": ("opt", {"split_points": ("block.0.mlp",), "codec": "q8:affine-zero:token"}),
 }
 """A model, and what is unlike the default: axes, LoRA, micro-batches, decay."""
 
 
 def _sessions(shape: str, case: Mapping[str, Any]) -> tuple[Plan, list[Any], dict[str, Any]]:
     """Return the plan of a case, a model for each rank, and a session's options."""
-    if "cuts" in case:
+    if "split_points" in case:
         staged_case = staged.Case(**case)
         plan = staged_case.plan()
         return plan, [staged_case.made() for _ in range(2)], {"learning_rate": 1e-3, "device": "cuda:0"}

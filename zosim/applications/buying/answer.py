@@ -26,7 +26,7 @@ from zosim.applications.buying.sensitivity import (
 from zosim.applications.buying.shortfall import shortfall
 from zosim.config import PlanConfig, merge
 from zosim.options import config_of, takes_earlier_names
-from zosim.planning.cuts import cutting_of
+from zosim.planning.split_options import split_options_of
 from zosim.report import Bullets, Part, Report, Table
 
 JOB_OPTIONS = ("batch", "seq", "dtype", "method", "allow_lossy")
@@ -199,7 +199,7 @@ def buy(
     table = shipped_prices() if prices is None else load_prices(prices)
     options = config_of(PlanConfig, settings, only=JOB_OPTIONS)
     config = merge(PlanConfig(model=read_model_spec(model)), options)
-    job = Job(config, steps, cutting_of(model, config.split))
+    job = Job(config, steps, split_options_of(model, config.split))
     market = Market(
         job=job, prices=table, limits=BuyerLimits(_money(budget, table), _hours(deadline)), by=by, pay=pay
     )

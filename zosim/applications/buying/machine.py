@@ -17,11 +17,11 @@ from topology.schema import Node
 from zosim.applications.buying.levers import Lever, levers
 from zosim.config import PlanConfig, filled, merge
 from zosim.planning.bounds import Bounds
-from zosim.planning.cuts import Cutting
 from zosim.planning.planner import Candidate, Decision
 from zosim.planning.predict import Prediction
 from zosim.planning.request import Hardware, Request
 from zosim.planning.resolve import resolve
+from zosim.planning.split_options import SplitOptions
 from zosim.plans import Mesh, Plan
 
 _SECONDS_PER_HOUR = 3600.0
@@ -38,13 +38,13 @@ class Job:
     config : PlanConfig
         What is set of its plans; without a format of the weights it is the checkpoint's, where a machine has units for it.
     num_steps : int
-    cutting : Cutting
+    split_options : SplitOptions
         Where stages may cut the model; by default between blocks alone.
     """
 
     config: PlanConfig
     num_steps: int
-    cutting: Cutting = field(default_factory=Cutting)
+    split_options: SplitOptions = field(default_factory=SplitOptions)
 
     def __post_init__(self) -> None:
         config = filled(self.config)
@@ -60,13 +60,13 @@ class Job:
     ) -> Request:
         """Return what the planner is asked for on a machine."""
         config = self.config if mesh is None else merge(self.config, PlanConfig(mesh=mesh))
-        return Request.of(config, self._hardware(name, topology, num_devices), self.cutting)
+        return Request.of(config, self._hardware(name, topology, num_devices), self.split_options)
 
     def decision(self, name: str, topology: Topology, num_devices: int) -> Decision:
         """Return the plan that the planner chooses on a machine, simulated, and what else it weighed."""
         decisions: list[Decision] = []
         hardware = self._hardware(name, topology, num_devices)
-        resolve(self.config, hardware, self.cutting, on_decision=decisions.append)
+        resolve(self.config, hardware, self.split_options, on_decision=decisions.append)
         return decisions[0]
 
     @staticmethod

@@ -157,24 +157,24 @@ class FirstOrderLayout:
     def wire(self, phase: Phase, side: Side, number: int) -> Access:
         """Return the access to a message, of the largest size that it can have."""
         is_next = (phase == "forward") == (side == "out")
-        cut = self.stage if is_next else self.stage - 1
-        size = most_message_bytes(self.encoded(phase), cut, self.rows[number])
-        what = Named(f"cut.{cut}:{phase}", f"m{number}")
+        boundary = self.stage if is_next else self.stage - 1
+        size = most_message_bytes(self.encoded(phase), boundary, self.rows[number])
+        what = Named(f"cut.{boundary}:{phase}", f"m{number}")
         return Access(f"wire.{phase}.{side}.{number % self.num_wires}", what, 0, size)
 
     def known(self, side: Side, number: int) -> tuple[Access, Access]:
         """Return where the last messages of a microbatch's samples are on the host, and on the device."""
-        cut = self.stage if side == "out" else self.stage - 1
-        width = self._width_of(cut)
+        boundary = self.stage if side == "out" else self.stage - 1
+        width = self._width_of(boundary)
         begin, size = sum(self.rows[:number]) * width, self.rows[number] * width
         host = Access(f"messages.{side}", Named(f"messages.{side}:samples"), None, size, begin)
         what = Named(f"known.{side}:message", f"m{number}")
         return host, Access(f"known.{side}.{number % self.num_wires}", what, 0, size)
 
-    def _width_of(self, cut: int) -> int:
+    def _width_of(self, boundary: int) -> int:
         """Return the bytes of one sample's activation at a cut."""
         first = self.plan.mesh.pipelines[0]
-        segment = self.plan.segments_of(first[cut])[-1]
+        segment = self.plan.segments_of(first[boundary])[-1]
         return activation_bytes(
             self.plan.model, batch=1, seq=self.plan.seq, dtype=self.plan.compute_dtype, segment=segment
         )
@@ -206,8 +206,8 @@ class FirstOrderLayout:
             for access in (*instruction.reads, *instruction.writes):
                 sizes[access.buffer] = max(sizes.get(access.buffer, 0), access.end_bytes)
         for side in self.sides if self.keeps("forward") else ():
-            cut = self.stage if side == "out" else self.stage - 1
-            least = self.settings.num_kept_samples * self._width_of(cut) // self.num_replicas
+            boundary = self.stage if side == "out" else self.stage - 1
+            least = self.settings.num_kept_samples * self._width_of(boundary) // self.num_replicas
             sizes[f"messages.{side}"] = max(sizes[f"messages.{side}"], least)
         return (*(self._buffer(name, size) for name, size in sizes.items()), *self._shared_buffers())
 

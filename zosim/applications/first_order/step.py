@@ -266,7 +266,7 @@ class FirstOrderWriter(Listing):
 
     def _leave(self, phase: Phase, number: int, segment: str) -> None:
         """Write how what a stage leaves becomes a message, and goes."""
-        cut, offset = (self.layout.stage, 1) if phase == "forward" else (self.layout.stage - 1, -1)
+        boundary, offset = (self.layout.stage, 1) if phase == "forward" else (self.layout.stage - 1, -1)
         plan, rows, wire = (
             self.layout.encoded(phase),
             self.layout.rows[number],
@@ -274,30 +274,30 @@ class FirstOrderWriter(Listing):
         )
         codec = self.settings.codec_of(phase)
         tensor = self._crossing(phase, segment, number, leaves=True)
-        coding = self._with_change(coding_work(plan, cut, rows, "encode"), tensor, phase)
+        coding = self._with_change(coding_work(plan, boundary, rows, "encode"), tensor, phase)
         known = self._fetch(phase, "out", number, segment)
         self.emit(
             f"encode/{phase}[m{number}]", Encode(codec, codec), Stream.COMPUTE, "encode", segment,
             (tensor, *known), (wire, *known), coding,
         )  # fmt: skip
         self._put_back(phase, "out", number, segment)
-        link = Work(link_bytes=expected_message_bytes(plan, cut, rows))
+        link = Work(link_bytes=expected_message_bytes(plan, boundary, rows))
         send = Send(PIPELINE, offset)
         self.emit(f"send/{phase}[m{number}]", send, Stream.LINK, "send", segment, (wire,), (), link)
 
     def _arrive(self, phase: Phase, number: int, segment: str) -> None:
         """Write how a message comes, and becomes what it was."""
-        cut, offset = (self.layout.stage - 1, -1) if phase == "forward" else (self.layout.stage, 1)
+        boundary, offset = (self.layout.stage - 1, -1) if phase == "forward" else (self.layout.stage, 1)
         plan, rows, wire = (
             self.layout.encoded(phase),
             self.layout.rows[number],
             self.layout.wire(phase, "in", number),
         )
-        link = Work(link_bytes=expected_message_bytes(plan, cut, rows))
+        link = Work(link_bytes=expected_message_bytes(plan, boundary, rows))
         recv = Recv(PIPELINE, offset)
         self.emit(f"recv/{phase}[m{number}]", recv, Stream.RECV, "recv", segment, (), (wire,), link)
         tensor = self._crossing(phase, segment, number, leaves=False)
-        coding = self._with_change(coding_work(plan, cut, rows, "decode"), tensor, phase)
+        coding = self._with_change(coding_work(plan, boundary, rows, "decode"), tensor, phase)
         known = self._fetch(phase, "in", number, segment)
         self.emit(
             f"decode/{phase}[m{number}]", Decode(), Stream.COMPUTE, "decode", segment,

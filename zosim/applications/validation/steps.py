@@ -164,7 +164,11 @@ def _first_order(row: MeasuredRow, site: Site) -> Subject:
         batch=row.count("batch"),
         seq=row.count("seq"),
         mesh=Mesh(data=data, stage=stage),
-        split=Split(cuts=tuple(f"block.{model.num_blocks * cut // stage - 1}" for cut in range(1, stage))),
+        split=Split(
+            split_points=tuple(
+                f"block.{model.num_blocks * boundary // stage - 1}" for boundary in range(1, stage)
+            )
+        ),
         weights={"dtype": stored},
         forward={"attention": attention_of(row, site), "compute_dtype": dtype},
     )

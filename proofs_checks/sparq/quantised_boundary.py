@@ -16,8 +16,8 @@ from executors.runs.session import Session
 from proofs_checks.claims import Checks, corrected, counterexample, printed
 from proofs_checks.exact import at_most, normal_nodes, within
 from proofs_checks.faults import nearest, rounding_up, short_grid
+from proofs_checks.oracles.boundaries import straight_through
 from proofs_checks.oracles.bounds import sparq_stationarity_bound
-from proofs_checks.oracles.cuts import straight_through
 from proofs_checks.oracles.estimates import quadratic_contraction
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.planting import scaled
@@ -168,20 +168,20 @@ def check_stall(context: Context) -> Outcome:
     activation through the codec. The largest activation is at its target, the others are 0 and short of theirs by 0.4
     steps. Nothing that theorem 1's radius can do changes a grid value.
     """
-    cut, levels = DIMENSION // 2, 2 ** (4 - 1) - 1
+    half, levels = DIMENSION // 2, 2 ** (4 - 1) - 1
     target = torch.zeros(DIMENSION, dtype=torch.float64)
-    target[:cut] = 0.4 / levels
+    target[:half] = 0.4 / levels
     theta = torch.zeros_like(target)
     theta[0] = target[0] = 1.0
 
     def loss(x: Tensor) -> Tensor:
-        arrived = received(x[:cut], _SPEC)
-        return (torch.cat([arrived, x[cut:]]) - target).square().sum() / 2
+        arrived = received(x[:half], _SPEC)
+        return (torch.cat([arrived, x[half:]]) - target).square().sum() / 2
 
     radius, steps = _radius(_HORIZON), context.samples(200, 25)
     moved, kappa = _moved(loss, theta, radius, steps, context.seed)
     gap = float((theta - target).square().sum()) / 2
-    compression = 2 * kappa**2 * float(theta[:cut].square().sum())
+    compression = 2 * kappa**2 * float(theta[:half].square().sum())
     allowed = sparq_stationarity_bound(_HORIZON, DIMENSION, gap, _RATE, radius, 1.0, compression=compression)
     vacuous = sparq_stationarity_bound(_HORIZON, DIMENSION, gap, _RATE, radius, 1.0, compression=2.0)
     # What rounding of losses leaves of g: u·f/2μ, along z, over all steps.

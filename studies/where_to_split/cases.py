@@ -16,7 +16,7 @@ from zosim.program.operations import Send
 
 
 @dataclass(frozen=True)
-class CutCrossing:
+class BoundaryCase:
     """A step of a model that is cut once, every message packed densely.
 
     Attributes
@@ -47,7 +47,7 @@ class CutCrossing:
 
 
 @cache
-def plan_of(crossing: CutCrossing) -> Plan:
+def plan_of(crossing: BoundaryCase) -> Plan:
     """Return the plan of two stages."""
     config = {
         "model_type": "opt",
@@ -59,12 +59,14 @@ def plan_of(crossing: CutCrossing) -> Plan:
         "vocab_size": 256,
         "max_position_embeddings": crossing.seq,
     }
-    cut = "block.1.mlp" if crossing.inside else "block.1"
+    split_point = "block.1.mlp" if crossing.inside else "block.1"
     split = Split(
-        cuts=(cut,), codec=_codec(crossing.activation_bits), residual_codec=_codec(crossing.residual_bits)
+        split_points=(split_point,),
+        codec=_codec(crossing.activation_bits),
+        residual_codec=_codec(crossing.residual_bits),
     )
     return Plan(
-        model=spec_of_config(config, name="made up", cut_blocks=split.cut_blocks),
+        model=spec_of_config(config, name="made up", split_blocks=split.split_blocks),
         placement=Placement(topology="none", devices=("cpu0", "cpu1")),
         batch=crossing.batch,
         seq=crossing.seq,
@@ -78,7 +80,7 @@ def _codec(bits: int) -> str:
     return "none" if bits == 32 else f"q{bits}:dense"
 
 
-def forward_bytes(crossing: CutCrossing) -> float:
+def forward_bytes(crossing: BoundaryCase) -> float:
     """Return the bytes that the plan's program sends forward in a step, headers and grids left out."""
     plan = plan_of(crossing)
     shapes = [(crossing.hidden, plan.split.residual_codec)]

@@ -16,8 +16,8 @@ from costmodel.formats.codecs import CodecSpec, codec_spec, overhead_bytes
 from executors.codecs import codec_of, decode_quantised, encode_quantised, encoding_of, quantise
 from executors.codecs.encodings import Symbols
 from executors.codecs.fidelity import Visibility, received, relative_error, visibility
-from executors.models.cuts import Crossing, Cut, crossings, cuts_of, loss_through
-from executors.models.model import Batch, CutModel
+from executors.models.model import Batch, SegmentedModel
+from executors.models.split_points import Crossing, SplitPoint, crossings, loss_through, split_points_of
 from executors.randomness.directions import Gaussian
 from executors.randomness.rng import generator_on
 from executors.runs.settings import RunConfig
@@ -34,7 +34,7 @@ class CrossingReport:
 
     Attributes
     ----------
-    cut, crossing, codec : str
+    split_point, crossing, codec : str
     shape : tuple of int
         Of the last batch's tensor.
     nonzero : float
@@ -56,7 +56,7 @@ class CrossingReport:
     warning : str or None
     """
 
-    cut: str
+    split_point: str
     crossing: Crossing
     codec: str
     shape: tuple[int, ...]
@@ -73,17 +73,17 @@ class CrossingReport:
 
 
 @dataclass(frozen=True, slots=True)
-class CutLoss:
+class BoundaryLoss:
     """What cutting there does to the loss, every tensor that crosses through the codec.
 
     Attributes
     ----------
-    cut, codec : str
+    split_point, codec : str
     change : float
         Loss with the codec less the loss without, mean over batches.
     """
 
-    cut: str
+    split_point: str
     codec: str
     change: float
 
@@ -98,23 +98,28 @@ class ProbeReport:
         Without a codec, mean over batches.
     epsilon : float
     tensors : list of CrossingReport
-    losses : list of CutLoss
+    losses : list of BoundaryLoss
     """
 
     loss: float
     epsilon: float
     tensors: list[CrossingReport]
-    losses: list[CutLoss]
+    losses: list[BoundaryLoss]
 
 
-def probe_cuts(
-    model: CutModel, batches: Sequence[Batch], specs: Sequence[CodecSpec], *, epsilon: float, seed: int = 0
+def probe_boundaries(
+    model: SegmentedModel,
+    batches: Sequence[Batch],
+    specs: Sequence[CodecSpec],
+    *,
+    epsilon: float,
+    seed: int = 0,
 ) -> ProbeReport:
     """Return what crosses every cut, through every codec.
 
     Parameters
     ----------
-    model : CutModel
+    model : SegmentedModel
     batches : sequence of mapping
     specs : sequence of CodecSpec
         With bits.
@@ -142,25 +147,33 @@ def probe_cuts(
         signs = _both_signs(model, batches[0], epsilon, seed)
         tensors = [
             _report(
-                cut, name, spec, [kept[cut][name] for kept in crossed], _at(signs, cut, name), epsilon, seed
+                split_point,
+                name,
+                spec,
+                [kept[split_point][name] for kept in crossed],
+                _at(signs, split_point, name),
+                epsilon,
+                seed,
             )
-            for cut in cuts_of(model)
-            for name in crossed[0][cut]
+            for split_point in split_points_of(model)
+            for name in crossed[0][split_point]
             for spec in specs
         ]
         plain = [float(loss_through(model, batch, {})) for batch in batches]
         losses = [
-            CutLoss(cut.name, spec.name, _change_of_loss(model, batches, plain, cut, spec, seed))
-            for cut in cuts_of(model)
+            BoundaryLoss(
+                split_point.name, spec.name, _change_of_loss(model, batches, plain, split_point, spec, seed)
+            )
+            for split_point in split_points_of(model)
             for spec in specs
         ]
     return ProbeReport(fmean(plain), epsilon, tensors, losses)
 
 
-Crossed = Mapping[Cut, Mapping[Crossing, Tensor]]
+Crossed = Mapping[SplitPoint, Mapping[Crossing, Tensor]]
 
 
-def _both_signs(model: CutModel, batch: Batch, epsilon: float, seed: int) -> tuple[Crossed, Crossed]:
+def _both_signs(model: SegmentedModel, batch: Batch, epsilon: float, seed: int) -> tuple[Crossed, Crossed]:
     """Return what crosses at ``θ + εz`` and at ``θ - εz``."""
     parameters = [tensor.parameter.data for tensor in model.tensors if tensor.trainable]
     kept = [parameter.clone() for parameter in parameters]
@@ -177,12 +190,12 @@ def _both_signs(model: CutModel, batch: Batch, epsilon: float, seed: int) -> tup
     return by_sign[0], by_sign[1]
 
 
-def _at(signs: tuple[Crossed, Crossed], cut: Cut, name: Crossing) -> tuple[Tensor, Tensor]:
-    return signs[0][cut][name], signs[1][cut][name]
+def _at(signs: tuple[Crossed, Crossed], split_point: SplitPoint, name: Crossing) -> tuple[Tensor, Tensor]:
+    return signs[0][split_point][name], signs[1][split_point][name]
 
 
 def _report(
-    cut: Cut,
+    split_point: SplitPoint,
     name: Crossing,
     spec: CodecSpec,
     tensors: Sequence[Tensor],
@@ -194,7 +207,7 @@ def _report(
     kept, entropy_bits, error, size_bytes, to_entropy = (fmean(column) for column in zip(*rows, strict=True))
     seen = _seen(signs, spec, epsilon, seed)
     return CrossingReport(
-        cut.name,
+        split_point.name,
         name,
         spec.name,
         tuple(tensors[-1].shape),
@@ -231,12 +244,17 @@ def _seen(signs: tuple[Tensor, Tensor], spec: CodecSpec, epsilon: float, seed: i
 
 
 def _change_of_loss(
-    model: CutModel, batches: Sequence[Batch], plain: Sequence[float], cut: Cut, spec: CodecSpec, seed: int
+    model: SegmentedModel,
+    batches: Sequence[Batch],
+    plain: Sequence[float],
+    split_point: SplitPoint,
+    spec: CodecSpec,
+    seed: int,
 ) -> float:
     def through(_name: Crossing, tensor: Tensor) -> Tensor:
         return received(tensor, spec, generator_on(tensor.device, seed))
 
-    losses = [float(loss_through(model, batch, {cut: through})) for batch in batches]
+    losses = [float(loss_through(model, batch, {split_point: through})) for batch in batches]
     return fmean(after - before for after, before in zip(losses, plain, strict=True))
 
 
@@ -270,11 +288,13 @@ def probe(
     plan, run = config.plan, config.run
     loaded = load_model(model, dtype=plan.weights.dtype, random_weights=run.random_weights, seed=run.seed)
     batches = _batches(loaded, model, data, plan.batch, num_batches, plan.seq, config.data.template)
-    report = probe_cuts(CutModel(loaded), batches, specs, epsilon=plan.estimator.epsilon, seed=run.seed)
+    report = probe_boundaries(
+        SegmentedModel(loaded), batches, specs, epsilon=plan.estimator.epsilon, seed=run.seed
+    )
     for row in report.tensors:
         if row.warning:
             stderr.print(
-                f"{row.cut}, {row.crossing}, {row.codec}: {row.warning}", markup=False, soft_wrap=True
+                f"{row.split_point}, {row.crossing}, {row.codec}: {row.warning}", markup=False, soft_wrap=True
             )
     emit(report, json=as_json, text=_view(report))
 
@@ -297,10 +317,10 @@ def _batches(
 
 
 def _view(report: ProbeReport) -> Any:
-    changes = {(row.cut, row.codec): row.change for row in report.losses}
+    changes = {(row.split_point, row.codec): row.change for row in report.losses}
     rows = [
         (
-            row.cut,
+            row.split_point,
             row.crossing,
             row.codec.removesuffix(":smallest"),
             f"{row.nonzero:.1%}",
@@ -311,12 +331,12 @@ def _view(report: ProbeReport) -> Any:
             f"{row.to_entropy:.3f}",
             row.encoding,
             "-" if row.smallest_epsilon is None else f"{row.smallest_epsilon:.1g}",
-            f"{changes[row.cut, row.codec]:+.4f}",
+            f"{changes[row.split_point, row.codec]:+.4f}",
         )
         for row in report.tensors
     ]
     columns = (
-        "cut", "tensor", "codec", "nonzero", "kept", "entropy, bits", "κ", "bytes", "to entropy", "encoding",
+        "split_point", "tensor", "codec", "nonzero", "kept", "entropy, bits", "κ", "bytes", "to entropy", "encoding",
         "least ε", "loss",
     )  # fmt: skip
     title = f"loss {report.loss:.4f} without a codec; differences at ε = {report.epsilon:g}"

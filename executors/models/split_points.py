@@ -15,7 +15,7 @@ from torch import Tensor
 
 from costmodel.models.model_spec import block_segment
 from executors.models.halves import Halfway, HalvedBlock
-from executors.models.model import Batch, CutModel
+from executors.models.model import Batch, SegmentedModel
 from executors.models.recording_blocks import StepCache
 from zosim.plans import INSIDE
 
@@ -26,7 +26,7 @@ Change = Callable[[Crossing, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Cut:
+class SplitPoint:
     """A stage boundary.
 
     Attributes
@@ -44,12 +44,12 @@ class Cut:
         return block_segment(self.block) + (INSIDE if self.inside else "")
 
 
-def cuts_of(model: CutModel) -> tuple[Cut, ...]:
+def split_points_of(model: SegmentedModel) -> tuple[SplitPoint, ...]:
     """Return every place to cut at, in the order of the forward."""
-    return tuple(Cut(i, inside) for i in range(len(model.blocks)) for inside in (True, False))
+    return tuple(SplitPoint(i, inside) for i in range(len(model.blocks)) for inside in (True, False))
 
 
-def crossings(model: CutModel, batch: Batch) -> dict[Cut, dict[Crossing, Tensor]]:
+def crossings(model: SegmentedModel, batch: Batch) -> dict[SplitPoint, dict[Crossing, Tensor]]:
     """Return copies of the tensors that cross each cut, in the model's format.
 
     Raises
@@ -57,20 +57,22 @@ def crossings(model: CutModel, batch: Batch) -> dict[Cut, dict[Crossing, Tensor]
     ModelError
         If a block's MLP is none of those that are known.
     """
-    crossed: dict[Cut, dict[Crossing, Tensor]] = {}
+    crossed: dict[SplitPoint, dict[Crossing, Tensor]] = {}
 
-    def keep(cut: Cut) -> Change:
+    def keep(split_point: SplitPoint) -> Change:
         def kept(name: Crossing, tensor: Tensor) -> Tensor:
-            crossed.setdefault(cut, {})[name] = tensor.detach().reshape(*batch["input_ids"].shape, -1).clone()
+            crossed.setdefault(split_point, {})[name] = (
+                tensor.detach().reshape(*batch["input_ids"].shape, -1).clone()
+            )
             return tensor
 
         return kept
 
-    loss_through(model, batch, {cut: keep(cut) for cut in cuts_of(model)})
+    loss_through(model, batch, {split_point: keep(split_point) for split_point in split_points_of(model)})
     return crossed
 
 
-def loss_through(model: CutModel, batch: Batch, changes: Mapping[Cut, Change]) -> Tensor:
+def loss_through(model: SegmentedModel, batch: Batch, changes: Mapping[SplitPoint, Change]) -> Tensor:
     """Return the loss of a forward in which every cut in `changes` changes what crosses it.
 
     Raises
@@ -81,7 +83,7 @@ def loss_through(model: CutModel, batch: Batch, changes: Mapping[Cut, Change]) -
     cache = StepCache()
     hidden = model.embed(batch, cache)
     for i, block in enumerate(model.blocks):
-        inner, after = changes.get(Cut(i, inside=True)), changes.get(Cut(i))
+        inner, after = changes.get(SplitPoint(i, inside=True)), changes.get(SplitPoint(i))
         if inner is None:
             hidden = model.block(i, hidden, cache)
         else:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from proofs_checks.oracles.cuts import straight_through
-from studies.where_to_cut.__main__ import USUAL
-from studies.where_to_cut.cases import forward_bytes, same_numbers, slopes
+from proofs_checks.oracles.boundaries import straight_through
+from studies.where_to_split.__main__ import USUAL
+from studies.where_to_split.cases import forward_bytes, same_numbers, slopes
 
 
 def test_inside_a_block_more_crosses_than_between():

@@ -9,79 +9,81 @@ import typer
 from typer.testing import CliRunner
 
 from costmodel.formats.codecs import CodecSpec, codec_spec
-from executors.cut_probe import probe, probe_cuts
-from executors.models.cuts import Cut, crossings, cuts_of, loss_through
-from executors.models.model import CutModel
+from executors.boundary_probe import probe, probe_boundaries
+from executors.models.model import SegmentedModel
 from executors.models.spec import spec_of_model
+from executors.models.split_points import SplitPoint, crossings, loss_through, split_points_of
 from tests.support.tiny import CONFIGS, batches, model_of, plan_of
 from topology.errors import PlanError
 from zosim.lowering.split import expected_message_bytes
-from zosim.planning.cuts import Cutting, read_densities
+from zosim.planning.split_options import SplitOptions, read_densities
 from zosim.plans import Plan, Split
 
 KNOWN = ("opt", "gpt2", "llama")
 NORM_BEHIND = "opt-projected"
 
 
-def cut_and_batch(name="opt", dtype=torch.float64):
-    return CutModel(model_of(name, dtype=dtype)), batches(1)[0]
+def segmented_and_batch(name="opt", dtype=torch.float64):
+    return SegmentedModel(model_of(name, dtype=dtype)), batches(1)[0]
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_crosses_is_what_the_model_computes(name):
-    model, batch = cut_and_batch(name)
+    model, batch = segmented_and_batch(name)
     with torch.no_grad():
         found = crossings(model, batch)
         states = model.model(
             input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True
         ).hidden_states
-    assert set(found) == set(cuts_of(model))
+    assert set(found) == set(split_points_of(model))
     inner = model.model.config.to_dict()
     width = inner.get("ffn_dim") or inner.get("intermediate_size") or 4 * inner["n_embd"]
     for i in range(len(model.blocks) - 1):  # the last state has been normalised
-        assert torch.equal(found[Cut(i)]["hidden"], states[i + 1])
-        assert found[Cut(i, inside=True)]["activation"].shape[-1] == width
+        assert torch.equal(found[SplitPoint(i)]["hidden"], states[i + 1])
+        assert found[SplitPoint(i, inside=True)]["activation"].shape[-1] == width
     if name == "opt":
-        assert bool((found[Cut(0, inside=True)]["activation"] >= 0).all())
+        assert bool((found[SplitPoint(0, inside=True)]["activation"] >= 0).all())
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_both_tensors_inside_a_block_give_its_output(name):
-    model, batch = cut_and_batch(name)
+    model, batch = segmented_and_batch(name)
     with torch.no_grad():
         found = crossings(model, batch)
         block = model.blocks[1]
         modules = dict(block.named_modules())
         linear = next(modules[path] for path in ("fc2", "mlp.c_proj", "mlp.down_proj") if path in modules)
-        rebuilt = found[Cut(1, inside=True)]["residual"] + linear(found[Cut(1, inside=True)]["activation"])
+        rebuilt = found[SplitPoint(1, inside=True)]["residual"] + linear(
+            found[SplitPoint(1, inside=True)]["activation"]
+        )
     torch.testing.assert_close(
-        rebuilt, found[Cut(1)]["hidden"], rtol=1e-12, atol=1e-12
+        rebuilt, found[SplitPoint(1)]["hidden"], rtol=1e-12, atol=1e-12
     )  # float64, summed otherwise
 
 
 @pytest.mark.parametrize("name", [*KNOWN, NORM_BEHIND])
 def test_cuts_that_change_nothing_change_no_loss_and_others_do(name):
-    model, batch = cut_and_batch(name)
+    model, batch = segmented_and_batch(name)
     with torch.no_grad():
         whole = model.model(**batch).loss
-        everywhere = {cut: (lambda _name, tensor: tensor) for cut in cuts_of(model)}
+        everywhere = {split_point: (lambda _name, tensor: tensor) for split_point in split_points_of(model)}
         assert torch.equal(loss_through(model, batch, everywhere), whole)
         for wanted in ("activation", "residual"):
-            zeroed = {Cut(1, inside=True): lambda n, t, wanted=wanted: t * 0 if n == wanted else t}
+            zeroed = {SplitPoint(1, inside=True): lambda n, t, wanted=wanted: t * 0 if n == wanted else t}
             assert abs(loss_through(model, batch, zeroed) - whole) > 1e-6
 
 
 def test_the_probe_measures_every_cut_and_leaves_the_model_as_it_was():
-    model, batch = cut_and_batch(dtype=torch.float32)
+    model, batch = segmented_and_batch(dtype=torch.float32)
     before = [tensor.parameter.detach().clone() for tensor in model.tensors]
-    report = probe_cuts(model, [batch], [codec_spec("q4"), codec_spec("q8")], epsilon=1e-3)
+    report = probe_boundaries(model, [batch], [codec_spec("q4"), codec_spec("q8")], epsilon=1e-3)
     assert all(torch.equal(t.parameter, was) for t, was in zip(model.tensors, before, strict=True))
     assert len(report.tensors) == len(model.blocks) * 3 * 2
-    assert len(report.losses) == len(cuts_of(model)) * 2
+    assert len(report.losses) == len(split_points_of(model)) * 2
     by_bits = {
         row.codec[:2]: row
         for row in report.tensors
-        if (row.cut, row.crossing) == ("block.1.mlp", "activation")
+        if (row.split_point, row.crossing) == ("block.1.mlp", "activation")
     }
     four, eight = by_bits["q4"], by_bits["q8"]
     assert four.relative_error > eight.relative_error
@@ -93,11 +95,11 @@ def test_the_probe_measures_every_cut_and_leaves_the_model_as_it_was():
 
 
 def test_the_probe_refuses_what_measures_nothing():
-    model, batch = cut_and_batch()
+    model, batch = segmented_and_batch()
     with pytest.raises(PlanError, match="leaves nothing to measure"):
-        probe_cuts(model, [batch], [CodecSpec()], epsilon=1e-3)
+        probe_boundaries(model, [batch], [CodecSpec()], epsilon=1e-3)
     with pytest.raises(PlanError, match="epsilon=0"):
-        probe_cuts(model, [batch], [CodecSpec(4)], epsilon=0)
+        probe_boundaries(model, [batch], [CodecSpec(4)], epsilon=0)
 
 
 def test_the_command_reports_in_json(tmp_path):
@@ -132,26 +134,28 @@ def test_the_command_reports_in_json(tmp_path):
 @pytest.mark.parametrize("codec", ["q2", "q4", "q4:affine-zero:token", "q8"])
 def test_a_plan_that_knows_the_probe_predicts_messages(name, codec, tmp_path):
     """Of both tensors inside a block, whatever their distribution: heavy tails of Llama's as well as a ReLU's."""
-    model = CutModel(model_of(name))
+    model = SegmentedModel(model_of(name))
     (batch,) = batches(1, size=16, seq=24)
-    report = probe_cuts(model, [batch], [codec_spec(codec)], epsilon=1e-3)
+    report = probe_boundaries(model, [batch], [codec_spec(codec)], epsilon=1e-3)
     path = tmp_path / "probe.json"
     path.write_text(json.dumps(asdict(report)))
-    cutting = Cutting(densities=read_densities(path))
-    for cut in ("block.1.mlp", "block.1"):
-        spec = spec_of_model(model_of(name), "tiny", cut_blocks=(1,) if cut.endswith(".mlp") else ())
+    split_options = SplitOptions(densities=read_densities(path))
+    for split_point in ("block.1.mlp", "block.1"):
+        spec = spec_of_model(
+            model_of(name), "tiny", split_blocks=(1,) if split_point.endswith(".mlp") else ()
+        )
         whole = plan_of(model_of(name), size=16, seq=24)
         split = Split(
-            cuts=(cut,),
-            codec=codec if cut.endswith(".mlp") else "none",
+            split_points=(split_point,),
+            codec=codec if split_point.endswith(".mlp") else "none",
             residual_codec=codec,
-            densities=(cutting.symbols(cut, codec_spec(codec), codec_spec(codec)),),
+            densities=(split_options.symbols(split_point, codec_spec(codec), codec_spec(codec)),),
         )
         data = whole.model_dump(mode="json") | {
             "model": spec.model_dump(mode="json"),
             "split": split.model_dump(mode="json"),
         }
         plan = Plan.model_validate(data)
-        made = sum(row.size_bytes for row in report.tensors if row.cut == cut)
+        made = sum(row.size_bytes for row in report.tensors if row.split_point == split_point)
         # Ends of words, and tables of symbols that do not occur.
         assert expected_message_bytes(plan, 0, 16) == pytest.approx(made, rel=0.02, abs=600)

@@ -1,4 +1,4 @@
-"""What is asked of cuts between stages, and SparQ's own rule for them; :mod:`zosim.planning.cut_search` finds the best.
+"""What is asked of cuts between stages, and SparQ's own rule for them; :mod:`zosim.planning.split_search` finds the best.
 
 Examples
 --------
@@ -20,14 +20,14 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from costmodel.formats.codecs import CodecSpec, codec_spec
-from costmodel.formats.symbols import CutSymbols, TensorSymbols
+from costmodel.formats.symbols import BoundarySymbols, TensorSymbols
 from costmodel.models.configs import Trainable, read_model_spec
 from costmodel.models.model_spec import ModelSpec, block_index
 from topology.errors import PlanError, ZosimError
 from topology.reading import read_json_object
-from zosim.plans import INSIDE, Split, check_cut_names
+from zosim.plans import INSIDE, Split, check_split_points
 
-CutModel = Callable[[tuple[int, ...]], ModelSpec]
+SplitModel = Callable[[tuple[int, ...]], ModelSpec]
 """Returns the model with these blocks cut inside."""
 
 
@@ -37,18 +37,18 @@ class Probed:
 
     Attributes
     ----------
-    cut : str
+    split_point : str
     density : float
         Of the first of them, the activation or the hidden state, before any codec.
     symbols : mapping of tuple to TensorSymbols
         By tensor (``"activation"`` and ``"residual"``, or ``"hidden"``) and codec, whatever the encoding.
     """
 
-    cut: str
+    split_point: str
     density: float
     symbols: Mapping[tuple[str, str], TensorSymbols]
 
-    def through(self, codec: CodecSpec, residual_codec: CodecSpec) -> CutSymbols:
+    def through(self, codec: CodecSpec, residual_codec: CodecSpec) -> BoundarySymbols:
         """Return what is known of what crosses through these codecs.
 
         Raises
@@ -56,9 +56,11 @@ class Probed:
         PlanError
             If a codec was not probed.
         """
-        if not self.cut.endswith(INSIDE):
-            return CutSymbols(first=self._of("hidden", residual_codec))
-        return CutSymbols(first=self._of("activation", codec), residual=self._of("residual", residual_codec))
+        if not self.split_point.endswith(INSIDE):
+            return BoundarySymbols(first=self._of("hidden", residual_codec))
+        return BoundarySymbols(
+            first=self._of("activation", codec), residual=self._of("residual", residual_codec)
+        )
 
     def _of(self, crossing: str, spec: CodecSpec) -> TensorSymbols:
         # Plain numbers are sent in full.
@@ -69,7 +71,7 @@ class Probed:
         if (crossing, name) not in self.symbols:
             known = sorted({codec for _, codec in self.symbols})
             raise PlanError(
-                f"cut {self.cut}: the probe has nothing of codec {name}, but of {', '.join(known)}",
+                f"cut {self.split_point}: the probe has nothing of codec {name}, but of {', '.join(known)}",
                 hint=f"zosim probe --codec {name}",
             )
         return self.symbols[crossing, name]
@@ -80,57 +82,62 @@ def _without_encoding(spec: CodecSpec) -> str:
 
 
 @dataclass(frozen=True)
-class Cutting:
+class SplitOptions:
     """What is asked of cuts.
 
     Attributes
     ----------
-    cuts : tuple of str
+    split_points : tuple of str
         The only ones to plan for; by default any.
     codecs : tuple of (str, str)
         For MLP activations and for the residual stream.
     densities : mapping of str to float or Probed
         Of what crosses each cut, where it was measured; 1 for the others.
-    cut_model : callable or None
+    split_model : callable or None
         How to cut inside blocks; unless given, a model is cut where it is cut already, and between blocks.
     """
 
-    cuts: tuple[str, ...] = ()
+    split_points: tuple[str, ...] = ()
     codecs: tuple[str, str] = ("none", "none")
     densities: Mapping[str, float | Probed] = field(default_factory=dict)
-    cut_model: CutModel | None = None
+    split_model: SplitModel | None = None
 
     @classmethod
     def of(
-        cls, split: Split, cut_model: CutModel | None, densities: Mapping[str, float | Probed] | None = None
-    ) -> Cutting:
+        cls,
+        split: Split,
+        split_model: SplitModel | None,
+        densities: Mapping[str, float | Probed] | None = None,
+    ) -> SplitOptions:
         """Return what a config asks of cuts."""
-        return cls(split.cuts, (split.codec, split.residual_codec), densities or {}, cut_model)
+        return cls(split.split_points, (split.codec, split.residual_codec), densities or {}, split_model)
 
     def __post_init__(self) -> None:
         for name in self.codecs:
             codec_spec(name)
-        densities = {cut: density_of(value) for cut, value in self.densities.items()}
-        wrong = {cut: value for cut, value in densities.items() if not 0 <= value <= 1}
+        densities = {split_point: density_of(value) for split_point, value in self.densities.items()}
+        wrong = {split_point: value for split_point, value in densities.items() if not 0 <= value <= 1}
         if wrong:
             raise PlanError(f"densities must be from 0 to 1, not {wrong}", hint="the part that is not zero")
-        check_cut_names((*self.cuts, *densities))
+        check_split_points((*self.split_points, *densities))
 
-    def symbols(self, cut: str, codec: CodecSpec, residual_codec: CodecSpec) -> CutSymbols | None:
+    def symbols(
+        self, split_point: str, codec: CodecSpec, residual_codec: CodecSpec
+    ) -> BoundarySymbols | None:
         """Return what is known of what crosses a cut through these codecs; None where no cut was measured."""
         if not self.densities:
             return None
-        known = self.densities.get(cut, 1.0)
+        known = self.densities.get(split_point, 1.0)
         if isinstance(known, Probed):
             return known.through(codec, residual_codec)
-        return CutSymbols(first=TensorSymbols(density=known))
+        return BoundarySymbols(first=TensorSymbols(density=known))
 
     @property
     def is_lossy(self) -> bool:
         """Whether a codec that is asked for changes numbers."""
         return not all(codec_spec(name).is_lossless for name in self.codecs)
 
-    def cut(self, model: ModelSpec, cuts: Sequence[str]) -> ModelSpec:
+    def split(self, model: ModelSpec, split_points: Sequence[str]) -> ModelSpec:
         """Return `model` with the blocks cut that these cuts are inside.
 
         Raises
@@ -138,32 +145,34 @@ class Cutting:
         PlanError
             If it cannot be cut there.
         """
-        blocks = tuple(sorted(block_index(cut) for cut in cuts if cut.endswith(INSIDE)))
-        if blocks == model.cut_blocks:
+        blocks = tuple(
+            sorted(block_index(split_point) for split_point in split_points if split_point.endswith(INSIDE))
+        )
+        if blocks == model.split_blocks:
             return model
-        if self.cut_model is None:
+        if self.split_model is None:
             raise PlanError(
-                f"the model {model.name} was saved with the blocks {list(model.cut_blocks)} cut inside, not "
+                f"the model {model.name} was saved with the blocks {list(model.split_blocks)} cut inside, not "
                 f"{list(blocks)}",
                 hint="name a model, its directory or its config.json",
             )
-        return self.cut_model(blocks)
+        return self.split_model(blocks)
 
 
-def cutting_of(
+def split_options_of(
     source: str, split: Split | None = None, densities: Path | None = None, tuned: Trainable = "all"
-) -> Cutting:
+) -> SplitOptions:
     """Return where and how the model may be cut, as far as a config sets it."""
 
     @cache
-    def cut_model(blocks: tuple[int, ...]) -> ModelSpec:
-        return read_model_spec(source, trainable=tuned, cut_blocks=blocks)
+    def split_model(blocks: tuple[int, ...]) -> ModelSpec:
+        return read_model_spec(source, trainable=tuned, split_blocks=blocks)
 
     path = Path(source)
     # A saved description has no configuration to cut anew.
     is_saved = path.suffix == ".json" and path.name != "config.json" and path.is_file()
     known = {} if densities is None else read_densities(densities)
-    return Cutting.of(split or Split(), None if is_saved else cut_model, known)
+    return SplitOptions.of(split or Split(), None if is_saved else split_model, known)
 
 
 def density_of(known: float | Probed) -> float:
@@ -182,17 +191,20 @@ def read_densities(path: Path) -> dict[str, float | Probed]:
     data = read_json_object(path, "file of densities", PlanError, hint=_DENSITIES_HINT)
     try:
         if "tensors" not in data:
-            return {str(cut): float(value) for cut, value in data.items()}
+            return {str(split_point): float(value) for split_point, value in data.items()}
         tensors: dict[str, dict[tuple[str, str], TensorSymbols]] = {}
         nonzero: dict[str, float] = {}
         for entry in data["tensors"]:
-            cut, crossing, codec = entry["cut"], entry["crossing"], codec_spec(entry["codec"])
+            split_point, crossing, codec = entry["split_point"], entry["crossing"], codec_spec(entry["codec"])
             symbols = TensorSymbols(density=entry["kept"], entropy_bits=entry["entropy_bits"])
-            tensors.setdefault(cut, {})[crossing, _without_encoding(codec)] = symbols
+            tensors.setdefault(split_point, {})[crossing, _without_encoding(codec)] = symbols
             # A cut's density is that of its first tensor: the activation, or between blocks the hidden state.
             if crossing != "residual":
-                nonzero[cut] = float(entry["nonzero"])
-        return {cut: Probed(cut, nonzero[cut], symbols) for cut, symbols in tensors.items()}
+                nonzero[split_point] = float(entry["nonzero"])
+        return {
+            split_point: Probed(split_point, nonzero[split_point], symbols)
+            for split_point, symbols in tensors.items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, ZosimError) as error:
         raise PlanError(f"{path} holds no densities: {_reason(error)}", hint=_DENSITIES_HINT) from None
 

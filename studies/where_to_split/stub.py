@@ -1,16 +1,16 @@
-"""Copy this file, write the function, and try it: ``zosim study where_to_cut --check mine.py``."""
+"""Copy this file, write the function, and try it: ``zosim study where_to_split --check mine.py``."""
 
 from __future__ import annotations
 
-from studies.where_to_cut.cases import CutCrossing
+from studies.where_to_split.cases import BoundaryCase
 
 
-def bytes_forward(crossing: CutCrossing) -> float:
+def bytes_forward(crossing: BoundaryCase) -> float:
     """Return the bytes that the first stage sends to the second in one step, headers left out.
 
     Parameters
     ----------
-    crossing : CutCrossing
+    crossing : BoundaryCase
         ``hidden``, ``inner`` (widths of the residual stream and of the MLP's activation), ``batch``, ``seq``, ``inside``
         (at the input of the MLP's second linear, or between blocks), ``activation_bits``, ``residual_bits``,
         ``num_queries``, ``difference`` (``"central"`` or ``"forward"``).

@@ -17,9 +17,9 @@ SHAPE = {"batch": 2, "seq": 16}
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_halves_do_the_work_of_the_block(name: str, attention: str) -> None:
     whole = forward_work(read_model_spec(name), "block.1", **SHAPE, attention=attention)  # type: ignore[arg-type]
-    cut = read_model_spec(name, cut_blocks=(1,))
+    split = read_model_spec(name, split_blocks=(1,))
     front, back = (
-        forward_work(cut, f"block.1.{half}", **SHAPE, attention=attention)  # type: ignore[arg-type]
+        forward_work(split, f"block.1.{half}", **SHAPE, attention=attention)  # type: ignore[arg-type]
         for half in ("front", "back")
     )
     both = front + back
@@ -39,19 +39,19 @@ def test_halves_hold_the_parameters_of_the_block(name: str, trainable: Trainable
     if isinstance(trainable, LoRA) and name != "opt-125m":
         pytest.skip("targets are named after OPT's linears")
     whole = read_model_spec(name, trainable=trainable)
-    cut = read_model_spec(name, trainable=trainable, cut_blocks=(0, 2))
+    split = read_model_spec(name, trainable=trainable, split_blocks=(0, 2))
     for count in ("num_parameters", "num_trainable", "num_tensors", "num_trainable_tensors"):
-        halves = [g for s in ("block.0.front", "block.0.back") for g in cut.groups_of(s)]
+        halves = [g for s in ("block.0.front", "block.0.back") for g in split.groups_of(s)]
         assert sum(getattr(g, count) for g in halves) == sum(
             getattr(g, count) for g in whole.groups_of("block.0")
         )
-    inner, hidden = cut.intermediate_size, cut.hidden_size
-    behind = sum(group.num_parameters for group in cut.groups_of("block.0.back"))
+    inner, hidden = split.intermediate_size, split.hidden_size
+    behind = sum(group.num_parameters for group in split.groups_of("block.0.back"))
     assert inner * hidden <= behind <= inner * hidden + 8 * (inner + hidden)
 
 
 def test_what_crosses_is_the_activation_and_the_residual_stream() -> None:
-    spec = read_model_spec("opt-125m", cut_blocks=(3,))
+    spec = read_model_spec("opt-125m", split_blocks=(3,))
     assert activation_bytes(spec, **SHAPE, segment="block.3.front") == 2 * 16 * (3072 + 768) * 4
     assert activation_bytes(spec, **SHAPE, segment="block.3.back") == 2 * 16 * 768 * 4
 
@@ -59,4 +59,4 @@ def test_what_crosses_is_the_activation_and_the_residual_stream() -> None:
 def test_a_block_that_is_not_there_cannot_be_cut() -> None:
     assert segments_of(2, (1,)) == ("embed", "block.0", "block.1.front", "block.1.back", "head")
     with pytest.raises(ModelError, match="no block 12"):
-        read_model_spec("opt-125m", cut_blocks=(12,))
+        read_model_spec("opt-125m", split_blocks=(12,))

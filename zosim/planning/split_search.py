@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from costmodel.estimate import estimate
 from costmodel.formats import FORMATS
 from costmodel.formats.codec_time import (
-    CutLink,
+    BoundaryLink,
     codec_profile_of,
     coding_terms,
     decode_work,
@@ -42,7 +42,7 @@ from costmodel.models.model_spec import BACK, FRONT, ModelSpec, block_index, blo
 from zosim.hardware.machine import Hop, Machine
 from zosim.lowering import unordered
 from zosim.lowering.directions import num_sampled, passing_work
-from zosim.planning.cuts import Cutting, sparsest_near_the_middle
+from zosim.planning.split_options import SplitOptions, sparsest_near_the_middle
 from zosim.plans import INSIDE, Mesh, Plan, Split, last_before
 from zosim.program.instructions import Stream
 from zosim.program.operations import Recv, Send
@@ -55,7 +55,7 @@ Seconds = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class CutSite:
+class PlacedPipeline:
     """What cuts are ranked for: the first pipeline of a mesh on its devices, and what one device would do alone."""
 
     mesh: Mesh
@@ -102,46 +102,46 @@ class SegmentSeconds:
 class Costs:
     """Seconds of a model's segments, worked out once for as many sequences on devices of one kind."""
 
-    def __init__(self, model: ModelSpec, cutting: Cutting) -> None:
+    def __init__(self, model: ModelSpec, split_options: SplitOptions) -> None:
         self.model = model
-        self.cutting = cutting
+        self.split_options = split_options
         self._known: dict[Hashable, SegmentSeconds] = {}
 
     @cached_property
     def whole(self) -> ModelSpec:
         """The model with every block cut that can be."""
-        cut_model, model = self.cutting.cut_model, self.model
-        return model if cut_model is None else cut_model(tuple(range(model.num_blocks)))
+        split_model, model = self.split_options.split_model, self.model
+        return model if split_model is None else split_model(tuple(range(model.num_blocks)))
 
     @cached_property
     def names(self) -> list[str]:
         """All cuts of the model, in its order."""
-        cut = set(self.whole.cut_blocks)
+        split_point = set(self.whole.split_blocks)
         blocks = range(self.model.num_blocks)
         return [
             block_segment(index) + part
             for index in blocks
-            for part in ((INSIDE, "") if index in cut else ("",))
+            for part in ((INSIDE, "") if index in split_point else ("",))
         ]
 
     @cached_property
     def ends(self) -> dict[str, int]:
         """For every cut, how many of the whole model's segments are before it."""
         place = {segment: number for number, segment in enumerate(self.whole.segments)}
-        return {cut: place[last_before(cut, place)] + 1 for cut in self.names}
+        return {split_point: place[last_before(split_point, place)] + 1 for split_point in self.names}
 
-    def seconds(self, site: CutSite) -> SegmentSeconds:
+    def seconds(self, pipeline: PlacedPipeline) -> SegmentSeconds:
         """Return the seconds of every segment on the site's first device."""
         # Meshes differ in stages and hops; what a segment takes, in sequences alone.
-        key = (id(site.machines[0].profile), site.num_sequences)
+        key = (id(pipeline.machines[0].profile), pipeline.num_sequences)
         if key not in self._known:
-            self._known[key] = self._worked_out(site)
+            self._known[key] = self._worked_out(pipeline)
         return self._known[key]
 
-    def _worked_out(self, site: CutSite) -> SegmentSeconds:
+    def _worked_out(self, pipeline: PlacedPipeline) -> SegmentSeconds:
         small = self._small
-        plan = site.plan.model_copy(update={"model": small, "batch": site.num_sequences})
-        program, machine = unordered(plan), site.machines[0]
+        plan = pipeline.plan.model_copy(update={"model": small, "batch": pipeline.num_sequences})
+        program, machine = unordered(plan), pipeline.machines[0]
         forward: dict[str, float] = defaultdict(float)
         once: dict[str, float] = defaultdict(float)
         for item in program.step:
@@ -180,10 +180,10 @@ class Costs:
     @cached_property
     def _small(self) -> ModelSpec:
         """A model of two blocks, cut as the whole is, where blocks are alike; else the whole."""
-        cut_model, model = self.cutting.cut_model, self.model
+        split_model, model = self.split_options.split_model, self.model
         if shortest(model) is model:
             return self.whole
-        return shortened(model if cut_model is None else cut_model((0, 1)))
+        return shortened(model if split_model is None else split_model((0, 1)))
 
 
 def _standing_for(segment: str, small: ModelSpec) -> str:
@@ -194,10 +194,10 @@ def _standing_for(segment: str, small: ModelSpec) -> str:
 
 
 @dataclass(frozen=True)
-class BoundedCuts:
+class BoundedSplitPoints:
     """Cuts, and the seconds that a step takes at least with them."""
 
-    cuts: tuple[str, ...]
+    split_points: tuple[str, ...]
     bound_s: float
 
 
@@ -206,48 +206,60 @@ class Ranking:
 
     Parameters
     ----------
-    site : CutSite
-    cutting : Cutting
+    pipeline : PlacedPipeline
+    split_options : SplitOptions
     costs : Costs, optional
         Shared among sites of one model.
     """
 
-    def __init__(self, site: CutSite, cutting: Cutting, costs: Costs | None = None) -> None:
-        self._site = site
-        self._cutting = cutting
-        self._costs = costs or Costs(site.plan.model, cutting)
+    def __init__(
+        self, pipeline: PlacedPipeline, split_options: SplitOptions, costs: Costs | None = None
+    ) -> None:
+        self._pipeline = pipeline
+        self._cutting = split_options
+        self._costs = costs or Costs(pipeline.plan.model, split_options)
         self._crossings: dict[str, tuple[float, float, float]] = {}
 
     def best(self) -> list[tuple[str, ...]]:
         """Return the cuts worth a simulation: the best inside blocks, the best between them, and SparQ's own choice."""
-        num_cuts = self._site.num_stages - 1
+        num_boundaries = self._pipeline.num_stages - 1
         inside = [name for name in self._costs.names if name.endswith(INSIDE)]
         between = [name for name in self._costs.names if not name.endswith(INSIDE)]
-        candidates = [cuts for names in (between, inside) for cuts in self._best_of(names, num_cuts)]
+        candidates = [
+            split_points
+            for names in (between, inside)
+            for split_points in self._best_of(names, num_boundaries)
+        ]
         # Several cuts may be of both kinds. Those of one kind are simulated all the same: a codec does other things inside a block than between.
-        if num_cuts > 1:
-            candidates += self._best_of(self._costs.names, num_cuts)
-        candidates.append(sparsest_near_the_middle(self._costs.names, self._cutting.densities, num_cuts + 1))
-        return [cuts for cuts in dict.fromkeys(candidates) if len(cuts) == num_cuts]
+        if num_boundaries > 1:
+            candidates += self._best_of(self._costs.names, num_boundaries)
+        candidates.append(
+            sparsest_near_the_middle(self._costs.names, self._cutting.densities, num_boundaries + 1)
+        )
+        return [
+            split_points for split_points in dict.fromkeys(candidates) if len(split_points) == num_boundaries
+        ]
 
-    def best_of_all(self, limit_bytes: float = np.inf) -> BoundedCuts:
+    def best_of_all(self, limit_bytes: float = np.inf) -> BoundedSplitPoints:
         """Return the best cuts of any kind, of whose stages none has more bytes of weights, if there are any."""
-        if self._cutting.cuts:
-            return BoundedCuts(self._cutting.cuts, self.bound_s(self._cutting.cuts))
-        cuts = self._spread(self._costs.names, self._site.num_stages - 1, limit_bytes)
-        return BoundedCuts(cuts, self.bound_s(cuts) if cuts else np.inf)
+        if self._cutting.split_points:
+            return BoundedSplitPoints(self._cutting.split_points, self.bound_s(self._cutting.split_points))
+        split_points = self._spread(self._costs.names, self._pipeline.num_stages - 1, limit_bytes)
+        return BoundedSplitPoints(split_points, self.bound_s(split_points) if split_points else np.inf)
 
-    def _best_of(self, names: Sequence[str], num_cuts: int) -> list[tuple[str, ...]]:
-        if len(names) < num_cuts:
+    def _best_of(self, names: Sequence[str], num_boundaries: int) -> list[tuple[str, ...]]:
+        if len(names) < num_boundaries:
             return []
-        if num_cuts == 1:
+        if num_boundaries == 1:
             alone: list[tuple[str, ...]] = [(name,) for name in names]
             return sorted(alone, key=self.bound_s)[:_NUM_TRIED]
-        return [self._spread(names, num_cuts)]
+        return [self._spread(names, num_boundaries)]
 
-    def _spread(self, names: Sequence[str], num_cuts: int, limit_bytes: float = np.inf) -> tuple[str, ...]:
+    def _spread(
+        self, names: Sequence[str], num_boundaries: int, limit_bytes: float = np.inf
+    ) -> tuple[str, ...]:
         """Return the cuts of least bound; none where no stages keep to the limit."""
-        if len(names) < num_cuts:
+        if len(names) < num_boundaries:
             return ()
         # Cut by cut, the cheapest way to each place is kept, and from where it came.
         table = self._table(names)
@@ -257,11 +269,11 @@ class Ranking:
         # The cheapest cuts up to each place: the fullest stage, all crossings, the slowest point.
         cheapest = [(busy[0].copy(), table.crossing_s.copy(), table.point_s[0].copy())]
         before: list[NDArray[np.intp]] = []
-        for _ in range(num_cuts):
+        for _ in range(num_boundaries):
             most, crossed, slowest = cheapest[-1]
             most, crossed = np.maximum(most[:, None], busy), crossed[:, None] + table.crossing_s[None, :]
             slowest = np.maximum(slowest[:, None], table.point_s)
-            seconds = np.maximum(most, table.total_s + crossed + (self._site.num_points - 1) * slowest)
+            seconds = np.maximum(most, table.total_s + crossed + (self._pipeline.num_points - 1) * slowest)
             # Every stage ends behind the one before; a point of the model is entered from a cut.
             seconds[np.arange(last + 1)[:, None] >= np.arange(last + 1)[None, :]] = np.inf
             seconds[0] = np.inf
@@ -279,7 +291,7 @@ class Ranking:
         return tuple(names[place - 1] for place in reversed(places[1:]))
 
     def _table(self, names: Sequence[str]) -> _CostTable:
-        seconds, points = self._costs.seconds(self._site), self._site.num_points
+        seconds, points = self._costs.seconds(self._pipeline), self._pipeline.num_points
         # Sums up to each place, whose differences are what lies between two.
         ends = np.array([0, *(self._costs.ends[name] for name in names), len(seconds.forward)])
         crossings = np.array([(0.0, 0.0, 0.0), *(self._crossing(name) for name in names), (0.0,) * 3])
@@ -299,35 +311,37 @@ class Ranking:
             float(seconds.forward.sum()),
         )
 
-    def bound_s(self, cuts: Sequence[str]) -> float:
+    def bound_s(self, split_points: Sequence[str]) -> float:
         """Return the seconds that a step takes at least."""
-        table, last = self._table(cuts), len(cuts) + 1
+        table, last = self._table(split_points), len(split_points) + 1
         places = list(itertools.pairwise(range(last + 1)))
         busy_s = max(table.busy_s[place] for place in places)
         point_s = max(table.point_s[place] for place in places)
         crossed_s = table.total_s + table.crossing_s.sum()
-        return float(max(busy_s, crossed_s + (self._site.num_points - 1) * point_s))
+        return float(max(busy_s, crossed_s + (self._pipeline.num_points - 1) * point_s))
 
-    def weight_bytes(self, cuts: Sequence[str]) -> float:
+    def weight_bytes(self, split_points: Sequence[str]) -> float:
         """Return the weights of the fullest stage."""
-        table = self._table(cuts)
-        return float(max(table.weight_bytes[place] for place in itertools.pairwise(range(len(cuts) + 2))))
+        table = self._table(split_points)
+        return float(
+            max(table.weight_bytes[place] for place in itertools.pairwise(range(len(split_points) + 2)))
+        )
 
-    def split(self, cuts: tuple[str, ...]) -> Split:
+    def split(self, split_points: tuple[str, ...]) -> Split:
         """Return where and how the model is cut."""
         codec, residual_codec = self._cutting.codecs
-        inside = [cut for cut in cuts if cut.endswith(INSIDE)]
+        inside = [split_point for split_point in split_points if split_point.endswith(INSIDE)]
         activation = self.codec_for(codec, inside, residual=False) if inside else CodecSpec()
-        stream = self.codec_for(residual_codec, cuts, residual=True)
-        known = [self._cutting.symbols(cut, activation, stream) for cut in cuts]
+        stream = self.codec_for(residual_codec, split_points, residual=True)
+        known = [self._cutting.symbols(split_point, activation, stream) for split_point in split_points]
         return Split(
-            cuts=cuts,
+            split_points=split_points,
             codec=activation.name,
             residual_codec=stream.name,
             densities=tuple(each for each in known if each is not None),
         )
 
-    def codec_for(self, name: str, cuts: Sequence[str], *, residual: bool) -> CodecSpec:
+    def codec_for(self, name: str, split_points: Sequence[str], *, residual: bool) -> CodecSpec:
         """Return the codec of a name; one that leaves the encoding open with what is fastest over the link."""
         spec = codec_spec(name)
         # A name with an encoding leaves nothing to choose.
@@ -335,38 +349,38 @@ class Ranking:
             return spec
         # One encoding for all cuts: what is fastest where most is sent.
         shape, stats = max(
-            (self._tensor(cut, spec, residual=residual) for cut in cuts),
+            (self._tensor(split_point, spec, residual=residual) for split_point in split_points),
             key=lambda crossing: crossing[1].entropy_bits * crossing[1].num_elements,
         )
-        hop, values = self._encoded_hop, self._site.machines[0].profile.values()
-        link = CutLink(hop.bandwidth_bytes_per_s, codec_profile_of(values), hop.latency_s)
+        hop, values = self._encoded_hop, self._pipeline.machines[0].profile.values()
+        link = BoundaryLink(hop.bandwidth_bytes_per_s, codec_profile_of(values), hop.latency_s)
         return fastest_crossing(spec, shape, self._element_bytes, stats, link).spec
 
     def _tensor(
-        self, cut: str, spec: CodecSpec, *, residual: bool
+        self, split_point: str, spec: CodecSpec, *, residual: bool
     ) -> tuple[tuple[int, ...], SymbolStatistics]:
         """Return the shape of the residual stream or of the activation at a cut, and its symbols as they are known."""
-        model, other = self._site.plan.model, CodecSpec()
+        model, other = self._pipeline.plan.model, CodecSpec()
         width = model.hidden_size if residual else model.intermediate_size
-        shape = self._site.num_sequences, self._site.plan.seq, width
-        known = self._cutting.symbols(cut, *((other, spec) if residual else (spec, other)))
-        beside = residual and cut.endswith(INSIDE)
+        shape = self._pipeline.num_sequences, self._pipeline.plan.seq, width
+        known = self._cutting.symbols(split_point, *((other, spec) if residual else (spec, other)))
+        beside = residual and split_point.endswith(INSIDE)
         return shape, crossing_statistics(known, shape, bits=spec.bits or 1, is_beside=beside)
 
-    def _crossing(self, cut: str) -> tuple[float, float, float]:
+    def _crossing(self, split_point: str) -> tuple[float, float, float]:
         """Return the seconds in which one message is encoded, sent and decoded."""
-        known, codecs = self._cutting.densities.get(cut, 1.0), self._cutting.codecs
+        known, codecs = self._cutting.densities.get(split_point, 1.0), self._cutting.codecs
         # Cuts of one kind and density take the same.
-        key = f"{cut.endswith(INSIDE)} {known}" if isinstance(known, float) else cut
+        key = f"{split_point.endswith(INSIDE)} {known}" if isinstance(known, float) else split_point
         if key in self._crossings:
             return self._crossings[key]
-        profile = self._site.machines[0].profile
+        profile = self._pipeline.machines[0].profile
         values, kind, width = profile.values(), profile.device_type, self._element_bytes
         encode_s = decode_s = size = 0.0
-        crossing = [(codecs[0], False)] if cut.endswith(INSIDE) else []
+        crossing = [(codecs[0], False)] if split_point.endswith(INSIDE) else []
         for name, residual in (*crossing, (codecs[1], True)):
-            spec = self.codec_for(name, (cut,), residual=residual)
-            shape, stats = self._tensor(cut, spec, residual=residual)
+            spec = self.codec_for(name, (split_point,), residual=residual)
+            shape, stats = self._tensor(split_point, spec, residual=residual)
             size += message_bytes(spec, shape, width, stats)
             encode, decode = (of(spec, shape, width, stats) for of in (encode_work, decode_work))
             encode_s += sum(coding_terms(encode, values, kind).values())
@@ -379,16 +393,16 @@ class Ranking:
     @cached_property
     def _plain_hop(self) -> Hop:
         """The slowest hop between neighbouring stages' devices."""
-        return _slowest(machine.channels for machine in self._site.machines)
+        return _slowest(machine.channels for machine in self._pipeline.machines)
 
     @cached_property
     def _encoded_hop(self) -> Hop:
         """The slowest hop between neighbouring stages, of what a codec leaves on the host."""
-        return _slowest(machine.host_channels or machine.channels for machine in self._site.machines)
+        return _slowest(machine.host_channels or machine.channels for machine in self._pipeline.machines)
 
     @property
     def _element_bytes(self) -> int:
-        plan = self._site.plan
+        plan = self._pipeline.plan
         return max(FORMATS[plan.compute_dtype].element_bytes, FORMATS[plan.storage_dtype].element_bytes)
 
 
@@ -417,7 +431,9 @@ class _CostTable:
     total_s: float
 
 
-def splits(site: CutSite, cutting: Cutting, costs: Costs) -> Iterator[tuple[ModelSpec, Split]]:
+def splits(
+    pipeline: PlacedPipeline, split_options: SplitOptions, costs: Costs
+) -> Iterator[tuple[ModelSpec, Split]]:
     """Yield cut models with their splits that are worth a simulation.
 
     Raises
@@ -425,10 +441,10 @@ def splits(site: CutSite, cutting: Cutting, costs: Costs) -> Iterator[tuple[Mode
     PlanError
         If the model cannot be cut so.
     """
-    ranking = Ranking(site, cutting, costs)
+    ranking = Ranking(pipeline, split_options, costs)
     seen: set[Split] = set()
-    for cuts in [cutting.cuts] if cutting.cuts else ranking.best():
-        split = ranking.split(cuts)
+    for split_points in [split_options.split_points] if split_options.split_points else ranking.best():
+        split = ranking.split(split_points)
         if split not in seen:
             seen.add(split)
-            yield cutting.cut(site.plan.model, cuts), split
+            yield split_options.split(pipeline.plan.model, split_points), split

@@ -1,13 +1,13 @@
-"""``python -m studies.where_to_cut``: what crosses a cut, and what bits do to a projected gradient."""
+"""``python -m studies.where_to_split``: what crosses a cut, and what bits do to a projected gradient."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from studies.sparq.training_epsilon import read_seen
-from studies.where_to_cut.cases import CutCrossing, forward_bytes, same_numbers, slopes
+from studies.where_to_split.cases import BoundaryCase, forward_bytes, same_numbers, slopes
 
-USUAL = CutCrossing(768, 3072, 32, 256, True, 32, 32, 5, "forward")
+USUAL = BoundaryCase(768, 3072, 32, 256, True, 32, 32, 5, "forward")
 """A block of OPT-125M, a batch of 32, five directions."""
 
 
@@ -53,7 +53,7 @@ def measured() -> None:
     for row in read_seen():
         if row.noise == "nearest" and row.epsilon == 1e-3:
             print(
-                f"{row.cut}, {row.codec}: off by {row.relative_error:.2f} of g, correlation {row.correlation:.2f}"
+                f"{row.split_point}, {row.codec}: off by {row.relative_error:.2f} of g, correlation {row.correlation:.2f}"
             )
 
 

@@ -12,17 +12,22 @@ from costmodel.formats.codecs import codec_spec
 from costmodel.formats.symbols import TensorSymbols
 from topology import load_preset
 from topology.errors import PlanError
-from zosim.planning.cut_search import Ranking
-from zosim.planning.cuts import Cutting, cutting_of, read_densities, sparsest_near_the_middle
 from zosim.planning.pipelining import pipelining
 from zosim.planning.planner import candidates, choose
-from zosim.planning.space import site_of
+from zosim.planning.space import pipeline_of
+from zosim.planning.split_options import (
+    SplitOptions,
+    read_densities,
+    sparsest_near_the_middle,
+    split_options_of,
+)
+from zosim.planning.split_search import Ranking
 from zosim.plans import Mesh, Placement, Split
 
 MODEL = "opt-125m"
 
 
-def request(hardware, cutting=None, *, mesh=None, queries=2, **fields):
+def request(hardware, split_options=None, *, mesh=None, queries=2, **fields):
     topology = load_preset(hardware)
     fixed = {
         "estimator": {"num_queries": queries},
@@ -36,30 +41,34 @@ def request(hardware, cutting=None, *, mesh=None, queries=2, **fields):
         seq=64,
         method="sparq",
         mesh=mesh or Mesh(stage=2),
-        cutting=cutting or cutting_of(MODEL),
+        split_options=split_options or split_options_of(MODEL),
         fixed=fixed,
         **fields,
     )
 
 
-def ranking(hardware, cutting, mesh):
-    asked = request(hardware, cutting, mesh=mesh)
+def ranking(hardware, split_options, mesh):
+    asked = request(hardware, split_options, mesh=mesh)
     devices = tuple(node.id for node in asked.hardware.topology.compute_devices[: mesh.world_size])
     placement = Placement(topology=asked.hardware.name, devices=devices)
-    return Ranking(site_of(asked, mesh, placement), cutting)
+    return Ranking(pipeline_of(asked, mesh, placement), split_options)
 
 
 def test_without_a_cut_the_stages_are_balanced():
     fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
     decision = choose(request("dgx-h100", fixed=fixed))
-    (cut,) = decision.chosen.plan.split.cuts
-    assert cut in {"block.4", "block.5", "block.6"}
+    (split_point,) = decision.chosen.plan.split.split_points
+    assert split_point in {"block.4", "block.5", "block.6"}
     assert decision.others
     assert decision.others[0].is_simulated
 
 
 def test_bounds_of_candidates_are_below_what_is_simulated():
-    listed = list(candidates(request("cpu-cluster-1gbit", cutting_of(MODEL, Split(cuts=("block.5.mlp",))))))
+    listed = list(
+        candidates(
+            request("cpu-cluster-1gbit", split_options_of(MODEL, Split(split_points=("block.5.mlp",))))
+        )
+    )
     assert {candidate.plan.schedule.traversal for candidate in listed} == {"sweep", "blockwise"}
     for candidate in listed:
         assert candidate.seconds <= candidate.subject.step_time_s * (1 + 1e-9)
@@ -69,8 +78,10 @@ def test_a_codec_pays_on_a_slow_link_and_not_on_a_fast_one():
     fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
 
     def step(hardware, codec):
-        split = Split(cuts=("block.5.mlp",), codec=codec, residual_codec=codec)
-        chosen = choose(request(hardware, cutting_of(MODEL, split), allow_lossy=True, fixed=fixed)).chosen
+        split = Split(split_points=("block.5.mlp",), codec=codec, residual_codec=codec)
+        chosen = choose(
+            request(hardware, split_options_of(MODEL, split), allow_lossy=True, fixed=fixed)
+        ).chosen
         return chosen.seconds, chosen.plan.split.codec
 
     assert step("cpu-cluster-1gbit", "q4")[0] < step("cpu-cluster-1gbit", "none")[0]
@@ -81,13 +92,15 @@ def test_a_codec_pays_on_a_slow_link_and_not_on_a_fast_one():
 
 
 def test_a_codec_needs_leave_to_lose():
-    cutting = cutting_of(MODEL, Split(codec="q4"))
+    split_options = split_options_of(MODEL, Split(codec="q4"))
     with pytest.raises(PlanError, match="change what arrives"):
-        choose(request("cpu-cluster-1gbit", cutting))
+        choose(request("cpu-cluster-1gbit", split_options))
 
 
 def test_each_stage_takes_its_own_memory():
-    ranks = choose(request("dgx-h100", cutting_of(MODEL, Split(cuts=("block.2",))))).chosen.footprints.ranks
+    ranks = choose(
+        request("dgx-h100", split_options_of(MODEL, Split(split_points=("block.2",))))
+    ).chosen.footprints.ranks
     weights = [
         next(part.size_bytes for part in taken.parts if part.name == "weights" and part.where == "device")
         for taken in ranks
@@ -106,22 +119,22 @@ def test_each_stage_takes_its_own_memory():
 def test_stages_stand_beside_data_and_perturb():
     for text in ("data=2,stage=2", "perturb=2,stage=2"):
         fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
-        cutting = cutting_of(MODEL, Split(cuts=("block.5",)))
-        plan = choose(request("dgx-h100", cutting, mesh=Mesh.parse(text), fixed=fixed)).chosen.plan
+        split_options = split_options_of(MODEL, Split(split_points=("block.5",)))
+        plan = choose(request("dgx-h100", split_options, mesh=Mesh.parse(text), fixed=fixed)).chosen.plan
         assert plan.placement.world_size == 4
-        assert len(plan.split.cuts) == 1
+        assert len(plan.split.split_points) == 1
 
 
 @pytest.mark.parametrize("num_stages", [3, 4])
 def test_cuts_found_one_after_the_other_are_the_best_of_all(num_stages):
     import itertools
 
-    cutting = cutting_of(MODEL)
-    ranked = ranking("dgx-h100", cutting, Mesh(stage=num_stages))
+    split_options = split_options_of(MODEL)
+    ranked = ranking("dgx-h100", split_options, Mesh(stage=num_stages))
     between = [name for name in ranked._costs.names if not name.endswith(".mlp")]
     all_of_them = itertools.combinations(between, num_stages - 1)
-    least = min(ranked.bound_s(cuts) for cuts in all_of_them)
-    found = min(ranked.bound_s(cuts) for cuts in ranked.best())
+    least = min(ranked.bound_s(split_points) for split_points in all_of_them)
+    found = min(ranked.bound_s(split_points) for split_points in ranked.best())
     assert found <= least * (1 + 1e-9)
 
 
@@ -137,14 +150,14 @@ def test_densities_are_read_from_a_probe(tmp_path):
     path = tmp_path / "probe.json"
     entries = [
         {
-            "cut": cut,
+            "split_point": split_point,
             "crossing": crossing,
             "codec": codec,
             "nonzero": 0.3,
             "kept": kept,
             "entropy_bits": entropy,
         }
-        for cut, crossing, codec, kept, entropy in [
+        for split_point, crossing, codec, kept, entropy in [
             ("block.5.mlp", "residual", "q8", 0.9, 5.0),
             ("block.5.mlp", "residual", "q4", 0.6, 2.5),
             ("block.5.mlp", "activation", "q4:bitmap", 0.2, 0.7),
@@ -152,20 +165,20 @@ def test_densities_are_read_from_a_probe(tmp_path):
         ]
     ]
     path.write_text(json.dumps({"tensors": entries}))
-    cutting = Cutting(densities=read_densities(path))
-    assert sparsest_near_the_middle(["block.5.mlp"], cutting.densities, 2) == ("block.5.mlp",)
+    split_options = SplitOptions(densities=read_densities(path))
+    assert sparsest_near_the_middle(["block.5.mlp"], split_options.densities, 2) == ("block.5.mlp",)
     q4, q8 = codec_spec("q4:entropy"), codec_spec("q8")
     # Each tensor as its own codec leaves it, whatever the encoding.
-    inside = cutting.symbols("block.5.mlp", q4, q8)
+    inside = split_options.symbols("block.5.mlp", q4, q8)
     assert inside.first == TensorSymbols(density=0.2, entropy_bits=0.7)
     assert inside.residual == TensorSymbols(density=0.9, entropy_bits=5.0)
-    behind = cutting.symbols("block.5", q8, q4)
+    behind = split_options.symbols("block.5", q8, q4)
     assert (behind.first, behind.residual) == (TensorSymbols(density=0.8, entropy_bits=3.0), None)
     with pytest.raises(PlanError, match=r"block\.5\.mlp: the probe has nothing of codec q8:.* but of q4:"):
-        cutting.symbols("block.5.mlp", q8, q8)
+        split_options.symbols("block.5.mlp", q8, q8)
     path.write_text(json.dumps({"inside block 5": 0.2}))
     with pytest.raises(PlanError, match="'inside block 5' is the name of no cut"):
-        Cutting(densities=read_densities(path))
+        SplitOptions(densities=read_densities(path))
     path.write_text("[1]")
     with pytest.raises(PlanError, match="it holds no JSON object"):
         read_densities(path)
@@ -174,28 +187,36 @@ def test_densities_are_read_from_a_probe(tmp_path):
 def test_a_saved_model_is_cut_between_its_blocks():
     whole = read_model_spec(MODEL)
     with pytest.raises(PlanError, match="was saved with the blocks"):
-        Cutting().cut(whole, ("block.3.mlp",))
-    assert Cutting().cut(whole, ("block.3",)) is whole
+        SplitOptions().split(whole, ("block.3.mlp",))
+    assert SplitOptions().split(whole, ("block.3",)) is whole
 
 
 @pytest.mark.crossed(quick=2)
-@pytest.mark.parametrize(("difference", "per_cut"), [("forward", 3), ("central", 4)])
-def test_a_step_sends_as_many_activations_as_print_counts(difference, per_cut):
+@pytest.mark.parametrize(("difference", "per_boundary"), [("forward", 3), ("central", 4)])
+def test_a_step_sends_as_many_activations_as_print_counts(difference, per_boundary):
     fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
     asked = request(
-        "dgx-h100", cutting_of(MODEL, Split(cuts=("block.3", "block.7"))), mesh=Mesh(stage=3), fixed=fixed
+        "dgx-h100",
+        split_options_of(MODEL, Split(split_points=("block.3", "block.7"))),
+        mesh=Mesh(stage=3),
+        fixed=fixed,
     )
     asked = asked.over(set_in(estimator={"num_queries": 2, "difference": difference}))
     decision = choose(asked)
     subject = decision.chosen.subject
     found = pipelining(subject)
     # (P + 1)(M - 1) and 2P(M - 1), for P = 2 and M = 3.
-    assert sum(cut.num_messages for cut in found.cuts) == 2 * per_cut
-    assert any(f"{2 * per_cut} by SparQ's count" in reason for reason in decision.reasons)
+    assert sum(boundary.num_messages for boundary in found.boundaries) == 2 * per_boundary
+    assert any(f"{2 * per_boundary} by SparQ's count" in reason for reason in decision.reasons)
     # The residual stream, 4 sequences of 64 tokens in float32, and a header.
     least = 4 * 64 * subject.plan.model.hidden_size * 4
-    for cut in found.cuts:
-        assert least <= cut.size_bytes / cut.num_messages <= cut.most_bytes / cut.num_messages < least + 100
+    for boundary in found.boundaries:
+        assert (
+            least
+            <= boundary.size_bytes / boundary.num_messages
+            <= boundary.most_bytes / boundary.num_messages
+            < least + 100
+        )
     assert all(0 < share < 1 for share in found.bubbles)
     assert any("bubble" in reason for reason in decision.reasons)
 
@@ -204,9 +225,9 @@ def test_a_step_sends_as_many_activations_as_print_counts(difference, per_cut):
 def test_the_papers_choice_is_held_against_the_chosen_one():
     densities = {"block.5.mlp": 0.5, "block.6.mlp": 0.1}
     fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
-    cutting = replace(cutting_of(MODEL), densities=densities)
-    decision = choose(request("cpu-cluster-1gbit", cutting, fixed=fixed))
-    assert decision.printed_cuts == ("block.6.mlp",)
+    split_options = replace(split_options_of(MODEL), densities=densities)
+    decision = choose(request("cpu-cluster-1gbit", split_options, fixed=fixed))
+    assert decision.printed_split_points == ("block.6.mlp",)
     assert any("SparQ's rule" in reason for reason in decision.reasons)
     assert any("second best cut" in reason for reason in decision.reasons)
 
@@ -216,5 +237,5 @@ def test_cuts_need_stages():
         request_for(
             read_model_spec(MODEL),
             load_preset("dgx-h100"),
-            cutting=cutting_of(MODEL, Split(cuts=("block.5",))),
+            split_options=split_options_of(MODEL, Split(split_points=("block.5",))),
         )

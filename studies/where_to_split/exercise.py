@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from studies.exercises import Grade
-from studies.where_to_cut.cases import CutCrossing, forward_bytes
+from studies.where_to_split.cases import BoundaryCase, forward_bytes
 
-Bytes = Callable[[CutCrossing], float]
+Bytes = Callable[[BoundaryCase], float]
 
 FUNCTION = "bytes_forward"
 """Name of the function in a solution's file."""
 
-_BASE = CutCrossing(64, 256, 4, 32, True, 4, 32, 1, "central")
+_BASE = BoundaryCase(64, 256, 4, 32, True, 4, 32, 1, "central")
 _CROSSINGS = (
     replace(_BASE, inside=False),
     replace(_BASE, activation_bits=32),
@@ -39,7 +39,7 @@ def check(bytes_forward: Bytes) -> Grade:
     return Grade(True, f"{len(_CROSSINGS)} plans send what you say")
 
 
-def _complaint(answer: object, crossing: CutCrossing) -> str:
+def _complaint(answer: object, crossing: BoundaryCase) -> str:
     """Return what is wrong with an answer, or nothing."""
     if isinstance(answer, bool) or not isinstance(answer, int | float):
         return "return bytes, a number"
@@ -66,7 +66,7 @@ def _near(value: float, wanted: float) -> bool:
     return abs(value - wanted) <= _TOLERANCE * wanted
 
 
-def _told(crossing: CutCrossing) -> str:
+def _told(crossing: BoundaryCase) -> str:
     where = "inside a block" if crossing.inside else "between blocks"
     return (
         f"{where}, {crossing.activation_bits}/{crossing.residual_bits} bits, {crossing.num_queries} queries, "
