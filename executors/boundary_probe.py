@@ -1,4 +1,4 @@
-"""``zosim probe``: what crosses each cut of a model on real batches, and what codecs make of it."""
+"""``zosim probe``: what crosses each boundary of a model on real batches, and what codecs make of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zosim.report import Table
 
 @dataclass(frozen=True, slots=True)
 class CrossingReport:
-    """One tensor at one cut through one codec; means over batches.
+    """One tensor at one split point through one codec; means over batches.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ def probe_boundaries(
     epsilon: float,
     seed: int = 0,
 ) -> ProbeReport:
-    """Return what crosses every cut, through every codec.
+    """Return what crosses every boundary, through every codec.
 
     Parameters
     ----------

@@ -77,7 +77,7 @@ def plan(
     hardware : str
         A preset's name, a topology file, or ``"host"``.
     densities : path, optional
-        Measured densities of the cuts, from `zosim probe --json`.
+        Measured densities of the split points, from `zosim probe --json`.
     device : str, optional
         Node of the topology; by default its first GPU.
     threads : int, optional

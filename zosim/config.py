@@ -73,7 +73,7 @@ class Search(Section):
     ----------
     method : str
         ``"mezo"`` keeps all blocks on one device, ``"zo2"`` offloads them from one; ``"pertp"``, ``"ddp"`` and ``"2d"`` share the
-        forwards of a step out among several, with blocks resident or offloaded; ``"sparq"`` cuts the model into stages, perhaps
+        forwards of a step out among several, with blocks resident or offloaded; ``"sparq"`` splits the model into stages, perhaps
         with the forwards shared out as well; ``"auto"`` tries all of these.
     ranks : int or None
         Number of ranks; None for as many as are fastest on the devices at hand.

@@ -1,4 +1,4 @@
-"""Seconds that a codec takes on both sides of a cut, and which encoding is fastest over a link.
+"""Seconds that a codec takes on both sides of a boundary, and which encoding is fastest over a link.
 
 The work of a codec is a count for each of its constants, so that its time is their product, and a set of timed works
 determines the constants by least squares.
@@ -208,7 +208,7 @@ class BoundaryLink:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What a tensor's way across a cut takes."""
+    """What a tensor's way across a boundary takes."""
 
     spec: CodecSpec
     size_bytes: int

@@ -1,4 +1,4 @@
-"""Codecs for activations that cross a cut: what each makes of a tensor, in bytes, before there is a tensor.
+"""Codecs for activations that cross a boundary: what each makes of a tensor, in bytes, before there is a tensor.
 
 A message is a header, the parameters of the grids, and the symbols in one of the :data:`Encoding`. Symbols are
 integers of ``b`` bits; the most frequent one is the background, and ``k`` others are kept

@@ -16,7 +16,7 @@ _ONE_SIGN = 0.5
 
 
 class TensorSymbols(BaseModel):
-    """What is known of the symbols of one tensor that crosses a cut.
+    """What is known of the symbols of one tensor that crosses a boundary.
 
     Attributes
     ----------
@@ -33,7 +33,7 @@ class TensorSymbols(BaseModel):
 
 
 class BoundarySymbols(BaseModel):
-    """What is known of the tensors that cross one cut.
+    """What is known of the tensors that cross one boundary.
 
     Attributes
     ----------
@@ -158,7 +158,7 @@ def activation_statistics(
 def crossing_statistics(
     known: BoundarySymbols | None, shape: Sequence[int], *, bits: int, is_beside: bool
 ) -> SymbolStatistics:
-    """Return the statistics of a tensor that crosses a cut of which this is known; None counts all symbols alike.
+    """Return the statistics of a tensor that crosses a boundary of which this is known; None counts all symbols alike.
 
     Parameters
     ----------

@@ -138,7 +138,7 @@ def read_model_spec(
     trainable : "all", "matrices", "linears", LoRA or Prefix
         What is perturbed and updated.
     split_blocks : tuple of int
-        Blocks that become two segments, cut at the input of the MLP's second linear.
+        Blocks that become two segments, split at the input of the MLP's second linear.
 
     Raises
     ------
@@ -230,9 +230,9 @@ def spec_of_config(
         entries = _entries(tensors, trainable)
     split = tuple(sorted(set(split_blocks)))
     if not arch.is_causal and (num_prefix_tokens or split):
-        what = "a prefix" if num_prefix_tokens else "a cut inside a block"
+        what = "a prefix" if num_prefix_tokens else "a split inside a block"
         message = f"model {name} is a masked language model: {what} is not for it"
-        hint = "tune all of it or LoRA adapters" if num_prefix_tokens else "cut between its blocks"
+        hint = "tune all of it or LoRA adapters" if num_prefix_tokens else "split between its blocks"
         raise ModelError(message, hint=hint)
     segments_of(arch.num_blocks, split)
     # Sizes that are possible one by one may have a product that no dimension of a tensor has.
@@ -345,7 +345,7 @@ def _saved_spec(
     with readable(f"the model specification {path}", ModelError, model=ModelSpec):
         spec = ModelSpec.model_validate(loaded)
     if split_blocks and spec.split_blocks != split_blocks:
-        message = f"{path} is a saved model specification, which already states which blocks are cut"
+        message = f"{path} is a saved model specification, which already states which blocks are split"
         raise ModelError(message, hint="make it from the model's configuration")
     if trainable != "all":
         message = f"{path} is a saved model specification, which already states what is trainable"

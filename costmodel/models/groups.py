@@ -107,7 +107,7 @@ def group_parameters(entries: Iterable[ParameterEntry]) -> tuple[ParameterGroup,
 
 
 def joined_halves(groups: Iterable[ParameterGroup]) -> tuple[ParameterGroup, ...]:
-    """Return the groups of a model some of whose blocks were cut inside, as they are in the uncut model."""
+    """Return the groups of a model some of whose blocks were split inside, as they are in the unsplit model."""
     whole = [
         (tuple(segment.removesuffix(FRONT).removesuffix(BACK) for segment in group.segments), group)
         for group in groups

@@ -1,7 +1,7 @@
 """What is tuned: a language model as counts, without a weight in sight.
 
-A model is cut into *segments* that run one after the other: ``embed``, ``block.0`` ... ``block.{n-1}``,
-``head`` (final norm, output projection, loss). A block that is cut inside, at the input of the MLP's second linear,
+A model is split into *segments* that run one after the other: ``embed``, ``block.0`` ... ``block.{n-1}``,
+``head`` (final norm, output projection, loss). A block that is split inside, at the input of the MLP's second linear,
 is two segments, ``block.i.front`` and ``block.i.back``; what passes between them is that input and the residual
 stream. Parameters form *groups*, listed in the order in which the
 model registers them, because that is the order in which the reference MeZO loop draws their directions. Most
@@ -50,11 +50,11 @@ def segments_of(num_blocks: int, split_blocks: tuple[int, ...] = ()) -> tuple[st
     Raises
     ------
     ModelError
-        If a block to be cut does not exist.
+        If a block to be split does not exist.
     """
     unknown = [i for i in split_blocks if not 0 <= i < num_blocks]
     if unknown:
-        message = f"there is no block {unknown[0]} to cut: blocks run from 0 to {num_blocks - 1}"
+        message = f"there is no block {unknown[0]} to split: blocks run from 0 to {num_blocks - 1}"
         raise ModelError(message)
     segments = [EMBED]
     for i in range(num_blocks):

@@ -11,7 +11,7 @@ from costmodel.rates.profile import Constant, Profile
 from executors.calibration.codec_probes import measure_codecs, stage_probes
 
 NUM_ROWS = 512
-"""4 MB in float32: what crosses a cut in steps that are short enough to matter."""
+"""4 MB in float32: what crosses a boundary in steps that are short enough to matter."""
 
 DEFAULT_BUDGET_S = 3.0
 _SOURCE = "encoding and decoding tensors of 4 MB, one thread"

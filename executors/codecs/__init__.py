@@ -1,4 +1,4 @@
-"""Codecs for activations that cross a cut: quantisation, encodings and the message that carries them.
+"""Codecs for activations that cross a boundary: quantisation, encodings and the message that carries them.
 
 ``codec_of(codec_spec("q4:token")).encode(tensor)`` makes a message, :func:`decode` a tensor of it.
 """

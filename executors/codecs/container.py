@@ -157,7 +157,7 @@ def _check_shape(header: Header, shape: Sequence[int] | None) -> None:
     if shape is not None and tuple(shape) != header.shape:
         raise CodecError(
             f"a message holds a tensor of shape {header.shape}, and {tuple(shape)} is expected",
-            hint="sender and receiver disagree on the cut or the batch",
+            hint="sender and receiver disagree on the boundary or the batch",
         )
     if math.prod(max(1, dim) for dim in header.shape) >= 2**63:  # of no elements, too
         raise CodecError(f"a message holds a tensor of shape {header.shape}, which no tensor has")

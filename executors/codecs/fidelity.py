@@ -97,7 +97,7 @@ def visibility(
     if not bool(true.any()):
         raise CodecError(
             f"the activations at ε={epsilon:g} do not differ at all",
-            hint="nothing before the cut is perturbed, or ε is below the format's resolution",
+            hint="nothing before the split point is perturbed, or ε is below the format's resolution",
         )
     seeds = (seed, seed if shared_noise else seed + 1)
     generators = [torch.Generator(plus.device).manual_seed(number) for number in seeds]

@@ -1,1 +1,1 @@
-"""Models as the executor needs them: loaded safely, cut into segments, with or without adapters."""
+"""Models as the executor needs them: loaded safely, split into segments, with or without adapters."""

@@ -82,7 +82,7 @@ class _Narrowing:
 
 
 class BatchedModel(SegmentedModel):
-    """A cut model that also runs its segments at several points at once.
+    """A segmented model that also runs its segments at several points at once.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Finds a model's blocks, and refuses models that cannot be cut between them."""
+"""Finds a model's blocks, and refuses models that cannot be split between them."""
 
 from __future__ import annotations
 

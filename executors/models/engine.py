@@ -37,7 +37,7 @@ class ForwardEngine(Protocol):
     tensors : tuple of NamedTensor
         All parameters in registration order.
     hidden_size, inner_size : int
-        Widths of the hidden state, and of what goes into the second linear of a block that is cut (0 without one).
+        Widths of the hidden state, and of what goes into the second linear of a block that is split (0 without one).
     """
 
     device: torch.device

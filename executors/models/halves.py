@@ -1,4 +1,4 @@
-"""A block in two halves, cut at the input of its MLP's second linear, each by the model's own modules.
+"""A block in two halves, split at the input of its MLP's second linear, each by the model's own modules.
 
 The front half is the block's own forward, stopped there. The back half is what the families' code does from there on:
 the second linear, the residual stream added, and the norm behind where there is one (OPT-350M).
@@ -70,7 +70,7 @@ class HalvedBlock:
         if path is None:
             raise ModelError(
                 f"{type(block).__name__} has no MLP whose second linear is one of {', '.join(_NORMS_BEFORE)}",
-                hint="zosim cuts inside blocks of OPT, GPT-2, Llama, Mistral and Qwen; cut others between blocks",
+                hint="zosim splits inside blocks of OPT, GPT-2, Llama, Mistral and Qwen; split others between blocks",
             )
         self._linear, norm = modules[path], modules[_NORMS_BEFORE[path]]
         self._norm_behind = norm if normalises_last(block) else None
@@ -125,7 +125,7 @@ class HalvedBlock:
         if not bool(((joined == whole) | (joined.isnan() & whole.isnan())).all()):
             raise ModelError(
                 f"{type(self._block).__name__} does more behind its MLP's second linear than to add the residual stream",
-                hint="cut between its blocks",
+                hint="split between its blocks",
             )
         return halfway
 

@@ -1,4 +1,4 @@
-"""A language model cut into segments that run one at a time, by the model's own code.
+"""A language model split into segments that run one at a time, by the model's own code.
 
 The list of blocks is replaced by stand-ins while the model's forward runs. For ``embed`` they record what each
 block is called with and stop the forward after the last; for ``head`` they hand on the hidden state that the
@@ -85,12 +85,12 @@ class SegmentedModel:
     objective : callable or TextObjective, optional
         Takes the place of the loss; it need not be differentiable.
     split_blocks : tuple of int
-        Blocks that are two segments, cut at the input of the MLP's second linear.
+        Blocks that are two segments, split at the input of the MLP's second linear.
 
     Raises
     ------
     ModelError
-        If the model cannot be cut; the message says why.
+        If the model cannot be split; the message says why.
 
     Attributes
     ----------
@@ -99,7 +99,7 @@ class SegmentedModel:
     device : torch.device
         Where segments run; at first, where the model is.
     hidden_size, inner_size : int
-        Widths of the hidden state, and of what goes into the second linear of a block that is cut (0 without one).
+        Widths of the hidden state, and of what goes into the second linear of a block that is split (0 without one).
 
     Notes
     -----

@@ -35,7 +35,7 @@ def spec_of_model(
     Raises
     ------
     ModelError
-        If the model cannot be cut, or its configuration lacks a size.
+        If the model cannot be split, or its configuration lacks a size.
     """
     segmented = (
         model if isinstance(model, SegmentedModel) else SegmentedModel(model, split_blocks=split_blocks)

@@ -22,7 +22,7 @@ from zosim.plans import INSIDE
 Crossing = Literal["hidden", "activation", "residual"]
 
 Change = Callable[[Crossing, Tensor], Tensor]
-"""What a cut does to a tensor that crosses it."""
+"""What a boundary does to a tensor that crosses it."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,17 +40,17 @@ class SplitPoint:
 
     @property
     def name(self) -> str:
-        """Name of the cut in plans."""
+        """Name of the split point in plans."""
         return block_segment(self.block) + (INSIDE if self.inside else "")
 
 
 def split_points_of(model: SegmentedModel) -> tuple[SplitPoint, ...]:
-    """Return every place to cut at, in the order of the forward."""
+    """Return every split point, in the order of the forward."""
     return tuple(SplitPoint(i, inside) for i in range(len(model.blocks)) for inside in (True, False))
 
 
 def crossings(model: SegmentedModel, batch: Batch) -> dict[SplitPoint, dict[Crossing, Tensor]]:
-    """Return copies of the tensors that cross each cut, in the model's format.
+    """Return copies of the tensors that cross each boundary, in the model's format.
 
     Raises
     ------
@@ -73,12 +73,12 @@ def crossings(model: SegmentedModel, batch: Batch) -> dict[SplitPoint, dict[Cros
 
 
 def loss_through(model: SegmentedModel, batch: Batch, changes: Mapping[SplitPoint, Change]) -> Tensor:
-    """Return the loss of a forward in which every cut in `changes` changes what crosses it.
+    """Return the loss of a forward in which every split point in `changes` changes what crosses it.
 
     Raises
     ------
     ModelError
-        If the MLP of a block that is cut is none of those that are known.
+        If the MLP of a block that is split is none of those that are known.
     """
     cache = StepCache()
     hidden = model.embed(batch, cache)

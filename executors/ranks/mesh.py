@@ -26,7 +26,7 @@ def alone(plan: Plan) -> Plan:
 
 
 def unsplit(model: ModelSpec) -> ModelSpec:
-    """Return a model with its cut blocks whole."""
+    """Return a model with its split blocks whole."""
     if not model.split_blocks:
         return model
     groups = [group.model_dump() for group in joined_halves(model.groups)]
@@ -34,13 +34,13 @@ def unsplit(model: ModelSpec) -> ModelSpec:
 
 
 def stage_of(plan: Plan, rank: int) -> str:
-    """Describe a rank's stage, with the cuts that it lies between; "" for a model in one stage."""
+    """Describe a rank's stage, with the split points that it lies between; "" for a model in one stage."""
     num_stages, split_points = plan.num_stages, plan.split_points
     if num_stages == 1:
         return ""
     stage = plan.mesh.coordinates(rank).stage
-    behind = [f"behind cut {split_points[stage - 1]}"] if stage else []
-    before = [f"before cut {split_points[stage]}"] if stage + 1 < num_stages else []
+    behind = [f"behind split point {split_points[stage - 1]}"] if stage else []
+    before = [f"before split point {split_points[stage]}"] if stage + 1 < num_stages else []
     return f"stage {stage + 1} of {num_stages}, {', '.join(behind + before)}"
 
 

@@ -68,7 +68,7 @@ class LastWords:
     Attributes
     ----------
     place : str
-        Its stage in words, "" where the model is not cut.
+        Its stage in words, "" where the model is not split.
     line : str
         The last instruction that it began, "" if none.
     """

@@ -51,7 +51,7 @@ def plan_for(
     base : Plan, optional
         What options are laid over: of a file, or of a run that is gone on with.
     split_model : callable
-        Returns the model at hand with some blocks cut inside.
+        Returns the model at hand with some blocks split inside.
     device : str
         ``"cpu"`` or a CUDA device.
     num_threads : int or None
@@ -77,7 +77,7 @@ def plan_for(
         most = max(_LEAST_RANKS[search.method], _num_devices(device)) if search.method in _LEAST_RANKS else 1
         return Hardware.of(topology, HOST, device=node, max_ranks=most, num_threads=num_threads)
 
-    # Cuts within one process are no matter of speed; and a codec is recorded as it was typed, not with its fastest encoding.
+    # Split points within one process are no matter of speed; and a codec is recorded as it was typed, not with its fastest encoding.
     searched = config.model_copy(update={"split": Split()}) if config.mesh.stage == 1 else config
     plan = resolve(
         config if config.placement else searched, hardware, SplitOptions.of(searched.split, split_model)
@@ -102,7 +102,7 @@ def _begun(
     else:
         config = merge(merge(kept, _numbers_of(base)), config)
     if config.mesh.stage > 1 and not config.split.split_points:
-        # Cuts that codecs go with decide numbers, which must not depend on how fast a machine is.
+        # Split points that codecs go with decide numbers, which must not depend on how fast a machine is.
         split_points = even_split_points(model.num_blocks, config.mesh.stage)
         config = merge(config, PlanConfig(split=Split(split_points=split_points)))
     is_named = config.residency.given("blocks") and not (config.search.given("method") or config.search.ranks)
@@ -116,7 +116,7 @@ def _begun(
 
 
 def _numbers_of(plan: Plan) -> PlanConfig:
-    """Return what the planner may not choose anew of a plan, but for what crosses its cuts."""
+    """Return what the planner may not choose anew of a plan, but for what crosses its boundaries."""
     axes = {
         name: axis.model_construct(
             **{
@@ -132,7 +132,7 @@ def _numbers_of(plan: Plan) -> PlanConfig:
 
 
 def _with_mesh(config: PlanConfig, num_devices: int) -> PlanConfig:
-    """Return a config with the mesh that its cuts, or the method of stages, mean where none is set."""
+    """Return a config with the mesh that its split points, or the method of stages, mean where none is set."""
     search, split_points = config.search, config.split.split_points
     if "mesh" in config.model_fields_set or search.method not in ("auto", "sparq"):
         return config
@@ -170,13 +170,13 @@ def _refuse_unasked_loss(plan: Plan, config: PlanConfig, base: Plan | None) -> N
         )
     if not plan.split_points and split.model_fields_set - {"split_points"}:
         raise PlanError(
-            "codecs are for what crosses a cut, and the plan has none",
+            "codecs are for what crosses a boundary, and the plan has none",
             hint="add --mesh stage=2, or --mesh stage=1 --split-points block.N.mlp for one process",
         )
     known_to_lose = base is not None and base.split == plan.split
     if plan.split.is_lossy and not (allows or known_to_lose):
         raise PlanError(
-            f"codec {plan.split.codec} (residual stream: {plan.split.residual_codec}) changes what crosses a cut, and with "
+            f"codec {plan.split.codec} (residual stream: {plan.split.residual_codec}) changes what crosses a boundary, and with "
             "it losses and updates",
             hint="add --allow-lossy if that is meant; `zosim probe` measures what is lost",
         )

@@ -483,7 +483,7 @@ class Session:
     def messages_per_step(self) -> dict[str, float] | None:
         """Return how many messages go between all stages in a step, and the bytes that they had on the wire; flushes.
 
-        With one stage and cuts: those that stages would send. None without cuts, or before a step was run.
+        With one stage and split points: those that stages would send. None without split points, or before a step was run.
         """
         self.flush()
         num_steps = self.num_steps - self.first_timed_step

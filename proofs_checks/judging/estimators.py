@@ -391,7 +391,7 @@ class _Judge:
     def _second_moment(self) -> JudgedProperty:
         """Return whether ``E|ĝ|²`` is within its bound.
 
-        A mean of squares without a variance says nothing. Squares are cut at a thousand times the bound: that makes the
+        A mean of squares without a variance says nothing. Squares are capped at a thousand times the bound: that makes the
         mean smaller, never larger, and gives it a variance.
         """
         name = "second moment"

@@ -1,4 +1,4 @@
-"""What is left of a gradient whose activations cross a cut in few bits."""
+"""What is left of a gradient whose activations cross a boundary in few bits."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def first_order_step(
 
     Notes
     -----
-    ``(m + p - 1)(f + b)``; an activation and a gradient across each cut for every microbatch; ``s·b·h·(34 + 5·a·s/h)``.
+    ``(m + p - 1)(f + b)``; an activation and a gradient across each boundary for every microbatch; ``s·b·h·(34 + 5·a·s/h)``.
 
     Examples
     --------

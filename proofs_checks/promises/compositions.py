@@ -1,4 +1,4 @@
-"""Statements of several papers at once: what an estimate is of when meshes, cuts, codecs and quantised weights meet."""
+"""Statements of several papers at once: what an estimate is of when meshes, split points, codecs and quantised weights meet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STEP = 0.25
 """Of the grid that activations are rounded to."""
 
 _BASE = received(torch.tensor([0.93, -0.41], dtype=torch.float64), CodecSpec(4))
-"""Quantised weights: one before the cut, one behind it."""
+"""Quantised weights: one before the split point, one behind it."""
 
 _DATA = torch.tensor([0.8, -1.3, 2.1, 0.4], dtype=torch.float64)
 """A sample for each sequence; two shards of two."""
@@ -43,7 +43,7 @@ def _behind(activation: Tensor, rest: str) -> Tensor:
 
 
 def _mesh_loss(theta: Tensor, rest: str, *, encoded: bool) -> Tensor:
-    """Return the loss that two shards of two sequences make: weights ``w̄ + θ``, a cut, a rest, the mean over labels."""
+    """Return the loss that two shards of two sequences make: weights ``w̄ + θ``, a split point, a rest, the mean over labels."""
     weights = _BASE + theta
     shards = []
     for samples in _DATA.split(2):
@@ -61,7 +61,7 @@ def _gradient(rest: str, *, at_base: Tensor) -> Tensor:
 
 
 def check_mesh_of_quantised_halves(_context: Context) -> Outcome:
-    """Compare the mean estimate of a 2D mesh through a cut and quantised weights with the gradient at these weights."""
+    """Compare the mean estimate of a 2D mesh through a split point and quantised weights with the gradient at these weights."""
     plain = torch.tensor([0.93, -0.41], dtype=torch.float64)
     mean = mean_estimate(
         lambda theta: _mesh_loss(theta, "linear", encoded=True), [0.0, 0.0], 0.3, central=True, order=6
@@ -80,7 +80,7 @@ def check_mesh_of_quantised_halves(_context: Context) -> Outcome:
 
 
 def check_curved_rest(_context: Context) -> Outcome:
-    """Compare the loss behind a cut that is half a square with its interpolation, whose gradient is another one."""
+    """Compare the loss behind a split point that is half a square with its interpolation, whose gradient is another one."""
     places = [0.05, 0.31, -0.62]
     made = interpolated(torch.tensor(places, dtype=torch.float64), "curved")
     wanted = [a * a / 2 + rounded_square_excess(_STEP, a) for a in places]

@@ -117,7 +117,7 @@ def _conflicting(placed: Sequence[Listed]) -> Iterator[tuple[Listed, Listed]]:
 
 
 def check_edges(_context: Context) -> Outcome:
-    """Count dependencies of the offloaded program that could be cut without anyone noticing."""
+    """Count dependencies of the offloaded program that could be removed without anyone noticing."""
     unnoticed, refused, reordered = 0, 0, 0
     for num_staging_buffers in (1, 2, 3):
         program = zo2_program(num_staging_buffers)
@@ -131,7 +131,7 @@ def check_edges(_context: Context) -> Outcome:
             else:
                 unnoticed += 1
     detail = (
-        f"{refused + reordered + unnoticed} edges cut one by one: {refused} refused by the validator, {reordered} "
+        f"{refused + reordered + unnoticed} edges removed one by one: {refused} refused by the validator, {reordered} "
         f"only let a stream start before the host has read the step's scalars, {unnoticed} not noticed"
     )
     return Outcome(unnoticed, 0, "dependencies whose loss nobody notices", (detail,))

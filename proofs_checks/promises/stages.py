@@ -24,13 +24,13 @@ from zosim.program.operations import Send
 CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "behind a block, swept": (("block.0",), "sweep"),
     "inside a block, block by block": (("block.1.mlp",), "blockwise"),
-    "three cuts, block by block": (("block.0", "block.1.mlp", "block.2.mlp"), "blockwise"),
+    "three split points, block by block": (("block.0", "block.1.mlp", "block.2.mlp"), "blockwise"),
 }
 _NUM_QUERIES = 2
 
 
 def staged(split_points: tuple[str, ...], traversal: str, **axes: Any) -> Plan:
-    """Return the plan of a tiny model, its head tied to its token table, in stages that these cuts part."""
+    """Return the plan of a tiny model, its head tied to its token table, in stages that these split points part."""
     model = tiny_model("tied")
     split, mesh = Split(split_points=split_points), Mesh(stage=len(split_points) + 1)
     whole = tiny_plan(model, schedule=Schedule.model_validate({"traversal": traversal}), **axes)

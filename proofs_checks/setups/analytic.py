@@ -1,7 +1,7 @@
 """A causal language model whose loss is any function of its parameters, to run theory through the shipped executor.
 
 Every segment appends its parameters to the hidden state, and the head computes the loss from all of them. To the
-executor it is a model like any other: cut, placed in buffers, perturbed, forwarded and updated block by block.
+executor it is a model like any other: split, placed in buffers, perturbed, forwarded and updated block by block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs of the executor under any plan, held against one literal loop on one device.
 
 A case is a point on every axis that may not change a bit. What all of its ranks draw, compute and end with must be
-what the literal loop draws, computes and ends with, whatever the mesh, the cuts, the slices and the point of resumption.
+what the literal loop draws, computes and ends with, whatever the mesh, the split points, the slices and the point of resumption.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def directions_of_steps(
 
 _OF_THE_HEAD = ("final_layer_norm.weight", "final_layer_norm.bias", "norm.weight", "lm_head.weight")
 _OF_BACK_HALVES = (".fc2.", ".mlp.down_proj.")
-"""Parts of names: the parameters of a block that lie behind a cut inside the block."""
+"""Parts of names: the parameters of a block that lie behind a split inside the block."""
 
 Batch = Mapping[str, Tensor]
 
@@ -156,9 +156,9 @@ class LiteralRun:
         Whether differences are from the loss of the step before, which in the first step is its own.
     rng, distribution : str
     execution_order : bool
-        Whether ``mezo`` draws the final norm last, and of blocks that are cut inside what lies behind the cut last.
+        Whether ``mezo`` draws the final norm last, and of blocks that are split inside what lies behind the split point last.
     split_blocks : tuple of int
-        Blocks that are cut inside.
+        Blocks that are split inside.
     rank, lazy_steps : int
         Of ``factorised``, ``lozo`` and ``lozo-released`` directions: matrices are ``U·Vᵀ/√r`` (``U·Vᵀ``, with updates along ``U·Vᵀ/r``, or along
         ``U·Vᵀ``), and ``V`` stays for so many steps. In a window's first step ``lozo-released`` updates along what its generator draws

@@ -222,7 +222,7 @@ def check_line_43(context: Context) -> Outcome:
 
 
 def check_errors_pass(context: Context) -> Outcome:
-    """Show that outputs of at most L_S and a smooth compressor do not make (43) true: errors of every cut add up."""
+    """Show that outputs of at most L_S and a smooth compressor do not make (43) true: errors of every split point add up."""
     parts = {}
     for nodes, kappa in ((12, 0.01), (20, 0.001)):
         chain, mu = passing(nodes), 1e-6
@@ -354,7 +354,7 @@ def _errors_that_stay(shipped, chain, kappa, tilt):
     return shipped(replace(chain, stages=tuple(stages)), kappa, tilt)
 
 
-@planted(f"{_CHAINS}:Chain.gradient", "one cut for all")
+@planted(f"{_CHAINS}:Chain.gradient", "one split point for all")
 def _first_only(shipped, self, x, compress):
     calls = itertools.count()
     return shipped(self, x, lambda a: a if next(calls) else compress(a))

@@ -28,7 +28,7 @@ def within_a_range() -> None:
 
 
 def not_at_all() -> None:
-    """Show a cut whose gradient is off where lemma 1 allows nothing."""
+    """Show a boundary whose gradient is off where lemma 1 allows nothing."""
     boundary = EncodedBoundary.of(
         [[0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]], [1.0, 0.4 / 7], bits=4
     )

@@ -1,4 +1,4 @@
-"""A cut through a quadratic: what compressing its activation does to the gradient, and what SparQ's lemma 1 allows."""
+"""A compressed boundary in a quadratic: what compressing its activation does to the gradient, and what SparQ's lemma 1 allows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def compressed(activation: Array, bits: int) -> Array:
 
 @dataclass(frozen=True)
 class EncodedBoundary:
-    """``S₁(x) = x`` before a cut, ``F∘S₂(a; y) = ½(a; y)ᵀH(a; y)`` behind it.
+    """``S₁(x) = x`` before a boundary, ``F∘S₂(a; y) = ½(a; y)ᵀH(a; y)`` behind it.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class EncodedBoundary:
     def of(
         cls, hessian: Sequence[Sequence[float]], activation: Sequence[float], bits: int
     ) -> EncodedBoundary:
-        """Return a cut at parameters 0."""
+        """Return a boundary at parameters 0."""
         a = np.array(activation, dtype=float)
         return cls(np.array(hessian, dtype=float), a, np.zeros_like(a), bits)
 

@@ -63,7 +63,7 @@ def _stages(
     difference: str = "central",
     densities: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[HostLayout, Mapping[str, int], Mapping[str, Any]]:
-    """Return a strategy of two stages, cut behind the second block or inside it."""
+    """Return a strategy of two stages, split behind the second block or inside it."""
     split_point = "block.1.mlp" if inside else "block.1"
     split = {"split_points": [split_point], "residual_codec": codec, "codec": codec if inside else "none"}
     axes = {
@@ -96,7 +96,7 @@ STRATEGIES: Mapping[str, tuple[HostLayout, Mapping[str, int], Mapping[str, Any]]
         ),
     }
 )
-"""Layout, mesh, and the axes of the plan that are set: of stages, ``split`` has the codecs, and cuts if not even ones."""
+"""Layout, mesh, and the axes of the plan that are set: of stages, ``split`` has the codecs, and split points if not even ones."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """``python -m studies.sparq.pipelining``: how long two gloo stages idle in a step of several queries, predicted and measured.
 
-The embedded task, cut inside block 1, plain numbers, one thread for each stage; what differs is when a stage's weights
+The embedded task, split inside block 1, plain numbers, one thread for each stage; what differs is when a stage's weights
 pass from point to point: one state of them, for which directions may be kept, or copies, which may be written ahead on a stream
 of their own. Two minutes: this machine is calibrated for ranks of
 one thread first. Nothing else should run meanwhile.

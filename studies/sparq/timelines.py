@@ -1,6 +1,6 @@
 """SparQ's Fig. 3 with numbers: one step of split training by backpropagation, and of zeroth-order methods.
 
-Two A100s of two hosts, the network between them made as fast as named links are; per step, the same batch, the same cut
+Two A100s of two hosts, the network between them made as fast as named links are; per step, the same batch, the same split point
 inside a block (activation and residual stream cross), half precision. What a step is worth in training is not compared.
 """
 
@@ -37,7 +37,7 @@ LINKS: dict[str, float] = {"100 Mbit/s": 12.5e6, "1 Gbit/s": 125e6, "10 Gbit/s":
 
 
 HEAD = f"""One step of OPT-1.3B, {BATCH} sequences of {SEQ} tokens, half precision, P = {NUM_QUERIES}, on two A100s of two hosts whose network is as fast
-as named; data-sheet figures. All are cut at `{SPLIT_POINT}`, and the residual stream crosses too. First-order steps pass in
+as named; data-sheet figures. All are split at `{SPLIT_POINT}`, and the residual stream crosses too. First-order steps pass in
 {NUM_MICROBATCHES} microbatches, one forward and one backward in turn. OPT ties its head to its token table, which both stages then hold. `sums` are its gradients. Fig. 3 and the other first-order rows
 omit them, as if there were two tables.
 Zeroth-order stages hold it alike without sending anything. What a step teaches is not compared: a first-order step follows the gradient in every

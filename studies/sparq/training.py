@@ -1,4 +1,4 @@
-"""``python -m studies.sparq.training``: the embedded task, trained with what crosses one cut through a codec.
+"""``python -m studies.sparq.training``: the embedded task, trained with what crosses one boundary through a codec.
 
 One process does what several stages do, bit for bit, so curves need no stages. Each run is a row of ``training.csv``; rows
 that are there are not run again.
@@ -43,7 +43,7 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True)
 class CodecCase:
-    """Where the model is cut, and the codecs that what crosses the cut goes through.
+    """Where the model is split, and the codecs that what crosses the boundary goes through.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class CodecCase:
     residual_codec: str = "none"
 
     def split(self, encoding: str = "dense") -> Split:
-        """Return the cut as a plan has it; encodings lose nothing, so training takes the fastest."""
+        """Return the split as a plan has it; encodings lose nothing, so training takes the fastest."""
         return Split(
             split_points=(self.split_point,),
             codec=_with(self.codec, encoding),
@@ -135,7 +135,7 @@ class TrainedCase:
 
 
 class Through(nn.Module):
-    """A model that is cut at one place, what crosses there through a codec, called as transformers models are.
+    """A model that is split at one place, what crosses there through a codec, called as transformers models are.
 
     Parameters
     ----------

@@ -1,1 +1,1 @@
-"""Stages: where to cut, what crosses, and what bits do to a projected gradient, with one exercise."""
+"""Stages: where to split, what crosses, and what bits do to a projected gradient, with one exercise."""

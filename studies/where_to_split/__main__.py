@@ -1,4 +1,4 @@
-"""``python -m studies.where_to_split``: what crosses a cut, and what bits do to a projected gradient."""
+"""``python -m studies.where_to_split``: what crosses a boundary, and what bits do to a projected gradient."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from zosim.program.operations import Send
 
 @dataclass(frozen=True)
 class BoundaryCase:
-    """A step of a model that is cut once, every message packed densely.
+    """A step of a model that is split once, every message packed densely.
 
     Attributes
     ----------
@@ -26,7 +26,7 @@ class BoundaryCase:
     batch, seq : int
         Sequences, and tokens of each.
     inside : bool
-        Whether the cut is at the input of an MLP's second linear; else between two blocks.
+        Whether the split point is at the input of an MLP's second linear; else between two blocks.
     activation_bits, residual_bits : int
         Per number that is sent.
     num_queries : int

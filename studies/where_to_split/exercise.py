@@ -1,4 +1,4 @@
-"""The exercise: what crosses a cut in a step. Start from ``stub.py``; :func:`check` says how it went."""
+"""The exercise: what crosses a boundary in a step. Start from ``stub.py``; :func:`check` says how it went."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class StepCounts:
     Attributes
     ----------
     num_activations, activation_bytes : int
-        Messages that go forward across cuts, and their expected bytes.
+        Messages that go forward across split points, and their expected bytes.
     num_gradients, gradient_bytes : int
         Those that go back.
     num_scalars : int

@@ -4,7 +4,7 @@ The walk goes backwards from a last instruction. What an instruction waited for 
 stream or among its dependencies, that ended last; what lies between that end and its own start is a gap that no
 instruction fills, called ``dispatch``. Segments touch each other, so they add up to the time that they explain.
 
-For a step the walk is cut where it comes back to an instruction that it has already passed, some steps later:
+For a step the walk is split where it comes back to an instruction that it has already passed, some steps later:
 what lies between the two is the *critical circuit*, which repeats as long as steps do. Fill and drain of the
 pipeline, which happen once a run and not once a step, are not in it.
 """

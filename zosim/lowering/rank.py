@@ -6,7 +6,7 @@ The second of two stages, with half of the sequences:
 
 >>> from costmodel import read_model_spec
 >>> from zosim.plans import Mesh, Placement, Split
->>> axes = {"mesh": Mesh(data=2, stage=2), "split": Split(cuts=("block.9",))}
+>>> axes = {"mesh": Mesh(data=2, stage=2), "split": Split(split_points=("block.9",))}
 >>> place = Placement(topology="cpu-laptop", devices=("cpu0",) * 4)
 >>> plan = Plan(model=read_model_spec("opt-125m"), batch=6, seq=16, placement=place, **axes)
 >>> rank = Rank(plan, number=1)

@@ -1,15 +1,15 @@
-"""The split axis: what crosses a cut, as which message, and how it goes from stage to stage.
+"""The split axis: what crosses a boundary, as which message, and how it goes from stage to stage.
 
 Examples
 --------
-Two stages with a cut behind block 5: the first stage encodes what block 5 leaves and sends it on, once for each sign.
+Two stages with a split point behind block 5: the first stage encodes what block 5 leaves and sends it on, once for each sign.
 A message has a byte for each of 16 tokens x 768 numbers, and a header.
 
 >>> from costmodel import read_model_spec
 >>> from zosim.lowering import lower
 >>> from zosim.plans import Mesh, Placement, Split
 >>> place = Placement(topology="cpu-laptop", devices=("cpu0", "cpu0"))
->>> stages = {"mesh": Mesh(stage=2), "split": Split(cuts=("block.5",), residual_codec="q8")}
+>>> stages = {"mesh": Mesh(stage=2), "split": Split(split_points=("block.5",), residual_codec="q8")}
 >>> plan = Plan(model=read_model_spec("opt-125m"), batch=1, seq=16, placement=place, **stages)
 >>> for rank in (0, 1):
 ...     items = [
@@ -48,7 +48,7 @@ class Boundaries(AxisWriter):
     """Writes messages between stages, and their codecs."""
 
     def _wire(self, point: Point, boundary: int, side: Side) -> Access:
-        """Return the access to the message that crosses cut number `boundary`, of the largest size it can have."""
+        """Return the access to the message that crosses boundary number `boundary`, of the largest size it can have."""
         # Space for the longest message: how long one is, is known when it has been made.
         size = most_message_bytes(self._plan, boundary, self._rank.num_sequences)
         return Access(f"wire.{side}.{point}", Message(boundary, point), 0, size)
@@ -68,7 +68,7 @@ class Boundaries(AxisWriter):
                 yield Buffer(name, space, size, "activations", "uint8", dynamic=True)
 
     def _crossed(self) -> Iterator[tuple[int, Side]]:
-        """Yield the cuts on either side of this rank's stage, and those within it."""
+        """Yield the split points on either side of this rank's stage, and those within it."""
         rank = self._rank
         for boundary in self._plan.encoded_in_place.values():
             yield boundary, "here"
@@ -98,7 +98,7 @@ class Boundaries(AxisWriter):
             self._decode(segment, previous, point, rank.stage - 1, "in")
 
     def after(self, segment: str, point: Point) -> None:
-        """Write how what `segment` leaves crosses the cut behind it, to the next stage or within this one."""
+        """Write how what `segment` leaves crosses the boundary behind it, to the next stage or within this one."""
         rank = self._rank
         if segment == rank.segments[-1] and not rank.is_last_stage:
             wire = self._encode(segment, point, rank.stage, "out")
@@ -127,12 +127,12 @@ class Boundaries(AxisWriter):
 
 
 def is_encoded(plan: Plan, boundary: int) -> bool:
-    """Whether a codec writes down, on the host, what crosses cut number `boundary`; plain numbers stay on the device."""
+    """Whether a codec writes down, on the host, what crosses boundary number `boundary`; plain numbers stay on the device."""
     return not all(codec.is_lossless for codec, _, _ in _crossing(plan, boundary, 1))
 
 
 def most_message_bytes(plan: Plan, boundary: int, num_sequences: int) -> int:
-    """Return the bytes that no message across cut number `boundary` exceeds."""
+    """Return the bytes that no message across boundary number `boundary` exceeds."""
     width = _element_bytes(plan)
     return sum(
         most_bytes(codec, shape, width) for codec, shape, _ in _crossing(plan, boundary, num_sequences)
@@ -140,7 +140,7 @@ def most_message_bytes(plan: Plan, boundary: int, num_sequences: int) -> int:
 
 
 def expected_message_bytes(plan: Plan, boundary: int, num_sequences: int) -> int:
-    """Return the bytes of a message across cut number `boundary`, as the plan's densities let expect."""
+    """Return the bytes of a message across boundary number `boundary`, as the plan's densities let expect."""
     width = _element_bytes(plan)
     return sum(
         message_bytes(codec, shape, width, stats)
@@ -149,7 +149,7 @@ def expected_message_bytes(plan: Plan, boundary: int, num_sequences: int) -> int
 
 
 def coding_work(plan: Plan, boundary: int, num_sequences: int, side: Literal["encode", "decode"]) -> Work:
-    """Return the work of making the message that crosses cut number `boundary`, or of taking it apart."""
+    """Return the work of making the message that crosses boundary number `boundary`, or of taking it apart."""
     of, width = {"encode": encode_work, "decode": decode_work}[side], _element_bytes(plan)
     counts: Counter[str] = Counter()
     for codec, shape, stats in _crossing(plan, boundary, num_sequences):

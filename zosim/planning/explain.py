@@ -99,16 +99,16 @@ def _about_adapters(plan: Plan) -> Iterator[str]:
 def about_split_points(
     chosen: Candidate, others: Sequence[Candidate], printed: tuple[str, ...]
 ) -> Iterator[str]:
-    """Yield how the best plans with other cuts compare, SparQ's own choice among them."""
+    """Yield how the best plans with other split points compare, SparQ's own choice among them."""
     of_mesh = [candidate for candidate in others if candidate.plan.mesh == chosen.plan.mesh]
     best = _best_of_others(chosen, of_mesh, lambda plan: plan.split_points)
     for split_points, candidate in list(best.items())[:1]:
-        yield f"second best cut: {' and '.join(split_points)}, {_slower(candidate, chosen.seconds)}"
+        yield f"second best split point: {' and '.join(split_points)}, {_slower(candidate, chosen.seconds)}"
     if printed and printed == chosen.plan.split_points:
-        yield f"SparQ's rule, the sparsest near the middle, cuts at {' and '.join(printed)}, too"
+        yield f"SparQ's rule, the sparsest near the middle, splits at {' and '.join(printed)}, too"
     elif printed in best:
         words = _slower(best[printed], chosen.seconds)
-        yield f"SparQ's rule, the sparsest near the middle, would cut at {' and '.join(printed)}: {words}"
+        yield f"SparQ's rule, the sparsest near the middle, would split at {' and '.join(printed)}: {words}"
 
 
 def about_ranks(plan: Plan, prediction: Prediction) -> Iterator[str]:

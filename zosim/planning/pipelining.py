@@ -1,4 +1,4 @@
-"""What a plan of several stages is like in numbers: how long each stage idles, and what crosses each cut."""
+"""What a plan of several stages is like in numbers: how long each stage idles, and what crosses each boundary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zosim.program.operations import Send
 
 @dataclass(frozen=True)
 class BoundaryTraffic:
-    """What crosses one cut in a step, over all pipelines.
+    """What crosses one boundary in a step, over all pipelines.
 
     Attributes
     ----------

@@ -101,7 +101,7 @@ class Decision:
     rejected : tuple of Candidate
         That do not fit, fastest first.
     printed_split_points : tuple of str
-        Where SparQ's own rule would cut for as many stages, if densities are known.
+        Where SparQ's own rule would split for as many stages, if densities are known.
     notes : tuple of str
         What the request left open and was filled in before the search, such as the format of the weights.
     """
@@ -174,7 +174,7 @@ def choose(request: Request) -> Decision:
     if not ranked:
         raise _nothing_fits(request, rejected)
     best, *others = ranked
-    # For comparison: where the paper would cut for as many stages.
+    # For comparison: where the paper would split for as many stages.
     inside = [block_segment(index) + INSIDE for index in range(best.plan.model.num_blocks)]
     printed_split_points = sparsest_near_the_middle(
         inside, request.split_options.densities, best.plan.num_stages

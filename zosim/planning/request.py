@@ -109,7 +109,7 @@ class Request:
         With its model.
     hardware : Hardware
     split_options : SplitOptions
-        Where a mesh of several stages may cut the model, and with which codecs.
+        Where a mesh of several stages may split the model, and with which codecs.
     notes : tuple of str
         What the config left open and was filled in, in words.
     """

@@ -36,7 +36,7 @@ def resolve(
     machine : Hardware or callable, optional
         What the planner may use; a callable that returns it is called only where something is open.
     split_options : SplitOptions, optional
-        Where the model may be cut; by default where it is cut already, and between blocks.
+        Where the model may be split; by default where it is split already, and between blocks.
     on_decision : callable
         Called with what else was weighed, where the planner has chosen.
 
@@ -69,7 +69,7 @@ def laid_over(plan: Plan, config: PlanConfig, split_model: SplitModel) -> PlanCo
     config : PlanConfig
         Only fields that are set count; its search does not.
     split_model : callable
-        Returns the model with some blocks cut inside.
+        Returns the model with some blocks split inside.
     """
     base = PlanConfig.of(plan)
     blocks = config.residency.given("blocks")
@@ -100,7 +100,7 @@ def schedule_beside(config: PlanConfig) -> Schedule:
 
 
 def spread(config: PlanConfig, split_model: SplitModel, known: Plan | None = None) -> PlanConfig:
-    """Return a config whose placement, cuts and transfers are those of its mesh, on the kind of device that its first rank has.
+    """Return a config whose placement, split points and transfers are those of its mesh, on the kind of device that its first rank has.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ def spread(config: PlanConfig, split_model: SplitModel, known: Plan | None = Non
         With its placement.
     split_model : callable
     known : Plan, optional
-        Whose cuts and cut blocks stay where they can.
+        Whose split points and split blocks stay where they can.
     """
     mesh, split, placement = config.mesh, config.split, config.placement
     assert placement is not None
@@ -128,17 +128,17 @@ def spread(config: PlanConfig, split_model: SplitModel, known: Plan | None = Non
         and len(split_points) != mesh.stage - 1
         and (known is None or split_points == known.split.split_points)
     ):
-        # A plan's own cuts go where they no longer fit the stages; others stay, and are refused if they do not fit.
+        # A plan's own split points go where they no longer fit the stages; others stay, and are refused if they do not fit.
         split_points = even_split_points(config.spec.num_blocks, mesh.stage)
     if known is not None and split_points != known.split.split_points:
-        # Densities were measured at the old cuts.
+        # Densities were measured at the old split points.
         split = split.model_copy(update={"densities": ()})
     if mesh.stage == 1 and not split.is_lossy:
         split_points, split = (), Split()  # nothing crosses, and no codec rounds
     split = split.model_copy(update={"split_points": split_points})
     split_blocks = split.split_blocks
     if not split_points and known is not None and known.directions.samples_by_halves:
-        # Directions that are drawn by halves must stay so: another cut would draw other numbers.
+        # Directions that are drawn by halves must stay so: another split point would draw other numbers.
         split_blocks = known.model.split_blocks
     transfers = {} if mesh.world_size > 1 else {"transfers": "private"}
     return config.model_copy(
@@ -152,7 +152,7 @@ def spread(config: PlanConfig, split_model: SplitModel, known: Plan | None = Non
 
 
 def even_split_points(num_blocks: int, num_stages: int) -> tuple[str, ...]:
-    """Return cuts inside blocks, behind their activation functions, that part the blocks as evenly as can be.
+    """Return splits inside blocks, behind their activation functions, that part the blocks as evenly as can be.
 
     Examples
     --------

@@ -149,7 +149,7 @@ class Sketcher:
 
     def _shortened(self, plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
         """Return a plan with fewer blocks, and the blocks that each of those left stands for."""
-        # Cuts within one stage fall on certain blocks, which are then unlike the others.
+        # Split points within one stage fall on certain blocks, which are then unlike the others.
         if not self._is_long or (plan.num_stages == 1 and plan.split_points):
             return plan, {}
         if plan.num_stages > 1:

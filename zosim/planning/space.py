@@ -74,7 +74,7 @@ def placements(request: Request) -> Iterator[Plan]:
 
 
 def _shapes(request: Request) -> Iterator[tuple[Mesh, Placement, tuple[ModelSpec, Split]]]:
-    """Yield the meshes that the request admits on the devices that they can lie on, those of several stages with each cut."""
+    """Yield the meshes that the request admits on the devices that they can lie on, those of several stages with each split point."""
     costs = Costs(request.config.spec, request.split_options)
     for mesh in meshes(request):
         for placement in layouts(request, mesh.world_size):
@@ -87,7 +87,7 @@ def _shapes(request: Request) -> Iterator[tuple[Mesh, Placement, tuple[ModelSpec
 def plans_of(
     request: Request, shapes: Iterable[tuple[Mesh, Placement, tuple[ModelSpec, Split]]]
 ) -> Iterator[Plan]:
-    """Yield every plan of these meshes, devices and cuts that the request admits, each once.
+    """Yield every plan of these meshes, devices and split points that the request admits, each once.
 
     Raises
     ------
@@ -165,7 +165,7 @@ def shares(request: Request, *, stage: int) -> Iterator[Mesh]:
 
 
 def pipeline_of(request: Request, mesh: Mesh, placement: Placement) -> PlacedPipeline:
-    """Return what cuts are ranked for: the first pipeline of a mesh on its devices."""
+    """Return what split points are ranked for: the first pipeline of a mesh on its devices."""
     pipeline = placement.model_copy(
         update={"devices": placement.devices[: mesh.stage], "hosts": placement.hosts[: mesh.stage]}
     )
@@ -177,7 +177,7 @@ def pipeline_of(request: Request, mesh: Mesh, placement: Placement) -> PlacedPip
     )
     alone = Placement(topology=placement.topology, devices=placement.devices[:1])
     fixed = request.config.fixed("estimator", "directions", "weights", "forward")
-    fixed.get("forward", {}).pop("num_new_tokens", None)  # text goes with no cut, as its plans say
+    fixed.get("forward", {}).pop("num_new_tokens", None)  # text goes with no split point, as its plans say
     return PlacedPipeline(
         mesh, machines, _plan(request, (request.config.spec, Split()), Mesh(), alone, {}, fixed)
     )

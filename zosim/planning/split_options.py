@@ -1,8 +1,8 @@
-"""What is asked of cuts between stages, and SparQ's own rule for them; :mod:`zosim.planning.split_search` finds the best.
+"""What is asked of split points between stages, and SparQ's own rule for them; :mod:`zosim.planning.split_search` finds the best.
 
 Examples
 --------
-SparQ's rule for two stages of six blocks: the sparsest of the cuts next to the middle.
+SparQ's rule for two stages of six blocks: the sparsest of the split points next to the middle.
 
 >>> names = [f"block.{index}.mlp" for index in range(6)]
 >>> densities = dict(zip(names, (0.01, 0.5, 0.2, 0.4, 0.3, 0.02), strict=True))
@@ -28,12 +28,12 @@ from topology.reading import read_json_object
 from zosim.plans import INSIDE, Split, check_split_points
 
 SplitModel = Callable[[tuple[int, ...]], ModelSpec]
-"""Returns the model with these blocks cut inside."""
+"""Returns the model with these blocks split inside."""
 
 
 @dataclass(frozen=True)
 class Probed:
-    """What ``zosim probe`` found of the tensors that cross one cut.
+    """What ``zosim probe`` found of the tensors that cross one boundary.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class Probed:
         if (crossing, name) not in self.symbols:
             known = sorted({codec for _, codec in self.symbols})
             raise PlanError(
-                f"cut {self.split_point}: the probe has nothing of codec {name}, but of {', '.join(known)}",
+                f"split point {self.split_point}: the probe has nothing of codec {name}, but of {', '.join(known)}",
                 hint=f"zosim probe --codec {name}",
             )
         return self.symbols[crossing, name]
@@ -83,7 +83,7 @@ def _without_encoding(spec: CodecSpec) -> str:
 
 @dataclass(frozen=True)
 class SplitOptions:
-    """What is asked of cuts.
+    """What is asked of split points.
 
     Attributes
     ----------
@@ -92,9 +92,9 @@ class SplitOptions:
     codecs : tuple of (str, str)
         For MLP activations and for the residual stream.
     densities : mapping of str to float or Probed
-        Of what crosses each cut, where it was measured; 1 for the others.
+        Of what crosses each boundary, where it was measured; 1 for the others.
     split_model : callable or None
-        How to cut inside blocks; unless given, a model is cut where it is cut already, and between blocks.
+        How to split inside blocks; unless given, a model is split where it is split already, and between blocks.
     """
 
     split_points: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ class SplitOptions:
         split_model: SplitModel | None,
         densities: Mapping[str, float | Probed] | None = None,
     ) -> SplitOptions:
-        """Return what a config asks of cuts."""
+        """Return what a config asks of split points."""
         return cls(split.split_points, (split.codec, split.residual_codec), densities or {}, split_model)
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class SplitOptions:
     def symbols(
         self, split_point: str, codec: CodecSpec, residual_codec: CodecSpec
     ) -> BoundarySymbols | None:
-        """Return what is known of what crosses a cut through these codecs; None where no cut was measured."""
+        """Return what is known of what crosses a boundary through these codecs; None where no split point was measured."""
         if not self.densities:
             return None
         known = self.densities.get(split_point, 1.0)
@@ -138,12 +138,12 @@ class SplitOptions:
         return not all(codec_spec(name).is_lossless for name in self.codecs)
 
     def split(self, model: ModelSpec, split_points: Sequence[str]) -> ModelSpec:
-        """Return `model` with the blocks cut that these cuts are inside.
+        """Return `model` with the blocks split that these split points are inside.
 
         Raises
         ------
         PlanError
-            If it cannot be cut there.
+            If it cannot be split there.
         """
         blocks = tuple(
             sorted(block_index(split_point) for split_point in split_points if split_point.endswith(INSIDE))
@@ -152,7 +152,7 @@ class SplitOptions:
             return model
         if self.split_model is None:
             raise PlanError(
-                f"the model {model.name} was saved with the blocks {list(model.split_blocks)} cut inside, not "
+                f"the model {model.name} was saved with the blocks {list(model.split_blocks)} split inside, not "
                 f"{list(blocks)}",
                 hint="name a model, its directory or its config.json",
             )
@@ -162,14 +162,14 @@ class SplitOptions:
 def split_options_of(
     source: str, split: Split | None = None, densities: Path | None = None, tuned: Trainable = "all"
 ) -> SplitOptions:
-    """Return where and how the model may be cut, as far as a config sets it."""
+    """Return where and how the model may be split, as far as a config sets it."""
 
     @cache
     def split_model(blocks: tuple[int, ...]) -> ModelSpec:
         return read_model_spec(source, trainable=tuned, split_blocks=blocks)
 
     path = Path(source)
-    # A saved description has no configuration to cut anew.
+    # A saved description has no configuration to split anew.
     is_saved = path.suffix == ".json" and path.name != "config.json" and path.is_file()
     known = {} if densities is None else read_densities(densities)
     return SplitOptions.of(split or Split(), None if is_saved else split_model, known)
@@ -181,7 +181,7 @@ def density_of(known: float | Probed) -> float:
 
 
 def read_densities(path: Path) -> dict[str, float | Probed]:
-    """Return what is known of what crosses each cut: an object of densities, or a report of ``zosim probe --json``.
+    """Return what is known of what crosses each boundary: an object of densities, or a report of ``zosim probe --json``.
 
     Raises
     ------
@@ -198,7 +198,7 @@ def read_densities(path: Path) -> dict[str, float | Probed]:
             split_point, crossing, codec = entry["split_point"], entry["crossing"], codec_spec(entry["codec"])
             symbols = TensorSymbols(density=entry["kept"], entropy_bits=entry["entropy_bits"])
             tensors.setdefault(split_point, {})[crossing, _without_encoding(codec)] = symbols
-            # A cut's density is that of its first tensor: the activation, or between blocks the hidden state.
+            # A split point's density is that of its first tensor: the activation, or between blocks the hidden state.
             if crossing != "residual":
                 nonzero[split_point] = float(entry["nonzero"])
         return {
@@ -227,7 +227,7 @@ def _reason(error: Exception) -> str:
 def sparsest_near_the_middle(
     names: Sequence[str], densities: Mapping[str, float | Probed], num_stages: int
 ) -> tuple[str, ...]:
-    """Return SparQ's own choice: of the cuts inside blocks near each even share, the one with the least density.
+    """Return SparQ's own choice: of the splits inside blocks near each even share, the one with the least density.
 
     Near is within a sixth of the model to either side.
     """

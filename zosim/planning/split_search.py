@@ -1,4 +1,4 @@
-"""Where to cut a model into stages: from the work of its segments and what would cross, before anything is lowered.
+"""Where to split a model into stages: from the work of its segments and what would cross, before anything is lowered.
 
 A point passes through all stages and crossings once; the slowest of them holds up every further point; and a stage has
 its part of the directions to draw, apply and undo besides. Whatever overlaps, a step takes at least
@@ -6,7 +6,7 @@ its part of the directions to draw, apply and undo besides. Whatever overlaps, a
     ``max(max_s u_s + K f_s, F + X + (K - 1) max_s f_s)``
 
 of ``K`` points, with the seconds ``f_s`` of stage ``s`` for one point, ``F`` their sum, ``u_s`` what it does once, and
-``X`` one point's crossings. Cuts are the cheapest by this bound: the cheapest cuts up to each place in the model are
+``X`` one point's crossings. Split points are the cheapest by this bound: the cheapest split points up to each place in the model are
 known from the cheapest up to the places before it.
 """
 
@@ -48,7 +48,7 @@ from zosim.program.instructions import Stream
 from zosim.program.operations import Recv, Send
 from zosim.simulators.shortening import shortened, shortest
 
-# Cuts of each kind (inside blocks, between them) that are worth a simulation, where there is one cut.
+# Split points of each kind (inside blocks, between them) that are worth a simulation, where there is one split point.
 _NUM_TRIED = 2
 
 Seconds = NDArray[np.float64]
@@ -56,7 +56,7 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PlacedPipeline:
-    """What cuts are ranked for: the first pipeline of a mesh on its devices, and what one device would do alone."""
+    """What split points are ranked for: the first pipeline of a mesh on its devices, and what one device would do alone."""
 
     mesh: Mesh
     machines: tuple[Machine, ...]
@@ -74,13 +74,13 @@ class PlacedPipeline:
 
     @property
     def num_stages(self) -> int:
-        """Parts that the model is cut into."""
+        """Parts that the model is split into."""
         return len(self.machines)
 
 
 @dataclass(frozen=True)
 class SegmentSeconds:
-    """What each segment of the model with every block cut takes on one device.
+    """What each segment of the model with every block split takes on one device.
 
     Attributes
     ----------
@@ -109,13 +109,13 @@ class Costs:
 
     @cached_property
     def whole(self) -> ModelSpec:
-        """The model with every block cut that can be."""
+        """The model with every block split that can be."""
         split_model, model = self.split_options.split_model, self.model
         return model if split_model is None else split_model(tuple(range(model.num_blocks)))
 
     @cached_property
     def names(self) -> list[str]:
-        """All cuts of the model, in its order."""
+        """All split points of the model, in its order."""
         split_point = set(self.whole.split_blocks)
         blocks = range(self.model.num_blocks)
         return [
@@ -126,7 +126,7 @@ class Costs:
 
     @cached_property
     def ends(self) -> dict[str, int]:
-        """For every cut, how many of the whole model's segments are before it."""
+        """For every split point, how many of the whole model's segments are before it."""
         place = {segment: number for number, segment in enumerate(self.whole.segments)}
         return {split_point: place[last_before(split_point, place)] + 1 for split_point in self.names}
 
@@ -179,7 +179,7 @@ class Costs:
 
     @cached_property
     def _small(self) -> ModelSpec:
-        """A model of two blocks, cut as the whole is, where blocks are alike; else the whole."""
+        """A model of two blocks, split as the whole is, where blocks are alike; else the whole."""
         split_model, model = self.split_options.split_model, self.model
         if shortest(model) is model:
             return self.whole
@@ -195,14 +195,14 @@ def _standing_for(segment: str, small: ModelSpec) -> str:
 
 @dataclass(frozen=True)
 class BoundedSplitPoints:
-    """Cuts, and the seconds that a step takes at least with them."""
+    """Split points, and the seconds that a step takes at least with them."""
 
     split_points: tuple[str, ...]
     bound_s: float
 
 
 class Ranking:
-    """Cuts of one model on one site, best first.
+    """Split points of one model on one site, best first.
 
     Parameters
     ----------
@@ -221,7 +221,7 @@ class Ranking:
         self._crossings: dict[str, tuple[float, float, float]] = {}
 
     def best(self) -> list[tuple[str, ...]]:
-        """Return the cuts worth a simulation: the best inside blocks, the best between them, and SparQ's own choice."""
+        """Return the split points worth a simulation: the best inside blocks, the best between them, and SparQ's own choice."""
         num_boundaries = self._pipeline.num_stages - 1
         inside = [name for name in self._costs.names if name.endswith(INSIDE)]
         between = [name for name in self._costs.names if not name.endswith(INSIDE)]
@@ -230,7 +230,7 @@ class Ranking:
             for names in (between, inside)
             for split_points in self._best_of(names, num_boundaries)
         ]
-        # Several cuts may be of both kinds. Those of one kind are simulated all the same: a codec does other things inside a block than between.
+        # Several split points may be of both kinds. Those of one kind are simulated all the same: a codec does other things inside a block than between.
         if num_boundaries > 1:
             candidates += self._best_of(self._costs.names, num_boundaries)
         candidates.append(
@@ -241,7 +241,7 @@ class Ranking:
         ]
 
     def best_of_all(self, limit_bytes: float = np.inf) -> BoundedSplitPoints:
-        """Return the best cuts of any kind, of whose stages none has more bytes of weights, if there are any."""
+        """Return the best split points of any kind, of whose stages none has more bytes of weights, if there are any."""
         if self._cutting.split_points:
             return BoundedSplitPoints(self._cutting.split_points, self.bound_s(self._cutting.split_points))
         split_points = self._spread(self._costs.names, self._pipeline.num_stages - 1, limit_bytes)
@@ -258,15 +258,15 @@ class Ranking:
     def _spread(
         self, names: Sequence[str], num_boundaries: int, limit_bytes: float = np.inf
     ) -> tuple[str, ...]:
-        """Return the cuts of least bound; none where no stages keep to the limit."""
+        """Return the split points of least bound; none where no stages keep to the limit."""
         if len(names) < num_boundaries:
             return ()
-        # Cut by cut, the cheapest way to each place is kept, and from where it came.
+        # Boundary by boundary, the cheapest way to each place is kept, and from where it came.
         table = self._table(names)
-        # Places between which stages lie: the model's beginning, the cuts, its end.
+        # Places between which stages lie: the model's beginning, the split points, its end.
         busy = np.where(table.weight_bytes <= limit_bytes, table.busy_s, np.inf)
         last = len(names) + 1
-        # The cheapest cuts up to each place: the fullest stage, all crossings, the slowest point.
+        # The cheapest split points up to each place: the fullest stage, all crossings, the slowest point.
         cheapest = [(busy[0].copy(), table.crossing_s.copy(), table.point_s[0].copy())]
         before: list[NDArray[np.intp]] = []
         for _ in range(num_boundaries):
@@ -274,12 +274,12 @@ class Ranking:
             most, crossed = np.maximum(most[:, None], busy), crossed[:, None] + table.crossing_s[None, :]
             slowest = np.maximum(slowest[:, None], table.point_s)
             seconds = np.maximum(most, table.total_s + crossed + (self._pipeline.num_points - 1) * slowest)
-            # Every stage ends behind the one before; a point of the model is entered from a cut.
+            # Every stage ends behind the one before; a point of the model is entered from a split point.
             seconds[np.arange(last + 1)[:, None] >= np.arange(last + 1)[None, :]] = np.inf
             seconds[0] = np.inf
             chosen = np.argmin(seconds, axis=0)
             at = chosen, np.arange(last + 1)
-            # Places that so many cuts cannot reach, or only with a stage that is too large.
+            # Places that so many split points cannot reach, or only with a stage that is too large.
             is_reached = np.isfinite(seconds[at])
             cheapest.append((np.where(is_reached, most[at], np.inf), crossed[at], slowest[at]))
             before.append(chosen)
@@ -328,7 +328,7 @@ class Ranking:
         )
 
     def split(self, split_points: tuple[str, ...]) -> Split:
-        """Return where and how the model is cut."""
+        """Return where and how the model is split."""
         codec, residual_codec = self._cutting.codecs
         inside = [split_point for split_point in split_points if split_point.endswith(INSIDE)]
         activation = self.codec_for(codec, inside, residual=False) if inside else CodecSpec()
@@ -347,7 +347,7 @@ class Ranking:
         # A name with an encoding leaves nothing to choose.
         if spec.bits is None or set(name.split(":")) & {*ENCODINGS, "smallest"}:
             return spec
-        # One encoding for all cuts: what is fastest where most is sent.
+        # One encoding for all split points: what is fastest where most is sent.
         shape, stats = max(
             (self._tensor(split_point, spec, residual=residual) for split_point in split_points),
             key=lambda crossing: crossing[1].entropy_bits * crossing[1].num_elements,
@@ -359,7 +359,7 @@ class Ranking:
     def _tensor(
         self, split_point: str, spec: CodecSpec, *, residual: bool
     ) -> tuple[tuple[int, ...], SymbolStatistics]:
-        """Return the shape of the residual stream or of the activation at a cut, and its symbols as they are known."""
+        """Return the shape of the residual stream or of the activation at a split point, and its symbols as they are known."""
         model, other = self._pipeline.plan.model, CodecSpec()
         width = model.hidden_size if residual else model.intermediate_size
         shape = self._pipeline.num_sequences, self._pipeline.plan.seq, width
@@ -370,7 +370,7 @@ class Ranking:
     def _crossing(self, split_point: str) -> tuple[float, float, float]:
         """Return the seconds in which one message is encoded, sent and decoded."""
         known, codecs = self._cutting.densities.get(split_point, 1.0), self._cutting.codecs
-        # Cuts of one kind and density take the same.
+        # Split points of one kind and density take the same.
         key = f"{split_point.endswith(INSIDE)} {known}" if isinstance(known, float) else split_point
         if key in self._crossings:
             return self._crossings[key]
@@ -412,7 +412,7 @@ def _slowest(channels: Iterable[Mapping[Send | Recv, Hop]]) -> Hop:
 
 @dataclass(frozen=True)
 class _CostTable:
-    """What stages cost between any two places of the model: its beginning, the cuts, its end.
+    """What stages cost between any two places of the model: its beginning, the split points, its end.
 
     Attributes
     ----------
@@ -434,12 +434,12 @@ class _CostTable:
 def splits(
     pipeline: PlacedPipeline, split_options: SplitOptions, costs: Costs
 ) -> Iterator[tuple[ModelSpec, Split]]:
-    """Yield cut models with their splits that are worth a simulation.
+    """Yield split models with their splits that are worth a simulation.
 
     Raises
     ------
     PlanError
-        If the model cannot be cut so.
+        If the model cannot be split so.
     """
     ranking = Ranking(pipeline, split_options, costs)
     seen: set[Split] = set()

@@ -1,6 +1,6 @@
 """Which meshes of several stages are worth a look: those of the least bounds, of the many that there are.
 
-A mesh and its cuts are bounded by :mod:`zosim.planning.split_search` alone, so that hundreds take as long as a few plans do.
+A mesh and its split points are bounded by :mod:`zosim.planning.split_search` alone, so that hundreds take as long as a few plans do.
 Those that could undercut what is known without stages, and the best in any case, become plans.
 """
 
@@ -27,7 +27,7 @@ _FOR_WEIGHTS = 0.9
 
 @dataclass(frozen=True)
 class _StageShape:
-    """A mesh with its best cuts, and what ranked them."""
+    """A mesh with its best split points, and what ranked them."""
 
     mesh: Mesh
     best: BoundedSplitPoints
@@ -72,7 +72,7 @@ def _placed(request: Request, shape: _StageShape) -> tuple[Mesh, Placement, tupl
 
 
 def _shapes(request: Request) -> Iterator[_StageShape]:
-    """Yield every mesh of several stages that the model can be cut for, with the best cuts."""
+    """Yield every mesh of several stages that the model can be split for, with the best split points."""
     costs = Costs(request.config.spec, request.split_options)
     known: dict[tuple[object, ...], tuple[Ranking, BoundedSplitPoints]] = {}
     for mesh in _meshes(request, costs):
@@ -88,7 +88,7 @@ def _shapes(request: Request) -> Iterator[_StageShape]:
 
 
 def _best(request: Request, ranking: Ranking) -> BoundedSplitPoints:
-    """Return the best cuts whose stages fit their devices, or the best of all with the uploads that those take."""
+    """Return the best split points whose stages fit their devices, or the best of all with the uploads that those take."""
     limit = _FOR_WEIGHTS * request.device_limit_bytes(request.hardware.device)
     best = ranking.best_of_all(limit)
     if not best.split_points or ranking.weight_bytes(best.split_points) > limit:

@@ -1,4 +1,4 @@
-"""Whether a smoothing radius is large enough for what crosses a cut in few bits: as measured on the embedded model."""
+"""Whether a smoothing radius is large enough for what crosses a boundary in few bits: as measured on the embedded model."""
 
 from __future__ import annotations
 

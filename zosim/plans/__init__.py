@@ -205,7 +205,7 @@ class Plan(Axis, Document):
 
     @property
     def split_points(self) -> tuple[str, ...]:
-        """Where the model is cut, in its order."""
+        """Where the model is split, in its order."""
         return self.split.split_points
 
     @property
@@ -215,9 +215,9 @@ class Plan(Axis, Document):
 
     @property
     def encoded_in_place(self) -> dict[str, int]:
-        """Number of each cut within one stage, by the segment before it: the same rank encodes and decodes what crosses.
+        """Number of each split point within one stage, by the segment before it: the same rank encodes and decodes what crosses.
 
-        Empty where cuts part stages.
+        Empty where split points part stages.
         """
         if self.mesh.stage > 1:
             return {}

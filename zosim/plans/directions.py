@@ -158,7 +158,7 @@ class Directions(Axis):
 
     @property
     def samples_by_halves(self) -> bool:
-        """Whether the order of draws depends on which blocks are cut inside: one generator passes halves in turn."""
+        """Whether the order of draws depends on which blocks are split inside: one generator passes halves in turn."""
         return (self.rng, self.order) == ("mezo", "execution")
 
     def words(self, plan: Plan) -> Iterator[str]:

@@ -135,7 +135,7 @@ class ForwardPass(Axis):
         for is_stated, words, remedy in (
             (
                 bool(plan.split.split_points),
-                "cuts or stages, the first of which would wait for the last before every token",
+                "split points or stages, the first of which would wait for the last before every token",
                 "share the step out otherwise: --mesh data=N or perturb=N",
             ),
             (

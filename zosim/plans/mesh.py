@@ -162,7 +162,7 @@ class Mesh(Axis):
         return ",".join(f"{name}={size}" for name in names if (size := getattr(self, name)) > 1)
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
-        """Yield what the mesh has no devices, sequences, points or cuts for."""
+        """Yield what the mesh has no devices, sequences, points or split points for."""
         if self.world_size != plan.placement.world_size:
             yield (
                 f"data={self.data} x perturb={self.perturb} x stage={self.stage} needs {self.world_size} ranks, not "
@@ -181,6 +181,6 @@ class Mesh(Axis):
             )
         if self.stage > 1 and len(plan.split.split_points) != self.stage - 1:
             yield (
-                f"stage={self.stage} needs {self.stage - 1} cuts, not {len(plan.split.split_points)}",
+                f"stage={self.stage} needs {self.stage - 1} split points, not {len(plan.split.split_points)}",
                 "see --split-points",
             )

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Changes = Literal["numbers", "speed", "numbers where transfers round", "numbers where codecs round"]
 """What another value changes: losses and weights, or how fast they come about alone, or losses and weights where
-offloaded blocks, or what crosses a cut, are kept in a coarser format."""
+offloaded blocks, or what crosses a boundary, are kept in a coarser format."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
-"""Where the model is cut, and how what crosses is encoded.
+"""Where the model is split, and how what crosses is encoded.
 
 Examples
 --------
 Behind a block the hidden state crosses; inside one the residual stream and an activation do, each with a codec of its own:
 
->>> Split(cuts=("block.1",), codec="q4", residual_codec="q8").codecs_in_use
+>>> Split(split_points=("block.1",), codec="q4", residual_codec="q8").codecs_in_use
 {'residual stream': 'q8'}
->>> Split(cuts=("block.1.mlp",), codec="q4", residual_codec="q8").codecs_in_use
+>>> Split(split_points=("block.1.mlp",), codec="q4", residual_codec="q8").codecs_in_use
 {'activation': 'q4', 'residual stream': 'q8'}
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zosim.plans import Plan
 
 INSIDE = ".mlp"
-"""Ends the name of a cut inside a block."""
+"""Ends the name of a split point inside a block."""
 
 
 def _listed(typed: Iterable[str]) -> tuple[str, ...]:
@@ -37,9 +37,9 @@ def _listed(typed: Iterable[str]) -> tuple[str, ...]:
 
 
 class Split(Axis):
-    """Where the model is cut into stages, and how what crosses is encoded.
+    """Where the model is split into stages, and how what crosses is encoded.
 
-    With one stage, what crosses a cut is encoded and decoded where it is: the same numbers as with stages, from
+    With one stage, what crosses a boundary is encoded and decoded where it is: the same numbers as with stages, from
     one process.
 
     Attributes
@@ -53,7 +53,7 @@ class Split(Axis):
     residual_codec : str
         Of the residual stream, which is what crosses behind a block.
     densities : tuple of float or BoundarySymbols
-        For each cut, what is known of the symbols that cross, on which sizes and times of sparse encodings depend: a
+        For each split point, what is known of the symbols that cross, on which sizes and times of sparse encodings depend: a
         number is the part of the activation's (behind a block, of the hidden state's) that is not the most frequent
         one. Empty takes all symbols to be equally frequent.
     """
@@ -98,10 +98,10 @@ class Split(Axis):
     ] = ()
 
     def words(self, plan: Plan) -> Iterator[str]:
-        """Yield the cuts, and their codecs."""
+        """Yield the split points, and their codecs."""
         del plan
         if self.split_points:
-            yield f"cut at {' and '.join(self.split_points)}"
+            yield f"split at {' and '.join(self.split_points)}"
             codecs = [name for name in map(_short, self.codecs_in_use.values()) if name != "none"]
             if codecs:
                 yield f"{' and '.join(codecs)} (lossy)"
@@ -113,7 +113,7 @@ class Split(Axis):
 
     @property
     def codecs_in_use(self) -> dict[str, str]:
-        """Codec by what goes through it: the residual stream at every cut, an MLP's activation at those inside blocks."""
+        """Codec by what goes through it: the residual stream at every split point, an MLP's activation at those inside blocks."""
         used = {"activation": self.codec} if self.split_blocks else {}
         return used | {"residual stream": self.residual_codec} if self.split_points else {}
 
@@ -122,22 +122,22 @@ class Split(Axis):
         """Whether what arrives is another number than what was sent."""
         return not (codec_spec(self.codec).is_lossless and codec_spec(self.residual_codec).is_lossless)
 
-    def symbols(self, split_point: int) -> BoundarySymbols | None:
-        """Return what is known of the symbols that cross cut number `split_point`."""
+    def symbols(self, boundary: int) -> BoundarySymbols | None:
+        """Return what is known of the symbols that cross boundary number `boundary`."""
         if not self.densities:
             return None
-        known = self.densities[split_point]
+        known = self.densities[boundary]
         return BoundarySymbols(first=TensorSymbols(density=known)) if isinstance(known, float) else known
 
     @property
     def split_blocks(self) -> tuple[int, ...]:
-        """Blocks that are cut inside."""
+        """Blocks that are split inside."""
         return tuple(
             block_index(split_point) for split_point in self.split_points if split_point.endswith(INSIDE)
         )
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
-        """Yield what the model has no such cuts for, and what is known of too few of them."""
+        """Yield what the model has no such split points for, and what is known of too few of them."""
         segments = plan.model.segments
         unknown = [
             split_point
@@ -147,20 +147,23 @@ class Split(Axis):
         if unknown:
             inside = unknown[0].endswith(INSIDE)
             yield (
-                f"there is no cut {unknown[0]!r} in {plan.model.name}",
-                "read the model with that block cut"
+                f"there is no split point {unknown[0]!r} in {plan.model.name}",
+                "read the model with that block split"
                 if inside
-                else f"cuts are block.0.mlp to block.{plan.model.num_blocks - 1}",
+                else f"split points are block.0.mlp to block.{plan.model.num_blocks - 1}",
             )
         elif list(self.split_points) != sorted(
             set(self.split_points), key=lambda split_point: segments.index(last_before(split_point, segments))
         ):
             yield (
-                f"cuts {', '.join(self.split_points)} are not in the model's order",
+                f"split points {', '.join(self.split_points)} are not in the model's order",
                 "sort them, name each once",
             )
         if self.densities and len(self.densities) != len(self.split_points):
-            yield f"{len(self.densities)} densities for {len(self.split_points)} cuts", "give one per cut"
+            yield (
+                f"{len(self.densities)} densities for {len(self.split_points)} split points",
+                "give one per split point",
+            )
         if any(isinstance(density, float) and not 0 <= density <= 1 for density in self.densities):
             yield f"densities={self.densities} must be from 0 to 1", "the part that is not zero"
         for name in (self.codec, self.residual_codec):
@@ -171,7 +174,7 @@ _SPLIT_POINT_NAME = re.compile(r"block\.\d+(\.mlp)?", re.ASCII)
 
 
 def check_split_points(names: Iterable[str]) -> None:
-    """Raise unless all are names of cuts, of whatever model.
+    """Raise unless all are names of split points, of whatever model.
 
     Raises
     ------
@@ -180,20 +183,20 @@ def check_split_points(names: Iterable[str]) -> None:
     for name in names:
         if not _SPLIT_POINT_NAME.fullmatch(name):
             raise PlanError(
-                f"{name!r} is the name of no cut",
-                hint="block.5 is the cut behind block 5, block.5.mlp the one inside it",
+                f"{name!r} is no split point",
+                hint="block.5 is the split point behind block 5, block.5.mlp the one inside it",
             )
 
 
 def split_point_behind(segment: str) -> str:
-    """Return the name of the cut that `segment` ends at."""
+    """Return the name of the split point that `segment` ends at."""
     if segment.endswith(FRONT):
         return segment.removesuffix(FRONT) + INSIDE
     return segment.removesuffix(BACK)
 
 
 def last_before(split_point: str, segments: Container[str]) -> str:
-    """Return the segment that a cut is behind; where a block is two segments, its end is that of the second."""
+    """Return the segment that a split point is behind; where a block is two segments, its end is that of the second."""
     if split_point.endswith(INSIDE):
         return split_point.removesuffix(INSIDE) + FRONT
     return split_point + BACK if split_point + BACK in segments else split_point

@@ -113,8 +113,8 @@ class Weights(Axis):
             ),
             (
                 bool(plan.split.split_points),
-                "cuts, which hand on one point's hidden states",
-                "leave stages and cuts out",
+                "split points, which hand on one point's hidden states",
+                "leave stages and split points out",
             ),
             (
                 plan.directions.kept,

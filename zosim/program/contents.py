@@ -134,7 +134,7 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a segment leaves, encoded, as it crosses a cut; a plan numbers its cuts from 0."""
+    """What a segment leaves, encoded, as it crosses a boundary; boundaries are numbered from 0, in the order of split points."""
 
     boundary: int
     point: Point

@@ -224,7 +224,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """What crosses a cut, as one message; it may be shorter than the range that it is written to.
+    """What crosses a boundary, as one message; it may be shorter than the range that it is written to.
 
     Attributes
     ----------

@@ -27,12 +27,12 @@ NUM_BLOCKS = 2
 
 
 def shortened(model: ModelSpec) -> ModelSpec:
-    """Return a model of which only the first two blocks are left, cut inside as they were."""
+    """Return a model of which only the first two blocks are left, split inside as they were."""
     return with_blocks(model, range(NUM_BLOCKS))
 
 
 def shortest(model: ModelSpec) -> ModelSpec:
-    """Return a model of two blocks that tell all others, the model itself where blocks are unlike, cut or as few."""
+    """Return a model of two blocks that tell all others, the model itself where blocks are unlike, split or as few."""
     blocks: dict[str, list[ParameterGroup]] = defaultdict(list)
     for group in model.groups:
         for segment in group.segments:
@@ -95,7 +95,7 @@ def shortened_stages(plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
             standing[first] = range(first, first + 1 + len(whole) - len(few))
         halves += [segment for segment in blocks if segment.endswith((FRONT, BACK))]
         kept += few
-    # A half needs its block, of which it is cut.
+    # A half needs its block, of which it is split.
     kept = sorted({*kept, *map(block_index, halves)})
     number = {old: new for new, old in enumerate(kept)}
     split_points = tuple(_renamed(split_point, kept, number) for split_point in plan.split_points)
@@ -110,6 +110,6 @@ def shortened_stages(plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
 
 
 def _renamed(split_point: str, kept: Sequence[int], number: dict[int, int]) -> str:
-    """Return the cut behind the last block of those kept that are not behind `split_point`."""
+    """Return the split point behind the last block of those kept that are not behind `split_point`."""
     block = max(index for index in kept if index <= block_index(split_point))
     return block_segment(number[block]) + split_point.removeprefix(block_segment(block_index(split_point)))

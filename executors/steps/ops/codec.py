@@ -1,4 +1,4 @@
-"""What crosses a cut between two stages: encoded, sent, received and decoded, as a program says.
+"""What crosses a boundary between two stages: encoded, sent, received and decoded, as a program says.
 
 A message has the tensors of every micro-batch in turn, each as its codec's own message, which says of itself what it is
 and how long. Inside a block the activation comes before the residual stream.
@@ -31,7 +31,7 @@ from zosim.program.operations import Decode, Encode, Recv, Send
 
 
 class Crossings:
-    """Makes actions out of what a program does at its cuts.
+    """Makes actions out of what a program does at its split points.
 
     Attributes
     ----------
@@ -188,10 +188,10 @@ class Crossings:
         return f"rank {rank}, {self._what(wire)}"
 
     def _what(self, wire: Access) -> str:
-        """Return a message in words: its cut and evaluation point."""
+        """Return a message in words: its split point and evaluation point."""
         message = _message(wire)
         at = message.point if message.point.is_perturbed else "the base"
-        return f"cut {self._boundary_names.get(message.boundary, message.boundary)} at {at}"
+        return f"split point {self._boundary_names.get(message.boundary, message.boundary)} at {at}"
 
     def _generator(self, frame: StepFrame, wire: Access, part: int) -> Generator:
         """Return what codecs round with that do so at random: alike whenever the step is done, on every shard.
@@ -208,12 +208,12 @@ def _each(handed: Handed) -> tuple[Tensor, ...]:
 
 def _handed(access: Access) -> Access:
     if not isinstance(access.what, Hidden):
-        raise Unfit(f"crosses a cut with {access.what}, which no segment hands on")
+        raise Unfit(f"crosses a boundary with {access.what}, which no segment hands on")
     return access
 
 
 def _is_inside(handed: Access) -> bool:
-    """Whether what a segment leaves crosses a cut inside a block."""
+    """Whether what a segment leaves crosses a boundary inside a block."""
     return isinstance(handed.what, Hidden) and handed.what.segment.endswith(FRONT)
 
 
@@ -229,7 +229,7 @@ def _message(wire: Access) -> Message:
 
 
 def _names_of_boundaries(program: Program) -> Iterator[tuple[int, str]]:
-    """Yield the number and the name, as a plan has it, of every cut that a rank is at."""
+    """Yield the number and the name, as a plan has it, of every split point that a rank is at."""
     for _, instruction in program.instructions():
         if isinstance(instruction.op, Encode | Decode):
             operands = [access.what for access in (*instruction.reads, *instruction.writes)]

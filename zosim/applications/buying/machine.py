@@ -39,7 +39,7 @@ class Job:
         What is set of its plans; without a format of the weights it is the checkpoint's, where a machine has units for it.
     num_steps : int
     split_options : SplitOptions
-        Where stages may cut the model; by default between blocks alone.
+        Where stages may split the model; by default between blocks alone.
     """
 
     config: PlanConfig

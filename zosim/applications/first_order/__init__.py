@@ -1,1 +1,1 @@
-"""First-order steps of the same devices and cuts, as programs to compare with."""
+"""First-order steps of the same devices and split points, as programs to compare with."""

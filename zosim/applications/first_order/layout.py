@@ -172,7 +172,7 @@ class FirstOrderLayout:
         return host, Access(f"known.{side}.{number % self.num_wires}", what, 0, size)
 
     def _width_of(self, boundary: int) -> int:
-        """Return the bytes of one sample's activation at a cut."""
+        """Return the bytes of one sample's activation at a split point."""
         first = self.plan.mesh.pipelines[0]
         segment = self.plan.segments_of(first[boundary])[-1]
         return activation_bytes(
@@ -239,7 +239,7 @@ class FirstOrderLayout:
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """Which sides of this stage have a cut."""
+        """Which sides of this stage have a split point."""
         return (*(("in",) if self.stage else ()), *(() if self.is_last else ("out",)))
 
     @property

@@ -1,12 +1,12 @@
 """A first-order step as programs: what split training by backpropagation does on the ranks of a plan.
 
-The baseline that a zeroth-order plan is held against, per step and on the same devices, cuts and batch. The model stays
+The baseline that a zeroth-order plan is held against, per step and on the same devices, split points and batch. The model stays
 on the devices. A stage keeps what its backwards need, sends activations on and their gradients back, and ranks of one
 stage sum their gradients. It is lowered, validated and simulated as every program is; nothing executes it.
 
 *Microbatches.* ``gpipe`` forwards all of them, then goes back; ``1f1b`` keeps as many as there are stages behind.
 *AQ-SGD* [1]_ sends a few bits of what changed in a sample's activation since the sample was last seen, and keeps the last
-message of every sample at both ends of a cut, on the host.
+message of every sample at both ends of a boundary, on the host.
 
 References
 ----------
@@ -30,7 +30,7 @@ __all__ = ["PRESETS", "FirstOrder", "baseline_plan", "lower_first_order"]
 
 
 def baseline_plan(plan: Plan) -> Plan:
-    """Return the plan whose devices, cuts, batch and formats a baseline of `plan` has.
+    """Return the plan whose devices, split points, batch and formats a baseline of `plan` has.
 
     Ranks that forward other points of a zeroth-order step forward other sequences of a first-order one.
 

@@ -1,4 +1,4 @@
-"""A plan beside a first-order step of the same devices, cuts and batch."""
+"""A plan beside a first-order step of the same devices, split points and batch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _facts(subject: Subject) -> dict[str, str]:
     prediction, counts = subject.prediction, step_counts(subject.programs)
     return {
         "time": prediction.interval,
-        "activations across cuts": _messages(counts.num_activations, counts.activation_bytes),
+        "activations across split points": _messages(counts.num_activations, counts.activation_bytes),
         "their gradients back": _messages(counts.num_gradients, counts.gradient_bytes),
         "scalars": _messages(counts.num_scalars, counts.scalar_bytes),
         "gradients summed": format_bytes(counts.reduced_bytes),

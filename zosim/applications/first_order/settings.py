@@ -25,9 +25,9 @@ class FirstOrder(Section):
     num_microbatches : int
         Parts that each rank's share of the batch passes through the pipeline in.
     codec, gradient_codec : str
-        Of everything that crosses a cut forward, and of its gradients back.
+        Of everything that crosses a boundary forward, and of its gradients back.
     num_kept_samples : int
-        Samples whose last message both ends of a cut keep (AQ-SGD), the batch's at least; 0 for none.
+        Samples whose last message both ends of a boundary keep (AQ-SGD), the batch's at least; 0 for none.
     dropout : bool
         Whether masks are kept.
     recompute : bool

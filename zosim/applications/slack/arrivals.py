@@ -89,7 +89,7 @@ def _parsed(rows: csv.DictReader[str], path: str | Path) -> Iterator[float]:
         )
     for row in rows:
         if rows.line_num > _LARGEST:
-            raise TrafficError(f"the trace {path} has more than {_LARGEST} lines", hint="cut it")
+            raise TrafficError(f"the trace {path} has more than {_LARGEST} lines", hint="shorten it")
         text = (row[column] or "").strip()
         try:
             number = float(text)
