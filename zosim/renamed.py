@@ -15,6 +15,7 @@ from zosim.console import stderr
 OPTIONS: tuple[tuple[str, str], ...] = (
     ("--slots", "--staging-buffers"),
     ("--draw-ahead", "--sample-ahead"),
+    ("--cut", "--split-points"),
 )
 """Earlier and present spelling of an option, as ``("--queries", "--num-perturbations")``.
 

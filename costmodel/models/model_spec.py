@@ -63,7 +63,7 @@ def segments_of(num_blocks: int, split_blocks: tuple[int, ...] = ()) -> tuple[st
     return (*segments, HEAD)
 
 
-RENAMED: Mapping[str, str] = {}
+RENAMED: Mapping[str, str] = {"cut_blocks": "split_blocks"}
 """Fields and values of a model specification that were renamed (:mod:`topology.renamed`)."""
 
 

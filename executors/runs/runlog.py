@@ -219,6 +219,9 @@ RENAMED: Mapping[str, str] = {
     "run.schedule": "learning_rate",
     "run.identity.num_slots": "num_staging_buffers",
     "run.identity.residency.num_slots": "num_staging_buffers",
+    "run.identity.cuts": "split_points",
+    "run.identity.split.cuts": "split_points",
+    "run.identity.cut_blocks": "split_blocks",
 }
 """Fields of a header that were renamed (:mod:`topology.renamed`), but for those of its plan, which upgrades itself."""
 

@@ -57,10 +57,10 @@ __all__ = [
     "TransferDType",
     "Weights",
     "check_split_points",
-    "split_point_behind",
     "fields_of",
     "is_decisive",
     "last_before",
+    "split_point_behind",
     "upgrade",
 ]
 

@@ -68,7 +68,6 @@ class Split(Axis):
             "(inside it); repeat the option or separate with commas.",
             "numbers where codecs round",
             planned=True,
-            recorded_as="split_points",
             typed=list[str],
             parse=_listed,
         ),

@@ -15,6 +15,7 @@ RENAMED: Mapping[str, str] = {
     "residency.num_slots": "num_staging_buffers",
     "residency.reuse_slots": "reuse_staging_buffers",
     "directions.drawn_ahead": "sampled_ahead",
+    "split.cuts": "split_points",
 }
 """Axes, fields and values that were renamed (:mod:`topology.renamed`); a plan of version 1 is read as one of version 2 before."""
 

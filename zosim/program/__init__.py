@@ -36,6 +36,7 @@ RENAMED: Mapping[str, str] = {
     "**.stream=draw": "sample",
     "**.draw_dtype": "sampling_dtype",
     "**.num_shared_draws": "num_shared_samplings",
+    "**.what=cut.*": "boundary.*",
 }
 """Fields, and kinds of operations, that were renamed of a program (:mod:`topology.renamed`)."""
 

@@ -140,7 +140,7 @@ class Message:
     point: Point
 
     def __str__(self) -> str:
-        return _at(f"cut.{self.boundary}:message", self.point)
+        return _at(f"boundary.{self.boundary}:message", self.point)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Contents]], ...] 
         ),
         (r"loss(:own)?(?:@(.*))?", lambda m: Loss(parse_point(m[2] or ""), m[1] is not None)),
         (r"g@q(\d+)", lambda m: ProjectedGradient(int(m[1]))),
-        (r"cut\.(\d+):message(?:@(.*))?", lambda m: Message(int(m[1]), parse_point(m[2] or ""))),
+        (r"boundary\.(\d+):message(?:@(.*))?", lambda m: Message(int(m[1]), parse_point(m[2] or ""))),
         (r"(.+):out(?:@(.*))?", lambda m: Hidden(m[1], parse_point(m[2] or ""))),
         (r"([^:@]+):frozen", lambda m: FrozenWeights(m[1])),
         (r"(?!(?:z|rng|loss):)([^@]*:[^@]*)(?:@(.*))?", lambda m: Named(m[1], m[2] or "")),

@@ -159,7 +159,7 @@ class FirstOrderLayout:
         is_next = (phase == "forward") == (side == "out")
         boundary = self.stage if is_next else self.stage - 1
         size = most_message_bytes(self.encoded(phase), boundary, self.rows[number])
-        what = Named(f"cut.{boundary}:{phase}", f"m{number}")
+        what = Named(f"boundary.{boundary}:{phase}", f"m{number}")
         return Access(f"wire.{phase}.{side}.{number % self.num_wires}", what, 0, size)
 
     def known(self, side: Side, number: int) -> tuple[Access, Access]:
