@@ -17,7 +17,13 @@ from executors.codecs import codec_of, decode_quantised, encode_quantised, encod
 from executors.codecs.encodings import Symbols
 from executors.codecs.fidelity import Visibility, received, relative_error, visibility
 from executors.models.model import Batch, SegmentedModel
-from executors.models.split_points import Crossing, SplitPoint, crossings, loss_through, split_points_of
+from executors.models.split_points import (
+    BoundaryTensor,
+    SplitPoint,
+    boundary_tensors,
+    loss_through,
+    split_points_of,
+)
 from executors.randomness.directions import Gaussian
 from executors.randomness.rng import generator_on
 from executors.runs.settings import RunConfig
@@ -29,12 +35,12 @@ from zosim.report import Table
 
 
 @dataclass(frozen=True, slots=True)
-class CrossingReport:
+class TensorReport:
     """One tensor at one split point through one codec; means over batches.
 
     Attributes
     ----------
-    split_point, crossing, codec : str
+    split_point, tensor, codec : str
     shape : tuple of int
         Of the last batch's tensor.
     nonzero : float
@@ -57,7 +63,7 @@ class CrossingReport:
     """
 
     split_point: str
-    crossing: Crossing
+    tensor: BoundaryTensor
     codec: str
     shape: tuple[int, ...]
     nonzero: float
@@ -97,13 +103,13 @@ class ProbeReport:
     loss : float
         Without a codec, mean over batches.
     epsilon : float
-    tensors : list of CrossingReport
+    tensors : list of TensorReport
     losses : list of BoundaryLoss
     """
 
     loss: float
     epsilon: float
-    tensors: list[CrossingReport]
+    tensors: list[TensorReport]
     losses: list[BoundaryLoss]
 
 
@@ -143,20 +149,20 @@ def probe_boundaries(
         if spec.is_lossless:
             raise PlanError("the codec none leaves nothing to measure", hint="name one with bits, such as q4")
     with torch.no_grad():
-        crossed = [crossings(model, batch) for batch in batches]
+        found = [boundary_tensors(model, batch) for batch in batches]
         signs = _both_signs(model, batches[0], epsilon, seed)
         tensors = [
             _report(
                 split_point,
                 name,
                 spec,
-                [kept[split_point][name] for kept in crossed],
+                [kept[split_point][name] for kept in found],
                 _at(signs, split_point, name),
                 epsilon,
                 seed,
             )
             for split_point in split_points_of(model)
-            for name in crossed[0][split_point]
+            for name in found[0][split_point]
             for spec in specs
         ]
         plain = [float(loss_through(model, batch, {})) for batch in batches]
@@ -170,10 +176,12 @@ def probe_boundaries(
     return ProbeReport(fmean(plain), epsilon, tensors, losses)
 
 
-Crossed = Mapping[SplitPoint, Mapping[Crossing, Tensor]]
+BoundaryTensors = Mapping[SplitPoint, Mapping[BoundaryTensor, Tensor]]
 
 
-def _both_signs(model: SegmentedModel, batch: Batch, epsilon: float, seed: int) -> tuple[Crossed, Crossed]:
+def _both_signs(
+    model: SegmentedModel, batch: Batch, epsilon: float, seed: int
+) -> tuple[BoundaryTensors, BoundaryTensors]:
     """Return what crosses at ``θ + εz`` and at ``θ - εz``."""
     parameters = [tensor.parameter.data for tensor in model.tensors if tensor.trainable]
     kept = [parameter.clone() for parameter in parameters]
@@ -184,29 +192,31 @@ def _both_signs(model: SegmentedModel, batch: Batch, epsilon: float, seed: int) 
             z = torch.empty_like(original)
             Gaussian().fill(z, generator)
             parameter.copy_(original + sign * epsilon * z)
-        by_sign.append(crossings(model, batch))
+        by_sign.append(boundary_tensors(model, batch))
     for parameter, original in zip(parameters, kept, strict=True):
         parameter.copy_(original)
     return by_sign[0], by_sign[1]
 
 
-def _at(signs: tuple[Crossed, Crossed], split_point: SplitPoint, name: Crossing) -> tuple[Tensor, Tensor]:
+def _at(
+    signs: tuple[BoundaryTensors, BoundaryTensors], split_point: SplitPoint, name: BoundaryTensor
+) -> tuple[Tensor, Tensor]:
     return signs[0][split_point][name], signs[1][split_point][name]
 
 
 def _report(
     split_point: SplitPoint,
-    name: Crossing,
+    name: BoundaryTensor,
     spec: CodecSpec,
     tensors: Sequence[Tensor],
     signs: tuple[Tensor, Tensor],
     epsilon: float,
     seed: int,
-) -> CrossingReport:
+) -> TensorReport:
     rows = [_measured(tensor, spec, seed) for tensor in tensors]
     kept, entropy_bits, error, size_bytes, to_entropy = (fmean(column) for column in zip(*rows, strict=True))
     seen = _seen(signs, spec, epsilon, seed)
-    return CrossingReport(
+    return TensorReport(
         split_point.name,
         name,
         spec.name,
@@ -251,7 +261,7 @@ def _change_of_loss(
     spec: CodecSpec,
     seed: int,
 ) -> float:
-    def through(_name: Crossing, tensor: Tensor) -> Tensor:
+    def through(_name: BoundaryTensor, tensor: Tensor) -> Tensor:
         return received(tensor, spec, generator_on(tensor.device, seed))
 
     losses = [float(loss_through(model, batch, {split_point: through})) for batch in batches]
@@ -294,7 +304,7 @@ def probe(
     for row in report.tensors:
         if row.warning:
             stderr.print(
-                f"{row.split_point}, {row.crossing}, {row.codec}: {row.warning}", markup=False, soft_wrap=True
+                f"{row.split_point}, {row.tensor}, {row.codec}: {row.warning}", markup=False, soft_wrap=True
             )
     emit(report, json=as_json, text=_view(report))
 
@@ -321,7 +331,7 @@ def _view(report: ProbeReport) -> Any:
     rows = [
         (
             row.split_point,
-            row.crossing,
+            row.tensor,
             row.codec.removesuffix(":smallest"),
             f"{row.nonzero:.1%}",
             f"{row.kept:.1%}",

@@ -164,7 +164,7 @@ def coding_terms(coding: CodecWork, values: Mapping[str, float], device_type: De
     Notes
     -----
     An estimate for GPUs, not a measurement: the device makes symbols of numbers (``quantising``: 4 bytes read, one
-    written, at the element-wise bandwidth), a byte of each crosses the bus (``crossing``), and the host writes them down.
+    written, at the element-wise bandwidth), a byte of each crosses the bus (``boundary_transfer``), and the host writes them down.
     The message stays there. Plain numbers never leave the device: they are copied side by side (``packing``), and the
     receiver uses them where they arrive.
     """
@@ -180,7 +180,7 @@ def coding_terms(coding: CodecWork, values: Mapping[str, float], device_type: De
     return {
         "coding": codec_profile_of(values).duration_s(on_host),
         "quantising": 5 * num_symbols / values["elementwise_bandwidth"],
-        "crossing": num_symbols / narrower,
+        "copying": num_symbols / narrower,
     }
 
 
@@ -207,7 +207,7 @@ class BoundaryLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class BoundaryTransfer:
     """What a tensor's way across a boundary takes."""
 
     spec: CodecSpec
@@ -222,13 +222,13 @@ class Crossing:
         return self.encode_s + self.transfer_s + self.decode_s
 
 
-def crossing(
+def boundary_transfer(
     spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics, over: BoundaryLink
-) -> Crossing:
+) -> BoundaryTransfer:
     """Return what crossing a link with this codec takes."""
     size = message_bytes(spec, shape, element_bytes, stats)
     encode, decode = (of(spec, shape, element_bytes, stats) for of in (encode_work, decode_work))
-    return Crossing(
+    return BoundaryTransfer(
         spec,
         size,
         over.profile.duration_s(encode),
@@ -237,13 +237,13 @@ def crossing(
     )
 
 
-def fastest_crossing(
+def fastest_transfer(
     spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics, over: BoundaryLink
-) -> Crossing:
+) -> BoundaryTransfer:
     """Return the crossing with the encoding that is fastest for the numbers that `spec` makes.
 
     The values that arrive do not depend on the encoding. Plain numbers are not among the choices, since they do.
     """
     specs = (replace(spec, encoding=encoding) for encoding in ENCODINGS)
-    crossings = [crossing(spec, shape, element_bytes, stats, over) for spec in specs]
-    return min(crossings, key=lambda crossed: crossed.seconds)
+    transfers = [boundary_transfer(spec, shape, element_bytes, stats, over) for spec in specs]
+    return min(transfers, key=lambda transfer: transfer.seconds)

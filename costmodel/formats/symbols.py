@@ -155,7 +155,7 @@ def activation_statistics(
     return replace(statistics, measured_entropy_bits=entropy_bits)
 
 
-def crossing_statistics(
+def boundary_statistics(
     known: BoundarySymbols | None, shape: Sequence[int], *, bits: int, is_beside: bool
 ) -> SymbolStatistics:
     """Return the statistics of a tensor that crosses a boundary of which this is known; None counts all symbols alike.

@@ -19,9 +19,9 @@ from executors.models.model import Batch, SegmentedModel
 from executors.models.recording_blocks import StepCache
 from zosim.plans import INSIDE
 
-Crossing = Literal["hidden", "activation", "residual"]
+BoundaryTensor = Literal["hidden", "activation", "residual"]
 
-Change = Callable[[Crossing, Tensor], Tensor]
+Change = Callable[[BoundaryTensor, Tensor], Tensor]
 """What a boundary does to a tensor that crosses it."""
 
 
@@ -49,7 +49,7 @@ def split_points_of(model: SegmentedModel) -> tuple[SplitPoint, ...]:
     return tuple(SplitPoint(i, inside) for i in range(len(model.blocks)) for inside in (True, False))
 
 
-def crossings(model: SegmentedModel, batch: Batch) -> dict[SplitPoint, dict[Crossing, Tensor]]:
+def boundary_tensors(model: SegmentedModel, batch: Batch) -> dict[SplitPoint, dict[BoundaryTensor, Tensor]]:
     """Return copies of the tensors that cross each boundary, in the model's format.
 
     Raises
@@ -57,11 +57,11 @@ def crossings(model: SegmentedModel, batch: Batch) -> dict[SplitPoint, dict[Cros
     ModelError
         If a block's MLP is none of those that are known.
     """
-    crossed: dict[SplitPoint, dict[Crossing, Tensor]] = {}
+    found: dict[SplitPoint, dict[BoundaryTensor, Tensor]] = {}
 
     def keep(split_point: SplitPoint) -> Change:
-        def kept(name: Crossing, tensor: Tensor) -> Tensor:
-            crossed.setdefault(split_point, {})[name] = (
+        def kept(name: BoundaryTensor, tensor: Tensor) -> Tensor:
+            found.setdefault(split_point, {})[name] = (
                 tensor.detach().reshape(*batch["input_ids"].shape, -1).clone()
             )
             return tensor
@@ -69,7 +69,7 @@ def crossings(model: SegmentedModel, batch: Batch) -> dict[SplitPoint, dict[Cros
         return kept
 
     loss_through(model, batch, {split_point: keep(split_point) for split_point in split_points_of(model)})
-    return crossed
+    return found
 
 
 def loss_through(model: SegmentedModel, batch: Batch, changes: Mapping[SplitPoint, Change]) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from executors.ranks.communicator import Communicator
 from executors.steps.interpreter import Interpreter
 from executors.steps.memory import MemoryReport
-from executors.steps.ops.codec import Crossings
+from executors.steps.ops.codec import BoundaryActions
 from zosim.timeline import Timeline
 
 
@@ -32,7 +32,7 @@ def measured_timeline(
     first_steady_step : int
         Of these steps, the first that counts as steady.
     """
-    sent = interpreter.crossings.sent_bytes
+    sent = interpreter.boundaries.sent_bytes
     spans = tuple(
         replace(item.span(rank), size_bytes=sent.get((item.step, item.instruction.id), 0)).shifted(
             0, -first_step
@@ -81,7 +81,7 @@ def timeline_of_all_ranks(communicator: Communicator, own: Timeline) -> Timeline
 
 
 def messages_per_step(
-    stages: Crossings, communicator: Communicator | None, num_steps: int, *, between_stages: bool
+    stages: BoundaryActions, communicator: Communicator | None, num_steps: int, *, between_stages: bool
 ) -> dict[str, float]:
     """Return how many messages of all stages went in each of `num_steps` steps, and their bytes on the wire.
 

@@ -491,7 +491,7 @@ class Session:
             return None
         between_stages = self.plan.num_stages > 1
         return messages_per_step(
-            self.interpreter.crossings, self.communicator, num_steps, between_stages=between_stages
+            self.interpreter.boundaries, self.communicator, num_steps, between_stages=between_stages
         )
 
     def memory(self) -> MemoryReport:

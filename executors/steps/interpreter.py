@@ -28,7 +28,7 @@ from executors.steps.checksums import WeightChecksums
 from executors.steps.frames import Hyperparameters, StepFrame
 from executors.steps.graphs import Graphs
 from executors.steps.ops import Action, Actions, Context
-from executors.steps.ops.codec import Crossings
+from executors.steps.ops.codec import BoundaryActions
 from executors.steps.streams import Backend, PeersTicket, Task, Ticket
 from executors.steps.update_watch import UpdateWatch
 from executors.threads import SamplingThreads
@@ -139,9 +139,9 @@ class Interpreter:
         return self._actions.sweeps.moved
 
     @property
-    def crossings(self) -> Crossings:
+    def boundaries(self) -> BoundaryActions:
         """What this rank sends to the next stage."""
-        return self._actions.crossings
+        return self._actions.boundaries
 
     @property
     def num_steps(self) -> int:

@@ -38,9 +38,9 @@ def scaled(machine: Machine, factors: Mapping[str, float]) -> Machine:
         if not 0 < factor < math.inf:
             message = f"{name} is multiplied by {factor}"
             raise PlanError(message, hint="factors must be positive and finite")
-    crossed = {name for route in machine.routes.values() for name in route}
+    used = {name for route in machine.routes.values() for name in route}
     capacities = {
-        name: capacity * (factors.get(LINKS, 1.0) if name in crossed else 1.0)
+        name: capacity * (factors.get(LINKS, 1.0) if name in used else 1.0)
         for name, capacity in machine.capacities.items()
     }
     changed = [

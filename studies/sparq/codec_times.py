@@ -9,10 +9,10 @@ import argparse
 
 from costmodel.formats.codec_time import (
     BoundaryLink,
+    BoundaryTransfer,
     CodecWork,
-    Crossing,
-    crossing,
-    fastest_crossing,
+    boundary_transfer,
+    fastest_transfer,
     load_codec_profile,
 )
 from costmodel.formats.codecs import CodecSpec, codec_spec
@@ -42,13 +42,13 @@ def measured() -> list[tuple[str, CodecWork, float, CodecWork, float]]:
     return [(name, *seconds[2 * i], *seconds[2 * i + 1]) for i, name in enumerate(CODECS)]
 
 
-def over(bandwidth_bytes_per_s: float) -> tuple[Crossing, Crossing]:
+def over(bandwidth_bytes_per_s: float) -> tuple[BoundaryTransfer, BoundaryTransfer]:
     """Return how a tensor crosses a link fastest in 4 bits, and as plain numbers of 16 bits."""
     stats = statistics_of_density(LINK_SHAPE, bits=4, density=LINK_DENSITY)
     link = BoundaryLink(bandwidth_bytes_per_s, load_codec_profile())
     return (
-        fastest_crossing(codec_spec("q4"), LINK_SHAPE, 2, stats, link),
-        crossing(CodecSpec(), LINK_SHAPE, 2, stats, link),
+        fastest_transfer(codec_spec("q4"), LINK_SHAPE, 2, stats, link),
+        boundary_transfer(CodecSpec(), LINK_SHAPE, 2, stats, link),
     )
 
 

@@ -25,7 +25,7 @@ from executors.models.loading import load_model
 from executors.models.model import Batch, SegmentedModel
 from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
 from executors.models.spec import spec_of_model
-from executors.models.split_points import Change, Crossing, SplitPoint, loss_through
+from executors.models.split_points import BoundaryTensor, Change, SplitPoint, loss_through
 from executors.randomness.rng import generator_on
 from executors.runs.evaluate import ChoiceResult, evaluate_choices
 from executors.runs.session import Session
@@ -157,8 +157,8 @@ class Through(nn.Module):
         self._logits = logits
         return logits.new_zeros(())
 
-    def _received(self, crossing: Crossing, tensor: Tensor) -> Tensor:
-        spec = self._codecs.get(crossing, self._residual)
+    def _received(self, name: BoundaryTensor, tensor: Tensor) -> Tensor:
+        spec = self._codecs.get(name, self._residual)
         return received(tensor, spec, generator_on(tensor.device, 0))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:

@@ -17,7 +17,7 @@ from executors.codecs.fidelity import received
 from executors.models.loading import load_model
 from executors.models.model import Batch, SegmentedModel
 from executors.models.pretrain import pretrained_model
-from executors.models.split_points import Change, Crossing, SplitPoint, loss_through
+from executors.models.split_points import BoundaryTensor, Change, SplitPoint, loss_through
 from executors.randomness.directions import Gaussian
 from executors.randomness.rng import generator_on, mixed
 from studies.records import records_in, write_records
@@ -77,8 +77,8 @@ def _change(encoding: Encoding, seed: int) -> dict[SplitPoint, Change]:
     split_point, name, _ = encoding
     spec = codec_spec(name)
 
-    def change(crossing: Crossing, tensor: torch.Tensor) -> torch.Tensor:
-        if crossing == "residual":
+    def change(name: BoundaryTensor, tensor: torch.Tensor) -> torch.Tensor:
+        if name == "residual":
             return tensor
         return received(tensor, spec, generator_on(tensor.device, seed))
 

@@ -21,7 +21,7 @@ from executors.codecs import quantise
 from executors.models.loading import load_model
 from executors.models.model import Batch, SegmentedModel
 from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
-from executors.models.split_points import SplitPoint, crossings
+from executors.models.split_points import SplitPoint, boundary_tensors
 from executors.ranks.launch import launch, process_group
 from executors.ranks.mesh import alone
 from executors.runs.session import Session
@@ -104,8 +104,8 @@ def _density(model: SegmentedModel, batch: Batch, case: CodecCase) -> float:
     if spec.bits is None:
         return 1.0
     with torch.no_grad():
-        crossed = crossings(model, batch)[SplitPoint(1, inside)]["activation" if inside else "hidden"]
-    symbols = quantise(crossed, spec).symbols
+        found = boundary_tensors(model, batch)[SplitPoint(1, inside)]["activation" if inside else "hidden"]
+    symbols = quantise(found, spec).symbols
     return 1 - float(symbols.flatten().long().bincount().max()) / symbols.numel()
 
 

@@ -160,7 +160,7 @@ def findings(volumes: list[Volume]) -> Iterator[EncodingFinding]:
         ):
             continue
         index = (WIDTHS[volume.model] - 1).bit_length()
-        for name, crossings, width in BASELINES:
-            bits = bits_per_element(volume, against, activations=FORWARD, baseline_bits=crossings * width)
+        for name, num_messages, width in BASELINES:
+            bits = bits_per_element(volume, against, activations=FORWARD, baseline_bits=num_messages * width)
             density = {w: density_needed(bits, volume.bits, w) for w in (index, 16, 32)}
             yield EncodingFinding(volume, name, bits, bits.holds(volume.bits), density)

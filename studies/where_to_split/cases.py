@@ -47,32 +47,32 @@ class BoundaryCase:
 
 
 @cache
-def plan_of(crossing: BoundaryCase) -> Plan:
+def plan_of(case: BoundaryCase) -> Plan:
     """Return the plan of two stages."""
     config = {
         "model_type": "opt",
-        "hidden_size": crossing.hidden,
-        "ffn_dim": crossing.inner,
-        "word_embed_proj_dim": crossing.hidden,
+        "hidden_size": case.hidden,
+        "ffn_dim": case.inner,
+        "word_embed_proj_dim": case.hidden,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "vocab_size": 256,
-        "max_position_embeddings": crossing.seq,
+        "max_position_embeddings": case.seq,
     }
-    split_point = "block.1.mlp" if crossing.inside else "block.1"
+    split_point = "block.1.mlp" if case.inside else "block.1"
     split = Split(
         split_points=(split_point,),
-        codec=_codec(crossing.activation_bits),
-        residual_codec=_codec(crossing.residual_bits),
+        codec=_codec(case.activation_bits),
+        residual_codec=_codec(case.residual_bits),
     )
     return Plan(
         model=spec_of_config(config, name="made up", split_blocks=split.split_blocks),
         placement=Placement(topology="none", devices=("cpu0", "cpu1")),
-        batch=crossing.batch,
-        seq=crossing.seq,
+        batch=case.batch,
+        seq=case.seq,
         mesh=Mesh(stage=2),
         split=split,
-        estimator=Estimator(num_queries=crossing.num_queries, difference=crossing.difference),
+        estimator=Estimator(num_queries=case.num_queries, difference=case.difference),
     )
 
 
@@ -80,15 +80,13 @@ def _codec(bits: int) -> str:
     return "none" if bits == 32 else f"q{bits}:dense"
 
 
-def forward_bytes(crossing: BoundaryCase) -> float:
+def forward_bytes(case: BoundaryCase) -> float:
     """Return the bytes that the plan's program sends forward in a step, headers and grids left out."""
-    plan = plan_of(crossing)
-    shapes = [(crossing.hidden, plan.split.residual_codec)]
-    if crossing.inside:
-        shapes.append((crossing.inner, plan.split.codec))
-    beside = sum(
-        overhead_bytes(codec_spec(name), (crossing.batch, crossing.seq, width), 4) for width, name in shapes
-    )
+    plan = plan_of(case)
+    shapes = [(case.hidden, plan.split.residual_codec)]
+    if case.inside:
+        shapes.append((case.inner, plan.split.codec))
+    beside = sum(overhead_bytes(codec_spec(name), (case.batch, case.seq, width), 4) for width, name in shapes)
     sends = [item for item in lower_all(plan).program_of(0).step if isinstance(item.op, Send)]
     return float(sum(item.work.link_bytes - beside for item in sends))
 

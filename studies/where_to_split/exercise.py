@@ -14,7 +14,7 @@ FUNCTION = "bytes_forward"
 """Name of the function in a solution's file."""
 
 _BASE = BoundaryCase(64, 256, 4, 32, True, 4, 32, 1, "central")
-_CROSSINGS = (
+_CASES = (
     replace(_BASE, inside=False),
     replace(_BASE, activation_bits=32),
     _BASE,
@@ -31,28 +31,28 @@ _TOLERANCE = 1e-3
 
 def check(bytes_forward: Bytes) -> Grade:
     """Return whether `bytes_forward` agrees with the programs of several plans, and if not, what to look at."""
-    for crossing in _CROSSINGS:
-        answer = bytes_forward(crossing)
-        complaint = _complaint(answer, crossing)
+    for case in _CASES:
+        answer = bytes_forward(case)
+        complaint = _complaint(answer, case)
         if complaint:
-            return Grade(False, f"{_told(crossing)}: {complaint}")
-    return Grade(True, f"{len(_CROSSINGS)} plans send what you say")
+            return Grade(False, f"{_told(case)}: {complaint}")
+    return Grade(True, f"{len(_CASES)} plans send what you say")
 
 
-def _complaint(answer: object, crossing: BoundaryCase) -> str:
+def _complaint(answer: object, case: BoundaryCase) -> str:
     """Return what is wrong with an answer, or nothing."""
     if isinstance(answer, bool) or not isinstance(answer, int | float):
         return "return bytes, a number"
-    expected = forward_bytes(crossing)
+    expected = forward_bytes(case)
     if _near(answer, expected):
         return ""
-    tokens, width = crossing.batch * crossing.seq, crossing.inner * crossing.activation_bits / 8
-    points = 2 * crossing.num_queries if crossing.difference == "central" else crossing.num_queries + 1
-    if crossing.inside and _near(answer, points * tokens * width):
+    tokens, width = case.batch * case.seq, case.inner * case.activation_bits / 8
+    points = 2 * case.num_queries if case.difference == "central" else case.num_queries + 1
+    if case.inside and _near(answer, points * tokens * width):
         return f"{answer:.6g} bytes are the activation alone; what does the block's second half add its product to?"
     if _near(answer, expected / points):
         return f"{answer:.6g} bytes are those of one forward; how many does a step take?"
-    if crossing.difference == "forward" and _near(answer, expected / points * 2 * crossing.num_queries):
+    if case.difference == "forward" and _near(answer, expected / points * 2 * case.num_queries):
         return f"{answer:.6g} bytes are those of central differences; which point do all queries share?"
     if _near(answer, expected * 8) or _near(answer, expected / 8):
         return f"{answer:.6g}, where the program sends {expected:.6g}: bits, or bytes?"
@@ -66,9 +66,9 @@ def _near(value: float, wanted: float) -> bool:
     return abs(value - wanted) <= _TOLERANCE * wanted
 
 
-def _told(crossing: BoundaryCase) -> str:
-    where = "inside a block" if crossing.inside else "between blocks"
+def _told(case: BoundaryCase) -> str:
+    where = "inside a block" if case.inside else "between blocks"
     return (
-        f"{where}, {crossing.activation_bits}/{crossing.residual_bits} bits, {crossing.num_queries} queries, "
-        f"{crossing.difference}"
+        f"{where}, {case.activation_bits}/{case.residual_bits} bits, {case.num_queries} queries, "
+        f"{case.difference}"
     )

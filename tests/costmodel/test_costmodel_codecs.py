@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from costmodel.formats.codec_time import (
     BoundaryLink,
     CodecProfile,
-    crossing,
+    boundary_transfer,
     decode_work,
     encode_work,
-    fastest_crossing,
+    fastest_transfer,
     fit_codec_profile,
     load_codec_profile,
 )
@@ -113,7 +113,7 @@ def test_a_fast_link_gets_dense_symbols_and_a_slow_one_coded_ones():
     profile = load_codec_profile()
     spec = codec_spec("q4")
     by_link = {
-        bandwidth: fastest_crossing(spec, SHAPE, 4, SPARSE, BoundaryLink(bandwidth, profile))
+        bandwidth: fastest_transfer(spec, SHAPE, 4, SPARSE, BoundaryLink(bandwidth, profile))
         for bandwidth in (1e5, 1e8, 50e9)
     }
     assert by_link[50e9].spec.encoding == "dense"
@@ -127,7 +127,7 @@ def test_plain_numbers_are_fastest_on_a_very_fast_link():
 
     def seconds(name, bandwidth):
         spec = codec_spec(name)
-        found = crossing(spec, SHAPE, 2, SPARSE, BoundaryLink(bandwidth, profile))
+        found = boundary_transfer(spec, SHAPE, 2, SPARSE, BoundaryLink(bandwidth, profile))
         return found.seconds
 
     assert seconds("none", 50e9) < seconds("q4:dense", 50e9)

@@ -3,7 +3,13 @@
 import pytest
 
 from costmodel.estimate import estimate
-from costmodel.formats.codec_time import BoundaryLink, crossing, decode_work, encode_work, load_codec_profile
+from costmodel.formats.codec_time import (
+    BoundaryLink,
+    boundary_transfer,
+    decode_work,
+    encode_work,
+    load_codec_profile,
+)
 from costmodel.formats.codecs import codec_spec
 from costmodel.formats.symbols import statistics_of_density
 from costmodel.work import Work
@@ -17,7 +23,7 @@ def works(codec, density=0.1):
     stats = statistics_of_density(SHAPE, bits=spec.bits or 1, density=density)
     return [
         Work(coding=tuple(sorted(of(spec, SHAPE, 4, stats).items()))) for of in (encode_work, decode_work)
-    ], crossing(spec, SHAPE, 4, stats, BoundaryLink(1e9, load_codec_profile()))
+    ], boundary_transfer(spec, SHAPE, 4, stats, BoundaryLink(1e9, load_codec_profile()))
 
 
 @pytest.mark.parametrize("codec", ["none", "q4", "q8:dense", "q2:index"])
@@ -35,7 +41,7 @@ def test_on_a_gpu_the_device_makes_symbols_that_cross_to_the_host():
     num = 4 * 64 * 512
     cost = estimate(encode, make_profile("gpu"))
     assert cost.terms["quantising"] == pytest.approx(5 * num / 1e9)
-    assert cost.terms["crossing"] == pytest.approx(num / 1e9)
+    assert cost.terms["copying"] == pytest.approx(num / 1e9)
     on_host_s = way.encode_s - num * load_codec_profile().seconds["quantise_s.nearest"]
     assert cost.terms["coding"] == pytest.approx(on_host_s)
 

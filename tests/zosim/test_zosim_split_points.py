@@ -151,13 +151,13 @@ def test_densities_are_read_from_a_probe(tmp_path):
     entries = [
         {
             "split_point": split_point,
-            "crossing": crossing,
+            "tensor": tensor,
             "codec": codec,
             "nonzero": 0.3,
             "kept": kept,
             "entropy_bits": entropy,
         }
-        for split_point, crossing, codec, kept, entropy in [
+        for split_point, tensor, codec, kept, entropy in [
             ("block.5.mlp", "residual", "q8", 0.9, 5.0),
             ("block.5.mlp", "residual", "q4", 0.6, 2.5),
             ("block.5.mlp", "activation", "q4:bitmap", 0.2, 0.7),

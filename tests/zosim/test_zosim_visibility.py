@@ -19,7 +19,7 @@ from zosim.plans import Estimator, Mesh, Placement, Plan, Split
 MEASURED = Path(__file__).parents[2] / "studies" / "sparq" / "training_epsilon.csv"
 
 
-def crossings():
+def measured_errors():
     """Return, by cut and codec, the measured ε and errors, for roundings whose numbers both signs share."""
     found = defaultdict(list)
     with MEASURED.open(newline="") as file:
@@ -31,9 +31,9 @@ def crossings():
     return found
 
 
-@pytest.mark.parametrize(("split_point", "codec"), sorted(crossings()))
+@pytest.mark.parametrize(("split_point", "codec"), sorted(measured_errors()))
 def test_the_rule_is_what_was_measured(split_point, codec):
-    epsilons, errors = map(np.array, zip(*sorted(crossings()[split_point, codec]), strict=True))
+    epsilons, errors = map(np.array, zip(*sorted(measured_errors()[split_point, codec]), strict=True))
     least = least_epsilon(codec_spec(codec), residual=split_point == "between")
     # Errors of 16 directions scatter; a factor of two in ε is within that.
     assert np.all(errors[epsilons >= 2.1 * least] < 1)

@@ -31,7 +31,7 @@ from typing import Literal
 from costmodel.formats import FORMATS
 from costmodel.formats.codec_time import decode_work, encode_work
 from costmodel.formats.codecs import CodecSpec, codec_spec, message_bytes, most_bytes
-from costmodel.formats.symbols import SymbolStatistics, crossing_statistics
+from costmodel.formats.symbols import SymbolStatistics, boundary_statistics
 from costmodel.work import Work
 from zosim.lowering.rank import AxisWriter
 from zosim.plans import INSIDE, Plan
@@ -55,7 +55,7 @@ class Boundaries(AxisWriter):
 
     def buffers(self) -> Iterator[Buffer]:
         """Yield those of messages."""
-        boundaries = list(self._crossed())
+        boundaries = list(self._own_boundaries())
         for point in self._rank.own_points:
             wires = [(boundary, self._wire(point, boundary, side)) for boundary, side in boundaries]
             for name in dict.fromkeys(wire.buffer for _, wire in wires):
@@ -67,7 +67,7 @@ class Boundaries(AxisWriter):
                 space = Space.HOST if encoded else Space.DEVICE
                 yield Buffer(name, space, size, "activations", "uint8", dynamic=True)
 
-    def _crossed(self) -> Iterator[tuple[int, Side]]:
+    def _own_boundaries(self) -> Iterator[tuple[int, Side]]:
         """Yield the split points on either side of this rank's stage, and those within it."""
         rank = self._rank
         for boundary in self._plan.encoded_in_place.values():
@@ -128,14 +128,15 @@ class Boundaries(AxisWriter):
 
 def is_encoded(plan: Plan, boundary: int) -> bool:
     """Whether a codec writes down, on the host, what crosses boundary number `boundary`; plain numbers stay on the device."""
-    return not all(codec.is_lossless for codec, _, _ in _crossing(plan, boundary, 1))
+    return not all(codec.is_lossless for codec, _, _ in _boundary_tensors(plan, boundary, 1))
 
 
 def most_message_bytes(plan: Plan, boundary: int, num_sequences: int) -> int:
     """Return the bytes that no message across boundary number `boundary` exceeds."""
     width = _element_bytes(plan)
     return sum(
-        most_bytes(codec, shape, width) for codec, shape, _ in _crossing(plan, boundary, num_sequences)
+        most_bytes(codec, shape, width)
+        for codec, shape, _ in _boundary_tensors(plan, boundary, num_sequences)
     )
 
 
@@ -144,7 +145,7 @@ def expected_message_bytes(plan: Plan, boundary: int, num_sequences: int) -> int
     width = _element_bytes(plan)
     return sum(
         message_bytes(codec, shape, width, stats)
-        for codec, shape, stats in _crossing(plan, boundary, num_sequences)
+        for codec, shape, stats in _boundary_tensors(plan, boundary, num_sequences)
     )
 
 
@@ -152,7 +153,7 @@ def coding_work(plan: Plan, boundary: int, num_sequences: int, side: Literal["en
     """Return the work of making the message that crosses boundary number `boundary`, or of taking it apart."""
     of, width = {"encode": encode_work, "decode": decode_work}[side], _element_bytes(plan)
     counts: Counter[str] = Counter()
-    for codec, shape, stats in _crossing(plan, boundary, num_sequences):
+    for codec, shape, stats in _boundary_tensors(plan, boundary, num_sequences):
         counts.update(of(codec, shape, width, stats))
     return Work(coding=tuple(sorted(counts.items())))
 
@@ -162,15 +163,15 @@ def _element_bytes(plan: Plan) -> int:
     return max(FORMATS[plan.compute_dtype].element_bytes, FORMATS[plan.weights.dtype].element_bytes)
 
 
-def _crossing(
+def _boundary_tensors(
     plan: Plan, boundary: int, num_sequences: int
 ) -> Iterator[tuple[CodecSpec, tuple[int, int, int], SymbolStatistics]]:
     """Yield the codec, the shape (sequences, tokens, width) and the expected symbols of every tensor that crosses."""
     split, model = plan.split, plan.model
     is_inside = split.split_points[boundary].endswith(INSIDE)
     # Inside a block the activation crosses, and beside it the residual stream.
-    crossing = [(split.codec, model.intermediate_size, False)] if is_inside else []
-    for name, width, is_beside in (*crossing, (split.residual_codec, model.hidden_size, is_inside)):
+    inner = [(split.codec, model.intermediate_size, False)] if is_inside else []
+    for name, width, is_beside in (*inner, (split.residual_codec, model.hidden_size, is_inside)):
         codec, shape = codec_spec(name), (num_sequences, plan.seq, width)
         known = split.symbols(boundary)
-        yield codec, shape, crossing_statistics(known, shape, bits=codec.bits or 1, is_beside=is_beside)
+        yield codec, shape, boundary_statistics(known, shape, bits=codec.bits or 1, is_beside=is_beside)

@@ -62,19 +62,19 @@ class Probed:
             first=self._of("activation", codec), residual=self._of("residual", residual_codec)
         )
 
-    def _of(self, crossing: str, spec: CodecSpec) -> TensorSymbols:
+    def _of(self, tensor: str, spec: CodecSpec) -> TensorSymbols:
         # Plain numbers are sent in full.
         if spec.is_lossless:
             return TensorSymbols(density=1.0)
         # What a codec keeps depends on its grid; how it is written down does not change that.
         name = _without_encoding(spec)
-        if (crossing, name) not in self.symbols:
+        if (tensor, name) not in self.symbols:
             known = sorted({codec for _, codec in self.symbols})
             raise PlanError(
                 f"split point {self.split_point}: the probe has nothing of codec {name}, but of {', '.join(known)}",
                 hint=f"zosim probe --codec {name}",
             )
-        return self.symbols[crossing, name]
+        return self.symbols[tensor, name]
 
 
 def _without_encoding(spec: CodecSpec) -> str:
@@ -195,11 +195,11 @@ def read_densities(path: Path) -> dict[str, float | Probed]:
         tensors: dict[str, dict[tuple[str, str], TensorSymbols]] = {}
         nonzero: dict[str, float] = {}
         for entry in data["tensors"]:
-            split_point, crossing, codec = entry["split_point"], entry["crossing"], codec_spec(entry["codec"])
+            split_point, tensor, codec = entry["split_point"], entry["tensor"], codec_spec(entry["codec"])
             symbols = TensorSymbols(density=entry["kept"], entropy_bits=entry["entropy_bits"])
-            tensors.setdefault(split_point, {})[crossing, _without_encoding(codec)] = symbols
+            tensors.setdefault(split_point, {})[tensor, _without_encoding(codec)] = symbols
             # A split point's density is that of its first tensor: the activation, or between blocks the hidden state.
-            if crossing != "residual":
+            if tensor != "residual":
                 nonzero[split_point] = float(entry["nonzero"])
         return {
             split_point: Probed(split_point, nonzero[split_point], symbols)

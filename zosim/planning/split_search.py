@@ -29,7 +29,7 @@ from costmodel.formats.codec_time import (
     coding_terms,
     decode_work,
     encode_work,
-    fastest_crossing,
+    fastest_transfer,
 )
 from costmodel.formats.codecs import (
     ENCODINGS,
@@ -37,7 +37,7 @@ from costmodel.formats.codecs import (
     codec_spec,
     message_bytes,
 )
-from costmodel.formats.symbols import SymbolStatistics, crossing_statistics
+from costmodel.formats.symbols import SymbolStatistics, boundary_statistics
 from costmodel.models.model_spec import BACK, FRONT, ModelSpec, block_index, block_segment
 from zosim.hardware.machine import Hop, Machine
 from zosim.lowering import unordered
@@ -216,9 +216,9 @@ class Ranking:
         self, pipeline: PlacedPipeline, split_options: SplitOptions, costs: Costs | None = None
     ) -> None:
         self._pipeline = pipeline
-        self._cutting = split_options
+        self._split_options = split_options
         self._costs = costs or Costs(pipeline.plan.model, split_options)
-        self._crossings: dict[str, tuple[float, float, float]] = {}
+        self._known_boundaries: dict[str, tuple[float, float, float]] = {}
 
     def best(self) -> list[tuple[str, ...]]:
         """Return the split points worth a simulation: the best inside blocks, the best between them, and SparQ's own choice."""
@@ -234,7 +234,7 @@ class Ranking:
         if num_boundaries > 1:
             candidates += self._best_of(self._costs.names, num_boundaries)
         candidates.append(
-            sparsest_near_the_middle(self._costs.names, self._cutting.densities, num_boundaries + 1)
+            sparsest_near_the_middle(self._costs.names, self._split_options.densities, num_boundaries + 1)
         )
         return [
             split_points for split_points in dict.fromkeys(candidates) if len(split_points) == num_boundaries
@@ -242,8 +242,10 @@ class Ranking:
 
     def best_of_all(self, limit_bytes: float = np.inf) -> BoundedSplitPoints:
         """Return the best split points of any kind, of whose stages none has more bytes of weights, if there are any."""
-        if self._cutting.split_points:
-            return BoundedSplitPoints(self._cutting.split_points, self.bound_s(self._cutting.split_points))
+        if self._split_options.split_points:
+            return BoundedSplitPoints(
+                self._split_options.split_points, self.bound_s(self._split_options.split_points)
+            )
         split_points = self._spread(self._costs.names, self._pipeline.num_stages - 1, limit_bytes)
         return BoundedSplitPoints(split_points, self.bound_s(split_points) if split_points else np.inf)
 
@@ -267,13 +269,13 @@ class Ranking:
         busy = np.where(table.weight_bytes <= limit_bytes, table.busy_s, np.inf)
         last = len(names) + 1
         # The cheapest split points up to each place: the fullest stage, all crossings, the slowest point.
-        cheapest = [(busy[0].copy(), table.crossing_s.copy(), table.point_s[0].copy())]
+        cheapest = [(busy[0].copy(), table.boundary_s.copy(), table.point_s[0].copy())]
         before: list[NDArray[np.intp]] = []
         for _ in range(num_boundaries):
-            most, crossed, slowest = cheapest[-1]
-            most, crossed = np.maximum(most[:, None], busy), crossed[:, None] + table.crossing_s[None, :]
+            most, sent, slowest = cheapest[-1]
+            most, sent = np.maximum(most[:, None], busy), sent[:, None] + table.boundary_s[None, :]
             slowest = np.maximum(slowest[:, None], table.point_s)
-            seconds = np.maximum(most, table.total_s + crossed + (self._pipeline.num_points - 1) * slowest)
+            seconds = np.maximum(most, table.total_s + sent + (self._pipeline.num_points - 1) * slowest)
             # Every stage ends behind the one before; a point of the model is entered from a split point.
             seconds[np.arange(last + 1)[:, None] >= np.arange(last + 1)[None, :]] = np.inf
             seconds[0] = np.inf
@@ -281,7 +283,7 @@ class Ranking:
             at = chosen, np.arange(last + 1)
             # Places that so many split points cannot reach, or only with a stage that is too large.
             is_reached = np.isfinite(seconds[at])
-            cheapest.append((np.where(is_reached, most[at], np.inf), crossed[at], slowest[at]))
+            cheapest.append((np.where(is_reached, most[at], np.inf), sent[at], slowest[at]))
             before.append(chosen)
         if not np.isfinite(cheapest[-1][0][last]):
             return ()
@@ -294,8 +296,10 @@ class Ranking:
         seconds, points = self._costs.seconds(self._pipeline), self._pipeline.num_points
         # Sums up to each place, whose differences are what lies between two.
         ends = np.array([0, *(self._costs.ends[name] for name in names), len(seconds.forward)])
-        crossings = np.array([(0.0, 0.0, 0.0), *(self._crossing(name) for name in names), (0.0,) * 3])
-        encode, transfer, decode = crossings.T
+        boundaries = np.array(
+            [(0.0, 0.0, 0.0), *(self._boundary_seconds(name) for name in names), (0.0,) * 3]
+        )
+        encode, transfer, decode = boundaries.T
         forward, once, skip, stored = (
             np.concatenate([[0.0], np.cumsum(column)])[ends]
             for column in (seconds.forward, seconds.once, seconds.skip, seconds.weight_bytes)
@@ -306,7 +310,7 @@ class Ranking:
         return _CostTable(
             np.maximum(busy, points * transfer[None, :]),
             np.maximum(own, transfer[None, :]),
-            crossings.sum(1),
+            boundaries.sum(1),
             stored[None, :] - stored[:, None],
             float(seconds.forward.sum()),
         )
@@ -317,8 +321,8 @@ class Ranking:
         places = list(itertools.pairwise(range(last + 1)))
         busy_s = max(table.busy_s[place] for place in places)
         point_s = max(table.point_s[place] for place in places)
-        crossed_s = table.total_s + table.crossing_s.sum()
-        return float(max(busy_s, crossed_s + (self._pipeline.num_points - 1) * point_s))
+        sent_s = table.total_s + table.boundary_s.sum()
+        return float(max(busy_s, sent_s + (self._pipeline.num_points - 1) * point_s))
 
     def weight_bytes(self, split_points: Sequence[str]) -> float:
         """Return the weights of the fullest stage."""
@@ -329,11 +333,11 @@ class Ranking:
 
     def split(self, split_points: tuple[str, ...]) -> Split:
         """Return where and how the model is split."""
-        codec, residual_codec = self._cutting.codecs
+        codec, residual_codec = self._split_options.codecs
         inside = [split_point for split_point in split_points if split_point.endswith(INSIDE)]
         activation = self.codec_for(codec, inside, residual=False) if inside else CodecSpec()
         stream = self.codec_for(residual_codec, split_points, residual=True)
-        known = [self._cutting.symbols(split_point, activation, stream) for split_point in split_points]
+        known = [self._split_options.symbols(split_point, activation, stream) for split_point in split_points]
         return Split(
             split_points=split_points,
             codec=activation.name,
@@ -350,11 +354,11 @@ class Ranking:
         # One encoding for all split points: what is fastest where most is sent.
         shape, stats = max(
             (self._tensor(split_point, spec, residual=residual) for split_point in split_points),
-            key=lambda crossing: crossing[1].entropy_bits * crossing[1].num_elements,
+            key=lambda tensor: tensor[1].entropy_bits * tensor[1].num_elements,
         )
         hop, values = self._encoded_hop, self._pipeline.machines[0].profile.values()
         link = BoundaryLink(hop.bandwidth_bytes_per_s, codec_profile_of(values), hop.latency_s)
-        return fastest_crossing(spec, shape, self._element_bytes, stats, link).spec
+        return fastest_transfer(spec, shape, self._element_bytes, stats, link).spec
 
     def _tensor(
         self, split_point: str, spec: CodecSpec, *, residual: bool
@@ -363,22 +367,22 @@ class Ranking:
         model, other = self._pipeline.plan.model, CodecSpec()
         width = model.hidden_size if residual else model.intermediate_size
         shape = self._pipeline.num_sequences, self._pipeline.plan.seq, width
-        known = self._cutting.symbols(split_point, *((other, spec) if residual else (spec, other)))
+        known = self._split_options.symbols(split_point, *((other, spec) if residual else (spec, other)))
         beside = residual and split_point.endswith(INSIDE)
-        return shape, crossing_statistics(known, shape, bits=spec.bits or 1, is_beside=beside)
+        return shape, boundary_statistics(known, shape, bits=spec.bits or 1, is_beside=beside)
 
-    def _crossing(self, split_point: str) -> tuple[float, float, float]:
+    def _boundary_seconds(self, split_point: str) -> tuple[float, float, float]:
         """Return the seconds in which one message is encoded, sent and decoded."""
-        known, codecs = self._cutting.densities.get(split_point, 1.0), self._cutting.codecs
+        known, codecs = self._split_options.densities.get(split_point, 1.0), self._split_options.codecs
         # Split points of one kind and density take the same.
         key = f"{split_point.endswith(INSIDE)} {known}" if isinstance(known, float) else split_point
-        if key in self._crossings:
-            return self._crossings[key]
+        if key in self._known_boundaries:
+            return self._known_boundaries[key]
         profile = self._pipeline.machines[0].profile
         values, kind, width = profile.values(), profile.device_type, self._element_bytes
         encode_s = decode_s = size = 0.0
-        crossing = [(codecs[0], False)] if split_point.endswith(INSIDE) else []
-        for name, residual in (*crossing, (codecs[1], True)):
+        tensor = [(codecs[0], False)] if split_point.endswith(INSIDE) else []
+        for name, residual in (*tensor, (codecs[1], True)):
             spec = self.codec_for(name, (split_point,), residual=residual)
             shape, stats = self._tensor(split_point, spec, residual=residual)
             size += message_bytes(spec, shape, width, stats)
@@ -386,9 +390,9 @@ class Ranking:
             encode_s += sum(coding_terms(encode, values, kind).values())
             decode_s += sum(coding_terms(decode, values, kind).values())
         # Encoded messages pass through host memory, plain ones go from device to device.
-        hop = self._encoded_hop if self._cutting.is_lossy else self._plain_hop
-        self._crossings[key] = encode_s, hop.latency_s + size / hop.bandwidth_bytes_per_s, decode_s
-        return self._crossings[key]
+        hop = self._encoded_hop if self._split_options.is_lossy else self._plain_hop
+        self._known_boundaries[key] = encode_s, hop.latency_s + size / hop.bandwidth_bytes_per_s, decode_s
+        return self._known_boundaries[key]
 
     @cached_property
     def _plain_hop(self) -> Hop:
@@ -418,7 +422,7 @@ class _CostTable:
     ----------
     busy_s, point_s, weight_bytes : array of shape (num_places, num_places)
         Of a stage from the one place to the other: seconds of a step, seconds for one evaluation point, and its weights.
-    crossing_s : array of shape (num_places,)
+    boundary_s : array of shape (num_places,)
         Of one message across each place; 0 at both ends.
     total_s : float
         Of one point through the whole model.
@@ -426,7 +430,7 @@ class _CostTable:
 
     busy_s: Seconds
     point_s: Seconds
-    crossing_s: Seconds
+    boundary_s: Seconds
     weight_bytes: Seconds
     total_s: float
 

@@ -130,7 +130,7 @@ class ForwardPass(Axis):
 
     def _conflicts_of_text(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what does not go with forwards of the whole model at one point, one for each token."""
-        num_crossings = len(plan.points) * (self.num_new_tokens or 0)
+        num_messages = len(plan.points) * (self.num_new_tokens or 0)
         # Stages first: where blocks are and how they are visited is often the planner's choice, the mesh rarely is.
         for is_stated, words, remedy in (
             (
@@ -140,7 +140,7 @@ class ForwardPass(Axis):
             ),
             (
                 plan.residency.blocks == "offloaded",
-                f"offloaded blocks, which would cross the bus {num_crossings} times a step, for every token at each point",
+                f"offloaded blocks, which would cross the bus {num_messages} times a step, for every token at each point",
                 "use --residency resident, with quantized values (--weight-format int4 --keep-directions) where numbers do not fit",
             ),
             (

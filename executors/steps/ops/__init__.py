@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from executors.steps.ops.codec import Crossings
+from executors.steps.ops.codec import BoundaryActions
 from executors.steps.ops.context import Context
 from executors.steps.ops.copy import Copies
 from executors.steps.ops.exchange import Exchanges
@@ -26,7 +26,7 @@ class Actions:
 
     Attributes
     ----------
-    crossings : Crossings
+    boundaries : Crossings
         Counts what goes to other stages.
     sweeps : Sweeps
         Perturbs and updates.
@@ -36,7 +36,7 @@ class Actions:
 
     def __init__(self, context: Context) -> None:
         self._name = context.program.name
-        self.crossings = Crossings(context)
+        self.boundaries = BoundaryActions(context)
         copies, forwards = Copies(context), Forwards(context)
         exchanges, self.sweeps = Exchanges(context), Sweeps(context)
         self.num_queries = self.sweeps.num_queries
@@ -52,10 +52,10 @@ class Actions:
             "forward": forwards.forward,
             "scalar": exchanges.scalar,
             "collective": exchanges.collective,
-            "encode": self.crossings.encode,
-            "decode": self.crossings.decode,
-            "send": self.crossings.send,
-            "recv": self.crossings.recv,
+            "encode": self.boundaries.encode,
+            "decode": self.boundaries.decode,
+            "send": self.boundaries.send,
+            "recv": self.boundaries.recv,
         }
 
     def of(self, part: Part, instruction: Instruction) -> Action:

@@ -30,7 +30,7 @@ from zosim.program.instructions import Access, Instruction, Space
 from zosim.program.operations import Decode, Encode, Recv, Send
 
 
-class Crossings:
+class BoundaryActions:
     """Makes actions out of what a program does at its split points.
 
     Attributes

@@ -12,7 +12,7 @@ from costmodel.formats.codecs import CodecSpec, codec_spec
 from executors.boundary_probe import probe, probe_boundaries
 from executors.models.model import SegmentedModel
 from executors.models.spec import spec_of_model
-from executors.models.split_points import SplitPoint, crossings, loss_through, split_points_of
+from executors.models.split_points import SplitPoint, boundary_tensors, loss_through, split_points_of
 from tests.support.tiny import CONFIGS, batches, model_of, plan_of
 from topology.errors import PlanError
 from zosim.lowering.split import expected_message_bytes
@@ -31,7 +31,7 @@ def segmented_and_batch(name="opt", dtype=torch.float64):
 def test_what_crosses_is_what_the_model_computes(name):
     model, batch = segmented_and_batch(name)
     with torch.no_grad():
-        found = crossings(model, batch)
+        found = boundary_tensors(model, batch)
         states = model.model(
             input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True
         ).hidden_states
@@ -49,7 +49,7 @@ def test_what_crosses_is_what_the_model_computes(name):
 def test_both_tensors_inside_a_block_give_its_output(name):
     model, batch = segmented_and_batch(name)
     with torch.no_grad():
-        found = crossings(model, batch)
+        found = boundary_tensors(model, batch)
         block = model.blocks[1]
         modules = dict(block.named_modules())
         linear = next(modules[path] for path in ("fc2", "mlp.c_proj", "mlp.down_proj") if path in modules)
@@ -83,7 +83,7 @@ def test_the_probe_measures_every_cut_and_leaves_the_model_as_it_was():
     by_bits = {
         row.codec[:2]: row
         for row in report.tensors
-        if (row.split_point, row.crossing) == ("block.1.mlp", "activation")
+        if (row.split_point, row.tensor) == ("block.1.mlp", "activation")
     }
     four, eight = by_bits["q4"], by_bits["q8"]
     assert four.relative_error > eight.relative_error
@@ -125,7 +125,7 @@ def test_the_command_reports_in_json(tmp_path):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    assert {row["crossing"] for row in report["tensors"]} == {"hidden", "activation", "residual"}
+    assert {row["tensor"] for row in report["tensors"]} == {"hidden", "activation", "residual"}
     assert any("quantisation adds" in (row["warning"] or "") for row in report["tensors"])
 
 

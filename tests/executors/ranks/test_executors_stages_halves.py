@@ -41,10 +41,10 @@ def test_halves_are_the_block(name, dtype):
         assert torch.equal(loss, again)
         for i in (0, 2):
             assert torch.equal(handed[f"block.{i}.back"], states[f"block.{i}"])
-    crossing = handed["block.0.front"]
-    assert isinstance(crossing, Halfway)
-    assert crossing.activation.shape == (*batch["input_ids"].shape, halved.inner_size)
-    assert crossing.residual.shape == (*batch["input_ids"].shape, halved.hidden_size)
+    handed_on = handed["block.0.front"]
+    assert isinstance(handed_on, Halfway)
+    assert handed_on.activation.shape == (*batch["input_ids"].shape, halved.inner_size)
+    assert handed_on.residual.shape == (*batch["input_ids"].shape, halved.hidden_size)
 
 
 def test_adapters_of_the_second_linear_belong_to_the_back_half():

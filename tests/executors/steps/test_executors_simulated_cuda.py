@@ -361,7 +361,7 @@ def test_buffers_that_are_given_back_too_soon_are_found(monkeypatch):
 BACKEND = "executors.steps.streams_accelerator:AcceleratorBackend"
 INTERPRETER = "executors.steps.interpreter:Interpreter"
 READING = "executors.device_scalars:ScalarReading"
-CROSSINGS = "executors.steps.ops.codec:Crossings"
+BOUNDARIES = "executors.steps.ops.codec:Crossings"
 EXCHANGES = "executors.steps.ops.exchange:Exchanges"
 SWEEP = "executors.steps.arithmetic:Sweeper.update"
 UNTIED = {"residency": {"blocks": "offloaded", "edges": "offloaded"}, "schedule": {"update": "delayed"}}
@@ -581,8 +581,8 @@ FREED = {
         f"{BACKEND}.free",
         freed_too_soon,
     ),
-    "what is received is not borrowed": ("stages", f"{CROSSINGS}._tensors", not_borrowed),
-    "what is sent is not borrowed": ("stages", f"{CROSSINGS}.send", not_borrowed),
+    "what is received is not borrowed": ("stages", f"{BOUNDARIES}._tensors", not_borrowed),
+    "what is sent is not borrowed": ("stages", f"{BOUNDARIES}.send", not_borrowed),
 }
 WAITING = {
     "buffers of the host are not pinned": ("offloaded", f"{BACKEND}.reserve", not_pinned),

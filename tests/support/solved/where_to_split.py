@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 
-def points(crossing):
-    return 2 * crossing.num_queries if crossing.difference == "central" else crossing.num_queries + 1
+def points(case):
+    return 2 * case.num_queries if case.difference == "central" else case.num_queries + 1
 
 
-def right(crossing):
-    bits = crossing.hidden * crossing.residual_bits
-    bits += crossing.inner * crossing.activation_bits if crossing.inside else 0
-    return points(crossing) * crossing.batch * crossing.seq * bits / 8
+def right(case):
+    bits = case.hidden * case.residual_bits
+    bits += case.inner * case.activation_bits if case.inside else 0
+    return points(case) * case.batch * case.seq * bits / 8
 
 
-def without_residual(crossing):
-    whole = right(crossing)
-    return right(replace(crossing, residual_bits=0)) if crossing.inside else whole
+def without_residual(case):
+    whole = right(case)
+    return right(replace(case, residual_bits=0)) if case.inside else whole
 
 
 WRONG = [

@@ -273,7 +273,7 @@ class FirstOrderWriter(Listing):
             self.layout.wire(phase, "out", number),
         )
         codec = self.settings.codec_of(phase)
-        tensor = self._crossing(phase, segment, number, leaves=True)
+        tensor = self._boundary_tensor(phase, segment, number, leaves=True)
         coding = self._with_change(coding_work(plan, boundary, rows, "encode"), tensor, phase)
         known = self._fetch(phase, "out", number, segment)
         self.emit(
@@ -296,7 +296,7 @@ class FirstOrderWriter(Listing):
         link = Work(link_bytes=expected_message_bytes(plan, boundary, rows))
         recv = Recv(PIPELINE, offset)
         self.emit(f"recv/{phase}[m{number}]", recv, Stream.RECV, "recv", segment, (), (wire,), link)
-        tensor = self._crossing(phase, segment, number, leaves=False)
+        tensor = self._boundary_tensor(phase, segment, number, leaves=False)
         coding = self._with_change(coding_work(plan, boundary, rows, "decode"), tensor, phase)
         known = self._fetch(phase, "in", number, segment)
         self.emit(
@@ -305,7 +305,7 @@ class FirstOrderWriter(Listing):
         )  # fmt: skip
         self._put_back(phase, "in", number, segment)
 
-    def _crossing(self, phase: Phase, segment: str, number: int, *, leaves: bool) -> Access:
+    def _boundary_tensor(self, phase: Phase, segment: str, number: int, *, leaves: bool) -> Access:
         """Return the access to what crosses at the edge of a stage that `segment` is at."""
         is_before = (phase == "forward") != leaves
         edge = self.layout.before(segment) if is_before else segment
