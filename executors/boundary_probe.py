@@ -80,7 +80,7 @@ class TensorReport:
 
 @dataclass(frozen=True, slots=True)
 class BoundaryLoss:
-    """What cutting there does to the loss, every tensor that crosses through the codec.
+    """What a split there does to the loss, every tensor that crosses through the codec.
 
     Attributes
     ----------
@@ -346,7 +346,7 @@ def _view(report: ProbeReport) -> Any:
         for row in report.tensors
     ]
     columns = (
-        "split_point", "tensor", "codec", "nonzero", "kept", "entropy, bits", "κ", "bytes", "to entropy", "encoding",
+        "split point", "tensor", "codec", "nonzero", "kept", "entropy, bits", "κ", "bytes", "to entropy", "encoding",
         "least ε", "loss",
     )  # fmt: skip
     title = f"loss {report.loss:.4f} without a codec; differences at ε = {report.epsilon:g}"

@@ -4,7 +4,7 @@
 
     ZosimError
     ├── TopologyError      a hardware description that cannot be
-    ├── ModelError         a model that zosim cannot read, cut or run
+    ├── ModelError         a model that zosim cannot read, split point or run
     │   └── UnknownFamily  a model whose shape its configuration alone does not tell
     ├── PlanError          a plan that contradicts itself
     │   └── DoesNotFit     a plan whose memory exceeds a device or a host
@@ -57,7 +57,7 @@ class TopologyError(ZosimError):
 
 
 class ModelError(ZosimError):
-    """A model that zosim cannot read, cut or run."""
+    """A model that zosim cannot read, split point or run."""
 
 
 class UnknownFamily(ModelError):  # noqa: N818 - reads as the statement it makes

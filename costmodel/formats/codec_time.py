@@ -164,7 +164,7 @@ def coding_terms(coding: CodecWork, values: Mapping[str, float], device_type: De
     Notes
     -----
     An estimate for GPUs, not a measurement: the device makes symbols of numbers (``quantising``: 4 bytes read, one
-    written, at the element-wise bandwidth), a byte of each crosses the bus (``boundary_transfer``), and the host writes them down.
+    written, at the element-wise bandwidth), a byte of each crosses the bus (``copying``), and the host writes them down.
     The message stays there. Plain numbers never leave the device: they are copied side by side (``packing``), and the
     receiver uses them where they arrive.
     """
@@ -225,7 +225,7 @@ class BoundaryTransfer:
 def boundary_transfer(
     spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics, over: BoundaryLink
 ) -> BoundaryTransfer:
-    """Return what crossing a link with this codec takes."""
+    """Return what sending a tensor over a link with this codec takes."""
     size = message_bytes(spec, shape, element_bytes, stats)
     encode, decode = (of(spec, shape, element_bytes, stats) for of in (encode_work, decode_work))
     return BoundaryTransfer(
@@ -240,7 +240,7 @@ def boundary_transfer(
 def fastest_transfer(
     spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics, over: BoundaryLink
 ) -> BoundaryTransfer:
-    """Return the crossing with the encoding that is fastest for the numbers that `spec` makes.
+    """Return the transfer with the encoding that is fastest for the numbers that `spec` makes.
 
     The values that arrive do not depend on the encoding. Plain numbers are not among the choices, since they do.
     """

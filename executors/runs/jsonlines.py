@@ -80,7 +80,7 @@ class JsonLines:
     Parameters
     ----------
     keep_bytes : int
-        Length to cut the file to before the first line is appended.
+        Length to truncate the file to before the first line is appended.
     durable : bool
         Whether every append reaches the disk before it returns.
 

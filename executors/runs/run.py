@@ -434,7 +434,7 @@ class Run:
         return digest, checkpoint, self.evaluations.is_due(done)
 
     def _verify(self, session: Session) -> None:
-        """Verify the weights and the steps of all ranks; if they differ, cut the log back to the last agreement.
+        """Verify the weights and the steps of all ranks; if they differ, truncate the log to the last agreement.
 
         Raises
         ------
@@ -445,8 +445,8 @@ class Run:
             session.verify()
         except Disagreement as error:
             agreed = error.num_agreed_steps
-            # The launcher ends all ranks with the first that refuses: none may before the log is cut.
-            self._on_rank_0(lambda: self.log.truncate(agreed), "cutting the log")
+            # The launcher ends all ranks with the first that refuses: none may before the log is truncated.
+            self._on_rank_0(lambda: self.log.truncate(agreed), "truncating the log")
             error.hint = (
                 f"{error.hint}; `--resume` goes on after {agreed} steps, and {REFUSED_NAME} keeps the others"
             )

@@ -214,10 +214,10 @@ def one_qvalue_lower(shipped, self, *given):
 
 
 CHECKS: Checks = {
-    "mesh-cut-and-quantised-weights": printed(
+    "mesh-boundary-and-quantised-weights": printed(
         check_mesh_of_quantised_halves, central_by_epsilon, losses_added
     ),
-    "rounded-cut-interpolates": (
+    "rounded-boundary-interpolates": (
         printed(
             check_curved_rest,
             central_by_epsilon,

@@ -135,7 +135,7 @@ def back_halves_first(shipped, plan):
     )
 
 
-@planted("zosim.lowering.split:Cuts.after", "a message behind every segment")
+@planted("zosim.lowering.split:Boundaries.after", "a message behind every segment")
 def message_behind_every_segment(shipped, self, segment, point):
     shipped(altered(self, _rank=altered(self._rank, segments=(segment,))), segment, point)
 

@@ -1,7 +1,7 @@
 """SparQ's tables: which runs their communication volumes are of, and what constants a row may decide.
 
 ``volume = width · tokens · Σ bits / 8`` over the activations that cross per token of a step, at the MLP's width where
-the paper cuts. It states neither steps nor lengths, so the tokens that a run sent are constants: one for each data set
+the paper splits. It states neither steps nor lengths, so the tokens that a run sent are constants: one for each data set
 in first-order runs, and what part of them a model's zeroth-order runs sent. Conventions found in the numbers
 (``python -m studies.sparq`` prints the arithmetic):
 
@@ -81,7 +81,7 @@ class VolumeCase:
 
     @property
     def activation(self) -> str:
-        """Activation function that the cut is behind."""
+        """Activation function that the boundary is behind."""
         return ACTIVATIONS.get(self.model, "ReLU")
 
     @property

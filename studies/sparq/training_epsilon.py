@@ -56,7 +56,7 @@ class Seen:
 
 
 Encoding = tuple[str, str, str]
-"""Cut, codec and noise of a case."""
+"""Boundary, codec and noise of a case."""
 
 
 def _encodings() -> Iterator[Encoding]:

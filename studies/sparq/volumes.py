@@ -109,7 +109,7 @@ def find(
 def bits_per_element(sent: Volume, baseline: Volume, *, activations: float, baseline_bits: float) -> Interval:
     """Return the bits of ``sent`` for each element of the activations, given those of a baseline with the same steps.
 
-    ``e = V/V₀ · B₀`` where `baseline_bits` counts all ``n₀`` crossings of a step, and `activations` is ``n``.
+    ``e = V/V₀ · B₀`` where `baseline_bits` counts all ``n₀`` messages of a step, and `activations` is ``n``.
     """
     return sent.gigabytes.over(baseline.gigabytes).times(baseline_bits / activations)
 

@@ -1,4 +1,4 @@
-"""Blocks cut inside: two halves that together are the block."""
+"""Blocks split inside: two halves that together are the block."""
 
 from __future__ import annotations
 

@@ -293,5 +293,5 @@ def evidence() -> bytes:
 
 
 def densities() -> bytes:
-    """Densities of cuts."""
+    """Densities of split points."""
     return json.dumps({"block.0.mlp": 0.1, "block.1.mlp": 0.5, "block.2": 1.0}).encode()

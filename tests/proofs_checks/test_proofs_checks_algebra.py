@@ -284,7 +284,7 @@ def test_increments_side_by_side_are_their_sum():
         assert (base + left * right.T - summed).applyfunc(sympy.expand) == sympy.zeros(3, 4)
 
 
-def test_a_rounded_cut_interpolates():
+def test_a_rounded_boundary_interpolates():
     a, f, s = sympy.symbols("a f s", positive=True)
     low, high = a - f * s, a + (1 - f) * s
     assert same(((1 - f) * low**2 + f * high**2) / 2, a**2 / 2 + f * (1 - f) * s**2 / 2)

@@ -1,4 +1,4 @@
-"""Alignment as a property: whatever the mesh, the cuts, the slices and the point of resumption, ranks together are one device.
+"""Alignment as a property: whatever the mesh, the split points, the slices and the point of resumption, ranks together are one device.
 
 hypothesis chooses the same axes as the claims' own checks, and shrinks what differs to a case that a person can read.
 """

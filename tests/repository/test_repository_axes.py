@@ -22,7 +22,7 @@ HOMES = (
     "zosim/planning/space.py",  # which values are tried
     "zosim/planning/sketch.py",  # the closed form of a step, whose copies overlap or do not
     "zosim/planning/resolve.py",  # a config laid over a plan
-    "zosim/planning/split_options.py",  # what a config asks of cuts
+    "zosim/planning/split_options.py",  # what a config asks of split points
     "executors/runs/planning.py",  # what a run fixes of a config before the planner is asked
 )
 PASSED_ON = {

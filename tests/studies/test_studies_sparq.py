@@ -35,7 +35,7 @@ def test_both_tables_print_the_same_runs():
 
 
 def test_bits_per_element_by_hand():
-    # 7.18 GB against 47 GB: six crossings against ten of 16 bits, 160/6·7.18/47 = 4.074.
+    # 7.18 GB against 47 GB: six messages against ten of 16 bits, 160/6·7.18/47 = 4.074.
     (found,) = (
         f for f in findings(VOLUMES)
         if (f.volume.model, f.volume.dataset, f.volume.bits, f.baseline) == ("OPT-1.3B", "RTE", 4, "central, 16 bits")

@@ -1,4 +1,4 @@
-"""Training with a codec at a cut: what is evaluated is what is trained, and the committed runs say what the page says."""
+"""Training with a codec at a split point: what is evaluated is what is trained, and the committed runs say what the page says."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ WAYS = ("fresh", "checkpoint", "log", "replayed")
 EXAMPLES: dict[str, tuple[Any, ...]] = {
     "mesh.data": (2,),
     "mesh.perturb": (2,),
-    "mesh.stage": ("split_points",),  # as many stages as the cuts make
+    "mesh.stage": ("split_points",),  # as many stages as the split points make
     "split.split_points": (("block.0",), ("block.1.mlp",), ("block.0", "block.1.mlp")),
     "split.codec": ("q4", "q2:stochastic"),
     "split.residual_codec": ("q8",),

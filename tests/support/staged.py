@@ -27,7 +27,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and where it is cut."""
+    """What is trained, and where it is split."""
 
     split_points: tuple[str, ...]
     model: str = "opt"
@@ -65,7 +65,7 @@ class Case:
         return Plan.model_validate(data)
 
     def in_place(self) -> Plan:
-        """Return the plan of one device that encodes and decodes what crosses its cuts."""
+        """Return the plan of one device that encodes and decodes what crosses its boundaries."""
         plan = self.plan().model_dump(mode="json")
         plan["placement"]["devices"] = plan["placement"]["devices"][:1]
         return Plan.model_validate(plan | {"mesh": {}})
@@ -97,7 +97,7 @@ def on_stages(case, *, steps=STEPS, work=outcome):
 
 
 def on_one_device(case, *, steps=STEPS, work=outcome):
-    """Return what one device finds; codecs are applied where the model is cut."""
+    """Return what one device finds; codecs are applied where the model is split."""
     lossless = case.codec == case.residual_codec == "none"
     plan = alone(case.plan()) if lossless else case.in_place()
     with Session(plan, case.made(), num_micro_batches=case.num_shards, **SETTINGS) as session:

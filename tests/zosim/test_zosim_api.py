@@ -181,8 +181,8 @@ def test_what_is_quoted_stays_as_it_is() -> None:
 
 
 def test_what_no_stage_can_do_is_planned_without_stages() -> None:
-    """Points as adapters do not go with cuts, and the machine has two devices."""
+    """Points as adapters do not go with split points, and the machine has two devices."""
     asked = {"batch": 2, "seq": 32, "weights": "adapters", "direction": "lozo", "tune": "linears"}
     assert zosim.plan("opt-125m", "rtx4090-2x", **asked).plan.mesh.stage == 1
-    with pytest.raises(zosim.ZosimError, match="does not go with cuts"):
+    with pytest.raises(zosim.ZosimError, match="does not go with split points"):
         zosim.plan("opt-125m", "rtx4090-2x", mesh="stage=2", **asked)

@@ -193,7 +193,7 @@ def test_the_bubble_is_that_of_gpipe(schedule, num_microbatches):
 @pytest.mark.parametrize("split_points", SPLIT_POINTS[1:])
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("data", [1, 2])
-def test_two_activations_cross_a_cut_for_each_microbatch(split_points, num_microbatches, data):
+def test_two_activations_cross_a_boundary_for_each_microbatch(split_points, num_microbatches, data):
     plan = plan_of(split_points, data=data)
     counts = step_counts(lower_first_order(plan, settings_of("gpipe", num_microbatches)))
     widths = [WIDTH + (INNER if split_point.endswith("mlp") else 0) for split_point in split_points]

@@ -55,7 +55,7 @@ def test_two_blocks_on_three_streams_take_the_times_worked_out_by_hand():
     ]
 
 
-def test_a_dependency_that_is_cut_changes_the_result():
+def test_a_dependency_that_is_removed_changes_the_result():
     whole = pipeline(2, 2.0, 3.0, 1.0, num_staging_buffers=2)
     removed = moved(whole, "compute1", after=())
     # Nothing holds the second computation back any more: it follows the first on its stream.

@@ -1,6 +1,6 @@
 from tests.support.requests import request_for, set_in
 
-"""Where models are cut into stages, and what the planner makes of it."""
+"""Where models are split into stages, and what the planner makes of it."""
 
 import json
 from dataclasses import replace
@@ -54,7 +54,7 @@ def ranking(hardware, split_options, mesh):
     return Ranking(pipeline_of(asked, mesh, placement), split_options)
 
 
-def test_without_a_cut_the_stages_are_balanced():
+def test_without_split_points_the_stages_are_balanced():
     fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
     decision = choose(request("dgx-h100", fixed=fixed))
     (split_point,) = decision.chosen.plan.split.split_points
@@ -126,7 +126,7 @@ def test_stages_stand_beside_data_and_perturb():
 
 
 @pytest.mark.parametrize("num_stages", [3, 4])
-def test_cuts_found_one_after_the_other_are_the_best_of_all(num_stages):
+def test_split_points_found_one_after_the_other_are_the_best_of_all(num_stages):
     import itertools
 
     split_options = split_options_of(MODEL)
@@ -146,12 +146,12 @@ def test_the_papers_choice_is_the_sparsest_near_the_middle():
     assert sparsest_near_the_middle(names, {}, 2) == ()
 
 
-def test_densities_are_read_from_a_probe(tmp_path):
+@pytest.mark.parametrize("names", [("split_point", "tensor"), ("cut", "crossing")], ids=["now", "earlier"])
+def test_densities_are_read_from_a_probe(tmp_path, names):
     path = tmp_path / "probe.json"
     entries = [
         {
-            "split_point": split_point,
-            "tensor": tensor,
+            **dict(zip(names, (split_point, tensor), strict=True)),
             "codec": codec,
             "nonzero": 0.3,
             "kept": kept,
@@ -177,14 +177,14 @@ def test_densities_are_read_from_a_probe(tmp_path):
     with pytest.raises(PlanError, match=r"block\.5\.mlp: the probe has nothing of codec q8:.* but of q4:"):
         split_options.symbols("block.5.mlp", q8, q8)
     path.write_text(json.dumps({"inside block 5": 0.2}))
-    with pytest.raises(PlanError, match="'inside block 5' is the name of no cut"):
+    with pytest.raises(PlanError, match="'inside block 5' is no split point"):
         SplitOptions(densities=read_densities(path))
     path.write_text("[1]")
     with pytest.raises(PlanError, match="it holds no JSON object"):
         read_densities(path)
 
 
-def test_a_saved_model_is_cut_between_its_blocks():
+def test_a_saved_model_is_split_between_its_blocks():
     whole = read_model_spec(MODEL)
     with pytest.raises(PlanError, match="was saved with the blocks"):
         SplitOptions().split(whole, ("block.3.mlp",))
@@ -229,10 +229,10 @@ def test_the_papers_choice_is_held_against_the_chosen_one():
     decision = choose(request("cpu-cluster-1gbit", split_options, fixed=fixed))
     assert decision.printed_split_points == ("block.6.mlp",)
     assert any("SparQ's rule" in reason for reason in decision.reasons)
-    assert any("second best cut" in reason for reason in decision.reasons)
+    assert any("second best split point" in reason for reason in decision.reasons)
 
 
-def test_cuts_need_stages():
+def test_split_points_need_stages():
     with pytest.raises(PlanError, match="without stages"):
         request_for(
             read_model_spec(MODEL),

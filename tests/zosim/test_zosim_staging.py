@@ -27,7 +27,7 @@ def request(hardware: str, model: str = "opt-125m", *, codec: str = "none", **fi
     return request_for(read_model_spec(model), topology, split_options=split_options, **fields)
 
 
-def test_a_model_too_large_for_one_device_is_cut_in_place_of_offloaded() -> None:
+def test_a_model_too_large_for_one_device_is_split_in_place_of_offloaded() -> None:
     """26 GB of weights on two cards of 24 GB each, which are fed over PCIe."""
     decision = choose(request("rtx4090-2x", "opt-13b", batch=1, seq=512))
     plan = decision.chosen.plan
@@ -119,5 +119,5 @@ def test_sparq_without_a_mesh_finds_one() -> None:
     "settings", [{"mesh": "stage=2"}, {"method": "sparq"}, {"mesh": "stage=2", "traversal": "sweep"}]
 )
 def test_text_is_refused_for_the_stages_that_were_asked_for_and_not_for_where_blocks_might_be(settings):
-    with pytest.raises(PlanError, match="text is not generated with cuts or stages"):
+    with pytest.raises(PlanError, match="text is not generated with split points or stages"):
         zosim.plan("opt-125m", "rtx4090-2x", batch=2, seq=16, max_new_tokens=4, **settings)

@@ -108,7 +108,7 @@ def hazards(programs: ProgramSet) -> list[str]:
 def test_no_block_is_overwritten_while_peers_upload_it_nor_read_while_they_offload_it(
     num_staging_buffers: int,
 ) -> None:
-    """Cutting a wait is refused, unless the exchange of losses and the reuse of staging buffers imply it."""
+    """Removing a wait is refused, unless the exchange of losses and the reuse of staging buffers imply it."""
     programs = lower_all(plan(Mesh(perturb=2), residency={"num_staging_buffers": num_staging_buffers}))
     refused = set()
     for name, edge in peer_edges(programs.programs[0]):
@@ -347,14 +347,14 @@ def test_messages_out_of_order_are_refused() -> None:
 @pytest.mark.parametrize(
     ("split_points", "split", "says"),
     [
-        (("block.12",), {}, "no cut 'block.12'"),
+        (("block.12",), {}, "no split point 'block.12'"),
         (("block.11.mlp", "block.3"), {}, "not in the model's order"),
-        (("block.3",), {"densities": (0.5, 0.5)}, "2 densities for 1 cuts"),
+        (("block.3",), {"densities": (0.5, 0.5)}, "2 densities for 1 split points"),
         (("block.3",), {"densities": (1.5,)}, "from 0 to 1"),
         (("block.3",), {"codec": "q9"}, "from 1 to 8"),
     ],
 )
-def test_cuts_that_make_no_sense_are_refused(
+def test_split_points_that_make_no_sense_are_refused(
     split_points: tuple[str, ...], split: dict[str, object], says: str
 ) -> None:
     with pytest.raises(PlanError, match=says):

@@ -20,7 +20,7 @@ MEASURED = Path(__file__).parents[2] / "studies" / "sparq" / "training_epsilon.c
 
 
 def measured_errors():
-    """Return, by cut and codec, the measured ε and errors, for roundings whose numbers both signs share."""
+    """Return, by split point and codec, the measured ε and errors, for roundings whose numbers both signs share."""
     found = defaultdict(list)
     with MEASURED.open(newline="") as file:
         for line in csv.DictReader(file):

@@ -116,7 +116,7 @@ def connect(
 
 
 def without_implied(program: Program) -> Program:
-    """Return `program` with only the dependencies that are needed: cutting any of them changes the order.
+    """Return `program` with only the dependencies that are needed: removing any of them changes the order.
 
     A dependency is judged where it occurs in full, in the second step and in the flush.
     """

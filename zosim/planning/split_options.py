@@ -25,10 +25,15 @@ from costmodel.models.configs import Trainable, read_model_spec
 from costmodel.models.model_spec import ModelSpec, block_index
 from topology.errors import PlanError, ZosimError
 from topology.reading import read_json_object
+from topology.renamed import with_present_names
 from zosim.plans import INSIDE, Split, check_split_points
 
 SplitModel = Callable[[tuple[int, ...]], ModelSpec]
 """Returns the model with these blocks split inside."""
+
+
+RENAMED: Mapping[str, str] = {"tensors.cut": "split_point", "tensors.crossing": "tensor"}
+"""Keys of a report of ``zosim probe --json`` that were renamed (:mod:`topology.renamed`)."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +199,7 @@ def read_densities(path: Path) -> dict[str, float | Probed]:
             return {str(split_point): float(value) for split_point, value in data.items()}
         tensors: dict[str, dict[tuple[str, str], TensorSymbols]] = {}
         nonzero: dict[str, float] = {}
-        for entry in data["tensors"]:
+        for entry in with_present_names(data, RENAMED)["tensors"]:
             split_point, tensor, codec = entry["split_point"], entry["tensor"], codec_spec(entry["codec"])
             symbols = TensorSymbols(density=entry["kept"], entropy_bits=entry["entropy_bits"])
             tensors.setdefault(split_point, {})[tensor, _without_encoding(codec)] = symbols

@@ -1,12 +1,12 @@
 """Where to split a model into stages: from the work of its segments and what would cross, before anything is lowered.
 
-A point passes through all stages and crossings once; the slowest of them holds up every further point; and a stage has
+A point passes through all stages and boundaries once; the slowest of them holds up every further point; and a stage has
 its part of the directions to draw, apply and undo besides. Whatever overlaps, a step takes at least
 
     ``max(max_s u_s + K f_s, F + X + (K - 1) max_s f_s)``
 
 of ``K`` points, with the seconds ``f_s`` of stage ``s`` for one point, ``F`` their sum, ``u_s`` what it does once, and
-``X`` one point's crossings. Split points are the cheapest by this bound: the cheapest split points up to each place in the model are
+``X`` the messages of one point. Split points are the cheapest by this bound: the cheapest split points up to each place in the model are
 known from the cheapest up to the places before it.
 """
 
@@ -145,7 +145,7 @@ class Costs:
         forward: dict[str, float] = defaultdict(float)
         once: dict[str, float] = defaultdict(float)
         for item in program.step:
-            # Copies overlap, messages are counted as crossings.
+            # Copies overlap, messages are counted at boundaries.
             if item.stream == Stream.COMPUTE:
                 seconds = forward if item.label == "forward" else once
                 seconds[item.segment] += machine.activity(program, item).seconds
@@ -268,7 +268,7 @@ class Ranking:
         # Places between which stages lie: the model's beginning, the split points, its end.
         busy = np.where(table.weight_bytes <= limit_bytes, table.busy_s, np.inf)
         last = len(names) + 1
-        # The cheapest split points up to each place: the fullest stage, all crossings, the slowest point.
+        # The cheapest split points up to each place: the fullest stage, all messages, the slowest point.
         cheapest = [(busy[0].copy(), table.boundary_s.copy(), table.point_s[0].copy())]
         before: list[NDArray[np.intp]] = []
         for _ in range(num_boundaries):
@@ -381,8 +381,8 @@ class Ranking:
         profile = self._pipeline.machines[0].profile
         values, kind, width = profile.values(), profile.device_type, self._element_bytes
         encode_s = decode_s = size = 0.0
-        tensor = [(codecs[0], False)] if split_point.endswith(INSIDE) else []
-        for name, residual in (*tensor, (codecs[1], True)):
+        inner = [(codecs[0], False)] if split_point.endswith(INSIDE) else []
+        for name, residual in (*inner, (codecs[1], True)):
             spec = self.codec_for(name, (split_point,), residual=residual)
             shape, stats = self._tensor(split_point, spec, residual=residual)
             size += message_bytes(spec, shape, width, stats)

@@ -37,7 +37,7 @@ from zosim.program.step_graph import Place, StepGraph
 from zosim.simulators.world import World
 from zosim.timeline import MemorySample, Repeat, Span, Timeline
 
-# Steps after which a run that never becomes periodic is cut, where the caller names no number of steps.
+# Steps after which a run that never becomes periodic ends, where the caller names no number of steps.
 MAX_UNLIKE_STEPS = 32
 
 WORKSPACE = "workspace"

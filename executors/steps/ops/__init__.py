@@ -26,7 +26,7 @@ class Actions:
 
     Attributes
     ----------
-    boundaries : Crossings
+    boundaries : BoundaryActions
         Counts what goes to other stages.
     sweeps : Sweeps
         Perturbs and updates.

@@ -1,4 +1,4 @@
-"""Masked models: cut, trained and evaluated as transformers' own forward has them."""
+"""Masked models: split, trained and evaluated as transformers' own forward has them."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_what_a_masked_model_cannot_be_asked_is_refused(lines, tmp_path):
     model = model_of("roberta")
     with pytest.raises(ModelError, match="fills in masks"):
         attach_prefix(model, Prefix(num_tokens=2))
-    with pytest.raises(ModelError, match="a cut inside a block"):
+    with pytest.raises(ModelError, match="a split inside a block"):
         read_model_spec("roberta-base", split_blocks=(1,))
 
 

@@ -28,7 +28,7 @@ def run(segmented, batch):
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cut_model_equals_the_whole_bit_for_bit(name, attention, dtype):
+def test_a_segmented_model_equals_the_whole_bit_for_bit(name, attention, dtype):
     model = model_of(name, dtype, attention)
     segmented, (batch,) = SegmentedModel(model), batches(1)
     loss, logits = run(segmented, batch)
@@ -64,7 +64,7 @@ SPLIT_BLOCKS = [(matrix.Case.of({"shape": name}), (1,)) for name in CONFIGS if n
 
 @pytest.mark.parametrize(("case", "split_blocks"), [*((case, ()) for case in TUNED), *SPLIT_BLOCKS], ids=str)
 def test_specification_agrees_with_the_one_read_from_the_configuration(case, split_blocks):
-    """Of every family, whatever is tuned, and cut within a block."""
+    """Of every family, whatever is tuned, and split within a block."""
     model, config = model_of(case["shape"]), CONFIGS[case["shape"]].to_dict()
     if case.tuned is not None:
         attach(model, case.tuned)
@@ -92,7 +92,7 @@ def test_decay_leaves_out_biases_and_layer_norms():
     assert not decays("model.decoder.layers.0.fc1.bias")
 
 
-def test_models_that_cannot_be_cut_are_refused_with_the_reason():
+def test_models_that_cannot_be_split_are_refused_with_the_reason():
     small = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 2, "num_heads": 2, "vocab_size": 16}
     with pytest.raises(ModelError, match="encoder-decoder"):
         SegmentedModel(T5ForConditionalGeneration(T5Config(**small)))

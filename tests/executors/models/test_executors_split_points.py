@@ -62,7 +62,7 @@ def test_both_tensors_inside_a_block_give_its_output(name):
 
 
 @pytest.mark.parametrize("name", [*KNOWN, NORM_BEHIND])
-def test_cuts_that_change_nothing_change_no_loss_and_others_do(name):
+def test_boundaries_that_change_nothing_change_no_loss_and_others_do(name):
     model, batch = segmented_and_batch(name)
     with torch.no_grad():
         whole = model.model(**batch).loss
@@ -73,7 +73,7 @@ def test_cuts_that_change_nothing_change_no_loss_and_others_do(name):
             assert abs(loss_through(model, batch, zeroed) - whole) > 1e-6
 
 
-def test_the_probe_measures_every_cut_and_leaves_the_model_as_it_was():
+def test_the_probe_measures_every_boundary_and_leaves_the_model_as_it_was():
     model, batch = segmented_and_batch(dtype=torch.float32)
     before = [tensor.parameter.detach().clone() for tensor in model.tensors]
     report = probe_boundaries(model, [batch], [codec_spec("q4"), codec_spec("q8")], epsilon=1e-3)

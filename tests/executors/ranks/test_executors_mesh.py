@@ -67,7 +67,7 @@ def test_every_host_gets_its_line():
     assert "--node-rank $SLURM_NODEID " in slurm[-1]
 
 
-def test_cuts_part_blocks_evenly():
+def test_split_points_divide_blocks_evenly():
     assert even_split_points(12, 2) == ("block.5.mlp",)
     assert even_split_points(3, 2) == ("block.0.mlp",)
     assert even_split_points(4, 4) == ("block.0.mlp", "block.1.mlp", "block.2.mlp")

@@ -68,7 +68,7 @@ ENCODED = {
 @pytest.mark.crossed(quick=9, slow=2)
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in (CASES | ENCODED).items()])
 def test_stages_are_one_device(case):
-    """With codecs: one device that encodes and decodes at the same cuts."""
+    """With codecs: one device that encodes and decodes at the same split points."""
     assert_equal(case)
 
 

@@ -1,4 +1,4 @@
-"""Blocks entered in the middle equal the uncut block, bit for bit, in every family and format."""
+"""Blocks entered in the middle equal the unsplit block, bit for bit, in every family and format."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class TestRefusals:
             SegmentedModel(model, split_blocks=(1,))
 
     def test_a_block_that_does_not_exist(self):
-        with pytest.raises(ModelError, match="there is no block 3 to cut: blocks run from 0 to 2"):
+        with pytest.raises(ModelError, match="there is no block 3 to split: blocks run from 0 to 2"):
             SegmentedModel(model_of("opt"), split_blocks=(3,))
 
 

@@ -133,21 +133,21 @@ def flipped(message):
 def test_a_spoilt_message_is_told_with_its_place(change, says):
     error = error_after(change)
     assert isinstance(error, CodecError)
-    begin = r"^step\[0\]/decode\[q0\+\] on stream compute: rank 1, cut block\.1\.mlp at q0\+: "
+    begin = r"^step\[0\]/decode\[q0\+\] on stream compute: rank 1, split point block\.1\.mlp at q0\+: "
     assert re.search(begin + ".*" + says, error.message), error.message
 
 
 def test_a_message_that_is_too_long_is_not_received():
     error = error_after(lambda _: torch.zeros(10**6, dtype=torch.uint8))
     assert isinstance(error, RunError)
-    assert "cut block.1.mlp at q0+: a message of 1000000 bytes is announced, at most" in error.message
+    assert "split point block.1.mlp at q0+: a message of 1000000 bytes is announced, at most" in error.message
 
 
 @pytest.mark.parametrize("length", [-1, 0, 11])
 def test_lengths_are_bounded(length):
     check_length(10, 10, "")
     with pytest.raises(RunError, match=f"a message of {length} bytes is announced, at most 10 can be"):
-        check_length(length, 10, "cut block.1.mlp")
+        check_length(length, 10, "split point block.1.mlp")
 
 
 def test_messages_are_no_longer_than_the_program_says():

@@ -105,7 +105,7 @@ def test_one_rank_replays_stages(runs, inputs, tmp_path):
 def test_a_killed_stage_is_named_and_one_rank_goes_on(runs, inputs, tmp_path):
     out = tmp_path / "out"
     said = killed(inputs, out, 1, "--mesh", "stage=2", "--residency", "resident")
-    assert "rank 1 (stage 2 of 2, behind cut block.0.mlp) died (SIGKILL), last at step[" in said
+    assert "rank 1 (stage 2 of 2, behind split point block.0.mlp) died (SIGKILL), last at step[" in said
     shorten(out, STEPS)
     assert train(inputs, out, "--resume", "--no-launch", "--mesh", "data=1", "--steps", STEPS) == 0
     assert numbers_of(out) == numbers_of(runs / "alone")
@@ -124,7 +124,7 @@ def test_a_run_of_one_goes_on_on_stages(runs, inputs, tmp_path):
 
 @pytest.mark.slow
 def test_a_stage_that_dies_while_it_sends_is_named():
-    said = r"rank 0 \(stage 1 of 2, before cut block\.1\.mlp\) died \(SIGKILL\), last at step\["
+    said = r"rank 0 \(stage 1 of 2, before split point block\.1\.mlp\) died \(SIGKILL\), last at step\["
     with pytest.raises(RunError, match=said):
         launch(staged.die_while_sending, world_size=2)
 
@@ -137,14 +137,14 @@ def test_codecs_need_leave_and_something_to_encode(inputs, tmp_path, capsys):
     assert "the plan has none" in capsys.readouterr().err
     in_place = ("--mesh", "stage=1", "--split-points", "block.1.mlp")
     assert train(inputs, tmp_path / "out", *in_place, "--codec", "q4") == 2
-    assert "changes what crosses a cut" in capsys.readouterr().err
+    assert "changes what crosses a boundary" in capsys.readouterr().err
     assert train(inputs, tmp_path / "out", *in_place) == 2
     assert "nothing crosses, and no codec rounds" in capsys.readouterr().err
     assert train(inputs, tmp_path / "out", "--mesh", "stage=2", "--split-points", "block.7.mlp") == 2
-    assert "there is no block 7 to cut" in capsys.readouterr().err
+    assert "there is no block 7 to split" in capsys.readouterr().err
     for name in ("block.x.mlp", "block.1.attn", "inside block 1"):
         assert train(inputs, tmp_path / "out", "--mesh", "stage=2", "--split-points", name) == 2
-        assert f"{name!r} is the name of no cut" in capsys.readouterr().err
+        assert f"{name!r} is no split point" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -194,7 +194,7 @@ def test_one_process_does_what_stages_do_with_the_same_codec(inputs, tmp_path):
 def test_a_stage_that_stands_still_is_named_by_all_that_wait_for_it(inputs, tmp_path):
     """The third stage waits for the second, which waits for the first; only the first is named."""
     split_points = ("--split-points", "block.0.mlp,block.1", "--residency", "resident")
-    wanted = ("waited {} s for rank 0 (stage 1 of 3, before cut block.0.mlp), last at ",)
+    wanted = ("waited {} s for rank 0 (stage 1 of 3, before split point block.0.mlp), last at ",)
     said = stopped(inputs, tmp_path, 0, *split_points, wanted=wanted)
     assert "for rank 1" not in said
     assert "for rank 2" not in said

@@ -44,7 +44,7 @@ def test_an_edited_operation_changes_what_is_done(opt):
     assert losses(changed, plan, model) != losses(program, plan, model)
 
 
-def test_a_cut_dependency_is_refused_naming_the_hazard(opt):
+def test_a_removed_dependency_is_refused_naming_the_hazard(opt):
     model, plan, program = opt
     (update,) = [i for i in program.step if i.id == "block.1/update[q0]"]
     assert update.after

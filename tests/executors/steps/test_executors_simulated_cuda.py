@@ -361,7 +361,7 @@ def test_buffers_that_are_given_back_too_soon_are_found(monkeypatch):
 BACKEND = "executors.steps.streams_accelerator:AcceleratorBackend"
 INTERPRETER = "executors.steps.interpreter:Interpreter"
 READING = "executors.device_scalars:ScalarReading"
-BOUNDARIES = "executors.steps.ops.codec:Crossings"
+BOUNDARIES = "executors.steps.ops.codec:BoundaryActions"
 EXCHANGES = "executors.steps.ops.exchange:Exchanges"
 SWEEP = "executors.steps.arithmetic:Sweeper.update"
 UNTIED = {"residency": {"blocks": "offloaded", "edges": "offloaded"}, "schedule": {"update": "delayed"}}
@@ -721,7 +721,7 @@ REMOVED = [(placement, part) for part in range(NUM_PARTS) for placement in sorte
 
 @pytest.mark.crossed(quick=len(REMOVED), slow=7)
 @pytest.mark.parametrize(("placement", "part"), REMOVED)
-def test_every_dependency_between_streams_that_is_cut_is_found(placement, part):
+def test_every_dependency_between_streams_that_is_removed_is_found(placement, part):
     """Every fourth one in each case; of the first ones of an offloaded step, some are."""
     changes = list(map(Without, cross_stream_edges(placement)[part::NUM_PARTS]))
     silent = [change for change in changes if not trained(PLACEMENTS[placement], change=change)[0].findings]

@@ -1,0 +1,54 @@
+"""Files that earlier versions wrote load in the names of this one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from costmodel.models.configs import read_model_spec
+from executors.runs.runlog import upgrade as upgraded_header
+from zosim.lowering import lower_all
+from zosim.plans import Mesh, Placement, Plan, Split
+from zosim.program.program_set import ProgramSet
+
+
+def renamed(content: object, names: dict[str, str]) -> object:
+    """Return JSON with some keys called otherwise, at any depth."""
+    if isinstance(content, list):
+        return [renamed(item, names) for item in content]
+    if isinstance(content, dict):
+        return {names.get(name, name): renamed(value, names) for name, value in content.items()}
+    return content
+
+
+@pytest.fixture(scope="module")
+def staged() -> Plan:
+    return Plan(
+        model=read_model_spec("opt-125m", split_blocks=(5,)),
+        batch=4,
+        seq=16,
+        mesh=Mesh(stage=2),
+        placement=Placement(topology="any", devices=("cpu0", "cpu1")),
+        split=Split(split_points=("block.5.mlp",)),
+    )
+
+
+def test_a_plan_with_cuts_has_split_points(staged: Plan) -> None:
+    old = renamed(staged.model_dump(mode="json"), {"split_points": "cuts", "split_blocks": "cut_blocks"})
+    assert Plan.model_validate(old) == staged
+
+
+def test_programs_whose_messages_cross_a_cut_load(staged: Plan) -> None:
+    programs = lower_all(staged)
+    text = programs.to_json()
+    assert '"boundary.0:message' in text
+    old = ProgramSet.from_data(json.loads(text.replace('"boundary.0:', '"cut.0:')), "old")
+    assert old == programs
+
+
+def test_an_identity_with_cuts_has_split_points() -> None:
+    for identity in ({"cuts": ["block.1"]}, {"split": {"cuts": ["block.1"]}}):
+        header = upgraded_header({"version": 3, "run": {"identity": identity}})
+        assert renamed(header["run"]["identity"], {"split_points": "cuts"}) == identity
+        assert header["run"]["identity"] != identity
