@@ -52,7 +52,7 @@ def _moved_words(moved: dict[str, Any]) -> str:
     """Return what became of updates of quantized weights."""
     num = max(1, moved["num"])
     return (
-        f"{moved['unmoved'] / num:.1%} left by chance where they were, {moved['saturated'] / num:.2%} stopped at the "
+        f"{moved['unmoved'] / num:.1%} left unchanged by rounding, {moved['saturated'] / num:.2%} stopped at the "
         "end of the grid; no drift: forwards leave quantized values alone"
     )
 

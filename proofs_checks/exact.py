@@ -38,10 +38,10 @@ def normal_nodes(dimension: int, order: int) -> tuple[Array, Array]:
     >>> bool(abs(weights @ (nodes[:, 0] ** 4 * nodes[:, 1] ** 2) - 3) < 1e-12)
     True
     """
-    points, chances = np.polynomial.hermite_e.hermegauss(order)
-    chances = chances / chances.sum()
+    points, probabilities = np.polynomial.hermite_e.hermegauss(order)
+    probabilities = probabilities / probabilities.sum()
     nodes = np.array(list(itertools.product(points, repeat=dimension)))
-    weights = np.array([math.prod(each) for each in itertools.product(chances, repeat=dimension)])
+    weights = np.array([math.prod(each) for each in itertools.product(probabilities, repeat=dimension)])
     return nodes, weights
 
 

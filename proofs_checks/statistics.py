@@ -228,12 +228,12 @@ def _two_point_estimate(
         return Estimate(
             label, up, x, up - rounding, up + rounding, p_value, rounding / (abs(x) or 1.0), count
         )
-    chance = min(1.0, max(0.0, (x - down) / (up - down)))
+    probability = min(1.0, max(0.0, (x - down) / (up - down)))
     is_between = down - rounding <= x <= up + rounding and not other
-    tails = binom.cdf(upper, count, chance), binom.sf(upper - 1, count, chance)
+    tails = binom.cdf(upper, count, probability), binom.sf(upper - 1, count, probability)
     p_value = min(1.0, 2 * float(min(tails))) if is_between else 0.0
     value = down + (up - down) * upper / count
-    deviation = (up - down) * math.sqrt(max(chance * (1 - chance), 1 / count) / count)
+    deviation = (up - down) * math.sqrt(max(probability * (1 - probability), 1 / count) / count)
     reach = threshold(count) * deviation
     resolution = (reach + float(student.isf(MISSED, count - 1)) * deviation) / max(abs(x), up - down)
     return Estimate(label, value, x, value - reach, value + reach, p_value, resolution, count)

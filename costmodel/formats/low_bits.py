@@ -30,10 +30,10 @@ MOVED_ELEMENTS = 1 << 16
 _LEAST_MOVED = 1 << 12
 """Quantized values that take about as long to move as to begin the passes over them."""
 
-CHANCES_AT_ONCE = 1 << 20
+UNIFORMS_AT_ONCE = 1 << 20
 """Random numbers that a CPU's threads draw for updates before torch's threads pass over them."""
 
-SHARED_CHANCES = 1 << 17
+SHARED_UNIFORMS = 1 << 17
 """Random numbers that take longer than to get threads together that share them."""
 
 ROUNDED_AT_ONCE = 1 << 19
@@ -72,7 +72,7 @@ _MOVED_TEMPORARY_BYTES = 23
 _MOVED_KERNELS = 24
 """Passes over such temporaries, the counts of what moved among them."""
 
-_CHANCE_PART = 0.5
+_UNIFORM_SHARE = 0.5
 """Part of a random number's time that passing over one takes: assumed, no probe tells it."""
 
 _FLOAT_TEMPORARY_BYTES = 13
@@ -445,7 +445,7 @@ def quantized_update_work(
     temporaries = _MOVED_TEMPORARY_BYTES + FORMATS[quant_config.format].is_float * _FLOAT_TEMPORARY_BYTES
     most = max((moved_at_once(one, moved_share) for one in linears), default=0)
     at_once = min(most, MOVED_ELEMENTS)
-    chances = samples_for_rows(linears, moved_share, COUNTER_BLOCK_ELEMENTS)
+    uniforms = samples_for_rows(linears, moved_share, COUNTER_BLOCK_ELEMENTS)
     moved = [round(moved_share * outputs * inputs) for outputs, inputs in linears]
     return Work(
         dtype="float32",
@@ -459,13 +459,13 @@ def quantized_update_work(
                 "unpacking": elements * (FORMATS[direction_format].bits < 8),
             }
         ),
-        num_rounded=chances.num_sampled + round(_CHANCE_PART * chances.num_passed),
-        # A matrix of fewer chances is drawn by the thread that asks.
-        num_shared_samplings=sum(-(-num // CHANCES_AT_ONCE) for num in moved if num >= SHARED_CHANCES),
-        num_seeds=chances.num_blocks,
+        num_rounded=uniforms.num_sampled + round(_UNIFORM_SHARE * uniforms.num_passed),
+        # A matrix of fewer uniforms is drawn by the thread that asks.
+        num_shared_samplings=sum(-(-num // UNIFORMS_AT_ONCE) for num in moved if num >= SHARED_UNIFORMS),
+        num_seeds=uniforms.num_blocks,
         num_kernels=_MOVED_KERNELS * len(linears),
         num_shared_kernels=_MOVED_KERNELS * sum(-(-num // MOVED_ELEMENTS) for num in moved),
-        workspace_bytes=temporaries * at_once + 4 * min(most, CHANCES_AT_ONCE),
+        workspace_bytes=temporaries * at_once + 4 * min(most, UNIFORMS_AT_ONCE),
     )
 
 
@@ -500,7 +500,7 @@ class RowSamples(NamedTuple):
 
 
 def samples_for_rows(linears: Iterable[Linear], share: float, block_elements: int) -> RowSamples:
-    """Return what drawing the rows of some matrices takes each of which moves with the chance `share`.
+    """Return what drawing the rows of some matrices takes each of which moves with probability `share`.
 
     Examples
     --------
@@ -513,7 +513,7 @@ def samples_for_rows(linears: Iterable[Linear], share: float, block_elements: in
     for outputs, inputs in linears:
         rows = min(float(outputs), max(1.0, block_elements / inputs))
         blocks, rests = outputs / rows, (1 - share) ** rows
-        # The sum, over a block's rows, of the chance that one of those from it on moves; as many lie before the first as behind the last.
+        # The sum, over a block's rows, of the probability that one of those from it on moves; as many lie before the first as behind the last.
         last = rows - (1 - share) * (1 - rests) / share if share else 0.0
         before = rows * (1 - rests) - last
         num_blocks += blocks * (1 - rests)
@@ -528,7 +528,7 @@ def moved_rows_bytes(linears: Iterable[Linear], share: float) -> int:
 
 
 def _most_rows(num: int, share: float) -> int:
-    """Return how many of `num` rows move in hardly any step more than, where each does with the chance `share`."""
+    """Return how many of `num` rows move in hardly any step more than, where each does with probability `share`."""
     mean = num * share
     # Three standard deviations more.
     return min(num, math.ceil(mean + 3 * math.sqrt(mean * (1 - share))))

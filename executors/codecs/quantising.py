@@ -121,8 +121,8 @@ def rounded_at_random(numbers: Tensor, generator: Generator | None) -> Tensor:
     """
     assert generator is not None
     below = numbers.floor()
-    chance = torch.rand(numbers.shape, dtype=numbers.dtype, device=numbers.device, generator=generator)
-    return below.add_(chance < numbers - below)
+    uniform = torch.rand(numbers.shape, dtype=numbers.dtype, device=numbers.device, generator=generator)
+    return below.add_(uniform < numbers - below)
 
 
 def _laid_out(rows: Tensor, spec: CodecSpec) -> Tensor:

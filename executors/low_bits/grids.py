@@ -69,19 +69,19 @@ class Grid(ABC):
         below, step = self.below(inside), self.step(inside)
         return below.add_(((inside - below) / step).round_() * step)
 
-    def at_random(self, numbers: Tensor, chances: Tensor) -> Tensor:
+    def at_random(self, numbers: Tensor, uniforms: Tensor) -> Tensor:
         """Return a neighbour of each number: that above with the probability of the distance from that below.
 
         Parameters
         ----------
         numbers : torch.Tensor
             float32 or float64.
-        chances : torch.Tensor
+        uniforms : torch.Tensor
             Independent and uniform on [0, 1), one for each.
         """
         inside = self.clamped(numbers)
         below, step = self.below(inside), self.step(inside)
-        return below.add_((chances * step < inside - below) * step)
+        return below.add_((uniforms * step < inside - below) * step)
 
     def variance(self, numbers: Tensor) -> Tensor:
         """Return the variance of :meth:`at_random`, whose mean is :meth:`clamped`."""
@@ -105,12 +105,12 @@ class Integers(Grid):
         """Return 1."""
         return 1.0
 
-    def at_random(self, numbers: Tensor, chances: Tensor) -> Tensor:
-        """Return a neighbour of each number, in fewer passes: up where number and chance reach the next one together.
+    def at_random(self, numbers: Tensor, uniforms: Tensor) -> Tensor:
+        """Return a neighbour of each number, in fewer passes: up where number and uniform reach the next one together.
 
-        The sum is rounded once, so a mean may be off by the last bit of the largest quantized value. The chances are lost.
+        The sum is rounded once, so a mean may be off by the last bit of the largest quantized value. The uniforms are lost.
         """
-        return chances.add_(numbers).floor_().clamp_(self.low, self.high)
+        return uniforms.add_(numbers).floor_().clamp_(self.low, self.high)
 
     def symbols(self, values: Tensor) -> Tensor:
         """Return the low byte of each number."""

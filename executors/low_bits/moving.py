@@ -11,7 +11,7 @@ from torch import Tensor
 from executors.device_scalars import DeviceScalar
 from executors.low_bits.grids import Integers, num_nonzero, towards_zero
 from executors.low_bits.packed import QValues
-from executors.low_bits.stored import Chances, Moved
+from executors.low_bits.stored import Moved, Uniforms
 
 if TYPE_CHECKING:
     from executors.low_bits.quantized import QuantizedTensor
@@ -28,13 +28,13 @@ class Move(NamedTuple):
     quantized : QuantizedTensor
     direction : torch.Tensor or PackedValues
         In the shape of the weight; a tensor is int8.
-    chances : callable
+    uniforms : callable
         As of :meth:`executors.low_bits.quantized.QuantizedTensor.move`.
     """
 
     quantized: QuantizedTensor
     direction: QValues
-    chances: Chances
+    uniforms: Uniforms
 
 
 def shares_passes(quantized: QuantizedTensor) -> bool:
@@ -80,9 +80,9 @@ def _move(moves: Sequence[Move], by: float | Tensor, decay: float, counted: Move
         torch.mul(move.direction[:].view(grouped), unit.view(scales.shape)[..., None], out=own.view(grouped))
     if decay:
         change.add_(levels * decay)
-    chance = torch.cat([move.chances(0, numel).view(-1) for move, numel in zip(moves, sizes, strict=True)])
+    uniform = torch.cat([move.uniforms(0, numel).view(-1) for move, numel in zip(moves, sizes, strict=True)])
     num = num_nonzero(change)
-    whole = towards_zero(chance.copysign_(change).add_(change))
+    whole = towards_zero(uniform.copysign_(change).add_(change))
     wanted = levels - whole
     moved = grid.clamped(wanted)
     # What saturates would have moved: it is not among the unmoved.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from costmodel.formats.low_bits import CHANCES_AT_ONCE, MOVED_ELEMENTS, QuantConfig, moved_at_once
+from costmodel.formats.low_bits import MOVED_ELEMENTS, UNIFORMS_AT_ONCE, QuantConfig, moved_at_once
 from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.grids import Floats, Grid, Integers, grid_of, num_nonzero, towards_zero
@@ -22,11 +22,11 @@ from executors.low_bits.packed import PIECE_ELEMENTS, QValues
 from executors.low_bits.stored import (
     Along,
     BoundParameter,
-    Chances,
     DenseTensor,
     DirectionStep,
     Moved,
     Stored,
+    Uniforms,
     UpdateStep,
     nothing,
 )
@@ -292,7 +292,7 @@ class QuantizedTensor(Stored):
         before, sums = iter(step.sums or ()), list[Tensor]()
         together: dict[float, list[Move]] = {}
         for place, quantized, direction in along:
-            chances = partial(step.chances, parameter=place.index)
+            uniforms = partial(step.uniforms, parameter=place.index)
             decay = step.rate * (step.rounded_decay if place.decays else 0.0)
             if is_summed:
                 # Of the host, as what a sum adds is multiplied by: it may have to wait for it.
@@ -303,7 +303,7 @@ class QuantizedTensor(Stored):
                     else total.add_(direction[:], alpha=alpha)
                 )
                 if step.is_rounded:
-                    quantized.move(total, 1.0, chances, decay=decay, counted=step.counted)
+                    quantized.move(total, 1.0, uniforms, decay=decay, counted=step.counted)
                 else:
                     sums.append(total)
                 continue
@@ -313,10 +313,10 @@ class QuantizedTensor(Stored):
                 rows = None
                 at_once = moved_at_once((quantized.shape[0], quantized.shape[1]), 1 - step.rounding.sparsity)
             if rows is None and shares_passes(quantized):
-                together.setdefault(decay, []).append(Move(quantized, direction, chances))
+                together.setdefault(decay, []).append(Move(quantized, direction, uniforms))
                 continue
             quantized.move(
-                direction, factor, chances, rows=rows, decay=decay, counted=step.counted, at_once=at_once
+                direction, factor, uniforms, rows=rows, decay=decay, counted=step.counted, at_once=at_once
             )
         for decay, moves in together.items():
             move_together(moves, factor, decay=decay, counted=step.counted)
@@ -326,7 +326,7 @@ class QuantizedTensor(Stored):
         self,
         direction: QValues,
         factor: float | DeviceScalar,
-        chances: Chances,
+        uniforms: Uniforms,
         *,
         rows: Tensor | None = None,
         decay: float = 0.0,
@@ -341,7 +341,7 @@ class QuantizedTensor(Stored):
             In the shape of the weight; a tensor is int8 or floating-point.
         factor : float or DeviceScalar
         decay : float
-        chances : callable
+        uniforms : callable
             Of the elements of these rows, one after the other.
         rows : torch.Tensor, optional
             Numbers of the rows that change; by default all.
@@ -352,15 +352,15 @@ class QuantizedTensor(Stored):
 
         Notes
         -----
-        On a CPU `chances` are asked for many at a time, since to draw them in several threads and to pass over them in torch's
+        On a CPU `uniforms` are asked for many at a time, since to draw them in several threads and to pass over them in torch's
         takes turns that cost a part of a millisecond. The mean of the change is exact but for quantized values that saturate, and for the
-        resolution of `chances`. On integers the change is rounded by itself, so that one of a millionth of a step is not lost
+        resolution of `uniforms`. On integers the change is rounded by itself, so that one of a millionth of a step is not lost
         in the float32 of the stored value.
         """
         by = factor.factor(torch.float32) if isinstance(factor, DeviceScalar) else factor
         num_rows, width = self.shape if rows is None else (len(rows), self.shape[1])
 
-        def take_piece(piece: slice, chance: Tensor) -> None:
+        def take_piece(piece: slice, uniform: Tensor) -> None:
             chosen = piece if rows is None else rows[piece]
             levels = self.levels(chosen).float()
             grouped = levels.view(len(levels), -1, self.group_elements)
@@ -374,13 +374,13 @@ class QuantizedTensor(Stored):
             change = change.view(levels.shape)
             num = None if counted is None else num_nonzero(change)
             if isinstance(self.grid, Integers):
-                # Away from 0 where the change and its chance reach the next whole number together.
-                whole = towards_zero(chance.copysign_(change).add_(change))
+                # Away from 0 where the change and its uniform reach the next whole number together.
+                whole = towards_zero(uniform.copysign_(change).add_(change))
                 wanted = levels - whole
                 moved = self.grid.clamped(wanted)
             else:
                 wanted = levels - change
-                moved = self.grid.at_random(wanted, chance)
+                moved = self.grid.at_random(wanted, uniform)
             if counted is not None and num is not None:
                 # What saturates would have moved.
                 if isinstance(self.grid, Integers):
@@ -391,9 +391,9 @@ class QuantizedTensor(Stored):
                 counted.add(num, num - num_nonzero(tried), num_nonzero(beyond))
             self._write(chosen, moved)
 
-        sampled_at_once = at_once or (CHANCES_AT_ONCE if self.device.type == "cpu" else None)
+        sampled_at_once = at_once or (UNIFORMS_AT_ONCE if self.device.type == "cpu" else None)
         for stretch in self._pieces(num_rows, elements=sampled_at_once):
-            sampled = chances(stretch.start * width, stretch.stop * width).view(-1, width)
+            sampled = uniforms(stretch.start * width, stretch.stop * width).view(-1, width)
             # A call each, so that the temporaries of one are gone before those of the next are made.
             for piece in self._pieces(len(sampled), elements=at_once and min(at_once, MOVED_ELEMENTS)):
                 here = slice(stretch.start + piece.start, stretch.start + piece.stop)

@@ -19,7 +19,7 @@ from costmodel.formats.roundings import RoundedDirection
 from executors.device_scalars import DeviceScalar
 from executors.low_bits.packed import QValues
 
-Chances = Callable[[int, int], Tensor]
+Uniforms = Callable[[int, int], Tensor]
 """Takes a first and a last element of a weight, and returns a float32 number in [0, 1) for each between."""
 
 
@@ -78,7 +78,7 @@ class Moved:
     num : int
         Elements that were to move.
     unmoved : int
-        Of these, such that chance left where they were.
+        Of these, those that rounding left where they were.
     saturated : int
         Of these, such that would have left the grid.
     """
@@ -156,7 +156,7 @@ class UpdateStep:
     rounding : RoundedDirection
     rows : callable
         As of :class:`DirectionStep`.
-    chances : callable
+    uniforms : callable
         Takes a first and a last element and a parameter's index, and returns a float32 number in [0, 1) for each between.
     counted : Moved
         Is added to.
@@ -174,7 +174,7 @@ class UpdateStep:
     rounded_decay: float
     rounding: RoundedDirection
     rows: Callable[[int], ChosenRows | None]
-    chances: Callable[..., Tensor]
+    uniforms: Callable[..., Tensor]
     counted: Moved
     add: Callable[..., None]
     sums: list[Tensor] | None = None

@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor
 
 from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS, Distribution
-from costmodel.formats.low_bits import PASSED_ELEMENTS, ROUNDED_AT_ONCE, SHARED_CHANCES
+from costmodel.formats.low_bits import PASSED_ELEMENTS, ROUNDED_AT_ONCE, SHARED_UNIFORMS
 from costmodel.formats.roundings import RoundedDirection
 from executors.low_bits.grids import Integers
 from executors.low_bits.packed import QValues
@@ -81,7 +81,7 @@ _ROW_ELEMENTS_AT_ONCE = 1 << 18
 """Numbers of a sparse direction's rows that are there at once before they are quantized."""
 
 
-class Chances:
+class RoundingUniforms:
     """Makes the random numbers that roundings are decided by.
 
     Parameters
@@ -102,16 +102,16 @@ class Chances:
 
     def between(self, begin: int, end: int, parameter: int, key: CounterKey) -> Tensor:
         """Return those of elements `begin` to `end` of a parameter, in float32."""
-        chances = torch.empty(end - begin, dtype=torch.float32, device=self._device)
-        counter = self._shared if end - begin >= SHARED_CHANCES else self._counter
-        counter.fill(chances, parameter, begin, key, _UNIFORM)
-        return chances
+        uniforms = torch.empty(end - begin, dtype=torch.float32, device=self._device)
+        counter = self._shared if end - begin >= SHARED_UNIFORMS else self._counter
+        counter.fill(uniforms, parameter, begin, key, _UNIFORM)
+        return uniforms
 
     def rows(self, rows: Tensor, width: int, parameter: int, key: CounterKey) -> Tensor:
         """Return those of some ascending rows of a table."""
-        chances = torch.empty((rows.numel(), width), dtype=torch.float32, device=self._device)
-        self._shared.fill_rows(chances, rows, parameter, key, _UNIFORM)
-        return chances
+        uniforms = torch.empty((rows.numel(), width), dtype=torch.float32, device=self._device)
+        self._shared.fill_rows(uniforms, rows, parameter, key, _UNIFORM)
+        return uniforms
 
 
 def rounding_key(seed: int, step: int, query: int, purpose: Purpose) -> CounterKey:
@@ -164,7 +164,7 @@ class MovedRows:
     ) -> None:
         self._sparsity = sparsity
         self._num_rows = {parameter: shapes[parameter][0] for parameter in quantized} if sparsity else {}
-        self._chances = Chances([shape.numel() for shape in shapes], device)
+        self._uniforms = RoundingUniforms([shape.numel() for shape in shapes], device)
         self._num_kept, self._borrow = num_kept, borrow
         self._kept: dict[int, dict[CounterKey, ChosenRows]] = {parameter: {} for parameter in self._num_rows}
 
@@ -176,10 +176,10 @@ class MovedRows:
         if (chosen := kept.get(key)) is not None:
             self._borrow(chosen.there)
             return chosen
-        chances = self._chances.between(0, self._num_rows[parameter], parameter, key)
+        uniforms = self._uniforms.between(0, self._num_rows[parameter], parameter, key)
         # How many they are has to be waited for; so the host learns which, and tells the device.
-        on_host = (chances >= self._sparsity).cpu().nonzero().view(-1)
-        chosen = kept[key] = ChosenRows(on_host.to(chances.device, non_blocking=True), on_host)
+        on_host = (uniforms >= self._sparsity).cpu().nonzero().view(-1)
+        chosen = kept[key] = ChosenRows(on_host.to(uniforms.device, non_blocking=True), on_host)
         for oldest in list(kept)[: -self._num_kept]:
             kept.pop(oldest, None)
         return chosen
@@ -190,7 +190,7 @@ class _Block(NamedTuple):
 
     piece: QValues
     seed: int
-    chance_seed: int | None
+    uniform_seed: int | None
 
 
 class RoundedSampler:
@@ -225,21 +225,21 @@ class RoundedSampler:
         self._grid = Integers(-rounding.highest, rounding.highest)
         self._direction = direction_named(rounding.distribution)
         self._numbers = CounterSampler(numels, device, threads=threads)
-        self._chances = Chances(numels, device, threads)
+        self._uniforms = RoundingUniforms(numels, device, threads)
         self._device = device
         self._threads = threads
 
-    def qvalues(self, numbers: Tensor, chances: Tensor | None) -> Tensor:
+    def qvalues(self, numbers: Tensor, uniforms: Tensor | None) -> Tensor:
         """Return the quantized values of numbers, which are lost."""
-        return self._levels(numbers, chances).to(torch.int8)
+        return self._levels(numbers, uniforms).to(torch.int8)
 
-    def _levels(self, numbers: Tensor, chances: Tensor | None) -> Tensor:
-        """Return what the quantized values of numbers, which are lost, stand for; signs need no chances."""
+    def _levels(self, numbers: Tensor, uniforms: Tensor | None) -> Tensor:
+        """Return what the quantized values of numbers, which are lost, stand for; signs need no uniforms."""
         scaled = numbers.mul_(self._rounding.scale)
         if self._direction.distribution.is_sign:
             return scaled
-        assert chances is not None
-        return self._grid.at_random(scaled, chances)
+        assert uniforms is not None
+        return self._grid.at_random(scaled, uniforms)
 
     def fill_counted(
         self, views: Sequence[QValues], parameters: Sequence[int], key: CounterKey, keys: SamplingKeys
@@ -256,8 +256,8 @@ class RoundedSampler:
             # Seeds of all blocks at once: asking for them block by block takes as long as drawing.
             pieces = view.split(self._numbers.block_elements(self._direction))
             seeds = self._numbers.seeds(parameter, key, self._direction)
-            chances = [] if is_sign else self._numbers.seeds(parameter, keys.rounding, _UNIFORM)
-            blocks += [_Block(*of) for of in zip_longest(pieces, seeds, chances)]
+            uniforms = [] if is_sign else self._numbers.seeds(parameter, keys.rounding, _UNIFORM)
+            blocks += [_Block(*of) for of in zip_longest(pieces, seeds, uniforms)]
         if is_sign and self._device.type == "cpu":
             jobs += [partial(self._fill_signs, block.piece, block.seed) for block in blocks]
             blocks = []
@@ -288,24 +288,24 @@ class RoundedSampler:
             yield batch
 
     def _fill_blocks(self, blocks: Sequence[_Block]) -> None:
-        """Fill blocks, the roundings of each being a block of chances as long.
+        """Fill blocks, the roundings of each being a block of uniforms as long.
 
         Sampling threads make random numbers alone: passes are shared among torch's threads, since those of Python's hand the
         interpreter to each other between any two passes, which takes longer than short ones.
         """
         sizes = [block.piece.numel() for block in blocks]
         total, on_cpu = sum(sizes), self._device.type == "cpu"
-        numbers, chances = torch.empty((2, total), dtype=torch.float32, device=self._device)
-        parts = list(zip(blocks, numbers.split(sizes), chances.split(sizes), strict=True))
+        numbers, uniforms = torch.empty((2, total), dtype=torch.float32, device=self._device)
+        parts = list(zip(blocks, numbers.split(sizes), uniforms.split(sizes), strict=True))
 
         def sample(share: range) -> None:
             generator = Generator(device=self._device)
-            for block, own, chance in parts[share.start : share.stop]:
+            for block, own, uniform in parts[share.start : share.stop]:
                 self._direction.fill(own, generator.manual_seed(block.seed))
-                if block.chance_seed is not None:
-                    _UNIFORM.fill(chance, generator.manual_seed(block.chance_seed))
+                if block.uniform_seed is not None:
+                    _UNIFORM.fill(uniform, generator.manual_seed(block.uniform_seed))
 
-        is_shared = on_cpu and total >= SHARED_CHANCES
+        is_shared = on_cpu and total >= SHARED_UNIFORMS
         shares = even_ranges(len(blocks), self._threads.num_threads if is_shared else 1)
         self._threads.run([partial(sample, share) for share in shares])
         length, begin = _PASSED_BLOCKS if on_cpu else len(blocks), 0
@@ -313,7 +313,7 @@ class RoundedSampler:
             here = blocks[first : first + length]
             of_here = sizes[first : first + length]
             end = begin + sum(of_here)
-            levels = self._levels(numbers[begin:end], chances[begin:end]).split(of_here)
+            levels = self._levels(numbers[begin:end], uniforms[begin:end]).split(of_here)
             begin = end
             if tensors := [block.piece for block in here if isinstance(block.piece, Tensor)]:
                 torch._foreach_copy_(tensors, list(levels))
@@ -383,10 +383,10 @@ class RoundedSampler:
 
         def take(tensor: int, begin: int, numbers: Tensor) -> None:
             for piece in numbers.split(at_once):
-                end, chances = begin + piece.numel(), None
+                end, uniforms = begin + piece.numel(), None
                 if not self._direction.distribution.is_sign:
-                    chances = self._chances.between(begin, end, parameters[tensor], keys.rounding)
-                views[tensor][begin:end] = self._levels(piece, chances)
+                    uniforms = self._uniforms.between(begin, end, parameters[tensor], keys.rounding)
+                views[tensor][begin:end] = self._levels(piece, uniforms)
                 begin = end
 
         at_once = PASSED_ELEMENTS if self._device.type == "cpu" else ROUNDED_AT_ONCE
@@ -416,5 +416,5 @@ class RoundedSampler:
     def _quantized_rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: SamplingKeys) -> Tensor:
         width = numbers.shape[1]
         is_sign = self._direction.distribution.is_sign
-        chances = None if is_sign else self._chances.rows(rows, width, parameter, keys.rounding)
-        return self.qvalues(numbers, chances)
+        uniforms = None if is_sign else self._uniforms.rows(rows, width, parameter, keys.rounding)
+        return self.qvalues(numbers, uniforms)

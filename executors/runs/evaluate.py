@@ -254,8 +254,8 @@ def _scores(model: CausalModel, rows: Sequence[_Row], batch_size: int) -> list[f
                 labels = torch.tensor([example.labels[at] for at in positions], device=logits.device)
                 before = torch.tensor(positions, device=logits.device) - 1
                 # In double precision: a sum over a large vocabulary is rounded once, on any device.
-                chances = row_logits[before].double().log_softmax(-1)
-                scores.append(float(chances.gather(1, labels[:, None]).sum()))
+                log_probabilities = row_logits[before].double().log_softmax(-1)
+                scores.append(float(log_probabilities.gather(1, labels[:, None]).sum()))
     return scores
 
 

@@ -155,11 +155,11 @@ def check_two_shards(_context: Context) -> Outcome:
     theta, apart, epsilon = torch.tensor([0.4, -0.2], dtype=torch.float64), 0.05, 1e-3
     nodes, weights = normal_nodes(2, 4)
     mean, square = torch.zeros(2, dtype=torch.float64), 0.0
-    for z, chance in zip(torch.from_numpy(nodes), weights.tolist(), strict=True):
+    for z, probability in zip(torch.from_numpy(nodes), weights.tolist(), strict=True):
         plus, minus = first @ (theta + epsilon * z) + apart, second @ (theta - epsilon * z)
         estimate = projected_gradient(plus, minus, epsilon, central=True).item() * z
-        mean += chance * estimate
-        square += chance * float(estimate @ estimate)
+        mean += probability * estimate
+        square += probability * float(estimate @ estimate)
     slope, gap = (first + second) / 2, float((first - second) @ theta) + apart
     alike = 4 * float(slope @ slope)
     return everything_holds(

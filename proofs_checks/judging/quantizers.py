@@ -239,15 +239,17 @@ class _Judge:
             low, high = rows.amin(0), rows.amax(0)
             step = (high - low).max().clamp(min=1e-300)
             both = high > low
-            chance = ((numbers - low) / (high - low))[both].clamp(0, 1).numpy()
+            probability = ((numbers - low) / (high - low))[both].clamp(0, 1).numpy()
             num_up = (rows == high).sum(0)[both].numpy()
-            tails = np.minimum(binom.cdf(num_up, count, chance), binom.sf(num_up - 1, count, chance))
+            tails = np.minimum(
+                binom.cdf(num_up, count, probability), binom.sf(num_up - 1, count, probability)
+            )
             # Numbers in float32, and the bounds of a clamped range, are a rounding off.
             away = (((numbers - low).abs() - 1e-6 * numbers.abs().max()).clamp(min=0) / step)[~both].numpy()
             never = (1 - np.minimum(away, 1.0)) ** count
             num_compared += len(numbers)
             least = min(least, *(2 * tails), *never)
-            worst = max(worst, *np.abs(num_up / count - chance), *away)
+            worst = max(worst, *np.abs(num_up / count - probability), *away)
         resolution = (threshold() + float(student.isf(MISSED, NUM_BATCHES - 1))) / 2 / self._num_samples**0.5
         verdict: Verdict = "fails" if least < LEVEL else "holds" if resolution <= COARSEST else "not resolved"
         return JudgedProperty(

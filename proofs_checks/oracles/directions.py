@@ -94,9 +94,9 @@ def rounded_normal_moments(bits: int, scale: float) -> tuple[float, float]:
         mass = (math.erf(high / math.sqrt(2)) - math.erf(low / math.sqrt(2))) / 2
         first = normal_density(low) - normal_density(high)
         up = scale * first - k * mass
-        for level, chance in ((low, mass - up), (high, up)):
-            second += 2 * level**2 * chance
-            fourth += 2 * level**4 * chance
+        for level, probability in ((low, mass - up), (high, up)):
+            second += 2 * level**2 * probability
+            fourth += 2 * level**4 * probability
     tail = math.erfc(highest / scale / math.sqrt(2))
     return second + (highest / scale) ** 2 * tail, fourth + (highest / scale) ** 4 * tail
 

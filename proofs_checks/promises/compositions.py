@@ -16,7 +16,7 @@ from proofs_checks.faults import central_by_epsilon, losses_added, nearest
 from proofs_checks.oracles.statements import query_error, rounded_square_excess
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.planting import Fault, altered, planted
-from proofs_checks.setups.roundings import Reaching, codes_and_chances
+from proofs_checks.setups.roundings import Reaching, qvalues_and_probabilities
 from proofs_checks.statistics import compare_means, fitted_slope
 
 _CPU = torch.device("cpu")
@@ -120,13 +120,13 @@ def check_rounded_forward(_context: Context) -> Outcome:
     nodes, weights = normal_nodes(1, 40)
     slope, bend, epsilon = 0.7, 1.9, 0.3
     mean = product = 0.0
-    for u, chance in zip(nodes[:, 0].tolist(), weights.tolist(), strict=True):
-        outcomes = [(code * rounding.unit, p) for code, p in codes_and_chances(u, rounding)]
+    for u, probability in zip(nodes[:, 0].tolist(), weights.tolist(), strict=True):
+        outcomes = [(code * rounding.unit, p) for code, p in qvalues_and_probabilities(u, rounding)]
         for first, p in outcomes:
             change = slope * epsilon * first + bend * (epsilon * first) ** 2 / 2
             for second, q in outcomes:
-                mean += chance * p * q * change / epsilon * second
-                product += chance * p * q * first * second
+                mean += probability * p * q * change / epsilon * second
+                product += probability * p * q * first * second
     return everything_holds(
         {
             "E[g·u₂], forward difference of a quadratic": equal(

@@ -119,22 +119,22 @@ def _enumerated_product(rows: int, columns: int, rank: int) -> tuple[float, ...]
     return mean, second, energy
 
 
-def _normals_and_chances(generator: Generator) -> tuple[Tensor, Tensor]:
+def _normals_and_uniforms(generator: Generator) -> tuple[Tensor, Tensor]:
     normals = literal.sampled(SHAPE, "gaussian", generator, torch.float32)
     return normals, torch.rand(SHAPE, generator=generator)
 
 
 def _rounded(rounding: Reaching, generator: Generator) -> Tensor:
-    normals, chances = _normals_and_chances(generator)
-    return qvalues_of(normals, rounding, chances).double() * rounding.unit
+    normals, uniforms = _normals_and_uniforms(generator)
+    return qvalues_of(normals, rounding, uniforms).double() * rounding.unit
 
 
 def _literal_rounded(bits: int, limit: float, generator: Generator) -> Tensor:
-    z, chances = (numbers.double() for numbers in _normals_and_chances(generator))
+    z, uniforms = (numbers.double() for numbers in _normals_and_uniforms(generator))
     highest = 2 ** (bits - 1) - 1
     cells = z * (highest / limit)
     up = cells - cells.floor()
-    rounded: Tensor = (cells.floor() + (chances >= 1 - up)).clamp(-highest, highest) * limit / highest
+    rounded: Tensor = (cells.floor() + (uniforms >= 1 - up)).clamp(-highest, highest) * limit / highest
     return rounded
 
 

@@ -1,6 +1,6 @@
 """Runs whose arithmetic is not MeZO's own, beside loops of their own: quantized weights, and all points in one forward as adapters.
 
-The other side of each comparison is a whole model of transformers, whose weights a loop sets; seeds, chances, grids and factors come from
+The other side of each comparison is a whole model of transformers, whose weights a loop sets; seeds, uniforms, grids and factors come from
 their description, in :mod:`proofs_checks.setups.literal` or here.
 """
 
@@ -80,21 +80,21 @@ class QuantizedRun:
         made = {name: (self.qvalues[name] * self.scales[name]).astype(np.float32) for name in self.qvalues}
         return self.plain | made
 
-    def chances(self, step: int, query: int, purpose: str) -> dict[str, Array]:
+    def uniforms(self, step: int, query: int, purpose: str) -> dict[str, Array]:
         """Return the numbers in [0, 1) that decide a rounding: blocks of 2¹⁴, counted over all parameters."""
-        key, block, chances = chained(seed_of(self.seed, step, query), _PURPOSES[purpose]), 0, {}
+        key, block, uniforms = chained(seed_of(self.seed, step, query), _PURPOSES[purpose]), 0, {}
         for name, numel in self._sizes:
             pieces = []
             for begin in range(0, numel, _BLOCK):
                 generator = torch.Generator().manual_seed(block_seed(key, step, query, block))
                 pieces.append(torch.empty(min(_BLOCK, numel - begin)).uniform_(generator=generator))
                 block += 1
-            chances[name] = torch.cat(pieces).numpy()
-        return chances
+            uniforms[name] = torch.cat(pieces).numpy()
+        return uniforms
 
     def direction(self, step: int, query: int, purpose: str) -> dict[str, Array]:
         """Return quantized values of a direction, by parameter."""
-        chances, qvalues = self.chances(step, query, purpose), {}
+        uniforms, qvalues = self.uniforms(step, query, purpose), {}
         normals = directions(
             [(numel,) for _, numel in self._sizes],
             seed=seed_of(self.seed, step, query),
@@ -106,7 +106,7 @@ class QuantizedRun:
         )
         for (name, _), numbers in zip(self._sizes, normals, strict=True):
             scaled = numbers.numpy() * np.float32(1 / _UNIT)
-            qvalues[name] = np.clip(np.floor(scaled + chances[name]), -_HIGHEST, _HIGHEST)
+            qvalues[name] = np.clip(np.floor(scaled + uniforms[name]), -_HIGHEST, _HIGHEST)
         return qvalues
 
     def gradient(self, step: int, query: int, batch: Batch) -> float:
@@ -127,7 +127,7 @@ class QuantizedRun:
         purpose = "second direction" if self.estimator == "q-rge2" else "direction"
         for query, gradient in enumerate(gradients):
             along = self.direction(step, query, purpose)
-            chances = self.chances(step, query, "update")
+            uniforms = self.uniforms(step, query, "update")
             for name, numel in self._sizes:
                 factor = gradient / _NUM_QUERIES / divisor * _UNIT
                 decay = _DECAY if query == 0 and not _is_spared(name) else 0.0
@@ -146,7 +146,7 @@ class QuantizedRun:
                     change, decay = summed[name], 0.0 if _is_spared(name) else _DECAY
                 change = change + rate * decay * qvalues
                 assert numel == qvalues.size
-                whole = np.floor(np.abs(change) + chances[name].reshape(qvalues.shape))
+                whole = np.floor(np.abs(change) + uniforms[name].reshape(qvalues.shape))
                 self.qvalues[name] = np.clip(qvalues - np.copysign(whole, change), -127, 127)
 
 
@@ -199,7 +199,7 @@ def check_qvalues_over_steps(context: Context) -> Outcome:
     """Compare projected gradients, quantized values and other weights of three steps in int8 with a loop in NumPy, for each estimator.
 
     Each step of the loop goes on from its own quantized values with the run's gradients, which are compared before: where two gradients differ in a
-    last bit a value near the border of its chance may go the other way, one in thousands.
+    last bit a value near the border of its rounding may go the other way, one in thousands.
     """
     parts = {}
     for estimator in _QUANTIZED_RUNS:
@@ -291,8 +291,8 @@ def _loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
     """Return the loss in the format of the logits; transformers has it in float32."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     labels = batch["labels"][:, 1:]
-    chances = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    return -chances[labels != -100].mean(), int((labels != -100).sum())
+    uniforms = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return -uniforms[labels != -100].mean(), int((labels != -100).sum())
 
 
 def check_all_points_at_once(context: Context) -> Outcome:
@@ -381,7 +381,7 @@ CHECKS: Checks = {
             lambda shipped, self, numbers: 1.03 * shipped(self, numbers),
         ),
         quantized.ROUNDED_DOWN,
-        quantized.CHANCES_BETWEEN,
+        quantized.UNIFORMS_BETWEEN,
         quantized.CLAMP_WIDE,
         quantized.SAMPLED_NEAREST,
     ),
@@ -389,7 +389,7 @@ CHECKS: Checks = {
         check_qvalues_over_steps,
         quantized.MOVE_LONG,
         quantized.MOVE_AWAY,
-        quantized.MOVE_CHANCES,
+        quantized.MOVE_UNIFORMS,
         quantized.SAME_KEY,
         quantized.SAMPLED_LONG,
         later_queries_short,
@@ -399,7 +399,7 @@ CHECKS: Checks = {
             lambda shipped, self, op, *rest: shipped(self, replace(op, divisor=1), *rest),
         ),
         Fault(
-            "a step's chances in every step",
+            "a step's uniforms in every step",
             "executors.randomness.rounded:rounding_key",
             lambda shipped, seed, step, query, purpose: shipped(
                 seed, 0 if purpose == "update" else step, query, purpose

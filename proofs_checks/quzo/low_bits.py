@@ -23,7 +23,13 @@ from executors.low_bits.linear import QuantizedLinear, quantize_layers
 from executors.low_bits.quantized import Beside, QuantizedTensor
 from executors.low_bits.stored import Moved
 from executors.randomness.counter import CounterKey
-from executors.randomness.rounded import Chances, MovedRows, RoundedSampler, SamplingKeys, rounding_key
+from executors.randomness.rounded import (
+    MovedRows,
+    RoundedSampler,
+    RoundingUniforms,
+    SamplingKeys,
+    rounding_key,
+)
 from executors.ranks.communicator import Communicator
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
@@ -218,17 +224,17 @@ def check_outlier_split(context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-_NUM_CHANCES = 256
+_NUM_UNIFORMS = 256
 
 
-def _even_chances(width: int) -> Array:
-    """Return chances in even steps, shape (256, width): those of one row are alike."""
-    steps = (np.arange(_NUM_CHANCES, dtype=np.float32) + 0.5) / _NUM_CHANCES
+def _even_uniforms(width: int) -> Array:
+    """Return uniforms in even steps, shape (256, width): those of one row are alike."""
+    steps = (np.arange(_NUM_UNIFORMS, dtype=np.float32) + 0.5) / _NUM_UNIFORMS
     return np.repeat(steps[:, None], width, axis=1)
 
 
-def _handed(chances: Array) -> Callable[[int, int], Tensor]:
-    flat = torch.from_numpy(np.ascontiguousarray(chances)).view(-1)
+def _handed(uniforms: Array) -> Callable[[int, int], Tensor]:
+    flat = torch.from_numpy(np.ascontiguousarray(uniforms)).view(-1)
     return lambda begin, end: flat[begin:end].clone()
 
 
@@ -317,11 +323,11 @@ def check_sparse_moments(context: Context) -> Outcome:
             0.0,
             what="not chosen, not 0",
         )
-        # The chance that keeps a row decides no element's rounding: those of one number meet only by chance.
+        # The uniform number that keeps a row decides no element's rounding: those of one number meet only by chance.
         kept_rows = torch.zeros(2 * count, dtype=torch.bool)
         kept_rows[sampled.rows] = True
         same = first.reshape(-1)[: 2 * count][kept_rows]
-        parts[f"{title}, chances of their own"] = compare_means(
+        parts[f"{title}, uniforms of their own"] = compare_means(
             "û where the row of its number is kept", same[:, None], torch.zeros(1, dtype=torch.float64)
         )
     return everything_holds(parts)
@@ -330,7 +336,7 @@ def check_sparse_moments(context: Context) -> Outcome:
 def check_sparse_updates(context: Context) -> Outcome:
     """Compare progress and noise of updates of int8 quantized values along dense and sparse directions: as much, and √q of it.
 
-    A change that is small against a step moves a quantized value by one with the chance of its size, so the mean square of moves is E|δ|.
+    A change that is small against a step moves a quantized value by one with probability of its size, so the mean square of moves is E|δ|.
     """
     parts, factor = {}, 0.2
     u = np.linspace(-9, 9, 200_001)
@@ -345,11 +351,11 @@ def check_sparse_updates(context: Context) -> Outcome:
         count = context.samples(500_000, 80_000)
         sampled = Sparse(rounding, (count, 2), context.seed)
         held = quantized.weights_of(torch.zeros(count, 2), 1.0, 8)
-        chances, key = Chances([2 * count], _CPU), rounding_key(context.seed, 0, 0, "update")
+        uniforms, key = RoundingUniforms([2 * count], _CPU), rounding_key(context.seed, 0, 0, "update")
         held.move(
             sampled.copies[0],
             factor * rounding.unit,
-            lambda begin, end, chances=chances, key=key: chances.between(begin, end, 0, key),  # type: ignore[misc]
+            lambda begin, end, uniforms=uniforms, key=key: uniforms.between(begin, end, 0, key),  # type: ignore[misc]
             rows=sampled.rows,
         )
         moved = quantized.levels_of(held)
@@ -374,7 +380,7 @@ def check_reaches(_context: Context) -> Outcome:
     """Compare the range of rounded normals, by bits, with that of least squared error of a rounding, by quadrature and search."""
     parts = {}
     u = np.linspace(-9, 9, 40_001)
-    chance = np.exp(-u * u / 2) / math.sqrt(2 * math.pi) * (u[1] - u[0])
+    probability = np.exp(-u * u / 2) / math.sqrt(2 * math.pi) * (u[1] - u[0])
     for bits in range(2, 9):
         highest = 2 ** (bits - 1) - 1
 
@@ -382,7 +388,7 @@ def check_reaches(_context: Context) -> Outcome:
             x = np.clip(u * highest / reach, -highest, highest)
             part = x - np.floor(x)
             off = (x * reach / highest - u) ** 2 + part * (1 - part) * (reach / highest) ** 2
-            return float(chance @ off)
+            return float(probability @ off)
 
         best = minimize_scalar(error, bounds=(0.5, 6.0), method="bounded", options={"xatol": 1e-4}).x
         parts[f"{bits} bits"] = within(
@@ -428,7 +434,7 @@ _SCALE, _DECAY = 0.37, 0.002
 
 
 def check_moves_on_grids(_context: Context) -> Outcome:
-    """Compare mean and variance of updates of every format with theory, over even chances: scales and zero points unlike 1 and 0."""
+    """Compare mean and variance of updates of every format with theory, over even uniforms: scales and zero points unlike 1 and 0."""
     parts = {}
     for name, scope, has_zero in _QUANT_CONFIGS:
         if has_zero:
@@ -440,7 +446,7 @@ def check_moves_on_grids(_context: Context) -> Outcome:
         scales = _SCALE * np.repeat([1.0, 3.0 if scope == "group" else 1.0], _GROUP)
         index = np.concatenate([index, index])
         num_blocks = 1 if scope == "tensor" else 2
-        rows = np.repeat([1.0, 2.5][:num_blocks], _NUM_CHANCES)[:, None] * scales
+        rows = np.repeat([1.0, 2.5][:num_blocks], _NUM_UNIFORMS)[:, None] * scales
         gaps = np.diff(levels)[np.minimum(index, len(levels) - 2)]
         start = levels[index] * rows
         held, counted = shipped(start, QuantConfig(name, scope, _GROUP, has_zero)), Moved()
@@ -450,30 +456,30 @@ def check_moves_on_grids(_context: Context) -> Outcome:
             float(np.abs(values_of(held) - start).max()), 1e-5 * size, what="distance of weights on the grid"
         )
         change = np.tile(_CHANGES, 2) * gaps
-        chances = np.tile(_even_chances(2 * _GROUP), (num_blocks, 1))
+        uniforms = np.tile(_even_uniforms(2 * _GROUP), (num_blocks, 1))
         direction = torch.from_numpy(change * rows / 0.5).float()
-        held.move(direction, 0.5, _handed(chances), decay=_DECAY, counted=counted)
+        held.move(direction, 0.5, _handed(uniforms), decay=_DECAY, counted=counted)
         wanted = levels[index] * (1 - _DECAY) - change
         inside = wanted.clip(levels[0], levels[-1])
         above = np.searchsorted(levels, inside).clip(1, len(levels) - 1)
         low, up = levels[above - 1], levels[above]
-        after = (values_of(held) / rows).reshape(num_blocks, _NUM_CHANCES, -1)
+        after = (values_of(held) / rows).reshape(num_blocks, _NUM_UNIFORMS, -1)
         tolerance = 1e-3 * (up - low)
         is_neighbour = np.minimum(np.abs(after - low), np.abs(after - up)) <= tolerance
         parts[f"{title}, neighbours"] = is_true(
             bool(is_neighbour.all()), what="each quantized value goes to one of two"
         )
         off = np.abs(after.mean(1) - inside) / (up - low + tolerance)
-        parts[f"{title}, mean"] = within(float(off.max()), 0.5 / _NUM_CHANCES, what="of a step", slack=0.1)
+        parts[f"{title}, mean"] = within(float(off.max()), 0.5 / _NUM_UNIFORMS, what="of a step", slack=0.1)
         spread = np.abs(after.var(1) - (inside - low) * (up - inside)) / (up - low + tolerance) ** 2
         parts[f"{title}, variance"] = within(
-            float(spread.max()), 1 / _NUM_CHANCES, what="of a step", slack=0.1
+            float(spread.max()), 1 / _NUM_UNIFORMS, what="of a step", slack=0.1
         )
         # Whole numbers are rounded before they are held back, others after.
         excess = np.maximum(wanted - levels[-1], levels[0] - wanted)
-        chance = np.clip(excess, 0, 1) if name not in quantized.FLOATS else (excess > 1e-6).astype(float)
+        probability = np.clip(excess, 0, 1) if name not in quantized.FLOATS else (excess > 1e-6).astype(float)
         parts[f"{title}, counted"] = within(
-            abs(counted.saturated - num_blocks * _NUM_CHANCES * float(chance.sum())),
+            abs(counted.saturated - num_blocks * _NUM_UNIFORMS * float(probability.sum())),
             num_blocks * 2.0 * _GROUP,
             what=f"off, of {counted.saturated} held back",
         )
@@ -630,9 +636,9 @@ def inputs_cut_off(shipped, inputs, *rest):
 
 
 @planted(
-    "executors.steps.ops.sweep:Sweeps._update_by_qvalues", "chances of the step that applies a late update"
+    "executors.steps.ops.sweep:Sweeps._update_by_qvalues", "uniforms of the step that applies a late update"
 )
-def late_chances(shipped, *given):
+def late_uniforms(shipped, *given):
     update = shipped(*given)
 
     def action(frame):
@@ -688,7 +694,7 @@ CHECKS: Checks = {
             _LONGER_BY_ROWS,
             rows_of_a_second_rounding,
             Fault(
-                "rows by the chances of elements",
+                "rows by the uniforms of elements",
                 f"{_ROUNDED}:_KEYS",
                 lambda keys: {**keys, "rows": keys["direction"]},
             ),
@@ -703,12 +709,12 @@ CHECKS: Checks = {
             check_sparse_updates,
             _LONGER_BY_ROWS,
             Fault(
-                "updates by the chances of the direction",
+                "updates by the uniforms of the direction",
                 f"{_ROUNDED}:_KEYS",
                 lambda keys: {**keys, "update": keys["direction"]},
             ),
             quantized.MOVE_NEAREST,
-            quantized.MOVE_CHANCES,
+            quantized.MOVE_UNIFORMS,
             quantized.MOVE_AWAY,
         ),
     ),
@@ -728,9 +734,9 @@ CHECKS: Checks = {
     "updates-are-unbiased-on-every-grid": printed(
         check_moves_on_grids,
         quantized.MOVE_NEAREST,
-        quantized.MOVE_CHANCES,
+        quantized.MOVE_UNIFORMS,
         quantized.MOVE_AS_PRINTED,
-        quantized.CHANCES_BETWEEN,
+        quantized.UNIFORMS_BETWEEN,
         without_zeros("decay towards code 0, not the number 0", "move"),
         without_zeros("a zero point that is forgotten", "values"),
         Fault(
@@ -762,11 +768,11 @@ CHECKS: Checks = {
     "quantized-weights-are-alike-on-all-ranks": printed(
         check_qvalues_on_ranks,
         Fault(
-            "chances of a rank's own",
+            "uniforms of a rank's own",
             f"{_ROUNDED}:rounding_key",
             lambda shipped, seed, *rest: shipped(seed + len(threading.current_thread().name), *rest),
         ),
-        late_chances,
+        late_uniforms,
         Fault(
             "scalars replayed in another order",
             "executors.runs.session:Session.replay",

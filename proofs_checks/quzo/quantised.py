@@ -15,12 +15,12 @@ from proofs_checks.outcomes import Context, Outcome, worst
 from proofs_checks.setups import quantized_weights as quantized
 from proofs_checks.setups.roundings import (
     Reaching,
-    chances_of,
     clamped_too_far,
     no_zero_point,
     qvalues_of,
     sampled_pair,
     towards_zero,
+    uniforms_of,
     unlike_directions,
     weights_at_random,
 )
@@ -84,9 +84,9 @@ def check_directions(numbers: tuple[float, ...], context: Context) -> Outcome:
     given = torch.tensor(numbers, dtype=torch.float64)
     outcomes = []
     for bits in BITS:
-        chances = chances_of((count, len(numbers)), context.seed + bits, "direction")
+        uniforms = uniforms_of((count, len(numbers)), context.seed + bits, "direction")
         rounding = Reaching("gaussian", bits, limit=_CLAMPED)
-        qvalues = qvalues_of(given.expand(count, -1), rounding, chances).double()
+        qvalues = qvalues_of(given.expand(count, -1), rounding, uniforms).double()
         outcomes.append(
             _rounded(
                 f"{bits} bits", qvalues / rounding.scale, given.clamp(-_CLAMPED, _CLAMPED), rounding.scale
@@ -119,7 +119,7 @@ def _rounded(name: str, rounded: Tensor, kept: Tensor, scale: float) -> Outcome:
 CHECKS: Checks = {
     "stochastic-rounding-unbiased": (
         conditioned(partial(check_directions, _WITHIN), quantized.SAMPLED_NEAREST, towards_zero),
-        conditioned(check_weights, quantized.MOVE_NEAREST, quantized.MOVE_CHANCES, no_zero_point),
+        conditioned(check_weights, quantized.MOVE_NEAREST, quantized.MOVE_UNIFORMS, no_zero_point),
         counterexample(partial(check_directions, _BEYOND), clamped_too_far),
     ),
     "quantised-rge": printed(

@@ -43,18 +43,18 @@ from proofs_checks.planting import Fault, planted
 from proofs_checks.setups import quantized_weights as quantized
 from proofs_checks.setups.executed import Case, against_literal, differences
 from proofs_checks.setups.roundings import (
-    NUM_CHANCES,
+    NUM_UNIFORMS,
     Reaching,
-    chances_high,
-    chances_of,
     clamped_too_far,
-    codes_and_chances,
     half_a_step_on,
     no_scale,
     no_unit,
     no_zero_point,
+    qvalues_and_probabilities,
     qvalues_of,
     sampled_pair,
+    uniforms_high,
+    uniforms_of,
     weight_value,
     weights_at_random,
 )
@@ -73,12 +73,15 @@ _ZERO_POINT = 128
 def check_scaled_outer_product(how: str, _context: Context) -> Outcome:
     """Compare ``E[u₁u₂ᵀ]`` of two roundings of a vector, in values as named, with theory."""
     rounding = Reaching("gaussian", 8, limit=6.35)
-    given = (0.3125, -0.765625, 1.5)  # multiples of a chance in quantized values
+    given = (0.3125, -0.765625, 1.5)  # multiples of 1/256, of quantized values
     outcomes = [
         [
             # What the print makes of a quantized value, never divided by the scale; and what a shipped weight makes of it.
-            (float(code + _ZERO_POINT) if how == "values" else weight_value(code, 20.0, _ZERO_POINT), chance)
-            for code, chance in codes_and_chances(u, rounding)
+            (
+                float(code + _ZERO_POINT) if how == "values" else weight_value(code, 20.0, _ZERO_POINT),
+                probability,
+            )
+            for code, probability in qvalues_and_probabilities(u, rounding)
         ]
         for u in given
     ]
@@ -107,19 +110,19 @@ def check_shipped_mean(context: Context) -> Outcome:
 
 
 def _agreement(values: Sequence[float], rounding: RoundedDirection) -> float:
-    """Return the chance that two roundings of a vector are alike in every element."""
-    chance = 1.0
+    """Return the probability that two roundings of a vector are alike in every element."""
+    probability = 1.0
     for value in values:
-        outcomes = codes_and_chances(value, rounding)
-        chance *= sum(p * q for (a, p), (b, q) in itertools.product(outcomes, repeat=2) if a == b)
-    return chance
+        outcomes = qvalues_and_probabilities(value, rounding)
+        probability *= sum(p * q for (a, p), (b, q) in itertools.product(outcomes, repeat=2) if a == b)
+    return probability
 
 
 def check_roundings_agree(_context: Context) -> Outcome:
     """Show vectors of which two roundings are alike: always on the grid, half of the time in the middle of a cell."""
     rounding = Reaching("gaussian", 4, limit=3.5)
     on_grid = torch.tensor([0.5, -1.0, 1.5], dtype=torch.float64)
-    shipped = [qvalues_of(on_grid, rounding, chances_of((3,), seed, "direction")) for seed in (1, 2)]
+    shipped = [qvalues_of(on_grid, rounding, uniforms_of((3,), seed, "direction")) for seed in (1, 2)]
     return everything_holds(
         {
             "on the grid": equal(_agreement(on_grid.tolist(), rounding), 1.0, what="P(u₁ = u₂)"),
@@ -160,16 +163,16 @@ def enumerated_moments(rounding: RoundedDirection) -> tuple[float, float, float]
     x, weights = np.polynomial.legendre.leggauss(12 if highest > 3 else 60)
     for low, high in pairwise(edges.tolist()):
         u = low + (high - low) * (x + 1) / 2
-        chance = weights * (high - low) / 2 * np.exp(-(u**2) / 2) / math.sqrt(2 * math.pi)
+        probability = weights * (high - low) / 2 * np.exp(-(u**2) / 2) / math.sqrt(2 * math.pi)
         scaled = u * rounding.scale
         below = np.floor(scaled)
         up = scaled - below
         ends = [np.clip(code, -highest, highest) / rounding.scale for code in (below, below + 1)]
         mean = (1 - up) * ends[0] + up * ends[1]
         square = (1 - up) * ends[0] ** 2 + up * ends[1] ** 2
-        once += float(chance @ square)
-        product += float(chance @ mean**2)
-        squares += float(chance @ square**2)
+        once += float(probability @ square)
+        product += float(probability @ mean**2)
+        squares += float(probability @ square**2)
     return once, product, squares
 
 
@@ -180,11 +183,11 @@ def _fourth_moment(rounding: RoundedDirection) -> float:
     edges = [-9.0, *(code / rounding.scale for code in range(-highest, highest + 1)), 9.0]
     for low, high in pairwise(sorted(edge for edge in edges if abs(edge) <= 9.0)):
         u = low + (high - low) * (x + 1) / 2
-        chance = weights * (high - low) / 2 * np.exp(-(u**2) / 2) / math.sqrt(2 * math.pi)
+        probability = weights * (high - low) / 2 * np.exp(-(u**2) / 2) / math.sqrt(2 * math.pi)
         below = np.floor(u * rounding.scale)
         up = u * rounding.scale - below
         fourths = [(np.clip(code, -highest, highest) / rounding.scale) ** 4 for code in (below, below + 1)]
-        total += float(chance @ ((1 - up) * fourths[0] + up * fourths[1]))
+        total += float(probability @ ((1 - up) * fourths[0] + up * fourths[1]))
     return total
 
 
@@ -403,7 +406,9 @@ _WHOLE = Reaching("gaussian", 4, limit=7.0)
 def check_update_mean(how: str, _context: Context) -> Outcome:
     """Compare the mean of a rounded update with the update, within the range of quantized values or beyond it."""
     given = (0.3125, -1 / 256, 2.75, -6.1875) if how == "within" else (9.5, -30.0)
-    means = [sum(chance * code for code, chance in codes_and_chances(u, _WHOLE)) for u in given]
+    means = [
+        sum(probability * code for code, probability in qvalues_and_probabilities(u, _WHOLE)) for u in given
+    ]
     wanted = list(given) if how == "within" else [7.0, -7.0]
     return equal(means, wanted, what=f"E[Q(η∇)], {how} the range of 4 bits")
 
@@ -411,13 +416,13 @@ def check_update_mean(how: str, _context: Context) -> Outcome:
 def check_range_end(_context: Context) -> Outcome:
     """Show that weights at the end of their range, kept in it, move by less than the update on average."""
     highest = 7
-    outcomes = codes_and_chances(-0.375, _WHOLE)
-    mean = sum(chance * (min(highest, highest - code) - highest) for code, chance in outcomes)
-    beyond = sum(chance * (highest - code > highest) for code, chance in outcomes)
+    outcomes = qvalues_and_probabilities(-0.375, _WHOLE)
+    mean = sum(probability * (min(highest, highest - code) - highest) for code, probability in outcomes)
+    beyond = sum(probability * (highest - code > highest) for code, probability in outcomes)
     return everything_holds(
         {
             "kept in the range": equal(mean, 0.0, what="E[w̄₁ - w̄₀] of an update of 0.375 upwards"),
-            "not kept": equal(beyond, 0.375, what="chance of a quantized value that 4 bits have not"),
+            "not kept": equal(beyond, 0.375, what="probability of a quantized value that 4 bits have not"),
             "an update beyond the range": check_update_mean("beyond", _context),
         }
     )
@@ -435,7 +440,7 @@ def check_roundings_by_query(_context: Context) -> Outcome:
     total = sum(pieces, Fraction(0))
 
     def moments(value: Fraction) -> tuple[float, float]:
-        outcomes = codes_and_chances(float(value), _WHOLE)
+        outcomes = qvalues_and_probabilities(float(value), _WHOLE)
         mean = sum(v * p for v, p in outcomes)
         return mean, sum(v * v * p for v, p in outcomes) - mean**2
 
@@ -652,8 +657,8 @@ def check_nearest_is_best(context: Context) -> Outcome:
     off = (values[:, None] - np.array(quantized.literal_levels("float4_e2m1"))) ** 2
     nearest = uneven.nearest(torch.from_numpy(values)).numpy()
     places = torch.arange(2000, dtype=torch.float64) / 2000 - 0.499_75
-    chances = (torch.arange(NUM_CHANCES, dtype=torch.float64) + 0.5) / NUM_CHANCES
-    at_random = even.at_random(places[:, None].expand(-1, NUM_CHANCES), chances.repeat(2000, 1))
+    uniforms = (torch.arange(NUM_UNIFORMS, dtype=torch.float64) + 0.5) / NUM_UNIFORMS
+    at_random = even.at_random(places[:, None].expand(-1, NUM_UNIFORMS), uniforms.repeat(2000, 1))
     return everything_holds(
         {
             "500 values, the 15 of e2m1": equal(
@@ -770,9 +775,9 @@ def check_one_point_with_residual(_context: Context) -> Outcome:
     now, before = (torch.from_numpy(np.ascontiguousarray(part)) for part in (nodes[:, :2], nodes[:, 2:]))
     loss, other = (level + epsilon * (u @ slope) for u in (now, before))
     estimates = projected_gradient(loss, other, epsilon, central=False)[:, None] * now
-    chance = torch.from_numpy(weights)
-    mean = chance @ estimates
-    error = float(chance @ estimates.square().sum(1) - mean @ mean)
+    probability = torch.from_numpy(weights)
+    mean = probability @ estimates
+    error = float(probability @ estimates.square().sum(1) - mean @ mean)
     norm = float(slope.norm())
     return everything_holds(
         {
@@ -791,8 +796,8 @@ def check_one_point_with_residual(_context: Context) -> Outcome:
 def check_outlier_qvalue(_context: Context) -> Outcome:
     """Count quantized values of 8 bits that the shipped rounding makes, and that -128 is none of them."""
     numbers = torch.linspace(-50, 50, 40_001, dtype=torch.float64)
-    chances = chances_of(tuple(numbers.shape), 0, "direction")
-    qvalues = qvalues_of(numbers, Reaching("gaussian", 8, limit=6.35), chances)
+    uniforms = uniforms_of(tuple(numbers.shape), 0, "direction")
+    qvalues = qvalues_of(numbers, Reaching("gaussian", 8, limit=6.35), uniforms)
     seen = set(qvalues.tolist())
     return everything_holds(
         {
@@ -887,13 +892,13 @@ CHECKS: Checks = {
         counterexample(check_two_roundings_clamped, cross_high, clamped_lost),
     ),
     "quzo-scale-left-out": (
-        corrected(partial(check_scaled_outer_product, "values"), no_scale, no_zero_point, chances_high),
+        corrected(partial(check_scaled_outer_product, "values"), no_scale, no_zero_point, uniforms_high),
         corrected(check_shipped_mean, no_scale, no_zero_point, quantized.MOVE_NEAREST),
-        counterexample(partial(check_scaled_outer_product, "values"), chances_high),
+        counterexample(partial(check_scaled_outer_product, "values"), uniforms_high),
     ),
     "quzo-two-roundings-may-be-alike": (
         conditioned(check_roundings_differ, quantized.SAMPLED_NEAREST),
-        counterexample(check_roundings_agree, chances_high, half_a_step_on),
+        counterexample(check_roundings_agree, uniforms_high, half_a_step_on),
     ),
     "quzo-which-mean-is-nearer": (
         conditioned(check_second_is_nearer, cross_high),
@@ -906,7 +911,7 @@ CHECKS: Checks = {
     "quzo-lattice-keeps-a-gradient": counterexample(
         quantized.check_moves_on_a_lattice,
         quantized.MOVE_NEAREST,
-        quantized.MOVE_CHANCES,
+        quantized.MOVE_UNIFORMS,
         quantized.MOVE_AWAY,
     ),
     "quzo-equation-12-scale": (
@@ -920,23 +925,23 @@ CHECKS: Checks = {
         counterexample(partial(check_scale_of_update, 0)),
     ),
     "quzo-update-bias-at-the-ends": (
-        conditioned(partial(check_update_mean, "within"), chances_high),
+        conditioned(partial(check_update_mean, "within"), uniforms_high),
         conditioned(
             quantized.check_moves_within,
             quantized.MOVE_NEAREST,
-            quantized.MOVE_CHANCES,
+            quantized.MOVE_UNIFORMS,
             quantized.MOVE_AS_PRINTED,
         ),
-        counterexample(quantized.check_moves_at_the_ends, quantized.CLAMP_WIDE, quantized.MOVE_CHANCES),
+        counterexample(quantized.check_moves_at_the_ends, quantized.CLAMP_WIDE, quantized.MOVE_UNIFORMS),
         counterexample(check_range_end, clamped_too_far),
     ),
     "quzo-rounding-for-every-query": (
-        printed(check_roundings_by_query, chances_high),
+        printed(check_roundings_by_query, uniforms_high),
         printed(
             quantized.check_moves_by_query,
-            quantized.ONE_CHANCE,
+            quantized.ONE_UNIFORM,
             quantized.MOVE_NEAREST,
-            quantized.MOVE_CHANCES,
+            quantized.MOVE_UNIFORMS,
         ),
     ),
     "quzo-algorithm-1-updates-in-the-loop": (

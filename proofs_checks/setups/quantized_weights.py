@@ -1,6 +1,6 @@
 """Quantized weights: what training in low bits does to them, beside roundings written out with NumPy.
 
-Chances are handed to the shipped update in even steps, so that a mean over them is exact where changes are multiples of a step.
+Uniforms are handed to the shipped update in even steps, so that a mean over them is exact where changes are multiples of a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from executors.low_bits.grids import grid_of
 from executors.low_bits.linear import QuantizedLinear, quantize_layers
 from executors.low_bits.quantized import Beside, QuantizedTensor
 from executors.low_bits.stored import Moved
-from executors.randomness.rounded import Chances, rounding_key
+from executors.randomness.rounded import RoundingUniforms, rounding_key
 from proofs_checks.exact import equal, exceeds, is_true, within
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.planting import Fault, altered, planted
@@ -28,7 +28,7 @@ from proofs_checks.statistics import compare_means
 from zosim.plans import LowBits
 
 _CPU = torch.device("cpu")
-_NUM_CHANCES = 256
+_NUM_UNIFORMS = 256
 
 
 def weights_of(levels: Tensor, scale: float, bits: int) -> QuantizedTensor:
@@ -63,13 +63,13 @@ def moves(
     bits: int,
     counted: Moved | None = None,
 ) -> Tensor:
-    """Return how the shipped update changes quantized values, shape (chances, elements), over chances in even steps."""
-    before = torch.tensor(levels, dtype=torch.float64).expand(_NUM_CHANCES, -1)
+    """Return how the shipped update changes quantized values, shape (uniforms, elements), over uniforms in even steps."""
+    before = torch.tensor(levels, dtype=torch.float64).expand(_NUM_UNIFORMS, -1)
     quantized = weights_of(before, scale, bits)
-    steps = (torch.arange(_NUM_CHANCES, dtype=torch.float32) + 0.5) / _NUM_CHANCES
-    chances = steps[:, None].expand(before.shape).reshape(-1)
+    steps = (torch.arange(_NUM_UNIFORMS, dtype=torch.float32) + 0.5) / _NUM_UNIFORMS
+    uniforms = steps[:, None].expand(before.shape).reshape(-1)
     along = torch.tensor(direction, dtype=torch.float32).expand(before.shape).contiguous()
-    quantized.move(along, factor, lambda begin, end: chances[begin:end].clone(), counted=counted)
+    quantized.move(along, factor, lambda begin, end: uniforms[begin:end].clone(), counted=counted)
     return levels_of(quantized) - before
 
 
@@ -110,16 +110,16 @@ def check_grids(context: Context) -> Outcome:
         above = np.searchsorted(levels, clamped).clip(1, len(levels) - 1)
         low, up = levels[above - 1], levels[above]
         given = torch.from_numpy(numbers)
-        steps = ((torch.arange(_NUM_CHANCES, dtype=torch.float64) + 0.5) / _NUM_CHANCES)[:, None]
-        chances = steps.repeat(1, len(numbers))
-        sampled = grid.at_random(given.expand(_NUM_CHANCES, -1).clone(), chances).double().numpy()
+        steps = ((torch.arange(_NUM_UNIFORMS, dtype=torch.float64) + 0.5) / _NUM_UNIFORMS)[:, None]
+        uniforms = steps.repeat(1, len(numbers))
+        sampled = grid.at_random(given.expand(_NUM_UNIFORMS, -1).clone(), uniforms).double().numpy()
         far = np.abs(sampled - clamped)[np.abs(sampled - low) * np.abs(sampled - up) > 0]
         gap = up - low
         parts[f"{name}, neighbours"] = is_true(
             not far.size, what="no number between or beyond two neighbours"
         )
         off = np.abs(sampled.mean(0) - clamped) / gap
-        parts[f"{name}, mean"] = within(float(off.max()), 0.5 / _NUM_CHANCES, what="of a step", slack=1e-6)
+        parts[f"{name}, mean"] = within(float(off.max()), 0.5 / _NUM_UNIFORMS, what="of a step", slack=1e-6)
         stated = grid.variance(given).double().numpy()
         parts[f"{name}, variance"] = equal(
             stated / gap**2, (clamped - low) * (up - clamped) / gap**2, what="of a step"
@@ -139,9 +139,9 @@ def check_grids(context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-def _between(chances: Tensor, begin: int, end: int) -> Tensor:
-    """Return the chances of some elements."""
-    return chances[begin:end]
+def _between(uniforms: Tensor, begin: int, end: int) -> Tensor:
+    """Return the uniforms of some elements."""
+    return uniforms[begin:end]
 
 
 def check_moves_on_a_lattice(context: Context) -> Outcome:
@@ -153,12 +153,12 @@ def check_moves_on_a_lattice(context: Context) -> Outcome:
     smallest, unlike = math.inf, 0
     for step in range(num_steps):
         rate, u = 1 / (8 + step / 4), generator.normal(size=d).astype(np.float32)
-        chance = generator.random(size=d, dtype=np.float32)
+        uniform = generator.random(size=d, dtype=np.float32)
         factor = rate * float((by_hand - target) @ u)
-        given = torch.from_numpy(chance.copy())
+        given = torch.from_numpy(uniform.copy())
         quantized.move(torch.from_numpy(u)[None], factor, partial(_between, given))
         change = u * np.float32(factor)
-        by_hand -= np.copysign(np.floor(np.abs(change) + chance), change)
+        by_hand -= np.copysign(np.floor(np.abs(change) + uniform), change)
         by_hand = by_hand.clip(-127, 127)
         free -= rate * float((free - target) @ u) * u
         qvalues = levels_of(quantized)[0].numpy()
@@ -218,7 +218,7 @@ def check_moves_at_the_ends(_context: Context) -> Outcome:
         {
             "outwards": equal(outwards.mean(0), [0.0, 0.0], what="E[w̄₁ - w̄₀]"),
             "inwards": equal(inwards.mean(0), [-0.5, 0.5], what="E[w̄₁ - w̄₀]"),
-            "held back": equal(float(counted.saturated), float(_NUM_CHANCES), what="of two by 256 chances"),
+            "held back": equal(float(counted.saturated), float(_NUM_UNIFORMS), what="of two by 256 uniforms"),
         }
     )
 
@@ -226,14 +226,14 @@ def check_moves_at_the_ends(_context: Context) -> Outcome:
 def check_moves_by_query(context: Context) -> Outcome:
     """Compare mean and variance of shipped updates, rounded once and for each of three queries, with theory."""
     pieces, count = (19 / 64, -29 / 64, 9 / 64), context.samples(1_000_000, 380_000)
-    chances = Chances([count], _CPU)
+    uniforms = RoundingUniforms([count], _CPU)
 
     def moved(updates: Sequence[float]) -> Tensor:
         quantized = weights_of(torch.zeros((count, 1)), 1.0, 8)
         for query, update in enumerate(updates):
             key = rounding_key(context.seed, 0, query, "update")
             along = torch.full((count, 1), update)
-            quantized.move(along, 1.0, partial(chances.between, parameter=0, key=key))
+            quantized.move(along, 1.0, partial(uniforms.between, parameter=0, key=key))
         return levels_of(quantized)
 
     def spread(value: float) -> float:
@@ -295,12 +295,12 @@ def check_beside_quantized(_context: Context) -> Outcome:
 _MOVE = "executors.low_bits.quantized:QuantizedTensor.move"
 
 
-def moved_by_chances(name: str, change: Callable[[Tensor], Tensor]) -> Fault:
+def moved_by_uniforms(name: str, change: Callable[[Tensor], Tensor]) -> Fault:
     """Return a fault that changes what decides about each quantized value."""
 
     @planted(_MOVE, name)
-    def fault(shipped, self, direction, factor, chances, **named):
-        shipped(self, direction, factor, lambda *ends: change(chances(*ends)), **named)
+    def fault(shipped, self, direction, factor, uniforms, **named):
+        shipped(self, direction, factor, lambda *ends: change(uniforms(*ends)), **named)
 
     return fault
 
@@ -309,8 +309,8 @@ def moved_by_factor(name: str, multiple: float) -> Fault:
     """Return a fault that multiplies a step."""
 
     @planted(_MOVE, name)
-    def fault(shipped, self, direction, factor, chances, **named):
-        shipped(self, direction, multiple * factor, chances, **named)
+    def fault(shipped, self, direction, factor, uniforms, **named):
+        shipped(self, direction, multiple * factor, uniforms, **named)
 
     return fault
 
@@ -330,10 +330,10 @@ def perturbed_then(name: str, change: Callable[[Tensor, QuantizedTensor], object
     return fault
 
 
-MOVE_NEAREST = moved_by_chances(
-    "updates rounded to the nearest quantized value", lambda chances: torch.full_like(chances, 0.5)
+MOVE_NEAREST = moved_by_uniforms(
+    "updates rounded to the nearest quantized value", lambda uniforms: torch.full_like(uniforms, 0.5)
 )
-MOVE_CHANCES = moved_by_chances("chances 3 % high", lambda chances: 1.03 * chances)
+MOVE_UNIFORMS = moved_by_uniforms("uniforms 3 % high", lambda uniforms: 1.03 * uniforms)
 MOVE_AWAY = moved_by_factor("an update away from the minimum", -1)
 MOVE_AS_PRINTED = Fault(
     "the paper's equation 12: a step by quantized values, not by weights",
@@ -348,8 +348,8 @@ CLAMP_WIDE = Fault(
     "executors.low_bits.grids:Grid.clamped",
     lambda shipped, self, numbers: shipped(altered(self, high=self.high + 1), numbers),
 )
-ONE_CHANCE = Fault(
-    "one chance for all queries",
+ONE_UNIFORM = Fault(
+    "one uniform number for all queries",
     "executors.randomness.rounded:rounding_key",
     lambda shipped, seed, step, _query, purpose: shipped(seed, step, 0, purpose),
 )
@@ -373,20 +373,20 @@ SAME_KEY = Fault(
 SAMPLED_LONG = Fault(
     "a direction that is 3 % long",
     "executors.randomness.rounded:RoundedSampler._levels",
-    lambda shipped, self, numbers, chances: shipped(self, numbers.mul_(1.03), chances),
+    lambda shipped, self, numbers, uniforms: shipped(self, numbers.mul_(1.03), uniforms),
 )
 SAMPLED_NEAREST = Fault(
     "directions rounded to the nearest",
     "executors.low_bits.grids:Integers.at_random",
-    lambda shipped, self, numbers, chances: shipped(self, numbers, chances.fill_(0.5)),
+    lambda shipped, self, numbers, uniforms: shipped(self, numbers, uniforms.fill_(0.5)),
 )
 ROUNDED_DOWN = Fault(
     "grid values rounded down",
     "executors.low_bits.grids:Grid.nearest",
     lambda _shipped, self, numbers: self.below(self.clamped(numbers)),
 )
-CHANCES_BETWEEN = Fault(
-    "chances 3 % high between floats",
+UNIFORMS_BETWEEN = Fault(
+    "uniforms 3 % high between floats",
     "executors.low_bits.grids:Grid.at_random",
-    lambda shipped, self, numbers, chances: shipped(self, numbers, 1.03 * chances),
+    lambda shipped, self, numbers, uniforms: shipped(self, numbers, 1.03 * uniforms),
 )

@@ -1,4 +1,4 @@
-"""Numbers rounded at random as runs round them: directions, and quantized weights; their chances enumerated, or drawn."""
+"""Numbers rounded at random as runs round them: directions, and quantized weights; the uniforms enumerated, or drawn."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from costmodel.formats.roundings import RoundedDirection
 from executors.low_bits.quantized import QuantizedTensor
 from executors.randomness.counter import CounterKey
 from executors.randomness.rounded import (
-    Chances,
     MovedRows,
     Purpose,
     RoundedSampler,
+    RoundingUniforms,
     SamplingKeys,
     rounding_key,
 )
@@ -26,8 +26,8 @@ from executors.threads import SamplingThreads
 from proofs_checks.planting import Fault, altered, planted
 
 _CPU = torch.device("cpu")
-NUM_CHANCES = 256
-"""Chances in even steps: what is a multiple of one of them is enumerated exactly."""
+NUM_UNIFORMS = 256
+"""Uniforms in even steps: what is a multiple of one of them is enumerated exactly."""
 
 
 @dataclass(frozen=True)
@@ -70,32 +70,32 @@ def sampled_pair(rounding: RoundedDirection, shape: tuple[int, ...], seed: int) 
     return values
 
 
-def chances_of(shape: tuple[int, ...], seed: int, purpose: Purpose) -> Tensor:
+def uniforms_of(shape: tuple[int, ...], seed: int, purpose: Purpose) -> Tensor:
     """Return a run's random numbers of one rounding."""
     numel = torch.Size(shape).numel()
-    return Chances([numel], _CPU).between(0, numel, 0, rounding_key(seed, 0, 0, purpose)).view(shape)
+    return RoundingUniforms([numel], _CPU).between(0, numel, 0, rounding_key(seed, 0, 0, purpose)).view(shape)
 
 
-def qvalues_of(numbers: Tensor, rounding: RoundedDirection, chances: Tensor | None) -> Tensor:
+def qvalues_of(numbers: Tensor, rounding: RoundedDirection, uniforms: Tensor | None) -> Tensor:
     """Return the quantized values that a run makes of a direction's numbers."""
     given = numbers.to(torch.float32, copy=True)
     return sampler_of(rounding, tuple(numbers.shape)).qvalues(
-        given, None if chances is None else chances.clone()
+        given, None if uniforms is None else uniforms.clone()
     )
 
 
-def codes_and_chances(value: float, rounding: RoundedDirection) -> list[tuple[int, float]]:
-    """Return the quantized values that a run makes of one number, with their chances: over chances in even steps.
+def qvalues_and_probabilities(value: float, rounding: RoundedDirection) -> list[tuple[int, float]]:
+    """Return the quantized values that a run makes of one number, with their probabilities: over uniforms in even steps.
 
     Examples
     --------
-    >>> codes_and_chances(0.25, Reaching("gaussian", 4, limit=7.0))
+    >>> qvalues_and_probabilities(0.25, Reaching("gaussian", 4, limit=7.0))
     [(0, 0.75), (1, 0.25)]
     """
-    even = (torch.arange(NUM_CHANCES, dtype=torch.float32) + 0.5) / NUM_CHANCES
+    even = (torch.arange(NUM_UNIFORMS, dtype=torch.float32) + 0.5) / NUM_UNIFORMS
     qvalues, counts = qvalues_of(torch.full_like(even, value), rounding, even).unique(return_counts=True)
     return [
-        (code, count / NUM_CHANCES) for code, count in zip(qvalues.tolist(), counts.tolist(), strict=True)
+        (code, count / NUM_UNIFORMS) for code, count in zip(qvalues.tolist(), counts.tolist(), strict=True)
     ]
 
 
@@ -110,9 +110,9 @@ def weights_at_random(
     quantized.scales.fill_(1 / scale)
     quantized.zeros.fill_(zero_point)
     quantized.qvalues.copy_(quantized.joined(torch.full(given.shape, zero_point, dtype=torch.uint8)))
-    chances = Chances([given.numel()], _CPU)
+    uniforms = RoundingUniforms([given.numel()], _CPU)
     key = rounding_key(seed, 0, 0, purpose)
-    quantized.move(-given.float(), 1.0, partial(chances.between, parameter=0, key=key))
+    quantized.move(-given.float(), 1.0, partial(uniforms.between, parameter=0, key=key))
     return quantized.values(torch.float64)
 
 
@@ -132,9 +132,9 @@ def weight_value(code: int, scale: float, zero_point: int) -> float:
 _AT_RANDOM = "executors.low_bits.grids:Integers.at_random"
 
 
-@planted(_AT_RANDOM, "cutting off towards zero before the chance is drawn")
-def towards_zero(shipped, self, numbers, chances):
-    return torch.where(numbers < 0, numbers.trunc(), shipped(self, numbers, chances))
+@planted(_AT_RANDOM, "cutting off towards zero before the uniform number is drawn")
+def towards_zero(shipped, self, numbers, uniforms):
+    return torch.where(numbers < 0, numbers.trunc(), shipped(self, numbers, uniforms))
 
 
 @planted("executors.randomness.rounded:RoundedSampler.fill_counted", "two roundings of unlike directions")
@@ -147,15 +147,15 @@ clamped_too_far = Fault(
     _AT_RANDOM,
     lambda shipped, self, *given: shipped(altered(self, low=self.low - 1, high=self.high + 1), *given),
 )
-chances_high = Fault(
-    "chances three percent high",
+uniforms_high = Fault(
+    "uniforms three percent high",
     _AT_RANDOM,
-    lambda shipped, self, numbers, chances: shipped(self, numbers, 1.03 * chances),
+    lambda shipped, self, numbers, uniforms: shipped(self, numbers, 1.03 * uniforms),
 )
 half_a_step_on = Fault(
     "rounding that moves grid values",
     _AT_RANDOM,
-    lambda shipped, self, numbers, chances: shipped(self, numbers + 0.5, chances),
+    lambda shipped, self, numbers, uniforms: shipped(self, numbers + 0.5, uniforms),
 )
 no_zero_point = Fault(
     "a zero point that is forgotten",

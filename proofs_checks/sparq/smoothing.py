@@ -52,8 +52,8 @@ def check_radial(radius: float, share: float, _context: Context) -> Outcome:
     radii, weights = np.polynomial.legendre.leggauss(4)
     radii, weights = radius * (radii + 1) / 2, weights * (radii + 1) / 2  # density 2r/R² on (0, R)
     nodes = np.array([[r * math.cos(a), r * math.sin(a)] for r in radii for a in angles])
-    chances = np.repeat(weights / weights.sum(), len(angles)) / len(angles)
-    mean = mean_estimate(lambda x: slope @ x, _AT, _MU, central=False, nodes=(nodes, chances))
+    probabilities = np.repeat(weights / weights.sum(), len(angles)) / len(angles)
+    mean = mean_estimate(lambda x: slope @ x, _AT, _MU, central=False, nodes=(nodes, probabilities))
     return equal(mean, share * slope, what=f"a disk of radius {radius:g}, d = 2, {share:g} of the gradient")
 
 
@@ -157,13 +157,13 @@ def check_noise_of_losses(_context: Context) -> Outcome:
             for signs in itertools.product((-noise, noise), repeat=num_losses):
                 losses = [torch.tensor(sign, dtype=torch.float64) for sign in signs]
                 for sampled in itertools.product(pairs, repeat=queries):
-                    estimate, chance = np.zeros(2), 1.0
+                    estimate, probability = np.zeros(2), 1.0
                     for query, (u, weight) in enumerate(sampled):
                         other = losses[queries + query] if central else losses[queries]
                         g = projected_gradient(losses[query], other, _MU, central=central).item()
                         estimate += g * u / queries
-                        chance *= weight
-                    total += chance * float(estimate @ estimate)
+                        probability *= weight
+                    total += probability * float(estimate @ estimate)
             parts[f"{name}, {queries} queries"] = equal(
                 total / 2**num_losses, theory / queries, what="E|ĝ|² of losses that are noise alone"
             )

@@ -223,11 +223,11 @@ def check_virtual_gradient(divided_by: str, factor: float, _context: Context) ->
     mu, x = 0.4, 0.7
     nodes, weights = normal_nodes(1, 6)
     mean = 0.0
-    for u, chance in zip(nodes[:, 0].tolist(), weights.tolist(), strict=True):
+    for u, probability in zip(nodes[:, 0].tolist(), weights.tolist(), strict=True):
         plus, minus = (
             torch.tensor(_fourth_power(x + sign * mu * u), dtype=torch.float64) for sign in (1, -1)
         )
-        mean += chance * u * projected_gradient(plus, minus, mu, central=divided_by == "2μ").item()
+        mean += probability * u * projected_gradient(plus, minus, mu, central=divided_by == "2μ").item()
     return equal(mean, factor * (x**3 + 3 * mu**2 * x), what=f"divided by {divided_by}: {factor:g}·∇f_μ")
 
 
@@ -513,7 +513,7 @@ def check_constant_term(context: Context) -> Outcome:
     Notes
     -----
     ``S₁(x₁) = sin x₁`` is bounded by 1 and smooth with a bounded gradient; ``F∘S₂(a; x₂) = ½(a - t)² + 1 - cos x₂`` on the
-    bounded range of ``a``, too. ``C(a) = (1 ± κ)a`` with chances ½ is unbiased *and* contracts, so it is what assumption 5
+    bounded range of ``a``, too. ``C(a) = (1 ± κ)a`` with probabilities ½ is unbiased *and* contracts, so it is what assumption 5
     says and what its title says. Both evaluations of a step see one draw of it.
     """
     horizons = [1 << k for k in range(8, context.samples(17, 13), 2)]

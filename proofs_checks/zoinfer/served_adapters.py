@@ -301,7 +301,7 @@ def _plane_nodes() -> tuple[Array, Array]:
     beside, weights = normal_nodes(2, 2)
     across = np.array([[0.8, 0.6, 0.0], [0.0, 0.0, 1.0]])
     nodes = np.concatenate([t * _PUSH.numpy()[None] + beside @ across for t in _FINE])
-    return nodes, np.concatenate([chance * weights for chance in norm.pdf(_FINE) / 100])
+    return nodes, np.concatenate([probability * weights for probability in norm.pdf(_FINE) / 100])
 
 
 def check_rewards(context: Context) -> Outcome:  # noqa: ARG001 - by quadrature
@@ -331,7 +331,7 @@ def check_rewards(context: Context) -> Outcome:  # noqa: ARG001 - by quadrature
                     if float(_cost_of_text(epsilon * t * _PUSH)) == float(_cost_of_text(-epsilon * t * _PUSH))
                 ),
                 1 - 2 * tail[near],
-                what="chance that both signs say the same",
+                what="probability that both signs say the same",
                 tolerance=2e-3,
             ),
         }

@@ -300,8 +300,8 @@ def check_conditional_mean(_context: Context) -> Outcome:
     for u, weight in zip(nodes, weights, strict=True):
         along = u[:, None] @ right.T
         given += weight * float((along * slope).sum()) * along
-    over, chances = normal_nodes(_COLUMNS, 3)
-    total = sum(weight * slope @ np.outer(v, v) for v, weight in zip(over, chances, strict=True))
+    over, probabilities = normal_nodes(_COLUMNS, 3)
+    total = sum(weight * slope @ np.outer(v, v) for v, weight in zip(over, probabilities, strict=True))
     return everything_holds(
         {
             "given V": equal(

@@ -21,7 +21,7 @@ from studies.published.quzo import (
 from studies.published.rows import PublishedRow, RowsError
 from studies.published.sparq import NotPredicted
 
-_LEAST_CHANCE = 0.05
+_LEAST_PROBABILITY = 0.05
 """Below it a peak is said not to fit."""
 
 _SURE = 0.95
@@ -46,16 +46,16 @@ def _memory(case: QuzoCase, fit: QuzoFit) -> CellPrediction:
     gib, largest = peak_gib(case, fit.values)
     capacity = CAPACITY_GIB * case.gpus
     spread = NormalDist(math.log(gib), fit.half_width / Z90)
-    chance = spread.cdf(math.log(capacity))
-    if chance < _LEAST_CHANCE:
+    probability = spread.cdf(math.log(capacity))
+    if probability < _LEAST_PROBABILITY:
         note = f"out of memory: needs {gib:.1f} GiB, the GPU has {capacity:g}"
         return CellPrediction(bottleneck=largest, note=note)
     # A printed number is of a run that fitted: quantiles of what is below the capacity.
-    low, middle, high = (math.exp(spread.inv_cdf(part * chance)) for part in (0.05, 0.5, 0.95))
+    low, middle, high = (math.exp(spread.inv_cdf(part * probability)) for part in (0.05, 0.5, 0.95))
     note = ""
     if gib > capacity:
         note = f"out of memory is likelier: needs {gib:.1f} of {capacity:g} GiB; the number is of a run that fits"
-    elif chance < _SURE:
+    elif probability < _SURE:
         note = f"{gib:.1f} GiB if runs above {capacity:g} were printed, too"
     return CellPrediction(middle, low, high, largest, note)
 

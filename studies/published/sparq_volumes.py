@@ -162,8 +162,8 @@ def predicted_volume(case: VolumeCase, fit: VolumeFit) -> PredictedVolume:
     if last - first <= _MOST_PLACES:
         places = np.arange(max(first, 0), last + 1)
         below, above = np.log(np.maximum(places - 0.5, 1e-12) * unit), np.log((places + 0.5) * unit)
-        chance = norm.cdf(above, mean, sigma) - norm.cdf(below, mean, sigma)
-        rounded = float((chance * places * unit).sum() / chance.sum())
+        probability = norm.cdf(above, mean, sigma) - norm.cdf(below, mean, sigma)
+        rounded = float((probability * places * unit).sum() / probability.sum())
     ends = round(low, case.digits), round(high, case.digits)
     return PredictedVolume(rounded, min(ends[0], rounded), max(ends[1], rounded), exact)
 

@@ -116,15 +116,13 @@ def run_cases(num_random: int, seed: int) -> Iterator[RunCase]:
     values = list(setting_values())
     for number, option in enumerate(values):
         yield RunCase(SHAPES[number % len(SHAPES)], MODES[number % len(MODES)], option)
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     for _ in range(num_random):
         chosen = dict(
-            itertools.chain.from_iterable(
-                _pairs(option) for option in chance.sample(values, chance.randint(2, 4))
-            )
+            itertools.chain.from_iterable(_pairs(option) for option in rng.sample(values, rng.randint(2, 4)))
         )
         words = tuple(word for flag, value in chosen.items() for word in (flag, value) if word)
-        yield RunCase(chance.choice(SHAPES), chance.choice(MODES), words)
+        yield RunCase(rng.choice(SHAPES), rng.choice(MODES), words)
 
 
 def setting_values() -> Iterator[tuple[str, ...]]:

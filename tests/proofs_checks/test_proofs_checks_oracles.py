@@ -274,11 +274,11 @@ def through_rounding():
 def noise_of_rounding():
     w, plus, minus = np.array([0.5, -2.0]), np.array([0.3, 1.6]), np.array([0.2, 1.7])
     for kind in ("independent", "shared"):
-        chance = RANDOM.random((COUNT, 2))
-        others = chance if kind == "shared" else RANDOM.random((COUNT, 2))
+        uniform = RANDOM.random((COUNT, 2))
+        others = uniform if kind == "shared" else RANDOM.random((COUNT, 2))
         high, low = (
             (np.floor(a / s) + (c < a / s - np.floor(a / s))) * s
-            for a, s, c in ((plus, 0.5, chance), (minus, 0.7, others))
+            for a, s, c in ((plus, 0.5, uniform), (minus, 0.7, others))
         )
         g = (high - low) @ w / 0.2
         asked = {

@@ -35,8 +35,8 @@ def test_right_means_report_probabilities_no_smaller_than_chance(size):
 
 def test_right_roundings_report_probabilities_no_smaller_than_chance():
     def rounded(seed):
-        chance = torch.rand((3000, 1), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        return compare_two_points("", (chance < 0.02).double(), 0.02 * ONE)
+        uniform = torch.rand((3000, 1), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return compare_two_points("", (uniform < 0.02).double(), 0.02 * ONE)
 
     reported = probabilities(rounded)
     for nominal in (0.1, 0.01):

@@ -461,12 +461,12 @@ def random_case_of_one_rank(number: int) -> Case:
 
 def random_cases(num_cases: int, seed: int = 0, most_ranks: int = 4) -> Iterator[Case]:
     """Yield cases at random: the product of all values has more than anyone can run."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     usual = {name: first for name, (first, *_) in values().items()}
     while num_cases:
         settings = dict(usual)
-        for name in chance.sample(list(usual), chance.randrange(3, 20)):
-            changed = _with(settings, name, chance.choice(values()[name]))
+        for name in rng.sample(list(usual), rng.randrange(3, 20)):
+            changed = _with(settings, name, rng.choice(values()[name]))
             settings = changed if is_possible(changed, most_ranks) else settings
         num_cases -= 1
         yield Case.of(settings)
@@ -476,7 +476,7 @@ def covering_cases(
     varied: Mapping[str, tuple[Any, ...]], is_wanted: Callable[..., bool], most_ranks: int = 2
 ) -> Iterator[Case]:
     """Yield cases that hold every pair of values that is wanted and possible; most of them of one rank."""
-    chance = random.Random(0)
+    rng = random.Random(0)
     values_by_number = [(name, value) for name in varied for value in varied[name]]
     numbers = {value: number for number, value in enumerate(values_by_number)}
     missing = {
@@ -500,8 +500,8 @@ def covering_cases(
             continue
         if "way" not in dict(wanted):
             settings["way"] = WAYS[number % len(WAYS)]
-        for name in chance.sample(list(varied), len(varied)):
-            if name.startswith("mesh.") and chance.random() < 0.7:
+        for name in rng.sample(list(varied), len(varied)):
+            if name.startswith("mesh.") and rng.random() < 0.7:
                 continue
             present = [number for number in numbered(settings) if values_by_number[number][0] != name]
             gains = {

@@ -392,7 +392,7 @@ class Directions(AxisWriter):
         num_kernels, skipped = group.num_trainable_tensors, 0
         num_blocks = float(-(-total // length) + num_kernels - 1)
         made = sampled = self._storage.num_moved(group)
-        num_chances = self._storage.num_rounded(made)
+        num_uniforms = self._storage.num_rounded(made)
         sparse, share = self._storage.sparse(group), 1 - self._storage.sparsity
         if sparse:
             # Rows that a sparse direction leaves alone are drawn where they lie between others, or passed over.
@@ -400,20 +400,20 @@ class Directions(AxisWriter):
             of_rows = samples_for_rows(sparse, share, length)
             num_blocks += of_rows.num_blocks - (num_moved + total - made) / length
             sampled, skipped = sampled + of_rows.num_sampled - num_moved, of_rows.num_passed
-            if num_chances:
+            if num_uniforms:
                 of_rows = samples_for_rows(sparse, share, COUNTER_BLOCK_ELEMENTS)
                 num_blocks, skipped = num_blocks + of_rows.num_blocks, skipped + of_rows.num_passed
-                num_chances += of_rows.num_sampled - num_moved
+                num_uniforms += of_rows.num_sampled - num_moved
         if keep == "rows":
             num_kernels, num_blocks, made, skipped = self._counted_rows(total, length)
-            sampled, num_chances = made, self._storage.num_rounded(made)
+            sampled, num_uniforms = made, self._storage.num_rounded(made)
         return sampling_work(
             sampled,
             dtype=self._storage.sampling_format,
             distribution=self._rank.distribution.sampling_class,
             num_tensors=num_kernels,
             num_skipped=skipped,
-            num_rounded=num_chances,
+            num_rounded=num_uniforms,
             is_shared=distribution.is_single_threaded and keep == "all" and total > COUNTER_BLOCK_ELEMENTS,
             is_scaled=is_scaled,
             num_seeds=round(num_blocks),

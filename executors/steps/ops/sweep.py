@@ -9,7 +9,7 @@ from costmodel.formats.distributions import DISTRIBUTIONS
 from executors.low_bits.stored import Moved, UpdateStep
 from executors.models.parameters import NamedTensor
 from executors.randomness.low_rank import divisor_of, is_matrix, product_tiles
-from executors.randomness.rounded import Chances, rounding_key
+from executors.randomness.rounded import RoundingUniforms, rounding_key
 from executors.steps.arithmetic import Sweeper
 from executors.steps.buffers import runs_alike
 from executors.steps.frames import StepFrame
@@ -41,7 +41,7 @@ class Sweeps:
         # Of groups whose directions are rounded.
         self._roundings = context.rounded_directions
         trainable = [tensor.num_elements for tensor in context.engine.tensors if tensor.trainable]
-        self._chances = Chances(trainable, context.backend.device, context.threads)
+        self._uniforms = RoundingUniforms(trainable, context.backend.device, context.threads)
         self.moved = Moved()
         self._matrix_divisors = {
             group: divisor_of(op.rank, DISTRIBUTIONS[op.distribution].update_rank_power)
@@ -227,7 +227,7 @@ class Sweeps:
                 rounded_decay=quantized_decay,
                 rounding=self._roundings[op.group],
                 rows=self._context.moved_rows(op.group, source, op.query),
-                chances=partial(self._chances.between, key=key),
+                uniforms=partial(self._uniforms.between, key=key),
                 counted=self.moved,
                 add=self.sweeper.update_several,
                 sums=values.pop(before) if before is not None else None,

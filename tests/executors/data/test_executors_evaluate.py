@@ -37,9 +37,9 @@ class NextToken:
 
     def __call__(self, *, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
         self.num_rows += len(input_ids)
-        chances = torch.full((*input_ids.shape, VOCAB), 0.5 / (VOCAB - 1))
-        chances.scatter_(-1, ((input_ids + 1) % VOCAB)[..., None], 0.5)
-        return SimpleNamespace(logits=chances.log())
+        probabilities = torch.full((*input_ids.shape, VOCAB), 0.5 / (VOCAB - 1))
+        probabilities.scatter_(-1, ((input_ids + 1) % VOCAB)[..., None], 0.5)
+        return SimpleNamespace(logits=probabilities.log())
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,13 @@ from executors.models.lora import attach_lora
 from executors.models.weight_files import save_pretrained
 from executors.randomness.counter import CounterKey, CounterSampler
 from executors.randomness.directions import direction_named
-from executors.randomness.rounded import Chances, MovedRows, RoundedSampler, SamplingKeys, rounding_key
+from executors.randomness.rounded import (
+    MovedRows,
+    RoundedSampler,
+    RoundingUniforms,
+    SamplingKeys,
+    rounding_key,
+)
 from executors.randomness.sequential import SequentialSampler
 from executors.runs.session import Session
 from executors.threads import SamplingThreads
@@ -91,10 +97,10 @@ def test_a_number_is_rounded_to_a_neighbour_and_on_average_to_itself(name):
     nearest = values[(numbers.clamp(grid.low, grid.high)[:, None] - values).abs().argmin(1)]
     distance = (grid.nearest(numbers) - grid.clamped(numbers)).abs()
     assert torch.equal(distance, (nearest - grid.clamped(numbers)).abs())
-    # With chances that are spread evenly, averages are expectations.
+    # With uniforms that are spread evenly, averages are expectations.
     num = 4000
-    chances = ((torch.arange(num) + 0.5) / num)[:, None].repeat(1, len(numbers))
-    rounded = grid.at_random(numbers.expand(num, -1), chances).double()
+    uniforms = ((torch.arange(num) + 0.5) / num)[:, None].repeat(1, len(numbers))
+    rounded = grid.at_random(numbers.expand(num, -1), uniforms).double()
     assert torch.isin(rounded.float(), values).all()
     step = grid.step(grid.clamped(numbers)) * torch.ones_like(numbers)
     assert ((rounded.mean(0) - grid.clamped(numbers)).abs() <= step / num + 1e-6).all()
@@ -141,7 +147,7 @@ def test_an_update_is_right_on_average_unless_it_saturates(quant_config):
     for i in range(num):
         after = QuantizedTensor.empty(quant_config, before.shape, CPU)
         after.load(before, "after")
-        # Every element goes through all chances, each from another beginning.
+        # Every element goes through all uniforms, each from another beginning.
         after.move(
             direction,
             2e-4,
@@ -201,11 +207,11 @@ def test_several_threads_move_codes_as_one_does(quant_config):
     )
     moved, held = [], []
     for threads in (None, SamplingThreads(2)):
-        generated = Chances([values.numel()], CPU, threads)
-        chances = partial(generated.between, parameter=0, key=rounding_key(1, 2, 0, "update"))
+        generated = RoundingUniforms([values.numel()], CPU, threads)
+        uniforms = partial(generated.between, parameter=0, key=rounding_key(1, 2, 0, "update"))
         held.append(quantized(quant_config, values))
         moved.append(Moved())
-        held[-1].move(direction, 3e-5, chances, decay=1e-3, counted=moved[-1])
+        held[-1].move(direction, 3e-5, uniforms, decay=1e-3, counted=moved[-1])
     assert moved[0] == moved[1] != Moved()
     for one, other in zip(held[0].dump().values(), held[1].dump().values(), strict=True):
         assert torch.equal(one, other)
@@ -229,8 +235,8 @@ def test_codes_of_a_direction_are_its_numbers_and_chances_block_by_block():
         for parameter, view in enumerate(views):
             numbers = torch.empty(view.numel())
             CounterSampler(numels, CPU).fill(numbers, parameter, 0, key, direction_named(name))
-            chances = Chances(numels, CPU).between(0, view.numel(), parameter, keys.rounding)
-            assert torch.equal(view, rounded_sampler.qvalues(numbers, chances))
+            uniforms = RoundingUniforms(numels, CPU).between(0, view.numel(), parameter, keys.rounding)
+            assert torch.equal(view, rounded_sampler.qvalues(numbers, uniforms))
 
 
 @pytest.mark.parametrize("bits", [2, 8])
@@ -331,8 +337,8 @@ def test_rows_of_signs_are_those_of_the_whole_table(dtype, width):
 
 
 def test_chances_that_are_passed_over_are_those_that_would_have_been_drawn():
-    whole = Chances([20000], CPU).between(0, 20000, 0, key := rounding_key(1, 2, 0, "update"))
-    assert torch.equal(Chances([20000], CPU).between(1237, 16390, 0, key), whole[1237:16390])
+    whole = RoundingUniforms([20000], CPU).between(0, 20000, 0, key := rounding_key(1, 2, 0, "update"))
+    assert torch.equal(RoundingUniforms([20000], CPU).between(1237, 16390, 0, key), whole[1237:16390])
 
 
 def test_weights_that_are_no_numbers_have_no_codes():
@@ -559,18 +565,18 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity, sha
         after = session.state_dict()
     seed = record.seeds[0]
     rounding = RoundedDirection("gaussian", bits)
-    chances = Chances([p.numel() for p in literal.parameters()], CPU)
+    uniforms = RoundingUniforms([p.numel() for p in literal.parameters()], CPU)
     generator = torch.Generator().manual_seed(seed)
     base, along, moved = {}, {}, {}
     for index, (name, parameter) in enumerate(literal.named_parameters()):
-        of_rows = chances.between(0, len(parameter), index, rounding_key(seed, 0, 0, "rows"))
+        of_rows = uniforms.between(0, len(parameter), index, rounding_key(seed, 0, 0, "rows"))
         share = 1 - sparsity if isinstance(left[name], QuantizedTensor) else 1
         moved[name] = of_rows >= 1 - share
         normals = torch.normal(0.0, 1.0, parameter.shape, generator=generator).view(-1)
         for copy_of in ("direction", "second direction"):
-            chance = chances.between(0, normals.numel(), index, rounding_key(seed, 0, 0, copy_of))
+            uniform = uniforms.between(0, normals.numel(), index, rounding_key(seed, 0, 0, copy_of))
             scaled = (normals * rounding.scale).clamp(-rounding.highest, rounding.highest)
-            qvalues = (scaled + chance).floor().clamp(-rounding.highest, rounding.highest)
+            qvalues = (scaled + uniform).floor().clamp(-rounding.highest, rounding.highest)
             values = (qvalues / rounding.scale / math.sqrt(share)).view(parameter.shape)
             along[name, copy_of] = torch.where(
                 moved[name].view(-1, *[1] * (values.ndim - 1)), values, torch.zeros(())
@@ -603,14 +609,14 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity, sha
             assert torch.allclose(after[name], wanted, atol=1e-6)
             continue
         change = (values - wanted) / held.scales
-        # A chance for each element of the rows that move.
+        # A uniform number for each element of the rows that move.
         rows = moved[name]
         num = int(rows.sum()) * change.shape[1]
-        chance = torch.zeros(change.shape)
-        chance[rows] = chances.between(0, num, index, rounding_key(seed, 0, 0, "update")).view(
+        uniform = torch.zeros(change.shape)
+        uniform[rows] = uniforms.between(0, num, index, rounding_key(seed, 0, 0, "update")).view(
             -1, change.shape[1]
         )
-        whole = change.sign() * (change.abs() + chance).floor()
+        whole = change.sign() * (change.abs() + uniform).floor()
         levels = (held.levels() - whole).clamp(-127, 127)
         assert (left[name].levels() != levels).float().mean() < 1e-3  # roundings of the change's last bit
         assert torch.equal(left[name].scales, held.scales)

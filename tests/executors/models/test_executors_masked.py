@@ -154,8 +154,8 @@ def test_choices_are_compared_at_the_mask(lines):
         with torch.no_grad():
             logits = model(input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"]).logits[0]
         (at,) = (encoded["input_ids"][0] == MASK).nonzero()[0].tolist()
-        chances = logits[at].double().log_softmax(-1)
-        words = chances[WORDS.index("bad")], chances[WORDS.index("good")]
+        log_probabilities = logits[at].double().log_softmax(-1)
+        words = log_probabilities[WORDS.index("bad")], log_probabilities[WORDS.index("good")]
         right += int(words[1] > words[0]) == line["label"]
         loss -= float(words[line["label"]]) / len(LINES)
     assert result.num_correct == right

@@ -178,8 +178,8 @@ def test_a_run_is_replayed_and_resumed_to_the_same_prefix(inputs, tmp_path):
     for line in map(json.loads, inputs[1].read_text().splitlines()):
         ids = torch.tensor([line["input_ids"]])
         with torch.no_grad():
-            chances = tuned(input_ids=ids).logits[0, 1:-1].double().log_softmax(-1)
-        losses.append(-chances.gather(1, ids[0, 2:, None]).mean().item())
+            log_probabilities = tuned(input_ids=ids).logits[0, 1:-1].double().log_softmax(-1)
+        losses.append(-log_probabilities.gather(1, ids[0, 2:, None]).mean().item())
     finished = json.loads((whole / "run.json").read_text())["finished"]["evaluation"]
     assert finished["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
