@@ -18,11 +18,11 @@ from pydantic import (
     model_validator,
 )
 
+from topology.checksummed import save_checksummed, without_digest
 from topology.errors import ProfileError
 from topology.limits import Ranks
 from topology.reading import read_json_object
 from topology.renamed import with_present_names
-from topology.signed import save_signed, without_digest
 from topology.validation import readable
 
 Bound = Literal["central", "low", "high"]
@@ -375,7 +375,7 @@ class Profile(BaseModel):
         ProfileError
             If the file cannot be written.
         """
-        save_signed(self.model_dump(mode="json"), path, "profile", ProfileError)
+        save_checksummed(self.model_dump(mode="json"), path, "profile", ProfileError)
 
     def check_device(self, *, device_name: str, device_type: DeviceType) -> None:
         """Refuse a profile of another device.

@@ -23,11 +23,11 @@ from executors.runs.base import BASE, base_facts
 from executors.runs.jsonlines import JsonLines, read_lines
 from executors.runs.learning_rate import LearningRate
 from executors.runs.settings import DataSettings, EvaluationSettings, LossName, recorded_options
+from topology.checksummed import with_digest, without_digest
 from topology.errors import RunError, ZosimError
 from topology.limits import Seed, Threads
 from topology.reading import parse_json, read_text
 from topology.renamed import with_present_names
-from topology.signed import with_digest, without_digest
 from topology.validation import readable
 from zosim.plans import Plan
 

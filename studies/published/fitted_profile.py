@@ -19,9 +19,9 @@ from studies.published.quzo import QuzoFit, calibrate_quzo
 from studies.published.rows import PublishedRow
 from studies.published.sparq_fit import SparqFit, calibrate_sparq
 from studies.published.zoinfer import calibrate_zoinfer
+from topology.checksummed import save_checksummed, without_digest
 from topology.errors import ProfileError
 from topology.reading import read_json_object
-from topology.signed import save_signed, without_digest
 from topology.validation import readable
 from zosim.simulators.maxplus import Floats
 
@@ -112,7 +112,7 @@ class PublishedProfile(_Frozen):
         ProfileError
             If the file cannot be written.
         """
-        save_signed(self.model_dump(mode="json"), path, "profile", ProfileError)
+        save_checksummed(self.model_dump(mode="json"), path, "profile", ProfileError)
 
 
 def calibrate_on(rows: Sequence[PublishedRow]) -> PublishedProfile:

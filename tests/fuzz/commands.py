@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tests.fuzz import seeds
 from tests.fuzz.cases import Case, Target
-from tests.fuzz.mutations import STRINGS, mutated, resigned
+from tests.fuzz.mutations import STRINGS, mutated, with_new_digest
 from topology.errors import ZosimError
 from zosim import cli, registry
 
@@ -124,7 +124,7 @@ def command(
     files: Callable[[], Mapping[str, bytes]],
     *,
     kept: Callable[[], Mapping[str, bytes]] = dict,
-    signed: bool = False,
+    checksummed: bool = False,
     stop: Callable[[], None] = lambda: None,
     quick: int = 12,
 ) -> Target:
@@ -138,7 +138,7 @@ def command(
         What it is called with, to begin from; each of several makes a seed.
     files, kept : callable
         Return its files, those that are broken and those that are not.
-    signed : bool
+    checksummed : bool
         Whether files state a digest, which is made to fit.
     stop : callable
         Called before the first case: takes the minutes of work out of a command, so that what reads its options and files
@@ -159,7 +159,7 @@ def command(
                 return case
         if not case.files:
             return case
-        return (resigned if signed else mutated)(generator, case)
+        return (with_new_digest if checksummed else mutated)(generator, case)
 
     def call(case: Case, _folder: Path) -> None:
         cli.command().main(list(case.argv), prog_name="zosim")
@@ -275,7 +275,7 @@ def _resumed(kind: str, files: Callable[[], Mapping[str, bytes]]) -> Target:
         "--resume --out run --steps 5 --no-launch --no-tensorboard",
         lambda: _told(files()),
         kept=lambda: _model_and_data() | {n: c for n, c in files().items() if n.endswith(".safetensors")},
-        signed=True,
+        checksummed=True,
         stop=_few_steps_of_one_rank,
         quick=5,
     )
@@ -358,7 +358,7 @@ COMMANDS: tuple[Target, ...] = (
         "simulate",
         "plan.json --profile profile.json --trace t.json",
         lambda: {"plan.json": seeds.plan(), "profile.json": seeds.profile()},
-        signed=True,
+        checksummed=True,
         quick=10,
     ),
     command(
@@ -389,7 +389,7 @@ COMMANDS: tuple[Target, ...] = (
         quick=6,
     ),
     command("evidence make", "run -o e.json", seeds.run),
-    command("evidence check", "evidence.json", lambda: {"evidence.json": seeds.evidence()}, signed=True),
+    command("evidence check", "evidence.json", lambda: {"evidence.json": seeds.evidence()}, checksummed=True),
     command("predict", "rows.csv -o p.csv", lambda: {"rows.csv": seeds.rows()}, quick=6),
     command(
         "run",
@@ -431,7 +431,7 @@ COMMANDS: tuple[Target, ...] = (
         "--resume --out run --steps 5 --no-launch --no-tensorboard",
         _run_files,
         kept=_model_and_data,
-        signed=True,
+        checksummed=True,
         stop=_few_steps_of_one_rank,
         quick=15,
     ),
@@ -443,13 +443,15 @@ COMMANDS: tuple[Target, ...] = (
         stop=_few_steps_of_one_rank,
         quick=8,
     ),
-    command("replay", "run --model model -o weights", _run_files, kept=seeds.model, signed=True, quick=10),
+    command(
+        "replay", "run --model model -o weights", _run_files, kept=seeds.model, checksummed=True, quick=10
+    ),
     command(
         "adapter",
         "run --model model -o adapter --max-rank 4",
         lambda: _told(seeds.run_of_low_rank()),
         kept=seeds.model,
-        signed=True,
+        checksummed=True,
         quick=8,
     ),
     _replayed("checkpoint", seeds.run_with_checkpoint),
@@ -467,7 +469,7 @@ COMMANDS: tuple[Target, ...] = (
         "calibrate (evidence)",
         "--evidence e.json -o p.json",
         lambda: {"e.json": seeds.evidence()},
-        signed=True,
+        checksummed=True,
         stop=_no_measuring,
     ),
     command(

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from tests.fuzz.cases import Case
-from topology.signed import with_digest
+from topology.checksummed import with_digest
 
 
 class Raw(str):
@@ -67,13 +67,13 @@ def mutated(generator: Random, case: Case) -> Case:
     return case
 
 
-def resigned(generator: Random, case: Case) -> Case:
+def with_new_digest(generator: Random, case: Case) -> Case:
     """Return a broken case whose JSON files state the digest of what they hold, as if they had been written so."""
     broken = mutated(generator, case)
-    return replace(broken, files={name: _signed(content) for name, content in broken.files.items()})
+    return replace(broken, files={name: _checksummed(content) for name, content in broken.files.items()})
 
 
-def _signed(content: bytes) -> bytes:
+def _checksummed(content: bytes) -> bytes:
     try:
         data = json.loads(content)
         bare = {name: value for name, value in data.items() if name != "sha256"}

@@ -26,7 +26,7 @@ from tests.fuzz import seeds
 from tests.fuzz.cases import Case, Target
 from tests.fuzz.commands import COMMANDS
 from tests.fuzz.model_targets import MODEL_READERS
-from tests.fuzz.mutations import mutated, resigned
+from tests.fuzz.mutations import mutated, with_new_digest
 from tests.fuzz.serving import SERVING
 from topology import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo, from_rocm_smi_topo
 from topology.documents import dump, load
@@ -74,7 +74,7 @@ def run_reader(name: str, read: Callable[[Path], Any], changed: tuple[str, ...],
         seeds.run_of_low_rank,
         seeds.run_of_adapters,
     )
-    return Target(name, lambda: [of_run(make()) for make in runs], call, resigned, quick)
+    return Target(name, lambda: [of_run(make()) for make in runs], call, with_new_digest, quick)
 
 
 def _topology(path: Path) -> None:
@@ -171,8 +171,8 @@ READERS: tuple[Target, ...] = (
     reader("rocm", "matrix.txt", _fixtures("rocm_mi300x8_topo.txt"), _rocm),
     reader("prices", "prices.yaml", lambda: [seeds.prices()], load_prices, quick=15),
     reader("model spec", "spec.json", lambda: [seeds.model_spec()], lambda path: read_model_spec(str(path))),
-    reader("profile", "profile.json", lambda: [seeds.profile()], load_profile, resigned, quick=15),
-    reader("published profile", "profile.json", _published_profile, load_published_profile, resigned),
+    reader("profile", "profile.json", lambda: [seeds.profile()], load_profile, with_new_digest, quick=15),
+    reader("published profile", "profile.json", _published_profile, load_published_profile, with_new_digest),
     reader("rows", "rows.csv", lambda: [seeds.rows()], read_rows),
     reader(
         "plan",
@@ -201,7 +201,7 @@ READERS: tuple[Target, ...] = (
     ),
     reader("timeline", "timeline.json", lambda: [seeds.timeline()], _timeline, quick=15),
     reader("densities", "densities.json", lambda: [seeds.densities()], read_densities),
-    reader("evidence", "evidence.json", lambda: [seeds.evidence()], Evidence.load, resigned, quick=15),
+    reader("evidence", "evidence.json", lambda: [seeds.evidence()], Evidence.load, with_new_digest, quick=15),
     reader("json lines", "log.jsonl", lambda: [seeds.run()["run/steps.jsonl"]], read_lines),
     run_reader("run header", read_header, ("run/run.json",)),
     run_reader("run history", _history, ("run/run.json", "run/steps.jsonl", "run/digests.jsonl"), quick=20),

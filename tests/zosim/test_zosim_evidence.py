@@ -14,7 +14,7 @@ from costmodel.devices.datasheet import datasheet_profile
 from costmodel.models.configs import spec_of_config
 from costmodel.rates.calibration import fit_profile
 from topology import load_preset
-from topology.signed import with_digest
+from topology.checksummed import with_digest
 from zosim.applications.evidence.anonymous import MACHINE, refuse_private
 from zosim.applications.evidence.command import app
 from zosim.applications.evidence.file import Evidence, EvidenceError, MeasuredRun, check, evidence_of
@@ -215,7 +215,7 @@ def test_what_is_no_json_object_is_refused(text, tmp_path):
         (lambda c: c["plan"].update(batch=4), {"programs"}),
     ],
 )
-def test_a_statement_that_does_not_follow_is_found_whoever_signed_it(file, change, broken):
+def test_a_statement_that_does_not_follow_is_found_whoever_checksummed_it(file, change, broken):
     findings = check(Evidence.load(changed(file, change)))
     assert broken <= {finding.what for finding in findings if not finding.holds}
 

@@ -154,5 +154,5 @@ def test_a_profile_is_read_in_earlier_names(monkeypatch, tmp_path):
     monkeypatch.setattr(profile, "RENAMED", rows)
     assert profile.Profile.model_validate(old) == good
     path = tmp_path / "profile.json"
-    profile.save_signed(old, path, "profile", profile.ProfileError)
+    profile.save_checksummed(old, path, "profile", profile.ProfileError)
     assert profile.load_profile(path) == good

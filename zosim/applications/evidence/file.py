@@ -20,11 +20,11 @@ from pydantic import Field, model_validator
 
 from costmodel.rates.profile import Profile
 from costmodel.scoring import Row
+from topology.checksummed import with_digest, without_digest
 from topology.errors import ZosimError
 from topology.graph import Topology
 from topology.reading import read_json_object
 from topology.renamed import with_present_names
-from topology.signed import with_digest, without_digest
 from topology.validation import FrozenModel, RuleError, readable
 from zosim.analysis.compare import Comparison, compare, slowest_rank
 from zosim.applications.evidence.anonymous import Anonymous, refuse_private

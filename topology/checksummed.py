@@ -18,7 +18,9 @@ def with_digest(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, _DIGEST: _digest(content)}
 
 
-def save_signed(content: Mapping[str, Any], path: str | Path, what: str, error: type[ZosimError]) -> None:
+def save_checksummed(
+    content: Mapping[str, Any], path: str | Path, what: str, error: type[ZosimError]
+) -> None:
     """Write `content` with its digest as a JSON file.
 
     Parameters
