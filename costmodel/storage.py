@@ -17,7 +17,7 @@ from costmodel.formats.low_bits import (
     Linear,
     QuantConfig,
     QuantizedMatrix,
-    moved_rows_bytes,
+    nonzero_rows_bytes,
     num_elements,
     quantized_forward_work,
     quantized_sampling_work,
@@ -151,7 +151,7 @@ class DenseStorage:
         """Return how many of the elements of a direction are rounded at random: signs never are."""
         return 0 if self.direction is None or self._are_signs else num_elements
 
-    def num_moved(self, group: ParameterGroup) -> int:
+    def num_nonzero(self, group: ParameterGroup) -> int:
         """Return the elements of a direction but for those in rows that a sparse one leaves alone."""
         return group.num_trainable - round(self.sparsity * num_elements(self.tuned(group)))
 
@@ -159,10 +159,10 @@ class DenseStorage:
         """Return the matrices of a group of which a direction leaves rows alone."""
         return [one for one, _ in self.tuned(group)] if self.sparsity else []
 
-    def moved_rows_bytes(self, groups: Iterable[ParameterGroup]) -> int:
+    def nonzero_rows_bytes(self, groups: Iterable[ParameterGroup]) -> int:
         """Return the bytes of the numbers of the rows that a step's directions move, which stay from draw to update."""
         matrices = (one for group in groups for one in self.sparse(group))
-        return moved_rows_bytes(matrices, 1 - self.sparsity)
+        return nonzero_rows_bytes(matrices, 1 - self.sparsity)
 
     def rounding_work(
         self,
@@ -280,7 +280,7 @@ class QuantizedStorage(DenseStorage):
         """
         tuned = [matrix for group in groups for matrix in self.tuned(group)]
         frozen = [matrix for group in groups for matrix in self.frozen(group)]
-        for matrices, is_moved in ((tuned, is_beside), (frozen, False)):
+        for matrices, is_beside_these in ((tuned, is_beside), (frozen, False)):
             if not matrices:
                 continue
             linears, how = [one for one, _ in matrices], matrices[0][1]
@@ -291,10 +291,10 @@ class QuantizedStorage(DenseStorage):
                 how,
                 kernel="dequantise" if is_adapter else self.product,
                 are_inputs_quantized=self.are_inputs_quantized and not is_adapter,
-                is_beside=is_moved,
-                moved_share=1 - self.sparsity,
+                is_beside=is_beside_these,
+                nonzero_share=1 - self.sparsity,
                 kept_bytes=kept_bytes,
-                direction_format=self.direction_format if is_moved else self.row_format,
+                direction_format=self.direction_format if is_beside_these else self.row_format,
             )
         # Numbers, such as norms and biases, are copied to the point.
         copied = sum(

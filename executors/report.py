@@ -32,8 +32,8 @@ def summary_view(summary: dict[str, Any]) -> Table:
         rows.append(("messages", f"{sent['num_per_step']:g} between stages per step, {size} in all"))
     if summary["lost_updates"] is not None:
         rows.append(("updates lost", _lost_words(summary["lost_updates"])))
-    if summary.get("moved_codes"):
-        rows.append(("quantized updates", _moved_words(summary["moved_codes"])))
+    if summary.get("quantized_updates"):
+        rows.append(("quantized updates", _describe_updates(summary["quantized_updates"])))
     for name, title in (("evaluation", "last evaluation"), ("best_evaluation", "best evaluation")):
         if summary[name] is not None:
             rows.append((title, _evaluation_words(summary[name])))
@@ -48,11 +48,11 @@ def _lost_words(lost: dict[str, Any]) -> str:
     return f"{lost['lost_in_transfer']:.1%} vanished when it was rounded to {lost['transfer']}; {words}"
 
 
-def _moved_words(moved: dict[str, Any]) -> str:
+def _describe_updates(updated: dict[str, Any]) -> str:
     """Return what became of updates of quantized weights."""
-    num = max(1, moved["num"])
+    num = max(1, updated["num"])
     return (
-        f"{moved['unmoved'] / num:.1%} left unchanged by rounding, {moved['saturated'] / num:.2%} stopped at the "
+        f"{updated['unchanged'] / num:.1%} left unchanged by rounding, {updated['saturated'] / num:.2%} stopped at the "
         "end of the grid; no drift: forwards leave quantized values alone"
     )
 

@@ -24,11 +24,11 @@ Fit = Literal["range", "least-error"]
 Linear = tuple[int, int]
 """Outputs and inputs of a linear layer."""
 
-MOVED_ELEMENTS = 1 << 16
-"""Quantized values that an update moves at a time on a CPU, whose cache their temporaries fit into."""
+UPDATED_ELEMENTS = 1 << 16
+"""Quantized values that an update changes at a time on a CPU, whose cache their temporaries fit into."""
 
-_LEAST_MOVED = 1 << 12
-"""Quantized values that take about as long to move as to begin the passes over them."""
+_LEAST_UPDATED = 1 << 12
+"""Quantized values that take about as long to update as to begin the passes over them."""
 
 UNIFORMS_AT_ONCE = 1 << 20
 """Random numbers that a CPU's threads draw for updates before torch's threads pass over them."""
@@ -66,11 +66,11 @@ FLOAT_TILE_COLUMNS = 256
 _TILE_COLUMNS = 64
 """Columns come in multiples of so many."""
 
-_MOVED_TEMPORARY_BYTES = 23
+_UPDATE_TEMPORARY_BYTES = 23
 """Bytes of temporaries that are alive for each of them beside the random numbers."""
 
-_MOVED_KERNELS = 24
-"""Passes over such temporaries, the counts of what moved among them."""
+_UPDATE_KERNELS = 24
+"""Passes over such temporaries, the counts of what changed among them."""
 
 _UNIFORM_SHARE = 0.5
 """Part of a random number's time that passing over one takes: assumed, no probe tells it."""
@@ -222,7 +222,7 @@ def quantized_forward_work(
     kernel: str,
     are_inputs_quantized: bool,
     is_beside: bool,
-    moved_share: float = 1.0,
+    nonzero_share: float = 1.0,
     kept_bytes: int = 0,
     direction_format: str = "int8",
 ) -> Work:
@@ -240,7 +240,7 @@ def quantized_forward_work(
         Whether inputs are rounded to a byte before they are multiplied.
     is_beside : bool
         Whether a rounded direction is added.
-    moved_share : float
+    nonzero_share : float
         Share of its rows that are not 0, for which alone something is added.
     kept_bytes : int
         What of the segment is alive beside a layer: the sum that residuals are added to.
@@ -271,7 +271,7 @@ def quantized_forward_work(
         rows, elements, times = product.m, outputs * inputs, product.num
         is_parted = quant_config.container_bits < 8
         passes["layers"] += times
-        passes["layers.sparse"] += times * (is_beside and moved_share < 1)
+        passes["layers.sparse"] += times * (is_beside and nonzero_share < 1)
         passes["parting"] += times * elements * is_parted
         num_kernels += 4 * times * is_parted
         alive = max(product.alive_bytes, rows * inputs * width + kept_bytes)
@@ -282,19 +282,19 @@ def quantized_forward_work(
             alive += rows * (inputs + 4) + shared
             largest = max(largest, alive + _coding_bytes(rows, inputs, width, kernel))
         # Rows of the direction that are not 0: their mean, which time is made of, and their most, which memory is.
-        moved, most = round(outputs * moved_share) * is_beside, _most_rows(outputs, moved_share)
-        passes["unpacking"] += times * moved * inputs * is_packed
+        nonzero, most = round(outputs * nonzero_share) * is_beside, _most_rows(outputs, nonzero_share)
+        passes["unpacking"] += times * nonzero * inputs * is_packed
         if kernel != "dequantise":
             kind = "int8" if kernel == "int_mm" else "float8_e4m3"
             products.append(product.model_copy(update={"format": kind}))
-            if moved:
-                products.append(product.model_copy(update={"n": moved, "format": kind}))
-            cast = moved * inputs * (kernel == "scaled_mm")
+            if nonzero:
+                products.append(product.model_copy(update={"n": nonzero, "format": kind}))
+            cast = nonzero * inputs * (kernel == "scaled_mm")
             sweep_bytes += 2 * times * cast
             num_kernels += times * (bool(cast) + 3 * (1 + is_beside))
             sums, is_gathered = rows * outputs * 4, most < outputs
-            passes["sums"] += times * rows * (outputs + moved * (not is_gathered))
-            passes["gathering"] += times * rows * moved * is_gathered
+            passes["sums"] += times * rows * (outputs + nonzero * (not is_gathered))
+            passes["gathering"] += times * rows * nonzero * is_gathered
             made = most + -most % FILLED_ROWS if is_gathered else outputs
             of_rows = rows * made * 4
             numbers = _numbers_bytes(rows, outputs, inputs) if kernel == "int_mm" else 0
@@ -316,7 +316,7 @@ def quantized_forward_work(
             products.append(product)
             passes[_of_format("levels", quant_config.format)] += times * elements
             passes["zeros"] += times * elements * quant_config.has_zero_point
-            passes["beside"] += times * moved * inputs
+            passes["beside"] += times * nonzero * inputs
             num_kernels += times * (1 + is_beside)
             is_gathered = is_beside and most < outputs
             gathered = most * inputs * (width + (not is_packed)) * is_gathered
@@ -348,7 +348,7 @@ def _coding_bytes(rows: int, inputs: int, width: int, kernel: str) -> int:
     return 4 * min(elements, max(TILE_ELEMENTS, inputs))
 
 
-def _of_format(name: Literal["levels", "moves"], quantized: QuantFormat) -> QuantPass:
+def _of_format(name: Literal["levels", "updates"], quantized: QuantFormat) -> QuantPass:
     """Return the pass over quantized values of a format: those of floating-point formats are passes of their own."""
     stored = FORMATS[quantized]
     return cast("QuantPass", f"{name}.float{stored.bits}" if stored.is_float else name)
@@ -433,58 +433,62 @@ def _numbers_bytes(rows: int, outputs: int, inputs: int) -> int:
 def quantized_update_work(
     linears: Sequence[Linear],
     quant_config: QuantConfig,
-    moved_share: float = 1.0,
+    nonzero_share: float = 1.0,
     *,
     direction_format: str = "int8",
 ) -> Work:
     """Return the work of updating quantized values along a direction, rounded at random: in pieces, whose temporaries stay near.
 
-    Of the rows, only `moved_share` are touched. Pieces are kernels of their own on a CPU, whose threads share them.
+    Of the rows, only `nonzero_share` are touched. Pieces are kernels of their own on a CPU, whose threads share them.
     """
-    elements = round(moved_share * sum(outputs * inputs for outputs, inputs in linears))
-    temporaries = _MOVED_TEMPORARY_BYTES + FORMATS[quant_config.format].is_float * _FLOAT_TEMPORARY_BYTES
-    most = max((moved_at_once(one, moved_share) for one in linears), default=0)
-    at_once = min(most, MOVED_ELEMENTS)
-    uniforms = samples_for_rows(linears, moved_share, COUNTER_BLOCK_ELEMENTS)
-    moved = [round(moved_share * outputs * inputs) for outputs, inputs in linears]
+    elements = round(nonzero_share * sum(outputs * inputs for outputs, inputs in linears))
+    temporaries = _UPDATE_TEMPORARY_BYTES + FORMATS[quant_config.format].is_float * _FLOAT_TEMPORARY_BYTES
+    most = max((updated_at_once(one, nonzero_share) for one in linears), default=0)
+    at_once = min(most, UPDATED_ELEMENTS)
+    uniforms = samples_for_rows(linears, nonzero_share, COUNTER_BLOCK_ELEMENTS)
+    nonzero = [round(nonzero_share * outputs * inputs) for outputs, inputs in linears]
     return Work(
         dtype="float32",
         sampling_dtype="float32",
         # Quantized values are read and written, those of the direction read.
-        sweep_bytes=2 * round(moved_share * sum(map(quant_config.qvalue_bytes, linears))) + elements,
+        sweep_bytes=2 * round(nonzero_share * sum(map(quant_config.qvalue_bytes, linears))) + elements,
         quant_passes=_counted(
             {
                 "matrices": len(linears),
-                _of_format("moves", quant_config.format): elements,
+                _of_format("updates", quant_config.format): elements,
                 "unpacking": elements * (FORMATS[direction_format].bits < 8),
             }
         ),
         num_rounded=uniforms.num_sampled + round(_UNIFORM_SHARE * uniforms.num_passed),
         # A matrix of fewer uniforms is drawn by the thread that asks.
-        num_shared_samplings=sum(-(-num // UNIFORMS_AT_ONCE) for num in moved if num >= SHARED_UNIFORMS),
+        num_shared_samplings=sum(-(-num // UNIFORMS_AT_ONCE) for num in nonzero if num >= SHARED_UNIFORMS),
         num_seeds=uniforms.num_blocks,
-        num_kernels=_MOVED_KERNELS * len(linears),
-        num_shared_kernels=_MOVED_KERNELS * sum(-(-num // MOVED_ELEMENTS) for num in moved),
+        num_kernels=_UPDATE_KERNELS * len(linears),
+        num_shared_kernels=_UPDATE_KERNELS * sum(-(-num // UPDATED_ELEMENTS) for num in nonzero),
         workspace_bytes=temporaries * at_once + 4 * min(most, UNIFORMS_AT_ONCE),
     )
 
 
-def moved_at_once(linear: Linear, share: float) -> int:
-    """Return how many quantized values of a matrix an update moves at once at most, where it moves that share of the rows.
+def updated_at_once(linear: Linear, share: float) -> int:
+    """Return how many quantized values of a matrix an update changes at once at most, where it moves that share of the rows.
 
-    Weights that decay do so in all rows: with a sparse direction, too, no more of them are moved at a time.
+    Weights that decay do so in all rows: with a sparse direction, too, no more of them are updated at a time.
 
     Examples
     --------
-    >>> moved_at_once((3072, 768), 1.0), moved_at_once((3072, 768), 0.02), moved_at_once((768, 768), 0.0001)
+    >>> (
+    ...     updated_at_once((3072, 768), 1.0),
+    ...     updated_at_once((3072, 768), 0.02),
+    ...     updated_at_once((768, 768), 0.0001),
+    ... )
     (2359296, 65280, 4096)
     """
     outputs, inputs = linear
-    return max(_most_rows(outputs, share) * inputs, min(outputs * inputs, _LEAST_MOVED))
+    return max(_most_rows(outputs, share) * inputs, min(outputs * inputs, _LEAST_UPDATED))
 
 
 class RowSamples(NamedTuple):
-    """What it takes to draw those rows of matrices that move, from blocks of random numbers.
+    """What it takes to draw those rows of matrices that are not 0, from blocks of random numbers.
 
     Attributes
     ----------
@@ -522,8 +526,8 @@ def samples_for_rows(linears: Iterable[Linear], share: float, block_elements: in
     return RowSamples(round(num_blocks), round(num_sampled), round(num_passed))
 
 
-def moved_rows_bytes(linears: Iterable[Linear], share: float) -> int:
-    """Return the most bytes, in hardly any step more, of the numbers of the rows that move of some matrices."""
+def nonzero_rows_bytes(linears: Iterable[Linear], share: float) -> int:
+    """Return the most bytes, in hardly any step more, of the numbers of the rows that are not 0 of some matrices."""
     return 8 * sum(_most_rows(outputs, share) for outputs, _ in linears) if share < 1 else 0
 
 

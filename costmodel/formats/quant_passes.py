@@ -31,9 +31,9 @@ QuantPass = Literal[
     "rounding",
     "signs",
     "matrices",
-    "moves",
-    "moves.float8",
-    "moves.float4",
+    "updates",
+    "updates.float8",
+    "updates.float4",
 ]
 
 
@@ -82,10 +82,10 @@ PASSES: Mapping[QuantPass, PassCost] = {
     "tensors.sparse": PassCost(5e3),  # those of sparse directions, besides
     "rounding": PassCost(1e9, "scratch", 24),  # a direction's numbers, at random
     "signs": PassCost(1e10),  # drawn rounded, beside the draw
-    "matrices": PassCost(5e3),  # of quantized values that an update moves: Python, beside kernels
-    "moves": PassCost(0.25e9, "scratch", 100),  # of quantized values
-    "moves.float8": PassCost(0.04e9, "scratch", 250),
-    "moves.float4": PassCost(0.02e9, "scratch", 400),
+    "matrices": PassCost(5e3),  # of quantized values that an update changes: Python, beside kernels
+    "updates": PassCost(0.25e9, "scratch", 100),  # of quantized values
+    "updates.float8": PassCost(0.04e9, "scratch", 250),
+    "updates.float4": PassCost(0.02e9, "scratch", 400),
 }
 """How often is counted by :mod:`costmodel.formats.low_bits`. A CPU's profile has rates (``quant_rate``), which calibration finds, since what limits
 passes there is arithmetic and Python as often as memory; elsewhere bytes say what they take."""
@@ -96,7 +96,7 @@ def traffic_bytes(passes: Iterable[tuple[QuantPass, int]], memory: Memory, dtype
 
     Examples
     --------
-    >>> traffic_bytes([("inputs", 10), ("moves", 7)], "elementwise", "bfloat16")
+    >>> traffic_bytes([("inputs", 10), ("updates", 7)], "elementwise", "bfloat16")
     90
     """
     return sum(PASSES[name].size_bytes(num, dtype) for name, num in passes if PASSES[name].memory == memory)

@@ -13,20 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from costmodel.formats.low_bits import MOVED_ELEMENTS, UNIFORMS_AT_ONCE, QuantConfig, moved_at_once
+from costmodel.formats.low_bits import UNIFORMS_AT_ONCE, UPDATED_ELEMENTS, QuantConfig, updated_at_once
 from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.grids import Floats, Grid, Integers, grid_of, num_nonzero, towards_zero
-from executors.low_bits.moving import Move, move_together, shares_passes
+from executors.low_bits.joint_updates import JointUpdate, shares_passes, update_jointly
 from executors.low_bits.packed import PIECE_ELEMENTS, QValues
 from executors.low_bits.stored import (
     Along,
     BoundParameter,
     DenseTensor,
     DirectionStep,
-    Moved,
     Stored,
     Uniforms,
+    UpdateCounts,
     UpdateStep,
     nothing,
 )
@@ -35,8 +35,8 @@ from topology.errors import ModelError
 Rows = slice | Tensor
 """Some rows of a weight: neighbours, or those of ascending numbers."""
 
-_QUANTIZED_ELEMENTS = {"cpu": MOVED_ELEMENTS, "cuda": 1 << 22}
-"""Elements that are quantized or moved at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
+_QUANTIZED_ELEMENTS = {"cpu": UPDATED_ELEMENTS, "cuda": 1 << 22}
+"""Elements that are quantized or updated at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
 
 _FIT_STEPS = 20
 """Scales that are tried, from the one that spans the largest weight down to a third of it."""
@@ -152,8 +152,8 @@ class QuantizedTensor(Stored):
         """Return it on another device; itself where it is there."""
         if self.device == device:
             return self
-        moved = [tensor.to(device) for tensor in self.dump().values()]
-        return QuantizedTensor(self.quant_config, self.shape, *moved)
+        updated = [tensor.to(device) for tensor in self.dump().values()]
+        return QuantizedTensor(self.quant_config, self.shape, *updated)
 
     def bind(self, place: BoundParameter) -> None:
         """Let the layer read these quantized values; its parameter has a shape and no memory."""
@@ -290,7 +290,7 @@ class QuantizedTensor(Stored):
         factor = step.rate * step.gradient * step.rounding.unit
         is_summed = step.sums is not None or not step.is_rounded
         before, sums = iter(step.sums or ()), list[Tensor]()
-        together: dict[float, list[Move]] = {}
+        together: dict[float, list[JointUpdate]] = {}
         for place, quantized, direction in along:
             uniforms = partial(step.uniforms, parameter=place.index)
             decay = step.rate * (step.rounded_decay if place.decays else 0.0)
@@ -303,26 +303,28 @@ class QuantizedTensor(Stored):
                     else total.add_(direction[:], alpha=alpha)
                 )
                 if step.is_rounded:
-                    quantized.move(total, 1.0, uniforms, decay=decay, counted=step.counted)
+                    quantized.apply(total, 1.0, uniforms, decay=decay, counted=step.counted)
                 else:
                     sums.append(total)
                 continue
-            moved = step.rows(place.index)
-            rows, at_once = None if moved is None else moved.there, None
+            updated = step.rows(place.index)
+            rows, at_once = None if updated is None else updated.there, None
             if decay and rows is not None:  # all weights decay, in no more memory
                 rows = None
-                at_once = moved_at_once((quantized.shape[0], quantized.shape[1]), 1 - step.rounding.sparsity)
+                at_once = updated_at_once(
+                    (quantized.shape[0], quantized.shape[1]), 1 - step.rounding.sparsity
+                )
             if rows is None and shares_passes(quantized):
-                together.setdefault(decay, []).append(Move(quantized, direction, uniforms))
+                together.setdefault(decay, []).append(JointUpdate(quantized, direction, uniforms))
                 continue
-            quantized.move(
+            quantized.apply(
                 direction, factor, uniforms, rows=rows, decay=decay, counted=step.counted, at_once=at_once
             )
-        for decay, moves in together.items():
-            move_together(moves, factor, decay=decay, counted=step.counted)
+        for decay, updates in together.items():
+            update_jointly(updates, factor, decay=decay, counted=step.counted)
         step.sums = sums
 
-    def move(
+    def apply(
         self,
         direction: QValues,
         factor: float | DeviceScalar,
@@ -330,7 +332,7 @@ class QuantizedTensor(Stored):
         *,
         rows: Tensor | None = None,
         decay: float = 0.0,
-        counted: Moved | None = None,
+        counted: UpdateCounts | None = None,
         at_once: int | None = None,
     ) -> None:
         """Change the weights by ``-factor·direction - decay·weights``, rounded at random to the grid, scales as they are.
@@ -345,10 +347,10 @@ class QuantizedTensor(Stored):
             Of the elements of these rows, one after the other.
         rows : torch.Tensor, optional
             Numbers of the rows that change; by default all.
-        counted : Moved, optional
+        counted : UpdateCounts, optional
             Is added to.
         at_once : int, optional
-            Elements that are moved at a time, if fewer than usual.
+            Elements that are updated at a time, if fewer than usual.
 
         Notes
         -----
@@ -377,25 +379,25 @@ class QuantizedTensor(Stored):
                 # Away from 0 where the change and its uniform reach the next whole number together.
                 whole = towards_zero(uniform.copysign_(change).add_(change))
                 wanted = levels - whole
-                moved = self.grid.clamped(wanted)
+                updated = self.grid.clamped(wanted)
             else:
                 wanted = levels - change
-                moved = self.grid.at_random(wanted, uniform)
+                updated = self.grid.at_random(wanted, uniform)
             if counted is not None and num is not None:
-                # What saturates would have moved.
+                # What saturates would have changed.
                 if isinstance(self.grid, Integers):
-                    beyond, tried = wanted - moved, whole
+                    beyond, tried = wanted - updated, whole
                 else:
                     beyond = wanted - self.grid.clamped(wanted)
-                    tried = (moved - levels).add_(beyond)
+                    tried = (updated - levels).add_(beyond)
                 counted.add(num, num - num_nonzero(tried), num_nonzero(beyond))
-            self._write(chosen, moved)
+            self._write(chosen, updated)
 
         sampled_at_once = at_once or (UNIFORMS_AT_ONCE if self.device.type == "cpu" else None)
         for stretch in self._pieces(num_rows, elements=sampled_at_once):
             sampled = uniforms(stretch.start * width, stretch.stop * width).view(-1, width)
             # A call each, so that the temporaries of one are gone before those of the next are made.
-            for piece in self._pieces(len(sampled), elements=at_once and min(at_once, MOVED_ELEMENTS)):
+            for piece in self._pieces(len(sampled), elements=at_once and min(at_once, UPDATED_ELEMENTS)):
                 here = slice(stretch.start + piece.start, stretch.start + piece.stop)
                 take_piece(here, sampled[piece])
             del sampled

@@ -70,36 +70,36 @@ class ChosenRows(NamedTuple):
 
 
 @dataclass
-class Moved:
+class UpdateCounts:
     """Updates of single quantized values, counted.
 
     Attributes
     ----------
     num : int
-        Elements that were to move.
-    unmoved : int
+        Elements that an update was to change.
+    unchanged : int
         Of these, those that rounding left where they were.
     saturated : int
         Of these, such that would have left the grid.
     """
 
     num: int = 0
-    unmoved: int = 0
+    unchanged: int = 0
     saturated: int = 0
 
     def __post_init__(self) -> None:
         self._there: Tensor | None = None
 
-    def add(self, num: Tensor, unmoved: Tensor, saturated: Tensor) -> None:
+    def add(self, num: Tensor, unchanged: Tensor, saturated: Tensor) -> None:
         """Add to the three; on a device the sums stay there until :meth:`read`."""
-        counts = torch.stack((num, unmoved, saturated))
+        counts = torch.stack((num, unchanged, saturated))
         # To read them here would let the host wait for the device in every update.
         if counts.device.type == "cpu":
             self._take(counts)
         else:
             self._there = counts if self._there is None else self._there + counts
 
-    def read(self) -> Moved:
+    def read(self) -> UpdateCounts:
         """Return this, once the device's sums are in it."""
         if self._there is not None:
             self._take(self._there)
@@ -107,9 +107,9 @@ class Moved:
         return self
 
     def _take(self, counts: Tensor) -> None:
-        num, unmoved, saturated = counts.tolist()
+        num, unchanged, saturated = counts.tolist()
         self.num += num
-        self.unmoved += unmoved
+        self.unchanged += unchanged
         self.saturated += saturated
 
 
@@ -158,7 +158,7 @@ class UpdateStep:
         As of :class:`DirectionStep`.
     uniforms : callable
         Takes a first and a last element and a parameter's index, and returns a float32 number in [0, 1) for each between.
-    counted : Moved
+    counted : UpdateCounts
         Is added to.
     add : callable
         As :meth:`executors.steps.arithmetic.Sweeper.update_several`.
@@ -175,7 +175,7 @@ class UpdateStep:
     rounding: RoundedDirection
     rows: Callable[[int], ChosenRows | None]
     uniforms: Callable[..., Tensor]
-    counted: Moved
+    counted: UpdateCounts
     add: Callable[..., None]
     sums: list[Tensor] | None = None
     is_rounded: bool = True

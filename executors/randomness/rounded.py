@@ -132,7 +132,7 @@ class SamplingKeys(NamedTuple):
         return cls(rounding_key(seed, step, query, purpose), rounding_key(seed, step, query, "rows"))
 
 
-class MovedRows:
+class NonzeroRows:
     """Says which rows of sparse directions are not 0: some of each matrix that is quantized, all of other parameters.
 
     The stream that draws a direction asks first, and that of forwards later; neither may find what the other asked for since.
@@ -201,27 +201,27 @@ class RoundedSampler:
     rounding : RoundedDirection
     shapes : sequence of torch.Size
         Of every trainable parameter, in registration order; the same on every rank.
-    moved : MovedRows
+    nonzero : NonzeroRows
     device : torch.device
     threads : SamplingThreads
 
     Attributes
     ----------
-    moved : MovedRows
+    nonzero : NonzeroRows
     """
 
     def __init__(
         self,
         rounding: RoundedDirection,
         shapes: Sequence[torch.Size],
-        moved: MovedRows,
+        nonzero: NonzeroRows,
         device: torch.device,
         threads: SamplingThreads,
     ) -> None:
         numels = [shape.numel() for shape in shapes]
         self._rounding = rounding
         self._shapes = shapes
-        self.moved = moved
+        self.nonzero = nonzero
         self._grid = Integers(-rounding.highest, rounding.highest)
         self._direction = direction_named(rounding.distribution)
         self._numbers = CounterSampler(numels, device, threads=threads)
@@ -249,7 +249,7 @@ class RoundedSampler:
         blocks: list[_Block] = []
         is_sign, is_whole = isinstance(self._direction, Rademacher), True
         for view, parameter in zip(views, parameters, strict=True):
-            if (rows := self.moved.of(parameter, keys.rows)) is not None:
+            if (rows := self.nonzero.of(parameter, keys.rows)) is not None:
                 jobs.append(partial(self._fill_rows, view, rows, parameter, key, keys))
                 is_whole = False
                 continue
@@ -397,7 +397,7 @@ class RoundedSampler:
         else:
             sequential.feed_again(take, like, source)
         for view, parameter in zip(views, parameters, strict=True):
-            if (rows := self.moved.of(parameter, keys.rows)) is not None:
+            if (rows := self.nonzero.of(parameter, keys.rows)) is not None:
                 matrix = view.view(*self._shapes[parameter])
                 kept = matrix[rows.there]
                 matrix.zero_()[rows.there] = kept
@@ -409,8 +409,8 @@ class RoundedSampler:
         `rows` are of the host.
         """
         qvalues = self._quantized_rows(numbers, rows, parameter, keys)
-        if (moved := self.moved.of(parameter, keys.rows)) is not None:
-            qvalues.mul_(torch.isin(rows, moved.on_host).unsqueeze(1).to(qvalues.device, non_blocking=True))
+        if (nonzero := self.nonzero.of(parameter, keys.rows)) is not None:
+            qvalues.mul_(torch.isin(rows, nonzero.on_host).unsqueeze(1).to(qvalues.device, non_blocking=True))
         return qvalues
 
     def _quantized_rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: SamplingKeys) -> Tensor:

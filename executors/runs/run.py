@@ -502,7 +502,7 @@ class Run:
     def _summary(self, session: Session) -> dict[str, Any]:
         session.flush()
         memory, last = session.memory(), self.records[-10:]
-        lost, moved = session.lost_updates(), session.moved_codes()
+        lost, updated = session.lost_updates(), session.quantized_updates()
         # Not the two whose memory was observed.
         timed = self.records[session.first_timed_step + 2 :] or self.records
         step_time_s = statistics.median(record.seconds for record in timed)
@@ -522,7 +522,7 @@ class Run:
             "peak_rss_bytes": memory.peak_rss_bytes,
             "messages": session.messages_per_step(),
             "lost_updates": None if lost is None else asdict(lost),
-            "moved_codes": None if moved is None else asdict(moved),
+            "quantized_updates": None if updated is None else asdict(updated),
             "evaluation": self.evaluations.latest,
             "best_evaluation": self.evaluations.best,
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -24,7 +24,7 @@ import zosim
 from executors.datasets.batches import check_batch
 from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
-from executors.low_bits.stored import Moved
+from executors.low_bits.stored import UpdateCounts
 from executors.models.engine import engine_for
 from executors.models.model import Batch, LossDType, Objective, TextObjective
 from executors.models.weight_files import save_pretrained, weights_digest
@@ -463,22 +463,22 @@ class Session:
         watch = self.interpreter.update_watch
         return None if watch is None else watch.result()
 
-    def moved_codes(self) -> Moved | None:
+    def quantized_updates(self) -> UpdateCounts | None:
         """Return what became of quantized updates so far, on all stages; None where no weights are quantized.
 
         All ranks have to ask. A tied table of quantized values counts on each of the two stages that hold it.
         """
         if not self.plan.storage.bits:
             return None
-        own = self.interpreter.moved_codes.read()
+        own = self.interpreter.quantized_updates.read()
         if self.communicator is None or self.plan.num_stages == 1:
             return own
-        counts = own.num, own.unmoved, own.saturated
+        counts = own.num, own.unchanged, own.saturated
         of_ranks = self.communicator.all_gather_json(
             counts, "adding up quantized values that moved", tuple[int, int, int]
         )
         stages = [of_ranks[rank] for rank in self.communicator.members(PIPELINE)]
-        return Moved(*map(sum, zip(*stages, strict=True)))
+        return UpdateCounts(*map(sum, zip(*stages, strict=True)))
 
     def messages_per_step(self) -> dict[str, float] | None:
         """Return how many messages go between all stages in a step, and the bytes that they had on the wire; flushes.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from costmodel.models.model_spec import HEAD
 from executors.device_scalars import DeviceScalar
-from executors.low_bits.stored import Moved
+from executors.low_bits.stored import UpdateCounts
 from executors.models.engine import ForwardEngine
 from executors.models.model import Batch
 from executors.models.parameters import stand_in
@@ -134,9 +134,9 @@ class Interpreter:
         return self._actions.num_queries
 
     @property
-    def moved_codes(self) -> Moved:
+    def quantized_updates(self) -> UpdateCounts:
         """What became of the updates of quantized weights."""
-        return self._actions.sweeps.moved
+        return self._actions.sweeps.counts
 
     @property
     def boundaries(self) -> BoundaryActions:

@@ -114,8 +114,8 @@ class QuantizedRun:
         base, along, losses = self.values(), self.direction(step, query, "direction"), []
         for sign in (1, -1):
             for name, parameter in self.model.named_parameters():
-                moved = base[name] + sign * _EPSILON * _UNIT * along[name].reshape(base[name].shape)
-                parameter.data = torch.from_numpy(moved.astype(np.float32))
+                updated = base[name] + sign * _EPSILON * _UNIT * along[name].reshape(base[name].shape)
+                parameter.data = torch.from_numpy(updated.astype(np.float32))
             with torch.no_grad():
                 losses.append(float(language_model_loss(self.model, batch)[0]))
         return (losses[0] - losses[1]) / (2 * _EPSILON)
@@ -215,13 +215,13 @@ def check_qvalues_over_steps(context: Context) -> Outcome:
                 size = max(size, abs(gradient))
             run.update(step, record.projected_gradients)
         unlike = sum(int((qvalues[name].numpy() != run.qvalues[name]).sum()) for name in names)
-        moved = sum(int((before[name] != run.qvalues[name]).sum()) for name in names)
+        updated = sum(int((before[name] != run.qvalues[name]).sum()) for name in names)
         total = sum(values.size for values in run.qvalues.values())
         far = max(float(np.abs(weights[n].numpy() - values).max()) for n, values in run.plain.items())
         parts[f"{estimator}, gradients"] = within(off, 1e-3 * size, what="largest distance, of the largest")
         parts[f"{estimator}, grid values"] = within(unlike, 1e-3 * total, what=f"unlike of {total}")
         parts[f"{estimator}, others"] = within(far, 1e-5, what="largest distance of what is no code")
-        parts[f"{estimator}, it moves"] = exceeds(moved, 0.3 * total, what="grid values that moved")
+        parts[f"{estimator}, it moves"] = exceeds(updated, 0.3 * total, what="grid values that moved")
     return everything_holds(parts)
 
 
@@ -389,7 +389,7 @@ CHECKS: Checks = {
         check_qvalues_over_steps,
         quantized.MOVE_LONG,
         quantized.MOVE_AWAY,
-        quantized.MOVE_UNIFORMS,
+        quantized.UPDATE_UNIFORMS,
         quantized.SAME_KEY,
         quantized.SAMPLED_LONG,
         later_queries_short,

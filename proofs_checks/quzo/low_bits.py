@@ -21,10 +21,10 @@ from costmodel.formats.low_bits import QuantConfig
 from costmodel.formats.roundings import RoundedDirection
 from executors.low_bits.linear import QuantizedLinear, quantize_layers
 from executors.low_bits.quantized import Beside, QuantizedTensor
-from executors.low_bits.stored import Moved
+from executors.low_bits.stored import UpdateCounts
 from executors.randomness.counter import CounterKey
 from executors.randomness.rounded import (
-    MovedRows,
+    NonzeroRows,
     RoundedSampler,
     RoundingUniforms,
     SamplingKeys,
@@ -254,8 +254,8 @@ class Sparse:
 
     def __init__(self, rounding: RoundedDirection, shape: tuple[int, int], seed: int) -> None:
         shapes = [torch.Size(shape)]
-        moved = MovedRows(rounding.sparsity, shapes, (0,), _CPU)
-        rounded_sampler = RoundedSampler(rounding, shapes, moved, _CPU, SamplingThreads(1))
+        updated = NonzeroRows(rounding.sparsity, shapes, (0,), _CPU)
+        rounded_sampler = RoundedSampler(rounding, shapes, updated, _CPU, SamplingThreads(1))
         self.copies = []
         for is_second in (False, True):
             qvalues = torch.empty(shapes[0].numel(), dtype=torch.int8)
@@ -263,7 +263,7 @@ class Sparse:
                 [qvalues], [0], CounterKey.of(seed, 0, 0), SamplingKeys.of(seed, 0, 0, is_second=is_second)
             )
             self.copies.append(qvalues.view(shape))
-        chosen = moved.of(0, SamplingKeys.of(seed, 0, 0).rows)
+        chosen = updated.of(0, SamplingKeys.of(seed, 0, 0).rows)
         self.rows = None if chosen is None else chosen.there
         self.values = [copy.double() * rounding.unit for copy in self.copies]
 
@@ -352,14 +352,16 @@ def check_sparse_updates(context: Context) -> Outcome:
         sampled = Sparse(rounding, (count, 2), context.seed)
         held = quantized.weights_of(torch.zeros(count, 2), 1.0, 8)
         uniforms, key = RoundingUniforms([2 * count], _CPU), rounding_key(context.seed, 0, 0, "update")
-        held.move(
+        held.apply(
             sampled.copies[0],
             factor * rounding.unit,
             lambda begin, end, uniforms=uniforms, key=key: uniforms.between(begin, end, 0, key),  # type: ignore[misc]
             rows=sampled.rows,
         )
-        moved = quantized.levels_of(held)
-        columns = torch.stack([(moved * sampled.values[0]).mean(1), moved.square().mean(1), moved.mean(1)], 1)
+        updated = quantized.levels_of(held)
+        columns = torch.stack(
+            [(updated * sampled.values[0]).mean(1), updated.square().mean(1), updated.mean(1)], 1
+        )
         expected = torch.tensor([-factor * once, factor * size * math.sqrt(kept), 0.0], dtype=torch.float64)
         parts[f"{kept:.4g} of the rows"] = compare_means(
             "progress -E[δû], noise E|δ|, mean",
@@ -449,7 +451,7 @@ def check_moves_on_grids(_context: Context) -> Outcome:
         rows = np.repeat([1.0, 2.5][:num_blocks], _NUM_UNIFORMS)[:, None] * scales
         gaps = np.diff(levels)[np.minimum(index, len(levels) - 2)]
         start = levels[index] * rows
-        held, counted = shipped(start, QuantConfig(name, scope, _GROUP, has_zero)), Moved()
+        held, counted = shipped(start, QuantConfig(name, scope, _GROUP, has_zero)), UpdateCounts()
         title = f"{name}, a scale per {scope}{', zero point' if has_zero else ''}"
         size = float(np.abs(start).max())
         parts[f"{title}, as read"] = within(
@@ -458,7 +460,7 @@ def check_moves_on_grids(_context: Context) -> Outcome:
         change = np.tile(_CHANGES, 2) * gaps
         uniforms = np.tile(_even_uniforms(2 * _GROUP), (num_blocks, 1))
         direction = torch.from_numpy(change * rows / 0.5).float()
-        held.move(direction, 0.5, _handed(uniforms), decay=_DECAY, counted=counted)
+        held.apply(direction, 0.5, _handed(uniforms), decay=_DECAY, counted=counted)
         wanted = levels[index] * (1 - _DECAY) - change
         inside = wanted.clip(levels[0], levels[-1])
         above = np.searchsorted(levels, inside).clip(1, len(levels) - 1)
@@ -688,7 +690,7 @@ CHECKS: Checks = {
             check_sparse_moments,
             Fault(
                 "rows kept 3 % too seldom",
-                f"{_ROUNDED}:MovedRows.of",
+                f"{_ROUNDED}:NonzeroRows.of",
                 lambda shipped, self, *given: shipped(altered(self, _sparsity=1.03 * self._sparsity), *given),
             ),
             _LONGER_BY_ROWS,
@@ -713,8 +715,8 @@ CHECKS: Checks = {
                 f"{_ROUNDED}:_KEYS",
                 lambda keys: {**keys, "update": keys["direction"]},
             ),
-            quantized.MOVE_NEAREST,
-            quantized.MOVE_UNIFORMS,
+            quantized.UPDATE_NEAREST,
+            quantized.UPDATE_UNIFORMS,
             quantized.MOVE_AWAY,
         ),
     ),
@@ -733,11 +735,11 @@ CHECKS: Checks = {
     ),
     "updates-are-unbiased-on-every-grid": printed(
         check_moves_on_grids,
-        quantized.MOVE_NEAREST,
-        quantized.MOVE_UNIFORMS,
+        quantized.UPDATE_NEAREST,
+        quantized.UPDATE_UNIFORMS,
         quantized.MOVE_AS_PRINTED,
         quantized.UNIFORMS_BETWEEN,
-        without_zeros("decay towards code 0, not the number 0", "move"),
+        without_zeros("decay towards code 0, not the number 0", "apply"),
         without_zeros("a zero point that is forgotten", "values"),
         Fault(
             "the first group's scale for all",
@@ -746,8 +748,8 @@ CHECKS: Checks = {
         ),
         Fault(
             "what is held back is not counted",
-            "executors.low_bits.stored:Moved.add",
-            lambda shipped, self, num, unmoved, saturated: shipped(self, num, unmoved, 0 * saturated),
+            "executors.low_bits.stored:UpdateCounts.add",
+            lambda shipped, self, num, unchanged, saturated: shipped(self, num, unchanged, 0 * saturated),
         ),
     ),
     "products-of-bytes-are-exact": printed(

@@ -119,7 +119,7 @@ def _rounded(name: str, rounded: Tensor, kept: Tensor, scale: float) -> Outcome:
 CHECKS: Checks = {
     "stochastic-rounding-unbiased": (
         conditioned(partial(check_directions, _WITHIN), quantized.SAMPLED_NEAREST, towards_zero),
-        conditioned(check_weights, quantized.MOVE_NEAREST, quantized.MOVE_UNIFORMS, no_zero_point),
+        conditioned(check_weights, quantized.UPDATE_NEAREST, quantized.UPDATE_UNIFORMS, no_zero_point),
         counterexample(partial(check_directions, _BEYOND), clamped_too_far),
     ),
     "quantised-rge": printed(

@@ -486,10 +486,10 @@ def _sensitivity(w: Array, u: Array, epsilon: float) -> float:
 
 def equation_15(w: Array, pairs: Sequence[tuple[Array, Array]], rate: float, epsilon: float) -> Array:
     """Return ``w - Σ_i (ημ_i/n)u_{i,2}``, every μ_i at the same weights, without the rounding of the update."""
-    moved = np.zeros_like(w)
+    updated = np.zeros_like(w)
     for first, second in pairs:
-        moved += rate * _sensitivity(w, first, epsilon) / len(pairs) * second
-    return w - moved
+        updated += rate * _sensitivity(w, first, epsilon) / len(pairs) * second
+    return w - updated
 
 
 def algorithm_1(
@@ -534,9 +534,9 @@ def check_update_within_loop(_context: Context) -> Outcome:
         ("w_t stays: the last query alone", True),
         ("w_t moves: queries at other weights", False),
     ):
-        moved = algorithm_1(w, pairs, 0.3, 0.01, kept=kept) - w
+        updated = algorithm_1(w, pairs, 0.3, 0.01, kept=kept) - w
         parts[name] = exceeds(
-            float(np.linalg.norm(moved - wanted)),
+            float(np.linalg.norm(updated - wanted)),
             0.02 * float(np.linalg.norm(wanted)),
             what="‖update - (15)‖",
         )
@@ -893,7 +893,7 @@ CHECKS: Checks = {
     ),
     "quzo-scale-left-out": (
         corrected(partial(check_scaled_outer_product, "values"), no_scale, no_zero_point, uniforms_high),
-        corrected(check_shipped_mean, no_scale, no_zero_point, quantized.MOVE_NEAREST),
+        corrected(check_shipped_mean, no_scale, no_zero_point, quantized.UPDATE_NEAREST),
         counterexample(partial(check_scaled_outer_product, "values"), uniforms_high),
     ),
     "quzo-two-roundings-may-be-alike": (
@@ -910,8 +910,8 @@ CHECKS: Checks = {
     ),
     "quzo-lattice-keeps-a-gradient": counterexample(
         quantized.check_moves_on_a_lattice,
-        quantized.MOVE_NEAREST,
-        quantized.MOVE_UNIFORMS,
+        quantized.UPDATE_NEAREST,
+        quantized.UPDATE_UNIFORMS,
         quantized.MOVE_AWAY,
     ),
     "quzo-equation-12-scale": (
@@ -920,7 +920,7 @@ CHECKS: Checks = {
             quantized.check_step_by_weights,
             quantized.MOVE_AS_PRINTED,
             quantized.MOVE_LONG,
-            quantized.MOVE_NEAREST,
+            quantized.UPDATE_NEAREST,
         ),
         counterexample(partial(check_scale_of_update, 0)),
     ),
@@ -928,11 +928,11 @@ CHECKS: Checks = {
         conditioned(partial(check_update_mean, "within"), uniforms_high),
         conditioned(
             quantized.check_moves_within,
-            quantized.MOVE_NEAREST,
-            quantized.MOVE_UNIFORMS,
+            quantized.UPDATE_NEAREST,
+            quantized.UPDATE_UNIFORMS,
             quantized.MOVE_AS_PRINTED,
         ),
-        counterexample(quantized.check_moves_at_the_ends, quantized.CLAMP_WIDE, quantized.MOVE_UNIFORMS),
+        counterexample(quantized.check_moves_at_the_ends, quantized.CLAMP_WIDE, quantized.UPDATE_UNIFORMS),
         counterexample(check_range_end, clamped_too_far),
     ),
     "quzo-rounding-for-every-query": (
@@ -940,8 +940,8 @@ CHECKS: Checks = {
         printed(
             quantized.check_moves_by_query,
             quantized.ONE_UNIFORM,
-            quantized.MOVE_NEAREST,
-            quantized.MOVE_UNIFORMS,
+            quantized.UPDATE_NEAREST,
+            quantized.UPDATE_UNIFORMS,
         ),
     ),
     "quzo-algorithm-1-updates-in-the-loop": (

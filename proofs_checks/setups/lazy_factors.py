@@ -115,20 +115,20 @@ def check_shipped_subspace(context: Context) -> Outcome:
     """Compare the rank and the row space of shipped updates over a window with those of its V, and the rank over two."""
     parts = {}
     for rng in ("mezo", "counter"):
-        moved = np.zeros((2, _ROWS, _COLUMNS))
+        updated = np.zeros((2, _ROWS, _COLUMNS))
         factors = shipped_factors(rng, 8, 4, context.seed)
         for step, (left, right) in enumerate(factors):
             z = torch.empty((_ROWS, _COLUMNS), dtype=torch.float64)
             fill_product(z, left, right)
-            moved[step // 4] += (step - 2.5) * z.numpy()
+            updated[step // 4] += (step - 2.5) * z.numpy()
         base = factors[0][1].numpy()
-        off = np.abs(moved[0] - moved[0] @ base @ np.linalg.pinv(base)).max()
+        off = np.abs(updated[0] - updated[0] @ base @ np.linalg.pinv(base)).max()
         parts[f"{rng}, a window"] = equal(
-            float(np.linalg.matrix_rank(moved[0], tol=1e-9)), float(_RANK), what="rank"
+            float(np.linalg.matrix_rank(updated[0], tol=1e-9)), float(_RANK), what="rank"
         )
         parts[f"{rng}, its rows"] = is_true(off < 1e-11, what=f"off the span of V by {off:.1e}")
         parts[f"{rng}, two windows"] = equal(
-            float(np.linalg.matrix_rank(moved.sum(0), tol=1e-9)), 2.0 * _RANK, what="rank"
+            float(np.linalg.matrix_rank(updated.sum(0), tol=1e-9)), 2.0 * _RANK, what="rank"
         )
     return everything_holds(parts)
 
@@ -149,10 +149,10 @@ def shipped_factor_estimate(name: DistributionName, left: Tensor, right: Tensor)
         sweeper.perturb(x, z, scale, 0.5)
         losses.append(_SLOPE.view(-1) @ x)
     gradient = projected_gradient(losses[0], losses[1], 0.5, central=True).item()
-    moved = torch.zeros_like(x)
+    updated = torch.zeros_like(x)
     divided = gradient / divisor_of(rank, distribution.update_rank_power)
-    sweeper.update(moved, z, gradient=divided, learning_rate=1.0, weight_decay=None)
-    return -moved.view(_SLOPE.shape)
+    sweeper.update(updated, z, gradient=divided, learning_rate=1.0, weight_decay=None)
+    return -updated.view(_SLOPE.shape)
 
 
 def check_shipped_factors_mean(context: Context) -> Outcome:  # noqa: ARG001 - exact

@@ -19,7 +19,7 @@ from costmodel.formats.low_bits import QuantConfig
 from executors.low_bits.grids import grid_of
 from executors.low_bits.linear import QuantizedLinear, quantize_layers
 from executors.low_bits.quantized import Beside, QuantizedTensor
-from executors.low_bits.stored import Moved
+from executors.low_bits.stored import UpdateCounts
 from executors.randomness.rounded import RoundingUniforms, rounding_key
 from proofs_checks.exact import equal, exceeds, is_true, within
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -61,7 +61,7 @@ def moves(
     scale: float,
     factor: float,
     bits: int,
-    counted: Moved | None = None,
+    counted: UpdateCounts | None = None,
 ) -> Tensor:
     """Return how the shipped update changes quantized values, shape (uniforms, elements), over uniforms in even steps."""
     before = torch.tensor(levels, dtype=torch.float64).expand(_NUM_UNIFORMS, -1)
@@ -69,7 +69,7 @@ def moves(
     steps = (torch.arange(_NUM_UNIFORMS, dtype=torch.float32) + 0.5) / _NUM_UNIFORMS
     uniforms = steps[:, None].expand(before.shape).reshape(-1)
     along = torch.tensor(direction, dtype=torch.float32).expand(before.shape).contiguous()
-    quantized.move(along, factor, lambda begin, end: uniforms[begin:end].clone(), counted=counted)
+    quantized.apply(along, factor, lambda begin, end: uniforms[begin:end].clone(), counted=counted)
     return levels_of(quantized) - before
 
 
@@ -156,7 +156,7 @@ def check_moves_on_a_lattice(context: Context) -> Outcome:
         uniform = generator.random(size=d, dtype=np.float32)
         factor = rate * float((by_hand - target) @ u)
         given = torch.from_numpy(uniform.copy())
-        quantized.move(torch.from_numpy(u)[None], factor, partial(_between, given))
+        quantized.apply(torch.from_numpy(u)[None], factor, partial(_between, given))
         change = u * np.float32(factor)
         by_hand -= np.copysign(np.floor(np.abs(change) + uniform), change)
         by_hand = by_hand.clip(-127, 127)
@@ -188,21 +188,21 @@ def check_step_by_weights(_context: Context) -> Outcome:
 
         by_qvalues = [(loss(qvalues + e) - loss(qvalues - e)) / 2 for e in np.eye(2)]
         wanted = [-rate / scale**2 * each for each in by_qvalues]
-        moved = moves([3, -5], slope.tolist(), scale=scale, factor=rate, bits=8)
-        parts[f"s_w = {scale:g}"] = equal(moved.mean(0), wanted, what="E[w̄₁ - w̄₀]")
+        updated = moves([3, -5], slope.tolist(), scale=scale, factor=rate, bits=8)
+        parts[f"s_w = {scale:g}"] = equal(updated.mean(0), wanted, what="E[w̄₁ - w̄₀]")
     return everything_holds(parts)
 
 
 def check_moves_within(_context: Context) -> Outcome:
     """Compare the mean change of shipped quantized values of 4 bits with the update in quantized values, where no value reaches the end."""
-    counted = Moved()
+    counted = UpdateCounts()
     updates = (0.25, -1 / 256, 2.75, -5.25)
-    moved = moves([0, 1, -2, 1], updates, scale=0.5, factor=0.5, bits=4, counted=counted)
+    updated = moves([0, 1, -2, 1], updates, scale=0.5, factor=0.5, bits=4, counted=counted)
     return everything_holds(
         {
-            "mean": equal(moved.mean(0), [-update for update in updates], what="E[w̄₁ - w̄₀]"),
+            "mean": equal(updated.mean(0), [-update for update in updates], what="E[w̄₁ - w̄₀]"),
             "spread": is_true(
-                bool(((moved + torch.tensor(updates)).abs() < 1).all()), what="every change is a neighbour"
+                bool(((updated + torch.tensor(updates)).abs() < 1).all()), what="every change is a neighbour"
             ),
             "counted": equal(float(counted.saturated), 0.0, what="held back at the end"),
         }
@@ -211,7 +211,7 @@ def check_moves_within(_context: Context) -> Outcome:
 
 def check_moves_at_the_ends(_context: Context) -> Outcome:
     """Show that shipped quantized values at the ends of 4 bits stay there on average, and move inwards alone."""
-    counted = Moved()
+    counted = UpdateCounts()
     outwards = moves([7, -7], (-0.5, 0.5), scale=0.5, factor=0.5, bits=4, counted=counted)
     inwards = moves([7, -7], (0.5, -0.5), scale=0.5, factor=0.5, bits=4)
     return everything_holds(
@@ -228,12 +228,12 @@ def check_moves_by_query(context: Context) -> Outcome:
     pieces, count = (19 / 64, -29 / 64, 9 / 64), context.samples(1_000_000, 380_000)
     uniforms = RoundingUniforms([count], _CPU)
 
-    def moved(updates: Sequence[float]) -> Tensor:
+    def updated(updates: Sequence[float]) -> Tensor:
         quantized = weights_of(torch.zeros((count, 1)), 1.0, 8)
         for query, update in enumerate(updates):
             key = rounding_key(context.seed, 0, query, "update")
             along = torch.full((count, 1), update)
-            quantized.move(along, 1.0, partial(uniforms.between, parameter=0, key=key))
+            quantized.apply(along, 1.0, partial(uniforms.between, parameter=0, key=key))
         return levels_of(quantized)
 
     def spread(value: float) -> float:
@@ -241,7 +241,7 @@ def check_moves_by_query(context: Context) -> Outcome:
         return part * (1 - part)
 
     total = sum(pieces)
-    once, each = moved([total]), moved(pieces)
+    once, each = updated([total]), updated(pieces)
     columns = torch.cat([once, (once + total) ** 2, each, (each + total) ** 2], 1)
     expected = [-total, spread(total), -total, sum(map(spread, pieces))]
     in_steps = torch.tensor([1.0, expected[1], 1.0, expected[3]], dtype=torch.float64)
@@ -292,23 +292,23 @@ def check_beside_quantized(_context: Context) -> Outcome:
 
 # -- faults ------------------------------------------------------------------------------------------------------
 
-_MOVE = "executors.low_bits.quantized:QuantizedTensor.move"
+_APPLY = "executors.low_bits.quantized:QuantizedTensor.apply"
 
 
-def moved_by_uniforms(name: str, change: Callable[[Tensor], Tensor]) -> Fault:
+def updated_by_uniforms(name: str, change: Callable[[Tensor], Tensor]) -> Fault:
     """Return a fault that changes what decides about each quantized value."""
 
-    @planted(_MOVE, name)
+    @planted(_APPLY, name)
     def fault(shipped, self, direction, factor, uniforms, **named):
         shipped(self, direction, factor, lambda *ends: change(uniforms(*ends)), **named)
 
     return fault
 
 
-def moved_by_factor(name: str, multiple: float) -> Fault:
+def updated_by_factor(name: str, multiple: float) -> Fault:
     """Return a fault that multiplies a step."""
 
-    @planted(_MOVE, name)
+    @planted(_APPLY, name)
     def fault(shipped, self, direction, factor, uniforms, **named):
         shipped(self, direction, multiple * factor, uniforms, **named)
 
@@ -330,19 +330,19 @@ def perturbed_then(name: str, change: Callable[[Tensor, QuantizedTensor], object
     return fault
 
 
-MOVE_NEAREST = moved_by_uniforms(
+UPDATE_NEAREST = updated_by_uniforms(
     "updates rounded to the nearest quantized value", lambda uniforms: torch.full_like(uniforms, 0.5)
 )
-MOVE_UNIFORMS = moved_by_uniforms("uniforms 3 % high", lambda uniforms: 1.03 * uniforms)
-MOVE_AWAY = moved_by_factor("an update away from the minimum", -1)
+UPDATE_UNIFORMS = updated_by_uniforms("uniforms 3 % high", lambda uniforms: 1.03 * uniforms)
+MOVE_AWAY = updated_by_factor("an update away from the minimum", -1)
 MOVE_AS_PRINTED = Fault(
     "the paper's equation 12: a step by quantized values, not by weights",
-    _MOVE,
+    _APPLY,
     lambda shipped, self, *given, **named: shipped(
         altered(self, scales=self.scales.reciprocal()), *given, **named
     ),
 )
-MOVE_LONG = moved_by_factor("a step that is 3 % long", 1.03)
+MOVE_LONG = updated_by_factor("a step that is 3 % long", 1.03)
 CLAMP_WIDE = Fault(
     "a clamp one value too far",
     "executors.low_bits.grids:Grid.clamped",

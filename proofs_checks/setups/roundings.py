@@ -15,7 +15,7 @@ from costmodel.formats.roundings import RoundedDirection
 from executors.low_bits.quantized import QuantizedTensor
 from executors.randomness.counter import CounterKey
 from executors.randomness.rounded import (
-    MovedRows,
+    NonzeroRows,
     Purpose,
     RoundedSampler,
     RoundingUniforms,
@@ -56,7 +56,7 @@ class Reaching(RoundedDirection):
 def sampler_of(rounding: RoundedDirection, shape: tuple[int, ...]) -> RoundedSampler:
     """Return what draws one parameter's directions in a run."""
     shapes = [torch.Size(shape)]
-    return RoundedSampler(rounding, shapes, MovedRows(0, shapes, (), _CPU), _CPU, SamplingThreads(1))
+    return RoundedSampler(rounding, shapes, NonzeroRows(0, shapes, (), _CPU), _CPU, SamplingThreads(1))
 
 
 def sampled_pair(rounding: RoundedDirection, shape: tuple[int, ...], seed: int) -> list[Tensor]:
@@ -112,7 +112,7 @@ def weights_at_random(
     quantized.qvalues.copy_(quantized.joined(torch.full(given.shape, zero_point, dtype=torch.uint8)))
     uniforms = RoundingUniforms([given.numel()], _CPU)
     key = rounding_key(seed, 0, 0, purpose)
-    quantized.move(-given.float(), 1.0, partial(uniforms.between, parameter=0, key=key))
+    quantized.apply(-given.float(), 1.0, partial(uniforms.between, parameter=0, key=key))
     return quantized.values(torch.float64)
 
 

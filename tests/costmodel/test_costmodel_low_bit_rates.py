@@ -61,8 +61,8 @@ def test_rows_that_move_are_reached_past_as_many_numbers_as_chance_has_it(shape,
     generator, rows_of_block = np.random.default_rng(0), block // inputs
     num_blocks, num_sampled, num_passed = [], [], []
     for _ in range(400):
-        moved = generator.random(outputs) < share
-        blocks = [moved[begin : begin + rows_of_block] for begin in range(0, outputs, rows_of_block)]
+        nonzero = generator.random(outputs) < share
+        blocks = [nonzero[begin : begin + rows_of_block] for begin in range(0, outputs, rows_of_block)]
         ends = [(int(part.nonzero()[0][0]), int(part.nonzero()[0][-1]) + 1) for part in blocks if part.any()]
         num_blocks.append(len(ends))
         num_passed.append(sum(first for first, _ in ends) * inputs)
@@ -79,17 +79,17 @@ def cpu():
 
 
 def test_a_cpu_passes_over_codes_at_rates_of_its_own(cpu):
-    work = Work(dtype="bfloat16", quant_passes=(("inputs", 1000), ("moves", 3000)))
+    work = Work(dtype="bfloat16", quant_passes=(("inputs", 1000), ("updates", 3000)))
     values = cpu.values()
-    expected = 1000 / values["quant_rate.inputs.bfloat16"] + 3000 / values["quant_rate.moves"]
+    expected = 1000 / values["quant_rate.inputs.bfloat16"] + 3000 / values["quant_rate.updates"]
     assert estimate(work, cpu).terms["quantized"] == pytest.approx(expected)
-    assert values["quant_rate.moves"] == PASSES["moves"].core_rate
+    assert values["quant_rate.updates"] == PASSES["updates"].core_rate
 
 
 def test_where_no_rate_is_known_bytes_say_what_passes_over_codes_take(cpu, a100):
     num = 1 << 24
-    passes = Work(dtype="float16", quant_passes=(("moves", num),))
-    size_bytes = PASSES["moves"].size_bytes(num, "float16")
+    passes = Work(dtype="float16", quant_passes=(("updates", num),))
+    size_bytes = PASSES["updates"].size_bytes(num, "float16")
     assert estimate(passes, a100) == estimate(Work(dtype="float16", scratch_bytes=size_bytes), a100)
     others = [constant for constant in cpu.constants if constant.kind != "quant_rate"]
     without = type(cpu)(**{**dict(cpu), "constants": tuple(others)})
@@ -99,12 +99,12 @@ def test_where_no_rate_is_known_bytes_say_what_passes_over_codes_take(cpu, a100)
 
 
 def test_rates_of_passes_are_fitted_with_all_else_as_it_is(cpu):
-    true = {"moves": 0.1e9, "matrices": 2e3}
+    true = {"updates": 0.1e9, "matrices": 2e3}
     measured = []
     for number, (moves, matrices) in enumerate([(10**6, 1), (10**7, 40), (10**5, 60)]):
-        work = Work(dtype="float32", quant_passes=(("matrices", matrices), ("moves", moves)))
+        work = Work(dtype="float32", quant_passes=(("matrices", matrices), ("updates", moves)))
         rest_s = estimate(work, cpu).seconds - estimate(work, cpu).terms["quantized"]
-        seconds = rest_s + moves / true["moves"] + matrices / true["matrices"]
+        seconds = rest_s + moves / true["updates"] + matrices / true["matrices"]
         measured.append(Measurement(f"{number}", work, seconds, seconds, 3, 1))
     fitted, report = fit_profile(measured, cpu, kinds=("quant_rate",))
     for name, rate in true.items():

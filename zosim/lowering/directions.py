@@ -208,8 +208,8 @@ class Directions(AxisWriter):
                 rows = self._rows_bytes * len(queries)
                 yield Buffer(_ROWS, Space.DEVICE, rows, "directions", self._storage.row_format)
         # Sparse directions move some rows, whose numbers stay from draw to update.
-        if size := self._storage.moved_rows_bytes(self._rank.groups):
-            yield Buffer("moved_rows", Space.DEVICE, size, "directions", "int64", dynamic=True)
+        if size := self._storage.nonzero_rows_bytes(self._rank.groups):
+            yield Buffer("nonzero_rows", Space.DEVICE, size, "directions", "int64", dynamic=True)
         if size := self._passing_factor_bytes:
             yield Buffer(_FACTORS, Space.DEVICE, size, "directions", self._storage.sampling_format)
         for query in queries if self._plan.directions.rng == "mezo" else ():
@@ -391,19 +391,19 @@ class Directions(AxisWriter):
         length = distribution.counter_elements
         num_kernels, skipped = group.num_trainable_tensors, 0
         num_blocks = float(-(-total // length) + num_kernels - 1)
-        made = sampled = self._storage.num_moved(group)
+        made = sampled = self._storage.num_nonzero(group)
         num_uniforms = self._storage.num_rounded(made)
         sparse, share = self._storage.sparse(group), 1 - self._storage.sparsity
         if sparse:
             # Rows that a sparse direction leaves alone are drawn where they lie between others, or passed over.
-            num_moved = made - total + sum(outputs * inputs for outputs, inputs in sparse)
+            num_nonzero = made - total + sum(outputs * inputs for outputs, inputs in sparse)
             of_rows = samples_for_rows(sparse, share, length)
-            num_blocks += of_rows.num_blocks - (num_moved + total - made) / length
-            sampled, skipped = sampled + of_rows.num_sampled - num_moved, of_rows.num_passed
+            num_blocks += of_rows.num_blocks - (num_nonzero + total - made) / length
+            sampled, skipped = sampled + of_rows.num_sampled - num_nonzero, of_rows.num_passed
             if num_uniforms:
                 of_rows = samples_for_rows(sparse, share, COUNTER_BLOCK_ELEMENTS)
                 num_blocks, skipped = num_blocks + of_rows.num_blocks, skipped + of_rows.num_passed
-                num_uniforms += of_rows.num_sampled - num_moved
+                num_uniforms += of_rows.num_sampled - num_nonzero
         if keep == "rows":
             num_kernels, num_blocks, made, skipped = self._counted_rows(total, length)
             sampled, num_uniforms = made, self._storage.num_rounded(made)

@@ -15,7 +15,7 @@ from costmodel.formats.roundings import RoundedDirection
 from executors.low_bits.stored import ChosenRows
 from executors.models.engine import ForwardEngine
 from executors.models.parameters import bind, stand_in
-from executors.randomness.rounded import MovedRows, RoundedSampler, rounding_key
+from executors.randomness.rounded import NonzeroRows, RoundedSampler, rounding_key
 from executors.ranks.messages import Packed
 from executors.steps.buffers import BufferStore, PlacedPart
 from executors.steps.frames import Hyperparameters, LoadedBatch, StepFrame
@@ -108,10 +108,10 @@ class Context:
         samples = (i.op for _, i in self.program.instructions() if isinstance(i.op, Sample))
         return {op.group: rounding_of(op) for op in samples if op.bits}
 
-    def moved_rows(self, group: str, frame: StepFrame, query: int) -> Callable[[int], ChosenRows | None]:
+    def nonzero_rows(self, group: str, frame: StepFrame, query: int) -> Callable[[int], ChosenRows | None]:
         """Return what says which rows of a parameter a step's direction moves; None for all."""
         key = rounding_key(frame.seeds[query], frame.step, query, "rows")
-        return partial(self.sampler_of(self.rounded_directions[group]).moved.of, key=key)
+        return partial(self.sampler_of(self.rounded_directions[group]).nonzero.of, key=key)
 
     def sampler_of(self, rounding: RoundedDirection) -> RoundedSampler:
         """Return what draws rounded directions; all streams are given the same."""
@@ -128,10 +128,10 @@ class Context:
         num_kept = 2 * (1 + max((op.query for op in samples), default=0))
         made = {}
         for rounding in set(self.rounded_directions.values()):
-            moved = MovedRows(
+            nonzero = NonzeroRows(
                 rounding.sparsity, shapes, quantized, device, num_kept=num_kept, borrow=self.backend.borrow
             )
-            made[rounding] = RoundedSampler(rounding, shapes, moved, device, self.threads)
+            made[rounding] = RoundedSampler(rounding, shapes, nonzero, device, self.threads)
         return made
 
     # -- what the engine computes with -------------------------------------------------------------------------

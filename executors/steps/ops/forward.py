@@ -323,7 +323,7 @@ class _ForwardBeside:
             context.rounded_directions[group],
             gathered_several,
             gathered,
-            context.moved_rows(group, frame, query),
+            context.nonzero_rows(group, frame, query),
         )
         for kind, along in theta.along(z.qvalues):
             for one, view in zip(along, kind.at(along, step), strict=True):

@@ -6,7 +6,7 @@ from functools import partial
 
 from costmodel.formats import FORMATS
 from costmodel.formats.distributions import DISTRIBUTIONS
-from executors.low_bits.stored import Moved, UpdateStep
+from executors.low_bits.stored import UpdateCounts, UpdateStep
 from executors.models.parameters import NamedTensor
 from executors.randomness.low_rank import divisor_of, is_matrix, product_tiles
 from executors.randomness.rounded import RoundingUniforms, rounding_key
@@ -42,7 +42,7 @@ class Sweeps:
         self._roundings = context.rounded_directions
         trainable = [tensor.num_elements for tensor in context.engine.tensors if tensor.trainable]
         self._uniforms = RoundingUniforms(trainable, context.backend.device, context.threads)
-        self.moved = Moved()
+        self.counts = UpdateCounts()
         self._matrix_divisors = {
             group: divisor_of(op.rank, DISTRIBUTIONS[op.distribution].update_rank_power)
             for group, op in samples.items()
@@ -226,9 +226,9 @@ class Sweeps:
                 decay=numbers_decay,
                 rounded_decay=quantized_decay,
                 rounding=self._roundings[op.group],
-                rows=self._context.moved_rows(op.group, source, op.query),
+                rows=self._context.nonzero_rows(op.group, source, op.query),
                 uniforms=partial(self._uniforms.between, key=key),
-                counted=self.moved,
+                counted=self.counts,
                 add=self.sweeper.update_several,
                 sums=values.pop(before) if before is not None else None,
                 is_rounded=after is None,

@@ -18,13 +18,13 @@ from executors.low_bits.grids import grid_of
 from executors.low_bits.linear import QuantizedLinear, quantize_layers
 from executors.low_bits.packed import PackedValues
 from executors.low_bits.quantized import Beside, QuantizedTensor
-from executors.low_bits.stored import Moved
+from executors.low_bits.stored import UpdateCounts
 from executors.models.lora import attach_lora
 from executors.models.weight_files import save_pretrained
 from executors.randomness.counter import CounterKey, CounterSampler
 from executors.randomness.directions import direction_named
 from executors.randomness.rounded import (
-    MovedRows,
+    NonzeroRows,
     RoundedSampler,
     RoundingUniforms,
     SamplingKeys,
@@ -139,20 +139,20 @@ def test_an_update_is_right_on_average_unless_it_saturates(quant_config):
     direction = torch.randint(
         -7, 8, before.shape, dtype=torch.int8, generator=torch.Generator().manual_seed(1)
     )
-    start, total, moved = (
+    start, total, updated = (
         before.values(torch.float64),
         torch.zeros(before.shape, dtype=torch.float64),
-        Moved(),
+        UpdateCounts(),
     )
     for i in range(num):
         after = QuantizedTensor.empty(quant_config, before.shape, CPU)
         after.load(before, "after")
         # Every element goes through all uniforms, each from another beginning.
-        after.move(
+        after.apply(
             direction,
             2e-4,
             lambda begin, end, i=i: ((torch.arange(begin, end) * 89 + i) % num + 0.5) / num,
-            counted=moved if i == 0 else None,
+            counted=updated if i == 0 else None,
         )
         total += after.values(torch.float64) - start
     levels = before.levels().float()
@@ -163,8 +163,8 @@ def test_an_update_is_right_on_average_unless_it_saturates(quant_config):
     widest = 2 * scales * (before.grid.step(levels) * torch.ones(before.shape))
     error = (total / num + 2e-4 * direction).abs()
     assert (error[inside] <= (3 * widest / num + 1e-6)[inside]).all()
-    assert moved.num == int((direction != 0).sum())
-    assert moved.saturated <= moved.num - moved.unmoved
+    assert updated.num == int((direction != 0).sum())
+    assert updated.saturated <= updated.num - updated.unchanged
 
 
 def squared_error(quant_config, values):
@@ -183,17 +183,17 @@ def test_scales_of_least_error_err_less_than_those_that_span_all(scales, zero):
 
 def test_saturated_codes_stay_at_the_end_and_are_counted():
     made = quantized(QuantConfig("int8", "tensor"), torch.tensor([[1.0, -1.0, 0.25, 0.0]]))
-    moved = Moved()
-    made.move(
-        torch.tensor([[-1, 1, 0, 0]], dtype=torch.int8), 1.0, lambda a, b: torch.zeros(b - a), counted=moved
+    updated = UpdateCounts()
+    made.apply(
+        torch.tensor([[-1, 1, 0, 0]], dtype=torch.int8), 1.0, lambda a, b: torch.zeros(b - a), counted=updated
     )
     assert made.levels().tolist() == [[127, -127, 32, 0]]
-    assert (moved.num, moved.saturated, moved.unmoved) == (2, 2, 0)
+    assert (updated.num, updated.saturated, updated.unchanged) == (2, 2, 0)
 
 
 def test_a_decay_moves_codes_towards_zero_and_not_towards_the_least():
     made = quantized(QuantConfig("int8", "tensor", has_zero_point=True), torch.tensor([[0.5, 2.0, 1.0, 0.0]]))
-    made.move(torch.zeros(1, 4, dtype=torch.int8), 0.0, lambda a, b: torch.full((b - a,), 0.5), decay=0.5)
+    made.apply(torch.zeros(1, 4, dtype=torch.int8), 0.0, lambda a, b: torch.full((b - a,), 0.5), decay=0.5)
     assert torch.allclose(made.values(torch.float32), torch.tensor([[0.25, 1.0, 0.5, 0.0]]), atol=0.01)
 
 
@@ -205,14 +205,14 @@ def test_several_threads_move_codes_as_one_does(quant_config):
     direction = torch.randint(
         -127, 128, values.shape, dtype=torch.int8, generator=torch.Generator().manual_seed(1)
     )
-    moved, held = [], []
+    updated, held = [], []
     for threads in (None, SamplingThreads(2)):
         generated = RoundingUniforms([values.numel()], CPU, threads)
         uniforms = partial(generated.between, parameter=0, key=rounding_key(1, 2, 0, "update"))
         held.append(quantized(quant_config, values))
-        moved.append(Moved())
-        held[-1].move(direction, 3e-5, uniforms, decay=1e-3, counted=moved[-1])
-    assert moved[0] == moved[1] != Moved()
+        updated.append(UpdateCounts())
+        held[-1].apply(direction, 3e-5, uniforms, decay=1e-3, counted=updated[-1])
+    assert updated[0] == updated[1] != UpdateCounts()
     for one, other in zip(held[0].dump().values(), held[1].dump().values(), strict=True):
         assert torch.equal(one, other)
 
@@ -228,7 +228,7 @@ def test_codes_of_a_direction_are_its_numbers_and_chances_block_by_block():
     for name in ("gaussian", "rademacher"):
         rounding = RoundedDirection(name, 8, 0.0)
         rounded_sampler = RoundedSampler(
-            rounding, shapes, MovedRows(0, shapes, (), CPU), CPU, SamplingThreads(2)
+            rounding, shapes, NonzeroRows(0, shapes, (), CPU), CPU, SamplingThreads(2)
         )
         views = [torch.empty(numel, dtype=torch.int8) for numel in numels]
         rounded_sampler.fill_counted(views, [0, 1], key, keys)
@@ -245,8 +245,11 @@ def test_codes_of_signs_are_those_of_the_signs_drawn_as_numbers(bits, sparsity):
     """Looked up eight at a time: several blocks, ends within a random number, views at odd addresses, rows of odd widths."""
     shapes = [torch.Size(of) for of in ((1500, 768), (90, 50), (131,), (1,))]
     numels, key, keys = [of.numel() for of in shapes], CounterKey.of(5, 6, 0), SamplingKeys.of(5, 6, 0)
-    rounding, moved = RoundedDirection("rademacher", bits, sparsity), MovedRows(sparsity, shapes, (0, 1), CPU)
-    rounded_sampler = RoundedSampler(rounding, shapes, moved, CPU, SamplingThreads(2))
+    rounding, updated = (
+        RoundedDirection("rademacher", bits, sparsity),
+        NonzeroRows(sparsity, shapes, (0, 1), CPU),
+    )
+    rounded_sampler = RoundedSampler(rounding, shapes, updated, CPU, SamplingThreads(2))
     memory = torch.empty(1 + sum(numels), dtype=torch.int8)
     views = list(memory[1:].split(numels))
     assert {view.storage_offset() % 8 for view in views} > {1}
@@ -257,7 +260,7 @@ def test_codes_of_signs_are_those_of_the_signs_drawn_as_numbers(bits, sparsity):
         signs = torch.empty(shape.numel())
         CounterSampler(numels, CPU).fill(signs, parameter, 0, key, direction_named("rademacher"))
         wanted = (signs * rounding.highest).to(torch.int8).view(shape)
-        if (rows := moved.of(parameter, keys.rows)) is not None:
+        if (rows := updated.of(parameter, keys.rows)) is not None:
             assert 0 < len(rows.there) < shape[0] / 5
             wanted = torch.zeros_like(wanted).index_copy_(0, rows.there, wanted[rows.there])
         assert torch.equal(views[parameter].view(shape), wanted)
@@ -272,8 +275,8 @@ def test_codes_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity):
     """Keyed and sequential: several blocks and threads, a last byte that is not full, rows that begin within a byte."""
     shapes = [torch.Size(of) for of in ((1500, 768), (90, 51), (131,), (1,))]
     numels, key, keys = [of.numel() for of in shapes], CounterKey.of(5, 6, 0), SamplingKeys.of(5, 6, 0)
-    rounding, moved = RoundedDirection(name, bits, sparsity), MovedRows(sparsity, shapes, (0, 1), CPU)
-    rounded_sampler = RoundedSampler(rounding, shapes, moved, CPU, SamplingThreads(2))
+    rounding, updated = RoundedDirection(name, bits, sparsity), NonzeroRows(sparsity, shapes, (0, 1), CPU)
+    rounded_sampler = RoundedSampler(rounding, shapes, updated, CPU, SamplingThreads(2))
     whole = [torch.empty(numel, dtype=torch.int8) for numel in numels]
     width = {2: 2, 3: 4, 4: 4}[bits]
     packed = [
@@ -567,11 +570,11 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity, sha
     rounding = RoundedDirection("gaussian", bits)
     uniforms = RoundingUniforms([p.numel() for p in literal.parameters()], CPU)
     generator = torch.Generator().manual_seed(seed)
-    base, along, moved = {}, {}, {}
+    base, along, updated = {}, {}, {}
     for index, (name, parameter) in enumerate(literal.named_parameters()):
         of_rows = uniforms.between(0, len(parameter), index, rounding_key(seed, 0, 0, "rows"))
         share = 1 - sparsity if isinstance(left[name], QuantizedTensor) else 1
-        moved[name] = of_rows >= 1 - share
+        updated[name] = of_rows >= 1 - share
         normals = torch.normal(0.0, 1.0, parameter.shape, generator=generator).view(-1)
         for copy_of in ("direction", "second direction"):
             uniform = uniforms.between(0, normals.numel(), index, rounding_key(seed, 0, 0, copy_of))
@@ -579,7 +582,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity, sha
             qvalues = (scaled + uniform).floor().clamp(-rounding.highest, rounding.highest)
             values = (qvalues / rounding.scale / math.sqrt(share)).view(parameter.shape)
             along[name, copy_of] = torch.where(
-                moved[name].view(-1, *[1] * (values.ndim - 1)), values, torch.zeros(())
+                updated[name].view(-1, *[1] * (values.ndim - 1)), values, torch.zeros(())
             )
         held = left[name]
         base[name] = (
@@ -610,7 +613,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity, sha
             continue
         change = (values - wanted) / held.scales
         # A uniform number for each element of the rows that move.
-        rows = moved[name]
+        rows = updated[name]
         num = int(rows.sum()) * change.shape[1]
         uniform = torch.zeros(change.shape)
         uniform[rows] = uniforms.between(0, num, index, rounding_key(seed, 0, 0, "update")).view(
@@ -729,14 +732,14 @@ def test_adapters_are_tuned_beside_codes_that_stay():
         assert len(before) == 2 * 6
         left = [p for name, p in model.named_parameters() if "lora_" in name]
         assert not any(torch.equal(p, q) for p, q in zip(adapters, left, strict=True))
-        assert session.moved_codes() == Moved()
+        assert session.quantized_updates() == UpdateCounts()
 
 
 NUM_SUMMED = 4
 
 
 def updated(rounding, rate, *, num_steps=2):
-    """Train quantized values along several queries a step; return levels, and what moved."""
+    """Train quantized values along several queries a step; return levels, and what was updated."""
     model = model_of("opt", num_hidden_layers=2)
     low_bits = {"weights": "int8", "update_rounding": rounding}
     plan = plan_of(model, low_bits=low_bits, estimator={"num_queries": NUM_SUMMED})
@@ -745,7 +748,7 @@ def updated(rounding, rate, *, num_steps=2):
             session.step(batch)
         session.flush()
         levels = {name: layer.quantized.levels().int() for name, layer in linear.quantized_layers(model)}
-        return levels, session.moved_codes()
+        return levels, session.quantized_updates()
 
 
 @pytest.mark.slow
@@ -753,7 +756,7 @@ def test_updates_of_a_steps_queries_are_rounded_once_where_that_is_asked():
     each, once = (updated(rounding, 1e-3)[1] for rounding in ("query", "step"))
     assert each.num == pytest.approx(NUM_SUMMED * once.num, rel=0.05)
     # E|sum| is a root of the number of queries below the sum of E|.|, of projected gradients about as large.
-    assert 0 < once.num - once.unmoved < 0.8 * (each.num - each.unmoved)
+    assert 0 < once.num - once.unchanged < 0.8 * (each.num - each.unchanged)
     # What is many steps long, roundings do not matter to: but to what meets an end of the grid on the way.
     base, ones, sums = (
         updated(*case, num_steps=1)[0] for case in (("step", 0.0), ("query", 5e-3), ("step", 5e-3))
@@ -768,7 +771,7 @@ ADAPTERS = LoRA(rank=2, target_modules=("q_proj", "fc2"), seed=3)
 
 
 def adapted(low_bits, *, num_steps=3):
-    """Tune quantized adapters beside quantized values; return what the adapters are, and what moved."""
+    """Tune quantized adapters beside quantized values; return what the adapters are, and what was updated."""
     model = model_of("opt", num_hidden_layers=2)
     attach_lora(model, ADAPTERS)
     plan = plan_of(model, low_bits=low_bits)
@@ -780,20 +783,20 @@ def adapted(low_bits, *, num_steps=3):
         session.flush()
         held = {name: layer.quantized for name, layer in linear.quantized_layers(again) if "lora_" in name}
         values = {name: quantized.values(torch.float32) for name, quantized in held.items()}
-        return values, session.moved_codes()
+        return values, session.quantized_updates()
 
 
 def test_adapters_in_codes_are_tuned_on_their_grid_beside_codes_that_stay():
     low_bits = {"weights": "int4", "adapters": "int8"}
-    values, moved = adapted(low_bits)
+    values, updated = adapted(low_bits)
     assert len(values) == 2 * 2 * 2
     for name, value in values.items():
         inputs = 52 if "fc2" in name else 32
         step = 2.0 / math.sqrt(inputs) / 127
         assert torch.allclose(value / step, (value / step).round(), atol=1e-3)
         assert "lora_B" not in name or bool(value.any())  # B has left zero
-    assert moved.num > moved.unmoved > 0
-    assert moved.saturated == 0
+    assert updated.num > updated.unchanged > 0
+    assert updated.saturated == 0
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_updates_of_codes_are_counted_on_all_stages():
     def counts(session, lines):
         for batch in lines[:STEPS]:
             session.step(batch)
-        return session.moved_codes()
+        return session.quantized_updates()
 
     (whole,) = {str(found) for found in on_stages(CASES["int8"], work=counts)}
     assert whole == str(on_one_device(CASES["int8"], work=counts))

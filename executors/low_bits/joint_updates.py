@@ -11,7 +11,7 @@ from torch import Tensor
 from executors.device_scalars import DeviceScalar
 from executors.low_bits.grids import Integers, num_nonzero, towards_zero
 from executors.low_bits.packed import QValues
-from executors.low_bits.stored import Moved, Uniforms
+from executors.low_bits.stored import Uniforms, UpdateCounts
 
 if TYPE_CHECKING:
     from executors.low_bits.quantized import QuantizedTensor
@@ -20,8 +20,8 @@ _SHARED_ELEMENTS = 1 << 22
 """Elements that share passes, which bounds their temporaries."""
 
 
-class Move(NamedTuple):
-    """A weight, and along what it moves.
+class JointUpdate(NamedTuple):
+    """A weight, and the step that updates it.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ class Move(NamedTuple):
     direction : torch.Tensor or PackedValues
         In the shape of the weight; a tensor is int8.
     uniforms : callable
-        As of :meth:`executors.low_bits.quantized.QuantizedTensor.move`.
+        As of :meth:`executors.low_bits.quantized.QuantizedTensor.update`.
     """
 
     quantized: QuantizedTensor
@@ -38,7 +38,7 @@ class Move(NamedTuple):
 
 
 def shares_passes(quantized: QuantizedTensor) -> bool:
-    """Whether a weight can be moved with others: integers without zero points, on an accelerator."""
+    """Whether a weight can be updated with others: integers without zero points, on an accelerator."""
     return (
         quantized.device.type != "cpu"
         and quantized.zeros is None
@@ -47,49 +47,53 @@ def shares_passes(quantized: QuantizedTensor) -> bool:
     )
 
 
-def move_together(
-    moves: Sequence[Move], factor: float | DeviceScalar, *, decay: float, counted: Moved
+def update_jointly(
+    updates: Sequence[JointUpdate], factor: float | DeviceScalar, *, decay: float, counted: UpdateCounts
 ) -> None:
-    """Change each weight as :meth:`executors.low_bits.quantized.QuantizedTensor.move` does, to the same bits.
+    """Change each weight as :meth:`executors.low_bits.quantized.QuantizedTensor.update` does, to the same bits.
 
     Parameters
     ----------
-    moves : sequence of Move
+    updates : sequence of Move
         Of one QuantConfig, with :func:`shares_passes`.
     factor : float or DeviceScalar
     decay : float
-    counted : Moved
+    counted : UpdateCounts
         Is added to.
     """
     by = factor.factor(torch.float32) if isinstance(factor, DeviceScalar) else factor
-    for batch in _batches(moves):
-        _move(batch, by, decay, counted)
+    for batch in _batches(updates):
+        _update(batch, by, decay, counted)
 
 
-def _move(moves: Sequence[Move], by: float | Tensor, decay: float, counted: Moved) -> None:
-    weights = [move.quantized for move in moves]
+def _update(updates: Sequence[JointUpdate], by: float | Tensor, decay: float, counted: UpdateCounts) -> None:
+    weights = [update.quantized for update in updates]
     grid, sizes = weights[0].grid, [quantized.shape.numel() for quantized in weights]
     levels = torch.cat([quantized.levels().reshape(-1) for quantized in weights]).float()
     # The reciprocal before the factor, as a single weight's move has it, so that the bits are the same.
     units = torch.cat([quantized.scales.reshape(-1) for quantized in weights]).float().reciprocal().mul_(by)
     change = torch.empty_like(levels)
     of_scales = units.split([quantized.scales.numel() for quantized in weights])
-    for move, own, unit in zip(moves, change.split(sizes), of_scales, strict=True):
-        scales = move.quantized.scales
-        grouped = (move.quantized.shape[0], -1, move.quantized.group_elements)
-        torch.mul(move.direction[:].view(grouped), unit.view(scales.shape)[..., None], out=own.view(grouped))
+    for update, own, unit in zip(updates, change.split(sizes), of_scales, strict=True):
+        scales = update.quantized.scales
+        grouped = (update.quantized.shape[0], -1, update.quantized.group_elements)
+        torch.mul(
+            update.direction[:].view(grouped), unit.view(scales.shape)[..., None], out=own.view(grouped)
+        )
     if decay:
         change.add_(levels * decay)
-    uniform = torch.cat([move.uniforms(0, numel).view(-1) for move, numel in zip(moves, sizes, strict=True)])
+    uniform = torch.cat(
+        [update.uniforms(0, numel).view(-1) for update, numel in zip(updates, sizes, strict=True)]
+    )
     num = num_nonzero(change)
     whole = towards_zero(uniform.copysign_(change).add_(change))
     wanted = levels - whole
-    moved = grid.clamped(wanted)
-    # What saturates would have moved: it is not among the unmoved.
-    counted.add(num, num - num_nonzero(whole), num_nonzero(wanted.sub_(moved)))
+    updated = grid.clamped(wanted)
+    # What saturates would have changed: it is not among the unchanged.
+    counted.add(num, num - num_nonzero(whole), num_nonzero(wanted.sub_(updated)))
     symbols = [
         own.view(quantized.shape)
-        for own, quantized in zip(grid.symbols(moved).split(sizes), weights, strict=True)
+        for own, quantized in zip(grid.symbols(updated).split(sizes), weights, strict=True)
     ]
     torch._foreach_copy_(
         [quantized.qvalues for quantized in weights],
@@ -97,12 +101,12 @@ def _move(moves: Sequence[Move], by: float | Tensor, decay: float, counted: Move
     )
 
 
-def _batches(moves: Sequence[Move]) -> Iterator[list[Move]]:
-    batch: list[Move] = []
-    for move in moves:
-        if batch and sum(m.quantized.shape.numel() for m in (*batch, move)) > _SHARED_ELEMENTS:
+def _batches(updates: Sequence[JointUpdate]) -> Iterator[list[JointUpdate]]:
+    batch: list[JointUpdate] = []
+    for update in updates:
+        if batch and sum(m.quantized.shape.numel() for m in (*batch, update)) > _SHARED_ELEMENTS:
             yield batch
             batch = []
-        batch.append(move)
+        batch.append(update)
     if batch:
         yield batch
