@@ -470,7 +470,7 @@ def quantized_update_work(
 
 
 def updated_at_once(linear: Linear, share: float) -> int:
-    """Return how many quantized values of a matrix an update changes at once at most, where it moves that share of the rows.
+    """Return how many quantized values of a matrix an update changes at once at most, where the direction is not 0 in that share of the rows.
 
     Weights that decay do so in all rows: with a sparse direction, too, no more of them are updated at a time.
 

@@ -29,7 +29,7 @@ class JointUpdate(NamedTuple):
     direction : torch.Tensor or PackedValues
         In the shape of the weight; a tensor is int8.
     uniforms : callable
-        As of :meth:`executors.low_bits.quantized.QuantizedTensor.update`.
+        As of :meth:`executors.low_bits.quantized.QuantizedTensor.apply`.
     """
 
     quantized: QuantizedTensor
@@ -50,11 +50,11 @@ def shares_passes(quantized: QuantizedTensor) -> bool:
 def update_jointly(
     updates: Sequence[JointUpdate], factor: float | DeviceScalar, *, decay: float, counted: UpdateCounts
 ) -> None:
-    """Change each weight as :meth:`executors.low_bits.quantized.QuantizedTensor.update` does, to the same bits.
+    """Change each weight as :meth:`executors.low_bits.quantized.QuantizedTensor.apply` does, to the same bits.
 
     Parameters
     ----------
-    updates : sequence of Move
+    updates : sequence of JointUpdate
         Of one QuantConfig, with :func:`shares_passes`.
     factor : float or DeviceScalar
     decay : float
@@ -70,7 +70,7 @@ def _update(updates: Sequence[JointUpdate], by: float | Tensor, decay: float, co
     weights = [update.quantized for update in updates]
     grid, sizes = weights[0].grid, [quantized.shape.numel() for quantized in weights]
     levels = torch.cat([quantized.levels().reshape(-1) for quantized in weights]).float()
-    # The reciprocal before the factor, as a single weight's move has it, so that the bits are the same.
+    # The reciprocal before the factor, as :meth:`~executors.low_bits.quantized.QuantizedTensor.apply` has it, so that the bits are the same.
     units = torch.cat([quantized.scales.reshape(-1) for quantized in weights]).float().reciprocal().mul_(by)
     change = torch.empty_like(levels)
     of_scales = units.split([quantized.scales.numel() for quantized in weights])

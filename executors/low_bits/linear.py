@@ -185,8 +185,8 @@ class _DirectionProduct:
             scales = self._scales[rows] if len(self._scales) > 1 else self._scales
             sums += byte_product(self._qvalues[rows], self._factors(columns), scales)
         elif self._product is not None:
-            updated, places = self._beside.within(columns)
-            sums.index_add_(1, updated, self._product[rows, places])
+            nonzero, places = self._beside.within(columns)
+            sums.index_add_(1, nonzero, self._product[rows, places])
 
 
 def _tiles(num_rows: int, num_columns: int, device: str) -> Iterator[tuple[slice, slice]]:

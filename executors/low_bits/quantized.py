@@ -152,8 +152,8 @@ class QuantizedTensor(Stored):
         """Return it on another device; itself where it is there."""
         if self.device == device:
             return self
-        updated = [tensor.to(device) for tensor in self.dump().values()]
-        return QuantizedTensor(self.quant_config, self.shape, *updated)
+        tensors = (tensor.to(device) for tensor in self.dump().values())
+        return QuantizedTensor(self.quant_config, self.shape, *tensors)
 
     def bind(self, place: BoundParameter) -> None:
         """Let the layer read these quantized values; its parameter has a shape and no memory."""
@@ -307,8 +307,8 @@ class QuantizedTensor(Stored):
                 else:
                     sums.append(total)
                 continue
-            updated = step.rows(place.index)
-            rows, at_once = None if updated is None else updated.there, None
+            nonzero = step.rows(place.index)
+            rows, at_once = None if nonzero is None else nonzero.there, None
             if decay and rows is not None:  # all weights decay, in no more memory
                 rows = None
                 at_once = updated_at_once(
