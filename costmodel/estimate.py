@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from costmodel.formats import FORMATS
-from costmodel.formats.codec_time import coding_terms
+from costmodel.formats.codec_time import codec_terms
 from costmodel.formats.quant_passes import PASSES, Memory, QuantPass, traffic_bytes
 from costmodel.rates.profile import Bound, DeviceType, Profile
 from costmodel.work import Attention, Matmul, Work
@@ -27,7 +27,7 @@ _SUM_BYTES = 4
 """Of a sum of products of integers."""
 
 _HOST_TERMS = ("dispatch", "overhead")
-_SERIAL_TERMS = frozenset({"sampling", "skip", "allocation", "coding", *_HOST_TERMS})
+_SERIAL_TERMS = frozenset({"sampling", "skip", "allocation", "codec", *_HOST_TERMS})
 """What one core does alone: torch draws on one thread of a CPU, unless the executor cuts a draw for several."""
 
 
@@ -42,7 +42,7 @@ class OperationCost:
     terms : mapping of str to float
         Seconds by cause: ``matmul``, ``attention``, ``elementwise``, ``exponential``, ``sweep``, ``sampling``,
         ``shared_sampling``, ``skip``, ``factor``, ``cast``, ``copy``, ``allocation``, ``kernels``, ``gather``, ``dispatch``, ``overhead``,
-        and those of :func:`~costmodel.formats.codec_time.coding_terms`. On a CPU they add up to `seconds`; on a GPU launches and kernels overlap.
+        and those of :func:`~costmodel.formats.codec_time.codec_terms`. On a CPU they add up to `seconds`; on a GPU launches and kernels overlap.
     limiter : str
         The largest term.
     cores : float
@@ -79,8 +79,8 @@ def estimate(
     """
     values = profile.values(bound)
     terms = work_terms(work, values, direction)
-    if work.coding:
-        terms |= coding_terms(dict(work.coding), values, profile.device_type)
+    if work.codec_work:
+        terms |= codec_terms(dict(work.codec_work), values, profile.device_type)
     seconds = combine_terms(terms, profile.device_type)
     return OperationCost(
         seconds=seconds,

@@ -163,7 +163,7 @@ class Work(_FrozenCounts):
         ``"batch"`` up. What that code does besides launching kernels takes the host's time.
     copy_bytes : int
         Bytes that cross the route between memories.
-    coding : tuple of (str, int)
+    codec_work : tuple of (str, int)
         What a codec does, as counts of the constants of :data:`costmodel.formats.codec_time.CodecWork`.
     quant_passes : tuple of (str, int)
         Elements that passes over quantized values take, by kind of pass.
@@ -204,7 +204,7 @@ class Work(_FrozenCounts):
     num_shared_kernels: NonNegativeInt = 0
     calls: tuple[ModelCode, ...] = ()
     copy_bytes: NonNegativeInt = 0
-    coding: tuple[tuple[str, NonNegativeInt], ...] = ()
+    codec_work: tuple[tuple[str, NonNegativeInt], ...] = ()
     quant_passes: tuple[tuple[QuantPass, NonNegativeInt], ...] = ()
     link_bytes: NonNegativeInt = 0
     num_allocations: NonNegativeInt = 0
@@ -242,7 +242,7 @@ class Work(_FrozenCounts):
             matmuls=self.matmuls + other.matmuls,
             attention=self.attention + other.attention,
             calls=self.calls + other.calls,
-            coding=_added(self.coding, other.coding),
+            codec_work=_added(self.codec_work, other.codec_work),
             quant_passes=_added(self.quant_passes, other.quant_passes),
             workspace_bytes=max(self.workspace_bytes, other.workspace_bytes),
             **sums,
@@ -262,7 +262,7 @@ class Work(_FrozenCounts):
         scaled["matmuls"] = tuple(one.model_copy(update={"num": times * one.num}) for one in self.matmuls)
         scaled["attention"] = tuple(one.model_copy(update={"num": times * one.num}) for one in self.attention)
         scaled["calls"] = self.calls * times
-        for name in ("coding", "quant_passes"):
+        for name in ("codec_work", "quant_passes"):
             scaled[name] = tuple((of, times * count) for of, count in getattr(self, name))
         return self.model_copy(update=scaled)
 
@@ -274,7 +274,7 @@ class Work(_FrozenCounts):
         >>> Work(num_kernels=30, sweep_bytes=99).one_in(4).num_kernels
         8
         """
-        assert not any((self.matmuls, self.attention, self.calls, self.coding, self.quant_passes))
+        assert not any((self.matmuls, self.attention, self.calls, self.codec_work, self.quant_passes))
         return self.model_copy(update={name: round(getattr(self, name) / num_steps) for name in _SUMMED})
 
     @property

@@ -158,8 +158,8 @@ def codec_profile_of(values: Mapping[str, float]) -> CodecProfile:
     return CodecProfile(shipped.source, seconds_by_name)
 
 
-def coding_terms(coding: CodecWork, values: Mapping[str, float], device_type: DeviceType) -> dict[str, float]:
-    """Return the seconds of a codec's work: ``coding`` on one core of the host, and more where the tensor is on a GPU.
+def codec_terms(work: CodecWork, values: Mapping[str, float], device_type: DeviceType) -> dict[str, float]:
+    """Return the seconds of a codec's work: ``work`` on one core of the host, and more where the tensor is on a GPU.
 
     Notes
     -----
@@ -169,16 +169,16 @@ def coding_terms(coding: CodecWork, values: Mapping[str, float], device_type: De
     receiver uses them where they arrive.
     """
     if device_type == "cpu":
-        return {"coding": codec_profile_of(values).duration_s(coding)}
-    on_device = {name for name in coding if name.startswith(("quantise_s", "dequantise_s"))}
+        return {"codec": codec_profile_of(values).duration_s(work)}
+    on_device = {name for name in work if name.startswith(("quantise_s", "dequantise_s"))}
     if not on_device:
-        packed = coding.get("byte_s", 0) if "encode_call_s" in coding else 0
+        packed = work.get("byte_s", 0) if "encode_call_s" in work else 0
         return {"packing": 2 * packed / values["elementwise_bandwidth"]}
-    num_symbols = sum(coding[name] for name in on_device)
-    on_host = {name: count for name, count in coding.items() if name not in on_device}
+    num_symbols = sum(work[name] for name in on_device)
+    on_host = {name: count for name, count in work.items() if name not in on_device}
     narrower = min(values["copy_d2h_bandwidth"], values["copy_h2d_bandwidth"])
     return {
-        "coding": codec_profile_of(values).duration_s(on_host),
+        "codec": codec_profile_of(values).duration_s(on_host),
         "quantising": 5 * num_symbols / values["elementwise_bandwidth"],
         "copying": num_symbols / narrower,
     }

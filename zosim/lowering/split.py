@@ -114,7 +114,7 @@ class Boundaries(AxisWriter):
         """Write how what `segment` leaves becomes a message, and return where that is."""
         wire, reads = self._wire(point, boundary, side), (self._rank.hidden(point, segment),)
         op = Encode(self._plan.split.codec, self._plan.split.residual_codec)
-        work = coding_work(self._plan, boundary, self._rank.num_sequences, "encode")
+        work = codec_work(self._plan, boundary, self._rank.num_sequences, "encode")
         self._emit(f"encode[{point}]", op, Stream.COMPUTE, "encode", segment, reads, (wire,), work)
         return wire
 
@@ -122,7 +122,7 @@ class Boundaries(AxisWriter):
         """Write how a message becomes what a segment left; the batch tells its shape."""
         reads = (self._wire(point, boundary, side), self._rank.batch())
         left = (self._rank.hidden(point, left_by),)
-        work = coding_work(self._plan, boundary, self._rank.num_sequences, "decode")
+        work = codec_work(self._plan, boundary, self._rank.num_sequences, "decode")
         self._emit(f"decode[{point}]", Decode(), Stream.COMPUTE, "decode", segment, reads, left, work)
 
 
@@ -149,13 +149,13 @@ def expected_message_bytes(plan: Plan, boundary: int, num_sequences: int) -> int
     )
 
 
-def coding_work(plan: Plan, boundary: int, num_sequences: int, side: Literal["encode", "decode"]) -> Work:
+def codec_work(plan: Plan, boundary: int, num_sequences: int, side: Literal["encode", "decode"]) -> Work:
     """Return the work of making the message that crosses boundary number `boundary`, or of taking it apart."""
     of, width = {"encode": encode_work, "decode": decode_work}[side], _element_bytes(plan)
     counts: Counter[str] = Counter()
     for codec, shape, stats in _boundary_tensors(plan, boundary, num_sequences):
         counts.update(of(codec, shape, width, stats))
-    return Work(coding=tuple(sorted(counts.items())))
+    return Work(codec_work=tuple(sorted(counts.items())))
 
 
 def _element_bytes(plan: Plan) -> int:

@@ -26,7 +26,7 @@ from costmodel.formats import FORMATS
 from costmodel.formats.codec_time import (
     BoundaryLink,
     codec_profile_of,
-    coding_terms,
+    codec_terms,
     decode_work,
     encode_work,
     fastest_transfer,
@@ -387,8 +387,8 @@ class Ranking:
             shape, stats = self._tensor(split_point, spec, residual=residual)
             size += message_bytes(spec, shape, width, stats)
             encode, decode = (of(spec, shape, width, stats) for of in (encode_work, decode_work))
-            encode_s += sum(coding_terms(encode, values, kind).values())
-            decode_s += sum(coding_terms(decode, values, kind).values())
+            encode_s += sum(codec_terms(encode, values, kind).values())
+            decode_s += sum(codec_terms(decode, values, kind).values())
         # Encoded messages pass through host memory, plain ones go from device to device.
         hop = self._encoded_hop if self._split_options.is_lossy else self._plain_hop
         self._known_boundaries[key] = encode_s, hop.latency_s + size / hop.bandwidth_bytes_per_s, decode_s

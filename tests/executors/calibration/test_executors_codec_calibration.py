@@ -8,7 +8,7 @@ from costmodel.devices.datasheet import datasheet_profile
 from costmodel.formats.codec_time import (
     MEASURED,
     codec_profile_of,
-    coding_terms,
+    codec_terms,
     decode_work,
     encode_work,
     load_codec_profile,
@@ -49,11 +49,9 @@ def test_what_was_measured_is_what_codecs_cost(sheet):
     constants = codec_constants([(work, 3 * shipped.duration_s(work)) for work in works])
     measured = sheet.with_constants(*constants, origin="calibrated")
     for work in works:
-        before, after = (
-            coding_terms(work, profile.values(), "cpu")["coding"] for profile in (sheet, measured)
-        )
+        before, after = (codec_terms(work, profile.values(), "cpu")["codec"] for profile in (sheet, measured))
         assert after == pytest.approx(3 * before, rel=1e-3)
-        ends = [coding_terms(work, measured.values(bound), "cpu")["coding"] for bound in ("low", "high")]
+        ends = [codec_terms(work, measured.values(bound), "cpu")["codec"] for bound in ("low", "high")]
         assert ends[0] < after < ends[1]
     # What was not measured comes with the package.
     assert codec_profile_of({}) == shipped

@@ -145,7 +145,7 @@ def _has_work(work: Work) -> bool:
         dtype=work.dtype,
         sampling_dtype=work.sampling_dtype,
         distribution=work.distribution,
-        coding=work.coding,
+        codec_work=work.codec_work,
     )
     return work != none
 

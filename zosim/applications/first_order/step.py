@@ -14,7 +14,7 @@ from costmodel.work import Work
 from zosim.applications.first_order.layout import ID_BYTES, FirstOrderLayout, Phase, Side
 from zosim.applications.first_order.settings import FirstOrder, turns
 from zosim.lowering.rank import Listing
-from zosim.lowering.split import coding_work, expected_message_bytes
+from zosim.lowering.split import codec_work, expected_message_bytes
 from zosim.plans import Plan
 from zosim.points import BASE
 from zosim.program.instructions import Access, Stream
@@ -274,11 +274,11 @@ class FirstOrderWriter(Listing):
         )
         codec = self.settings.codec_of(phase)
         tensor = self._boundary_tensor(phase, segment, number, leaves=True)
-        coding = self._with_change(coding_work(plan, boundary, rows, "encode"), tensor, phase)
+        work = self._with_change(codec_work(plan, boundary, rows, "encode"), tensor, phase)
         known = self._fetch(phase, "out", number, segment)
         self.emit(
             f"encode/{phase}[m{number}]", Encode(codec, codec), Stream.COMPUTE, "encode", segment,
-            (tensor, *known), (wire, *known), coding,
+            (tensor, *known), (wire, *known), work,
         )  # fmt: skip
         self._put_back(phase, "out", number, segment)
         link = Work(link_bytes=expected_message_bytes(plan, boundary, rows))
@@ -297,11 +297,11 @@ class FirstOrderWriter(Listing):
         recv = Recv(PIPELINE, offset)
         self.emit(f"recv/{phase}[m{number}]", recv, Stream.RECV, "recv", segment, (), (wire,), link)
         tensor = self._boundary_tensor(phase, segment, number, leaves=False)
-        coding = self._with_change(coding_work(plan, boundary, rows, "decode"), tensor, phase)
+        work = self._with_change(codec_work(plan, boundary, rows, "decode"), tensor, phase)
         known = self._fetch(phase, "in", number, segment)
         self.emit(
             f"decode/{phase}[m{number}]", Decode(), Stream.COMPUTE, "decode", segment,
-            (wire, *known), (tensor, *known), coding,
+            (wire, *known), (tensor, *known), work,
         )  # fmt: skip
         self._put_back(phase, "in", number, segment)
 

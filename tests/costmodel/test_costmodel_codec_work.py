@@ -22,7 +22,7 @@ def works(codec, density=0.1):
     spec = codec_spec(codec)
     stats = statistics_of_density(SHAPE, bits=spec.bits or 1, density=density)
     return [
-        Work(coding=tuple(sorted(of(spec, SHAPE, 4, stats).items()))) for of in (encode_work, decode_work)
+        Work(codec_work=tuple(sorted(of(spec, SHAPE, 4, stats).items()))) for of in (encode_work, decode_work)
     ], boundary_transfer(spec, SHAPE, 4, stats, BoundaryLink(1e9, load_codec_profile()))
 
 
@@ -43,14 +43,14 @@ def test_on_a_gpu_the_device_makes_symbols_that_cross_to_the_host():
     assert cost.terms["quantising"] == pytest.approx(5 * num / 1e9)
     assert cost.terms["copying"] == pytest.approx(num / 1e9)
     on_host_s = way.encode_s - num * load_codec_profile().seconds["quantise_s.nearest"]
-    assert cost.terms["coding"] == pytest.approx(on_host_s)
+    assert cost.terms["codec"] == pytest.approx(on_host_s)
 
 
 def test_plain_numbers_of_a_gpu_never_see_the_host():
     (encode, decode), way = works("none")
     profile = make_profile("gpu")
     assert estimate(encode, profile).terms["packing"] == pytest.approx(2 * way.size_bytes / 1e9)
-    assert "coding" not in estimate(encode, profile).terms
+    assert "codec" not in estimate(encode, profile).terms
     assert estimate(decode, profile).seconds == pytest.approx(0.0, abs=1e-5)
 
 
