@@ -32,7 +32,8 @@ RUN_FILES = (
     "config.json",
     "generation_config.json",
     "model.safetensors",
-    "codes.safetensors",
+    "quantized.safetensors",
+    "codes.safetensors",  # as an earlier version called it
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",

@@ -7,6 +7,7 @@ from the top of the file and what its last key, or a value of it, is called now:
         "directions": "perturbations",  # a key
         "perturbations.kept": "keep",  # a key below it, by the name that an earlier row has given it
         "schedule.traversal=sweep": "full",  # a value
+        "order.*=sweep": "full",  # a value in a list
         "constants.name=draw.*": "sampling.*",  # what values begin with
         "nodes.*.kind": "type",  # * is any key; lists are looked through, so nodes may be one
         "**.kind=draw": "sample",  # ** is any depth
@@ -49,7 +50,9 @@ def with_present_names(document: _Content, renamed: Mapping[str, str]) -> _Conte
 
 def _renamed(part: Any, parents: Sequence[str], key: str, value: str | None, present: str) -> Any:
     if isinstance(part, list):
-        return [_renamed(item, parents, key, value, present) for item in part]
+        items = [_renamed(item, parents, key, value, present) for item in part]
+        is_of_values = value is not None and key == "*" and not parents
+        return [_renamed_value(item, value, present) for item in items] if is_of_values else items
     if not isinstance(part, dict):
         return part
     first, *rest = parents or ("",)
@@ -68,7 +71,7 @@ def _renamed(part: Any, parents: Sequence[str], key: str, value: str | None, pre
     return {present if name == key else name: item for name, item in part.items()}
 
 
-def _renamed_value(given: Any, value: str, present: str) -> Any:
-    if value.endswith("*") and isinstance(given, str) and given.startswith(value[:-1]):
+def _renamed_value(given: Any, value: str | None, present: str) -> Any:
+    if value is not None and value.endswith("*") and isinstance(given, str) and given.startswith(value[:-1]):
         return present[:-1] + given[len(value) - 1 :]
     return present if given == value else given

@@ -22,7 +22,10 @@ OPTIONS: tuple[tuple[str, str], ...] = (
 Of several rows with one earlier spelling, that one holds whose present spelling the command has.
 """
 
-VALUES: tuple[tuple[str, str, str], ...] = ()
+VALUES: tuple[tuple[str, str, str], ...] = (
+    ("--save-as", "codes", "compressed-tensors"),
+    ("--save-as", "zosim-codes", "zosim"),
+)
 """Option by its present spelling, and earlier and present spelling of a value, as ``("--traversal", "sweep", "full")``."""
 
 GONE_SOON = "the old spelling goes in the next release"

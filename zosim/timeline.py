@@ -28,6 +28,8 @@ from zosim.program.instructions import Part, Space, Stream
 
 TIMELINE_VERSION: Literal[1] = 1
 RENAMED: Mapping[str, str] = {
+    "spans.limiter=coding": "codec",
+    "spans.limiter=codes": "quantized",
     "memory.role=staging": "transfer buffers",
     "memory.role=slots": "staging buffers",
     "spans.stream=draw": "sample",

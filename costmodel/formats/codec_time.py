@@ -159,7 +159,7 @@ def codec_profile_of(values: Mapping[str, float]) -> CodecProfile:
 
 
 def codec_terms(work: CodecWork, values: Mapping[str, float], device_type: DeviceType) -> dict[str, float]:
-    """Return the seconds of a codec's work: ``work`` on one core of the host, and more where the tensor is on a GPU.
+    """Return the seconds of a codec's work: ``codec`` on one core of the host, and more where the tensor is on a GPU.
 
     Notes
     -----

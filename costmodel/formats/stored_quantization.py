@@ -24,7 +24,7 @@ Layout = Literal["packed", "bytes", "gptq", "gptq_v2", "awq", "zosim"]
 """How quantized values lie in files: 32 after the other in 32-bit words along a row, each in a byte, in words as GPTQ and AWQ have them, or as
 zosim has them in memory."""
 
-OWN_WEIGHTS_NAME = "codes.safetensors"
+OWN_WEIGHTS_NAME, EARLIER_WEIGHTS_NAME = "quantized.safetensors", "codes.safetensors"
 """File of zosim's own layout. Under a name that no other tool looks for: one that ignores ``quantization_config`` finds no weights."""
 
 _OWN_VERSION = 1
@@ -343,5 +343,5 @@ def refuse_unwritable(quant_config: QuantConfig) -> None:
     if FORMATS[quant_config.format].is_float and quant_config.format != "float8_e4m3":
         raise PlanError(
             f"a quantized directory in {quant_config.format} has no format that compressed-tensors knows",
-            hint="write it in zosim's own layout (--save-as zosim-codes), or as numbers (--save-as numbers)",
+            hint="write it in zosim's own layout (--save-as zosim), or as numbers (--save-as numbers)",
         )

@@ -32,6 +32,8 @@ DeviceType = Literal["cpu", "gpu"]
 
 _VERSION = 3
 RENAMED: Mapping[str, str] = {
+    "constants.name=code_rate.*": "quant_rate.*",
+    "constants.name=quant_rate.moves*": "quant_rate.updates*",
     "constants.name=draw_rate.*": "sampling_rate.*",
     "constants.name=shared_draw_part*": "shared_sampling_part*",
     "constants.name=pace_part.draws": "pace_part.sampling",

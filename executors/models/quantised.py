@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from costmodel.formats import FORMATS, DType
 from costmodel.formats.low_bits import QuantConfig
 from costmodel.formats.stored_quantization import (
+    EARLIER_WEIGHTS_NAME,
     OWN_WEIGHTS_NAME,
     QUANTIZED_SUFFIXES,
     Layout,
@@ -114,7 +115,12 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
     with quietly_loading(source), torch.device("meta"):
         kind = model_class(config)
         skeleton = kind(config)
-    tensors = opened_weights(directory, OWN_WEIGHTS_NAME if stored.layout == "zosim" else WEIGHTS_NAME)
+    weights_name = WEIGHTS_NAME
+    if stored.layout == "zosim":
+        weights_name = (
+            EARLIER_WEIGHTS_NAME if (directory / EARLIER_WEIGHTS_NAME).is_file() else OWN_WEIGHTS_NAME
+        )
+    tensors = opened_weights(directory, weights_name)
     files = _Files(directory, stored.layout, quant_config, tensors)
     layers = _shapes_of_layers(skeleton)
     parameters = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
@@ -166,7 +172,7 @@ def _refuse_quantized_elsewhere(source: str | Path, names: Mapping[str, Tensor])
         if name.rpartition(".")[2] in QUANTIZED_SUFFIXES or not tensor.dtype.is_floating_point:
             raise ModelError(
                 f"{source}: {name} belongs to a quantized layer other than those that zosim keeps quantized",
-                hint="quantise the model with its head and embedding left out, or write it with --save-as zosim-codes",
+                hint="quantise the model with its head and embedding left out, or write it with --save-as zosim",
             )
 
 

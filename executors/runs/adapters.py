@@ -118,5 +118,5 @@ def save_tuned(
             merge_lora(whole)
             save_pretrained(whole, out, storage)
     else:
-        writers = {"numbers": save_pretrained, "codes": save_quantised, "zosim-codes": save_own}
+        writers = {"numbers": save_pretrained, "compressed-tensors": save_quantised, "zosim": save_own}
         writers[save_as](model, out, storage)

@@ -217,6 +217,10 @@ def _checked(header: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 RENAMED: Mapping[str, str] = {
     "run.schedule": "learning_rate",
+    "run.save_as=codes": "compressed-tensors",
+    "run.save_as=zosim-codes": "zosim",
+    "finished.moved_codes": "quantized_updates",
+    "finished.quantized_updates.unmoved": "unchanged",
     "run.identity.num_slots": "num_staging_buffers",
     "run.identity.residency.num_slots": "num_staging_buffers",
     "run.identity.cuts": "split_points",

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 LossName = Literal["model", "fp64"]
 
-SaveAs = Literal["numbers", "codes", "zosim-codes"]
-"""What quantized weights are written as: what they stand for, quantized values as compressed-tensors lays them out, or as zosim does."""
+SaveAs = Literal["numbers", "compressed-tensors", "zosim"]
+"""How quantized weights are saved: dequantized, in the layout of compressed-tensors, or in zosim's own."""
 TaskName = Literal["auto", "choice", "perplexity", "generation"]
 
 
@@ -375,9 +375,8 @@ class RunOptions(Section):
         SaveAs,
         Setting(
             "--save-as",
-            "Format of saved quantized weights: dequantised (numbers), quantized as transformers loads "
-            "them with compressed-tensors (quantized values), or quantized in any format for zosim only "
-            "(zosim-codes).",
+            "Format of saved quantized weights: numbers (dequantized), compressed-tensors (which "
+            "transformers loads), or zosim (any format, for zosim only).",
             expert=True,
             heading="Output",
         ),
@@ -508,12 +507,12 @@ class RunSettings:
                 f"--save-as {self.run.save_as} writes the quantized values that were tuned, and {what}",
                 hint="leave it out" if quant_config is not None else "add --weight-format",
             )
-        if self.run.save_as == "zosim-codes":
+        if self.run.save_as == "zosim":
             return
         if self.plan.model.fused_qkv:
             raise PlanError(
-                f"--save-as codes: {self.plan.model.name} keeps its linear layers transposed, which compressed-tensors does not read",
-                hint="write zosim's own layout (--save-as zosim-codes), or numbers (--save-as numbers)",
+                f"--save-as compressed-tensors: {self.plan.model.name} keeps its linear layers transposed, which compressed-tensors does not read",
+                hint="write zosim's own layout (--save-as zosim), or numbers (--save-as numbers)",
             )
         refuse_unwritable(quant_config)
 

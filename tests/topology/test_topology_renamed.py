@@ -23,6 +23,11 @@ from topology.renamed import with_present_names
         ({"a=old": "new"}, {"a": "old", "b": "old"}, {"a": "new", "b": "old"}),
         ({"a=old": "new"}, {"a": "older"}, {"a": "older"}),
         ({"a=old": "new"}, {"a": ["old"]}, {"a": ["old"]}),
+        (
+            {"a.*=old.*": "new.*"},
+            {"a": [["old.x", 1], "old.y"], "b": ["old.z"]},
+            {"a": [["new.x", 1], "new.y"], "b": ["old.z"]},
+        ),
         ({"a=old.*": "new.*"}, {"a": "old.x"}, {"a": "new.x"}),
         ({"a": "b", "b.c": "d"}, {"a": {"c": 1}}, {"b": {"d": 1}}),
         ({"a": "b", "b.c": "d"}, {"b": {"c": 1}}, {"b": {"d": 1}}),

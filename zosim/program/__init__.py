@@ -28,6 +28,9 @@ from zosim.program.instructions import PARTS, Access, Buffer, Instruction, Part
 
 PROGRAM_VERSION: Literal[2] = 2
 RENAMED: Mapping[str, str] = {
+    "**.coding": "codec_work",
+    "**.code_passes": "quant_passes",
+    "**.quant_passes.*=moves*": "updates*",
     "**.num_split_walks": "num_split_sequences",
     "buffers.role=staging": "transfer buffers",
     "buffers.role=slots": "staging buffers",

@@ -11,6 +11,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from safetensors.torch import load_file, save_file
 
+from costmodel.formats.stored_quantization import EARLIER_WEIGHTS_NAME
 from costmodel.formats.stored_quantization import OWN_WEIGHTS_NAME as OWN
 from costmodel.models.configs import LoRA, read_model_spec, stored_quantization_in
 from executors.low_bits.linear import quantized_layers
@@ -127,7 +128,7 @@ def test_a_quantised_directory_is_planned_trained_resumed_and_replayed(tmp_path,
     assert zosim("plan", "--model", folder, "--hardware", "a100-80gb-milan", "--batch", 1, "--seq", 16) == 0
     assert "int4 linears (a scale per group of 16)" in capsys.readouterr().out
     out = tmp_path / "run"
-    assert run_on(folder, tmp_path, out, "--save-as", "codes", "--dtype", "float16") == 0
+    assert run_on(folder, tmp_path, out, "--save-as", "compressed-tensors", "--dtype", "float16") == 0
     assert zosim("replay", out, "--model", folder, "-o", tmp_path / "again") == 0
     once, again = (load_file(place / "model.safetensors") for place in (out, tmp_path / "again"))
     assert once.keys() == again.keys()
@@ -290,21 +291,23 @@ def test_scales_are_not_rounded_silently_and_inputs_in_int8_are_the_plans(tmp_pa
 )
 def test_codes_that_were_tuned_are_written_as_transformers_and_zosim_read_them(tmp_path, form):
     base = saved_model("opt-untied", tmp_path)
-    for out, more in (("codes", ("--save-as", "codes")), ("numbers", ())):
+    for out, more in (("quantized", ("--save-as", "compressed-tensors")), ("numbers", ())):
         assert run_on(base, tmp_path, tmp_path / out, "--weight-format", *form, *more) == 0
-    gradients = [[row["projected_grad"] for row in rows_of(tmp_path / out)] for out in ("codes", "numbers")]
+    gradients = [
+        [row["projected_grad"] for row in rows_of(tmp_path / out)] for out in ("quantized", "numbers")
+    ]
     assert gradients[0] == gradients[1]
     (batch,) = batches(1)
-    theirs, ours = loaded(tmp_path / "codes"), loaded(tmp_path / "numbers")
+    theirs, ours = loaded(tmp_path / "quantized"), loaded(tmp_path / "numbers")
     with torch.no_grad():
         # transformers, with compressed-tensors, multiplies by the same float32 numbers.
         logits = [model(input_ids=batch["input_ids"]).logits for model in (theirs, ours)]
     assert torch.equal(*logits)
-    numbers, stored = dict(ours.named_parameters()), read_model_spec(tmp_path / "codes").stored
+    numbers, stored = dict(ours.named_parameters()), read_model_spec(tmp_path / "quantized").stored
     assert stored.weights == form[0]
     assert stored.full_range == (form[0].startswith("int") and "--zero-point" not in form)
     for name, layer in quantized_layers(
-        load_base(str(tmp_path / "codes"), plan_of(tmp_path / "codes", "float32"))
+        load_base(str(tmp_path / "quantized"), plan_of(tmp_path / "quantized", "float32"))
     ):
         assert torch.equal(layer.quantized.values(torch.float32), numbers[name]), name
 
@@ -330,7 +333,7 @@ def test_what_has_no_layout_is_refused_before_a_step(tmp_path, capsys):
             "what is tuned here lies beside them",
         ),
     ):
-        assert run_on(base, tmp_path, tmp_path / "out", "--save-as", "codes", *more) == 2
+        assert run_on(base, tmp_path, tmp_path / "out", "--save-as", "compressed-tensors", *more) == 2
         assert reason in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
 
@@ -348,7 +351,18 @@ def test_gpt2_is_resumed_from_a_checkpoint_of_its_transposed_layers(tmp_path, ca
     assert zosim("run", "--out", run, "--resume", "--no-launch", "--no-tensorboard") == 0
     assert "from the checkpoint of 5" in capsys.readouterr().err
     assert same(run, whole)
-    assert run_on(inputs[0], tmp_path, tmp_path / "out", "--weight-format", "int4", "--save-as", "codes") == 2
+    assert (
+        run_on(
+            inputs[0],
+            tmp_path,
+            tmp_path / "out",
+            "--weight-format",
+            "int4",
+            "--save-as",
+            "compressed-tensors",
+        )
+        == 2
+    )
 
 
 @pytest.mark.crossed(quick=3, slow=5)
@@ -371,7 +385,7 @@ def test_gpt2_is_resumed_from_a_checkpoint_of_its_transposed_layers(tmp_path, ca
 )
 def test_codes_of_any_format_are_written_as_zosim_alone_reads_them(tmp_path, name, form, capsys):
     base, out = saved_model(name, tmp_path), tmp_path / "out"
-    for folder, how in ((out, "zosim-codes"), (tmp_path / "numbers", "numbers")):
+    for folder, how in ((out, "zosim"), (tmp_path / "numbers", "numbers")):
         assert run_on(base, tmp_path, folder, "--weight-format", *form, "--save-as", how) == 0
     with pytest.raises(OSError, match="no file named"):  # not with weights of its own making
         loaded(out)
@@ -381,7 +395,10 @@ def test_codes_of_any_format_are_written_as_zosim_alone_reads_them(tmp_path, nam
     for key, layer in quantized_layers(model):
         assert torch.equal(layer.numbers(torch.float32), numbers[key]), key
     more = tmp_path / "more"
-    assert run_on(out, tmp_path, more, "--save-as", "zosim-codes") == 0
+    (out / OWN).rename(out / EARLIER_WEIGHTS_NAME)
+    assert run_on(out, tmp_path, more, "--save-as", "zosim-codes") == 0  # its earlier name, as the file's
+    assert "--save-as zosim-codes is now --save-as zosim" in capsys.readouterr().err
+    (out / EARLIER_WEIGHTS_NAME).rename(out / OWN)
     assert zosim("replay", more, "--model", out, "-o", tmp_path / "again") == 0
     assert (tmp_path / "again" / OWN).read_bytes() == (more / OWN).read_bytes() != (out / OWN).read_bytes()
     capsys.readouterr()
@@ -398,11 +415,11 @@ def test_codes_of_any_format_are_written_as_zosim_alone_reads_them(tmp_path, nam
 )
 def test_codes_that_stand_for_nothing_are_refused(tmp_path, form, part, damage):
     base, out = saved_model("opt-untied", tmp_path), tmp_path / "out"
-    assert run_on(base, tmp_path, out, "--weight-format", *form, "--save-as", "zosim-codes") == 0
+    assert run_on(base, tmp_path, out, "--weight-format", *form, "--save-as", "zosim") == 0
     tensors = load_file(out / OWN)
     damage(tensors[f"{LAYER}.{part}"])
     save_file(tensors, out / OWN)
-    with pytest.raises(ModelError, match=f"a code of {LAYER} is none of {form[0]}"):
+    with pytest.raises(ModelError, match=f"a quantized value of {LAYER} is none of {form[0]}"):
         weights_digest(load_base(str(out), plan_of(out, "float32")))
 
 
@@ -426,7 +443,7 @@ def test_two_ranks_that_slice_a_quantised_directory_are_one_that_accumulates(tmp
         1,
         "--no-tensorboard",
     )
-    command += ("--lr", 1e-2, "--save-as", "codes")
+    command += ("--lr", 1e-2, "--save-as", "compressed-tensors")
     two, one = tmp_path / "two", tmp_path / "one"
     assert (
         zosim(*command, "--method", "ddp", "--residency", "offloaded", "--transfers", "sliced", "--out", two)

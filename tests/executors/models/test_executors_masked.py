@@ -191,7 +191,7 @@ def test_adapters_are_not_said_to_be_of_a_causal_model(tmp_path):
 
 @pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize(
-    "form", [(), ("--weight-format", "int4", "--save-as", "codes")], ids=["numbers", "int4"]
+    "form", [(), ("--weight-format", "int4", "--save-as", "compressed-tensors")], ids=["numbers", "int4"]
 )
 def test_a_run_of_the_command_learns_label_words(lines, tmp_path, form):
     directory, out = tmp_path / "model", tmp_path / "run"

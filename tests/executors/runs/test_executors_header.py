@@ -30,6 +30,13 @@ def test_a_recorded_identity_may_name_settings_that_were_removed() -> None:
     )
 
 
+def test_a_header_is_read_in_the_names_of_quantized_weights() -> None:
+    finished = {"moved_codes": {"num": 4, "unmoved": 3, "saturated": 0}}
+    header = upgrade({"version": 3, "run": {"save_as": "zosim-codes"}, "finished": finished})
+    assert header["run"]["save_as"] == "zosim"
+    assert header["finished"] == {"quantized_updates": {"num": 4, "unchanged": 3, "saturated": 0}}
+
+
 def test_a_recorded_identity_is_read_in_the_present_names() -> None:
     for recorded in ({"num_slots": 2}, {"residency": {"num_slots": 2}}):
         identity = upgrade({"version": 3, "run": {"identity": recorded}})["run"]["identity"]
