@@ -228,7 +228,7 @@ def order_ignored(shipped, plan):
     return shipped(altered(plan, directions=altered(plan.directions, order="registration")))
 
 
-@planted("zosim.lowering.directions:Directions.draw", "updates along what was perturbed by")
+@planted("zosim.lowering.directions:Directions.sample", "updates along what was perturbed by")
 def updates_along_perturbations(shipped, *given, **named):
     return shipped(*given, **{**named, "for_update": False})
 
