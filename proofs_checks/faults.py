@@ -76,7 +76,7 @@ def losses_added(shipped, losses, counts):
     return shipped(losses, counts) * (sum(counts) if len(losses) > 1 else 1)
 
 
-@planted("executors.steps.ops.sample:Sampling.draw", "every group starts from the seed")
+@planted("executors.steps.ops.sample:Sampling.sample", "every group starts from the seed")
 def groups_from_the_seed(shipped, self, instruction):
     reads = tuple(access for access in instruction.reads if not isinstance(access.what, GeneratorState))
     return shipped(self, replace(instruction, reads=reads))
