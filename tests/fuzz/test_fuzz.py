@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("which", ["--corpus", pytest.param("--cases=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["--corpus", "--cases=2"])
 def test_broken_inputs_are_refused_in_words(which: str) -> None:
     # A process of its own: workers are forked from it, which a test process full of threads should not be.
     command = [sys.executable, "-W", "ignore", "-m", "tests.fuzz", which]

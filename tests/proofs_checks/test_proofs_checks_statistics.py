@@ -82,6 +82,7 @@ def test_the_quantile_is_students():
     assert pytest.approx(5e-11) == LEVEL
 
 
+@pytest.mark.slow
 def test_checks_are_calibrated_over_a_few_seeds():
     chosen = claims_named("stochastic-rounding-unbiased", "codec-stochastic-expands")
     results = list(calibrated(chosen, range(1, 7)))

@@ -178,7 +178,7 @@ def staged_runs(draw, sharings=("maxmin", "fifo")):
     return pipelines(table(num_stages), table(num_stages - 1), data, sharing, latency_s)
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(staged_runs(), st.integers(1, 6))
 def test_both_engines_agree(run, num_steps):
     assert_same_run(World.of(*run), num_steps)

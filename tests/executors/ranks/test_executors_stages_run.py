@@ -191,6 +191,7 @@ def test_one_process_does_what_stages_do_with_the_same_codec(inputs, tmp_path):
     assert first["messages"] == second["messages"]
 
 
+@pytest.mark.slow
 def test_a_stage_that_stands_still_is_named_by_all_that_wait_for_it(inputs, tmp_path):
     """The third stage waits for the second, which waits for the first; only the first is named."""
     split_points = ("--split-points", "block.0.mlp,block.1", "--residency", "resident")
