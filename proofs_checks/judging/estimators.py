@@ -126,7 +126,7 @@ def judge_estimator(
     >>> def spsa(loss, theta, epsilon, seed):
     ...     z = torch.randn(theta.shape, generator=torch.Generator().manual_seed(seed), dtype=theta.dtype)
     ...     return (loss(theta + epsilon * z) - loss(theta - epsilon * z)) / (2 * epsilon) * z
-    >>> judge_estimator(spsa, num_samples=500).failed
+    >>> judge_estimator(spsa, num_samples=1_000).failed
     ()
     """
     if distribution not in ("normal", "signs", "sphere", "any"):
