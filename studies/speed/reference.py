@@ -16,7 +16,7 @@ def literal_step(model: nn.Module, data: dict[str, Tensor], seed: int, rate: flo
     _perturb(model, seed, 1, epsilon)
     g: float = ((plus - minus) / (2 * epsilon)).item()
     torch.manual_seed(seed)
-    for parameter in model.parameters():
+    for parameter in _tuned(model):
         parameter.data = parameter.data - rate * (g * _direction_like(parameter))
     return g
 
@@ -29,8 +29,12 @@ def two_forwards(model: nn.Module, data: dict[str, Tensor]) -> tuple[float, floa
 
 def _perturb(model: nn.Module, seed: int, scale: int, epsilon: float) -> None:
     torch.manual_seed(seed)
-    for parameter in model.parameters():
+    for parameter in _tuned(model):
         parameter.data = parameter.data + (scale * _direction_like(parameter)) * epsilon
+
+
+def _tuned(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _direction_like(parameter: Tensor) -> Tensor:
