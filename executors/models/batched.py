@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from costmodel.models.model_spec import EMBED, HEAD, block_index
 from executors.labels import IGNORED_LABEL
+from executors.models.halves import as_tensor
 from executors.models.lora import block_linears, joined_factors
 from executors.models.model import Batch, SegmentedModel
 from executors.models.packing import LEAST_SAVED, Packing, pack, packed_attention
 from executors.models.recording_blocks import StepCache
-from executors.models.transformers_interface import attention_by, register_attention, states_of
+from executors.models.transformers_interface import attention_by, register_attention
 from topology.errors import ModelError
 
 _ATTENTION = "zosim_packed"
@@ -102,6 +103,7 @@ class BatchedModel(SegmentedModel):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
+        self.refuse_several("use --weights serial or copies")
         self._narrowing: _Narrowing | None = None
         self._paths: dict[int, Sequence[SidePath]] = {}
         self._is_transposed: dict[int, bool] = {}
@@ -203,7 +205,7 @@ class BatchedModel(SegmentedModel):
             row = {"input_ids": cache.packing.tokens, "position_ids": cache.packing.positions}
             packed = StepCache(host=cache.packing.on_host)
             with attention_by(self.model, _ATTENTION):
-                embedded = self.embed(row, packed)
+                embedded = as_tensor(self.embed(row, packed))
             cache.calls = cache.calls or packed.calls
             return embedded.expand(num_points, -1, -1)
         packing = cache.packing
@@ -212,24 +214,23 @@ class BatchedModel(SegmentedModel):
         if segment == HEAD:
             return self._losses(hidden, packing)
         index = block_index(segment)
-        args, kwargs = cache.calls[index]
         self._paths = {
             id(self._carriers[id(parameter)]): (path,) if isinstance(path, SidePath) else path
             for parameter, path in paths.items()
         }
-        kwargs = kwargs | {"packing": packing}
+        more: dict[str, Any] = {"packing": packing}
         if self.narrows and packing.is_sparse and index == len(self.blocks) - 1:
             hidden = hidden.view_as(hidden)  # the caller's stays as it is
             self._narrowing = _Narrowing(hidden, packing.predictors, packing.on_host["predictors"])
-            kwargs["on_attended"] = self._narrowing.attended
+            more["on_attended"] = self._narrowing.attended
         # Increments that are part of a side path must not be added by their adapter a second time.
         carriers = [self._carriers[id(parameter)] for parameter in paths]
         joined = [module for module in carriers if hasattr(module, "lora_is_beside")]
         for module in joined:
             module.lora_is_beside = True
         try:
-            with attention_by(self.model, _ATTENTION), self.format():
-                return states_of(self.blocks[index](hidden, *args, **kwargs))
+            with attention_by(self.model, _ATTENTION):
+                return as_tensor(self.block(index, hidden, cache, **more))
         finally:
             self._paths, self._narrowing = {}, None
             for module in joined:

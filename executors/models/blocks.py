@@ -1,4 +1,4 @@
-"""Finds a model's blocks, and refuses models that cannot be split between them."""
+"""Finds a model's blocks, and refuses models that cannot be run."""
 
 from __future__ import annotations
 
@@ -10,67 +10,51 @@ from torch import nn
 from topology.errors import ModelError
 
 
+class UnsplitError(ModelError):
+    """A model that runs, and of which no segment can be run by itself."""
+
+    def __init__(self, model: nn.Module, reason: str) -> None:
+        super().__init__(
+            f"{type(model).__name__} cannot be run block by block: {reason}",
+            hint="keep it whole on one device, without splits, offloading, packed forwards or loss chunks",
+        )
+
+
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return a model's blocks in order.
 
     Raises
     ------
     ModelError
-        If it has no single list of them.
+        If it has no list of them.
     """
-    _, _, path = block_list(model)
-    return list(model.get_submodule(path).children())
+    return list(block_list(model)[1])
 
 
-def block_list(model: nn.Module) -> tuple[nn.Module, str, str]:
-    """Return the owner of the block list, its name there, and its path from the model.
+def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Return the list of a model's blocks and its path: in its decoder the longest that is in no other, or of their stated number.
 
     Raises
     ------
     ModelError
-        If there is no single list, or blocks share parameters.
+        If there is none.
     """
-    wanted = _num_blocks(model)
-    # By its length: families call the list `layers`, `h` or `blocks`.
-    lists = [
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == wanted
-    ]
-    if len(lists) != 1:
-        listed = ", ".join(path for path, _ in lists) or "none"
-        raise ModelError(
-            f"{type(model).__name__} has no single list of its {wanted} blocks (listed: {listed})",
-            hint="zosim runs language models that are one ordered list of blocks",
-        )
-    path, blocks = lists[0]
-    _refuse_shared(model, blocks, path)
-    owner, _, name = path.rpartition(".")
-    return model.get_submodule(owner), name, path
+    get_decoder: Any = getattr(model, "get_decoder", lambda: model)
+    decoder = get_decoder()
+    lists = list(_outermost_lists(decoder if isinstance(decoder, nn.Module) else model))
+    if not lists:
+        raise UnsplitError(model, "it has no list of blocks")
+    stated = getattr(model.config.get_text_config(), "num_hidden_layers", None)  # type: ignore[operator, union-attr]
+    blocks = max(lists, key=lambda one: (len(one) == stated, len(one)))
+    return next(path for path, module in model.named_modules() if module is blocks), blocks
 
 
-def _num_blocks(model: nn.Module) -> int:
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "get_input_embeddings"):
-        raise ModelError(
-            f"{type(model).__name__} is not a transformers model", hint="load it with transformers"
-        )
-    number = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if not isinstance(number, int) or number < 1:
-        raise ModelError(f"{type(model).__name__} does not state its number of blocks (num_hidden_layers)")
-    return number
-
-
-def _refuse_shared(model: nn.Module, blocks: nn.ModuleList, path: str) -> None:
-    seen: dict[int, str] = {}
-    for i, block in enumerate(blocks):
-        for name, parameter in block.named_parameters():
-            other = seen.setdefault(id(parameter), f"{path}.{i}")
-            if other != f"{path}.{i}":
-                raise ModelError(
-                    f"{type(model).__name__} shares {name} between blocks {other} and {path}.{i}",
-                    hint="zosim runs models in which every block has its own parameters",
-                )
+def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _outermost_lists(child)
 
 
 def fills_masks(model: nn.Module) -> bool:
@@ -81,8 +65,12 @@ def fills_masks(model: nn.Module) -> bool:
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise ModelError for a model that cannot be run by segments."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    """Raise ModelError for a model whose loss is no language model's, or whose forward changes weights."""
+    if getattr(model, "config", None) is None or not hasattr(model, "get_input_embeddings"):
+        raise ModelError(
+            f"{type(model).__name__} is not a transformers model", hint="load it with transformers"
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(
             f"{type(model).__name__} is an encoder-decoder",
             hint="zosim runs causal decoders and masked encoders",

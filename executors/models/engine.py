@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from costmodel.models.model_spec import ParameterGroup
 from executors.models.batched import BatchedModel
 from executors.models.halves import Handed
-from executors.models.model import Batch, LossDType, Objective, SegmentedModel, TextObjective
+from executors.models.model import Batch, LossDType, Objective, TextObjective, UnsplitModel, in_segments
 from executors.models.parameters import NamedTensor
 from executors.models.quantised import make_layers_quantizable
 from executors.models.recording_blocks import StepCache
@@ -56,7 +56,7 @@ class ForwardEngine(Protocol):
         What is the same at all points of a step may be kept in `cache`.
         """
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Handed) -> Tensor:
         """Return the logits of every position for the label of the next, given what the last block left."""
 
     def gathered_rows(
@@ -66,9 +66,6 @@ class ForwardEngine(Protocol):
 
     def loss_format(self) -> torch.dtype:
         """Return the format that losses have."""
-
-    def calls_on_probe(self) -> list[Any]:
-        """Return what blocks are called with beside the hidden state, for a probe."""
 
 
 def engine_for(
@@ -97,7 +94,7 @@ def engine_for(
                 hint="leave --objective out, or use --weights serial or copies",
             )
         return BatchedModel(model, loss_dtype=loss_dtype, autocast_dtype=autocast_dtype)
-    return SegmentedModel(
+    engine = in_segments(
         model,
         loss_dtype=loss_dtype,
         loss_chunk_tokens=plan.forward.loss_chunk_tokens,
@@ -105,3 +102,8 @@ def engine_for(
         objective=objective,
         split_blocks=plan.model.split_blocks,
     )
+    if isinstance(engine, UnsplitModel) and (plan.num_stages > 1 or plan.residency.blocks != "resident"):
+        raise engine.reason
+    if plan.split_points:
+        engine.refuse_several("run it in one stage")
+    return engine

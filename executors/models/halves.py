@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from executors.models.transformers_interface import states_of
+from executors.models.recording_blocks import Call
 from topology.errors import ModelError
 
 _NORMS_BEFORE = {
@@ -36,8 +37,18 @@ class Halfway(NamedTuple):
     residual: Tensor
 
 
-Handed = Tensor | Halfway
-"""What one segment hands to the next."""
+Handed = Tensor | Halfway | tuple[Any, ...]
+"""What one segment hands to the next: the hidden state, two tensors within a block, or all that a model's blocks hand on."""
+
+
+def as_handed(states: tuple[Any, ...]) -> Handed:
+    """Return what is handed on where it is these states."""
+    return states[0] if len(states) == 1 else states
+
+
+def as_states(handed: Handed) -> tuple[Any, ...]:
+    """Return the states that were handed on."""
+    return handed if isinstance(handed, tuple) else (handed,)
 
 
 def as_tensor(handed: Handed | None) -> Tensor:
@@ -77,8 +88,8 @@ class HalvedBlock:
         self._takes_residual = modules["fc1"] if self._norm_behind is not None else norm
         self._is_flat = path == "fc2"
 
-    def front(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Halfway:
-        """Run the block up to its MLP's second linear."""
+    def front(self, rows: torch.Size, call: Call) -> Halfway:
+        """Run the block up to its MLP's second linear, on tokens in the shape `rows`."""
         # The block runs its own code, until a hook stops it by an exception.
         residuals: list[Tensor] = []
 
@@ -90,9 +101,8 @@ class HalvedBlock:
             self._linear.register_forward_pre_hook(stop),
         ]
         try:
-            self._block(hidden, *args, **kwargs)
+            self._block(*call[0], **call[1])
         except _FrontIsDone as stopped:
-            rows = hidden.shape[:-1]
             (residual,) = residuals
             return Halfway(stopped.activation.reshape(*rows, -1), residual.reshape(*rows, -1))
         finally:
@@ -110,7 +120,7 @@ class HalvedBlock:
         hidden = (residual + self._linear(activation)).view(shape)
         return hidden if self._norm_behind is None else self._norm_behind(hidden)  # type: ignore[no-any-return]
 
-    def check(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Halfway:
+    def check(self, rows: torch.Size, call: Call) -> Halfway:
         """Raise unless both halves together are the block, bit for bit; return what passes between them.
 
         Raises
@@ -118,8 +128,9 @@ class HalvedBlock:
         ModelError
             If they are not.
         """
-        whole = states_of(self._block(hidden, *args, **kwargs))
-        halfway = self.front(hidden, *args, **kwargs)
+        output = self._block(*call[0], **call[1])
+        whole = output[0] if isinstance(output, tuple) else output
+        halfway = self.front(rows, call)
         joined = self.back(halfway)
         # NaNs are equal here: damaged weights are not this check's to find.
         if not bool(((joined == whole) | (joined.isnan() & whole.isnan())).all()):

@@ -1,8 +1,11 @@
 """A language model split into segments that run one at a time, by the model's own code.
 
 The list of blocks is replaced by stand-ins while the model's forward runs. For ``embed`` they record what each
-block is called with and stop the forward after the last; for ``head`` they hand on the hidden state that the
+block is called with and stop the forward after the last; for ``head`` they hand on the states that the
 blocks left. Masks, positions, projections, logits and the loss are therefore the model's own, bit for bit.
+
+A model is tried on a few tokens first. One whose blocks cannot be run by themselves is a single segment
+(:class:`UnsplitModel`).
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map_only
 
 from costmodel.models.groups import ParameterEntry, group_parameters, split_blocks_inside
 from costmodel.models.model_spec import (
@@ -30,12 +34,27 @@ from costmodel.models.model_spec import (
 )
 from executors.labels import IGNORED_LABEL
 from executors.low_bits.stored import DenseTensor
-from executors.models.blocks import block_list, fills_masks, linears_of, refuse_unsupported
-from executors.models.halves import Halfway, HalvedBlock, Handed, as_tensor, normalises_last
+from executors.models.blocks import UnsplitError, fills_masks, linears_of, refuse_unsupported
+from executors.models.halves import (
+    Halfway,
+    HalvedBlock,
+    Handed,
+    as_handed,
+    as_states,
+    as_tensor,
+    normalises_last,
+)
 from executors.models.host_twins import host_twins
-from executors.models.parameters import NamedTensor, absent, named_tensors
-from executors.models.recording_blocks import Calls, StandIn, StandInState, StepCache, Stop
-from executors.models.transformers_interface import states_of
+from executors.models.parameters import NamedTensor, absent, are_same, named_tensors
+from executors.models.recording_blocks import (
+    Calls,
+    Key,
+    RecordedBlocks,
+    StepCache,
+    argument,
+    arguments,
+    with_arguments,
+)
 from topology.errors import ModelError
 
 Batch = Mapping[str, Tensor]
@@ -124,28 +143,18 @@ class SegmentedModel:
         self.autocast_dtype = autocast_dtype
         refuse_unsupported(model)
         self.is_causal = not fills_masks(model)
-        self._owner, self._list_name, blocks_path = block_list(model)
-        self._whole = self._owner.get_submodule(self._list_name)
-        self.blocks = list(self._whole.children())
-        self._role = StandInState()
         self._head_needs_shape = False
         self.split_blocks = tuple(sorted(set(split_blocks)))
-        self.segments = segments_of(len(self.blocks), self.split_blocks)
-        self._halves = {i: HalvedBlock(self.blocks[i]) for i in self.split_blocks}
-        self.hidden_size = self.inner_size = 0  # until that forward
-        last = len(self.blocks) - 1
-        self._stand_ins = nn.ModuleList(
-            StandIn(block, self._role, is_last=i == last) for i, block in enumerate(self.blocks)
-        )
+        self.hidden_size = self.inner_size = 0  # until it is tried
         self.tensors = named_tensors(model)
         self.device = self.tensors[0].values.device
-        # Nothing is absent yet: one forward is watched to learn what the front reads.
-        self._front: list[NamedTensor] = []
-        self._segments_of = self._read_segments(blocks_path)
-        self._front = [tensor for tensor in self.tensors if self._segments_of[tensor.name] == (EMBED,)]
         self.embedding = self.model.get_input_embeddings()  # type: ignore[operator]
         if not isinstance(self.embedding, nn.Embedding):
             raise ModelError(f"the model's token embedding is a {type(self.embedding).__name__}, not a table")
+        # Nothing is absent yet: a few forwards are watched to learn what the front reads.
+        self._front: list[NamedTensor] = []
+        self._side: dict[int, list[tuple[Key, int]]] = {}
+        self._segments_of = self._try()
         self.groups = self._group()
 
     # -- running -----------------------------------------------------------------------------------------------
@@ -155,13 +164,14 @@ class SegmentedModel:
         if segment == EMBED:
             return self.embed(batch, cache)
         if segment == HEAD:
-            return self.head(as_tensor(handed), batch)
+            assert handed is not None
+            return self.head(handed, batch)
         if not cache.calls:  # another stage embeds
             self.embed(batch, cache)
         assert handed is not None
         return self.between(segment, handed, cache)
 
-    def embed(self, batch: Batch, cache: StepCache) -> Tensor:
+    def embed(self, batch: Batch, cache: StepCache) -> Handed:
         """Return the first block's input, and fill `cache` with what the blocks are called with.
 
         Parameters
@@ -172,32 +182,39 @@ class SegmentedModel:
 
         Returns
         -------
-        torch.Tensor
-            Hidden state of shape (sequences, tokens, hidden).
+        torch.Tensor or tuple
+            Hidden state of shape (sequences, tokens, hidden); several tensors in models that hand on more.
         """
         calls: Calls = []
-        self._role.calls = calls
-        try:
-            with self._without_blocks(), self.format(), host_twins(self.device, batch, cache.host):
-                self.model(
-                    input_ids=batch["input_ids"],
-                    attention_mask=batch.get("attention_mask"),
-                    use_cache=False,
-                    **({"position_ids": batch["position_ids"]} if "position_ids" in batch else {}),
-                )
-        except Stop as stop:
-            if not cache.calls:
-                cache.calls = calls
-            return stop.hidden
-        finally:
-            self._role.calls = None
-        raise ModelError("the model's forward left out its last block", hint="switch layer dropping off")
+        with self._stand_ins.recording(calls):
+            self._run_front(batch, cache)
+        states = self._stand_ins.states(calls[0])
+        side = {number: argument(calls[i], key) for i, own in self._side.items() for key, number in own}
+        if not cache.calls:
+            gone = [(key, None) for key in self._stand_ins.keys]
+            cache.calls = [
+                with_arguments(call, [*gone, *((key, None) for key, _ in self._side.get(i, ()))])
+                for i, call in enumerate(calls)
+            ]
+        return as_handed((*states, *side.values()))
 
-    def block(self, index: int, hidden: Tensor, cache: StepCache) -> Tensor:
-        """Return the output of block `index`."""
-        args, kwargs = cache.calls[index]
+    def _run_front(self, batch: Batch, cache: StepCache) -> Any:
+        with self.format(), host_twins(self.device, batch, cache.host):
+            return self.model(
+                input_ids=batch["input_ids"],
+                attention_mask=batch.get("attention_mask"),
+                use_cache=False,
+                **({"position_ids": batch["position_ids"]} if "position_ids" in batch else {}),
+            )
+
+    def block(self, index: int, handed: Handed, cache: StepCache, **more: Any) -> Handed:
+        """Return what block `index` hands on; further arguments reach the block."""
+        every, num_states = as_states(handed), len(self._stand_ins.keys)
+        own = [(key, every[num_states + number]) for key, number in self._side.get(index, ())]
+        call = with_arguments(cache.calls[index], own)
         with self.format():
-            return states_of(self.blocks[index](hidden, *args, **kwargs))
+            states = self._stand_ins.run(index, every[:num_states], call, **more)
+        return as_handed((*states, *every[num_states:]))
 
     def between(self, segment: str, handed: Handed, cache: StepCache) -> Handed:
         """Return the output of `segment`, a block or half of one, given the output of the segment before."""
@@ -206,14 +223,24 @@ class SegmentedModel:
             assert isinstance(handed, Halfway)
             with self.format():
                 return self._halves[index].back(handed)
-        hidden = as_tensor(handed)
         if not segment.endswith(FRONT):
-            return self.block(index, hidden, cache)
-        args, kwargs = cache.calls[index]
-        with self.format():
-            return self._halves[index].front(hidden, *args, **kwargs)
+            return self.block(index, handed, cache)
+        return self.front_half(self._halves[index], index, as_tensor(handed), cache)
 
-    def head(self, hidden: Tensor, batch: Batch) -> Tensor:
+    def front_half(self, halves: HalvedBlock, index: int, hidden: Tensor, cache: StepCache) -> Halfway:
+        """Return what the front half of block `index` hands on."""
+        call = with_arguments(cache.calls[index], zip(self._stand_ins.keys, (hidden,), strict=True))
+        with self.format():
+            return halves.front(hidden.shape[:-1], call)
+
+    def refuse_several(self, hint: str) -> None:
+        """Raise ModelError if blocks hand on more than one hidden state."""
+        if len(self._stand_ins.keys) > 1 or self._side or self._num_dims != 3:
+            raise ModelError(
+                f"blocks of {type(self.model).__name__} hand on more than one hidden state", hint=hint
+            )
+
+    def head(self, hidden: Handed, batch: Batch) -> Tensor:
         """Return the loss of the batch, given what the last block left.
 
         Returns
@@ -225,7 +252,7 @@ class SegmentedModel:
             logits = self.logits(hidden)
             with self.format():
                 cost = self.objective.cost(self.model, logits, batch)
-            return torch.tensor(cost, dtype=torch.float64, device=hidden.device)
+            return torch.tensor(cost, dtype=torch.float64, device=self.device)
         if self.objective is not None:
             return self.objective(self.logits(hidden), batch)
         labels = batch["labels"]
@@ -237,20 +264,22 @@ class SegmentedModel:
         """Return the format that :meth:`head` returns losses in; only while all weights are here."""
         if isinstance(self.objective, TextObjective):
             return torch.float64
-        tokens = torch.zeros((1, 2), dtype=torch.long, device=self.device)
-        batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+        batch = self._few_tokens()
         with torch.no_grad():
             return self.head(self.embed(batch, StepCache()), batch).dtype
 
-    def calls_on_probe(self) -> list[Any]:
-        """Return what all blocks are called with on two tokens beside the hidden state, one after the other."""
-        tokens = torch.zeros((1, 2), dtype=torch.long, device=self.device)
-        cache = StepCache()
-        with torch.no_grad():
-            self.embed({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, cache)
-        return tree_leaves(cache.calls)
+    def _few_tokens(self) -> dict[str, Tensor]:
+        """Return a batch of two sequences of three and two tokens."""
+        tokens = torch.arange(6, device=self.device).view(2, 3) % self.embedding.num_embeddings
+        mask = torch.ones_like(tokens)
+        mask[1, 2] = 0
+        return {
+            "input_ids": tokens,
+            "attention_mask": mask,
+            "labels": tokens.masked_fill(mask == 0, IGNORED_LABEL),
+        }
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Handed) -> Tensor:
         """Return the logits of every position for the label of the next, given what the last block left.
 
         What a masked model says of a position itself stands one position earlier, so that objectives and evaluations
@@ -259,50 +288,56 @@ class SegmentedModel:
         logits = self._logits(hidden)
         return logits if self.is_causal else logits.roll(-1, dims=1)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _logits(self, hidden: Handed) -> Tensor:
         """Return the head's logits at each position, not shifted."""
         if not self._head_needs_shape:
             return self._run_head(hidden).logits  # type: ignore[no-any-return]
         # A row of many sequences may be longer than any that the model has positions for.
-        alone = hidden.reshape(-1, 1, hidden.shape[-1])
+        shape = as_states(hidden)[0].shape[:2]
+        alone = tree_map_only(Tensor, lambda state: state.reshape(-1, 1, *state.shape[2:]), hidden)
         logits: Tensor = self._run_head(alone).logits
-        return logits.view(*hidden.shape[:-1], -1)
+        return logits.view(*shape, -1)
 
-    def _run_head(self, hidden: Tensor, **inputs: Any) -> Any:
+    def _run_head(self, hidden: Handed, **inputs: Any) -> Any:
         # Nothing of what the front of the forward makes is used: the stand-ins replace it. One token will do,
         # except for models that shape their output after their input. No program says that a head reads the front's weights,
         # which another stream may be changing, so it does not.
-        shape = hidden.shape[:-1] if self._head_needs_shape else (1, 1)
-        self._role.hidden = hidden
-        try:
-            with (
-                self._without_blocks(),
-                self.format(),
-                host_twins(self.device),
-                absent(self._front, hidden.device),
-            ):
-                tokens = torch.zeros((1, 1), dtype=torch.long, device=hidden.device).expand(shape)
-                return self.model(input_ids=tokens, use_cache=False, **inputs)
-        finally:
-            self._role.hidden = None
-            self._role.entered_head = False
+        states = as_states(hidden)[: len(self._stand_ins.keys)]
+        device = states[0].device
+        shape = states[0].shape[:2] if self._head_needs_shape else (1, 1)
+        with (
+            self._stand_ins.returning(states),
+            self.format(),
+            host_twins(self.device),
+            absent(self._front, device),
+        ):
+            tokens = torch.zeros((1, 1), dtype=torch.long, device=device).expand(shape)
+            return self.model(input_ids=tokens, use_cache=False, **inputs)
 
-    def _summed_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def _summed_loss(self, hidden: Handed, labels: Tensor) -> Tensor:
         dtype = torch.float64 if self.loss_dtype == "fp64" else torch.float32
         if self.is_causal:
             # Each label moves to the token that predicts it.
             labels = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
         targets = labels.reshape(-1)
-        flat = hidden.reshape(1, -1, hidden.shape[-1])
-        chunk = self.loss_chunk_tokens or flat.shape[1]
-        total = torch.zeros((), dtype=dtype, device=hidden.device)
-        for begin in range(0, flat.shape[1], chunk):
-            logits = self._logits(flat[:, begin : begin + chunk])[0].to(dtype)
+        total = torch.zeros((), dtype=dtype, device=labels.device)
+        begin = 0
+        for logits in self._logits_by_chunks(hidden):
+            own = targets[begin : begin + len(logits)]
             total += nn.functional.cross_entropy(
-                logits, targets[begin : begin + chunk], ignore_index=IGNORED_LABEL, reduction="sum"
+                logits.to(dtype), own, ignore_index=IGNORED_LABEL, reduction="sum"
             )
+            begin += len(logits)
             del logits  # before the next ones are made
         return total / (targets != IGNORED_LABEL).sum()
+
+    def _logits_by_chunks(self, hidden: Handed) -> Iterator[Tensor]:
+        """Yield logits (tokens, vocabulary) of one chunk of tokens after the other."""
+        states = [state.reshape(1, -1, *state.shape[2:]) for state in as_states(hidden) if state is not None]
+        num_tokens = states[0].shape[1]
+        chunk = self.loss_chunk_tokens or num_tokens
+        for begin in range(0, num_tokens, chunk):
+            yield self._logits(as_handed(tuple(state[:, begin : begin + chunk] for state in states)))[0]
 
     @contextmanager
     def gathered_rows(self, tensor: NamedTensor, rows: Tensor, positions: Tensor) -> Iterator[None]:
@@ -329,15 +364,6 @@ class SegmentedModel:
             hook.remove()
             tensor.hold(table)
             module.padding_idx = padding
-
-    @contextmanager
-    def _without_blocks(self) -> Iterator[None]:
-        modules = self._owner._modules
-        modules[self._list_name] = self._stand_ins
-        try:
-            yield
-        finally:
-            modules[self._list_name] = self._whole
 
     def format(self) -> AbstractContextManager[Any]:
         """Compute matrix products in their format for the length of the block."""
@@ -395,60 +421,189 @@ class SegmentedModel:
         }
         return groups
 
-    def _read_segments(self, blocks_path: str) -> dict[str, tuple[str, ...]]:
-        """Return the segments that read each parameter: blocks by place, the others by watching one run."""
-        embed_reads, head_reads = self._watch_edges()
-        segments_of: dict[str, tuple[str, ...]] = {}
-        for tensor in self.tensors:
-            if tensor.name.startswith(f"{blocks_path}."):
-                number = tensor.name.removeprefix(f"{blocks_path}.").partition(".")[0]
-                segments: tuple[str, ...] = (block_segment(int(number)),)
-            else:
-                edges = ((EMBED, embed_reads), (HEAD, head_reads))
-                segments = tuple(name for name, reads in edges if id(tensor.parameter) in reads)
-            if not segments:
-                raise ModelError(
-                    f"parameter {tensor.name} is read neither by a block nor by the modules around them",
-                    hint="zosim runs models in which every parameter belongs to a module that is called",
-                )
-            segments_of[tensor.name] = segments
-        return segments_of
+    def _try(self) -> dict[str, tuple[str, ...]]:
+        """Try the segments on a few tokens, and return which of them read each parameter.
 
-    def _watch_edges(self) -> tuple[set[int], set[int]]:
-        """Return the parameters that modules before the blocks read, and those that modules behind them read."""
+        Raises
+        ------
+        UnsplitError
+            If they are not what the model's forward computes.
+        """
+        batch = self._few_tokens()
         before: set[int] = set()
         after: set[int] = set()
+        try:
+            with torch.no_grad():
+                self._stand_ins = RecordedBlocks(self.model, partial(self._run_front, batch, StepCache()))
+                self.blocks = self._stand_ins.blocks
+                self.segments = segments_of(len(self.blocks), self.split_blocks)
+                self._halves = {i: HalvedBlock(self.blocks[i]) for i in self.split_blocks}
+                cache, calls = StepCache(), Calls()
+                with self._noted_reads(before, after):
+                    with self._stand_ins.recording(calls):
+                        self._run_front(batch, cache)
+                    states = self._stand_ins.states(calls[0])
+                    if states[0].shape[:2] != batch["input_ids"].shape:
+                        raise UnsplitError(
+                            self.model, "its states are not of shape (sequences, tokens, width)"
+                        )
+                    with self._stand_ins.returning(states), self.format():
+                        whole = self.model(**batch, use_cache=False)
+                segments = self._read_segments(before, after)
+                self._side = self._find_side(calls, batch, before)
+                self._find_head(as_handed(states), batch["labels"], whole)
+                self.hidden_size, self._num_dims = states[0].shape[-1], states[0].dim()
+                self.embed(batch, cache)
+                for i, halves in self._halves.items():
+                    self.inner_size = self._check_halves(halves, i, states[0], cache)
+                self._front = [tensor for tensor in self.tensors if segments[tensor.name] == (EMBED,)]
+        except _FAILURES as error:
+            raise UnsplitError(self.model, str(error)[:300] or type(error).__name__) from error
+        return segments
+
+    def _check_halves(self, halves: HalvedBlock, index: int, hidden: Tensor, cache: StepCache) -> int:
+        """Return the width of what goes into the second linear; raise unless both halves are the block."""
+        with self.format():
+            call = with_arguments(cache.calls[index], zip(self._stand_ins.keys, (hidden,), strict=True))
+            return halves.check(hidden.shape[:-1], call).activation.shape[-1]
+
+    def _read_segments(self, before: set[int], after: set[int]) -> dict[str, tuple[str, ...]]:
+        """Return the segments that read each parameter: those of blocks by place, the others as was noted."""
+        owners: dict[int, set[str]] = {}
+        for i, block in enumerate(self.blocks):
+            for parameter in block.parameters():
+                owners.setdefault(id(parameter), set()).add(block_segment(i))
+        segments_of: dict[str, tuple[str, ...]] = {}
+        for tensor in self.tensors:
+            key = id(tensor.parameter)
+            inside = owners.get(key, set())
+            # What nothing reads is perturbed and updated as in any loop over all parameters.
+            outside = [name for name, reads in ((EMBED, before), (HEAD, after)) if key in reads]
+            if len(inside) > 1 or (inside and outside):
+                readers = ", ".join([*sorted(inside), *outside])
+                raise UnsplitError(self.model, f"{tensor.name} is read by {readers}")
+            segments_of[tensor.name] = tuple(inside) or tuple(outside) or (EMBED,)
+        return segments_of
+
+    @contextmanager
+    def _noted_reads(self, before: set[int], after: set[int]) -> Iterator[None]:
+        """Note the parameters that modules before the blocks read, and those that modules behind them read."""
 
         def note(module: nn.Module, _args: object) -> None:
             reads = {id(parameter) for parameter in module.parameters(recurse=False)}
-            (after if self._role.entered_head else before).update(reads)
+            (after if self._stand_ins.entered_head else before).update(reads)
 
         inside = {module for block in self.blocks for module in block.modules()}
         outside = [module for module in self.model.modules() if module not in inside]
         hooks = [module.register_forward_pre_hook(note) for module in outside]
         try:
-            with torch.no_grad():
-                self._probe()
-        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, ArithmeticError) as error:
-            raise ModelError(
-                f"{type(self.model).__name__} cannot be run on two tokens: {str(error)[:300] or type(error).__name__}",
-                hint="a field of its configuration, or the shape of one of its weights, does not fit the others",
-            ) from error
+            yield
         finally:
             for hook in hooks:
                 hook.remove()
-        return before, after
 
-    def _probe(self) -> None:
-        batch = {"input_ids": torch.zeros((1, 2), dtype=torch.long, device=self.device)}
-        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        cache = StepCache()
-        hidden = self.embed(batch, cache)
-        self.hidden_size = hidden.shape[-1]
-        args, kwargs = cache.calls[0]
+    def _find_side(self, calls: Calls, batch: Batch, before: set[int]) -> dict[int, list[tuple[Key, int]]]:
+        """Return by block the arguments that are no states and depend on weights all the same, numbered by tensor."""
+        lost: Calls = []
+        with self._stand_ins.recording(lost, losing=True):
+            self._run_front(batch, StepCache())
+        others: Calls = []
+        front = [tensor for tensor in self.tensors if id(tensor.parameter) in before]
+        with absent(front, self.device), self._stand_ins.recording(others):
+            self._run_front(batch, StepCache())
+        numbers: dict[int, int] = {}
+        side: dict[int, list[tuple[Key, int]]] = {}
+        for i, (call, other, late) in enumerate(zip(calls, others, lost, strict=True)):
+            for key, value in arguments(call):
+                if key in self._stand_ins.keys:
+                    continue
+                if not are_same(value, argument(late, key)):
+                    raise UnsplitError(
+                        self.model, f"block {i} takes more from the blocks before than the last returned"
+                    )
+                if are_same(value, argument(other, key)):
+                    continue
+                if not isinstance(value, Tensor):
+                    raise UnsplitError(
+                        self.model, f"its blocks take a {type(value).__name__} that depends on weights"
+                    )
+                side.setdefault(i, []).append((key, numbers.setdefault(id(value), len(numbers))))
+        return side
+
+    def _find_head(self, handed: Handed, labels: Tensor, whole: Any) -> None:
+        """Find out whether one token will do for all but the head's input; raise if the head reads more than that."""
+        for self._head_needs_shape in (False, True):
+            try:
+                found = self._logits(handed), self._run_head(handed, labels=labels).loss
+            except _FAILURES:
+                continue
+            if are_same(found, (whole.logits, whole.loss)):
+                return
+        raise UnsplitError(self.model, "its head reads more than what the last block leaves")
+
+
+_FAILURES = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, ArithmeticError)
+"""What a model's code may raise where it is called otherwise than its own forward calls it."""
+
+
+class UnsplitModel(SegmentedModel):
+    """A model whose blocks cannot be run by themselves: its head segment is all of it.
+
+    Parameters
+    ----------
+    reason : UnsplitError
+        Why not.
+    """
+
+    def __init__(self, model: nn.Module, reason: UnsplitError, **options: Any) -> None:
+        if options.get("split_blocks") or options.get("loss_chunk_tokens"):
+            raise reason
+        self.reason = reason
+        super().__init__(model, **options)
+
+    def embed(self, batch: Batch, cache: StepCache) -> Handed:
+        """Return the tokens, and what goes with them."""
+        del cache
+        return tuple(batch.get(name) for name in _INPUTS)
+
+    def block(self, index: int, handed: Handed, cache: StepCache, **more: Any) -> Handed:
+        """Return the tokens as they are."""
+        del index, cache, more
+        return handed
+
+    def _run_head(self, hidden: Handed, **inputs: Any) -> Any:
+        given = {name: own for name, own in zip(_INPUTS, as_states(hidden), strict=True) if own is not None}
         with self.format():
-            self._role.returns_tuple = isinstance(self.blocks[0](hidden, *args, **kwargs), tuple)
-            for i, halves in self._halves.items():
-                args, kwargs = cache.calls[i]
-                self.inner_size = halves.check(hidden, *args, **kwargs).activation.shape[-1]
-        self._head_needs_shape = self.logits(hidden).shape[:-1] != hidden.shape[:-1]
+            return self.model(**given, use_cache=False, **inputs)
+
+    def _logits_by_chunks(self, hidden: Handed) -> Iterator[Tensor]:
+        yield self._logits(hidden).flatten(0, 1)
+
+    def _try(self) -> dict[str, tuple[str, ...]]:
+        self.blocks, self.segments, self._halves = [self.model], segments_of(1), {}
+        try:
+            with torch.no_grad():
+                self.loss_format()
+        except _FAILURES as error:
+            raise ModelError(
+                f"{type(self.model).__name__} cannot be run on a few tokens: {str(error)[:300] or type(error).__name__}",
+                hint="the model's own forward fails; try it in transformers alone",
+            ) from error
+        return {tensor.name: (HEAD,) for tensor in self.tensors}
+
+
+_INPUTS = ("input_ids", "attention_mask", "position_ids")
+
+
+def in_segments(model: nn.Module, **options: Any) -> SegmentedModel:
+    """Return a model in segments; in one, where its blocks cannot be run by themselves.
+
+    Parameters
+    ----------
+    **options
+        As of :class:`SegmentedModel`.
+    """
+    try:
+        return SegmentedModel(model, **options)
+    except UnsplitError as reason:
+        return UnsplitModel(model, reason, **options)

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from costmodel.formats.low_bits import QuantConfig
 from executors.low_bits.linear import QuantizedLinear, quantized_layers
@@ -161,3 +163,20 @@ def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
             "the model has no trainable parameter", hint="set requires_grad on what is to be tuned"
         )
     return tensors
+
+
+def are_same(one: Any, other: Any) -> bool:
+    """Whether two trees of arguments hold the same, NaNs too; of tensors without values, the same shapes."""
+    leaves, others = tree_leaves(one), tree_leaves(other)
+    return len(leaves) == len(others) and all(map(_is_same, leaves, others))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return one is other or (type(one) is type(other) and bool(one == other))
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    if one.is_meta or other.is_meta:
+        return True
+    same = one == other
+    return bool((same | (one.isnan() & other.isnan()) if one.is_floating_point() else same).all())

@@ -9,8 +9,8 @@ from torch import nn
 from costmodel.models.configs import spec_of_config
 from costmodel.models.model_spec import ModelSpec
 from executors.formats import format_of
-from executors.models.model import SegmentedModel
-from topology.errors import ModelError, UnknownFamily
+from executors.models.model import SegmentedModel, in_segments
+from topology.errors import UnknownFamily
 from zosim.plans import ForwardPass, Placement, Plan, Weights
 
 
@@ -35,11 +35,9 @@ def spec_of_model(
     Raises
     ------
     ModelError
-        If the model cannot be split, or its configuration lacks a size.
+        If the model cannot be run.
     """
-    segmented = (
-        model if isinstance(model, SegmentedModel) else SegmentedModel(model, split_blocks=split_blocks)
-    )
+    segmented = model if isinstance(model, SegmentedModel) else in_segments(model, split_blocks=split_blocks)
     config = segmented.model.config.get_text_config()  # type: ignore[operator, union-attr]
     name = name or getattr(config, "_name_or_path", "") or type(segmented.model).__name__
     try:
@@ -47,7 +45,12 @@ def spec_of_model(
     except UnknownFamily:
         shape = _usual_fields(segmented, config)
     rank, adapters = _adapters(segmented)
-    shape |= {"name": name, "adapter_rank": rank, "adapter_shapes": adapters}
+    shape |= {
+        "name": name,
+        "num_blocks": len(segmented.blocks),
+        "adapter_rank": rank,
+        "adapter_shapes": adapters,
+    }
     lazy_steps = (getattr(module, "lora_lazy_steps", 0) for module in segmented.blocks[0].modules())
     shape |= {"adapter_lazy_steps": max(lazy_steps)}
     prefixes = (
@@ -94,33 +97,42 @@ def plan_of_model(model: nn.Module, *, batch: int, seq: int, **axes: Any) -> Pla
     return Plan(model=spec, batch=batch, seq=seq, **(chosen | axes))
 
 
+ANY_LENGTH = 1 << 20
+"""Longest sequence of a model that has no table of positions, such as one whose attention has slopes, or none."""
+
+
 def _usual_fields(segmented: SegmentedModel, config: Any) -> dict[str, Any]:
-    try:
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        # The family is unknown: what its blocks' modules are called says what they do.
-        gated = any("gate" in name for name, _ in segmented.blocks[0].named_modules())
-        is_rms = any("rmsnorm" in type(module).__name__.lower() for module in segmented.blocks[0].modules())
-        return {
-            "family": config.model_type,
-            "num_blocks": len(segmented.blocks),
-            "hidden_size": hidden,
-            "intermediate_size": getattr(config, "intermediate_size", None) or 4 * hidden,
-            "num_heads": heads,
-            "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(config, "head_dim", None) or hidden // heads,
-            "vocab_size": config.vocab_size,
-            "max_positions": config.max_position_embeddings,
-            "mlp": "gated" if gated else "plain",
-            "norm": "rmsnorm" if is_rms else "layernorm",
-            "embed_dim": segmented.embedding.weight.shape[1],
-            "tied_head": any(group.is_tied for group in segmented.groups),
-            "activation": getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "gelu"),
-            "is_causal": segmented.is_causal,
-            "positions": "rotary" if getattr(config, "rope_parameters", None) else "learned",
-        }
-    except AttributeError as error:
-        message = f"{type(segmented.model).__name__}: its configuration does not state {error.name}"
-        raise ModelError(message, hint="zosim needs the usual sizes of a language model") from error
+    """Return the shape of a model of an unknown family: what its configuration states, else what the model shows."""
+    fields, spelt = config.to_dict(), getattr(config, "attribute_map", {})
+
+    def stated(*names: str) -> int | None:
+        values = (fields.get(spelt.get(name, name)) for name in names)
+        return next((value for value in values if type(value) is int and value > 0), None)
+
+    modules = dict(segmented.blocks[0].named_modules())
+    hidden = segmented.hidden_size or segmented.embedding.embedding_dim
+    heads = stated("num_attention_heads", "num_heads") or 1
+    activation = fields.get("hidden_act") or fields.get("hidden_activation")
+    return {
+        "family": config.model_type,
+        "hidden_size": hidden,
+        "intermediate_size": stated("intermediate_size", "ffn_dim") or 4 * hidden,
+        "num_heads": heads,
+        "num_key_value_heads": stated("num_key_value_heads") or heads,
+        "head_dim": stated("head_dim") or max(1, hidden // heads),
+        "vocab_size": segmented.embedding.num_embeddings,
+        "max_positions": stated("max_position_embeddings", "max_target_positions") or ANY_LENGTH,
+        # What its blocks' modules are called says what they do.
+        "mlp": "gated" if any("gate" in name for name in modules) else "plain",
+        "norm": "rmsnorm"
+        if any("rmsnorm" in type(module).__name__.lower() for module in modules.values())
+        else "layernorm",
+        "embed_dim": segmented.embedding.embedding_dim,
+        "tied_head": any(group.is_tied for group in segmented.groups),
+        "activation": activation if isinstance(activation, str) else "gelu",
+        "is_causal": segmented.is_causal,
+        "positions": "rotary" if fields.get("rope_parameters") else "learned",
+    }
 
 
 def _adapters(segmented: SegmentedModel) -> tuple[int, tuple[tuple[int, int], ...]]:

@@ -14,7 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from costmodel.models.model_spec import block_segment
-from executors.models.halves import Halfway, HalvedBlock
+from executors.models.halves import Halfway, HalvedBlock, as_tensor
 from executors.models.model import Batch, SegmentedModel
 from executors.models.recording_blocks import StepCache
 from zosim.plans import INSIDE
@@ -81,15 +81,14 @@ def loss_through(model: SegmentedModel, batch: Batch, changes: Mapping[SplitPoin
         If the MLP of a block that is split is none of those that are known.
     """
     cache = StepCache()
-    hidden = model.embed(batch, cache)
+    hidden = as_tensor(model.embed(batch, cache))
     for i, block in enumerate(model.blocks):
         inner, after = changes.get(SplitPoint(i, inside=True)), changes.get(SplitPoint(i))
         if inner is None:
-            hidden = model.block(i, hidden, cache)
+            hidden = as_tensor(model.block(i, hidden, cache))
         else:
             halves = HalvedBlock(block)
-            args, kwargs = cache.calls[i]
-            activation, residual = halves.front(hidden, *args, **kwargs)
+            activation, residual = model.front_half(halves, i, hidden, cache)
             hidden = halves.back(Halfway(inner("activation", activation), inner("residual", residual)))
         if after is not None:
             hidden = after("hidden", hidden)

@@ -19,11 +19,6 @@ _CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
 """What the cache has been called in transformers, the newest name first."""
 
 
-def states_of(output: Any) -> Tensor:
-    """Return the hidden state that a block returned, alone or before something else."""
-    return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
-
-
 def attention_modules(block: nn.Module) -> list[nn.Module]:
     """Return the modules of a block that read a key-value cache."""
     return [module for module in block.modules() if hasattr(module, "layer_idx") and module is not block]

@@ -16,7 +16,7 @@ from torch import Generator, nn
 from costmodel.models.configs import LoRA
 from executors.formats import TORCH_DTYPES
 from executors.models.increments import AdapterState
-from executors.models.model import SegmentedModel
+from executors.models.model import in_segments
 from executors.models.weight_files import weights_digest
 from executors.randomness.counter import CounterKey
 from executors.randomness.low_rank import Factors, FactorSampler, Window, divisor_of
@@ -148,7 +148,7 @@ class _Updates:
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         prepare(model, plan, torch.device("cpu"))
-        split_point = SegmentedModel(model)
+        split_point = in_segments(model)
         self._plan = plan
         self._distribution = plan.directions.family
         tuned = [tensor for tensor in split_point.tensors if tensor.trainable]

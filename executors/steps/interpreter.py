@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ from executors.steps.ops.codec import BoundaryActions
 from executors.steps.streams import Backend, PeersTicket, Task, Ticket
 from executors.steps.update_watch import UpdateWatch
 from executors.threads import SamplingThreads
-from topology.errors import ModelError, ProgramError, RunError
+from topology.errors import ProgramError, RunError
 from zosim.points import Point
 from zosim.program import Program
 from zosim.program.instructions import PARTS, Buffer, Dependency, Instruction, Part, Space
@@ -337,29 +336,13 @@ class Interpreter:
         self.checksums.begin()
 
     def _let_go(self) -> None:
-        """Let parameters that other stages hold be zeros that take no memory: masks are made with them as with any.
-
-        Raises
-        ------
-        ModelError
-            If blocks are called with something that depends on weights.
-        """
+        """Let parameters that other stages hold be zeros that take no memory: masks are made with them as with any."""
         absent = [
             tensor
             for what, part in self.store.parts.items()
             if what not in self.store.held
             for tensor in part.tensors
         ]
-        # What blocks are called with must not change when weights of other stages become stand-ins.
-        before = self._engine.calls_on_probe() if absent else []
-        for tensor in absent:
-            tensor.hold(stand_in(tensor, self._engine.device))
-        after = self._engine.calls_on_probe() if absent else []
-        if not all(map(_are_equal, before, after)):
-            raise ModelError(
-                "blocks are called with more than the hidden state, masks and positions: a later stage cannot know it",
-                hint="run the model in one stage",
-            )
         for tensor in absent:
             tensor.hold(stand_in(tensor, self.backend.device))
 
@@ -420,12 +403,6 @@ def _lazy_steps(program: Program) -> int:
             hint="lower the plan again",
         )
     return lazy.pop() if lazy else 1
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
 
 
 def _refuse_first_order(program: Program) -> None:

@@ -51,7 +51,8 @@ class PresentWeights:
         """Return the logits of a batch."""
         _, _, hidden = self._before_head(batch)
         with self._there(HEAD), torch.no_grad():
-            return self._engine.logits(as_tensor(hidden))
+            assert hidden is not None
+            return self._engine.logits(hidden)
 
     def _before_head(self, batch: Batch) -> tuple[Batch, StepCache, Handed | None]:
         """Return a batch on the device, and what all segments but the head make of it."""

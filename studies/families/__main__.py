@@ -17,7 +17,7 @@ import transformers
 from studies.families.report import page, table
 from studies.families.tiny import families, tiny_model
 from studies.families.trying import WAYS, Verdict, tried
-from zosim.console import stdout
+from zosim.console import emit
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
 _LIMIT_S = 120.0
@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="Write the page of the documentation, and its results."
     )
+    parser.add_argument("--json", action="store_true", help="Print the results as JSON.")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
@@ -45,7 +46,7 @@ def main() -> None:
         PAGE.write_text(page(found, transformers.__version__), encoding="utf-8")
         PAGE.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     else:
-        print(json.dumps(found, indent=0))
+        emit(found, json=options.json, text=table(found))
 
 
 def _apart(family: str, ways: list[str]) -> dict[str, Verdict]:

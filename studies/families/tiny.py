@@ -31,7 +31,8 @@ def families() -> dict[str, str]:
 @cache
 def _rows() -> Mapping[str, Any]:
     file = resources.files("studies.families") / "tiny.yaml"
-    return shipped_yaml(file.read_text(encoding="utf-8"))
+    rows: Mapping[str, Any] = shipped_yaml(file.read_text(encoding="utf-8"))
+    return rows
 
 
 def exception_of(family: str) -> Mapping[str, Any]:
@@ -92,6 +93,8 @@ def _shrunk(fields: Mapping[str, Any], num_layers: set[int]) -> dict[str, Any]:
             types = list(dict.fromkeys(map(str, value)))
             by_name = {str(entry): entry for entry in value}
             changed[name] = [by_name[types[i % len(types)]] for i in range(NUM_LAYERS)]
+        elif isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+            changed[name] = {int(key): own for key, own in value.items() if int(key) < NUM_LAYERS}  # by layer
         elif isinstance(value, dict) and "model_type" in value:
             changed[name] = {**value, **_shrunk(value, num_layers=_num_layers(value))}
     for name, others in _rows()["with"].items():
@@ -101,7 +104,6 @@ def _shrunk(fields: Mapping[str, Any], num_layers: set[int]) -> dict[str, Any]:
 
 def _laid_over(fields: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in over.items():
-        if isinstance(value, Mapping) and isinstance(fields.get(name), dict):
-            value = _laid_over(dict(fields[name]), value)
-        fields[name] = value
+        is_nested = isinstance(value, Mapping) and isinstance(fields.get(name), dict)
+        fields[name] = _laid_over(dict(fields[name]), value) if is_nested else value
     return fields

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 
 @torch.no_grad()
-def literal_step(model: nn.Module, data: dict[str, Tensor], seed: int, rate: float, epsilon: float) -> float:
+def literal_step(model: nn.Module, data: Mapping[str, Any], seed: int, rate: float, epsilon: float) -> float:
     """Take one step: four draws of every direction, four sweeps with their temporaries, two forwards."""
     _perturb(model, seed, 1, epsilon)
     plus = model(**data).loss

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from costmodel.models.model_spec import EMBED, HEAD
 from executors.models.batched import BatchedModel
+from executors.models.halves import as_tensor
 from executors.models.model import SegmentedModel
 from executors.models.packing import pack, packed_attention
 from executors.models.recording_blocks import StepCache
@@ -65,9 +66,9 @@ def _padded(engine: SegmentedModel, batch: Data) -> float:
     hidden = engine.embed(batch, cache)
     for segment in engine.segments:
         if segment not in (EMBED, HEAD):
-            hidden = engine.run(segment, batch, cache, hidden)  # type: ignore[assignment]
+            hidden = engine.run(segment, batch, cache, hidden)
     rows, places = (batch["labels"] != -100).nonzero(as_tuple=True)
-    logits = engine.logits(hidden[rows, places - 1][None])[0].float().log_softmax(-1)
+    logits = engine.logits(as_tensor(hidden)[rows, places - 1][None])[0].float().log_softmax(-1)
     return -float(logits.gather(1, batch["labels"][rows, places][:, None]).mean())
 
 

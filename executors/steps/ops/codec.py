@@ -16,7 +16,7 @@ from costmodel.formats.codecs import codec_spec
 from costmodel.models.model_spec import FRONT
 from executors.codecs import Quantised, codec_of, decode, messages_of
 from executors.codecs.container import length_of
-from executors.models.halves import Halfway, Handed
+from executors.models.halves import Halfway, Handed, as_tensor
 from executors.randomness.rng import generator_on, mixed
 from executors.ranks.messages import LENGTH_BYTES, Packed, pack, stays_on, unpack
 from executors.steps.frames import MicroBatch, StepFrame
@@ -203,7 +203,7 @@ class BoundaryActions:
 
 
 def _each(handed: Handed) -> tuple[Tensor, ...]:
-    return tuple(handed) if isinstance(handed, Halfway) else (handed,)
+    return tuple(handed) if isinstance(handed, Halfway) else (as_tensor(handed),)
 
 
 def _handed(access: Access) -> Access:

@@ -107,8 +107,7 @@ class Forwards:
             outputs: list[Handed] = []
             with context.reading(weights):
                 for part in context.loaded.parts:
-                    if is_graph and part.cache.calls:
-                        assert handed is not None
+                    if is_graph and part.cache.calls and handed and isinstance(handed[0], Tensor):
                         entering = as_tensor(handed.pop(0))
                         outputs.append(self._by_graph(instruction, len(outputs), part, entering, weights))
                         continue

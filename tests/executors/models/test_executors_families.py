@@ -1,0 +1,186 @@
+"""Families of models that call their blocks in their own ways, each against the literal loop."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AlbertConfig, AlbertForMaskedLM
+
+from executors.models.blocks import UnsplitError
+from executors.models.model import SegmentedModel, UnsplitModel, in_segments
+from executors.models.recording_blocks import StepCache
+from executors.models.spec import plan_of_model
+from executors.runs.session import Session
+from studies.families.tiny import families, tiny_model
+from tests.support.reference_mezo import LiteralMezo, differing
+from tests.support.tiny import batches
+from topology.errors import ModelError
+
+STEPS, RATE, EPSILON = 2, 1e-2, 1e-3
+
+HARD = {
+    "gemma2": "sliding and full attention in turn, soft caps",
+    "gpt_oss": "sinks, experts in one tensor",
+    "bloom": "ALiBi, blocks return tuples",
+    "falcon": "parallel blocks, multi-query",
+    "gpt_bigcode": "a head that takes its shape from the tokens",
+    "bamba": "recurrent and attention blocks in turn",
+    "rwkv": "blocks hand on their recurrent state",
+    "deepseek_v4": "several streams of hidden states",
+}
+"""Families whose offloaded runs need something of their own."""
+
+
+def compared(model, **axes):
+    """Train, and return what differs from the literal loop."""
+    literal = copy.deepcopy(model)
+    plan = plan_of_model(model, batch=2, seq=9, estimator={"epsilon": EPSILON}, **axes)
+    loop = LiteralMezo(literal, epsilon=EPSILON, loss=lambda batch: literal(**batch, use_cache=False).loss)
+    with Session(plan, model, learning_rate=RATE) as session:
+        for step, batch in enumerate(batches(STEPS, size=2)):
+            record = session.step(batch, seeds=(step,))
+            ((plus, minus, g),) = loop.step(batch, (step,), RATE)
+            assert (record.losses_plus, record.losses_minus) == ((plus,), (minus,))
+            assert record.projected_gradients == (g,)
+        session.flush()
+    return differing(model, literal)
+
+
+@pytest.mark.parametrize("family", HARD)
+def test_a_hard_family_offloaded_is_the_literal_loop(family):
+    assert compared(tiny_model(family), residency={"blocks": "offloaded"}) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families())
+def test_a_family_resident_is_the_literal_loop(family):
+    try:
+        model = tiny_model(family)
+    except Exception as error:  # noqa: BLE001 - the table of families says so
+        pytest.skip(f"no tiny model: {error}")
+    assert compared(model) == []
+
+
+def test_a_model_that_cannot_be_split_is_tuned_whole_and_not_offloaded():
+    config = AlbertConfig(
+        vocab_size=96, embedding_size=16, hidden_size=16, intermediate_size=24, num_attention_heads=2,
+        num_hidden_layers=3, max_position_embeddings=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AlbertForMaskedLM(config).eval()
+    assert isinstance(in_segments(model), UnsplitModel)
+    assert compared(copy.deepcopy(model)) == []
+    with pytest.raises(UnsplitError, match="runs blocks more than once"):
+        compared(model, residency={"blocks": "offloaded"})
+
+
+# -- what a forward may do around its blocks ------------------------------------------------------------------------------
+
+
+class ToyBlock(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.does = model.does
+
+    def forward(self, hidden, other=None, shared=None):
+        if shared is not None:
+            shared.append(hidden)
+            hidden = hidden + shared[0]
+        if other is not None:
+            hidden = hidden + other
+        hidden = hidden + torch.tanh(self.linear(hidden))
+        if self.does == "two states":
+            return hidden, hidden * 2
+        return (hidden, None) if self.does == "tuples" else hidden
+
+
+class Toy(nn.Module):
+    """A language model whose forward does one unusual thing around its blocks."""
+
+    def __init__(self, does):
+        super().__init__()
+        torch.manual_seed(0)
+        self.does = does
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=3))
+        self.embed = nn.Embedding(96, 8)
+        self.layers = nn.ModuleList(ToyBlock(self) for _ in range(3))
+        self.head = nn.Linear(8, 96)
+        self.unread = nn.Parameter(torch.ones(3))
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def forward(self, input_ids, attention_mask=None, labels=None, use_cache=False):
+        embedded = hidden = self.embed(input_ids)
+        other, shared, first = None, [], None
+        for _ in range(2 if self.does == "twice" else 1):
+            for layer in self.layers:
+                if self.does == "side":
+                    other = embedded * 3
+                elif self.does == "older states":
+                    other = None if first is None else first * 2
+                hidden = layer(
+                    hidden, other=other, **({"shared": shared} if self.does == "shared list" else {})
+                )
+                if self.does == "two states":
+                    hidden, other = hidden
+                elif self.does == "tuples":
+                    hidden = hidden[0]
+                elif self.does == "between":
+                    hidden = hidden * 0.5
+                first = hidden if first is None else first
+        if self.does == "skip":
+            hidden = hidden + embedded
+        logits = self.head(hidden)
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return SimpleNamespace(logits=logits, loss=loss)
+
+
+@pytest.mark.parametrize("does", ["nothing", "tuples", "two states", "side"])
+def test_segments_of_a_toy_are_its_forward(does):
+    model, (batch,) = Toy(does), batches(1)
+    split_point = SegmentedModel(model)
+    with torch.no_grad():
+        cache = StepCache()
+        for change in (0.0, 0.5):  # what depends on weights is not taken from the point before
+            model.embed.weight.data += change
+            handed = split_point.embed(batch, cache)
+            for i in range(3):
+                handed = split_point.block(i, handed, cache)
+            assert torch.equal(split_point.head(handed, batch), model(**batch).loss)
+    assert split_point.segments == ("embed", "block.0", "block.1", "block.2", "head")
+
+
+REASONS = {
+    "between": "more between blocks than to hand on",
+    "twice": "blocks more than once",
+    "shared list": "share a list",
+    "older states": "takes more from the blocks before",
+    "skip": "head reads more",
+}
+
+
+@pytest.mark.parametrize("does", REASONS)
+def test_a_toy_that_does_more_between_its_blocks_is_one_segment(does):
+    model, (batch,) = Toy(does), batches(1)
+    with pytest.raises(UnsplitError, match=REASONS[does]):
+        SegmentedModel(model)
+    whole = in_segments(model)
+    with torch.no_grad():
+        handed = whole.embed(batch, None)
+        assert torch.equal(whole.head(whole.block(0, handed, None), batch), model(**batch).loss)
+    assert [group.segments for group in whole.groups] == [("head",)]
+
+
+def test_a_model_whose_own_forward_fails_is_refused_in_its_words():
+    model = Toy("nothing")
+    model.head = nn.Linear(5, 96)
+    with pytest.raises(
+        ModelError, match=r"cannot be run on a few tokens: mat1 and mat2(?s:.*)own forward fails"
+    ):
+        in_segments(model)
