@@ -144,16 +144,16 @@ class Toy(nn.Module):
 @pytest.mark.parametrize("does", ["nothing", "tuples", "two states", "side"])
 def test_segments_of_a_toy_are_its_forward(does):
     model, (batch,) = Toy(does), batches(1)
-    split_point = SegmentedModel(model)
+    segmented = SegmentedModel(model)
     with torch.no_grad():
         cache = StepCache()
         for change in (0.0, 0.5):  # what depends on weights is not taken from the point before
             model.embed.weight.data += change
-            handed = split_point.embed(batch, cache)
+            handed = segmented.embed(batch, cache)
             for i in range(3):
-                handed = split_point.block(i, handed, cache)
-            assert torch.equal(split_point.head(handed, batch), model(**batch).loss)
-    assert split_point.segments == ("embed", "block.0", "block.1", "block.2", "head")
+                handed = segmented.block(i, handed, cache)
+            assert torch.equal(segmented.head(handed, batch), model(**batch).loss)
+    assert segmented.segments == ("embed", "block.0", "block.1", "block.2", "head")
 
 
 REASONS = {
