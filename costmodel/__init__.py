@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from costmodel.models.model_spec import EMBED as EMBED
     from costmodel.models.model_spec import HEAD as HEAD
     from costmodel.models.model_spec import ModelSpec as ModelSpec
-    from costmodel.models.model_spec import ParameterGroup as ParameterGroup
+    from costmodel.models.model_spec import ParamGroup as ParamGroup
     from costmodel.models.model_spec import block_segment as block_segment
     from costmodel.rates.profile import Constant as Constant
     from costmodel.rates.profile import Profile as Profile

@@ -25,7 +25,7 @@ from costmodel.formats.low_bits import (
     unpacking_work,
 )
 from costmodel.formats.roundings import RoundedDirection
-from costmodel.models.model_spec import EMBED, HEAD, ParameterGroup
+from costmodel.models.model_spec import EMBED, HEAD, ParamGroup
 from costmodel.work import Work
 
 
@@ -70,11 +70,11 @@ class DenseStorage:
 
     # -- memory ------------------------------------------------------------------------------------------------
 
-    def tuned(self, group: ParameterGroup) -> list[QuantizedMatrix]:
+    def tuned(self, group: ParamGroup) -> list[QuantizedMatrix]:
         """Return the matrices of a group that are tuned and no numbers."""
         return []
 
-    def frozen(self, group: ParameterGroup) -> list[QuantizedMatrix]:
+    def frozen(self, group: ParamGroup) -> list[QuantizedMatrix]:
         """Return those that stay as they are and are no numbers."""
         return []
 
@@ -83,25 +83,25 @@ class DenseStorage:
         """Format that the linear layers of blocks are kept in."""
         return self.dtype
 
-    def nbytes(self, group: ParameterGroup) -> int:
+    def nbytes(self, group: ParamGroup) -> int:
         """Return the bytes of a group's parameters."""
         matrices = [*self.tuned(group), *self.frozen(group)]
         size = FORMATS[self.dtype].bytes(group.num_parameters - num_elements(matrices))
         return size + sum(how.size_bytes([one]) for one, how in matrices)
 
-    def num_numbers(self, group: ParameterGroup) -> int:
+    def num_numbers(self, group: ParamGroup) -> int:
         """Return how many of a group's tuned elements are numbers."""
         return group.num_trainable - num_elements(self.tuned(group))
 
-    def buffer_format(self, groups: Iterable[ParameterGroup], dtype: str) -> str:
+    def buffer_format(self, param_groups: Iterable[ParamGroup], dtype: str) -> str:
         """Return the format of a buffer that these groups lie in, numbers of them in `dtype`: bytes where others are among them."""
-        return "uint8" if any(self.tuned(group) or self.frozen(group) for group in groups) else dtype
+        return "uint8" if any(self.tuned(group) or self.frozen(group) for group in param_groups) else dtype
 
-    def swept_bytes(self, group: ParameterGroup, direction_bytes: int) -> int:
+    def swept_bytes(self, group: ParamGroup, direction_bytes: int) -> int:
         """Return the bytes of what passes over a group's numbers need once more, were they not made in pieces."""
         return direction_bytes
 
-    def sum_bytes(self, group: ParameterGroup) -> int:
+    def sum_bytes(self, group: ParamGroup) -> int:
         """Return the bytes of what a group changes by over several directions, where these are rounded together."""
         return 0
 
@@ -151,17 +151,17 @@ class DenseStorage:
         """Return how many of the elements of a direction are rounded at random: signs never are."""
         return 0 if self.direction is None or self._are_signs else num_elements
 
-    def num_nonzero(self, group: ParameterGroup) -> int:
+    def num_nonzero(self, group: ParamGroup) -> int:
         """Return the elements of a direction but for those in rows that a sparse one leaves alone."""
         return group.num_trainable - round(self.sparsity * num_elements(self.tuned(group)))
 
-    def sparse(self, group: ParameterGroup) -> list[Linear]:
+    def sparse(self, group: ParamGroup) -> list[Linear]:
         """Return the matrices of a group of which a direction leaves rows alone."""
         return [one for one, _ in self.tuned(group)] if self.sparsity else []
 
-    def nonzero_rows_bytes(self, groups: Iterable[ParameterGroup]) -> int:
+    def nonzero_rows_bytes(self, param_groups: Iterable[ParamGroup]) -> int:
         """Return the bytes of the numbers of the rows that a step's directions move, which stay from draw to update."""
-        matrices = (one for group in groups for one in self.sparse(group))
+        matrices = (one for group in param_groups for one in self.sparse(group))
         return nonzero_rows_bytes(matrices, 1 - self.sparsity)
 
     def rounding_work(
@@ -193,14 +193,14 @@ class DenseStorage:
 
     # -- a step ------------------------------------------------------------------------------------------------
 
-    def is_beside(self, group: ParameterGroup) -> bool:
+    def is_beside(self, group: ParamGroup) -> bool:
         """Whether a tuned group stays as it is at every point, and forwards add its direction."""
         return False
 
     def forward_work(
         self,
         work: Work,
-        groups: Sequence[ParameterGroup],
+        param_groups: Sequence[ParamGroup],
         *,
         is_beside: bool,
         kept_bytes: int,
@@ -208,7 +208,7 @@ class DenseStorage:
         """Return the work of a segment's forward, from that with numbers; arguments as of :meth:`QuantizedStorage.forward_work`."""
         return work
 
-    def update_work(self, group: ParameterGroup, numbers: Work, *, is_summed: bool) -> Work:
+    def update_work(self, group: ParamGroup, numbers: Work, *, is_summed: bool) -> Work:
         """Return the work of an update, from that of the group's numbers; `is_summed` where it waits for others of the step."""
         return numbers
 
@@ -233,11 +233,11 @@ class QuantizedStorage(DenseStorage):
     product: str = "dequantise"
     are_inputs_quantized: bool = False
 
-    def tuned(self, group: ParameterGroup) -> list[QuantizedMatrix]:
+    def tuned(self, group: ParamGroup) -> list[QuantizedMatrix]:
         """Return the matrices of layers that are tuned, or of adapters beside them."""
         return self.quant_config.tuned(group)
 
-    def frozen(self, group: ParameterGroup) -> list[QuantizedMatrix]:
+    def frozen(self, group: ParamGroup) -> list[QuantizedMatrix]:
         """Return the matrices of layers that stay as they are."""
         return self.quant_config.frozen(group)
 
@@ -246,22 +246,22 @@ class QuantizedStorage(DenseStorage):
         """Format of the quantized values."""
         return self.quant_config.format
 
-    def swept_bytes(self, group: ParameterGroup, direction_bytes: int) -> int:
+    def swept_bytes(self, group: ParamGroup, direction_bytes: int) -> int:
         """Return the bytes of the numbers."""
         return FORMATS[self.dtype].bytes(self.num_numbers(group))
 
-    def sum_bytes(self, group: ParameterGroup) -> int:
+    def sum_bytes(self, group: ParamGroup) -> int:
         """Return the bytes of what quantized values change by."""
         return FORMATS["float32"].bytes(num_elements(self.tuned(group))) if self.rounds_sums else 0
 
-    def is_beside(self, group: ParameterGroup) -> bool:
+    def is_beside(self, group: ParamGroup) -> bool:
         """Whether a group stays as it is: those of blocks do, whatever of them is tuned."""
         return group.segments[0] not in (EMBED, HEAD)
 
     def forward_work(
         self,
         work: Work,
-        groups: Sequence[ParameterGroup],
+        param_groups: Sequence[ParamGroup],
         *,
         is_beside: bool,
         kept_bytes: int,
@@ -271,15 +271,15 @@ class QuantizedStorage(DenseStorage):
         Parameters
         ----------
         work : Work
-        groups : sequence of ParameterGroup
+        param_groups : sequence of ParamGroup
             The segment's.
         is_beside : bool
             Whether directions are added.
         kept_bytes : int
             What of the segment is alive beside a layer.
         """
-        tuned = [matrix for group in groups for matrix in self.tuned(group)]
-        frozen = [matrix for group in groups for matrix in self.frozen(group)]
+        tuned = [matrix for group in param_groups for matrix in self.tuned(group)]
+        frozen = [matrix for group in param_groups for matrix in self.frozen(group)]
         for matrices, is_beside_these in ((tuned, is_beside), (frozen, False)):
             if not matrices:
                 continue
@@ -299,13 +299,13 @@ class QuantizedStorage(DenseStorage):
         # Numbers, such as norms and biases, are copied to the point.
         copied = sum(
             self.num_numbers(group)
-            for group in groups
+            for group in param_groups
             if is_beside and group.num_trainable and self.is_beside(group)
         )
         size = work.workspace_bytes + FORMATS[self.dtype].bytes(copied)
         return work.model_copy(update={"workspace_bytes": size})
 
-    def update_work(self, group: ParameterGroup, numbers: Work, *, is_summed: bool) -> Work:
+    def update_work(self, group: ParamGroup, numbers: Work, *, is_summed: bool) -> Work:
         """Return the work with quantized values that are updated, or are summed."""
         tuned = self.tuned(group)
         if not tuned:

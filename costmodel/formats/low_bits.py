@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, cast
 from costmodel.formats import FORMATS, QuantFormat, ScaleScope
 from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS
 from costmodel.formats.quant_passes import QuantPass
-from costmodel.models.model_spec import ParameterGroup
+from costmodel.models.model_spec import ParamGroup
 from costmodel.work import Work
 from topology.errors import PlanError
 
@@ -127,13 +127,13 @@ class QuantConfig:
         """How A and B of adapters are kept; None where they are numbers."""
         return None if self.adapters is None else QuantConfig(self.adapters, "tensor", dtype=self.dtype)
 
-    def tuned(self, group: ParameterGroup) -> list[QuantizedMatrix]:
+    def tuned(self, group: ParamGroup) -> list[QuantizedMatrix]:
         """Return the matrices of a group that are quantized and are tuned: of its layers, or of adapters beside them."""
         beside = self.of_adapters
         adapters = [] if beside is None else [(one, beside) for one in group.trainable_matrices]
         return [*((one, self) for one in group.linears), *adapters]
 
-    def frozen(self, group: ParameterGroup) -> list[QuantizedMatrix]:
+    def frozen(self, group: ParamGroup) -> list[QuantizedMatrix]:
         """Return the matrices of a group that are quantized and stay as they are."""
         return [(one, self) for one in group.frozen_linears]
 

@@ -145,7 +145,7 @@ def backward_work(
     for item in forward.attention:
         attention_parts += [item, item] if item.materialised else [item.model_copy(update={"backward": True})]
     gradient_bytes = (
-        sum(group.num_trainable for group in spec.groups_of(segment)) * FORMATS[dtype].element_bytes
+        sum(group.num_trainable for group in spec.param_groups_of(segment)) * FORMATS[dtype].element_bytes
     )
     return forward.model_copy(
         update={

@@ -237,7 +237,9 @@ def spec_of_config(
     segments_of(arch.num_blocks, split)
     # Sizes that are possible one by one may have a product that no dimension of a tensor has.
     with readable(f"a tensor of {source or name}", ModelError):
-        groups = group_parameters(split_blocks_inside(entries, split, norm_after_mlp=arch.norm_after_mlp))
+        param_groups = group_parameters(
+            split_blocks_inside(entries, split, norm_after_mlp=arch.norm_after_mlp)
+        )
     return ModelSpec(
         name=name,
         family=family.family,
@@ -247,7 +249,7 @@ def spec_of_config(
         adapter_lazy_steps=(lora.lazy_steps or 0) if lora else 0,
         num_prefix_tokens=num_prefix_tokens,
         split_blocks=split,
-        groups=groups,
+        param_groups=param_groups,
         stored=stored_quantization(config, source or name),
         checkpoint_dtype=family.checkpoint_dtype,
     )

@@ -91,7 +91,7 @@ def forward_work(
     is_as_wide = FORMATS[stored].element_bytes == FORMATS[dtype].element_bytes
     if is_as_wide and {stored, dtype} != halves:
         return work
-    groups = spec.groups_of(segment)
+    groups = spec.param_groups_of(segment)
     elements = sum(group.num_parameters for group in groups)
     cast = Work(
         dtype=dtype,

@@ -11,7 +11,7 @@ from itertools import chain, groupby
 from math import prod
 from typing import NamedTuple
 
-from costmodel.models.model_spec import BACK, EMBED, FRONT, HEAD, ParameterGroup, block_segment
+from costmodel.models.model_spec import BACK, EMBED, FRONT, HEAD, ParamGroup, block_segment
 
 TIED_TABLE = "embed.tokens"
 """Name of the group of a token table that the head reads as well."""
@@ -71,7 +71,7 @@ def split_blocks_inside(
         yield entry._replace(segments=(entry.segments[0] + half,))
 
 
-def group_parameters(entries: Iterable[ParameterEntry]) -> tuple[ParameterGroup, ...]:
+def group_parameters(entries: Iterable[ParameterEntry]) -> tuple[ParamGroup, ...]:
     """Return the maximal runs of neighbours that the same segments read.
 
     Parameters
@@ -81,7 +81,7 @@ def group_parameters(entries: Iterable[ParameterEntry]) -> tuple[ParameterGroup,
 
     Returns
     -------
-    tuple of ParameterGroup
+    tuple of ParamGroup
         In registration order. A run read by one segment bears the segment's name; a second such run bears
         ``.1``, a third ``.2``. A run read by embed and head is ``embed.tokens``.
 
@@ -97,20 +97,20 @@ def group_parameters(entries: Iterable[ParameterEntry]) -> tuple[ParameterGroup,
     """
     rows = (ParameterEntry(*entry) for entry in entries)
     seen: dict[str, int] = {}
-    groups = []
+    param_groups = []
     for segments, run in groupby(rows, key=lambda entry: entry.segments):
         base = TIED_TABLE if segments == (EMBED, HEAD) else "+".join(segments)
         count = seen.get(base, 0)
         seen[base] = count + 1
-        groups.append(_group(base if count == 0 else f"{base}.{count}", segments, list(run)))
-    return tuple(groups)
+        param_groups.append(_group(base if count == 0 else f"{base}.{count}", segments, list(run)))
+    return tuple(param_groups)
 
 
-def joined_halves(groups: Iterable[ParameterGroup]) -> tuple[ParameterGroup, ...]:
+def joined_halves(param_groups: Iterable[ParamGroup]) -> tuple[ParamGroup, ...]:
     """Return the groups of a model some of whose blocks were split inside, as they are in the unsplit model."""
     whole = [
         (tuple(segment.removesuffix(FRONT).removesuffix(BACK) for segment in group.segments), group)
-        for group in groups
+        for group in param_groups
     ]
     whole_groups = []
     for segments, run in groupby(whole, key=lambda pair: pair[0]):
@@ -120,7 +120,7 @@ def joined_halves(groups: Iterable[ParameterGroup]) -> tuple[ParameterGroup, ...
             continue
         counts = ("num_parameters", "num_trainable", "num_tensors", "num_trainable_tensors")
         whole_groups.append(
-            ParameterGroup(
+            ParamGroup(
                 name=segments[0],
                 segments=segments,
                 largest_trainable_tensor=max(part.largest_trainable_tensor for part in parts),
@@ -133,9 +133,9 @@ def joined_halves(groups: Iterable[ParameterGroup]) -> tuple[ParameterGroup, ...
     return tuple(whole_groups)
 
 
-def _group(name: str, segments: tuple[str, ...], run: list[ParameterEntry]) -> ParameterGroup:
+def _group(name: str, segments: tuple[str, ...], run: list[ParameterEntry]) -> ParamGroup:
     trainable = [entry.num_elements for entry in run if entry.trainable]
-    return ParameterGroup(
+    return ParamGroup(
         name=name,
         segments=segments,
         num_parameters=sum(entry.num_elements for entry in run),

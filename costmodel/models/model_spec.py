@@ -67,7 +67,7 @@ RENAMED: Mapping[str, str] = {"cut_blocks": "split_blocks"}
 """Fields and values of a model specification that were renamed (:mod:`topology.renamed`)."""
 
 
-class ParameterGroup(BaseModel):
+class ParamGroup(BaseModel):
     """Parameters that are neighbours in registration order and are used by the same segments.
 
     Attributes
@@ -163,7 +163,7 @@ class ModelSpec(BaseModel):
         Virtual tokens that each block's attention sees before the real ones, 0 where there are none.
     split_blocks : tuple of int
         Blocks that are two segments, in ascending order.
-    groups : tuple of ParameterGroup
+    param_groups : tuple of ParamGroup
         In registration order.
     stored : StoredQuantization or None
         How its files keep the weights of linear layers, where another tool has quantised them.
@@ -198,7 +198,7 @@ class ModelSpec(BaseModel):
     adapter_lazy_steps: ElementsOrNone = 0
     num_prefix_tokens: ElementsOrNone = 0
     split_blocks: tuple[NonNegativeInt, ...] = ()
-    groups: tuple[ParameterGroup, ...]
+    param_groups: tuple[ParamGroup, ...]
     stored: StoredQuantization | None = None
     checkpoint_dtype: StorageFormat | None = None
 
@@ -209,11 +209,11 @@ class ModelSpec(BaseModel):
 
     @model_validator(mode="after")
     def _groups_cover_segments(self) -> ModelSpec:
-        names = [group.name for group in self.groups]
+        names = [group.name for group in self.param_groups]
         if len(set(names)) != len(names):
             message = f"model {self.name}: parameter groups must have distinct names, got {names}"
             raise ModelError(message)
-        used = {segment for group in self.groups for segment in group.segments}
+        used = {segment for group in self.param_groups for segment in group.segments}
         unknown = used - set(self.segments)
         if unknown:
             message = f"model {self.name}: groups name segments that do not exist: {sorted(unknown)}"
@@ -228,12 +228,12 @@ class ModelSpec(BaseModel):
     @property
     def num_parameters(self) -> int:
         """Stored elements, a tied tensor counted once."""
-        return sum(group.num_parameters for group in self.groups)
+        return sum(group.num_parameters for group in self.param_groups)
 
     @property
     def num_trainable(self) -> int:
         """Elements that are perturbed and updated."""
-        return sum(group.num_trainable for group in self.groups)
+        return sum(group.num_trainable for group in self.param_groups)
 
     def describe(self) -> str:
         """Return the model's name, and what is tuned of it where that is not all."""
@@ -247,23 +247,23 @@ class ModelSpec(BaseModel):
     @property
     def tunes_left_factors(self) -> bool:
         """Whether all that is tuned are the left factors B of adapters, whose right factors stay as they are in a step."""
-        tuned = [rows for group in self.groups for rows, _ in group.trainable_matrices]
-        matrices_alone = sum(group.num_trainable_tensors for group in self.groups) == len(tuned)
+        tuned = [rows for group in self.param_groups for rows, _ in group.trainable_matrices]
+        matrices_alone = sum(group.num_trainable_tensors for group in self.param_groups) == len(tuned)
         return matrices_alone and tuned == self.num_blocks * [outputs for _, outputs in self.adapter_shapes]
 
     @cached_property
-    def _by_name(self) -> dict[str, ParameterGroup]:
-        return {group.name: group for group in self.groups}
+    def _by_name(self) -> dict[str, ParamGroup]:
+        return {group.name: group for group in self.param_groups}
 
     @cached_property
-    def _by_segment(self) -> dict[str, tuple[ParameterGroup, ...]]:
-        by_segment: dict[str, list[ParameterGroup]] = {}
-        for group in self.groups:
+    def _by_segment(self) -> dict[str, tuple[ParamGroup, ...]]:
+        by_segment: dict[str, list[ParamGroup]] = {}
+        for group in self.param_groups:
             for segment in group.segments:
                 by_segment.setdefault(segment, []).append(group)
-        return {segment: tuple(groups) for segment, groups in by_segment.items()}
+        return {segment: tuple(param_groups) for segment, param_groups in by_segment.items()}
 
-    def group(self, name: str) -> ParameterGroup:
+    def group(self, name: str) -> ParamGroup:
         """Return the group called `name`.
 
         Raises
@@ -280,6 +280,6 @@ class ModelSpec(BaseModel):
                 hint="groups are " + ", ".join(self._by_name),
             ) from None
 
-    def groups_of(self, segment: str) -> tuple[ParameterGroup, ...]:
+    def param_groups_of(self, segment: str) -> tuple[ParamGroup, ...]:
         """Return the groups that `segment` reads, in registration order."""
         return self._by_segment.get(segment, ())

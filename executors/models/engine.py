@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from costmodel.models.model_spec import ParameterGroup
+from costmodel.models.model_spec import ParamGroup
 from executors.models.batched import BatchedModel
 from executors.models.halves import Handed
 from executors.models.model import Batch, LossDType, Objective, TextObjective, UnsplitModel, in_segments
@@ -32,7 +32,7 @@ class ForwardEngine(Protocol):
         Where segments run.
     segments : tuple of str
         In the order in which they run.
-    groups : tuple of ParameterGroup
+    param_groups : tuple of ParamGroup
         The parameters by the segments that read them, as the plan's model has them.
     tensors : tuple of NamedTensor
         All parameters in registration order.
@@ -42,7 +42,7 @@ class ForwardEngine(Protocol):
 
     device: torch.device
     segments: tuple[str, ...]
-    groups: tuple[ParameterGroup, ...]
+    param_groups: tuple[ParamGroup, ...]
     tensors: tuple[NamedTensor, ...]
     hidden_size: int
     inner_size: int

@@ -27,7 +27,7 @@ from costmodel.models.model_spec import (
     EMBED,
     FRONT,
     HEAD,
-    ParameterGroup,
+    ParamGroup,
     block_index,
     block_segment,
     segments_of,
@@ -155,7 +155,7 @@ class SegmentedModel:
         self._front: list[NamedTensor] = []
         self._side: dict[int, list[tuple[Key, int]]] = {}
         self._segments_of = self._try()
-        self.groups = self._group()
+        self.param_groups = self._group()
 
     # -- running -----------------------------------------------------------------------------------------------
 
@@ -412,14 +412,14 @@ class SegmentedModel:
                 hint="groups are " + ", ".join(self._tensors_of),
             ) from None
 
-    def _group(self) -> tuple[ParameterGroup, ...]:
+    def _group(self) -> tuple[ParamGroup, ...]:
         # Groups keep the order of registration, so that each takes the next tensors.
-        groups = group_parameters(self.entries())
+        param_groups = group_parameters(self.entries())
         remaining = iter(self.tensors)
         self._tensors_of = {
-            group.name: tuple(next(remaining) for _ in range(group.num_tensors)) for group in groups
+            group.name: tuple(next(remaining) for _ in range(group.num_tensors)) for group in param_groups
         }
-        return groups
+        return param_groups
 
     def _try(self) -> dict[str, tuple[str, ...]]:
         """Try the segments on a few tokens, and return which of them read each parameter.

@@ -41,7 +41,7 @@ def spec_of_model(
     config = segmented.model.config.get_text_config()  # type: ignore[operator, union-attr]
     name = name or getattr(config, "_name_or_path", "") or type(segmented.model).__name__
     try:
-        shape = spec_of_config(config.to_dict(), name=name).model_dump(exclude={"groups"})
+        shape = spec_of_config(config.to_dict(), name=name).model_dump(exclude={"param_groups"})
     except UnknownFamily:
         shape = _usual_fields(segmented, config)
     rank, adapters = _adapters(segmented)
@@ -57,7 +57,7 @@ def spec_of_model(
         p.shape[0] for name, p in segmented.blocks[0].named_parameters() if name.endswith("prefix_keys")
     )
     shape |= {"num_prefix_tokens": next(prefixes, 0), "split_blocks": segmented.split_blocks}
-    return ModelSpec(**shape, groups=segmented.groups)
+    return ModelSpec(**shape, param_groups=segmented.param_groups)
 
 
 def plan_of_model(model: nn.Module, *, batch: int, seq: int, **axes: Any) -> Plan:
@@ -128,7 +128,7 @@ def _usual_fields(segmented: SegmentedModel, config: Any) -> dict[str, Any]:
         if any("rmsnorm" in type(module).__name__.lower() for module in modules.values())
         else "layernorm",
         "embed_dim": segmented.embedding.embedding_dim,
-        "tied_head": any(group.is_tied for group in segmented.groups),
+        "tied_head": any(group.is_tied for group in segmented.param_groups),
         "activation": activation if isinstance(activation, str) else "gelu",
         "is_causal": segmented.is_causal,
         "positions": "rotary" if fields.get("rope_parameters") else "learned",

@@ -31,7 +31,7 @@ from topology.errors import RunError, ZosimError
 
 WORLD = "world"
 PIPELINE = "pipeline"
-Groups = Mapping[str, Sequence[Sequence[int]]]
+ProcessGroups = Mapping[str, Sequence[Sequence[int]]]
 T = TypeVar("T")
 
 _HEARTBEAT = -1
@@ -47,7 +47,7 @@ class Communicator:
 
     Parameters
     ----------
-    groups : mapping of str to sequence of sequence of int
+    process_groups : mapping of str to sequence of sequence of int
         Named groups, each a partition of the ranks; ``"world"`` is always there.
     device : str
         ``"cpu"``, or this rank's own, such as ``"cuda:1"``, between which parameters go by NCCL. Losses are numbers of the host, and
@@ -66,7 +66,7 @@ class Communicator:
 
     def __init__(
         self,
-        groups: Groups,
+        process_groups: ProcessGroups,
         *,
         device: str = "cpu",
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -83,7 +83,7 @@ class Communicator:
         self.num_calls: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()
         self._members = {WORLD: tuple(range(self.world_size))}
-        for name, parts in groups.items():
+        for name, parts in process_groups.items():
             own_parts = [tuple(part) for part in parts if self.rank in part]
             # A partition has every rank in exactly one part.
             if len(own_parts) != 1 or sum(map(len, parts)) != self.world_size:
@@ -93,10 +93,10 @@ class Communicator:
                 )
             self._members[name] = own_parts[0]
         with self.missing.joining():
-            self._groups = {name: self._made(parts) for name, parts in groups.items()}
-            self._pairs = self._pairs_among({WORLD: [range(self.world_size)], **groups})
+            self._groups = {name: self._made(parts) for name, parts in process_groups.items()}
+            self._pairs = self._pairs_among({WORLD: [range(self.world_size)], **process_groups})
             self._control = dist.new_group(backend=_host_backend(), timeout=self._timeout)
-            self.messages = self._made_messages(groups.get(PIPELINE, ()))
+            self.messages = self._made_messages(process_groups.get(PIPELINE, ()))
         if self._device_type != "cpu":
             own = device_named(device)
             refuse_shared(self.all_gather_json(identity_of(own), "comparing devices"))
@@ -113,13 +113,13 @@ class Communicator:
         )[0]
         return own
 
-    def _pairs_among(self, groups: Groups) -> dict[str, DuplexPair]:
+    def _pairs_among(self, process_groups: ProcessGroups) -> dict[str, DuplexPair]:
         """Return this rank's duplex connection in each group of two; groups of the same ranks share one."""
         if _host_backend() == "fake":
             return {}
         made: dict[tuple[tuple[int, ...], ...], DuplexPair | None] = {}
         pairs = {}
-        for name, parts in groups.items():
+        for name, parts in process_groups.items():
             key = tuple(tuple(part) for part in parts)
             if key not in made:
                 made[key] = DuplexPair.among(parts, self.rank, backend=_host_backend(), timeout=self._timeout)
@@ -373,16 +373,16 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def default_communicator(
-    groups: Groups, device: str, timeout_s: float = DEFAULT_TIMEOUT_S
+    process_groups: ProcessGroups, device: str, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Communicator | None:
-    """Return this rank among the ranks of `groups`; None for a rank alone.
+    """Return this rank among the ranks of `process_groups`; None for a rank alone.
 
     Raises
     ------
     RunError
         If the plan has several ranks, and this process is alone.
     """
-    world_size = sum(map(len, groups.get(WORLD, ((0,),))))
+    world_size = sum(map(len, process_groups.get(WORLD, ((0,),))))
     if world_size == 1:
         return None
     if not is_launched() and not dist.is_initialized():
@@ -390,4 +390,4 @@ def default_communicator(
             f"the plan has {world_size} ranks, and this process is alone",
             hint="`zosim run` starts the ranks of a host; a loop of one's own is started by torchrun",
         )
-    return Communicator(groups, device=device, timeout_s=timeout_s)
+    return Communicator(process_groups, device=device, timeout_s=timeout_s)

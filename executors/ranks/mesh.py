@@ -29,8 +29,8 @@ def unsplit(model: ModelSpec) -> ModelSpec:
     """Return a model with its split blocks whole."""
     if not model.split_blocks:
         return model
-    groups = [group.model_dump() for group in joined_halves(model.groups)]
-    return ModelSpec.model_validate(model.model_dump() | {"split_blocks": (), "groups": groups})
+    param_groups = [group.model_dump() for group in joined_halves(model.param_groups)]
+    return ModelSpec.model_validate(model.model_dump() | {"split_blocks": (), "param_groups": param_groups})
 
 
 def stage_of(plan: Plan, rank: int) -> str:

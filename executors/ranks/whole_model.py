@@ -78,7 +78,7 @@ class WholeModel:
         if on_first_alone and 0 not in pipeline:
             return []
         fetched = []
-        for group in self._engine.groups:
+        for group in self._engine.param_groups:
             holders = self._owners[group.name]
             is_wanted = segment is None or segment in group.segments
             lacks = 0 not in holders if on_first_alone else len(holders) < len(pipeline)
@@ -131,5 +131,5 @@ def _owners(plan: Plan, engine: ForwardEngine, communicator: Communicator) -> di
     segments = {rank: set(plan.segments_of(rank)) for rank in communicator.members(PIPELINE)}
     return {
         group.name: tuple(rank for rank, own in segments.items() if own & set(group.segments))
-        for group in engine.groups
+        for group in engine.param_groups
     }

@@ -304,7 +304,7 @@ def refuse_too_large(
     width = FORMATS[plan.storage_dtype].element_bytes
     # While they move into their buffers, the weights of one group stand twice. All ranks map them from the same files;
     # random ones every rank makes for itself.
-    moving = len(ranks) * max(group.num_parameters for group in plan.model.groups) * 4
+    moving = len(ranks) * max(group.num_parameters for group in plan.model.param_groups) * 4
     making = (len(ranks) - 1) * width * plan.model.num_parameters if once and random_weights else 0
     findings = preflight_host(size + moving + making, pinned_bytes=0 if on_cpu else pinned)
     for finding in findings:

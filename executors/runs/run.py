@@ -91,7 +91,7 @@ def run_in_rank(settings: RunSettings) -> dict[str, Any]:
         return Run(
             settings,
             default_communicator(
-                settings.plan.groups, own_device(settings.run.device), settings.run.timeout_s
+                settings.plan.process_groups, own_device(settings.run.device), settings.run.timeout_s
             ),
         ).run()
 

@@ -161,7 +161,7 @@ class Session:
     ) -> None:
         self.plan = plan
         self.model = model
-        self.communicator = communicator or default_communicator(plan.groups, own_device(device))
+        self.communicator = communicator or default_communicator(plan.process_groups, own_device(device))
         self.rank = self._rank_among_others(rank)
         self.seed = seed
         self.weight_decay = weight_decay

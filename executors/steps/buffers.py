@@ -1,6 +1,6 @@
 """A program's buffers as memory, and the parameters that lie in them.
 
-GroupWeights and directions are flat tensors of their buffer's format; a group's tensors lie in them one after the other,
+ParamGroupWeights and directions are flat tensors of their buffer's format; a group's tensors lie in them one after the other,
 each aligned, frozen ones before trainable ones. What a forward makes (hidden states, losses) is kept as the tensor
 that made it, under the name of its buffer.
 """
@@ -25,7 +25,7 @@ from executors.models.parameters import NamedTensor, format_beside
 from topology.errors import ProgramError
 from zosim.lowering.buckets import aligned, bucket_bytes
 from zosim.program import Program
-from zosim.program.contents import FrozenWeights, GroupWeights, parameters_of
+from zosim.program.contents import FrozenWeights, ParamGroupWeights, parameters_of
 from zosim.program.instructions import Access, Buffer, Space
 from zosim.program.operations import Forward, Perturb, Sample, Update
 
@@ -41,7 +41,7 @@ class Part:
 
     Attributes
     ----------
-    what : GroupWeights or FrozenWeights
+    what : ParamGroupWeights or FrozenWeights
     tensors : tuple of NamedTensor
     segments : tuple of str
         Segments that read it.
@@ -49,7 +49,7 @@ class Part:
         Of its first byte and of each tensor's, as the program has it.
     """
 
-    what: GroupWeights | FrozenWeights
+    what: ParamGroupWeights | FrozenWeights
     tensors: tuple[NamedTensor, ...]
     segments: tuple[str, ...]
     alignment_bytes: int
@@ -172,7 +172,7 @@ class BufferStore:
         self.held = frozenset(parameters_of(access.what) for access in program.initial)
         self._num_shares = self._shares()
         self._flat: dict[str, Tensor | None] = {}
-        self._placed: dict[tuple[str, int, GroupWeights | FrozenWeights], PlacedPart] = {}
+        self._placed: dict[tuple[str, int, ParamGroupWeights | FrozenWeights], PlacedPart] = {}
         self.values: dict[tuple[str, int], Any] = {}
         self.peak_bytes: dict[tuple[Space, str], int] = {}
         self._check_program()
@@ -268,7 +268,7 @@ class BufferStore:
 
     def trainable(self, group: str) -> Part:
         """Return the trainable parameters of a group."""
-        return self.parts[GroupWeights(group)]
+        return self.parts[ParamGroupWeights(group)]
 
     def part(self, access: Access) -> Part:
         """Return the part that an access to weights or to a direction names."""
@@ -278,7 +278,7 @@ class BufferStore:
 
     def is_weights(self, access: Access) -> bool:
         """Whether an access touches parameters."""
-        return isinstance(access.what, GroupWeights | FrozenWeights) and self._is_flat(access)
+        return isinstance(access.what, ParamGroupWeights | FrozenWeights) and self._is_flat(access)
 
     def _is_flat(self, access: Access) -> bool:
         return parameters_of(access.what) in self.parts
@@ -287,10 +287,10 @@ class BufferStore:
         names = {access.buffer for _, access in self._accesses() if self._is_flat(access)}
         return [buffer for buffer in self._program.buffers if buffer.name in names]
 
-    def _shares(self) -> dict[GroupWeights | FrozenWeights, int]:
+    def _shares(self) -> dict[ParamGroupWeights | FrozenWeights, int]:
         """Return the equal shares into which each part is cut that ranks share out."""
         shared = [access for _, access in self._accesses() if access.share and self.is_weights(access)]
-        return {self.part(access).what: self._program.groups[access.share] for access in shared}
+        return {self.part(access).what: self._program.process_groups[access.share] for access in shared}
 
     def _accesses(self) -> list[tuple[str, Access]]:
         accesses = [
@@ -377,12 +377,14 @@ def _placed_packed(memory: Tensor, part: Part, bits: int) -> PlacedPart:
     return PlacedPart(memory, (), part, packed=tuple(packed))
 
 
-def _parts_of(engine: ForwardEngine, alignment_bytes: int) -> dict[GroupWeights | FrozenWeights, Part]:
+def _parts_of(engine: ForwardEngine, alignment_bytes: int) -> dict[ParamGroupWeights | FrozenWeights, Part]:
     parts: list[Part] = []
-    for group in engine.groups:
+    for group in engine.param_groups:
         tensors = engine.tensors_of(group.name)
-        for what in (FrozenWeights(group.name), GroupWeights(group.name)):
-            kept = tuple(tensor for tensor in tensors if tensor.trainable == isinstance(what, GroupWeights))
+        for what in (FrozenWeights(group.name), ParamGroupWeights(group.name)):
+            kept = tuple(
+                tensor for tensor in tensors if tensor.trainable == isinstance(what, ParamGroupWeights)
+            )
             parts += [Part(what, kept, group.segments, alignment_bytes)] if kept else []
     return {part.what: part for part in parts}
 

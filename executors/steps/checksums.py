@@ -17,7 +17,7 @@ from executors.steps.frames import StepFrame
 from executors.steps.ops.operands import Action
 from executors.steps.streams import Backend
 from zosim.program import Program
-from zosim.program.contents import FrozenWeights, GroupWeights
+from zosim.program.contents import FrozenWeights, ParamGroupWeights
 from zosim.program.instructions import Access, Instruction, Part
 from zosim.program.operations import Cast, Collective, Copy, Perturb, Update
 
@@ -93,14 +93,14 @@ class WeightChecksums:
         self._initial = [access for access in program.initial if store.is_weights(access)]
         self._at_rest = [access for access in program.final if store.is_weights(access)]
         self._num_shares = {
-            _name(access): program.groups[access.share] for access in self._at_rest if access.share
+            _name(access): program.process_groups[access.share] for access in self._at_rest if access.share
         }
         self._share_of = {_name(access): access.share for access in self._at_rest}
         self._checksums: dict[Place, Tensor] = {}
         # By instruction and weights: the first step in which each share had other bits.
         self._first: dict[tuple[str, str], Tensor] = {}
         # Of every block that left its staging buffer for a copy that ranks share, as this rank computed it.
-        leaving = [a for a in self._at_rest if a.share and isinstance(a.what, GroupWeights)]
+        leaving = [a for a in self._at_rest if a.share and isinstance(a.what, ParamGroupWeights)]
         self._left = {_name(a): torch.zeros((), dtype=torch.int64, device=backend.device) for a in leaving}
 
     def begin(self) -> None:
@@ -265,5 +265,5 @@ def _place(access: Access) -> Place:
 def _name(access: Access) -> str:
     """Return the name of weights, wherever they have been perturbed to."""
     what = access.what
-    assert isinstance(what, GroupWeights | FrozenWeights)
-    return what.group if isinstance(what, GroupWeights) else str(what)
+    assert isinstance(what, ParamGroupWeights | FrozenWeights)
+    return what.group if isinstance(what, ParamGroupWeights) else str(what)

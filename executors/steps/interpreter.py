@@ -94,7 +94,9 @@ class Interpreter:
         self._engine = engine
         self._communicator = communicator
         self._host_memory = _host_memory(program, communicator, backend)
-        positions = {name: communicator.position(name) for name in program.groups} if communicator else {}
+        positions = (
+            {name: communicator.position(name) for name in program.process_groups} if communicator else {}
+        )
         at_rest = [
             b for b in program.buffers if b.space == Space.HOST and b.role == "weights" and not b.shared
         ]

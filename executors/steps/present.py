@@ -70,7 +70,7 @@ class PresentWeights:
         """Let a segment's weights be on the device in their storage format for a while."""
         moved: list[tuple[NamedTensor, Stored]] = []
         with self._whole.here(segment):
-            for group in self._engine.groups:
+            for group in self._engine.param_groups:
                 if segment in group.segments:
                     for tensor in self._engine.tensors_of(group.name):
                         home = tensor.held

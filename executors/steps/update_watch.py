@@ -19,7 +19,7 @@ from executors.steps.buffers import BufferStore, PlacedPart
 from executors.steps.frames import StepFrame
 from executors.steps.ops.operands import of_group, only
 from zosim.program import Program
-from zosim.program.contents import GroupWeights
+from zosim.program.contents import ParamGroupWeights
 from zosim.program.instructions import Access, Instruction
 from zosim.program.operations import Update
 
@@ -86,7 +86,7 @@ class UpdateWatch:
         formats = {
             access.what.group: program.buffer(access.buffer).dtype
             for access in program.initial
-            if isinstance(access.what, GroupWeights)
+            if isinstance(access.what, ParamGroupWeights)
             and not any(tensor.layer for tensor in store.trainable(access.what.group).tensors)
         }
         # None where all groups hold quantized values, of which others keep count.
@@ -103,7 +103,7 @@ class UpdateWatch:
         op = instruction.op
         if not isinstance(op, Update) or op.group not in self._groups:
             return action
-        access = only(of_group(op.group, GroupWeights, instruction.writes), "write of weights")
+        access = only(of_group(op.group, ParamGroupWeights, instruction.writes), "write of weights")
         self._updated_in = self._program.buffer(access.buffer).dtype
 
         def update(frame: StepFrame) -> None:

@@ -57,7 +57,9 @@ def _settings(**fields: object) -> FirstOrder:
 def _world(plan: Plan, programs: ProgramSet) -> World:
     topology = load_preset(_PRESET)
     devices = plan.placement.devices
-    machines = machines_for(topology, devices, datasheet_profile(topology, devices[0]), programs.groups)
+    machines = machines_for(
+        topology, devices, datasheet_profile(topology, devices[0]), programs.process_groups
+    )
     return World.of(programs, machines)
 
 
@@ -116,7 +118,7 @@ def check_bubble(_context: Context) -> Outcome:
 def _even(programs: ProgramSet) -> ProgramSet:
     """Return the programs with one forward and one backward of a microbatch that take time, and nothing else that does."""
     return ProgramSet(
-        tuple(_timed(program) for program in programs.programs), programs.roles, programs.groups
+        tuple(_timed(program) for program in programs.programs), programs.roles, programs.process_groups
     )
 
 

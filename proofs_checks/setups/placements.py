@@ -17,7 +17,7 @@ from executors.runs.session import Session
 from executors.steps.interpreter import StepFrame
 from executors.steps.ops.operands import of_group
 from zosim.plans import Placement, Plan, Residency, Schedule, Weights
-from zosim.program.contents import Direction, GroupWeights, is_scaled
+from zosim.program.contents import Direction, ParamGroupWeights, is_scaled
 from zosim.program.instructions import Access, Instruction
 from zosim.program.operations import Perturb, Update
 
@@ -179,8 +179,8 @@ def _observed(
     op = instruction.op
     assert isinstance(op, Perturb | Update)
     offset = op.step if isinstance(op, Update) else 0
-    (read,) = of_group(op.group, GroupWeights, instruction.reads)
-    (weights,) = of_group(op.group, GroupWeights, instruction.writes)
+    (read,) = of_group(op.group, ParamGroupWeights, instruction.reads)
+    (weights,) = of_group(op.group, ParamGroupWeights, instruction.writes)
     (direction,) = of_group(op.group, Direction, instruction.reads)
     is_kept_scaled, epsilon = is_scaled(direction.what), session.plan.estimator.epsilon
 

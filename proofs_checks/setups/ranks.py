@@ -51,11 +51,11 @@ class ThreadedRanks:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.groups = {"world": (tuple(range(plan.placement.world_size)),), **plan.groups}
+        self.process_groups = {"world": (tuple(range(plan.placement.world_size)),), **plan.process_groups}
         self.meetings = {
             (kind, name, part): _Rendezvous(len(part))
             for kind in ("program", "host loop")
-            for name, parts in self.groups.items()
+            for name, parts in self.process_groups.items()
             for part in parts
         }
 
@@ -100,13 +100,13 @@ class InProcess:
     def __init__(self, threaded: ThreadedRanks, rank: int) -> None:
         self._threaded = threaded
         self.rank = rank
-        self.world_size = len(threaded.groups["world"][0])
+        self.world_size = len(threaded.process_groups["world"][0])
         self.is_first = rank == 0
         self.missing = _Unwatched()
 
     def members(self, group: str) -> tuple[int, ...]:
         """Return the ranks of `group` that this one is among."""
-        return next(part for part in self._threaded.groups[group] if self.rank in part)
+        return next(part for part in self._threaded.process_groups[group] if self.rank in part)
 
     def position(self, group: str) -> int:
         """Return this rank's place in `group`."""

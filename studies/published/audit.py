@@ -259,7 +259,7 @@ def _memory(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
             continue
         plan = cell.case.plan
         width = FORMATS[plan.storage_dtype].element_bytes
-        edges = sum(g.num_parameters for g in plan.model.groups if g.segments[0] in (EMBED, HEAD))
+        edges = sum(g.num_parameters for g in plan.model.param_groups if g.segments[0] in (EMBED, HEAD))
         block = _block_parameters(cell) / plan.model.num_blocks
         least = (plan.model.num_parameters if not cell.case.method.is_offloaded else edges + block) * width
         if cell.printed * MEBIBYTE < least or cell.printed * MEBIBYTE > cell.case.capacity_bytes:
@@ -324,7 +324,7 @@ def _forward_flops(cell: Cell) -> int:
 
 
 def _block_parameters(cell: Cell) -> float:
-    groups = cell.case.plan.model.groups
+    groups = cell.case.plan.model.param_groups
     return float(sum(group.num_parameters for group in groups if group.segments[0] not in (EMBED, HEAD)))
 
 

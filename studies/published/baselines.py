@@ -59,7 +59,7 @@ def _by_equations(cell: Cell, rates: dict[str, float], pcie: float, nvlink: floa
 
 
 def _block_parameters(cell: Cell) -> float:
-    groups = cell.case.plan.model.groups
+    groups = cell.case.plan.model.param_groups
     return float(sum(group.num_parameters for group in groups if group.segments[0].startswith("block")))
 
 

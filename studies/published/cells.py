@@ -122,7 +122,7 @@ class Cell:
         """What one step handles, in the row's unit times seconds: tokens, or 1e9 parameters of offloaded blocks."""
         if not self.is_transfer:
             return float(self.case.plan.tokens_per_step)
-        groups = self.case.plan.model.groups
+        groups = self.case.plan.model.param_groups
         return sum(group.num_parameters for group in groups if group.segments[0] not in (EMBED, HEAD)) / 1e9
 
     def machine(self, values: Values) -> Machine:

@@ -115,7 +115,7 @@ def parts_of(case: PublishedCase) -> Parts:
     return Parts(
         kept=kept,
         cache=cache if case.paper == "ZO2" and not is_offloaded else 0,
-        table=max(group.largest_trainable_tensor for group in model.groups) * width,
+        table=max(group.largest_trainable_tensor for group in model.param_groups) * width,
         logits=tokens * model.vocab_size * (width if is_early else 4),
         block=block if case.paper == "ZO2" else 0,
         passes_both=is_offloaded and model.family == "opt",

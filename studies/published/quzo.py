@@ -281,7 +281,7 @@ def counted(model: str, length: int) -> Counted:
 
 
 def _edges(spec: ModelSpec) -> int:
-    return sum(group.num_parameters for group in spec.groups if group.segments[0] in (EMBED, HEAD))
+    return sum(group.num_parameters for group in spec.param_groups if group.segments[0] in (EMBED, HEAD))
 
 
 def peak_gib(case: QuzoCase, values: Mapping[str, float]) -> tuple[float, str]:

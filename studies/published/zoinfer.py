@@ -127,7 +127,7 @@ def printed_cells(rows: Iterable[PublishedRow]) -> list[ZoinferCase]:
 def loop_s(case: ZoinferCase, values: Mapping[str, float]) -> tuple[float, str]:
     """Return the seconds of a step of the loop, and what takes most of them."""
     spec, blocks = _spec(case.model, "all" if case.is_full else "linears"), _spec(case.model, "linears")
-    num_tensors = sum(group.num_trainable_tensors for group in spec.groups)
+    num_tensors = sum(group.num_trainable_tensors for group in spec.param_groups)
     sweeping = _NUM_SWEEPS * _BYTES_PER_SWEEP * spec.num_trainable / values["bandwidth"]
     launching = _NUM_SWEEPS * _KERNELS_PER_SWEEP * num_tensors * values["launch_s"]
     padded = case.batch * _padded(case.batch, values)

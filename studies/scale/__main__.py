@@ -118,7 +118,7 @@ def setting(model: str, preset: str, num_hosts: int) -> tuple[World, Plan, Machi
         residency=Residency(blocks="offloaded", transfers="sliced"),
     )
     profile = profile_for(topology, devices[0], path=None, num_threads=None, is_host=False)
-    machines = machines_for(topology, devices, profile, plan.groups)
+    machines = machines_for(topology, devices, profile, plan.process_groups)
     return World.of(lower_all(plan), machines), plan, machines[0]
 
 

@@ -52,7 +52,7 @@ class _Model:
             ]
             for edge in item.after:
                 if edge.group and not edge.distance:
-                    peers = self._world.groups[edge.group].peers(rank)
+                    peers = self._world.process_groups[edge.group].peers(rank)
                     needed += [self._done[peer, edge.instruction] for peer in peers]
             if item.stream in before:
                 needed.append(self._done[rank, before[item.stream]])
@@ -60,7 +60,7 @@ class _Model:
             meeting = graph.meeting(Place(1, item.id))
             arrivals = None
             if meeting is not None:
-                arrivals = self._came[meeting, self._world.groups[meeting[0]].part_of[rank]]
+                arrivals = self._came[meeting, self._world.process_groups[meeting[0]].part_of[rank]]
                 arrivals.append(self.env.event())
             activity = template.activities["step", item.id]
             host_s = template.step_s if graph.opens_step(Place(1, item.id)) else 0.0
@@ -89,5 +89,5 @@ class _Model:
         self._done[rank, item.id].succeed()
 
     def _position(self, rank: int, item: Instruction) -> int:
-        group = self._world.groups[item.op.group]  # type: ignore[union-attr]
+        group = self._world.process_groups[item.op.group]  # type: ignore[union-attr]
         return group.parts[group.part_of[rank]].index(rank)

@@ -124,7 +124,7 @@ def _simulated(
 ) -> Timeline:
     plan = plan_of(case, topology.name)
     programs = lower_all(plan)
-    machines = machines_of(topology, plan.placement.devices, profile, programs.groups, *cores)
+    machines = machines_of(topology, plan.placement.devices, profile, programs.process_groups, *cores)
     return simulate_many(fold(World.of(programs, machines, bound=bound)))
 
 

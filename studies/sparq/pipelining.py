@@ -101,7 +101,7 @@ def _measured(chosen: list[Plan], path: str) -> list[tuple[float, float, float]]
 def _of(plan: Plan, path: str) -> tuple[float, float, float]:
     model = load_model(path)
     batch = tensors_of(batches_of(pretrained_model(), model, 0), 0)
-    communicator = Communicator(plan.groups)
+    communicator = Communicator(plan.process_groups)
     settings: dict[str, Any] = {"learning_rate": TaskSettings().learning_rate, "communicator": communicator}
     with Session(plan, model, **settings) as session:
         for _ in range(_NUM_STEPS):

@@ -130,12 +130,12 @@ def test_a_saved_specification_reads_back(tmp_path):
 
 def test_groups_are_named_in_registration_order():
     def names(spec: ModelSpec) -> list[str]:
-        return [group.name for group in spec.groups if not group.name.startswith("block.")]
+        return [group.name for group in spec.param_groups if not group.name.startswith("block.")]
 
     assert names(read_model_spec("opt-1m")) == ["embed.tokens", "embed", "head"]
-    assert [g.name for g in read_model_spec("opt-1m").groups][-1] == "block.3"
+    assert [g.name for g in read_model_spec("opt-1m").param_groups][-1] == "block.3"
     assert names(read_model_spec("opt-350m")) == ["embed.tokens", "embed", "head", "embed.1"]
-    assert [g.name for g in read_model_spec("gpt2").groups][-1] == "head"
+    assert [g.name for g in read_model_spec("gpt2").param_groups][-1] == "head"
     untied = spec_of_config({"model_type": "opt", "tie_word_embeddings": False}, name="untied")
     assert names(untied) == ["embed", "head", "head.1"]
     assert untied.group("embed").num_tensors == 2

@@ -80,7 +80,7 @@ def test_groups_are_those_of_the_real_model(family, overrides):
         )
         for name, p in registered
     )
-    assert spec.groups == real
+    assert spec.param_groups == real
 
 
 def _architecture(family, overrides):

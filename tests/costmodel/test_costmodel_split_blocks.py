@@ -41,12 +41,12 @@ def test_halves_hold_the_parameters_of_the_block(name: str, trainable: Trainable
     whole = read_model_spec(name, trainable=trainable)
     split = read_model_spec(name, trainable=trainable, split_blocks=(0, 2))
     for count in ("num_parameters", "num_trainable", "num_tensors", "num_trainable_tensors"):
-        halves = [g for s in ("block.0.front", "block.0.back") for g in split.groups_of(s)]
+        halves = [g for s in ("block.0.front", "block.0.back") for g in split.param_groups_of(s)]
         assert sum(getattr(g, count) for g in halves) == sum(
-            getattr(g, count) for g in whole.groups_of("block.0")
+            getattr(g, count) for g in whole.param_groups_of("block.0")
         )
     inner, hidden = split.intermediate_size, split.hidden_size
-    behind = sum(group.num_parameters for group in split.groups_of("block.0.back"))
+    behind = sum(group.num_parameters for group in split.param_groups_of("block.0.back"))
     assert inner * hidden <= behind <= inner * hidden + 8 * (inner + hidden)
 
 

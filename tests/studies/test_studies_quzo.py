@@ -79,7 +79,7 @@ def test_qlora_keeps_embeddings_in_16_bits():
         "context": 1e-9,
     }
     spec = read_model_spec("llama-2-7b")
-    edges = sum(group.num_parameters for group in spec.groups if not group.name.startswith("block."))
+    edges = sum(group.num_parameters for group in spec.param_groups if not group.name.startswith("block."))
     gib, largest = peak_gib(
         quzo_case(row_of(model="LLaMa-2 7B", method="QLoRA", precision="4-bit", dataset="SST-2")), values
     )

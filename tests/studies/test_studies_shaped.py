@@ -260,7 +260,7 @@ def seconds(case, *, rate=None, latency_s=1e-4):
     plan = plan_of(case, topology.name)
     programs = lower_all(plan)
     profile = datasheet_profile(topology, plan.placement.devices[0], num_threads=1)
-    machines = machines_of(topology, plan.placement.devices, profile, programs.groups)
+    machines = machines_of(topology, plan.placement.devices, profile, programs.process_groups)
     return simulate_many(fold(World.of(programs, machines))).step_time_s
 
 
@@ -293,7 +293,7 @@ def test_four_hosts_of_two_cores_take_twice_as_long_to_compute():
     for num_cores in (2, 4):
         profile = datasheet_profile(topology, plan.placement.devices[0], num_threads=1)
         profile = profile.model_copy(update={"num_cores": num_cores})
-        machines = machines_of(topology, plan.placement.devices, profile, programs.groups)
+        machines = machines_of(topology, plan.placement.devices, profile, programs.process_groups)
         assert {name for item in machines for name in item.capacities if "cores" in name} == {"machine:cores"}
         found[num_cores] = simulate_many(fold(World.of(programs, machines))).step_time_s
     # All four compute nearly all the time.

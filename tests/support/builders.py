@@ -186,7 +186,8 @@ def rank_sets(draw, max_hosts=3, max_ranks_per_host=3, max_instructions=7, shari
     steps = part("s", 1, lambda count: [(f"s{number}", 1) for number in range(count)])
     flushes = part("f", 0, lambda count: [(item.id, 1) for item in steps[0]])
     listed = tuple(
-        replace(program(*parts), groups=sizes) for parts in zip(steps, prologues, flushes, strict=True)
+        replace(program(*parts), process_groups=sizes)
+        for parts in zip(steps, prologues, flushes, strict=True)
     )
     roles = tuple(draw(st.integers(0, num_roles - 1)) for _ in range(world_size))
     hosts = tuple(tuple(range(host * per_host, (host + 1) * per_host)) for host in range(num_hosts))
@@ -208,7 +209,7 @@ def simulate_ranks(programs, machines, *, num_steps=None):
     """Simulate several ranks: of a set of programs, or of one program each, all in one group of each name that they know."""
     if not isinstance(programs, ProgramSet):
         everybody = (tuple(range(len(programs))),)
-        names = sorted({name for program in programs for name in program.groups})
+        names = sorted({name for program in programs for name in program.process_groups})
         programs = ProgramSet(tuple(programs), everybody[0], dict.fromkeys(names, everybody))
     return simulate_world(World.of(programs, machines), num_steps=num_steps)
 

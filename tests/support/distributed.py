@@ -118,7 +118,7 @@ def run_cases(cases):
         found = {}
         for name, case in cases.items():
             plan = plan_for(case)
-            communicator = Communicator(plan.groups)
+            communicator = Communicator(plan.process_groups)
             own = trained(case, plan, communicator=communicator)
             found[name] = communicator.all_gather_json(own, name)
         return found
@@ -154,7 +154,7 @@ def plant_faults():
     torch.set_num_threads(1)
     said = {}
     with process_group("cpu"):
-        communicator = Communicator(plan_for({"mesh": {"data": 3}}).groups)
+        communicator = Communicator(plan_for({"mesh": {"data": 3}}).process_groups)
         options = {"learning_rate": RATE, "weight_decay": DECAY, "communicator": communicator}
         for name, axes in MODES.items():
             case = {"mesh": {"data": 3}, "batch": 3, **axes}
@@ -196,7 +196,7 @@ def wait_for_peer():
 
     with process_group("cpu") as info:
         plan = plan_for({"mesh": DDP, **SHARED})
-        communicator = Communicator(plan.groups, timeout_s=60)
+        communicator = Communicator(plan.process_groups, timeout_s=60)
         memory = host_memory.HostMemory(lower(plan, info.rank), communicator)
         given_up = []
         # The other rank is needed for what follows.
@@ -278,7 +278,7 @@ def run_unlike(settings):
     torch.set_num_threads(1)
     said = {}
     with process_group("cpu", timeout_s=settings.run.timeout_s) as info:
-        communicator = default_communicator(settings.plan.groups, "cpu", settings.run.timeout_s)
+        communicator = default_communicator(settings.plan.process_groups, "cpu", settings.run.timeout_s)
         for name, change in changes.items():
             is_setting = isinstance(change, dict)
             own = replace(settings, **change) if is_setting and info.rank else settings

@@ -129,7 +129,7 @@ def memory_of_loading(folder):
 
     plan = Plan.load(Path(folder) / "plan.json")
     with process_group("cpu"):
-        communicator = default_communicator(plan.groups, "cpu")
+        communicator = default_communicator(plan.process_groups, "cpu")
         load_base(folder, plan)  # what libraries take when they are first used
         before, seen, ended = own_bytes(), [], threading.Event()
 

@@ -124,7 +124,7 @@ def run_staged(cases):
         found = {}
         for name, case in cases.items():
             plan = case.plan()
-            communicator = Communicator(plan.groups)
+            communicator = Communicator(plan.process_groups)
             options = {"num_micro_batches": case.accumulate, "communicator": communicator, **SETTINGS}
             with Session(plan, case.made(), **options) as session:
                 steps, digest, loss, _ = outcome(session, batches(STEPS, size=case.size))

@@ -53,7 +53,7 @@ def test_copies_of_weights_are_planned_with_their_memory(tmp_path: Path) -> None
     assert (plan.weights.perturbation, plan.directions.sampled_ahead) == ("copies", False)
     call("lower", tmp_path / "plan.json", "-o", tmp_path / "program.json")
     (copy,) = [b for b in Program.load(tmp_path / "program.json").buffers if b.role == "copies"]
-    largest = max(group.num_trainable for group in plan.model.groups) * 2  # bytes of a float16
+    largest = max(group.num_trainable for group in plan.model.param_groups) * 2  # bytes of a float16
     assert largest <= copy.size_bytes < 1.1 * largest
 
 
@@ -74,7 +74,7 @@ def test_directions_are_kept_where_that_is_asked_for_and_fits() -> None:
     plans = [Plan.model_validate(found["plan"]) for found in (kept, again)]
     assert [plan.directions.kept for plan in plans] == [True, False]
     assert all(text.startswith("mezo, sweep, directions kept") for text in kept["reasons"][:1])
-    trainable = 2 * sum(group.num_trainable for group in plans[0].model.groups)  # bytes of a float16
+    trainable = 2 * sum(group.num_trainable for group in plans[0].model.param_groups)  # bytes of a float16
     sizes = [
         sum(
             part["size_bytes"] for part in found["prediction"]["memory_parts"] if part["name"] == "directions"

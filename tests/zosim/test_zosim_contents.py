@@ -26,11 +26,11 @@ from zosim.program.contents import (
     DirectionRows,
     FrozenWeights,
     GeneratorState,
-    GroupWeights,
     Hidden,
     Loss,
     Message,
     Named,
+    ParamGroupWeights,
     ProjectedGradient,
     parse_contents,
 )
@@ -39,8 +39,8 @@ GROUPS = st.sampled_from(["embed.tokens", "block.0", "block.17.front", "embed+he
 QUERIES = st.integers(0, 20)
 POINTS = st.one_of(st.just(BASE), st.builds(Point, QUERIES, st.sampled_from([1, -1])))
 CONTENTS = st.one_of(
-    st.builds(GroupWeights, GROUPS, POINTS),
-    st.builds(GroupWeights, GROUPS, updated_to=QUERIES),
+    st.builds(ParamGroupWeights, GROUPS, POINTS),
+    st.builds(ParamGroupWeights, GROUPS, updated_to=QUERIES),
     st.builds(FrozenWeights, GROUPS),
     st.builds(Direction, GROUPS, QUERIES, st.booleans()),
     st.builds(DirectionRows, GROUPS, QUERIES),

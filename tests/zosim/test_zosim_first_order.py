@@ -166,7 +166,7 @@ def even(programs: ProgramSet, forward_s: float, backward_s: float) -> ProgramSe
             step.append(replace(item, work=Work(sweep_bytes=round(seconds * 1e12)) if is_one else link))
         return replace(program, step=tuple(step))
 
-    return ProgramSet(tuple(map(timed, programs.programs)), programs.roles, programs.groups)
+    return ProgramSet(tuple(map(timed, programs.programs)), programs.roles, programs.process_groups)
 
 
 @pytest.mark.crossed(quick=4)
@@ -296,7 +296,7 @@ def test_two_tables_are_not_summed():
         lower_first_order(plan_of(("block.1",)), FirstOrder(sums_ends=sums)) for sums in (True, False)
     )
     validate_set(apart)
-    table = plan_of().model.groups_of("head")[0]
+    table = plan_of().model.param_groups_of("head")[0]
     assert step_counts(apart).reduced_bytes == 0
     # Two ranks receive as much as the table has, aligned.
     assert step_counts(tied).reduced_bytes == pytest.approx(2 * 4 * table.num_parameters, rel=0.01)
@@ -313,7 +313,7 @@ def test_programs_are_written_and_read_and_drawn(tmp_path):
 def test_ranks_at_other_points_take_other_sequences():
     programs = lower_first_order(plan_of(mesh=Mesh(perturb=2)), settings_of())
     assert programs.world_size == 2
-    assert programs.program_of(0).groups["replicas"] == 2
+    assert programs.program_of(0).process_groups["replicas"] == 2
 
 
 @pytest.mark.parametrize(
@@ -365,9 +365,9 @@ def test_a_model_with_frozen_parameters_is_refused():
         g.model_copy(update={"num_trainable": 0, "num_trainable_tensors": 0, "largest_trainable_tensor": 0})
         if g.name == "block.0"
         else g
-        for g in model.groups
+        for g in model.param_groups
     )
-    frozen = plan.model_copy(update={"model": model.model_copy(update={"groups": groups})})
+    frozen = plan.model_copy(update={"model": model.model_copy(update={"param_groups": groups})})
     with pytest.raises(PlanError, match="frozen"):
         lower_first_order(frozen, settings_of())
 

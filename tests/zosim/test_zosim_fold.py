@@ -62,7 +62,7 @@ def test_steps_take_the_same(ranks):
 
 
 def hosts_of(num_hosts, per_host, **machine):
-    whole = replace(pipeline(3, 1e-3, 2e-3, 1e-3, num_staging_buffers=2), groups={})
+    whole = replace(pipeline(3, 1e-3, 2e-3, 1e-3, num_staging_buffers=2), process_groups={})
     size = num_hosts * per_host
     machines = [host_machine(rank, f"host{rank // per_host}", [], **machine) for rank in range(size)]
     return ProgramSet((whole,), (0,) * size), machines

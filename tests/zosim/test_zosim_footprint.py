@@ -65,7 +65,7 @@ def offloaded(transfers: str) -> Subject:
 def test_a_host_holds_one_copy_of_the_blocks_or_one_per_rank(transfers: str) -> None:
     subject = offloaded(transfers)
     model = subject.plan.model
-    blocks = sum(group.num_parameters for group in model.groups if group.name.startswith("block."))
+    blocks = sum(group.num_parameters for group in model.param_groups if group.name.startswith("block."))
     weights = next(part for part in subject.footprints.fullest.parts if part.name == "weights")
     copies = 2 if transfers == "private" else 1
     # Alignment adds less than 256 bytes to each of the sixteen tensors of a block.

@@ -85,7 +85,7 @@ def test_every_placement_keeps_both_rules(plan: Plan) -> None:
 @given(plans())
 def test_every_parameter_is_updated_once_per_query(plan: Plan) -> None:
     updates = Counter(i.op.group for i in lower(plan).step if isinstance(i.op, Update))
-    trainable = [group.name for group in plan.model.groups if group.num_trainable]
+    trainable = [group.name for group in plan.model.param_groups if group.num_trainable]
     assert updates == Counter(dict.fromkeys(trainable, plan.estimator.num_queries))
 
 

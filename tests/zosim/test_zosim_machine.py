@@ -10,7 +10,7 @@ from topology.documents import load_preset, preset_names
 from topology.errors import ProfileError
 from zosim.applications.closed_form import step_time_bound
 from zosim.hardware.machine import Machine
-from zosim.program.contents import GroupWeights
+from zosim.program.contents import ParamGroupWeights
 from zosim.program.instructions import Access, Buffer, Space
 from zosim.simulators.simulate import simulate
 
@@ -96,7 +96,7 @@ def test_where_bytes_go_decides_over_the_stream():
         "compute",
         1.0,
         work=Work(copy_bytes=int(RATE)),
-        writes=(Access("host", GroupWeights("w"), 0, 8),),
+        writes=(Access("host", ParamGroupWeights("w"), 0, 8),),
     )
     machine = Machine(make_profile("gpu", copy_d2h_bandwidth=RATE / 2))
     assert machine.activity(program([down], buffers=buffers), down).seconds == pytest.approx(2.0)

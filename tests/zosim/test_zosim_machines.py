@@ -14,7 +14,7 @@ from zosim.applications.closed_form import step_time_bound_of
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.points import Point
-from zosim.program.contents import GroupWeights, Loss
+from zosim.program.contents import Loss, ParamGroupWeights
 from zosim.program.instructions import Access, Buffer, Space
 from zosim.program.operations import Collective
 from zosim.program.program_set import ProgramSet
@@ -32,7 +32,7 @@ def exchange(size_bytes, devices, topology, profile=None, hosts=None):
     groups = {"world": (tuple(range(size)),)}
     work = Work(link_bytes=size_bytes * (size - 1) // size)
     step = [instruction("gather", "link", 0.0, op=Collective("all_gather", "world"), work=work)]
-    whole = replace(program(step), groups={"world": size})
+    whole = replace(program(step), process_groups={"world": size})
     machines = machines_for(topology, devices, profile or make_profile("gpu"), groups)
     programs = ProgramSet((whole,), (0,) * size, groups)
     return simulate_ranks(programs, machines, num_steps=1).makespan_s, machines
@@ -96,7 +96,7 @@ def test_cpus_of_several_hosts_exchange_over_the_network():
 
 def test_machines_made_one_by_one_have_no_way_to_each_other():
     step = [instruction("gather", "link", 0.0, op=Collective("all_gather", "world"), work=Work(link_bytes=8))]
-    whole = replace(program(step), groups={"world": 2})
+    whole = replace(program(step), process_groups={"world": 2})
     programs = ProgramSet((whole,), (0, 0), {"world": ((0, 1),)})
     with pytest.raises(ProfileError, match="gather is a collective of world"):
         simulate_ranks(programs, [Machine(make_profile("gpu"))] * 2)
@@ -117,7 +117,7 @@ def test_every_preset_exchanges_among_all_its_devices(name):
         instruction("gather", "link", 0.0, ["up"], op=Collective("all_gather", "world"), work=work),
         instruction("use", "compute", 0.1, ["gather"]),
     ]
-    programs = ProgramSet((replace(program(step), groups={"world": size}),), (0,) * size, groups)
+    programs = ProgramSet((replace(program(step), process_groups={"world": size}),), (0,) * size, groups)
     machines = machines_for(topology, devices, make_profile(kind), groups)
     world = World.of(programs, machines)
     every = simulate_many(world).step_time_s
@@ -181,7 +181,7 @@ def test_a_copy_within_a_host_takes_its_part_of_a_core_while_its_ring_waits_for_
     gather = instruction(
         "gather", "link", 0.0, op=Collective("all_gather", "world"), work=Work(link_bytes=SIZE)
     )
-    whole = replace(program([gather]), groups={"world": 4})
+    whole = replace(program([gather]), process_groups={"world": 4})
     local, abroad = (machines[rank].activity(whole, gather) for rank in (0, 1))
     assert local.seconds == pytest.approx(abroad.seconds)
     assert dict(local.uses)[machines[0].cores] == pytest.approx(1 / 40, rel=0.01)
@@ -238,7 +238,7 @@ def test_rings_over_several_hosts_leave_by_every_adapter_and_stay_on_nvlinks_wit
     assert seconds < alone
 
 
-WEIGHTS = GroupWeights("block.0")
+WEIGHTS = ParamGroupWeights("block.0")
 
 
 def gathered_beside_work(size_bytes, *, num_cores=2, what=WEIGHTS, **values):
@@ -258,7 +258,7 @@ def gathered_beside_work(size_bytes, *, num_cores=2, what=WEIGHTS, **values):
     )
     work = instruction("work", "compute", 10.0)
     staging_buffer = Buffer("staging.0", Space.DEVICE, size_bytes, "staging buffers", "float32")
-    one = replace(program([gather, work], buffers=[staging_buffer]), groups={"world": 2})
+    one = replace(program([gather, work], buffers=[staging_buffer]), process_groups={"world": 2})
     machines = machines_for(laptop, ["cpu0"] * 2, profile, groups)
     timeline = simulate_ranks(ProgramSet((one,), (0, 0), groups), machines, num_steps=1)
     return tuple(

@@ -45,7 +45,7 @@ def stage_program(stage, num_stages, compute_s, message_s, sizes):
     last = [f"f{len(message_s[0]) - 1}"]
     step.append(message("losses", Collective("all_gather", "world"), "link", 0.0, last))
     step.append(instruction("update", "compute", 0.0, ["losses"]))
-    return replace(program(step, name=f"stage{stage}"), groups=sizes)
+    return replace(program(step, name=f"stage{stage}"), process_groups=sizes)
 
 
 def pipelines(compute_s, message_s, data=1, sharing="maxmin", latency_s=0.0):

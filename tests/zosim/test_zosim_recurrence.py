@@ -129,7 +129,9 @@ def test_ranks_that_wait_for_each_other_are_named():
     step = [
         replace(instruction("a", "compute", 1.0), after=(Dependency("a", 0, "world"),)),
     ]
-    programs = ProgramSet((replace(program(step), groups={"world": 2}),), (0, 0), {"world": ((0, 1),)})
+    programs = ProgramSet(
+        (replace(program(step), process_groups={"world": 2}),), (0, 0), {"world": ((0, 1),)}
+    )
     world = World.of(programs, [unshared(), unshared()])
     for run in (lambda: step_time_bound_of(world), lambda: simulate_many(world, num_steps=1)):
         with pytest.raises(ProgramError, match=r"step/a of rank [01] waits for step/a of rank [01]"):

@@ -22,7 +22,7 @@ from tests.support.builders import (
 )
 from topology.errors import ProgramError
 from zosim.hardware.machine import Machine
-from zosim.program.contents import Direction, GroupWeights
+from zosim.program.contents import Direction, ParamGroupWeights
 from zosim.program.instructions import Access, Buffer, Dependency, Space, Stream
 from zosim.program.operations import Allocate, Copy, Free
 from zosim.program.step_graph import Place, StepGraph
@@ -313,11 +313,11 @@ def test_a_copy_knows_its_direction_from_where_it_writes():
         1.0,
         op=Copy(),
         work=Work(copy_bytes=int(RATE)),
-        writes=(Access("h", GroupWeights("w"), 0, 8),),
+        writes=(Access("h", ParamGroupWeights("w"), 0, 8),),
     )
     machine = unshared(copy_d2h_bandwidth=RATE / 4)
     assert simulate(program([there], buffers=buffers), machine, num_steps=1).makespan_s == pytest.approx(4.0)
-    back = replace(there, writes=(Access("d", GroupWeights("w"), 0, 8),))
+    back = replace(there, writes=(Access("d", ParamGroupWeights("w"), 0, 8),))
     assert simulate(program([back], buffers=buffers), machine, num_steps=1).makespan_s == pytest.approx(1.0)
 
 

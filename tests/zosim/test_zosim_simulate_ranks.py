@@ -25,7 +25,7 @@ def _ranks(steps, machines, groups=None):
     size = len(steps)
     groups = groups or {"world": (tuple(range(size)),)}
     sizes = {name: len(parts[0]) for name, parts in groups.items()}
-    listed = tuple(replace(program(step), groups=sizes) for step in steps)
+    listed = tuple(replace(program(step), process_groups=sizes) for step in steps)
     return ProgramSet(listed, tuple(range(size)), groups), machines
 
 

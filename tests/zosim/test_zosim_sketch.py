@@ -113,9 +113,9 @@ def test_blocks_that_are_unlike_are_written_out(machine: Machine) -> None:
         g.model_copy(update={"num_trainable": 0, "num_trainable_tensors": 0, "largest_trainable_tensor": 0})
         if g.name == "block.3"
         else g
-        for g in model.groups
+        for g in model.param_groups
     )
-    unlike = ModelSpec(**{**dict(model), "groups": frozen})
+    unlike = ModelSpec(**{**dict(model), "param_groups": frozen})
     whole = plan(unlike, Residency(blocks="offloaded"), schedule=Schedule(update="delayed"))
     made, program = Sketcher(unlike).sketch(whole, 0, machine), lower(whole)
     assert made.num_instructions == len(program.step)
@@ -135,7 +135,7 @@ def test_ranks_are_sketched_with_their_exchanges(transfers: str) -> None:
         batch=3,
     )
     profile = profile_for(topology, "gpu0")
-    machines = machines_for(topology, devices, profile, whole.groups)
+    machines = machines_for(topology, devices, profile, whole.process_groups)
     sketcher, programs = Sketcher(whole.model), lower_all(whole)
     sketches = [sketcher.sketch(whole, rank, machines[rank]) for rank in range(4)]
     for rank, made in enumerate(sketches):

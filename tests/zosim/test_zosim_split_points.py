@@ -108,8 +108,8 @@ def test_each_stage_takes_its_own_memory():
     spec = read_model_spec(MODEL)
     first = {"embed", *(f"block.{index}" for index in range(3))}
     expected = [
-        4 * sum(group.num_parameters for group in spec.groups if first & set(group.segments)),
-        4 * sum(group.num_parameters for group in spec.groups if set(group.segments) - first),
+        4 * sum(group.num_parameters for group in spec.param_groups if first & set(group.segments)),
+        4 * sum(group.num_parameters for group in spec.param_groups if set(group.segments) - first),
     ]
     # Both hold a tied table.
     # Buffers are padded, tensor by tensor.

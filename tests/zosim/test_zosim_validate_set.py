@@ -76,7 +76,7 @@ def test_what_is_lowered_is_valid(mesh: Mesh, transfers: str, update: str, *, ov
 @pytest.mark.parametrize("transfers", ["shared", "sliced"])
 def test_hosts_share_out_by_themselves(transfers: str) -> None:
     programs = lower_all(plan(Mesh(data=3, perturb=2), transfers, ranks_per_host=2))
-    assert programs.groups["host"] == ((0, 1), (2, 3), (4, 5))
+    assert programs.process_groups["host"] == ((0, 1), (2, 3), (4, 5))
     validate_set(programs)
 
 

@@ -78,5 +78,5 @@ def _counted(program: Program, instruction: Instruction) -> dict[str, int]:
     if isinstance(op, Collective) and instruction.label == "exchange":
         return {"scalar_bytes": size}
     if isinstance(op, Scalar) and op.function == "pack_losses":
-        return {"num_scalars": len(instruction.reads) * (program.groups["world"] - 1)}
+        return {"num_scalars": len(instruction.reads) * (program.process_groups["world"] - 1)}
     return {}

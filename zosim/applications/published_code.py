@@ -25,12 +25,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from costmodel.formats import FORMATS, DType
-from costmodel.models.model_spec import EMBED, HEAD, ParameterGroup
+from costmodel.models.model_spec import EMBED, HEAD, ParamGroup
 from costmodel.sweeps import perturb_work, sampling_work, update_work
 from costmodel.work import AttentionKernel, Work
 from zosim.plans import Plan
 from zosim.program import Program
-from zosim.program.contents import GroupWeights
+from zosim.program.contents import ParamGroupWeights
 from zosim.program.instructions import Access, Dependency, Instruction, Stream
 from zosim.program.operations import Forward, Operation, Perturb, Sample, Update
 from zosim.program.program_set import ProgramSet
@@ -155,14 +155,14 @@ class _Writer:
         if (
             segment in self.cast or segment == EMBED
         ):  # a lookup is no product: autocast leaves its table alone
-            groups = self.model.groups_of(segment)
+            groups = self.model.param_groups_of(segment)
             width = FORMATS[self.dtype].element_bytes + FORMATS[self.plan.compute_dtype].element_bytes
             changes["sweep_bytes"] = work.sweep_bytes - width * sum(group.num_parameters for group in groups)
             changes["num_kernels"] -= sum(group.num_tensors for group in groups)
         self.cast.add(segment)
         return work.model_copy(update=changes)
 
-    def _perturbed(self, group: ParameterGroup) -> Work:
+    def _perturbed(self, group: ParamGroup) -> Work:
         return self._sampled(group) + perturb_work(
             group.num_trainable,
             dtype=self.dtype,
@@ -171,7 +171,7 @@ class _Writer:
             largest_tensor=group.largest_trainable_tensor,
         )
 
-    def _updated(self, group: ParameterGroup) -> Work:
+    def _updated(self, group: ParamGroup) -> Work:
         return self._sampled(group) + update_work(
             group.num_trainable,
             dtype=self.dtype,
@@ -181,7 +181,7 @@ class _Writer:
             weight_decay=self.decays,
         )
 
-    def _sampled(self, group: ParameterGroup) -> Work:
+    def _sampled(self, group: ParamGroup) -> Work:
         return sampling_work(group.num_trainable, dtype=self.dtype, num_tensors=group.num_trainable_tensors)
 
 
@@ -229,7 +229,7 @@ def _next_use(name: str, later: Sequence[Instruction]) -> Operation | None:
 
 
 def _is_of(access: Access, group: str) -> bool:
-    return isinstance(access.what, GroupWeights) and access.what.group == group
+    return isinstance(access.what, ParamGroupWeights) and access.what.group == group
 
 
 def _behind_launches(step: Sequence[Instruction]) -> Iterator[Instruction]:

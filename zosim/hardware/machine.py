@@ -34,7 +34,7 @@ from costmodel.estimate import CopyDirection, OperationCost, estimate
 from costmodel.rates.profile import Bound, Profile
 from topology.errors import ProfileError
 from zosim.program import Program
-from zosim.program.contents import FrozenWeights, GroupWeights
+from zosim.program.contents import FrozenWeights, ParamGroupWeights
 from zosim.program.instructions import Instruction, Space, Stream
 from zosim.program.operations import Collective, Recv, Send
 
@@ -419,7 +419,7 @@ class Machine:
         assert isinstance(instruction.op, Collective)
         function, group = instruction.op.function, instruction.op.group
         size_bytes = instruction.work.link_bytes
-        if program.groups.get(group, 1) == 1:
+        if program.process_groups.get(group, 1) == 1:
             return Activity(cost.seconds, limiter=cost.limiter)
         ring = self.rings.get(group)
         if ring is None:
@@ -427,7 +427,9 @@ class Machine:
             raise ProfileError(message, hint="make the ranks' machines together, with machines_for")
         exchange_s = ring.seconds(function, COLLECTIVES[function].whole(size_bytes, ring.num_ranks), bound)
         # Weights come ahead of the blocks that need them, while ranks compute; losses are what ranks wait for.
-        is_ahead = any(isinstance(item.what, GroupWeights | FrozenWeights) for item in instruction.writes)
+        is_ahead = any(
+            isinstance(item.what, ParamGroupWeights | FrozenWeights) for item in instruction.writes
+        )
         if is_ahead and ring.wire == "memory" and ring.busy_latency_s:
             return self._beside_work(cost, exchange_s, size_bytes, ring)
         return self._on_link(replace(cost, seconds=cost.seconds + exchange_s), size_bytes, ring, bound)

@@ -34,7 +34,7 @@ def machines_for(
     topology: Topology,
     devices: Sequence[str],
     profiles: Profile | Sequence[Profile],
-    groups: Mapping[str, _Parts] = MappingProxyType({}),
+    process_groups: Mapping[str, _Parts] = MappingProxyType({}),
     known: KnownPaths | None = None,
     processes: Sequence[int] | None = None,
 ) -> tuple[Machine, ...]:
@@ -47,8 +47,8 @@ def machines_for(
         Node of each rank's device. CPU ranks may share one.
     profiles : Profile, or sequence of Profile
         What operations cost, on all devices or of each rank.
-    groups : mapping of str to sequence of sequence of int
-        Partitions of the ranks into those that work together (see :attr:`~zosim.program.program_set.ProgramSet.groups`).
+    process_groups : mapping of str to sequence of sequence of int
+        Partitions of the ranks into those that work together (see :attr:`~zosim.program.program_set.ProgramSet.process_groups`).
     known : KnownPaths, optional
         What was found for other ranks on the same topology; more is added.
     processes : sequence of int, optional
@@ -75,7 +75,7 @@ def machines_for(
     for rank, process in enumerate(processes or ()):
         if machines[rank].routes and num_driven[process] > 1:
             machines[rank] = machines[rank].issued_by(f"process{process}:copies")
-    for name, parts in groups.items():
+    for name, parts in process_groups.items():
         for part in parts:
             if len(part) > 1:
                 for rank, ring in zip(part, builder.rings(part), strict=True):

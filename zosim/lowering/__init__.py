@@ -73,7 +73,7 @@ def lower(plan: Plan, rank: int = 0) -> Program:
         final=tuple(step.homes.at_rest(delayed_by=0)),
         step=instructions,
         flush=flushing,
-        groups=_group_sizes(plan, rank),
+        process_groups=_process_group_sizes(plan, rank),
         alignment_bytes=alignment_of(plan),
     )
     # Edges that others imply would cost the simulators time and a reader the thread.
@@ -93,7 +93,7 @@ def unordered(plan: Plan, rank: int = 0) -> Program:
         initial=(),
         final=(),
         step=tuple(writer.instructions),
-        groups=_group_sizes(plan, rank),
+        process_groups=_process_group_sizes(plan, rank),
         alignment_bytes=alignment_of(plan),
     )
 
@@ -106,7 +106,7 @@ def lower_all(plan: Plan) -> ProgramSet:
     roles: dict[tuple[object, ...], int] = {}
     programs: list[Program] = []
     of_rank = []
-    groups = plan.groups
+    groups = plan.process_groups
     sizes = {name: {rank: len(part) for part in parts for rank in part} for name, parts in groups.items()}
     for rank in range(plan.placement.world_size):
         stage, points, num_rows = (
@@ -123,5 +123,5 @@ def lower_all(plan: Plan) -> ProgramSet:
     return ProgramSet(tuple(programs), tuple(of_rank), groups)
 
 
-def _group_sizes(plan: Plan, rank: int) -> dict[str, int]:
-    return {name: len(part) for name, parts in plan.groups.items() for part in parts if rank in part}
+def _process_group_sizes(plan: Plan, rank: int) -> dict[str, int]:
+    return {name: len(part) for name, parts in plan.process_groups.items() for part in parts if rank in part}

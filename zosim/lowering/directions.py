@@ -42,7 +42,7 @@ from costmodel.formats.distributions import (
     SHARED_SAMPLING_ELEMENTS,
 )
 from costmodel.formats.low_bits import samples_for_rows
-from costmodel.models.model_spec import EMBED, ParameterGroup
+from costmodel.models.model_spec import EMBED, ParamGroup
 from costmodel.sweeps import sampling_work
 from costmodel.work import Matmul, Work
 from zosim.lowering.buckets import bucket_bytes
@@ -87,7 +87,7 @@ class Directions(AxisWriter):
 
     # -- places ------------------------------------------------------------------------------------------------
 
-    def direction_bytes(self, group: ParameterGroup) -> int:
+    def direction_bytes(self, group: ParamGroup) -> int:
         """Return the bytes of a direction of `group`."""
         return bucket_bytes(
             group.num_trainable,
@@ -96,7 +96,7 @@ class Directions(AxisWriter):
             self._rank.alignment_bytes,
         )
 
-    def place(self, group: ParameterGroup, query: int, step: int, offset_bytes: int = 0) -> Access:
+    def place(self, group: ParamGroup, query: int, step: int, offset_bytes: int = 0) -> Access:
         """Return the access to the direction of `group`: in a buffer of its own where it, or its factors, are kept."""
         if self._rank.adds_factors:
             what = DirectionFactors(group.name, query)
@@ -104,7 +104,7 @@ class Directions(AxisWriter):
         buffer, offset = (_kept(group, query), 0) if self._are_kept else (_DIRECTIONS, offset_bytes)
         return Access(buffer, Direction(group.name, query), step, self.direction_bytes(group), offset)
 
-    def rows(self, group: ParameterGroup, query: int) -> Access:
+    def rows(self, group: ParamGroup, query: int) -> Access:
         """Return the access to the rows of the direction of `group` that the batch names; to the whole where directions are kept."""
         if self._are_kept:
             return self.place(group, query, 0)
@@ -136,13 +136,11 @@ class Directions(AxisWriter):
 
     def _segment_bytes(self, segment: str) -> int:
         """Return the bytes of the directions of `segment` that lie in the buffer together: under a sweep one at a time."""
-        groups = self._rank.model.groups_of(segment)
+        groups = self._rank.model.param_groups_of(segment)
         sizes = [self.direction_bytes(g) for g in groups if not self._rank.gathers(g, segment)]
         return (max if self._rank.is_swept else sum)(sizes or [0])
 
-    def _factor_bytes(
-        self, groups: Iterable[ParameterGroup], *, lefts: bool = True, rights: bool = True
-    ) -> int:
+    def _factor_bytes(self, groups: Iterable[ParamGroup], *, lefts: bool = True, rights: bool = True) -> int:
         """Return the bytes of the factors of one query's directions of some groups, both or one of them."""
         rank = self._plan.directions.rank or 0
         shapes = [shape for group in groups for shape in group.trainable_matrices]
@@ -155,34 +153,34 @@ class Directions(AxisWriter):
 
         An update that waits for the next step may need the ``V`` before, which is drawn anew meanwhile.
         """
-        groups = [group for group in self._rank.groups if group.num_trainable]
+        groups = [group for group in self._rank.param_groups if group.num_trainable]
         num_kept = (2 if self._plan.schedule.update == "delayed" else 1) - self._rank.adds_factors
         rights = num_kept * self._plan.estimator.num_queries * self._factor_bytes(groups, lefts=False)
         if self._rank.adds_factors:
             return rights
         return rights + max((self._factor_bytes((group,), rights=False) for group in groups), default=0)
 
-    def state_before(self, group: ParameterGroup, query: int, step: int) -> Access:
+    def state_before(self, group: ParamGroup, query: int, step: int) -> Access:
         """Return the access to the kept generator states before `group` and on the way through it."""
         size = NUM_RNG_MARKS * RNG_STATE_BYTES
         return Access(f"rng.{group.name}.q{query}", GeneratorState(group.name, query), step, size)
 
-    def _state_after(self, group: ParameterGroup, query: int) -> Access:
+    def _state_after(self, group: ParamGroup, query: int) -> Access:
         """Return the access to the running generator state after `group`."""
         state = GeneratorState(group.name, query, is_after=True)
         return Access(f"rng.q{query}", state, 0, RNG_STATE_BYTES)
 
     @cached_property
-    def _kept_states(self) -> dict[str, ParameterGroup]:
+    def _kept_states(self) -> dict[str, ParamGroup]:
         """Groups before which the ``mezo`` generator's state is kept, because they are drawn (again) behind others."""
-        trainable = {group.name: group for group in self._rank.groups if group.num_trainable}
+        trainable = {group.name: group for group in self._rank.param_groups if group.num_trainable}
         if not self._are_kept:
             return trainable
         # A kept direction is drawn once: only one that the generator has passed by then needs a state to begin from.
         late = {group.name for group in _sampled_late(self._plan, self._rank.segments)}
         return {name: group for name, group in trainable.items() if name in late}
 
-    def pending(self, group: ParameterGroup, query: int) -> Iterator[Access]:
+    def pending(self, group: ParamGroup, query: int) -> Iterator[Access]:
         """Yield what a delayed update draws its direction from, or its direction, as the step before left it."""
         if self._are_kept:
             yield self.place(group, query, -1)
@@ -194,7 +192,7 @@ class Directions(AxisWriter):
         rank, queries = self._rank, range(self._plan.estimator.num_queries)
         dtype = self._storage.direction_format
         if self._are_kept:
-            for group in rank.groups:
+            for group in rank.param_groups:
                 for query in queries if group.num_trainable else ():
                     size = self.place(group, query, 0).size_bytes
                     kept_format = self._storage.sampling_format if rank.adds_factors else dtype
@@ -204,11 +202,11 @@ class Directions(AxisWriter):
             if self._samples_in_halves:
                 size = max(size, 2 * self._block_bytes)
             yield Buffer(_DIRECTIONS, Space.DEVICE, size, "directions", dtype)
-            if any(rank.gathers(group, EMBED) for group in rank.groups):
+            if any(rank.gathers(group, EMBED) for group in rank.param_groups):
                 rows = self._rows_bytes * len(queries)
                 yield Buffer(_ROWS, Space.DEVICE, rows, "directions", self._storage.row_format)
         # Sparse directions move some rows, whose numbers stay from draw to update.
-        if size := self._storage.nonzero_rows_bytes(self._rank.groups):
+        if size := self._storage.nonzero_rows_bytes(self._rank.param_groups):
             yield Buffer("nonzero_rows", Space.DEVICE, size, "directions", "int64", dynamic=True)
         if size := self._passing_factor_bytes:
             yield Buffer(_FACTORS, Space.DEVICE, size, "directions", self._storage.sampling_format)
@@ -225,7 +223,7 @@ class Directions(AxisWriter):
         if not self._are_kept:
             self._sampled.clear()
 
-    def sampled(self, group: ParameterGroup, query: int) -> Access:
+    def sampled(self, group: ParamGroup, query: int) -> Access:
         """Return where this step's direction of `group` is, which must have been drawn."""
         forms: tuple[Contents, ...] = (
             *(Direction(group.name, query, is_scaled) for is_scaled in (False, True)),
@@ -235,7 +233,7 @@ class Directions(AxisWriter):
 
     def sample(
         self,
-        group: ParameterGroup,
+        group: ParamGroup,
         query: int,
         *,
         segment: str,
@@ -293,7 +291,7 @@ class Directions(AxisWriter):
 
     def _operation(
         self,
-        group: ParameterGroup,
+        group: ParamGroup,
         query: int,
         step: int,
         keep: Keep,
@@ -318,7 +316,7 @@ class Directions(AxisWriter):
         )
 
     def _generator_accesses(
-        self, group: ParameterGroup, query: int, step: int
+        self, group: ParamGroup, query: int, step: int
     ) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
         """Return the generator states that drawing `group` reads and writes; skip the groups before it if need be."""
         # Keyed draws begin anywhere.
@@ -347,7 +345,7 @@ class Directions(AxisWriter):
         return reads, (*before, self._state_after(group, query))
 
     def _work(
-        self, group: ParameterGroup, keep: Keep, *, is_again: bool = False, is_scaled: bool = False
+        self, group: ParamGroup, keep: Keep, *, is_again: bool = False, is_scaled: bool = False
     ) -> Work:
         """Return the work of a draw: what is made, by how many threads, and what is passed over.
 
@@ -385,7 +383,7 @@ class Directions(AxisWriter):
             sequential_elements=group.largest_trainable_tensor,
         )
 
-    def _counted_work(self, group: ParameterGroup, keep: Keep, *, is_scaled: bool) -> Work:
+    def _counted_work(self, group: ParamGroup, keep: Keep, *, is_scaled: bool) -> Work:
         """Return the work of a ``counter`` draw, each of whose blocks has a generator of its own."""
         distribution, total = self._rank.distribution, group.num_trainable
         length = distribution.counter_elements
@@ -421,13 +419,13 @@ class Directions(AxisWriter):
             made, group.num_trainable_tensors, is_whole=keep == "all", sparse=sparse
         )
 
-    def products(self, group: ParameterGroup) -> tuple[Matmul, ...]:
+    def products(self, group: ParamGroup) -> tuple[Matmul, ...]:
         """Return the products of factors that the matrices of a direction are."""
         rank = self._plan.directions.rank
         assert rank is not None
         return tuple(Matmul(m=rows, n=columns, k=rank) for rows, columns in group.trainable_matrices)
 
-    def _factored_work(self, group: ParameterGroup, keep: Keep) -> Work:
+    def _factored_work(self, group: ParamGroup, keep: Keep) -> Work:
         """Return the work of drawing factors, and of multiplying them if need be; rows are picked of a whole product."""
         width = FORMATS[self._storage.sampling_format].element_bytes
         # Factors are multiplied out unless they are all that is wanted.
@@ -481,15 +479,15 @@ class Directions(AxisWriter):
         return Stream.SAMPLE if self._plan.directions.sampled_ahead else Stream.COMPUTE
 
 
-def sampling_order(plan: Plan) -> list[ParameterGroup]:
+def sampling_order(plan: Plan) -> list[ParamGroup]:
     """Return the trainable groups in the order in which the ``mezo`` generator visits them."""
-    groups = [group for group in plan.model.groups if group.num_trainable]
+    groups = [group for group in plan.model.param_groups if group.num_trainable]
     if plan.directions.order == "registration":
         return groups
     return sorted(groups, key=lambda group: plan.model.segments.index(group.segments[0]))
 
 
-def _sampled_late(plan: Plan, segments: Sequence[str]) -> list[ParameterGroup]:
+def _sampled_late(plan: Plan, segments: Sequence[str]) -> list[ParamGroup]:
     """Return the groups that a rank with these segments draws when the generator has passed them.
 
     They come before a group, in the generator's order, that an earlier segment needs.
@@ -510,7 +508,7 @@ def _sampled_late(plan: Plan, segments: Sequence[str]) -> list[ParameterGroup]:
     ]
 
 
-def num_sampled(group: ParameterGroup, directions: DirectionsAxis) -> int:
+def num_sampled(group: ParamGroup, directions: DirectionsAxis) -> int:
     """Return the numbers that a direction of `group` takes: of factors ``V``, which are kept for several steps, a step's share."""
     if directions.rank is None:
         return group.num_trainable
@@ -543,6 +541,6 @@ def _num_touched(num_places: float, num_balls: int) -> float:
     return num_places * -expm1(num_balls * log1p(-1 / num_places)) if num_places > 1 else 1.0
 
 
-def _kept(group: ParameterGroup, query: int) -> str:
+def _kept(group: ParamGroup, query: int) -> str:
     """Return the buffer in which a direction stays from its draw to its update."""
     return f"{_DIRECTIONS}.{group.name}.q{query}"

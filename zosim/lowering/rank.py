@@ -21,7 +21,7 @@ from functools import cached_property
 
 from costmodel.formats.distributions import DISTRIBUTIONS, Distribution
 from costmodel.models.forward import activation_bytes
-from costmodel.models.model_spec import EMBED, HEAD, ModelSpec, ParameterGroup
+from costmodel.models.model_spec import EMBED, HEAD, ModelSpec, ParamGroup
 from costmodel.storage import DenseStorage
 from costmodel.work import Work
 from zosim.lowering.buckets import alignment_of
@@ -97,12 +97,12 @@ class Rank:
     # -- parameter groups --------------------------------------------------------------------------------------
 
     @cached_property
-    def groups(self) -> tuple[ParameterGroup, ...]:
+    def param_groups(self) -> tuple[ParamGroup, ...]:
         """Parameter groups that this rank holds, in registration order."""
         own = set(self.segments)
-        return tuple(group for group in self.model.groups if own & set(group.segments))
+        return tuple(group for group in self.model.param_groups if own & set(group.segments))
 
-    def readers(self, group: ParameterGroup) -> tuple[str, ...]:
+    def readers(self, group: ParamGroup) -> tuple[str, ...]:
         """Return the segments of this rank that read `group`, in execution order."""
         return self._readers[group.name]
 
@@ -110,18 +110,18 @@ class Rank:
     def _readers(self) -> dict[str, tuple[str, ...]]:
         # Worked out once: lowering asks for every group at every visit.
         own = frozenset(self.segments)
-        return {group.name: tuple(s for s in group.segments if s in own) for group in self.model.groups}
+        return {group.name: tuple(s for s in group.segments if s in own) for group in self.model.param_groups}
 
-    def updated_with(self, segment: str) -> tuple[ParameterGroup, ...]:
+    def updated_with(self, segment: str) -> tuple[ParamGroup, ...]:
         """Return the groups that are updated with `segment`: a tied one with the last segment that reads it."""
-        groups = self.model.groups_of(segment)
-        return tuple(group for group in groups if self.readers(group)[-1] == segment)
+        param_groups = self.model.param_groups_of(segment)
+        return tuple(group for group in param_groups if self.readers(group)[-1] == segment)
 
-    def trainable(self, segment: str) -> tuple[ParameterGroup, ...]:
+    def trainable(self, segment: str) -> tuple[ParamGroup, ...]:
         """Return the groups of `segment` that are tuned."""
-        return tuple(group for group in self.model.groups_of(segment) if group.num_trainable)
+        return tuple(group for group in self.model.param_groups_of(segment) if group.num_trainable)
 
-    def perturbed_whole(self, segment: str) -> tuple[ParameterGroup, ...]:
+    def perturbed_whole(self, segment: str) -> tuple[ParamGroup, ...]:
         """Return the tuned groups of `segment` that a perturbation writes as a whole.
 
         Others are read through gathered rows (:meth:`gathers`), or their direction is added in products (:meth:`is_beside`).
@@ -132,7 +132,7 @@ class Rank:
             if not (self.gathers(group, segment) or self.is_beside(group))
         )
 
-    def gathers(self, group: ParameterGroup, segment: str) -> bool:
+    def gathers(self, group: ParamGroup, segment: str) -> bool:
         """Whether `segment` reads `group` through gathered rows, because a later segment needs it unperturbed."""
         readers = self.readers(group)
         # A tied table is perturbed at its last reader. The embedding, which needs few of its rows, adds the direction to those.
@@ -143,7 +143,7 @@ class Rank:
         """How parameters are stored, and directions beside them."""
         return self.plan.storage
 
-    def is_beside(self, group: ParameterGroup) -> bool:
+    def is_beside(self, group: ParamGroup) -> bool:
         """Whether `group` stays as it is at every point, and forwards add its direction: everything, where points are together."""
         return group.num_trainable > 0 and (self.storage.is_beside(group) or self.is_together)
 
@@ -164,7 +164,7 @@ class Rank:
         """Whether all parameters are at one point together."""
         return self.plan.schedule.traversal == "sweep"
 
-    def is_delayed(self, group: ParameterGroup) -> bool:
+    def is_delayed(self, group: ParamGroup) -> bool:
         """Whether the update of `group` waits for its turn in the next step."""
         # Blocks alone, as in ZO2: embedding and head are updated when the step ends.
         return self.plan.schedule.update == "delayed" and not is_edge(group.segments[0])

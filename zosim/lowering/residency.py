@@ -30,13 +30,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
-from costmodel.models.model_spec import ParameterGroup, block_index
+from costmodel.models.model_spec import ParamGroup, block_index
 from costmodel.sweeps import cast_work, copy_work
 from costmodel.work import Work
 from zosim.lowering.buckets import aligned, bucket_bytes
 from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
 from zosim.points import BASE, Point
-from zosim.program.contents import FREED, UNSET, FrozenWeights, GroupWeights
+from zosim.program.contents import FREED, UNSET, FrozenWeights, ParamGroupWeights
 from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.program.operations import Allocate, Cast, Collective, Copy, Free
 
@@ -55,14 +55,14 @@ class Homes(AxisWriter):
 
     # -- sizes -------------------------------------------------------------------------------------------------
 
-    def trainable_bytes(self, group: ParameterGroup, dtype: str) -> int:
+    def trainable_bytes(self, group: ParamGroup, dtype: str) -> int:
         """Return the bytes of the trainable part of the bucket of `group`."""
         return self._bucket(group, dtype)[1]
 
-    def _group_bytes(self, group: ParameterGroup, dtype: str) -> int:
+    def _group_bytes(self, group: ParamGroup, dtype: str) -> int:
         return sum(self._bucket(group, dtype))
 
-    def _bucket(self, group: ParameterGroup, dtype: str) -> tuple[int, int]:
+    def _bucket(self, group: ParamGroup, dtype: str) -> tuple[int, int]:
         """Return the bytes of the frozen and of the trainable part of the bucket of `group`."""
         key = group.name, dtype
         if key not in self._buckets:
@@ -90,16 +90,16 @@ class Homes(AxisWriter):
         """Return this rank's shares of `accesses`, or all of them where nothing is shared out."""
         return tuple(replace(access, share=self.share_group) for access in accesses)
 
-    def is_offloaded(self, group: ParameterGroup) -> bool:
+    def is_offloaded(self, group: ParamGroup) -> bool:
         """Whether `group` lives on the host."""
         residency = self._plan.residency
         place = residency.edges if is_edge(group.segments[0]) else residency.blocks
         return place == "offloaded"
 
-    def _offloaded(self, segment: str) -> tuple[ParameterGroup, ...]:
-        return tuple(group for group in self._rank.model.groups_of(segment) if self.is_offloaded(group))
+    def _offloaded(self, segment: str) -> tuple[ParamGroup, ...]:
+        return tuple(group for group in self._rank.model.param_groups_of(segment) if self.is_offloaded(group))
 
-    def home(self, group: ParameterGroup) -> str:
+    def home(self, group: ParamGroup) -> str:
         """Return the buffer that holds `group` between steps."""
         return f"{'host' if self.is_offloaded(group) else 'device'}.{group.name}"
 
@@ -119,21 +119,21 @@ class Homes(AxisWriter):
             else str(block_index(segment) % self._plan.residency.num_staging_buffers)
         )
 
-    def place(self, group: ParameterGroup, segment: str) -> str:
+    def place(self, group: ParamGroup, segment: str) -> str:
         """Return the device buffer in which `segment` finds `group` at its turn."""
         return self.staging_buffer(segment) if self.is_offloaded(group) else self.home(group)
 
     # -- accesses ----------------------------------------------------------------------------------------------
 
     def trainable(
-        self, group: ParameterGroup, buffer: str, step: int, what: GroupWeights, dtype: str | None = None
+        self, group: ParamGroup, buffer: str, step: int, what: ParamGroupWeights, dtype: str | None = None
     ) -> Access:
         """Return the access to the trainable part of `group` in `buffer`, in some state."""
         dtype = dtype or self._plan.weights.dtype
         frozen, size = self._bucket(group, dtype)
         return Access(buffer, what, step, size, self._offset_in(buffer, group, dtype) + frozen)
 
-    def frozen(self, group: ParameterGroup, buffer: str, dtype: str | None = None) -> tuple[Access, ...]:
+    def frozen(self, group: ParamGroup, buffer: str, dtype: str | None = None) -> tuple[Access, ...]:
         """Return the access to the frozen part of `group` in `buffer`, if it has one."""
         dtype = dtype or self._plan.weights.dtype
         size, _ = self._bucket(group, dtype)
@@ -141,21 +141,21 @@ class Homes(AxisWriter):
         return (Access(buffer, FrozenWeights(group.name), None, size, offset),) if size else ()
 
     def weights(
-        self, group: ParameterGroup, buffer: str, step: int, point: Point = BASE, dtype: str | None = None
+        self, group: ParamGroup, buffer: str, step: int, point: Point = BASE, dtype: str | None = None
     ) -> tuple[Access, ...]:
         """Return the accesses to all of `group` in `buffer`."""
         frozen = self.frozen(group, buffer, dtype)
         if not group.num_trainable:
             return frozen
-        return (*frozen, self.trainable(group, buffer, step, GroupWeights(group.name, point), dtype))
+        return (*frozen, self.trainable(group, buffer, step, ParamGroupWeights(group.name, point), dtype))
 
-    def _offset_in(self, buffer: str, group: ParameterGroup, dtype: str) -> int:
+    def _offset_in(self, buffer: str, group: ParamGroup, dtype: str) -> int:
         """Return where `group` starts in `buffer`: behind its neighbours in a staging buffer that they share, else at 0."""
         if buffer == self.home(group):
             return 0
         offset = 0
         # Groups that stay on the device leave no gap in the staging buffer of their segment.
-        for neighbour in self._rank.model.groups_of(group.segments[0]):
+        for neighbour in self._rank.model.param_groups_of(group.segments[0]):
             if neighbour.name == group.name:
                 break
             offset += self._group_bytes(neighbour, dtype) if self.is_offloaded(neighbour) else 0
@@ -167,7 +167,7 @@ class Homes(AxisWriter):
         Before the first step (`delayed_by` 1) that is the whole group, whose update may still be to come; after the flush
         (`delayed_by` 0) a rank answers for its own share alone.
         """
-        for group in self._rank.groups:
+        for group in self._rank.param_groups:
             is_offloaded = self.is_offloaded(group)
             dtype = self._plan.transfer_dtype if is_offloaded else None
             step = -delayed_by if self._rank.is_delayed(group) else 0
@@ -179,7 +179,7 @@ class Homes(AxisWriter):
     def buffers(self) -> Iterator[Buffer]:
         """Yield homes, staging buffers, and what crosses the bus in another format."""
         plan = self._plan
-        for group in self._rank.groups:
+        for group in self._rank.param_groups:
             offloaded = self.is_offloaded(group)
             dtype = plan.transfer_dtype if offloaded else plan.weights.dtype
             space, shared = (Space.HOST, bool(self.share_group)) if offloaded else (Space.DEVICE, False)
@@ -235,7 +235,7 @@ class Homes(AxisWriter):
 
     def _upload_sliced(
         self,
-        group: ParameterGroup,
+        group: ParamGroup,
         segment: str,
         home: tuple[Access, ...],
         here: tuple[Access, ...],
@@ -263,7 +263,7 @@ class Homes(AxisWriter):
             if lossy:
                 self._narrow(group, segment, step, suffix)
             source = self.transfer_buffer(segment) if lossy else self.staging_buffer(segment)
-            what = GroupWeights(group.name)
+            what = ParamGroupWeights(group.name)
             read = self.trainable(group, source, step, what, dtype)
             left = self.trainable(group, self.home(group), step, what, dtype)
             work = copy_work(read.size_bytes // self._num_shares)
@@ -273,7 +273,7 @@ class Homes(AxisWriter):
         if groups and not self._plan.residency.reuse_staging_buffers:
             self._free(segment, suffix)
 
-    def _widen(self, group: ParameterGroup, segment: str, step: int, suffix: str) -> None:
+    def _widen(self, group: ParamGroup, segment: str, step: int, suffix: str) -> None:
         reads = self.weights(group, self.transfer_buffer(segment), step, dtype=self._plan.transfer_dtype)
         writes = self.weights(group, self.staging_buffer(segment), step)
         work = cast_work(
@@ -283,11 +283,11 @@ class Homes(AxisWriter):
             f"{group.name}/widen{suffix}", Cast(), Stream.COMPUTE, "widen", segment, reads, writes, work
         )
 
-    def _narrow(self, group: ParameterGroup, segment: str, step: int, suffix: str) -> None:
+    def _narrow(self, group: ParamGroup, segment: str, step: int, suffix: str) -> None:
         transfer, storage, what = (
             self._plan.transfer_dtype,
             self._plan.weights.dtype,
-            GroupWeights(group.name),
+            ParamGroupWeights(group.name),
         )
         read = self.trainable(group, self.staging_buffer(segment), step, what)
         left = self.trainable(group, self.transfer_buffer(segment), step, what, transfer)

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from costmodel.models.model_spec import ParameterGroup
+from costmodel.models.model_spec import ParamGroup
 from zosim.lowering.directions import Directions
 from zosim.lowering.forward import Forwards
 from zosim.lowering.mesh import Losses
@@ -69,7 +69,7 @@ class StepWriter:
         """Yield what is there before the first step; what belongs to the step before it is there and void."""
         yield from self.homes.at_rest(delayed_by=1)
         yield from self._losses.initial()
-        delayed = [g for g in self._rank.groups if self._rank.is_delayed(g) and g.num_trainable]
+        delayed = [g for g in self._rank.param_groups if self._rank.is_delayed(g) and g.num_trainable]
         for query in range(self._plan.estimator.num_queries if delayed else 0):
             yield self._losses.gradient(query, -1)
             for group in delayed:
@@ -161,7 +161,7 @@ class StepWriter:
     def _sweep_perturb(self, query: int, leaps: tuple[Leap, ...]) -> None:
         """Write the reference loop's pass: every group's direction is drawn, used and forgotten."""
         for group in self._directions.sampling_order:
-            if group in self._rank.groups:
+            if group in self._rank.param_groups:
                 segment = self._rank.readers(group)[0]
                 self._directions.forget()
                 self._directions.sample(group, query, scaled=True, segment=segment)
@@ -185,10 +185,10 @@ class StepWriter:
             if any(not self._rank.is_delayed(group) for group in self._updated_with(segment)):
                 self._visit(segment, step_before=False)
 
-    def _updated_with(self, segment: str) -> list[ParameterGroup]:
+    def _updated_with(self, segment: str) -> list[ParamGroup]:
         return [group for group in self._rank.updated_with(segment) if group.num_trainable]
 
-    def _is_updated_next(self, group: ParameterGroup, segment: str) -> bool:
+    def _is_updated_next(self, group: ParamGroup, segment: str) -> bool:
         """Whether the update of `group` finds the direction of its perturbations in `segment` still there."""
         is_last = segment == self._rank.segments[-1] and self._plan.estimator.num_queries == 1
         return is_last and not self._rank.is_delayed(group)

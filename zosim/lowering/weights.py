@@ -35,7 +35,7 @@ from itertools import cycle
 from typing import NamedTuple
 
 from costmodel.formats import FORMATS
-from costmodel.models.model_spec import ParameterGroup
+from costmodel.models.model_spec import ParamGroup
 from costmodel.sweeps import closing_work, perturb_work, update_work
 from costmodel.work import Work
 from zosim.lowering.directions import Directions
@@ -43,7 +43,7 @@ from zosim.lowering.mesh import Losses
 from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
 from zosim.lowering.residency import Homes
 from zosim.points import BASE, Point
-from zosim.program.contents import UPDATE_SUM, GroupWeights, Named, is_scaled
+from zosim.program.contents import UPDATE_SUM, Named, ParamGroupWeights, is_scaled
 from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.program.operations import Perturb, Update
 
@@ -124,20 +124,20 @@ class Points(AxisWriter):
             return (Leap(BASE, plus, 1),), (Leap(plus, minus, -2),), (Leap(minus, BASE, 1),)
         return (Leap(BASE, plus, 1),), (Leap(plus, BASE, -1),)
 
-    def perturb(self, groups: Iterable[ParameterGroup], segment: str, query: int, leap: Leap) -> None:
+    def perturb(self, groups: Iterable[ParamGroup], segment: str, query: int, leap: Leap) -> None:
         """Write one perturbation of `groups`."""
         # Copies that are written ahead take turns in two buffers.
         number = self._take_turn(segment, leap.point)
         for group in groups:
             place = self._homes.place(group, segment)
-            read = self._homes.trainable(group, place, 0, GroupWeights(group.name, leap.before))
-            left = self._homes.trainable(group, place, 0, GroupWeights(group.name, leap.point))
+            read = self._homes.trainable(group, place, 0, ParamGroupWeights(group.name, leap.before))
+            left = self._homes.trainable(group, place, 0, ParamGroupWeights(group.name, leap.point))
             if self.are_copies:
                 left = self._copy(group, segment, leap.point, number)
                 self._copies[group.name, leap.point] = left
             self._perturb_one(group, segment, query, leap, read, left)
 
-    def weights(self, group: ParameterGroup, segment: str, point: Point) -> tuple[Access, ...]:
+    def weights(self, group: ParamGroup, segment: str, point: Point) -> tuple[Access, ...]:
         """Return what a forward of `segment` at `point` reads of `group`."""
         place = self._homes.place(group, segment)
         if point.is_perturbed and self._rank.is_beside(group):
@@ -156,7 +156,7 @@ class Points(AxisWriter):
         )
 
     def _perturb_one(
-        self, group: ParameterGroup, segment: str, query: int, leap: Leap, read: Access, left: Access
+        self, group: ParamGroup, segment: str, query: int, leap: Leap, read: Access, left: Access
     ) -> None:
         direction = self._directions.sampled(group, query)
         is_fused = self._storage.keeps_signs or is_scaled(direction.what)
@@ -196,21 +196,21 @@ class Points(AxisWriter):
         of_query = max(Counter(point.query for point in self._perturbed).values())
         return min(len(self._perturbed), 2) if is_ahead else of_query
 
-    def _copy(self, group: ParameterGroup, segment: str, point: Point, number: int) -> Access:
+    def _copy(self, group: ParamGroup, segment: str, point: Point, number: int) -> Access:
         """Return the access to the copy of `group` at `point` in one of the buffers for them."""
         copied = self._copied(segment)
         before = copied[: copied.index(group)]
         offset = sum(map(self._trainable_bytes, before))
-        what = GroupWeights(group.name, point)
+        what = ParamGroupWeights(group.name, point)
         return Access(f"copy.{number}", what, 0, self._trainable_bytes(group), offset)
 
-    def _copied(self, segment: str) -> tuple[ParameterGroup, ...]:
+    def _copied(self, segment: str) -> tuple[ParamGroup, ...]:
         """Return the groups that are at a point together: those of a segment, or under a sweep all."""
         if self._rank.is_swept:
-            return tuple(group for group in self._rank.groups if group.num_trainable)
+            return tuple(group for group in self._rank.param_groups if group.num_trainable)
         return self._rank.perturbed_whole(segment)
 
-    def _trainable_bytes(self, group: ParameterGroup) -> int:
+    def _trainable_bytes(self, group: ParamGroup) -> int:
         return self._homes.trainable_bytes(group, self._plan.weights.dtype)
 
     def _take_turn(self, segment: str, point: Point) -> int:
@@ -241,16 +241,18 @@ class Points(AxisWriter):
         # Passes over a group are made in pieces, so that their temporaries stay small.
         most = SIGN_SCRATCH_ELEMENTS if self._storage.keeps_signs else SCRATCH_ELEMENTS
         directions_bytes = self._directions.direction_bytes
-        swept = (self._storage.swept_bytes(group, directions_bytes(group)) for group in self._rank.groups)
+        swept = (
+            self._storage.swept_bytes(group, directions_bytes(group)) for group in self._rank.param_groups
+        )
         largest = max(swept, default=0)
-        if sums := max(map(self._storage.sum_bytes, self._rank.groups), default=0):
+        if sums := max(map(self._storage.sum_bytes, self._rank.param_groups), default=0):
             yield Buffer("sums", Space.DEVICE, sums, "directions", "float32", dynamic=True)
         if scratch := min(largest, FORMATS[dtype].bytes(most)):
             yield Buffer("scratch", Space.DEVICE, scratch, "scratch", dtype)
 
     # -- updates -----------------------------------------------------------------------------------------------
 
-    def update(self, group: ParameterGroup, segment: str, *, step: int) -> None:
+    def update(self, group: ParamGroup, segment: str, *, step: int) -> None:
         """Write the update of `group` with the projected gradients of `step`, one query after the other."""
         num_queries = self._plan.estimator.num_queries
         place = self._homes.place(group, segment)
@@ -267,8 +269,8 @@ class Points(AxisWriter):
             )
             is_last = query == num_queries - 1
             # Between the updates of two queries weights are in a state of their own, which nothing but the next may read.
-            before = GroupWeights(group.name, updated_to=query - 1 if query else None)
-            after = GroupWeights(group.name, updated_to=None if is_last else query)
+            before = ParamGroupWeights(group.name, updated_to=query - 1 if query else None)
+            after = ParamGroupWeights(group.name, updated_to=None if is_last else query)
             read = self._homes.trainable(group, place, step, before)
             left = self._homes.trainable(group, place, step + is_last, after)
             added = self._sum(group, query - 1, step) if query else ()
@@ -285,17 +287,17 @@ class Points(AxisWriter):
                 self._with_closing(group, work) if is_last else work,
             )
 
-    def _sum(self, group: ParameterGroup, query: int, step: int) -> tuple[Access, ...]:
+    def _sum(self, group: ParamGroup, query: int, step: int) -> tuple[Access, ...]:
         """Return the access to what the quantized values of `group` change by, over all queries up to `query`; none if each is rounded."""
         size = self._storage.sum_bytes(group)
         return (Access("sums", Named(UPDATE_SUM, f"{group.name}:q{query}"), step, size),) if size else ()
 
-    def _with_closing(self, group: ParameterGroup, work: Work) -> Work:
+    def _with_closing(self, group: ParamGroup, work: Work) -> Work:
         """Return `work` with a step's share of closing the increments beside the linears of `group`, where its rank would exceed the bound."""
         model = self._plan.model
         if not model.adapter_lazy_steps:
             return work
-        left_factors = [(one.name, rank) for one in model.groups for _, rank in one.trainable_matrices]
+        left_factors = [(one.name, rank) for one in model.param_groups for _, rank in one.trainable_matrices]
         works = (
             closing_work(outputs, inputs, rank=rank, closed_rank=model.adapter_rank - rank)
             for (name, rank), (inputs, outputs) in zip(
@@ -305,7 +307,7 @@ class Points(AxisWriter):
         )
         return work + sum(works, Work()).one_in(model.adapter_lazy_steps)
 
-    def _update_work(self, group: ParameterGroup, *, is_summed: bool) -> Work:
+    def _update_work(self, group: ParamGroup, *, is_summed: bool) -> Work:
         num_numbers = self._storage.num_numbers(group)
         numbers = update_work(
             num_numbers,

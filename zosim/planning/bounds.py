@@ -129,7 +129,7 @@ class Bounds:
         if key not in self._known:
             profiles = profiles_of(placement, request.hardware.profile, request.hardware.profiles)
             self._known[key] = machines_for(
-                request.hardware.topology, placement.devices, profiles, plan.groups, known=self._paths
+                request.hardware.topology, placement.devices, profiles, plan.process_groups, known=self._paths
             )
         return self._known[key]
 

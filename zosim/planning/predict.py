@@ -179,7 +179,7 @@ class Subject:
         return self._machines_of(self.topology)
 
     def _machines_of(self, topology: Topology) -> tuple[Machine, ...]:
-        devices, groups = self.plan.placement.devices, self.programs.groups
+        devices, groups = self.plan.placement.devices, self.programs.process_groups
         hosts = [topology.host_of(device).id for device in devices]
         # A thread that issues copies for several devices is one resource of all of them.
         processes = [hosts.index(host) for host in hosts] if self.one_process else None

@@ -381,7 +381,7 @@ def _quant_configs(request: Request, mesh: Mesh) -> Iterator[Point]:
     yield {}
     is_open = request.config.search.allow_lossy and request.config.low_bits.given("weights") is None
     is_plain = mesh.stage == 1 and request.axis(Residency).transfer_dtype is None
-    has_linears = any(group.linears or group.frozen_linears for group in request.config.spec.groups)
+    has_linears = any(group.linears or group.frozen_linears for group in request.config.spec.param_groups)
     if is_open and is_plain and has_linears:
         for quantized in _QUANT_CONFIGS:
             yield {"low_bits": quantized}

@@ -155,13 +155,13 @@ class Costs:
         sampled = [
             sum(
                 num_sampled(group, plan.directions)
-                for group in self.whole.groups_of(segment)
+                for group in self.whole.param_groups_of(segment)
                 if group.segments[0] == segment
             )
             for segment in self.whole.segments
         ]
         stored = [
-            sum(plan.storage.nbytes(group) for group in self.whole.groups_of(segment))
+            sum(plan.storage.nbytes(group) for group in self.whole.param_groups_of(segment))
             for segment in self.whole.segments
         ]
         # A generator passes over the numbers of every stage before, once for each query.

@@ -254,7 +254,7 @@ class Plan(Axis, Document):
     @property
     def num_shares(self) -> int:
         """Ranks of a host, among whom a block is shared out; 1 where none is."""
-        return len(self.groups["host"][0]) if self.is_shared_out else 1
+        return len(self.process_groups["host"][0]) if self.is_shared_out else 1
 
     @property
     def is_shared_out(self) -> bool:
@@ -262,7 +262,7 @@ class Plan(Axis, Document):
         return self.residency.transfers != "private" and self.placement.world_size > 1
 
     @property
-    def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+    def process_groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         """Groups of ranks that work together, by name: each a partition of all ranks."""
         return {
             "world": (tuple(range(self.placement.world_size)),),

@@ -264,7 +264,7 @@ class LowBits(Axis):
         yield from self._conflicts_of_kernel()
         if self.product == "scaled_mm":
             yield from self._conflicts_of_float8(plan)
-        if self.sparsity and not any(map(plan.storage.tuned, plan.model.groups)):
+        if self.sparsity and not any(map(plan.storage.tuned, plan.model.param_groups)):
             yield (
                 f"sparsity={self.sparsity:g} of quantized weights, none of which is trained",
                 "leave --sparsity out, or train the linear layers",
@@ -311,7 +311,7 @@ class LowBits(Axis):
                 return
 
     def _conflicts_of_model(self, plan: Plan) -> Iterator[Conflict]:
-        quant_config, groups = self.quant_config(plan.storage_dtype), plan.model.groups
+        quant_config, groups = self.quant_config(plan.storage_dtype), plan.model.param_groups
         assert quant_config is not None
         linears = [one for group in groups for one in (*group.linears, *group.frozen_linears)]
         if not linears:
@@ -371,7 +371,9 @@ class LowBits(Axis):
             )
         storage = plan.storage
         matrices = (
-            one for group in plan.model.groups for one, _ in (*storage.tuned(group), *storage.frozen(group))
+            one
+            for group in plan.model.param_groups
+            for one, _ in (*storage.tuned(group), *storage.frozen(group))
         )
         odd = next((inputs for _, inputs in matrices if inputs % _FLOAT8_MULTIPLE), None)
         if odd is not None:

@@ -145,7 +145,7 @@ class Residency(Axis):
             yield f"transfers={transfers} needs several ranks", "use transfers=private"
         if plan.mesh.stage > 1:
             yield f"transfers={transfers} with stages, which hold unlike blocks", "use transfers=private"
-        if len({len(ranks) for ranks in plan.groups["host"]}) > 1:
+        if len({len(ranks) for ranks in plan.process_groups["host"]}) > 1:
             yield (
                 f"transfers={transfers} with unlike numbers of ranks per host",
                 "use as many on every host",

@@ -90,7 +90,7 @@ class Weights(Axis):
                 f"weights=adapters needs directions that are factors, not {plan.directions.distribution}"
             )
             yield complaint, "add --direction lozo or factorised"
-        num_linear = sum(outputs * inputs for g in plan.model.groups for outputs, inputs in g.linears)
+        num_linear = sum(outputs * inputs for g in plan.model.param_groups for outputs, inputs in g.linears)
         if num_linear != plan.model.num_trainable:
             complaint = (
                 f"weights=adapters tunes linear layers of blocks alone, but of {plan.model.num_trainable} trainable "

@@ -68,7 +68,7 @@ class Program(Document):
     final : tuple of Access
         What they must hold after the flush, in the frame of the step that would come next.
     prologue, step, flush : tuple of Instruction
-    groups : mapping of str to int
+    process_groups : mapping of str to int
         Members of each group that the rank is one of.
     alignment_bytes : int
         Parameters and directions, and each tensor of them, start at multiples of this in their buffers.
@@ -81,7 +81,7 @@ class Program(Document):
     step: tuple[Instruction, ...]
     prologue: tuple[Instruction, ...] = ()
     flush: tuple[Instruction, ...] = ()
-    groups: Mapping[str, int] = field(default_factory=dict)
+    process_groups: Mapping[str, int] = field(default_factory=dict)
     alignment_bytes: int = ALIGNMENT_BYTES
     version: Literal[2] = PROGRAM_VERSION
 
@@ -89,7 +89,7 @@ class Program(Document):
 
     def share_bytes(self, access: Access) -> int:
         """Return the bytes that `access` really touches on one rank."""
-        return access.size_bytes // self.groups[access.share] if access.share else access.size_bytes
+        return access.size_bytes // self.process_groups[access.share] if access.share else access.size_bytes
 
     @cached_property
     def buffer_by_name(self) -> dict[str, Buffer]:

@@ -4,7 +4,7 @@ Every operand of an instruction names its contents by one of these types. Files 
 before the ``@``, the point or the query behind it; both forms are made here and nowhere else:
 
 >>> (
-...     str(GroupWeights("block.3", Point(0, 1))),
+...     str(ParamGroupWeights("block.3", Point(0, 1))),
 ...     str(Direction("block.3", query=0)),
 ...     str(Hidden("block.3", BASE)),
 ... )
@@ -27,7 +27,7 @@ from zosim.points import BASE, Point, from_text, parse_point
 
 
 @dataclass(frozen=True, slots=True)
-class GroupWeights:
+class ParamGroupWeights:
     """The trainable parameters of a group.
 
     Attributes
@@ -209,7 +209,7 @@ FREED = Named("freed")
 """Memory that has been given back."""
 
 Contents = (
-    GroupWeights
+    ParamGroupWeights
     | FrozenWeights
     | Direction
     | DirectionRows
@@ -223,10 +223,10 @@ Contents = (
 )
 
 
-def parameters_of(what: Contents) -> GroupWeights | FrozenWeights | None:
+def parameters_of(what: Contents) -> ParamGroupWeights | FrozenWeights | None:
     """Return the parameters that `what` is, or is a direction of, as they are at the base; None for other contents."""
-    if isinstance(what, GroupWeights | Direction):
-        return GroupWeights(what.group)
+    if isinstance(what, ParamGroupWeights | Direction):
+        return ParamGroupWeights(what.group)
     return what if isinstance(what, FrozenWeights) else None
 
 
@@ -266,8 +266,8 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Contents]], ...] 
         (r"(.+):out(?:@(.*))?", lambda m: Hidden(m[1], parse_point(m[2] or ""))),
         (r"([^:@]+):frozen", lambda m: FrozenWeights(m[1])),
         (r"(?!(?:z|rng|loss):)([^@]*:[^@]*)(?:@(.*))?", lambda m: Named(m[1], m[2] or "")),
-        (r"([^@:]+)@u(\d+)", lambda m: GroupWeights(m[1], BASE, int(m[2]))),
-        (r"([^@:]+)(?:@(.*))?", lambda m: GroupWeights(m[1], parse_point(m[2] or ""))),
+        (r"([^@:]+)@u(\d+)", lambda m: ParamGroupWeights(m[1], BASE, int(m[2]))),
+        (r"([^@:]+)(?:@(.*))?", lambda m: ParamGroupWeights(m[1], parse_point(m[2] or ""))),
     )
 )
 

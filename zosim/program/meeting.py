@@ -48,7 +48,7 @@ def pairs(programs: ProgramSet) -> Iterator[Pair]:
     # Part and place of each rank, in groups that make it meet others.
     places = {
         name: {rank: (part[0], place) for part in parts if len(part) > 1 for place, rank in enumerate(part)}
-        for name, parts in sorted(programs.groups.items())
+        for name, parts in sorted(programs.process_groups.items())
     }
     for rank in range(programs.world_size):
         # Two members of a part with the same role are enough to stand for all of them.

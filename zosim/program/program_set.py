@@ -23,7 +23,7 @@ class ProgramSet(Document):
         One per role.
     roles : tuple of int
         Role of each rank, an index into `programs`.
-    groups : mapping of str to tuple of tuple of int
+    process_groups : mapping of str to tuple of tuple of int
         Named groups: each a partition of all ranks, members in rank order.
 
     Raises
@@ -34,7 +34,7 @@ class ProgramSet(Document):
 
     programs: tuple[Program, ...]
     roles: tuple[int, ...] = (0,)
-    groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    process_groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     document = PROGRAM_FILE
 
@@ -43,12 +43,12 @@ class ProgramSet(Document):
         if unknown or not self.roles:
             message = f"ranks have the roles {list(self.roles)}, but there are {len(self.programs)} programs"
             raise ProgramError(message, hint="give every rank the number of a program")
-        for name, parts in self.groups.items():
+        for name, parts in self.process_groups.items():
             if sorted(rank for part in parts for rank in part) != list(range(self.world_size)):
                 message = f"group {name} is {[list(part) for part in parts]}, not a partition of {self.world_size} ranks"
                 raise ProgramError(message, hint="list every rank once")
         for rank, role in enumerate(self.roles):
-            for name, size in self.programs[role].groups.items():
+            for name, size in self.programs[role].process_groups.items():
                 if len(self.members(name, rank)) != size:
                     message = (
                         f"program {self.programs[role].name} counts {size} members of {name}, but rank {rank} has "
@@ -59,7 +59,7 @@ class ProgramSet(Document):
     @classmethod
     def alone(cls, program: Program) -> ProgramSet:
         """Return the set of one rank."""
-        return cls((program,), (0,), dict.fromkeys(program.groups, ((0,),)))
+        return cls((program,), (0,), dict.fromkeys(program.process_groups, ((0,),)))
 
     @property
     def world_size(self) -> int:
@@ -87,11 +87,14 @@ class ProgramSet(Document):
             return self._members[group][rank]
         except KeyError:
             message = f"program {self.name} speaks of the group {group!r}, which the ranks do not have"
-            raise ProgramError(message, hint=f"groups: {', '.join(self.groups) or 'none'}") from None
+            raise ProgramError(message, hint=f"groups: {', '.join(self.process_groups) or 'none'}") from None
 
     @cached_property
     def _members(self) -> dict[str, dict[int, tuple[int, ...]]]:
-        return {name: {rank: part for part in parts for rank in part} for name, parts in self.groups.items()}
+        return {
+            name: {rank: part for part in parts for rank in part}
+            for name, parts in self.process_groups.items()
+        }
 
     def to_json(self) -> str:
         """Return the set as JSON; that of one rank as the program that it is."""
@@ -100,7 +103,9 @@ class ProgramSet(Document):
         data: dict[str, Any] = {
             "version": PROGRAM_VERSION,
             "roles": list(self.roles),
-            "groups": {name: [list(part) for part in parts] for name, parts in self.groups.items()},
+            "process_groups": {
+                name: [list(part) for part in parts] for name, parts in self.process_groups.items()
+            },
         }
         head = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items())
         programs = ",\n".join(program.to_json() for program in self.programs)
@@ -116,11 +121,11 @@ class ProgramSet(Document):
                 Program.from_data(item, f"{where}, role {role}") for role, item in enumerate(data["programs"])
             )
             roles = tuple(int(role) for role in data["roles"])
-            groups = {
+            process_groups = {
                 str(name): tuple(tuple(int(rank) for rank in part) for part in parts)
-                for name, parts in data["groups"].items()
+                for name, parts in data["process_groups"].items()
             }
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             message = f"{where} is not a set of programs: {type(error).__name__}: {error}"
-            raise ProgramError(message, hint="it needs `programs`, `roles` and `groups`") from None
-        return cls(programs, roles, groups)
+            raise ProgramError(message, hint="it needs `programs`, `roles` and `process_groups`") from None
+        return cls(programs, roles, process_groups)

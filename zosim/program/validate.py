@@ -103,19 +103,19 @@ def _check_groups(program: Program, where: str, instruction: Instruction) -> Non
     named += [access.share for access in (*instruction.reads, *instruction.writes)]
     named += [instruction.op.group] if isinstance(instruction.op, Collective) else []
     for group in filter(None, named):
-        if group not in program.groups:
+        if group not in program.process_groups:
             raise ProgramError(
                 f"program {program.name}: {where} speaks of the group {group!r}, of which the rank is no member",
-                hint=f"its groups are {', '.join(program.groups) or 'none'}",
+                hint=f"its groups are {', '.join(program.process_groups) or 'none'}",
             )
 
 
 def _check_range(program: Program, where: str, access: Access) -> None:
     buffer = program.buffer(access.buffer)
-    if access.share and access.size_bytes % program.groups.get(access.share, 1):
+    if access.share and access.size_bytes % program.process_groups.get(access.share, 1):
         raise ProgramError(
             f"program {program.name}: {where} cuts {access.size_bytes} bytes of {buffer.name} into "
-            f"{program.groups[access.share]} shares",
+            f"{program.process_groups[access.share]} shares",
             hint="a range that is shared out must be divisible by the members of the group",
         )
     if access.offset_bytes < 0 or access.size_bytes < 0 or access.end_bytes > buffer.size_bytes:

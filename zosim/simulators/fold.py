@@ -29,7 +29,7 @@ Two ranks that do the same on one CPU, whose cores and memory they share, are on
 >>> plan = Plan(model=read_model_spec("opt-125m"), batch=2, seq=16, mesh=Mesh(data=2), placement=place)
 >>> topology, programs = load_preset("cpu-laptop"), lower_all(plan)
 >>> profile = datasheet_profile(topology, "cpu0")
->>> world = World.of(programs, machines_for(topology, place.devices, profile, programs.groups))
+>>> world = World.of(programs, machines_for(topology, place.devices, profile, programs.process_groups))
 >>> world.size, sorted(world.capacities)
 (2, ['dram0', 'host0:cores'])
 >>> fold(world).size, fold(world).counts
@@ -45,7 +45,7 @@ from types import MappingProxyType
 
 from zosim.program.step_graph import channel_of
 from zosim.simulators.assembly import without_garbage_collection
-from zosim.simulators.world import Group, Template, World
+from zosim.simulators.world import ProcessGroup, Template, World
 
 
 @without_garbage_collection()
@@ -66,8 +66,11 @@ def fold(world: World) -> World:
         resources=tuple(template.resources for template in templates),
         capacities=MappingProxyType({n: c for n, c in world.capacities.items() if n in names}),
         fifo=world.fifo & names,
-        groups=MappingProxyType(
-            {name: _folded_group(group, partition.ranks, position) for name, group in world.groups.items()}
+        process_groups=MappingProxyType(
+            {
+                name: _folded_group(group, partition.ranks, position)
+                for name, group in world.process_groups.items()
+            }
         ),
         numbers=tuple(world.numbers[rank] for rank in chosen),
         counts=tuple(counts[partition.ranks[rank]] for rank in chosen),
@@ -170,9 +173,9 @@ def _places(world: World) -> list[tuple[int, ...]]:
         channel_of(item) for template in world.templates for _, item in template.program.instructions()
     }
     names = sorted({channel.group for channel in channels if channel is not None and channel.offset})
-    groups = [world.groups[name] for name in names]
+    process_groups = [world.process_groups[name] for name in names]
     place: list[dict[int, int]] = [
-        {rank: number for part in group.parts for number, rank in enumerate(part)} for group in groups
+        {rank: number for part in group.parts for number, rank in enumerate(part)} for group in process_groups
     ]
     return [tuple(of[rank] for of in place) for rank in range(world.size)]
 
@@ -191,7 +194,7 @@ def _finer(
             group.part_of,
             _numbered([tuple(sorted(partition.ranks[rank] for rank in part)) for part in group.parts]),
         )
-        for group in world.groups.values()
+        for group in world.process_groups.values()
     ]
     # A rank sees the colours of its resources, and of all members of its groups.
     seen_by_rank = [
@@ -236,7 +239,7 @@ def _multiplied(world: World, plain: _RankClasses, partition: _Partition, rank: 
     return Template(template.program, MappingProxyType(activities), listed, template.step_s)
 
 
-def _folded_group(group: Group, colours: tuple[int, ...], position: dict[int, int]) -> Group:
+def _folded_group(group: ProcessGroup, colours: tuple[int, ...], position: dict[int, int]) -> ProcessGroup:
     parts: dict[tuple[int, ...], None] = {}
     doubled = set()
     for part in group.parts:
@@ -244,4 +247,4 @@ def _folded_group(group: Group, colours: tuple[int, ...], position: dict[int, in
         parts[tuple(sorted(position[colour] for colour in counts))] = None
         # Of a class that has several members in one part, the one that stands for them waits for the others: for itself.
         doubled |= {position[colour] for colour, count in counts.items() if count > 1}
-    return Group(tuple(parts), frozenset(doubled))
+    return ProcessGroup(tuple(parts), frozenset(doubled))

@@ -22,7 +22,7 @@ from zosim.simulators.assembly import MAX_UNLIKE_STEPS, played, without_garbage_
 from zosim.simulators.flows import STREAM_NUMBER, Counts, Floats, FlowTable, Ints
 from zosim.simulators.sharing import SAME_INSTANT
 from zosim.simulators.steady import SteadyDetector, shortened_steps
-from zosim.simulators.world import Group, World
+from zosim.simulators.world import ProcessGroup, World
 from zosim.timeline import Repeat, Span, Timeline
 
 
@@ -141,7 +141,7 @@ class Parties:
         Of each party.
     """
 
-    def __init__(self, group: Group, offset: int, ranks: Ints) -> None:
+    def __init__(self, group: ProcessGroup, offset: int, ranks: Ints) -> None:
         if not offset:
             part = np.array([group.part_of[rank] for rank in ranks], dtype=np.intp)
             self.of = {False: part}
@@ -161,7 +161,7 @@ class Parties:
 class Peers:
     """A group as arrays over the ranks in the engine's order."""
 
-    def __init__(self, group: Group, ranks: Ints) -> None:
+    def __init__(self, group: ProcessGroup, ranks: Ints) -> None:
         all_meet = Parties(group, 0, ranks)
         self.part, self.sizes = all_meet.of[False], all_meet.sizes
         self.is_doubled = np.array([rank in group.doubled for rank in ranks], dtype=bool)
@@ -207,7 +207,7 @@ class Lockstep:
             ranks = np.flatnonzero(np.array(world.template_of) == number)
             first = sum(len(kind) for kind in self._kinds)
             self._kinds.append(Kind(world, number, ranks, first, self.table, num_steps))
-        self._peers = {name: Peers(group, by_template) for name, group in world.groups.items()}
+        self._peers = {name: Peers(group, by_template) for name, group in world.process_groups.items()}
         self._listed = set(listed)
         self._batches: list[_Batch] = []
         self._ready: list[tuple[Kind, int, int, Ints]] = []
@@ -326,7 +326,9 @@ class Lockstep:
         """Take in ranks that have come to a collective or message, and yield all of the parties that are complete."""
         channel = meeting.group, meeting.offset
         if channel not in self._parties:
-            self._parties[channel] = Parties(self.world.groups[meeting.group], meeting.offset, self._order)
+            self._parties[channel] = Parties(
+                self.world.process_groups[meeting.group], meeting.offset, self._order
+            )
         parties, key = self._parties[channel], (meeting.shared, position, phase)
         if key not in self._met:
             self._met[key] = np.zeros(len(parties.sizes), dtype=np.intp)

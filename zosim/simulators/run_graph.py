@@ -139,4 +139,4 @@ class RunGraph:
 
     def _peers_with(self, rank: int, group: str, place: Place) -> Iterator[int]:
         # A dependency on a group waits for the instruction of that name on each of its members that has it.
-        return (peer for peer in self.world.groups[group].peers(rank) if self.graphs[peer].has(place))
+        return (peer for peer in self.world.process_groups[group].peers(rank) if self.graphs[peer].has(place))

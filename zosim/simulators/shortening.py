@@ -16,7 +16,7 @@ from costmodel.models.model_spec import (
     FRONT,
     HEAD,
     ModelSpec,
-    ParameterGroup,
+    ParamGroup,
     block_index,
     block_segment,
 )
@@ -33,8 +33,8 @@ def shortened(model: ModelSpec) -> ModelSpec:
 
 def shortest(model: ModelSpec) -> ModelSpec:
     """Return a model of two blocks that tell all others, the model itself where blocks are unlike, split or as few."""
-    blocks: dict[str, list[ParameterGroup]] = defaultdict(list)
-    for group in model.groups:
+    blocks: dict[str, list[ParamGroup]] = defaultdict(list)
+    for group in model.param_groups:
         for segment in group.segments:
             blocks[segment].append(group)
     # Blocks without their names: equal ones do the same work.
@@ -56,20 +56,20 @@ def with_blocks(model: ModelSpec, kept: Sequence[int]) -> ModelSpec:
         for old, new in number.items()
         for part in ("", FRONT, BACK)
     }
-    groups = tuple(
+    param_groups = tuple(
         group.model_copy(
             update={
                 "name": segments.get(group.name, group.name),
                 "segments": tuple(segments[segment] for segment in group.segments),
             }
         )
-        for group in model.groups
+        for group in model.param_groups
         if set(group.segments) <= set(segments)
     )
     split_blocks = tuple(number[block] for block in model.split_blocks if block in number)
     # Not model_copy, which would take the cached values along.
     return ModelSpec(
-        **{**dict(model), "num_blocks": len(kept), "groups": groups, "split_blocks": split_blocks}
+        **{**dict(model), "num_blocks": len(kept), "param_groups": param_groups, "split_blocks": split_blocks}
     )
 
 

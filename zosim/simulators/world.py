@@ -74,7 +74,7 @@ class Template:
 
 
 @dataclass(frozen=True)
-class Group:
+class ProcessGroup:
     """A partition of the ranks into those that work together.
 
     Attributes
@@ -119,7 +119,7 @@ class World:
         Of the resources that can limit anybody.
     fifo : frozenset of str
         Those that serve one activity at a time.
-    groups : mapping of str to Group
+    process_groups : mapping of str to Group
     numbers : tuple of int
         Under which ranks are reported.
     counts : tuple of int
@@ -131,7 +131,7 @@ class World:
     resources: tuple[tuple[str, ...], ...]
     capacities: Mapping[str, float]
     fifo: frozenset[str]
-    groups: Mapping[str, Group]
+    process_groups: Mapping[str, ProcessGroup]
     numbers: tuple[int, ...]
     counts: tuple[int, ...]
 
@@ -158,8 +158,8 @@ class World:
         if len(machines) != programs.world_size or not machines:
             message = f"{len(machines)} machines for {programs.world_size} ranks"
             raise ProgramError(message, hint="give one machine per rank")
-        groups = {name: Group(tuple(parts)) for name, parts in programs.groups.items()}
-        return cls._made(programs.programs, programs.roles, machines, groups, bound)
+        process_groups = {name: ProcessGroup(tuple(parts)) for name, parts in programs.process_groups.items()}
+        return cls._made(programs.programs, programs.roles, machines, process_groups, bound)
 
     @classmethod
     def of_one(cls, program: Program, machine: Machine, bound: Bound = "central") -> World:
@@ -170,11 +170,11 @@ class World:
         ProfileError
             If the profile has no rate for an instruction's formats.
         """
-        groups = {
-            name: Group(((0,),), frozenset({0}) if size > 1 else frozenset())
-            for name, size in program.groups.items()
+        process_groups = {
+            name: ProcessGroup(((0,),), frozenset({0}) if size > 1 else frozenset())
+            for name, size in program.process_groups.items()
         }
-        return cls._made((program,), (0,), (machine,), groups, bound)
+        return cls._made((program,), (0,), (machine,), process_groups, bound)
 
     @classmethod
     def _made(
@@ -182,7 +182,7 @@ class World:
         programs: Sequence[Program],
         roles: Sequence[int],
         machines: Sequence[Machine],
-        groups: dict[str, Group],
+        process_groups: dict[str, ProcessGroup],
         bound: Bound,
     ) -> World:
         templates: dict[object, Template] = {}
@@ -201,7 +201,7 @@ class World:
             tuple(tuple(machine.capacities) for machine in machines),
             capacities,
             frozenset().union(*(machine.fifo for machine in machines)),
-            MappingProxyType(groups),
+            MappingProxyType(process_groups),
             tuple(range(len(machines))),
             (1,) * len(machines),
         )
@@ -233,7 +233,7 @@ class World:
 
         A message whose other side is not simulated has one member: that side is taken to be in step.
         """
-        group = self.groups[meeting.group]
+        group = self.process_groups[meeting.group]
         if not meeting.offset:
             members = group.parts[group.part_of[rank]]
             return members, (members, meeting)

@@ -23,7 +23,7 @@ from executors.steps.graphs import Graphs
 from executors.steps.streams import Backend
 from executors.threads import SamplingThreads
 from zosim.program import Program
-from zosim.program.contents import FrozenWeights, GroupWeights
+from zosim.program.contents import FrozenWeights, ParamGroupWeights
 from zosim.program.instructions import Access
 from zosim.program.operations import Free, Sample
 
@@ -88,7 +88,7 @@ class Context:
     graphs: Graphs | None = None
     adapter_rank_in_use: Callable[[], int] = int
     loaded: LoadedBatch = field(default_factory=LoadedBatch)
-    _bound: dict[GroupWeights | FrozenWeights, PlacedPart] = field(default_factory=dict)
+    _bound: dict[ParamGroupWeights | FrozenWeights, PlacedPart] = field(default_factory=dict)
 
     @property
     def rows(self) -> Tensor:

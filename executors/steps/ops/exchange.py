@@ -47,7 +47,7 @@ class Exchanges:
         ranks = self._context.ranks
         if ranks is None:
             raise ProgramError(
-                f"program {self._program.name}: {instruction.id} takes {self._program.groups[op.group]} ranks",
+                f"program {self._program.name}: {instruction.id} takes {self._program.process_groups[op.group]} ranks",
                 hint="run it as the rank of a run that has as many",
             )
         pairs = list(zip(instruction.reads, instruction.writes, strict=True))
@@ -77,7 +77,7 @@ class Exchanges:
     def _exchange_losses(self, ranks: Ranks, instruction: Instruction, op: Collective) -> Action:
         run: Exchange = getattr(ranks, op.function)
         # What gathers brings every member's losses side by side, a sum has one row.
-        num_parts = self._program.groups[op.group] if COLLECTIVES[op.function].gathers else 1
+        num_parts = self._program.process_groups[op.group] if COLLECTIVES[op.function].gathers else 1
 
         def exchange(frame: StepFrame) -> None:
             if frame.replayed:

@@ -28,7 +28,7 @@ from executors.steps.ops.context import Context, rounding_of
 from executors.steps.ops.operands import Action, Unfit, of_group, only, place_of
 from zosim.points import Point
 from zosim.program import Program
-from zosim.program.contents import Direction, DirectionFactors, DirectionRows, GroupWeights, Hidden
+from zosim.program.contents import Direction, DirectionFactors, DirectionRows, Hidden, ParamGroupWeights
 from zosim.program.instructions import Access, Instruction
 from zosim.program.operations import Cast, Forward, Perturb, Sample
 
@@ -245,12 +245,12 @@ class Forwards:
         return {name: self._context.backend.borrow(tensor) for name, tensor in part.tensors.items()}
 
     def _beside(self, instruction: Instruction, op: Forward, group: str) -> _ForwardBeside:
-        weights = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
+        weights = only(of_group(group, ParamGroupWeights, instruction.reads), f"read of {group}")
         direction = only(of_group(group, Direction, instruction.reads), f"read of a direction of {group}")
         return _ForwardBeside(self._context, weights, direction, op.point)
 
     def _gathered_table(self, instruction: Instruction, op: Forward, group: str) -> _GatheredTable:
-        table = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
+        table = only(of_group(group, ParamGroupWeights, instruction.reads), f"read of {group}")
         rows = {
             what.query: access
             for access in instruction.reads
@@ -357,7 +357,9 @@ def _paths_to_gathered_points(program: Program) -> dict[tuple[str, str], _Path]:
                 gathering.setdefault(group, []).append(_Gathering(instruction.id, op.point))
         elif isinstance(op, Perturb | Cast):
             for read, left in product(instruction.reads, instruction.writes):
-                if not (isinstance(read.what, GroupWeights) and isinstance(left.what, GroupWeights)):
+                if not (
+                    isinstance(read.what, ParamGroupWeights) and isinstance(left.what, ParamGroupWeights)
+                ):
                     continue
                 group, point = left.what.group, left.what.point
                 if read.what.group != group or group not in gathering:

@@ -29,7 +29,7 @@ from executors.steps.buffers import Part
 from executors.steps.frames import StepFrame
 from executors.steps.ops.context import Context, rounding_of
 from executors.steps.ops.operands import Action, Unfit, only, place_of
-from zosim.program.contents import GeneratorState, GroupWeights, is_scaled
+from zosim.program.contents import GeneratorState, ParamGroupWeights, is_scaled
 from zosim.program.instructions import Access, Instruction
 from zosim.program.operations import Sample
 
@@ -310,7 +310,7 @@ class Sampling:
             groups = {
                 what.group: [tensor.index for tensor in part.tensors]
                 for what, part in self._store.parts.items()
-                if isinstance(what, GroupWeights)
+                if isinstance(what, ParamGroupWeights)
             }
             self._factors = FactorSampler(
                 [tensor.shape for tensor in tensors],

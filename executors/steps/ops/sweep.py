@@ -16,7 +16,14 @@ from executors.steps.frames import StepFrame
 from executors.steps.ops.context import Context
 from executors.steps.ops.operands import Action, Unfit, of_group, only, place_of
 from zosim.program import Program
-from zosim.program.contents import UPDATE_SUM, Direction, DirectionFactors, GroupWeights, Named, is_scaled
+from zosim.program.contents import (
+    UPDATE_SUM,
+    Direction,
+    DirectionFactors,
+    Named,
+    ParamGroupWeights,
+    is_scaled,
+)
 from zosim.program.instructions import Access, Instruction
 from zosim.program.operations import Perturb, Sample, Scalar, Update
 
@@ -173,7 +180,7 @@ class Sweeps:
     def _update_by_factors(self, instruction: Instruction, op: Update) -> Action:
         """Return what updates matrices along products of factors, which are made piece by piece."""
         store, group = self._context.store, op.group
-        weights = only(of_group(group, GroupWeights, instruction.writes), f"write of {group}")
+        weights = only(of_group(group, ParamGroupWeights, instruction.writes), f"write of {group}")
         source_of = place_of(
             only(of_group(group, DirectionFactors, instruction.reads), f"read of factors of {group}")
         )
@@ -243,9 +250,9 @@ class Sweeps:
     def _operands(self, instruction: Instruction, group: str) -> tuple[Access, Access, Access]:
         """Return the accesses to a group's trainable parameters, before and after, and to its direction."""
         part = self._context.store.trainable(group)
-        weights = only(of_group(group, GroupWeights, instruction.writes), f"write of {group}")
+        weights = only(of_group(group, ParamGroupWeights, instruction.writes), f"write of {group}")
         direction = only(of_group(group, Direction, instruction.reads), f"read of a direction of {group}")
-        read = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
+        read = only(of_group(group, ParamGroupWeights, instruction.reads), f"read of {group}")
         # Quantized values of a direction are of another format than what they move.
         alike = (read, weights) if group in self._roundings else (read, weights, direction)
         dtypes = {self._context.program.buffer(access.buffer).dtype for access in alike}

@@ -18,7 +18,7 @@ from tests.support.reference_mezo import LiteralMezo, differing
 from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import PlanError
 from zosim.lowering import lower
-from zosim.program.contents import GroupWeights
+from zosim.program.contents import ParamGroupWeights
 from zosim.program.operations import Forward
 from zosim.program.validate import validate
 
@@ -123,9 +123,9 @@ def test_the_head_reads_all_weights_at_its_point_and_takes_a_forward_for_every_f
             read = {
                 a.what.group
                 for a in head.reads
-                if isinstance(a.what, GroupWeights) and a.what.point == head.op.point
+                if isinstance(a.what, ParamGroupWeights) and a.what.point == head.op.point
             }
-            assert read == {group.name for group in plan.model.groups}
+            assert read == {group.name for group in plan.model.param_groups}
         works[count] = heads[0].work
     plain = lower(plan_of(model, schedule={"traversal": "sweep"}))
     once = sum(i.work.flops for i in plain.step if isinstance(i.op, Forward)) / 2

@@ -658,7 +658,7 @@ def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits, monkeyp
     queries = {"num_queries": 2 if "update_rounding" in low_bits else 1}
     plan = plan_of(model, low_bits=low_bits, size=2, seq=64, estimator=queries)
     program = lower(plan)
-    blocks = [group for group in plan.model.groups if group.linears or group.frozen_linears]
+    blocks = [group for group in plan.model.param_groups if group.linears or group.frozen_linears]
     (qvalues,) = {plan.storage.nbytes(group) for group in blocks}
     (held,) = {b.size_bytes for b in program.buffers if b.name.startswith("device.block")}
     assert qvalues <= held <= qvalues + 64 * 40

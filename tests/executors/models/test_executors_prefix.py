@@ -206,7 +206,7 @@ def test_the_planner_plans_it(inputs, tmp_path):
     assert train(inputs, tmp_path / "out", "--prefix", 3) == 0
     plan = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert plan["model"]["num_prefix_tokens"] == 3
-    trainable = {group["name"]: group["num_trainable"] for group in plan["model"]["groups"]}
+    trainable = {group["name"]: group["num_trainable"] for group in plan["model"]["param_groups"]}
     assert trainable["block.0"] == 2 * 3 * 32
     assert trainable["embed.tokens"] == 0
 

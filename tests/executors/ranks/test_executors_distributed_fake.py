@@ -76,7 +76,7 @@ def test_calls_and_bytes_are_those_of_the_program(fake, name, axes, monkeypatch)
             gathered.view(-1, 2)[:, 1] = 1.0  # labels of the losses that others would have sent
 
     real = communicator_module.all_gather_flat
-    model, communicator = model_of("opt"), Communicator(plan.groups)
+    model, communicator = model_of("opt"), Communicator(plan.process_groups)
     interpreter = Interpreter(
         program, SegmentedModel(model), Hyperparameters(1e-3), backend_for("cpu"), communicator=communicator
     )
@@ -89,7 +89,7 @@ def test_calls_and_bytes_are_those_of_the_program(fake, name, axes, monkeypatch)
     wanted_calls, wanted_bytes, wanted = Counter(), Counter(), Counter()
     for instruction in program.step:
         if isinstance(instruction.op, Collective):
-            group, members = instruction.op.group, program.groups[instruction.op.group]
+            group, members = instruction.op.group, program.process_groups[instruction.op.group]
             wanted_calls[group] += STEPS * len(instruction.writes)
             wanted_bytes[group] += STEPS * instruction.work.link_bytes
             for write in instruction.writes:

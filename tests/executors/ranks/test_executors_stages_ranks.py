@@ -66,7 +66,9 @@ def test_a_stage_keeps_no_memory_for_what_others_hold():
         return sum(storages.values()), session.plan.segments_of(session.rank)
 
     found = sessions(Case(THREE.split_points, "opt-untied"), held)
-    whole = sum(group.num_parameters for group in spec_of_model(Case((), "opt-untied").made()).groups) * 4
+    whole = (
+        sum(group.num_parameters for group in spec_of_model(Case((), "opt-untied").made()).param_groups) * 4
+    )
     assert [segments[0] for _, segments in found] == ["embed", "block.1.front", "block.1.back"]
     assert all(size < 0.7 * whole for size, _ in found)
     assert sum(size for size, _ in found) < 1.1 * whole  # aligned

@@ -50,7 +50,7 @@ def samples(program: Program) -> Counter[tuple[str, int]]:
 def test_every_direction_is_drawn_once(model, placement, queries, rng):
     program = lower(plan_for(placement, model, estimator={"num_queries": queries}, directions={"rng": rng}))
     validate(program)
-    groups = [group for group in plan_of(model).model.groups if group.num_trainable]
+    groups = [group for group in plan_of(model).model.param_groups if group.num_trainable]
     assert samples(program) == {(group.name, query): 1 for group in groups for query in range(queries)}
     assert not [i for i in program.flush if isinstance(i.op, Sample)]
     kept = [buffer for buffer in program.buffers if buffer.role == "directions"]
@@ -69,13 +69,13 @@ def test_the_memory_that_is_planned_is_what_is_taken(placement):
     model = model_of("opt")
     plan = plan_for(placement, model, estimator={"num_queries": 2})
     planned = sum(buffer.size_bytes for buffer in lower(plan).buffers if buffer.role == "directions")
-    weights = sum(4 * group.num_trainable for group in plan.model.groups)
+    weights = sum(4 * group.num_trainable for group in plan.model.param_groups)
     with Session(plan, model) as session:
         session.step(batches(1)[0])
         taken = session.memory().arena_bytes[Space.DEVICE, "directions"]
     assert taken == planned
-    tensors = sum(group.num_trainable_tensors for group in plan.model.groups)
-    assert 2 * weights <= planned <= 2 * (weights + 64 * (tensors + len(plan.model.groups)))
+    tensors = sum(group.num_trainable_tensors for group in plan.model.param_groups)
+    assert 2 * weights <= planned <= 2 * (weights + 64 * (tensors + len(plan.model.param_groups)))
 
 
 @pytest.mark.parametrize("placement", ["resident", "delayed"])

@@ -24,7 +24,9 @@ def _segment_bytes(plan) -> int:
     """Bytes of the largest segment's parameters, of which a token table that is read again later is left out."""
     found = []
     for segment in plan.model.segments:
-        groups = [g for g in plan.model.groups_of(segment) if not (g.is_tied and segment == g.segments[0])]
+        groups = [
+            g for g in plan.model.param_groups_of(segment) if not (g.is_tied and segment == g.segments[0])
+        ]
         elements = sum(4 * group.num_trainable for group in groups)
         found.append(elements + ALIGNMENT_BYTES * (1 + sum(g.num_trainable_tensors for g in groups)))
     return max(found)

@@ -107,7 +107,7 @@ def test_programs_hold_the_copies_that_they_name_and_one_sweep_less(placement, q
     assert len(sizes) == 2 if is_sweep or plans[1].directions.sampled_ahead else 1
     touched = {a.buffer for i in copied.step for a in (*i.reads, *i.writes) if a.buffer in sizes}
     assert touched == set(sizes)
-    bytes_of = {group.name: 4 * group.num_trainable for group in plans[1].model.groups}
+    bytes_of = {group.name: 4 * group.num_trainable for group in plans[1].model.param_groups}
     at_least = sum(bytes_of.values()) if is_sweep else max(bytes_of.values())
     assert at_least <= sizes["copy.0"] < at_least * (1 if is_sweep else 1.2) + 64 * 100
     sweeps = [sum(isinstance(i.op, Perturb) for i in p.step) for p in (serial, copied)]

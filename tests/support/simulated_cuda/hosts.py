@@ -27,7 +27,7 @@ def steps_on_own_host(case, *, has_own_name=True):
     with simulated() as device, process_group("cuda"):
         try:
             with mock.patch("executors.ranks.accelerators.socket.gethostname", return_value=name):
-                communicator = default_communicator(plan.groups, "cuda:0")
+                communicator = default_communicator(plan.process_groups, "cuda:0")
         except RunError as error:
             return error.message
         with Session(plan, model, communicator=communicator, learning_rate=1e-2, device="cuda") as session:

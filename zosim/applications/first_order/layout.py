@@ -10,12 +10,12 @@ from typing import Any, Literal
 from costmodel.formats import DType
 from costmodel.models.backward import kept_bytes, optimizer_bytes
 from costmodel.models.forward import activation_bytes, shared_activation_bytes
-from costmodel.models.model_spec import EMBED, HEAD, ParameterGroup
+from costmodel.models.model_spec import EMBED, HEAD, ParamGroup
 from zosim.applications.first_order.settings import FirstOrder, num_kept_at_once
 from zosim.lowering.buckets import alignment_of, bucket_bytes
 from zosim.lowering.split import most_message_bytes
 from zosim.plans import Plan
-from zosim.program.contents import BATCH, GroupWeights, Named
+from zosim.program.contents import BATCH, Named, ParamGroupWeights
 from zosim.program.instructions import Access, Buffer, Instruction, Space
 
 Phase = Literal["forward", "backward"]
@@ -53,10 +53,10 @@ class FirstOrderLayout:
         return self.plan.segments_of(self.rank)
 
     @cached_property
-    def groups(self) -> tuple[ParameterGroup, ...]:
+    def param_groups(self) -> tuple[ParamGroup, ...]:
         """Parameter groups that this rank holds, in registration order."""
         own = set(self.segments)
-        return tuple(group for group in self.plan.model.groups if own & set(group.segments))
+        return tuple(group for group in self.plan.model.param_groups if own & set(group.segments))
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
@@ -67,16 +67,16 @@ class FirstOrderLayout:
 
     # -- operands ----------------------------------------------------------------------------------------------
 
-    def weights(self, group: ParameterGroup, step: int = 0) -> Access:
+    def weights(self, group: ParamGroup, step: int = 0) -> Access:
         """Return the access to the weights of `group`."""
-        return Access(f"device.{group.name}", GroupWeights(group.name), step, self._bucket_bytes(group))
+        return Access(f"device.{group.name}", ParamGroupWeights(group.name), step, self._bucket_bytes(group))
 
-    def gradient(self, group: ParameterGroup, left: str) -> Access:
+    def gradient(self, group: ParamGroup, left: str) -> Access:
         """Return the access to its gradient, as the backward or sum called `left` leaves it."""
         what = Named(f"grad:{group.name}", left)
         return Access(f"gradient.{group.name}", what, 0, self._bucket_bytes(group))
 
-    def state(self, group: ParameterGroup, step: int) -> tuple[Access, ...]:
+    def state(self, group: ParamGroup, step: int) -> tuple[Access, ...]:
         """Return the access to the optimizer's state for it, if there is any."""
         num_own = -(-group.num_parameters // self.num_shards)
         size = optimizer_bytes(num_own, self.settings.optimizer, self._dtype)
@@ -91,14 +91,15 @@ class FirstOrderLayout:
         if not self.settings.foreach or self.settings.optimizer != "adam":
             return 0
         copied = sum(
-            optimizer_bytes(-(-group.num_parameters // self.num_shards), "momentum") for group in self.groups
+            optimizer_bytes(-(-group.num_parameters // self.num_shards), "momentum")
+            for group in self.param_groups
         )
         numbers = range(min(self.num_kept, self.settings.num_microbatches))
         gone = sum(self.kept_bytes(segment, number) for segment in self.segments for number in numbers)
         return max(0, copied - gone)
 
     def whole(
-        self, kind: Literal["gathered", "summand"], group: ParameterGroup, buffer: int, left: str
+        self, kind: Literal["gathered", "summand"], group: ParamGroup, buffer: int, left: str
     ) -> Access:
         """Return the access to all replicas' shares of a group's weights, or to a gradient before it is shared out."""
         size = bucket_bytes(
@@ -192,7 +193,7 @@ class FirstOrderLayout:
 
     def at_rest(self) -> Iterator[Access]:
         """Yield what is there between steps."""
-        for group in self.groups:
+        for group in self.param_groups:
             yield self.weights(group)
             yield from self.state(group, 0)
         for side in self.sides if self.keeps("forward") else ():
@@ -226,7 +227,7 @@ class FirstOrderLayout:
         if size:
             yield Buffer("shared", Space.DEVICE, size, "activations", self._dtype)
 
-    def _bucket_bytes(self, group: ParameterGroup) -> int:
+    def _bucket_bytes(self, group: ParamGroup) -> int:
         num_own = -(-group.num_parameters // self.num_shards)
         return bucket_bytes(num_own, group.num_tensors, self._dtype, alignment_of(self.plan))
 
@@ -270,11 +271,11 @@ class FirstOrderLayout:
         segments = self.plan.model.segments
         return segments[segments.index(segment) - 1]
 
-    def is_at_both_ends(self, group: ParameterGroup) -> bool:
+    def is_at_both_ends(self, group: ParamGroup) -> bool:
         """Whether another stage holds the same table."""
         return self.plan.num_stages > 1 and not set(group.segments) <= set(self.segments)
 
-    def reader_of_last_gradient(self, group: ParameterGroup) -> str:
+    def reader_of_last_gradient(self, group: ParamGroup) -> str:
         """Return the segment whose backward is the last of this rank's that adds to a gradient."""
         return next(segment for segment in self.segments if segment in group.segments)
 

@@ -79,10 +79,10 @@ def lower_first_order(plan: Plan, settings: FirstOrder) -> ProgramSet:
             roles[role] = len(programs)
             programs.append(_lower(plan, settings, rank))
         of_rank.append(roles[role])
-    return ProgramSet(tuple(programs), tuple(of_rank), groups_of(plan))
+    return ProgramSet(tuple(programs), tuple(of_rank), process_groups_of(plan))
 
 
-def groups_of(plan: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:
+def process_groups_of(plan: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Return the plan's groups, and those in which gradients are summed."""
     pipelines = plan.mesh.pipelines
     ends = [
@@ -92,7 +92,7 @@ def groups_of(plan: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:
     ]
     if plan.num_stages == 1:
         ends = list(pipelines)
-    return {**plan.groups, REPLICAS: tuple(zip(*pipelines, strict=True)), ENDS: tuple(sorted(ends))}
+    return {**plan.process_groups, REPLICAS: tuple(zip(*pipelines, strict=True)), ENDS: tuple(sorted(ends))}
 
 
 def _lower(plan: Plan, settings: FirstOrder, rank: int) -> Program:
@@ -100,7 +100,7 @@ def _lower(plan: Plan, settings: FirstOrder, rank: int) -> Program:
     writer.write_step()
     step, _ = connect(writer.instructions, (), overlap=True)
     at_rest = tuple(writer.layout.at_rest())
-    groups = groups_of(plan)
+    process_groups = process_groups_of(plan)
     return without_implied(
         Program(
             name=f"{plan.model.name}/{settings.optimizer}",
@@ -108,8 +108,9 @@ def _lower(plan: Plan, settings: FirstOrder, rank: int) -> Program:
             initial=at_rest,
             final=at_rest,
             step=step,
-            groups={
-                name: len(next(part for part in parts if rank in part)) for name, parts in groups.items()
+            process_groups={
+                name: len(next(part for part in parts if rank in part))
+                for name, parts in process_groups.items()
             },
             alignment_bytes=alignment_of(plan),
         )

@@ -8,7 +8,7 @@ from typing import Literal
 
 from costmodel.models.backward import backward_work, optimizer_work
 from costmodel.models.forward import forward_work
-from costmodel.models.model_spec import EMBED, HEAD, ParameterGroup
+from costmodel.models.model_spec import EMBED, HEAD, ParamGroup
 from costmodel.sweeps import copy_work
 from costmodel.work import Work
 from zosim.applications.first_order.layout import ID_BYTES, FirstOrderLayout, Phase, Side
@@ -78,10 +78,10 @@ class FirstOrderWriter(Listing):
                 self._forward_model(number)
             else:
                 self._backward_model(number)
-        for group in reversed(self.layout.groups):
+        for group in reversed(self.layout.param_groups):
             if self.settings.sums_ends and self.layout.is_at_both_ends(group):
                 self._sum(group, ENDS, "ends")
-        for group in reversed(self.layout.groups):
+        for group in reversed(self.layout.param_groups):
             self._optimize(group)
 
     def _forward_model(self, number: int) -> None:
@@ -103,7 +103,7 @@ class FirstOrderWriter(Listing):
             if self.layout.num_shards > 1:
                 self._share_out(segment, number)
             elif number == self.settings.num_microbatches - 1 and self.layout.num_replicas > 1:
-                for group in self.model.groups_of(segment):
+                for group in self.model.param_groups_of(segment):
                     if self.layout.reader_of_last_gradient(group) == segment:
                         self._sum(group, REPLICAS, "mean")
         if self.layout.stage:
@@ -130,7 +130,7 @@ class FirstOrderWriter(Listing):
         )
 
     def _backward(self, segment: str, number: int) -> None:
-        groups = self.model.groups_of(segment)
+        groups = self.model.param_groups_of(segment)
         reads = [*self._weights(segment), *self.layout.kept(segment, number)]
         reads += [self.layout.batch] if segment in (EMBED, HEAD) else []
         reads += [self.layout.hidden_gradient(segment, number)] if segment != HEAD else []
@@ -170,9 +170,9 @@ class FirstOrderWriter(Listing):
         """Return the accesses to the weights that a forward or a backward of `segment` reads."""
         if self.layout.num_shards > 1:
             return self._gathered[segment]
-        return tuple(self.layout.weights(group) for group in self.model.groups_of(segment))
+        return tuple(self.layout.weights(group) for group in self.model.param_groups_of(segment))
 
-    def _next_buffer(self, kind: Literal["gathered", "summand"], group: ParameterGroup, left: str) -> Access:
+    def _next_buffer(self, kind: Literal["gathered", "summand"], group: ParamGroup, left: str) -> Access:
         """Return the next buffer of those that gathered weights, or whole gradients, take in turn."""
         self._num_taken[kind] += 1
         return self.layout.whole(kind, group, self._num_taken[kind] % _NUM_BUFFERS, left)
@@ -184,7 +184,7 @@ class FirstOrderWriter(Listing):
             if any(left in name for name in names):
                 continue
             accesses = []
-            for group in self.model.groups_of(segment):
+            for group in self.model.param_groups_of(segment):
                 whole = self._next_buffer("gathered", group, left)
                 accesses.append(whole)
                 read = self.layout.weights(group)
@@ -210,7 +210,7 @@ class FirstOrderWriter(Listing):
     def _share_out(self, segment: str, number: int) -> None:
         """Write the sums of a segment's gradients, of which every replica keeps and adds up its share."""
         num_ranks = self.layout.num_shards
-        for group, whole in zip(self.model.groups_of(segment), self._summands[segment], strict=True):
+        for group, whole in zip(self.model.param_groups_of(segment), self._summands[segment], strict=True):
             before = [self.layout.gradient(group, self._left[group.name])] if group.name in self._left else []
             self._left[group.name] = f"{segment}:m{number}"
             share = self.layout.gradient(group, self._left[group.name])
@@ -224,7 +224,7 @@ class FirstOrderWriter(Listing):
                 (whole, *before), (share,), work,
             )  # fmt: skip
 
-    def _sum(self, group: ParameterGroup, among: str, left: str) -> None:
+    def _sum(self, group: ParamGroup, among: str, left: str) -> None:
         """Write the sum of a gradient over the ranks of a group."""
         num_ranks = self.layout.num_replicas if among == REPLICAS else 2
         read = self.layout.gradient(group, self._left[group.name])
@@ -241,7 +241,7 @@ class FirstOrderWriter(Listing):
             work,
         )
 
-    def _optimize(self, group: ParameterGroup) -> None:
+    def _optimize(self, group: ParamGroup) -> None:
         optimizer, state = self.settings.optimizer, self.layout.state(group, 0)
         work = optimizer_work(
             -(-group.num_parameters // self.layout.num_shards),

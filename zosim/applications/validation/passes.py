@@ -29,7 +29,7 @@ def forward(row: MeasuredRow, site: Site) -> Forecast:
 def streamed_generation(row: MeasuredRow, site: Site) -> Forecast:
     """Return the seconds of a pass over the prompt and one more for each further token, weights uploaded in each."""
     model, seq, profile = model_of(row), row.count("seq"), code_of(row["code"]).profile(site.burst_profile)
-    blocks = [group for group in model.groups if group.segments[0].startswith("block")]
+    blocks = [group for group in model.param_groups if group.segments[0].startswith("block")]
     size = FORMATS[row.dtype].element_bytes * sum(group.num_parameters for group in blocks)
     uploaded = min(row.count_or("bytes", size), size)
     passes = {0: list(_pass_works(row, site, model, num_rows=seq, length=seq))}
