@@ -153,7 +153,7 @@ def read_model_spec(
         name = _shipped_name(str(source))
         return spec_of_config(_shipped()[name], name=name, trainable=trainable, split_blocks=split_blocks)
     loaded = read_json_object(path, "model's configuration", ModelError)
-    if "groups" in loaded:
+    if "param_groups" in loaded or "groups" in loaded:  # as earlier versions wrote it
         return _saved_spec(loaded, path, trainable, split_blocks)
     name = path.parent.name if path.name == CONFIG_NAME else path.stem
     return spec_of_config(

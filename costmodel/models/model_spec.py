@@ -63,7 +63,10 @@ def segments_of(num_blocks: int, split_blocks: tuple[int, ...] = ()) -> tuple[st
     return (*segments, HEAD)
 
 
-RENAMED: Mapping[str, str] = {"cut_blocks": "split_blocks"}
+RENAMED: Mapping[str, str] = {
+    "cut_blocks": "split_blocks",
+    "groups": "param_groups",
+}
 """Fields and values of a model specification that were renamed (:mod:`topology.renamed`)."""
 
 

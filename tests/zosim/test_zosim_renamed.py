@@ -12,10 +12,13 @@ import typer
 
 import zosim
 from costmodel.models import model_spec
+from costmodel.models.configs import read_model_spec
 from costmodel.rates import profile
 from topology.errors import PlanError
 from zosim import cli, renamed
+from zosim.lowering import lower_all
 from zosim.plans import Plan
+from zosim.program.program_set import ProgramSet
 
 GONE = "the old spelling goes in the next release"
 
@@ -156,3 +159,15 @@ def test_a_profile_is_read_in_earlier_names(monkeypatch, tmp_path):
     path = tmp_path / "profile.json"
     profile.save_checksummed(old, path, "profile", profile.ProfileError)
     assert profile.load_profile(path) == good
+
+
+def test_programs_and_models_that_say_groups_are_read(tmp_path):
+    programs = lower_all(zosim.plan("opt-1m", "cpu-laptop", seq=16, batch=2, mesh="data=2").plan)
+    old = programs.to_json().replace('"process_groups"', '"groups"')
+    assert '"groups"' in old
+    assert ProgramSet.from_data(json.loads(old), "old.json") == programs
+    plan = zosim.plan("opt-1m", "cpu-laptop", seq=16).plan
+    assert Plan.model_validate_json(plan.model_dump_json().replace('"param_groups"', '"groups"')) == plan
+    spec = tmp_path / "model.json"
+    spec.write_text(plan.model.model_dump_json().replace('"param_groups"', '"groups"'))
+    assert read_model_spec(str(spec)) == plan.model

@@ -40,6 +40,7 @@ RENAMED: Mapping[str, str] = {
     "**.draw_dtype": "sampling_dtype",
     "**.num_shared_draws": "num_shared_samplings",
     "**.what=cut.*": "boundary.*",
+    "groups": "process_groups",
 }
 """Fields, and kinds of operations, that were renamed of a program (:mod:`topology.renamed`)."""
 

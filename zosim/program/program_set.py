@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from topology.errors import ProgramError
+from topology.renamed import with_present_names
 from zosim.documents import Document
 from zosim.program import PROGRAM_FILE, PROGRAM_VERSION, Program
 
@@ -116,6 +117,7 @@ class ProgramSet(Document):
         """Return the set that the object of :meth:`to_json` describes, or a single program."""
         if "programs" not in data:
             return cls.alone(Program.from_data(data, where))
+        data = with_present_names(data, {"groups": "process_groups"})
         try:
             programs = tuple(
                 Program.from_data(item, f"{where}, role {role}") for role, item in enumerate(data["programs"])
