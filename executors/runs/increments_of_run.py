@@ -155,7 +155,7 @@ class _Updates:
         self._names = [tensor.name for tensor in tuned]
         self._groups = {
             group.name: [tensor.index for tensor in split_point.tensors_of(group.name) if tensor.trainable]
-            for group in split_point.groups
+            for group in split_point.param_groups
             if group.num_trainable
         }
         self._order = [group.name for group in sampling_order(plan)]

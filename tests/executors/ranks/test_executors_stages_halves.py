@@ -58,7 +58,7 @@ def test_adapters_of_the_second_linear_belong_to_the_back_half():
         assert torch.equal(run_through(segmented, batch)[0], model(**batch).loss)
     back = {
         t.name
-        for g in segmented.groups
+        for g in segmented.param_groups
         if g.segments == ("block.1.back",)
         for t in segmented.tensors_of(g.name)
     }
