@@ -113,7 +113,7 @@ def stochastic_rounding() -> Figure:
     return figure
 
 
-def rounded_directions() -> Figure:
+def rounded_perturbations() -> Figure:
     """Return the factor that both estimates leave of a gradient, against the range of 4-bit and 2-bit grids."""
     figure, axes = _pair(sharey=True)
     for axis, bits, best in zip(axes, (4, 2), (2.27, 1.02), strict=True):
@@ -188,7 +188,7 @@ def offload_pipeline() -> Figure:
     return figure
 
 
-FIGURES = (smoothing, straight_through, stochastic_rounding, rounded_directions, offload_pipeline)
+FIGURES = (smoothing, straight_through, stochastic_rounding, rounded_perturbations, offload_pipeline)
 
 if __name__ == "__main__":
     with mpl.rc_context(_STYLE):

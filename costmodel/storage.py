@@ -1,7 +1,7 @@
 """How a plan stores parameters, in counts: what they take, what a forward at a point costs beside its products, and what an update costs.
 
-These are the verbs of :mod:`executors.low_bits.stored` as a plan counts them. A storage says, too, in which format directions are drawn and
-kept: what lies on a grid goes along directions that are rounded to one.
+These are the verbs of :mod:`executors.low_bits.stored` as a plan counts them. A storage says, too, in which format perturbations are drawn and
+kept: what lies on a grid goes along perturbations that are rounded to one.
 """
 
 # ruff: noqa: ARG002 - of numbers there is little to say, whatever is asked
@@ -24,26 +24,26 @@ from costmodel.formats.low_bits import (
     quantized_update_work,
     unpacking_work,
 )
-from costmodel.formats.roundings import RoundedDirection
+from costmodel.formats.roundings import RoundedPerturbation
 from costmodel.models.model_spec import EMBED, HEAD, ParamGroup
 from costmodel.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseStorage:
-    """All parameters are numbers of one format, as directions are.
+    """All parameters are numbers of one format, as perturbations are.
 
     Attributes
     ----------
     dtype : str
     distribution : str
-        Of directions.
+        Of perturbations.
     quant_config : QuantConfig or None
         How matrices are kept that are no numbers; None where none is.
-    direction : RoundedDirection or None
-        How directions are rounded; None where they are not.
+    perturbation : RoundedPerturbation or None
+        How perturbations are rounded; None where they are not.
     update_rounding : int
-        Which rounding of a direction an update goes along: that of the forwards, or the next.
+        Which rounding of a perturbation an update goes along: that of the forwards, or the next.
     update_divisor : float
         What a projected gradient is divided by before it goes into an update.
 
@@ -55,7 +55,7 @@ class DenseStorage:
     ...     dtype="bfloat16",
     ...     distribution="gaussian",
     ...     quant_config=QuantConfig("int4", dtype="bfloat16"),
-    ...     direction=RoundedDirection("gaussian", 4),
+    ...     perturbation=RoundedPerturbation("gaussian", 4),
     ... )
     >>> DenseStorage(dtype="bfloat16", distribution="gaussian").nbytes(block), int4.nbytes(block)
     (14175744, 3572736)
@@ -64,7 +64,7 @@ class DenseStorage:
     dtype: DType
     distribution: DistributionName
     quant_config: QuantConfig | None = None
-    direction: RoundedDirection | None = None
+    perturbation: RoundedPerturbation | None = None
     update_rounding: int = 0
     update_divisor: float = 1.0
 
@@ -97,35 +97,35 @@ class DenseStorage:
         """Return the format of a buffer that these groups lie in, numbers of them in `dtype`: bytes where others are among them."""
         return "uint8" if any(self.tuned(group) or self.frozen(group) for group in param_groups) else dtype
 
-    def swept_bytes(self, group: ParamGroup, direction_bytes: int) -> int:
+    def swept_bytes(self, group: ParamGroup, perturbation_bytes: int) -> int:
         """Return the bytes of what passes over a group's numbers need once more, were they not made in pieces."""
-        return direction_bytes
+        return perturbation_bytes
 
     def sum_bytes(self, group: ParamGroup) -> int:
-        """Return the bytes of what a group changes by over several directions, where these are rounded together."""
+        """Return the bytes of what a group changes by over several perturbations, where these are rounded together."""
         return 0
 
-    # -- directions --------------------------------------------------------------------------------------------
+    # -- perturbations --------------------------------------------------------------------------------------------
 
     @property
-    def direction_format(self) -> str:
-        """Format that directions are kept in."""
-        return self.dtype if self.direction is None else self.direction.kept_format
+    def perturbation_format(self) -> str:
+        """Format that perturbations are kept in."""
+        return self.dtype if self.perturbation is None else self.perturbation.kept_format
 
     @property
     def row_format(self) -> str:
-        """Format that rows of directions are kept in, and that directions are added in: quantized values in a byte each."""
-        return self.dtype if self.direction is None else "int8"
+        """Format that rows of perturbations are kept in, and that perturbations are added in: quantized values in a byte each."""
+        return self.dtype if self.perturbation is None else "int8"
 
     @property
     def sampling_format(self) -> DType:
-        """Format that directions are drawn in."""
-        return self.dtype if self.direction is None else "float32"
+        """Format that perturbations are drawn in."""
+        return self.dtype if self.perturbation is None else "float32"
 
     @property
     def keeps_signs(self) -> bool:
-        """Whether all elements of a direction are 1 or -1 as it is kept."""
-        return self._are_signs and self.direction is None
+        """Whether all elements of a perturbation are 1 or -1 as it is kept."""
+        return self._are_signs and self.perturbation is None
 
     @property
     def _are_signs(self) -> bool:
@@ -134,33 +134,33 @@ class DenseStorage:
     def keeps_scaled(self, epsilon: float) -> bool:
         """Whether ``(s·z)·ε`` is ``s·w`` to the last bit: no ``w`` may be subnormal. Signs are as fast without."""
         smallest = epsilon * DISTRIBUTIONS[self.distribution].smallest
-        is_plain = self.direction is None and not self._are_signs
+        is_plain = self.perturbation is None and not self._are_signs
         return is_plain and smallest >= FORMATS[self.dtype].smallest_normal
 
     @property
     def bits(self) -> int:
-        """Bits that directions are rounded to; 0 where they are not."""
-        return 0 if self.direction is None else self.direction.bits
+        """Bits that perturbations are rounded to; 0 where they are not."""
+        return 0 if self.perturbation is None else self.perturbation.bits
 
     @property
     def sparsity(self) -> float:
-        """Share of the rows of matrices that a step's direction leaves alone."""
-        return 0.0 if self.direction is None else self.direction.sparsity
+        """Share of the rows of matrices that a step's perturbation leaves alone."""
+        return 0.0 if self.perturbation is None else self.perturbation.sparsity
 
     def num_rounded(self, num_elements: int) -> int:
-        """Return how many of the elements of a direction are rounded at random: signs never are."""
-        return 0 if self.direction is None or self._are_signs else num_elements
+        """Return how many of the elements of a perturbation are rounded at random: signs never are."""
+        return 0 if self.perturbation is None or self._are_signs else num_elements
 
     def num_nonzero(self, group: ParamGroup) -> int:
-        """Return the elements of a direction but for those in rows that a sparse one leaves alone."""
+        """Return the elements of a perturbation but for those in rows that a sparse one leaves alone."""
         return group.num_trainable - round(self.sparsity * num_elements(self.tuned(group)))
 
     def sparse(self, group: ParamGroup) -> list[Linear]:
-        """Return the matrices of a group of which a direction leaves rows alone."""
+        """Return the matrices of a group of which a perturbation leaves rows alone."""
         return [one for one, _ in self.tuned(group)] if self.sparsity else []
 
     def nonzero_rows_bytes(self, param_groups: Iterable[ParamGroup]) -> int:
-        """Return the bytes of the numbers of the rows that a step's directions move, which stay from draw to update."""
+        """Return the bytes of the numbers of the rows that a step's perturbations move, which stay from draw to update."""
         matrices = (one for group in param_groups for one in self.sparse(group))
         return nonzero_rows_bytes(matrices, 1 - self.sparsity)
 
@@ -173,8 +173,8 @@ class DenseStorage:
         sparse: Sequence[Linear] = (),
         sequential_elements: int | None = None,
     ) -> Work:
-        """Return what it takes besides to round a direction's numbers, of all its rows or of some; see :func:`quantized_sampling_work`."""
-        if self.direction is None:
+        """Return what it takes besides to round a perturbation's numbers, of all its rows or of some; see :func:`quantized_sampling_work`."""
+        if self.perturbation is None:
             return Work()
         return quantized_sampling_work(
             num_elements,
@@ -182,19 +182,21 @@ class DenseStorage:
             num_tensors=num_tensors,
             sparse=sparse,
             sequential_elements=sequential_elements if is_whole else None,
-            direction_format=self.direction_format if is_whole else self.row_format,
+            perturbation_format=self.perturbation_format if is_whole else self.row_format,
         )
 
     def with_taking_out(self, work: Work, num_elements: int, at_once: int) -> Work:
-        """Return `work` with that of taking a direction out of bytes that several elements share, `at_once` of them at a time."""
-        if self.direction_format == self.row_format:
+        """Return `work` with that of taking a perturbation out of bytes that several elements share, `at_once` of them at a time."""
+        if self.perturbation_format == self.row_format:
             return work
-        return work + unpacking_work(num_elements, self.direction_format, at_once=min(num_elements, at_once))
+        return work + unpacking_work(
+            num_elements, self.perturbation_format, at_once=min(num_elements, at_once)
+        )
 
     # -- a step ------------------------------------------------------------------------------------------------
 
     def is_beside(self, group: ParamGroup) -> bool:
-        """Whether a tuned group stays as it is at every point, and forwards add its direction."""
+        """Whether a tuned group stays as it is at every point, and forwards add its perturbation."""
         return False
 
     def forward_work(
@@ -215,12 +217,12 @@ class DenseStorage:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedStorage(DenseStorage):
-    """Matrices are quantized values and scales, and directions of all that is tuned are rounded; other parameters are numbers.
+    """Matrices are quantized values and scales, and perturbations of all that is tuned are rounded; other parameters are numbers.
 
     Attributes
     ----------
     rounds_sums : bool
-        Whether quantized values are updated once a step, by what its directions add up to.
+        Whether quantized values are updated once a step, by what its perturbations add up to.
     product : str
         What multiplies by quantized weights.
     are_inputs_quantized : bool
@@ -228,7 +230,7 @@ class QuantizedStorage(DenseStorage):
     """
 
     quant_config: QuantConfig
-    direction: RoundedDirection
+    perturbation: RoundedPerturbation
     rounds_sums: bool = False
     product: str = "dequantise"
     are_inputs_quantized: bool = False
@@ -246,7 +248,7 @@ class QuantizedStorage(DenseStorage):
         """Format of the quantized values."""
         return self.quant_config.format
 
-    def swept_bytes(self, group: ParamGroup, direction_bytes: int) -> int:
+    def swept_bytes(self, group: ParamGroup, perturbation_bytes: int) -> int:
         """Return the bytes of the numbers."""
         return FORMATS[self.dtype].bytes(self.num_numbers(group))
 
@@ -274,7 +276,7 @@ class QuantizedStorage(DenseStorage):
         param_groups : sequence of ParamGroup
             The segment's.
         is_beside : bool
-            Whether directions are added.
+            Whether perturbations are added.
         kept_bytes : int
             What of the segment is alive beside a layer.
         """
@@ -294,7 +296,7 @@ class QuantizedStorage(DenseStorage):
                 is_beside=is_beside_these,
                 nonzero_share=1 - self.sparsity,
                 kept_bytes=kept_bytes,
-                direction_format=self.direction_format if is_beside_these else self.row_format,
+                perturbation_format=self.perturbation_format if is_beside_these else self.row_format,
             )
         # Numbers, such as norms and biases, are copied to the point.
         copied = sum(
@@ -312,11 +314,11 @@ class QuantizedStorage(DenseStorage):
             return numbers
         # Of linear layers all, or of adapters.
         linears, how = [one for one, _ in tuned], tuned[0][1]
-        if is_summed:  # a direction of a byte an element, and the sum so far
+        if is_summed:  # a perturbation of a byte an element, and the sum so far
             total, largest = num_elements(tuned), max(rows * columns for rows, columns in linears)
             summed = Work(dtype=numbers.dtype, sweep_bytes=9 * total, num_kernels=len(linears))
-            return numbers + summed + unpacking_work(total, self.direction_format, at_once=largest)
+            return numbers + summed + unpacking_work(total, self.perturbation_format, at_once=largest)
         # What queries add up to is rounded in all rows.
         share = 1.0 if self.rounds_sums else 1 - self.sparsity
-        quantized = quantized_update_work(linears, how, share, direction_format=self.direction_format)
+        quantized = quantized_update_work(linears, how, share, perturbation_format=self.perturbation_format)
         return quantized + numbers  # in the format of the first

@@ -13,7 +13,7 @@ from costmodel.formats.distributions import SamplingClass
 from costmodel.work import SHARED_ELEMENTS, Work
 
 Arithmetic = Literal["fused", "scaled", "literal", "pieces"]
-"""How a multiple of a direction is added to parameters.
+"""How a multiple of a perturbation is added to parameters.
 
 ``fused``
     ``θ.add_(z, alpha=s)``: read θ, read z, write θ.
@@ -45,7 +45,7 @@ def sampling_work(
     num_jumped: int = 0,
     num_rounded: int = 0,
 ) -> Work:
-    """Return the work of drawing a direction of `num_elements` into a buffer, one kernel per tensor.
+    """Return the work of drawing a perturbation of `num_elements` into a buffer, one kernel per tensor.
 
     Parameters
     ----------
@@ -91,19 +91,19 @@ def perturb_work(
     num_elements: int,
     *,
     dtype: DType = "float32",
-    direction_dtype: str | None = None,
+    perturbation_dtype: str | None = None,
     arithmetic: Arithmetic = "fused",
     num_tensors: int = 1,
     largest_tensor: int | None = None,
 ) -> Work:
-    """Return the work of adding a multiple of a drawn direction to parameters (the draw not included).
+    """Return the work of adding a multiple of a drawn perturbation to parameters (the draw not included).
 
     Parameters
     ----------
     num_elements : int
         Parameters perturbed.
-    dtype, direction_dtype : str
-        Formats of the parameters and of the direction (that of the parameters if not given).
+    dtype, perturbation_dtype : str
+        Formats of the parameters and of the perturbation (that of the parameters if not given).
     arithmetic : {"fused", "scaled", "literal"}
         See :data:`Arithmetic`.
     num_tensors : int
@@ -116,7 +116,7 @@ def perturb_work(
     >>> perturb_work(10).sweep_bytes, perturb_work(10, arithmetic="literal").sweep_bytes
     (120, 280)
     """
-    theta, z = FORMATS[dtype].element_bytes, FORMATS[direction_dtype or dtype].element_bytes
+    theta, z = FORMATS[dtype].element_bytes, FORMATS[perturbation_dtype or dtype].element_bytes
     axpy_bytes = 2 * theta + z
     if arithmetic == "pieces":
         return Work(
@@ -143,14 +143,14 @@ def update_work(
     num_elements: int,
     *,
     dtype: DType = "float32",
-    direction_dtype: str | None = None,
+    perturbation_dtype: str | None = None,
     arithmetic: Arithmetic = "fused",
     num_tensors: int = 1,
     largest_tensor: int | None = None,
     weight_decay: bool = False,
     is_watched: bool = False,
 ) -> Work:
-    """Return the work of a step along a drawn direction: a perturbation's passes, and those of a weight decay.
+    """Return the work of a step along a drawn perturbation: a perturbation's passes, and those of a weight decay.
 
     Weight decay scales θ in place (one read, one write, one kernel per tensor); the literal form makes a
     temporary of it and adds that to the step. Where updates are watched, a sample of the parameters is gathered before
@@ -160,7 +160,7 @@ def update_work(
     step = perturb_work(
         num_elements,
         dtype=dtype,
-        direction_dtype=direction_dtype,
+        perturbation_dtype=perturbation_dtype,
         arithmetic=arithmetic,
         num_tensors=num_tensors,
         largest_tensor=largest_tensor,

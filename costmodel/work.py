@@ -119,7 +119,7 @@ class Work(_FrozenCounts):
     elementwise_bytes : int
         Bytes read plus written by element-wise and normalisation kernels (activations).
     sweep_bytes : int
-        Bytes read plus written by passes over parameters and directions (perturb, restore, update, casts).
+        Bytes read plus written by passes over parameters and perturbations (perturb, restore, update, casts).
     scratch_bytes : int
         Bytes that these passes read and write once more, in temporaries that stay near the processor.
     num_exponentials : int

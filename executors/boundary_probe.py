@@ -24,8 +24,8 @@ from executors.models.split_points import (
     loss_through,
     split_points_of,
 )
-from executors.randomness.directions import Gaussian
 from executors.randomness.rng import generator_on
+from executors.randomness.samplers import Gaussian
 from executors.runs.settings import RunConfig
 from topology.errors import CodecError, PlanError
 from zosim.config import PlanConfig, merge

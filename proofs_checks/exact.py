@@ -105,9 +105,9 @@ def moments_of_estimate(
 ) -> tuple[Tensor, float]:
     """Return ``E[g·z]`` and ``E|g·z|²``; see :func:`mean_estimate`."""
     where = torch.tensor(theta, dtype=torch.float64)
-    directions, weights = normal_nodes(len(where), order) if nodes is None else nodes
+    perturbations, weights = normal_nodes(len(where), order) if nodes is None else nodes
     mean, square = torch.zeros_like(where), 0.0
-    for z, weight in zip(torch.from_numpy(directions), weights.tolist(), strict=True):
+    for z, weight in zip(torch.from_numpy(perturbations), weights.tolist(), strict=True):
         estimate = shipped_estimate(loss, where, z.contiguous(), epsilon, central=central)
         mean += weight * estimate
         square += weight * float(estimate @ estimate)

@@ -25,7 +25,7 @@ def rounding_up(shipped, self, values):
 def wider_normals(factor: float, name: str) -> Fault:
     """Return a fault that multiplies normals."""
 
-    @planted("executors.randomness.directions:Gaussian.fill", name)
+    @planted("executors.randomness.samplers:Gaussian.fill", name)
     def fault(shipped, self, out, generator):
         shipped(self, out, generator)
         out.mul_(factor)

@@ -137,7 +137,7 @@ def compare_means(
 
     Notes
     -----
-    The direction of the expectation is a comparison of its own: an error of the whole estimate's size shows there
+    The perturbation of the expectation is a comparison of its own: an error of the whole estimate's size shows there
     long before it shows in a single component.
     """
     samples, expected = samples.double(), expected.double()

@@ -67,7 +67,7 @@ STUDIES = (
     Study("sparq", "what SparQ's printed communication volumes are consistent with"),
     Study(
         "quzo",
-        "rounding without bias: gradients along rounded directions; QuZO's tables (a minute)",
+        "rounding without bias: gradients along rounded perturbations; QuZO's tables (a minute)",
         has_exercise=True,
     ),
     Study("validation", "measurements of others beside predictions from data sheets, by group and source"),

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from zosim.planning.planner import choose as choose
     from zosim.planning.predict import Prediction as Prediction
     from zosim.planning.predict import Subject as Subject
-    from zosim.plans import Directions as Directions
     from zosim.plans import Estimator as Estimator
     from zosim.plans import ForwardPass as ForwardPass
     from zosim.plans import Mesh as Mesh
+    from zosim.plans import Perturbations as Perturbations
     from zosim.plans import Placement as Placement
     from zosim.plans import Plan as Plan
     from zosim.plans import Residency as Residency

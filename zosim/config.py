@@ -22,12 +22,12 @@ from topology.limits import Extent, Ranks
 from topology.units import QuantityError, parse_bytes
 from zosim.plans import (
     AXES,
-    Directions,
     Estimator,
     ForwardPass,
     LowBits,
     Mesh,
     Method,
+    Perturbations,
     Placement,
     Plan,
     Residency,
@@ -173,7 +173,7 @@ class PlanConfig(Section):
     residency: Residency = Residency()
     schedule: Schedule = Schedule()
     low_bits: LowBits = LowBits()
-    directions: Directions = Directions()
+    perturbations: Perturbations = Perturbations()
     forward: ForwardPass = ForwardPass()
 
     @property

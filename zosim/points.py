@@ -14,7 +14,7 @@ Sign = Literal[-1, 0, 1]
 
 Difference = Literal["central", "forward", "residual"]
 """Which two losses a projected gradient is made of: ``l(θ + εz) - l(θ - εz)``, ``l(θ + εz) - l(θ)``, or that at ``θ + εz`` less
-what it was in the step before, at the weights, the direction and the batch of then."""
+what it was in the step before, at the weights, the perturbation and the batch of then."""
 
 _SIGNS: dict[str, Sign] = {"+": 1, "-": -1}
 _QUERY = re.compile(r"q(\d+)([+-])", re.ASCII)
@@ -22,7 +22,7 @@ _QUERY = re.compile(r"q(\d+)([+-])", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The weights ``θ + sign·ε·z``, with the direction ``z`` of one query.
+    """The weights ``θ + sign·ε·z``, with the perturbation ``z`` of one query.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class Point:
 
     @property
     def is_perturbed(self) -> bool:
-        """Whether a direction takes part in it."""
+        """Whether a perturbation takes part in it."""
         return self.sign != 0
 
     def __str__(self) -> str:

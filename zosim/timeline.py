@@ -101,7 +101,7 @@ class MemorySample:
     rank : int
     space : Space
     role : str
-        What it is for: ``weights``, ``staging buffers``, ``directions``, ``workspace`` ...
+        What it is for: ``weights``, ``staging buffers``, ``perturbations``, ``workspace`` ...
     time_s : float
     size_bytes : int
         All that the role takes now, not the change.

@@ -1,6 +1,6 @@
-"""Distributions of random directions, and what drawing from them takes: all that is known of them without torch.
+"""Distributions of random perturbations, and what drawing from them takes: all that is known of them without torch.
 
-A distribution is declared here; :mod:`executors.randomness.directions` says how its numbers are drawn.
+A distribution is declared here; :mod:`executors.randomness.samplers` says how its numbers are drawn.
 """
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ SHARED_UNIFORMS = 1 << 17
 """Random numbers that take longer than to get threads together that share them."""
 
 ROUNDED_AT_ONCE = 1 << 19
-"""Numbers of a direction that are drawn there, and as many to round them by, before they become quantized."""
+"""Numbers of a perturbation that are drawn there, and as many to round them by, before they become quantized."""
 
 SEQUENTIAL_AT_ONCE = 1 << 18
-"""Numbers of a direction that one generator after the other draws, or threads that share its numbers, before they become quantized."""
+"""Numbers of a perturbation that one generator after the other draws, or threads that share its numbers, before they become quantized."""
 
 PASSED_ELEMENTS = 1 << 17
 """Of these, those that become quantized together on a CPU, in its caches."""
@@ -52,10 +52,10 @@ TILE_ROWS = 1024
 """Most rows of them: weights are laid out anew for every product."""
 
 PACKED_ELEMENTS = 1 << 15
-"""Quantized values of a direction that are taken out of bytes that they share, or put there, at a time on a CPU, in the thread that asks."""
+"""Quantized values of a perturbation that are taken out of bytes that they share, or put there, at a time on a CPU, in the thread that asks."""
 
 FILLED_ROWS = 32
-"""Rows of a sparse direction are filled up to a multiple of so many before they are multiplied."""
+"""Rows of a sparse perturbation are filled up to a multiple of so many before they are multiplied."""
 
 EXACT_TERMS = 1 << 10
 """Products of two bytes, 2**14 at most, whose sum float32 holds exactly: every integer up to 2**24."""
@@ -224,7 +224,7 @@ def quantized_forward_work(
     is_beside: bool,
     nonzero_share: float = 1.0,
     kept_bytes: int = 0,
-    direction_format: str = "int8",
+    perturbation_format: str = "int8",
 ) -> Work:
     """Return the work of a segment's forward whose linear layers are quantized, from that with plain weights.
 
@@ -239,26 +239,26 @@ def quantized_forward_work(
     are_inputs_quantized : bool
         Whether inputs are rounded to a byte before they are multiplied.
     is_beside : bool
-        Whether a rounded direction is added.
+        Whether a rounded perturbation is added.
     nonzero_share : float
         Share of its rows that are not 0, for which alone something is added.
     kept_bytes : int
         What of the segment is alive beside a layer: the sum that residuals are added to.
-    direction_format : str
-        That the quantized values of the direction are kept in.
+    perturbation_format : str
+        That the quantized values of the perturbation are kept in.
 
     Notes
     -----
     ``dequantise`` makes one weight at a time of its quantized values, a temporary; quantized values that share a byte are parted before. Those of
     floating-point formats are made float32 first, by a table of 32-bit places where they have four bits. Under
-    ``int_mm`` weight and direction are products of their own, of integers, whose sums are scaled in passes of their own;
-    ``scaled_mm`` is the same in e4m3, to which the direction is cast. What
+    ``int_mm`` weight and perturbation are products of their own, of integers, whose sums are scaled in passes of their own;
+    ``scaled_mm`` is the same in e4m3, to which the perturbation is cast. What
     is alive at one layer is its input, its output and its temporaries; the segment's other temporaries are smaller then.
     """
     plain, products = list(work.matmuls), []
     passes: Counter[QuantPass] = Counter()
     sweep_bytes = num_kernels = largest = 0
-    is_packed = FORMATS[direction_format].bits < 8
+    is_packed = FORMATS[perturbation_format].bits < 8
     width = FORMATS[work.dtype].element_bytes
     # Quantized values and scales of a norm's output, which queries, keys and values share, live as long as it does.
     shared = (kept_bytes // width + 4 * max((one.m for one in plain), default=0)) * are_inputs_quantized
@@ -281,7 +281,7 @@ def quantized_forward_work(
             num_kernels += 5 * times
             alive += rows * (inputs + 4) + shared
             largest = max(largest, alive + _coding_bytes(rows, inputs, width, kernel))
-        # Rows of the direction that are not 0: their mean, which time is made of, and their most, which memory is.
+        # Rows of the perturbation that are not 0: their mean, which time is made of, and their most, which memory is.
         nonzero, most = round(outputs * nonzero_share) * is_beside, _most_rows(outputs, nonzero_share)
         passes["unpacking"] += times * nonzero * inputs * is_packed
         if kernel != "dequantise":
@@ -299,14 +299,14 @@ def quantized_forward_work(
             of_rows = rows * made * 4
             numbers = _numbers_bytes(rows, outputs, inputs) if kernel == "int_mm" else 0
             taken = (most if is_gathered else outputs) * inputs
-            passing = max(taken_out_bytes(taken, direction_format) - taken, 0)
+            passing = max(taken_out_bytes(taken, perturbation_format) - taken, 0)
             along = of_rows + max(of_rows, numbers, passing) + taken * (kernel == "scaled_mm")
-            if is_gathered:  # that of a sparse direction's rows is made first, and stays
+            if is_gathered:  # that of a sparse perturbation's rows is made first, and stays
                 along += taken + made * inputs
             else:
                 along += sums + taken * is_packed
             kept = of_rows * is_gathered * is_beside
-            # While sums are made, while the direction's are, and while they become the output.
+            # While sums are made, while the perturbation's are, and while they become the output.
             alive += max(
                 kept + sums + max(sums, numbers) + levels,
                 along * is_beside,
@@ -322,7 +322,7 @@ def quantized_forward_work(
             gathered = most * inputs * (width + (not is_packed)) * is_gathered
             if is_packed and is_beside:  # in pieces, where all rows are added
                 num = most * inputs if is_gathered else min(elements, PACKED_ELEMENTS)
-                gathered += taken_out_bytes(num, direction_format)
+                gathered += taken_out_bytes(num, perturbation_format)
             if FORMATS[quant_config.format].is_float:
                 levels = elements * max(4, is_parted * (9 - width))
             # The weight as numbers outlives what it is made of, and is there when the output is.
@@ -358,15 +358,15 @@ def _counted(passes: Mapping[QuantPass, int]) -> tuple[tuple[QuantPass, int], ..
     return tuple(sorted((name, num) for name, num in passes.items() if num))
 
 
-def taken_out_bytes(num_elements: int, direction_format: str) -> int:
-    """Return the bytes of some quantized values of a direction while they are taken out of bytes that they share; none where they share none.
+def taken_out_bytes(num_elements: int, perturbation_format: str) -> int:
+    """Return the bytes of some quantized values of a perturbation while they are taken out of bytes that they share; none where they share none.
 
     Examples
     --------
     >>> taken_out_bytes(1000, "int4"), taken_out_bytes(1000, "int8")
     (2500, 0)
     """
-    kept = FORMATS[direction_format]
+    kept = FORMATS[perturbation_format]
     is_packed = kept.bits < 8
     return (num_elements + kept.bytes(num_elements) + min(num_elements, PACKED_ELEMENTS)) * is_packed
 
@@ -376,7 +376,7 @@ def quantized_sampling_work(
     *,
     is_sign: bool,
     num_tensors: int,
-    direction_format: str,
+    perturbation_format: str,
     sparse: Sequence[Linear] = (),
     sequential_elements: int | None = None,
 ) -> Work:
@@ -386,7 +386,7 @@ def quantized_sampling_work(
     ----------
     num_elements, num_tensors : int
     is_sign : bool
-    direction_format : str
+    perturbation_format : str
         That quantized values are kept in.
     sparse : sequence of (int, int)
         Outputs and inputs of those that are 0 in most of their rows.
@@ -394,7 +394,7 @@ def quantized_sampling_work(
         Elements of the largest tensor, where one generator draws one after the other.
     """
     at_once = min(num_elements, ROUNDED_AT_ONCE)
-    is_packed = FORMATS[direction_format].bits < 8
+    is_packed = FORMATS[perturbation_format].bits < 8
     # What is drawn of blocks that have rows which move is there beside these.
     windows = min(max((outputs * inputs for outputs, inputs in sparse), default=0), ROUNDED_AT_ONCE)
     numbers_bytes = (8 * at_once + 4 * windows) * (not is_sign)
@@ -415,12 +415,12 @@ def quantized_sampling_work(
     )
 
 
-def unpacking_work(num_elements: float, direction_format: str, *, at_once: int = 0) -> Work:
-    """Return the work of taking quantized values of a direction out of bytes that they share, `at_once` at a time."""
-    is_packed = FORMATS[direction_format].bits < 8
+def unpacking_work(num_elements: float, perturbation_format: str, *, at_once: int = 0) -> Work:
+    """Return the work of taking quantized values of a perturbation out of bytes that they share, `at_once` at a time."""
+    is_packed = FORMATS[perturbation_format].bits < 8
     return Work(
         quant_passes=_counted({"unpacking": round(num_elements) * is_packed}),
-        workspace_bytes=taken_out_bytes(at_once, direction_format),
+        workspace_bytes=taken_out_bytes(at_once, perturbation_format),
     )
 
 
@@ -435,9 +435,9 @@ def quantized_update_work(
     quant_config: QuantConfig,
     nonzero_share: float = 1.0,
     *,
-    direction_format: str = "int8",
+    perturbation_format: str = "int8",
 ) -> Work:
-    """Return the work of updating quantized values along a direction, rounded at random: in pieces, whose temporaries stay near.
+    """Return the work of updating quantized values along a perturbation, rounded at random: in pieces, whose temporaries stay near.
 
     Of the rows, only `nonzero_share` are touched. Pieces are kernels of their own on a CPU, whose threads share them.
     """
@@ -450,13 +450,13 @@ def quantized_update_work(
     return Work(
         dtype="float32",
         sampling_dtype="float32",
-        # Quantized values are read and written, those of the direction read.
+        # Quantized values are read and written, those of the perturbation read.
         sweep_bytes=2 * round(nonzero_share * sum(map(quant_config.qvalue_bytes, linears))) + elements,
         quant_passes=_counted(
             {
                 "matrices": len(linears),
                 _of_format("updates", quant_config.format): elements,
-                "unpacking": elements * (FORMATS[direction_format].bits < 8),
+                "unpacking": elements * (FORMATS[perturbation_format].bits < 8),
             }
         ),
         num_rounded=uniforms.num_sampled + round(_UNIFORM_SHARE * uniforms.num_passed),
@@ -470,9 +470,9 @@ def quantized_update_work(
 
 
 def updated_at_once(linear: Linear, share: float) -> int:
-    """Return how many quantized values of a matrix an update changes at once at most, where the direction is not 0 in that share of the rows.
+    """Return how many quantized values of a matrix an update changes at once at most, where the perturbation is not 0 in that share of the rows.
 
-    Weights that decay do so in all rows: with a sparse direction, too, no more of them are updated at a time.
+    Weights that decay do so in all rows: with a sparse perturbation, too, no more of them are updated at a time.
 
     Examples
     --------

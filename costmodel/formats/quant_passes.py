@@ -65,22 +65,22 @@ class PassCost:
 
 PASSES: Mapping[QuantPass, PassCost] = {
     "layers": PassCost(1e4),  # called that multiply by quantized weights: Python, beside kernels
-    "layers.sparse": PassCost(5e3),  # those along a sparse direction, besides
+    "layers.sparse": PassCost(5e3),  # those along a sparse perturbation, besides
     "inputs": PassCost(1.3e9, "elementwise", 1, 4),  # numbers of a product, to a byte each
     "sums": PassCost(4e9, "elementwise", 4, 2),  # of products of bytes, scaled
-    "gathering": PassCost(0.6e9, "elementwise", 12),  # sums of a sparse direction's rows, to their places
+    "gathering": PassCost(0.6e9, "elementwise", 12),  # sums of a sparse perturbation's rows, to their places
     "parting": PassCost(4e9, "sweep", 1.5),  # weights of less than a byte, to one each
     "levels": PassCost(3.3e9, "sweep", 1, 1),  # weights of a byte, to numbers
     "levels.float8": PassCost(0.3e9, "sweep", 9, 1),
     "levels.float4": PassCost(0.9e9, "sweep", 9, 1),
     "zeros": PassCost(1e10, "sweep", 8),  # zero points of weights, besides
-    "beside": PassCost(3e9, "sweep", 1, 2),  # a direction's quantized values, added to numbers
-    "packing": PassCost(0.4e9, "scratch", 14),  # of a direction, into bytes that several share
+    "beside": PassCost(3e9, "sweep", 1, 2),  # a perturbation's quantized values, added to numbers
+    "packing": PassCost(0.4e9, "scratch", 14),  # of a perturbation, into bytes that several share
     "unpacking": PassCost(0.6e9, "scratch", 14),  # and out of them
     "draws": PassCost(5e3),  # of quantized values, of any length: Python, beside kernels
     "tensors": PassCost(4e4),  # of each of these
-    "tensors.sparse": PassCost(5e3),  # those of sparse directions, besides
-    "rounding": PassCost(1e9, "scratch", 24),  # a direction's numbers, at random
+    "tensors.sparse": PassCost(5e3),  # those of sparse perturbations, besides
+    "rounding": PassCost(1e9, "scratch", 24),  # a perturbation's numbers, at random
     "signs": PassCost(1e10),  # drawn rounded, beside the draw
     "matrices": PassCost(5e3),  # of quantized values that an update changes: Python, beside kernels
     "updates": PassCost(0.25e9, "scratch", 100),  # of quantized values

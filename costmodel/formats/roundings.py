@@ -1,6 +1,6 @@
-"""Directions rounded to few bits at random: what they are on average, and what an estimate with them is.
+"""Perturbations rounded to few bits at random: what they are on average, and what an estimate with them is.
 
-``û = clamp(⌊s·u⌋ + Bernoulli(s·u - ⌊s·u⌋), -c, c)/s`` for every element ``u`` of a direction, with ``c = 2^(b-1) - 1`` and
+``û = clamp(⌊s·u⌋ + Bernoulli(s·u - ⌊s·u⌋), -c, c)/s`` for every element ``u`` of a perturbation, with ``c = 2^(b-1) - 1`` and
 ``s = c/r``. Given ``u`` its mean is ``clamp(u, -r, r)``. Elements are independent, so three moments say all that an estimate
 of a linear loss needs [1]_:
 
@@ -8,7 +8,7 @@ of a linear loss needs [1]_:
 * ``c₂ = E[û₁·û₂] = E[clamp(u)²]`` of two independent roundings of one ``u`` (Q-RGE2), which estimate ``c₂·∇``.
 * ``E[û⁴]`` and ``E[û₁²·û₂²]``, for the variance.
 
-A sparse direction is 0 but in each row (output channel) with the probability ``q``, and there ``û/√q``: its second moments are the
+A sparse perturbation is 0 but in each row (output channel) with the probability ``q``, and there ``û/√q``: its second moments are the
 same, its fourths ``1/q`` times as large.
 
 References
@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 from costmodel.formats.distributions import DISTRIBUTIONS, Distribution, DistributionName
 
 EstimatorName = Literal["normalised", "q-rge1", "q-rge2"]
-"""What a projected gradient is multiplied by: see :meth:`RoundedDirection.mean_of`."""
+"""What a projected gradient is multiplied by: see :meth:`RoundedPerturbation.mean_of`."""
 
 
 class Moments(NamedTuple):
@@ -107,8 +107,8 @@ def _squared_error(distribution: Distribution, bits: int, reach: float) -> float
 
 
 @dataclass(frozen=True)
-class RoundedDirection:
-    """A direction whose elements are rounded to a few bits, at random and without a bias where they are not clamped.
+class RoundedPerturbation:
+    """A perturbation whose elements are rounded to a few bits, at random and without a bias where they are not clamped.
 
     Attributes
     ----------
@@ -121,7 +121,7 @@ class RoundedDirection:
 
     Examples
     --------
-    >>> coarse = RoundedDirection("gaussian", 2)
+    >>> coarse = RoundedPerturbation("gaussian", 2)
     >>> coarse.highest, round(coarse.moments.second, 3), round(coarse.moments.cross, 3)
     (1, 0.65, 0.529)
     """

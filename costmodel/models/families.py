@@ -2,7 +2,7 @@
 
 For each family: which fields of a ``config.json`` decide its shape, what they mean, and which tensors the model
 registers, in the order in which transformers 5 registers them. The order matters: the reference MeZO loop draws
-directions in it.
+perturbations in it.
 """
 
 from __future__ import annotations

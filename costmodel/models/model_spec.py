@@ -4,7 +4,7 @@ A model is split into *segments* that run one after the other: ``embed``, ``bloc
 ``head`` (final norm, output projection, loss). A block that is split inside, at the input of the MLP's second linear,
 is two segments, ``block.i.front`` and ``block.i.back``; what passes between them is that input and the residual
 stream. Parameters form *groups*, listed in the order in which the
-model registers them, because that is the order in which the reference MeZO loop draws their directions. Most
+model registers them, because that is the order in which the reference MeZO loop draws their perturbations. Most
 groups belong to one segment; a tied token table belongs to two.
 """
 

@@ -145,7 +145,7 @@ def _sweeps(device: torch.device, dtype: str) -> Iterator[Probe]:
     for place, size_bytes in (("in memory", MEMORY_BYTES[device_type_of(device)] // 16), _places(device)[1]):
         num = size_bytes // TORCH_DTYPES[dtype].itemsize
         z = random_tensor(device, dtype, num)
-        # A block's parameters come from memory, its direction has just been drawn.
+        # A block's parameters come from memory, its perturbation has just been drawn.
         thetas = [random_tensor(device, dtype, num)]
         if place == "in memory":
             thetas = cold_copies(lambda num=num: random_tensor(device, dtype, num), device)  # type: ignore[misc]

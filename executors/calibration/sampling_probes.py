@@ -1,4 +1,4 @@
-"""Probes of random directions: drawn by one thread, by all, passed over, picked row by row; and of other formats."""
+"""Probes of random perturbations: drawn by one thread, by all, passed over, picked row by row; and of other formats."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from costmodel.sweeps import cast_work, perturb_work, sampling_work
 from executors.calibration.probing import MEMORY_BYTES, Probe, device_type_of, format_named, random_tensor
 from executors.formats import TORCH_DTYPES
 from executors.randomness.counter import CounterKey, CounterSampler
-from executors.randomness.directions import Direction, direction_named
 from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import generator_on
+from executors.randomness.samplers import DistributionSampler, sampler_named
 from executors.randomness.sequential import SequentialSampler, sample_rows
 from executors.threads import SamplingThreads
 
@@ -42,31 +42,31 @@ def _samplings(device: torch.device, dtype: str) -> Iterator[Probe]:
     generator = generator_on(device, 1)
     num = MEMORY_BYTES[device_type_of(device)] // 16
     out = torch.empty(num, dtype=TORCH_DTYPES[dtype], device=device)
-    for direction in _one_of_each_class():
-        sampling_class = direction.distribution.sampling_class
+    for sampler in _one_of_each_class():
+        sampling_class = sampler.distribution.sampling_class
         work = sampling_work(num, dtype=format_named(dtype), distribution=sampling_class)
 
-        def run(direction: Direction = direction) -> None:
-            direction.fill(out, generator)
+        def run(sampler: DistributionSampler = sampler) -> None:
+            sampler.fill(out, generator)
 
-        yield Probe(f"draw {direction.distribution.name} {dtype}", work, run)
+        yield Probe(f"draw {sampler.distribution.name} {dtype}", work, run)
 
 
 def _shared_samplings(device: torch.device, dtype: str) -> Iterator[Probe]:
     """Yield draws by all threads at once, each with a sweep by torch's own threads, which must gather again."""
     if device.type != "cpu":
         return
-    threads, direction = SamplingThreads(torch.get_num_threads()), direction_named("gaussian")
+    threads, sampler = SamplingThreads(torch.get_num_threads()), sampler_named("gaussian")
     generator = generator_on(device, 1)
     key = CounterKey.of(1, 0, 0)
     for num in (1 << 17, MEMORY_BYTES["cpu"] // 32):
         z, theta = (torch.zeros(num, dtype=TORCH_DTYPES[dtype]) for _ in range(2))
         counter = CounterSampler([num], device, threads=threads)
-        sequential = SequentialSampler([num], direction, NUM_RNG_MARKS, threads)
+        sequential = SequentialSampler([num], sampler, NUM_RNG_MARKS, threads)
         states = sequential.fill([z], generator_on(device, 1))
 
         def by_blocks(z: Tensor = z, theta: Tensor = theta, counter: CounterSampler = counter) -> None:
-            counter.fill_parameters([z], [0], key, direction)
+            counter.fill_parameters([z], [0], key, sampler)
             torch.add(theta, z, out=theta)
 
         def from_marks(
@@ -95,23 +95,23 @@ def _shared_samplings(device: torch.device, dtype: str) -> Iterator[Probe]:
             yield Probe(f"{name} one generator {dtype}", split, by_several_threads)
 
 
-def _one_of_each_class() -> list[Direction]:
+def _one_of_each_class() -> list[DistributionSampler]:
     """Return how to draw one distribution of each kind whose rates are measured."""
     names = {declared.sampling_class: name for name, declared in reversed(DISTRIBUTIONS.items())}
-    return [direction_named(names[sampling_class]) for sampling_class in get_args(SamplingClass)]
+    return [sampler_named(names[sampling_class]) for sampling_class in get_args(SamplingClass)]
 
 
 def _skips(device: torch.device, dtype: str) -> Iterator[Probe]:
     generator, num = generator_on(device, 1), MEMORY_BYTES[device_type_of(device)] // 16
     like = torch.empty(0, dtype=TORCH_DTYPES[dtype], device=device)
-    for direction in _one_of_each_class():
-        sampling_class = direction.distribution.sampling_class
+    for sampler in _one_of_each_class():
+        sampling_class = sampler.distribution.sampling_class
         work = sampling_work(0, dtype=format_named(dtype), distribution=sampling_class, num_skipped=num)
 
-        def run(direction: Direction = direction) -> None:
-            direction.skip(num, like, generator)
+        def run(sampler: DistributionSampler = sampler) -> None:
+            sampler.skip(num, like, generator)
 
-        yield Probe(f"skip {direction.distribution.name} {dtype}", work, run)
+        yield Probe(f"skip {sampler.distribution.name} {dtype}", work, run)
 
 
 def _jumps(device: torch.device) -> Iterator[Probe]:
@@ -139,10 +139,10 @@ def _kept_rows(device: torch.device, dtype: str) -> Iterator[Probe]:
     num_rows, width = 1024, 64
     rows = torch.arange(0, num_rows, 4, device=device)
     out = random_tensor(device, dtype, rows.numel(), width)
-    direction, generator = direction_named("gaussian"), generator_on(device, 1)
+    sampler, generator = sampler_named("gaussian"), generator_on(device, 1)
 
     def run() -> None:
-        sample_rows(out, rows, num_rows, direction, generator)
+        sample_rows(out, rows, num_rows, sampler, generator)
 
     num_made = out.numel()
     work = sampling_work(

@@ -86,8 +86,8 @@ _IMMEDIATE = {"schedule": {"update": "immediate"}}
 _DELAYED = {"schedule": {"update": "delayed"}}
 _OFFLOADED = {"schedule": {"update": "delayed"}, "residency": {"blocks": "offloaded"}}
 _SWEEP = {"schedule": {"traversal": "sweep"}}
-_COUNTER = {"directions": {"rng": "counter"}, "schedule": {"update": "immediate"}}
-_SIGNS = {"directions": {"distribution": "rademacher"}, "schedule": {"update": "delayed"}}
+_COUNTER = {"perturbations": {"rng": "counter"}, "schedule": {"update": "immediate"}}
+_SIGNS = {"perturbations": {"distribution": "rademacher"}, "schedule": {"update": "delayed"}}
 
 STEP_SHAPES = (
     StepShape("opt", 96, 32, 700, 3, 48, "float32", _DELAYED),
@@ -112,14 +112,16 @@ STEP_SHAPES = (
 """Widths that no benchmark has, and as even as those of real models: kernels are slower on odd ones."""
 
 
-def _quantized(directions: Mapping[str, Any], low_bits: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    return _DELAYED | {"directions": {"rng": "counter", **directions}, "low_bits": low_bits}
+def _quantized(
+    perturbations: Mapping[str, Any], low_bits: Mapping[str, Any]
+) -> Mapping[str, Mapping[str, Any]]:
+    return _DELAYED | {"perturbations": {"rng": "counter", **perturbations}, "low_bits": low_bits}
 
 
 _INT8 = {"weights": "int8"}
 _BYTES = {"weights": "int8", "activations": "int8-token"}
 _GROUPS = {"weights": "int4", "scales": "group", "group_elements": 32}
-_4_BITS = {"direction_bits": 4}
+_4_BITS = {"perturbation_bits": 4}
 _RANDOM_SIGNS = {"distribution": "rademacher"}
 
 QUANTIZED_STEP_SHAPES = (
@@ -138,7 +140,7 @@ QUANTIZED_STEP_SHAPES = (
     StepShape(
         "opt", 576, 64, 500, 2, 64, "bfloat16", _quantized(_RANDOM_SIGNS, _INT8 | _4_BITS), num_blocks=1
     ),
-    StepShape("llama", 160, 32, 8000, 1, 112, "float32", _quantized({}, _BYTES | {"direction_bits": 2})),
+    StepShape("llama", 160, 32, 8000, 1, 112, "float32", _quantized({}, _BYTES | {"perturbation_bits": 2})),
     StepShape(
         "gpt2", 320, 64, 1300, 2, 80, "float32", _quantized({}, {"weights": "float8_e4m3"}), num_blocks=1
     ),

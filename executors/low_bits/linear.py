@@ -1,6 +1,6 @@
 """Linear layers whose weights are quantized, and the products that they are made of.
 
-At an evaluation point the weights stay where they are: with a rounded direction ``û``, ``θ + ε·û`` is made for one layer at
+At an evaluation point the weights stay where they are: with a rounded perturbation ``û``, ``θ + ε·û`` is made for one layer at
 a time, or its part of the output is a product of its own.
 """
 
@@ -104,7 +104,7 @@ class QuantizedLinear(nn.Linear):
             quantized.levels() if self.product == "int_mm" else quantized.qvalues.view(torch.float8_e4m3fn)
         )
         weight_scales = quantized.scales.float().T
-        beside = None if self.beside is None else _DirectionProduct(qvalues, scales, self.beside)
+        beside = None if self.beside is None else _PerturbationProduct(qvalues, scales, self.beside)
 
         def sums_of(rows: slice, columns: slice) -> Tensor:
             sums = byte_product(qvalues[rows], levels[columns], scales[rows] if len(scales) > 1 else scales)
@@ -156,8 +156,8 @@ class _QuantizedInputs(NamedTuple):
 _QUANTIZED_INPUTS = "_zosim_quantized_inputs"
 
 
-class _DirectionProduct:
-    """The part of an output that a multiple of a direction adds.
+class _PerturbationProduct:
+    """The part of an output that a multiple of a perturbation adds.
 
     Parameters
     ----------
@@ -176,8 +176,8 @@ class _DirectionProduct:
             self._product = byte_product(qvalues, filled, self._scales)[:, :num]
 
     def _factors(self, rows: Rows) -> Tensor:
-        """Return some rows of the direction in the format of the inputs, which holds its quantized values: those of 5 bits at most in e4m3."""
-        return self._beside.direction[rows].to(self._qvalues.dtype)
+        """Return some rows of the perturbation in the format of the inputs, which holds its quantized values: those of 5 bits at most in e4m3."""
+        return self._beside.perturbation[rows].to(self._qvalues.dtype)
 
     def add_to(self, sums: Tensor, rows: slice, columns: slice) -> None:
         """Add it to some rows and columns of the output."""

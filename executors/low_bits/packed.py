@@ -1,6 +1,6 @@
-"""Quantized values of directions of which several share a byte: in one dimension or by rows, taken out and put in where they are needed.
+"""Quantized values of perturbations of which several share a byte: in one dimension or by rows, taken out and put in where they are needed.
 
-Neighbours share a byte, the lowest bits the first. So blocks of a direction that threads draw by themselves, each of a multiple
+Neighbours share a byte, the lowest bits the first. So blocks of a perturbation that threads draw by themselves, each of a multiple
 of four elements, have bytes of their own.
 """
 
@@ -166,7 +166,7 @@ class PackedValues:
 
 
 QValues = Tensor | PackedValues
-"""Quantized values of a direction: in a byte each, or packed."""
+"""Quantized values of a perturbation: in a byte each, or packed."""
 
 
 def packed_shape_bytes(shape: Sequence[int], bits: int) -> int:

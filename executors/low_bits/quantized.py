@@ -23,7 +23,7 @@ from executors.low_bits.stored import (
     Along,
     BoundParameter,
     DenseTensor,
-    DirectionStep,
+    PerturbationStep,
     Stored,
     Uniforms,
     UpdateCounts,
@@ -43,11 +43,11 @@ _FIT_STEPS = 20
 
 
 class Beside(NamedTuple):
-    """A multiple of a direction that is added to a weight.
+    """A multiple of a perturbation that is added to a weight.
 
     Attributes
     ----------
-    direction : torch.Tensor or PackedValues
+    perturbation : torch.Tensor or PackedValues
         In the shape of the weight; a tensor is int8.
     factor : float
     rows : torch.Tensor or None
@@ -56,7 +56,7 @@ class Beside(NamedTuple):
         The same on the host, unless `rows` are there.
     """
 
-    direction: QValues
+    perturbation: QValues
     factor: float
     rows: Tensor | None = None
     rows_on_host: Tensor | None = None
@@ -77,14 +77,14 @@ class Beside(NamedTuple):
     def add_to(self, weight: Tensor) -> None:
         """Add it to a weight that was dequantized."""
         if self.rows is not None:
-            weight[self.rows] = weight[self.rows].add_(self.direction[self.rows], alpha=self.factor)
+            weight[self.rows] = weight[self.rows].add_(self.perturbation[self.rows], alpha=self.factor)
             return
         # Packed quantized values are taken out in pieces, which stay in a CPU's cache.
-        most = weight.numel() if isinstance(self.direction, Tensor) else PIECE_ELEMENTS[weight.device.type]
+        most = weight.numel() if isinstance(self.perturbation, Tensor) else PIECE_ELEMENTS[weight.device.type]
         num = max(1, most // weight.shape[1])
         for begin in range(0, len(weight), num):
             piece = weight[begin : begin + num]
-            piece.add_(self.direction[begin : begin + len(piece)], alpha=self.factor)
+            piece.add_(self.perturbation[begin : begin + len(piece)], alpha=self.factor)
 
 
 @dataclass(frozen=True)
@@ -178,11 +178,11 @@ class QuantizedTensor(Stored):
     # -- at a point --------------------------------------------------------------------------------------------
 
     @classmethod
-    def at(cls, along: Sequence[Along], step: DirectionStep) -> Sequence[Beside]:
+    def at(cls, along: Sequence[Along], step: PerturbationStep) -> Sequence[Beside]:
         """Return what layers add to their products; quantized values stay where they are."""
         assert step.rounding is not None
         scale = step.scale * step.rounding.unit
-        return [Beside(one.direction, scale, *(step.rows(one.place.index) or ())) for one in along]
+        return [Beside(one.perturbation, scale, *(step.rows(one.place.index) or ())) for one in along]
 
     # -- values ------------------------------------------------------------------------------------------------
 
@@ -291,16 +291,16 @@ class QuantizedTensor(Stored):
         is_summed = step.sums is not None or not step.is_rounded
         before, sums = iter(step.sums or ()), list[Tensor]()
         together: dict[float, list[JointUpdate]] = {}
-        for place, quantized, direction in along:
+        for place, quantized, perturbation in along:
             uniforms = partial(step.uniforms, parameter=place.index)
             decay = step.rate * (step.rounded_decay if place.decays else 0.0)
             if is_summed:
                 # Of the host, as what a sum adds is multiplied by: it may have to wait for it.
                 alpha, total = float(factor), next(before, None)
                 total = (
-                    direction[:].float().mul_(alpha)
+                    perturbation[:].float().mul_(alpha)
                     if total is None
-                    else total.add_(direction[:], alpha=alpha)
+                    else total.add_(perturbation[:], alpha=alpha)
                 )
                 if step.is_rounded:
                     quantized.apply(total, 1.0, uniforms, decay=decay, counted=step.counted)
@@ -315,10 +315,10 @@ class QuantizedTensor(Stored):
                     (quantized.shape[0], quantized.shape[1]), 1 - step.rounding.sparsity
                 )
             if rows is None and shares_passes(quantized):
-                together.setdefault(decay, []).append(JointUpdate(quantized, direction, uniforms))
+                together.setdefault(decay, []).append(JointUpdate(quantized, perturbation, uniforms))
                 continue
             quantized.apply(
-                direction, factor, uniforms, rows=rows, decay=decay, counted=step.counted, at_once=at_once
+                perturbation, factor, uniforms, rows=rows, decay=decay, counted=step.counted, at_once=at_once
             )
         for decay, updates in together.items():
             update_jointly(updates, factor, decay=decay, counted=step.counted)
@@ -326,7 +326,7 @@ class QuantizedTensor(Stored):
 
     def apply(
         self,
-        direction: QValues,
+        perturbation: QValues,
         factor: float | DeviceScalar,
         uniforms: Uniforms,
         *,
@@ -335,11 +335,11 @@ class QuantizedTensor(Stored):
         counted: UpdateCounts | None = None,
         at_once: int | None = None,
     ) -> None:
-        """Change the weights by ``-factor·direction - decay·weights``, rounded at random to the grid, scales as they are.
+        """Change the weights by ``-factor·perturbation - decay·weights``, rounded at random to the grid, scales as they are.
 
         Parameters
         ----------
-        direction : torch.Tensor or PackedValues
+        perturbation : torch.Tensor or PackedValues
             In the shape of the weight; a tensor is int8 or floating-point.
         factor : float or DeviceScalar
         decay : float
@@ -367,7 +367,7 @@ class QuantizedTensor(Stored):
             levels = self.levels(chosen).float()
             grouped = levels.view(len(levels), -1, self.group_elements)
             # A number divided by a tensor is, to the last bit, its reciprocal times the number.
-            change = direction[chosen].view(grouped.shape) * (
+            change = perturbation[chosen].view(grouped.shape) * (
                 self._of(self.scales, chosen).float().reciprocal() * by
             )
             if decay:

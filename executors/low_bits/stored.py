@@ -2,7 +2,7 @@
 
 Five verbs say all that the rest of the executor asks. :meth:`Stored.at` and :meth:`Stored.update` take all parameters of a group that are
 stored alike: on an accelerator the launch of a kernel takes longer than its work on one of them. A sweep over a group of numbers along a
-direction of numbers needs neither: there the group is one flat tensor (:mod:`executors.steps.arithmetic`).
+perturbation of numbers needs neither: there the group is one flat tensor (:mod:`executors.steps.arithmetic`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from costmodel.formats.roundings import RoundedDirection
+from costmodel.formats.roundings import RoundedPerturbation
 from executors.device_scalars import DeviceScalar
 from executors.low_bits.packed import QValues
 
@@ -51,15 +51,15 @@ class View(Protocol):
 
 
 class Along(NamedTuple):
-    """A parameter as it is stored, and the direction that it is to go along."""
+    """A parameter as it is stored, and the perturbation that it is to go along."""
 
     place: BoundParameter
     held: Any
-    direction: QValues
+    perturbation: QValues
 
 
 RowStep = tuple[Tensor, tuple[int, ...]]
-"""Rows of a direction, and the multiples of a step's ``ε`` by which they are added one after the other."""
+"""Rows of a perturbation, and the multiples of a step's ``ε`` by which they are added one after the other."""
 
 
 class ChosenRows(NamedTuple):
@@ -114,48 +114,48 @@ class UpdateCounts:
 
 
 @dataclass(frozen=True)
-class DirectionStep:
-    """A multiple of a direction that leads to an evaluation point.
+class PerturbationStep:
+    """A multiple of a perturbation that leads to an evaluation point.
 
     Attributes
     ----------
     scale : float
         ``s·ε``, or ``ε`` where a path says each ``s``.
-    rounding : RoundedDirection or None
-        How the direction was rounded; None where it is numbers.
+    rounding : RoundedPerturbation or None
+        How the perturbation was rounded; None where it is numbers.
     copies, copy : callable
         As :func:`executors.steps.arithmetic.gathered_several` and :func:`executors.steps.arithmetic.gathered`.
     rows : callable
-        Takes a parameter's index, and returns the rows in which the direction is not 0; None for all.
+        Takes a parameter's index, and returns the rows in which the perturbation is not 0; None for all.
     """
 
     scale: float
-    rounding: RoundedDirection | None
+    rounding: RoundedPerturbation | None
     copies: Callable[[Sequence[Tensor], Sequence[Tensor], float], list[Tensor]]
     copy: Callable[[Tensor, Tensor, tuple[int, ...], float], Tensor]
     rows: Callable[[int], ChosenRows | None] = lambda _: None
 
     @property
     def number_scale(self) -> float:
-        """What the direction is multiplied by where it is added to numbers; rows that are not 0 are none of theirs."""
+        """What the perturbation is multiplied by where it is added to numbers; rows that are not 0 are none of theirs."""
         return self.scale if self.rounding is None else self.scale / self.rounding.scale
 
 
 @dataclass
 class UpdateStep:
-    """A step along a rounded direction.
+    """A step along a rounded perturbation.
 
     Attributes
     ----------
     gradient : float or DeviceScalar
-        What the direction is multiplied by before the learning rate.
+        What the perturbation is multiplied by before the learning rate.
     rate : float
         The learning rate.
     decay, rounded_decay : float
         Of numbers; and of what is rounded to a grid, which decays when it is rounded.
-    rounding : RoundedDirection
+    rounding : RoundedPerturbation
     rows : callable
-        As of :class:`DirectionStep`.
+        As of :class:`PerturbationStep`.
     uniforms : callable
         Takes a first and a last element and a parameter's index, and returns a float32 number in [0, 1) for each between.
     counted : UpdateCounts
@@ -172,7 +172,7 @@ class UpdateStep:
     rate: float
     decay: float
     rounded_decay: float
-    rounding: RoundedDirection
+    rounding: RoundedPerturbation
     rows: Callable[[int], ChosenRows | None]
     uniforms: Callable[..., Tensor]
     counted: UpdateCounts
@@ -201,13 +201,13 @@ class Stored(ABC):
 
     @classmethod
     @abstractmethod
-    def at(cls, along: Sequence[Along], step: DirectionStep) -> Sequence[View]:
-        """Return what forwards see of several parameters at the point that a rounded direction leads to; they stay as they are."""
+    def at(cls, along: Sequence[Along], step: PerturbationStep) -> Sequence[View]:
+        """Return what forwards see of several parameters at the point that a rounded perturbation leads to; they stay as they are."""
 
     @classmethod
     @abstractmethod
     def update(cls, along: Sequence[Along], step: UpdateStep) -> None:
-        """Change several parameters by a step along a rounded direction."""
+        """Change several parameters by a step along a rounded perturbation."""
 
     @property
     def nbytes(self) -> int:
@@ -246,12 +246,12 @@ class DenseTensor(Stored):
         place.parameter.data = self.values
 
     @classmethod
-    def at(cls, along: Sequence[Along], step: DirectionStep) -> Sequence[View]:
+    def at(cls, along: Sequence[Along], step: PerturbationStep) -> Sequence[View]:
         """Return perturbed copies."""
-        thetas, zs = [one.held.values for one in along], [one.direction[:] for one in along]
+        thetas, zs = [one.held.values for one in along], [one.perturbation[:] for one in along]
         return [cls(own) for own in step.copies(thetas, zs, step.number_scale)]
 
-    def rows_at(self, rows: Tensor, path: Iterable[RowStep], step: DirectionStep) -> Tensor:
+    def rows_at(self, rows: Tensor, path: Iterable[RowStep], step: PerturbationStep) -> Tensor:
         """Return some rows of a token table at a point: after several steps where it is itself on its way there."""
         chosen = self.values.index_select(0, rows)
         for along, scales in path:
@@ -263,7 +263,7 @@ class DenseTensor(Stored):
         """Add to them where they lie."""
         step.add(
             [one.held.values.view(-1) for one in along],
-            [one.direction.view(-1) for one in along],
+            [one.perturbation.view(-1) for one in along],
             gradients=[step.gradient / step.rounding.scale] * len(along),
             learning_rate=step.rate,
             weight_decay=step.decay,

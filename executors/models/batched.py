@@ -161,15 +161,15 @@ class BatchedModel(SegmentedModel):
         )
 
     def path_of_left(
-        self, parameter: nn.Parameter, directions: Sequence[Tensor], scales: Sequence[float]
+        self, parameter: nn.Parameter, perturbations: Sequence[Tensor], scales: Sequence[float]
     ) -> SidePath:
-        """Return the side path of an adapter whose ``B`` is moved along directions, while its ``A`` stays: all that it adds.
+        """Return the side path of an adapter whose ``B`` is moved along perturbations, while its ``A`` stays: all that it adds.
 
         Parameters
         ----------
         parameter : torch.nn.Parameter
             ``B``.
-        directions : sequence of torch.Tensor
+        perturbations : sequence of torch.Tensor
             Shape (outputs, rank), one for each point.
         scales : sequence of float
             What they are multiplied by.
@@ -177,8 +177,8 @@ class BatchedModel(SegmentedModel):
         module = self._carriers[id(parameter)]
         inner, outer = joined_factors(module)
         left, rank = module.lora_B.weight, module.lora_A.weight.shape[0]
-        moved = torch.stack([outer.T] * len(directions))
-        for at, (z, scale) in enumerate(zip(directions, scales, strict=True)):
+        moved = torch.stack([outer.T] * len(perturbations))
+        for at, (z, scale) in enumerate(zip(perturbations, scales, strict=True)):
             moved[at, :rank] = torch.add(left, z.to(left.dtype), alpha=scale).T * module.lora_scale
         return SidePath(inner.T, moved)
 

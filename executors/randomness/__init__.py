@@ -1,1 +1,1 @@
-"""Random directions: the disciplines of their numbers, their families, and the ways to draw them."""
+"""Random perturbations: the disciplines of their numbers, their families, and the ways to draw them."""

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor
 
 from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS
-from executors.randomness.directions import WORD_BITS, Direction, Rademacher, sign_words
 from executors.randomness.rng import MASK32, mixed, sample_into
 from executors.randomness.row_windows import RowWindow, batches_of, take_rows, touched_parts
+from executors.randomness.samplers import WORD_BITS, DistributionSampler, Rademacher, sign_words
 from executors.randomness.sequential import keep_rows
 from executors.threads import SamplingThreads, even_ranges
 
 BLOCK_ELEMENTS = {"cpu": COUNTER_BLOCK_ELEMENTS, "cuda": 1 << 22}
-"""Length of a ``counter`` block, on a CPU times the direction's ``block_factor``: long enough that seeding costs
+"""Length of a ``counter`` block, on a CPU times the perturbation's ``block_factor``: long enough that seeding costs
 little, short enough that a row is cheap."""
 
 
@@ -31,7 +31,7 @@ class CounterKey:
     Notes
     -----
     torch seeds its CPU generator from 32 bits, so hashing (key, block) to a seed would let two of a large model's
-    blocks meet. A permutation cannot: within one direction all seeds differ.
+    blocks meet. A permutation cannot: within one perturbation all seeds differ.
     """
 
     multiplier: int
@@ -40,7 +40,7 @@ class CounterKey:
 
     @classmethod
     def of(cls, seed: int, step: int, query: int) -> CounterKey:
-        """Return the key of one direction."""
+        """Return the key of one perturbation."""
         state = mixed(seed, step, query)
         second = mixed(state)
         return cls((state & MASK32) | 1, state >> 32, second & MASK32)
@@ -66,7 +66,7 @@ class CounterKey:
 
 
 class CounterSampler:
-    """Makes slices of ``counter`` directions.
+    """Makes slices of ``counter`` perturbations.
 
     Parameters
     ----------
@@ -91,10 +91,10 @@ class CounterSampler:
         parameter: int,
         offset: int,
         key: CounterKey,
-        direction: Direction,
+        sampler: DistributionSampler,
         factor: float | None = None,
     ) -> None:
-        """Fill flat `out` with the elements of a parameter's direction from `offset` on.
+        """Fill flat `out` with the elements of a parameter's perturbation from `offset` on.
 
         Parameters
         ----------
@@ -105,65 +105,65 @@ class CounterSampler:
         offset : int
             First element wanted.
         key : CounterKey
-        direction : Direction
+        sampler : Perturbation
         factor : float, optional
             Multiplies every number, which is rounded again.
         """
-        self._fill_all([(out, parameter, offset)], key, direction, factor)
+        self._fill_all([(out, parameter, offset)], key, sampler, factor)
 
     def fill_parameters(
         self,
         views: Sequence[Tensor],
         parameters: Sequence[int],
         key: CounterKey,
-        direction: Direction,
+        sampler: DistributionSampler,
         factor: float | None = None,
     ) -> None:
-        """Fill flat `views` with the whole directions of `parameters`."""
+        """Fill flat `views` with the whole perturbations of `parameters`."""
         wanted = [(view, parameter, 0) for view, parameter in zip(views, parameters, strict=True)]
-        self._fill_all(wanted, key, direction, factor)
+        self._fill_all(wanted, key, sampler, factor)
 
     def fill_rows(
-        self, out: Tensor, rows: Tensor, parameter: int, key: CounterKey, direction: Direction
+        self, out: Tensor, rows: Tensor, parameter: int, key: CounterKey, sampler: DistributionSampler
     ) -> None:
-        """Fill `out` (kept rows, width) with rows of a table's direction; `rows`, of the host, ascends."""
-        width, length = out.shape[1], self.block_elements(direction)
-        if isinstance(direction, Rademacher) and self.has_row_words(width):
-            direction.spread(self.row_words(rows, width, parameter, key, direction).view(-1), out)
+        """Fill `out` (kept rows, width) with rows of a table's perturbation; `rows`, of the host, ascends."""
+        width, length = out.shape[1], self.block_elements(sampler)
+        if isinstance(sampler, Rademacher) and self.has_row_words(width):
+            sampler.spread(self.row_words(rows, width, parameter, key, sampler).view(-1), out)
             return
         numel, starts = self._numels[parameter], rows.numpy() * width
         parts = touched_parts(starts, width, numel, length)
-        seeds = self._seeds(parameter, [block for block, *_ in parts], key, direction)
-        if direction.distribution.is_single_threaded:
+        seeds = self._seeds(parameter, [block for block, *_ in parts], key, sampler)
+        if sampler.distribution.is_single_threaded:
             windows = []
             for (block, low, high), seed in zip(parts, seeds, strict=True):
-                begin, end = self._sampled_for(low, high, min(length, numel - block * length), direction)
+                begin, end = self._sampled_for(low, high, min(length, numel - block * length), sampler)
                 windows.append(RowWindow(block, seed, block * length + begin, begin, end - begin))
             for batch in batches_of(windows):
-                take_rows(out, starts, batch, self._sampled_windows(batch, out, direction))
+                take_rows(out, starts, batch, self._sampled_windows(batch, out, sampler))
             return
         wanted, generator = rows.tolist(), Generator(device=self._device)
         for (block, *_), seed in zip(parts, seeds, strict=True):
             generator.manual_seed(seed)
             begin, end = block * length, min((block + 1) * length, numel)
-            keep_rows(out, wanted, begin, end, direction, generator, to_the_end=False)
+            keep_rows(out, wanted, begin, end, sampler, generator, to_the_end=False)
 
     def has_row_words(self, width: int) -> bool:
         """Whether signs of rows of this width are bits of random numbers of their own."""
         return self._device.type == "cpu" and width % WORD_BITS == 0
 
     def row_words(
-        self, rows: Tensor, width: int, parameter: int, key: CounterKey, direction: Rademacher
+        self, rows: Tensor, width: int, parameter: int, key: CounterKey, sampler: Rademacher
     ) -> Tensor:
         """Return the random numbers, int64, whose bits are the signs of ascending rows of a table, shape (rows, width / 64)."""
-        per_row, per_block = width // WORD_BITS, self.block_elements(direction) // WORD_BITS
+        per_row, per_block = width // WORD_BITS, self.block_elements(sampler) // WORD_BITS
         places = (rows[:, None] * per_row + torch.arange(per_row)).view(-1)
         words = torch.empty_like(places)
         blocks, counts = (
             part.tolist() for part in torch.unique_consecutive(places // per_block, return_counts=True)
         )
         generator = Generator()
-        seeds = self._seeds(parameter, blocks, key, direction)
+        seeds = self._seeds(parameter, blocks, key, sampler)
         for block, seed, of_block, made in zip(
             blocks, seeds, places.split(counts), words.split(counts), strict=True
         ):
@@ -172,12 +172,14 @@ class CounterSampler:
             torch.index_select(whole, 0, here, out=made)
         return words.view(-1, per_row)
 
-    def seeds(self, parameter: int, key: CounterKey, direction: Direction) -> list[int]:
+    def seeds(self, parameter: int, key: CounterKey, sampler: DistributionSampler) -> list[int]:
         """Return the seeds of all blocks of a parameter."""
-        num_blocks = -(-self._numels[parameter] // self.block_elements(direction))
-        return self._seeds(parameter, range(num_blocks), key, direction)
+        num_blocks = -(-self._numels[parameter] // self.block_elements(sampler))
+        return self._seeds(parameter, range(num_blocks), key, sampler)
 
-    def _sampled_windows(self, windows: Sequence[RowWindow], like: Tensor, direction: Direction) -> Tensor:
+    def _sampled_windows(
+        self, windows: Sequence[RowWindow], like: Tensor, sampler: DistributionSampler
+    ) -> Tensor:
         """Return the numbers of some windows one after the other."""
         numbers = torch.empty(sum(window.num for window in windows), dtype=like.dtype, device=like.device)
         parts = list(zip(windows, numbers.split([window.num for window in windows]), strict=True))
@@ -187,81 +189,81 @@ class CounterSampler:
             for window, part in parts[share.start : share.stop]:
                 generator.manual_seed(window.seed)
                 if window.num_before:
-                    direction.skip(window.num_before, like, generator)
-                direction.fill(part, generator)
+                    sampler.skip(window.num_before, like, generator)
+                sampler.fill(part, generator)
 
-        self._share(sample, len(parts), direction)
+        self._share(sample, len(parts), sampler)
         return numbers
 
     def _fill_all(
         self,
         wanted: Sequence[tuple[Tensor, int, int]],
         key: CounterKey,
-        direction: Direction,
+        sampler: DistributionSampler,
         factor: float | None,
     ) -> None:
-        jobs = [job for part in wanted for job in self._jobs(*part, key, direction)]
+        jobs = [job for part in wanted for job in self._jobs(*part, key, sampler)]
 
         def fill(share: range) -> None:
             generator = Generator(device=self._device)
             for piece, seed, low, total in jobs[share.start : share.stop]:
                 generator.manual_seed(seed)
                 if piece.numel() == total:
-                    sample_into(piece, direction, generator, factor)
+                    sample_into(piece, sampler, generator, factor)
                 else:
-                    numbers = self._window(piece.numel(), piece, low, total, direction, generator)
+                    numbers = self._window(piece.numel(), piece, low, total, sampler, generator)
                     piece.copy_(numbers if factor is None else numbers.mul_(factor))
 
-        self._share(fill, len(jobs), direction)
+        self._share(fill, len(jobs), sampler)
 
-    def _share(self, work: Callable[[range], None], num_items: int, direction: Direction) -> None:
+    def _share(self, work: Callable[[range], None], num_items: int, sampler: DistributionSampler) -> None:
         """Let all threads work through as many items together, where one alone would leave the others idle."""
-        num_shares = self._threads.num_threads if direction.distribution.is_single_threaded else 1
+        num_shares = self._threads.num_threads if sampler.distribution.is_single_threaded else 1
         self._threads.run([partial(work, share) for share in even_ranges(num_items, num_shares)])
 
     def _jobs(
-        self, out: Tensor, parameter: int, offset: int, key: CounterKey, direction: Direction
+        self, out: Tensor, parameter: int, offset: int, key: CounterKey, sampler: DistributionSampler
     ) -> Iterator[tuple[Tensor, int, int, int]]:
         """Yield (piece, seed, first element in its block, elements of the block) of what is wanted."""
-        length, numel = self.block_elements(direction), self._numels[parameter]
+        length, numel = self.block_elements(sampler), self._numels[parameter]
         blocks = _blocks(offset, offset + out.numel(), length)
         before = min(-offset % length, out.numel())
         pieces = [
             piece for part in (out[:before], out[before:]) if part.numel() for piece in part.split(length)
         ]
-        seeds = self._seeds(parameter, blocks, key, direction)
+        seeds = self._seeds(parameter, blocks, key, sampler)
         for block, seed, piece in zip(blocks, seeds, pieces, strict=True):
             yield piece, seed, max(0, offset - block * length), min(length, numel - block * length)
 
     def _window(
-        self, num: int, like: Tensor, low: int, total: int, direction: Direction, generator: Generator
+        self, num: int, like: Tensor, low: int, total: int, sampler: DistributionSampler, generator: Generator
     ) -> Tensor:
         """Return `num` elements of a block from `low` on, drawing as little of the rest as draws can be split."""
         high = low + num
-        begin, end = self._sampled_for(low, high, total, direction)
+        begin, end = self._sampled_for(low, high, total, sampler)
         if begin:
-            direction.skip(begin, like, generator)
+            sampler.skip(begin, like, generator)
         numbers = torch.empty(end - begin, dtype=like.dtype, device=like.device)
-        direction.fill(numbers, generator)
+        sampler.fill(numbers, generator)
         return numbers[low - begin : high - begin]
 
-    def _sampled_for(self, low: int, high: int, total: int, direction: Direction) -> tuple[int, int]:
+    def _sampled_for(self, low: int, high: int, total: int, sampler: DistributionSampler) -> tuple[int, int]:
         """Return the part of a block of `total` elements that is drawn for those between `low` and `high`."""
         on_cpu = self._device.type == "cpu"
-        return _apart(low, high, total, direction.distribution.granularity) if on_cpu else (0, total)
+        return _apart(low, high, total, sampler.distribution.granularity) if on_cpu else (0, total)
 
     def _seeds(
-        self, parameter: int, blocks: Sequence[int], key: CounterKey, direction: Direction
+        self, parameter: int, blocks: Sequence[int], key: CounterKey, sampler: DistributionSampler
     ) -> list[int]:
         """Return the seeds of some blocks of a parameter."""
-        first_block = self._first_blocks_of(self.block_elements(direction))[parameter]
+        first_block = self._first_blocks_of(self.block_elements(sampler))[parameter]
         return key.seeds_at(np.array(blocks, dtype=np.uint64) + np.uint64(first_block))
 
-    def block_elements(self, direction: Direction) -> int:
+    def block_elements(self, sampler: DistributionSampler) -> int:
         """Return the elements of a block, but for the last of a parameter."""
         on_cpu = self._device.type == "cpu"
         return BLOCK_ELEMENTS.get(self._device.type, 1 << 20) * (
-            direction.distribution.block_factor if on_cpu else 1
+            sampler.distribution.block_factor if on_cpu else 1
         )
 
     def _first_blocks_of(self, length: int) -> list[int]:

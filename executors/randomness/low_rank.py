@@ -1,10 +1,10 @@
-"""Directions whose matrices are products of two drawn factors, ``U·Vᵀ``, the second of which stays for a window of steps.
+"""Perturbations whose matrices are products of two drawn factors, ``U·Vᵀ``, the second of which stays for a window of steps.
 
 Both factors are functions of seeds. ``V`` is kept between steps because it is needed in every one, and made again where
 nobody kept it: in a run that goes on in the middle of a window, or that replays one.
 
 ``mezo``: the step's generator serves the parameters in turn; a matrix takes ``V``, in the first step of a window alone, then ``U``.
-These are the numbers of the released LoZO loop. ``counter``: ``U`` is keyed as any direction, ``V`` by the window's first
+These are the numbers of the released LoZO loop. ``counter``: ``U`` is keyed as any perturbation, ``V`` by the window's first
 step and a number of its own.
 """
 
@@ -18,12 +18,12 @@ import torch
 from torch import Generator, Tensor
 
 from executors.randomness.counter import CounterKey, CounterSampler
-from executors.randomness.directions import Gaussian
 from executors.randomness.rng import generator_on, mixed
+from executors.randomness.samplers import Gaussian
 from executors.threads import SamplingThreads
 
 Places = Sequence[Tensor] | None
-"""Of every tensor of a group where its direction is to be: what has no factors is drawn there."""
+"""Of every tensor of a group where its perturbation is to be: what has no factors is drawn there."""
 
 _NORMALS = Gaussian()
 _RIGHT = 0x56
@@ -51,12 +51,12 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A direction of several tensors.
+    """A perturbation of several tensors.
 
     Attributes
     ----------
     lefts : tuple of torch.Tensor
-        Of a matrix ``U``, of shape (rows, rank); any other tensor's whole direction, in its shape.
+        Of a matrix ``U``, of shape (rows, rank); any other tensor's whole perturbation, in its shape.
     rights : tuple of torch.Tensor or None
         Of a matrix ``V``, of shape (columns, rank).
     """
@@ -66,7 +66,7 @@ class Factors:
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
-    """Whether a tensor's direction has factors."""
+    """Whether a tensor's perturbation has factors."""
     return len(shape) == 2
 
 

@@ -1,4 +1,4 @@
-"""The two disciplines by which directions get their random numbers.
+"""The two disciplines by which perturbations get their random numbers.
 
 ``mezo``: one generator per step and query, reset to the step's seed, which fills the trainable parameters one
 draw each. Bits equal those of ``torch.manual_seed(seed)`` followed by one ``torch.normal`` per parameter. Its
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from executors.randomness.directions import Direction
+from executors.randomness.samplers import DistributionSampler
 
 MASK32 = (1 << 32) - 1
 _MASK64 = (1 << 64) - 1
@@ -28,12 +28,14 @@ def generator_on(device: torch.device, seed: int) -> Generator:
     return generator
 
 
-def sample_into(out: Tensor, direction: Direction, generator: Generator, factor: float | None) -> None:
-    """Fill `out` with a direction's next numbers, times `factor` if there is one."""
+def sample_into(
+    out: Tensor, sampler: DistributionSampler, generator: Generator, factor: float | None
+) -> None:
+    """Fill `out` with a perturbation's next numbers, times `factor` if there is one."""
     if factor is None:
-        direction.fill(out, generator)
+        sampler.fill(out, generator)
     else:
-        direction.fill_scaled(out, generator, factor)
+        sampler.fill_scaled(out, generator, factor)
 
 
 def mixed(*numbers: int) -> int:

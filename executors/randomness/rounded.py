@@ -1,8 +1,8 @@
-"""Directions rounded to quantized values of a byte, and the random numbers of every rounding of a step.
+"""Perturbations rounded to quantized values of a byte, and the random numbers of every rounding of a step.
 
 The numbers that decide a rounding are keyed by seed, step, query, parameter and element, under either discipline: what a rank
 rounds does not depend on what other ranks, or other instructions, round. Each of a step's roundings has a key of its own:
-the direction's first copy, its second one, the update, and which rows of a sparse direction are not 0.
+the perturbation's first copy, its second one, the update, and which rows of a sparse perturbation are not 0.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from torch import Generator, Tensor
 
 from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS, Distribution
 from costmodel.formats.low_bits import PASSED_ELEMENTS, ROUNDED_AT_ONCE, SHARED_UNIFORMS
-from costmodel.formats.roundings import RoundedDirection
+from costmodel.formats.roundings import RoundedPerturbation
 from executors.low_bits.grids import Integers
 from executors.low_bits.packed import QValues
 from executors.low_bits.stored import ChosenRows
 from executors.randomness.counter import CounterKey, CounterSampler
-from executors.randomness.directions import (
+from executors.randomness.rng import mixed
+from executors.randomness.samplers import (
     WORD_BITS,
-    Direction,
+    DistributionSampler,
     Rademacher,
-    direction_named,
+    sampler_named,
     sign_words,
     skip_words,
 )
-from executors.randomness.rng import mixed
 from executors.randomness.sequential import SequentialSampler
 from executors.threads import SamplingThreads, even_ranges
 
-Purpose = Literal["direction", "second direction", "update", "rows"]
+Purpose = Literal["perturbation", "second perturbation", "update", "rows"]
 """What is rounded, or chosen."""
 
-_KEYS: dict[Purpose, int] = {"direction": 1, "second direction": 2, "update": 3, "rows": 4}
+_KEYS: dict[Purpose, int] = {"perturbation": 1, "second perturbation": 2, "update": 3, "rows": 4}
 
 
-class Uniform(Direction):
+class Uniform(DistributionSampler):
     """Numbers uniform on [0, 1): multiples of 2^-24."""
 
     distribution = Distribution("uniform", granularity=1)
@@ -57,7 +57,7 @@ class Uniform(Direction):
             super().skip(numel, like, generator)
 
     def energy(self, shape: Sequence[int]) -> float:
-        """Refuse: these numbers are no direction."""
+        """Refuse: these numbers are no perturbation."""
         raise NotImplementedError
 
 
@@ -78,7 +78,7 @@ def _sign_table(highest: int) -> Tensor:
 
 
 _ROW_ELEMENTS_AT_ONCE = 1 << 18
-"""Numbers of a sparse direction's rows that are there at once before they are quantized."""
+"""Numbers of a sparse perturbation's rows that are there at once before they are quantized."""
 
 
 class RoundingUniforms:
@@ -120,22 +120,22 @@ def rounding_key(seed: int, step: int, query: int, purpose: Purpose) -> CounterK
 
 
 class SamplingKeys(NamedTuple):
-    """Keys of what quantizes one direction's numbers: of their rounding, and of the rows that are not 0."""
+    """Keys of what quantizes one perturbation's numbers: of their rounding, and of the rows that are not 0."""
 
     rounding: CounterKey
     rows: CounterKey
 
     @classmethod
     def of(cls, seed: int, step: int, query: int, *, is_second: bool = False) -> SamplingKeys:
-        """Return those of a direction, or of its second copy, whose rows are the same."""
-        purpose: Purpose = "second direction" if is_second else "direction"
+        """Return those of a perturbation, or of its second copy, whose rows are the same."""
+        purpose: Purpose = "second perturbation" if is_second else "perturbation"
         return cls(rounding_key(seed, step, query, purpose), rounding_key(seed, step, query, "rows"))
 
 
 class NonzeroRows:
-    """Says which rows of sparse directions are not 0: some of each matrix that is quantized, all of other parameters.
+    """Says which rows of sparse perturbations are not 0: some of each matrix that is quantized, all of other parameters.
 
-    The stream that draws a direction asks first, and that of forwards later; neither may find what the other asked for since.
+    The stream that draws a perturbation asks first, and that of forwards later; neither may find what the other asked for since.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ class NonzeroRows:
         Those that are quantized.
     device : torch.device
     num_kept : int
-        Directions whose rows are kept, of each parameter.
+        Perturbations whose rows are kept, of each parameter.
     borrow : callable
         As :meth:`executors.steps.streams.Backend.borrow`.
     """
@@ -186,7 +186,7 @@ class NonzeroRows:
 
 
 class _Block(NamedTuple):
-    """Part of a direction that has a generator of its own, and the seeds of its numbers and of their rounding, if there is any."""
+    """Part of a perturbation that has a generator of its own, and the seeds of its numbers and of their rounding, if there is any."""
 
     piece: QValues
     seed: int
@@ -194,11 +194,11 @@ class _Block(NamedTuple):
 
 
 class RoundedSampler:
-    """Draws rounded directions.
+    """Draws rounded perturbations.
 
     Parameters
     ----------
-    rounding : RoundedDirection
+    rounding : RoundedPerturbation
     shapes : sequence of torch.Size
         Of every trainable parameter, in registration order; the same on every rank.
     nonzero : NonzeroRows
@@ -212,7 +212,7 @@ class RoundedSampler:
 
     def __init__(
         self,
-        rounding: RoundedDirection,
+        rounding: RoundedPerturbation,
         shapes: Sequence[torch.Size],
         nonzero: NonzeroRows,
         device: torch.device,
@@ -223,7 +223,7 @@ class RoundedSampler:
         self._shapes = shapes
         self.nonzero = nonzero
         self._grid = Integers(-rounding.highest, rounding.highest)
-        self._direction = direction_named(rounding.distribution)
+        self._sampler = sampler_named(rounding.distribution)
         self._numbers = CounterSampler(numels, device, threads=threads)
         self._uniforms = RoundingUniforms(numels, device, threads)
         self._device = device
@@ -236,7 +236,7 @@ class RoundedSampler:
     def _levels(self, numbers: Tensor, uniforms: Tensor | None) -> Tensor:
         """Return what the quantized values of numbers, which are lost, stand for; signs need no uniforms."""
         scaled = numbers.mul_(self._rounding.scale)
-        if self._direction.distribution.is_sign:
+        if self._sampler.distribution.is_sign:
             return scaled
         assert uniforms is not None
         return self._grid.at_random(scaled, uniforms)
@@ -244,18 +244,18 @@ class RoundedSampler:
     def fill_counted(
         self, views: Sequence[QValues], parameters: Sequence[int], key: CounterKey, keys: SamplingKeys
     ) -> None:
-        """Fill flat `views`, int8 or packed, with whole parameters' directions of the ``counter`` discipline."""
+        """Fill flat `views`, int8 or packed, with whole parameters' perturbations of the ``counter`` discipline."""
         jobs: list[Callable[[Generator], None]] = []
         blocks: list[_Block] = []
-        is_sign, is_whole = isinstance(self._direction, Rademacher), True
+        is_sign, is_whole = isinstance(self._sampler, Rademacher), True
         for view, parameter in zip(views, parameters, strict=True):
             if (rows := self.nonzero.of(parameter, keys.rows)) is not None:
                 jobs.append(partial(self._fill_rows, view, rows, parameter, key, keys))
                 is_whole = False
                 continue
             # Seeds of all blocks at once: asking for them block by block takes as long as drawing.
-            pieces = view.split(self._numbers.block_elements(self._direction))
-            seeds = self._numbers.seeds(parameter, key, self._direction)
+            pieces = view.split(self._numbers.block_elements(self._sampler))
+            seeds = self._numbers.seeds(parameter, key, self._sampler)
             uniforms = [] if is_sign else self._numbers.seeds(parameter, keys.rounding, _UNIFORM)
             blocks += [_Block(*of) for of in zip_longest(pieces, seeds, uniforms)]
         if is_sign and self._device.type == "cpu":
@@ -277,7 +277,7 @@ class RoundedSampler:
     def _batches(self, blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
         """Yield blocks that are drawn before they are passed over: on an accelerator as many as are no more than a whole one."""
         on_cpu = self._device.type == "cpu"
-        most = ROUNDED_AT_ONCE if on_cpu else self._numbers.block_elements(self._direction)
+        most = ROUNDED_AT_ONCE if on_cpu else self._numbers.block_elements(self._sampler)
         batch: list[_Block] = []
         for block in blocks:
             if batch and sum(each.piece.numel() for each in (*batch, block)) > most:
@@ -301,7 +301,7 @@ class RoundedSampler:
         def sample(share: range) -> None:
             generator = Generator(device=self._device)
             for block, own, uniform in parts[share.start : share.stop]:
-                self._direction.fill(own, generator.manual_seed(block.seed))
+                self._sampler.fill(own, generator.manual_seed(block.seed))
                 if block.uniform_seed is not None:
                     _UNIFORM.fill(uniform, generator.manual_seed(block.uniform_seed))
 
@@ -363,12 +363,12 @@ class RoundedSampler:
     def _rows_of(self, rows: Tensor, parameter: int, key: CounterKey, keys: SamplingKeys) -> Tensor:
         """Return the quantized values of some rows of a matrix, in the ``counter`` discipline; `rows` are of the host."""
         width = self._shapes[parameter][1]
-        if isinstance(self._direction, Rademacher) and self._numbers.has_row_words(width):
-            words = self._numbers.row_words(rows, width, parameter, key, self._direction)
+        if isinstance(self._sampler, Rademacher) and self._numbers.has_row_words(width):
+            words = self._numbers.row_words(rows, width, parameter, key, self._sampler)
             return self._sign_qvalues(words.view(-1)).view(len(rows), width)
         numbers = torch.empty((len(rows), width), device=self._device)
         if len(rows):
-            self._numbers.fill_rows(numbers, rows, parameter, key, self._direction)
+            self._numbers.fill_rows(numbers, rows, parameter, key, self._sampler)
         return self._quantized_rows(numbers, rows, parameter, keys)
 
     def fill_sequential(
@@ -384,7 +384,7 @@ class RoundedSampler:
         def take(tensor: int, begin: int, numbers: Tensor) -> None:
             for piece in numbers.split(at_once):
                 end, uniforms = begin + piece.numel(), None
-                if not self._direction.distribution.is_sign:
+                if not self._sampler.distribution.is_sign:
                     uniforms = self._uniforms.between(begin, end, parameters[tensor], keys.rounding)
                 views[tensor][begin:end] = self._levels(piece, uniforms)
                 begin = end
@@ -404,7 +404,7 @@ class RoundedSampler:
         return states
 
     def rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: SamplingKeys) -> Tensor:
-        """Return the quantized values of some rows of a table, whose float32 numbers are lost; 0 where a sparse direction is.
+        """Return the quantized values of some rows of a table, whose float32 numbers are lost; 0 where a sparse perturbation is.
 
         `rows` are of the host.
         """
@@ -415,6 +415,6 @@ class RoundedSampler:
 
     def _quantized_rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: SamplingKeys) -> Tensor:
         width = numbers.shape[1]
-        is_sign = self._direction.distribution.is_sign
+        is_sign = self._sampler.distribution.is_sign
         uniforms = None if is_sign else self._uniforms.rows(rows, width, parameter, keys.rounding)
         return self.qvalues(numbers, uniforms)

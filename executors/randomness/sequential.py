@@ -13,16 +13,16 @@ from torch import Generator, Tensor
 
 from costmodel.formats.distributions import JUMP_WORDS
 from costmodel.formats.low_bits import SEQUENTIAL_AT_ONCE
-from executors.randomness.directions import Direction
 from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import sample_into
+from executors.randomness.samplers import DistributionSampler
 from executors.threads import SamplingThreads, even_ranges
 
 _HELD_ELEMENTS = 1 << 16
 """Numbers held at once when not all are kept; a multiple of every granularity."""
 
 _CHEAP_ELEMENTS = 1 << 19
-"""The same for directions that take less to draw than to choose from."""
+"""The same for perturbations that take less to draw than to choose from."""
 
 _LONGEST_GRANULE = 64
 
@@ -37,7 +37,7 @@ class SequentialSampler:
     ----------
     numels : sequence of int
         Elements of the tensors.
-    direction : Direction
+    sampler : Perturbation
     num_marks : int
         Stretches, between marks, that the elements are shared among as evenly as draws can be cut.
     threads : SamplingThreads, optional
@@ -52,12 +52,12 @@ class SequentialSampler:
     def __init__(
         self,
         numels: Sequence[int],
-        direction: Direction,
+        sampler: DistributionSampler,
         num_marks: int = 1,
         threads: SamplingThreads | None = None,
     ) -> None:
-        self._direction = direction
-        self._spans = list(_spans(numels, direction.distribution.granularity, num_marks))
+        self._sampler = sampler
+        self._spans = list(_spans(numels, sampler.distribution.granularity, num_marks))
         self._threads = threads or SamplingThreads()
 
     def fill(
@@ -160,7 +160,7 @@ class SequentialSampler:
                         yield batch
                         batch = []
                     numbers = torch.empty(high - low, dtype=like.dtype, device=like.device)
-                    self._direction.fill(numbers, generator)
+                    self._sampler.fill(numbers, generator)
                     batch.append(_Sampled(span.tensor, span.begin + low, numbers))
         if batch:
             yield batch
@@ -168,7 +168,7 @@ class SequentialSampler:
     @property
     def _num_threads(self) -> int:
         """Threads that draw again: signs are made by torch's own."""
-        return self._threads.num_threads if self._direction.distribution.is_single_threaded else 1
+        return self._threads.num_threads if self._sampler.distribution.is_single_threaded else 1
 
     def skip(self, like: Tensor, generator: Generator) -> list[Tensor]:
         """Advance `generator` as drawing in the format of `like` does, and return its state before."""
@@ -179,7 +179,7 @@ class SequentialSampler:
             return [state]
         for spans in self._spans:
             for span in spans:
-                self._direction.skip(span.end - span.begin, like, generator)
+                self._sampler.skip(span.end - span.begin, like, generator)
         return [state]
 
     def rows(self, out: Tensor, rows: Tensor, generator: Generator) -> list[Tensor]:
@@ -199,13 +199,13 @@ class SequentialSampler:
             table = torch.empty(
                 (self._spans[0][0].end // out.shape[1], out.shape[1]), dtype=out.dtype, device=out.device
             )
-            self._direction.fill(table, generator)
+            self._sampler.fill(table, generator)
             torch.index_select(table, 0, rows, out=out)
             return states
         wanted = rows.tolist()
 
         def keep(span: _Elements, own: Generator) -> None:
-            keep_rows(out, wanted, span.begin, span.end, self._direction, own)
+            keep_rows(out, wanted, span.begin, span.end, self._sampler, own)
 
         return self._traverse(generator, out, keep)
 
@@ -246,7 +246,7 @@ class SequentialSampler:
             return None
         starts = [0]
         for spans in self._spans:
-            spent = [self._direction.num_words(span.end - span.begin, like.dtype) for span in spans]
+            spent = [self._sampler.num_words(span.end - span.begin, like.dtype) for span in spans]
             if any(num is None for num in spent):
                 return None
             starts.append(starts[-1] + sum(num for num in spent if num is not None))
@@ -262,7 +262,7 @@ class SequentialSampler:
     def _sample(
         self, span: _Elements, views: Sequence[Tensor], generator: Generator, factor: float | None
     ) -> None:
-        sample_into(views[span.tensor][span.begin : span.end], self._direction, generator, factor)
+        sample_into(views[span.tensor][span.begin : span.end], self._sampler, generator, factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +310,7 @@ def keep_rows(
     wanted: Sequence[int],
     begin: int,
     end: int,
-    direction: Direction,
+    sampler: DistributionSampler,
     generator: Generator,
     *,
     to_the_end: bool = True,
@@ -324,19 +324,19 @@ def keep_rows(
     wanted : sequence of int
         Ascending row numbers to keep.
     begin, end : int
-        Where one draw begins and ends, in elements; the first a multiple of the direction's granularity.
+        Where one draw begins and ends, in elements; the first a multiple of the perturbation's granularity.
     to_the_end : bool
         Whether `generator` is advanced as the whole draw advances it; else it stops after the last row.
     """
     width = out.shape[1]
     first, last = rows_between(wanted, width, begin, end)
-    for low, high, is_kept in _stretches(wanted[first:last], width, begin, end, direction):
+    for low, high, is_kept in _stretches(wanted[first:last], width, begin, end, sampler):
         if not is_kept:
             if high < end or to_the_end:
-                direction.skip(high - low, out, generator)
+                sampler.skip(high - low, out, generator)
             continue
         numbers = torch.empty(high - low, dtype=out.dtype, device=out.device)
-        direction.fill(numbers, generator)
+        sampler.fill(numbers, generator)
         keep_of(out, wanted, numbers, low)
 
 
@@ -364,11 +364,11 @@ def rows_between(wanted: Sequence[int], width: int, begin: int, end: int) -> tup
 
 
 def _stretches(
-    rows: Sequence[int], width: int, begin: int, end: int, direction: Direction
+    rows: Sequence[int], width: int, begin: int, end: int, sampler: DistributionSampler
 ) -> Iterator[tuple[int, int, bool]]:
     """Yield (begin, end, kept) of one draw in pieces that can be drawn apart; without rows to keep, in one."""
-    if rows and (width % direction.distribution.granularity or not direction.distribution.is_single_threaded):
-        most = _HELD_ELEMENTS if direction.distribution.is_single_threaded else _CHEAP_ELEMENTS
+    if rows and (width % sampler.distribution.granularity or not sampler.distribution.is_single_threaded):
+        most = _HELD_ELEMENTS if sampler.distribution.is_single_threaded else _CHEAP_ELEMENTS
         yield from ((begin + low, begin + high, True) for low, high in _pieces(end - begin, most))
         return
     for row in rows:
@@ -381,14 +381,18 @@ def _stretches(
         yield begin, end, False
 
 
-def sample_rows(out: Tensor, rows: Tensor, num_rows: int, direction: Direction, generator: Generator) -> None:
+def sample_rows(
+    out: Tensor, rows: Tensor, num_rows: int, sampler: DistributionSampler, generator: Generator
+) -> None:
     """Draw a whole table of `num_rows` rows and keep some: see :meth:`SequentialSampler.rows`."""
-    SequentialSampler([num_rows * out.shape[1]], direction).rows(out, rows, generator)
+    SequentialSampler([num_rows * out.shape[1]], sampler).rows(out, rows, generator)
 
 
-def skip_tensors(numels: Sequence[int], like: Tensor, direction: Direction, generator: Generator) -> None:
+def skip_tensors(
+    numels: Sequence[int], like: Tensor, sampler: DistributionSampler, generator: Generator
+) -> None:
     """Advance `generator` as drawing tensors of `numels` elements in the format of `like` would."""
-    SequentialSampler(numels, direction).skip(like, generator)
+    SequentialSampler(numels, sampler).skip(like, generator)
 
 
 def _pieces(numel: int, most: int) -> Iterator[tuple[int, int]]:

@@ -27,7 +27,7 @@ from executors.runs.replay import OnStep, advance, check_base, load_base, plan_a
 from executors.runs.windows import lazy_windows_of
 from executors.steps.preparing import prepare
 from topology.errors import RunError
-from zosim.lowering.directions import sampling_order
+from zosim.lowering.perturbations import sampling_order
 from zosim.plans import Plan
 
 
@@ -128,9 +128,9 @@ def _replayed(
 def _refuse_other(history: History) -> None:
     """Raise RunError unless all that a run did is a sum of products of factors."""
     plan, where = history.plan, history.directory
-    if plan.directions.rank is None:
-        message = f"{where} went along {plan.directions.family.name} directions, which are no adapters"
-        raise RunError(message, hint="runs with --direction lozo or factorised are")
+    if plan.perturbations.rank is None:
+        message = f"{where} went along {plan.perturbations.family.name} perturbations, which are no adapters"
+        raise RunError(message, hint="runs with --distribution lozo or factorised are")
     if recorded_adapters(history.settings) != "linears":
         raise RunError(
             f"{where} tuned more than the linear layers of its blocks, beside which adapters stand",
@@ -150,7 +150,7 @@ class _Updates:
         prepare(model, plan, torch.device("cpu"))
         split_point = in_segments(model)
         self._plan = plan
-        self._distribution = plan.directions.family
+        self._distribution = plan.perturbations.family
         tuned = [tensor for tensor in split_point.tensors if tensor.trainable]
         self._names = [tensor.name for tensor in tuned]
         self._groups = {
@@ -159,8 +159,8 @@ class _Updates:
             if group.num_trainable
         }
         self._order = [group.name for group in sampling_order(plan)]
-        assert plan.directions.rank is not None
-        self._rank = plan.directions.rank
+        assert plan.perturbations.rank is not None
+        self._rank = plan.perturbations.rank
         self._factor_sampler = FactorSampler(
             [tensor.shape for tensor in tuned],
             self._groups,
@@ -172,7 +172,7 @@ class _Updates:
 
     def add_to(self, state: AdapterState, record: StepRecord, records: tuple[StepRecord, ...]) -> None:
         """Add the updates of one step."""
-        lazy_steps, num_queries = self._plan.directions.lazy_steps or 1, self._plan.estimator.num_queries
+        lazy_steps, num_queries = self._plan.perturbations.lazy_steps or 1, self._plan.estimator.num_queries
         first = record.step - record.step % lazy_steps
         window = Window(first, tuple(records[first].seeds))
         # The window before has ended: leave rank for what this one adds.
@@ -190,7 +190,7 @@ class _Updates:
 
     def _factors(self, record: StepRecord, query: int, window: Window) -> Mapping[str, Factors]:
         factor_sampler, seed, step = self._factor_sampler, record.seeds[query], record.step
-        if self._plan.directions.is_keyed:
+        if self._plan.perturbations.is_keyed:
             key = CounterKey.of(seed, step, query)
             return {group: factor_sampler.counted(group, query, key, window) for group in self._order}
         generator = Generator()

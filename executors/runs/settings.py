@@ -578,7 +578,7 @@ class RunSettings:
         }
         if self.prefix is not None:
             same["prefix"] = self.prefix.num_tokens
-        if plan.model.split_blocks and plan.directions.samples_by_halves:
+        if plan.model.split_blocks and plan.perturbations.samples_by_halves:
             same["split_blocks"] = list(plan.model.split_blocks)  # their halves are drawn one after the other
         return same
 

@@ -42,7 +42,7 @@ class LazyWindows:
     Notes
     -----
     ``A`` of window ``k`` is a function of the seed, ``k`` and the number of the linear. With ``B`` along normals ``U``, and the scale
-    ``1/√r``, a window goes along ``U·Aᵀ/√r``, which is ``--direction factorised`` [1]_, Eq. 7-8 and 13-18.
+    ``1/√r``, a window goes along ``U·Aᵀ/√r``, which is ``--distribution factorised`` [1]_, Eq. 7-8 and 13-18.
 
     References
     ----------

@@ -47,7 +47,7 @@ class TuningSettings:
     targets : tuple of str
         Names of the linears that are tuned.
     rank, lazy_steps, max_rank : int
-        Of a direction; steps that its ``V`` stays; rank that increments are compacted to where they would pass it.
+        Of a perturbation; steps that its ``V`` stays; rank that increments are compacted to where they would pass it.
     epsilon, learning_rate : float
     seed : int
     """
@@ -87,7 +87,7 @@ class Tuning:
     Notes
     -----
     At the point ``s`` the engine is given ``Σ AᵢBᵢᵀ + s·ε·UVᵀ/√r`` as one adapter, and a step adds ``-η·g·UVᵀ/√r``: ``factorised``
-    directions [1]_, Eq. 13-18 and 20. Directions are functions of the seed, the step and the linear; a row of the log is written
+    perturbations [1]_, Eq. 13-18 and 20. Perturbations are functions of the seed, the step and the linear; a row of the log is written
     once both losses are there, and the increments are a function of the log. So nothing is lost with an engine that is gone.
 
     References

@@ -4,8 +4,8 @@ The reference loop writes ``θ + (s·z)·ε`` and ``θ - η·(g·z + wd·θ)``, 
 parameter. Here the same operations run in place, with fewer multiplications:
 
 * ``s`` is a power of two with a sign, so ``s·z`` is exact, and ``z·(s·ε)`` rounds the same real number to the same
-  value. (Doubling ``z`` overflows only above half the largest number, which no direction reaches.)
-* For the same reason ``z·(s·ε)`` is ``s·w`` with ``w = z·ε`` rounded once, unless ``w`` is subnormal. A direction that
+  value. (Doubling ``z`` overflows only above half the largest number, which no perturbation reaches.)
+* For the same reason ``z·(s·ε)`` is ``s·w`` with ``w = z·ε`` rounded once, unless ``w`` is subnormal. A perturbation that
   is used for perturbations alone is kept as ``w``, and ``θ + s·w`` is one pass: a multiple by a power of two rounds
   nothing, so it does not matter whether the addition is fused with it.
 * Where every ``z`` is 1 or -1, all products are one number with a sign, and both passes are one addition.
@@ -63,7 +63,7 @@ class Sweeper:
         Parameters
         ----------
         theta, z : torch.Tensor
-            One-dimensional, of one length and format, or `z` the quantized values of a rounded direction, packed or not, whose unit is in
+            One-dimensional, of one length and format, or `z` the quantized values of a rounded perturbation, packed or not, whose unit is in
             `epsilon`.
         scale : int
             ``s``, a power of two with either sign.
@@ -109,7 +109,7 @@ class Sweeper:
         Parameters
         ----------
         theta, z : torch.Tensor
-            One-dimensional, of one length and format, or `z` the quantized values of a rounded direction.
+            One-dimensional, of one length and format, or `z` the quantized values of a rounded perturbation.
         gradient : float or DeviceScalar
         learning_rate : float
         weight_decay : float or None
@@ -306,7 +306,7 @@ def _products(
 
 
 def gathered_several(thetas: Sequence[Tensor], zs: Sequence[Tensor], step: float) -> list[Tensor]:
-    """Return copies of tensors after a perturbation by `step` times their directions; on an accelerator in few kernels."""
+    """Return copies of tensors after a perturbation by `step` times their perturbations; on an accelerator in few kernels."""
     copies = list(thetas)
     for places in _batches(thetas):
         here, along = _chosen(places, thetas), _chosen(places, zs)

@@ -1,6 +1,6 @@
 """A program's buffers as memory, and the parameters that lie in them.
 
-ParamGroupWeights and directions are flat tensors of their buffer's format; a group's tensors lie in them one after the other,
+ParamGroupWeights and perturbations are flat tensors of their buffer's format; a group's tensors lie in them one after the other,
 each aligned, frozen ones before trainable ones. What a forward makes (hidden states, losses) is kept as the tensor
 that made it, under the name of its buffer.
 """
@@ -55,7 +55,7 @@ class Part:
     alignment_bytes: int
 
     def size_bytes(self, dtype: str) -> int:
-        """Return what a program reserves for a direction of the part, or for the part as numbers."""
+        """Return what a program reserves for a perturbation of the part, or for the part as numbers."""
         num_elements = sum(t.num_elements for t in self.tensors)
         return bucket_bytes(num_elements, len(self.tensors), dtype, self.alignment_bytes)
 
@@ -102,7 +102,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PlacedPart:
-    """A part at its place in a buffer, or a direction of it.
+    """A part at its place in a buffer, or a perturbation of it.
 
     Attributes
     ----------
@@ -112,9 +112,9 @@ class PlacedPart:
         One per parameter, in the parameter's shape; of one that is no numbers, the bytes of its largest tensor.
     part : Part
     held : tuple of Stored
-        What each parameter is; nothing of a direction.
+        What each parameter is; nothing of a perturbation.
     packed : tuple of PackedValues
-        Of a direction of which several quantized values share a byte, those of each parameter, in place of `views`.
+        Of a perturbation of which several quantized values share a byte, those of each parameter, in place of `views`.
     """
 
     flat: Tensor
@@ -125,13 +125,13 @@ class PlacedPart:
 
     @property
     def qvalues(self) -> tuple[QValues, ...]:
-        """Of a rounded direction, those of each parameter."""
+        """Of a rounded perturbation, those of each parameter."""
         return self.packed or self.views
 
-    def along(self, directions: Sequence[QValues]) -> Iterator[tuple[type[Stored], list[Along]]]:
-        """Yield its parameters and their directions, those together that are stored alike."""
+    def along(self, perturbations: Sequence[QValues]) -> Iterator[tuple[type[Stored], list[Along]]]:
+        """Yield its parameters and their perturbations, those together that are stored alike."""
         for kind, places in self._places.items():
-            yield kind, [Along(self.part.tensors[i], self.held[i], directions[i]) for i in places]
+            yield kind, [Along(self.part.tensors[i], self.held[i], perturbations[i]) for i in places]
 
     @cached_property
     def _places(self) -> dict[type[Stored], list[int]]:
@@ -271,7 +271,7 @@ class BufferStore:
         return self.parts[ParamGroupWeights(group)]
 
     def part(self, access: Access) -> Part:
-        """Return the part that an access to weights or to a direction names."""
+        """Return the part that an access to weights or to a perturbation names."""
         what = parameters_of(access.what)
         assert what is not None
         return self.parts[what]
@@ -368,7 +368,7 @@ def _placed(memory: Tensor, part: Part, dtype: str) -> PlacedPart:
 
 
 def _placed_packed(memory: Tensor, part: Part, bits: int) -> PlacedPart:
-    """Return a direction of which several quantized values share a byte, every tensor's aligned."""
+    """Return a perturbation of which several quantized values share a byte, every tensor's aligned."""
     packed, begin = [], 0
     for tensor in part.tensors:
         end = begin + packed_shape_bytes(tensor.shape, bits)

@@ -79,7 +79,7 @@ class StepFrame:
     learning_rate : float
     batch : mapping
     window : Window or None
-        The steps that share factors of their directions with this one, where there are factors.
+        The steps that share factors of their perturbations with this one, where there are factors.
     previous : StepFrame or None
         The step before; None for the first, and for the first after a flush.
     losses, losses_read : dict

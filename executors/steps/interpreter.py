@@ -131,7 +131,7 @@ class Interpreter:
 
     @property
     def num_queries(self) -> int:
-        """Directions per step."""
+        """Perturbations per step."""
         return self._actions.num_queries
 
     @property
@@ -206,7 +206,7 @@ class Interpreter:
 
     def _frame_of(self, seeds: Sequence[int], learning_rate: float, batch: Batch | None) -> StepFrame:
         number, seeds = self._next_step, tuple(seeds)
-        # Directions of one window share factors, which are drawn of the seeds of its first step.
+        # Perturbations of one window share factors, which are drawn of the seeds of its first step.
         if number == self.first_of_window:
             self._window = Window(number, seeds)
         assert self._window is not None
@@ -261,7 +261,7 @@ class Interpreter:
         ----------
         step : int
         seeds_of : callable
-            From the number of an earlier step to its seeds: factors of directions may be older than `step`.
+            From the number of an earlier step to its seeds: factors of perturbations may be older than `step`.
         losses : sequence of float
             Of the step before at ``+ε``, one per query.
         """
@@ -274,7 +274,7 @@ class Interpreter:
 
     @property
     def first_of_window(self) -> int:
-        """The step whose seeds decide the factors that the next step's directions share with others: itself where none do."""
+        """The step whose seeds decide the factors that the next step's perturbations share with others: itself where none do."""
         return self._next_step - self._next_step % self._lazy_steps
 
     def close(self) -> None:
@@ -391,7 +391,7 @@ class _Resolved:
 
 
 def _lazy_steps(program: Program) -> int:
-    """Return the steps that factors of directions are kept for.
+    """Return the steps that factors of perturbations are kept for.
 
     Raises
     ------
@@ -401,7 +401,7 @@ def _lazy_steps(program: Program) -> int:
     lazy = {i.op.lazy_steps for _, i in program.instructions() if isinstance(i.op, Sample)}
     if len(lazy) > 1:
         raise ProgramError(
-            f"program {program.name} keeps factors of directions for {sorted(lazy)} steps at once",
+            f"program {program.name} keeps factors of perturbations for {sorted(lazy)} steps at once",
             hint="lower the plan again",
         )
     return lazy.pop() if lazy else 1

@@ -21,9 +21,9 @@ from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.planting import Fault, altered, planted
 from proofs_checks.setups.analytic import DIMENSION, PER_SEGMENT, AnalyticModel, plan_of
 from proofs_checks.setups.executed import Case, against_literal, random_cases
-from proofs_checks.setups.literal import directions_of_steps
+from proofs_checks.setups.literal import perturbations_of_steps
 from proofs_checks.setups.ranks import on_all_ranks
-from zosim.plans import Directions, Estimator, Mesh, Placement, Plan
+from zosim.plans import Estimator, Mesh, Perturbations, Placement, Plan
 
 CASES = (
     Case(data=2, num_sequences=3, rng="counter", num_queries=2),
@@ -43,7 +43,7 @@ CASES = (
 
 
 def check_ranks(context: Context) -> Outcome:
-    """Count directions, losses and weights of any rank that differ in a bit from those of a literal loop on one device."""
+    """Count perturbations, losses and weights of any rank that differ in a bit from those of a literal loop on one device."""
     cases = [*CASES, *random_cases("ranks", context.samples(60, 4), context.seed)]
     return against_literal(cases, context.seed)
 
@@ -98,7 +98,7 @@ def estimates_on(mesh: Mesh, num_steps: int, seed: int) -> Tensor:
         batch=NUM_SEQUENCES,
         seq=2,
         estimator=Estimator(epsilon=EPSILON),
-        directions=Directions(rng="counter"),
+        perturbations=Perturbations(rng="counter"),
         **_on(mesh),
     )
 
@@ -121,12 +121,12 @@ def estimates_on(mesh: Mesh, num_steps: int, seed: int) -> Tensor:
 
 
 def check_estimates(context: Context) -> Outcome:
-    """Compare the estimate of every mesh with ``(c·z)z``, c the mean slope over the whole batch, direction by direction.
+    """Compare the estimate of every mesh with ``(c·z)z``, c the mean slope over the whole batch, perturbation by perturbation.
 
     Notes
     -----
     A pair whose signs saw two shards would have ``g = (c₊ + c₋)·z/2 + (c₊ - c₋)·θ/2ε``: the same mean, and another estimate for
-    every direction.
+    every perturbation.
     """
     slope = _SLOPES.mean(0)
     meshes = (
@@ -140,7 +140,7 @@ def check_estimates(context: Context) -> Outcome:
     largest, lines = 0.0, []
     for mesh in meshes:
         applied = estimates_on(mesh, context.samples(30, 3), context.seed)
-        wanted = torch.stack([(slope @ z) * z for z in directions_of_steps(len(applied), context.seed)])
+        wanted = torch.stack([(slope @ z) * z for z in perturbations_of_steps(len(applied), context.seed)])
         off = float((applied - wanted).abs().max() / wanted.abs().max())
         largest = max(largest, off) if not math.isnan(off) else math.nan
         lines.append(

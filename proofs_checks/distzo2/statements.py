@@ -159,7 +159,7 @@ def check_unlike_shards(context: Context) -> Outcome:
     )
 
 
-def check_own_directions(_context: Context) -> Outcome:
+def check_own_perturbations(_context: Context) -> Outcome:
     """Compare the mean update of replicas that share z with the gradient, and of those that do not with a K-th of a shard's."""
     nodes, weights = normal_nodes(2, 3)
     whole = _UNLIKE.mean(0)
@@ -422,7 +422,7 @@ CHECKS: Checks = {
         counterexample(check_unlike_shards, _UNWEIGHTED, central_by_epsilon),
     ),
     "distzo2-one-direction-for-all": printed(
-        check_own_directions,
+        check_own_perturbations,
         losses_added,
     ),
     "distzo2-either-axis-inside": printed(check_both_orders, _UNWEIGHTED, central_by_epsilon),

@@ -35,7 +35,7 @@ Loss = Callable[[Tensor], Tensor]
 """From parameters of shape (d,) to a scalar tensor, in float64."""
 
 Distribution = Literal["normal", "signs", "sphere", "any"]
-"""Of directions: independent normals, independent signs, uniform on the sphere of radius √d, or something else."""
+"""Of perturbations: independent normals, independent signs, uniform on the sphere of radius √d, or something else."""
 
 
 class GradientEstimator(Protocol):
@@ -53,9 +53,9 @@ class Stated:
     ----------
     distribution : {"normal", "signs", "sphere", "any"}
     queries : int
-        Independent directions that it averages over.
+        Independent perturbations that it averages over.
     order : float
-        Order of its bias in ε, at least: 2 for differences along directions that are as likely as their opposites.
+        Order of its bias in ε, at least: 2 for differences along perturbations that are as likely as their opposites.
     is_linear : bool
         Whether the estimate of a sum of losses is the sum of estimates, on which data parallelism relies.
     """
@@ -70,8 +70,8 @@ class Stated:
 
         Notes
         -----
-        ``d + 2`` along normals, ``d`` along signs and on the sphere, of one direction; of `queries`
-        directions ``1 + (that - 1)/queries`` (Nesterov and Spokoiny 2017, theorem 4; signs and sphere: ``E|z|²(a·z)²`` with ``|z|² = d``).
+        ``d + 2`` along normals, ``d`` along signs and on the sphere, of one perturbation; of `queries`
+        perturbations ``1 + (that - 1)/queries`` (Nesterov and Spokoiny 2017, theorem 4; signs and sphere: ``E|z|²(a·z)²`` with ``|z|² = d``).
         """
         one = {"normal": dimension + 2.0, "signs": float(dimension), "sphere": float(dimension)}
         return 1 + (one[self.distribution] - 1) / self.queries
@@ -99,9 +99,9 @@ def judge_estimator(
     name : str
         For the report.
     distribution : {"normal", "signs", "sphere", "any"}
-        Of its directions, by which the smoothed gradient and the second moment are known. With ``"any"`` neither is compared.
+        Of its perturbations, by which the smoothed gradient and the second moment are known. With ``"any"`` neither is compared.
     queries : int
-        Independent directions that it averages over.
+        Independent perturbations that it averages over.
     order : float
         Of its bias in ε, at least.
     is_linear : bool
@@ -163,7 +163,7 @@ class _Judge:
         self._num_samples, self._seed = num_samples, seed
         generator = torch.Generator().manual_seed(2_024)
         self._theta = torch.randn(dimension, generator=generator, dtype=torch.float64)
-        # Of one sign, so that skews of a direction's components do not cancel.
+        # Of one sign, so that skews of a perturbation's components do not cancel.
         slope = 0.5 + torch.rand(dimension, generator=generator, dtype=torch.float64)
         self._slope = slope / slope.norm()
 
@@ -239,9 +239,9 @@ class _Judge:
         )
 
     def _arithmetic(self) -> Iterator[JudgedProperty]:
-        """Yield whether a two-point estimate is the difference over its distance, along the direction that was measured."""
-        name = "difference, distance and direction"
-        tested = "the estimate is the difference of its losses over the distance between them, times the direction between them"
+        """Yield whether a two-point estimate is the difference over its distance, along the perturbation that was measured."""
+        name = "difference, distance and perturbation"
+        tested = "the estimate is the difference of its losses over the distance between them, times the perturbation between them"
         epsilon, worst, ratio = 0.1, 0.0, 1.0
         for number in range(16):
             points: list[tuple[Tensor, Tensor]] = []
@@ -253,7 +253,7 @@ class _Judge:
 
             estimate = self._estimate(noted, epsilon, self._seed + number)
             if len(points) != 2 or self._stated.distribution == "any":
-                yield not_applicable(name, "said of two losses along a direction of a known distribution")
+                yield not_applicable(name, "said of two losses along a perturbation of a known distribution")
                 return
             (one, high), (other, low) = points
             between = one - other
@@ -289,7 +289,7 @@ class _Judge:
         """Return whether the mean is the gradient of the smoothed loss, at a radius where smoothing halves it."""
         name = "mean against the smoothed gradient"
         if self._stated.distribution == "any":
-            return not_applicable(name, "the distribution of directions is not stated")
+            return not_applicable(name, "the distribution of perturbations is not stated")
         epsilon, steepness = 0.8, 1.4
         slope = steepness * self._slope
 
@@ -327,7 +327,7 @@ class _Judge:
         return along / size * slope
 
     def _first_order(self) -> JudgedProperty:
-        """Return whether an even term of the loss leaves no bias, as where a direction is as likely as its opposite."""
+        """Return whether an even term of the loss leaves no bias, as where a perturbation is as likely as its opposite."""
         name = "no bias of first order in ε"
         if self._stated.order < 2:
             return not_applicable(name, f"the bias is stated to be of order {self._stated.order:g}")
@@ -396,12 +396,12 @@ class _Judge:
         """
         name = "second moment"
         if self._stated.distribution == "any":
-            return not_applicable(name, "the distribution of directions is not stated")
+            return not_applicable(name, "the distribution of perturbations is not stated")
         bound = self._stated.second_moment(len(self._theta))
         squares = self._of_linear.square().sum(1).clamp(max=1_000 * bound)
         return at_most(
             name,
-            f"E|ĝ|² <= {bound:g}·|∇f|² on a linear loss, of {self._stated.queries} directions in {len(self._theta)} dimensions",
+            f"E|ĝ|² <= {bound:g}·|∇f|² on a linear loss, of {self._stated.queries} perturbations in {len(self._theta)} dimensions",
             squares,
             bound,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from proofs_checks.oracles.directions import Bits, Distribution, direction_moments
+from proofs_checks.oracles.perturbations import Bits, Distribution, perturbation_moments
 from proofs_checks.oracles.registry import Count, NonNegative, Positive, Real, oracle
 
 Difference = Literal["central", "forward"]
@@ -39,7 +39,7 @@ def estimate_moments(
         ``Σ H_ii²``; only signs see it.
     epsilon : float
     num_queries : int
-        Independent directions that are averaged.
+        Independent perturbations that are averaged.
 
     Notes
     -----
@@ -52,7 +52,7 @@ def estimate_moments(
     >>> estimate_moments("gaussian", dimension=8, num_queries=2)
     {'factor': 1.0, 'mean_square': 5.5, 'variance': 4.5}
     """
-    moments = direction_moments(distribution, dimension, rows, columns, rank, bits, scale)
+    moments = perturbation_moments(distribution, dimension, rows, columns, rank, bits, scale)
     square = moments["energy"] * gradient_norm**2
     if difference == "forward" and epsilon and (hessian_trace or hessian_square):
         d, form = float(dimension), hessian_trace**2 + 2 * hessian_square
@@ -63,7 +63,7 @@ def estimate_moments(
         elif distribution == "sphere":
             fourth = d**2 * form / (d + 2)
         else:
-            raise ValueError(f"no closed form of a forward difference along {distribution} directions")
+            raise ValueError(f"no closed form of a forward difference along {distribution} perturbations")
         square += epsilon**2 / 4 * fourth
     factor = moments["second_moment"]
     mean = (factor * gradient_norm) ** 2
@@ -92,10 +92,10 @@ def quadratic_contraction(
 
 
 @oracle(
-    "QuZO Eq. 8 and 10: Q-RGE1 uses one rounding twice, Q-RGE2 two independent roundings of one direction"
+    "QuZO Eq. 8 and 10: Q-RGE1 uses one rounding twice, Q-RGE2 two independent roundings of one perturbation"
 )
 def quantised_estimate_factor(kind: Literal["q-rge1", "q-rge2"], bits: Bits, scale: Positive) -> float:
-    """Return the factor in E[ĝ] = factor·∇f of a linear loss, for directions rounded at random to few bits.
+    """Return the factor in E[ĝ] = factor·∇f of a linear loss, for perturbations rounded at random to few bits.
 
     Notes
     -----
@@ -106,7 +106,7 @@ def quantised_estimate_factor(kind: Literal["q-rge1", "q-rge2"], bits: Bits, sca
     >>> round(quantised_estimate_factor("q-rge2", 8, 127 / 6), 6)
     1.0
     """
-    from proofs_checks.oracles.directions import rounded_normal_moments
+    from proofs_checks.oracles.perturbations import rounded_normal_moments
     from proofs_checks.oracles.rounding import clamped_normal_square
 
     if kind == "q-rge1":

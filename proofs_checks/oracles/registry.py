@@ -20,7 +20,16 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=10**15, strict=True)]
 
-_MODULES = ("directions", "estimates", "smoothing", "rounding", "boundaries", "bounds", "steps", "statements")
+_MODULES = (
+    "perturbations",
+    "estimates",
+    "smoothing",
+    "rounding",
+    "boundaries",
+    "bounds",
+    "steps",
+    "statements",
+)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from proofs_checks.oracles.directions import Bits, normal_density
+from proofs_checks.oracles.perturbations import Bits, normal_density
 from proofs_checks.oracles.registry import Count, NonNegative, Positive, Real, oracle
 
 Format = Literal["float64", "float32", "float16", "bfloat16"]
@@ -55,7 +55,7 @@ def rounding_moments(
     return {"mean": mean, "bias": bias, "variance": variance, "mean_squared_error": variance + bias**2}
 
 
-@oracle("QuZO Eq. 5: what is clamped of a normal direction")
+@oracle("QuZO Eq. 5: what is clamped of a normal perturbation")
 def clamped_normal_square(limit: Positive) -> float:
     """Return E[clamp(u, -limit, limit)²] of a standard normal.
 
@@ -71,7 +71,9 @@ def clamped_normal_square(limit: Positive) -> float:
 @oracle(
     "MeZO's walk θ + εz - 2εz + εz (ZO2 Alg. 3); Higham (2002), section 2.2: the standard model of rounding"
 )
-def restore_drift_bound(weight: Real, direction: Real, epsilon: Positive, dtype: Format = "float32") -> float:
+def restore_drift_bound(
+    weight: Real, perturbation: Real, epsilon: Positive, dtype: Format = "float32"
+) -> float:
     """Return the most that one walk to +ε, -ε and back can change a weight.
 
     Notes
@@ -84,7 +86,7 @@ def restore_drift_bound(weight: Real, direction: Real, epsilon: Positive, dtype:
     0.01171875
     """
     unit = 2.0 ** -_MANTISSA_BITS[dtype]
-    step = epsilon * direction
+    step = epsilon * perturbation
     return unit * (abs(weight + step) + abs(weight - step) + abs(weight))
 
 

@@ -60,7 +60,7 @@ def smoothed_gradient_bounds(
 def query_error(
     num_queries: Count, dimension: Count, num_shards: Count = 1, spread: NonNegative = 0.0
 ) -> float:
-    """Return E|ĝ - ∇L|²/|∇L|² of a mean over queries, each over shards that share its direction.
+    """Return E|ĝ - ∇L|²/|∇L|² of a mean over queries, each over shards that share its perturbation.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Every placement, order, slice and resume point draws the same directions."""
+"""Every placement, order, slice and resume point draws the same perturbations."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from scipy.stats import kstest, kstwobign
 
 from executors.randomness.counter import BLOCK_ELEMENTS, CounterKey, CounterSampler
-from executors.randomness.directions import DIRECTIONS, Direction
 from executors.randomness.rng import generator_on
+from executors.randomness.samplers import SAMPLERS, DistributionSampler
 from executors.randomness.sequential import sample_rows, skip_tensors
 from executors.threads import SamplingThreads
 from proofs_checks.claims import Checks, printed
@@ -21,7 +21,7 @@ from proofs_checks.setups import literal
 from proofs_checks.setups.executed import Case, against_literal, random_cases
 from proofs_checks.setups.placements import OFFLOADED, num_unlike, same_bits, train
 from proofs_checks.statistics import LEVEL
-from zosim.plans import Directions
+from zosim.plans import Perturbations
 
 _CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ CASES = (
 
 
 def check_placements(context: Context) -> Outcome:
-    """Count directions, gradients and weights that differ in a bit from a literal loop, under plans of all kinds."""
+    """Count perturbations, gradients and weights that differ in a bit from a literal loop, under plans of all kinds."""
     cases = [*CASES, *random_cases("one device", context.samples(150, 10), context.seed)]
     return against_literal(cases, context.seed)
 
@@ -73,31 +73,31 @@ RELEASED = (
         blocks="offloaded",
     ),
 )
-"""Directions of the released LoZO loop: on one rank; on two, resumed within a window; and with a new V in every step, updates delayed."""
+"""Perturbations of the released LoZO loop: on one rank; on two, resumed within a window; and with a new V in every step, updates delayed."""
 
 
 def check_released(context: Context) -> Outcome:
-    """Count what differs in any bit between runs along the released LoZO loop's directions and a literal loop that draws again for its updates."""
+    """Count what differs in any bit between runs along the released LoZO loop's perturbations and a literal loop that draws again for its updates."""
     return against_literal(RELEASED, context.seed)
 
 
 def check_orders(context: Context) -> Outcome:
-    """Compare directions drawn in registration and in execution order with the normal distribution."""
+    """Compare perturbations drawn in registration and in execution order with the normal distribution."""
     registration, execution = (
         train(
             "tied",
             num_steps=context.samples(12, 3),
-            directions=Directions(order=order),
+            perturbations=Perturbations(order=order),
             seed=context.seed,
             **OFFLOADED,
         ).sampled
         for order in ("registration", "execution")
     )
     num_unlike_groups = num_unlike(registration, execution)
-    details = [f"{num_unlike_groups} of {len(registration)} directions differ between the orders"]
+    details = [f"{num_unlike_groups} of {len(registration)} perturbations differ between the orders"]
     statistic, bound = 0.0, float(kstwobign.isf(LEVEL))
-    for order, directions in (("registration", registration), ("execution", execution)):
-        sample = torch.cat(list(directions.values())).double().numpy()
+    for order, perturbations in (("registration", registration), ("execution", execution)):
+        sample = torch.cat(list(perturbations.values())).double().numpy()
         distance = kstest(sample, "norm").statistic * math.sqrt(len(sample))
         details.append(
             f"{order}: {distance:.2f} = √n times Kolmogorov's distance to the normal, n = {len(sample)}"
@@ -111,8 +111,8 @@ def check_orders(context: Context) -> Outcome:
 
 def check_slices(context: Context) -> Outcome:
     """Count slices, rows and resumed runs that differ from the whole."""
-    slices = sum(_unlike_slices(direction, context.seed) for direction in DIRECTIONS.values())
-    sequences = sum(_unlike_sequences(direction, context.seed) for direction in DIRECTIONS.values())
+    slices = sum(_unlike_slices(sampler, context.seed) for sampler in SAMPLERS.values())
+    sequences = sum(_unlike_sequences(sampler, context.seed) for sampler in SAMPLERS.values())
     keys = _keys_that_meet(context.seed)
     details = [
         f"counter: {slices} of the slices, rows and threaded draws differ from the whole",
@@ -126,8 +126,8 @@ def check_slices(context: Context) -> Outcome:
     return Outcome(total, 0, "pieces that differ in a bit from the whole", tuple(details))
 
 
-def _unlike_slices(direction: Direction, seed: int) -> int:
-    block = BLOCK_ELEMENTS["cpu"] * direction.distribution.block_factor
+def _unlike_slices(sampler: DistributionSampler, seed: int) -> int:
+    block = BLOCK_ELEMENTS["cpu"] * sampler.distribution.block_factor
     width = 96
     numels = [33, 4 * block + width, 2 * width]
     numels[1] -= numels[1] % width
@@ -136,26 +136,26 @@ def _unlike_slices(direction: Direction, seed: int) -> int:
     key = CounterKey.of(seed, 3, 1)
     (_, whole, _) = (
         tensor.flatten()
-        for tensor in literal.directions(
+        for tensor in literal.perturbations(
             [(numel,) for numel in numels],
             seed=seed,
             step=3,
             query=1,
             rng="counter",
-            distribution=direction.distribution.name,
+            distribution=sampler.distribution.name,
             dtype=torch.float32,
         )
     )
     pieces = torch.empty_like(whole)
     # Descending, so that no piece can lean on the one before it.
     for begin, end in ((3 * block + 1, numels[1]), (block - 1, 3 * block + 1), (17, block - 1), (0, 17)):
-        alone.fill(pieces[begin:end], 1, begin, key, direction)
+        alone.fill(pieces[begin:end], 1, begin, key, sampler)
     at_once = torch.empty_like(whole)
-    threaded.fill(at_once, 1, 0, key, direction)
+    threaded.fill(at_once, 1, 0, key, sampler)
     threads.close()
     rows = torch.tensor([0, 1, block // width, numels[1] // width - 1])
     kept = torch.empty((len(rows), width))
-    alone.fill_rows(kept, rows, 1, key, direction)
+    alone.fill_rows(kept, rows, 1, key, sampler)
     table = whole.view(-1, width)
     return sum(not same_bits(*pair) for pair in ((pieces, whole), (at_once, whole), (kept, table[rows])))
 
@@ -167,29 +167,29 @@ def _keys_that_meet(seed: int) -> int:
     for key in keys:
         for parameter in (0, 1):
             out = torch.empty(40)
-            counter.fill(out, parameter, 0, CounterKey.of(*key), DIRECTIONS["gaussian"])
+            counter.fill(out, parameter, 0, CounterKey.of(*key), SAMPLERS["gaussian"])
             seen.add(tuple(out.tolist()))
     return 2 * len(keys) - len(seen)
 
 
-def _unlike_sequences(direction: Direction, seed: int) -> int:
+def _unlike_sequences(sampler: DistributionSampler, seed: int) -> int:
     """Count what differs from drawing everything where a sequence skips one tensor, keeps some rows of a table and draws the next."""
     shapes = [(301,), (2100, 33), (50,)]
     generator = generator_on(_CPU, seed)
-    name = direction.distribution.name
+    name = sampler.distribution.name
     whole = [literal.sampled(shape, name, generator, torch.float32) for shape in shapes]
     again = generator_on(_CPU, seed)
-    skip_tensors([301], torch.empty(0), direction, again)
+    skip_tensors([301], torch.empty(0), sampler, again)
     state = again.get_state()
     # One of them lies across two of the pieces that are drawn at once.
     rows = torch.tensor([0, 5, 1986, 2099])
     kept = torch.empty((len(rows), 33))
-    sample_rows(kept, rows, 2100, direction, again)
+    sample_rows(kept, rows, 2100, sampler, again)
     last = torch.empty(shapes[2])
-    direction.fill(last, again)
+    sampler.fill(last, again)
     resampled = torch.empty(shapes[1])
     again.set_state(state)
-    direction.fill(resampled, again)
+    sampler.fill(resampled, again)
     pairs = ((kept, whole[1][rows]), (last, whole[2]), (resampled, whole[1]))
     return sum(not same_bits(*pair) for pair in pairs)
 
@@ -223,12 +223,12 @@ def rows_rounded_once(shipped, theta, z, *rest):
     return shipped(theta.double(), z.double(), *rest).to(theta.dtype)
 
 
-@planted("zosim.lowering.directions:sampling_order", "the order ignored")
+@planted("zosim.lowering.perturbations:sampling_order", "the order ignored")
 def order_ignored(shipped, plan):
-    return shipped(altered(plan, directions=altered(plan.directions, order="registration")))
+    return shipped(altered(plan, perturbations=altered(plan.perturbations, order="registration")))
 
 
-@planted("zosim.lowering.directions:Directions.sample", "updates along what was perturbed by")
+@planted("zosim.lowering.perturbations:Perturbations.sample", "updates along what was perturbed by")
 def updates_along_perturbations(shipped, *given, **named):
     return shipped(*given, **{**named, "for_update": False})
 
@@ -247,9 +247,9 @@ def resampled_with_rights(method: str, name: str) -> Fault:
 
 
 @planted("executors.randomness.counter:CounterSampler.fill", "a slice read from its block's start")
-def slice_from_its_block_on(shipped, self, out, parameter, offset, key, direction, *factor):
-    start = offset - offset % self.block_elements(direction)
-    shipped(self, out, parameter, start, key, direction, *factor)
+def slice_from_its_block_on(shipped, self, out, parameter, offset, key, sampler, *factor):
+    start = offset - offset % self.block_elements(sampler)
+    shipped(self, out, parameter, start, key, sampler, *factor)
 
 
 CHECKS: Checks = {

@@ -192,7 +192,7 @@ def check_noise_of_rounded_weights(context: Context) -> Outcome:
 
 
 def check_queries_and_shards(_context: Context) -> Outcome:
-    """Compare the squared error of queries and shards with its closed form, data and directions enumerated."""
+    """Compare the squared error of queries and shards with its closed form, data and perturbations enumerated."""
     slope = np.array([0.6, -0.8])
     noise = np.array([[0.3, 0.1], [-0.3, -0.1], [0.2, -0.5], [-0.2, 0.5]])
     spread = float((noise**2).sum(1).mean())

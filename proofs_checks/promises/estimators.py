@@ -1,7 +1,7 @@
-"""Gradient estimates: what the executor applies, direction by direction, and what that is on average, exactly.
+"""Gradient estimates: what the executor applies, perturbation by perturbation, and what that is on average, exactly.
 
-Nothing here is left to chance. The executor's estimates are held against a literal loop over the same directions; the
-loop's average over all directions is computed by enumeration of signs and by Gauss-Hermite quadrature. How directions
+Nothing here is left to chance. The executor's estimates are held against a literal loop over the same perturbations; the
+loop's average over all perturbations is computed by enumeration of signs and by Gauss-Hermite quadrature. How perturbations
 are distributed is another module's claim.
 """
 
@@ -60,20 +60,20 @@ def _uneven(theta: Tensor) -> Tensor:
 
 
 def literal_estimates(
-    num_steps: int, seed: int, *, num_queries: int, direction: str, rng: str, difference: str
+    num_steps: int, seed: int, *, num_queries: int, distribution: str, rng: str, difference: str
 ) -> Tensor:
     """Return ``(1/q) Σ g·z`` of every step at ``θ``, each ``z`` made and each ``g`` computed one after the other."""
     rows = []
     for step in range(num_steps):
         total = torch.zeros(DIMENSION, dtype=torch.float64)
         for query in range(num_queries):
-            parts = literal.directions(
+            parts = literal.perturbations(
                 literal.ANALYTIC_SHAPES,
                 seed=literal.seed_of(seed, step, query),
                 step=step,
                 query=query,
                 rng=rng,
-                distribution=direction,
+                distribution=distribution,
                 dtype=torch.float64,
             )
             z = torch.cat([part.flatten() for part in parts])
@@ -87,12 +87,12 @@ def literal_estimates(
     return torch.stack(rows)
 
 
-def check_applied(direction: str, context: Context) -> Outcome:
-    """Compare what the executor subtracts from the weights with a literal loop over the same directions."""
+def check_applied(distribution: str, context: Context) -> Outcome:
+    """Compare what the executor subtracts from the weights with a literal loop over the same perturbations."""
     largest, lines = 0.0, []
     for difference, queries, rng in itertools.product(("central", "forward"), (1, 3), ("mezo", "counter")):
         count = context.samples(40, 3)
-        options = {"num_queries": queries, "direction": direction, "rng": rng, "difference": difference}
+        options = {"num_queries": queries, "distribution": distribution, "rng": rng, "difference": difference}
         applied = estimates(_uneven, _THETA, count, seed=context.seed, epsilon=EPSILON, **options)  # type: ignore[arg-type]
         wanted = literal_estimates(count, context.seed, **options)  # type: ignore[arg-type]
         off = float((applied - wanted).abs().max() / wanted.abs().max())
@@ -107,7 +107,7 @@ def check_applied(direction: str, context: Context) -> Outcome:
 def projected(
     loss: Callable[[Array], Array], theta: Array, z_NP: Array, difference: str, epsilon: float = EPSILON
 ) -> Array:
-    """Return ``g`` of each direction, literally."""
+    """Return ``g`` of each perturbation, literally."""
     plus = loss(theta + epsilon * z_NP)
     if difference == "central":
         return np.asarray((plus - loss(theta - epsilon * z_NP)) / (2 * epsilon))
@@ -227,9 +227,9 @@ def _along(i: int, u: float, others: Array, a: Array, theta: Array) -> Array:
 _HESSIAN = np.array([[0.9, 0.4, -0.2], [0.4, -0.5, 0.3], [-0.2, 0.3, 1.2]])
 
 
-def check_energy(direction: str, _context: Context) -> Outcome:
+def check_energy(distribution: str, _context: Context) -> Outcome:
     """Compare the mean square of estimates of a quadratic loss, by one and by two queries, with its closed form."""
-    z, weights = normal_nodes(3, 4) if direction == "gaussian" else sign_nodes(3)
+    z, weights = normal_nodes(3, 4) if distribution == "gaussian" else sign_nodes(3)
 
     def quadratic(x: Array) -> Array:
         return np.asarray(x @ _SLOPE + np.einsum("ni,ij,nj->n", x, _HESSIAN, x) / 2)
@@ -240,11 +240,11 @@ def check_energy(direction: str, _context: Context) -> Outcome:
         estimate = projected(quadratic, _POINT, z, difference)[:, None] * z
         if queries == 1:
             square = float(weights @ (estimate**2).sum(1))
-        else:  # all pairs of independent directions
+        else:  # all pairs of independent perturbations
             pairs = ((estimate[:, None] + estimate[None]) / 2) ** 2
             square = float(weights @ pairs.sum(2) @ weights)
         wanted = estimate_moments(
-            direction,  # type: ignore[arg-type]
+            distribution,  # type: ignore[arg-type]
             difference,  # type: ignore[arg-type]
             dimension=3,
             gradient_norm=float(np.linalg.norm(gradient)),
@@ -278,7 +278,7 @@ def _title(function: Callable[[Context], Outcome]) -> str:
 
 
 _PROJECTED = "executors.steps.arithmetic:projected_gradient"
-_SIGNS = "executors.randomness.directions:sign_words"
+_SIGNS = "executors.randomness.samplers:sign_words"
 _THREE_PERCENT = Fault(
     "an estimate 3 % too large", _PROJECTED, lambda shipped, *given, **named: 1.03 * shipped(*given, **named)
 )
@@ -382,7 +382,7 @@ CHECKS: Checks = {
         _both(partial(check_applied, "rademacher"), partial(check_energy, "rademacher")),
         Fault(
             "one sign for all of a word",
-            "executors.randomness.directions:Rademacher.spread",
+            "executors.randomness.samplers:Rademacher.spread",
             lambda shipped, words, out: shipped(words >> 63, out),
         ),
     ),

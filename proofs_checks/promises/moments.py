@@ -1,4 +1,4 @@
-"""How directions are distributed: literally, number by number, and what is declared of them; the random numbers themselves."""
+"""How perturbations are distributed: literally, number by number, and what is declared of them; the random numbers themselves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Generator, Tensor
 
 from executors.randomness.counter import CounterKey, CounterSampler
-from executors.randomness.directions import DIRECTIONS, Direction
 from executors.randomness.rng import generator_on
+from executors.randomness.samplers import SAMPLERS, DistributionSampler
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import normal_nodes
 from proofs_checks.faults import wide_normals
-from proofs_checks.oracles.directions import direction_moments
+from proofs_checks.oracles.perturbations import perturbation_moments
 from proofs_checks.outcomes import Context, Outcome, worst
 from proofs_checks.planting import Fault, planted
 from proofs_checks.setups import literal
@@ -33,7 +33,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Family:
-    """Directions as runs draw them, beside their definition.
+    """Perturbations as runs draw them, beside their definition.
 
     Attributes
     ----------
@@ -54,14 +54,14 @@ class Family:
 def _families() -> Iterator[Family]:
     """Yield one member of every family."""
     numel = math.prod(SHAPE)
-    for name, direction in DIRECTIONS.items():
-        distribution = direction.distribution
+    for name, sampler in SAMPLERS.items():
+        distribution = sampler.distribution
         yield Family(
             name,
-            partial(_filled, direction),
+            partial(_filled, sampler),
             partial(literal.sampled, SHAPE, name, dtype=torch.float64),
-            (distribution.mean, distribution.second_moment, direction.energy(SHAPE)),
-            _moments(direction_moments(name, dimension=numel)),  # type: ignore[arg-type]
+            (distribution.mean, distribution.second_moment, sampler.energy(SHAPE)),
+            _moments(perturbation_moments(name, dimension=numel)),  # type: ignore[arg-type]
         )
     for rank, (rows, columns) in ((1, (2, 3)), (2, (2, 2))):
         yield Family(
@@ -69,7 +69,7 @@ def _families() -> Iterator[Family]:
             partial(factorised, SHAPE, rank),
             partial(_literal_product, rank),
             _enumerated_product(rows, columns, rank),
-            _moments(direction_moments("low-rank", rows=rows, columns=columns, rank=rank)),
+            _moments(perturbation_moments("low-rank", rows=rows, columns=columns, rank=rank)),
         )
     for bits, limit in ((3, 2.0), (2, 2.0), (8, 6.0)):
         rounding = Reaching("gaussian", bits, limit=limit)
@@ -80,7 +80,7 @@ def _families() -> Iterator[Family]:
             partial(_literal_rounded, bits, limit),
             (0.0, second, rounding.relative_energy("q-rge1", numel) * second**2),
             _moments(
-                direction_moments(
+                perturbation_moments(
                     "quantised-gaussian", dimension=numel, bits=bits, scale=(2 ** (bits - 1) - 1) / limit
                 )
             ),
@@ -91,9 +91,9 @@ def _moments(theory: Mapping[str, float]) -> tuple[float, ...]:
     return theory["mean"], theory["second_moment"], theory["energy"]
 
 
-def _filled(direction: Direction, generator: Generator) -> Tensor:
+def _filled(sampler: DistributionSampler, generator: Generator) -> Tensor:
     out = torch.empty(SHAPE, dtype=torch.float64)
-    direction.fill(out, generator)
+    sampler.fill(out, generator)
     return out
 
 
@@ -164,12 +164,12 @@ def check_numbers(context: Context) -> Outcome:
     """Compare moments of many numbers, and products across elements, parameters, queries, steps and runs, with theory."""
     outcomes = []
     length = context.samples(1 << 22, 1 << 20)
-    for name, direction in DIRECTIONS.items():
-        fourth = direction_moments(name)["fourth_moment"]  # type: ignore[arg-type]
+    for name, sampler in SAMPLERS.items():
+        fourth = perturbation_moments(name)["fourth_moment"]  # type: ignore[arg-type]
         for rng in ("mezo", "counter"):
-            z = _numbers(direction, rng, length, context.seed)
+            z = _numbers(sampler, rng, length, context.seed)
             lags = [z[:-lag] * z[lag:] for lag in (1, 2, 16, 32, 64)]
-            apart = [z * _numbers(direction, rng, length, context.seed, **other) for other in _OTHERS]
+            apart = [z * _numbers(sampler, rng, length, context.seed, **other) for other in _OTHERS]
             short = min(len(product) for product in lags)
             columns = [z[:short], z[:short] ** 2, z[:short] ** 4, z[:short] ** 3]
             columns += [product[:short] for product in (*lags, *apart)]
@@ -193,7 +193,7 @@ _OTHERS = ({"parameter": 1}, {"query": 1}, {"step": 1}, {"run": 1})
 
 
 def _numbers(
-    direction: Direction,
+    sampler: DistributionSampler,
     rng: str,
     length: int,
     seed: int,
@@ -210,22 +210,22 @@ def _numbers(
     out = torch.empty(length)
     if rng == "counter":
         counter = CounterSampler([length, length], _CPU)
-        counter.fill(out, parameter, 0, CounterKey.of(of_query, step, query), direction)
+        counter.fill(out, parameter, 0, CounterKey.of(of_query, step, query), sampler)
     else:
         generator = generator_on(_CPU, of_query)
         for _ in range(parameter + 1):
-            direction.fill(out, generator)
+            sampler.fill(out, generator)
     return out.double()
 
 
 _UNSET = Fault(
     "a sign bit that is never set",
-    "executors.randomness.directions:sign_words",
+    "executors.randomness.samplers:sign_words",
     lambda shipped, *given: shipped(*given).bitwise_and_(2**63 - 1),
 )
 
 
-@planted("executors.randomness.directions:Gaussian.fill", "uniform numbers of variance 1 for normals")
+@planted("executors.randomness.samplers:Gaussian.fill", "uniform numbers of variance 1 for normals")
 def uniform(shipped, self, out, generator):
     shipped(self, out, generator)
     out.mul_(0.5**0.5).erf_().mul_(3**0.5)
@@ -250,7 +250,7 @@ CHECKS: Checks = {
         _UNSET,
         Fault(
             "an energy of normals without its 2",
-            "executors.randomness.directions:Gaussian.energy",
+            "executors.randomness.samplers:Gaussian.energy",
             lambda shipped, self, shape: shipped(self, shape) - 2,
         ),
         tails_forgotten,

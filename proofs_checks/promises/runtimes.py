@@ -29,12 +29,12 @@ from proofs_checks.setups.literal import (
     LiteralRun,
     block_seed,
     chained,
-    directions,
     language_model_loss,
+    perturbations,
     seed_of,
 )
 from proofs_checks.setups.placements import OFFLOADED, tiny_batches, tiny_model, tiny_plan
-from zosim.plans import Directions, Estimator, LowBits, Weights
+from zosim.plans import Estimator, LowBits, Perturbations, Weights
 
 _EPSILON, _DECAY, _NUM_QUERIES, _NUM_STEPS = 1e-2, 0.1, 2, 3
 
@@ -42,10 +42,10 @@ _EPSILON, _DECAY, _NUM_QUERIES, _NUM_STEPS = 1e-2, 0.1, 2, 3
 
 _BITS, _HIGHEST = 3, 3
 _UNIT = 1.73 / _HIGHEST
-"""Value of a quantized 1 of a direction of 3 bits, whose quantized values are -3 to 3 and whose largest value is 1.73."""
+"""Value of a quantized 1 of a perturbation of 3 bits, whose quantized values are -3 to 3 and whose largest value is 1.73."""
 
 _BLOCK = 1 << 14
-_PURPOSES = {"direction": 1, "second direction": 2, "update": 3}
+_PURPOSES = {"perturbation": 1, "second perturbation": 2, "update": 3}
 
 
 def second_moment() -> float:
@@ -92,10 +92,10 @@ class QuantizedRun:
             uniforms[name] = torch.cat(pieces).numpy()
         return uniforms
 
-    def direction(self, step: int, query: int, purpose: str) -> dict[str, Array]:
-        """Return quantized values of a direction, by parameter."""
+    def perturbation(self, step: int, query: int, purpose: str) -> dict[str, Array]:
+        """Return quantized values of a perturbation, by parameter."""
         uniforms, qvalues = self.uniforms(step, query, purpose), {}
-        normals = directions(
+        normals = perturbations(
             [(numel,) for _, numel in self._sizes],
             seed=seed_of(self.seed, step, query),
             step=step,
@@ -111,7 +111,7 @@ class QuantizedRun:
 
     def gradient(self, step: int, query: int, batch: Batch) -> float:
         """Return the difference of both losses over ``2ε``."""
-        base, along, losses = self.values(), self.direction(step, query, "direction"), []
+        base, along, losses = self.values(), self.perturbation(step, query, "perturbation"), []
         for sign in (1, -1):
             for name, parameter in self.model.named_parameters():
                 updated = base[name] + sign * _EPSILON * _UNIT * along[name].reshape(base[name].shape)
@@ -124,9 +124,9 @@ class QuantizedRun:
         """Move by the gradients of a step, query by query; quantized values by whole numbers, as chance has it, or all at once."""
         summed: dict[str, Array] = {}
         rate, divisor = learning_rate(step), second_moment() if self.estimator == "normalised" else 1.0
-        purpose = "second direction" if self.estimator == "q-rge2" else "direction"
+        purpose = "second perturbation" if self.estimator == "q-rge2" else "perturbation"
         for query, gradient in enumerate(gradients):
-            along = self.direction(step, query, purpose)
+            along = self.perturbation(step, query, purpose)
             uniforms = self.uniforms(step, query, "update")
             for name, numel in self._sizes:
                 factor = gradient / _NUM_QUERIES / divisor * _UNIT
@@ -155,10 +155,10 @@ def _is_spared(name: str) -> bool:
 
 
 _QUANTIZED_RUNS: Mapping[str, Mapping[str, Any]] = {
-    "normalised": {"directions": Directions()},
-    "q-rge1": {"directions": Directions(rng="counter"), **OFFLOADED},
-    "q-rge2": {"directions": Directions(), **OFFLOADED},
-    "normalised, rounded once": {"directions": Directions()},
+    "normalised": {"perturbations": Perturbations()},
+    "q-rge1": {"perturbations": Perturbations(rng="counter"), **OFFLOADED},
+    "q-rge2": {"perturbations": Perturbations(), **OFFLOADED},
+    "normalised, rounded once": {"perturbations": Perturbations()},
 }
 """Axes of the plan by estimator, the last of which rounds all updates of a step together; each takes another path through the executor: resident or offloaded with delayed updates, by either discipline of random numbers."""
 
@@ -172,7 +172,7 @@ def _quantized_session(
     low_bits = LowBits.model_validate(
         {
             "weights": "int8",
-            "direction_bits": _BITS,
+            "perturbation_bits": _BITS,
             "estimator": kind,
             "scales": "channel",
             "update_rounding": "step" if is_rounded_once else "query",
@@ -204,7 +204,7 @@ def check_qvalues_over_steps(context: Context) -> Outcome:
     parts = {}
     for estimator in _QUANTIZED_RUNS:
         records, weights, qvalues, names = _quantized_session(estimator, context.seed)
-        rng = _QUANTIZED_RUNS[estimator]["directions"].rng
+        rng = _QUANTIZED_RUNS[estimator]["perturbations"].rng
         kind, _, once = estimator.partition(", ")
         run = QuantizedRun(tiny_model("tied"), context.seed, kind, rng, names, is_rounded_once=bool(once))
         off, size = 0.0, 0.0
@@ -265,7 +265,7 @@ def _together(
         model,
         dtype="float64",
         weights=Weights(perturbation="adapters"),
-        directions=Directions.model_validate(
+        perturbations=Perturbations.model_validate(
             {"distribution": distribution, "rank": _RANK, "lazy_steps": _LAZY_STEPS, "rng": rng}
         ),
         estimator=Estimator.model_validate(

@@ -25,7 +25,7 @@ _NUM_STEPS = 3
 
 _AXES: Mapping[str, Mapping[str, Sequence[object]]] = {
     "estimator": {"difference": ("central", "forward"), "num_queries": (1, 2)},
-    "directions": {
+    "perturbations": {
         "rng": ("mezo", "counter"),
         "order": ("registration", "execution"),
         "sampled_ahead": (False, True),
@@ -241,7 +241,7 @@ def blocks_not_restored(shipped, self, groups, segment, query, leap):
     shipped(self, groups if leap.point.is_perturbed else (), segment, query, leap)
 
 
-@planted("zosim.lowering.rank:Listing.emit", "a direction not drawn again")
+@planted("zosim.lowering.rank:Listing.emit", "a perturbation not drawn again")
 def not_sampled_again(shipped, self, name, op, stream, label, *rest):
     if label != "sample" or not name.endswith(":update"):
         shipped(self, name, op, stream, label, *rest)

@@ -1,4 +1,4 @@
-"""Stages of a model draw one direction between them, not the same numbers twice, and send what the paper counts."""
+"""Stages of a model draw one perturbation between them, not the same numbers twice, and send what the paper counts."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ RUNS = (
 )
 
 
-def check_one_direction(context: Context) -> Outcome:
-    """Count directions, losses and weights of any stage that differ in a bit from those of a literal loop on one device."""
+def check_one_perturbation_each(context: Context) -> Outcome:
+    """Count perturbations, losses and weights of any stage that differ in a bit from those of a literal loop on one device."""
     cases = [*RUNS, *random_cases("stages", context.samples(60, 4), context.seed)]
     return against_literal(cases, context.seed)
 
@@ -127,7 +127,7 @@ def larger_losses(shipped, *given):
     return None if loss is None else 1.03 * loss
 
 
-@planted("zosim.lowering.directions:sampling_order", "halves of a block drawn back half first")
+@planted("zosim.lowering.perturbations:sampling_order", "halves of a block drawn back half first")
 def back_halves_first(shipped, plan):
     number = plan.model.segments.index
     return sorted(
@@ -148,7 +148,7 @@ def losses_of_stages_without(shipped, self):
 
 CHECKS: Checks = {
     "stages-are-one-device": printed(
-        check_one_direction,
+        check_one_perturbation_each,
         groups_from_the_seed,
         larger_losses,
         back_halves_first,

@@ -1,4 +1,4 @@
-"""What is kept in few bits: formats of least error, outliers, sparse directions, updates on every grid, on any rank.
+"""What is kept in few bits: formats of least error, outliers, sparse perturbations, updates on every grid, on any rank.
 
 The other side of each comparison lists a format's values, and rounds, splits and moves with NumPy.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from costmodel.formats import QuantFormat, ScaleScope
 from costmodel.formats.low_bits import QuantConfig
-from costmodel.formats.roundings import RoundedDirection
+from costmodel.formats.roundings import RoundedPerturbation
 from executors.low_bits.linear import QuantizedLinear, quantize_layers
 from executors.low_bits.quantized import Beside, QuantizedTensor
 from executors.low_bits.stored import UpdateCounts
@@ -238,21 +238,21 @@ def _handed(uniforms: Array) -> Callable[[int, int], Tensor]:
     return lambda begin, end: flat[begin:end].clone()
 
 
-# -- sparse directions -----------------------------------------------------------------------------------------------
+# -- sparse perturbations -----------------------------------------------------------------------------------------------
 
 
 class Sparse:
-    """Directions of one matrix as a run draws them, in values, beside which rows are not 0.
+    """Perturbations of one matrix as a run draws them, in values, beside which rows are not 0.
 
     Parameters
     ----------
-    rounding : RoundedDirection
+    rounding : RoundedPerturbation
     shape : tuple of int
         Outputs, which a row of zeros is one of, and inputs.
     seed : int
     """
 
-    def __init__(self, rounding: RoundedDirection, shape: tuple[int, int], seed: int) -> None:
+    def __init__(self, rounding: RoundedPerturbation, shape: tuple[int, int], seed: int) -> None:
         shapes = [torch.Size(shape)]
         updated = NonzeroRows(rounding.sparsity, shapes, (0,), _CPU)
         rounded_sampler = RoundedSampler(rounding, shapes, updated, _CPU, SamplingThreads(1))
@@ -269,14 +269,14 @@ class Sparse:
 
 
 def check_sparse_moments(context: Context) -> Outcome:
-    """Compare moments of sparse directions with those of dense ones and the share of rows; elements, pairs, copies and whole estimates.
+    """Compare moments of sparse perturbations with those of dense ones and the share of rows; elements, pairs, copies and whole estimates.
 
-    Six elements in two rows of three make a direction; all are of one matrix whose rows are drawn independently.
+    Six elements in two rows of three make a perturbation; all are of one matrix whose rows are drawn independently.
     """
     parts = {}
     for number, (bits, kept) in enumerate(((3, 0.5), (8, 0.25))):
-        rounding = RoundedDirection("gaussian", bits, 1 - kept)
-        dense = RoundedDirection("gaussian", bits)
+        rounding = RoundedPerturbation("gaussian", bits, 1 - kept)
+        dense = RoundedPerturbation("gaussian", bits)
         once, product, squares = enumerated_moments(dense)
         count = context.samples(300_000, 100_000)
         sampled = Sparse(rounding, (2 * count, 3), context.seed + number)
@@ -334,20 +334,20 @@ def check_sparse_moments(context: Context) -> Outcome:
 
 
 def check_sparse_updates(context: Context) -> Outcome:
-    """Compare progress and noise of updates of int8 quantized values along dense and sparse directions: as much, and √q of it.
+    """Compare progress and noise of updates of int8 quantized values along dense and sparse perturbations: as much, and √q of it.
 
     A change that is small against a step moves a quantized value by one with probability of its size, so the mean square of moves is E|δ|.
     """
     parts, factor = {}, 0.2
     u = np.linspace(-9, 9, 200_001)
     for kept in (1.0, 1 / 16):
-        rounding = RoundedDirection("gaussian", 2, 1 - kept)
+        rounding = RoundedPerturbation("gaussian", 2, 1 - kept)
         x = np.clip(u * rounding.scale, -1, 1)
         below = np.floor(x)
         mean_size = (below + 1 - x) * np.abs(below) + (x - below) * np.abs(below + 1)
         density = np.exp(-u * u / 2) / math.sqrt(2 * math.pi) * (u[1] - u[0])
-        size = float(density @ mean_size) / rounding.scale  # E|Q(u)| of a dense direction
-        once, _, _ = enumerated_moments(RoundedDirection("gaussian", 2))
+        size = float(density @ mean_size) / rounding.scale  # E|Q(u)| of a dense perturbation
+        once, _, _ = enumerated_moments(RoundedPerturbation("gaussian", 2))
         count = context.samples(500_000, 80_000)
         sampled = Sparse(rounding, (count, 2), context.seed)
         held = quantized.weights_of(torch.zeros(count, 2), 1.0, 8)
@@ -375,7 +375,7 @@ def check_sparse_updates(context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-# -- directions ------------------------------------------------------------------------------------------------------
+# -- perturbations ------------------------------------------------------------------------------------------------------
 
 
 def check_reaches(_context: Context) -> Outcome:
@@ -394,7 +394,7 @@ def check_reaches(_context: Context) -> Outcome:
 
         best = minimize_scalar(error, bounds=(0.5, 6.0), method="bounded", options={"xatol": 1e-4}).x
         parts[f"{bits} bits"] = within(
-            abs(RoundedDirection("gaussian", bits).reach - float(best)), 0.015, what=f"from {best:.3f}"
+            abs(RoundedPerturbation("gaussian", bits).reach - float(best)), 0.015, what=f"from {best:.3f}"
         )
     return everything_holds(parts)
 
@@ -404,10 +404,10 @@ def check_moments_of_samples(context: Context) -> Outcome:
     parts = {}
     for bits in range(2, 9):
         first, second = sampled_pair(
-            RoundedDirection("gaussian", bits), (context.samples(1_000_000, 200_000),), context.seed + bits
+            RoundedPerturbation("gaussian", bits), (context.samples(1_000_000, 200_000),), context.seed + bits
         )
         columns = torch.stack([first, first**2, second**2, first * second, first**2 * second**2], 1)
-        once, product, squares = enumerated_moments(RoundedDirection("gaussian", bits))
+        once, product, squares = enumerated_moments(RoundedPerturbation("gaussian", bits))
         expected = torch.tensor([0.0, once, once, product, squares], dtype=torch.float64)
         parts[f"{bits} bits"] = compare_means("û₁, û₁², û₂², û₁û₂, û₁²û₂²", columns, expected)
     return everything_holds(parts)
@@ -459,8 +459,8 @@ def check_moves_on_grids(_context: Context) -> Outcome:
         )
         change = np.tile(_CHANGES, 2) * gaps
         uniforms = np.tile(_even_uniforms(2 * _GROUP), (num_blocks, 1))
-        direction = torch.from_numpy(change * rows / 0.5).float()
-        held.apply(direction, 0.5, _handed(uniforms), decay=_DECAY, counted=counted)
+        perturbation = torch.from_numpy(change * rows / 0.5).float()
+        held.apply(perturbation, 0.5, _handed(uniforms), decay=_DECAY, counted=counted)
         wanted = levels[index] * (1 - _DECAY) - change
         inside = wanted.clip(levels[0], levels[-1])
         above = np.searchsorted(levels, inside).clip(1, len(levels) - 1)
@@ -493,7 +493,7 @@ def check_moves_on_grids(_context: Context) -> Outcome:
 
 
 def check_products_of_bytes(context: Context) -> Outcome:
-    """Compare outputs of int8 inputs by int8 quantized values, a direction beside them, with exact sums of whole numbers, scaled once."""
+    """Compare outputs of int8 inputs by int8 quantized values, a perturbation beside them, with exact sums of whole numbers, scaled once."""
     parts = {}
     generator = np.random.default_rng(context.seed)
     inputs = (generator.normal(size=(5, 24)) * np.array([[1], [30], [0.01], [2], [5]])).astype(np.float32)
@@ -553,7 +553,7 @@ def _run(
 
 def check_qvalues_on_ranks(context: Context) -> Outcome:
     """Compare runs of int8, rows left alone, two roundings, on one device, on meshes, in stages and replayed, bit for bit."""
-    low_bits = LowBits(weights="int8", direction_bits=3, estimator="q-rge2", sparsity=0.5)
+    low_bits = LowBits(weights="int8", perturbation_bits=3, estimator="q-rge2", sparsity=0.5)
     usual: dict[str, Any] = {"num_queries": 2, "num_steps": 2}
     sliced: dict[str, Any] = {"blocks": "offloaded", "transfers": "sliced", "update": "delayed"}
     whole = _run(Case(**usual), low_bits, context.seed)[0]
@@ -652,7 +652,7 @@ def late_uniforms(shipped, *given):
 
 _LONGER_BY_ROWS = Fault(
     "as much longer as rows are fewer",
-    "costmodel.formats.roundings:RoundedDirection.unit",
+    "costmodel.formats.roundings:RoundedPerturbation.unit",
     lambda shipped, self: shipped(self) / math.sqrt(1 - self.sparsity),
 )
 
@@ -698,11 +698,11 @@ CHECKS: Checks = {
             Fault(
                 "rows by the uniforms of elements",
                 f"{_ROUNDED}:_KEYS",
-                lambda keys: {**keys, "rows": keys["direction"]},
+                lambda keys: {**keys, "rows": keys["perturbation"]},
             ),
             Fault(
                 "rows forgotten in the energy",
-                "costmodel.formats.roundings:RoundedDirection.relative_energy",
+                "costmodel.formats.roundings:RoundedPerturbation.relative_energy",
                 lambda shipped, self, *given: shipped(altered(self, sparsity=0.0), *given),
             ),
             quantized.SAME_KEY,
@@ -711,9 +711,9 @@ CHECKS: Checks = {
             check_sparse_updates,
             _LONGER_BY_ROWS,
             Fault(
-                "updates by the uniforms of the direction",
+                "updates by the uniforms of the perturbation",
                 f"{_ROUNDED}:_KEYS",
-                lambda keys: {**keys, "update": keys["direction"]},
+                lambda keys: {**keys, "update": keys["perturbation"]},
             ),
             quantized.UPDATE_NEAREST,
             quantized.UPDATE_UNIFORMS,
@@ -728,7 +728,7 @@ CHECKS: Checks = {
             check_reaches,
             Fault(
                 "a range that is 3 % wide",
-                "costmodel.formats.roundings:RoundedDirection.reach",
+                "costmodel.formats.roundings:RoundedPerturbation.reach",
                 lambda shipped, self: 1.03 * shipped(self),
             ),
         ),
@@ -762,8 +762,8 @@ CHECKS: Checks = {
             lambda shipped, inputs, _scope, *kind: shipped(inputs, "tensor", *kind),
         ),
         Fault(
-            "a direction that is 3 % long",
-            f"{_LINEAR}:_DirectionProduct.__init__",
+            "a perturbation that is 3 % long",
+            f"{_LINEAR}:_PerturbationProduct.__init__",
             lambda shipped, self, qvalues, scales, beside: shipped(self, qvalues, 1.03 * scales, beside),
         ),
     ),

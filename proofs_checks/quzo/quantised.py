@@ -1,4 +1,4 @@
-"""What rounding a direction to few bits does to an estimate, on average."""
+"""What rounding a perturbation to few bits does to an estimate, on average."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from proofs_checks.setups.roundings import (
     sampled_pair,
     towards_zero,
     uniforms_of,
-    unlike_directions,
+    unlike_perturbations,
     weights_at_random,
 )
 from proofs_checks.statistics import compare_means, compare_two_points
@@ -29,7 +29,7 @@ from proofs_checks.statistics import compare_means, compare_two_points
 BITS = tuple(range(2, 9))
 _NUM_ELEMENTS = 4
 _CLAMPED, _WIDE = 2.0, 6.0
-"""Largest levels, in standard deviations of the direction: one that clamps 5 % of it, and one that clamps nothing."""
+"""Largest levels, in standard deviations of the perturbation: one that clamps 5 % of it, and one that clamps nothing."""
 
 
 def check_estimators(context: Context) -> Outcome:
@@ -73,8 +73,8 @@ _WITHIN = (0.0, 0.31, -0.77, 1.5, -1.999)
 _BEYOND = (2.4, -5.0, 2.001, 100.0)
 
 
-def check_directions(numbers: tuple[float, ...], context: Context) -> Outcome:
-    """Compare what runs round given numbers of a direction to, and how often up, with the quantized values next to them and the clamped numbers.
+def check_perturbations(numbers: tuple[float, ...], context: Context) -> Outcome:
+    """Compare what runs round given numbers of a perturbation to, and how often up, with the quantized values next to them and the clamped numbers.
 
     Notes
     -----
@@ -84,7 +84,7 @@ def check_directions(numbers: tuple[float, ...], context: Context) -> Outcome:
     given = torch.tensor(numbers, dtype=torch.float64)
     outcomes = []
     for bits in BITS:
-        uniforms = uniforms_of((count, len(numbers)), context.seed + bits, "direction")
+        uniforms = uniforms_of((count, len(numbers)), context.seed + bits, "perturbation")
         rounding = Reaching("gaussian", bits, limit=_CLAMPED)
         qvalues = qvalues_of(given.expand(count, -1), rounding, uniforms).double()
         outcomes.append(
@@ -118,11 +118,11 @@ def _rounded(name: str, rounded: Tensor, kept: Tensor, scale: float) -> Outcome:
 
 CHECKS: Checks = {
     "stochastic-rounding-unbiased": (
-        conditioned(partial(check_directions, _WITHIN), quantized.SAMPLED_NEAREST, towards_zero),
+        conditioned(partial(check_perturbations, _WITHIN), quantized.SAMPLED_NEAREST, towards_zero),
         conditioned(check_weights, quantized.UPDATE_NEAREST, quantized.UPDATE_UNIFORMS, no_zero_point),
-        counterexample(partial(check_directions, _BEYOND), clamped_too_far),
+        counterexample(partial(check_perturbations, _BEYOND), clamped_too_far),
     ),
     "quantised-rge": printed(
-        check_estimators, quantized.SAMPLED_NEAREST, towards_zero, quantized.SAME_KEY, unlike_directions
+        check_estimators, quantized.SAMPLED_NEAREST, towards_zero, quantized.SAME_KEY, unlike_perturbations
     ),
 }

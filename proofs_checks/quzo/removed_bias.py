@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from costmodel.formats.roundings import Moments, RoundedDirection
+from costmodel.formats.roundings import Moments, RoundedPerturbation
 from proofs_checks.claims import Checks, counterexample
 from proofs_checks.exact import equal, exceeds
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -17,10 +17,10 @@ def check_bias_is_small(_context: Context) -> Outcome:
 
     Notes
     -----
-    The mean is ``E[Q²]`` of the gradient, so that steps of learning rate η are steps of ``vη``: along a direction of curvature 1 they are
+    The mean is ``E[Q²]`` of the gradient, so that steps of learning rate η are steps of ``vη``: along a perturbation of curvature 1 they are
     ``e^{-t}`` and ``e^{-vt}`` of the start, which are never farther apart than ``(1 - v)/ve``.
     """
-    own = RoundedDirection("gaussian", 8)
+    own = RoundedPerturbation("gaussian", 8)
     squares = enumerated_moments(own)[0]
     apart = max(abs(math.exp(-t / 100) - math.exp(-squares * t / 100)) for t in range(1000))
     square = own.moments.cross_fourth / own.moments.fourth

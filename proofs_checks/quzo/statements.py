@@ -1,6 +1,6 @@
-"""QuZO's statements: estimators of rounded directions, updates of quantised weights, and its algorithm as printed.
+"""QuZO's statements: estimators of rounded perturbations, updates of quantised weights, and its algorithm as printed.
 
-Training in low bits is judged on its formulas, and on the weights and directions in quantized values that runs take.
+Training in low bits is judged on its formulas, and on the weights and perturbations in quantized values that runs take.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor
 
-from costmodel.formats.roundings import RoundedDirection
+from costmodel.formats.roundings import RoundedPerturbation
 from executors.low_bits.grids import grid_of
 from executors.randomness.rng import generator_on
 from executors.randomness.rounded import Purpose
@@ -103,13 +103,13 @@ def check_shipped_mean(context: Context) -> Outcome:
     """Compare means and products of two roundings of given numbers, as weights with a zero point take them, with numbers and squares."""
     given = torch.tensor([0.31, -0.77, 1.5], dtype=torch.float64)
     repeated = given.expand(context.samples(200_000, 20_000), -1)
-    purposes: tuple[Purpose, ...] = ("direction", "second direction")
+    purposes: tuple[Purpose, ...] = ("perturbation", "second perturbation")
     pairs = [weights_at_random(repeated, 20.0, 8, context.seed, purpose) for purpose in purposes]
     columns = torch.cat([pairs[0], pairs[0] * pairs[1]], dim=1)
     return compare_means("two roundings", columns, torch.cat([given, given**2]))
 
 
-def _agreement(values: Sequence[float], rounding: RoundedDirection) -> float:
+def _agreement(values: Sequence[float], rounding: RoundedPerturbation) -> float:
     """Return the probability that two roundings of a vector are alike in every element."""
     probability = 1.0
     for value in values:
@@ -122,7 +122,7 @@ def check_roundings_agree(_context: Context) -> Outcome:
     """Show vectors of which two roundings are alike: always on the grid, half of the time in the middle of a cell."""
     rounding = Reaching("gaussian", 4, limit=3.5)
     on_grid = torch.tensor([0.5, -1.0, 1.5], dtype=torch.float64)
-    shipped = [qvalues_of(on_grid, rounding, uniforms_of((3,), seed, "direction")) for seed in (1, 2)]
+    shipped = [qvalues_of(on_grid, rounding, uniforms_of((3,), seed, "perturbation")) for seed in (1, 2)]
     return everything_holds(
         {
             "on the grid": equal(_agreement(on_grid.tolist(), rounding), 1.0, what="P(u₁ = u₂)"),
@@ -147,7 +147,7 @@ def check_roundings_differ(_context: Context) -> Outcome:
     )
 
 
-def enumerated_moments(rounding: RoundedDirection) -> tuple[float, float, float]:
+def enumerated_moments(rounding: RoundedPerturbation) -> tuple[float, float, float]:
     """Return ``E[Q²]``, ``E[Q₁Q₂]`` and ``E[Q₁²Q₂²]`` of roundings of a normal, value by value and by quadrature.
 
     Examples
@@ -176,7 +176,7 @@ def enumerated_moments(rounding: RoundedDirection) -> tuple[float, float, float]
     return once, product, squares
 
 
-def _fourth_moment(rounding: RoundedDirection) -> float:
+def _fourth_moment(rounding: RoundedPerturbation) -> float:
     """Return ``E[Q⁴]`` from how often each quantized value comes out."""
     total, highest = 0.0, rounding.highest
     x, weights = np.polynomial.legendre.leggauss(60)
@@ -212,7 +212,7 @@ def check_naive_is_biased(_context: Context) -> Outcome:
 
 
 def check_naive_can_be_right(_context: Context) -> Outcome:
-    """Show, for each number of bits, a scale at which ``E[ûûᵀ] = I``, and directions on the grid."""
+    """Show, for each number of bits, a scale at which ``E[ûûᵀ] = I``, and perturbations on the grid."""
     parts = {}
     for bits in range(2, 9):
         level = _balanced(bits)
@@ -220,7 +220,7 @@ def check_naive_can_be_right(_context: Context) -> Outcome:
             _second_moment(bits, level), 1.0, what="E[Q(u)²]", tolerance=1e-8
         )
     signs, weights = sign_nodes(3)
-    rounding = RoundedDirection("rademacher", 4)
+    rounding = RoundedPerturbation("rademacher", 4)
     rounded = qvalues_of(torch.from_numpy(signs), rounding, None).double() * rounding.unit
     outer = torch.einsum("n,ni,nj->ij", torch.from_numpy(weights), rounded, rounded)
     parts["signs, which are grid values"] = equal(outer, torch.eye(3, dtype=torch.float64), what="E[ûûᵀ]")
@@ -304,7 +304,7 @@ def check_first_can_be_nearer(_context: Context) -> Outcome:
 
 
 def relative_squares(bits: int, level: float, dimension: int) -> tuple[float, float]:
-    """Return ``E|ĝ|²/|E ĝ|²`` of Q-RGE1 and of Q-RGE2 for a linear loss, directions of normals rounded up to `level`.
+    """Return ``E|ĝ|²/|E ĝ|²`` of Q-RGE1 and of Q-RGE2 for a linear loss, perturbations of normals rounded up to `level`.
 
     Notes
     -----
@@ -333,7 +333,7 @@ def check_relative_squares(context: Context) -> Outcome:
     theory = torch.tensor([first * once**2, second * twice**2], dtype=torch.float64)
     parts = {"drawn": compare_means("E|ĝ|²", columns, theory)}
     for width in range(2, 9):
-        shipped = RoundedDirection("gaussian", width)
+        shipped = RoundedPerturbation("gaussian", width)
         stated = [shipped.relative_energy(name, 50) for name in ("q-rge1", "q-rge2")]
         parts[f"{width} bits up to ±{shipped.reach:g}, stated"] = equal(
             stated, relative_squares(width, shipped.reach, 50), what="E|ĝ|²/|E ĝ|², d = 50", tolerance=1e-6
@@ -702,7 +702,7 @@ def _micro(num: int) -> tuple[list[Tensor], list[Tensor], list[int]]:
     return list(slopes), [slopes.mean(0)], [2] * num
 
 
-def check_one_direction_for_all(_context: Context) -> Outcome:
+def check_one_perturbation_for_all(_context: Context) -> Outcome:
     """Compare the accumulated projected gradient of micro-batches that share one z with that of the whole batch."""
     slopes, (whole,), counts = _micro(4)
     nodes, weights = normal_nodes(3, 3)
@@ -715,7 +715,7 @@ def check_one_direction_for_all(_context: Context) -> Outcome:
     return equal(mean, whole, what="E[(Σg_k/K)·z]", tolerance=1e-6)
 
 
-def check_direction_of_each(_context: Context) -> Outcome:
+def check_perturbation_of_each(_context: Context) -> Outcome:
     """Compare ``E[(Σ_k g_k/K)·z]`` with the whole batch's gradient where each micro-batch had a z_k of its own, the last used."""
     slopes, (whole,), _ = _micro(4)
     # E[g_k·z_K] = 0 for k < K, and slope_K for the last.
@@ -796,7 +796,7 @@ def check_one_point_with_residual(_context: Context) -> Outcome:
 def check_outlier_qvalue(_context: Context) -> Outcome:
     """Count quantized values of 8 bits that the shipped rounding makes, and that -128 is none of them."""
     numbers = torch.linspace(-50, 50, 40_001, dtype=torch.float64)
-    uniforms = uniforms_of(tuple(numbers.shape), 0, "direction")
+    uniforms = uniforms_of(tuple(numbers.shape), 0, "perturbation")
     qvalues = qvalues_of(numbers, Reaching("gaussian", 8, limit=6.35), uniforms)
     seen = set(qvalues.tolist())
     return everything_holds(
@@ -809,7 +809,7 @@ def check_outlier_qvalue(_context: Context) -> Outcome:
 
 def check_sampled_codes(context: Context) -> Outcome:
     """Compare moments of two roundings of 3 bits, as runs draw them, with quadrature over normals."""
-    rounding = RoundedDirection("gaussian", 3)
+    rounding = RoundedPerturbation("gaussian", 3)
     first, second = sampled_pair(rounding, (context.samples(3_000_000, 800_000),), context.seed)
     columns = torch.stack([first**2, second**2, first * second, first**2 * second**2], 1)
     once, product, squares = enumerated_moments(rounding)
@@ -840,7 +840,7 @@ def clamped_lost(shipped, distribution, levels):
     return moments._replace(cross=moments.cross - 2 * tail * levels[-1] ** 2)
 
 
-@planted("costmodel.formats.roundings:RoundedDirection.relative_energy", "plans that leave out the clamp")
+@planted("costmodel.formats.roundings:RoundedPerturbation.relative_energy", "plans that leave out the clamp")
 def clamp_left_out(shipped, self, estimator, *rest):
     factor = (self.moments.cross / self.moments.second) ** 2 if estimator == "q-rge2" else 1.0
     return factor * shipped(self, estimator, *rest)
@@ -991,8 +991,8 @@ CHECKS: Checks = {
         ),
     ),
     "quzo-accumulation": (
-        reading("one direction for all micro-batches", check_one_direction_for_all, losses_added),
-        reading("a direction for each, scalars accumulated", check_direction_of_each),
+        reading("one perturbation for all micro-batches", check_one_perturbation_for_all, losses_added),
+        reading("a perturbation for each, scalars accumulated", check_perturbation_of_each),
     ),
     "quzo-one-point-noise": (
         printed(

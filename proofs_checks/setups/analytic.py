@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from executors.models.model import SegmentedModel
 from executors.models.spec import spec_of_model
 from executors.runs.session import Session
-from zosim.plans import Directions, Estimator, Placement, Plan, Weights
+from zosim.plans import Estimator, Perturbations, Placement, Plan, Weights
 
 NUM_BLOCKS = 2
 PER_SEGMENT = 2
@@ -100,7 +100,7 @@ def estimates(
     *,
     seed: int,
     num_queries: int = 1,
-    direction: str = "gaussian",
+    distribution: str = "gaussian",
     rng: str = "mezo",
     **estimator: Any,
 ) -> Tensor:
@@ -118,8 +118,8 @@ def estimates(
         Sample size ``n``.
     seed : int
     num_queries : int
-    direction : str
-        Distribution of the directions.
+    distribution : str
+        Distribution of the perturbations.
     rng : str
         What they are drawn from.
     **estimator
@@ -134,7 +134,7 @@ def estimates(
     plan = plan_of(
         model,
         estimator=Estimator(num_queries=num_queries, **estimator),
-        directions=Directions.model_validate({"distribution": direction, "rng": rng}),
+        perturbations=Perturbations.model_validate({"distribution": distribution, "rng": rng}),
     )
     estimates_SP = torch.empty((num_steps, DIMENSION), dtype=torch.float64)
     with Session(plan, model, learning_rate=1.0, seed=seed, num_timed_steps=0) as session:

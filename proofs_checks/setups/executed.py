@@ -26,7 +26,7 @@ from proofs_checks.setups.literal import LiteralRun, language_model_loss, seed_o
 from proofs_checks.setups.placements import Trace, observe, same_bits, tiny_batches, tiny_model
 from proofs_checks.setups.ranks import on_all_ranks
 from topology.errors import PlanError
-from zosim.plans import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule, Split, Weights
+from zosim.plans import Estimator, Mesh, Perturbations, Placement, Plan, Residency, Schedule, Split, Weights
 
 _EPSILON = 1e-3
 _WEIGHT_DECAY = 0.1
@@ -114,7 +114,7 @@ class Case:
             ),
             schedule=Schedule.model_validate({"traversal": self.traversal, "update": self.update}),
             weights=Weights.model_validate({"dtype": self.dtype, "perturbation": self.perturbation}),
-            directions=Directions.model_validate(
+            perturbations=Perturbations.model_validate(
                 {
                     "distribution": self.distribution,
                     "rank": self.rank,
@@ -212,7 +212,7 @@ def _record(literal: LiteralRun, seed: int, step: int) -> StepRecord:
 
 
 def differences(case: Case, seed: int) -> list[str]:
-    """Return what of a case is not, bit for bit, what the literal loop has: weights, gradients, directions by name."""
+    """Return what of a case is not, bit for bit, what the literal loop has: weights, gradients, perturbations by name."""
     literal = literally(case, seed)
     traces = executed(case, seed, literal)
     return [
@@ -229,12 +229,12 @@ def _unlike(trace: Trace, literal: LiteralRun) -> Iterator[str]:
     for record in trace.records:
         if record.projected_gradients != literal.gradients[record.step]:
             yield f"projected gradients of step {record.step}"
-    for (step, query, group), uses in trace.directions.items():
+    for (step, query, group), uses in trace.perturbations.items():
         wanted = _joined(literal.sampled, step, query, trace.parameters[group])
         again = _joined(literal.sampled | literal.resampled, step, query, trace.parameters[group])
         whole = [use for use in uses if use.numel() == wanted.numel()]  # factors are not products
         if not all(same_bits(use, wanted * _EPSILON) or same_bits(use, again * _EPSILON) for use in whole):
-            yield f"direction of {group} in step {step}, query {query}"
+            yield f"perturbation of {group} in step {step}, query {query}"
 
 
 def _joined(
@@ -243,16 +243,16 @@ def _joined(
     query: int,
     parameters: Sequence[tuple[str, int]],
 ) -> Tensor:
-    """Return the direction of a group's parameters."""
+    """Return the perturbation of a group's parameters."""
     return torch.cat([sampled[step, query, name] for name, _ in parameters])
 
 
 def _not_sampled(traces: Sequence[Trace], literal: LiteralRun, case: Case) -> list[str]:
-    """Return parameters that no rank of a step drew: the union of what ranks draw must be the whole direction."""
+    """Return parameters that no rank of a step drew: the union of what ranks draw must be the whole perturbation."""
     sampled = {
         (step, query, name)
         for trace in traces
-        for (step, query, group) in trace.directions
+        for (step, query, group) in trace.perturbations
         for name, _ in trace.parameters[group]
     }
     wanted = {key for key in literal.sampled if key[0] >= case.resumed_at}
@@ -337,7 +337,7 @@ def random_cases(kind: str, count: int, seed: int) -> Iterator[Case]:
 
 def against_literal(cases: Sequence[Case], seed: int) -> Outcome:
     """Count what differs in a bit from the literal loop, up to the first case in which something does."""
-    measured = "weights, gradients and directions that differ in a bit from a literal loop"
+    measured = "weights, gradients and perturbations that differ in a bit from a literal loop"
     lines: list[str] = []
     for case in cases:
         if unlike := differences(case, seed):

@@ -1,4 +1,4 @@
-"""Low-rank directions as runs draw them, step by step, and updates as increments of an adapter, beside literal loops.
+"""Low-rank perturbations as runs draw them, step by step, and updates as increments of an adapter, beside literal loops.
 
 The literal side draws its factors from seeds by itself, and adds matrices where the shipped adapter adds factors.
 """
@@ -21,7 +21,7 @@ from executors.steps.arithmetic import Sweeper, projected_gradient
 from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, normal_nodes
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.planting import Fault, altered, planted
-from proofs_checks.setups.literal import chained, directions, sampled, seed_of
+from proofs_checks.setups.literal import chained, perturbations, sampled, seed_of
 
 _CPU = torch.device("cpu")
 _ROWS, _COLUMNS, _RANK = 7, 9, 2
@@ -52,7 +52,7 @@ def shipped_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> lis
 
 
 def factorised(shape: tuple[int, int], rank: int, generator: Generator) -> Tensor:
-    """Return a plan's ``factorised`` direction of a matrix, as a run draws it in the first step of a window."""
+    """Return a plan's ``factorised`` perturbation of a matrix, as a run draws it in the first step of a window."""
     factor_sampler = FactorSampler(
         [shape], {"block": [0]}, lambda _query: ["block"], rank, _CPU, torch.float64
     )
@@ -62,7 +62,7 @@ def factorised(shape: tuple[int, int], rank: int, generator: Generator) -> Tenso
 
 
 def product_of(left: Tensor, right: Tensor) -> Tensor:
-    """Return what a run makes of given factors of such a direction."""
+    """Return what a run makes of given factors of such a perturbation."""
     z = left.new_empty((len(left), len(right)))
     fill_product(z, left, right, divisor_of(left.shape[1], DISTRIBUTIONS["factorised"].rank_power))
     return z
@@ -81,9 +81,9 @@ def literal_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> lis
                 "distribution": "gaussian",
                 "dtype": torch.float64,
             }
-            (left,) = directions([(_ROWS, _RANK)], seed=own, **options)  # type: ignore[arg-type]
+            (left,) = perturbations([(_ROWS, _RANK)], seed=own, **options)  # type: ignore[arg-type]
             if opens:
-                (flat,) = directions([(_COLUMNS * _RANK,)], seed=chained(own, 0x56), **options)  # type: ignore[arg-type]
+                (flat,) = perturbations([(_COLUMNS * _RANK,)], seed=chained(own, 0x56), **options)  # type: ignore[arg-type]
                 right = flat.view(_COLUMNS, _RANK)
         else:
             generator = Generator().manual_seed(own)

@@ -1,4 +1,4 @@
-"""The reference that checks hold the executor against: seeds, directions and training, written from their description.
+"""The reference that checks hold the executor against: seeds, perturbations and training, written from their description.
 
 Nothing here comes from the packages that are checked. Constants of the streams (block lengths, multipliers) are written
 out: a change of one would give every user other numbers.
@@ -44,7 +44,7 @@ def seed_of(seed: int, step: int, query: int) -> int:
 
 
 def block_seed(seed: int, step: int, query: int, block: int) -> int:
-    """Return the seed of a block of the ``counter`` discipline: a permutation of its number, keyed by the direction."""
+    """Return the seed of a block of the ``counter`` discipline: a permutation of its number, keyed by the perturbation."""
     state = chained(seed, step, query)
     tweak = chained(state) & _MASK32
     x = (block * ((state & _MASK32) | 1) + (state >> 32)) & _MASK32
@@ -78,7 +78,7 @@ def _signs(words: np.ndarray, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.where(bits, -1.0, 1.0).reshape(-1)).to(dtype)
 
 
-def directions(
+def perturbations(
     shapes: Sequence[Sequence[int]],
     *,
     seed: int,
@@ -89,7 +89,7 @@ def directions(
     dtype: torch.dtype,
     order: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """Return the direction of one step and query, a tensor for each parameter.
+    """Return the perturbation of one step and query, a tensor for each parameter.
 
     Parameters
     ----------
@@ -117,14 +117,14 @@ def directions(
     return z
 
 
-def directions_of_steps(
+def perturbations_of_steps(
     num_steps: int, seed: int, shapes: Sequence[Sequence[int]] = ANALYTIC_SHAPES
 ) -> list[Tensor]:
-    """Return the flat normal direction of each step's first query, in float64, under ``counter``."""
+    """Return the flat normal perturbation of each step's first query, in float64, under ``counter``."""
     flat = []
     for step in range(num_steps):
         options = {"rng": "counter", "distribution": "gaussian", "dtype": torch.float64}
-        parts = directions(shapes, seed=seed_of(seed, step, 0), step=step, query=0, **options)  # type: ignore[arg-type]
+        parts = perturbations(shapes, seed=seed_of(seed, step, 0), step=step, query=0, **options)  # type: ignore[arg-type]
         flat.append(torch.cat([part.flatten() for part in parts]))
     return flat
 
@@ -160,7 +160,7 @@ class LiteralRun:
     split_blocks : tuple of int
         Blocks that are split inside.
     rank, lazy_steps : int
-        Of ``factorised``, ``lozo`` and ``lozo-released`` directions: matrices are ``U·Vᵀ/√r`` (``U·Vᵀ``, with updates along ``U·Vᵀ/r``, or along
+        Of ``factorised``, ``lozo`` and ``lozo-released`` perturbations: matrices are ``U·Vᵀ/√r`` (``U·Vᵀ``, with updates along ``U·Vᵀ/r``, or along
         ``U·Vᵀ``), and ``V`` stays for so many steps. In a window's first step ``lozo-released`` updates along what its generator draws
         without passing ``V`` again: other numbers throughout.
     sampled, resampled : dict
@@ -206,7 +206,7 @@ class LiteralRun:
     def step(self, batch: Batch, learning_rate: float) -> None:
         """Run one step."""
         number = len(self.gradients)
-        z = [self._direction(number, query) for query in range(self.num_queries)]
+        z = [self._perturbation(number, query) for query in range(self.num_queries)]
         base = None if self.central or self.residual else self._loss(batch)
         gradients, losses = [], []
         for query in range(self.num_queries):
@@ -218,12 +218,12 @@ class LiteralRun:
             plus, other = self._losses(batch, z[query], base)
             gradients.append(((plus - other) / (2 * self.epsilon if self.central else self.epsilon)).item())
         for query, g in enumerate(gradients):
-            along = self._update_direction(number, query) or z[query]
+            along = self._update_perturbation(number, query) or z[query]
             self._update(along, g / self.num_queries, learning_rate, decays=query == 0)
         self.gradients.append(tuple(gradients))
         self.losses_plus.append(tuple(losses))
 
-    def _direction(self, number: int, query: int) -> dict[str, Tensor]:
+    def _perturbation(self, number: int, query: int) -> dict[str, Tensor]:
         named = self.tuned
         names = list(named)
         if self.distribution in ("factorised", "lozo", "lozo-released"):
@@ -231,7 +231,7 @@ class LiteralRun:
             self.sampled |= {(number, query, name): tensor.flatten() for name, tensor in z.items()}
             return z
         places = {name: place for place, name in enumerate(names)}
-        tensors = directions(
+        tensors = perturbations(
             [parameter.shape for parameter in named.values()],
             seed=seed_of(self.seed, number, query),
             step=number,
@@ -258,7 +258,7 @@ class LiteralRun:
 
         return sorted(names, key=place)
 
-    def _update_direction(self, number: int, query: int) -> dict[str, Tensor]:
+    def _update_perturbation(self, number: int, query: int) -> dict[str, Tensor]:
         """Return what an update goes along where that is not what was perturbed by; else nothing."""
         if self.distribution != "lozo-released" or number % self.lazy_steps:
             return {}
@@ -305,9 +305,9 @@ class LiteralRun:
                 "distribution": "gaussian",
                 "dtype": dtype,
             }
-            lefts = directions(of_left, seed=seed, **options)  # type: ignore[arg-type]
+            lefts = perturbations(of_left, seed=seed, **options)  # type: ignore[arg-type]
             if opens:
-                flat = directions(of_right, seed=chained(seed, 0x56), **options)  # type: ignore[arg-type]
+                flat = perturbations(of_right, seed=chained(seed, 0x56), **options)  # type: ignore[arg-type]
                 rights = [
                     part.view(-1, rank) if len(shape) == 2 else None
                     for part, shape in zip(flat, shapes, strict=True)

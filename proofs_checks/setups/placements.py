@@ -17,7 +17,7 @@ from executors.runs.session import Session
 from executors.steps.interpreter import StepFrame
 from executors.steps.ops.operands import of_group
 from zosim.plans import Placement, Plan, Residency, Schedule, Weights
-from zosim.program.contents import Direction, ParamGroupWeights, is_scaled
+from zosim.program.contents import ParamGroupWeights, Perturbation, is_scaled
 from zosim.program.instructions import Access, Instruction
 from zosim.program.operations import Perturb, Update
 
@@ -41,7 +41,7 @@ BLOCKWISE: dict[str, Any] = {}
 DELAYED: dict[str, Any] = {"schedule": Schedule(update="delayed")}
 OFFLOADED: dict[str, Any] = {"residency": Residency(blocks="offloaded"), **DELAYED}
 Key = tuple[int, int, str]
-"""Step, query and parameter group of a direction."""
+"""Step, query and parameter group of a perturbation."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Trace:
     weights : dict of str to torch.Tensor
         After the flush.
     sampled : dict
-        By step, query and group: the direction ``z``.
-    directions : dict
+        By step, query and group: the perturbation ``z``.
+    perturbations : dict
         By step, query and group: ``z·ε`` of each perturbation and update that used it, in turn. Perturbations may find
         it multiplied already, updates find ``z``.
     sweeps : list of Sweep
@@ -85,7 +85,7 @@ class Trace:
     records: list[StepRecord] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     sampled: dict[Key, Tensor] = field(default_factory=dict)
-    directions: dict[Key, list[Tensor]] = field(default_factory=dict)
+    perturbations: dict[Key, list[Tensor]] = field(default_factory=dict)
     sweeps: list[Sweep] = field(default_factory=list)
     parameters: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
 
@@ -181,8 +181,8 @@ def _observed(
     offset = op.step if isinstance(op, Update) else 0
     (read,) = of_group(op.group, ParamGroupWeights, instruction.reads)
     (weights,) = of_group(op.group, ParamGroupWeights, instruction.writes)
-    (direction,) = of_group(op.group, Direction, instruction.reads)
-    is_kept_scaled, epsilon = is_scaled(direction.what), session.plan.estimator.epsilon
+    (perturbation,) = of_group(op.group, Perturbation, instruction.reads)
+    is_kept_scaled, epsilon = is_scaled(perturbation.what), session.plan.estimator.epsilon
 
     def values(access: Access) -> Tensor:
         return torch.cat([view[:].flatten() for view in session.interpreter.store.placed(access).qvalues])
@@ -195,11 +195,11 @@ def _observed(
         if used is None:
             action(frame)
             return
-        key, z, before = (used.step, op.query, op.group), values(direction), values(read)
+        key, z, before = (used.step, op.query, op.group), values(perturbation), values(read)
         action(frame)
         if not is_kept_scaled:
             trace.sampled[key] = z
-        trace.directions.setdefault(key, []).append(z if is_kept_scaled else z * epsilon)
+        trace.perturbations.setdefault(key, []).append(z if is_kept_scaled else z * epsilon)
         if isinstance(op, Perturb):
             trace.sweeps.append(Sweep(key, op.scale, before, values(weights)))
 

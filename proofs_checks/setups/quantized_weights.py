@@ -56,7 +56,7 @@ def levels_of(quantized: QuantizedTensor) -> Tensor:
 
 def moves(
     levels: Sequence[int],
-    direction: Sequence[float],
+    perturbation: Sequence[float],
     *,
     scale: float,
     factor: float,
@@ -68,7 +68,7 @@ def moves(
     quantized = weights_of(before, scale, bits)
     steps = (torch.arange(_NUM_UNIFORMS, dtype=torch.float32) + 0.5) / _NUM_UNIFORMS
     uniforms = steps[:, None].expand(before.shape).reshape(-1)
-    along = torch.tensor(direction, dtype=torch.float32).expand(before.shape).contiguous()
+    along = torch.tensor(perturbation, dtype=torch.float32).expand(before.shape).contiguous()
     quantized.apply(along, factor, lambda begin, end: uniforms[begin:end].clone(), counted=counted)
     return levels_of(quantized) - before
 
@@ -255,7 +255,7 @@ def check_moves_by_query(context: Context) -> Outcome:
 
 
 def check_beside_quantized(_context: Context) -> Outcome:
-    """Compare outputs of a shipped layer of 4 bits, a direction beside its quantized values, with the sum in float64; quantized values stay.
+    """Compare outputs of a shipped layer of 4 bits, a perturbation beside its quantized values, with the sum in float64; quantized values stay.
 
     The smallest multiple is that of ε = 1e-5 beside a scale of 0.02; the largest takes every weight beyond the range of quantized values.
     """
@@ -299,8 +299,8 @@ def updated_by_uniforms(name: str, change: Callable[[Tensor], Tensor]) -> Fault:
     """Return a fault that changes what decides about each quantized value."""
 
     @planted(_APPLY, name)
-    def fault(shipped, self, direction, factor, uniforms, **named):
-        shipped(self, direction, factor, lambda *ends: change(uniforms(*ends)), **named)
+    def fault(shipped, self, perturbation, factor, uniforms, **named):
+        shipped(self, perturbation, factor, lambda *ends: change(uniforms(*ends)), **named)
 
     return fault
 
@@ -309,8 +309,8 @@ def updated_by_factor(name: str, multiple: float) -> Fault:
     """Return a fault that multiplies a step."""
 
     @planted(_APPLY, name)
-    def fault(shipped, self, direction, factor, uniforms, **named):
-        shipped(self, direction, multiple * factor, uniforms, **named)
+    def fault(shipped, self, perturbation, factor, uniforms, **named):
+        shipped(self, perturbation, multiple * factor, uniforms, **named)
 
     return fault
 
@@ -366,17 +366,17 @@ BESIDE_LONG = Fault(
     lambda shipped, self, weight: shipped(self._replace(factor=1.03 * self.factor), weight),
 )
 SAME_KEY = Fault(
-    "one rounding for both copies of a direction",
+    "one rounding for both copies of a perturbation",
     "executors.randomness.rounded:_KEYS",
-    lambda keys: {**keys, "second direction": keys["direction"]},
+    lambda keys: {**keys, "second perturbation": keys["perturbation"]},
 )
 SAMPLED_LONG = Fault(
-    "a direction that is 3 % long",
+    "a perturbation that is 3 % long",
     "executors.randomness.rounded:RoundedSampler._levels",
     lambda shipped, self, numbers, uniforms: shipped(self, numbers.mul_(1.03), uniforms),
 )
 SAMPLED_NEAREST = Fault(
-    "directions rounded to the nearest",
+    "perturbations rounded to the nearest",
     "executors.low_bits.grids:Integers.at_random",
     lambda shipped, self, numbers, uniforms: shipped(self, numbers, uniforms.fill_(0.5)),
 )

@@ -1,4 +1,4 @@
-"""Numbers rounded at random as runs round them: directions, and quantized weights; the uniforms enumerated, or drawn."""
+"""Numbers rounded at random as runs round them: perturbations, and quantized weights; the uniforms enumerated, or drawn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from costmodel.formats import QuantFormat
 from costmodel.formats.low_bits import QuantConfig
-from costmodel.formats.roundings import RoundedDirection
+from costmodel.formats.roundings import RoundedPerturbation
 from executors.low_bits.quantized import QuantizedTensor
 from executors.randomness.counter import CounterKey
 from executors.randomness.rounded import (
@@ -31,8 +31,8 @@ NUM_UNIFORMS = 256
 
 
 @dataclass(frozen=True)
-class Reaching(RoundedDirection):
-    """A rounded direction with a range of its own, where plans take that of least error.
+class Reaching(RoundedPerturbation):
+    """A rounded perturbation with a range of its own, where plans take that of least error.
 
     Attributes
     ----------
@@ -53,14 +53,14 @@ class Reaching(RoundedDirection):
         return self.limit
 
 
-def sampler_of(rounding: RoundedDirection, shape: tuple[int, ...]) -> RoundedSampler:
-    """Return what draws one parameter's directions in a run."""
+def sampler_of(rounding: RoundedPerturbation, shape: tuple[int, ...]) -> RoundedSampler:
+    """Return what draws one parameter's perturbations in a run."""
     shapes = [torch.Size(shape)]
     return RoundedSampler(rounding, shapes, NonzeroRows(0, shapes, (), _CPU), _CPU, SamplingThreads(1))
 
 
-def sampled_pair(rounding: RoundedDirection, shape: tuple[int, ...], seed: int) -> list[Tensor]:
-    """Return two roundings of one direction as a run draws them, in values."""
+def sampled_pair(rounding: RoundedPerturbation, shape: tuple[int, ...], seed: int) -> list[Tensor]:
+    """Return two roundings of one perturbation as a run draws them, in values."""
     rounded_sampler, values = sampler_of(rounding, shape), []
     for is_second in (False, True):
         qvalues = torch.empty(shape, dtype=torch.int8)
@@ -76,15 +76,15 @@ def uniforms_of(shape: tuple[int, ...], seed: int, purpose: Purpose) -> Tensor:
     return RoundingUniforms([numel], _CPU).between(0, numel, 0, rounding_key(seed, 0, 0, purpose)).view(shape)
 
 
-def qvalues_of(numbers: Tensor, rounding: RoundedDirection, uniforms: Tensor | None) -> Tensor:
-    """Return the quantized values that a run makes of a direction's numbers."""
+def qvalues_of(numbers: Tensor, rounding: RoundedPerturbation, uniforms: Tensor | None) -> Tensor:
+    """Return the quantized values that a run makes of a perturbation's numbers."""
     given = numbers.to(torch.float32, copy=True)
     return sampler_of(rounding, tuple(numbers.shape)).qvalues(
         given, None if uniforms is None else uniforms.clone()
     )
 
 
-def qvalues_and_probabilities(value: float, rounding: RoundedDirection) -> list[tuple[int, float]]:
+def qvalues_and_probabilities(value: float, rounding: RoundedPerturbation) -> list[tuple[int, float]]:
     """Return the quantized values that a run makes of one number, with their probabilities: over uniforms in even steps.
 
     Examples
@@ -137,8 +137,8 @@ def towards_zero(shipped, self, numbers, uniforms):
     return torch.where(numbers < 0, numbers.trunc(), shipped(self, numbers, uniforms))
 
 
-@planted("executors.randomness.rounded:RoundedSampler.fill_counted", "two roundings of unlike directions")
-def unlike_directions(shipped, self, views, parameters, _key, keys):
+@planted("executors.randomness.rounded:RoundedSampler.fill_counted", "two roundings of unlike perturbations")
+def unlike_perturbations(shipped, self, views, parameters, _key, keys):
     shipped(self, views, parameters, keys.rounding, keys)
 
 
@@ -168,7 +168,7 @@ no_scale = Fault(
     lambda shipped, self, *given: shipped(altered(self, scales=torch.ones_like(self.scales)), *given),
 )
 no_unit = Fault(
-    "the paper's equation 5, of directions",
-    "costmodel.formats.roundings:RoundedDirection.unit",
+    "the paper's equation 5, of perturbations",
+    "costmodel.formats.roundings:RoundedPerturbation.unit",
     lambda _shipped, self: float(self.bits > 0),
 )

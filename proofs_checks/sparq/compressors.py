@@ -140,7 +140,7 @@ def check_lossless(context: Context) -> Outcome:
 
 
 class _BoundaryLayer:
-    """A layer before a split point, ``a(θ) = relu(θx)``, and a linear rest ``w·a`` after it, along one direction."""
+    """A layer before a split point, ``a(θ) = relu(θx)``, and a linear rest ``w·a`` after it, along one perturbation."""
 
     def __init__(self, seed: int) -> None:
         generator = generator_on(_CPU, seed)

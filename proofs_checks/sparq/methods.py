@@ -36,10 +36,10 @@ _SLOPES = torch.tensor([0.9, -0.4, 0.3, 1.1], dtype=torch.float64)
 """``∇f`` of a linear loss: two parameters on each of two nodes."""
 
 
-def _mean_over(directions: Tensor, weights: list[float]) -> Tensor:
+def _mean_over(perturbations: Tensor, weights: list[float]) -> Tensor:
     theta = torch.tensor([0.5, 1.0, -0.2, 0.1], dtype=torch.float64)
     mean = torch.zeros_like(theta)
-    for z, weight in zip(directions, weights, strict=True):
+    for z, weight in zip(perturbations, weights, strict=True):
         mean += weight * shipped_estimate(lambda x: _SLOPES @ x, theta, z.contiguous(), 1e-3, central=False)
     return mean
 
@@ -65,8 +65,8 @@ def check_same_seed(_context: Context) -> Outcome:
     )
 
 
-def check_one_direction(_context: Context) -> Outcome:
-    """Compare the mean update where nodes draw one direction between them, with the gradient."""
+def check_one_perturbation_each(_context: Context) -> Outcome:
+    """Compare the mean update where nodes draw one perturbation between them, with the gradient."""
     nodes, weights = normal_nodes(4, 3)
     mean = _mean_over(torch.from_numpy(nodes), weights.tolist())
     return equal(mean, _SLOPES, what="E[ĝ·u]", tolerance=1e-7)
@@ -302,7 +302,7 @@ def _with_a_zero(shipped, parameters, spec):
 
 CHECKS: Checks = {
     "sparq-one-seed-on-every-node": (
-        corrected(check_one_direction, forward_by_two_epsilon),
+        corrected(check_one_perturbation_each, forward_by_two_epsilon),
         counterexample(check_same_seed, forward_by_two_epsilon),
     ),
     "sparq-split-loss-is-the-loss": printed(

@@ -33,7 +33,7 @@ _CPU = torch.device("cpu")
 
 
 def check_mean_over_samples(context: Context) -> Outcome:
-    """Compare the mean over samples of losses, and of projected gradients along one direction, with those of the mean loss."""
+    """Compare the mean over samples of losses, and of projected gradients along one perturbation, with those of the mean loss."""
     generator = generator_on(_CPU, context.seed)
     data, x, u = (
         torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((6, 4), (4,), (4,))

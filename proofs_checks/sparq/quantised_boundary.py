@@ -22,7 +22,7 @@ from proofs_checks.oracles.estimates import quadratic_contraction
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.planting import scaled
 from proofs_checks.setups.analytic import BATCH, DIMENSION, PER_SEGMENT, AnalyticModel, estimates, plan_of
-from proofs_checks.setups.literal import directions_of_steps
+from proofs_checks.setups.literal import perturbations_of_steps
 from proofs_checks.statistics import compare_means
 from zosim.plans import Estimator
 
@@ -137,7 +137,7 @@ def check_quadratic(context: Context) -> Outcome:
 
     count = context.samples(100, 6)
     applied = estimates(loss, theta, count, seed=context.seed, epsilon=_radius(100), rng="counter")
-    wanted = torch.stack([(off @ z) * z for z in directions_of_steps(count, context.seed)])
+    wanted = torch.stack([(off @ z) * z for z in perturbations_of_steps(count, context.seed)])
     error = float((applied - wanted).abs().max() / wanted.abs().max())
     nodes, weights = normal_nodes(DIMENSION, 3)
     moved = off.numpy() - _RATE * (nodes @ off.numpy())[:, None] * nodes

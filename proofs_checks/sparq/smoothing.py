@@ -46,7 +46,7 @@ _MU = 0.4
 
 
 def check_radial(radius: float, share: float, _context: Context) -> Outcome:
-    """Compare the mean estimate with directions uniform in a disk of a radius, with a part of the gradient."""
+    """Compare the mean estimate with perturbations uniform in a disk of a radius, with a part of the gradient."""
     slope = torch.tensor([0.8, -0.3], dtype=torch.float64)
     angles = 2 * math.pi * np.arange(8) / 8
     radii, weights = np.polynomial.legendre.leggauss(4)
@@ -110,19 +110,19 @@ def check_pathwise_orders(context: Context) -> Outcome:
     parts = {}
     for name, (loss, at, gradient, order) in cases.items():
         theta = torch.tensor(at, dtype=torch.float64)
-        direction = z.abs() * torch.tensor([1.0, 0.5]) if order == 1.0 else z
-        true = float(gradient(theta) @ direction)
+        perturbation = z.abs() * torch.tensor([1.0, 0.5]) if order == 1.0 else z
+        true = float(gradient(theta) @ perturbation)
         errors = []
         for epsilon in radii:
-            estimate = shipped_estimate(loss, theta, direction, epsilon, central=True)
-            errors.append(abs(float(estimate @ direction / (direction @ direction)) - true))
+            estimate = shipped_estimate(loss, theta, perturbation, epsilon, central=True)
+            errors.append(abs(float(estimate @ perturbation / (perturbation @ perturbation)) - true))
         parts[name] = equal(
             fitted_slope(radii, errors), order, what="exponent of ε in |g - z·∇L|", tolerance=0.02
         )
     return everything_holds(parts)
 
 
-def check_shared_direction(_context: Context) -> Outcome:
+def check_shared_perturbation(_context: Context) -> Outcome:
     """Compare the mean of ``g·z'`` with the gradient where z' is z, and with 0 where it is another draw."""
     slope = torch.tensor([0.8, -0.3], dtype=torch.float64)
     theta = torch.tensor(_AT, dtype=torch.float64)
@@ -398,7 +398,7 @@ def check_assumption_two(_context: Context) -> Outcome:
         parts[f"μ = {mu:g}, off the gradient"] = exceeds(
             float((mean - cosines).norm() / cosines.norm()), mu**2 / 3, what="relative bias"
         )
-    # Exact data (σ = 0 as a first-order reading has it): the spread of g·u around ∇f is that of directions alone.
+    # Exact data (σ = 0 as a first-order reading has it): the spread of g·u around ∇f is that of perturbations alone.
     slope = torch.tensor([0.8, -0.3], dtype=torch.float64)
     mean, square = moments_of_estimate(lambda x: slope @ x, _AT, _MU, central=False)
     parts["one sample ξ, linear"] = equal(
@@ -436,7 +436,7 @@ CHECKS: Checks = {
     "distzo2-projected-gradient-orders": printed(
         check_pathwise_orders, central_by_epsilon, second_by_epsilon
     ),
-    "zo2-update-needs-its-own-direction": printed(check_shared_direction, central_by_epsilon, climbing),
+    "zo2-update-needs-its-own-direction": printed(check_shared_perturbation, central_by_epsilon, climbing),
     "sparq-lemma-2-descent": printed(
         check_descent_lemma,
         scaled("proofs_checks.sparq.smoothing:quadratic_gap", 0.97, "a bound 3 % too tight"),

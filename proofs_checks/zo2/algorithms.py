@@ -373,9 +373,9 @@ def check_waiting(_context: Context) -> Outcome:
 # -- faults -------------------------------------------------------------------------------------------------------------------
 
 
-@planted("zosim.lowering.directions:sampling_order", "the order of execution for that of registration")
+@planted("zosim.lowering.perturbations:sampling_order", "the order of execution for that of registration")
 def execution_order(shipped, plan):
-    return shipped(altered(plan, directions=altered(plan.directions, order="execution")))
+    return shipped(altered(plan, perturbations=altered(plan.perturbations, order="execution")))
 
 
 def _zo2_with(name: str, **changes: bool) -> Fault:

@@ -31,7 +31,7 @@ from proofs_checks.setups.placements import (
     tiny_model,
     train,
 )
-from zosim.plans import Directions, Estimator, Weights
+from zosim.plans import Estimator, Perturbations, Weights
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 EPSILON = 1e-3
@@ -124,7 +124,7 @@ def check_copies(context: Context) -> Outcome:
         for name, axes in (("swept", SWEEP), ("block by block", BLOCKWISE), ("offloaded", OFFLOADED)):
             copies: dict[str, Any] = {
                 "weights": Weights(perturbation="copies"),
-                "directions": Directions(sampled_ahead=True),
+                "perturbations": Perturbations(sampled_ahead=True),
             }
             options = {"num_steps": context.samples(4, 2), "dtype": dtype, "seed": context.seed, **still}
             trace = train("tied", **axes, **copies, **options)
@@ -174,7 +174,10 @@ def _unlike_decay(axes: Mapping[str, Any]) -> int:
             parameter.view(-1).copy_(values)
     # Powers of two, and no random bit in what they multiply: perturbations restore exactly.
     plan = plan_of(
-        model, estimator=Estimator(epsilon=2.0**-10), directions=Directions(distribution="rademacher"), **axes
+        model,
+        estimator=Estimator(epsilon=2.0**-10),
+        perturbations=Perturbations(distribution="rademacher"),
+        **axes,
     )
     with Session(
         plan, model, learning_rate=rates.__getitem__, weight_decay=0.1, num_timed_steps=0
@@ -201,7 +204,7 @@ def in_two_halves(shipped, self, theta, z, scale, epsilon, out=None):
 
 
 def with_leaps(name: str, scales: Mapping[int, int]) -> Fault:
-    """Return a fault of perturbations by other multiples of the direction, by multiple."""
+    """Return a fault of perturbations by other multiples of the perturbation, by multiple."""
 
     @planted("zosim.lowering.weights:Points.path", name)
     def fault(shipped, self, query):

@@ -39,7 +39,7 @@ from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.planting import Fault, altered, planted
 from proofs_checks.setups.literal import chained, sampled
 from proofs_checks.setups.placements import tiny_batches, tiny_model, tiny_plan
-from zosim.plans import Directions, Estimator
+from zosim.plans import Estimator, Perturbations
 
 _RATE, _RANK, _LAZY_STEPS, _NUM_STEPS = 0.3, 2, 2, 7
 _DOUBLE = torch.float64
@@ -278,7 +278,7 @@ def check_tenants(context: Context) -> Outcome:
 # -- rewards ----------------------------------------------------------------------------------------------------------
 
 _PUSH = torch.tensor([0.6, -0.8, 0.0], dtype=_DOUBLE)
-"""Direction, of length 1, along which a text changes."""
+"""Perturbation, of length 1, along which a text changes."""
 
 
 def _cost_of_text(x: Tensor) -> Tensor:
@@ -297,7 +297,7 @@ _FINE = (np.arange(1200) + 0.5) / 100 - 6
 
 
 def _plane_nodes() -> tuple[Array, Array]:
-    """Return directions in three dimensions and their weights: fine along the push, by Gauss and Hermite beside it."""
+    """Return perturbations in three dimensions and their weights: fine along the push, by Gauss and Hermite beside it."""
     beside, weights = normal_nodes(2, 2)
     across = np.array([[0.8, 0.6, 0.0], [0.0, 0.0, 1.0]])
     nodes = np.concatenate([t * _PUSH.numpy()[None] + beside @ across for t in _FINE])
@@ -312,7 +312,7 @@ def check_rewards(context: Context) -> Outcome:  # noqa: ARG001 - by quadrature
     # Each text is worth 4/2 of the mean; the smoothed reward is the sum of 2·Φ(-m).
     slope = sum(2 * float(norm.pdf(m)) for m in margins) / epsilon
     near, far = margins
-    # (R₊ - R₋)² is 4 between the planes and 16 behind both; two directions lie beside the push.
+    # (R₊ - R₋)² is 4 between the planes and 16 behind both; two perturbations lie beside the push.
     tail = {m: float(norm.sf(m)) for m in margins}
     second = {m: m * float(norm.pdf(m)) + tail[m] for m in margins}
     along = (4 * (second[near] - second[far]) + 16 * second[far]) * 2
@@ -355,7 +355,7 @@ def check_replayed(context: Context) -> Outcome:
         plan = tiny_plan(
             model,
             dtype="float64",
-            directions=Directions.model_validate(
+            perturbations=Perturbations.model_validate(
                 {"distribution": distribution, "rank": _RANK, "lazy_steps": _LAZY_STEPS, "rng": rng}
             ),
             estimator=Estimator(num_queries=2),
@@ -510,7 +510,7 @@ def queries_of_records_summed(shipped, self, state, record, records):
 
 
 def with_family(name: str, target: str, **traits: object) -> Fault:
-    """Return a fault of replayed updates whose directions are taken for others."""
+    """Return a fault of replayed updates whose perturbations are taken for others."""
 
     @planted(target, name)
     def fault(shipped, self, *given):

@@ -1,4 +1,4 @@
-"""Low-rank directions, lazy factors and adapter increments: what "LLM Zeroth-Order Fine-Tuning is an Inference Workload" states."""
+"""Low-rank perturbations, lazy factors and adapter increments: what "LLM Zeroth-Order Fine-Tuning is an Inference Workload" states."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_same_estimator(context: Context) -> Outcome:
             torch.normal(0.0, 1.0, (length, rank), generator=again, dtype=torch.float64)
             for length in (_COLUMNS, _ROWS)
         )
-        parts[f"r = {rank}, direction"] = equal(z, left @ right.T / math.sqrt(rank), what="UVᵀ/√r")
+        parts[f"r = {rank}, perturbation"] = equal(z, left @ right.T / math.sqrt(rank), what="UVᵀ/√r")
         shipped = shipped_estimate(_loss, x, z.reshape(-1), 0.1 * math.sqrt(rank), central=True)
         parts[f"r = {rank}, estimate"] = equal(shipped, literal_estimate(x, left, right, 0.1), what="ĝ")
     return everything_holds(parts)

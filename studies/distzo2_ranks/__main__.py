@@ -32,8 +32,8 @@ def slices() -> None:
         print(f"{name}, {num_gpus} GPUs: {listed}; {best} is best")
 
 
-def directions() -> None:
-    """Show what each rank draws and forwards when directions and ranks grow together."""
+def perturbations() -> None:
+    """Show what each rank draws and forwards when perturbations and ranks grow together."""
     for num_queries, num_ranks in ((1, 1), (1, 2), (2, 2), (2, 4)):
         subject = perturbed(num_queries, num_ranks)
         step_s = subject.step_time_s
@@ -60,7 +60,7 @@ def main() -> None:
     for title, part in (
         ("contention", contention),
         ("slices", slices),
-        ("directions", directions),
+        ("perturbations", perturbations),
         ("pairs", pairs),
     ):
         print(f"-- {title}")

@@ -22,10 +22,10 @@ _OFFLOADED: Mapping[str, Any] = {"residency": {"blocks": "offloaded"}, "schedule
 SAME_BITS: Mapping[str, Mapping[str, Any]] = {
     "resident": {},
     "sweep": {"schedule": {"traversal": "sweep"}},
-    "directions kept": {"directions": {"kept": True}},
+    "perturbations kept": {"perturbations": {"kept": True}},
     "offloaded": _OFFLOADED,
     "offloaded, immediate": {"residency": {"blocks": "offloaded"}},
-    "offloaded, drawn ahead": {**_OFFLOADED, "directions": {"sampled_ahead": True}},
+    "offloaded, drawn ahead": {**_OFFLOADED, "perturbations": {"sampled_ahead": True}},
     "offloaded, new memory": {
         "residency": {"blocks": "offloaded", "reuse_staging_buffers": False},
         "schedule": {"update": "delayed"},
@@ -61,7 +61,7 @@ def _of_model(setting: Setting, model: nn.Module, dtype: str) -> Iterator[tuple[
     for name in names:
         measured = _steps(setting, model, dict(SAME_BITS[name]), setting.device)
         yield f"{name}: bits of the literal loop", measured == expected, f"first g {measured[0]:.6e}"
-    counted = {"directions": {"rng": "counter"}}
+    counted = {"perturbations": {"rng": "counter"}}
     there = [_steps(setting, model, axes, setting.device) for axes in (counted, {**_OFFLOADED, **counted})]
     yield "counter draws: resident and offloaded alike", there[0] == there[1], f"first g {there[0][0]:.6e}"
     if dtype == "float32":

@@ -33,10 +33,10 @@ _TO_ROUNDING = 1e-2
 """Largest difference of losses in float16, as a part of them, between two orders of summing."""
 
 _OFFLOADED = SAME_BITS["offloaded"]
-_LINEARS = {"directions": {"distribution": "lozo", "rank": 2}}
+_LINEARS = {"perturbations": {"distribution": "lozo", "rank": 2}}
 PACKED_LINEARS: Mapping[str, Any] = {**_LINEARS, "weights": {"perturbation": "adapters"}}
 _INT8: Mapping[str, Any] = {"weights": "int8", "activations": "int8-token"}
-_FLOAT8: Mapping[str, Any] = {"weights": "float8_e4m3", "activations": "float8-token", "direction_bits": 5}
+_FLOAT8: Mapping[str, Any] = {"weights": "float8_e4m3", "activations": "float8-token", "perturbation_bits": 5}
 
 Check = Callable[[Setting], tuple[bool, str]]
 """Returns whether a path computes what it should, and in words what was compared."""
@@ -81,7 +81,7 @@ def products(setting: Setting) -> Iterator[Content]:
     """Yield whether products of quantized values compute what products of the numbers that they stand for do."""
     checks: dict[str, Check] = {}
     for name, low_bits in {"_int_mm": _INT8, "_scaled_mm": _FLOAT8}.items():
-        axes = {"directions": {"rng": "counter"}, "low_bits": low_bits}
+        axes = {"perturbations": {"rng": "counter"}, "low_bits": low_bits}
         plain = {**axes, "low_bits": {**low_bits, "kernel": "dequantise"}}
         for placement in ("resident", "offloaded"):
             where = SAME_BITS[placement]

@@ -18,9 +18,12 @@ PLACEMENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "sweep": {"schedule": {"traversal": "sweep"}},
     "blockwise": {"schedule": {"update": "immediate"}},
     "delayed": {"schedule": {"update": "delayed"}},
-    "delayed, counter": {"directions": {"rng": "counter"}, "schedule": {"update": "delayed"}},
-    "delayed, rademacher": {"directions": {"distribution": "rademacher"}, "schedule": {"update": "delayed"}},
-    "delayed, draw ahead": {"directions": {"sampled_ahead": True}, "schedule": {"update": "delayed"}},
+    "delayed, counter": {"perturbations": {"rng": "counter"}, "schedule": {"update": "delayed"}},
+    "delayed, rademacher": {
+        "perturbations": {"distribution": "rademacher"},
+        "schedule": {"update": "delayed"},
+    },
+    "delayed, draw ahead": {"perturbations": {"sampled_ahead": True}, "schedule": {"update": "delayed"}},
     "delayed, forward difference": {
         "schedule": {"update": "delayed"},
         "estimator": {"difference": "forward"},
@@ -51,12 +54,12 @@ PLACEMENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "schedule": {"update": "delayed"},
     },
     "offloaded, draw ahead": {
-        "directions": {"sampled_ahead": True},
+        "perturbations": {"sampled_ahead": True},
         "schedule": {"update": "delayed"},
         "residency": {"blocks": "offloaded"},
     },
     "offloaded, counter": {
-        "directions": {"rng": "counter"},
+        "perturbations": {"rng": "counter"},
         "schedule": {"update": "delayed"},
         "residency": {"blocks": "offloaded"},
     },
@@ -274,7 +277,7 @@ def development_cases(
 
 
 def quantized_cases(num_cases: int = 24, *, seed: int = 20261124, longest_step_s: float = 0.5) -> list[Case]:
-    """Return random cases whose weights are quantized, each format and each kind of directions equally often."""
+    """Return random cases whose weights are quantized, each format and each kind of perturbations equally often."""
     generator = random.Random(seed)
     names = quantized_placements(generator)
     return [

@@ -1,4 +1,4 @@
-"""Placements of quantized weights: a format, directions, and where blocks are."""
+"""Placements of quantized weights: a format, perturbations, and where blocks are."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ FORMATS: Mapping[str, Mapping[str, Any]] = {
 }
 """Formats of weights and of what they are multiplied by."""
 
-DIRECTIONS: Mapping[str, _Fields] = {
-    "8 bits": {"directions": {"rng": "counter"}},
-    "walked": {"directions": {"rng": "mezo"}},
-    "signs": {"directions": {"rng": "counter", "distribution": "rademacher"}},
-    "4 bits": {"directions": {"rng": "counter"}, "low_bits": {"direction_bits": 4}},
-    "2 bits": {"directions": {"rng": "counter"}, "low_bits": {"direction_bits": 2}},
-    "q-rge2": {"directions": {"rng": "counter"}, "low_bits": {"estimator": "q-rge2"}},
-    "95 % zeros": {"directions": {"rng": "counter"}, "low_bits": {"sparsity": 0.95}},
+PERTURBATIONS: Mapping[str, _Fields] = {
+    "8 bits": {"perturbations": {"rng": "counter"}},
+    "walked": {"perturbations": {"rng": "mezo"}},
+    "signs": {"perturbations": {"rng": "counter", "distribution": "rademacher"}},
+    "4 bits": {"perturbations": {"rng": "counter"}, "low_bits": {"perturbation_bits": 4}},
+    "2 bits": {"perturbations": {"rng": "counter"}, "low_bits": {"perturbation_bits": 2}},
+    "q-rge2": {"perturbations": {"rng": "counter"}, "low_bits": {"estimator": "q-rge2"}},
+    "95 % zeros": {"perturbations": {"rng": "counter"}, "low_bits": {"sparsity": 0.95}},
     "signs, 99 % zeros": {
-        "directions": {"rng": "counter", "distribution": "rademacher"},
+        "perturbations": {"rng": "counter", "distribution": "rademacher"},
         "low_bits": {"sparsity": 0.99},
     },
-    "80 % zeros, kept": {"directions": {"rng": "counter", "kept": True}, "low_bits": {"sparsity": 0.8}},
+    "80 % zeros, kept": {"perturbations": {"rng": "counter", "kept": True}, "low_bits": {"sparsity": 0.8}},
 }
-"""Directions, by what is said of them behind the format."""
+"""Perturbations, by what is said of them behind the format."""
 
 PLACES: Mapping[str, _Fields] = {
     "delayed": {"schedule": {"update": "delayed"}},
@@ -49,24 +49,24 @@ PLACES: Mapping[str, _Fields] = {
 
 
 def quantized_axes(placement: str) -> dict[str, dict[str, Any]]:
-    """Return the axes of a placement, whose name says format, directions and place with semicolons between.
+    """Return the axes of a placement, whose name says format, perturbations and place with semicolons between.
 
     Examples
     --------
     >>> quantized_axes("int4; signs; offloaded")["residency"]
     {'blocks': 'offloaded'}
     """
-    weights, directions, place = placement.split("; ")
+    weights, perturbations, place = placement.split("; ")
     axes: dict[str, dict[str, Any]] = {"low_bits": dict(FORMATS[weights])}
-    for fields in (DIRECTIONS[directions], PLACES[place]):
+    for fields in (PERTURBATIONS[perturbations], PLACES[place]):
         for axis, values in fields.items():
             axes[axis] = axes.get(axis, {}) | dict(values)
     return axes
 
 
 def quantized_placements(generator: random.Random) -> Iterator[str]:
-    """Yield random placements without end: each format, each kind of directions and each place equally often."""
-    shuffled = (_shuffled(generator, list(names)) for names in (FORMATS, DIRECTIONS, PLACES))
+    """Yield random placements without end: each format, each kind of perturbations and each place equally often."""
+    shuffled = (_shuffled(generator, list(names)) for names in (FORMATS, PERTURBATIONS, PLACES))
     return map("; ".join, zip(*shuffled, strict=True))
 
 

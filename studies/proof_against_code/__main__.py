@@ -24,7 +24,7 @@ def within_a_range() -> None:
         )
     for limit in (6.0, 2.0, 1.0):
         factor = quantised_estimate_factor("q-rge2", 4, 7 / limit)
-        print(f"directions clamped at ±{limit:g}: E[ĝ] = {factor:.3f}·∇f")
+        print(f"perturbations clamped at ±{limit:g}: E[ĝ] = {factor:.3f}·∇f")
 
 
 def not_at_all() -> None:

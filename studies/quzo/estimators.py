@@ -1,4 +1,4 @@
-"""``python -m studies.quzo.estimators``: three estimates of a gradient along rounded directions, by bits (QuZO's Figure 3a).
+"""``python -m studies.quzo.estimators``: three estimates of a gradient along rounded perturbations, by bits (QuZO's Figure 3a).
 
 A block of a transformer's encoder, its loss on random tokens, and central differences along normals rounded to few bits.
 ``û₁`` and ``û₂`` are two roundings of one ``u``: Q-RGE1 is ``g(û₁)·û₁``, Q-RGE2 is ``g(û₁)·û₂``, and the third is the first
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from costmodel.formats.roundings import EstimatorName, RoundedDirection
+from costmodel.formats.roundings import EstimatorName, RoundedPerturbation
 from studies.plots import picture
 
 ESTIMATORS: tuple[EstimatorName, ...] = ("q-rge1", "q-rge2", "normalised")
@@ -31,7 +31,7 @@ WIDTH, NUM_TOKENS = 8, 6
 _CHUNK = 250
 
 
-class WideDirection(RoundedDirection):
+class WidePerturbation(RoundedPerturbation):
     """A rounded normal whose grid reaches so far that nothing is clamped, with steps as much wider."""
 
     @property
@@ -40,7 +40,7 @@ class WideDirection(RoundedDirection):
         return 6.0
 
 
-GRIDS: dict[str, type[RoundedDirection]] = {"least error": RoundedDirection, "wide": WideDirection}
+GRIDS: dict[str, type[RoundedPerturbation]] = {"least error": RoundedPerturbation, "wide": WidePerturbation}
 
 
 @dataclass(frozen=True)
@@ -106,32 +106,34 @@ class Problem:
         (gradient,) = torch.autograd.grad(self.loss(weights), weights)
         return gradient
 
-    def residuals(self, directions: Tensor) -> Tensor:
+    def residuals(self, perturbations: Tensor) -> Tensor:
         """Return what one forward a step gives: differences of the losses at ``w + ε·u`` of a step and the step before, over ε."""
         losses = vmap(self.loss)
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-            values = torch.cat([losses(self.weights + EPSILON * part) for part in directions.split(_CHUNK)])
+            values = torch.cat(
+                [losses(self.weights + EPSILON * part) for part in perturbations.split(_CHUNK)]
+            )
         return (values - values.roll(1)) / EPSILON
 
-    def slopes(self, directions: Tensor) -> Tensor:
-        """Return the projected gradients along directions of shape (n, d), by central differences of radius ε."""
+    def slopes(self, perturbations: Tensor) -> Tensor:
+        """Return the projected gradients along perturbations of shape (n, d), by central differences of radius ε."""
         losses = vmap(self.loss)
         # Fused attention has no rule for many weights at once.
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             chunks = [
                 (losses(self.weights + EPSILON * part) - losses(self.weights - EPSILON * part))
                 / (2 * EPSILON)
-                for part in directions.split(_CHUNK)
+                for part in perturbations.split(_CHUNK)
             ]
         return torch.cat(chunks)
 
 
-def rounded(values: Tensor, direction: RoundedDirection, generator: torch.Generator) -> Tensor:
-    """Return values rounded at random to the grid of `direction`, and clamped to its ends."""
-    scaled = values * direction.scale
+def rounded(values: Tensor, perturbation: RoundedPerturbation, generator: torch.Generator) -> Tensor:
+    """Return values rounded at random to the grid of `perturbation`, and clamped to its ends."""
+    scaled = values * perturbation.scale
     below = scaled.floor()
     is_up = torch.rand(values.shape, generator=generator, dtype=values.dtype) < scaled - below
-    return (below + is_up).clamp(-direction.highest, direction.highest) / direction.scale
+    return (below + is_up).clamp(-direction.highest, perturbation.highest) / perturbation.scale
 
 
 def estimates(
@@ -154,12 +156,12 @@ def estimates(
     generator = torch.Generator().manual_seed(seed)
     normals = torch.randn(num_samples, problem.num_weights, generator=generator, dtype=torch.float64)
     for grid, width in product(grids, bits):
-        direction = GRIDS[grid]("gaussian", width)
-        first, second = rounded(normals, direction, generator), rounded(normals, direction, generator)
+        perturbation = GRIDS[grid]("gaussian", width)
+        first, second = rounded(normals, perturbation, generator), rounded(normals, perturbation, generator)
         slopes = problem.slopes(first)[:, None]
         for estimator in ESTIMATORS:
-            samples = slopes * (second if estimator == "q-rge2" else first) / direction.divisor(estimator)
-            yield _estimate(grid, estimator, direction, samples, gradient)
+            samples = slopes * (second if estimator == "q-rge2" else first) / perturbation.divisor(estimator)
+            yield _estimate(grid, estimator, perturbation, samples, gradient)
 
 
 @dataclass(frozen=True)
@@ -173,23 +175,23 @@ class Ablation:
 
 
 def ablations(num_samples: int = 4000, seed: int = 2) -> Iterator[Ablation]:
-    """Yield the energy of 4-bit normalised estimates with several queries, and with directions that are mostly zero.
+    """Yield the energy of 4-bit normalised estimates with several queries, and with perturbations that are mostly zero.
 
     Notes
     -----
-    The mean of ``n`` queries has ``1 + (e - 1)/n`` of an energy ``e``. A direction of which a part ``k`` is not zero has
+    The mean of ``n`` queries has ``1 + (e - 1)/n`` of an energy ``e``. A perturbation of which a part ``k`` is not zero has
     ``m₂ = k`` and a fourth moment ``k·m₄``, so that it is ``d - 1 + m₄/k`` where it was ``d - 1 + m₄``: noise hardly grows
     with sparsity, since what is not drawn neither helps nor harms. One point with residual feedback, QuZO's baseline,
     takes ``(l(w + εû) - l(w + εû'))/ε`` for the projected gradient, with the ``û'`` of the step before: one forward a step,
     the same mean, and ``d`` more in the energy, since ``E(û'·∇)²|û|² = d·m₂²·|∇|²``.
     """
-    problem, direction = Problem(), RoundedDirection("gaussian", 4)
+    problem, perturbation = Problem(), RoundedPerturbation("gaussian", 4)
     gradient, num_weights = problem.gradient(), problem.num_weights
     generator = torch.Generator().manual_seed(seed)
     normals = torch.randn(num_samples, num_weights, generator=generator, dtype=torch.float64)
-    qvalues = rounded(normals, direction, generator)
-    moments, square = direction.moments, gradient.dot(gradient)
-    dense = direction.relative_energy("normalised", num_weights)
+    qvalues = rounded(normals, perturbation, generator)
+    moments, square = perturbation.moments, gradient.dot(gradient)
+    dense = perturbation.relative_energy("normalised", num_weights)
     samples = problem.slopes(qvalues)[:, None] * qvalues / moments.second
     for num_queries in (1, 5, 10):
         means = samples.view(-1, num_queries, num_weights).mean(1)
@@ -210,7 +212,7 @@ def _ablation(name: str, samples: Tensor, square: Tensor, predicted: float) -> A
 
 
 def _estimate(
-    grid: str, estimator: EstimatorName, direction: RoundedDirection, samples: Tensor, gradient: Tensor
+    grid: str, estimator: EstimatorName, perturbation: RoundedPerturbation, samples: Tensor, gradient: Tensor
 ) -> Estimate:
     number, square = len(samples), gradient.dot(gradient)
     along = samples @ gradient / square
@@ -218,10 +220,10 @@ def _estimate(
     return Estimate(
         grid,
         estimator,
-        direction.bits,
+        perturbation.bits,
         float(along.mean()),
         float(along.std()) / math.sqrt(number),
-        direction.mean_of(estimator),
+        perturbation.mean_of(estimator),
         float(errors.mean()),
         float(errors.std()) / math.sqrt(len(errors)),
         float(samples.square().sum(1).mean() / square),
@@ -262,7 +264,7 @@ def plot(measured: Sequence[Estimate], path: Path) -> None:
 
 
 def main(
-    samples: Annotated[int, typer.Option(min=20, help="Directions, the same for all.")] = 4000,
+    samples: Annotated[int, typer.Option(min=20, help="Perturbations, the same for all.")] = 4000,
     figure: Annotated[Path | None, typer.Option(help="Draw errors by bits, too.")] = None,
 ) -> None:
     """Print what each estimator is on average, along the gradient and away from it, with standard errors."""

@@ -20,7 +20,7 @@ from executors.runs.session import Session
 from studies.speed.__main__ import SHAPES, model_of_shape, session_of
 from zosim.console import stdout
 from zosim.lowering import lower
-from zosim.plans import Directions, ForwardPass, LowBits, Residency
+from zosim.plans import ForwardPass, LowBits, Perturbations, Residency
 from zosim.program.instructions import Space
 
 _DTYPE = "bfloat16"
@@ -96,7 +96,7 @@ def peaks(shape: str, place: str, *, batch: int, seq: int, loss_chunk: int) -> I
             _DTYPE,
             checksums=False,
             low_bits=LowBits.model_validate(fields | ({"sparsity": _SPARSITY} if fields else {})),
-            directions=Directions(rng="counter", distribution="rademacher"),  # quickly drawn
+            perturbations=Perturbations(rng="counter", distribution="rademacher"),  # quickly drawn
             residency=Residency.model_validate({"blocks": place}),
             forward=ForwardPass(loss_chunk_tokens=loss_chunk),
         )

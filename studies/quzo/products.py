@@ -1,6 +1,6 @@
 """``python -m studies.quzo.products``: what multiplies by quantized weights fastest, weights made of them or torch's weight-only products.
 
-One thread; every row of the table is one run, in which the ways take turns, and medians are taken. At an evaluation point the direction,
+One thread; every row of the table is one run, in which the ways take turns, and medians are taken. At an evaluation point the perturbation,
 of a byte an element, is added: to the weights that are made, or as a second weight-only product.
 """
 
@@ -44,7 +44,7 @@ def _line(name: str, inputs: Tensor) -> str:
     )
     generator = torch.Generator().manual_seed(1)
     quantized.encode(torch.randn(_SHAPE, generator=generator) * 0.02)
-    direction = torch.randint(-127, 128, _SHAPE, dtype=torch.int8, generator=generator)
+    perturbation = torch.randint(-127, 128, _SHAPE, dtype=torch.int8, generator=generator)
     alone = weight_only(quantized)
     scale = torch.full((_SHAPE[0],), 1e-5, dtype=torch.bfloat16)
     dtype = inputs.dtype
@@ -52,9 +52,9 @@ def _line(name: str, inputs: Tensor) -> str:
     seconds = in_turns(
         {
             "made": lambda _: linear(inputs, quantized.values(dtype)),
-            "made, moved": lambda _: linear(inputs, quantized.values(dtype).add_(direction, alpha=1e-5)),
+            "made, moved": lambda _: linear(inputs, quantized.values(dtype).add_(perturbation, alpha=1e-5)),
             "alone": lambda _: alone(inputs),
-            "alone, moved": lambda _: alone(inputs) + torch._weight_int8pack_mm(inputs, direction, scale),
+            "alone, moved": lambda _: alone(inputs) + torch._weight_int8pack_mm(inputs, perturbation, scale),
         },
         _NUM_TURNS,
     )

@@ -34,7 +34,7 @@ from studies.plots import picture
 from studies.records import append_records, records_in
 from studies.sparq.training import batches_of, data_of, tensors_of
 from zosim.console import stderr, stdout
-from zosim.plans import Directions, Estimator, LowBits, Placement, Plan, Weights
+from zosim.plans import Estimator, LowBits, Perturbations, Placement, Plan, Weights
 from zosim.report import Table
 
 RESULTS = Path("docs/benchmarks/quzo/training.csv")
@@ -102,12 +102,12 @@ def _cases() -> Iterator[TrainingCase]:
     sparse = {name: formats[name] | {"sparsity": sparsity} for name, sparsity in SPARSITIES.items()}
     for bits in (2, 4):
         yield TrainingCase(
-            f"int8, sparse, directions of {bits} bits", sparse["int8"] | {"direction_bits": bits}
+            f"int8, sparse, perturbations of {bits} bits", sparse["int8"] | {"perturbation_bits": bits}
         )
     for estimator in ("normalised", "q-rge1", "q-rge2"):
         yield TrainingCase(
-            f"int4, sparse, directions of 2 bits, {estimator}",
-            sparse["int4"] | {"estimator": estimator, "direction_bits": 2},
+            f"int4, sparse, perturbations of 2 bits, {estimator}",
+            sparse["int4"] | {"estimator": estimator, "perturbation_bits": 2},
         )
     for queries in (5, 10):
         yield TrainingCase(f"int8, sparse, {queries} queries", sparse["int8"], num_queries=queries)
@@ -194,7 +194,7 @@ def _plan(model: nn.Module, case: TrainingCase) -> Plan:
         weights=Weights.model_validate({"dtype": case.dtype}),
         estimator=Estimator(epsilon=TaskSettings().epsilon, num_queries=case.num_queries),
         low_bits=LowBits.model_validate(case.low_bits),
-        directions=Directions(rng="counter"),
+        perturbations=Perturbations(rng="counter"),
     )
 
 
@@ -240,13 +240,13 @@ def _one_point(model: nn.Module, batches: list[Mapping[str, Tensor]], seed: int)
     parameters = [(parameter, parameter.data.clone()) for parameter in model.parameters()]
     for step, batch in enumerate(batches):
         generator = torch.Generator().manual_seed(seed_of(seed, step, 0))
-        directions = [torch.randn(base.shape, generator=generator) for _, base in parameters]
-        for (parameter, base), direction in zip(parameters, directions, strict=True):
-            parameter.data = base + settings.epsilon * direction
+        perturbations = [torch.randn(base.shape, generator=generator) for _, base in parameters]
+        for (parameter, base), perturbation in zip(parameters, perturbations, strict=True):
+            parameter.data = base + settings.epsilon * perturbation
         losses.append(float(model(**batch).loss))
         change = (losses[-1] - losses[-2]) / settings.epsilon if step else 0.0
-        for (_, base), direction in zip(parameters, directions, strict=True):
-            base.sub_(direction, alpha=settings.learning_rate / 2 * change)
+        for (_, base), perturbation in zip(parameters, perturbations, strict=True):
+            base.sub_(perturbation, alpha=settings.learning_rate / 2 * change)
     for parameter, base in parameters:
         parameter.data = base
     return losses
@@ -309,7 +309,7 @@ def main(
     cases: Annotated[str, typer.Option(help="Names with semicolons between; by default all.")] = ";".join(
         CASES
     ),
-    seeds: Annotated[str, typer.Option(help="Of directions and of the data's order.")] = "0,1,2",
+    seeds: Annotated[str, typer.Option(help="Of perturbations and of the data's order.")] = "0,1,2",
     evaluated: Annotated[int, typer.Option(min=1, help="Held-out questions.")] = 600,
     out: Annotated[Path, typer.Option(help="File of rows.")] = RESULTS,
     figure: Annotated[Path | None, typer.Option(help="Draw the curves of these cases, too.")] = None,

@@ -29,7 +29,7 @@ from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.hardware.profiles import profile_for
 from zosim.lowering import lower_all
-from zosim.plans import Directions, Mesh, Placement, Plan, Residency, Schedule, Weights
+from zosim.plans import Mesh, Perturbations, Placement, Plan, Residency, Schedule, Weights
 from zosim.simulators.assembly import MAX_UNLIKE_STEPS
 from zosim.simulators.fold import fold
 from zosim.simulators.lockstep import Lockstep, steady_step_s
@@ -112,7 +112,7 @@ def setting(model: str, preset: str, num_hosts: int) -> tuple[World, Plan, Machi
         batch=size,
         seq=2048,
         mesh=Mesh(data=size // 2, perturb=2),
-        directions=Directions(rng="counter"),
+        perturbations=Perturbations(rng="counter"),
         weights=Weights(dtype="float16"),
         schedule=Schedule(update="delayed", traversal="blockwise"),
         residency=Residency(blocks="offloaded", transfers="sliced"),

@@ -25,10 +25,10 @@ from topology.schema import Link, LinkType, Node
 from zosim.hardware.machine import Hop, Machine, Ring
 from zosim.hardware.machines import machines_for
 from zosim.plans import (
-    Directions,
     Estimator,
     LowBits,
     Mesh,
+    Perturbations,
     Placement,
     Plan,
     Residency,
@@ -117,7 +117,7 @@ def plan_of(case: ShapedCase, topology: str = "shaped", device: str = "cpu0") ->
         mesh=mesh,
         split=split,
         estimator=Estimator(**case.axes.get("estimator", {})),
-        directions=Directions(rng="counter"),
+        perturbations=Perturbations(rng="counter"),
         residency=Residency(**case.axes.get("residency", {})),
         weights=Weights.model_validate({"dtype": setting.dtype}),
         low_bits=LowBits(**case.axes.get("low_bits", {})),

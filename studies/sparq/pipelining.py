@@ -1,7 +1,7 @@
 """``python -m studies.sparq.pipelining``: how long two gloo stages idle in a step of several queries, predicted and measured.
 
 The embedded task, split inside block 1, plain numbers, one thread for each stage; what differs is when a stage's weights
-pass from point to point: one state of them, for which directions may be kept, or copies, which may be written ahead on a stream
+pass from point to point: one state of them, for which perturbations may be kept, or copies, which may be written ahead on a stream
 of their own. Two minutes: this machine is calibrated for ranks of
 one thread first. Nothing else should run meanwhile.
 """
@@ -37,14 +37,14 @@ NUM_QUERIES = 4
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("blockwise", {"schedule": {"traversal": "blockwise"}}),
     ("sweep", {"schedule": {"traversal": "sweep"}}),
-    ("sweep, directions kept", {"schedule": {"traversal": "sweep"}, "directions": {"kept": True}}),
+    ("sweep, perturbations kept", {"schedule": {"traversal": "sweep"}, "perturbations": {"kept": True}}),
     ("sweep, copies", {"schedule": {"traversal": "sweep"}, "weights": {"perturbation": "copies"}}),
     (
         "sweep, copies ahead",
         {
             "schedule": {"traversal": "sweep"},
             "weights": {"perturbation": "copies"},
-            "directions": {"sampled_ahead": True},
+            "perturbations": {"sampled_ahead": True},
         },
     ),
 )

@@ -21,7 +21,7 @@ from zosim.analysis.counts import StepCounts, step_counts
 from zosim.applications.first_order.programs import PRESETS
 from zosim.applications.first_order.report import baseline_subject
 from zosim.planning.predict import Subject
-from zosim.plans import Directions, Estimator, Mesh, Placement, Plan, Schedule, Split, Weights
+from zosim.plans import Estimator, Mesh, Perturbations, Placement, Plan, Schedule, Split, Weights
 from zosim.report import Bullets, Table
 from zosim.timeline import Span
 
@@ -41,7 +41,7 @@ as named; data-sheet figures. All are split at `{SPLIT_POINT}`, and the residual
 {NUM_MICROBATCHES} microbatches, one forward and one backward in turn. OPT ties its head to its token table, which both stages then hold. `sums` are its gradients. Fig. 3 and the other first-order rows
 omit them, as if there were two tables.
 Zeroth-order stages hold it alike without sending anything. What a step teaches is not compared: a first-order step follows the gradient in every
-direction, a zeroth-order one in P."""
+perturbation, a zeroth-order one in P."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def plan_of(method: PlottedMethod) -> Plan:
         estimator=Estimator.model_validate(
             {"difference": method.difference, "num_queries": method.num_queries}
         ),
-        directions=Directions.model_validate({"rng": "counter"}),
+        perturbations=Perturbations.model_validate({"rng": "counter"}),
         weights=Weights.model_validate({"dtype": "float16"}),
         schedule=Schedule(traversal="sweep"),
     )

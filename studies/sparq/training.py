@@ -99,7 +99,7 @@ class TrainedCase:
     ----------
     case : str
     seed : int
-        Of the directions and of the order of the data.
+        Of the perturbations and of the order of the data.
     num_steps : int
     epsilon : float
     loss_first, loss_last : float

@@ -1,6 +1,6 @@
 """``python -m studies.sparq.training_epsilon``: how much of a projected gradient is left behind a quantised boundary, by ε.
 
-Along the same directions, on the same batches of the embedded task: ``g`` without a codec against ``g`` with one.
+Along the same perturbations, on the same batches of the embedded task: ``g`` without a codec against ``g`` with one.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from executors.models.loading import load_model
 from executors.models.model import Batch, SegmentedModel
 from executors.models.pretrain import pretrained_model
 from executors.models.split_points import BoundaryTensor, Change, SplitPoint, loss_through
-from executors.randomness.directions import Gaussian
 from executors.randomness.rng import generator_on, mixed
+from executors.randomness.samplers import Gaussian
 from studies.records import records_in, write_records
 from studies.sparq.training import batches_of, tensors_of
 
 RESULTS = Path(__file__).with_name("training_epsilon.csv")
 EPSILONS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-NUM_DIRECTIONS = 16
+NUM_PERTURBATIONS = 16
 _INSIDE, _BETWEEN = SplitPoint(1, inside=True), SplitPoint(1)
 
 
@@ -42,9 +42,9 @@ class Seen:
         ``"nearest"``, or random numbers that both signs ``"share"`` or draw ``"apart"``.
     epsilon : float
     relative_error : float
-        ``rms(g' - g) / rms(g)`` over directions.
+        ``rms(g' - g) / rms(g)`` over perturbations.
     correlation : float
-        Of ``g'`` and ``g`` over directions, about 0: what the update keeps.
+        Of ``g'`` and ``g`` over perturbations, about 0: what the update keeps.
     """
 
     split_point: str
@@ -88,7 +88,7 @@ def _change(encoding: Encoding, seed: int) -> dict[SplitPoint, Change]:
 def gradients(
     model: SegmentedModel, batch: Batch, epsilon: float, seed: int, encodings: Sequence[Encoding]
 ) -> tuple[float, dict[Encoding, float]]:
-    """Return one direction's projected gradient, without a codec and with each.
+    """Return one perturbation's projected gradient, without a codec and with each.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ def gradients(
     batch : mapping
     epsilon : float
     seed : int
-        Of the direction, and of what is rounded at random.
+        Of the perturbation, and of what is rounded at random.
     encodings : sequence of tuple
     """
     kept = {t.name: t.parameter.data.clone() for t in model.tensors if t.trainable}
@@ -120,7 +120,7 @@ def gradients(
     return slope(plain), {encoding: slope(pair) for encoding, pair in encoded.items()}
 
 
-def measure(known: Sequence[Seen] = (), num_directions: int = NUM_DIRECTIONS) -> list[Seen]:
+def measure(known: Sequence[Seen] = (), num_perturbations: int = NUM_PERTURBATIONS) -> list[Seen]:
     """Return what every codec leaves at every ε, of which some may be known."""
     pretrained = pretrained_model()
     loaded = load_model(str(pretrained.model))
@@ -134,7 +134,7 @@ def measure(known: Sequence[Seen] = (), num_directions: int = NUM_DIRECTIONS) ->
         with torch.no_grad():
             pairs = [
                 gradients(model, tensors_of(batches, number), epsilon, 100 + number, encodings)
-                for number in range(num_directions)
+                for number in range(num_perturbations)
             ]
         plain = np.array([pair[0] for pair in pairs])
         for encoding in encodings:

@@ -3,7 +3,7 @@
 The paper states neither the number of steps nor the length of sequences. Two runs of one model on one data set share
 both, so the ratio of their volumes does not depend on them: it compares activations per step, and bits per element.
 
-Symbols: ``P`` directions per step, 5; ``n`` activations that cross per step, ``P + 1`` for forward differences and ``2P``
+Symbols: ``P`` perturbations per step, 5; ``n`` activations that cross per step, ``P + 1`` for forward differences and ``2P``
 for central ones; ``b`` bits of a value; ``w`` bits of an index; ``ρ`` the part of the values that is sent.
 """
 

@@ -27,7 +27,7 @@ from executors.runs.session import Session
 from executors.turns import TurnTimes, Way, in_turns, turn_table
 from studies.speed.reference import literal_step, two_forwards
 from zosim.console import emit
-from zosim.plans import Directions, Estimator, Placement, Plan, Residency, Schedule, Weights
+from zosim.plans import Estimator, Perturbations, Placement, Plan, Residency, Schedule, Weights
 from zosim.report import Report
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -136,17 +136,17 @@ def _contenders(model: nn.Module, data: Batch, dtype: str, *, checksums: bool) -
         (_LITERAL, lambda step: literal_step(literal, data, step, _RATE, _EPSILON)),
         (_FORWARDS, lambda _step: two_forwards(forwards, data)),
     ]
-    delayed, kept = Schedule(update="delayed"), Directions(kept=True)
-    counter, signs = Directions(rng="counter"), Directions(rng="counter", distribution="rademacher")
-    counter_kept = Directions(rng="counter", kept=True)
+    delayed, kept = Schedule(update="delayed"), Perturbations(kept=True)
+    counter, signs = Perturbations(rng="counter"), Perturbations(rng="counter", distribution="rademacher")
+    counter_kept = Perturbations(rng="counter", kept=True)
     points: dict[str, dict[str, Any]] = {
         "mezo (default)": {},
         "mezo, delayed": {"schedule": delayed},
         "mezo, offloaded": {"residency": Residency(blocks="offloaded"), "schedule": delayed},
-        "counter, gaussian": {"directions": counter},
-        "counter, rademacher": {"directions": signs},
-        "mezo, directions kept": {"directions": kept},
-        "counter, gaussian kept": {"directions": counter_kept},
+        "counter, gaussian": {"perturbations": counter},
+        "counter, rademacher": {"perturbations": signs},
+        "mezo, perturbations kept": {"perturbations": kept},
+        "counter, gaussian kept": {"perturbations": counter_kept},
     }
     if checksums:
         points = {name: points[name] for name in ("mezo (default)", "mezo, offloaded", "counter, rademacher")}

@@ -1,6 +1,6 @@
 """``python -m studies.speed.low_bits``: steps with linear layers of int8 against forwards in 16 and 32 bits, in one run.
 
-Of a session's steps the time of forwards is what its timeline lists for them, at both evaluation points, the direction's part
+Of a session's steps the time of forwards is what its timeline lists for them, at both evaluation points, the perturbation's part
 included.
 """
 
@@ -31,36 +31,39 @@ from studies.speed.reference import two_forwards
 from topology import detect
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower
-from zosim.plans import Directions, LowBits
+from zosim.plans import LowBits, Perturbations
 from zosim.simulators.simulate import simulate
 
 _SPARSITY = 0.98
 
 CASES: dict[str, dict[str, Any]] = {
-    "W8A8": {"low_bits": {}, "directions": {}},
-    "W8A8, signs": {"low_bits": {}, "directions": {"distribution": "rademacher"}},
-    "W8A8, signs, 4 bits": {"low_bits": {"direction_bits": 4}, "directions": {"distribution": "rademacher"}},
-    f"W8A8, signs, 4 bits, {_SPARSITY:.0%} zeros": {
-        "low_bits": {"direction_bits": 4, "sparsity": _SPARSITY},
-        "directions": {"distribution": "rademacher"},
+    "W8A8": {"low_bits": {}, "perturbations": {}},
+    "W8A8, signs": {"low_bits": {}, "perturbations": {"distribution": "rademacher"}},
+    "W8A8, signs, 4 bits": {
+        "low_bits": {"perturbation_bits": 4},
+        "perturbations": {"distribution": "rademacher"},
     },
-    f"W8A8, {_SPARSITY:.0%} zeros": {"low_bits": {"sparsity": _SPARSITY}, "directions": {}},
+    f"W8A8, signs, 4 bits, {_SPARSITY:.0%} zeros": {
+        "low_bits": {"perturbation_bits": 4, "sparsity": _SPARSITY},
+        "perturbations": {"distribution": "rademacher"},
+    },
+    f"W8A8, {_SPARSITY:.0%} zeros": {"low_bits": {"sparsity": _SPARSITY}, "perturbations": {}},
     f"W8A8, signs, {_SPARSITY:.0%} zeros": {
         "low_bits": {"sparsity": _SPARSITY},
-        "directions": {"distribution": "rademacher"},
+        "perturbations": {"distribution": "rademacher"},
     },
     f"W8A8, {_SPARSITY:.0%} zeros, kept": {
         "low_bits": {"sparsity": _SPARSITY},
-        "directions": {"kept": True},
+        "perturbations": {"kept": True},
     },
     f"W8A8, signs, {_SPARSITY:.0%} zeros, kept": {
         "low_bits": {"sparsity": _SPARSITY},
-        "directions": {"distribution": "rademacher", "kept": True},
+        "perturbations": {"distribution": "rademacher", "kept": True},
     },
-    "W8A16": {"low_bits": {"activations": "none"}, "directions": {}},
+    "W8A16": {"low_bits": {"activations": "none"}, "perturbations": {}},
     f"W8A16, {_SPARSITY:.0%} zeros": {
         "low_bits": {"activations": "none", "sparsity": _SPARSITY},
-        "directions": {},
+        "perturbations": {},
     },
 }
 
@@ -128,7 +131,7 @@ def _session(case: Mapping[str, Any], model: nn.Module, data: dict[str, Tensor])
         "bfloat16",
         checksums=False,
         low_bits=LowBits.model_validate(low_bits),
-        directions=Directions.model_validate({"rng": "counter"} | case["directions"]),
+        perturbations=Perturbations.model_validate({"rng": "counter"} | case["perturbations"]),
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def literal_step(model: nn.Module, data: Mapping[str, Any], seed: int, rate: float, epsilon: float) -> float:
-    """Take one step: four draws of every direction, four sweeps with their temporaries, two forwards."""
+    """Take one step: four draws of every perturbation, four sweeps with their temporaries, two forwards."""
     _perturb(model, seed, 1, epsilon)
     plus = model(**data).loss
     _perturb(model, seed, -2, epsilon)
@@ -20,7 +20,7 @@ def literal_step(model: nn.Module, data: Mapping[str, Any], seed: int, rate: flo
     g: float = ((plus - minus) / (2 * epsilon)).item()
     torch.manual_seed(seed)
     for parameter in _tuned(model):
-        parameter.data = parameter.data - rate * (g * _direction_like(parameter))
+        parameter.data = parameter.data - rate * (g * _perturbation_like(parameter))
     return g
 
 
@@ -33,13 +33,13 @@ def two_forwards(model: nn.Module, data: dict[str, Tensor]) -> tuple[float, floa
 def _perturb(model: nn.Module, seed: int, scale: int, epsilon: float) -> None:
     torch.manual_seed(seed)
     for parameter in _tuned(model):
-        parameter.data = parameter.data + (scale * _direction_like(parameter)) * epsilon
+        parameter.data = parameter.data + (scale * _perturbation_like(parameter)) * epsilon
 
 
 def _tuned(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _direction_like(parameter: Tensor) -> Tensor:
+def _perturbation_like(parameter: Tensor) -> Tensor:
     data = parameter.data
     return torch.normal(mean=0, std=1, size=data.size(), device=data.device, dtype=data.dtype)

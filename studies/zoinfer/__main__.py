@@ -3,8 +3,8 @@
 ``python -m studies.zoinfer --shape 125m --batch 16 --batch 64`` prints the tables that the documentation quotes: the loop as its authors write
 it, zosim's plans with weights in place, as adapters, and with what is learnt as increments beside a frozen base, and single forwards. All tune the same matrices of equal models on the same batches:
 prompts, behind each of which stand ``--options`` answers of one token, the only ones that have labels. The loop and the first two plans
-go along the same directions, the generator's of the released loop; increments draw their own. Then come the differences
-between losses and projected gradients of the loop and of adapters, from equal weights along the same directions.
+go along the same perturbations, the generator's of the released loop; increments draw their own. Then come the differences
+between losses and projected gradients of the loop and of adapters, from equal weights along the same perturbations.
 
 Contenders take turns of two steps, so that a machine that slows down slows all of them; the second is timed. With ``--out`` the medians go
 into a file of rows, those of other runs beside them, and speed-ups are drawn over batches.
@@ -35,7 +35,7 @@ from studies.plots import picture
 from studies.zoinfer.reference import PlainLoop
 from topology.errors import RunError
 from zosim.console import emit
-from zosim.plans import Directions, Estimator, Placement, Plan, Weights
+from zosim.plans import Estimator, Perturbations, Placement, Plan, Weights
 from zosim.report import Report
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -110,7 +110,7 @@ def _contenders(model: nn.Module, data: Data, dtype: str, device: str) -> dict[s
         steps[name] = lambda number, batch, session=session: session.step(_on_cpu(batch), seeds=(number,))  # type: ignore[misc]
     increments = copy.deepcopy(model)
     attach(increments, LoRA(rank=_RANK, target_modules=_LINEARS, lazy_steps=_LAZY_STEPS))
-    beside = _session(increments, data, dtype, device, "adapters", directions=Directions())
+    beside = _session(increments, data, dtype, device, "adapters", perturbations=Perturbations())
     steps[_INCREMENTS] = lambda _number, batch: beside.step(_on_cpu(batch))
     return steps | {_PLAIN_FORWARD: forward_padded, _PACKED_FORWARD: forward_packed}
 
@@ -178,7 +178,7 @@ def plot_speedups(rows: Path, path: Path) -> None:
 
 
 def _report_gradients(model: nn.Module, batches: Sequence[Data], options: argparse.Namespace) -> None:
-    """Print how losses and projected gradients of loop and adapters differ, from the same weights along the same directions."""
+    """Print how losses and projected gradients of loop and adapters differ, from the same weights along the same perturbations."""
     weights = copy.deepcopy(model.state_dict())
     loop = PlainLoop(copy.deepcopy(model), _RANK, _LAZY_STEPS, 0.0, _EPSILON)
     rows = []
@@ -207,7 +207,7 @@ def _report_gradients(model: nn.Module, batches: Sequence[Data], options: argpar
     )
 
 
-_LOZO = Directions(distribution="lozo", rank=_RANK, lazy_steps=_LAZY_STEPS)
+_LOZO = Perturbations(distribution="lozo", rank=_RANK, lazy_steps=_LAZY_STEPS)
 
 
 def _session(
@@ -217,7 +217,7 @@ def _session(
     device: str,
     perturbation: str,
     rate: float = _RATE,
-    directions: Directions = _LOZO,
+    perturbations: Perturbations = _LOZO,
 ) -> Session:
     size, length = data["input_ids"].shape
     plan = Plan(
@@ -226,7 +226,7 @@ def _session(
         batch=size,
         seq=length,
         estimator=Estimator(epsilon=_EPSILON),
-        directions=directions,
+        perturbations=perturbations,
         weights=Weights.model_validate({"dtype": dtype, "perturbation": perturbation}),
     )
     return Session(

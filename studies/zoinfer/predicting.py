@@ -107,7 +107,7 @@ def session_of(case: Case, model: nn.Module, batches: list[Data], held_as: str) 
             ),
         )
     num_sequences = len(batches[0]["input_ids"])
-    directions: dict[str, Any] = {"distribution": "lozo", "rank": _RANK, "lazy_steps": _LAZY_STEPS}
+    perturbations: dict[str, Any] = {"distribution": "lozo", "rank": _RANK, "lazy_steps": _LAZY_STEPS}
     plan = Plan.model_validate(
         {
             "model": spec_of_model(model, name=case.shape),
@@ -115,7 +115,7 @@ def session_of(case: Case, model: nn.Module, batches: list[Data], held_as: str) 
             "batch": num_sequences,
             "seq": max(batch["input_ids"].shape[1] for batch in batches),
             "weights": {"perturbation": "adapters"},
-            "directions": {} if held_as == "increments" else directions,
+            "perturbations": {} if held_as == "increments" else perturbations,
             "forward": facts_of(batches),
         }
     )

@@ -1,14 +1,14 @@
-"""Ranks of factorised directions against dense ones: the estimate's variance, what a step costs, and what is learnt (ZOinfer, section 6).
+"""Ranks of factorised perturbations against dense ones: the estimate's variance, what a step costs, and what is learnt (ZOinfer, section 6).
 
 ``python -m studies.zoinfer.ranks --out FOLDER`` does three things with the linears of the embedded model. For each rank of
-``z = U·Vᵀ/√r``, and for a dense ``z``, it draws many directions beside one true gradient ``∇``, and prints the second moment of the estimate
-``g·z``, with ``g = ⟨∇, z⟩``, over that of dense directions, and the kurtosis of ``g``, each beside what the moments of normals say. It times steps, a contender after
-the other: those of a rank as one batch of scoring, a dense direction's as MeZO's loop. And it trains some hundred steps with each.
+``z = U·Vᵀ/√r``, and for a dense ``z``, it draws many perturbations beside one true gradient ``∇``, and prints the second moment of the estimate
+``g·z``, with ``g = ⟨∇, z⟩``, over that of dense perturbations, and the kurtosis of ``g``, each beside what the moments of normals say. It times steps, a contender after
+the other: those of a rank as one batch of scoring, a dense perturbation's as MeZO's loop. And it trains some hundred steps with each.
 
 Notes
 -----
 With all moments of normals taken, a matrix of ``m`` rows and ``n`` columns whose gradient is ``G`` has ``E g²‖z‖² = ‖G‖²·(mn + 2 + 2(m + n + 1)/r)`` and
-``E g⁴ = 3‖G‖⁴ + 6/r·‖GᵀG‖²``, where dense directions have ``‖G‖²·(mn + 2)`` and ``3‖G‖⁴``. Matrices are drawn apart from each other.
+``E g⁴ = 3‖G‖⁴ + 6/r·‖GᵀG‖²``, where dense perturbations have ``‖G‖²·(mn + 2)`` and ``3‖G‖⁴``. Matrices are drawn apart from each other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from studies.plots import picture
 from studies.records import write_records
 from studies.sparq.training import batches_of, data_of, tensors_of
 from studies.zoinfer.training import Contender, linears_of, loop_of, run_of, session_of
-from zosim.plans import Directions
+from zosim.plans import Perturbations
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _CHUNK_ELEMENTS = 1 << 22
@@ -44,9 +44,9 @@ class RankRow:
     Attributes
     ----------
     rank : int
-        0 for dense directions.
+        0 for dense perturbations.
     second_moment, kurtosis : float
-        Of the estimate over that of dense directions, and of the projected gradient; sampled.
+        Of the estimate over that of dense perturbations, and of the projected gradient; sampled.
     second_moment_said, kurtosis_said : float
         The same by formula.
     milliseconds : float
@@ -75,7 +75,7 @@ def gradients(pretrained: Pretrained, num_batches: int = 4) -> list[Tensor]:
 
 
 def moments_said(matrices: Sequence[Tensor], rank: int) -> tuple[float, float]:
-    """Return ``E g²‖z‖²`` and ``E g⁴`` of directions of a rank (0: dense) beside these gradients.
+    """Return ``E g²‖z‖²`` and ``E g⁴`` of perturbations of a rank (0: dense) beside these gradients.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def moments_said(matrices: Sequence[Tensor], rank: int) -> tuple[float, float]:
 
     Examples
     --------
-    Of a 1 by 2 matrix (1, 0): dense directions have ``E g²‖z‖² = 2 + 2``, those of rank 1 as much as ``4 + 2·(1 + 2 + 1)``.
+    Of a 1 by 2 matrix (1, 0): dense perturbations have ``E g²‖z‖² = 2 + 2``, those of rank 1 as much as ``4 + 2·(1 + 2 + 1)``.
 
     >>> moments_said([torch.tensor([[1.0, 0.0]])], 0), moments_said([torch.tensor([[1.0, 0.0]])], 1)
     ((4.0, 3.0), (12.0, 9.0))
@@ -112,7 +112,7 @@ def moments_said(matrices: Sequence[Tensor], rank: int) -> tuple[float, float]:
 def sampled_moments(
     matrices: Sequence[Tensor], rank: int, count: int, seed: int
 ) -> tuple[float, float, float]:
-    """Return the means of ``g²‖z‖²``, ``g²`` and ``g⁴`` over `count` directions, with ``g = Σ ⟨G, z⟩`` over the matrices.
+    """Return the means of ``g²‖z‖²``, ``g²`` and ``g⁴`` over `count` perturbations, with ``g = Σ ⟨G, z⟩`` over the matrices.
 
     Parameters
     ----------
@@ -170,8 +170,8 @@ def _contender(pretrained: Pretrained, rank: int, seed: int, stack: ExitStack) -
     model = linears_of(pretrained)
     if rank == 0:
         return loop_of(model, None, seed)
-    directions = Directions(distribution="factorised", rank=rank, lazy_steps=1)
-    return run_of(stack.enter_context(session_of(model, "adapters", directions, seed)))
+    perturbations = Perturbations(distribution="factorised", rank=rank, lazy_steps=1)
+    return run_of(stack.enter_context(session_of(model, "adapters", perturbations, seed)))
 
 
 def _milliseconds(pretrained: Pretrained, rounds: int) -> dict[int, float]:
@@ -216,7 +216,7 @@ def _print(row: RankRow) -> None:
 
 
 def plot(rows: Sequence[RankRow], path: Path) -> None:
-    """Draw kurtosis, times and losses over ranks, what dense directions have as a line across."""
+    """Draw kurtosis, times and losses over ranks, what dense perturbations have as a line across."""
     dense = next(row for row in rows if row.rank == 0)
     own = [row for row in rows if row.rank]
     what = [("kurtosis", "kurtosis of g"), ("milliseconds", "ms a step"), ("loss", "held-out loss")]
@@ -240,7 +240,7 @@ def plot(rows: Sequence[RankRow], path: Path) -> None:
 def main() -> None:
     """Print a row for each rank, and write rows and plot."""
     parser = argparse.ArgumentParser(prog="python -m studies.zoinfer.ranks", description=__doc__)
-    parser.add_argument("--draws", type=int, default=2000, help="directions beside the gradient")
+    parser.add_argument("--draws", type=int, default=2000, help="perturbations beside the gradient")
     parser.add_argument("--rounds", type=int, default=15, help="steps timed of each; 0 for none")
     parser.add_argument("--steps", type=int, default=300, help="of training; 0 for none")
     parser.add_argument("--seed", type=int, action="append", default=None)
@@ -253,7 +253,7 @@ def main() -> None:
     rows = _moments(gradients(pretrained), options.draws)
     times = _milliseconds(pretrained, options.rounds) if options.rounds else {}
     print(
-        f"linears of the embedded model, batch {TaskSettings().batch}, {options.draws} directions, {options.steps} steps"
+        f"linears of the embedded model, batch {TaskSettings().batch}, {options.draws} perturbations, {options.steps} steps"
     )
     print(
         f"{'rank':>6}{'E g2|z|2':>11}{'said':>9}{'kurtosis':>11}{'said':>8}{'ms':>11}{'loss':>11}{'right %':>9}"

@@ -17,7 +17,7 @@ class PlainLoop:
     ----------
     model : torch.nn.Module
     rank : int or None
-        None for MeZO's directions, which have no factors.
+        None for MeZO's perturbations, which have no factors.
     lazy_steps : int
     rate, epsilon : float
     losses : tuple of float
@@ -42,21 +42,21 @@ class PlainLoop:
         self._perturb(number, seed, 1)
         g: float = ((plus - minus) / (2 * self.epsilon)).item()
         self.losses = plus.item(), minus.item()
-        for parameter, z in self._directions(number, seed):
+        for parameter, z in self._perturbations(number, seed):
             parameter.data = parameter.data - self.rate * (g / (self.rank or 1) * z)
         return g
 
     def _perturb(self, number: int, seed: int, scale: int) -> None:
-        for parameter, z in self._directions(number, seed):
+        for parameter, z in self._perturbations(number, seed):
             parameter.data = parameter.data + (scale * z) * self.epsilon
 
-    def _directions(self, number: int, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def _perturbations(self, number: int, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
         torch.manual_seed(seed)
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                yield parameter, self._direction(name, parameter, opens=number % self.lazy_steps == 0)
+                yield parameter, self._perturbation(name, parameter, opens=number % self.lazy_steps == 0)
 
-    def _direction(self, name: str, parameter: nn.Parameter, *, opens: bool) -> Tensor:
+    def _perturbation(self, name: str, parameter: nn.Parameter, *, opens: bool) -> Tensor:
         rows, columns = parameter.shape
         like = {"dtype": parameter.dtype, "device": parameter.device}
         if self.rank is None:

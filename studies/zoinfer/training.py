@@ -1,7 +1,7 @@
 """Loss against wall time: MeZO and LoZO as loops, and LoZO in the runtime, on the embedded task.
 
 ``python -m studies.zoinfer.training --out FOLDER`` trains the linears of the embedded model with every contender, one step of each in turn, so that
-all of them see the same machine. LoZO's loop and the runtime's LoZO take the same directions, which the released loop's generator draws; a run that
+all of them see the same machine. LoZO's loop and the runtime's LoZO take the same perturbations, which the released loop's generator draws; a run that
 tunes increments beside the base draws its own. Steps are timed; held-out losses are taken between them. Rows go into ``training.csv``,
 and ``training.svg`` draws held-out losses over seconds and over steps.
 """
@@ -31,7 +31,7 @@ from studies.plots import picture
 from studies.records import write_records
 from studies.sparq.training import batches_of, data_of, tensors_of
 from studies.zoinfer.reference import PlainLoop
-from zosim.plans import Directions, Estimator, Placement, Plan, Weights
+from zosim.plans import Estimator, Perturbations, Placement, Plan, Weights
 
 RANK, LAZY_STEPS = 2, 50
 _LINEARS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
@@ -88,7 +88,7 @@ def linears_of(pretrained: Pretrained) -> nn.Module:
 
 
 def session_of(
-    model: nn.Module, perturbation: Literal["serial", "adapters"], directions: Directions, seed: int
+    model: nn.Module, perturbation: Literal["serial", "adapters"], perturbations: Perturbations, seed: int
 ) -> Session:
     """Return a run of the runtime with the task's settings, whose weights come to their points in this way."""
     config: Any = model.config
@@ -98,7 +98,7 @@ def session_of(
         batch=TaskSettings().batch,
         seq=config.max_position_embeddings,
         estimator=Estimator(epsilon=TaskSettings().epsilon),
-        directions=directions,
+        perturbations=perturbations,
         weights=Weights(dtype="float32", perturbation=perturbation),
     )
     return Session(plan, model, learning_rate=TaskSettings().learning_rate, seed=seed, num_timed_steps=0)
@@ -131,7 +131,7 @@ def run_of(session: Session) -> Contender:
 
 
 def _contenders(pretrained: Pretrained, seed: int, stack: ExitStack) -> dict[str, Contender]:
-    lozo = Directions(distribution="lozo", rank=RANK, lazy_steps=LAZY_STEPS)
+    lozo = Perturbations(distribution="lozo", rank=RANK, lazy_steps=LAZY_STEPS)
     with_increments = load_model(str(pretrained.model), dtype="float32")
     attach(
         with_increments,
@@ -140,7 +140,7 @@ def _contenders(pretrained: Pretrained, seed: int, stack: ExitStack) -> dict[str
     sessions = {
         _IN_PLACE: session_of(linears_of(pretrained), "serial", lozo, seed),
         _ADAPTERS: session_of(linears_of(pretrained), "adapters", lozo, seed),
-        _INCREMENTS: session_of(with_increments, "adapters", Directions(), seed),
+        _INCREMENTS: session_of(with_increments, "adapters", Perturbations(), seed),
     }
     return {
         _MEZO: loop_of(linears_of(pretrained), None, seed),

@@ -21,9 +21,9 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "--eps": ("1e-2",),
     "--staging-buffers": ("1", "2"),
     "--weight-group": ("16",),
-    "--direction-bits": ("4",),
+    "--perturbation-bits": ("4",),
     "--sparsity": ("0.5",),
-    "--direction-rank": ("1", "2"),
+    "--perturbation-rank": ("1", "2"),
     "--lazy-steps": ("2",),
     "--loss-chunk-tokens": ("4",),
     "--seed": ("5",),
@@ -54,8 +54,8 @@ LEFT_OUT = {
 """Switches that are about where files come from and go to."""
 
 TOGETHER = {
-    "--direction-rank": ("--direction", "lozo"),
-    "--lazy-steps": ("--direction", "lozo"),
+    "--perturbation-rank": ("--distribution", "lozo"),
+    "--lazy-steps": ("--distribution", "lozo"),
     "--lora-targets": ("--lora-rank", "2"),
     "--lora-alpha": ("--lora-rank", "2"),
     "--lora-lazy-steps": ("--lora-rank", "2"),
@@ -72,7 +72,7 @@ TOGETHER = {
     "--weight-group": ("--weight-format", "int8", "--weight-scales", "group"),
     "--weight-fit": ("--weight-format", "int8"),
     "--zero-point": ("--weight-format", "int8"),
-    "--direction-bits": ("--weight-format", "int8"),
+    "--perturbation-bits": ("--weight-format", "int8"),
     "--estimator": ("--weight-format", "int8"),
     "--update-rounding": ("--weight-format", "int8", "--queries", "2"),
     "--activation-format": ("--weight-format", "int8"),
@@ -93,7 +93,7 @@ ASKED = (
     ("--dtype", "float16", "--max-device-memory", "8GiB"),
     ("--weight-format", "int8", "--allow-lossy"),
     ("--queries", "2", "--weights", "copies"),
-    ("--direction", "lozo", "--direction-rank", "2", "--tune", "linears", "--weights", "adapters"),
+    ("--distribution", "lozo", "--perturbation-rank", "2", "--tune", "linears", "--weights", "adapters"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Energies of estimates along sparse directions, against every direction there is."""
+"""Energies of estimates along sparse perturbations, against every perturbation there is."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from math import prod
 
 import pytest
 
-from costmodel.formats.roundings import RoundedDirection
+from costmodel.formats.roundings import RoundedPerturbation
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.75])
 def test_the_energy_along_sparse_signs_is_that_of_all_of_them(sparsity):
     """Two rows of two signs: the mean of ĝ and of |ĝ|² over all masks and signs, by their probabilities."""
-    direction, gradient = RoundedDirection("rademacher", 4, sparsity), (0.3, -1.0, 2.0, 0.7)
-    kept, value = 1 - sparsity, direction.unit * direction.highest
+    perturbation, gradient = RoundedPerturbation("rademacher", 4, sparsity), (0.3, -1.0, 2.0, 0.7)
+    kept, value = 1 - sparsity, perturbation.unit * perturbation.highest
     mean, energy = [0.0] * 4, 0.0
     for rows, signs in product(product((0, 1), repeat=2), product((-1, 1), repeat=4)):
         probability = prod(kept if row else sparsity for row in rows) / 2**4
@@ -24,11 +24,11 @@ def test_the_energy_along_sparse_signs_is_that_of_all_of_them(sparsity):
         energy += probability * slope**2 * sum(a * a for a in u)
     assert mean == pytest.approx(gradient)
     square = sum(a * a for a in gradient)
-    assert energy / square == pytest.approx(direction.relative_energy("normalised", 4, row_elements=2))
+    assert energy / square == pytest.approx(perturbation.relative_energy("normalised", 4, row_elements=2))
 
 
 def test_zeros_leave_second_moments_and_raise_fourths():
-    dense, sparse = RoundedDirection("gaussian", 3), RoundedDirection("gaussian", 3, sparsity=0.9)
+    dense, sparse = RoundedPerturbation("gaussian", 3), RoundedPerturbation("gaussian", 3, sparsity=0.9)
     assert sparse.moments.second == dense.moments.second
     assert sparse.moments.fourth == pytest.approx(10 * dense.moments.fourth)
     for estimator in ("normalised", "q-rge2"):

@@ -78,7 +78,7 @@ def test_updates_casts_copies_and_allocations():
     for weight_decay, passes in ((False, 4), (True, 9)):
         update = update_work(100, arithmetic="pieces", weight_decay=weight_decay)
         assert (update.sweep_bytes, update.scratch_bytes) == (3 * 400, passes * 400)
-    assert perturb_work(100, dtype="bfloat16", direction_dtype="float32").sweep_bytes == 100 * (2 + 4 + 2)
+    assert perturb_work(100, dtype="bfloat16", perturbation_dtype="float32").sweep_bytes == 100 * (2 + 4 + 2)
     cast = cast_work(100, source="float32", target="float16")
     back = cast_work(100, source="float16", target="float32")
     assert (cast.num_casts, cast.cast_dtype, cast.dtype) == (100, "float32", "float32")

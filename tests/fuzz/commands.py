@@ -248,18 +248,18 @@ def _run_files() -> dict[str, bytes]:
 _RUN = "--model model --data data.jsonl --steps 2 --batch 2 --out out --no-launch --no-tensorboard"
 
 _LOW_RANK = (
-    "--weights adapters --direction lozo --checkpoint-every 1",
-    "--weights adapters --direction factorised --direction-rank 3 --queries 2",
-    "--direction lozo --direction-rank 1 --lazy-steps 1 --residency offloaded",
-    "--direction lozo-released --lazy-steps 2 --weight-decay 0.1",
-    "--direction factorised --rng counter --weights copies",
+    "--weights adapters --distribution lozo --checkpoint-every 1",
+    "--weights adapters --distribution factorised --perturbation-rank 3 --queries 2",
+    "--distribution lozo --perturbation-rank 1 --lazy-steps 1 --residency offloaded",
+    "--distribution lozo-released --lazy-steps 2 --weight-decay 0.1",
+    "--distribution factorised --rng counter --weights copies",
 )
 _QUANTIZED = (
     "--weight-format int8",
     "--weight-format int4 --weight-scales tensor --zero-point --estimator q-rge2",
     "--weight-format float8_e4m3 --weight-scales tensor --estimator q-rge1 --residency offloaded --transfers private",
     "--weight-format int8 --activation-format int8-token --kernel dequantise --kernel-fallback --checkpoint-every 1",
-    "--weight-format int3 --direction-bits 3 --queries 2 --difference forward --rng counter",
+    "--weight-format int3 --perturbation-bits 3 --queries 2 --difference forward --rng counter",
 )
 """Kinds of runs that work, as options beside others."""
 _PLANNED_QUANTIZED = (
@@ -334,7 +334,7 @@ COMMANDS: tuple[Target, ...] = (
     command(
         "plan (adapters)",
         "--model config.json --hardware rtx4090-2x --batch 2 --seq 32 --mesh data=2 "
-        "--weights adapters --direction lozo --tune linears",
+        "--weights adapters --distribution lozo --tune linears",
         lambda: {"config.json": seeds.config()},
         quick=5,
     ),

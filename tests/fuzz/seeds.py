@@ -117,7 +117,7 @@ def quantized_plan() -> bytes:
 def plan_of_adapters() -> bytes:
     """A plan whose points are adapters beside the linears."""
     (folder() / "config.json").write_bytes(config())
-    adapters = ("--weights", "adapters", "--direction", "lozo", "--tune", "linears", "--mesh", "data=2")
+    adapters = ("--weights", "adapters", "--distribution", "lozo", "--tune", "linears", "--mesh", "data=2")
     shape = ("--hardware", PRESET, "--batch", 2, "--seq", 32)
     return _made("adapters.json", "plan", "--model", folder() / "config.json", *shape, *adapters)
 
@@ -267,13 +267,13 @@ def run_with_checkpoint() -> dict[str, bytes]:
 
 
 def run_of_low_rank() -> dict[str, bytes]:
-    """The readable files of a run along directions of low rank, and its newest checkpoint."""
-    return run("--direction", "lozo", "--tune", "linears", "--checkpoint-every", "2")
+    """The readable files of a run along perturbations of low rank, and its newest checkpoint."""
+    return run("--distribution", "lozo", "--tune", "linears", "--checkpoint-every", "2")
 
 
 def run_of_adapters() -> dict[str, bytes]:
     """The readable files of a run over adapters beside the linears, and its newest checkpoint."""
-    kind = ("--weights", "adapters", "--direction", "lozo", "--lazy-steps", "3", "--tune", "linears")
+    kind = ("--weights", "adapters", "--distribution", "lozo", "--lazy-steps", "3", "--tune", "linears")
     return run(*kind, "--checkpoint-every", "2")
 
 

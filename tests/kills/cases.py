@@ -16,7 +16,7 @@ TIMEOUT_S = 30
 
 _OFFLOADED = "--residency offloaded"
 _DELAYED = f"{_OFFLOADED} --update delayed"
-_ADAPTERS = "--weights adapters --direction lozo --tune linears --lazy-steps 7"
+_ADAPTERS = "--weights adapters --distribution lozo --tune linears --lazy-steps 7"
 _LORA = "--lora-rank 2 --lora-targets q_proj,v_proj"
 _WINDOWS = f"{_LORA} --lora-lazy-steps 5 --lora-max-rank 4"
 
@@ -32,7 +32,7 @@ PLACEMENTS: dict[str, str] = {
     "one-lora": f"{_LORA} --no-launch",
     "one-prefix": "--prefix 2",
     "one-quantized": "--weight-format int8 --allow-lossy --no-launch",
-    "one-low-rank": "--direction lozo --tune linears --lazy-steps 7",
+    "one-low-rank": "--distribution lozo --tune linears --lazy-steps 7",
     "one-adapters": f"{_ADAPTERS} --queries 2 --no-launch",
     "data": "--mesh data=2",
     "data-offloaded": f"--mesh data=2 {_OFFLOADED}",

@@ -175,7 +175,7 @@ def test_young_and_the_mean_give_29():
     assert same(a**2 / (2 * eps) + eps * b**2 / 2 - a * b, (a - eps * b) ** 2 / (2 * eps))
 
 
-# -- directions -----------------------------------------------------------------------------------------------------------
+# -- perturbations -----------------------------------------------------------------------------------------------------------
 
 
 def wick(numbers):
@@ -188,7 +188,7 @@ def wick(numbers):
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
-def test_a_low_rank_direction_estimates_the_gradient(rank):
+def test_a_low_rank_perturbation_estimates_the_gradient(rank):
     for i, j, k, m in itertools.product(range(2), repeat=4):
         total = sum(
             wick([("u", i, a), ("v", j, a), ("u", k, b), ("v", m, b)])

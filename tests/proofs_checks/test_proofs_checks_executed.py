@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from executors.randomness.counter import CounterKey, CounterSampler
-from executors.randomness.directions import DIRECTIONS
+from executors.randomness.samplers import SAMPLERS
 from proofs_checks.promises.estimators import first_gradient
 from proofs_checks.setups import literal
 from proofs_checks.setups.executed import AXES, Case, against_literal, case_of, differences, random_cases
@@ -62,15 +62,15 @@ def test_ranks_together_are_one_device_in_many_cases(kind):
     seed=st.integers(0, 2**63 - 1),
     step=st.integers(0, 10**6),
     query=st.integers(0, 30),
-    name=st.sampled_from(sorted(DIRECTIONS)),
+    name=st.sampled_from(sorted(SAMPLERS)),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 @settings(FEW, max_examples=25)
 def test_any_slices_of_counter_draws_are_the_literal_stream(
     numels, fractions, seed, step, query, name, dtype
 ):
-    """Uneven slices, as ranks would make them, in descending order: together they are the literal direction."""
-    wanted = literal.directions(
+    """Uneven slices, as ranks would make them, in descending order: together they are the literal perturbation."""
+    wanted = literal.perturbations(
         [(numel,) for numel in numels],
         seed=seed, step=step, query=query, rng="counter", distribution=name, dtype=dtype,
     )  # fmt: skip
@@ -79,7 +79,7 @@ def test_any_slices_of_counter_draws_are_the_literal_stream(
         bounds = sorted({0, numel, *(int(fraction * numel) for fraction in fractions)})
         out = torch.empty(numel, dtype=dtype)
         for begin, end in reversed(list(pairwise(bounds))):
-            counter.fill(out[begin:end], parameter, begin, key, DIRECTIONS[name])
+            counter.fill(out[begin:end], parameter, begin, key, SAMPLERS[name])
         assert torch.equal(out, wanted[parameter])
 
 

@@ -364,4 +364,4 @@ def test_the_command_lists_claims_with_their_faults():
     result = invoke("--list")
     assert result.exit_code == 0
     assert "quantised-rge" in result.stdout
-    assert "one rounding for both copies of a direction" in result.stdout
+    assert "one rounding for both copies of a perturbation" in result.stdout

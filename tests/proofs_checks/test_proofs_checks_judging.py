@@ -69,7 +69,7 @@ RIGHT = {
     "central, signs": (central(signs), {"distribution": "signs"}),
     "central, sphere": (central(sphere), {"distribution": "sphere"}),
     "shipped": (in_place, {}),
-    "three directions": (of_three, {"queries": 3}),
+    "three perturbations": (of_three, {"queries": 3}),
     "the gradient itself": (
         lambda loss, theta, epsilon, seed: torch.func.grad(loss)(theta),
         {"distribution": "any"},
@@ -100,7 +100,7 @@ def other_distance(loss, theta, epsilon, seed):
     return (loss(theta + epsilon * z) - loss(theta - epsilon * z)) / (2 * 1.01 * epsilon) * z
 
 
-def other_direction(loss, theta, epsilon, seed):
+def other_perturbation(loss, theta, epsilon, seed):
     z = normal(theta, seed)
     return (loss(theta + epsilon * z) - loss(theta - epsilon * z)) / (2 * epsilon) * normal(theta, seed + 1)
 
@@ -149,14 +149,14 @@ def clipped(loss, theta, epsilon, seed):
 
 WRONG = {
     "half": (half, {}, "mean on a linear loss"),
-    "distance 1 % too long": (other_distance, {}, "difference, distance and direction"),
-    "updates along another direction": (other_direction, {}, "mean on a linear loss"),
+    "distance 1 % too long": (other_distance, {}, "difference, distance and perturbation"),
+    "updates along another perturbation": (other_perturbation, {}, "mean on a linear loss"),
     "over z": (over_z, {}, "second moment"),
     "takes torch's own numbers": (global_numbers, {}, "other numbers are left alone"),
     "no seed": (no_seed, {}, "replay"),
     "one seed": (one_seed, {}, "seeds matter"),
     "not restored": (not_restored, {}, "parameters are given back"),
-    "one direction three times": (same_thrice, {"queries": 3}, "second moment"),
+    "one perturbation three times": (same_thrice, {"queries": 3}, "second moment"),
     "skewed": (skewed, {"distribution": "any"}, "no bias of first order in ε"),
     "clipped": (clipped, {}, "ranks' estimates add up"),
     "signs called normals": (central(signs), {}, "mean against the smoothed gradient"),
@@ -348,7 +348,7 @@ def test_the_command_judges_a_function_beside_the_user(tmp_path, monkeypatch, ca
     assert zosim(*judged) == 1
     failed = json.loads(capsys.readouterr().out)["failed"]
     assert "mean on a linear loss" in failed
-    assert "difference, distance and direction" in failed
+    assert "difference, distance and perturbation" in failed
     assert zosim("check", "--quantizer", "judged_by_a_test:same", "--rounding", "nearest") == 0
     assert "HOLDS" in capsys.readouterr().out
     assert zosim("check", "--quantizer", "judged_by_a_test:other") == 2

@@ -60,10 +60,10 @@ FAMILIES = {
 }
 
 
-def directions():
+def perturbations():
     for name, parameters in FAMILIES.items():
         z = sampled(name)
-        moments = evaluate("direction_moments", {"distribution": name, **parameters})
+        moments = evaluate("perturbation_moments", {"distribution": name, **parameters})
         close_on_average(z[:, 0] ** 2, moments["second_moment"])
         close_on_average(z[:, 0] ** 4, moments["fourth_moment"])
         along = z @ (np.arange(1, z.shape[1] + 1) / np.linalg.norm(np.arange(1, z.shape[1] + 1)))
@@ -219,7 +219,7 @@ def drift():
         bound = [
             evaluate(
                 "restore_drift_bound",
-                {"weight": float(w), "direction": float(x), "epsilon": 0.05, "dtype": "float16"},
+                {"weight": float(w), "perturbation": float(x), "epsilon": 0.05, "dtype": "float16"},
             )
             for w, x in zip(before[:200], z[:200], strict=True)
         ]
@@ -453,8 +453,8 @@ def more_nodes():
 WITNESSES = {
     "ridge_estimate_moments": ridges,
     "sparq_multinode_bounds": more_nodes,
-    "direction_moments": directions,
-    "energy": directions,
+    "perturbation_moments": perturbations,
+    "energy": perturbations,
     "estimate_moments": estimates,
     "quadratic_contraction": contraction,
     "quantised_estimate_factor": quantised_factors,

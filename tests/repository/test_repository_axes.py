@@ -41,8 +41,8 @@ PASSED_ON = {
     # Numbers of formulas: the estimate's, of the draws that it takes, of factors.
     ("estimator", "epsilon"),
     ("estimator", "num_queries"),
-    ("directions", "rank"),
-    ("directions", "lazy_steps"),
+    ("perturbations", "rank"),
+    ("perturbations", "lazy_steps"),
 }
 """Fields that are read elsewhere, and why: what reads them does not decide by them how a step is made."""
 
@@ -100,7 +100,7 @@ def test_what_is_typed_arrives_in_its_field() -> None:
         "batch": 3,
     }
     assert config_of(PlanConfig, typed).set_fields() == {
-        "directions": {"kept": True},
+        "perturbations": {"kept": True},
         "weights": {"dtype": "float16"},
         "split": {"split_points": ("block.1", "block.3.mlp", "block.5")},
         "batch": 3,
@@ -117,7 +117,7 @@ def test_plans_of_version_1_are_read(tmp_path: typing.Any) -> None:
             "placement": Placement(topology="a100-80gb-milan", devices=("gpu0",)),
             "batch": 2,
             "seq": 16,
-            "directions": {"rng": "counter", "kept": True},
+            "perturbations": {"rng": "counter", "kept": True},
             "weights": {"dtype": "float16", "perturbation": "copies"},
             "residency": {"blocks": "offloaded", "transfer_dtype": "float8_e4m3"},
             "schedule": {"update": "delayed"},
@@ -125,7 +125,7 @@ def test_plans_of_version_1_are_read(tmp_path: typing.Any) -> None:
     )
     old = json.loads(plan.model_dump_json())
     old |= {"version": 1}
-    for axis in ("directions", "weights", "schedule", "forward"):
+    for axis in ("perturbations", "weights", "schedule", "forward"):
         del old[axis]
     del old["residency"]["transfer_dtype"]
     old["estimator"] |= {"direction": "gaussian", "rng": "counter", "order": "registration"}

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("topology", "costmodel", "zosim", "executors", "proofs_checks", "studies")
 
 ONE_IDEA = {
-    "Direction": "a direction of one query: what a buffer holds of it, and how it is drawn",
-    "Directions": "the axis: in a plan, and in what it is lowered to",
+    "Perturbation": "a perturbation of one query: what a buffer holds of it, and how it is drawn",
+    "Perturbations": "the axis: in a plan, and in what it is lowered to",
     "Forwards": "the forwards of a step: as they are listed, and as they are done",
 }
 """Names of several classes that are one idea in several layers."""

@@ -38,7 +38,7 @@ def test_slicing_loses_below_the_bound_of_the_page():
 
 
 @pytest.mark.slow
-def test_draws_grow_with_the_directions_whatever_the_ranks():
+def test_draws_grow_with_the_perturbations_whatever_the_ranks():
     samples = {
         words: dict(perturbed(*words).prediction.seconds_by_label)["sample"]
         for words in ((1, 1), (1, 2), (2, 2), (2, 4), (4, 4))
@@ -46,7 +46,7 @@ def test_draws_grow_with_the_directions_whatever_the_ranks():
     assert samples[1, 2] == pytest.approx(samples[1, 1], rel=1e-6)
     assert samples[2, 4] == pytest.approx(samples[2, 2], rel=1e-6)
     assert samples[4, 4] == pytest.approx(2 * samples[2, 4], rel=0.01)
-    # One direction alone is still there where the head's turn ends, and need not be drawn again for the update.
+    # One perturbation alone is still there where the head's turn ends, and need not be drawn again for the update.
     assert 2 * samples[1, 1] < samples[2, 2] < 3 * samples[1, 1]
 
 

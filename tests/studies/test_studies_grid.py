@@ -17,7 +17,7 @@ from zosim.applications.closed_form import step_time_bound
 from zosim.hardware.machine import Machine
 from zosim.hardware.profiles import profile_for
 from zosim.lowering import lower
-from zosim.plans import Directions, Estimator, Placement, Plan, Residency, Schedule, Weights
+from zosim.plans import Estimator, Perturbations, Placement, Plan, Residency, Schedule, Weights
 
 TOPOLOGY = load_preset("dgx-1v")
 MACHINE = Machine.from_topology(
@@ -61,7 +61,7 @@ def assert_equal_everywhere(whole, machine, batches, seqs, factors):
         OFFLOADED,
         OFFLOADED | {"residency": Residency(blocks="offloaded", num_staging_buffers=1)},
         OFFLOADED | {"residency": Residency(blocks="offloaded", overlap=False)},
-        OFFLOADED | {"estimator": Estimator(num_queries=2), "directions": Directions(rng="counter")},
+        OFFLOADED | {"estimator": Estimator(num_queries=2), "perturbations": Perturbations(rng="counter")},
     ],
 )
 def test_every_point_equals_its_closed_form(axes):

@@ -1,4 +1,4 @@
-"""Estimates along rounded directions are on average what their moments say, and what is planted shows."""
+"""Estimates along rounded perturbations are on average what their moments say, and what is planted shows."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_two_roundings_pay_for_what_they_mend(measured):
 def test_one_seed_for_both_roundings_is_the_first_estimator(monkeypatch):
     """What QuZO warns of: the second rounding is then the first."""
 
-    def same(values, direction, _generator):
-        return rounded(values, direction, torch.Generator().manual_seed(0))
+    def same(values, perturbation, _generator):
+        return rounded(values, perturbation, torch.Generator().manual_seed(0))
 
     monkeypatch.setattr(estimators, "rounded", same)
     first, second, _ = estimates(1000, bits=(3,), grids=("wide",))
@@ -56,7 +56,7 @@ def test_every_kind_of_training_takes_steps(tmp_path):
     from studies.records import records_in
 
     out = tmp_path / "rows.csv"
-    names = "bfloat16;int4;fp8;int4, first order;int4, sparse, directions of 2 bits, q-rge2;int8, sparse, 5 queries"
+    names = "bfloat16;int4;fp8;int4, first order;int4, sparse, perturbations of 2 bits, q-rge2;int8, sparse, 5 queries"
     for _ in range(2):  # what is there is not run again
         main(steps=2, cases=names, seeds="0", evaluated=4, out=out)
     rows = records_in(out, TrainingRow)

@@ -103,7 +103,7 @@ def test_hours_are_those_of_twenty_thousand_steps():
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
-def test_moments_of_directions_are_those_of_their_formulas(rank):
+def test_moments_of_perturbations_are_those_of_their_formulas(rank):
     import torch
 
     from studies.zoinfer.ranks import moments_said, sampled_moments
@@ -126,7 +126,7 @@ def loss_in_the_logits_dtype(logits, labels, **_):
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def test_the_loop_goes_along_the_runtimes_directions():
+def test_the_loop_goes_along_the_runtimes_perturbations():
     import copy
 
     import torch
@@ -140,8 +140,8 @@ def test_the_loop_goes_along_the_runtimes_directions():
     attach(model, "linears")
     loop = PlainLoop(copy.deepcopy(model), 2, 3, 1e-2, 1e-3)
     loop.model.loss_function = loss_in_the_logits_dtype
-    directions = {"distribution": "lozo", "rank": 2, "lazy_steps": 3}
-    plan = plan_of(model, dtype="float64", directions=directions, weights={"perturbation": "adapters"})
+    perturbations = {"distribution": "lozo", "rank": 2, "lazy_steps": 3}
+    plan = plan_of(model, dtype="float64", perturbations=perturbations, weights={"perturbation": "adapters"})
     with Session(plan, model, learning_rate=1e-2, loss_dtype="fp64") as session:
         for number, batch in enumerate(batches(5)):
             g = loop.step(number, batch, 7 * number)

@@ -14,7 +14,7 @@ FRESH = {
     "residency": {"blocks": "offloaded", "reuse_staging_buffers": False},
     "schedule": {"update": "delayed"},
 }
-AHEAD = {"directions": {"sampled_ahead": True}}
+AHEAD = {"perturbations": {"sampled_ahead": True}}
 SHARED = {"residency": {"blocks": "offloaded", "transfers": "shared"}, "schedule": {"update": "delayed"}}
 SLICED = {"residency": {"blocks": "offloaded", "transfers": "sliced"}, "schedule": {"update": "delayed"}}
 PERTP, DDP = {"perturb": 2}, {"data": 2}
@@ -26,18 +26,18 @@ PAIRS = {
     "pertp-sliced": {"mesh": PERTP, "model": "opt-untied", **SLICED},
     "pertp-windows": {"mesh": PERTP, "lora": LAZY_LORA, "weights": {"perturbation": "adapters"}},
     "ddp-int4-sliced": {"mesh": DDP, "low_bits": {"weights": "int4", "estimator": "q-rge2"}, **SLICED},
-    "ddp-shared": {"mesh": DDP, "directions": COUNTER, **SHARED},
+    "ddp-shared": {"mesh": DDP, "perturbations": COUNTER, **SHARED},
     "ddp-unequal": {"mesh": DDP, "batch": 5, **SLICED},
 }
 """By how two processes meet: losses alone, parts of blocks, memory of the host; the rest of a step is the matrix's."""
 
 FOURS = {
-    "2d-data-inner": {"mesh": {"data": 2, "perturb": 2, "inner": "data"}, "directions": COUNTER, **SHARED},
+    "2d-data-inner": {"mesh": {"data": 2, "perturb": 2, "inner": "data"}, "perturbations": COUNTER, **SHARED},
     "2d-two-hosts": {"mesh": {"data": 2, "perturb": 2}, "hosts": ("a", "a", "b", "b"), **SLICED},
     "queries-forward-unequal": {
         "mesh": {"perturb": 4},
         "estimator": {"num_queries": 4, "difference": "forward"},
-        "directions": {"rng": "counter"},
+        "perturbations": {"rng": "counter"},
     },
     "queries-copies-unequal": {
         "mesh": {"perturb": 4},

@@ -26,7 +26,7 @@ import torch
 from costmodel.models.configs import LoRA, Prefix, Subset, spec_of_config
 from executors.models.quantised import make_layers_quantizable
 from executors.randomness.counter import CounterKey, CounterSampler
-from executors.randomness.directions import direction_named
+from executors.randomness.samplers import sampler_named
 from executors.ranks.communicator import Communicator
 from executors.runs.adapters import Tuned, attach
 from executors.runs.checkpoint import newest_checkpoint, save_checkpoint
@@ -43,7 +43,7 @@ from tests.support.reference_lozo import LiteralLozo
 from tests.support.reference_mezo import CachedPrefix, LiteralMezo, bits, execution_order, prefix_parts
 from tests.support.tiny import CONFIGS, batches, model_of
 from topology.errors import PlanError, ZosimError
-from zosim.plans import AXES, Axis, Directions, Plan, fields_of, is_decisive
+from zosim.plans import AXES, Axis, Perturbations, Plan, fields_of, is_decisive
 
 NUM_STEPS, INTERRUPTED_AFTER = 3, 2
 """Steps of a run; those after which it flushes and has a checkpoint, and the log of one that was interrupted ends."""
@@ -67,10 +67,10 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
     "low_bits.weights": ("int8", "int4", "int3", "float8_e4m3", "float4_e2m1"),
     "low_bits.group_elements": (16,),
     "low_bits.adapters": ("int8", "int4", "float8_e4m3"),
-    "low_bits.direction_bits": (3,),
+    "low_bits.perturbation_bits": (3,),
     "low_bits.sparsity": (0.5,),
-    "directions.rank": (1, 3),
-    "directions.lazy_steps": (1, 3),
+    "perturbations.rank": (1, 3),
+    "perturbations.lazy_steps": (1, 3),
     "forward.loss_chunk_tokens": (5,),
     "forward.compute_dtype": ("bfloat16",),
     "run.accumulate": (2,),
@@ -115,9 +115,9 @@ NEEDS: dict[str, dict[str, Any]] = {
     "split.residual_codec": {"split.split_points": ("block.0",)},
     "residency.transfers": _OFFLOADED | {"mesh.data": 2},
     "residency.edges": _OFFLOADED | {"shape": "opt-untied"},
-    "weights.perturbation=adapters": {"directions.distribution": "lozo", "tuned": "linears"},
-    "directions.rank": {"directions.distribution": "lozo"},
-    "directions.lazy_steps": {"directions.distribution": "lozo"},
+    "weights.perturbation=adapters": {"perturbations.distribution": "lozo", "tuned": "linears"},
+    "perturbations.rank": {"perturbations.distribution": "lozo"},
+    "perturbations.lazy_steps": {"perturbations.distribution": "lozo"},
     "low_bits.scales=group": _CODES | {"low_bits.group_elements": 16, "shape": "opt-untied"},
     "low_bits.group_elements": _CODES | {"low_bits.scales": "group", "shape": "opt-untied"},
     "low_bits.adapters": _CODES | {"tuned": "lora"},
@@ -131,7 +131,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 REMEDIES: tuple[dict[str, Any], ...] = (
     {},
     {"estimator.num_queries": 2},
-    {"directions.kept": True},
+    {"perturbations.kept": True},
     {"shape": "opt-untied"},
     {"tuned": "windows"},
 )
@@ -254,7 +254,9 @@ class Case:
         plan, settings = self.plan(), dict(self.stated)
         rounds = {"transfers_round": plan.is_transfer_lossy, "codecs_round": plan.split.is_lossy}
         kept = (
-            {"split.split_points"} if plan.directions.samples_by_halves and plan.model.split_blocks else set()
+            {"split.split_points"}
+            if plan.perturbations.samples_by_halves and plan.model.split_blocks
+            else set()
         )
         for axis, kind in AXES.items():
             for field in fields_of(kind).values():
@@ -400,7 +402,13 @@ APART = (
     ("mesh.", ("shape", "forward.attention", "learning_rate.", "estimator.epsilon", "run.weight_decay")),
     (
         "shape",
-        ("directions.distribution", "directions.rank", "directions.lazy_steps", "directions.rng", "run."),
+        (
+            "perturbations.distribution",
+            "perturbations.rank",
+            "perturbations.lazy_steps",
+            "perturbations.rng",
+            "run.",
+        ),
     ),
     ("shape", ("estimator.", "weights.", "learning_rate.", "forward.")),
 )
@@ -675,9 +683,9 @@ def wanted(plain: Case, folder: Path) -> Found:
 # -- the literal loops ------------------------------------------------------------------------------------------------
 
 LITERAL = {
-    "directions.distribution": ("gaussian", "rademacher"),
-    "directions.rank": (None,),
-    "directions.lazy_steps": (None,),
+    "perturbations.distribution": ("gaussian", "rademacher"),
+    "perturbations.rank": (None,),
+    "perturbations.lazy_steps": (None,),
     "forward.compute_dtype": (None,),
     "forward.loss_chunk_tokens": (None,),
     "run.loss_dtype": ("model",),
@@ -692,24 +700,24 @@ LITERAL = {
 """Values of settings that a literal loop is written for; of others all are."""
 
 FACTORS = {
-    "directions.distribution": ("lozo", "factorised", "lozo-released"),
-    "directions.rank": (None, *EXAMPLES["directions.rank"]),
-    "directions.lazy_steps": (None, *EXAMPLES["directions.lazy_steps"]),
-    "directions.rng": ("mezo",),
-    "directions.order": ("registration",),
+    "perturbations.distribution": ("lozo", "factorised", "lozo-released"),
+    "perturbations.rank": (None, *EXAMPLES["perturbations.rank"]),
+    "perturbations.lazy_steps": (None, *EXAMPLES["perturbations.lazy_steps"]),
+    "perturbations.rng": ("mezo",),
+    "perturbations.order": ("registration",),
     "estimator.num_queries": (1,),
     "estimator.difference": ("central",),
     "weights.perturbation": ("serial",),
 }
-"""Of these, those that it is written for where directions are products of factors."""
+"""Of these, those that it is written for where perturbations are products of factors."""
 
 
 def is_literal(case: Case) -> bool:
     """Whether a literal loop does what a plain case does."""
-    factored = case["directions.distribution"] in FACTORS["directions.distribution"]
+    factored = case["perturbations.distribution"] in FACTORS["perturbations.distribution"]
     wanted = LITERAL | (FACTORS if factored else {})
     return all(case[name] in known for name, known in wanted.items()) and not (
-        case.plan().directions.samples_by_halves and case.plan().model.split_blocks
+        case.plan().perturbations.samples_by_halves and case.plan().model.split_blocks
     )
 
 
@@ -745,27 +753,27 @@ def literal(case: Case) -> Found | None:
 
 
 def _loop(case: Case, plan: Plan, reference: torch.nn.Module) -> LiteralMezo | LiteralLozo:
-    directions, decay = plan.directions, case["run.weight_decay"]
+    perturbations, decay = plan.perturbations, case["run.weight_decay"]
     loss = partial(_loss_of_parts, reference, case["run.accumulate"])
-    if directions.family.is_factored:
+    if perturbations.family.is_factored:
         return LiteralLozo(
             reference,
             epsilon=plan.estimator.epsilon,
             weight_decay=decay,
-            rank=directions.rank,
-            lazy_steps=directions.lazy_steps,
-            scaling=directions.distribution.removeprefix("lozo-"),
+            rank=perturbations.rank,
+            lazy_steps=perturbations.lazy_steps,
+            scaling=perturbations.distribution.removeprefix("lozo-"),
             loss=loss,
         )
     return LiteralMezo(
         reference,
         epsilon=plan.estimator.epsilon,
         weight_decay=decay,
-        sampling_order=execution_order if directions.order == "execution" else None,
+        sampling_order=execution_order if perturbations.order == "execution" else None,
         loss=loss,
         central=plan.estimator.difference == "central",
         weights=plan.weights.perturbation,
-        sample=_other_sampler(directions, reference),
+        sample=_other_sampler(perturbations, reference),
     )
 
 
@@ -785,11 +793,11 @@ def _loss_of_parts(model: torch.nn.Module, num_parts: int, batch: dict[str, torc
     return sum(losses) / sum(counts)
 
 
-def _other_sampler(directions: Directions, model: torch.nn.Module) -> Any:
-    """Return how directions are drawn that are not torch's normals; the numbers are the executor's, which has tests of its own."""
-    if directions.distribution == "gaussian" and not directions.is_keyed:
+def _other_sampler(perturbations: Perturbations, model: torch.nn.Module) -> Any:
+    """Return how perturbations are drawn that are not torch's normals; the numbers are the executor's, which has tests of its own."""
+    if perturbations.distribution == "gaussian" and not perturbations.is_keyed:
         return None
-    kind = direction_named(directions.distribution)
+    kind = sampler_named(perturbations.distribution)
     keyed = CounterSampler([p.numel() for p in model.parameters() if p.requires_grad], torch.device("cpu"))
 
     def sample(seed: int, step: int, query: int) -> Any:
@@ -798,7 +806,7 @@ def _other_sampler(directions: Directions, model: torch.nn.Module) -> Any:
 
         def of(parameter: torch.Tensor, number: int) -> torch.Tensor:
             z = torch.empty(parameter.numel(), dtype=parameter.dtype)
-            if directions.is_keyed:
+            if perturbations.is_keyed:
                 keyed.fill(z, number, 0, key, kind)
             else:
                 kind.fill(z, generator)

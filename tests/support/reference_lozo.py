@@ -21,7 +21,7 @@ class LiteralLozo:
         self.rights = {}
         self.num_steps = 0
 
-    def _directions(self, seed, *, for_update=False):
+    def _perturbations(self, seed, *, for_update=False):
         torch.manual_seed(seed)
         opens = self.num_steps % self.lazy_steps == 0
         for name, p in self.named:
@@ -39,7 +39,7 @@ class LiteralLozo:
             )
 
     def _perturb(self, seed, scale):
-        for _, p, z, _ in self._directions(seed):
+        for _, p, z, _ in self._perturbations(seed):
             p.data = p.data + (scale * z) * self.epsilon
 
     @torch.no_grad()
@@ -51,7 +51,7 @@ class LiteralLozo:
         minus = self.loss(batch)
         self._perturb(seed, 1)
         g = ((plus - minus) / (2 * self.epsilon)).item()
-        for name, p, z, divisor in self._directions(seed, for_update=True):
+        for name, p, z, divisor in self._perturbations(seed, for_update=True):
             step = (g / divisor) * z
             if "bias" not in name and "layer_norm" not in name and "layernorm" not in name:
                 step = step + self.weight_decay * p.data

@@ -15,8 +15,8 @@ CACHE = "cache" if "cache" in inspect.signature(OPTForCausalLM.forward).paramete
 class LiteralMezo:
     """The loop: perturb all parameters, run the whole model, three times over, then update.
 
-    ``sampling_order`` gives the order in which directions are drawn; registration order by default. With ``weights="copies"`` every
-    point is made of the unperturbed parameters, in tensors of its own, which are thrown away. ``sample`` makes other directions
+    ``sampling_order`` gives the order in which perturbations are drawn; registration order by default. With ``weights="copies"`` every
+    point is made of the unperturbed parameters, in tensors of its own, which are thrown away. ``sample`` makes other perturbations
     than normals: given seed, step and query, it returns a function of a parameter and its number.
     """
 

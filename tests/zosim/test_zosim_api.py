@@ -101,7 +101,7 @@ def test_planning_from_python_is_the_command(tmp_path: Path) -> None:
         "dtype": "float16",
         "method": "zo2",
         "staging_buffers": 2,
-        "keep_directions": True,
+        "keep_perturbations": True,
     }
     decision = zosim.plan("opt-125m", "a100-80gb-milan", max_device_memory="4GiB", **options)
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -132,7 +132,13 @@ def test_what_is_tuned_beside_a_model_is_planned_as_it_is_run() -> None:
 
 def test_facts_of_a_batch_count_where_a_packed_forward_saves_by_them() -> None:
     """That a plan knows nothing of the data is told."""
-    options = {"hardware": "a100-80gb-milan", "batch": 16, "seq": 128, "tune": "linears", "direction": "lozo"}
+    options = {
+        "hardware": "a100-80gb-milan",
+        "batch": 16,
+        "seq": 128,
+        "tune": "linears",
+        "distribution": "lozo",
+    }
     for weights in ("adapters", "serial"):
         decision = zosim.plan("opt-125m", **options, weights=weights)
         untold = decision.plan
@@ -182,7 +188,7 @@ def test_what_is_quoted_stays_as_it_is() -> None:
 
 def test_what_no_stage_can_do_is_planned_without_stages() -> None:
     """Points as adapters do not go with split points, and the machine has two devices."""
-    asked = {"batch": 2, "seq": 32, "weights": "adapters", "direction": "lozo", "tune": "linears"}
+    asked = {"batch": 2, "seq": 32, "weights": "adapters", "distribution": "lozo", "tune": "linears"}
     assert zosim.plan("opt-125m", "rtx4090-2x", **asked).plan.mesh.stage == 1
     with pytest.raises(zosim.ZosimError, match="does not go with split points"):
         zosim.plan("opt-125m", "rtx4090-2x", mesh="stage=2", **asked)

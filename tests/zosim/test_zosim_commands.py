@@ -50,7 +50,7 @@ def test_plan_as_json_is_one_document() -> None:
 def test_copies_of_weights_are_planned_with_their_memory(tmp_path: Path) -> None:
     call(*PLAN, "--method", "zo2", "--weights", "copies", "--no-sample-ahead", "-o", tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
-    assert (plan.weights.perturbation, plan.directions.sampled_ahead) == ("copies", False)
+    assert (plan.weights.perturbation, plan.perturbations.sampled_ahead) == ("copies", False)
     call("lower", tmp_path / "plan.json", "-o", tmp_path / "program.json")
     (copy,) = [b for b in Program.load(tmp_path / "program.json").buffers if b.role == "copies"]
     largest = max(group.num_trainable for group in plan.model.param_groups) * 2  # bytes of a float16
@@ -66,26 +66,28 @@ def test_copies_are_chosen_only_where_they_are_asked_for_and_never_slow_a_step()
     assert copies["prediction"]["step_time_s"] <= serial["prediction"]["step_time_s"]
 
 
-def test_directions_are_kept_where_that_is_asked_for_and_fits() -> None:
+def test_perturbations_are_kept_where_that_is_asked_for_and_fits() -> None:
     kept, again = (
         json.loads(call(*PLAN, "--method", "mezo", *options, "--json").stdout)
-        for options in (["--keep-directions"], [])
+        for options in (["--keep-perturbations"], [])
     )
     plans = [Plan.model_validate(found["plan"]) for found in (kept, again)]
-    assert [plan.directions.kept for plan in plans] == [True, False]
-    assert all(text.startswith("mezo, sweep, directions kept") for text in kept["reasons"][:1])
+    assert [plan.perturbations.kept for plan in plans] == [True, False]
+    assert all(text.startswith("mezo, sweep, perturbations kept") for text in kept["reasons"][:1])
     trainable = 2 * sum(group.num_trainable for group in plans[0].model.param_groups)  # bytes of a float16
     sizes = [
         sum(
-            part["size_bytes"] for part in found["prediction"]["memory_parts"] if part["name"] == "directions"
+            part["size_bytes"]
+            for part in found["prediction"]["memory_parts"]
+            if part["name"] == "perturbations"
         )
         for found in (kept, again)
     ]
     assert sizes[1] < 0.5 * trainable < trainable <= sizes[0] < 1.01 * trainable
     assert kept["prediction"]["step_time_s"] < again["prediction"]["step_time_s"]
     limit = ["--max-device-memory", f"{(kept['prediction']['device_bytes'] - trainable // 8) // 2**20}MiB"]
-    error = call(*PLAN, "--method", "mezo", "--keep-directions", *limit, fails=True).stderr
-    assert "directions" in error
+    error = call(*PLAN, "--method", "mezo", "--keep-perturbations", *limit, fails=True).stderr
+    assert "perturbations" in error
     call(*PLAN, "--method", "mezo", *limit)
 
 

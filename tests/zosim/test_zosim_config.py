@@ -23,14 +23,16 @@ def plan(**fields: object) -> Plan:
 
 
 def test_only_what_is_set_is_laid_over() -> None:
-    file = config_of(PlanConfig, {"batch": 4, "staging_buffers": 2, "direction": "lozo", "direction_rank": 3})
+    file = config_of(
+        PlanConfig, {"batch": 4, "staging_buffers": 2, "distribution": "lozo", "perturbation_rank": 3}
+    )
     typed = config_of(PlanConfig, {"staging_buffers": 3, "eps": 1e-2, "seq": None})
     merged = merge(file, typed)
     assert merged.set_fields() == {
         "batch": 4,
         "estimator": {"epsilon": 1e-2},
         "residency": {"num_staging_buffers": 3},
-        "directions": {"distribution": "lozo", "rank": 3},
+        "perturbations": {"distribution": "lozo", "rank": 3},
     }
     assert (merged.given("seq"), merged.residency.blocks) == (None, "resident")
     assert merge(merged, PlanConfig()) == merged == merge(PlanConfig(), merged)

@@ -13,10 +13,10 @@ from costmodel import LoRA, Work, read_model_spec
 from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS, JUMP_WORDS
 from topology.errors import Hazard, PlanError, ProgramError
 from zosim.lowering import lower
-from zosim.lowering.directions import passing_work
-from zosim.plans import Directions, Estimator, ForwardPass, Placement, Plan, Residency, Schedule, Weights
+from zosim.lowering.perturbations import passing_work
+from zosim.plans import Estimator, ForwardPass, Perturbations, Placement, Plan, Residency, Schedule, Weights
 from zosim.program import Program
-from zosim.program.contents import Direction
+from zosim.program.contents import Perturbation
 from zosim.program.instructions import Instruction, Stream
 from zosim.program.operations import Forward, Sample, Update
 from zosim.program.step_graph import StepGraph
@@ -53,7 +53,7 @@ def plans(draw: st.DrawFn) -> Plan:
         estimator=Estimator(
             difference=draw(st.sampled_from(["central", "forward"])), num_queries=draw(st.integers(1, 3))
         ),
-        directions=Directions(
+        perturbations=Perturbations(
             distribution=draw(st.sampled_from(["gaussian", "rademacher"])),
             rng=draw(st.sampled_from(["mezo", "counter"])),
             order=draw(st.sampled_from(["registration", "execution"])),
@@ -106,9 +106,9 @@ def test_the_reference_sweep_draws_four_times_and_blockwise_twice() -> None:
     assert samples_per_group(plan_of()) == {2}
     assert samples_per_group(zo2()) == {2}
     assert samples_per_group(
-        plan_of(directions=Directions(kept=True), schedule=Schedule(traversal="sweep"))
+        plan_of(perturbations=Perturbations(kept=True), schedule=Schedule(traversal="sweep"))
     ) == {1}
-    assert samples_per_group(plan_of(directions=Directions(kept=True))) == {1}
+    assert samples_per_group(plan_of(perturbations=Perturbations(kept=True))) == {1}
 
 
 @pytest.mark.parametrize("num_staging_buffers", [1, 2, 3, 5])
@@ -189,13 +189,13 @@ def test_an_update_that_is_never_flushed_is_refused() -> None:
         validate(replace(lower(zo2()), flush=()))
 
 
-def test_signs_that_see_different_directions_are_refused() -> None:
+def test_signs_that_see_different_perturbations_are_refused() -> None:
     program = lower(plan_of(estimator=Estimator(num_queries=2)))
     edited = tuple(
         replace(
             i,
             reads=tuple(
-                replace(a, what=Direction("block.2", 1)) if isinstance(a.what, Direction) else a
+                replace(a, what=Perturbation("block.2", 1)) if isinstance(a.what, Perturbation) else a
                 for a in i.reads
             ),
         )
@@ -209,8 +209,8 @@ def test_signs_that_see_different_directions_are_refused() -> None:
 
 def test_a_range_outside_its_buffer_is_refused() -> None:
     program = lower(plan_of())
-    small = tuple(replace(b, size_bytes=8) if b.name == "directions" else b for b in program.buffers)
-    with pytest.raises(ProgramError, match=r"directions, which has 8"):
+    small = tuple(replace(b, size_bytes=8) if b.name == "perturbations" else b for b in program.buffers)
+    with pytest.raises(ProgramError, match=r"perturbations, which has 8"):
         validate(replace(program, buffers=small))
 
 
@@ -223,7 +223,7 @@ def test_an_unknown_dependency_is_refused() -> None:
 
 
 def test_draws_ahead_leave_the_compute_stream() -> None:
-    program = lower(plan_of(directions=Directions(sampled_ahead=True)))
+    program = lower(plan_of(perturbations=Perturbations(sampled_ahead=True)))
     assert {i.stream for i in program.step if isinstance(i.op, Sample)} == {Stream.SAMPLE}
 
 
@@ -264,7 +264,7 @@ def test_draws_say_who_makes_how_many_numbers():
     def works(**axes):
         return {i.id: i.work for i in lower(plan_of(**axes)).step if isinstance(i.op, Sample)}
 
-    sequential, counted = works(), works(directions=Directions(rng="counter"))
+    sequential, counted = works(), works(perturbations=Perturbations(rng="counter"))
     first, norm = sequential["block.0/sample[q0]"], sequential["head/sample[q0]"]
     again = next(
         work for name, work in sequential.items() if name.startswith("block.0/") and name.endswith(":update")
@@ -284,17 +284,17 @@ def test_draws_say_who_makes_how_many_numbers():
     assert counted_rows.num_seeds <= counted_rows.num_kernels == rows.num_kept_rows
     assert counted["block.0/sample[q0]"].num_seeds >= first.num_normals / COUNTER_BLOCK_ELEMENTS
     assert first.num_split_sequences == 1 > again.num_split_sequences == first.num_seeds
-    signs = works(directions=Directions(distribution="rademacher", rng="counter"))
+    signs = works(perturbations=Perturbations(distribution="rademacher", rng="counter"))
     assert all(work.num_shared_normals == 0 for work in signs.values())
 
 
 def test_a_skip_of_many_numbers_is_one_jump_and_past_few_or_signs_none():
-    axes = Directions(), Directions(distribution="rademacher"), Directions(rng="counter")
-    far, signs, counted = (passing_work(JUMP_WORDS, directions, "float32") for directions in axes)
+    axes = Perturbations(), Perturbations(distribution="rademacher"), Perturbations(rng="counter")
+    far, signs, counted = (passing_work(JUMP_WORDS, perturbations, "float32") for perturbations in axes)
     assert (far.num_jumps, far.num_jumped, far.num_skipped) == (1, JUMP_WORDS, JUMP_WORDS)
     assert (signs.num_jumps, signs.num_skipped) == (0, JUMP_WORDS)
     assert counted == Work()
-    near = passing_work(JUMP_WORDS - 1, Directions(), "float32")
+    near = passing_work(JUMP_WORDS - 1, Perturbations(), "float32")
     assert (near.num_jumps, near.num_jumped, near.num_skipped) == (0, 0, JUMP_WORDS - 1)
 
 
@@ -318,7 +318,7 @@ def test_packed_batches_count_what_they_compute() -> None:
                 "batch": 8,
                 "seq": 32,
                 "weights": {"perturbation": "adapters"},
-                "directions": {"distribution": "lozo"},
+                "perturbations": {"distribution": "lozo"},
                 "forward": forward,
             }
         )

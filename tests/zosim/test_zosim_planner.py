@@ -46,7 +46,7 @@ def weights_of(asked: Request) -> dict[tuple[str, bool], float]:
     found: dict[tuple[str, bool], float] = {}
     for candidate in (decision.chosen, *decision.others):
         plan = candidate.plan
-        found.setdefault((plan.weights.perturbation, plan.directions.sampled_ahead), candidate.seconds)
+        found.setdefault((plan.weights.perturbation, plan.perturbations.sampled_ahead), candidate.seconds)
     return found
 
 

@@ -22,7 +22,7 @@ from tests.support.builders import (
 )
 from topology.errors import ProgramError
 from zosim.hardware.machine import Machine
-from zosim.program.contents import Direction, ParamGroupWeights
+from zosim.program.contents import ParamGroupWeights, Perturbation
 from zosim.program.instructions import Access, Buffer, Dependency, Space, Stream
 from zosim.program.operations import Allocate, Copy, Free
 from zosim.program.step_graph import Place, StepGraph
@@ -264,10 +264,10 @@ def _memory_program():
     buffers = [
         Buffer("w", Space.DEVICE, 100, "weights", "float32"),
         Buffer("h", Space.HOST, 50, "weights", "float32"),
-        Buffer("z", Space.DEVICE, 30, "directions", "float32", dynamic=True),
+        Buffer("z", Space.DEVICE, 30, "perturbations", "float32", dynamic=True),
         Buffer("staging", Space.DEVICE, 7, "staging buffers", "float32"),
     ]
-    z = Access("z", Direction("block.0", 0), 0, 30)
+    z = Access("z", Perturbation("block.0", 0), 0, 30)
     step = [
         instruction("take", "compute", 1.0, op=Allocate("staging")),
         instruction("sample", "compute", 1.0, writes=(z,)),
@@ -283,7 +283,7 @@ def test_memory_is_taken_at_the_first_use_and_given_back_after_the_last():
     assert curve == [(0.0, 107), (1.0, 137), (2.0, 148), (3.0, 107), (4.0, 100)]
     peak = timeline.peak_memory(Space.DEVICE)
     assert (peak.size_bytes, peak.time_s) == (148, 2.0)
-    assert peak.parts == {"weights": 100, "directions": 30, "workspace": 11, "staging buffers": 7}
+    assert peak.parts == {"weights": 100, "perturbations": 30, "workspace": 11, "staging buffers": 7}
     assert timeline.peak_memory(Space.HOST).parts == {"weights": 50}
 
 

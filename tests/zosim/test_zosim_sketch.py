@@ -18,7 +18,7 @@ from zosim.hardware.profiles import profile_for
 from zosim.lowering import lower, lower_all
 from zosim.planning.footprint import footprint
 from zosim.planning.sketch import Sketcher
-from zosim.plans import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule, Weights
+from zosim.plans import Estimator, Mesh, Perturbations, Placement, Plan, Residency, Schedule, Weights
 from zosim.simulators.lockstep import steady_step_s
 from zosim.simulators.world import World
 
@@ -42,7 +42,7 @@ def plan(model: ModelSpec, residency: Residency, **axes: object) -> Plan:
 
 def points() -> Iterator[dict[str, Any]]:
     offloaded, delayed = Residency(blocks="offloaded"), Schedule(update="delayed")
-    ahead, kept = Directions(sampled_ahead=True), Directions(kept=True)
+    ahead, kept = Perturbations(sampled_ahead=True), Perturbations(kept=True)
     sweep, copies = Schedule(traversal="sweep"), Weights(dtype="float16", perturbation="copies")
     for update in ("immediate", "delayed"):
         schedule = Schedule(update=update)
@@ -55,14 +55,14 @@ def points() -> Iterator[dict[str, Any]]:
     yield {"residency": Residency(), "schedule": sweep}
     yield {"residency": Residency(blocks="offloaded", overlap=False), "schedule": delayed}
     yield {"residency": Residency(blocks="offloaded", reuse_staging_buffers=False), "schedule": delayed}
-    yield {"residency": offloaded, "schedule": delayed, "directions": ahead}
-    yield {"residency": Residency(), "directions": kept}
-    for directions in (Directions(), ahead):
-        yield {"residency": Residency(), "weights": copies, "directions": directions}
-        yield {"residency": Residency(), "weights": copies, "directions": directions, "schedule": sweep}
-        yield {"residency": offloaded, "weights": copies, "directions": directions, "schedule": delayed}
-    yield {"residency": offloaded, "schedule": delayed, "directions": kept}
-    yield {"residency": Residency(), "schedule": sweep, "directions": kept}
+    yield {"residency": offloaded, "schedule": delayed, "perturbations": ahead}
+    yield {"residency": Residency(), "perturbations": kept}
+    for perturbations in (Perturbations(), ahead):
+        yield {"residency": Residency(), "weights": copies, "perturbations": perturbations}
+        yield {"residency": Residency(), "weights": copies, "perturbations": perturbations, "schedule": sweep}
+        yield {"residency": offloaded, "weights": copies, "perturbations": perturbations, "schedule": delayed}
+    yield {"residency": offloaded, "schedule": delayed, "perturbations": kept}
+    yield {"residency": Residency(), "schedule": sweep, "perturbations": kept}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_a_sketch_bounds_the_closed_form_and_knows_the_memory(
     # Equal but for the dependencies between distant visits that a sketch leaves out: draws and copies ahead of their turn.
     share = (
         (0.5 if whole.weights.perturbation == "copies" else 0.8)
-        if whole.directions.sampled_ahead
+        if whole.perturbations.sampled_ahead
         else 1 - 1e-9
     )
     assert share * closed_s <= made.period_s <= closed_s * (1 + 1e-9)

@@ -12,11 +12,11 @@ from topology.errors import PlanError
 from zosim.planning.planner import Request, choose
 from zosim.planning.split_options import split_options_of
 from zosim.planning.staging import staged_plans
-from zosim.plans import Directions, Estimator, Plan, Split, Weights
+from zosim.plans import Estimator, Perturbations, Plan, Split, Weights
 
 HALF = Weights(dtype="float16")
 SINGLE = Weights()
-COUNTER = {"estimator": Estimator(num_queries=4), "directions": Directions(rng="counter")}
+COUNTER = {"estimator": Estimator(num_queries=4), "perturbations": Perturbations(rng="counter")}
 
 
 def request(hardware: str, model: str = "opt-125m", *, codec: str = "none", **fields) -> Request:
@@ -60,7 +60,7 @@ def test_bounds_of_pipelines_hold_and_are_close(hardware: str, rng: str) -> None
     asked = request(
         hardware,
         estimator=Estimator(num_queries=2),
-        directions=Directions(rng=rng),
+        perturbations=Perturbations(rng=rng),
         weights=SINGLE,
         max_ranks=4,
     )

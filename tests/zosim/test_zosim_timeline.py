@@ -76,7 +76,7 @@ def test_memory_changes_of_one_instant_count_together():
         MemorySample(0, Space.DEVICE, "weights", 0.0, 100),
         MemorySample(0, Space.DEVICE, "workspace", 1.0, 60),
         # Handed over: what one role gives back at 2 the other takes at 2.
-        MemorySample(0, Space.DEVICE, "directions", 2.0, 50),
+        MemorySample(0, Space.DEVICE, "perturbations", 2.0, 50),
         MemorySample(0, Space.DEVICE, "workspace", 2.0, 0),
         MemorySample(0, Space.HOST, "weights", 0.0, 7),
         MemorySample(1, Space.DEVICE, "weights", 0.0, 999),

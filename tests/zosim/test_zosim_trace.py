@@ -10,7 +10,7 @@ import pytest
 from tests.support.builders import instruction, pipeline, program, simulate_ranks, unshared
 from topology.errors import TimelineError
 from zosim.applications.trace import HOST_THREAD, STREAM_THREADS, chrome_trace, save_trace
-from zosim.program.contents import Direction
+from zosim.program.contents import Perturbation
 from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.simulators.simulate import simulate
 
@@ -100,16 +100,16 @@ def test_every_dependency_between_streams_is_an_arrow_inside_its_spans(trace):
 def test_memory_is_a_counter_per_space():
     buffers = [
         Buffer("w", Space.DEVICE, 100, "weights", "float32"),
-        Buffer("z", Space.DEVICE, 9, "directions", "float32", dynamic=True),
+        Buffer("z", Space.DEVICE, 9, "perturbations", "float32", dynamic=True),
     ]
     step = [
-        instruction("sample", "compute", 1e-3, writes=(Access("z", Direction("block.0", 0), 0, 9),)),
+        instruction("sample", "compute", 1e-3, writes=(Access("z", Perturbation("block.0", 0), 0, 9),)),
         instruction("rest", "compute", 1e-3),
     ]
     counters = of_phase(chrome_trace(simulate(program(step, buffers=buffers), unshared(), num_steps=1)), "C")
     assert [(event["name"], event["ts"], event["args"]) for event in counters] == [
-        ("device memory (bytes)", 0.0, {"directions": 9, "weights": 100}),
-        ("device memory (bytes)", 1000.0, {"directions": 0, "weights": 100}),
+        ("device memory (bytes)", 0.0, {"perturbations": 9, "weights": 100}),
+        ("device memory (bytes)", 1000.0, {"perturbations": 0, "weights": 100}),
     ]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from costmodel import read_model_spec
 from topology.errors import Hazard, PlanError, ProgramError, ZosimError
 from zosim.lowering import lower_all
-from zosim.plans import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule, Split
+from zosim.plans import Estimator, Mesh, Perturbations, Placement, Plan, Residency, Schedule, Split
 from zosim.points import Point
 from zosim.program import Program
 from zosim.program.instructions import Dependency, Instruction
@@ -284,7 +284,7 @@ def test_stages_are_valid_and_send_what_the_paper_counts(
     """``(P + 1)(M - 1)`` activations per step for a forward difference, ``2P(M - 1)`` for a central one."""
     samples = {
         "estimator": Estimator(difference=difference, num_queries=3),
-        "directions": Directions(rng=rng),
+        "perturbations": Perturbations(rng=rng),
     }
     programs = staged(*split_points, traversal=traversal, **samples)
     validate_set(programs)

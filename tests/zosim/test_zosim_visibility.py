@@ -35,7 +35,7 @@ def measured_errors():
 def test_the_rule_is_what_was_measured(split_point, codec):
     epsilons, errors = map(np.array, zip(*sorted(measured_errors()[split_point, codec]), strict=True))
     least = least_epsilon(codec_spec(codec), residual=split_point == "between")
-    # Errors of 16 directions scatter; a factor of two in ε is within that.
+    # Errors of 16 perturbations scatter; a factor of two in ε is within that.
     assert np.all(errors[epsilons >= 2.1 * least] < 1)
     if split_point == "between":
         assert np.all(errors[epsilons <= least / 2.1] > 1)

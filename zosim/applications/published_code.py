@@ -1,10 +1,10 @@
 """What the papers' code does differently from ours, as edits of a program's works.
 
-Both papers' algorithms (ZO2, Algorithms 1 and 3; DistZO2, Algorithm 3) draw a parameter's direction again for every
+Both papers' algorithms (ZO2, Algorithms 1 and 3; DistZO2, Algorithm 3) draw a parameter's perturbation again for every
 pass over it, and pass over parameters as the reference MeZO loop writes it, with a temporary for every product. Our
 lowering draws once per visit and works in place. The instructions stay the same, their works do not:
 
-* every perturbation and every update is ``literal`` and draws its direction itself; an update without weight decay,
+* every perturbation and every update is ``literal`` and draws its perturbation itself; an update without weight decay,
   ``θ - (η g) z``, has one temporary: the factors before z are numbers;
 * of perturbations without a forward between them only one is made: a rank that forwards one sign goes there and back;
 * a table that embedding and head share is perturbed whole at both, not through gathered rows at the first;
@@ -103,7 +103,7 @@ def only(program: Program, *labels: str) -> Program:
 
 
 class _Writer:
-    """Counts works. A direction is drawn where it is used, so the draws themselves become empty."""
+    """Counts works. A perturbation is drawn where it is used, so the draws themselves become empty."""
 
     def __init__(self, plan: Plan, *, decays: bool) -> None:
         self.plan = plan

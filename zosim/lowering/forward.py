@@ -24,8 +24,8 @@ from costmodel.models.forward import forward_work, shared_activation_bytes
 from costmodel.models.model_spec import EMBED, HEAD, ParamGroup
 from costmodel.sweeps import copy_work
 from costmodel.work import Attention, Matmul, Work
-from zosim.lowering.directions import Directions
 from zosim.lowering.mesh import Losses
+from zosim.lowering.perturbations import Perturbations
 from zosim.lowering.rank import AxisWriter, Listing, Rank
 from zosim.lowering.split import Boundaries
 from zosim.lowering.weights import Points
@@ -44,7 +44,7 @@ class Forwards(AxisWriter):
     ----------
     rank, listing
         As of :class:`AxisWriter`.
-    directions : Directions
+    perturbations : Perturbations
     points : Points
     boundaries : Boundaries
     losses : Losses
@@ -54,13 +54,13 @@ class Forwards(AxisWriter):
         self,
         rank: Rank,
         listing: Listing,
-        directions: Directions,
+        perturbations: Perturbations,
         points: Points,
         boundaries: Boundaries,
         losses: Losses,
     ) -> None:
         super().__init__(rank, listing)
-        self._directions = directions
+        self._perturbations = perturbations
         self._points = points
         self._boundaries = boundaries
         self._losses = losses
@@ -124,7 +124,7 @@ class Forwards(AxisWriter):
             # Rows go through what the table itself goes through later in the step: earlier queries leave their rounding,
             # unless they perturb copies.
             first = point.query if self._points.are_copies else 0
-            reads += [self._directions.rows(group, visited) for visited in range(first, point.query + 1)]
+            reads += [self._perturbations.rows(group, visited) for visited in range(first, point.query + 1)]
         reads += self._inputs(segment, point)
         left = self._losses.left_by_head(point) if segment == HEAD else rank.hidden(point, segment)
         taking_part = rank.param_groups if num_new_tokens else rank.model.param_groups_of(segment)
@@ -153,7 +153,7 @@ class Forwards(AxisWriter):
             reads += self._points.weights(group, segment, BASE)
         queries = dict.fromkeys(point.query for point in points if point.is_perturbed)
         tuned = rank.trainable(segment)
-        reads += [self._directions.sampled(group, query) for group in tuned for query in queries]
+        reads += [self._perturbations.sampled(group, query) for group in tuned for query in queries]
         reads += self._inputs(segment)
         left = (
             tuple(map(self._losses.left_by_head, points))
@@ -207,7 +207,7 @@ class Forwards(AxisWriter):
             rank = plan.model.adapter_rank
         else:
             linears = [one for group in tuned for one in group.linears]
-            rank = plan.directions.rank or 0
+            rank = plan.perturbations.rank or 0
         rows = [
             num_kept if num_kept and plan.model.intermediate_size in one else num_tokens for one in linears
         ]
@@ -288,7 +288,7 @@ class Forwards(AxisWriter):
         return once.repeated(num_new_tokens - 1)
 
     def _work(self, segment: str, *, is_beside: bool) -> Work:
-        """Return the work of forwarding `segment` at any point, or of one whose direction is added in products."""
+        """Return the work of forwarding `segment` at any point, or of one whose perturbation is added in products."""
         key = segment, is_beside
         if key not in self._works:
             self._works[key] = self._stored(self._counted(segment), segment, is_beside=is_beside)

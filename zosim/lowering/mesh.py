@@ -2,7 +2,7 @@
 
 Examples
 --------
-Two ranks that share the batch out. Each knows two losses of its own half, at the two signs of one direction; after the exchange
+Two ranks that share the batch out. Each knows two losses of its own half, at the two signs of one perturbation; after the exchange
 both know those of the whole batch, and make the same projected gradient of them:
 
 >>> from costmodel import read_model_spec

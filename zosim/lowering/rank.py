@@ -91,7 +91,7 @@ class Rank:
 
     @cached_property
     def alignment_bytes(self) -> int:
-        """Multiples of this are where the tensors of this rank's parameters and directions start."""
+        """Multiples of this are where the tensors of this rank's parameters and perturbations start."""
         return alignment_of(self.plan)
 
     # -- parameter groups --------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Rank:
     def perturbed_whole(self, segment: str) -> tuple[ParamGroup, ...]:
         """Return the tuned groups of `segment` that a perturbation writes as a whole.
 
-        Others are read through gathered rows (:meth:`gathers`), or their direction is added in products (:meth:`is_beside`).
+        Others are read through gathered rows (:meth:`gathers`), or their perturbation is added in products (:meth:`is_beside`).
         """
         return tuple(
             group
@@ -135,16 +135,16 @@ class Rank:
     def gathers(self, group: ParamGroup, segment: str) -> bool:
         """Whether `segment` reads `group` through gathered rows, because a later segment needs it unperturbed."""
         readers = self.readers(group)
-        # A tied table is perturbed at its last reader. The embedding, which needs few of its rows, adds the direction to those.
+        # A tied table is perturbed at its last reader. The embedding, which needs few of its rows, adds the perturbation to those.
         return not self.is_swept and group.num_trainable > 0 and len(readers) > 1 and segment == readers[0]
 
     @cached_property
     def storage(self) -> DenseStorage:
-        """How parameters are stored, and directions beside them."""
+        """How parameters are stored, and perturbations beside them."""
         return self.plan.storage
 
     def is_beside(self, group: ParamGroup) -> bool:
-        """Whether `group` stays as it is at every point, and forwards add its direction: everything, where points are together."""
+        """Whether `group` stays as it is at every point, and forwards add its perturbation: everything, where points are together."""
         return group.num_trainable > 0 and (self.storage.is_beside(group) or self.is_together)
 
     # -- what several axes look at -----------------------------------------------------------------------------
@@ -156,8 +156,8 @@ class Rank:
 
     @property
     def adds_factors(self) -> bool:
-        """Whether forwards at all points are handed the factors of directions rather than directions of factors."""
-        return self.is_together and self.plan.directions.rank is not None
+        """Whether forwards at all points are handed the factors of perturbations rather than perturbations of factors."""
+        return self.is_together and self.plan.perturbations.rank is not None
 
     @property
     def is_swept(self) -> bool:
@@ -171,8 +171,8 @@ class Rank:
 
     @property
     def distribution(self) -> Distribution:
-        """What directions are drawn from."""
-        return DISTRIBUTIONS[self.plan.directions.distribution]
+        """What perturbations are drawn from."""
+        return DISTRIBUTIONS[self.plan.perturbations.distribution]
 
     def hidden(self, point: Point, segment: str) -> Access:
         """Return the access to the hidden state that `segment` leaves at `point`."""
@@ -214,7 +214,7 @@ class Listing:
         work: Work,
     ) -> None:
         """Add an instruction; a name that stands already is numbered."""
-        # Such as a direction that is drawn twice in a step: edges name instructions, so names are unique.
+        # Such as a perturbation that is drawn twice in a step: edges name instructions, so names are unique.
         count = self._named.get(name, 0) + 1
         self._named[name] = count
         unique = name if count == 1 else f"{name}#{count}"

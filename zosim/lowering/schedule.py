@@ -27,9 +27,9 @@ from collections.abc import Iterator
 from itertools import chain
 
 from costmodel.models.model_spec import ParamGroup
-from zosim.lowering.directions import Directions
 from zosim.lowering.forward import Forwards
 from zosim.lowering.mesh import Losses
+from zosim.lowering.perturbations import Perturbations
 from zosim.lowering.rank import Listing, Rank
 from zosim.lowering.residency import Homes
 from zosim.lowering.split import Boundaries
@@ -49,11 +49,11 @@ class StepWriter:
         common = self._rank, self._listing
         # Each axis asks those that are made before it, none behind.
         self.homes = Homes(*common)
-        self._directions = Directions(*common)
+        self._perturbations = Perturbations(*common)
         self._losses = Losses(*common)
         self._boundaries = Boundaries(*common)
-        self._points = Points(*common, self.homes, self._directions, self._losses)
-        self._forwards = Forwards(*common, self._directions, self._points, self._boundaries, self._losses)
+        self._points = Points(*common, self.homes, self._perturbations, self._losses)
+        self._forwards = Forwards(*common, self._perturbations, self._points, self._boundaries, self._losses)
 
     @property
     def instructions(self) -> list[Instruction]:
@@ -62,7 +62,7 @@ class StepWriter:
 
     def buffers(self) -> tuple[Buffer, ...]:
         """Return every buffer that the rank needs."""
-        axes = (self.homes, self._directions, self._points, self._forwards, self._boundaries, self._losses)
+        axes = (self.homes, self._perturbations, self._points, self._forwards, self._boundaries, self._losses)
         return tuple(chain.from_iterable(axis.buffers() for axis in axes))
 
     def initial(self) -> Iterator[Access]:
@@ -73,7 +73,7 @@ class StepWriter:
         for query in range(self._plan.estimator.num_queries if delayed else 0):
             yield self._losses.gradient(query, -1)
             for group in delayed:
-                yield from self._directions.pending(group, query)
+                yield from self._perturbations.pending(group, query)
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -113,35 +113,35 @@ class StepWriter:
             self.homes.offload(segment, changed=self._points.leaves_changed(segment))
 
     def _together(self) -> None:
-        """Write one forward of each segment at all points, from the factors of every query's direction."""
+        """Write one forward of each segment at all points, from the factors of every query's perturbation."""
         for segment in self._rank.segments:
             self.homes.upload(segment)
             self._pending_updates(segment)
             for query in range(self._plan.estimator.num_queries):
                 for group in self._rank.trainable(segment):
-                    self._directions.sample(group, query, segment=segment)
+                    self._perturbations.sample(group, query, segment=segment)
             self._forwards.together(segment)
             self.homes.offload(segment, changed=self._points.leaves_changed(segment))
 
     def _both_points(self, segment: str, query: int) -> None:
-        """Write one query's forwards of `segment`, from one draw of its direction."""
+        """Write one query's forwards of `segment`, from one draw of its perturbation."""
         path = self._points.path(query)
         if not path:
             return
-        # Directions of a segment's groups lie side by side; gathered rows have a buffer of their own.
-        offset = self._directions.fresh_offset(segment)
+        # Perturbations of a segment's groups lie side by side; gathered rows have a buffer of their own.
+        offset = self._perturbations.fresh_offset(segment)
         for group in self._rank.trainable(segment):
             rows = self._rank.gathers(group, segment)
-            self._directions.sample(
+            self._perturbations.sample(
                 group,
                 query,
                 keep="rows" if rows else "all",
                 offset_bytes=offset,
-                # An update that finds the direction still there needs z, not the z·ε that perturbations are content with.
+                # An update that finds the perturbation still there needs z, not the z·ε that perturbations are content with.
                 scaled=not self._is_updated_next(group, segment),
                 segment=segment,
             )
-            offset += 0 if rows else self._directions.direction_bytes(group)
+            offset += 0 if rows else self._perturbations.perturbation_bytes(group)
         whole = self._rank.perturbed_whole(segment)
         for leap in chain(*path):
             self._points.perturb(whole, segment, query, leap)
@@ -159,16 +159,16 @@ class StepWriter:
                         self._forwards.model(leap.point)
 
     def _sweep_perturb(self, query: int, leaps: tuple[Leap, ...]) -> None:
-        """Write the reference loop's pass: every group's direction is drawn, used and forgotten."""
-        for group in self._directions.sampling_order:
+        """Write the reference loop's pass: every group's perturbation is drawn, used and forgotten."""
+        for group in self._perturbations.sampling_order:
             if group in self._rank.param_groups:
                 segment = self._rank.readers(group)[0]
-                self._directions.forget()
-                self._directions.sample(group, query, scaled=True, segment=segment)
+                self._perturbations.forget()
+                self._perturbations.sample(group, query, scaled=True, segment=segment)
                 # A group that stays as it is takes its part of the generator's numbers all the same.
                 for leap in () if self._rank.is_beside(group) else leaps:
                     self._points.perturb((group,), segment, query, leap)
-        self._directions.forget()
+        self._perturbations.forget()
 
     # -- updates -----------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class StepWriter:
 
     def _immediate_updates(self) -> None:
         """Write the updates that use this step's gradient."""
-        # The last segment first, whose directions are still there.
+        # The last segment first, whose perturbations are still there.
         *others, last = self._rank.segments
         for segment in (last, *others):
             if any(not self._rank.is_delayed(group) for group in self._updated_with(segment)):
@@ -189,7 +189,7 @@ class StepWriter:
         return [group for group in self._rank.updated_with(segment) if group.num_trainable]
 
     def _is_updated_next(self, group: ParamGroup, segment: str) -> bool:
-        """Whether the update of `group` finds the direction of its perturbations in `segment` still there."""
+        """Whether the update of `group` finds the perturbation of its perturbations in `segment` still there."""
         is_last = segment == self._rank.segments[-1] and self._plan.estimator.num_queries == 1
         return is_last and not self._rank.is_delayed(group)
 

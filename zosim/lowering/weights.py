@@ -38,8 +38,8 @@ from costmodel.formats import FORMATS
 from costmodel.models.model_spec import ParamGroup
 from costmodel.sweeps import closing_work, perturb_work, update_work
 from costmodel.work import Work
-from zosim.lowering.directions import Directions
 from zosim.lowering.mesh import Losses
+from zosim.lowering.perturbations import Perturbations
 from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
 from zosim.lowering.residency import Homes
 from zosim.points import BASE, Point
@@ -51,7 +51,7 @@ SCRATCH_ELEMENTS = 1 << 20
 """Elements of the temporaries that sweeps over parameters on a CPU keep from one to the next, all together."""
 
 SIGN_SCRATCH_ELEMENTS = 1 << 16
-"""The same where directions are signs, whose sweeps need temporaries for a weight decay only."""
+"""The same where perturbations are signs, whose sweeps need temporaries for a weight decay only."""
 
 
 class Leap(NamedTuple):
@@ -62,7 +62,7 @@ class Leap(NamedTuple):
     before, point : Point
         Where it leads from and to.
     scale : int
-        Multiple of the direction.
+        Multiple of the perturbation.
     """
 
     before: Point
@@ -78,16 +78,16 @@ class Points(AxisWriter):
     rank, listing
         As of :class:`AxisWriter`.
     homes : Homes
-    directions : Directions
+    perturbations : Perturbations
     losses : Losses
     """
 
     def __init__(
-        self, rank: Rank, listing: Listing, homes: Homes, directions: Directions, losses: Losses
+        self, rank: Rank, listing: Listing, homes: Homes, perturbations: Perturbations, losses: Losses
     ) -> None:
         super().__init__(rank, listing)
         self._homes = homes
-        self._directions = directions
+        self._perturbations = perturbations
         self._losses = losses
         perturbed = filter(lambda point: point.is_perturbed, rank.own_points)
         self._perturbed = {point: number for number, point in enumerate(perturbed)}
@@ -102,23 +102,23 @@ class Points(AxisWriter):
     @property
     def _stream(self) -> Stream:
         """The stream that perturbs and updates: compute, which reads what it changes, unless that reads copies."""
-        return Stream.SAMPLE if self._plan.directions.sampled_ahead and self.are_copies else Stream.COMPUTE
+        return Stream.SAMPLE if self._plan.perturbations.sampled_ahead and self.are_copies else Stream.COMPUTE
 
     # -- points ------------------------------------------------------------------------------------------------
 
     def path(self, query: int) -> tuple[tuple[Leap, ...], ...]:
-        """Return the perturbations of `query`, grouped by the draw that serves them where a sweep forgets directions in between.
+        """Return the perturbations of `query`, grouped by the draw that serves them where a sweep forgets perturbations in between.
 
         Weights in place go through all points, whoever forwards them, and back. Copies are made for this rank's own; where
-        it has none, its directions are drawn if they are kept, or so that the step after can draw them again.
+        it has none, its perturbations are drawn if they are kept, or so that the step after can draw them again.
         """
         plus, minus = Point(query, 1), Point(query, -1)
         if self.are_copies:
             # Each copy is made of the weights as they are, not of the other copy.
             leaps = (Leap(BASE, plus, 1), Leap(BASE, minus, -1))
             own = tuple(leap for leap in leaps if leap.point in self._perturbed)
-            is_recorded = self._plan.schedule.update == "delayed" and self._plan.directions.rng == "mezo"
-            return (own,) if own or is_recorded or self._plan.directions.kept else ()
+            is_recorded = self._plan.schedule.update == "delayed" and self._plan.perturbations.rng == "mezo"
+            return (own,) if own or is_recorded or self._plan.perturbations.kept else ()
         if self._plan.estimator.difference == "central":
             # From one sign to the other in one pass, of twice the distance.
             return (Leap(BASE, plus, 1),), (Leap(plus, minus, -2),), (Leap(minus, BASE, 1),)
@@ -141,7 +141,7 @@ class Points(AxisWriter):
         """Return what a forward of `segment` at `point` reads of `group`."""
         place = self._homes.place(group, segment)
         if point.is_perturbed and self._rank.is_beside(group):
-            return (*self._homes.weights(group, place, 0), self._directions.sampled(group, point.query))
+            return (*self._homes.weights(group, place, 0), self._perturbations.sampled(group, point.query))
         if not (self.are_copies and point.is_perturbed and group.num_trainable):
             return self._homes.weights(group, place, 0, point)
         return (*self._homes.frozen(group, place), self._copies[group.name, point])
@@ -158,8 +158,8 @@ class Points(AxisWriter):
     def _perturb_one(
         self, group: ParamGroup, segment: str, query: int, leap: Leap, read: Access, left: Access
     ) -> None:
-        direction = self._directions.sampled(group, query)
-        is_fused = self._storage.keeps_signs or is_scaled(direction.what)
+        z = self._perturbations.sampled(group, query)
+        is_fused = self._storage.keeps_signs or is_scaled(z.what)
         label, at = ("perturb", str(leap.point)) if leap.point.is_perturbed else ("restore", f"q{query}")
         self._emit(
             f"{group.name}/{label}[{at}]",
@@ -167,13 +167,13 @@ class Points(AxisWriter):
             self._stream,
             label,
             segment,
-            (read, direction),
+            (read, z),
             (left,),
             self._storage.with_taking_out(
                 perturb_work(
                     group.num_trainable,
                     dtype=self._plan.weights.dtype,
-                    direction_dtype=self._storage.row_format,
+                    perturbation_dtype=self._storage.row_format,
                     arithmetic="fused" if is_fused else "pieces",
                 ),
                 group.num_trainable,
@@ -188,7 +188,7 @@ class Points(AxisWriter):
         """Copies of a group that exist at one time, each at another point."""
         if not (self.are_copies and self._perturbed):
             return 0
-        is_ahead = self._plan.directions.sampled_ahead
+        is_ahead = self._plan.perturbations.sampled_ahead
         # Forwards read one copy at a time; who writes ahead needs another one meanwhile.
         if not self._rank.is_swept:
             return 2 if is_ahead else 1
@@ -240,13 +240,13 @@ class Points(AxisWriter):
                 yield Buffer(f"copy.{number}", Space.DEVICE, max(sizes), "copies", dtype)
         # Passes over a group are made in pieces, so that their temporaries stay small.
         most = SIGN_SCRATCH_ELEMENTS if self._storage.keeps_signs else SCRATCH_ELEMENTS
-        directions_bytes = self._directions.direction_bytes
+        perturbations_bytes = self._perturbations.perturbation_bytes
         swept = (
-            self._storage.swept_bytes(group, directions_bytes(group)) for group in self._rank.param_groups
+            self._storage.swept_bytes(group, perturbations_bytes(group)) for group in self._rank.param_groups
         )
         largest = max(swept, default=0)
         if sums := max(map(self._storage.sum_bytes, self._rank.param_groups), default=0):
-            yield Buffer("sums", Space.DEVICE, sums, "directions", "float32", dynamic=True)
+            yield Buffer("sums", Space.DEVICE, sums, "perturbations", "float32", dynamic=True)
         if scratch := min(largest, FORMATS[dtype].bytes(most)):
             yield Buffer("scratch", Space.DEVICE, scratch, "scratch", dtype)
 
@@ -258,7 +258,7 @@ class Points(AxisWriter):
         place = self._homes.place(group, segment)
         divisor = self._storage.update_divisor
         for query in range(num_queries):
-            direction = self._directions.sample(
+            z = self._perturbations.sample(
                 group,
                 query,
                 step=step,
@@ -282,7 +282,7 @@ class Points(AxisWriter):
                 self._stream,
                 "update",
                 segment,
-                (read, direction, self._losses.gradient(query, step), *added),
+                (read, z, self._losses.gradient(query, step), *added),
                 (left, *adding),
                 self._with_closing(group, work) if is_last else work,
             )
@@ -312,13 +312,13 @@ class Points(AxisWriter):
         numbers = update_work(
             num_numbers,
             dtype=self._plan.weights.dtype,
-            direction_dtype=self._storage.row_format,
+            perturbation_dtype=self._storage.row_format,
             num_tensors=group.num_trainable_tensors,
             arithmetic="fused" if self._storage.keeps_signs else "pieces",
             is_watched=self._plan.loses_updates,
         )
         if self._rank.adds_factors:  # products are made in pieces that stay in cache
-            products = self._directions.products(group)
+            products = self._perturbations.products(group)
             numbers += Work(dtype=numbers.dtype, matmuls=products, num_kernels=len(products))
         numbers = self._storage.with_taking_out(numbers, num_numbers, SCRATCH_ELEMENTS)
         return self._storage.update_work(group, numbers, is_summed=is_summed)

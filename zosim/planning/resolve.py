@@ -137,8 +137,8 @@ def spread(config: PlanConfig, split_model: SplitModel, known: Plan | None = Non
         split_points, split = (), Split()  # nothing crosses, and no codec rounds
     split = split.model_copy(update={"split_points": split_points})
     split_blocks = split.split_blocks
-    if not split_points and known is not None and known.directions.samples_by_halves:
-        # Directions that are drawn by halves must stay so: another split point would draw other numbers.
+    if not split_points and known is not None and known.perturbations.samples_by_halves:
+        # Perturbations that are drawn by halves must stay so: another split point would draw other numbers.
         split_blocks = known.model.split_blocks
     transfers = {} if mesh.world_size > 1 else {"transfers": "private"}
     return config.model_copy(

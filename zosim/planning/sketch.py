@@ -177,7 +177,7 @@ def _part(plan: Plan, rank: int) -> Hashable:
         stage,
         plan.num_shares,
         plan.placement.is_on_gpus,
-        repr((residency, plan.schedule, plan.directions, plan.weights, plan.low_bits, plan.forward)),
+        repr((residency, plan.schedule, plan.perturbations, plan.weights, plan.low_bits, plan.forward)),
     )
 
 

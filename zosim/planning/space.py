@@ -108,7 +108,7 @@ def plans_of(
                 contradiction = contradiction or error  # that of the plainest plan
                 continue
             chosen = (
-                plan.residency, plan.schedule, plan.directions, plan.weights, plan.forward, plan.low_bits
+                plan.residency, plan.schedule, plan.perturbations, plan.weights, plan.forward, plan.low_bits
             )  # fmt: skip
             # Fields that the request fixes make several points one plan.
             key = repr((mesh, placement, split_point[1], chosen))
@@ -176,7 +176,7 @@ def pipeline_of(request: Request, mesh: Mesh, placement: Placement) -> PlacedPip
         {"pipeline": (tuple(range(mesh.stage)),)},
     )
     alone = Placement(topology=placement.topology, devices=placement.devices[:1])
-    fixed = request.config.fixed("estimator", "directions", "weights", "forward")
+    fixed = request.config.fixed("estimator", "perturbations", "weights", "forward")
     fixed.get("forward", {}).pop("num_new_tokens", None)  # text goes with no split point, as its plans say
     return PlacedPipeline(
         mesh, machines, _plan(request, (request.config.spec, Split()), Mesh(), alone, {}, fixed)
@@ -296,7 +296,7 @@ def too_few_ranks(request: Request) -> PlanError:
     if request.config.search.ranks is not None:
         return PlanError(
             f"{request.max_ranks} ranks cannot share out a batch of {request.config.batch} and "
-            f"{request.axis(Estimator).num_queries} directions by --method {request.config.search.method}",
+            f"{request.axis(Estimator).num_queries} perturbations by --method {request.config.search.method}",
             hint="use fewer ranks, or a larger --batch; data shards have a sequence at least, and points of evaluation a rank",
         )
     least = {
@@ -367,10 +367,10 @@ def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Poin
 
 
 def _perturbation_axes(request: Request) -> Iterator[Point]:
-    """Yield when directions may be drawn: in turn, or ahead by what writes copies of the weights."""
+    """Yield when perturbations may be drawn: in turn, or ahead by what writes copies of the weights."""
     yield {}
     if request.axis(Weights).perturbation == "copies":
-        yield {"directions": {"sampled_ahead": True}}
+        yield {"perturbations": {"sampled_ahead": True}}
 
 
 def _quant_configs(request: Request, mesh: Mesh) -> Iterator[Point]:

@@ -41,7 +41,7 @@ from costmodel.formats.symbols import SymbolStatistics, boundary_statistics
 from costmodel.models.model_spec import BACK, FRONT, ModelSpec, block_index, block_segment
 from zosim.hardware.machine import Hop, Machine
 from zosim.lowering import unordered
-from zosim.lowering.directions import num_sampled, passing_work
+from zosim.lowering.perturbations import num_sampled, passing_work
 from zosim.planning.split_options import SplitOptions, sparsest_near_the_middle
 from zosim.plans import INSIDE, Mesh, Plan, Split, last_before
 from zosim.program.instructions import Stream
@@ -154,7 +154,7 @@ class Costs:
         points = len(plan.points)
         sampled = [
             sum(
-                num_sampled(group, plan.directions)
+                num_sampled(group, plan.perturbations)
                 for group in self.whole.param_groups_of(segment)
                 if group.segments[0] == segment
             )
@@ -165,7 +165,7 @@ class Costs:
             for segment in self.whole.segments
         ]
         # A generator passes over the numbers of every stage before, once for each query.
-        works = [passing_work(number, plan.directions, plan.storage.sampling_format) for number in sampled]
+        works = [passing_work(number, plan.perturbations, plan.storage.sampling_format) for number in sampled]
         skips = [
             plan.estimator.num_queries * estimate(work, machine.profile).seconds if work.num_skipped else 0.0
             for work in works

@@ -21,7 +21,7 @@ from zosim.plans import Mesh, Placement, Plan, Split
 _NUM_TRIED = 3
 # More stages than this leave a pipeline of few points empty most of the time.
 _MOST_STAGES = 16
-# Part of a device's memory that weights may take, beside activations and directions.
+# Part of a device's memory that weights may take, beside activations and perturbations.
 _FOR_WEIGHTS = 0.9
 
 

@@ -14,7 +14,7 @@ _RESIDUAL: Mapping[str, Mapping[int, float]] = {
     "stochastic": {1: 1e-2, 2: 2.3e-3, 4: 3e-4, 8: 2.5e-5},
 }
 """By rounding and bits: ε at which an encoded hidden state adds to ``g`` as much as ``g`` is, in the root mean square over
-directions; one grid per tensor (studies/sparq/training_epsilon.csv)."""
+perturbations; one grid per tensor (studies/sparq/training_epsilon.csv)."""
 
 _ACTIVATION: Mapping[str, Mapping[int, float]] = {
     "nearest": {1: 1e-5, 2: 3e-5, 4: 1e-5},

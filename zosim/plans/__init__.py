@@ -20,11 +20,11 @@ from topology.errors import PlanError
 from topology.limits import Extent
 from topology.validation import readable
 from zosim.documents import Document, DocumentType
-from zosim.plans.directions import Directions
 from zosim.plans.estimator import Estimator
 from zosim.plans.forward import ForwardPass
 from zosim.plans.low_bits import LowBits
 from zosim.plans.mesh import Coordinates, Mesh
+from zosim.plans.perturbations import Perturbations
 from zosim.plans.placement import Placement
 from zosim.plans.residency import Residency, TransferDType
 from zosim.plans.schedule import Schedule
@@ -40,7 +40,7 @@ __all__ = [
     "PLAN_VERSION",
     "Axis",
     "Coordinates",
-    "Directions",
+    "Perturbations",
     "Estimator",
     "ForwardPass",
     "LowBits",
@@ -97,7 +97,7 @@ class Plan(Axis, Document):
     schedule: Schedule = Schedule()
     weights: Weights = Weights()
     low_bits: LowBits = LowBits()
-    directions: Directions = Directions()
+    perturbations: Perturbations = Perturbations()
     forward: ForwardPass = ForwardPass()
 
     @model_validator(mode="before")
@@ -159,7 +159,7 @@ class Plan(Axis, Document):
 
     @property
     def storage(self) -> DenseStorage:
-        """How parameters are stored, and directions beside them."""
+        """How parameters are stored, and perturbations beside them."""
         return self.low_bits.storage(self)
 
     @property

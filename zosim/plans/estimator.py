@@ -19,7 +19,7 @@ MAX_FORWARDS = 2**12
 
 
 class Estimator(Axis):
-    """The zeroth-order estimate of the gradient; :class:`~zosim.plans.Directions` says along what.
+    """The zeroth-order estimate of the gradient; :class:`~zosim.plans.Perturbations` says along what.
 
     Attributes
     ----------
@@ -27,7 +27,7 @@ class Estimator(Axis):
         ``"central"``: ``g = (l(θ + εz) - l(θ - εz)) / 2ε``. ``"forward"``: ``g = (l(θ + εz) - l(θ)) / ε``. ``"residual"``: one
         point a query, ``g = (l(θ + εz) - l')/ε`` with what that loss ``l'`` was in the step before; in the first, ``g = 0``.
     num_queries : int
-        Directions per step; their updates are averaged.
+        Perturbations per step; their updates are averaged.
     epsilon : float
         Smoothing radius ``ε``.
     """

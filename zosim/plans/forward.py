@@ -141,7 +141,7 @@ class ForwardPass(Axis):
             (
                 plan.residency.blocks == "offloaded",
                 f"offloaded blocks, which would cross the bus {num_messages} times a step, for every token at each point",
-                "use --residency resident, with quantized values (--weight-format int4 --keep-directions) where numbers do not fit",
+                "use --residency resident, with quantized values (--weight-format int4 --keep-perturbations) where numbers do not fit",
             ),
             (
                 plan.schedule.traversal != "sweep",

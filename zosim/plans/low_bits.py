@@ -1,4 +1,4 @@
-"""Weights, directions and activations in few bits."""
+"""Weights, perturbations and activations in few bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field
 
 from costmodel.formats import FORMATS, DType, QuantFormat, ScaleScope
 from costmodel.formats.low_bits import Fit, QuantConfig
-from costmodel.formats.roundings import EstimatorName, RoundedDirection
+from costmodel.formats.roundings import EstimatorName, RoundedPerturbation
 from costmodel.storage import DenseStorage, QuantizedStorage
 from topology.errors import PlanError
 from zosim.plans.setting import Axis, Conflict, Setting
@@ -26,7 +26,7 @@ InputFormat = Literal["", "int8", "float8"]
 
 _KERNELS: dict[InputFormat, KernelName] = {"": "dequantise", "int8": "int_mm", "float8": "scaled_mm"}
 
-_FLOAT8_DIRECTION_BITS = 5
+_FLOAT8_PERTURBATION_BITS = 5
 """Quantized values up to 15 are numbers of e4m3, which has four digits; those of 6 bits and more are not."""
 
 _OF_WHOLE_ROWS = ("tensor", "channel")
@@ -44,7 +44,7 @@ class LowBits(Axis):
     """Matrices that are kept quantized of few bits, and trained there (QuZO): those of the blocks' linear layers.
 
     Token table, head, norms, biases and positions stay in :attr:`Weights.dtype`, as do scales. The quantized values are never moved to an evaluation
-    point: forwards read them and the direction, and add ``ε·x·Ûᵀ`` to ``x·Wᵀ``, or multiply by ``W + ε·Û``. Updates are
+    point: forwards read them and the perturbation, and add ``ε·x·Ûᵀ`` to ``x·Wᵀ``, or multiply by ``W + ε·Û``. Updates are
     rounded at random onto the grid.
 
     Attributes
@@ -62,17 +62,17 @@ class LowBits(Axis):
     adapters : str
         Format of the A and B of adapters beside quantized values, with one scale for each; ``"none"`` for numbers. They are tuned on their
         grids, as other quantized values are.
-    direction_bits : int
-        Bits that directions of all parameters are rounded to, at random, each in a byte.
+    perturbation_bits : int
+        Bits that perturbations of all parameters are rounded to, at random, each in a byte.
     estimator : str
-        What a projected gradient along the rounded direction ``û₁`` is multiplied by: ``"q-rge1"`` by ``û₁``, ``"q-rge2"``
-        by another rounding ``û₂`` of the same direction, ``"normalised"`` by ``û₁`` over its second moment.
+        What a projected gradient along the rounded perturbation ``û₁`` is multiplied by: ``"q-rge1"`` by ``û₁``, ``"q-rge2"``
+        by another rounding ``û₂`` of the same perturbation, ``"normalised"`` by ``û₁`` over its second moment.
     update_rounding : str
         ``"query"``: the quantized updates by each query is rounded at random by itself, as QuZO's equation 15 has it; ``"step"``: the
         sum of a step's, once.
     sparsity : float
-        Probability that a row of the direction of a quantized weight, an output channel, is 0 in a step. Others are
-        ``1/√(1 - sparsity)`` times as long, so that directions are as long on average.
+        Probability that a row of the perturbation of a quantized weight, an output channel, is 0 in a step. Others are
+        ``1/√(1 - sparsity)`` times as long, so that perturbations are as long on average.
     activations : str
         Format of the inputs of quantized linear layers: ``"none"``, or int8 or e4m3 with a scale for each token or one for all, as
         large as the inputs of each product make it.
@@ -134,11 +134,11 @@ class LowBits(Axis):
             expert=True,
         ),
     ] = "none"
-    direction_bits: Annotated[
+    perturbation_bits: Annotated[
         int,
         Field(ge=2, le=8),
         Setting(
-            "--direction-bits",
+            "--perturbation-bits",
             "Number of bits that perturbations of quantized weights are rounded to.",
             "numbers",
             expert=True,
@@ -148,7 +148,7 @@ class LowBits(Axis):
         EstimatorName,
         Setting(
             "--estimator",
-            "Update direction of quantized weights: the rounded perturbation (q-rge1), another rounding "
+            "Update perturbation of quantized weights: the rounded perturbation (q-rge1), another rounding "
             "of it (q-rge2), or the first over its second moment (normalised).",
             "numbers",
             expert=True,
@@ -240,7 +240,7 @@ class LowBits(Axis):
         if self.adapters != "none":
             yield f"{self.adapters} adapters"
         sparse = f" in {1 - self.sparsity:.2%} of the channels" if self.sparsity else ""
-        yield f"{self.direction_bits}-bit directions{sparse}, {self.estimator}"
+        yield f"{self.perturbation_bits}-bit perturbations{sparse}, {self.estimator}"
         activations = (
             "" if self.activations == "none" else f" of {self.activations.replace('-', ' per ')} inputs"
         )
@@ -274,15 +274,15 @@ class LowBits(Axis):
                 "update_rounding=step adds up the updates of a step's queries, of which there is one",
                 "ask for more (--queries), or leave it out",
             )
-        if plan.schedule.traversal == "sweep" and not plan.directions.kept:
+        if plan.schedule.traversal == "sweep" and not plan.perturbations.kept:
             yield (
-                "traversal=sweep forgets a direction before the forward that adds it to quantized weights",
-                "use traversal=blockwise, or keep directions (--keep-directions), a byte for each number that is tuned",
+                "traversal=sweep forgets a perturbation before the forward that adds it to quantized weights",
+                "use traversal=blockwise, or keep perturbations (--keep-perturbations), a byte for each number that is tuned",
             )
-        if plan.directions.kept and self.estimator == "q-rge2":
+        if plan.perturbations.kept and self.estimator == "q-rge2":
             yield (
-                "q-rge2 rounds a direction anew for its update, which kept directions are not",
-                "drop --keep-directions",
+                "q-rge2 rounds a perturbation anew for its update, which kept perturbations are not",
+                "drop --keep-perturbations",
             )
         if plan.weights.perturbation != "serial" and not (
             plan.points_are_adapters and plan.model.tunes_left_factors
@@ -364,10 +364,10 @@ class LowBits(Axis):
                 f"kernel=scaled_mm multiplies whole rows of e4m3 by e4m3, not {self.weights} by activations={self.activations}",
                 "use --weight-format float8_e4m3 --activation-format float8-token, or --kernel dequantise",
             )
-        if self.direction_bits > _FLOAT8_DIRECTION_BITS:
+        if self.perturbation_bits > _FLOAT8_PERTURBATION_BITS:
             yield (
-                f"kernel=scaled_mm adds directions in e4m3, which does not hold quantized values of direction_bits={self.direction_bits}",
-                f"use --direction-bits {_FLOAT8_DIRECTION_BITS} or fewer",
+                f"kernel=scaled_mm adds perturbations in e4m3, which does not hold quantized values of perturbation_bits={self.perturbation_bits}",
+                f"use --perturbation-bits {_FLOAT8_PERTURBATION_BITS} or fewer",
             )
         storage = plan.storage
         matrices = (
@@ -398,22 +398,22 @@ class LowBits(Axis):
         )
 
     def storage(self, plan: Plan) -> DenseStorage:
-        """Return how parameters are stored, and directions beside them."""
-        dtype, distribution = plan.weights.dtype, plan.directions.distribution
+        """Return how parameters are stored, and perturbations beside them."""
+        dtype, distribution = plan.weights.dtype, plan.perturbations.distribution
         # Quantized values that another tool made go on using their lowest number where they did.
         quant_config = self.quant_config(
             dtype, is_full_range=plan.model.stored is not None and plan.model.stored.full_range
         )
         if quant_config is None:
             return DenseStorage(dtype=dtype, distribution=distribution)
-        direction = RoundedDirection(distribution, self.direction_bits, self.sparsity)
+        perturbation = RoundedPerturbation(distribution, self.perturbation_bits, self.sparsity)
         return QuantizedStorage(
             dtype=dtype,
             distribution=distribution,
             quant_config=quant_config,
-            direction=direction,
+            perturbation=perturbation,
             update_rounding=int(self.estimator == "q-rge2"),
-            update_divisor=direction.divisor(self.estimator),
+            update_divisor=perturbation.divisor(self.estimator),
             rounds_sums=self.update_rounding == "step",
             product=self.product,
             are_inputs_quantized=bool(self.input_scales),

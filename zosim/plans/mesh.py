@@ -2,7 +2,7 @@
 
 Examples
 --------
-Four ranks, two shards of the batch times the two signs of a direction; rank 1 is the other sign of rank 0's shard:
+Four ranks, two shards of the batch times the two signs of a perturbation; rank 1 is the other sign of rank 0's shard:
 
 >>> mesh = Mesh.parse("data=2,perturb=2")
 >>> mesh.world_size, mesh.shared_by, mesh.coordinates(1)
@@ -46,7 +46,7 @@ class Mesh(Axis):
     Attributes
     ----------
     data : int
-        Shards of the batch. All see the same directions; what they exchange are losses (DistZO2's DDP).
+        Shards of the batch. All see the same perturbations; what they exchange are losses (DistZO2's DDP).
     perturb : int
         Parts of a step's evaluation points: with 2 the two signs of one query (DistZO2's PertP), with more the
         queries too.

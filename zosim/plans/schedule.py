@@ -18,7 +18,7 @@ class Schedule(Axis):
     ----------
     traversal : str
         ``"sweep"`` perturbs all parameters, then runs the whole model (the reference loop: four draws of
-        every direction). ``"blockwise"`` runs both signs of one segment before the next, so that one draw
+        every perturbation). ``"blockwise"`` runs both signs of one segment before the next, so that one draw
         serves all three perturbations.
     update : str
         ``"immediate"`` after the projected gradient is known, or ``"delayed"`` until each segment's turn in

@@ -5,10 +5,10 @@ common to be the same run, and what the planner may choose are read from here.
 
 Examples
 --------
->>> from zosim.plans.directions import Directions
->>> field = fields_of(Directions)["kept"]
+>>> from zosim.plans.perturbations import Perturbations
+>>> field = fields_of(Perturbations)["kept"]
 >>> field.setting.flag, field.default, field.setting.changes
-('--keep-directions', False, 'speed')
+('--keep-perturbations', False, 'speed')
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Weights(Axis):
         written beside the weights, ``θ + (s·z)·ε`` for its own sign, and read there; only updates change ``θ``. It takes one
         more buffer of the largest segment; under ``"sweep"`` one of all that is trainable for each sign, so that both come
         of one draw. ``"adapters"``: the weights stay as they are, one forward has all points side by side, and linear layers
-        add the factors of each point's direction to its part of the product. Numbers differ in roundings, so that the planner
+        add the factors of each point's perturbation to its part of the product. Numbers differ in roundings, so that the planner
         chooses none of them: a field that nobody set is the reference loop.
     """
 
@@ -66,30 +66,28 @@ class Weights(Axis):
     def words(self, plan: Plan) -> Iterator[str]:
         """Yield how weights come to a point, where it is not in place."""
         if self.perturbation == "copies":
-            yield "copies written ahead" if plan.directions.sampled_ahead else "copies of weights"
+            yield "copies written ahead" if plan.perturbations.sampled_ahead else "copies of weights"
         elif self.perturbation == "adapters":
-            yield "all points in one forward, directions as adapters"
+            yield "all points in one forward, perturbations as adapters"
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what cannot be an adapter beside a linear layer, and what a forward of all points does not do."""
         if self.perturbation != "adapters":
             return
         if plan.model.tunes_left_factors:
-            if plan.directions.rank is not None:
-                complaint = f"adapters that are tuned go along directions of B, which is small, not {plan.directions.distribution}"
-                yield complaint, "use --direction gaussian or rademacher"
+            if plan.perturbations.rank is not None:
+                complaint = f"adapters that are tuned go along perturbations of B, which is small, not {plan.perturbations.distribution}"
+                yield complaint, "use --distribution gaussian or rademacher"
         else:
             yield from self._not_beside_linears(plan)
         yield from self._not_together(plan)
 
     def _not_beside_linears(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what of a plan that tunes the base itself cannot stand beside its linears."""
-        distribution = DISTRIBUTIONS[plan.directions.distribution]
+        distribution = DISTRIBUTIONS[plan.perturbations.distribution]
         if not distribution.is_factored or distribution.is_resampled:
-            complaint = (
-                f"weights=adapters needs directions that are factors, not {plan.directions.distribution}"
-            )
-            yield complaint, "add --direction lozo or factorised"
+            complaint = f"weights=adapters needs perturbations that are factors, not {plan.perturbations.distribution}"
+            yield complaint, "add --distribution lozo or factorised"
         num_linear = sum(outputs * inputs for g in plan.model.param_groups for outputs, inputs in g.linears)
         if num_linear != plan.model.num_trainable:
             complaint = (
@@ -117,11 +115,11 @@ class Weights(Axis):
                 "leave stages and split points out",
             ),
             (
-                plan.directions.kept,
-                "kept directions, whose factors are kept anyway",
-                "drop --keep-directions",
+                plan.perturbations.kept,
+                "kept perturbations, whose factors are kept anyway",
+                "drop --keep-perturbations",
             ),
-            (plan.directions.sampled_ahead, "directions drawn ahead", "drop --sample-ahead"),
+            (plan.perturbations.sampled_ahead, "perturbations drawn ahead", "drop --sample-ahead"),
             (
                 plan.forward.loss_chunk_tokens is not None,
                 "a loss in chunks: logits are made of labelled tokens alone",

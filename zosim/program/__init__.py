@@ -72,7 +72,7 @@ class Program(Document):
     process_groups : mapping of str to int
         Members of each group that the rank is one of.
     alignment_bytes : int
-        Parameters and directions, and each tensor of them, start at multiples of this in their buffers.
+        Parameters and perturbations, and each tensor of them, start at multiples of this in their buffers.
     """
 
     name: str

@@ -5,12 +5,12 @@ before the ``@``, the point or the query behind it; both forms are made here and
 
 >>> (
 ...     str(ParamGroupWeights("block.3", Point(0, 1))),
-...     str(Direction("block.3", query=0)),
+...     str(Perturbation("block.3", query=0)),
 ...     str(Hidden("block.3", BASE)),
 ... )
 ('block.3@q0+', 'z:block.3@q0', 'block.3:out')
 >>> parse_contents("z:block.3@q0*eps")
-Direction(group='block.3', query=0, is_scaled=True, rounding=0)
+Perturbation(group='block.3', query=0, is_scaled=True, rounding=0)
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class FrozenWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Direction:
-    """The direction of one query for the trainable parameters of a group.
+class Perturbation:
+    """The perturbation of one query for the trainable parameters of a group.
 
     Attributes
     ----------
@@ -84,8 +84,8 @@ class Direction:
 
 
 @dataclass(frozen=True, slots=True)
-class DirectionRows:
-    """The rows of a direction that the batch names, where the group is a table of tokens."""
+class PerturbationRows:
+    """The rows of a perturbation that the batch names, where the group is a table of tokens."""
 
     group: str
     query: int
@@ -95,8 +95,8 @@ class DirectionRows:
 
 
 @dataclass(frozen=True, slots=True)
-class DirectionFactors:
-    """The factors whose products the matrices of a direction are."""
+class PerturbationFactors:
+    """The factors whose products the matrices of a perturbation are."""
 
     group: str
     query: int
@@ -211,9 +211,9 @@ FREED = Named("freed")
 Contents = (
     ParamGroupWeights
     | FrozenWeights
-    | Direction
-    | DirectionRows
-    | DirectionFactors
+    | Perturbation
+    | PerturbationRows
+    | PerturbationFactors
     | GeneratorState
     | Hidden
     | Message
@@ -224,8 +224,8 @@ Contents = (
 
 
 def parameters_of(what: Contents) -> ParamGroupWeights | FrozenWeights | None:
-    """Return the parameters that `what` is, or is a direction of, as they are at the base; None for other contents."""
-    if isinstance(what, ParamGroupWeights | Direction):
+    """Return the parameters that `what` is, or is a perturbation of, as they are at the base; None for other contents."""
+    if isinstance(what, ParamGroupWeights | Perturbation):
         return ParamGroupWeights(what.group)
     return what if isinstance(what, FrozenWeights) else None
 
@@ -237,8 +237,8 @@ def name_and_state(what: Contents) -> tuple[str, str]:
 
 
 def is_scaled(what: Contents) -> bool:
-    """Whether contents are a direction that is kept as ``z·ε``."""
-    return isinstance(what, Direction) and what.is_scaled
+    """Whether contents are a perturbation that is kept as ``z·ε``."""
+    return isinstance(what, Perturbation) and what.is_scaled
 
 
 def _at(name: str, point: Point) -> str:
@@ -250,11 +250,11 @@ _PLAIN = {contents.name: contents for contents in (BATCH, PACKED_LOSSES, UNSET, 
 _FORMS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Contents]], ...] = tuple(
     (re.compile(form, re.ASCII), make)
     for form, make in (
-        (r"z:(.+):rows@q(\d+)", lambda m: DirectionRows(m[1], int(m[2]))),
-        (r"z:(.+):factors@q(\d+)", lambda m: DirectionFactors(m[1], int(m[2]))),
+        (r"z:(.+):rows@q(\d+)", lambda m: PerturbationRows(m[1], int(m[2]))),
+        (r"z:(.+):factors@q(\d+)", lambda m: PerturbationFactors(m[1], int(m[2]))),
         (
             r"z:(.+)@q(\d+)(\*eps)?(?:#(\d+))?",
-            lambda m: Direction(m[1], int(m[2]), m[3] is not None, int(m[4] or 0)),
+            lambda m: Perturbation(m[1], int(m[2]), m[3] is not None, int(m[4] or 0)),
         ),
         (
             r"rng:(.+?)(\+)?@q(\d+)",

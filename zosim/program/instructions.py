@@ -48,9 +48,9 @@ class Buffer:
         Capacity.
     role : str
         What it is for, the name under which memory is reported: ``weights``, ``staging buffers``, ``transfer buffers``,
-        ``directions``, ``activations``, ``scalars``, ``rng``, ``batch``; of first-order steps also ``gradients``,
+        ``perturbations``, ``activations``, ``scalars``, ``rng``, ``batch``; of first-order steps also ``gradients``,
         ``optimizer state`` and ``kept messages``. ``weights``, ``staging buffers``, ``transfer buffers`` and
-        ``directions`` are flat arrays; ``activations`` are whatever tensor the forward that writes them returns.
+        ``perturbations`` are flat arrays; ``activations`` are whatever tensor the forward that writes them returns.
     dtype : str
         Format of its elements.
     dynamic : bool

@@ -51,7 +51,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The direction of one query for one parameter group.
+    """The perturbation of one query for one parameter group.
 
     Attributes
     ----------
@@ -70,9 +70,9 @@ class Sample:
         ``"counter"``: keyed by (seed, step, query, parameter), no state.
     distribution : str
     bits : int
-        Width of the quantized values that the direction is rounded to at random (:mod:`costmodel.formats.roundings`); 0 where it is not.
+        Width of the quantized values that the perturbation is rounded to at random (:mod:`costmodel.formats.roundings`); 0 where it is not.
     rounding : int
-        Which of two independent roundings of one direction.
+        Which of two independent roundings of one perturbation.
     sparsity : float
         Probability that a row of such quantized values is 0, of a matrix whose weights are quantized.
     rank : int
@@ -144,9 +144,9 @@ class Forward:
         Files have it as ``"q0+"``, ``"q0-"`` ... or ``"base"``.
     gather : tuple of str
         Token tables that are read through gathered rows, perturbed out of place with the rows of their
-        direction, because another segment needs the table itself unperturbed until its turn.
+        perturbation, because another segment needs the table itself unperturbed until its turn.
     beside : tuple of str
-        Groups that are read unperturbed, and whose direction is added in the products that they are in.
+        Groups that are read unperturbed, and whose perturbation is added in the products that they are in.
     together : tuple of Point
         All points that it is at, side by side in one batch, `point` the first of them; empty where it is at one.
     microbatch : int

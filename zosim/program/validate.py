@@ -7,7 +7,7 @@
 With the second rule every read has one last writer, so the first is well defined. Each hazard that offloading
 papers warn of breaks one of them: a block read before its upload (state, or order), a staging buffer overwritten while it
 is being offloaded (order), an update that is never flushed (state, at the end), two signs that see different
-directions (state). Also checked: names that exist, capacities, ids, and that no instruction waits for a later
+perturbations (state). Also checked: names that exist, capacities, ids, and that no instruction waits for a later
 one of its own step.
 
 The rules are checked on an unrolled run, long enough that every dependency between neighbouring steps occurs
@@ -128,7 +128,7 @@ def _check_range(program: Program, where: str, access: Access) -> None:
         raise ProgramError(
             f"program {program.name}: {where} has {access.what} from byte {access.offset_bytes} of {buffer.name} on, which is no "
             f"multiple of the program's {program.alignment_bytes}",
-            hint="parameters and directions start at multiples of `alignment_bytes`",
+            hint="parameters and perturbations start at multiples of `alignment_bytes`",
         )
 
 

@@ -31,7 +31,7 @@ class Actions:
     sweeps : Sweeps
         Perturbs and updates.
     num_queries : int
-        Directions per step.
+        Perturbations per step.
     """
 
     def __init__(self, context: Context) -> None:

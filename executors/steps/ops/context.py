@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from costmodel.formats.roundings import RoundedDirection
+from costmodel.formats.roundings import RoundedPerturbation
 from executors.low_bits.stored import ChosenRows
 from executors.models.engine import ForwardEngine
 from executors.models.parameters import bind, stand_in
@@ -28,9 +28,9 @@ from zosim.program.instructions import Access
 from zosim.program.operations import Free, Sample
 
 
-def rounding_of(op: Sample) -> RoundedDirection:
+def rounding_of(op: Sample) -> RoundedPerturbation:
     """Return how a draw's numbers are rounded to quantized values."""
-    return RoundedDirection(op.distribution, op.bits, op.sparsity)
+    return RoundedPerturbation(op.distribution, op.bits, op.sparsity)
 
 
 class Ranks(Protocol):
@@ -103,22 +103,22 @@ class Context:
         return self.loaded.rows_on_host
 
     @cached_property
-    def rounded_directions(self) -> dict[str, RoundedDirection]:
-        """How directions are rounded, of the groups whose directions are rounded."""
+    def rounded_perturbations(self) -> dict[str, RoundedPerturbation]:
+        """How perturbations are rounded, of the groups whose perturbations are rounded."""
         samples = (i.op for _, i in self.program.instructions() if isinstance(i.op, Sample))
         return {op.group: rounding_of(op) for op in samples if op.bits}
 
     def nonzero_rows(self, group: str, frame: StepFrame, query: int) -> Callable[[int], ChosenRows | None]:
-        """Return what says which rows of a parameter a step's direction moves; None for all."""
+        """Return what says which rows of a parameter a step's perturbation moves; None for all."""
         key = rounding_key(frame.seeds[query], frame.step, query, "rows")
-        return partial(self.sampler_of(self.rounded_directions[group]).nonzero.of, key=key)
+        return partial(self.sampler_of(self.rounded_perturbations[group]).nonzero.of, key=key)
 
-    def sampler_of(self, rounding: RoundedDirection) -> RoundedSampler:
-        """Return what draws rounded directions; all streams are given the same."""
+    def sampler_of(self, rounding: RoundedPerturbation) -> RoundedSampler:
+        """Return what draws rounded perturbations; all streams are given the same."""
         return self._rounded[rounding]
 
     @cached_property
-    def _rounded(self) -> dict[RoundedDirection, RoundedSampler]:
+    def _rounded(self) -> dict[RoundedPerturbation, RoundedSampler]:
         trainable = [tensor for tensor in self.engine.tensors if tensor.trainable]
         shapes = [tensor.shape for tensor in trainable]
         quantized = {tensor.index for tensor in trainable if not tensor.is_numbers}
@@ -127,7 +127,7 @@ class Context:
         samples = [i.op for _, i in self.program.instructions() if isinstance(i.op, Sample)]
         num_kept = 2 * (1 + max((op.query for op in samples), default=0))
         made = {}
-        for rounding in set(self.rounded_directions.values()):
+        for rounding in set(self.rounded_perturbations.values()):
             nonzero = NonzeroRows(
                 rounding.sparsity, shapes, quantized, device, num_kept=num_kept, borrow=self.backend.borrow
             )

@@ -13,7 +13,7 @@ from torch import Tensor
 from costmodel.formats.distributions import DISTRIBUTIONS
 from costmodel.models.model_spec import BACK, EMBED, FRONT, HEAD, block_index
 from executors.devices import staged_on
-from executors.low_bits.stored import DenseTensor, DirectionStep
+from executors.low_bits.stored import DenseTensor, PerturbationStep
 from executors.models.batched import BatchedModel
 from executors.models.halves import Handed, as_tensor
 from executors.models.model import Batch
@@ -28,7 +28,13 @@ from executors.steps.ops.context import Context, rounding_of
 from executors.steps.ops.operands import Action, Unfit, of_group, only, place_of
 from zosim.points import Point
 from zosim.program import Program
-from zosim.program.contents import Direction, DirectionFactors, DirectionRows, Hidden, ParamGroupWeights
+from zosim.program.contents import (
+    Hidden,
+    ParamGroupWeights,
+    Perturbation,
+    PerturbationFactors,
+    PerturbationRows,
+)
 from zosim.program.instructions import Access, Instruction
 from zosim.program.operations import Cast, Forward, Perturb, Sample
 
@@ -185,7 +191,7 @@ class Forwards:
         factors_of = {
             (access.what.group, access.what.query): access
             for access in instruction.reads
-            if isinstance(access.what, DirectionFactors | Direction)
+            if isinstance(access.what, PerturbationFactors | Perturbation)
         }
         groups = [(group, self._scales_of(group, op.together)) for group in op.beside]
 
@@ -195,11 +201,11 @@ class Forwards:
             context.bind(weights)
             paths = {}
             for group, scales in groups:
-                # The base reads any direction, times nothing.
+                # The base reads any perturbation, times nothing.
                 first = next(iter(query for name, query in factors_of if name == group))
                 queries = [point.query if point.is_perturbed else first for point in op.together]
                 accesses = [factors_of[group, query] for query in queries]
-                if isinstance(accesses[0].what, Direction):
+                if isinstance(accesses[0].what, Perturbation):
                     views = [store.placed(access).qvalues for access in accesses]
                     for number, tensor in enumerate(store.trainable(group).tensors):
                         along = [of_point[number][:] for of_point in views]
@@ -246,15 +252,17 @@ class Forwards:
 
     def _beside(self, instruction: Instruction, op: Forward, group: str) -> _ForwardBeside:
         weights = only(of_group(group, ParamGroupWeights, instruction.reads), f"read of {group}")
-        direction = only(of_group(group, Direction, instruction.reads), f"read of a direction of {group}")
-        return _ForwardBeside(self._context, weights, direction, op.point)
+        perturbation = only(
+            of_group(group, Perturbation, instruction.reads), f"read of a perturbation of {group}"
+        )
+        return _ForwardBeside(self._context, weights, perturbation, op.point)
 
     def _gathered_table(self, instruction: Instruction, op: Forward, group: str) -> _GatheredTable:
         table = only(of_group(group, ParamGroupWeights, instruction.reads), f"read of {group}")
         rows = {
             what.query: access
             for access in instruction.reads
-            if isinstance(what := access.what, Direction | DirectionRows) and what.group == group
+            if isinstance(what := access.what, Perturbation | PerturbationRows) and what.group == group
         }
         path = self._paths.get((instruction.id, group))
         if path is None:
@@ -279,13 +287,15 @@ class _GatheredTable:
         context = self.context
         assert part.positions is not None
         placed, wanted = context.store.placed(self.access), context.rows
-        step = DirectionStep(
+        step = PerturbationStep(
             context.hyperparameters.epsilon,
-            context.rounded_directions.get(placed.part.what.group),
+            context.rounded_perturbations.get(placed.part.what.group),
             gathered_several,
             gathered,
         )
-        path = ((_direction_rows(context, direction, wanted), scales) for direction, scales in self.path)
+        path = (
+            (_perturbation_rows(context, perturbation, wanted), scales) for perturbation, scales in self.path
+        )
         table = placed.held[0]
         assert isinstance(table, DenseTensor)
         rows = table.rows_at(wanted, path, step)
@@ -294,32 +304,32 @@ class _GatheredTable:
         stack.enter_context(context.engine.gathered_rows(placed.part.tensors[0], rows, positions))
 
 
-def _direction_rows(context: Context, direction: Access, wanted: Tensor) -> Tensor:
-    """Return rows of a direction: those that were drawn, or out of the whole where it is kept."""
-    if isinstance(direction.what, Direction):
-        return context.store.placed(direction).qvalues[0][wanted]
-    sampled: Tensor = context.backend.borrow(context.store.values[place_of(direction)])
+def _perturbation_rows(context: Context, perturbation: Access, wanted: Tensor) -> Tensor:
+    """Return rows of a perturbation: those that were drawn, or out of the whole where it is kept."""
+    if isinstance(perturbation.what, Perturbation):
+        return context.store.placed(perturbation).qvalues[0][wanted]
+    sampled: Tensor = context.backend.borrow(context.store.values[place_of(perturbation)])
     return sampled
 
 
 @dataclass(frozen=True)
 class _ForwardBeside:
-    """A group that stays as it is, while forwards see it at a point that a rounded direction leads to."""
+    """A group that stays as it is, while forwards see it at a point that a rounded perturbation leads to."""
 
     context: Context
     weights: Access
-    direction: Access
+    perturbation: Access
     point: Point
 
     @contextmanager
     def there(self, frame: StepFrame) -> Iterator[None]:
         """Let them see it there."""
         context, query = self.context, self.point.query
-        theta, z = context.store.placed(self.weights), context.store.placed(self.direction)
+        theta, z = context.store.placed(self.weights), context.store.placed(self.perturbation)
         group = theta.part.what.group
-        step = DirectionStep(
+        step = PerturbationStep(
             self.point.sign * context.hyperparameters.epsilon,
-            context.rounded_directions[group],
+            context.rounded_perturbations[group],
             gathered_several,
             gathered,
             context.nonzero_rows(group, frame, query),

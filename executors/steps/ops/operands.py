@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from executors.steps.frames import StepFrame
-from zosim.program.contents import Direction, DirectionFactors, DirectionRows, ParamGroupWeights
+from zosim.program.contents import ParamGroupWeights, Perturbation, PerturbationFactors, PerturbationRows
 from zosim.program.instructions import Access
 
 Action = Callable[[StepFrame], None]
@@ -23,7 +23,7 @@ def place_of(access: Access) -> tuple[str, int]:
 
 def of_group(
     group: str,
-    kind: type[ParamGroupWeights | Direction | DirectionRows | DirectionFactors],
+    kind: type[ParamGroupWeights | Perturbation | PerturbationRows | PerturbationFactors],
     among: Sequence[Access],
 ) -> list[Access]:
     """Return the accesses to what is of a kind, and of a parameter group."""

@@ -1,4 +1,4 @@
-"""Directions drawn as a program says: whole groups, rows of a table, or none that are kept."""
+"""Perturbations drawn as a program says: whole groups, rows of a table, or none that are kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from costmodel.formats.distributions import DISTRIBUTIONS, NUM_RNG_MARKS, SHARED
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.packed import QValues
 from executors.randomness.counter import CounterKey, CounterSampler
-from executors.randomness.directions import Direction, direction_named
 from executors.randomness.low_rank import (
     Factors,
     FactorSampler,
@@ -24,6 +23,7 @@ from executors.randomness.low_rank import (
     fill_product_rows,
 )
 from executors.randomness.rounded import SamplingKeys
+from executors.randomness.samplers import DistributionSampler, sampler_named
 from executors.randomness.sequential import SequentialSampler
 from executors.steps.buffers import Part
 from executors.steps.frames import StepFrame
@@ -61,7 +61,7 @@ class Sampling:
         assert isinstance(op, Sample)
         wanted = [access for access in instruction.writes if not isinstance(access.what, GeneratorState)]
         if op.keep != "none":
-            target = only(wanted, "write of a direction")
+            target = only(wanted, "write of a perturbation")
             if op.keep == "rows":
                 self._check_table(op)
             elif op.keep == "all" and self._store.part(target) is not self._part(op):
@@ -77,7 +77,7 @@ class Sampling:
     # -- counter -----------------------------------------------------------------------------------------------
 
     def _counted(self, op: Sample, wanted: Sequence[Access]) -> Action:
-        part, direction = self._part(op), direction_named(op.distribution)
+        part, sampler = self._part(op), sampler_named(op.distribution)
         indices = [tensor.index for tensor in part.tensors]
 
         def sample(frame: StepFrame) -> None:
@@ -87,19 +87,19 @@ class Sampling:
             if op.keep == "rows":
                 rows = self._context.rows
                 kept = self._empty_rows(part, rows)
-                self._counter.fill_rows(kept, self._context.rows_on_host, indices[0], key, direction)
+                self._counter.fill_rows(kept, self._context.rows_on_host, indices[0], key, sampler)
                 self._store.values[place_of(wanted[0])] = kept
                 return
             views = [view.view(-1) for view in self._store.placed(wanted[0]).views]
-            self._scaling(wanted[0], partial(self._counter.fill_parameters, views, indices, key, direction))
+            self._scaling(wanted[0], partial(self._counter.fill_parameters, views, indices, key, sampler))
 
         return sample
 
     def _counted_qvalues(self, op: Sample, wanted: Sequence[Access]) -> Action:
-        part, rounded_sampler, direction = (
+        part, rounded_sampler, sampler = (
             self._part(op),
             self._context.sampler_of(rounding_of(op)),
-            direction_named(op.distribution),
+            sampler_named(op.distribution),
         )
         indices = [tensor.index for tensor in part.tensors]
 
@@ -110,7 +110,7 @@ class Sampling:
             if op.keep == "rows":
                 rows = self._context.rows_on_host
                 numbers = self._empty_rows(part, rows, torch.float32)
-                self._counter.fill_rows(numbers, rows, indices[0], key, direction)
+                self._counter.fill_rows(numbers, rows, indices[0], key, sampler)
                 self._store.values[place_of(wanted[0])] = rounded_sampler.rows(
                     numbers, rows, indices[0], keys
                 )
@@ -153,13 +153,13 @@ class Sampling:
         return sample
 
     def _sampler(self, op: Sample, wanted: Sequence[Access]) -> SequentialSampler:
-        direction = direction_named(op.distribution)
+        sampler = sampler_named(op.distribution)
         if op.keep == "all" and not op.bits:
-            numels = [length for _, length in self._stretches(wanted[0], direction)]
+            numels = [length for _, length in self._stretches(wanted[0], sampler)]
         else:
             numels = [tensor.num_elements for tensor in self._part(op).tensors]
         is_shared = self._device.type == "cpu" and sum(numels) >= SHARED_SAMPLING_ELEMENTS
-        return SequentialSampler(numels, direction, NUM_RNG_MARKS if is_shared else 1, self._context.threads)
+        return SequentialSampler(numels, sampler, NUM_RNG_MARKS if is_shared else 1, self._context.threads)
 
     def _fill(self, op: Sample, sequential: SequentialSampler, wanted: Sequence[Access]) -> Fill:
         part = self._part(op)
@@ -188,7 +188,7 @@ class Sampling:
         if op.bits:
             return self._sequential_qvalues(op, sequential, wanted)
 
-        views, graphs = self._stretch_views(wanted[0], direction_named(op.distribution)), self._context.graphs
+        views, graphs = self._stretch_views(wanted[0], sampler_named(op.distribution)), self._context.graphs
 
         def fill(_frame: StepFrame, generator: Generator) -> list[Tensor]:
             if graphs is None:
@@ -226,7 +226,7 @@ class Sampling:
     ) -> Callable[[StepFrame, list[Tensor]], object]:
         if op.bits:
             return self._sequential_qvalues(op, sequential, wanted)
-        views = self._stretch_views(wanted[0], direction_named(op.distribution))
+        views = self._stretch_views(wanted[0], sampler_named(op.distribution))
 
         def fill(_frame: StepFrame, states: list[Tensor]) -> None:
             self._scaling(wanted[0], partial(sequential.fill_again, views(), states))
@@ -289,7 +289,7 @@ class Sampling:
         return sample
 
     def _multiply(self, op: Sample, factors: Factors, target: Access) -> None:
-        """Leave the direction that has these factors at its place."""
+        """Leave the perturbation that has these factors at its place."""
         divisor = divisor_of(op.rank, DISTRIBUTIONS[op.distribution].rank_power)
         if op.keep == "rows":
             rows, right = self._context.rows, factors.rights[0]
@@ -318,7 +318,9 @@ class Sampling:
                 self._sampling_order,
                 op.rank,
                 self._device,
-                TORCH_DTYPES[next(b.dtype for b in self._context.program.buffers if b.role == "directions")],
+                TORCH_DTYPES[
+                    next(b.dtype for b in self._context.program.buffers if b.role == "perturbations")
+                ],
                 threads=self._context.threads,
             )
         return self._factors
@@ -348,16 +350,16 @@ class Sampling:
         shape = (rows.numel(), table.shape[1])
         return torch.empty(shape, dtype=dtype or table.values.dtype, device=self._device)
 
-    def _stretches(self, target: Access, direction: Direction) -> list[tuple[int, int]]:
+    def _stretches(self, target: Access, sampler: DistributionSampler) -> list[tuple[int, int]]:
         """Return first element and length of what one call draws."""
         part, dtype = self._store.part(target), self._store.format_of(target)
         # Other devices' generators begin anew with every call.
         return part.stretches(
-            dtype, direction.distribution.granularity if self._device.type == "cpu" else sys.maxsize
+            dtype, sampler.distribution.granularity if self._device.type == "cpu" else sys.maxsize
         )
 
-    def _stretch_views(self, target: Access, direction: Direction) -> Callable[[], list[Tensor]]:
-        stretches = self._stretches(target, direction)
+    def _stretch_views(self, target: Access, sampler: DistributionSampler) -> Callable[[], list[Tensor]]:
+        stretches = self._stretches(target, sampler)
 
         def views() -> list[Tensor]:
             flat = self._store.placed(target).flat

@@ -18,10 +18,10 @@ from executors.steps.ops.operands import Action, Unfit, of_group, only, place_of
 from zosim.program import Program
 from zosim.program.contents import (
     UPDATE_SUM,
-    Direction,
-    DirectionFactors,
     Named,
     ParamGroupWeights,
+    Perturbation,
+    PerturbationFactors,
     is_scaled,
 )
 from zosim.program.instructions import Access, Instruction
@@ -45,8 +45,8 @@ class Sweeps:
         self._signs = {
             group for group, op in samples.items() if DISTRIBUTIONS[op.distribution].is_sign and not op.bits
         }
-        # Of groups whose directions are rounded.
-        self._roundings = context.rounded_directions
+        # Of groups whose perturbations are rounded.
+        self._roundings = context.rounded_perturbations
         trainable = [tensor.num_elements for tensor in context.engine.tensors if tensor.trainable]
         self._uniforms = RoundingUniforms(trainable, context.backend.device, context.threads)
         self.counts = UpdateCounts()
@@ -65,15 +65,15 @@ class Sweeps:
         """Return what perturbs a group, where it lies or into another place."""
         op = instruction.op
         assert isinstance(op, Perturb)
-        read, left, direction = self._operands(instruction, op.group)
+        read, left, perturbation = self._operands(instruction, op.group)
         epsilon, sweeper = self._context.hyperparameters.epsilon, self.sweeper
-        is_kept_scaled, is_sign = is_scaled(direction.what), op.group in self._signs
+        is_kept_scaled, is_sign = is_scaled(perturbation.what), op.group in self._signs
         if (rounding := self._roundings.get(op.group)) is not None:
-            return self._perturb_by_qvalues(op, (read, left, direction), epsilon / rounding.scale)
+            return self._perturb_by_qvalues(op, (read, left, perturbation), epsilon / rounding.scale)
 
         def perturb(_frame: StepFrame) -> None:
             # As one stretch, gaps between tensors included: a pass over all is faster than one for each.
-            theta, out, z = (self._context.store.placed(access).flat for access in (read, left, direction))
+            theta, out, z = (self._context.store.placed(access).flat for access in (read, left, perturbation))
             if is_kept_scaled:
                 sweeper.perturb_scaled(theta, z, op.scale, out)
             elif is_sign:
@@ -86,12 +86,12 @@ class Sweeps:
     def _perturb_by_qvalues(
         self, op: Perturb, accesses: tuple[Access, Access, Access], epsilon: float
     ) -> Action:
-        """Return what perturbs a group by a rounded direction, one tensor after the other."""
+        """Return what perturbs a group by a rounded perturbation, one tensor after the other."""
 
         def perturb(_frame: StepFrame) -> None:
-            read, left, direction = map(self._context.store.placed, accesses)
+            read, left, perturbation = map(self._context.store.placed, accesses)
             thetas, outs = ([view.view(-1) for view in placed.views] for placed in (read, left))
-            zs = [qvalues.view(-1) for qvalues in direction.qvalues]
+            zs = [qvalues.view(-1) for qvalues in perturbation.qvalues]
             self.sweeper.perturb_several(thetas, zs, op.scale, epsilon, outs)
 
         return perturb
@@ -100,16 +100,16 @@ class Sweeps:
         """Return what updates a group, if there is a step whose gradient it applies."""
         op = instruction.op
         assert isinstance(op, Update)
-        if of_group(op.group, DirectionFactors, instruction.reads):
+        if of_group(op.group, PerturbationFactors, instruction.reads):
             return self._update_by_factors(instruction, op)
-        read, weights, direction = self._operands(instruction, op.group)
+        read, weights, perturbation = self._operands(instruction, op.group)
         if place_of(read) != place_of(weights):
             raise Unfit(f"updates {op.group} out of place")
-        if is_scaled(direction.what):
+        if is_scaled(perturbation.what):
             raise Unfit(
-                f"updates along {direction.describe()}, which has been multiplied by epsilon and rounded"
+                f"updates along {perturbation.describe()}, which has been multiplied by epsilon and rounded"
             )
-        # Several directions are one step, which decays once. A decay of 0 changes nothing.
+        # Several perturbations are one step, which decays once. A decay of 0 changes nothing.
         weight_decay = self._context.hyperparameters.weight_decay if op.query == 0 else 0.0
         sweeper, is_sign = self.sweeper, op.group in self._signs
         if op.group in self._roundings:
@@ -124,7 +124,7 @@ class Sweeps:
                 )
                 for accesses in (instruction.reads, instruction.writes)
             )
-            return self._update_by_qvalues(op, weights, direction, (before, after))
+            return self._update_by_qvalues(op, weights, perturbation, (before, after))
         matrix_divisor = self._matrix_divisors.get(op.group, 1.0)
         is_uniform = not weight_decay and matrix_divisor == 1
         # On an accelerator few kernels are worth more than few passes.
@@ -137,7 +137,7 @@ class Sweeps:
             source = frame.at(op.step)
             if source is None:
                 return
-            theta, z = self._context.store.placed(weights), self._context.store.placed(direction)
+            theta, z = self._context.store.placed(weights), self._context.store.placed(perturbation)
             gradient = source.gradients[op.query] / self.num_queries
             rate = source.learning_rate
             runs = [(0, theta.flat.numel(), (False, 1.0))] if is_uniform else runs_alike(theta, traits)
@@ -182,7 +182,7 @@ class Sweeps:
         store, group = self._context.store, op.group
         weights = only(of_group(group, ParamGroupWeights, instruction.writes), f"write of {group}")
         source_of = place_of(
-            only(of_group(group, DirectionFactors, instruction.reads), f"read of factors of {group}")
+            only(of_group(group, PerturbationFactors, instruction.reads), f"read of factors of {group}")
         )
         weight_decay = self._context.hyperparameters.weight_decay if op.query == 0 else 0.0
         product_divisor, matrix_divisor = self._product_divisors[group], self._matrix_divisors[group]
@@ -209,14 +209,14 @@ class Sweeps:
         return update
 
     def _update_by_qvalues(
-        self, op: Update, weights: Access, direction: Access, sums: tuple[Place | None, Place | None]
+        self, op: Update, weights: Access, perturbation: Access, sums: tuple[Place | None, Place | None]
     ) -> Action:
-        """Return what updates a group along a rounded direction, each parameter as it is stored.
+        """Return what updates a group along a rounded perturbation, each parameter as it is stored.
 
         `sums` are the places of what quantized values change by over the queries before, and over these and this one, which are rounded later.
         """
         values, (before, after) = self._context.store.values, sums
-        # Several directions are one step, which decays once: with the first, or where all are rounded together.
+        # Several perturbations are one step, which decays once: with the first, or where all are rounded together.
         weight_decay = self._context.hyperparameters.weight_decay
         numbers_decay = weight_decay if op.query == 0 else 0.0
         quantized_decay = weight_decay if (before is not None or op.query == 0) and after is None else 0.0
@@ -225,7 +225,7 @@ class Sweeps:
             source = frame.at(op.step)
             if source is None:
                 return
-            theta, z = self._context.store.placed(weights), self._context.store.placed(direction)
+            theta, z = self._context.store.placed(weights), self._context.store.placed(perturbation)
             key = rounding_key(source.seeds[op.query], source.step, op.query, "update")
             step = UpdateStep(
                 gradient=source.gradients[op.query] / self.num_queries / op.divisor,
@@ -248,13 +248,15 @@ class Sweeps:
         return update
 
     def _operands(self, instruction: Instruction, group: str) -> tuple[Access, Access, Access]:
-        """Return the accesses to a group's trainable parameters, before and after, and to its direction."""
+        """Return the accesses to a group's trainable parameters, before and after, and to its perturbation."""
         part = self._context.store.trainable(group)
         weights = only(of_group(group, ParamGroupWeights, instruction.writes), f"write of {group}")
-        direction = only(of_group(group, Direction, instruction.reads), f"read of a direction of {group}")
+        perturbation = only(
+            of_group(group, Perturbation, instruction.reads), f"read of a perturbation of {group}"
+        )
         read = only(of_group(group, ParamGroupWeights, instruction.reads), f"read of {group}")
-        # Quantized values of a direction are of another format than what they move.
-        alike = (read, weights) if group in self._roundings else (read, weights, direction)
+        # Quantized values of a perturbation are of another format than what they move.
+        alike = (read, weights) if group in self._roundings else (read, weights, perturbation)
         dtypes = {self._context.program.buffer(access.buffer).dtype for access in alike}
         if len(dtypes) != 1 or not part.tensors:
             raise Unfit(f"mixes formats: {', '.join(sorted(dtypes))}")
@@ -262,7 +264,7 @@ class Sweeps:
             raise Unfit(
                 f"runs on {instruction.stream}, but others on {', '.join(self._streams)}: they share temporaries"
             )
-        return read, weights, direction
+        return read, weights, perturbation
 
 
 def _scratch_elements(program: Program) -> int | None:

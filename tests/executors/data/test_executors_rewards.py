@@ -90,11 +90,11 @@ def test_each_point_is_rewarded_for_what_the_model_there_says(name, weights, dif
 @pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("estimate", [{}, {"difference": "forward"}, {"num_queries": 2}])
 def test_text_beside_codes_is_of_the_whole_model_at_its_point(estimate):
-    """At the head every layer adds its direction: the loss of the whole model, called once more, is that of the blocks in turn."""
+    """At the head every layer adds its perturbation: the loss of the whole model, called once more, is that of the blocks in turn."""
     losses, codes = [], {"low_bits": {"weights": "int8"}}
     for axes in (
         codes,
-        codes | SWEPT | {"directions": {"kept": True}},
+        codes | SWEPT | {"perturbations": {"kept": True}},
     ):
         model = model_of("opt", num_hidden_layers=2)
         plan = plan_of(model, **axes, estimator={"epsilon": EPSILON, **estimate})
@@ -147,7 +147,7 @@ def test_the_head_reads_all_weights_at_its_point_and_takes_a_forward_for_every_f
             "chunks",
         ),
         ({"residency": {"blocks": "offloaded"}}, "would cross the bus 4 times a step"),
-        ({**SWEPT, "low_bits": {"weights": "int8"}}, "--keep-directions|forgets a direction"),
+        ({**SWEPT, "low_bits": {"weights": "int8"}}, "--keep-perturbations|forgets a perturbation"),
     ],
     ids=["blockwise", "adapters", "chunks", "offloaded", "forgotten"],
 )
@@ -239,7 +239,7 @@ def test_a_reward_that_fails_loses_nothing_and_a_replay_needs_none(inputs, tmp_p
 def test_ranks_are_rewarded_for_their_own_texts(inputs, tmp_path, mesh, codes):
     """Parts of a batch by turns or side by side, gone on with by as many ranks or by one, and replayed: the same bits."""
     alone, ranks = tmp_path / "alone", tmp_path / "ranks"
-    more = ("--weight-format", "int8", "--keep-directions", "--allow-lossy") if codes else ()
+    more = ("--weight-format", "int8", "--keep-perturbations", "--allow-lossy") if codes else ()
     more = ("--batch", 4, "--residency", "resident", "--threads", 1, *more)
     parts = 2 if mesh == "data=2" else 1
     by = {"reward": "rewarding_of_runs:lengthy"}
@@ -273,7 +273,7 @@ def test_what_a_reward_does_not_go_with_is_refused(inputs, tmp_path, capsys):
         ("--objective", "accuracy"): "in place of any other objective",
         ("--reward-timeout", "0"): "must be above 0",
         ("--residency", "offloaded"): "--residency resident",
-        ("--weight-format", "int8", "--residency", "resident"): "--keep-directions",
+        ("--weight-format", "int8", "--residency", "resident"): "--keep-perturbations",
         (
             "--mesh",
             "stage=2",

@@ -10,7 +10,7 @@ import torch
 from costmodel.formats import COMPUTE_FORMATS, FORMATS
 from costmodel.formats.distributions import DISTRIBUTIONS
 from executors.formats import TORCH_DTYPES, format_of
-from executors.randomness.directions import DIRECTIONS
+from executors.randomness.samplers import SAMPLERS
 from topology.errors import PlanError
 
 
@@ -31,8 +31,8 @@ def test_every_format_that_is_computed_in_is_told_from_its_torch_name() -> None:
 
 
 def test_every_distribution_of_plans_is_drawn() -> None:
-    assert set(DIRECTIONS) == {name for name, known in DISTRIBUTIONS.items() if not known.is_factored}
-    assert all(sample.distribution is DISTRIBUTIONS[name] for name, sample in DIRECTIONS.items())  # type: ignore[index]
+    assert set(SAMPLERS) == {name for name, known in DISTRIBUTIONS.items() if not known.is_factored}
+    assert all(sample.distribution is DISTRIBUTIONS[name] for name, sample in SAMPLERS.items())  # type: ignore[index]
 
 
 @pytest.mark.parametrize("name", [name for name, known in DISTRIBUTIONS.items() if not known.is_factored])
@@ -40,7 +40,7 @@ def test_partial_moments_are_those_of_what_is_drawn(name: str) -> None:
     """Of all elements, and of those in cells: the probability, the mean and the mean square, to five standard errors."""
     declared = DISTRIBUTIONS[name]  # type: ignore[index]
     sample = torch.empty(1 << 18, dtype=torch.float64)
-    DIRECTIONS[name].fill(sample, torch.Generator().manual_seed(1))
+    SAMPLERS[name].fill(sample, torch.Generator().manual_seed(1))
     assert declared.is_sign or declared.partial_moments is not None
     if declared.partial_moments is None:
         return

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from costmodel.formats.low_bits import QuantConfig
-from costmodel.formats.roundings import RoundedDirection
+from costmodel.formats.roundings import RoundedPerturbation
 from costmodel.models.configs import LoRA, read_model_spec
 from executors.low_bits import exact_products, linear
 from executors.low_bits.grids import grid_of
@@ -22,7 +22,6 @@ from executors.low_bits.stored import UpdateCounts
 from executors.models.lora import attach_lora
 from executors.models.weight_files import save_pretrained
 from executors.randomness.counter import CounterKey, CounterSampler
-from executors.randomness.directions import direction_named
 from executors.randomness.rounded import (
     NonzeroRows,
     RoundedSampler,
@@ -30,6 +29,7 @@ from executors.randomness.rounded import (
     SamplingKeys,
     rounding_key,
 )
+from executors.randomness.samplers import sampler_named
 from executors.randomness.sequential import SequentialSampler
 from executors.runs.session import Session
 from executors.threads import SamplingThreads
@@ -136,7 +136,7 @@ def test_codes_are_the_nearest_to_the_weights_and_survive_being_packed(quant_con
 @pytest.mark.parametrize("quant_config", QUANT_CONFIGS)
 def test_an_update_is_right_on_average_unless_it_saturates(quant_config):
     before, num = quantized(quant_config), 200
-    direction = torch.randint(
+    perturbation = torch.randint(
         -7, 8, before.shape, dtype=torch.int8, generator=torch.Generator().manual_seed(1)
     )
     start, total, updated = (
@@ -149,7 +149,7 @@ def test_an_update_is_right_on_average_unless_it_saturates(quant_config):
         after.load(before, "after")
         # Every element goes through all uniforms, each from another beginning.
         after.apply(
-            direction,
+            perturbation,
             2e-4,
             lambda begin, end, i=i: ((torch.arange(begin, end) * 89 + i) % num + 0.5) / num,
             counted=updated if i == 0 else None,
@@ -157,13 +157,13 @@ def test_an_update_is_right_on_average_unless_it_saturates(quant_config):
         total += after.values(torch.float64) - start
     levels = before.levels().float()
     scales = before.scales.repeat_interleave(before.shape[1] // before.scales.shape[1], 1)
-    wanted = levels - 2e-4 * direction / scales
+    wanted = levels - 2e-4 * perturbation / scales
     inside = (wanted > before.grid.low + 1) & (wanted < before.grid.high - 1)
     assert inside.any() or quant_config.format == "int2"
     widest = 2 * scales * (before.grid.step(levels) * torch.ones(before.shape))
-    error = (total / num + 2e-4 * direction).abs()
+    error = (total / num + 2e-4 * perturbation).abs()
     assert (error[inside] <= (3 * widest / num + 1e-6)[inside]).all()
-    assert updated.num == int((direction != 0).sum())
+    assert updated.num == int((perturbation != 0).sum())
     assert updated.saturated <= updated.num - updated.unchanged
 
 
@@ -202,7 +202,7 @@ def test_a_decay_moves_codes_towards_zero_and_not_towards_the_least():
 )
 def test_several_threads_move_codes_as_one_does(quant_config):
     values = weight(2100, 64)
-    direction = torch.randint(
+    perturbation = torch.randint(
         -127, 128, values.shape, dtype=torch.int8, generator=torch.Generator().manual_seed(1)
     )
     updated, held = [], []
@@ -211,13 +211,13 @@ def test_several_threads_move_codes_as_one_does(quant_config):
         uniforms = partial(generated.between, parameter=0, key=rounding_key(1, 2, 0, "update"))
         held.append(quantized(quant_config, values))
         updated.append(UpdateCounts())
-        held[-1].apply(direction, 3e-5, uniforms, decay=1e-3, counted=updated[-1])
+        held[-1].apply(perturbation, 3e-5, uniforms, decay=1e-3, counted=updated[-1])
     assert updated[0] == updated[1] != UpdateCounts()
     for one, other in zip(held[0].dump().values(), held[1].dump().values(), strict=True):
         assert torch.equal(one, other)
 
 
-def test_codes_of_a_direction_are_its_numbers_and_chances_block_by_block():
+def test_codes_of_a_perturbation_are_its_numbers_and_chances_block_by_block():
     """Two blocks of one parameter and a part of one of another, shared by two threads."""
     shapes, key, keys = (
         [torch.Size((40, 768)), torch.Size((5,))],
@@ -226,7 +226,7 @@ def test_codes_of_a_direction_are_its_numbers_and_chances_block_by_block():
     )
     numels = [shape.numel() for shape in shapes]
     for name in ("gaussian", "rademacher"):
-        rounding = RoundedDirection(name, 8, 0.0)
+        rounding = RoundedPerturbation(name, 8, 0.0)
         rounded_sampler = RoundedSampler(
             rounding, shapes, NonzeroRows(0, shapes, (), CPU), CPU, SamplingThreads(2)
         )
@@ -234,7 +234,7 @@ def test_codes_of_a_direction_are_its_numbers_and_chances_block_by_block():
         rounded_sampler.fill_counted(views, [0, 1], key, keys)
         for parameter, view in enumerate(views):
             numbers = torch.empty(view.numel())
-            CounterSampler(numels, CPU).fill(numbers, parameter, 0, key, direction_named(name))
+            CounterSampler(numels, CPU).fill(numbers, parameter, 0, key, sampler_named(name))
             uniforms = RoundingUniforms(numels, CPU).between(0, view.numel(), parameter, keys.rounding)
             assert torch.equal(view, rounded_sampler.qvalues(numbers, uniforms))
 
@@ -246,7 +246,7 @@ def test_codes_of_signs_are_those_of_the_signs_drawn_as_numbers(bits, sparsity):
     shapes = [torch.Size(of) for of in ((1500, 768), (90, 50), (131,), (1,))]
     numels, key, keys = [of.numel() for of in shapes], CounterKey.of(5, 6, 0), SamplingKeys.of(5, 6, 0)
     rounding, updated = (
-        RoundedDirection("rademacher", bits, sparsity),
+        RoundedPerturbation("rademacher", bits, sparsity),
         NonzeroRows(sparsity, shapes, (0, 1), CPU),
     )
     rounded_sampler = RoundedSampler(rounding, shapes, updated, CPU, SamplingThreads(2))
@@ -258,7 +258,7 @@ def test_codes_of_signs_are_those_of_the_signs_drawn_as_numbers(bits, sparsity):
         rounded_sampler.fill_counted(into, range(4), key, keys)
     for parameter, shape in enumerate(shapes):
         signs = torch.empty(shape.numel())
-        CounterSampler(numels, CPU).fill(signs, parameter, 0, key, direction_named("rademacher"))
+        CounterSampler(numels, CPU).fill(signs, parameter, 0, key, sampler_named("rademacher"))
         wanted = (signs * rounding.highest).to(torch.int8).view(shape)
         if (rows := updated.of(parameter, keys.rows)) is not None:
             assert 0 < len(rows.there) < shape[0] / 5
@@ -275,7 +275,7 @@ def test_codes_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity):
     """Keyed and sequential: several blocks and threads, a last byte that is not full, rows that begin within a byte."""
     shapes = [torch.Size(of) for of in ((1500, 768), (90, 51), (131,), (1,))]
     numels, key, keys = [of.numel() for of in shapes], CounterKey.of(5, 6, 0), SamplingKeys.of(5, 6, 0)
-    rounding, updated = RoundedDirection(name, bits, sparsity), NonzeroRows(sparsity, shapes, (0, 1), CPU)
+    rounding, updated = RoundedPerturbation(name, bits, sparsity), NonzeroRows(sparsity, shapes, (0, 1), CPU)
     rounded_sampler = RoundedSampler(rounding, shapes, updated, CPU, SamplingThreads(2))
     whole = [torch.empty(numel, dtype=torch.int8) for numel in numels]
     width = {2: 2, 3: 4, 4: 4}[bits]
@@ -288,7 +288,7 @@ def test_codes_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity):
     for is_sequential in (False, True):
         for views in (whole, packed):
             if is_sequential:
-                sequential = SequentialSampler(numels, direction_named(name), 3, SamplingThreads(2))
+                sequential = SequentialSampler(numels, sampler_named(name), 3, SamplingThreads(2))
                 rounded_sampler.fill_sequential(
                     sequential, views, range(4), torch.Generator().manual_seed(3), keys
                 )
@@ -315,10 +315,10 @@ def test_codes_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity):
 )
 @pytest.mark.parametrize(("bits", "rng"), [(2, "counter"), (3, "mezo")])
 def test_a_step_along_codes_that_share_bytes_leaves_the_same_bits(low_bits, bits, rng, monkeypatch):
-    stated = {"low_bits": low_bits | {"direction_bits": bits}, "rng": rng, "decay": 0.0}
+    stated = {"low_bits": low_bits | {"perturbation_bits": bits}, "rng": rng, "decay": 0.0}
     stated |= {"num_steps": 2, "estimator": {"num_queries": 2}}
     kept = tuned(**stated)
-    monkeypatch.setattr(RoundedDirection, "kept_format", "int8")
+    monkeypatch.setattr(RoundedPerturbation, "kept_format", "int8")
     assert tuned(**stated) == kept
 
 
@@ -327,7 +327,7 @@ def test_a_step_along_codes_that_share_bytes_leaves_the_same_bits(low_bits, bits
 def test_rows_of_signs_are_those_of_the_whole_table(dtype, width):
     """Rows of several blocks, of which some are split between two."""
     counter, key = CounterSampler([7, 3000 * width], CPU), CounterKey.of(5, 6, 0)
-    table, signs = torch.empty(3000 * width, dtype=dtype), direction_named("rademacher")
+    table, signs = torch.empty(3000 * width, dtype=dtype), sampler_named("rademacher")
     counter.fill(table, 1, 0, key, signs)
     for rows in (
         torch.tensor([0, 1, 681, 682, 683, 1365, 2999]),
@@ -369,18 +369,18 @@ def quantized_linear(quant_config, low_bits, values=None):
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "float8_e4m3"])
-def test_a_direction_below_a_grid_step_acts_on_the_product(name):
+def test_a_perturbation_below_a_grid_step_acts_on_the_product(name):
     layer = quantized_linear(QuantConfig(name), LowBits(weights=name))
     inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(5))
-    direction = torch.randint(-127, 128, (6, 32), dtype=torch.int8)
+    perturbation = torch.randint(-127, 128, (6, 32), dtype=torch.int8)
     plain = layer(inputs)
     values = layer.quantized.values(torch.float32)
     assert torch.allclose(plain, inputs @ values.T + layer.bias, atol=1e-6)
-    layer.beside = Beside(direction, 1e-7)  # a thousandth of the finest step
-    expected = inputs @ (values + 1e-7 * direction).T + layer.bias
+    layer.beside = Beside(perturbation, 1e-7)  # a thousandth of the finest step
+    expected = inputs @ (values + 1e-7 * perturbation).T + layer.bias
     assert torch.allclose(layer(inputs), expected, atol=1e-6)
-    layer.beside = Beside(direction, 1e-5)
-    assert torch.allclose(layer(inputs) - plain, 1e-5 * inputs @ direction.float().T, atol=1e-5)
+    layer.beside = Beside(perturbation, 1e-5)
+    assert torch.allclose(layer(inputs) - plain, 1e-5 * inputs @ perturbation.float().T, atol=1e-5)
 
 
 @pytest.mark.parametrize("activations", ["int8-token", "int8-tensor"])
@@ -393,12 +393,12 @@ def test_a_product_of_integers_is_that_of_the_numbers_they_stand_for(name, activ
         for kernel in ("int_mm", "dequantise")
     }
     inputs = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(5))
-    direction = torch.randint(-127, 128, (6, 32), dtype=torch.int8)
+    perturbation = torch.randint(-127, 128, (6, 32), dtype=torch.int8)
     bias = kernels["int_mm"].bias.data
     outputs = []
     for layer in kernels.values():
         layer.bias.data = bias
-        layer.beside = Beside(direction, 1e-5)
+        layer.beside = Beside(perturbation, 1e-5)
         outputs.append(layer(inputs))
     assert torch.allclose(*outputs, rtol=1e-5, atol=1e-6)
     exact = torch.nn.functional.linear(inputs, weight(), bias)
@@ -415,8 +415,8 @@ def test_outputs_made_part_by_part_are_those_made_at_once(monkeypatch, scope, ro
     quantize_layers([torch.nn.Sequential(layer)], low_bits, CPU)
     layer.quantized = quantized(quant_config, weight(192))
     generator = torch.Generator().manual_seed(5)
-    direction = torch.randint(-127, 128, (192, 32), dtype=torch.int8, generator=generator)
-    layer.beside = Beside(direction, 1e-5, None if rows is None else torch.tensor(rows, dtype=torch.long))
+    perturbation = torch.randint(-127, 128, (192, 32), dtype=torch.int8, generator=generator)
+    layer.beside = Beside(perturbation, 1e-5, None if rows is None else torch.tensor(rows, dtype=torch.long))
     inputs = torch.randn(70, 32, generator=generator).bfloat16()
     whole = layer(inputs)
     monkeypatch.setattr(linear, "TILE_ELEMENTS", 96)
@@ -469,7 +469,7 @@ def test_a_kernel_that_is_missing_is_refused_or_replaced(monkeypatch):
     with pytest.raises(PlanError, match="no product of int8 matrices"):
         linear.present_product(asked, CPU)
     assert linear.present_product(asked.model_copy(update={"fallback": True}), CPU) == "dequantise"
-    float8 = LowBits(weights="float8_e4m3", activations="float8-token", direction_bits=5)
+    float8 = LowBits(weights="float8_e4m3", activations="float8-token", perturbation_bits=5)
     with pytest.raises(PlanError, match="no product of e4m3 matrices"):
         linear.present_product(float8, CPU)
 
@@ -477,7 +477,7 @@ def test_a_kernel_that_is_missing_is_refused_or_replaced(monkeypatch):
 @pytest.mark.parametrize("scope", ["token", "tensor"])
 def test_a_product_of_e4m3_numbers_is_that_of_the_numbers_they_stand_for(monkeypatch, scope):
     monkeypatch.setattr(linear, "has_byte_product", lambda *_: True)  # a CPU has it, but slowly
-    stated = {"weights": "float8_e4m3", "activations": f"float8-{scope}", "direction_bits": 5}
+    stated = {"weights": "float8_e4m3", "activations": f"float8-{scope}", "perturbation_bits": 5}
     layers = [
         quantized_linear(QuantConfig("float8_e4m3"), LowBits(kernel=kernel, **stated))
         for kernel in ("scaled_mm", "dequantise")
@@ -498,7 +498,7 @@ def test_a_product_of_e4m3_numbers_is_that_of_the_numbers_they_stand_for(monkeyp
 
 
 def test_a_step_in_e4m3_is_run_where_the_kernel_is_and_refused_where_it_cannot_be(monkeypatch):
-    stated = {"weights": "float8_e4m3", "activations": "float8-token", "direction_bits": 5}
+    stated = {"weights": "float8_e4m3", "activations": "float8-token", "perturbation_bits": 5}
     with pytest.raises(PlanError, match="cpu has no product of e4m3 matrices"):
         tuned(stated, shape="opt-untied")
     monkeypatch.setattr(linear, "has_byte_product", lambda *_: True)
@@ -506,7 +506,7 @@ def test_a_step_in_e4m3_is_run_where_the_kernel_is_and_refused_where_it_cannot_b
     replaced, _ = tuned(stated | {"kernel": "dequantise"}, shape="opt-untied")
     assert records[0][0] == pytest.approx(replaced[0][0], rel=1e-5)
     for changed, reason in (
-        ({"direction_bits": 8}, "does not hold quantized values of direction_bits=8"),
+        ({"perturbation_bits": 8}, "does not hold quantized values of perturbation_bits=8"),
         ({"weights": "int8"}, "multiplies whole rows of e4m3"),
         ({"scales": "group", "group_elements": 16}, "multiplies whole rows of e4m3"),
     ):
@@ -521,7 +521,7 @@ def test_a_step_in_e4m3_is_run_where_the_kernel_is_and_refused_where_it_cannot_b
 
 def tuned(low_bits, *, num_steps=3, shape="opt", rng="mezo", decay=0.1, base=None, **axes):
     model = base or model_of(shape, num_hidden_layers=2)
-    plan = plan_of(model, low_bits=low_bits, directions={"rng": rng}, **axes)
+    plan = plan_of(model, low_bits=low_bits, perturbations={"rng": rng}, **axes)
     with Session(plan, model, learning_rate=RATE, seed=SEED, weight_decay=decay) as session:
         records = [session.step(batch) for batch in batches(num_steps)]
         return [(r.losses_plus, r.losses_minus, r.projected_gradients) for r in records], session.digest()
@@ -530,7 +530,7 @@ def tuned(low_bits, *, num_steps=3, shape="opt", rng="mezo", decay=0.1, base=Non
 def test_a_second_rounding_is_another_one():
     """With one seed for both roundings, q-rge2 would silently be q-rge1."""
     one, two = (
-        tuned({"weights": "int8", "direction_bits": 2, "estimator": name}) for name in ("q-rge1", "q-rge2")
+        tuned({"weights": "int8", "perturbation_bits": 2, "estimator": name}) for name in ("q-rge1", "q-rge2")
     )
     assert one[0][0] == two[0][0]
     assert one[1] != two[1]
@@ -554,7 +554,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity, sha
         model,
         low_bits={
             "weights": "int8",
-            "direction_bits": bits,
+            "perturbation_bits": bits,
             "estimator": estimator,
             "sparsity": sparsity,
         },
@@ -567,7 +567,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity, sha
         left = {name: tensor.held for name, tensor in tensors.items()}
         after = session.state_dict()
     seed = record.seeds[0]
-    rounding = RoundedDirection("gaussian", bits)
+    rounding = RoundedPerturbation("gaussian", bits)
     uniforms = RoundingUniforms([p.numel() for p in literal.parameters()], CPU)
     generator = torch.Generator().manual_seed(seed)
     base, along, updated = {}, {}, {}
@@ -576,7 +576,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity, sha
         share = 1 - sparsity if isinstance(left[name], QuantizedTensor) else 1
         updated[name] = of_rows >= 1 - share
         normals = torch.normal(0.0, 1.0, parameter.shape, generator=generator).view(-1)
-        for copy_of in ("direction", "second direction"):
+        for copy_of in ("perturbation", "second perturbation"):
             uniform = uniforms.between(0, normals.numel(), index, rounding_key(seed, 0, 0, copy_of))
             scaled = (normals * rounding.scale).clamp(-rounding.highest, rounding.highest)
             qvalues = (scaled + uniform).floor().clamp(-rounding.highest, rounding.highest)
@@ -595,14 +595,14 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity, sha
         for name, parameter in literal.named_parameters():
             held = base[name]
             values = held.values(torch.float32) if isinstance(held, QuantizedTensor) else held
-            parameter.data = values + sign * epsilon * along[name, "direction"]
+            parameter.data = values + sign * epsilon * along[name, "perturbation"]
         losses.append(literal(**batch).loss.item())
     assert losses == pytest.approx([record.losses_plus[0], record.losses_minus[0]], rel=1e-5)
     gradient = record.projected_gradients[0]
     assert gradient == pytest.approx((losses[0] - losses[1]) / (2 * epsilon), rel=1e-2)
     if estimator == "normalised":
         gradient /= rounding.moments.second
-    used = "second direction" if estimator == "q-rge2" else "direction"
+    used = "second perturbation" if estimator == "q-rge2" else "perturbation"
     for index, name in enumerate(base):
         held = base[name]
         values = held.values(torch.float32) if isinstance(held, QuantizedTensor) else held
@@ -637,11 +637,11 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity, sha
         {"weights": "int8", "update_rounding": "step"},
         {"weights": "int4", "adapters": "int8"},
         {"weights": "float8_e4m3"},
-        pytest.param({"weights": "int4", "direction_bits": 4}, marks=pytest.mark.slow),
-        {"weights": "int4", "direction_bits": 4, "update_rounding": "step"},
-        {"weights": "int4", "direction_bits": 2, "sparsity": 0.5},
+        pytest.param({"weights": "int4", "perturbation_bits": 4}, marks=pytest.mark.slow),
+        {"weights": "int4", "perturbation_bits": 4, "update_rounding": "step"},
+        {"weights": "int4", "perturbation_bits": 2, "sparsity": 0.5},
         pytest.param(
-            {"weights": "int8", "activations": "int8-token", "direction_bits": 4},
+            {"weights": "int8", "activations": "int8-token", "perturbation_bits": 4},
             marks=pytest.mark.slow,
         ),
     ],
@@ -693,7 +693,7 @@ def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits, monkeyp
 def test_steps_of_small_models_take_no_more_memory_than_is_predicted(shape, low_bits, decay, rng):
     model = model_of(shape)
     queries = {"num_queries": 2 if "update_rounding" in low_bits else 1}
-    plan = plan_of(model, low_bits=low_bits, size=4, seq=30, estimator=queries, directions={"rng": rng})
+    plan = plan_of(model, low_bits=low_bits, size=4, seq=30, estimator=queries, perturbations={"rng": rng})
     program = lower(plan)
     predicted = sum(b.size_bytes for b in program.buffers if b.space is Space.DEVICE)
     predicted += max(instruction.work.workspace_bytes for instruction in program.step)
@@ -821,13 +821,13 @@ def test_adapters_that_cannot_be_codes_are_refused(stated, lora, reason):
         ({"weights": "int4", "scales": "group", "group_elements": 128}, {}, "groups of 128 do not divide"),
         ({"weights": "float8_e4m3", "activations": "int8-token"}, {}, "int_mm multiplies integers"),
         ({"weights": "int8", "kernel": "int_mm"}, {}, "activations=none"),
-        ({"direction_bits": 4}, {}, "without quantized weights"),
+        ({"perturbation_bits": 4}, {}, "without quantized weights"),
         ({"weights": "int8", "update_rounding": "step"}, {}, "of which there is one"),
         ({"weights": "int8"}, {"schedule": {"traversal": "sweep"}}, "sweep"),
         (
             {"weights": "int8", "estimator": "q-rge2"},
-            {"directions": {"kept": True}},
-            "rounds a direction anew",
+            {"perturbations": {"kept": True}},
+            "rounds a perturbation anew",
         ),
         ({"weights": "int8"}, {"weights": {"perturbation": "copies"}}, "read where they lie"),
         (

@@ -314,7 +314,14 @@ def test_codes_that_were_tuned_are_written_as_transformers_and_zosim_read_them(t
 
 def test_a_kernel_that_takes_the_place_of_another_is_told_of(tmp_path, capsys):
     base = saved_model("opt-untied", tmp_path)
-    stated = ("--weight-format", "float8_e4m3", "--activation-format", "float8-token", "--direction-bits", 5)
+    stated = (
+        "--weight-format",
+        "float8_e4m3",
+        "--activation-format",
+        "float8-token",
+        "--perturbation-bits",
+        5,
+    )
     assert run_on(base, tmp_path, tmp_path / "out", *stated) == 2
     assert "cpu has no product of e4m3 matrices (torch._scaled_mm)" in " ".join(
         capsys.readouterr().err.split()

@@ -124,8 +124,8 @@ def test_blocks_whose_mlp_reads_what_attention_read_are_run_whole():
     [
         {},
         OFFLOADED,
-        {"estimator": {"num_queries": 2}, "directions": {"distribution": "factorised", "rank": 3}},
-        {"estimator": {"difference": "forward"}, "directions": LOZO | {"rng": "counter"}},
+        {"estimator": {"num_queries": 2}, "perturbations": {"distribution": "factorised", "rank": 3}},
+        {"estimator": {"difference": "forward"}, "perturbations": LOZO | {"rng": "counter"}},
     ],
     ids=["lozo", "offloaded", "queries", "forward-counter"],
 )
@@ -134,7 +134,7 @@ def test_steps_are_those_of_copies_but_for_the_rounding_of_losses(axes):
     for way in ("copies", "adapters"):
         model = copy.deepcopy(base)
         plan = plan_of(
-            model, dtype="float64", **({"directions": LOZO} | axes | {"weights": {"perturbation": way}})
+            model, dtype="float64", **({"perturbations": LOZO} | axes | {"weights": {"perturbation": way}})
         )
         with Session(plan, model, learning_rate=1e-2, weight_decay=0.1, seed=3, loss_dtype="fp64") as session:
             records = [session.step(batch) for batch in batches(5)]
@@ -153,7 +153,7 @@ def test_an_update_from_factors_has_the_bits_of_one_from_their_product():
     records = None
     for way in ("copies", "adapters"):
         model = copy.deepcopy(base)
-        plan = plan_of(model, directions=LOZO, weights={"perturbation": way})
+        plan = plan_of(model, perturbations=LOZO, weights={"perturbation": way})
         with Session(plan, model, learning_rate=1e-2, weight_decay=0.1, seed=3) as session:
             records = records or [session.step(batch) for batch in batches(4)]
             if way == "adapters":
@@ -168,13 +168,13 @@ def test_what_cannot_be_adapters_is_refused():
     model = model_of("opt", num_hidden_layers=1)
     adapters = {"weights": {"perturbation": "adapters"}}
     with pytest.raises(PlanError, match="linear layers of blocks alone"):
-        plan_of(model, directions=LOZO, **adapters)
+        plan_of(model, perturbations=LOZO, **adapters)
     attach(model, "linears")
     with pytest.raises(PlanError, match="not gaussian"):
         plan_of(model, **adapters)
     with pytest.raises(PlanError, match="traversal=sweep"):
-        plan_of(model, directions=LOZO, schedule={"traversal": "sweep"}, **adapters)
-    plan = plan_of(model, directions=LOZO, **adapters)
+        plan_of(model, perturbations=LOZO, schedule={"traversal": "sweep"}, **adapters)
+    plan = plan_of(model, perturbations=LOZO, **adapters)
     with pytest.raises(ModelError, match="objective"):
         Session(plan, model, objective=lambda logits, _batch: logits.sum())
     assert Plan.model_validate(plan.model_dump(mode="json")) == plan
@@ -229,7 +229,7 @@ def test_a_run_counts_what_its_batches_hold_for_predictions(tmp_path):
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = [
         "run", "--model", model, "--data", data, "--steps", 2, "--batch", 8, "--no-launch", "--no-tensorboard", "--out", out,
-        "--tune", "linears", "--direction", "lozo", "--weights", "adapters",
+        "--tune", "linears", "--distribution", "lozo", "--weights", "adapters",
     ]  # fmt: skip
     assert zosim(*command) == 0
     plan = Plan.load(out / "plan.json")

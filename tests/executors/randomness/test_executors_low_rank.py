@@ -1,4 +1,4 @@
-"""LoZO and factorised directions: the literal loop bit for bit, wherever weights lie, and at any instant of a lazy window."""
+"""LoZO and factorised perturbations: the literal loop bit for bit, wherever weights lie, and at any instant of a lazy window."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PLACEMENTS = {
     "blockwise": {},
     "sweep": {"schedule": {"traversal": "sweep"}},
     "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
-    "kept": {"directions": {"kept": True}},
+    "kept": {"perturbations": {"kept": True}},
 }
 
 
-def lozo_plan(model, placement=None, *, direction="lozo", rng="mezo", dtype="float32", lazy_steps=3, rank=2):
+def lozo_plan(model, placement=None, *, sampler="lozo", rng="mezo", dtype="float32", lazy_steps=3, rank=2):
     axes = dict(PLACEMENTS[placement or "blockwise"])
-    stated = {"distribution": direction, "rank": rank, "lazy_steps": lazy_steps, "rng": rng}
-    return plan_of(model, dtype=dtype, **(axes | {"directions": stated | axes.get("directions", {})}))
+    stated = {"distribution": sampler, "rank": rank, "lazy_steps": lazy_steps, "rng": rng}
+    return plan_of(model, dtype=dtype, **(axes | {"perturbations": stated | axes.get("perturbations", {})}))
 
 
 def tuned(plan, model, *, num_steps=NUM_STEPS, decay=0.0):
@@ -39,7 +39,7 @@ def tuned(plan, model, *, num_steps=NUM_STEPS, decay=0.0):
 
 @pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(
-    ("shape", "direction", "placement", "decay"),
+    ("shape", "sampler", "placement", "decay"),
     [
         ("opt", "lozo", "blockwise", 0.1),
         ("llama", "lozo", "offloaded", 0.0),
@@ -50,7 +50,7 @@ def tuned(plan, model, *, num_steps=NUM_STEPS, decay=0.0):
         ("opt", "lozo-released", "offloaded", 0.0),
     ],
 )
-def test_the_literal_loop_bit_for_bit(shape, direction, placement, decay):
+def test_the_literal_loop_bit_for_bit(shape, sampler, placement, decay):
     base = model_of(shape, num_hidden_layers=2)
     reference = copy.deepcopy(base)
     loop = LiteralLozo(
@@ -58,10 +58,10 @@ def test_the_literal_loop_bit_for_bit(shape, direction, placement, decay):
         epsilon=EPSILON,
         rank=2,
         lazy_steps=3,
-        scaling=direction.removeprefix("lozo-"),
+        scaling=sampler.removeprefix("lozo-"),
         weight_decay=decay,
     )
-    records, model = tuned(lozo_plan(base, placement, direction=direction), base, decay=decay)
+    records, model = tuned(lozo_plan(base, placement, sampler=sampler), base, decay=decay)
     for record, batch in zip(records, batches(NUM_STEPS), strict=True):
         plus, minus, g = loop.step(batch, record.seeds[0], RATE)
         assert (record.losses_plus[0], record.losses_minus[0], record.projected_gradients[0]) == (
@@ -86,7 +86,7 @@ def test_lozo_is_factorised_at_another_radius():
     for parameter in base.parameters():
         parameter.requires_grad_(parameter.dim() == 2)
     plan = lozo_plan(base, dtype="float64", rank=4)
-    other = lozo_plan(base, dtype="float64", rank=4, direction="factorised")
+    other = lozo_plan(base, dtype="float64", rank=4, sampler="factorised")
     data = other.model_dump(mode="json")
     data["estimator"]["epsilon"] = plan.estimator.epsilon * 2
     (_, one), (_, same) = tuned(plan, base), tuned(Plan.model_validate(data), base)

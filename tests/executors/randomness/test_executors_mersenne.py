@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executors.randomness import mersenne, sequential
-from executors.randomness.directions import Gaussian, Rademacher
 from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import generator_on
+from executors.randomness.samplers import Gaussian, Rademacher
 from executors.randomness.sequential import SequentialSampler
 from executors.runs.session import Session
 from executors.steps.ops import sample as sample_op
@@ -131,12 +131,12 @@ def test_draws_whose_words_cannot_be_counted_are_made_by_one(monkeypatch):
     monkeypatch.setattr(sequential, "JUMP_WORDS", 16)
     monkeypatch.setattr(sequential, "jumped", None)
     threads = SamplingThreads(2)
-    for numels, direction in (([1000, 9], Gaussian()), ([4096], Rademacher())):
+    for numels, sampler in (([1000, 9], Gaussian()), ([4096], Rademacher())):
         whole, views = ([torch.empty(numel) for numel in numels] for _ in range(2))
         generator = generator_on(CPU, 8)
         for tensor in whole:
-            direction.fill(tensor, generator)
-        SequentialSampler(numels, direction, 8, threads).fill(views, generator_on(CPU, 8))
+            sampler.fill(tensor, generator)
+        SequentialSampler(numels, sampler, 8, threads).fill(views, generator_on(CPU, 8))
         assert all(map(torch.equal, views, whole))
     threads.close()
 

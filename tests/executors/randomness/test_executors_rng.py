@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from executors.randomness import row_windows
 from executors.randomness.counter import BLOCK_ELEMENTS, CounterKey, CounterSampler
-from executors.randomness.directions import DIRECTIONS, Gaussian, Rademacher, direction_named
 from executors.randomness.rng import generator_on
+from executors.randomness.samplers import SAMPLERS, Gaussian, Rademacher, sampler_named
 from executors.randomness.sequential import SequentialSampler, sample_rows, skip_tensors
 from executors.threads import SamplingThreads
 from topology.errors import PlanError
@@ -37,33 +37,33 @@ def test_gaussian_has_the_bits_of_the_reference_loop(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(7, 5), (2101, 33), (1000, 132)])
-@pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
-def test_kept_rows_and_the_state_after_equal_a_whole_draw(dtype, shape, direction):
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_kept_rows_and_the_state_after_equal_a_whole_draw(dtype, shape, sampler):
     whole, after = torch.empty(shape, dtype=dtype), torch.empty(21, dtype=dtype)
     generator = generator_on(CPU, 5)
-    direction.fill(whole, generator)
-    direction.fill(after, generator)
+    sampler.fill(whole, generator)
+    sampler.fill(after, generator)
     rows = torch.tensor(sorted({0, 1, 3, shape[0] // 2, shape[0] - 1}))
     kept = torch.empty((len(rows), shape[1]), dtype=dtype)
     generator = generator_on(CPU, 5)
-    sample_rows(kept, rows, shape[0], direction, generator)
+    sample_rows(kept, rows, shape[0], sampler, generator)
     assert torch.equal(kept, whole[rows])
     again = torch.empty_like(after)
-    direction.fill(again, generator)
+    sampler.fill(again, generator)
     assert torch.equal(again, after)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 @settings(max_examples=30)
 @given(numels=st.lists(st.integers(1, 400), min_size=1, max_size=6), num_marks=st.integers(1, 9))
-def test_sequences_with_marks_have_the_bits_of_whole_draws(dtype, direction, numels, num_marks):
+def test_sequences_with_marks_have_the_bits_of_whole_draws(dtype, sampler, numels, num_marks):
     generator = generator_on(CPU, 3)
     whole = [torch.empty(numel, dtype=dtype) for numel in numels]
     for tensor in whole:
-        direction.fill(tensor, generator)
+        sampler.fill(tensor, generator)
     threads = SamplingThreads(2)
-    sequential = SequentialSampler(numels, direction, num_marks, threads)
+    sequential = SequentialSampler(numels, sampler, num_marks, threads)
     marked, skipped = generator_on(CPU, 3), generator_on(CPU, 3)
     views = [torch.empty_like(tensor) for tensor in whole]
     states = sequential.fill(views, marked)
@@ -78,12 +78,12 @@ def test_sequences_with_marks_have_the_bits_of_whole_draws(dtype, direction, num
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 @pytest.mark.parametrize("numel", [7, 16, 100_003])
-def test_a_scaled_draw_is_the_draw_rounded_once_more(dtype, direction, numel):
+def test_a_scaled_draw_is_the_draw_rounded_once_more(dtype, sampler, numel):
     plain, scaled = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype)
-    direction.fill(plain, generator_on(CPU, 4))
-    direction.fill_scaled(scaled, generator_on(CPU, 4), 3.7e-4)
+    sampler.fill(plain, generator_on(CPU, 4))
+    sampler.fill_scaled(scaled, generator_on(CPU, 4), 3.7e-4)
     assert torch.equal(scaled, plain * 3.7e-4)
 
 
@@ -104,52 +104,52 @@ def test_rademacher_is_plus_or_minus_one(dtype, numel):
     assert set(out.tolist()) <= {1.0, -1.0}
 
 
-@pytest.mark.parametrize("name", DIRECTIONS)
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_first_two_moments(name):
-    direction, count = direction_named(name), 1 << 20
+    sampler, count = sampler_named(name), 1 << 20
     out = torch.empty(count, dtype=torch.float64)
-    direction.fill(out, generator_on(CPU, 3))
+    sampler.fill(out, generator_on(CPU, 3))
     # Five standard errors; the variance of z² is 2 for normals and 0 for signs.
-    assert abs(out.mean().item() - direction.distribution.mean) < 5 / math.sqrt(count)
-    assert abs((out**2).mean().item() - direction.distribution.second_moment) < 5 * math.sqrt(2 / count)
+    assert abs(out.mean().item() - sampler.distribution.mean) < 5 / math.sqrt(count)
+    assert abs((out**2).mean().item() - sampler.distribution.second_moment) < 5 * math.sqrt(2 / count)
 
 
-def test_unknown_direction_is_refused():
-    with pytest.raises(PlanError, match="no direction 'cauchy'"):
-        direction_named("cauchy")
+def test_unknown_perturbation_is_refused():
+    with pytest.raises(PlanError, match="no perturbation 'cauchy'"):
+        sampler_named("cauchy")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
-def test_counter_slices_equal_the_whole(dtype, direction):
-    block = BLOCK * direction.distribution.block_factor
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_counter_slices_equal_the_whole(dtype, sampler):
+    block = BLOCK * sampler.distribution.block_factor
     numels = [5, 3 * block + 7, 100]
     counter, key = CounterSampler(numels, CPU), CounterKey.of(seed=9, step=4, query=1)
     whole = torch.empty(numels[1], dtype=dtype)
-    counter.fill(whole, 1, 0, key, direction)
+    counter.fill(whole, 1, 0, key, sampler)
     ends = [(0, 3), (block - 1, block + 1), (17, 2 * block + 5), (3 * block + 2, 3 * block + 7)]
     for begin, end in [*ends, (block - 20, block - 5), (2 * block + 100, 2 * block + 101)]:
         part = torch.empty(end - begin, dtype=dtype)
-        counter.fill(part, 1, begin, key, direction)
+        counter.fill(part, 1, begin, key, sampler)
         assert torch.equal(part, whole[begin:end])
 
 
 @pytest.mark.parametrize("width", [48, 33, 7])
-@pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
-def test_counter_rows_and_threads_give_the_same_bits(direction, width):
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_counter_rows_and_threads_give_the_same_bits(sampler, width):
     num_rows = 2000
     numels = [10, width * num_rows]
     key = CounterKey.of(1, 2, 0)
     threads = SamplingThreads(3)
     alone, threaded = CounterSampler(numels, CPU), CounterSampler(numels, CPU, threads=threads)
     first, second = torch.empty(numels[1]), torch.empty(numels[1])
-    alone.fill(first, 1, 0, key, direction)
-    threaded.fill(second, 1, 0, key, direction)
+    alone.fill(first, 1, 0, key, sampler)
+    threaded.fill(second, 1, 0, key, sampler)
     assert torch.equal(first, second)
     rows = torch.tensor([0, 5, 341, 342, num_rows - 1])
     kept = torch.empty(len(rows), width)
     for counter in (alone, threaded):
-        counter.fill_rows(kept, rows, 1, key, direction)
+        counter.fill_rows(kept, rows, 1, key, sampler)
         assert torch.equal(kept, first.view(num_rows, width)[rows])
     threads.close()
 
@@ -183,7 +183,7 @@ def test_counter_streams_differ_in_every_part_of_the_key():
     assert len(set(seen)) == len(seen)
 
 
-def test_counter_seeds_of_one_direction_never_meet():
+def test_counter_seeds_of_one_perturbation_never_meet():
     key = CounterKey.of(123, 45, 0)
     seeds = key.seeds_of(0, 200_000)
     assert len(set(seeds)) == 200_000

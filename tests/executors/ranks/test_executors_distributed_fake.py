@@ -61,7 +61,7 @@ def test_calls_and_bytes_are_those_of_the_program(fake, name, axes, monkeypatch)
         "batch": max(2, size["mesh"].get("data", 1)),
         "hosts": [f"host{rank // per_host}" for rank in range(fake)],
         "estimator": {"num_queries": 2},
-        "directions": {"rng": "counter"},
+        "perturbations": {"rng": "counter"},
         **axes,
     }
     plan = plan_for(case)

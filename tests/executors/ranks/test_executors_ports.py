@@ -86,7 +86,7 @@ def said_by(command, each_turn):
             ("--mesh", "perturb=2", "--weight-format", "int8", "--allow-lossy"), marks=pytest.mark.slow
         ),
         pytest.param(
-            ("--mesh", "perturb=2", "--weights", "adapters", "--direction", "lozo", "--tune", "linears"),
+            ("--mesh", "perturb=2", "--weights", "adapters", "--distribution", "lozo", "--tune", "linears"),
             marks=pytest.mark.slow,
         ),
         pytest.param(

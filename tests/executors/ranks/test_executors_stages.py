@@ -16,7 +16,7 @@ def axes(**given):
 
 CASES = {
     "three": Case(THREE),
-    "four": Case(FOUR, "opt-projected", axes=axes(directions={"rng": "counter"})),
+    "four": Case(FOUR, "opt-projected", axes=axes(perturbations={"rng": "counter"})),
     "block-between-its-halves": Case(("block.1.mlp", "block.1")),
     "four-llama-tied-forward": Case(
         FOUR, "llama-tied", axes=axes(estimator={"difference": "forward", "num_queries": 2})
@@ -27,7 +27,7 @@ CASES = {
         THREE,
         axes=axes(
             residency={"blocks": "offloaded"},
-            directions={"sampled_ahead": True},
+            perturbations={"sampled_ahead": True},
             weights={"perturbation": "copies"},
             schedule={"update": "delayed"},
             estimator={"num_queries": 2},
@@ -38,7 +38,7 @@ CASES = {
         mesh=(("perturb", 3),),
         axes=axes(
             estimator={"num_queries": 4, "difference": "forward"},
-            directions={"sampled_ahead": True},
+            perturbations={"sampled_ahead": True},
             weights={"perturbation": "copies"},
             schedule={"update": "delayed"},
         ),

@@ -191,5 +191,5 @@ def test_one_rank_does_it_with_whole_blocks():
     assert unsplit(plan.model) == spec_of_model(Case((), lora=True).made(), "tiny")
     assert alone(plan).model == unsplit(plan.model)
     executed = plan.model_dump(mode="json")
-    executed["directions"]["order"] = "execution"
+    executed["perturbations"]["order"] = "execution"
     assert alone(Plan.model_validate(executed)).model == plan.model

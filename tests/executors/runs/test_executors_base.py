@@ -31,7 +31,7 @@ def change(path, **fields):
 def run(tmp_path):
     saved_lines(tmp_path / "data.jsonl")
     model = saved_model("opt", tmp_path)
-    more = ("--direction", "lozo", "--tune", "linears")  # of which `zosim adapter` makes one
+    more = ("--distribution", "lozo", "--tune", "linears")  # of which `zosim adapter` makes one
     return model, begun(model, tmp_path / "data.jsonl", tmp_path / "out", *more)
 
 

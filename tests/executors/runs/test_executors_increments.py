@@ -95,9 +95,9 @@ def applied(model, folder):
 @pytest.mark.parametrize(
     "more",
     [
-        ("--direction", "lozo", "--weights", "adapters", "--residency", "offloaded"),
-        ("--direction", "factorised", "--rng", "counter", "--queries", 2),
-        ("--direction", "lozo-released", "--direction-rank", 3),
+        ("--distribution", "lozo", "--weights", "adapters", "--residency", "offloaded"),
+        ("--distribution", "factorised", "--rng", "counter", "--queries", 2),
+        ("--distribution", "lozo-released", "--perturbation-rank", 3),
     ],
     ids=["adapters", "counter", "released"],
 )
@@ -113,7 +113,7 @@ def test_the_adapter_of_a_log_is_what_the_run_did(inputs, tmp_path, more):
 
 
 def test_versions_stand_beside_each_other_and_are_compacted(inputs, tmp_path):
-    flags = ("--tune", "linears", "--direction", "lozo")
+    flags = ("--tune", "linears", "--distribution", "lozo")
     out = trained(inputs, tmp_path / "run", *flags)
     assert zosim("adapter", out, "--model", inputs[0], "--steps", 4, "-o", tmp_path / "4") == 0
     shorter = trained(inputs, tmp_path / "shorter", *flags, steps=4)
@@ -129,8 +129,8 @@ def test_versions_stand_beside_each_other_and_are_compacted(inputs, tmp_path):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("--direction", "lozo"), "more than the linear layers"),
-        (("--direction", "lozo", "--tune", "linears", "--weight-decay", 0.1), "decayed its weights"),
+        (("--distribution", "lozo"), "more than the linear layers"),
+        (("--distribution", "lozo", "--tune", "linears", "--weight-decay", 0.1), "decayed its weights"),
     ],
 )
 def test_what_is_no_adapter_is_refused(inputs, tmp_path, more, says):

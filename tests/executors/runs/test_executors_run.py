@@ -174,7 +174,7 @@ def test_adapters_of_a_log_without_seed_and_alpha_begin_as_they_did():
 def test_options_override_a_plan_and_nothing_else_does(inputs, tmp_path):
     model, data, _ = inputs
     first, second = tmp_path / "first", tmp_path / "second"
-    assert train(model, data, first, "--rng", "counter", "--direction", "rademacher", "--staging-buffers", 2,
+    assert train(model, data, first, "--rng", "counter", "--distribution", "rademacher", "--staging-buffers", 2,
                  "--residency", "offloaded") == 0  # fmt: skip
     assert zosim("run", first / "plan.json", "--model", model, "--data", data, "--steps", 2, "--eps", 1e-2,
                  "--no-launch", "--no-tensorboard", "--out", second) == 0  # fmt: skip

@@ -91,8 +91,8 @@ def test_a_window_adds_up_along_its_own_factor_and_all_windows_stay():
     [
         ("opt", {}, None),
         ("opt", {"estimator": {"num_queries": 2}, **OFFLOADED}, None),
-        ("llama", {"directions": {"rng": "counter"}}, {"weights": "int8"}),
-        ("opt", {"directions": {"distribution": "rademacher"}}, {"weights": "int4"}),
+        ("llama", {"perturbations": {"rng": "counter"}}, {"weights": "int8"}),
+        ("opt", {"perturbations": {"distribution": "rademacher"}}, {"weights": "int4"}),
     ],
     ids=["plain", "queries-offloaded", "int8", "int4-signs"],
 )
@@ -170,8 +170,8 @@ def test_what_cannot_be_is_refused():
         LoRA(rank=2, target_modules=("q_proj",), lazy_steps=3, max_rank=3)
     with pytest.raises(ModelError, match="--lora-lazy-steps"):
         LoRA(rank=2, target_modules=("q_proj",), max_rank=8)
-    with pytest.raises(PlanError, match="directions of B"):
-        plan_of(carrying(), dtype="float64", directions={"distribution": "lozo"}, **TOGETHER)
+    with pytest.raises(PlanError, match="perturbations of B"):
+        plan_of(carrying(), dtype="float64", perturbations={"distribution": "lozo"}, **TOGETHER)
 
 
 def command_of(inputs, out, steps, *more):

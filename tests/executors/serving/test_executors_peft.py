@@ -158,7 +158,7 @@ def test_adapters_beside_a_base_that_another_tool_has_quantised(tmp_path):
 def test_peft_loads_the_updates_of_a_log(tmp_path, name):
     base, lines, out = saved_model(name, tmp_path), tmp_path / "lines.jsonl", tmp_path / "out"
     saved_lines(lines)
-    command = run_command(base, lines, "--tune", "linears", "--direction", "lozo", "--lazy-steps", 2)
+    command = run_command(base, lines, "--tune", "linears", "--distribution", "lozo", "--lazy-steps", 2)
     assert zosim(*command, "--out", out) == 0
     assert zosim("adapter", out, "-o", tmp_path / "adapter") == 0
     inputs = {"input_ids": batches(1)[0]["input_ids"]}

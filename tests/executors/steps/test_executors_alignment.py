@@ -24,13 +24,13 @@ from zosim.program.contents import parameters_of
 from zosim.program.program_set import ProgramSet
 from zosim.program.validate import validate
 
-INT4 = {"weights": "int4", "direction_bits": 4}
+INT4 = {"weights": "int4", "perturbation_bits": 4}
 PLACEMENTS = {
     "resident": ("opt", {}),
-    "offloaded, ahead": ("llama", OFFLOADED | {"directions": {"sampled_ahead": True}}),
-    "counter, kept": ("gpt2", {"directions": {"rng": "counter", "kept": True}}),
+    "offloaded, ahead": ("llama", OFFLOADED | {"perturbations": {"sampled_ahead": True}}),
+    "counter, kept": ("gpt2", {"perturbations": {"rng": "counter", "kept": True}}),
     "copies in bfloat16": ("opt", {"weights": {"perturbation": "copies"}, "dtype": "bfloat16"}),
-    "factors": ("opt", OFFLOADED | {"directions": {"distribution": "lozo", "rank": 3}}),
+    "factors": ("opt", OFFLOADED | {"perturbations": {"distribution": "lozo", "rank": 3}}),
     "in bfloat16 on the host": (
         "opt",
         OFFLOADED | {"residency": {"blocks": "offloaded", "transfer_dtype": "bfloat16"}},
@@ -46,7 +46,7 @@ def on_gpus(plan):
 
 
 def pieces_of(store):
-    """Yield each tensor of parameters and directions that was placed, with where it begins in its buffer."""
+    """Yield each tensor of parameters and perturbations that was placed, with where it begins in its buffer."""
     for (buffer, *_), placed in store._placed.items():
         tensors = [placed.flat, *placed.views, *(qvalues.memory for qvalues in placed.packed)]
         tensors += [piece for held in placed.held for piece in held.dump().values()]
@@ -91,7 +91,7 @@ def test_a_plan_on_cpus_has_the_program_that_it_had():
 
 @pytest.mark.crossed(quick=10, slow=4)
 @pytest.mark.parametrize("number", range(40))
-def test_parameters_and_directions_of_any_plan_on_gpus_start_at_multiples_of_256(number):
+def test_parameters_and_perturbations_of_any_plan_on_gpus_start_at_multiples_of_256(number):
     plan = matrix.random_case_of_one_rank(number).plan()
     for program in lower_all(on_gpus(plan)).programs:
         validate(program)

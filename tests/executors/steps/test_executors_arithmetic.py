@@ -40,7 +40,7 @@ def _awkward(dtype: torch.dtype, seed: int, *, limit: float = 1.0) -> torch.Tens
 @pytest.mark.parametrize("epsilon", [1e-3, 3.7e-5, 1e-30])
 def test_perturbation_has_the_bits_of_the_literal_expression(dtype, scale, epsilon):
     theta = _awkward(dtype, 0)
-    z = _awkward(dtype, 1, limit=0.5)  # beyond, doubling overflows; a direction never comes near
+    z = _awkward(dtype, 1, limit=0.5)  # beyond, doubling overflows; a perturbation never comes near
     z = z[torch.randperm(z.numel(), generator=torch.Generator().manual_seed(2))]
     literal = theta + (scale * z) * epsilon
     for piece in (64, 1000, 1 << 16):
@@ -52,7 +52,7 @@ def test_perturbation_has_the_bits_of_the_literal_expression(dtype, scale, epsil
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1, -2, -1, 2])
 @pytest.mark.parametrize("epsilon", [1e-3, 3.7e-5])
-def test_a_direction_scaled_once_perturbs_with_the_same_bits(dtype, scale, epsilon):
+def test_a_perturbation_scaled_once_perturbs_with_the_same_bits(dtype, scale, epsilon):
     theta = _awkward(dtype, 0, limit=0.5)
     z = torch.randn(theta.numel(), generator=torch.Generator().manual_seed(1)).to(dtype)
     swept = theta.clone()

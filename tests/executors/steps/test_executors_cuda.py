@@ -16,7 +16,7 @@ PLACEMENTS = {
     "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
     "sample-ahead": {
         "residency": {"blocks": "offloaded"},
-        "directions": {"sampled_ahead": True},
+        "perturbations": {"sampled_ahead": True},
         "schedule": {"update": "delayed"},
     },
     "fresh-buffers": {
@@ -49,11 +49,11 @@ def test_cuda_equals_the_literal_loop_bit_for_bit(placement, dtype):
 
 
 @pytest.mark.gpu
-def test_counter_directions_on_cuda_do_not_depend_on_the_placement():
+def test_counter_perturbations_on_cuda_do_not_depend_on_the_placement():
     found = []
     for placement in PLACEMENTS.values():
         model = model_of("llama-tied")
-        plan = plan_of(model, directions={"rng": "counter"}, **placement)
+        plan = plan_of(model, perturbations={"rng": "counter"}, **placement)
         with Session(plan, model, learning_rate=1e-3, device="cuda:0") as session:
             found.append([session.step(batch).projected_gradients for batch in batches(4)])
     assert all(gradients == found[0] for gradients in found)

@@ -33,11 +33,11 @@ PLACEMENTS = {
     "offloaded": ("opt", OFFLOADED),
     "offloaded, ahead": ("opt", OFFLOADED | AHEAD),
     "two queries, offloaded": ("opt", OFFLOADED | {"estimator": {"num_queries": 2}}),
-    "signs": ("opt", {"directions": {"distribution": "rademacher"}}),
+    "signs": ("opt", {"perturbations": {"distribution": "rademacher"}}),
     "llama, offloaded": ("llama", OFFLOADED),
     "factors, ahead": (
         "opt",
-        OFFLOADED | {"directions": {"distribution": "lozo", "rank": 2, "sampled_ahead": True}},
+        OFFLOADED | {"perturbations": {"distribution": "lozo", "rank": 2, "sampled_ahead": True}},
     ),
     # Blocks take turns in staging buffers, and divide attention by their number.
     "unlike blocks": ("gpt2-unlike", OFFLOADED),
@@ -213,7 +213,7 @@ FAULTS = {
     "what was captured is launched once": ("resident", CAPTURE, launched_once),
     "a capture is not waited for": ("resident", CAPTURE, not_awaited),
     "the default stream's workspace is all there is": ("resident", f"{GRAPHS}._make_workspace", lambda *_: None),
-    "blocks are captured where directions are drawn": ("factors, ahead", "executors.steps.streams_accelerator:AcceleratorBackend.__init__", captured_where_sampled),
+    "blocks are captured where perturbations are drawn": ("factors, ahead", "executors.steps.streams_accelerator:AcceleratorBackend.__init__", captured_where_sampled),
     "unlike blocks share a graph": ("unlike blocks", f"{GRAPHS}._verify", verified_unseen),
 }  # fmt: skip
 

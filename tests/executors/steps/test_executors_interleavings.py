@@ -34,10 +34,10 @@ OTHERS = {
     | {"low_bits": {"weights": "int8", "activations": "int8-token", "sparsity": 0.5}},
     "int4, a sum of queries": FRESH | TWO | {"low_bits": {"weights": "int4", "update_rounding": "step"}},
     "LoZO, ahead": OFFLOADED
-    | {"directions": {"distribution": "lozo", "lazy_steps": 2, "sampled_ahead": True}},
-    "LoZO, fresh, ahead": FRESH | TWO | {"directions": {"distribution": "lozo", "sampled_ahead": True}},
+    | {"perturbations": {"distribution": "lozo", "lazy_steps": 2, "sampled_ahead": True}},
+    "LoZO, fresh, ahead": FRESH | TWO | {"perturbations": {"distribution": "lozo", "sampled_ahead": True}},
     "signs, keyed, fresh": FRESH
-    | {"directions": {"distribution": "rademacher", "rng": "counter", "sampled_ahead": True}},
+    | {"perturbations": {"distribution": "rademacher", "rng": "counter", "sampled_ahead": True}},
 }
 
 

@@ -1,4 +1,4 @@
-"""Directions kept from their draw to their update: the same bits as drawing them again, from fewer draws."""
+"""Perturbations kept from their draw to their update: the same bits as drawing them again, from fewer draws."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from zosim.program.validate import validate
 PLACEMENTS = {
     "sweep": {"schedule": {"traversal": "sweep"}},
     "resident": {},
-    "sample-ahead": {"directions": {"sampled_ahead": True}},
+    "sample-ahead": {"perturbations": {"sampled_ahead": True}},
     "delayed": {"schedule": {"update": "delayed"}},
-    "delayed-sample-ahead": {"directions": {"sampled_ahead": True}, "schedule": {"update": "delayed"}},
+    "delayed-sample-ahead": {"perturbations": {"sampled_ahead": True}, "schedule": {"update": "delayed"}},
     "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
     "offloaded-immediate": {"residency": {"blocks": "offloaded", "num_staging_buffers": 1}},
     "copies": {"weights": {"perturbation": "copies"}},
@@ -33,9 +33,9 @@ def model():
     return model_of("opt")
 
 
-def plan_for(placement, model, *, estimator=None, directions=None):
+def plan_for(placement, model, *, estimator=None, perturbations=None):
     axes = dict(PLACEMENTS[placement])
-    axes["directions"] = axes.get("directions", {}) | {"kept": True} | (directions or {})
+    axes["perturbations"] = axes.get("perturbations", {}) | {"kept": True} | (perturbations or {})
     return plan_of(model, estimator=estimator or {}, **axes)
 
 
@@ -47,15 +47,17 @@ def samples(program: Program) -> Counter[tuple[str, int]]:
 @pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize(("queries", "rng"), [(1, "mezo"), (3, "mezo"), (1, "counter")])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_direction_is_drawn_once(model, placement, queries, rng):
-    program = lower(plan_for(placement, model, estimator={"num_queries": queries}, directions={"rng": rng}))
+def test_every_perturbation_is_drawn_once(model, placement, queries, rng):
+    program = lower(
+        plan_for(placement, model, estimator={"num_queries": queries}, perturbations={"rng": rng})
+    )
     validate(program)
     groups = [group for group in plan_of(model).model.param_groups if group.num_trainable]
     assert samples(program) == {(group.name, query): 1 for group in groups for query in range(queries)}
     assert not [i for i in program.flush if isinstance(i.op, Sample)]
-    kept = [buffer for buffer in program.buffers if buffer.role == "directions"]
+    kept = [buffer for buffer in program.buffers if buffer.role == "perturbations"]
     assert {buffer.name for buffer in kept} == {
-        f"directions.{group.name}.q{query}" for group in groups for query in range(queries)
+        f"perturbations.{group.name}.q{query}" for group in groups for query in range(queries)
     }
     # The generator's state is kept where the generator has passed a group that is drawn later: OPT's final norm.
     states = [
@@ -68,19 +70,19 @@ def test_every_direction_is_drawn_once(model, placement, queries, rng):
 def test_the_memory_that_is_planned_is_what_is_taken(placement):
     model = model_of("opt")
     plan = plan_for(placement, model, estimator={"num_queries": 2})
-    planned = sum(buffer.size_bytes for buffer in lower(plan).buffers if buffer.role == "directions")
+    planned = sum(buffer.size_bytes for buffer in lower(plan).buffers if buffer.role == "perturbations")
     weights = sum(4 * group.num_trainable for group in plan.model.param_groups)
     with Session(plan, model) as session:
         session.step(batches(1)[0])
-        taken = session.memory().arena_bytes[Space.DEVICE, "directions"]
+        taken = session.memory().arena_bytes[Space.DEVICE, "perturbations"]
     assert taken == planned
     tensors = sum(group.num_trainable_tensors for group in plan.model.param_groups)
     assert 2 * weights <= planned <= 2 * (weights + 64 * (tensors + len(plan.model.param_groups)))
 
 
 @pytest.mark.parametrize("placement", ["resident", "delayed"])
-def test_a_direction_that_is_overwritten_before_its_last_reader_is_a_hazard(placement):
-    program = lower(plan_for(placement, model_of("opt"), directions={"rng": "counter"}))
+def test_a_perturbation_that_is_overwritten_before_its_last_reader_is_a_hazard(placement):
+    program = lower(plan_for(placement, model_of("opt"), perturbations={"rng": "counter"}))
     step = list(program.step)
     update = next(k for k, i in enumerate(step) if isinstance(i.op, Update) and i.op.group == "block.1")
     resample = next(i for i in step if isinstance(i.op, Sample) and i.op.group == "block.1")
@@ -89,7 +91,7 @@ def test_a_direction_that_is_overwritten_before_its_last_reader_is_a_hazard(plac
         validate(replace(program, step=(*step[:update], other, *step[update:])))
 
 
-def test_a_direction_that_another_stream_draws_waits_for_the_update_before():
+def test_a_perturbation_that_another_stream_draws_waits_for_the_update_before():
     program = lower(plan_for("delayed-sample-ahead", model_of("opt")))
     position = next(k for k, i in enumerate(program.step) if i.id == "block.1/sample[q0]")
     assert program.step[position].after

@@ -10,8 +10,8 @@ from torch import nn
 
 from executors.formats import TORCH_DTYPES
 from executors.models.parameters import NamedTensor
-from executors.randomness.directions import DIRECTIONS
 from executors.randomness.rng import generator_on
+from executors.randomness.samplers import SAMPLERS
 from executors.steps.buffers import Part
 
 CPU = torch.device("cpu")
@@ -27,22 +27,22 @@ def part_of(numels: list[int], alignment_bytes: int = 64) -> Part:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 @settings(max_examples=40)
 @given(
     numels=st.lists(st.sampled_from([1, 7, 16, 31, 32, 64, 128, 130, 192, 1000]), min_size=1, max_size=7),
     alignment_bytes=st.sampled_from([64, 256]),
 )
-def test_stretches_have_the_bits_of_tensors_drawn_one_by_one(dtype, direction, numels, alignment_bytes):
+def test_stretches_have_the_bits_of_tensors_drawn_one_by_one(dtype, sampler, numels, alignment_bytes):
     part = part_of(numels, alignment_bytes)
     *starts, end = part.offsets(dtype)
     one_by_one, at_once = (torch.zeros(end, dtype=TORCH_DTYPES[dtype]) for _ in range(2))
     generators = [generator_on(CPU, 5) for _ in range(2)]
     for start, numel in zip(starts, numels, strict=True):
-        direction.fill(one_by_one[start : start + numel], generators[0])
-    stretches = part.stretches(dtype, direction.distribution.granularity)
+        sampler.fill(one_by_one[start : start + numel], generators[0])
+    stretches = part.stretches(dtype, sampler.distribution.granularity)
     for begin, length in stretches:
-        direction.fill(at_once[begin : begin + length], generators[1])
+        sampler.fill(at_once[begin : begin + length], generators[1])
     assert torch.equal(at_once, one_by_one)
     assert torch.equal(generators[0].get_state(), generators[1].get_state())
     assert sum(length for _, length in stretches) == sum(numels)

@@ -1,4 +1,4 @@
-"""What a resident step keeps beside the weights and the forwards: one segment's direction, and scratch that is stated."""
+"""What a resident step keeps beside the weights and the forwards: one segment's perturbation, and scratch that is stated."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from zosim.program.instructions import Space
 ALIGNMENT_BYTES = 64
 ESTIMATORS = (
     {},
-    {"directions": {"rng": "counter"}},
-    {"directions": {"rng": "counter", "distribution": "rademacher"}},
+    {"perturbations": {"rng": "counter"}},
+    {"perturbations": {"rng": "counter", "distribution": "rademacher"}},
     {"estimator": {"num_queries": 2}},
 )
 
@@ -36,7 +36,7 @@ def _segment_bytes(plan) -> int:
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=str)
 @pytest.mark.parametrize("update", ["immediate", "delayed"])
 @pytest.mark.parametrize("name", ["opt", "opt-untied", "gpt2", "llama"])
-def test_a_resident_step_keeps_the_direction_of_one_segment(name, update, estimator):
+def test_a_resident_step_keeps_the_perturbation_of_one_segment(name, update, estimator):
     model = model_of(name)
     plan = plan_of(model, **estimator, schedule={"update": update})
     with Session(plan, model, weight_decay=0.1, num_sampling_threads=2) as session:
@@ -47,9 +47,9 @@ def test_a_resident_step_keeps_the_direction_of_one_segment(name, update, estima
         stated = session.program.buffer("scratch").size_bytes
     assert {key for key, size in arena.items() if size} == {
         (Space.DEVICE, "weights"),
-        (Space.DEVICE, "directions"),
+        (Space.DEVICE, "perturbations"),
     }
-    assert arena[Space.DEVICE, "directions"] <= _segment_bytes(plan)
+    assert arena[Space.DEVICE, "perturbations"] <= _segment_bytes(plan)
     assert 0 < scratch <= stated
 
 
@@ -60,8 +60,8 @@ def test_a_tied_table_bounds_what_is_kept():
     norm = 4 * 2 * model.config.hidden_size
     with Session(plan_of(model), model) as session:
         session.step(batches(1)[0])
-        directions = session.memory().arena_bytes[Space.DEVICE, "directions"]
-    assert table <= directions <= table + norm + 4 * ALIGNMENT_BYTES
+        perturbations = session.memory().arena_bytes[Space.DEVICE, "perturbations"]
+    assert table <= perturbations <= table + norm + 4 * ALIGNMENT_BYTES
 
 
 def test_scratch_is_what_is_planned_for():

@@ -43,7 +43,7 @@ SPARSE = {"low_bits": {"weights": "int8", "sparsity": 0.5}}
 PLACEMENTS = {
     "resident": {},
     "sweep": {"schedule": {"traversal": "sweep"}},
-    "kept": {"directions": {"kept": True}},
+    "kept": {"perturbations": {"kept": True}},
     "queries": {"estimator": {"num_queries": 2}},
     "copies": {"weights": {"perturbation": "copies"}},
     "copies, ahead": {"weights": {"perturbation": "copies"}, **AHEAD},
@@ -60,14 +60,14 @@ PLACEMENTS = {
         "residency": {"blocks": "offloaded", "transfer_dtype": "bfloat16"},
         "schedule": {"update": "delayed"},
     },
-    "offloaded, counter": OFFLOADED | {"directions": {"rng": "counter"}},
+    "offloaded, counter": OFFLOADED | {"perturbations": {"rng": "counter"}},
     "offloaded, two queries": OFFLOADED | {"estimator": {"num_queries": 2}},
     "offloaded, int8": OFFLOADED | {"low_bits": {"weights": "int8"}},
     "offloaded, sparse int8, ahead, two queries": OFFLOADED
     | AHEAD
     | SPARSE
     | {"estimator": {"num_queries": 2}},
-    "int4 along 4 bits": {"low_bits": {"weights": "int4", "direction_bits": 4}},
+    "int4 along 4 bits": {"low_bits": {"weights": "int4", "perturbation_bits": 4}},
     "offloaded, sparse W8A8": OFFLOADED
     | {"low_bits": {"weights": "int8", "activations": "int8-token", "sparsity": 0.5}},
     "offloaded, LoRA over int8": OFFLOADED
@@ -262,13 +262,13 @@ def test_stages_on_one_device_leave_nothing_to_chance(case):
 
 
 SHARED_PASSES = {
-    "int8": {"low_bits": {"weights": "int8"}, "directions": {"rng": "counter"}},
+    "int8": {"low_bits": {"weights": "int8"}, "perturbations": {"rng": "counter"}},
     "int4 in groups, two queries": {
         "low_bits": {"weights": "int4", "scales": "group", "group_elements": 16},
-        "directions": {"rng": "counter"},
+        "perturbations": {"rng": "counter"},
         "estimator": {"num_queries": 2},
     },
-    "factors": {"directions": {"distribution": "lozo", "rank": 3}},
+    "factors": {"perturbations": {"distribution": "lozo", "rank": 3}},
 }
 
 
@@ -568,7 +568,7 @@ MORE_FAULTS = {
     ),
     "losses are read before they have come": ("perturb", f"{EXCHANGES}._pack", packed_early),
     "an update goes to a stream beside": ("resident", SWEEP, beside),
-    "a direction is drawn beside its stream": (
+    "a perturbation is drawn beside its stream": (
         "offloaded, ahead",
         "executors.steps.ops.sample:Sampling._scaling",
         beside,
@@ -683,7 +683,7 @@ NUM_PARTS = 4
 class Without:
     """Takes a dependency out of a session's program, and looks whether the host waits in its place.
 
-    It does so between the two where it asks how many rows of a sparse direction move, gives memory back, or reads what a step found.
+    It does so between the two where it asks how many rows of a sparse perturbation move, gives memory back, or reads what a step found.
     """
 
     def __init__(self, edge):
@@ -825,7 +825,7 @@ def test_two_devices_in_one_kernel_are_refused():
 QUANTIZED = {
     "int4": {"weights": "int4", "scales": "group", "group_elements": 16},
     "W8A8": {"weights": "int8", "activations": "int8-token"},
-    "e4m3": {"weights": "float8_e4m3", "activations": "float8-token", "direction_bits": 5},
+    "e4m3": {"weights": "float8_e4m3", "activations": "float8-token", "perturbation_bits": 5},
 }
 
 
@@ -834,7 +834,7 @@ QUANTIZED = {
 @pytest.mark.parametrize("quantized", QUANTIZED.values(), ids=QUANTIZED)
 def test_codes_are_multiplied_on_the_device_in_any_format(quantized):
     """Offloaded quantized values cross the bus as they are; each kernel is that which the plan counts on."""
-    axes = {"low_bits": quantized, "directions": {"rng": "counter"}}
+    axes = {"low_bits": quantized, "perturbations": {"rng": "counter"}}
     device, numbers = trained({**OFFLOADED, **axes}, shape="opt-untied")
     assert device.findings == []
     _, resident = trained(axes, shape="opt-untied")
@@ -864,7 +864,7 @@ def test_int8_products_of_any_width_run_on_the_device():
         torch.randint(-127, 128, (rows, 21), generator=generator).to(torch.int8) for rows in (5, 9)
     )
     wanted = (left.long() @ right.long().T).float()
-    axes = {"low_bits": {"weights": "int8", "activations": "int8-token"}, "directions": {"rng": "counter"}}
+    axes = {"low_bits": {"weights": "int8", "activations": "int8-token"}, "perturbations": {"rng": "counter"}}
     with simulated() as device:
         there = linear.byte_product(left.cuda(), right.cuda(), torch.ones(1, device="cuda"))
         assert torch.equal(there.cpu(), wanted)
@@ -875,7 +875,7 @@ def test_int8_products_of_any_width_run_on_the_device():
 
 
 PACKED = {
-    "directions": {"distribution": "lozo", "rank": 2},
+    "perturbations": {"distribution": "lozo", "rank": 2},
     "weights": {"perturbation": "adapters"},
 }
 

@@ -24,10 +24,10 @@ PLACEMENTS = {
     "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
     "offloaded-immediate": {"residency": {"blocks": "offloaded", "num_staging_buffers": 1}},
     "offloaded-fresh-buffers": {"residency": {"blocks": "offloaded", "reuse_staging_buffers": False}},
-    "kept": {"directions": {"kept": True}},
-    "sweep-kept": {"directions": {"kept": True}, "schedule": {"traversal": "sweep"}},
+    "kept": {"perturbations": {"kept": True}},
+    "sweep-kept": {"perturbations": {"kept": True}, "schedule": {"traversal": "sweep"}},
 }
-AHEAD = {f"{name}-ahead": placement | {"directions": placement.get("directions", {}) | {"sampled_ahead": True}}
+AHEAD = {f"{name}-ahead": placement | {"perturbations": placement.get("perturbations", {}) | {"sampled_ahead": True}}
          for name, placement in PLACEMENTS.items()}  # fmt: skip
 PLACEMENTS |= AHEAD
 EDGES = {"residency": {"blocks": "offloaded", "edges": "offloaded"}, "schedule": {"update": "delayed"}}
@@ -104,7 +104,7 @@ def test_programs_hold_the_copies_that_they_name_and_one_sweep_less(placement, q
     assert all(buffer.role != "copies" for buffer in serial.buffers)
     sizes = {buffer.name: buffer.size_bytes for buffer in copied.buffers if buffer.role == "copies"}
     is_sweep = plans[1].schedule.traversal == "sweep"
-    assert len(sizes) == 2 if is_sweep or plans[1].directions.sampled_ahead else 1
+    assert len(sizes) == 2 if is_sweep or plans[1].perturbations.sampled_ahead else 1
     touched = {a.buffer for i in copied.step for a in (*i.reads, *i.writes) if a.buffer in sizes}
     assert touched == set(sizes)
     bytes_of = {group.name: 4 * group.num_trainable for group in plans[1].model.param_groups}

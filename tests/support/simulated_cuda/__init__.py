@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from executors.calibration import pinning
-from executors.randomness import directions
+from executors.randomness import samplers
 from executors.ranks.host_memory import HostMemory
 from executors.ranks.messages import Packed
 from executors.steps import streams_accelerator
@@ -68,11 +68,11 @@ def _seen_by(device: Device) -> Iterator[None]:
 def simulated() -> Iterator[Device]:
     """Let ``torch.cuda`` be a simulated device for as long as the block lasts."""
     device = Device()
-    directions_known = [f for f in vars(directions).values() if hasattr(f, "cache_clear")]
+    samplers_known = [f for f in vars(samplers).values() if hasattr(f, "cache_clear")]
     with contextlib.ExitStack() as stack:
         for owner, name, value in _replacements(device):
             stack.enter_context(_replaced(owner, name, value))
-        for cached in directions_known:  # tensors of the device, by formats
+        for cached in samplers_known:  # tensors of the device, by formats
             cached.cache_clear()
             stack.callback(cached.cache_clear)
         with _seen_by(device):

@@ -20,7 +20,7 @@ from zosim.plans import Plan
 
 NUM_BLOCKS = 3
 _LORA = {"lora": LoRA(rank=2, target_modules=("q_proj", "fc2"))}
-_INT8 = {"low_bits": {"weights": "int8"}, "directions": {"rng": "counter"}}
+_INT8 = {"low_bits": {"weights": "int8"}, "perturbations": {"rng": "counter"}}
 _QUERIES = {"estimator": {"num_queries": 2}}
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "OPT, resident": ("opt", {}),
@@ -34,22 +34,22 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Llama, offloaded, graphs": ("llama", {"graphs": True, **OFFLOADED}),
     "two queries": ("opt", _QUERIES),
     "two queries, offloaded": ("opt", _QUERIES | OFFLOADED),
-    "counter draws": ("opt", {"directions": {"rng": "counter"}}),
-    "directions kept": ("opt", {"directions": {"kept": True}}),
+    "counter draws": ("opt", {"perturbations": {"rng": "counter"}}),
+    "perturbations kept": ("opt", {"perturbations": {"kept": True}}),
     "weight decay": ("opt", {"weight_decay": 0.1}),
     "weight decay, offloaded": ("opt", {"weight_decay": 0.1, **OFFLOADED}),
     "accumulated over 3": ("opt", {"accumulate": 3}),
     "bfloat16": ("opt", {"dtype": "bfloat16"}),
     "LoRA": ("opt", _LORA),
     "LoRA, offloaded": ("opt", _LORA | OFFLOADED),
-    "rank 2": ("opt", {"directions": {"distribution": "lozo", "rank": 2}}),
+    "rank 2": ("opt", {"perturbations": {"distribution": "lozo", "rank": 2}}),
     "int8": ("opt-untied", _INT8),
     "int8, offloaded": ("opt-untied", _INT8 | OFFLOADED),
     "int4, sparse": (
         "opt",
         {
-            "low_bits": {"weights": "int4", "direction_bits": 4, "sparsity": 0.5},
-            "directions": {"rng": "counter"},
+            "low_bits": {"weights": "int4", "perturbation_bits": 4, "sparsity": 0.5},
+            "perturbations": {"rng": "counter"},
         },
     ),
     "LoRA over int8": ("opt-untied", _LORA | {"low_bits": {"weights": "int8"}}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def directions(base, seed):
+def perturbations(base, seed):
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.normal(0.0, 1.0, size=t.shape, generator=generator) for name, t in base.items()}
 
@@ -13,7 +13,7 @@ def directions(base, seed):
 def right(base, log, epsilon):
     theta = dict(base)
     for row in log:
-        for name, z in directions(base, row.seed).items():
+        for name, z in perturbations(base, row.seed).items():
             for scale in (1, -2, 1):
                 theta[name] = theta[name] + (scale * z) * epsilon
             theta[name] = theta[name] - row.learning_rate * (row.projected_gradient * z)
@@ -23,7 +23,7 @@ def right(base, log, epsilon):
 def without_perturbing(base, log, epsilon):
     theta = dict(base)
     for row in log:
-        z = directions(base, row.seed)
+        z = perturbations(base, row.seed)
         theta = {n: t - row.learning_rate * (row.projected_gradient * z[n]) for n, t in theta.items()}
     return theta
 
@@ -32,7 +32,7 @@ def generator_reset_for_every_parameter(base, log, epsilon):
     theta = dict(base)
     for row in log:
         for name, tensor in theta.items():
-            z = directions({name: tensor}, row.seed)[name]
+            z = perturbations({name: tensor}, row.seed)[name]
             theta[name] = tensor - row.learning_rate * (row.projected_gradient * z)
     return theta
 
@@ -40,7 +40,7 @@ def generator_reset_for_every_parameter(base, log, epsilon):
 def products_in_another_order(base, log, epsilon):
     theta = dict(base)
     for row in log:
-        for name, z in directions(base, row.seed).items():
+        for name, z in perturbations(base, row.seed).items():
             for scale in (1, -2, 1):
                 theta[name] = theta[name] + scale * (z * epsilon)
             theta[name] = theta[name] - (row.learning_rate * row.projected_gradient) * z

@@ -33,7 +33,7 @@ class FirstOrderLayout:
     Attributes
     ----------
     plan : Plan
-        Of a baseline: nothing in it is about directions or residency.
+        Of a baseline: nothing in it is about perturbations or residency.
     settings : FirstOrder
     rank : int
     """

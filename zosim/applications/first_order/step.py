@@ -49,7 +49,7 @@ class FirstOrderWriter(Listing):
     Parameters
     ----------
     plan : Plan
-        Of a baseline: nothing in it is about directions or residency.
+        Of a baseline: nothing in it is about perturbations or residency.
     settings : FirstOrder
     rank : int
     """

@@ -1,4 +1,4 @@
-"""Moments of random directions."""
+"""Moments of random perturbations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Bits = Annotated[int, Field(ge=2, le=16, strict=True)]
 
 
 @oracle("Isserlis' theorem; QuZO Eq. 5 (rounded); moments of Wishart matrices (low rank)")
-def direction_moments(
+def perturbation_moments(
     distribution: Distribution,
     dimension: Count = 1,
     rows: Count = 1,
@@ -35,9 +35,9 @@ def direction_moments(
 
     Examples
     --------
-    >>> direction_moments("rademacher", dimension=8)
+    >>> perturbation_moments("rademacher", dimension=8)
     {'mean': 0.0, 'second_moment': 1.0, 'fourth_moment': 1.0, 'energy': 8.0}
-    >>> direction_moments("low-rank", rows=3, columns=4, rank=1)["energy"]
+    >>> perturbation_moments("low-rank", rows=3, columns=4, rank=1)["energy"]
     30.0
     """
     d = float(dimension)
@@ -76,7 +76,7 @@ def energy(
     >>> energy("gaussian", dimension=8)
     10.0
     """
-    return direction_moments(distribution, dimension, rows, columns, rank, bits, scale)["energy"]
+    return perturbation_moments(distribution, dimension, rows, columns, rank, bits, scale)["energy"]
 
 
 def rounded_normal_moments(bits: int, scale: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The directions axis: when each is drawn, from which generator state, and where it lies until it is used.
+"""The perturbations axis: when each is drawn, from which generator state, and where it lies until it is used.
 
 Examples
 --------
@@ -9,8 +9,8 @@ Sequential draws read the state that the draw before has left; keyed draws need 
 >>> from zosim.plans import Placement, Plan
 >>> place = Placement(topology="cpu-laptop", devices=("cpu0",))
 >>> for rng in ("mezo", "counter"):
-...     axis = DirectionsAxis(rng=rng)
-...     plan = Plan(model=read_model_spec("opt-125m"), batch=1, seq=16, placement=place, directions=axis)
+...     axis = PerturbationsAxis(rng=rng)
+...     plan = Plan(model=read_model_spec("opt-125m"), batch=1, seq=16, placement=place, perturbations=axis)
 ...     draw = next(item for item in lower(plan).step if item.id == "block.1/sample[q0]")
 ...     print(
 ...         rng,
@@ -47,14 +47,14 @@ from costmodel.sweeps import sampling_work
 from costmodel.work import Matmul, Work
 from zosim.lowering.buckets import bucket_bytes
 from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
-from zosim.plans import Directions as DirectionsAxis
+from zosim.plans import Perturbations as PerturbationsAxis
 from zosim.plans import Plan
 from zosim.program.contents import (
     Contents,
-    Direction,
-    DirectionFactors,
-    DirectionRows,
     GeneratorState,
+    Perturbation,
+    PerturbationFactors,
+    PerturbationRows,
     is_scaled,
 )
 from zosim.program.instructions import Access, Buffer, Space, Stream
@@ -63,20 +63,20 @@ from zosim.program.ranges import Ranges
 
 Keep = Literal["all", "rows", "factors", "none"]
 
-_DIRECTIONS = "directions"
-_ROWS = "direction_rows"
-_FACTORS = "direction_factors"
+_PERTURBATIONS = "perturbations"
+_ROWS = "perturbation_rows"
+_FACTORS = "perturbation_factors"
 
 
-class Directions(AxisWriter):
-    """Writes draws, and knows which directions lie where and how far each query's generator has come."""
+class Perturbations(AxisWriter):
+    """Writes draws, and knows which perturbations lie where and how far each query's generator has come."""
 
     def __init__(self, rank: Rank, listing: Listing) -> None:
         super().__init__(rank, listing)
-        self._are_kept = rank.plan.directions.kept or rank.is_together
+        self._are_kept = rank.plan.perturbations.kept or rank.is_together
         self.sampling_order = sampling_order(rank.plan)
         self._positions = {group.name: position for position, group in enumerate(self.sampling_order)}
-        # Directions that are there, by what they hold and by the bytes that they lie in: a new one replaces what it overlaps.
+        # Perturbations that are there, by what they hold and by the bytes that they lie in: a new one replaces what it overlaps.
         self._sampled: dict[tuple[Contents, int | None], Access] = {}
         self._sampled_in: dict[str, Ranges[Access | None]] = defaultdict(
             lambda: Ranges(None, lambda access: access)
@@ -87,29 +87,29 @@ class Directions(AxisWriter):
 
     # -- places ------------------------------------------------------------------------------------------------
 
-    def direction_bytes(self, group: ParamGroup) -> int:
-        """Return the bytes of a direction of `group`."""
+    def perturbation_bytes(self, group: ParamGroup) -> int:
+        """Return the bytes of a perturbation of `group`."""
         return bucket_bytes(
             group.num_trainable,
             group.num_trainable_tensors,
-            self._storage.direction_format,
+            self._storage.perturbation_format,
             self._rank.alignment_bytes,
         )
 
     def place(self, group: ParamGroup, query: int, step: int, offset_bytes: int = 0) -> Access:
-        """Return the access to the direction of `group`: in a buffer of its own where it, or its factors, are kept."""
+        """Return the access to the perturbation of `group`: in a buffer of its own where it, or its factors, are kept."""
         if self._rank.adds_factors:
-            what = DirectionFactors(group.name, query)
+            what = PerturbationFactors(group.name, query)
             return Access(_kept(group, query), what, step, self._factor_bytes((group,)))
-        buffer, offset = (_kept(group, query), 0) if self._are_kept else (_DIRECTIONS, offset_bytes)
-        return Access(buffer, Direction(group.name, query), step, self.direction_bytes(group), offset)
+        buffer, offset = (_kept(group, query), 0) if self._are_kept else (_PERTURBATIONS, offset_bytes)
+        return Access(buffer, Perturbation(group.name, query), step, self.perturbation_bytes(group), offset)
 
     def rows(self, group: ParamGroup, query: int) -> Access:
-        """Return the access to the rows of the direction of `group` that the batch names; to the whole where directions are kept."""
+        """Return the access to the rows of the perturbation of `group` that the batch names; to the whole where perturbations are kept."""
         if self._are_kept:
             return self.place(group, query, 0)
         size = self._rows_bytes
-        return Access(_ROWS, DirectionRows(group.name, query), 0, size, query * size)
+        return Access(_ROWS, PerturbationRows(group.name, query), 0, size, query * size)
 
     @cached_property
     def _rows_bytes(self) -> int:
@@ -117,7 +117,7 @@ class Directions(AxisWriter):
         return FORMATS[self._storage.row_format].bytes(rank.num_tokens * rank.model.embed_dim)
 
     def fresh_offset(self, segment: str) -> int:
-        """Return where the next direction goes: alternate halves for blocks that are drawn ahead."""
+        """Return where the next perturbation goes: alternate halves for blocks that are drawn ahead."""
         if not self._samples_in_halves or is_edge(segment):
             return 0
         self._halves += 1
@@ -125,24 +125,24 @@ class Directions(AxisWriter):
 
     @property
     def _samples_in_halves(self) -> bool:
-        """Whether a block's direction is drawn while that of the block before is used: by another stream."""
-        return self._plan.directions.sampled_ahead and self._plan.weights.perturbation == "serial"
+        """Whether a block's perturbation is drawn while that of the block before is used: by another stream."""
+        return self._plan.perturbations.sampled_ahead and self._plan.weights.perturbation == "serial"
 
     @cached_property
     def _block_bytes(self) -> int:
-        """Bytes of the largest direction of any block."""
+        """Bytes of the largest perturbation of any block."""
         blocks = (segment for segment in self._rank.segments if not is_edge(segment))
         return max(map(self._segment_bytes, blocks), default=0)
 
     def _segment_bytes(self, segment: str) -> int:
-        """Return the bytes of the directions of `segment` that lie in the buffer together: under a sweep one at a time."""
+        """Return the bytes of the perturbations of `segment` that lie in the buffer together: under a sweep one at a time."""
         groups = self._rank.model.param_groups_of(segment)
-        sizes = [self.direction_bytes(g) for g in groups if not self._rank.gathers(g, segment)]
+        sizes = [self.perturbation_bytes(g) for g in groups if not self._rank.gathers(g, segment)]
         return (max if self._rank.is_swept else sum)(sizes or [0])
 
     def _factor_bytes(self, groups: Iterable[ParamGroup], *, lefts: bool = True, rights: bool = True) -> int:
-        """Return the bytes of the factors of one query's directions of some groups, both or one of them."""
-        rank = self._plan.directions.rank or 0
+        """Return the bytes of the factors of one query's perturbations of some groups, both or one of them."""
+        rank = self._plan.perturbations.rank or 0
         shapes = [shape for group in groups for shape in group.trainable_matrices]
         sides = sum(lefts * rows + rights * columns for rows, columns in shapes)
         return FORMATS[self._storage.sampling_format].bytes(rank * sides)
@@ -176,41 +176,41 @@ class Directions(AxisWriter):
         trainable = {group.name: group for group in self._rank.param_groups if group.num_trainable}
         if not self._are_kept:
             return trainable
-        # A kept direction is drawn once: only one that the generator has passed by then needs a state to begin from.
+        # A kept perturbation is drawn once: only one that the generator has passed by then needs a state to begin from.
         late = {group.name for group in _sampled_late(self._plan, self._rank.segments)}
         return {name: group for name, group in trainable.items() if name in late}
 
     def pending(self, group: ParamGroup, query: int) -> Iterator[Access]:
-        """Yield what a delayed update draws its direction from, or its direction, as the step before left it."""
+        """Yield what a delayed update draws its perturbation from, or its perturbation, as the step before left it."""
         if self._are_kept:
             yield self.place(group, query, -1)
-        elif self._plan.directions.rng == "mezo":
+        elif self._plan.perturbations.rng == "mezo":
             yield self.state_before(group, query, -1)
 
     def buffers(self) -> Iterator[Buffer]:
-        """Yield those of directions, of rows of them, and of generator states."""
+        """Yield those of perturbations, of rows of them, and of generator states."""
         rank, queries = self._rank, range(self._plan.estimator.num_queries)
-        dtype = self._storage.direction_format
+        dtype = self._storage.perturbation_format
         if self._are_kept:
             for group in rank.param_groups:
                 for query in queries if group.num_trainable else ():
                     size = self.place(group, query, 0).size_bytes
                     kept_format = self._storage.sampling_format if rank.adds_factors else dtype
-                    yield Buffer(_kept(group, query), Space.DEVICE, size, "directions", kept_format)
+                    yield Buffer(_kept(group, query), Space.DEVICE, size, "perturbations", kept_format)
         else:
             size = max(map(self._segment_bytes, rank.segments))
             if self._samples_in_halves:
                 size = max(size, 2 * self._block_bytes)
-            yield Buffer(_DIRECTIONS, Space.DEVICE, size, "directions", dtype)
+            yield Buffer(_PERTURBATIONS, Space.DEVICE, size, "perturbations", dtype)
             if any(rank.gathers(group, EMBED) for group in rank.param_groups):
                 rows = self._rows_bytes * len(queries)
-                yield Buffer(_ROWS, Space.DEVICE, rows, "directions", self._storage.row_format)
-        # Sparse directions move some rows, whose numbers stay from draw to update.
+                yield Buffer(_ROWS, Space.DEVICE, rows, "perturbations", self._storage.row_format)
+        # Sparse perturbations move some rows, whose numbers stay from draw to update.
         if size := self._storage.nonzero_rows_bytes(self._rank.param_groups):
-            yield Buffer("nonzero_rows", Space.DEVICE, size, "directions", "int64", dynamic=True)
+            yield Buffer("nonzero_rows", Space.DEVICE, size, "perturbations", "int64", dynamic=True)
         if size := self._passing_factor_bytes:
-            yield Buffer(_FACTORS, Space.DEVICE, size, "directions", self._storage.sampling_format)
-        for query in queries if self._plan.directions.rng == "mezo" else ():
+            yield Buffer(_FACTORS, Space.DEVICE, size, "perturbations", self._storage.sampling_format)
+        for query in queries if self._plan.perturbations.rng == "mezo" else ():
             yield Buffer(f"rng.q{query}", Space.HOST, RNG_STATE_BYTES, "rng", "uint8")
             for name in self._kept_states:
                 size = NUM_RNG_MARKS * RNG_STATE_BYTES
@@ -219,15 +219,15 @@ class Directions(AxisWriter):
     # -- draws -------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Let what has been drawn be overwritten, where directions share a buffer."""
+        """Let what has been drawn be overwritten, where perturbations share a buffer."""
         if not self._are_kept:
             self._sampled.clear()
 
     def sampled(self, group: ParamGroup, query: int) -> Access:
-        """Return where this step's direction of `group` is, which must have been drawn."""
+        """Return where this step's perturbation of `group` is, which must have been drawn."""
         forms: tuple[Contents, ...] = (
-            *(Direction(group.name, query, is_scaled) for is_scaled in (False, True)),
-            DirectionFactors(group.name, query),
+            *(Perturbation(group.name, query, is_scaled) for is_scaled in (False, True)),
+            PerturbationFactors(group.name, query),
         )
         return next(self._sampled[what, 0] for what in forms if (what, 0) in self._sampled)
 
@@ -245,9 +245,9 @@ class Directions(AxisWriter):
         for_update: bool = False,
         suffix: str = "",
     ) -> Access:
-        """Write the draw of a direction, unless it is there, and return where it is.
+        """Write the draw of a perturbation, unless it is there, and return where it is.
 
-        With `scaled`, it may be kept as ``z·ε``, where that loses nothing. Where directions are kept until their updates,
+        With `scaled`, it may be kept as ``z·ε``, where that loses nothing. Where perturbations are kept until their updates,
         those of the step before are there, and rows are those of the whole. One that is drawn `for_update` alone is drawn again
         where the distribution draws another one then.
         """
@@ -257,9 +257,9 @@ class Directions(AxisWriter):
             keep, scaled = "factors" if self._rank.adds_factors else "all", False
         target = self.rows(group, query) if keep == "rows" else self.place(group, query, step, offset_bytes)
         if scaled and self._storage.keeps_scaled(self._plan.estimator.epsilon) and keep == "all":
-            target = replace(target, what=Direction(group.name, query, is_scaled=True))
+            target = replace(target, what=Perturbation(group.name, query, is_scaled=True))
         if rounding:
-            target = replace(target, what=Direction(group.name, query, rounding=rounding))
+            target = replace(target, what=Perturbation(group.name, query, rounding=rounding))
         # The step before has left it where it was drawn.
         if self._are_kept and step < 0:
             return target
@@ -281,7 +281,7 @@ class Directions(AxisWriter):
         return target
 
     def _remember(self, target: Access) -> None:
-        """Note that a direction is there, and that what shared bytes with it no longer is."""
+        """Note that a perturbation is there, and that what shared bytes with it no longer is."""
         places = self._sampled_in[target.buffer]
         for access in places.over(target.offset_bytes, target.end_bytes):
             if access is not None and self._sampled.get((access.what, access.step)) is access:
@@ -299,19 +299,19 @@ class Directions(AxisWriter):
         *,
         for_update: bool = False,
     ) -> Sample:
-        directions = self._plan.directions
+        perturbations = self._plan.perturbations
         return Sample(
             group.name,
             step,
             query,
             keep,
-            directions.rng,
-            directions.distribution,
+            perturbations.rng,
+            perturbations.distribution,
             self._storage.bits,
             rounding,
             self._storage.sparsity,
-            directions.rank or 0,
-            directions.lazy_steps or 1,
+            perturbations.rank or 0,
+            perturbations.lazy_steps or 1,
             for_update,
         )
 
@@ -320,7 +320,7 @@ class Directions(AxisWriter):
     ) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
         """Return the generator states that drawing `group` reads and writes; skip the groups before it if need be."""
         # Keyed draws begin anywhere.
-        if self._plan.directions.rng == "counter":
+        if self._plan.perturbations.rng == "counter":
             return (), ()
         position = self._positions[group.name]
         # The generator has passed this group: it is drawn again from the state that was kept before it.
@@ -353,12 +353,14 @@ class Directions(AxisWriter):
         draw has kept its states, and where a group is so long that a jump into its middle pays. Signs are made by torch's own
         threads in any case.
         """
-        directions, total = self._plan.directions, group.num_trainable
+        perturbations, total = self._plan.perturbations, group.num_trainable
         if keep == "none":
-            return passing_work(num_sampled(group, directions), directions, self._storage.sampling_format)
-        if directions.rank is not None:
+            return passing_work(
+                num_sampled(group, perturbations), perturbations, self._storage.sampling_format
+            )
+        if perturbations.rank is not None:
             return self._factored_work(group, keep)
-        if directions.rng == "counter":
+        if perturbations.rng == "counter":
             return self._counted_work(group, keep, is_scaled=is_scaled)
         # Threads begin at marks that an earlier draw has kept; without these the second half begins with a jump, which pays for large groups.
         is_shared = self._rank.distribution.is_single_threaded and total >= (
@@ -393,7 +395,7 @@ class Directions(AxisWriter):
         num_uniforms = self._storage.num_rounded(made)
         sparse, share = self._storage.sparse(group), 1 - self._storage.sparsity
         if sparse:
-            # Rows that a sparse direction leaves alone are drawn where they lie between others, or passed over.
+            # Rows that a sparse perturbation leaves alone are drawn where they lie between others, or passed over.
             num_nonzero = made - total + sum(outputs * inputs for outputs, inputs in sparse)
             of_rows = samples_for_rows(sparse, share, length)
             num_blocks += of_rows.num_blocks - (num_nonzero + total - made) / length
@@ -420,8 +422,8 @@ class Directions(AxisWriter):
         )
 
     def products(self, group: ParamGroup) -> tuple[Matmul, ...]:
-        """Return the products of factors that the matrices of a direction are."""
-        rank = self._plan.directions.rank
+        """Return the products of factors that the matrices of a perturbation are."""
+        rank = self._plan.perturbations.rank
         assert rank is not None
         return tuple(Matmul(m=rows, n=columns, k=rank) for rows, columns in group.trainable_matrices)
 
@@ -433,7 +435,7 @@ class Directions(AxisWriter):
         scaled = sum(part.m * part.n for part in products) if self._rank.distribution.rank_power else 0
         num_rows = self._num_rows(group.num_trainable) * self._rank.model.embed_dim if keep == "rows" else 0
         return sampling_work(
-            num_sampled(group, self._plan.directions),
+            num_sampled(group, self._plan.perturbations),
             dtype=self._storage.sampling_format,
             num_tensors=len(group.trainable_matrices) + group.num_trainable_tensors,
         ) + Work(
@@ -476,13 +478,13 @@ class Directions(AxisWriter):
 
     @property
     def _stream(self) -> Stream:
-        return Stream.SAMPLE if self._plan.directions.sampled_ahead else Stream.COMPUTE
+        return Stream.SAMPLE if self._plan.perturbations.sampled_ahead else Stream.COMPUTE
 
 
 def sampling_order(plan: Plan) -> list[ParamGroup]:
     """Return the trainable groups in the order in which the ``mezo`` generator visits them."""
     groups = [group for group in plan.model.param_groups if group.num_trainable]
-    if plan.directions.order == "registration":
+    if plan.perturbations.order == "registration":
         return groups
     return sorted(groups, key=lambda group: plan.model.segments.index(group.segments[0]))
 
@@ -508,21 +510,21 @@ def _sampled_late(plan: Plan, segments: Sequence[str]) -> list[ParamGroup]:
     ]
 
 
-def num_sampled(group: ParamGroup, directions: DirectionsAxis) -> int:
-    """Return the numbers that a direction of `group` takes: of factors ``V``, which are kept for several steps, a step's share."""
-    if directions.rank is None:
+def num_sampled(group: ParamGroup, perturbations: PerturbationsAxis) -> int:
+    """Return the numbers that a perturbation of `group` takes: of factors ``V``, which are kept for several steps, a step's share."""
+    if perturbations.rank is None:
         return group.num_trainable
-    rank, steps = directions.rank, directions.lazy_steps or 1
+    rank, steps = perturbations.rank, perturbations.lazy_steps or 1
     lefts = sum(rows for rows, _ in group.trainable_matrices)
     rights = sum(columns for _, columns in group.trainable_matrices)
     return group.num_outside_matrices + rank * lefts + round(rank * rights / steps)
 
 
-def passing_work(num_elements: int, directions: DirectionsAxis, dtype: DType) -> Work:
+def passing_work(num_elements: int, perturbations: PerturbationsAxis, dtype: DType) -> Work:
     """Return the work of passing over a group's numbers, in one jump where they are many: nothing for ``counter``."""
-    if directions.rng == "counter":
+    if perturbations.rng == "counter":
         return Work()
-    distribution = DISTRIBUTIONS[directions.distribution]
+    distribution = DISTRIBUTIONS[perturbations.distribution]
     # A jump pays where one thread would pass over many numbers by itself.
     is_alone = distribution.is_single_threaded and not distribution.is_factored
     is_long = is_alone and num_elements >= JUMP_WORDS
@@ -542,5 +544,5 @@ def _num_touched(num_places: float, num_balls: int) -> float:
 
 
 def _kept(group: ParamGroup, query: int) -> str:
-    """Return the buffer in which a direction stays from its draw to its update."""
-    return f"{_DIRECTIONS}.{group.name}.q{query}"
+    """Return the buffer in which a perturbation stays from its draw to its update."""
+    return f"{_PERTURBATIONS}.{group.name}.q{query}"

@@ -1,4 +1,4 @@
-"""How random directions are drawn; what is known of their distributions is said in :mod:`costmodel.formats.distributions`."""
+"""How random perturbations are drawn; what is known of their distributions is said in :mod:`costmodel.formats.distributions`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from costmodel.formats.distributions import DISTRIBUTIONS, Distribution
 from topology.errors import PlanError
 
 
-class Direction(ABC):
+class DistributionSampler(ABC):
     """How tensors of a distribution are drawn.
 
     Attributes
@@ -52,7 +52,7 @@ class Direction(ABC):
         """
 
 
-class Gaussian(Direction):
+class Gaussian(DistributionSampler):
     """Standard normal elements, the numbers of ``torch.normal`` with the same generator."""
 
     distribution = DISTRIBUTIONS["gaussian"]
@@ -96,7 +96,7 @@ class Gaussian(Direction):
         return prod(shape) + 2.0
 
 
-class Rademacher(Direction):
+class Rademacher(DistributionSampler):
     """Elements +1 or -1, each with probability 1/2: one random bit becomes the sign of a one.
 
     Notes
@@ -132,7 +132,7 @@ class Rademacher(Direction):
         skip_words(2 * -(-numel // WORD_BITS), generator)
 
     def energy(self, shape: Sequence[int]) -> float:
-        """Return ``d``, the least that any direction of unit elements can have."""
+        """Return ``d``, the least that any perturbation of unit elements can have."""
         return float(prod(shape))
 
     @staticmethod
@@ -190,14 +190,14 @@ def skip_words(num_words: int, generator: Generator) -> None:
         torch.empty(1, dtype=torch.int32).random_(generator=generator)
 
 
-DIRECTIONS: dict[str, Direction] = {
+SAMPLERS: dict[str, DistributionSampler] = {
     sampler.distribution.name: sampler for sampler in (Gaussian(), Rademacher())
 }
 """How each distribution of :data:`costmodel.formats.distributions.DISTRIBUTIONS` without factors is drawn."""
 
 
-def direction_named(name: str) -> Direction:
-    """Return the direction called `name`.
+def sampler_named(name: str) -> DistributionSampler:
+    """Return the perturbation called `name`.
 
     Raises
     ------
@@ -205,8 +205,8 @@ def direction_named(name: str) -> Direction:
         If there is none.
     """
     try:
-        return DIRECTIONS[name]
+        return SAMPLERS[name]
     except KeyError:
         raise PlanError(
-            f"there is no direction {name!r}", hint="directions are " + ", ".join(DIRECTIONS)
+            f"there is no perturbation {name!r}", hint="perturbations are " + ", ".join(SAMPLERS)
         ) from None

@@ -1,4 +1,4 @@
-"""Which directions are drawn, from which random numbers, and how long they are kept."""
+"""Which perturbations are drawn, from which random numbers, and how long they are kept."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ USUAL_LAZY_STEPS = 50
 """Rank and ν of LoZO's experiments on OPT-13B."""
 
 
-class Directions(Axis):
-    """The directions ``z`` of perturbations and updates.
+class Perturbations(Axis):
+    """The perturbations ``z`` of perturbations and updates.
 
     Attributes
     ----------
@@ -39,10 +39,10 @@ class Directions(Axis):
     order : str
         Order in which ``mezo`` draws for the parameters: ``"registration"`` (MeZO) or ``"execution"`` (ZO2).
     kept : bool
-        Whether every direction is drawn once in a step and kept until its update, for as many more bytes on the device
-        as the trainable weights take, for each query. Off, a direction is drawn again whenever it is needed anew.
+        Whether every perturbation is drawn once in a step and kept until its update, for as many more bytes on the device
+        as the trainable weights take, for each query. Off, a perturbation is drawn again whenever it is needed anew.
     sampled_ahead : bool
-        Whether directions are drawn on a stream of their own, one block ahead of their use, for one more
+        Whether perturbations are drawn on a stream of their own, one block ahead of their use, for one more
         block-sized buffer. Where weights are copied, that stream writes the copies, too, and applies updates: what a
         forward finds is prepared while the one before runs.
     """
@@ -50,12 +50,12 @@ class Directions(Axis):
     heading = "Estimator and optimizer"
 
     distribution: Annotated[
-        DistributionName, Setting("--direction", "Distribution of the perturbations.", changes="numbers")
+        DistributionName, Setting("--distribution", "Distribution of the perturbations.", changes="numbers")
     ] = "gaussian"
     rank: Annotated[
         Rank | None,
         Setting(
-            "--direction-rank",
+            "--perturbation-rank",
             "Rank of factorised and lozo perturbations.",
             changes="numbers",
             usual=f"{USUAL_RANK} for factorised and lozo",
@@ -95,7 +95,7 @@ class Directions(Axis):
     kept: Annotated[
         bool,
         Setting(
-            "--keep-directions",
+            "--keep-perturbations",
             "Sample each perturbation once and keep it until its update; takes another copy of the "
             "trainable weights per perturbation.",
             expert=True,
@@ -129,22 +129,22 @@ class Directions(Axis):
         distribution = self.family
         if distribution.is_factored and plan.low_bits.quantizes_weights:
             yield (
-                f"{self.distribution} directions are products of factors, which are not rounded to a grid",
-                "use --direction gaussian, or weights without a --weight-format",
+                f"{self.distribution} perturbations are products of factors, which are not rounded to a grid",
+                "use --distribution gaussian, or weights without a --weight-format",
             )
         if not distribution.is_factored:
-            for name, flag in (("rank", "--direction-rank"), ("lazy_steps", "--lazy-steps")):
+            for name, flag in (("rank", "--perturbation-rank"), ("lazy_steps", "--lazy-steps")):
                 if (value := getattr(self, name)) is not None:
                     complaint = (
-                        f"{name}={value} is of factors, which {self.distribution} directions do not have"
+                        f"{name}={value} is of factors, which {self.distribution} perturbations do not have"
                     )
-                    yield complaint, f"leave {flag} out, or add --direction lozo"
+                    yield complaint, f"leave {flag} out, or add --distribution lozo"
         elif distribution.is_resampled and (self.rng, self.kept) != ("mezo", False):
-            stated = "counter draws" if self.rng != "mezo" else "kept directions"
+            stated = "counter draws" if self.rng != "mezo" else "kept perturbations"
             complaint = (
                 f"{self.distribution} draws again for updates, from one sequential generator, unlike {stated}"
             )
-            yield complaint, "use --direction lozo, or --rng mezo and --no-keep-directions"
+            yield complaint, "use --distribution lozo, or --rng mezo and --no-keep-perturbations"
 
     @property
     def family(self) -> Distribution:
@@ -162,11 +162,11 @@ class Directions(Axis):
         return (self.rng, self.order) == ("mezo", "execution")
 
     def words(self, plan: Plan) -> Iterator[str]:
-        """Yield of which rank directions are, and how they are drawn, where it is not when they are needed."""
+        """Yield of which rank perturbations are, and how they are drawn, where it is not when they are needed."""
         if self.rank is not None:
             lazily = f", V kept {self.lazy_steps} steps" if self.lazy_steps != 1 else ""
-            yield f"{self.distribution} directions of rank {self.rank}{lazily}"
+            yield f"{self.distribution} perturbations of rank {self.rank}{lazily}"
         if self.sampled_ahead and plan.weights.perturbation == "serial":
             yield "draws ahead"
         if self.kept:
-            yield "directions kept"
+            yield "perturbations kept"
