@@ -14,8 +14,12 @@ from zosim.console import stderr
 
 OPTIONS: tuple[tuple[str, str], ...] = (
     ("--slots", "--staging-buffers"),
+    ("--direction", "--distribution"),
+    ("--direction-bits", "--perturbation-bits"),
+    ("--direction-rank", "--perturbation-rank"),
     ("--draw-ahead", "--sample-ahead"),
     ("--cut", "--split-points"),
+    ("--keep-directions", "--keep-perturbations"),
 )
 """Earlier and present spelling of an option, as ``("--queries", "--num-perturbations")``.
 

@@ -30,6 +30,7 @@ TIMELINE_VERSION: Literal[1] = 1
 RENAMED: Mapping[str, str] = {
     "spans.limiter=coding": "codec",
     "spans.limiter=codes": "quantized",
+    "memory.role=directions": "perturbations",
     "memory.role=staging": "transfer buffers",
     "memory.role=slots": "staging buffers",
     "spans.stream=draw": "sample",

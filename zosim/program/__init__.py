@@ -32,6 +32,7 @@ RENAMED: Mapping[str, str] = {
     "**.code_passes": "quant_passes",
     "**.quant_passes.*=moves*": "updates*",
     "**.num_split_walks": "num_split_sequences",
+    "buffers.role=directions": "perturbations",
     "buffers.role=staging": "transfer buffers",
     "buffers.role=slots": "staging buffers",
     "**.kind=draw": "sample",
