@@ -133,7 +133,7 @@ def rounded(values: Tensor, perturbation: RoundedPerturbation, generator: torch.
     scaled = values * perturbation.scale
     below = scaled.floor()
     is_up = torch.rand(values.shape, generator=generator, dtype=values.dtype) < scaled - below
-    return (below + is_up).clamp(-direction.highest, perturbation.highest) / perturbation.scale
+    return (below + is_up).clamp(-perturbation.highest, perturbation.highest) / perturbation.scale
 
 
 def estimates(
