@@ -58,7 +58,7 @@ class TensorReport:
     encoding : str
         Of the last batch's message.
     noise_to_signal, smallest_epsilon : float or None
-        Of a difference along a random direction, see :class:`executors.codecs.fidelity.Visibility`.
+        Of a difference along a random perturbation, see :class:`executors.codecs.fidelity.Visibility`.
     warning : str or None
     """
 
@@ -132,7 +132,7 @@ def probe_boundaries(
     epsilon : float
         Smoothing radius of the differences that are measured.
     seed : int
-        Of the direction and of stochastic rounding.
+        Of the perturbation and of stochastic rounding.
 
     Raises
     ------

@@ -26,14 +26,14 @@ class JointUpdate(NamedTuple):
     Attributes
     ----------
     quantized : QuantizedTensor
-    direction : torch.Tensor or PackedValues
+    perturbation : torch.Tensor or PackedValues
         In the shape of the weight; a tensor is int8.
     uniforms : callable
         As of :meth:`executors.low_bits.quantized.QuantizedTensor.apply`.
     """
 
     quantized: QuantizedTensor
-    direction: QValues
+    perturbation: QValues
     uniforms: Uniforms
 
 
@@ -78,7 +78,7 @@ def _update(updates: Sequence[JointUpdate], by: float | Tensor, decay: float, co
         scales = update.quantized.scales
         grouped = (update.quantized.shape[0], -1, update.quantized.group_elements)
         torch.mul(
-            update.direction[:].view(grouped), unit.view(scales.shape)[..., None], out=own.view(grouped)
+            update.perturbation[:].view(grouped), unit.view(scales.shape)[..., None], out=own.view(grouped)
         )
     if decay:
         change.add_(levels * decay)

@@ -1,7 +1,7 @@
 """Where to split a model into stages: from the work of its segments and what would cross, before anything is lowered.
 
 A point passes through all stages and boundaries once; the slowest of them holds up every further point; and a stage has
-its part of the directions to draw, apply and undo besides. Whatever overlaps, a step takes at least
+its part of the perturbations to draw, apply and undo besides. Whatever overlaps, a step takes at least
 
     ``max(max_s u_s + K f_s, F + X + (K - 1) max_s f_s)``
 
@@ -89,7 +89,7 @@ class SegmentSeconds:
     once : numpy.ndarray
         For all else in a step: draws, perturbations, updates.
     skip : numpy.ndarray
-        For passing over its directions, as a later stage does; 0 where none has to.
+        For passing over its perturbations, as a later stage does; 0 where none has to.
     weight_bytes : numpy.ndarray
     """
 

@@ -17,7 +17,6 @@ RENAMED: Mapping[str, str] = {
     "directions.drawn_ahead": "sampled_ahead",
     "split.cuts": "split_points",
     "directions": "perturbations",
-    "perturbations.drawn_ahead": "sampled_ahead",
     "low_bits.direction_bits": "perturbation_bits",
 }
 """Axes, fields and values that were renamed (:mod:`topology.renamed`); a plan of version 1 is read as one of version 2 before."""
