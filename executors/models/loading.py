@@ -8,6 +8,7 @@ uses, and what libraries are given is made from that. No code of the directory r
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,10 +99,12 @@ def load_model(
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # refused below, by name
             output_loading_info=True,
+            key_mapping=_TEXT_NAMES,
             **loading,
         )
     model, report = loaded
     _refuse_incomplete(source, report)
+    _refuse_untied(source, model, skeleton)
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -123,7 +126,7 @@ def _auto_class(config: Any) -> Any:
 
 
 def load_config(source: str | Path, *, allow_download: bool = False, shipped: bool = False) -> Any:
-    """Return the configuration of a model, as transformers knows it.
+    """Return the configuration of a model, as transformers knows it; of a model of texts and images, that of its text model.
 
     Parameters
     ----------
@@ -135,6 +138,8 @@ def load_config(source: str | Path, *, allow_download: bool = False, shipped: bo
     ModelError
         If there is no such model, or its configuration cannot be; the message names the field.
     """
+    import transformers
+
     fields = _config_fields(source, allow_download=allow_download, shipped=shipped)
     where = f"{source}/{CONFIG_NAME}"
     checked_config(fields, where)
@@ -142,8 +147,21 @@ def load_config(source: str | Path, *, allow_download: bool = False, shipped: bo
         config = _config_class(fields, where)
         with readable(where, ModelError):
             _UsualSizes.model_validate(config)
-            _UsualSizes.model_validate(config.get_text_config())
+            text = config.get_text_config(decoder=True)
+            _UsualSizes.model_validate(text)
+    if text is config or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
+    _LOG.warning("%s is a %s: its text model, %s, is run", source, config.model_type, text.model_type)
+    return text
+
+
+_LOG = logging.getLogger("zosim")
+_TEXT_NAMES = {
+    r"^language_model\.model\.": "model.",
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.lm_head": "lm_head",
+}
+"""What files of a model of texts and images call the weights of its text model, and what that calls them."""
 
 
 def _config_fields(source: str | Path, *, allow_download: bool, shipped: bool) -> dict[str, Any]:
@@ -422,6 +440,16 @@ def _refuse_incomplete(source: str | Path, loading_info: Mapping[str, Any]) -> N
         raise ModelError(
             f"the weights in {source} are incomplete: {_some(missing)} is missing",
             hint="copy or convert the model again; without them these parameters would be random",
+        )
+
+
+def _refuse_untied(source: str | Path, model: nn.Module, skeleton: nn.Module) -> None:
+    """Raise where a file has other numbers for weights that the configuration ties: transformers does not tie these."""
+    names, tied = ({name for name, _ in one.named_parameters()} for one in (model, skeleton))
+    if untied := sorted(names - tied):
+        raise ModelError(
+            f"config.json in {source} ties embeddings and head (tie_word_embeddings), and the files hold another {_some(untied)}",
+            hint="set tie_word_embeddings to false there, or remove the tensor if the head is the table",
         )
 
 

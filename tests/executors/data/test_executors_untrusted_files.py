@@ -19,6 +19,7 @@ from executors.models.mapped import own_format
 from executors.models.model import SegmentedModel
 from executors.models.spec import spec_of_model
 from executors.runs.inputs import tokenizer_for
+from studies.families.tiny import tiny_model
 from tests.support.tiny import CONFIGS, model_of
 from topology.errors import DataError, ModelError
 
@@ -161,6 +162,35 @@ def test_missing_and_misshapen_tensors_are_named(directory: Path) -> None:
     save_file(tensors | {name: tensors[name].T.contiguous()}, path)
     with pytest.raises(ModelError, match=f"{name} has another shape"):
         load_model(directory)
+
+
+def test_a_head_beside_a_tied_table_is_named(tmp_path: Path) -> None:
+    model_of("llama-tied").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS_NAME)
+    table = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": table.clone()}, tmp_path / WEIGHTS_NAME)
+    load_model(tmp_path)  # the same numbers
+    save_file(tensors | {"lm_head.weight": table + 1}, tmp_path / WEIGHTS_NAME)
+    with pytest.raises(
+        ModelError, match=r"hold another lm_head\.weight(?s:.*)set tie_word_embeddings to false"
+    ):
+        load_model(tmp_path)
+    changed(tmp_path / "config.json", tie_word_embeddings=False)
+    assert torch.equal(load_model(tmp_path).get_output_embeddings().weight, table + 1)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "got_ocr2"])
+def test_of_a_model_of_texts_and_images_the_text_model_is_run(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    assert "its text model" in caplog.text
+    tokens = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=tokens).logits, model(input_ids=tokens).logits)
+    assert not any("vision" in name for name, _ in loaded.named_parameters())
 
 
 def test_pipes_folders_and_loops_in_place_of_weights_are_not_waited_for(directory: Path) -> None:
