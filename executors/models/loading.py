@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -23,6 +23,7 @@ from costmodel.memory import host_limits
 from costmodel.models.configs import CONFIG_NAME, checked_config, shipped_config, stored_quantization_in
 from costmodel.models.families import FAMILIES
 from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES, WEIGHTS_NAME
+from executors.models.transformers_interface import attention_of
 from topology.errors import ModelError, ZosimError
 from topology.limits import Blocks, Extent
 from topology.reading import read_json_object, refuse_irregular
@@ -53,7 +54,7 @@ def load_model(
     dtype : str
         Format of the weights.
     attention : str
-        ``"eager"`` or ``"sdpa"``.
+        ``"eager"`` or ``"sdpa"``; families without the latter are given the former.
     allow_download : bool
         Whether a name may be looked up on the Hub; off, only what is in the local cache is read.
     random_weights : bool
@@ -73,13 +74,14 @@ def load_model(
             f"models have no weights in dtype={dtype}", hint=did_you_mean(dtype, _WEIGHT_FORMATS)
         )
     config = load_config(source, allow_download=allow_download, shipped=random_weights)
-    loading = {"dtype": TORCH_DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": False}
     if stored_quantization_in(source) is not None:
         raise ModelError(
             f"{source} is quantised, and only a plan with its quantized values says how it is kept in memory",
             hint="`zosim plan` and `zosim run` read it; or give the model in 16 bits",
         )
     auto = _auto_class(config)
+    own = attention_of(model_class(config), attention)
+    loading = {"dtype": TORCH_DTYPES[dtype], "attn_implementation": own, "trust_remote_code": False}
     with quietly_loading(source, allow_download=allow_download):
         # Without memory first: size and names are checked before any weight is read.
         with torch.device("meta"):
@@ -147,9 +149,9 @@ def load_config(source: str | Path, *, allow_download: bool = False, shipped: bo
         config = _config_class(fields, where)
         with readable(where, ModelError):
             _UsualSizes.model_validate(config)
-            text = config.get_text_config(decoder=True)
+            text = config.get_text_config()
             _UsualSizes.model_validate(text)
-    if text is config or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(text) is type(config) or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
     _LOG.warning("%s is a %s: its text model, %s, is run", source, config.model_type, text.model_type)
     return text
@@ -226,6 +228,7 @@ def _config_class(fields: Mapping[str, Any], where: str) -> Any:
             hint="give a model whose architecture comes with transformers",
         )
     config_class = CONFIG_MAPPING[model_type]
+    fields = {name: _with_floats(value) for name, value in fields.items()}
     own = (
         inspect.signature(config_class).parameters.keys()
         - inspect.signature(PreTrainedConfig).parameters.keys()
@@ -243,6 +246,17 @@ def _config_class(fields: Mapping[str, Any], where: str) -> Any:
             or not (hasattr(config_class, name) or name.startswith("_") or name in _NO_DESCRIPTION)
         }
     )
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a field with the numbers that JSON lacks, which transformers writes as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, list):
+        return [_with_floats(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return {name: _with_floats(entry) for name, entry in value.items()}
 
 
 _DESCRIPTION = {
@@ -272,11 +286,11 @@ class _UsualSizes(BaseModel):
 
     num_hidden_layers: Blocks | None = None
     hidden_size: Extent | None = None
-    intermediate_size: Extent | None = None
+    intermediate_size: Extent | list[Extent] | None = None
     num_attention_heads: Extent | None = None
     num_key_value_heads: Extent | None = None
     vocab_size: Extent | None = None
-    max_position_embeddings: Extent | None = None
+    max_position_embeddings: Extent | Literal[-1] | None = None
     architectures: list[str] | None = None
 
 
@@ -398,11 +412,14 @@ def refusing(source: str | Path, *, allow_download: bool = False) -> Iterator[No
         # A panic in tokenizers' Rust code is no Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        hint = "give a directory written by save_pretrained"
+        hint = "these are the words of a library; what they name is in the configuration or in the files"
         if isinstance(error, SafetensorError):
             hint = "the file is damaged or was copied in part; copy it again"
         if not allow_download and not Path(source).exists():
-            hint += ", or allow the download of a model that the Hub knows (--allow-download)"
+            hint = (
+                "give a directory written by save_pretrained, or allow the download of a model that the Hub knows "
+                "(--allow-download)"
+            )
         raise ModelError(f"cannot load the model {source}: {one_line(error)}", hint=hint) from error
 
 

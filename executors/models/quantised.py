@@ -40,6 +40,7 @@ from executors.low_bits.quantized import QuantizedTensor, shapes_of
 from executors.models.blocks import find_blocks, linears_of
 from executors.models.loading import load_config, model_class, opened_weights, quietly_loading
 from executors.models.parameters import stored_parameters
+from executors.models.transformers_interface import attention_of
 from executors.models.weight_files import save_configuration, saved_tensors, write_tensors
 from topology.errors import ModelError
 from zosim.plans import LowBits, Plan
@@ -140,7 +141,7 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
             config=config,
             state_dict=rest,
             dtype=storage,
-            attn_implementation=plan.forward.attention,
+            attn_implementation=attention_of(kind, plan.forward.attention),
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )

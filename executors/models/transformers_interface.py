@@ -58,6 +58,11 @@ class AttentionArguments:
         return dict(zip(self._names, args, strict=False)) | kwargs
 
 
+def attention_of(model_class: type[nn.Module], wanted: str) -> str:
+    """Return the attention that a class of models is run with where `wanted` is asked for: eager, if it has no sdpa."""
+    return wanted if wanted != "sdpa" or getattr(model_class, "_supports_sdpa", True) else "eager"
+
+
 def register_attention(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
     """Register `function` as an attention implementation for :func:`attention_by`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

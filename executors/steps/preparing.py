@@ -9,6 +9,7 @@ from costmodel.formats import FORMATS
 from executors.devices import ACCELERATORS, check_device, own_index
 from executors.formats import TORCH_DTYPES
 from executors.models.mapped import moves_mapped, to_storage
+from executors.models.transformers_interface import attention_of
 from executors.ranks.rank_info import RankInfo
 from topology.errors import PlanError
 from zosim.plans import Plan
@@ -31,7 +32,7 @@ def prepare(model: nn.Module, plan: Plan, device: torch.device) -> None:
     if not moves_mapped(plan):
         to_storage(model, plan)
     config = getattr(model, "config", None)
-    wanted = plan.forward.attention
+    wanted = attention_of(type(model), plan.forward.attention)
     if getattr(config, "_attn_implementation", wanted) != wanted:
         model.set_attn_implementation(wanted)  # type: ignore[operator]
     # A format of NVIDIA's alone.

@@ -305,3 +305,14 @@ def test_configurations_of_other_families_are_checked_by_their_usual_names(tmp_p
         (tmp_path / "config.json").write_text(json.dumps(fields | changes, default=str))
         with pytest.raises(ModelError, match=next(iter(changes))):
             load_model(tmp_path, random_weights=True)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mamba", "bamba", "gemma3n_text", "whisper", "xlnet"])
+def test_families_load_from_what_transformers_writes_of_them(family: str, tmp_path: Path) -> None:
+    """Without sdpa, with infinities, sizes by layer, attributes of another name, and no longest sequence."""
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, attention="sdpa")
+    given = {"input_ids": torch.arange(3, 12)[None], "use_cache": False}
+    with torch.no_grad():
+        assert torch.equal(loaded(**given).logits, model(**given).logits)
