@@ -323,7 +323,7 @@ class Stages:
             summary=summary,
             before=evaluations[0],
             after=evaluations[-1],
-            bottleneck=decision.prediction.bottleneck.words,
+            bottleneck=decision.prediction.bottleneck.description,
             disturbed_share=decision.prediction.disturbed_share,
         )
 

@@ -31,21 +31,21 @@ def summary_view(summary: dict[str, Any]) -> Table:
         size = format_bytes(sent["bytes_per_step"])
         rows.append(("messages", f"{sent['num_per_step']:g} between stages per step, {size} in all"))
     if summary["lost_updates"] is not None:
-        rows.append(("updates lost", _lost_words(summary["lost_updates"])))
+        rows.append(("updates lost", _describe_lost(summary["lost_updates"])))
     if summary.get("quantized_updates"):
         rows.append(("quantized updates", _describe_updates(summary["quantized_updates"])))
     for name, title in (("evaluation", "last evaluation"), ("best_evaluation", "best evaluation")):
         if summary[name] is not None:
-            rows.append((title, _evaluation_words(summary[name])))
+            rows.append((title, _describe_evaluation(summary[name])))
     return Table(("run", summary["out"]), rows)
 
 
-def _lost_words(lost: dict[str, Any]) -> str:
+def _describe_lost(lost: dict[str, Any]) -> str:
     """Return how many updates rounding undid, and where."""
-    words = f"{lost['lost_in_storage']:.1%} left a {lost['storage']} weight as it was"
+    text = f"{lost['lost_in_storage']:.1%} left a {lost['storage']} weight as it was"
     if lost["transfer"] == lost["storage"]:
-        return words
-    return f"{lost['lost_in_transfer']:.1%} vanished when it was rounded to {lost['transfer']}; {words}"
+        return text
+    return f"{lost['lost_in_transfer']:.1%} vanished when it was rounded to {lost['transfer']}; {text}"
 
 
 def _describe_updates(updated: dict[str, Any]) -> str:
@@ -57,7 +57,7 @@ def _describe_updates(updated: dict[str, Any]) -> str:
     )
 
 
-def _evaluation_words(metrics: dict[str, Any]) -> str:
+def _describe_evaluation(metrics: dict[str, Any]) -> str:
     names = ("accuracy", "exact_match", "f1", "perplexity", "loss")
     shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in names if name in metrics)
     return f"{shown} after {metrics['num_steps']} steps"
@@ -134,5 +134,5 @@ def calibration_view(profile: Profile, fit: FitReport, lessons: Sequence[Lesson]
             else []
         ),
         f"median error of the fit: {fit.median_error:.1%} over {len(fit.residuals)} measurements",
-        *(f"disturbed: {words}; calibrate again when the machine is idle" for words in fit.disturbances),
+        *(f"disturbed: {text}; calibrate again when the machine is idle" for text in fit.disturbances),
     )

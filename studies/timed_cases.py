@@ -87,7 +87,7 @@ def step_tables(lists: Mapping[str, Sequence[CaseT]], goal: tuple[float, float])
     yield score_table(paced, "cases", title="Step time, at the pace before each case")
 
 
-def pace_words(own: str, cases: Sequence[TimedCase]) -> str:
+def describe_pace(own: str, cases: Sequence[TimedCase]) -> str:
     """Return what the slowdown is, and what it was while calibrating (`own`) and before cases."""
     return (
         "The slowdown is the time of a reference computation over its time on an undisturbed core: "

@@ -174,14 +174,14 @@ class ConfigOption:
         """The parameter that typer makes the option of; its value is None where it is left out."""
         typed = self.typed
         heading = self.setting.heading or self.kind.heading
-        words: dict[str, Any] = {"help": self.setting.help, "show_default": self._default or False}
-        words["rich_help_panel"] = f"{EXPERT}: {heading}" if self.is_expert else heading
+        arguments: dict[str, Any] = {"help": self.setting.help, "show_default": self._default or False}
+        arguments["rich_help_panel"] = f"{EXPERT}: {heading}" if self.is_expert else heading
         names = f"{self.flag}/--no-{self.flag[2:]}" if typed is bool else self.flag
         if get_origin(typed) is Literal:
             # What is typed is checked with the field, whose refusal says what was probably meant.
-            words["parser"] = str
+            arguments["parser"] = str
         hidden = self.is_expert or self.flag in self.setting.aliases
-        option = typer.Option(names, hidden=hidden, **words)
+        option = typer.Option(names, hidden=hidden, **arguments)
         annotation = Annotated[typed | None, option]  # type: ignore[valid-type]
         return inspect.Parameter(
             self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation

@@ -26,8 +26,8 @@ NUM_RNG_MARKS = 8
 SHARED_SAMPLING_ELEMENTS = 1 << 16
 """Groups of at least this many elements keep such states, and are drawn again by several threads at once."""
 
-JUMP_WORDS = 1 << 19
-"""Random words that a CPU's generator passes over in the time that a jump takes, or a longer one."""
+JUMP_RAW = 1 << 19
+"""Raw outputs that a CPU's generator passes over in the time that a jump takes, or a longer one."""
 
 COUNTER_BLOCK_ELEMENTS = 1 << 14
 """Elements on a CPU that one generator of the ``counter`` discipline makes, times the distribution's `block_factor`."""

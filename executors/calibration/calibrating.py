@@ -203,18 +203,20 @@ def at_one_pace(
     """
     measurements, pace = kernels()
     steps = whole_steps(pace.fast_s if pace else None)
-    words: list[str] = []
+    disturbances: list[str] = []
     if pace is not None and (change := _change(pace, steps)) > UNDISTURBED:
-        words.append(f"everything took {change:.2f} times as long after a while: steps were measured again")
+        disturbances.append(
+            f"everything took {change:.2f} times as long after a while: steps were measured again"
+        )
         steps = min(steps, whole_steps(pace.fast_s), key=lambda some: _change(pace, some))
         still = _change(pace, steps)
         pace = replace(pace, ratio=max(pace.ratio, still), high=max(pace.high, still))
     elif pace is not None and change < 1 / UNDISTURBED:
-        words.append(
+        disturbances.append(
             f"everything took {change:.2f} times as long after a while: operations were measured again"
         )
         measurements, pace = min((measurements, pace), kernels(), key=lambda item: item[1].fast_s)  # type: ignore[union-attr]
-    return measurements, pace, steps, (*words, *_disturbances(measurements, steps))
+    return measurements, pace, steps, (*disturbances, *_disturbances(measurements, steps))
 
 
 def _change(pace: Pace | None, steps: Sequence[WholeStep]) -> float:
@@ -225,19 +227,19 @@ def _change(pace: Pace | None, steps: Sequence[WholeStep]) -> float:
 
 def _disturbances(measurements: Sequence[Measurement], steps: Sequence[WholeStep]) -> list[str]:
     """Return in words what others took of the machine."""
-    words = []
+    disturbances = []
     if bounds := [measurement.name for measurement in measurements if measurement.is_bound]:
         named = ", ".join(bounds[:_NAMED]) + (", ..." if len(bounds) > _NAMED else "")
-        words.append(
+        disturbances.append(
             f"others disturbed {len(bounds)} of {len(measurements)} operations all the time ({named}): "
             "what they took only bounds what they take"
         )
     if disturbed := [step.foreign_cores for step in steps if step.is_disturbed]:
-        words.append(
+        disturbances.append(
             f"others kept {fmean(disturbed):.1f} cores busy beside {len(disturbed)} of {len(steps)} whole steps, "
             "which count as bounds"
         )
-    return words
+    return disturbances
 
 
 def fitted(

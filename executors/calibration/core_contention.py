@@ -97,10 +97,10 @@ def _measured(world_size: int) -> CrowdedCores:
     """Return what new processes of one thread find."""
     with held_directory("zosim-crowd-") as directory:
         store = str(directory / "store")
-        words, environment = module_command(__name__)
+        command, environment = module_command(__name__)
         ranks = [
             subprocess.Popen(
-                [*words, store, str(world_size), str(rank)],
+                [*command, store, str(world_size), str(rank)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,

@@ -85,9 +85,9 @@ def exchange_probes() -> Iterator[list[Probe]]:
     """
     with held_directory("zosim-exchange-") as directory:
         store = directory / "store"
-        words, environment = module_command(__name__)
+        command, environment = module_command(__name__)
         peer = subprocess.Popen(
-            [*words, str(store)], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+            [*command, str(store)], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
         )
         try:
             rank = _met(store)

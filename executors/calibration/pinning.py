@@ -35,10 +35,10 @@ def in_fresh_process(device: str, size_bytes: int) -> float:
     RunError
         If the process ends without an answer.
     """
-    words = [sys.executable, "-m", __name__, device, str(size_bytes)]
+    command = [sys.executable, "-m", __name__, device, str(size_bytes)]
     try:
         done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
         )
         return float(done.stdout.split()[-1])
     except (subprocess.SubprocessError, ValueError, IndexError) as error:

@@ -12,7 +12,7 @@ from costmodel.formats import CAST_PAIRS
 from costmodel.formats.distributions import (
     COUNTER_BLOCK_ELEMENTS,
     DISTRIBUTIONS,
-    JUMP_WORDS,
+    JUMP_RAW,
     NUM_RNG_MARKS,
     SamplingClass,
 )
@@ -90,7 +90,7 @@ def _shared_samplings(device: torch.device, dtype: str) -> Iterator[Probe]:
         seeded = work.model_copy(update={"num_seeds": num // COUNTER_BLOCK_ELEMENTS})
         yield Probe(f"{name} blocks {dtype}", seeded, by_blocks)
         yield Probe(f"{name} marks {dtype}", work, from_marks)
-        if num >= 2 * JUMP_WORDS:
+        if num >= 2 * JUMP_RAW:
             split = work.model_copy(update={"num_split_sequences": 1})
             yield Probe(f"{name} one generator {dtype}", split, by_several_threads)
 
@@ -117,7 +117,7 @@ def _skips(device: torch.device, dtype: str) -> Iterator[Probe]:
 def _jumps(device: torch.device) -> Iterator[Probe]:
     if device.type != "cpu" or not can_jump():
         return
-    state, num = generator_on(device, 1).get_state(), 2 * JUMP_WORDS
+    state, num = generator_on(device, 1).get_state(), 2 * JUMP_RAW
     work = sampling_work(0, num_skipped=num, num_jumped=num)
     yield Probe(f"jump over {num}", work, lambda: jumped(state, num))
 

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS
 from executors.randomness.rng import MASK32, mixed, sample_into
 from executors.randomness.row_windows import RowWindow, batches_of, take_rows, touched_parts
-from executors.randomness.samplers import WORD_BITS, DistributionSampler, Rademacher, sign_words
+from executors.randomness.samplers import RAW_BITS, DistributionSampler, Rademacher, raw_signs
 from executors.randomness.sequential import keep_rows
 from executors.threads import SamplingThreads, even_ranges
 
@@ -128,8 +128,8 @@ class CounterSampler:
     ) -> None:
         """Fill `out` (kept rows, width) with rows of a table's perturbation; `rows`, of the host, ascends."""
         width, length = out.shape[1], self.block_elements(sampler)
-        if isinstance(sampler, Rademacher) and self.has_row_words(width):
-            sampler.spread(self.row_words(rows, width, parameter, key, sampler).view(-1), out)
+        if isinstance(sampler, Rademacher) and self.has_raw_rows(width):
+            sampler.spread(self.raw_rows(rows, width, parameter, key, sampler).view(-1), out)
             return
         numel, starts = self._numels[parameter], rows.numpy() * width
         parts = touched_parts(starts, width, numel, length)
@@ -148,29 +148,29 @@ class CounterSampler:
             begin, end = block * length, min((block + 1) * length, numel)
             keep_rows(out, wanted, begin, end, sampler, generator, to_the_end=False)
 
-    def has_row_words(self, width: int) -> bool:
+    def has_raw_rows(self, width: int) -> bool:
         """Whether signs of rows of this width are bits of random numbers of their own."""
-        return self._device.type == "cpu" and width % WORD_BITS == 0
+        return self._device.type == "cpu" and width % RAW_BITS == 0
 
-    def row_words(
+    def raw_rows(
         self, rows: Tensor, width: int, parameter: int, key: CounterKey, sampler: Rademacher
     ) -> Tensor:
         """Return the random numbers, int64, whose bits are the signs of ascending rows of a table, shape (rows, width / 64)."""
-        per_row, per_block = width // WORD_BITS, self.block_elements(sampler) // WORD_BITS
+        per_row, per_block = width // RAW_BITS, self.block_elements(sampler) // RAW_BITS
         places = (rows[:, None] * per_row + torch.arange(per_row)).view(-1)
-        words = torch.empty_like(places)
+        raw = torch.empty_like(places)
         blocks, counts = (
             part.tolist() for part in torch.unique_consecutive(places // per_block, return_counts=True)
         )
         generator = Generator()
         seeds = self._seeds(parameter, blocks, key, sampler)
         for block, seed, of_block, made in zip(
-            blocks, seeds, places.split(counts), words.split(counts), strict=True
+            blocks, seeds, places.split(counts), raw.split(counts), strict=True
         ):
             here = of_block - block * per_block
-            whole = sign_words((int(here[-1]) + 1) * WORD_BITS, generator.manual_seed(seed))
+            whole = raw_signs((int(here[-1]) + 1) * RAW_BITS, generator.manual_seed(seed))
             torch.index_select(whole, 0, here, out=made)
-        return words.view(-1, per_row)
+        return raw.view(-1, per_row)
 
     def seeds(self, parameter: int, key: CounterKey, sampler: DistributionSampler) -> list[int]:
         """Return the seeds of all blocks of a parameter."""

@@ -35,14 +35,14 @@ _LEFT, _NEXT, _WORDS = 8, 16, 24
 _Words = NDArray[np.uint32]
 
 
-def jumped(state: Tensor, num_words: int) -> Tensor:
-    """Return the state of a CPU generator after `num_words` more 32-bit words.
+def jumped(state: Tensor, num_raw: int) -> Tensor:
+    """Return the state of a CPU generator after `num_raw` more 32-bit raw outputs.
 
     Parameters
     ----------
     state : torch.Tensor
         As :meth:`torch.Generator.get_state` returns it; normals that a generator holds back stay with it.
-    num_words : int
+    num_raw : int
         At least 1.
     """
     ahead = state.clone()
@@ -51,7 +51,7 @@ def jumped(state: Tensor, num_words: int) -> Tensor:
     content[_NEXT : _NEXT + 8].view(np.uint64)[0] = 1
     # The word before the next one, too: the words of a state end before those that are made of them.
     content[_WORDS : _WORDS + 8 * _STATE_WORDS].view(np.uint64)[:] = _untempered(
-        _words_ahead(state, num_words - 1)
+        _raw_ahead(state, num_raw - 1)
     )
     return ahead
 
@@ -60,35 +60,35 @@ def jumped(state: Tensor, num_words: int) -> Tensor:
 def can_jump() -> bool:
     """Whether jumps of this build's generators lead to where drawing normals does, a word for each."""
     sampled, ahead = (Generator().manual_seed(20_03) for _ in range(2))
-    _next_words(sampled, 1001)
+    _next_raw(sampled, 1001)
     state = sampled.get_state()
     normals = torch.empty(40_000).normal_(generator=sampled)
     try:
         ahead.set_state(jumped(state, normals.numel()))
     except RuntimeError:
         return False
-    return bool((_next_words(sampled, 1000) == _next_words(ahead, 1000)).all())
+    return bool((_next_raw(sampled, 1000) == _next_raw(ahead, 1000)).all())
 
 
-def _words_ahead(state: Tensor, num_words: int) -> _Words:
-    """Return the 624 words that come `num_words` later, tempered."""
+def _raw_ahead(state: Tensor, num_raw: int) -> _Words:
+    """Return the 624 words that come `num_raw` later, tempered."""
     generator = Generator()
     generator.set_state(state)
-    words = _next_words(generator, _DEGREE + _STATE_WORDS + _PATTERN_BITS)
-    table = _combinations(words)
+    raw = _next_raw(generator, _DEGREE + _STATE_WORDS + _PATTERN_BITS)
+    table = _combinations(raw)
     windows = as_strided(
         table, (len(table), table.shape[1] - _STATE_WORDS, _STATE_WORDS), (*table.strides, table.strides[1])
     )
-    patterns = _patterns(num_words)
+    patterns = _patterns(num_raw)
     places = np.arange(len(patterns)) * _PATTERN_BITS
-    words = np.zeros(_STATE_WORDS, np.uint32)
+    raw = np.zeros(_STATE_WORDS, np.uint32)
     for begin in range(0, len(patterns), _LOOKUPS):
         part = slice(begin, begin + _LOOKUPS)
-        words ^= np.bitwise_xor.reduce(windows[patterns[part], places[part]], axis=0)
-    return words
+        raw ^= np.bitwise_xor.reduce(windows[patterns[part], places[part]], axis=0)
+    return raw
 
 
-def _next_words(generator: Generator, num: int) -> _Words:
+def _next_raw(generator: Generator, num: int) -> _Words:
     """Return the next words as given out; a 64-bit number is two, the first on top."""
     numbers = torch.empty(-(-num // 2), dtype=torch.int64)
     numbers.random_(-(2**63), None, generator=generator)
@@ -96,13 +96,13 @@ def _next_words(generator: Generator, num: int) -> _Words:
     return pairs[:, ::-1].ravel()[:num]
 
 
-def _combinations(words: _Words) -> _Words:
+def _combinations(raw: _Words) -> _Words:
     """Return a row for each pattern of coefficients: the words that it combines, from every word on."""
-    length = words.size - _PATTERN_BITS
+    length = raw.size - _PATTERN_BITS
     table = np.zeros((1 << _PATTERN_BITS, length), np.uint32)
     for bit in range(_PATTERN_BITS):
         half = 1 << bit
-        np.bitwise_xor(table[:half], words[bit : bit + length], out=table[half : 2 * half])
+        np.bitwise_xor(table[:half], raw[bit : bit + length], out=table[half : 2 * half])
     return table
 
 
@@ -123,10 +123,10 @@ def _untempered(tempered: _Words) -> _Words:
 
 
 @lru_cache(maxsize=256)
-def _patterns(num_words: int) -> NDArray[np.intp]:
-    """Return the coefficients of ``x^num_words mod φ``, so many at a time as one number."""
+def _patterns(num_raw: int) -> NDArray[np.intp]:
+    """Return the coefficients of ``x^num_raw mod φ``, so many at a time as one number."""
     remainder = 1
-    for bit in f"{num_words:b}":
+    for bit in f"{num_raw:b}":
         remainder = _reduced(_squared(remainder) << int(bit))
     num = -(-_DEGREE // _PATTERN_BITS)
     bits = np.zeros(num * _PATTERN_BITS, np.intp)
@@ -165,7 +165,7 @@ def _characteristic_terms() -> tuple[int, ...]:
     -----
     Berlekamp and Massey's algorithm; ``φ`` is irreducible, so any bit will do, and any seed.
     """
-    bits = (_next_words(Generator().manual_seed(1), 2 * _DEGREE) >> np.uint32(31)).tolist()
+    bits = (_next_raw(Generator().manual_seed(1), 2 * _DEGREE) >> np.uint32(31)).tolist()
     current, before = 1, 1
     length, since, seen = 0, 1, 0
     for count, bit in enumerate(bits):

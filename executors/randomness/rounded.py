@@ -24,12 +24,12 @@ from executors.low_bits.stored import ChosenRows
 from executors.randomness.counter import CounterKey, CounterSampler
 from executors.randomness.rng import mixed
 from executors.randomness.samplers import (
-    WORD_BITS,
+    RAW_BITS,
     DistributionSampler,
     Rademacher,
+    raw_signs,
     sampler_named,
-    sign_words,
-    skip_words,
+    skip_raw,
 )
 from executors.randomness.sequential import SequentialSampler
 from executors.threads import SamplingThreads, even_ranges
@@ -52,7 +52,7 @@ class Uniform(DistributionSampler):
     def skip(self, numel: int, like: Tensor, generator: Generator) -> None:
         """Pass over as many numbers, of a random word each on a CPU."""
         if like.device.type == "cpu" and like.dtype == torch.float32:
-            skip_words(numel, generator)
+            skip_raw(numel, generator)
         else:
             super().skip(numel, like, generator)
 
@@ -326,20 +326,20 @@ class RoundedSampler:
         generator.manual_seed(seed)
         whole = 0
         if isinstance(piece, Tensor) and piece.storage_offset() % _EIGHT == 0:
-            whole = piece.numel() // WORD_BITS * WORD_BITS
+            whole = piece.numel() // RAW_BITS * RAW_BITS
             for part in piece[:whole].split(_SIGNS_AT_ONCE) if whole else ():
-                self._sign_qvalues(sign_words(part.numel(), generator), out=part.view(torch.int64))
+                self._sign_qvalues(raw_signs(part.numel(), generator), out=part.view(torch.int64))
         for begin in range(whole, piece.numel(), _ALONE_SIGNS):
             end = min(begin + _ALONE_SIGNS, piece.numel())
-            piece[begin:end] = self._sign_qvalues(sign_words(end - begin, generator))[: end - begin]
+            piece[begin:end] = self._sign_qvalues(raw_signs(end - begin, generator))[: end - begin]
 
-    def _sign_qvalues(self, words: Tensor, out: Tensor | None = None) -> Tensor:
+    def _sign_qvalues(self, raw: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the quantized values of the signs that :class:`Rademacher` makes of random numbers on a CPU.
 
         Eight are one number of 64 bits, which is looked up in a table; `out` is of as many.
         """
         # A number of 32 bits is a sign for each bit, from its highest one down.
-        highest_first = words.view(torch.uint8).view(-1, 4).flip(1).view(-1)
+        highest_first = raw.view(torch.uint8).view(-1, 4).flip(1).view(-1)
         qvalues = torch.index_select(_sign_table(self._rounding.highest), 0, highest_first.int(), out=out)
         return qvalues.view(torch.int8)
 
@@ -363,9 +363,9 @@ class RoundedSampler:
     def _rows_of(self, rows: Tensor, parameter: int, key: CounterKey, keys: SamplingKeys) -> Tensor:
         """Return the quantized values of some rows of a matrix, in the ``counter`` discipline; `rows` are of the host."""
         width = self._shapes[parameter][1]
-        if isinstance(self._sampler, Rademacher) and self._numbers.has_row_words(width):
-            words = self._numbers.row_words(rows, width, parameter, key, self._sampler)
-            return self._sign_qvalues(words.view(-1)).view(len(rows), width)
+        if isinstance(self._sampler, Rademacher) and self._numbers.has_raw_rows(width):
+            raw = self._numbers.raw_rows(rows, width, parameter, key, self._sampler)
+            return self._sign_qvalues(raw.view(-1)).view(len(rows), width)
         numbers = torch.empty((len(rows), width), device=self._device)
         if len(rows):
             self._numbers.fill_rows(numbers, rows, parameter, key, self._sampler)

@@ -40,8 +40,8 @@ class DistributionSampler(ABC):
         """Leave `generator` as drawing a tensor of `numel` elements in the format of `like` would."""
         self.fill(torch.empty(numel, dtype=like.dtype, device=like.device), generator)
 
-    def num_words(self, numel: int, dtype: torch.dtype) -> int | None:  # noqa: ARG002 - what others need
-        """Return the 32-bit words that a CPU's generator spends on a draw; None where that is not known."""
+    def num_raw(self, numel: int, dtype: torch.dtype) -> int | None:  # noqa: ARG002 - what others need
+        """Return the 32-bit raw outputs that a CPU's generator spends on a draw; None where that is not known."""
         return None
 
     @abstractmethod
@@ -69,7 +69,7 @@ class Gaussian(DistributionSampler):
             super().fill_scaled(out, generator, factor)
 
     def skip(self, numel: int, like: Tensor, generator: Generator) -> None:
-        """Pass over the random words of a draw; on a CPU without making normals of them.
+        """Pass over the raw outputs of a draw; on a CPU without making normals of them.
 
         Notes
         -----
@@ -80,11 +80,11 @@ class Gaussian(DistributionSampler):
         if like.device.type != "cpu" or numel <= end:
             super().skip(numel, like, generator)
             return
-        skip_words((numel - end) * (2 if like.dtype == torch.float64 else 1), generator)
+        skip_raw((numel - end) * (2 if like.dtype == torch.float64 else 1), generator)
         if end:
             super().skip(end, like, generator)
 
-    def num_words(self, numel: int, dtype: torch.dtype) -> int | None:
+    def num_raw(self, numel: int, dtype: torch.dtype) -> int | None:
         """Return a word for every normal, two in float64; a last group that is not a whole one is made anew."""
         if numel < _GROUP or (numel % _GROUP and dtype not in _EXACTLY_SCALED):
             return None
@@ -102,7 +102,7 @@ class Rademacher(DistributionSampler):
     Notes
     -----
     A random 64-bit word serves 64 elements: each of its bits in turn is shifted into the place of a sign, and the
-    other bits are those of 1.0. The words must span the whole of int64: without bounds torch never sets the
+    other bits are those of 1.0. The raw outputs must span the whole of int64: without bounds torch never sets the
     highest bit.
     """
 
@@ -116,32 +116,32 @@ class Rademacher(DistributionSampler):
             self._fill_piece(flat[begin : begin + length], generator)
 
     def _fill_piece(self, flat: Tensor, generator: Generator) -> None:
-        words = sign_words(flat.numel(), generator)
-        whole = flat.numel() // WORD_BITS
-        self.spread(words[:whole], flat[: whole * WORD_BITS])
-        if whole < words.numel():
-            last = torch.empty(WORD_BITS, dtype=flat.dtype, device=flat.device)
-            self.spread(words[whole:], last)
-            flat[whole * WORD_BITS :].copy_(last[: flat.numel() - whole * WORD_BITS])
+        raw = raw_signs(flat.numel(), generator)
+        whole = flat.numel() // RAW_BITS
+        self.spread(raw[:whole], flat[: whole * RAW_BITS])
+        if whole < raw.numel():
+            last = torch.empty(RAW_BITS, dtype=flat.dtype, device=flat.device)
+            self.spread(raw[whole:], last)
+            flat[whole * RAW_BITS :].copy_(last[: flat.numel() - whole * RAW_BITS])
 
     def skip(self, numel: int, like: Tensor, generator: Generator) -> None:
-        """Pass over the random words of a draw; on a CPU without making signs of them."""
+        """Pass over the raw outputs of a draw; on a CPU without making signs of them."""
         if like.device.type != "cpu":
             super().skip(numel, like, generator)
             return
-        skip_words(2 * -(-numel // WORD_BITS), generator)
+        skip_raw(2 * -(-numel // RAW_BITS), generator)
 
     def energy(self, shape: Sequence[int]) -> float:
         """Return ``d``, the least that any perturbation of unit elements can have."""
         return float(prod(shape))
 
     @staticmethod
-    def spread(words: Tensor, out: Tensor) -> None:
-        """Turn every bit of `words` into an element of `out`, which is contiguous and has 64 for each of them."""
+    def spread(raw: Tensor, out: Tensor) -> None:
+        """Turn every bit of `raw` into an element of `out`, which is contiguous and has 64 for each of them."""
         integer, width = _INTEGERS[out.element_size()], 8 * out.element_size()
         signs = out.view(integer).view(-1, width)
         shifts = _shifts(width, integer, out.device)
-        torch.bitwise_left_shift(words.view(integer).view(-1, 1), shifts, out=signs)
+        torch.bitwise_left_shift(raw.view(integer).view(-1, 1), shifts, out=signs)
         signs.bitwise_and_(_bits(-0.0, out.dtype)).bitwise_or_(_bits(1.0, out.dtype))
 
 
@@ -154,7 +154,7 @@ _EXACTLY_SCALED = (torch.float32, torch.float64)
 _ALONE_ELEMENTS = (1 << 15) - 64
 """Elements that torch sweeps on the calling thread alone."""
 
-WORD_BITS = 64
+RAW_BITS = 64
 """Signs that are made of one random number."""
 
 _PIECE_ELEMENTS = 1 << 19
@@ -175,18 +175,18 @@ def _bits(value: float, dtype: torch.dtype) -> int:
     return int(torch.tensor(value, dtype=dtype).view(_INTEGERS[dtype.itemsize]).item())
 
 
-def sign_words(num_signs: int, generator: Generator) -> Tensor:
+def raw_signs(num_signs: int, generator: Generator) -> Tensor:
     """Return the generator's next int64 numbers, of whose bits so many signs are made."""
-    words = torch.empty(-(-num_signs // WORD_BITS), dtype=torch.int64, device=generator.device)
-    return words.random_(-(2**63), None, generator=generator)
+    raw = torch.empty(-(-num_signs // RAW_BITS), dtype=torch.int64, device=generator.device)
+    return raw.random_(-(2**63), None, generator=generator)
 
 
-def skip_words(num_words: int, generator: Generator) -> None:
-    """Advance a CPU generator by 32-bit words; it makes two at a time the fastest."""
-    scratch = torch.empty(min(num_words // 2, _SKIPPED_AT_ONCE), dtype=torch.int64)
-    for begin in range(0, num_words // 2, _SKIPPED_AT_ONCE):
-        scratch[: num_words // 2 - begin].random_(-(2**63), None, generator=generator)
-    if num_words % 2:
+def skip_raw(num_raw: int, generator: Generator) -> None:
+    """Advance a CPU generator by 32-bit raw outputs; it makes two at a time the fastest."""
+    scratch = torch.empty(min(num_raw // 2, _SKIPPED_AT_ONCE), dtype=torch.int64)
+    for begin in range(0, num_raw // 2, _SKIPPED_AT_ONCE):
+        scratch[: num_raw // 2 - begin].random_(-(2**63), None, generator=generator)
+    if num_raw % 2:
         torch.empty(1, dtype=torch.int32).random_(generator=generator)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from costmodel.formats.distributions import JUMP_WORDS
+from costmodel.formats.distributions import JUMP_RAW
 from costmodel.formats.low_bits import SEQUENTIAL_AT_ONCE
 from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import sample_into
@@ -41,7 +41,7 @@ class SequentialSampler:
     num_marks : int
         Stretches, between marks, that the elements are shared among as evenly as draws can be cut.
     threads : SamplingThreads, optional
-        Threads that draw stretches at once on a CPU, where its words can be counted.
+        Threads that draw stretches at once on a CPU, where its raw outputs can be counted.
 
     Notes
     -----
@@ -101,13 +101,13 @@ class SequentialSampler:
         generator : torch.Generator
         """
         begin = generator.get_state()
-        shares, words = self._shares(like)
+        shares, raw = self._shares(like)
         states: list[list[Tensor]] = [[] for _ in shares]
         own_generators = [generator, *(Generator(device=like.device) for _ in shares[1:])]
 
         def sample_share(number: int) -> Iterator[list[_Sampled]]:
             if number:
-                own_generators[number].set_state(jumped(begin, words[shares[number].start]))
+                own_generators[number].set_state(jumped(begin, raw[shares[number].start]))
             yield from self._sample_batches(
                 shares[number], like, own_generators[number], len(shares), states[number]
             )
@@ -173,9 +173,9 @@ class SequentialSampler:
     def skip(self, like: Tensor, generator: Generator) -> list[Tensor]:
         """Advance `generator` as drawing in the format of `like` does, and return its state before."""
         state = generator.get_state()
-        words = self._words(like)
-        if words is not None and words[-1] >= JUMP_WORDS and can_jump():
-            generator.set_state(jumped(state, words[-1]))
+        raw = self._num_raw(like)
+        if raw is not None and raw[-1] >= JUMP_RAW and can_jump():
+            generator.set_state(jumped(state, raw[-1]))
             return [state]
         for spans in self._spans:
             for span in spans:
@@ -212,7 +212,7 @@ class SequentialSampler:
     def _traverse(self, generator: Generator, like: Tensor, visit: _Visit) -> list[Tensor]:
         """Visit all spans, advance `generator`, and return its states at the marks."""
         begin = generator.get_state()
-        shares, words = self._shares(like)
+        shares, raw = self._shares(like)
         states: list[list[Tensor]] = [[] for _ in shares]
         ends: list[Tensor] = [begin] * len(shares)
 
@@ -220,7 +220,7 @@ class SequentialSampler:
             share, own = shares[number], generator
             if number:
                 own = Generator(device=like.device)
-                own.set_state(jumped(begin, words[share.start]))
+                own.set_state(jumped(begin, raw[share.start]))
             for spans in self._spans[share.start : share.stop]:
                 states[number].append(own.get_state())
                 for span in spans:
@@ -235,18 +235,18 @@ class SequentialSampler:
     def _shares(self, like: Tensor) -> tuple[list[range], list[int]]:
         """Return the stretches that each thread draws, and the words before each stretch, if there are several."""
         most = self._threads.num_threads
-        words = self._words(like) if most > 1 else None
-        if words is None or words[-1] < 2 * JUMP_WORDS or not can_jump():
+        raw = self._num_raw(like) if most > 1 else None
+        if raw is None or raw[-1] < 2 * JUMP_RAW or not can_jump():
             return [range(len(self._spans))], []
-        return even_ranges(len(self._spans), min(most, words[-1] // JUMP_WORDS)), words
+        return even_ranges(len(self._spans), min(most, raw[-1] // JUMP_RAW)), raw
 
-    def _words(self, like: Tensor) -> list[int] | None:
+    def _num_raw(self, like: Tensor) -> list[int] | None:
         """Return the words spent before each stretch, and by all of them; None where they cannot be counted."""
         if like.device.type != "cpu":
             return None
         starts = [0]
         for spans in self._spans:
-            spent = [self._sampler.num_words(span.end - span.begin, like.dtype) for span in spans]
+            spent = [self._sampler.num_raw(span.end - span.begin, like.dtype) for span in spans]
             if any(num is None for num in spent):
                 return None
             starts.append(starts[-1] + sum(num for num in spent if num is not None))

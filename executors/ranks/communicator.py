@@ -39,7 +39,7 @@ _HEARTBEAT = -1
 
 _ANSWER: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
-_LONGEST_WORDS = 100
+_LONGEST_TEXT = 100
 
 
 class Communicator:
@@ -364,8 +364,8 @@ def _parsed(adapter: TypeAdapter[T], payload: bytes, rank: int, what: str) -> T:
 
 def _compared(value: Any, of_rank_0: Any) -> str:
     """Describe two values; "" where they are too long to be read."""
-    words = f" ({value}, not {of_rank_0})"
-    return words if len(words) <= _LONGEST_WORDS else ""
+    text = f" ({value}, not {of_rank_0})"
+    return text if len(text) <= _LONGEST_TEXT else ""
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

@@ -26,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch._C._distributed_c10d import HashStore, Store
 
 from executors.ranks.launch import WAIT_HINT
-from executors.ranks.rank_info import RankInfo, give_up, last_words, rank_0_keeps_the_store
+from executors.ranks.rank_info import RankInfo, give_up, last_report, rank_0_keeps_the_store
 from topology.errors import RunError
 
 _PERIOD_S = 0.5
@@ -160,9 +160,9 @@ class MissingRanks:
                 yield
             except (RuntimeError, TimeoutError) as error:
                 waited_s, text, hint = _now_s() - begin_s, str(error).lower(), WAIT_HINT
-                is_late = isinstance(error, TimeoutError) or any(words in text for words in _LATE)
+                is_late = isinstance(error, TimeoutError) or any(report in text for report in _LATE)
                 absent = self._absent(members)
-                if absent and any(words in text for words in _GONE):
+                if absent and any(report in text for report in _GONE):
                     said = f"{what}: {named_ranks(absent)} ended"
                 elif absent:
                     waited_s = self.timeout_s if is_late else waited_s
@@ -236,7 +236,8 @@ def roll_store() -> Store:
 
 def named_ranks(ranks: Sequence[int]) -> str:
     """Describe ranks, each with the last instruction that it noted."""
-    left = {rank: last_words(rank) for rank in ranks}
+    left = {rank: last_report(rank) for rank in ranks}
     return " and ".join(
-        words.of(rank) + (f", last at {words.line}," if words.line else "") for rank, words in left.items()
+        report.of(rank) + (f", last at {report.line}," if report.line else "")
+        for rank, report in left.items()
     ).removesuffix(",")

@@ -62,7 +62,7 @@ def is_on_one_host() -> bool:
 
 
 @dataclass(frozen=True)
-class LastWords:
+class LastReport:
     """What a rank left.
 
     Attributes
@@ -104,14 +104,14 @@ class Progress:
         self._memory[_PLACE_BYTES:] = _padded(text, _LINE_BYTES)
 
     @staticmethod
-    def read(path: str | Path) -> LastWords:
+    def read(path: str | Path) -> LastReport:
         """Return what a process noted; empty where there is no file."""
         try:
             content = Path(path).read_bytes()
         except OSError:
-            return LastWords()
+            return LastReport()
         parts = content[:_PLACE_BYTES], content[_PLACE_BYTES:]
-        return LastWords(*(part.rstrip(b"\0").decode(errors="replace") for part in parts))
+        return LastReport(*(part.rstrip(b"\0").decode(errors="replace") for part in parts))
 
 
 def _padded(text: str, size: int) -> bytes:
@@ -124,10 +124,10 @@ def progress_of_this_rank() -> Progress | None:
     return Progress(note_path(directory, "progress", RankInfo.here().rank)) if directory else None
 
 
-def last_words(rank: int) -> LastWords:
+def last_report(rank: int) -> LastReport:
     """Return the last words of a rank that the same launcher started on this host."""
     directory = launch_directory()
-    return Progress.read(note_path(directory, "progress", rank)) if directory else LastWords()
+    return Progress.read(note_path(directory, "progress", rank)) if directory else LastReport()
 
 
 def launch_directory() -> Path | None:

@@ -605,7 +605,7 @@ def refuse_other_identity(recorded: dict[str, Any], stated: dict[str, Any], wher
     RunError
         Naming the setting and both values.
     """
-    recorded = _in_present_words(recorded)
+    recorded = _in_present_names(recorded)
     for name in {**recorded, **stated}:
         was, is_now = (values.get(name, _USUAL.get(name)) for values in (recorded, stated))
         if was != is_now:
@@ -623,7 +623,7 @@ _USUAL["tuned"] = "all"
 """What a field is that an earlier version did not record."""
 
 
-def _in_present_words(recorded: dict[str, Any]) -> dict[str, Any]:
+def _in_present_names(recorded: dict[str, Any]) -> dict[str, Any]:
     """Return an identity that an earlier version recorded: it kept some axes as mappings, and had fields that were removed."""
     flat = {
         name: value

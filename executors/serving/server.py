@@ -337,7 +337,7 @@ class _Application:
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["localhost", LOOPBACK])],
             exception_handlers={
                 HTTPException: _refused_by_status,
-                ZosimError: _refused_in_words,
+                ZosimError: _refused,
                 MemoryError: _failed,
                 Exception: _failed,  # and its traceback is written to stderr
             },
@@ -562,14 +562,14 @@ async def _refused_by_status(_request: HttpRequest, error: Exception) -> Respons
     return _refusal(error.status_code, error.detail, error.headers)
 
 
-async def _refused_in_words(_request: HttpRequest, error: Exception) -> Response:
+async def _refused(_request: HttpRequest, error: Exception) -> Response:
     return _refusal(HTTPStatus.BAD_REQUEST, str(error))
 
 
 async def _failed(_request: HttpRequest, error: Exception) -> Response:
     """Answer with status 500 after a failure here, and keep the connection."""
-    words = f"the server failed: {type(error).__name__}: {error}"
-    return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, words[:300])
+    text = f"the server failed: {type(error).__name__}: {error}"
+    return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, text[:300])
 
 
 def _logged(app: ASGIApp, log: Callable[[str], None]) -> ASGIApp:

@@ -278,7 +278,7 @@ def _title(function: Callable[[Context], Outcome]) -> str:
 
 
 _PROJECTED = "executors.steps.arithmetic:projected_gradient"
-_SIGNS = "executors.randomness.samplers:sign_words"
+_SIGNS = "executors.randomness.samplers:raw_signs"
 _THREE_PERCENT = Fault(
     "an estimate 3 % too large", _PROJECTED, lambda shipped, *given, **named: 1.03 * shipped(*given, **named)
 )

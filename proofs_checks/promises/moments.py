@@ -220,7 +220,7 @@ def _numbers(
 
 _UNSET = Fault(
     "a sign bit that is never set",
-    "executors.randomness.samplers:sign_words",
+    "executors.randomness.samplers:raw_signs",
     lambda shipped, *given: shipped(*given).bitwise_and_(2**63 - 1),
 )
 

@@ -28,7 +28,7 @@ from studies.prediction.cases import (
 )
 from studies.prediction.measuring import SESSIONS_AT_ONCE, measure, measure_ranks
 from studies.prediction.predicting import Choice, PredictedCase, case_rows, predict
-from studies.prediction.report import Benchmark, machine_words
+from studies.prediction.report import Benchmark, describe_machine
 from studies.prediction.turns import measure_in_turn
 from topology import Topology, detect
 from topology.errors import ZosimError
@@ -97,7 +97,7 @@ def run_benchmark(
         command=command or " ".join(sys.argv),
         commit=", ".join(sorted(run.pieces.commits)),
         is_quantized=is_quantized,
-        machine=machine_words(topology.device_spec(run.device).name),
+        machine=describe_machine(topology.device_spec(run.device).name),
         held_out=tuple(held_out),
         tuning=tuple(tuning),
         ranks=tuple(ranks),

@@ -67,7 +67,7 @@ def _predicted(item: MeasuredSteps, profile: Profile, topology: Topology) -> Pre
         foreign_cores=item.foreign_cores,
         predicted_bytes=subject.timeline.peak_memory(Space.DEVICE).size_bytes,
         measured_bytes=item.device_bytes,
-        limiter=prediction.bottleneck.words,
+        limiter=prediction.bottleneck.description,
         lines=compare(subject.timeline, item.timeline, subject.program).labels,
         paced_s=Subject(item.plan, topology, at_pace(profile, before)).timeline.step_time_s,
         pace_before=before,

@@ -19,7 +19,7 @@ from costmodel.rates.calibration import FitReport
 from costmodel.rates.profile import Profile
 from costmodel.scoring import Row, Score, coverage_band
 from studies.prediction.predicting import Choice, PredictedCase
-from studies.timed_cases import Groups, case_columns, grouped, pace_words, scored, step_tables
+from studies.timed_cases import Groups, case_columns, describe_pace, grouped, scored, step_tables
 from zosim.analysis.scoreboard import rows_table, score_data, score_table
 from zosim.report import Code, Part, Report, Table
 
@@ -176,7 +176,7 @@ least of the processors. Memory is arena plus live tensors, with peaks over the 
             f"of 90 %, {band} hold.",
             f"In {disturbed} of the {len(self.held_out)} held-out cases other processes used more than "
             f"{_DISTURBED} of a processor even in the quieter rounds.",
-            pace_words(own or "unknown", self.rows),
+            describe_pace(own or "unknown", self.rows),
         )
 
     def _regret(self) -> Report:
@@ -292,7 +292,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def machine_words(processor: str) -> str:
+def describe_machine(processor: str) -> str:
     """Return this machine in words."""
     memory = psutil.virtual_memory().total / 2**30
     return (

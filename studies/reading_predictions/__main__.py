@@ -52,7 +52,7 @@ def limits() -> None:
     subject = offloaded()
     prediction = subject.prediction
     print(
-        f"step {prediction.step_time_s:.2f} s, {prediction.bottleneck.share:.0%} {prediction.bottleneck.words}; "
+        f"step {prediction.step_time_s:.2f} s, {prediction.bottleneck.share:.0%} {prediction.bottleneck.description}; "
         f"forward is busy for {dict(prediction.seconds_by_label)['forward'] / prediction.step_time_s:.0%} of it"
     )
     for lever in levers(subject.topology, subject.plan.placement.devices):

@@ -18,7 +18,7 @@ import typer
 
 from costmodel.rates.profile import Profile, load_profile
 from studies.pieces import MORE_TO_DO, Content, OutOfTimeError, Pieces
-from studies.prediction.report import machine_words
+from studies.prediction.report import describe_machine
 from studies.shaped.cases import NETWORKS, RATES, TWO, HostLayout
 from studies.shaped.links import LinkFigures
 from studies.shaped.network import ShapedNetwork, rate_bits_per_s
@@ -128,7 +128,7 @@ def _report(
     benchmark = ShapedBenchmark(
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         commit=commits,
-        machine=machine_words(machine.device_spec(machine.of_type("cpu")[0].id).name),
+        machine=describe_machine(machine.device_spec(machine.of_type("cpu")[0].id).name),
         message_s=message_s,
         pace=profile.values().get("pace", 1.0),
         links=tuple(links),

@@ -62,8 +62,8 @@ def run_ranks(
                 home = Path(folder) / f"host{host}"
                 home.mkdir(exist_ok=True)
                 added = {**environment(network, rank, ranks_per_host), "TMPDIR": str(home)}
-                words = [*network.within(host), *command]
-                processes.append(subprocess.Popen(words, env={**os.environ, **added}))
+                full_command = [*network.within(host), *command]
+                processes.append(subprocess.Popen(full_command, env={**os.environ, **added}))
             return _waited(processes, timeout_s)
         finally:
             _end(processes)

@@ -12,7 +12,7 @@ from studies.prediction.report import versions
 from studies.shaped.links import LinkFigures
 from studies.shaped.network import FRAME_EFFICIENCY, rate_bits_per_s
 from studies.shaped.predicting import ShapedRow
-from studies.timed_cases import Groups, case_columns, grouped, pace_words, scored, step_tables
+from studies.timed_cases import Groups, case_columns, describe_pace, grouped, scored, step_tables
 from zosim.analysis.scoreboard import rows_table, score_table
 from zosim.report import Bullets, Code, Part, Report, Table
 
@@ -93,7 +93,7 @@ Measured step times are medians on rank 0."""
             f"Goal, at most {GOAL[0]:.0%} in the median and {GOAL[1]:.0%} at the 90th percentile: {'met' if met else '**missed**'}.",
             f"In {disturbed} of the {len(self.rows)} cases other processes used more than {_DISTURBED} of a processor: read "
             "those rows as disturbed, and the figures with them.",
-            pace_words(f"{self.pace:.2f}", self.rows),
+            describe_pace(f"{self.pace:.2f}", self.rows),
         )
 
     def _links(self) -> Report:
@@ -110,14 +110,14 @@ Measured step times are medians on rank 0."""
             "a gather's wait (ms)": lambda link: f"{link.figures.busy_latency_s * 1e3:.2f}",
             "cores' worth of work": lambda link: f"{link.figures.num_cores:.2f}",
         }
-        words = (
+        text = (
             f"A small message within a host takes {self.message_s * 1e6:.0f} µs by the profile. The bandwidth is what each "
             "rank sent in a large `all_gather`, over the seconds: what the table above that has the link as measured "
             "puts in place of the declared rate. Ranks compute and exchange every 0.1 s, with and without gathers of 256 KiB. That shows "
             "what computing loses to the bytes. The wait is what such a gather takes beyond its bytes. "
             "The last column is the work that ranks do at once, in cores, if they exchange as often and send nothing."
         )
-        return Report("Links", words, Table.of(self.links, columns, numeric=list(columns)[2:]))
+        return Report("Links", text, Table.of(self.links, columns, numeric=list(columns)[2:]))
 
     def _misses(self) -> Report:
         missed = [row for row in self.rows if abs(row.step.error or 0.0) > GOAL[1]]

@@ -169,7 +169,7 @@ def table(steps: list[MethodStep]) -> Table:
         "sums": lambda step: format_bytes(step.counts.reduced_bytes),
         "scalars": lambda step: f"{step.counts.num_scalars}",
         "both devices": lambda step: format_bytes(step.memory_bytes),
-        "limited by": lambda step: step.subject.prediction.bottleneck.words,
+        "limited by": lambda step: step.subject.prediction.bottleneck.description,
     }
     return Table.of(steps, columns, numeric=("step", "forward", "back", "sums", "scalars", "both devices"))
 
@@ -179,12 +179,12 @@ def compared(steps: list[MethodStep]) -> Bullets:
     lines = []
     for link in dict.fromkeys(step.link for step in steps):
         seconds = {step.method.name: step.subject.step_time_s for step in steps if step.link == link}
-        words = [
+        description = [
             f"{ours}: {seconds[ours] / seconds['FO-SGD']:.2f} times FO-SGD's, "
             f"{seconds[ours] / seconds['AQ-SGD, 4 and 8 bits']:.2f} times AQ-SGD's"
             for ours in ("SparQ, 4 bits, P + 1", "SparQ, 4 bits, P = 1")
         ]
-        lines.append(f"{link}: a step takes, with {'; '.join(words)}.")
+        lines.append(f"{link}: a step takes, with {'; '.join(description)}.")
     return Bullets(lines)
 
 

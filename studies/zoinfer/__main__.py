@@ -124,8 +124,8 @@ def _report(size: int, batches: Sequence[Data], times: dict[str, TurnTimes]) -> 
         "it / padded": lambda own: own.median_s / plain,
         "it / packed": lambda own: own.median_s / packed,
     }
-    words = f"batch {size}: {padded / len(batches):.0f} tokens padded, {computed / len(batches):.0f} without"
-    emit(None, json=False, text=Report("", words, turn_table(times, ratios)))
+    text = f"batch {size}: {padded / len(batches):.0f} tokens padded, {computed / len(batches):.0f} without"
+    emit(None, json=False, text=Report("", text, turn_table(times, ratios)))
 
 
 def _write(options: argparse.Namespace, size: int, times: dict[str, TurnTimes]) -> None:

@@ -96,9 +96,9 @@ def _report(size: int, contenders: dict[str, Score], rounds: int) -> None:
         if name in (_PEFT, _VLLM)
     )
     runtime = times[_RUNTIME].median_s
-    words = f"batch {size}: log-probabilities differ from the runtime's, {said}"
+    text = f"batch {size}: log-probabilities differ from the runtime's, {said}"
     shown = turn_table(times, {"of the runtime's": lambda own: own.median_s / runtime})
-    emit(None, json=False, text=Report("", words, shown))
+    emit(None, json=False, text=Report("", text, shown))
 
 
 def _apart(name: str, scores: dict[str, list[list[float]]], batches: list[list[Request]]) -> float:

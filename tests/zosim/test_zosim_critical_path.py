@@ -28,21 +28,21 @@ def as_measured(timeline):
 
 
 @pytest.mark.parametrize(
-    ("times", "num_buffers", "label", "words"),
+    ("times", "num_buffers", "label", "description"),
     [
         ((1.0, 3.0, 2.0), 3, "compute", "compute (sweep)"),
         ((3.0, 1.0, 2.0), 3, "upload", "upload over memory"),
         ((1.0, 2.0, 3.0), 3, "offload", "offload over memory"),
     ],
 )
-def test_a_steady_step_is_its_slowest_stage_alone(times, num_buffers, label, words):
+def test_a_steady_step_is_its_slowest_stage_alone(times, num_buffers, label, description):
     whole = pipeline(4, *times, num_buffers)
     for timeline in (simulate(whole, unshared()), as_measured(simulate(whole, unshared(), num_steps=8))):
         path = step_path(timeline, whole)
         assert seconds_by_label(path) == pytest.approx({label: path.duration_s})
         assert path.duration_s / path.num_steps == pytest.approx(12.0)
         found = bottleneck(path)
-        assert (found.words, found.share) == (words, pytest.approx(1.0))
+        assert (found.description, found.share) == (description, pytest.approx(1.0))
         assert found.seconds_per_step == pytest.approx(12.0)
 
 
@@ -58,7 +58,7 @@ def test_the_hosts_part_of_a_step_is_a_gap_called_dispatch():
     whole = program([instruction("work", "compute", 2.0)])
     path = step_path(simulate(whole, unshared(step_s=0.5)), whole)
     assert seconds_by_label(path) == pytest.approx({"work": 2.0, "dispatch": 0.5})
-    assert not bottleneck(path).words.startswith("dispatch")
+    assert not bottleneck(path).description.startswith("dispatch")
 
 
 @given(programs(), st.booleans(), st.sampled_from([0.0, 1e-3]))

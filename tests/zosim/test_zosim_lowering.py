@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodel import LoRA, Work, read_model_spec
-from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS, JUMP_WORDS
+from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS, JUMP_RAW
 from topology.errors import Hazard, PlanError, ProgramError
 from zosim.lowering import lower
 from zosim.lowering.perturbations import passing_work
@@ -290,12 +290,12 @@ def test_draws_say_who_makes_how_many_numbers():
 
 def test_a_skip_of_many_numbers_is_one_jump_and_past_few_or_signs_none():
     axes = Perturbations(), Perturbations(distribution="rademacher"), Perturbations(rng="counter")
-    far, signs, counted = (passing_work(JUMP_WORDS, perturbations, "float32") for perturbations in axes)
-    assert (far.num_jumps, far.num_jumped, far.num_skipped) == (1, JUMP_WORDS, JUMP_WORDS)
-    assert (signs.num_jumps, signs.num_skipped) == (0, JUMP_WORDS)
+    far, signs, counted = (passing_work(JUMP_RAW, perturbations, "float32") for perturbations in axes)
+    assert (far.num_jumps, far.num_jumped, far.num_skipped) == (1, JUMP_RAW, JUMP_RAW)
+    assert (signs.num_jumps, signs.num_skipped) == (0, JUMP_RAW)
     assert counted == Work()
-    near = passing_work(JUMP_WORDS - 1, Perturbations(), "float32")
-    assert (near.num_jumps, near.num_jumped, near.num_skipped) == (0, 0, JUMP_WORDS - 1)
+    near = passing_work(JUMP_RAW - 1, Perturbations(), "float32")
+    assert (near.num_jumps, near.num_jumped, near.num_skipped) == (0, 0, JUMP_RAW - 1)
 
 
 def test_updates_in_narrow_formats_are_watched_at_the_cost_of_a_few_kernels():

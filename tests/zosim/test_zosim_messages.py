@@ -218,6 +218,6 @@ def test_a_stage_that_waits_for_the_one_before_is_said_to_wait():
     listed, machines = pipelines([[6 * MS], [1 * MS]], [[2 * MS]])
     timeline = simulate_ranks(listed, machines)
     found = bottleneck(step_path(timeline, listed.program_of(1), 1))
-    assert found.words == "wait for other ranks"
+    assert found.description == "wait for other ranks"
     # A step takes 6 + 2 + 1 ms, and nothing but its message, of 2 ms, holds up the next one here.
     assert found.seconds_per_step == pytest.approx(7 * MS)

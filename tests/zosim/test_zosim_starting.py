@@ -31,7 +31,7 @@ def test_the_blocks_of_an_offloaded_plan_are_pinned_at_the_rate_of_the_profile()
     assert took.size_bytes == sum(size for size, _ in pinned_slabs(held)) >= sum(held)
     rate = profile.constant("pin_bandwidth")
     assert took[1:] == pytest.approx([took.size_bytes / each for each in (rate.value, rate.high, rate.low)])
-    assert "GiB of the host are pinned in" in took.words
+    assert "GiB of the host are pinned in" in took.description
 
 
 def test_what_ranks_share_is_pinned_as_it_is():

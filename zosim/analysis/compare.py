@@ -79,7 +79,7 @@ class AtPace:
     step_s: float
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Name of the line that shows it."""
         than = "slower" if self.slower >= 0 else "faster"
         return f"  on a core found {abs(self.slower):.0%} {than} than calibrated"
@@ -164,7 +164,7 @@ class Comparison:
         rows = [("step time (ms)", *step)]
         if self.at_pace is not None:
             error = relative_error(self.at_pace.step_s, self.measured_step_s)
-            rows.append((self.at_pace.words, _ms(self.at_pace.step_s), "", _percent(error)))
+            rows.append((self.at_pace.description, _ms(self.at_pace.step_s), "", _percent(error)))
         if self.planned_tokens is not None and self.measured_tokens is not None:
             planned, measured = self.planned_tokens, self.measured_tokens
             rows.append(
@@ -219,8 +219,8 @@ def compare(
         num_steps=len(measured.steady_steps),
         predicted_step_s=predicted.step_time_s,
         measured_step_s=measured.step_time_s,
-        predicted_bottleneck=bottleneck(paths[0]).words,
-        measured_bottleneck=bottleneck(paths[1]).words,
+        predicted_bottleneck=bottleneck(paths[0]).description,
+        measured_bottleneck=bottleneck(paths[1]).description,
         labels=_lines(predicted, measured, paths, rank, lambda item: item.label),
         instructions=_lines(predicted, measured, paths, rank, _instruction),
         memory=tuple(

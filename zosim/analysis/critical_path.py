@@ -114,7 +114,7 @@ class Bottleneck:
 
     Attributes
     ----------
-    words : str
+    description : str
         Such as ``upload over pcie`` or ``forward (matmul)``.
     label, limiter : str
     share : float
@@ -122,7 +122,7 @@ class Bottleneck:
     seconds_per_step : float
     """
 
-    words: str
+    description: str
     label: str
     limiter: str
     share: float
@@ -145,7 +145,7 @@ def bottleneck(path: CriticalPath) -> Bottleneck:
         groups[item.label, item.limiter, item.stream in (Stream.H2D, Stream.D2H)] += item.duration_s
     (label, limiter, is_copy), seconds = max(groups.items(), key=lambda item: item[1])
     return Bottleneck(
-        words=_words(label, limiter, is_copy),
+        description=_describe(label, limiter, is_copy),
         label=label,
         limiter=limiter,
         share=seconds / path.duration_s,
@@ -153,7 +153,7 @@ def bottleneck(path: CriticalPath) -> Bottleneck:
     )
 
 
-def _words(label: str, limiter: str, is_copy: bool) -> str:
+def _describe(label: str, limiter: str, is_copy: bool) -> str:
     if label == WAIT:
         return "wait for other ranks"
     if not limiter or limiter == label:

@@ -36,7 +36,7 @@ from costmodel.formats import FORMATS, DType
 from costmodel.formats.distributions import (
     COUNTER_BLOCK_ELEMENTS,
     DISTRIBUTIONS,
-    JUMP_WORDS,
+    JUMP_RAW,
     NUM_RNG_MARKS,
     RNG_STATE_BYTES,
     SHARED_SAMPLING_ELEMENTS,
@@ -364,7 +364,7 @@ class Perturbations(AxisWriter):
             return self._counted_work(group, keep, is_scaled=is_scaled)
         # Threads begin at marks that an earlier draw has kept; without these the second half begins with a jump, which pays for large groups.
         is_shared = self._rank.distribution.is_single_threaded and total >= (
-            SHARED_SAMPLING_ELEMENTS if is_again else 2 * JUMP_WORDS
+            SHARED_SAMPLING_ELEMENTS if is_again else 2 * JUMP_RAW
         )
         num_rows, made, skipped = self._rows_of(total) if keep == "rows" else (0, total, 0)
         return sampling_work(
@@ -527,7 +527,7 @@ def passing_work(num_elements: int, perturbations: PerturbationsAxis, dtype: DTy
     distribution = DISTRIBUTIONS[perturbations.distribution]
     # A jump pays where one thread would pass over many numbers by itself.
     is_alone = distribution.is_single_threaded and not distribution.is_factored
-    is_long = is_alone and num_elements >= JUMP_WORDS
+    is_long = is_alone and num_elements >= JUMP_RAW
     return sampling_work(
         0,
         dtype=dtype,

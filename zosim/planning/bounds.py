@@ -117,7 +117,7 @@ class Bounds:
             ),
             longest.num_instructions,
             taken,
-            "; ".join(words for words, _ in lacks),
+            "; ".join(description for description, _ in lacks),
             sum(size_bytes for _, size_bytes in lacks),
         )
 
@@ -189,8 +189,8 @@ class Bounds:
 
 
 def _lacking(where: str, needed: int, limit: int, parts: str, has: str = "") -> tuple[str, int]:
-    words = (
+    description = (
         f"needs {format_bytes(needed)} of {where} memory, {format_bytes(needed - limit)} more than "
         f"{format_bytes(limit)}{has}: {parts}"
     )
-    return words, needed - limit
+    return description, needed - limit

@@ -33,7 +33,7 @@ def reasons(
     """Yield why the chosen one: what limits it, what came second, what its mesh gains, costs and shares."""
     limit = prediction.bottleneck
     seconds = format_seconds(prediction.step_time_s)
-    yield f"{chosen.describe()}: {seconds} a step, {limit.share:.0%} of it {limit.words}"
+    yield f"{chosen.describe()}: {seconds} a step, {limit.share:.0%} of it {limit.description}"
     if others:
         second = others[0]
         yield f"second: {second.describe()}, {_slower(second, prediction.step_time_s)}"
@@ -70,8 +70,8 @@ def about_host_memory(subject: Subject) -> Iterator[str]:
         node for node in memories.values() if node.bandwidth is not None and node.bandwidth.basis == "assumed"
     ]
     if assumed and any(topology.node(device).type == "gpu" for device in devices):
-        words = format_bandwidth(assumed[0].bandwidth_bytes_per_s)
-        yield f"the bandwidth of {assumed[0].id}, {words}, is assumed: {HOW_TO_STATE_MEMORY}"
+        description = format_bandwidth(assumed[0].bandwidth_bytes_per_s)
+        yield f"the bandwidth of {assumed[0].id}, {description}, is assumed: {HOW_TO_STATE_MEMORY}"
 
 
 def _about_quantization(chosen: Candidate, others: Sequence[Candidate]) -> Iterator[str]:
@@ -107,8 +107,8 @@ def about_split_points(
     if printed and printed == chosen.plan.split_points:
         yield f"SparQ's rule, the sparsest near the middle, splits at {' and '.join(printed)}, too"
     elif printed in best:
-        words = _slower(best[printed], chosen.seconds)
-        yield f"SparQ's rule, the sparsest near the middle, would split at {' and '.join(printed)}: {words}"
+        description = _slower(best[printed], chosen.seconds)
+        yield f"SparQ's rule, the sparsest near the middle, would split at {' and '.join(printed)}: {description}"
 
 
 def about_ranks(plan: Plan, prediction: Prediction) -> Iterator[str]:
@@ -122,7 +122,7 @@ def about_ranks(plan: Plan, prediction: Prediction) -> Iterator[str]:
         )
     for item in prediction.contention[:1]:
         if item.share >= _BUSY:
-            yield contention_words(item)
+            yield describe_contention(item)
     if plan.num_batch_shards > 1:
         yield (
             "losses are those of one device up to rounding: the mean over the batch is put together from the shards' "
@@ -154,7 +154,7 @@ def about_formats(subject: Subject) -> Iterator[str]:
             yield f"{name} declares no peak for {dtype}: multiplied in float32{fused}{other}"
 
 
-def contention_words(item: Contention) -> str:
+def describe_contention(item: Contention) -> str:
     """Return who shares what, and how busy it is."""
     ranks = ", ".join(map(str, item.ranks)) if len(item.ranks) <= 4 else f"{item.ranks[0]}..{item.ranks[-1]}"
     return f"ranks {ranks} share {item.resource}, which their work keeps busy for {item.share:.0%} of a step"

@@ -216,7 +216,7 @@ class Pinning(NamedTuple):
     high_s: float
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Size and seconds."""
         seconds, low, high = map(format_seconds, self[1:])
         return (

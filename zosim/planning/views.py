@@ -9,7 +9,7 @@ from typing import Any
 from topology.units import format_bytes, format_seconds
 from zosim.analysis.counts import step_counts
 from zosim.console import to_jsonable
-from zosim.planning.explain import about_formats, about_ranks, contention_words
+from zosim.planning.explain import about_formats, about_ranks, describe_contention
 from zosim.planning.pipelining import about_stages, pipelining
 from zosim.planning.planner import Candidate, Decision
 from zosim.planning.predict import Prediction, Subject
@@ -57,7 +57,7 @@ def prediction_view(subject: Subject) -> Table:
         ("throughput", f"{prediction.tokens_per_s:,.4g} tokens/s"),
         (
             "bottleneck",
-            f"{limit.words}, {limit.share:.0%} of the critical path"
+            f"{limit.description}, {limit.share:.0%} of the critical path"
             + (f" of rank {prediction.slowest_rank}" if several else ""),
         ),
         (
@@ -66,15 +66,19 @@ def prediction_view(subject: Subject) -> Table:
             + (f"; rank {prediction.footprints.largest_rank}, the most of any)" if several else ")"),
         ),
         ("host memory", f"{format_bytes(host.size_bytes)}  ({host.describe()}{among})"),
-        *([("start-up", pinned.words)] if pinned is not None and pinned.high_s >= _WORTH_WAITING_S else []),
+        *(
+            [("start-up", pinned.description)]
+            if pinned is not None and pinned.high_s >= _WORTH_WAITING_S
+            else []
+        ),
         (
             "busy per step",
             ", ".join(f"{name} {format_seconds(s)}" for name, s in prediction.seconds_by_label),
         ),
     ]
     busy = [item for item in prediction.contention if item.share >= _WORTH_SAYING]
-    shared = [contention_words(item) for item in busy[:_NUM_SHARED]]
-    facts += [("shared" if not number else "", words) for number, words in enumerate(shared)]
+    shared = [describe_contention(item) for item in busy[:_NUM_SHARED]]
+    facts += [("shared" if not number else "", description) for number, description in enumerate(shared)]
     return Table(("predicted", ""), facts)
 
 
@@ -130,7 +134,11 @@ class PlanComparison:
                 *(f"{p.tokens_per_s:,.4g} tokens/s" for p in (one, other)),
                 _times(one.tokens_per_s, other.tokens_per_s),
             ),
-            ("bottleneck", *(f"{p.bottleneck.words}, {p.bottleneck.share:.0%}" for p in (one, other)), ""),
+            (
+                "bottleneck",
+                *(f"{p.bottleneck.description}, {p.bottleneck.share:.0%}" for p in (one, other)),
+                "",
+            ),
         ]
         for name, sizes in {
             "device memory": [p.footprints.largest.device_bytes for p in (one, other)],

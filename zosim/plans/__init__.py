@@ -135,7 +135,9 @@ class Plan(Axis, Document):
 
     def describe(self) -> str:
         """Return the plan in a few words, axis by axis where it differs from plain MeZO."""
-        return ", ".join((self.method, *(words for axis in self.axes.values() for words in axis.words(self))))
+        return ", ".join(
+            (self.method, *(words for axis in self.axes.values() for words in axis.summary(self)))
+        )
 
     @property
     def storage_dtype(self) -> StorageDType:

@@ -59,7 +59,7 @@ class Estimator(Axis):
         ),
     ] = 1e-3
 
-    def words(self, plan: Plan) -> Iterator[str]:  # noqa: ARG002 - others look at it
+    def summary(self, plan: Plan) -> Iterator[str]:  # noqa: ARG002 - others look at it
         """Yield that a query has one point."""
         if self.difference == "residual":
             yield "one point a query"

@@ -102,7 +102,7 @@ class ForwardPass(Axis):
         """Whether anything is known of what batches hold."""
         return any((self.num_labels, self.num_tokens, self.num_shared, self.num_answers, self.num_attended))
 
-    def words(self, plan: Plan) -> Iterator[str]:
+    def summary(self, plan: Plan) -> Iterator[str]:
         """Yield how the loss is taken, where it is not that of all tokens at once."""
         del plan
         if self.loss_chunk_tokens:
@@ -132,7 +132,7 @@ class ForwardPass(Axis):
         """Yield what does not go with forwards of the whole model at one point, one for each token."""
         num_messages = len(plan.points) * (self.num_new_tokens or 0)
         # Stages first: where blocks are and how they are visited is often the planner's choice, the mesh rarely is.
-        for is_stated, words, remedy in (
+        for is_stated, what, remedy in (
             (
                 bool(plan.split.split_points),
                 "split points or stages, the first of which would wait for the last before every token",
@@ -153,4 +153,4 @@ class ForwardPass(Axis):
             (self.loss_chunk_tokens is not None, "a loss in chunks", "leave --loss-chunk-tokens out"),
         ):
             if is_stated:
-                yield f"max_new_tokens={self.num_new_tokens}: text is not generated with {words}", remedy
+                yield f"max_new_tokens={self.num_new_tokens}: text is not generated with {what}", remedy

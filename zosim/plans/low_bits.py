@@ -231,7 +231,7 @@ class LowBits(Axis):
         """Whether weights may be dequantized where another kernel was counted on."""
         return self.fallback or self.product == "dequantise"
 
-    def words(self, plan: Plan) -> Iterator[str]:
+    def summary(self, plan: Plan) -> Iterator[str]:
         """Yield the formats and the kernel."""
         if not self.quantizes_weights:
             return

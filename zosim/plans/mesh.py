@@ -104,7 +104,7 @@ class Mesh(Axis):
         # Every axis is set: a mesh is named as a whole, and one that is laid over another replaces it.
         return cls.model_validate(dict.fromkeys(known, 1) | sizes | {"inner": inner})
 
-    def words(self, plan: Plan) -> Iterator[str]:
+    def summary(self, plan: Plan) -> Iterator[str]:
         """Yield the axes of more than one rank."""
         del plan
         if self.world_size > 1:

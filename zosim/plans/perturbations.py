@@ -161,7 +161,7 @@ class Perturbations(Axis):
         """Whether the order of draws depends on which blocks are split inside: one generator passes halves in turn."""
         return (self.rng, self.order) == ("mezo", "execution")
 
-    def words(self, plan: Plan) -> Iterator[str]:
+    def summary(self, plan: Plan) -> Iterator[str]:
         """Yield of which rank perturbations are, and how they are drawn, where it is not when they are needed."""
         if self.rank is not None:
             lazily = f", V kept {self.lazy_steps} steps" if self.lazy_steps != 1 else ""

@@ -31,7 +31,7 @@ class Placement(Axis):
     devices: Annotated[tuple[str, ...], Field(min_length=1), Setting(help="Set by --device and --ranks.")]
     hosts: Annotated[tuple[str, ...], Setting(help="Set by the topology.")] = ()
 
-    def words(self, plan: Plan) -> Iterator[str]:
+    def summary(self, plan: Plan) -> Iterator[str]:
         """Yield on how many hosts several ranks are, and whether they are other devices than the first ones."""
         del plan
         if self.world_size == 1:

@@ -104,7 +104,7 @@ class Residency(Axis):
         ),
     ] = None
 
-    def words(self, plan: Plan) -> Iterator[str]:
+    def summary(self, plan: Plan) -> Iterator[str]:
         """Yield how offloaded blocks move."""
         if self.blocks == "resident":
             return

@@ -49,7 +49,7 @@ class Schedule(Axis):
         ),
     ] = "immediate"
 
-    def words(self, plan: Plan) -> Iterator[str]:
+    def summary(self, plan: Plan) -> Iterator[str]:
         """Yield the traversal, which of offloaded blocks goes without saying."""
         if plan.residency.blocks == "resident":
             yield self.traversal

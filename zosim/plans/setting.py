@@ -121,7 +121,7 @@ class Axis(Section):
     setting: ClassVar[Setting | None] = None
     """Of an axis that is named as a whole, with one option for all of its fields; its class method ``parse`` reads what was typed."""
 
-    def words(self, plan: Plan) -> Iterator[str]:
+    def summary(self, plan: Plan) -> Iterator[str]:
         """Yield what :meth:`~zosim.plans.Plan.describe` says of these values in `plan`, where they differ from MeZO's."""
         del plan
         return iter(())

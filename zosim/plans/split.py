@@ -96,7 +96,7 @@ class Split(Axis):
         Setting(help="Densities measured by `zosim probe` and read by `zosim plan`."),
     ] = ()
 
-    def words(self, plan: Plan) -> Iterator[str]:
+    def summary(self, plan: Plan) -> Iterator[str]:
         """Yield the split points, and their codecs."""
         del plan
         if self.split_points:

@@ -63,7 +63,7 @@ class Weights(Axis):
         ),
     ] = "serial"
 
-    def words(self, plan: Plan) -> Iterator[str]:
+    def summary(self, plan: Plan) -> Iterator[str]:
         """Yield how weights come to a point, where it is not in place."""
         if self.perturbation == "copies":
             yield "copies written ahead" if plan.perturbations.sampled_ahead else "copies of weights"
@@ -103,7 +103,7 @@ class Weights(Axis):
 
     def _not_together(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what a forward of all points does not do."""
-        for is_stated, words, remedy in (
+        for is_stated, what, remedy in (
             (
                 plan.schedule.traversal != "blockwise",
                 f"traversal={plan.schedule.traversal}",
@@ -127,4 +127,4 @@ class Weights(Axis):
             ),
         ):
             if is_stated:
-                yield f"weights=adapters does not go with {words}", remedy
+                yield f"weights=adapters does not go with {what}", remedy

@@ -47,11 +47,11 @@ def unset():
     return torch.Generator(device=CPU)
 
 
-@pytest.mark.parametrize("num_words", [1, 3, 623, 625, 19_937, 100_001])
-def test_odd_numbers_of_words_are_jumped_over(num_words):
+@pytest.mark.parametrize("num_raw", [1, 3, 623, 625, 19_937, 100_001])
+def test_odd_numbers_of_words_are_jumped_over(num_raw):
     sampled, ahead = generator_on(CPU, 3), unset()
-    ahead.set_state(jumped(sampled.get_state(), num_words))
-    torch.empty(num_words, dtype=torch.int32).random_(generator=sampled)  # a word each
+    ahead.set_state(jumped(sampled.get_state(), num_raw))
+    torch.empty(num_raw, dtype=torch.int32).random_(generator=sampled)  # a word each
     assert torch.equal(words(ahead, 1000), words(sampled, 1000))
 
 
@@ -90,7 +90,7 @@ def sampled_by(numels, dtype, generator):
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("jumps", [True, False])
 def test_sequences_of_several_threads_have_the_bits_of_one_draw(monkeypatch, jumps, num_threads, dtype):
-    monkeypatch.setattr(sequential, "JUMP_WORDS", 500)
+    monkeypatch.setattr(sequential, "JUMP_RAW", 500)
     monkeypatch.setattr(sequential, "can_jump", lambda: jumps)
     threads, numels = SamplingThreads(num_threads), [1008, 16, 4096, 16, 3008]
     if dtype.itemsize > 2:
@@ -115,7 +115,7 @@ def test_sequences_of_several_threads_have_the_bits_of_one_draw(monkeypatch, jum
 
 @pytest.mark.parametrize("shape", [(500, 32), (400, 33)])
 def test_rows_kept_by_several_threads_are_those_of_the_whole(monkeypatch, shape):
-    monkeypatch.setattr(sequential, "JUMP_WORDS", 500)
+    monkeypatch.setattr(sequential, "JUMP_RAW", 500)
     threads, generator = SamplingThreads(2), generator_on(CPU, 7)
     table, after = torch.empty(shape).normal_(generator=generator), sampled_by([64], torch.float32, generator)
     for rows in ([], [0, shape[0] - 1], [3, 4, 249, 250, 251], list(range(shape[0]))):
@@ -128,7 +128,7 @@ def test_rows_kept_by_several_threads_are_those_of_the_whole(monkeypatch, shape)
 
 
 def test_draws_whose_words_cannot_be_counted_are_made_by_one(monkeypatch):
-    monkeypatch.setattr(sequential, "JUMP_WORDS", 16)
+    monkeypatch.setattr(sequential, "JUMP_RAW", 16)
     monkeypatch.setattr(sequential, "jumped", None)
     threads = SamplingThreads(2)
     for numels, sampler in (([1000, 9], Gaussian()), ([4096], Rademacher())):
@@ -147,12 +147,12 @@ def test_the_words_of_a_draw_are_counted(dtype, numel):
     sampled, ahead = generator_on(CPU, 9), unset()
     state = sampled.get_state()
     torch.empty(numel, dtype=dtype).normal_(generator=sampled)
-    num_words = Gaussian().num_words(numel, dtype)
-    if num_words is None:  # narrow formats end in a way of their own
+    num_raw = Gaussian().num_raw(numel, dtype)
+    if num_raw is None:  # narrow formats end in a way of their own
         assert numel % 16
         assert dtype.itemsize == 2
         return
-    ahead.set_state(jumped(state, num_words))
+    ahead.set_state(jumped(state, num_raw))
     assert torch.equal(words(ahead, 700), words(sampled, 700))
 
 
@@ -160,7 +160,7 @@ def test_the_words_of_a_draw_are_counted(dtype, numel):
 @pytest.mark.parametrize("update", ["immediate", "delayed"])
 @pytest.mark.parametrize(("name", "dtype"), [("opt", "float32"), ("llama-tied", "bfloat16")])
 def test_steps_whose_draws_begin_by_jumps_equal_the_literal_loop(monkeypatch, name, dtype, update):
-    monkeypatch.setattr(sequential, "JUMP_WORDS", 64)
+    monkeypatch.setattr(sequential, "JUMP_RAW", 64)
     monkeypatch.setattr(sample_op, "SHARED_SAMPLING_ELEMENTS", 64)
     starts = []
     monkeypatch.setattr(sequential, "jumped", lambda *start: starts.append(start[1]) or jumped(*start))

@@ -14,7 +14,7 @@ import pytest
 
 from executors.ranks.launch import launch
 from executors.ranks.rank_info import (
-    LastWords,
+    LastReport,
     Progress,
     RankInfo,
     leave,
@@ -176,10 +176,10 @@ def test_progress_keeps_the_latest_line(tmp_path):
     progress = Progress(tmp_path / "line")
     progress.note("a long line " * 100)
     progress.note("short")
-    assert Progress.read(tmp_path / "line") == LastWords("", "short")
+    assert Progress.read(tmp_path / "line") == LastReport("", "short")
     progress.place("stage 1 of 2, before split point block.0")
     assert Progress.read(tmp_path / "line").of(0) == "rank 0 (stage 1 of 2, before split point block.0)"
-    assert Progress.read(tmp_path / "nothing") == LastWords()
+    assert Progress.read(tmp_path / "nothing") == LastReport()
 
 
 LAUNCH = """

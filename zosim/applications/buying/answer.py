@@ -354,8 +354,8 @@ def _effects_table(offer: Offer, effects: Sequence[Effect]) -> Table:
 def _change(change: Change) -> str:
     if change.times is None:
         return "nothing fits"
-    words = "-" if not change.matters else percent(change.times)
-    return f"{words}, then {change.placement}" if change.placement and change.matters else words
+    description = "-" if not change.matters else percent(change.times)
+    return f"{description}, then {change.placement}" if change.placement and change.matters else description
 
 
 def _sentences(
@@ -366,7 +366,7 @@ def _sentences(
     prediction = offer.machine.prediction
     if prediction is not None:
         limit = prediction.bottleneck
-        sentences.append(f"its critical path: {limit.share:.0%} {limit.words}")
+        sentences.append(f"its critical path: {limit.share:.0%} {limit.description}")
     idle = [effect.figure for effect in effects if not (effect.doubled.matters or effect.halved.matters)]
     if idle:
         sentences.append(f"changes nothing, twice or half as large: {', '.join(idle)}")

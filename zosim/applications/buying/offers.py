@@ -78,13 +78,13 @@ class Need:
     ----------
     cause : {"memory", "hours", "money", "way", "plan"}
         ``way``: it cannot be paid for as asked; ``plan``: the planner finds a contradiction.
-    words : str
+    description : str
     least : float
         Bytes that lack, hours that the job takes there or money that it costs, by the closed form.
     """
 
     cause: Cause
-    words: str = ""
+    description: str = ""
     least: float = 0.0
 
 
@@ -113,7 +113,7 @@ class Refusal:
     @property
     def reason(self) -> str:
         """All reasons in words."""
-        return "; ".join(need.words for need in self.needs)
+        return "; ".join(need.description for need in self.needs)
 
     @property
     def cause(self) -> Cause:
@@ -202,8 +202,8 @@ class Market:
         except PlanError as error:
             return Refusal(name, count, (Need("plan", error.message),), payments=tuple(payments))
         if not listed:
-            words = f"--method {self.job.config.search.method} has no placement on so many devices"
-            return Refusal(name, count, (Need("plan", words),), payments=tuple(payments))
+            description = f"--method {self.job.config.search.method} has no placement on so many devices"
+            return Refusal(name, count, (Need("plan", description),), payments=tuple(payments))
         if listed[0].missing:
             # The placement that comes closest, as if it had the memory: time and money may lack as well.
             listed = [
@@ -240,8 +240,8 @@ class Market:
             yield Need("hours", f"at least {plain(hours)} hours, deadline {plain(deadline)}", hours)
         least = min(cost.spent.low for cost in costs)
         if budget is not None and least > budget:
-            words = f"at least {plain(least)} {self.prices.currency}, budget {plain(budget)}"
-            yield Need("money", words, min(cost.spent.value for cost in costs))
+            description = f"at least {plain(least)} {self.prices.currency}, budget {plain(budget)}"
+            yield Need("money", description, min(cost.spent.value for cost in costs))
 
     def _costs(self, machine: PricedMachine) -> tuple[JobCost, ...]:
         hours = self.job.hours(machine.step_s)

@@ -79,10 +79,10 @@ def _remedies(market: Market, machines: Mapping[str, Topology], kept_out: Sequen
 
 def _all_of(market: Market, refusal: Refusal) -> str:
     """Return everything that a refused machine needs."""
-    return " and ".join(_in_words(market, need) for need in refusal.needs)
+    return " and ".join(_describe(market, need) for need in refusal.needs)
 
 
-def _in_words(market: Market, need: Need) -> str:
+def _describe(market: Market, need: Need) -> str:
     match need.cause:
         case "memory":
             return f"{format_bytes(round(need.least))} more memory"

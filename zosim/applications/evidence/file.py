@@ -80,7 +80,7 @@ class Predicted(FrozenModel):
             high_s=prediction.high_s,
             device_bytes=prediction.footprints.largest.device_bytes,
             host_bytes=prediction.footprints.fullest.size_bytes,
-            bottleneck=prediction.bottleneck.words,
+            bottleneck=prediction.bottleneck.description,
         )
 
 
@@ -289,8 +289,8 @@ def _spans_belong(evidence: Evidence) -> CheckedStatement:
         for span in evidence.timeline.spans
         if (span.rank, span.part, span.instruction) not in known
     }
-    words = f"{len(foreign)}, such as {min(foreign)}" if foreign else "none"
-    return CheckedStatement("spans of no instruction", "none", words, not foreign)
+    description = f"{len(foreign)}, such as {min(foreign)}" if foreign else "none"
+    return CheckedStatement("spans of no instruction", "none", description, not foreign)
 
 
 def _programs_belong(evidence: Evidence) -> CheckedStatement:

@@ -76,13 +76,13 @@ def _remarks(subject: Subject, baseline: Subject) -> Iterator[str]:
     times = [side.prediction.step_time_s for side in (subject, baseline)]
     memory = [_total_bytes(side) for side in (subject, baseline)]
     counts: Sequence[StepCounts] = [step_counts(side.programs) for side in (subject, baseline)]
-    words = [
+    phrases = [
         f"{times[1] / times[0]:.2f} times the plan's step time",
         f"{memory[1] / memory[0]:.2f} times its memory",
     ]
     if counts[0].size_bytes:
-        words.append(f"{counts[1].size_bytes / counts[0].size_bytes:.2f} times its bytes")
-    yield f"a first-order step takes {', '.join(words)}; how much either learns in a step is not compared"
+        phrases.append(f"{counts[1].size_bytes / counts[0].size_bytes:.2f} times its bytes")
+    yield f"a first-order step takes {', '.join(phrases)}; how much either learns in a step is not compared"
     short = [
         rank
         for rank, device in enumerate(baseline.plan.placement.devices)

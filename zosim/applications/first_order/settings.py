@@ -92,14 +92,14 @@ class FirstOrder(Section):
 
     def describe(self) -> str:
         """Return the settings in words."""
-        words = [self.optimizer, f"{self.num_microbatches} x {self.schedule}"]
-        words += [f"{self.codec} forward"] if not codec_spec(self.codec).is_lossless else []
-        words += [f"{self.gradient_codec} back"] if not codec_spec(self.gradient_codec).is_lossless else []
-        words += ["activations computed again"] if self.recompute else []
-        words += ["weights shared out among replicas"] if self.sharding == "full" else []
-        words += ["a pass over all parameters at a time"] if self.foreach else []
-        words += [f"messages of {self.num_kept_samples} samples kept"] if self.num_kept_samples else []
-        return ", ".join(words)
+        phrases = [self.optimizer, f"{self.num_microbatches} x {self.schedule}"]
+        phrases += [f"{self.codec} forward"] if not codec_spec(self.codec).is_lossless else []
+        phrases += [f"{self.gradient_codec} back"] if not codec_spec(self.gradient_codec).is_lossless else []
+        phrases += ["activations computed again"] if self.recompute else []
+        phrases += ["weights shared out among replicas"] if self.sharding == "full" else []
+        phrases += ["a pass over all parameters at a time"] if self.foreach else []
+        phrases += [f"messages of {self.num_kept_samples} samples kept"] if self.num_kept_samples else []
+        return ", ".join(phrases)
 
 
 AQ_SGD = FirstOrder(codec="q4:dense", gradient_codec="q8:dense", num_kept_samples=1)
