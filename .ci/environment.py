@@ -130,16 +130,18 @@ def project() -> dict[str, Any]:
 
 def digest_of_requirements() -> str:
     """Return a hash of what ``pyproject.toml`` asks for: exported files say which one they were made from."""
-    said = project()
-    asked = [said["build-system"]["requires"], said["dependency-groups"], *EXTRAS, DOCS]
-    asked += [said["project"][name] for name in ("requires-python", "dependencies", "optional-dependencies")]
+    declared = project()
+    asked = [declared["build-system"]["requires"], declared["dependency-groups"], *EXTRAS, DOCS]
+    asked += [
+        declared["project"][name] for name in ("requires-python", "dependencies", "optional-dependencies")
+    ]
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
 def _specification(environment: Environment) -> dict[str, str]:
     """What the environment is made from: a change in any of it installs again."""
-    said = project()
-    relevant = [said["build-system"], said["project"], said["tool"]["setuptools"]]
+    declared = project()
+    relevant = [declared["build-system"], declared["project"], declared["tool"]["setuptools"]]
     packages = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
     digest = hashlib.sha256(json.dumps([relevant, packages], sort_keys=True).encode())
     if (requirements := REQUIREMENTS[environment.versions]) is not None:
@@ -199,10 +201,12 @@ def differences(environment: Environment) -> list[tuple[str, str, str]]:
     probe = (
         "from importlib.metadata import distributions as d; print(*{p.name + '==' + p.version for p in d()})"
     )
-    said = subprocess.run(
+    declared = subprocess.run(
         [environment.python, "-c", probe], capture_output=True, text=True, check=True
     ).stdout
-    has = {name.lower().replace("_", "-"): version for name, version in (p.split("==") for p in said.split())}
+    has = {
+        name.lower().replace("_", "-"): version for name, version in (p.split("==") for p in declared.split())
+    }
     lock = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))
     locked: dict[str, list[str]] = {}
     for package in lock["package"]:
@@ -255,10 +259,10 @@ def _install(environment: Environment) -> None:
 
 def _newest() -> list[str]:
     """Options and requirements of the newest versions, whatever upper bounds say, torch excepted."""
-    said = project()
-    lines = [*said["build-system"]["requires"], *said["project"]["dependencies"]]
+    declared = project()
+    lines = [*declared["build-system"]["requires"], *declared["project"]["dependencies"]]
     for extra in EXTRAS:
-        lines += said["project"]["optional-dependencies"][extra]
+        lines += declared["project"]["optional-dependencies"][extra]
     return [
         "--upgrade",
         *(re.sub(r",\s*<[\d.]+", "", line) for line in lines if not line.startswith("torch")),

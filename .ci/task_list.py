@@ -49,7 +49,7 @@ def test(arguments: Sequence[str]) -> int:
     # Beside the tests: types, without a cache, as in a fresh clone, and with --full the site, each take one core for most of a minute.
     with ThreadPoolExecutor(1) as pool:
         commands = BESIDE_ALL_TESTS if full else BESIDE_TESTS
-        beside = {name: pool.submit(_said, command) for name, command in commands.items()}
+        beside = {name: pool.submit(_outcome, command) for name, command in commands.items()}
         if not _tests(full):
             failed.append("tests")
         for name, done in beside.items():
@@ -61,12 +61,12 @@ def test(arguments: Sequence[str]) -> int:
     return _verdict(failed)
 
 
-def _said(command: Sequence[str]) -> tuple[int, str]:
+def _outcome(command: Sequence[str]) -> tuple[int, str]:
     """Exit code and output of a program of the environment."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
-        code = _tool(command, said)
-        said.seek(0)
-        return code, said.read()
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+        code = _tool(command, output)
+        output.seek(0)
+        return code, output.read()
 
 
 def _tests(full: Sequence[str]) -> bool:
@@ -246,7 +246,7 @@ def _title(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
-def _tool(command: Sequence[str], said: IO[str] | None = None, of: environment.Environment = LOCKED) -> int:
+def _tool(command: Sequence[str], output: IO[str] | None = None, of: environment.Environment = LOCKED) -> int:
     """Exit code of a program of an environment, run at the top of the clone; what it says goes to a file, if one is given."""
     program, *arguments = command
     path = os.pathsep.join([str(of.bin), os.environ.get("PATH", "")])
@@ -255,7 +255,7 @@ def _tool(command: Sequence[str], said: IO[str] | None = None, of: environment.E
     variables.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [str(of.bin / program), *arguments]
     return subprocess.run(
-        command, cwd=ROOT, env=variables, stdout=said, stderr=said and subprocess.STDOUT, check=False
+        command, cwd=ROOT, env=variables, stdout=output, stderr=output and subprocess.STDOUT, check=False
     ).returncode
 
 

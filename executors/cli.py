@@ -122,8 +122,8 @@ def _run(
     named = (plan, options.run.out, options.run.model, options.data.path, options.evaluation.path)
     refuse_other_names(path for path in named if path)
     # Data are refused before the seconds of importing torch. Those of a resumed run are in its record, which comes later.
-    is_told = bool(options.data.path) and not options.run.resume
-    if is_told:
+    is_reported = bool(options.data.path) and not options.run.resume
+    if is_reported:
         check_data(options.data.complete(), evaluation_in(options.evaluation))
     from executors.ranks.launch import launch as launch_ranks
     from executors.ranks.mesh import launch_lines
@@ -145,7 +145,7 @@ def _run(
             )
         lines = launch_lines(settings.plan, arguments, device=settings.run.device)
         return {"launch": lines}
-    if not is_told and not is_launched():
+    if not is_reported and not is_launched():
         check_data(settings.data, settings.evaluation)
     world_size = placement.world_size
     if not launch and world_size > 1 and not is_launched():

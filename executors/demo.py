@@ -311,7 +311,7 @@ class Stages:
         measured = Timeline.load(self.out / "timeline.json")
         rows = [line.row for line in read_lines(self.out / "metrics.jsonl")]
         evaluations = [row for row in rows if row.get("split") == "eval"]
-        self._say_duration()
+        self._describe_duration()
         return DemoResult(
             comparison=compare(
                 subject.timeline,
@@ -331,11 +331,11 @@ class Stages:
         """Say how long the stage before took, and what comes."""
         from zosim.console import stderr
 
-        self._say_duration()
+        self._describe_duration()
         self._stage += 1
         stderr.print(f"\n{self._stage} of {_NUM_STAGES}. {text}", style="bold", soft_wrap=True)
 
-    def _say_duration(self) -> None:
+    def _describe_duration(self) -> None:
         from zosim.console import stderr
 
         now_s = time.perf_counter()

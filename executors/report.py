@@ -92,7 +92,7 @@ def facts_table(facts: DeviceFacts) -> Table:
 def calibration_view(profile: Profile, fit: FitReport, lessons: Sequence[Lesson] = ()) -> Report:
     """Return the constants of a fitted profile, how well they explain what was measured, and what taught them."""
     taught = [
-        (each.name, f"{each.before:.4g}", f"{each.after:.4g}", each.unit, each.said_by) for each in lessons
+        (each.name, f"{each.before:.4g}", f"{each.after:.4g}", each.unit, each.source) for each in lessons
     ]
     constants = [
         (c.name, f"{c.value:.4g}", f"{c.low:.4g} to {c.high:.4g}", c.unit, fit.unidentified.get(c.name, ""))

@@ -76,8 +76,10 @@ class Check:
         try:
             outcome = self.measure(context)
         except Exception as error:  # noqa: BLE001 - broken mathematics may raise anything, and must name its claim
-            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            return Outcome(math.nan, 0.0, "raised before it could be measured", (said,), error=said)
+            error_text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return Outcome(
+                math.nan, 0.0, "raised before it could be measured", (error_text,), error=error_text
+            )
         if outcome.passed and outcome.slack > MOST_SLACK and self.role is not Role.COUNTEREXAMPLE:
             return replace(
                 outcome,

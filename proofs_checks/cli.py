@@ -293,12 +293,12 @@ def _show_oracles(name: str | None, params: str, *, json: bool) -> None:
 
     if name is None:
         known = list(oracles().values())
-        told = [
+        notes = [
             f"{item.name}({', '.join(f'{key}: {kind}' for key, kind in item.parameters.items())})\n"
             f"    {item.result}\n    after {item.source}"
             for item in known
         ]
-        emit([item.to_data() for item in known], json=json, text="\n".join(told))
+        emit([item.to_data() for item in known], json=json, text="\n".join(notes))
         return
     parameters = parse_json(params, "--params is no JSON", ZosimError, hint="such as '{\"dimension\": 8}'")
     print(jsonlib.dumps(evaluate(name, parameters), allow_nan=False))
@@ -392,8 +392,8 @@ def _lines(entry: Entry) -> list[str]:
         lines += [f"         - {line}" for line in outcome.details]
         for tried in entry.faults:
             if tried.check is check:
-                said = tried.verdict if tried.verdict in ("caught", "crashed") else tried.verdict.upper()
-                lines.append(f"         {said}: {tried.fault.name}, {tried.fault.description}")
+                reported = tried.verdict if tried.verdict in ("caught", "crashed") else tried.verdict.upper()
+                lines.append(f"         {reported}: {tried.fault.name}, {tried.fault.description}")
                 lines += [f"           {tried.reason}"] if tried.reason else []
     return lines
 

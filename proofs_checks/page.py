@@ -106,7 +106,7 @@ def _claim(entry: Entry, folder: Path) -> Iterator[str]:
         "Rests on": claim.references,
         "Awaits": claim.awaits,
     }
-    lines = [f"<b>{name}:</b> {_text(said)}" for name, said in facts.items() if said]
+    lines = [f"<b>{name}:</b> {_text(texts)}" for name, texts in facts.items() if texts]
     if claim.derivation:
         lines.append(f"<b>Derivation:</b> {_link(claim.derivation, folder)}")
     yield "<p>" + "<br>".join(lines) + "</p>"
@@ -130,16 +130,16 @@ def _claim(entry: Entry, folder: Path) -> Iterator[str]:
 
 def _check(check: Check, outcome: Outcome) -> str:
     came = "so" if outcome.passed else '<b class="fails">not so</b>'
-    said = [f"{outcome.statistic:.3g} (bound {outcome.bound:.3g}): {_text(outcome.measured)}"]
+    texts = [f"{outcome.statistic:.3g} (bound {outcome.bound:.3g}): {_text(outcome.measured)}"]
     if outcome.resolution is not None:
-        said.append(f"notices an error of {100 * outcome.resolution:.2g} %, 999 times in 1000")
+        texts.append(f"notices an error of {100 * outcome.resolution:.2g} %, 999 times in 1000")
     farthest = sorted(outcome.estimates, key=lambda estimate: estimate.p_value)[:_SHOWN_ESTIMATES]
-    said += [_estimate(estimate) for estimate in farthest]
+    texts += [_estimate(estimate) for estimate in farthest]
     if not farthest:
-        said += [f"<small>{_text(line)}</small>" for line in outcome.details[:_SHOWN_LINES]]
+        texts += [f"<small>{_text(line)}</small>" for line in outcome.details[:_SHOWN_LINES]]
         left = len(outcome.details) - _SHOWN_LINES
-        said += [f"<small>and {left} more</small>"] if left > 0 else []
-    return _row("td", (_text(check.role), _text(check.title), came, "<br>".join(said)))
+        texts += [f"<small>and {left} more</small>"] if left > 0 else []
+    return _row("td", (_text(check.role), _text(check.title), came, "<br>".join(texts)))
 
 
 def _estimate(estimate: Estimate) -> str:

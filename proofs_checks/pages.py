@@ -83,8 +83,10 @@ class Page:
         """
         for entry in self.entries:
             name = entry.get("name", "a claim without a name")
-            said = {key: value for key, value in entry.items() if key not in _OWN}
-            said.setdefault("paper", folder if (folder := self.path.partition("/")[0]) in PAPERS else "zosim")
+            fields = {key: value for key, value in entry.items() if key not in _OWN}
+            fields.setdefault(
+                "paper", folder if (folder := self.path.partition("/")[0]) in PAPERS else "zosim"
+            )
             try:
                 found = (*checks_of(entry), *checks.get(name, ()))
             except PrintedError as error:
@@ -97,7 +99,7 @@ class Page:
             anchor = f"#{entry['section']}" if "section" in entry else ""
             try:
                 claim = Claim(
-                    **said,
+                    **fields,
                     where=tuple(entry.get("where", ())),
                     checks=found,
                     derivation=f"{self.path}{anchor}",

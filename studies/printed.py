@@ -32,9 +32,9 @@ def write(paper: str, out: Path) -> Path:
     """Write the report of a paper and its plots, and return the report's path."""
     out.mkdir(parents=True, exist_ok=True)
     rows = shipped_rows(paper)
-    said = answers(rows, load_published_profile())
+    reported = answers(rows, load_published_profile())
     findings = audit(rows)
-    pairs = list(zip(rows, said, strict=True))
+    pairs = list(zip(rows, reported, strict=True))
     plots = [_plot(kind, pairs, out) for kind in _TITLES if _answered(pairs, kind)]
     path = out / "tables.md"
     path.write_text(_report(paper, pairs, findings, plots), encoding="utf-8")

@@ -82,11 +82,11 @@ def validate(hardware: Hardware, as_json: Json = False) -> None:
     else:
         for finding in findings:
             if finding.severity == "warning":
-                _say(f"warning: {finding.where}: {finding.message}\n  hint: {finding.hint}")
+                _print(f"warning: {finding.where}: {finding.message}\n  hint: {finding.hint}")
     refuse_errors(topology)
     if not as_json:
         counted = f"{len(topology.nodes)} nodes, {len(topology.links)} links, {len(findings)} warnings"
-        _say(f"{one_line(topology.name)} is valid: {counted}")
+        _print(f"{one_line(topology.name)} is valid: {counted}")
 
 
 @app.command()
@@ -108,7 +108,7 @@ def draw(
     if as_json:
         _print_json({"path": str(written)})
     else:
-        _say(str(written))
+        _print(str(written))
 
 
 @app.command()
@@ -149,7 +149,7 @@ def rings(
             if item.rings
             else "no ring of NVLinks"
         )
-        _say(f"{len(item.gpu_ids)} gpus ({', '.join(item.gpu_ids)}): {shown}")
+        _print(f"{len(item.gpu_ids)} gpus ({', '.join(item.gpu_ids)}): {shown}")
         for ring in item.rings:
             typer.echo(f"  {' - '.join(ring.gpu_ids)}")
 
@@ -300,7 +300,7 @@ def describe(topology: Topology) -> dict[str, Any]:
     return dumped
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     typer.echo(printable(text))
 
 

@@ -106,26 +106,26 @@ def stored_quantization(config: Mapping[str, Any], source: str) -> StoredQuantiz
     ModelError
         If the quantized values have no counterpart here; the message says what of them.
     """
-    said = config.get("quantization_config")
+    quantization = config.get("quantization_config")
     # MLX says it under a name of its own, and in newer files under the other one as well, without a method.
     if (
         isinstance(of_mlx := config.get("quantization"), Mapping)
         and "bits" in of_mlx
-        and said in (None, of_mlx)
+        and quantization in (None, of_mlx)
     ):
         _refuse(f"{source}: quantization", f"weights of MLX in {of_mlx['bits']!r:.20} bits are not read")
-    if said is None:
+    if quantization is None:
         return None
     where = f"{source}: quantization_config"
     readers = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "zosim": _own}
-    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     if not isinstance(method, str) or method not in readers:
         _refuse(
             where,
             f"quant_method {method!r:.40} is none that is read",
             "give a directory of compressed-tensors, gptq, awq or zosim",
         )
-    return readers[method](cast("Mapping[str, Any]", said), where)
+    return readers[method](cast("Mapping[str, Any]", quantization), where)
 
 
 def _refuse(
@@ -173,9 +173,9 @@ _COMPRESSED_LAYOUTS: Mapping[str, Layout] = {
 }
 
 
-def _compressed_tensors(said: Mapping[str, Any], where: str) -> StoredQuantization:
+def _compressed_tensors(quantization: Mapping[str, Any], where: str) -> StoredQuantization:
     with readable(where, ModelError, model=_Compressed):
-        read = _Compressed.model_validate(said)
+        read = _Compressed.model_validate(quantization)
     for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if any((getattr(read, name) or {}).values()):
             _refuse(where, f"{name} has no counterpart here")
@@ -274,9 +274,9 @@ class _Gptq(BaseModel):
     checkpoint_format: str = "gptq"
 
 
-def _gptq(said: Mapping[str, Any], where: str) -> StoredQuantization:
+def _gptq(quantization: Mapping[str, Any], where: str) -> StoredQuantization:
     with readable(where, ModelError, model=_Gptq):
-        read = _Gptq.model_validate(said)
+        read = _Gptq.model_validate(quantization)
     if read.bits not in (2, 4, 8):
         _refuse(where, f"GPTQ weights of {read.bits} bits are not read, those of 2, 4 and 8 are")
     if read.desc_act and read.group_size != -1 and not read.static_groups:
@@ -296,9 +296,9 @@ class _Awq(BaseModel):
     version: str = "gemm"
 
 
-def _awq(said: Mapping[str, Any], where: str) -> StoredQuantization:
+def _awq(quantization: Mapping[str, Any], where: str) -> StoredQuantization:
     with readable(where, ModelError, model=_Awq):
-        read = _Awq.model_validate(said)
+        read = _Awq.model_validate(quantization)
     if read.bits != 4 or not read.zero_point or read.version.lower() != "gemm":
         _refuse(where, "of AWQ's layouts, that of 4 bits with zero points in version gemm is read")
     scales: ScaleScope = "channel" if read.group_size == -1 else "group"
@@ -322,10 +322,12 @@ def own_quantization_config(quant_config: QuantConfig) -> dict[str, Any]:
     return {"quant_method": "zosim", "version": _OWN_VERSION, **kept}
 
 
-def _own(said: Mapping[str, Any], where: str) -> StoredQuantization:
-    fields = {name: value for name, value in said.items() if name not in ("quant_method", "version")}
-    if said.get("version") != _OWN_VERSION:
-        _refuse(where, f"version {said.get('version')!r:.20} is none that is read", "use a later zosim")
+def _own(quantization: Mapping[str, Any], where: str) -> StoredQuantization:
+    fields = {name: value for name, value in quantization.items() if name not in ("quant_method", "version")}
+    if quantization.get("version") != _OWN_VERSION:
+        _refuse(
+            where, f"version {quantization.get('version')!r:.20} is none that is read", "use a later zosim"
+        )
     with readable(where, ModelError, model=StoredQuantization):
         stored = StoredQuantization.model_validate(fields | {"layout": "zosim"})
     if stored.scales == "group":

@@ -207,8 +207,8 @@ def _take(samples: _Samples, reference: Reference | None, device: torch.device) 
     after_s = reference.seconds() if reference else 1.0
     samples.references.append((before_s, after_s))
     # What runs beside a probe may keep it waiting: that is what is asked.
-    is_told = reference is not None and samples.probe.beside is None
-    samples.waits.append(min(_MOST_WAITED, max(0.0, ready_s) / lasted_s) if is_told else 0.0)
+    has_reference = reference is not None and samples.probe.beside is None
+    samples.waits.append(min(_MOST_WAITED, max(0.0, ready_s) / lasted_s) if has_reference else 0.0)
 
 
 def _num_repeats(probe: Probe, device: torch.device) -> int:

@@ -111,8 +111,8 @@ def _measured(world_size: int) -> CrowdedCores:
             for rank in range(world_size)
         ]
         try:
-            said, _ = ranks[0].communicate(timeout=_TIMEOUT_S)
-            return CrowdedCores(**json.loads(said))
+            output, _ = ranks[0].communicate(timeout=_TIMEOUT_S)
+            return CrowdedCores(**json.loads(output))
         except (subprocess.TimeoutExpired, json.JSONDecodeError) as error:
             raise RunError(
                 f"{world_size} processes did not measure what they take from each other: "

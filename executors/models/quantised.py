@@ -382,7 +382,9 @@ def save_quantised(model: nn.Module, directory: str | Path, dtype: str) -> None:
             tensors[name] = tensor
     directory = Path(directory)
     save_configuration(
-        model, directory, {"quantization_config": _said(model, quant_config, layout, set(qvalues))}
+        model,
+        directory,
+        {"quantization_config": _quantization_config(model, quant_config, layout, set(qvalues))},
     )
     write_tensors(tensors, directory / WEIGHTS_NAME, dtype)
 
@@ -414,7 +416,9 @@ def save_own(model: nn.Module, directory: str | Path, dtype: str) -> None:
     write_tensors(tensors, directory / OWN_WEIGHTS_NAME, dtype)
 
 
-def _said(model: nn.Module, quant_config: QuantConfig, layout: str, qvalues: set[str]) -> dict[str, Any]:
+def _quantization_config(
+    model: nn.Module, quant_config: QuantConfig, layout: str, qvalues: set[str]
+) -> dict[str, Any]:
     """Return what compressed-tensors has to know of the quantized values."""
     kind = FORMATS[quant_config.format]
     weights = {

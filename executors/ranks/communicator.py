@@ -280,10 +280,10 @@ class Communicator:
                 self._broadcast(size)
             data = _tensor_of(payload) if self.is_first else torch.zeros(int(size), dtype=torch.uint8)
             self._broadcast(data)
-        said = _parsed(_ANSWER, _bytes_of(data), 0, what)
-        if "error" in said:
-            raise RunError(said["error"], hint=said["hint"])
-        return cast("T", said["value"])
+        answer = _parsed(_ANSWER, _bytes_of(data), 0, what)
+        if "error" in answer:
+            raise RunError(answer["error"], hint=answer["hint"])
+        return cast("T", answer["value"])
 
     def _broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, 0, group=self._control)

@@ -68,19 +68,19 @@ class HostMemory:
         """Map the file that the first rank of the host makes, and unlink it when all have mapped it."""
         rank, first = self._communicator.rank, self._ranks[0]
         with ExitStack() as stack:
-            said: dict[str, str] = {}
+            reported: dict[str, str] = {}
             if rank == first:
                 try:
-                    said = {"path": str(stack.enter_context(memory_file(self.size_bytes)))}
+                    reported = {"path": str(stack.enter_context(memory_file(self.size_bytes)))}
                 except (DoesNotFit, OSError) as error:
                     refusal = error if isinstance(error, DoesNotFit) else refusal_of_machine(error)
                     if refusal is None:
                         raise
-                    said = {"error": refusal.message, "hint": refusal.hint or ""}
-            said = self._communicator.all_gather_json(said, "sharing memory", dict[str, str])[first]
-            if "error" in said:
-                raise DoesNotFit(said["error"], hint=said["hint"])
-            path = Path(said["path"])
+                    reported = {"error": refusal.message, "hint": refusal.hint or ""}
+            reported = self._communicator.all_gather_json(reported, "sharing memory", dict[str, str])[first]
+            if "error" in reported:
+                raise DoesNotFit(reported["error"], hint=reported["hint"])
+            path = Path(reported["path"])
             try:
                 with path.open("r+b") as file:
                     _refuse_foreign(path, os.fstat(file.fileno()), self.size_bytes)

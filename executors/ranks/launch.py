@@ -271,7 +271,9 @@ def _result(ranks: Sequence[BaseProcess], receiving: Sequence[connection.Connect
             time.sleep(_SETTLE_S)
             read()
             codes = {number: rank.exitcode for number, rank in enumerate(ranks) if rank.exitcode}
-            failures = {number: said for number, said in sent.items() if isinstance(said, _Failure)}
+            failures = {
+                number: reported for number, reported in sent.items() if isinstance(reported, _Failure)
+            }
             raise _report(directory, codes, failures, world_size=len(ranks))
     return sent.get(0)
 

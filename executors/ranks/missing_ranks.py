@@ -163,19 +163,19 @@ class MissingRanks:
                 is_late = isinstance(error, TimeoutError) or any(report in text for report in _LATE)
                 absent = self._absent(members)
                 if absent and any(report in text for report in _GONE):
-                    said = f"{what}: {named_ranks(absent)} ended"
+                    complaint = f"{what}: {named_ranks(absent)} ended"
                 elif absent:
                     waited_s = self.timeout_s if is_late else waited_s
-                    said = f"{what}: waited {waited_s:.3g} s for {named_ranks(absent)}"
-                    give_up(absent, said)
+                    complaint = f"{what}: waited {waited_s:.3g} s for {named_ranks(absent)}"
+                    give_up(absent, complaint)
                 elif "connect" in text:
-                    said, hint = f"{what}: all ranks are there, but they cannot connect", _CONNECT_HINT
+                    complaint, hint = f"{what}: all ranks are there, but they cannot connect", _CONNECT_HINT
                 elif is_late:
-                    said = f"{what}: no rank is missing, all wait for each other"
+                    complaint = f"{what}: no rank is missing, all wait for each other"
                 else:
-                    said = f"{what}: it failed, and no rank is missing"
+                    complaint = f"{what}: it failed, and no rank is missing"
                 reason = str(error).strip().partition("\n")[0].partition(". This is")[0]
-                raise RunError(f"{said} ({reason})" if reason else said, hint=hint) from error
+                raise RunError(f"{complaint} ({reason})" if reason else complaint, hint=hint) from error
 
     def joining(self) -> AbstractContextManager[None]:
         """Make process groups, which takes all ranks; as :meth:`named`."""

@@ -104,13 +104,13 @@ def refuse_disagreement(
     ------
     Disagreement
     """
-    said = _other_inputs(reports)
-    if not said:
-        said = "; ".join(filter(None, (_other_sums(reports), _disturbed(reports, members))))
-    if not said:
+    differences = _other_inputs(reports)
+    if not differences:
+        differences = "; ".join(filter(None, (_other_sums(reports), _disturbed(reports, members))))
+    if not differences:
         return
     error = Disagreement(
-        f"after {num_steps} steps, and not yet after {num_agreed_steps}, {said}",
+        f"after {num_steps} steps, and not yet after {num_agreed_steps}, {differences}",
         hint="a bit changed in memory, a program wrote where it must not, or ranks were given, drew or rounded otherwise: "
         "run every rank on the same files, torch build and thread count",
     )
@@ -135,14 +135,14 @@ def _other_sums(reports: Sequence[RankReport]) -> str:
     for name in dict.fromkeys(name for report in reports for name in report.sums):
         holders = tuple(rank for rank, report in enumerate(reports) if name in report.sums)
         names_of.setdefault(holders, []).append(name)
-    said = []
+    differences = []
     for holders, names in names_of.items():
         rows = [tuple(reports[rank].sums[name] for name in names) for rank in holders]
         odd = odd_ranks(rows, holders)
         if odd:
             others = [name for i, name in enumerate(names) if len({row[i] for row in rows}) > 1]
-            said.append(f"{odd} in {', '.join(others)}")
-    return f"replicas differ: {'; '.join(said)}" if said else ""
+            differences.append(f"{odd} in {', '.join(others)}")
+    return f"replicas differ: {'; '.join(differences)}" if differences else ""
 
 
 def _disturbed(reports: Sequence[RankReport], members: Callable[[str], Sequence[int]] | None) -> str:

@@ -87,8 +87,8 @@ def tokenizer_facts(model: str) -> dict[str, str]:
             continue
         content = read_bytes(Path(path), "tokenizer's file", ModelError)
         if name.endswith("_config.json"):
-            said = parse_json(content.decode(errors="replace"), f"{path} is damaged", ModelError)
-            content = json.dumps(_deciding(said), sort_keys=True).encode()
+            parsed = parse_json(content.decode(errors="replace"), f"{path} is damaged", ModelError)
+            content = json.dumps(_deciding(parsed), sort_keys=True).encode()
         facts[name] = hashlib.blake2b(content, digest_size=16).hexdigest()
     return facts
 
@@ -144,5 +144,5 @@ def unknown_base(header: Mapping[str, Any]) -> list[str]:
     """Return a note for a run of an earlier version, which recorded only its base's weights."""
     if header.get(BASE):
         return []
-    said = "an earlier version wrote run.json, without the configuration and the tokenizer of the base"
-    return [f"{said}: they are not compared"]
+    parsed = "an earlier version wrote run.json, without the configuration and the tokenizer of the base"
+    return [f"{parsed}: they are not compared"]

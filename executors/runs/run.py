@@ -176,7 +176,7 @@ class Run:
                 if note := other_kernel(session.plan, session.device):
                     self._warn(note)
                 if not self.settings.run.checksums:
-                    self._tell_of_no_checksums()
+                    self._report_no_checksums()
                 stopped = self._train(session)
                 if stopped is None:
                     return self._finish(session)
@@ -261,12 +261,12 @@ class Run:
             programs = None if is_kept else self._programs()
             write_header(self.out, self.header)
             self._save_plan(programs)
-        self._tell(
+        self._report(
             f"going on after {history.num_steps} steps, from "
             + (f"the checkpoint of {checkpoint.num_steps}" if checkpoint else "the base weights")
         )
         if verified < history.num_steps:
-            self._tell(
+            self._report(
                 f"{history.num_steps - verified} of these were not verified before the run ended, and are run again"
             )
         advance(session, history, verified)
@@ -301,12 +301,12 @@ class Run:
             self.log.begin(self.header)
         return session
 
-    def _tell_of_no_checksums(self) -> None:
+    def _report_no_checksums(self) -> None:
         """Tell what detects changed bits in a run without checksums, which is the default on CUDA."""
         plan = self.settings.plan
         has_replicas = plan.placement.world_size > plan.num_stages
         by = "only where ranks hold the same weights, at verifications" if has_replicas else "by nothing"
-        self._tell(f"weights have no checksums: a bit that changes in memory is noticed {by} (--checksums)")
+        self._report(f"weights have no checksums: a bit that changes in memory is noticed {by} (--checksums)")
 
     def _programs(self) -> str:
         """Return the text of the run's programs, and note its digest in the header."""
@@ -545,9 +545,9 @@ class Run:
 
     # -- words -------------------------------------------------------------------------------------------------
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if self.writes:
             stderr.print(text, markup=False, soft_wrap=True)
 
     def _warn(self, text: str) -> None:
-        self._tell(f"warning: {text}")
+        self._report(f"warning: {text}")

@@ -39,9 +39,9 @@ def growth(part: Any) -> float:
 
 def try_out(path: Path, text: str) -> str | None:
     """Return why a tokenizer cannot be used; None where it can."""
-    said = json.loads(path.read_bytes())
+    parsed = json.loads(path.read_bytes())
     for part in ("normalizer", "pre_tokenizer", "decoder"):
-        if isinstance(said, dict) and (times := growth(said.get(part))) > MOST_GROWTH:
+        if isinstance(parsed, dict) and (times := growth(parsed.get(part))) > MOST_GROWTH:
             return f"its {part} makes texts up to {times:.0e} times as long"
     from tokenizers import Tokenizer
 

@@ -240,7 +240,7 @@ class AcceleratorBackend(Backend):
             self._timed.append((what, len(self._origins) - 1, start, end))
         issued.issue(end)
         if task.done is not None:
-            self._thread(f"{task.instruction.stream}-done").put(partial(_tell, end, task.done))
+            self._thread(f"{task.instruction.stream}-done").put(partial(_notify, end, task.done))
 
     def _add_origin(self) -> None:
         """Let recorded times count from now.
@@ -308,6 +308,6 @@ def _takes_others(task: Task) -> bool:
     )
 
 
-def _tell(event: torch.Event, done: Callable[[], None]) -> None:
+def _notify(event: torch.Event, done: Callable[[], None]) -> None:
     event.synchronize()
     done()

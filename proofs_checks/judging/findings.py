@@ -87,15 +87,15 @@ class Judgement:
 
     def lines(self) -> list[str]:
         """Return a report in text."""
-        said = [self.subject]
+        reported = [self.subject]
         for finding in self.findings:
-            said.append(f"  {finding.verdict.upper():15} {finding.name}: {finding.measured}")
+            reported.append(f"  {finding.verdict.upper():15} {finding.name}: {finding.measured}")
             noticed = "" if finding.resolution is None else f"; notices {100 * finding.resolution:.2g} %"
             samples = "" if not finding.num_samples else f"; {finding.num_samples:,} samples"
-            said.append(f"  {'':15} {finding.tested}{noticed}{samples}")
+            reported.append(f"  {'':15} {finding.tested}{noticed}{samples}")
         counts = [f"{len(self.failed)} of {len(self.findings)} fail", f"{len(self.unresolved)} not resolved"]
-        said.append(f"{', '.join(counts)}; a false alarm has a probability below {self.false_alarms:.1g}")
-        return said
+        reported.append(f"{', '.join(counts)}; a false alarm has a probability below {self.false_alarms:.1g}")
+        return reported
 
 
 def compared(name: str, tested: str, estimates: Sequence[Estimate], what: str = "") -> JudgedProperty:

@@ -102,8 +102,8 @@ def printed_table(
                 )
         cells = tuple(cell for cell in cells if all(cell[name] == value for name, value in fields.items()))
         if not cells:
-            said = ", ".join(f"{name} {value!r}" for name, value in fields.items())
-            raise PrintedError(f"the column {column} has no cell in {wanted['table']} with {said}")
+            reported = ", ".join(f"{name} {value!r}" for name, value in fields.items())
+            raise PrintedError(f"the column {column} has no cell in {wanted['table']} with {reported}")
         for cell in cells:
             try:
                 label = row.format_map(cell.fields)

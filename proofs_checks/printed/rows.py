@@ -38,11 +38,15 @@ class _Selection:
     reads: Mapping[str, str]
 
     @classmethod
-    def of(cls, said: Any) -> _Selection:
+    def of(cls, reported: Any) -> _Selection:
         """Read an entry of ``cells``."""
-        if not isinstance(said, dict) or not isinstance(columns := said.get("columns"), dict) or not columns:
-            raise PrintedError(f"cells are a table with its columns, not {said!r}")
-        common = {key: str(value) for key, value in said.items() if key not in ("row", "columns")}
+        if (
+            not isinstance(reported, dict)
+            or not isinstance(columns := reported.get("columns"), dict)
+            or not columns
+        ):
+            raise PrintedError(f"cells are a table with its columns, not {reported!r}")
+        common = {key: str(value) for key, value in reported.items() if key not in ("row", "columns")}
         found, reads = {}, {}
         for name, own in ((str(name), own) for name, own in columns.items()):
             fields = {"method": own} if isinstance(own, str) else own
@@ -50,7 +54,7 @@ class _Selection:
                 raise PrintedError(f"the column {name} is a method, or what its fields hold, not {own!r}")
             found[name] = common | {key: str(value) for key, value in fields.items()}
             reads[name] = found[name].pop("read", "value")
-        return cls(str(said.get("row", "{model}")), found, reads)
+        return cls(str(reported.get("row", "{model}")), found, reads)
 
     def cells(self) -> dict[str, dict[str, TableRow]]:
         """Return the cells, by row and column."""
@@ -81,15 +85,15 @@ def checks_of(entry: Mapping[str, Any]) -> tuple[Check, ...]:
     PrintedError
         If a table, a field, a column, a row or a form of an expression is unknown.
     """
-    selections = tuple(_Selection.of(said) for said in entry.get("cells", ()))
+    selections = tuple(_Selection.of(reported) for reported in entry.get("cells", ()))
     names = [name for selection in selections for name in selection.columns]
     if len(names) > len(set(names)):
         raise PrintedError(f"two columns have one name: {', '.join(names)}")
-    return tuple(_check(said, selections) for said in entry.get("checks", ()))
+    return tuple(_check(reported, selections) for reported in entry.get("checks", ()))
 
 
-def _check(said: Any, selections: tuple[_Selection, ...]) -> Check:
-    row = _fields(said, "a check", ("role", "title", "asserts"), ("faults",))
+def _check(reported: Any, selections: tuple[_Selection, ...]) -> Check:
+    row = _fields(reported, "a check", ("role", "title", "asserts"), ("faults",))
     roles = {role.name.lower(): role for role in Role}
     if (role := str(row["role"])) not in roles:
         raise PrintedError(f"there is no role {role!r}", hint=did_you_mean(role, list(roles)))
@@ -138,8 +142,8 @@ def wrong_cell(name: str, cell: TableRow, value: str, field: str = "value") -> F
     return Fault(words, f"{table_rows.__module__}:{table_rows.__name__}", WrongCell(cell.where, field, value))
 
 
-def _fault(said: Any, selections: tuple[_Selection, ...]) -> Fault:
-    row = _fields(said, "a fault", ("name", "column", "row", "value"))
+def _fault(reported: Any, selections: tuple[_Selection, ...]) -> Fault:
+    row = _fields(reported, "a fault", ("name", "column", "row", "value"))
     column, label = str(row["column"]), str(row["row"])
     for selection in selections:
         if column in selection.columns:
@@ -161,8 +165,10 @@ def _written(value: Any, like: str) -> str:
     return padded if padded and float(padded) == value else str(value)
 
 
-def _fields(said: Any, what: str, needed: tuple[str, ...], others: tuple[str, ...] = ()) -> Mapping[str, Any]:
+def _fields(
+    reported: Any, what: str, needed: tuple[str, ...], others: tuple[str, ...] = ()
+) -> Mapping[str, Any]:
     """Return a row of the front matter whose keys are these."""
-    if not isinstance(said, dict) or not set(needed) <= set(said) <= {*needed, *others}:
-        raise PrintedError(f"{what} says {', '.join((*needed, *others))}, not {said!r}")
-    return said
+    if not isinstance(reported, dict) or not set(needed) <= set(reported) <= {*needed, *others}:
+        raise PrintedError(f"{what} says {', '.join((*needed, *others))}, not {reported!r}")
+    return reported

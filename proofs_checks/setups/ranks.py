@@ -157,7 +157,7 @@ class InProcess:
 
     def refuse_unlike(self, facts: Mapping[str, Any]) -> None:
         """Raise if ranks do not agree."""
-        if any(told != facts for told in self._exchanged("host loop", "world", dict(facts))):
+        if any(reported != facts for reported in self._exchanged("host loop", "world", dict(facts))):
             raise RunError("ranks do not begin alike")
 
     def _exchanged(self, kind: str, group: str, own: Any) -> list[Any]:

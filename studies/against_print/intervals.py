@@ -106,14 +106,14 @@ def beyond(
 ) -> PredictedCells:
     """Return what a profile of the `known` cells says about `asked`."""
     fitted = fitted_with_intervals(fit(known, paper, domain), paper, domain, apart)
-    said = [interval(cell, fitted) for cell in asked]
-    return PredictedCells(np.array([item[0] for item in said]), np.array([item[1] for item in said]))
+    reported = [interval(cell, fitted) for cell in asked]
+    return PredictedCells(np.array([item[0] for item in reported]), np.array([item[1] for item in reported]))
 
 
-def coverage_of(said: PredictedCells, asked: Sequence[Cell], apart: frozenset[str]) -> Coverage:
+def coverage_of(reported: PredictedCells, asked: Sequence[Cell], apart: frozenset[str]) -> Coverage:
     """Return how often the intervals hold what the cells print."""
     printed = np.log([cell.printed for cell in asked])
-    holds = np.abs(np.log(said.predicted) - printed) <= said.half_widths
+    holds = np.abs(np.log(reported.predicted) - printed) <= reported.half_widths
     counts = np.array([cell.row.place not in apart for cell in asked])
     by_setting: dict[tuple[str, ...], list[bool]] = {}
     for index in np.flatnonzero(counts).tolist():
@@ -125,7 +125,7 @@ def coverage_of(said: PredictedCells, asked: Sequence[Cell], apart: frozenset[st
         cells=float(holds[counts].mean()),
         configurations=float(np.mean([np.mean(part) for part in by_setting.values()])),
         band=coverage_band(number, COVERAGE),
-        width=float(np.median(_widths(said.half_widths[counts]))),
+        width=float(np.median(_widths(reported.half_widths[counts]))),
     )
 
 

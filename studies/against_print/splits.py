@@ -146,13 +146,15 @@ def outcomes(
     ]
     apart = set_apart(findings)
     if split.knows is None:
-        said = left_out(cells, asked, split.paper, split.domain, split.group, apart)
+        reported = left_out(cells, asked, split.paper, split.domain, split.group, apart)
     else:
-        said = beyond([cell for cell in cells if split.knows(cell)], asked, split.paper, split.domain, apart)
+        reported = beyond(
+            [cell for cell in cells if split.knows(cell)], asked, split.paper, split.domain, apart
+        )
     results = [
         replace(
-            _outcome(split, OURS, asked, said.predicted, apart),
-            coverage=coverage_of(said, asked, apart),
+            _outcome(split, OURS, asked, reported.predicted, apart),
+            coverage=coverage_of(reported, asked, apart),
         )
     ]
     if split.domain == "speed":
@@ -177,10 +179,10 @@ def _theirs(split: HeldOutSplit, cells: Sequence[Cell], asked: Sequence[Cell], b
 def _outcome(
     split: HeldOutSplit, name: str, asked: Sequence[Cell], predicted: Floats, apart: frozenset[str]
 ) -> SplitOutcome:
-    said = [value if np.isfinite(value) else None for value in predicted.tolist()]
+    reported = [value if np.isfinite(value) else None for value in predicted.tolist()]
     rows = [
         Row(cell.row.place, cell.row["quantity"], cell.printed, value)
-        for cell, value in zip(asked, said, strict=True)
+        for cell, value in zip(asked, reported, strict=True)
     ]
     possible = [row for row in rows if row.case not in apart]
     inner = {cell.row.place for cell in asked if _is_between(cell)}

@@ -109,8 +109,8 @@ def in_processes(command: Sequence[str], folder: Path, part_s: float) -> Run:
         left.unlink(missing_ok=True)
         own = ["--only", part.name, "--left", str(left)]
         limit_s = min(part_s, part.limit_s)
-        told = folder / f"{part.name}.stderr"
-        with _group_of([*command, *own], told) as process:
+        reported = folder / f"{part.name}.stderr"
+        with _group_of([*command, *own], reported) as process:
             try:
                 process.wait(min(limit_s, left_s))
             except subprocess.TimeoutExpired:
@@ -118,7 +118,7 @@ def in_processes(command: Sequence[str], folder: Path, part_s: float) -> Run:
                     return None
                 return {**_left_in(left), "error": f"not done after {limit_s:.0f} s"}
         if process.returncode != 0:
-            last = " / ".join(told.read_text(errors="replace").splitlines()[-8:])
+            last = " / ".join(reported.read_text(errors="replace").splitlines()[-8:])
             return {**_left_in(left), "error": f"ended with exit status {process.returncode}: {last}"}
         return _left_in(left) or {"error": "ended without a word of what it found"}
 
@@ -126,12 +126,12 @@ def in_processes(command: Sequence[str], folder: Path, part_s: float) -> Run:
 
 
 @contextmanager
-def _group_of(command: Sequence[str], told: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _group_of(command: Sequence[str], reported: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start a program as the first of a group of processes, which ends with the block; what it says of errors goes to a file.
 
     Not to a pipe: whatever it leaves running would hold it open.
     """
-    with told.open("wb") as errors:
+    with reported.open("wb") as errors:
         process = subprocess.Popen(command, stderr=errors, start_new_session=True)
     try:
         yield process

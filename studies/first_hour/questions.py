@@ -80,9 +80,9 @@ def _shared_pool(setting: Setting) -> tuple[bool, str]:
             graphs.append(graph)
         grown[name] = torch.cuda.memory_reserved() - before
         del graphs, graph
-    said = ", ".join(f"{name} {size / 2**20:.2f} MiB" for name, size in grown.items())
+    reported = ", ".join(f"{name} {size / 2**20:.2f} MiB" for name, size in grown.items())
     is_less = 2 * grown["one pool"] < grown["a pool each"]
-    return is_less, f"{_NUM_GRAPHS} graphs of two products of {width}: {said}"
+    return is_less, f"{_NUM_GRAPHS} graphs of two products of {width}: {reported}"
 
 
 def _streams(_setting: Setting) -> tuple[bool, str]:
@@ -113,11 +113,11 @@ def _capture_that_asks(setting: Setting) -> tuple[bool, str]:
     total, num_graphs = here.tolist(), len(graphs)
     graphs.close()
     backend.close()
-    said = [str(warning.message) for warning in caught if "could not be captured" in str(warning.message)]
-    is_so = total == [8.0] * 4 and num_graphs == 1 and len(said) == 1
+    reported = [str(warning.message) for warning in caught if "could not be captured" in str(warning.message)]
+    is_so = total == [8.0] * 4 and num_graphs == 1 and len(reported) == 1
     return (
         is_so,
-        f"sums {total[0]:g} of 8, {num_graphs} graph of what asks nothing; said: {said or 'nothing'}",
+        f"sums {total[0]:g} of 8, {num_graphs} graph of what asks nothing; said: {reported or 'nothing'}",
     )
 
 

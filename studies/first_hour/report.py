@@ -73,8 +73,8 @@ def report(contents: Mapping[str, Content], command: str, todo: Sequence[str] = 
             parts.append(Report(title, Table(("case", "as it should be", ""), cells)))
     calibration = contents.get("calibration", {})
     if "median_error" in calibration:
-        said = f"{calibration['num_measurements']} measurements, explained with a median error of {calibration['median_error']:.1%}."
-        parts.append(Report("Calibration", said, _figures(calibration["figures"])))
+        reported = f"{calibration['num_measurements']} measurements, explained with a median error of {calibration['median_error']:.1%}."
+        parts.append(Report("Calibration", reported, _figures(calibration["figures"])))
     took = [(name, f"{content['seconds']:.0f}") for name, content in contents.items() if "seconds" in content]
     parts.append(Report("What each part took", Table(("part", "s"), took, numeric=("s",))))
     return Report(f"First hour on {device.get('device', 'a device')}", *parts)
@@ -160,8 +160,8 @@ def _times(steps: Mapping[str, Content], contents: Mapping[str, Content]) -> Tab
         step_s = content["step_s"]
         least_s = content["two_forwards_s"] or max(content["computing_s"], content["one_way_s"])
         zo2_s = contents.get(f"zo2-{name}", {}).get("step_s")
-        said = (_rows({name: content}, key)[0].error for key in _PROFILES)
-        errors = ["-" if error is None else f"{error:+.1%}" for error in said]
+        reported = (_rows({name: content}, key)[0].error for key in _PROFILES)
+        errors = ["-" if error is None else f"{error:+.1%}" for error in reported]
         hidden = "-" if content["hidden"] is None else f"{content['hidden']:.0%}"
         rows.append(
             (name, f"{step_s * 1e3:.1f}", *errors, f"{step_s / least_s:.3f}", hidden, f"{zo2_s / step_s:.2f}" if zo2_s else "-")

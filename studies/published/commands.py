@@ -49,9 +49,9 @@ def predict(
     fitted = load_published_profile(profile)
     with progress() as bar:
         task = bar.add_task("predicting", total=None)
-        said = answers_of_all(rows, fitted, on_cell=lambda: bar.advance(task))
-    write_rows(output, rows, [answer.columns() for answer in said])
-    num_predicted = sum(answer.predicted is not None for answer in said)
+        reported = answers_of_all(rows, fitted, on_cell=lambda: bar.advance(task))
+    write_rows(output, rows, [answer.columns() for answer in reported])
+    num_predicted = sum(answer.predicted is not None for answer in reported)
     stderr.print(f"wrote {output}", markup=False, soft_wrap=True)
     data = {"rows": len(rows), "predicted": num_predicted, "output": str(output)}
     emit(data, json=as_json, text=f"{num_predicted} of {len(rows)} rows predicted")

@@ -38,13 +38,13 @@ def answers_of_all(
     assert quzo is not None, "the profile that ships has a part of every paper"
     assert zoinfer is not None, "the profile that ships has a part of every paper"
     timed = [row for row in rows if row["paper"] not in (SPARQ, QUZO, ZOINFER)]
-    said = iter(answers(timed, profile, on_cell=on_cell))
+    reported = iter(answers(timed, profile, on_cell=on_cell))
 
     def answer(row: PublishedRow) -> CellPrediction:
         if row["paper"] == SPARQ:
             return sparq_answer(row, sparq)
         if row["paper"] == ZOINFER:
             return zoinfer_answer(row, zoinfer)
-        return quzo_answer(row, quzo) if row["paper"] == QUZO else next(said)
+        return quzo_answer(row, quzo) if row["paper"] == QUZO else next(reported)
 
     return [answer(row) for row in rows]

@@ -176,8 +176,8 @@ def refuse_other_settings(row: PublishedRow) -> None:
 
 def _num_points(row: PublishedRow, method: str) -> int:
     """Return the activations of a step: of ``2P`` points for ZO-SGD, of ``P + 1`` for SparQ unless it says central."""
-    said = re.search(r"P=(\d+)", row["note"])
-    num_queries = int(said[1]) if said else NUM_QUERIES
+    reported = re.search(r"P=(\d+)", row["note"])
+    num_queries = int(reported[1]) if reported else NUM_QUERIES
     is_central = method == "ZO-SGD" or "central" in row["method"] + row["note"]
     return 2 * num_queries if is_central else num_queries + 1
 

@@ -93,8 +93,8 @@ def held_out(known: Known) -> Table:
 
 
 def _row(item: Printed, fit: VolumeFit) -> Row:
-    said, name = predicted_volume(item.case, fit), f"{item.case.model} on {item.case.dataset}"
-    return Row(name, "sent_gb", item.value, said.printed, said.low, said.high)
+    reported, name = predicted_volume(item.case, fit), f"{item.case.model} on {item.case.dataset}"
+    return Row(name, "sent_gb", item.value, reported.printed, reported.low, reported.high)
 
 
 def without(known: Known, left_out: Known) -> list[Printed]:

@@ -253,7 +253,7 @@ def _predicted(
 ) -> dict[str, float]:
     """Return the predicted numbers by the rows' names, with constants changed."""
     outcomes = _outcomes(rows, sites, changes)
-    return {row.name: said.predicted for row, said in outcomes if isinstance(said, Forecast)}
+    return {row.name: reported.predicted for row, reported in outcomes if isinstance(reported, Forecast)}
 
 
 def _outcomes(
@@ -281,8 +281,8 @@ def held_out(
 
 def _is_moved(row: MeasuredRow, numbers: Predictions) -> bool:
     """Whether a constant matters to a row: at the ends of what it may be, predictions differ by a thousandth."""
-    said = [by_row[row.name] for by_row in numbers.values() if row.name in by_row]
-    return bool(said) and max(said) > 1.001 * min(said)
+    reported = [by_row[row.name] for by_row in numbers.values() if row.name in by_row]
+    return bool(reported) and max(reported) > 1.001 * min(reported)
 
 
 def _leave_out(
@@ -331,8 +331,8 @@ def all_left_out(
     for item in judged:
         changes[item.left_out].append((item.chosen, item.factor))
     outcomes = {
-        row.name: joined(row, said)
+        row.name: joined(row, reported)
         for name in sorted(set(map(axis, rows)))
-        for row, said in _outcomes([row for row in rows if axis(row) == name], sites, changes[name])
+        for row, reported in _outcomes([row for row in rows if axis(row) == name], sites, changes[name])
     }
     return [outcomes[row.name] for row in rows]

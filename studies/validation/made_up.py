@@ -51,8 +51,8 @@ class Findings:
 
     def sweep(self, kind: str, hardware: str, column: str, sizes: Sequence[int], **cells: object) -> None:
         """Ask for a row of each size, in order."""
-        said = {size: self._ask(kind, hardware, {**cells, column: size}) for size in sizes}
-        known = {size: forecast for size, forecast in said.items() if forecast is not None}
+        reported = {size: self._ask(kind, hardware, {**cells, column: size}) for size in sizes}
+        known = {size: forecast for size, forecast in reported.items() if forecast is not None}
         for smaller, larger in pairwise(known):
             grown = known[larger].predicted / known[smaller].predicted
             self.found[f"{kind}: falls"] += grown < _FALL
@@ -63,13 +63,13 @@ class Findings:
     def _ask(self, kind: str, hardware: str, cells: Mapping[str, object]) -> Forecast | None:
         self.num_rows += 1
         texts = {name: str(value) for name, value in cells.items()}
-        said = outcome(MeasuredRow({"kind": kind, "hardware": hardware, **texts}, "made up"), self.sites)
-        if isinstance(said, str):
+        reported = outcome(MeasuredRow({"kind": kind, "hardware": hardware, **texts}, "made up"), self.sites)
+        if isinstance(reported, str):
             self.found[f"{kind}: no answer"] += 1
             return None
-        self.found[f"{kind}: interval"] += not 0 < said.low <= said.predicted <= said.high
-        self.found[f"{kind}: above the peak"] += said.predicted < self._least_s(kind, hardware, cells)
-        return said
+        self.found[f"{kind}: interval"] += not 0 < reported.low <= reported.predicted <= reported.high
+        self.found[f"{kind}: above the peak"] += reported.predicted < self._least_s(kind, hardware, cells)
+        return reported
 
     def _least_s(self, kind: str, hardware: str, cells: Mapping[str, object]) -> float:
         """Return the seconds of a product at its device's peak; 0 for other kinds, and where no peak is declared."""

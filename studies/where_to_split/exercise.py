@@ -35,7 +35,7 @@ def check(bytes_forward: Bytes) -> Grade:
         answer = bytes_forward(case)
         complaint = _complaint(answer, case)
         if complaint:
-            return Grade(False, f"{_told(case)}: {complaint}")
+            return Grade(False, f"{_reported(case)}: {complaint}")
     return Grade(True, f"{len(_CASES)} plans send what you say")
 
 
@@ -66,7 +66,7 @@ def _near(value: float, wanted: float) -> bool:
     return abs(value - wanted) <= _TOLERANCE * wanted
 
 
-def _told(case: BoundaryCase) -> str:
+def _reported(case: BoundaryCase) -> str:
     where = "inside a block" if case.inside else "between blocks"
     return (
         f"{where}, {case.activation_bits}/{case.residual_bits} bits, {case.num_queries} queries, "

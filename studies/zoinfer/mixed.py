@@ -81,22 +81,22 @@ def _report(size: int, contenders: dict[str, Score], rounds: int) -> None:
         def score(turn: int) -> Took:
             time.sleep(_SETTLING_S)
             begin = time.perf_counter()
-            said = contenders[name](batches[turn])
+            reported = contenders[name](batches[turn])
             took_s = time.perf_counter() - begin
-            found, took = said if isinstance(said, tuple) else (said, Took(took_s))
+            found, took = reported if isinstance(reported, tuple) else (reported, Took(took_s))
             scores[name].append(found)
             return took
 
         return score
 
     times = in_turns({name: way(name) for name in contenders}, rounds)
-    said = ", ".join(
+    reported = ", ".join(
         f"those of {name.split(',')[0]} by at most {_apart(name, scores, batches):.1e}"
         for name in contenders
         if name in (_PEFT, _VLLM)
     )
     runtime = times[_RUNTIME].median_s
-    text = f"batch {size}: log-probabilities differ from the runtime's, {said}"
+    text = f"batch {size}: log-probabilities differ from the runtime's, {reported}"
     shown = turn_table(times, {"of the runtime's": lambda own: own.median_s / runtime})
     emit(None, json=False, text=Report("", text, shown))
 

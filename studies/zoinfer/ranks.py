@@ -47,7 +47,7 @@ class RankRow:
         0 for dense perturbations.
     second_moment, kurtosis : float
         Of the estimate over that of dense perturbations, and of the projected gradient; sampled.
-    second_moment_said, kurtosis_said : float
+    second_moment_reported, kurtosis_reported : float
         The same by formula.
     milliseconds : float
         Of a step; nan where none was timed.
@@ -57,9 +57,9 @@ class RankRow:
 
     rank: int
     second_moment: float
-    second_moment_said: float
+    second_moment_reported: float
     kurtosis: float
-    kurtosis_said: float
+    kurtosis_reported: float
     milliseconds: float = float("nan")
     loss: float = float("nan")
     accuracy: float = float("nan")
@@ -74,7 +74,7 @@ def gradients(pretrained: Pretrained, num_batches: int = 4) -> list[Tensor]:
     return [p.grad.double() for p in model.parameters() if p.requires_grad and p.grad is not None]
 
 
-def moments_said(matrices: Sequence[Tensor], rank: int) -> tuple[float, float]:
+def moments_reported(matrices: Sequence[Tensor], rank: int) -> tuple[float, float]:
     """Return ``E g²‖z‖²`` and ``E g⁴`` of perturbations of a rank (0: dense) beside these gradients.
 
     Parameters
@@ -87,7 +87,7 @@ def moments_said(matrices: Sequence[Tensor], rank: int) -> tuple[float, float]:
     --------
     Of a 1 by 2 matrix (1, 0): dense perturbations have ``E g²‖z‖² = 2 + 2``, those of rank 1 as much as ``4 + 2·(1 + 2 + 1)``.
 
-    >>> moments_said([torch.tensor([[1.0, 0.0]])], 0), moments_said([torch.tensor([[1.0, 0.0]])], 1)
+    >>> moments_reported([torch.tensor([[1.0, 0.0]])], 0), moments_reported([torch.tensor([[1.0, 0.0]])], 1)
     ((4.0, 3.0), (12.0, 9.0))
     """
     squares = [float(g.square().sum()) for g in matrices]
@@ -148,19 +148,19 @@ def sampled_moments(
 
 
 def _moments(matrices: Sequence[Tensor], count: int) -> list[RankRow]:
-    dense_second, _ = moments_said(matrices, 0)
+    dense_second, _ = moments_reported(matrices, 0)
     square = sum(float(g.square().sum()) for g in matrices)
     rows = []
     for rank in (0, *RANKS):
         second, _, fourth = sampled_moments(matrices, rank, count, rank)
-        second_said, fourth_said = moments_said(matrices, rank)
+        second_reported, fourth_reported = moments_reported(matrices, rank)
         rows.append(
             RankRow(
                 rank,
                 second / dense_second,
-                second_said / dense_second,
+                second_reported / dense_second,
                 fourth / square**2,
-                fourth_said / square**2,
+                fourth_reported / square**2,
             )
         )
     return rows
@@ -209,8 +209,8 @@ def _trained(
 
 def _print(row: RankRow) -> None:
     print(
-        f"{row.rank or 'dense':>6}{row.second_moment:11.4f}{row.second_moment_said:9.4f}{row.kurtosis:11.2f}"
-        f"{row.kurtosis_said:8.2f}{row.milliseconds:11.1f}{row.loss:11.4f}{100 * row.accuracy:9.1f}",
+        f"{row.rank or 'dense':>6}{row.second_moment:11.4f}{row.second_moment_reported:9.4f}{row.kurtosis:11.2f}"
+        f"{row.kurtosis_reported:8.2f}{row.milliseconds:11.1f}{row.loss:11.4f}{100 * row.accuracy:9.1f}",
         flush=True,
     )
 
@@ -232,7 +232,7 @@ def plot(rows: Sequence[RankRow], path: Path) -> None:
             axes.set_xlabel("rank")
             axes.set_ylabel(label)
         panels[0].plot(
-            [row.rank for row in own], [row.kurtosis_said for row in own], "C1:", label="by formula"
+            [row.rank for row in own], [row.kurtosis_reported for row in own], "C1:", label="by formula"
         )
         panels[0].legend(fontsize=8)
 

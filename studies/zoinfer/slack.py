@@ -57,15 +57,15 @@ def main() -> None:
     options = _options()
     with tempfile.TemporaryDirectory() as folder:
         _write_model(Path(folder), options)
-        said = Path(folder) / "said"
-        with said.open("w") as file:
+        reported = Path(folder) / "said"
+        with reported.open("w") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "zosim", "serve", "--model", f"{folder}/model", "--port", "0", "--threads", "1",
                  *(f"--adapter={name}={folder}/{name}" for name in _PROBES)],
                 stderr=file,
             )  # fmt: skip
         try:
-            _measure_all(_address(process, said), options)
+            _measure_all(_address(process, reported), options)
         finally:
             process.terminate()
             process.wait()
@@ -91,7 +91,7 @@ def _measure_all(url: str, options: argparse.Namespace) -> None:
     for policy in ("none", "whole", "parts"):
         probe_s, num_parts = (whole, 1) if policy != "parts" else (sum(seconds), len(parts))
         server = Server(max(0.0, one - request_s), request_s, 64, probe_s, num_parts)
-        said = serve(server, arrivals, _policy(policy))
+        reported = serve(server, arrivals, _policy(policy))
         sent = list(parts) if policy == "parts" else [[r for part in parts for r in part]]
         seen = _under_load(live, probing, arrivals, sent if policy != "none" else [])
         latencies += [
@@ -99,13 +99,13 @@ def _measure_all(url: str, options: argparse.Namespace) -> None:
                 f"{policy}, p{100 * q:.0f}",
                 "latency_s",
                 float(np.quantile(seen.latencies_s, q)),
-                said.quantile_s(q),
+                reported.quantile_s(q),
             )
             for q in (0.5, 0.99)
         ]
-        latencies.append(Row(f"{policy}, mean", "latency_s", float(seen.latencies_s.mean()), said.mean_s))
+        latencies.append(Row(f"{policy}, mean", "latency_s", float(seen.latencies_s.mean()), reported.mean_s))
         per_hour = 3600 * seen.num_probes / seen.duration_s
-        steps.append(Row(policy, "steps_per_hour", per_hour, said.steps_per_hour))
+        steps.append(Row(policy, "steps_per_hour", per_hour, reported.steps_per_hour))
         stderr.print(policy)
     emit(None, json=False, text=Report("", rows_table(latencies), rows_table(steps)))
 
@@ -175,13 +175,13 @@ def _parts(options: argparse.Namespace) -> list[list[Request]]:
     ]
 
 
-def _address(process: subprocess.Popen[bytes], said: Path) -> str:
+def _address(process: subprocess.Popen[bytes], reported: Path) -> str:
     """Return where the server is, once it says so."""
     while process.poll() is None:
-        if match := re.search(r"http://\S+", said.read_text()):
+        if match := re.search(r"http://\S+", reported.read_text()):
             return match[0]
         time.sleep(0.05)
-    raise RunError(f"the server did not start: {said.read_text()[-300:]}")
+    raise RunError(f"the server did not start: {reported.read_text()[-300:]}")
 
 
 def _write_model(folder: Path, options: argparse.Namespace) -> None:

@@ -159,9 +159,9 @@ def train(
         for number in range(num_steps + 1):
             if number % every == 0:
                 for name, contender in contenders.items():
-                    said = evaluate_choices(contender.model, held_out, num_examples=num_evaluated)
+                    reported = evaluate_choices(contender.model, held_out, num_examples=num_evaluated)
                     yield CurvePoint(
-                        name, seed, number, round(contender.seconds, 3), said.loss, said.accuracy
+                        name, seed, number, round(contender.seconds, 3), reported.loss, reported.accuracy
                     )
             if number == num_steps:
                 return
@@ -173,7 +173,7 @@ def train(
             yield number, losses
 
 
-def _said(losses: list[dict[str, tuple[float, float]]]) -> str:
+def _reported(losses: list[dict[str, tuple[float, float]]]) -> str:
     """Return how far the losses of one trajectory are apart, and in how many steps the signs of ``g`` agree."""
     pairs = [(step[_LOZO], step[_ADAPTERS]) for step in losses]
     apart = [max(abs(a - b) for a, b in zip(one, other, strict=True)) for one, other in pairs]
@@ -218,7 +218,7 @@ def main() -> None:
                 points.append(item)
             else:
                 losses.append(item[1])
-        print(f"seed {seed}: {_said(losses)}")
+        print(f"seed {seed}: {_reported(losses)}")
         for last in (point for point in points if (point.seed, point.step) == (seed, options.steps)):
             print(
                 f"{last.contender:30s}{1e3 * last.seconds / options.steps:8.1f} ms a step"

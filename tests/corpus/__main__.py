@@ -214,8 +214,8 @@ def _called(*arguments: object, stdout: io.StringIO | None = None) -> tuple[int,
     errors = io.StringIO()
     with contextlib.redirect_stdout(stdout or io.StringIO()), contextlib.redirect_stderr(errors):
         code = zosim(*arguments)
-    said = [line for line in errors.getvalue().splitlines() if line.startswith("error:")]
-    return code, said[0] if said else ""
+    output = [line for line in errors.getvalue().splitlines() if line.startswith("error:")]
+    return code, output[0] if output else ""
 
 
 def _hash(text: str) -> str:

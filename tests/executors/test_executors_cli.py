@@ -34,11 +34,11 @@ def test_replaying_what_is_no_run_says_so(tmp_path, capsys):
 def test_calibrating_writes_a_profile_and_says_what_it_could_not_tell(tmp_path, capsys):
     path = tmp_path / "profile.json"
     assert zosim("calibrate", "--budget", 0.5, "--threads", 1, "--no-save", "-o", path, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
+    reported = json.loads(capsys.readouterr().out)
     profile = load_profile(path)
     assert profile.origin == "calibrated"
-    assert told["profile"]["num_threads"] == profile.num_threads == 1
+    assert reported["profile"]["num_threads"] == profile.num_threads == 1
     names = {constant.name for constant in profile.constants}
-    assert set(told["fit"]["identified"]) | set(told["fit"]["unidentified"]) <= names
+    assert set(reported["fit"]["identified"]) | set(reported["fit"]["unidentified"]) <= names
     # Other tests run beside this one: what they disturbed says little of the machine.
-    assert profile.is_disturbed or told["median_error"] < 0.5
+    assert profile.is_disturbed or reported["median_error"] < 0.5

@@ -64,7 +64,7 @@ def _run(targets: list[Target], given: argparse.Namespace) -> harness.Report:
             return by_name[name].case(number)
         return Case.of_json(known[-1 - number][1].read_text(), by_name[name].kept)
 
-    def told(name: str, case: Case, outcome: harness.Outcome) -> None:
+    def reported(name: str, case: Case, outcome: harness.Outcome) -> None:
         print(
             f"\n{outcome.kind} in {name}: {outcome.where}\n{' '.join(case.argv)}\n{outcome.text}",
             file=sys.stderr,
@@ -77,7 +77,7 @@ def _run(targets: list[Target], given: argparse.Namespace) -> harness.Report:
     report = harness.Report()
     new = _numbers(targets, given) if given.total is None else _shared_out(targets, given, report)
     jobs = itertools.chain(((name, -1 - key) for key, (name, _) in known.items()), new)
-    harness.run_jobs(targets, jobs, reload, report, num_workers=given.workers, on_finding=told)
+    harness.run_jobs(targets, jobs, reload, report, num_workers=given.workers, on_finding=reported)
     print("\n".join(report.lines()))
     return report
 

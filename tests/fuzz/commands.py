@@ -232,7 +232,7 @@ def _model_and_data() -> dict[str, bytes]:
     return {**seeds.model(), "data.jsonl": seeds.data()}
 
 
-def _told(files: Mapping[str, bytes]) -> dict[str, bytes]:
+def _reported(files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return what a run says of itself, of all its files."""
     return {
         name: content
@@ -242,7 +242,7 @@ def _told(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def _run_files() -> dict[str, bytes]:
-    return _told(seeds.run())
+    return _reported(seeds.run())
 
 
 _RUN = "--model model --data data.jsonl --steps 2 --batch 2 --out out --no-launch --no-tensorboard"
@@ -273,7 +273,7 @@ def _resumed(kind: str, files: Callable[[], Mapping[str, bytes]]) -> Target:
     return command(
         f"run (resume, {kind})",
         "--resume --out run --steps 5 --no-launch --no-tensorboard",
-        lambda: _told(files()),
+        lambda: _reported(files()),
         kept=lambda: _model_and_data() | {n: c for n, c in files().items() if n.endswith(".safetensors")},
         checksummed=True,
         stop=_few_steps_of_one_rank,
@@ -449,7 +449,7 @@ COMMANDS: tuple[Target, ...] = (
     command(
         "adapter",
         "run --model model -o adapter --max-rank 4",
-        lambda: _told(seeds.run_of_low_rank()),
+        lambda: _reported(seeds.run_of_low_rank()),
         kept=seeds.model,
         checksummed=True,
         quick=8,

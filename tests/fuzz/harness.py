@@ -94,11 +94,11 @@ def run_case(target: Target, case: Case, folder: Path) -> Outcome:
         outcome = Outcome("slow", _where(error), text=_formatted(error))
     finally:
         os.chdir(ROOT)
-    said = b"".join(stream.buffer.getvalue() for stream in printed).decode("utf-8", "replace")  # type: ignore[attr-defined]
-    if outcome.kind in FINE and "memory is exhausted" in said:
-        outcome = Outcome("memory", "refused for lack of memory", text=said)
-    if outcome.kind in FINE and (bad := control_characters(said)):
-        outcome = Outcome("unclean", f"{target.name}: {bad[0]!r}", text=said)
+    output = b"".join(stream.buffer.getvalue() for stream in printed).decode("utf-8", "replace")  # type: ignore[attr-defined]
+    if outcome.kind in FINE and "memory is exhausted" in output:
+        outcome = Outcome("memory", "refused for lack of memory", text=output)
+    if outcome.kind in FINE and (bad := control_characters(output)):
+        outcome = Outcome("unclean", f"{target.name}: {bad[0]!r}", text=output)
     return replace(outcome, cpu_s=time.process_time() - began)
 
 
@@ -204,15 +204,15 @@ class Worker:
         try:
             if not self._connection.poll(wait_s):
                 return self._given_up()
-            told = self._connection.recv()
+            reported = self._connection.recv()
         except (EOFError, ConnectionError):
             self._process.join()
             code = self._process.exitcode
             self._start()
             return Outcome("crash", f"exit code {code}")
-        if told is None:
+        if reported is None:
             return self.finished(wait_s)
-        return told  # type: ignore[no-any-return]
+        return reported  # type: ignore[no-any-return]
 
     def _given_up(self) -> Outcome | None:
         cpu_s, waited_s = self._cpu_s() - self._began_s, time.monotonic() - self._last_s

@@ -42,15 +42,15 @@ def zosim(*argv: object) -> None:
     """Run one command in this process; it must succeed."""
     before = sys.argv
     sys.argv = ["zosim", *map(str, argv)]
-    said, code = io.StringIO(), None
+    output, code = io.StringIO(), None
     try:
-        with redirect_stdout(said), redirect_stderr(said):
+        with redirect_stdout(output), redirect_stderr(output):
             main()
     except SystemExit as error:
         code = error.code
     finally:
         sys.argv = before
-    assert not code, (argv, said.getvalue())
+    assert not code, (argv, output.getvalue())
 
 
 @functools.cache

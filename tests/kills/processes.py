@@ -143,19 +143,19 @@ class Command:
         self._log = log
         variables = surroundings.variables() | dict(more or {})
         self._status: int | None = None
-        with log.open("wb") as said:
+        with log.open("wb") as output:
             if forked:
                 self._popen = None
-                self.pid = _forked(arguments, variables, said.fileno())
+                self.pid = _forked(arguments, variables, output.fileno())
             else:
                 self._popen = subprocess.Popen(
                     [sys.executable, "-m", "zosim", *arguments], env=variables, stdin=subprocess.DEVNULL,
-                    stdout=said, stderr=said, start_new_session=True,
+                    stdout=output, stderr=output, start_new_session=True,
                 )  # fmt: skip
                 self.pid = self._popen.pid
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """What it printed so far."""
         return self._log.read_text(errors="replace")
 
@@ -237,7 +237,7 @@ class Command:
             wait_until(lambda: self.status is not None, "the end of a killed command")
 
 
-def _forked(arguments: list[str], variables: Mapping[str, str], said: int) -> int:
+def _forked(arguments: list[str], variables: Mapping[str, str], output: int) -> int:
     """Return a process that runs a command as ``python -m zosim`` would, without importing anything again."""
     assert threading.active_count() == 1
     sys.stdout.flush()
@@ -249,8 +249,8 @@ def _forked(arguments: list[str], variables: Mapping[str, str], said: int) -> in
     try:
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         os.environ.clear()
         os.environ.update(variables)
         tempfile.tempdir = None

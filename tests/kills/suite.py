@@ -80,7 +80,7 @@ class Suite:
                 self.arguments(placement, folder / "out"), surroundings, folder / "said", forked=forked
             )
             if command.wait() != 0 or surroundings.left():
-                raise RuntimeError(f"{placement}, undisturbed: {command.said}\nleft: {surroundings.left()}")
+                raise RuntimeError(f"{placement}, undisturbed: {command.output}\nleft: {surroundings.left()}")
             self._undisturbed[key] = Undisturbed(folder / "out", time.monotonic() - begin)
         return self._undisturbed[key]
 
@@ -155,8 +155,8 @@ class Attempt:
             for number, strike in enumerate(self.case.strikes):
                 self._strike(number, strike)
             last = self._started(len(self.case.strikes), {})
-            self._expect(last.wait() == 0, f"the last run ended with {last.status}: {_tail(last.said)}")
-            self._check_said(last)
+            self._expect(last.wait() == 0, f"the last run ended with {last.status}: {_tail(last.output)}")
+            self._check_reported(last)
             self._expect(not self._surroundings.left(), f"left at the end: {self._surroundings.left()}")
             self._compare()
         except Waited as error:
@@ -217,14 +217,20 @@ class Attempt:
 
     def _look(self, command: Command, strike: Strike, *, came: bool, status: int) -> None:
         """Hold what the command did against what a strike may do."""
-        said = command.said
-        self._expect("Traceback" not in said, f"{strike.when}: a traceback: {_tail(said)}")
-        self._expect("sitecustomize" not in said, f"{strike.when}: it could not be aimed at: {_tail(said)}")
-        self._check_said(command)
+        output = command.output
+        self._expect("Traceback" not in output, f"{strike.when}: a traceback: {_tail(output)}")
+        self._expect(
+            "sitecustomize" not in output, f"{strike.when}: it could not be aimed at: {_tail(output)}"
+        )
+        self._check_reported(command)
         allowed = self._allowed(strike) if came else {0}
-        self._expect(status in allowed, f"{strike.when}: exit status {status}, not {allowed}: {_tail(said)}")
+        self._expect(
+            status in allowed, f"{strike.when}: exit status {status}, not {allowed}: {_tail(output)}"
+        )
         if came and strike.signal == "SIGSTOP" and num_ranks(self.case.placement) > 1:
-            self._expect(strike.target in said, f"{strike.when}: {strike.target} is not named: {_tail(said)}")
+            self._expect(
+                strike.target in output, f"{strike.when}: {strike.target} is not named: {_tail(output)}"
+            )
         is_dead = came and strike.signal == "SIGKILL" and strike.target in ("launcher", "group")
         left = self._surroundings.left()
         self._expect(is_dead or not left, f"{strike.when}: left after {strike.signal}: {left}")
@@ -255,17 +261,17 @@ class Attempt:
         path = self._out / "steps.jsonl"
         return path.read_bytes() if path.exists() else b""
 
-    def _check_said(self, command: Command) -> None:
+    def _check_reported(self, command: Command) -> None:
         """Hold what a command said, and what it left in the log, against the log before it."""
-        said, log = command.said, self._log()
+        output, log = command.output, self._log()
         before = len(_steps(self._logged))
-        resumed = re.search(r"going on after (\d+) steps", said)
+        resumed = re.search(r"going on after (\d+) steps", output)
         if resumed:
             self._expect(int(resumed[1]) == before, f"went on after {resumed[1]} steps, {before} were logged")
         kept = b"".join(_steps(self._logged))
         self._expect(log.startswith(kept), f"of {before} logged steps some were lost or written again")
-        told = [int(n) for n in re.findall(rf"^step +(\d+)/{STEPS} ", said, flags=re.MULTILINE)]
-        lost = max(told, default=0) - len(_steps(log))
+        reported = [int(n) for n in re.findall(rf"^step +(\d+)/{STEPS} ", output, flags=re.MULTILINE)]
+        lost = max(reported, default=0) - len(_steps(log))
         self._expect(lost <= 0, f"{lost} steps were told to the user and are not in the log")
         self._logged = log
 
@@ -310,8 +316,8 @@ def _timeless(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_s")} for row in rows]
 
 
-def _tail(said: str) -> str:
-    return said[-2000:]
+def _tail(output: str) -> str:
+    return output[-2000:]
 
 
 def write_inputs(folder: Path) -> None:

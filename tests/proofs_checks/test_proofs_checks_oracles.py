@@ -555,8 +555,8 @@ OTHER_WITNESSES = {
         ),
     ],
 )
-def test_what_cannot_be_asked_is_refused_in_words(name, parameters, said):
-    with pytest.raises(ZosimError, match=said) as refused:
+def test_what_cannot_be_asked_is_refused_in_words(name, parameters, output):
+    with pytest.raises(ZosimError, match=output) as refused:
         evaluate(name, parameters)
     assert refused.value.hint
 

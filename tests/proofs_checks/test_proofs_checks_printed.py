@@ -207,10 +207,10 @@ def test_a_wrong_value_keeps_the_places_of_its_cell():
 def test_the_example_of_the_documentation_is_the_claim_and_every_form_is_documented(entry):
     text = (THEORY.resolve().parent / "reference" / "claims.md").read_text(encoding="utf-8")
     section = text.partition("## A claim about a printed table\n")[2].partition("\n## ")[0]
-    (said,) = yaml.safe_load(section.partition("```yaml\n")[2].partition("```")[0])
+    (output,) = yaml.safe_load(section.partition("```yaml\n")[2].partition("```")[0])
     for key in ("name", "where", "hypotheses", "breaks", "verdict", "checks"):
-        assert said[key] == entry[key], key
-    assert said["cells"] == [{"row": "{model}", **cells} for cells in entry["cells"]]
+        assert output[key] == entry[key], key
+    assert output["cells"] == [{"row": "{model}", **cells} for cells in entry["cells"]]
     for form in FORMS:
         assert set(re.findall(r"\w+(?=\()", form)) <= set(re.findall(r"\w+(?=\()", section)), form
 

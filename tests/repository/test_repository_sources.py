@@ -67,7 +67,7 @@ def test_planning_needs_no_torch() -> None:
         [sys.executable, "-c", PLAN_WITHOUT_TORCH], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-    assert all(said in result.stdout for said in ("Usage: zosim", "--hardware", "dgx-1v")), result.stdout
+    assert all(output in result.stdout for output in ("Usage: zosim", "--hardware", "dgx-1v")), result.stdout
 
 
 @pytest.mark.parametrize(

@@ -106,23 +106,23 @@ def test_a_part_that_has_too_little_time_left_is_left_for_another(tmp_path, monk
 def test_a_part_that_had_all_the_time_there_was_is_given_up_until_there_is_more(tmp_path, monkeypatch):
     slow_and_quick = [Part("slow", "slow", lambda _: {}), Part("quick", "quick", lambda _: {})]
     monkeypatch.setattr(hour, "parts_of", lambda _: slow_and_quick)
-    setting, told = Setting(folder=tmp_path), []
+    setting, reported = Setting(folder=tmp_path), []
 
     def run(part, left_s):
         return {"left_s": left_s} if part.name == "quick" or left_s > 1000 else None
 
     def spent(stop_after_s):
-        done = hour.spend(setting, run, stop_after_s=stop_after_s, say=told.append)
+        done = hour.spend(setting, run, stop_after_s=stop_after_s, say=reported.append)
         return done, hour.contents_of(setting)["slow"]
 
     is_done, slow = spent(60)
     assert is_done
     assert slow["error"] == "not done in 60 s, which is all that it had"
-    assert len(told) == 2
+    assert len(reported) == 2
     assert spent(60)[0]
-    assert len(told) == 2
+    assert len(reported) == 2
     assert "error" not in spent(2000)[1]
-    assert len(told) == 3
+    assert len(reported) == 3
 
 
 def test_the_tests_are_left_out_where_pytest_is_not_there(monkeypatch):
@@ -262,10 +262,12 @@ def test_an_answer_that_was_not_expected_says_what_is_so(asked, monkeypatch):
     wrong = {case: row["details"] for case, row in answers.items() if not row["is_right"]}
     assert len(wrong) == 3
     assert "16 native streams among 96" in wrong["torch's streams go round 32"]
-    (said,) = (details for case, details in wrong.items() if "odd widths" in case)
-    assert said == "52 wide: ACCEPTED as it is, exact filled up; 60 wide: ACCEPTED as it is, exact filled up"
-    (said,) = (details for case, details in wrong.items() if "packed" in case)
-    assert said.startswith("1 in a step, at ")
+    (output,) = (details for case, details in wrong.items() if "odd widths" in case)
+    assert (
+        output == "52 wide: ACCEPTED as it is, exact filled up; 60 wide: ACCEPTED as it is, exact filled up"
+    )
+    (output,) = (details for case, details in wrong.items() if "packed" in case)
+    assert output.startswith("1 in a step, at ")
 
 
 def test_the_most_valuable_evidence_comes_first():
@@ -321,10 +323,10 @@ def test_what_an_earlier_report_found_is_not_done_again(tmp_path, monkeypatch):
 
 
 def test_warnings_of_other_releases_fail_no_test_of_the_device(monkeypatch):
-    told = []
-    processes = SimpleNamespace(run=lambda words: told.append(words) or (0, ""))
+    reported = []
+    processes = SimpleNamespace(run=lambda words: reported.append(words) or (0, ""))
     assert parts.cuda_tests(Setting(processes=processes))["is_right"]
-    assert told[0][told[0].index("-W") + 1] == "default"
+    assert reported[0][reported[0].index("-W") + 1] == "default"
 
 
 @pytest.mark.broad

@@ -162,13 +162,13 @@ def test_benchmarks_that_are_stored_can_be_read():
         stored = json.loads(path.read_text())["held_out"]
         rows = case_rows(stored["rows"])
         scores = summary(rows)
-        said = stored["summary"]
-        assert scores["step"]["rows"] == len(stored["rows"]) == said["num_cases"]
-        assert scores["step"]["median"] == pytest.approx(said["step_median"], rel=1e-12)
-        assert scores["step"]["p90"] == pytest.approx(said["step_p90"], rel=1e-12)
-        assert scores["memory"]["p90"] == pytest.approx(said["memory_p90"], rel=1e-12)
-        assert scores["step"]["coverage"] == pytest.approx(said["covered"])
-        assert scores["paced"]["signed"] == pytest.approx(said["paced_bias"], rel=1e-12)
+        output = stored["summary"]
+        assert scores["step"]["rows"] == len(stored["rows"]) == output["num_cases"]
+        assert scores["step"]["median"] == pytest.approx(output["step_median"], rel=1e-12)
+        assert scores["step"]["p90"] == pytest.approx(output["step_p90"], rel=1e-12)
+        assert scores["memory"]["p90"] == pytest.approx(output["memory_p90"], rel=1e-12)
+        assert scores["step"]["coverage"] == pytest.approx(output["covered"])
+        assert scores["paced"]["signed"] == pytest.approx(output["paced_bias"], rel=1e-12)
 
 
 def test_the_regret_is_that_of_the_predicted_choice():

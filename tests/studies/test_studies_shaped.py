@@ -68,10 +68,10 @@ def test_without_the_tools_their_names_are_told(monkeypatch):
 
 
 def test_ranks_are_told_what_torchrun_tells():
-    told = environment(ShapedNetwork(2, 1e8), 3, 2)
-    assert (told["RANK"], told["LOCAL_RANK"], told["GROUP_RANK"]) == ("3", "1", "1")
-    assert (told["WORLD_SIZE"], told["LOCAL_WORLD_SIZE"]) == ("4", "2")
-    assert (told["MASTER_ADDR"], told["GLOO_SOCKET_IFNAME"]) == ("10.77.0.1", "eth0")
+    reported = environment(ShapedNetwork(2, 1e8), 3, 2)
+    assert (reported["RANK"], reported["LOCAL_RANK"], reported["GROUP_RANK"]) == ("3", "1", "1")
+    assert (reported["WORLD_SIZE"], reported["LOCAL_WORLD_SIZE"]) == ("4", "2")
+    assert (reported["MASTER_ADDR"], reported["GLOO_SOCKET_IFNAME"]) == ("10.77.0.1", "eth0")
 
 
 @needs_namespaces

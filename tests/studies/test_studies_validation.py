@@ -77,9 +77,9 @@ def test_every_chosen_constant_changes_something_and_is_put_back() -> None:
     before = [outcome(row, sites) for row in rows]
     for chosen in CHOSEN:
         concerned = [row for row in rows if chosen.concerns(row)]
-        said = predictions(concerned, sites, chosen)
+        output = predictions(concerned, sites, chosen)
         if concerned:
-            assert any(said[1.0][row.name] != said[chosen.neutral][row.name] for row in concerned), (
+            assert any(output[1.0][row.name] != output[chosen.neutral][row.name] for row in concerned), (
                 chosen.name
             )
     assert [outcome(row, sites.renewed()) for row in rows] == before

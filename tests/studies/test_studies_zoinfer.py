@@ -106,13 +106,13 @@ def test_hours_are_those_of_twenty_thousand_steps():
 def test_moments_of_perturbations_are_those_of_their_formulas(rank):
     import torch
 
-    from studies.zoinfer.ranks import moments_said, sampled_moments
+    from studies.zoinfer.ranks import moments_reported, sampled_moments
 
     generator = torch.Generator().manual_seed(0)
     matrices = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 5), (4, 2))]
     sampled = np.array([sampled_moments(matrices, rank, 40_000, seed) for seed in range(6)])
     means, errors = sampled.mean(0), sampled.std(0, ddof=1) / 6**0.5
-    second, fourth = moments_said(matrices, rank)
+    second, fourth = moments_reported(matrices, rank)
     square = sum(float(matrix.square().sum()) for matrix in matrices)
     # Five standard errors of six batches: Student's t with five degrees of freedom passes that once in 250.
     assert np.all(np.abs(means - (second, square, fourth)) < 5 * errors)
@@ -173,6 +173,6 @@ def test_mixed_batches_have_pefts_scores(monkeypatch, capsys):
 
     monkeypatch.setattr(sys, "argv", ["mixed", "--shape", "1m", "--batch", "8", "--rounds", "1"])
     mixed.main()
-    said = re.search(r"those of PEFT by at most (\S+)", " ".join(capsys.readouterr().out.split()))
-    assert said is not None
-    assert float(said[1]) < 1e-5
+    output = re.search(r"those of PEFT by at most (\S+)", " ".join(capsys.readouterr().out.split()))
+    assert output is not None
+    assert float(output[1]) < 1e-5

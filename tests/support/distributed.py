@@ -152,7 +152,7 @@ def plant_faults():
     from tests.support.tiny import model_of
 
     torch.set_num_threads(1)
-    said = {}
+    output = {}
     with process_group("cpu"):
         communicator = Communicator(plan_for({"mesh": {"data": 3}}).process_groups)
         options = {"learning_rate": RATE, "weight_decay": DECAY, "communicator": communicator}
@@ -162,10 +162,10 @@ def plant_faults():
                 checksums = name == "resident"
                 with Session(plan_for(case), model_of("opt"), checksums=checksums, **options) as session:
                     lines = lines_for(case, faults.STEPS)
-                    told = faults.disturbed(session, lines, fault, victim=1)
-                assert set(communicator.all_gather_json(told, name)) == {told}
-                said[name, fault] = told.removeprefix("after 4 steps, and not yet after 2, ")
-    return said
+                    reported = faults.disturbed(session, lines, fault, victim=1)
+                assert set(communicator.all_gather_json(reported, name)) == {reported}
+                output[name, fault] = reported.removeprefix("after 4 steps, and not yet after 2, ")
+    return output
 
 
 def start_unlike():
@@ -204,14 +204,14 @@ def wait_for_peer():
         progress_of_this_rank().note(f"rank {info.rank} at work")
         communicator.barrier("beginning")
         communicator.timeout_s, communicator.missing = 1, missing_ranks.MissingRanks(info.rank, 1)
-        said, is_told = "", launch_directory() / "told"
+        output, is_reported = "", launch_directory() / "told"
         if info.rank == 0:
             try:
                 memory.wait("block.1/offload", 3)
             except RunError as error:
-                said = error.message
-            is_told.touch()
-        while not is_told.exists():
+                output = error.message
+            is_reported.touch()
+        while not is_reported.exists():
             time.sleep(0.01)
         communicator.barrier("going on")
         memory.note("block.1/offload", 3)
@@ -219,7 +219,7 @@ def wait_for_peer():
         # Rank 0 may take as long as it wants to: it shows signs of life.
         communicator.on_rank_0(lambda: __import__("time").sleep(2.5), "sleeping")
         left = [str(path) for path in Path("/dev/shm").glob(f"zosim-host-{os.getpid()}-*")]  # rank 0 made it
-        return communicator.on_rank_0(lambda: {"said": said, "left": left, "given_up": given_up}, "telling")
+        return communicator.on_rank_0(lambda: {"said": output, "left": left, "given_up": given_up}, "telling")
 
 
 def forget_the_plan():
@@ -276,7 +276,7 @@ def run_unlike(settings):
         "zosim version": mock.patch("zosim.__version__", "0.0"),
     }
     torch.set_num_threads(1)
-    said = {}
+    output = {}
     with process_group("cpu", timeout_s=settings.run.timeout_s) as info:
         communicator = default_communicator(settings.plan.process_groups, "cpu", settings.run.timeout_s)
         for name, change in changes.items():
@@ -286,8 +286,8 @@ def run_unlike(settings):
                 try:
                     Run(own, communicator).run()
                 except RunError as error:
-                    said[name] = error.message
-    return said
+                    output[name] = error.message
+    return output
 
 
 def run_with_fault(settings, step):

@@ -77,7 +77,7 @@ class Command:
         return self._process.exitcode
 
     @property
-    def said(self):
+    def output(self):
         """What it has written to stderr."""
         return os.pread(self._stderr.fileno(), 1 << 24, 0).decode()
 
@@ -92,5 +92,5 @@ class Command:
     def end(self):
         """Wait until it has ended by itself, and return what it wrote to stderr."""
         self._process.join(HANG_S)
-        assert not self.is_running, f"still running after {HANG_S:.0f} s:\n{self.said}"
-        return self.said
+        assert not self.is_running, f"still running after {HANG_S:.0f} s:\n{self.output}"
+        return self.output

@@ -90,11 +90,11 @@ def transposed_layout(name, folder, tool, *, group=16, symmetric=False):
             )
         tensors[f"{layer}.scales"] = scales
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    said = {"quant_method": tool, "bits": 4, "group_size": group}
-    said |= (
+    output = {"quant_method": tool, "bits": 4, "group_size": group}
+    output |= (
         {"desc_act": False, "sym": symmetric} if tool == "gptq" else {"zero_point": True, "version": "gemm"}
     )
-    amend(folder, quantization_config=said)
+    amend(folder, quantization_config=output)
     return weights
 
 

@@ -48,7 +48,7 @@ def wait_for_steps(run, out, num_rows):
     log = out / "steps.jsonl"
 
     def logged():
-        assert run.is_running, run.said
+        assert run.is_running, run.output
         return log.exists() and log.read_bytes().count(b"\n") >= num_rows
 
     wait_until(logged, f"{num_rows} steps")
@@ -70,9 +70,9 @@ def killed(inputs, out, rank, *more):
     with Command(*options(inputs, out, *more, "--timeout", 10 * HANG_S, steps=FOREVER)) as run:
         wait_for_steps(run, out, 2)
         rank_of(run, rank).kill()
-        said = run.end()
+        output = run.end()
         assert run.exit_code == 2
-    return said
+    return output
 
 
 def stopped(inputs, folder, rank, *more, wanted):
@@ -86,11 +86,11 @@ def stopped(inputs, folder, rank, *more, wanted):
                 continue
             victim = rank_of(run, rank)
             victim.send_signal(signal.SIGSTOP)
-            said = run.end()
+            output = run.end()
             assert run.exit_code == 2
-        if all(text.format(patience_s) in said for text in wanted):
-            return said
-    raise AssertionError(said)
+        if all(text.format(patience_s) in output for text in wanted):
+            return output
+    raise AssertionError(output)
 
 
 def shorten(out, num_steps):

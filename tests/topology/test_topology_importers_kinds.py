@@ -462,8 +462,8 @@ def package(index, inside="", memory=' local_memory="68719476736"', cores=4):
 
 
 def bridge(inside, speed="", kind="0-1", vendor="1022"):
-    told = f' pci_link_speed="{speed}" pci_type="0604 [{vendor}:1483]"' if speed else ""
-    return f'<object type="Bridge" bridge_type="{kind}"{told}>{inside}</object>'
+    reported = f' pci_link_speed="{speed}" pci_type="0604 [{vendor}:1483]"' if speed else ""
+    return f'<object type="Bridge" bridge_type="{kind}"{reported}>{inside}</object>'
 
 
 def device(pci_type, gp_index=0, speed="31.507692", inside=""):

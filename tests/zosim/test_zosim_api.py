@@ -143,8 +143,8 @@ def test_facts_of_a_batch_count_where_a_packed_forward_saves_by_them() -> None:
         decision = zosim.plan("opt-125m", **options, weights=weights)
         untold = decision.plan
         facts = {"num_tokens": 40, "num_labels": 1}
-        told = untold.model_copy(update={"forward": untold.forward.model_copy(update=facts)})
-        times = [zosim.simulate(plan).prediction.step_time_s for plan in (told, untold)]
+        reported = untold.model_copy(update={"forward": untold.forward.model_copy(update=facts)})
+        times = [zosim.simulate(plan).prediction.step_time_s for plan in (reported, untold)]
         assert (times[0] < times[1]) == (weights == "adapters")
         assert any("nothing is known of the data" in reason for reason in decision.reasons) == (
             weights == "adapters"
@@ -182,8 +182,8 @@ def test_what_a_report_says_brings_no_link_no_image_and_no_tag_of_its_own(text: 
 
 
 def test_what_is_quoted_stays_as_it_is() -> None:
-    said = Report("", "`a[0]` and a[0], `<b>` and **bold**", Table(("c",), [("`a|b[0]`",)])).to_markdown()
-    assert said == "`a[0]` and a\\[0], `<b>` and **bold**\n\n| c |\n| --- |\n| `a\\|b[0]` |\n"
+    printed = Report("", "`a[0]` and a[0], `<b>` and **bold**", Table(("c",), [("`a|b[0]`",)])).to_markdown()
+    assert printed == "`a[0]` and a\\[0], `<b>` and **bold**\n\n| c |\n| --- |\n| `a\\|b[0]` |\n"
 
 
 def test_what_no_stage_can_do_is_planned_without_stages() -> None:

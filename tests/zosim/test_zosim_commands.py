@@ -325,9 +325,9 @@ def test_mistakes_about_ranks_are_answered_in_words(words: list[str], says: str)
 def test_a_format_that_a_gpu_has_no_units_for_is_told_when_planning_and_simulating(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     words = ("plan", "--model", "opt-125m", "--hardware", "t4-1x", "--batch", "4", "--seq", "64", "-o", file)
-    told = "Tesla T4 declares no peak for bfloat16: multiplied in float32"
-    assert told in " ".join(call(*words, "--dtype", "bfloat16").stdout.split())
-    assert told in " ".join(call("simulate", file).stdout.split())
+    reported = "Tesla T4 declares no peak for bfloat16: multiplied in float32"
+    assert reported in " ".join(call(*words, "--dtype", "bfloat16").stdout.split())
+    assert reported in " ".join(call("simulate", file).stdout.split())
     assert "declares no peak" not in call(*words, "--dtype", "float16").stdout
 
 
@@ -337,9 +337,9 @@ def test_simulating_by_simpy_says_what_the_fast_engine_says(tmp_path: Path, mesh
     file = tmp_path / "plan.json"
     hardware = ("--hardware", "h20-4x-milan", "--batch", "4", "--seq", "64", "--mesh", mesh)
     call("plan", "--model", "opt-125m", *hardware, "-o", file)
-    said = {
+    printed = {
         engine: json.loads(call("simulate", file, "--engine", engine, "--steps", "6", "--json").stdout)
         for engine in ("lockstep", "simpy")
     }
     for figure in ("step_time_s", "step_time_low_s", "step_time_high_s", "makespan_s"):
-        assert said["simpy"][figure] == pytest.approx(said["lockstep"][figure], rel=1e-9)
+        assert printed["simpy"][figure] == pytest.approx(printed["lockstep"][figure], rel=1e-9)

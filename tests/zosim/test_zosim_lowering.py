@@ -327,25 +327,27 @@ def test_packed_batches_count_what_they_compute() -> None:
     def rows(segment: str, **forward: int) -> int:
         return max(one.m for one in work(segment, **forward).matmuls)
 
-    told = {"num_tokens": 20, "num_shared": 12, "num_labels": 2}
+    reported = {"num_tokens": 20, "num_shared": 12, "num_labels": 2}
     assert rows("block.0") == rows("head") == 2 * 8 * 32
     assert rows("block.0", num_tokens=20) == 2 * 8 * 20
-    assert rows("block.0", **told) == 2 * (12 + 8 * (20 - 12))
-    assert rows("head", **told) == 2 * 8 * 2
-    assert rows("block.0", **told, num_answers=3) == 2 * (12 + 3 * (20 - 12))
-    assert rows("head", **told, num_answers=3) == 2 * 8 * 2
+    assert rows("block.0", **reported) == 2 * (12 + 8 * (20 - 12))
+    assert rows("head", **reported) == 2 * 8 * 2
+    assert rows("block.0", **reported, num_answers=3) == 2 * (12 + 3 * (20 - 12))
+    assert rows("head", **reported, num_answers=3) == 2 * 8 * 2
     # Behind the last attention there are those that predict a label, where few do.
-    by_width = {one.n: one.m for one in work("block.11", **told).matmuls if min(one.n, one.k) > 2}
+    by_width = {one.n: one.m for one in work("block.11", **reported).matmuls if min(one.n, one.k) > 2}
     assert by_width == {768: 2 * 8 * 2, 3072: 2 * 8 * 2}
-    assert [one.m for one in work("block.11", **told).matmuls[:4]] == [2 * (12 + 8 * 8)] * 3 + [2 * 8 * 2]
+    assert [one.m for one in work("block.11", **reported).matmuls[:4]] == [2 * (12 + 8 * 8)] * 3 + [2 * 8 * 2]
     assert (
-        rows("block.11", **told | {"num_labels": 8})
-        == work("block.11", **told | {"num_labels": 8}).matmuls[4].m
+        rows("block.11", **reported | {"num_labels": 8})
+        == work("block.11", **reported | {"num_labels": 8}).matmuls[4].m
     )
-    pairs = sum(one.num * one.query * one.key for one in work("block.0", **told).attention)
+    pairs = sum(one.num * one.query * one.key for one in work("block.0", **reported).attention)
     # What is shared sees itself, the rest itself and what is shared: at 2 points, 12 heads.
     assert pairs == 2 * 12 * (12 * 12 + 8 * (8 * 8 + 8 * 12))
-    longer = sum(one.num * one.query * one.key for one in work("block.0", **told, num_attended=26).attention)
+    longer = sum(
+        one.num * one.query * one.key for one in work("block.0", **reported, num_attended=26).attention
+    )
     assert longer == 2 * 12 * (12 * 14 + 8 * (8 * 14 + 8 * 12)) - 2 * 12 * 12 * (
         14 - 12
     )  # what is shared sees itself

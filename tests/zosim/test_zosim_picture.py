@@ -21,9 +21,9 @@ def words(path):
 
 def test_rows_are_streams_and_the_title_says_what_a_step_takes(tmp_path):
     timeline = simulate(PIPELINE, unshared(), num_steps=4)
-    said = words(draw_timeline(timeline, tmp_path / "one.svg"))
-    assert {"compute", "h2d", "d2h"} <= said
-    assert any(text.endswith("a step, simulated") for text in said)
+    output = words(draw_timeline(timeline, tmp_path / "one.svg"))
+    assert {"compute", "h2d", "d2h"} <= output
+    assert any(text.endswith("a step, simulated") for text in output)
 
 
 def test_rows_of_several_ranks_are_named_by_their_ranks(tmp_path):

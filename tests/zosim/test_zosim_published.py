@@ -286,11 +286,11 @@ def test_what_is_printed_as_out_of_memory_is_predicted_so_and_nothing_else_is(pr
 
 
 def test_rows_that_cannot_be_predicted_say_why(profile):
-    said = answers(
+    reported = answers(
         [row(quantity="accuracy"), row(model="OPT-1T"), row(gpus="x"), row(paper="Elsewhere")], profile
     )
-    assert all(answer.predicted is None and answer.note for answer in said)
-    assert said[0].columns()["predicted"] == ""
+    assert all(answer.predicted is None and answer.note for answer in reported)
+    assert reported[0].columns()["predicted"] == ""
 
 
 @pytest.mark.crossed(quick=3)
@@ -310,15 +310,15 @@ def test_rows_that_cannot_be_predicted_say_why(profile):
     ],
 )
 def test_an_odd_string_leaves_its_row_alone_and_is_named(fields, word, profile):
-    said = answers([row(**fields), row()], profile)
-    assert said[0].predicted is None
-    assert word in said[0].note
-    assert said[1].predicted is not None
+    reported = answers([row(**fields), row()], profile)
+    assert reported[0].predicted is None
+    assert word in reported[0].note
+    assert reported[1].predicted is not None
 
 
 def test_what_a_row_prints_does_not_change_its_prediction(profile):
-    said = answers([row(), row(value="n/a"), row(value="1")], profile)
-    assert said[0] == said[1] == said[2]
+    reported = answers([row(), row(value="n/a"), row(value="1")], profile)
+    assert reported[0] == reported[1] == reported[2]
 
 
 def test_intervals_enclose_their_prediction(profile):
@@ -400,8 +400,8 @@ def test_rows_without_values_cannot_be_fitted():
 
 
 def test_a_domain_without_rows_is_said_to_be_missing():
-    said = answers([row()], PublishedProfile(fits=()))
-    assert "fitted without rows" in said[0].note
+    reported = answers([row()], PublishedProfile(fits=()))
+    assert "fitted without rows" in reported[0].note
 
 
 def test_baselines_find_a_power_law():

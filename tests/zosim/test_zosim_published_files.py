@@ -101,8 +101,8 @@ def test_what_a_table_prints_never_leaks_into_its_prediction():
     sample = [row for index, row in enumerate(ROWS) if index % 47 == 0]
     emptied = [PublishedRow({**row.fields, "value": ""}, row.where) for row in sample]
     changed = [PublishedRow({**row.fields, "value": "1"}, row.where) for row in sample]
-    said = answers_of_all(sample, PROFILE)
-    assert said == answers_of_all(emptied, PROFILE) == answers_of_all(changed, PROFILE)
+    printed = answers_of_all(sample, PROFILE)
+    assert printed == answers_of_all(emptied, PROFILE) == answers_of_all(changed, PROFILE)
 
 
 def test_the_profile_that_ships_has_a_part_of_every_paper():
@@ -128,11 +128,11 @@ TEXTS = st.sampled_from(
 @example(index=409, changes={})  # a peak that is printed as 1 GiB
 @example(index=241, changes={"gpus": "x"})  # a row of QuZO that says nothing of its GPUs
 def test_every_row_is_predicted_or_left_empty_with_the_reason(index, changes):
-    (said,) = answers_of_all([PublishedRow({**ROWS[index].fields, **changes}, "a test")], PROFILE)
-    if said.predicted is None:
-        assert said.note
+    (printed,) = answers_of_all([PublishedRow({**ROWS[index].fields, **changes}, "a test")], PROFILE)
+    if printed.predicted is None:
+        assert printed.note
     else:
-        assert 0 < said.low <= said.predicted <= said.high
+        assert 0 < printed.low <= printed.predicted <= printed.high
 
 
 @pytest.mark.crossed(quick=3)
@@ -143,15 +143,15 @@ def test_one_row_is_enough_to_calibrate_on(paper):
     )
     other = PublishedRow({**row.fields, "model": "a model of nobody's", "value": "3"}, "a test")
     found = calibrate_on([row, other])
-    (said,) = answers_of_all([row], found)
-    assert said.low <= row.value <= said.high or said.predicted == pytest.approx(row.value, rel=0.1)
+    (printed,) = answers_of_all([row], found)
+    assert printed.low <= row.value <= printed.high or printed.predicted == pytest.approx(row.value, rel=0.1)
 
 
 @pytest.mark.slow
 def test_a_row_that_cannot_be_right_is_still_a_row_to_calibrate_on():
     row = next(row for row in ROWS if row.place == "DistZO2 Table 4, r5c1")
-    (said,) = answers_of_all([row], calibrate_on([row]))
-    assert said.predicted is not None
+    (printed,) = answers_of_all([row], calibrate_on([row]))
+    assert printed.predicted is not None
 
 
 @pytest.mark.parametrize("value", ["fast", "-3"])

@@ -29,8 +29,8 @@ def row(**fields):
 
 
 def answer(**fields):
-    (said,) = answers_of_all([row(**fields)], load_published_profile())
-    return said
+    (reported,) = answers_of_all([row(**fields)], load_published_profile())
+    return reported
 
 
 def test_two_prints_of_one_run_are_one_with_the_digits_of_the_better():
@@ -108,21 +108,21 @@ def test_a_fit_finds_the_constants_that_made_the_numbers():
 
 
 def test_what_is_printed_is_rounded_where_it_is_certain():
-    said = answer(method="AQ-SGD", precision="act-4bit/grad-8bit", dataset="WIC")
-    assert said.predicted == pytest.approx(7, abs=0.01)
-    assert said.low <= said.predicted <= said.high
-    assert "before it is printed in whole GB" in said.note
+    reported = answer(method="AQ-SGD", precision="act-4bit/grad-8bit", dataset="WIC")
+    assert reported.predicted == pytest.approx(7, abs=0.01)
+    assert reported.low <= reported.predicted <= reported.high
+    assert "before it is printed in whole GB" in reported.note
 
 
 @pytest.mark.crossed(quick=5)
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 @pytest.mark.parametrize("dataset", ["SST-2", "WIC", "RTE"])
 def test_more_bits_and_more_tokens_take_more(bits, dataset):
-    said = answer(table="1", method="SparQ", precision=f"act-{bits}bit", dataset=dataset)
-    assert said.low <= said.predicted <= said.high
+    reported = answer(table="1", method="SparQ", precision=f"act-{bits}bit", dataset=dataset)
+    assert reported.low <= reported.predicted <= reported.high
     if bits > 1:
         fewer = answer(table="1", method="SparQ", precision=f"act-{bits // 2}bit", dataset=dataset)
-        assert fewer.predicted < said.predicted
+        assert fewer.predicted < reported.predicted
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,9 @@ def test_more_bits_and_more_tokens_take_more(bits, dataset):
     ],
 )
 def test_what_cannot_be_predicted_is_left_empty_with_the_reason(fields, reason):
-    said = answer(**fields)
-    assert said.predicted is None
-    assert reason in said.note
+    reported = answer(**fields)
+    assert reported.predicted is None
+    assert reason in reported.note
 
 
 def test_peaks_of_weights_are_gibibytes_of_float32():
@@ -190,10 +190,10 @@ def _csv(folder):
 
 def test_rows_of_all_papers_are_answered_in_order(tmp_path):
     mixed = [ROWS[1], *shipped_rows("ZO2")[:2], row(value="not a number")]
-    said = answers_of_all(mixed, load_published_profile())
-    assert [item.predicted is not None for item in said] == [True, True, True, True]
-    assert len(said) == 4
-    assert said[3].predicted is not None
+    reported = answers_of_all(mixed, load_published_profile())
+    assert [item.predicted is not None for item in reported] == [True, True, True, True]
+    assert len(reported) == 4
+    assert reported[3].predicted is not None
     path = _csv(tmp_path)
     out = tmp_path / "out.csv"
     done = CliRunner().invoke(app, ["predict", str(path), "-o", str(out), "--json"])
@@ -206,5 +206,5 @@ def test_rows_of_all_papers_are_answered_in_order(tmp_path):
 
 def test_a_profile_without_these_rows_leaves_them_to_what_ships():
     profile = PublishedProfile(fits=())
-    (said,) = answers_of_all([row()], profile)
-    assert said.predicted == pytest.approx(47, abs=1)
+    (reported,) = answers_of_all([row()], profile)
+    assert reported.predicted == pytest.approx(47, abs=1)

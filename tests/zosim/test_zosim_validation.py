@@ -66,15 +66,15 @@ def _row(kind: str, /, **changes: str) -> MeasuredRow:
 
 
 def _forecast(kind: str, /, **changes: str) -> Forecast:
-    said = outcome(_row(kind, **changes), Sites())
-    assert isinstance(said, Forecast), said
-    return said
+    printed = outcome(_row(kind, **changes), Sites())
+    assert isinstance(printed, Forecast), printed
+    return printed
 
 
 @pytest.mark.parametrize("kind", list(PREDICTORS))
 def test_every_kind_of_row_is_predicted_within_its_own_interval(kind: str) -> None:
-    said = _forecast(kind)
-    assert 0 < said.low <= said.predicted <= said.high < float("inf")
+    printed = _forecast(kind)
+    assert 0 < printed.low <= printed.predicted <= printed.high < float("inf")
 
 
 def test_what_a_row_does_not_say_is_assumed_and_named(tmp_path: Path) -> None:
@@ -134,9 +134,9 @@ def test_a_row_does_not_need_what_was_measured() -> None:
     ],
 )
 def test_what_cannot_be_predicted_says_why(kind: str, changes: dict[str, str], word: str) -> None:
-    said = outcome(_row(kind, **changes), Sites())
-    assert isinstance(said, str)
-    assert word in said
+    printed = outcome(_row(kind, **changes), Sites())
+    assert isinstance(printed, str)
+    assert word in printed
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,8 @@ def test_families_that_do_not_run_here_are_predicted_with_the_sizes_that_their_c
     model = model_of(_row("forward", **changes))
     # Cards print three digits; positions, norms and biases are a part of what is left out or put in.
     assert model.num_parameters == pytest.approx(1e9 * billions, rel=0.015)
-    said = _forecast("forward", **changes)
-    assert said.assumed == (f"model_type {config['model_type']} as {model.family} of its sizes",)
+    printed = _forecast("forward", **changes)
+    assert printed.assumed == (f"model_type {config['model_type']} as {model.family} of its sizes",)
     assert _forecast("forward").assumed == ()
 
 
@@ -231,7 +231,7 @@ def test_a_gpu_without_units_for_bfloat16_multiplies_it_in_float32_and_stores_sc
         dtype: _forecast("matmul", hardware="t4-1x", dtype=dtype)
         for dtype in ("float32", "bfloat16", "float16")
     }
-    times_s = {dtype: said.predicted for dtype, said in on_t4.items()}
+    times_s = {dtype: printed.predicted for dtype, printed in on_t4.items()}
     assert on_t4["bfloat16"].assumed == ("bfloat16 multiplied in float32",)
     assert not on_t4["float16"].assumed
     assert not on_t4["float32"].assumed
@@ -282,9 +282,9 @@ def test_hosts_with_fewer_ranks_let_fewer_rings_through(tmp_path: Path) -> None:
     times = {}
     for ranks in (8, 12, 16):
         row = _row("all_reduce", hardware="two.yaml", ranks=str(ranks), bytes="1073741824")
-        said = outcome(row, Sites(folder=tmp_path))
-        assert isinstance(said, Forecast), said
-        times[ranks] = said.predicted
+        printed = outcome(row, Sites(folder=tmp_path))
+        assert isinstance(printed, Forecast), printed
+        times[ranks] = printed.predicted
     assert times[8] < times[16] < times[12] < 2.1 * times[16]
 
 
@@ -359,10 +359,10 @@ def test_a_file_without_the_columns_is_refused_in_words(tmp_path: Path, text: st
 
 
 def test_a_row_that_no_machine_could_run_does_not_take_the_others_along() -> None:
-    said = outcome(_row("matmul", m=str(10**17), n=str(10**17), k=str(10**17)), Sites())
-    assert isinstance(said, str | Forecast)
-    said = outcome(_row("attention", heads=str(10**17), seq=str(10**17)), Sites())
-    assert isinstance(said, str | Forecast)
+    printed = outcome(_row("matmul", m=str(10**17), n=str(10**17), k=str(10**17)), Sites())
+    assert isinstance(printed, str | Forecast)
+    printed = outcome(_row("attention", heads=str(10**17), seq=str(10**17)), Sites())
+    assert isinstance(printed, str | Forecast)
 
 
 def test_only_bytes_matter_to_a_pass_over_memory() -> None:
@@ -387,7 +387,7 @@ def test_names_are_known_however_they_are_written() -> None:
     assert _forecast("attention", code="math") == _forecast("attention", attention_kernel="Eager") == stored
     assert _forecast("step", method="MeZO").predicted == _forecast("step", method="mezo").predicted
     full, yes, none = (
-        _forecast("first_order_step", recompute=said).predicted for said in ("full", "True", "")
+        _forecast("first_order_step", recompute=printed).predicted for printed in ("full", "True", "")
     )
     assert full == yes > none
 
@@ -480,10 +480,10 @@ def test_no_kernel_beats_the_peak_or_the_memory_of_its_device(name: str) -> None
             {"kind": kind, "hardware": name, "dtype": "float16", **{k: str(v) for k, v in cells.items()}},
             "here",
         )
-        said = outcome(row, sites)
-        assert isinstance(said, Forecast), said
-        assert said.low <= said.predicted <= said.high
-        return said.predicted
+        printed = outcome(row, sites)
+        assert isinstance(printed, Forecast), printed
+        assert printed.low <= printed.predicted <= printed.high
+        return printed.predicted
 
     for m in (1, 100, 128, 130, 512, 8192):
         n, k = 11008, 4096
@@ -532,12 +532,12 @@ def test_a_table_of_kernels_teaches_a_profile_and_says_what_by_whom(tmp_path: Pa
         learned_from_rows(path, "dgx-1v")
     profile, report, lessons = learned_from_rows(path, PRESET)
     before = sites.of(PRESET).profile
-    said = {lesson.name: lesson for lesson in lessons}
+    printed = {lesson.name: lesson for lesson in lessons}
     rate, copying = "matmul_rate.float16", "copy_h2d_bandwidth"
     assert profile.constant(rate).value == pytest.approx(before.constant(rate).value / 1.33, rel=0.05)
     assert profile.constant(copying).value == pytest.approx(before.constant(copying).value / 2, rel=0.05)
-    assert said[rate].said_by == "one (4)"
-    assert said[copying].said_by == "two (2)"
+    assert printed[rate].source == "one (4)"
+    assert printed[copying].source == "two (2)"
     assert "one (4)" in profile.constant(rate).source
     assert profile.constant("dispatch_s") == before.constant("dispatch_s")
     assert report.median_error < 0.05

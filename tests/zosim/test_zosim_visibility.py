@@ -73,8 +73,8 @@ def plan(epsilon, split_point="block.5", **split):
         (plan(1e-6, "block.5.mlp", codec="q2", residual_codec="q4"), 2),
     ],
 )
-def test_what_goes_through_too_few_bits_is_told(made, told):
-    assert len(list(about_epsilon(made))) == told
+def test_what_goes_through_too_few_bits_is_told(made, reported):
+    assert len(list(about_epsilon(made))) == reported
 
 
 def test_planning_warns():

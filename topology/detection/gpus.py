@@ -102,8 +102,8 @@ def _from_nvml(nvml: Any) -> Gpus:
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     # Every pair of GPUs can read each other's memory where the driver does not say that it cannot.
     reading = getattr(nvml, "NVML_P2P_CAPS_INDEX_READ", 0)
-    told = [_ask(nvml, "nvmlDeviceGetP2PStatus", *pair, reading) for pair in combinations(handles, 2)]
-    peer_to_peer = set(told) <= {None, getattr(nvml, "NVML_P2P_STATUS_OK", 0)}
+    reported = [_ask(nvml, "nvmlDeviceGetP2PStatus", *pair, reading) for pair in combinations(handles, 2)]
+    peer_to_peer = set(reported) <= {None, getattr(nvml, "NVML_P2P_STATUS_OK", 0)}
     gpus = Gpus([])
     for index, handle in enumerate(handles):
         spec = _spec(nvml, handle, peer_to_peer)
@@ -262,6 +262,6 @@ def _gpu_from_row(line: str) -> Gpu:
     if spec is None:
         message = f"the GPU {name!r} is not in the catalogue"
         raise TopologyError(message, hint="install zosim[gpu]: NVML tells enough to estimate its peaks")
-    told = [int(cell) if cell.isdigit() else None for cell in (generation, lanes)]
-    link_type = _pcie_or_assumed(spec, *told)
+    reported = [int(cell) if cell.isdigit() else None for cell in (generation, lanes)]
+    link_type = _pcie_or_assumed(spec, *reported)
     return Gpu(int(index), spec, bus_id, link_type, None)

@@ -308,14 +308,14 @@ def _link_type(tree: _HwlocTree, device: ET.Element) -> LinkType:
     return link_above(
         tree.builder,
         device.get("pci_busid", "unnamed"),
-        _told_link(device, tree.path),
+        _reported_link(device, tree.path),
         gpu=tree.gpus.get(device),
         below=[_link_type(tree, child) for child in found if _is_wanted(tree, child)],
         vendor=hexadecimal(bridge[1]) if bridge else None,
     )
 
 
-def _told_link(device: ET.Element, path: str | Path) -> LinkType | None:
+def _reported_link(device: ET.Element, path: str | Path) -> LinkType | None:
     """The link of the speed that hwloc reports in GB/s; None where it reports none."""
     text = device.get("pci_link_speed", "0")
     try:
@@ -336,9 +336,9 @@ def _add_nvlinks(tree: _HwlocTree, root: ET.Element, machine: ET.Element) -> Non
     """Join GPUs as matrices of bandwidths say, or by the NVSwitches among the PCI devices."""
     to_switch: dict[str, int] = {}
     joined: set[frozenset[str]] = set()
-    is_told = False
+    is_reported = False
     for first, second, rate_bytes_per_s, matrix in _pairs(tree, root):
-        is_told = True
+        is_reported = True
         node, other = tree.node_of.get(first), tree.node_of.get(second)
         if node is None or node not in tree.added or node == other:
             continue
@@ -368,7 +368,7 @@ def _add_nvlinks(tree: _HwlocTree, root: ET.Element, machine: ET.Element) -> Non
     newest = max((ports.generation for ports in ports_of.values()), default=2)
     if to_switch:
         join_switch(tree.builder, to_switch, newest)
-    if is_told or not ports_of:
+    if is_reported or not ports_of:
         return
     devices = map(_pci_type, machine.iterfind(".//object[@type='PCIDev']"))
     if any(found[:2] == (NVSWITCH, NVIDIA) for found in devices):

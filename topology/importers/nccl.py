@@ -142,8 +142,10 @@ def _find_gpus(
     others.sort(key=lambda pci: [(len(part), part) for part in bus_ids[pci]])
     numbers |= dict(zip(others, list(free), strict=False))
     if not numbers:
-        told = any(pci.get("class") for pci in devices)
-        reason = "none of its PCI devices has the class of one" if told else "its PCI devices have no class"
+        reported = any(pci.get("class") for pci in devices)
+        reason = (
+            "none of its PCI devices has the class of one" if reported else "its PCI devices have no class"
+        )
         message = f"{str(path)!r} has no GPU: {reason}"
         raise TopologyError(
             message, hint="dump it with NCCL_TOPO_DUMP_FILE on the machine while a job starts"
@@ -242,13 +244,13 @@ def _link_type(tree: _NcclTree, pci: ET.Element) -> LinkType:
     generation = GIGATRANSFERS_TO_GENERATION.get(float(match[1])) if match else None
     lanes = integer(pci, "link_width", tree.path, default=0)
     # A virtual machine reports "Unknown", or a width of 0.
-    told = None if generation is None or lanes < 1 else pcie_type(generation, lanes)
+    reported = None if generation is None or lanes < 1 else pcie_type(generation, lanes)
     children = [] if pci in tree.gpus else pci.findall("pci")
     below = [_link_type(tree, child) for child in children if child in tree.carrying]
     return link_above(
         tree.builder,
         pci.get("busid", "unnamed"),
-        told,
+        reported,
         gpu=tree.gpus[pci][1] if pci in tree.gpus else None,
         below=below if pci_class(pci.get("class")) in {"", BRIDGE} else (),
         vendor=hexadecimal(pci.get("vendor")),

@@ -88,7 +88,7 @@ def is_gpu(class_digits: str, vendor: int | None) -> bool:
 def link_above(
     builder: MachineBuilder,
     name: str,
-    told: LinkType | None,
+    reported: LinkType | None,
     *,
     gpu: DeviceSpec | None = None,
     below: Sequence[LinkType] = (),
@@ -102,7 +102,7 @@ def link_above(
         Gets a note where the link is not told, or not believed.
     name : str
         The device, for the note.
-    told : LinkType or None
+    reported : LinkType or None
         As its file says.
     gpu : DeviceSpec, optional
         What the device is, if it is a GPU.
@@ -112,15 +112,15 @@ def link_above(
         Of a bridge, where it is known.
     """
     if gpu is not None:
-        return _of_gpu(builder, name, told, gpu)
+        return _of_gpu(builder, name, reported, gpu)
     if not below:
-        return told or pcie_type(3, 16)  # what NCCL takes
+        return reported or pcie_type(3, 16)  # what NCCL takes
     widest = max(below, key=lambda link: link.nominal_bandwidth_bytes_per_s)
-    if told is None:
+    if reported is None:
         return widest
-    has, needs = (link.nominal_bandwidth_bytes_per_s for link in (told, widest))
+    has, needs = (link.nominal_bandwidth_bytes_per_s for link in (reported, widest))
     if has * _DOUBT > needs and not (vendor == RED_HAT and has < needs):
-        return told
+        return reported
     builder.notes.append(
         f"The bridge {name} of {format_bandwidth(has)} above a device of {format_bandwidth(needs)} is taken for a virtual "
         "machine's, whose links carry what the board's do."
@@ -128,22 +128,22 @@ def link_above(
     return widest
 
 
-def _of_gpu(builder: MachineBuilder, name: str, told: LinkType | None, gpu: DeviceSpec) -> LinkType:
+def _of_gpu(builder: MachineBuilder, name: str, reported: LinkType | None, gpu: DeviceSpec) -> LinkType:
     """A GPU's link at a generation that it can have: no newer than its connector, and not that which links sleep at."""
-    if told is None:
+    if reported is None:
         link_type = connector_type(gpu)
         builder.notes.append(
             f"The PCIe link of {gpu.name} is not told; its connector's is assumed, {link_type.name}."
         )
         return link_type
-    width = told.pcie
+    width = reported.pcie
     if width is None or gpu.pcie is None:
-        return told
+        return reported
     is_asleep = width.generation == 1 and width.lanes >= 4 and gpu.pcie.generation >= 3
     if not is_asleep and width.generation <= gpu.pcie.generation:
-        return told
+        return reported
     believed = pcie_type(gpu.pcie.generation, min(width.lanes, gpu.pcie.lanes))
-    has, taken = (format_bandwidth(link.nominal_bandwidth_bytes_per_s) for link in (told, believed))
+    has, taken = (format_bandwidth(link.nominal_bandwidth_bytes_per_s) for link in (reported, believed))
     builder.notes.append(
         f"The link of {name} of {has} is taken for one that sleeps: {taken} under load."
         if is_asleep

@@ -69,7 +69,7 @@ class BoundaryActions:
                 packed = pack([tensor for handed in parts for tensor in _each(handed)])
                 self._made(wire, packed, packed.num_bytes)
                 return
-            with _errors_say(where):
+            with _errors_have(where):
                 contents: list[Quantised | Tensor] = []
                 for number, handed in enumerate(parts):
                     generator = self._generator(frame, wire, number)
@@ -101,7 +101,7 @@ class BoundaryActions:
         def decode_parts(frame: StepFrame) -> None:
             if frame.replayed:
                 return
-            with _errors_say(where):
+            with _errors_have(where):
                 tensors = self._tensors(self._store.values.pop(place_of(wire)), inside=inside)
             self._store.values[place_of(target)] = tensors
 
@@ -240,7 +240,7 @@ def _names_of_boundaries(program: Program) -> Iterator[tuple[int, str]]:
 
 
 @contextmanager
-def _errors_say(where: str) -> Iterator[None]:
+def _errors_have(where: str) -> Iterator[None]:
     """Add to a codec's error where the message is."""
     try:
         yield

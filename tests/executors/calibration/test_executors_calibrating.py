@@ -109,11 +109,11 @@ def test_a_profile_is_judged_by_steps_that_it_was_not_fitted_to() -> None:
     machine = Machine.from_topology(TOPOLOGY, "cpu0", PROFILE)
     rows, gap_s = [], PROFILE.values()["step_s"]
     for number, step in enumerate(found):
-        said = simulate(step.program, machine)
+        output = simulate(step.program, machine)
         assert step.timeline is not None
         assert step.timeline.spans
-        seconds = said.step_time_s * (3.0 if number == 3 else 1.0)
-        timeline = said if number != 3 else None
+        seconds = output.step_time_s * (3.0 if number == 3 else 1.0)
+        timeline = output if number != 3 else None
         rows.append(WholeStep(str(number), step.program, seconds, gap_s, timeline=timeline))
     single = Measurement("dispatch", Work(num_kernels=4), 2e-5, 2e-5, 5, 1)
     profile, report = fitted(TOPOLOGY, "cpu0", PROFILE, [single], rows)

@@ -181,9 +181,9 @@ def test_calibrate_keeps_no_disturbed_profile_and_says_how_it_can_be_kept(
     calibration += [DISTURBED] * 2
     words = ("calibrate", "--threads", 1)
     assert zosim(*words, "-o", tmp_path / "mine.json") == 3
-    said = capsys.readouterr().err
-    assert "not kept: others disturbed 66% of the calibration" in said
-    assert "--keep-disturbed" in said
+    output = capsys.readouterr().err
+    assert "not kept: others disturbed 66% of the calibration" in output
+    assert "--keep-disturbed" in output
     assert load_profile(tmp_path / "mine.json").is_disturbed
     assert not path.exists()
     assert zosim(*words, "--keep-disturbed") == 0
@@ -193,9 +193,9 @@ def test_calibrate_keeps_no_disturbed_profile_and_says_how_it_can_be_kept(
     capsys.readouterr()
     for more, hint in (((), "calibrate again"), (("--keep-disturbed",), "-o FILE")):
         assert zosim(*words, *more) == 3
-        said = capsys.readouterr().err
-        assert "which nothing disturbed, stays" in said
-        assert hint in said
+        output = capsys.readouterr().err
+        assert "which nothing disturbed, stays" in output
+        assert hint in output
         assert load_profile(path) == GOOD
 
 
@@ -209,9 +209,9 @@ def test_predictions_with_a_disturbed_profile_say_so(
     DISTURBED.save(tmp_path / "profile.json")
     words = ("simulate", tmp_path / "plan.json", "--profile", tmp_path / "profile.json")
     assert zosim(*words) == 0
-    said = capsys.readouterr()
-    assert "others disturbed 66% of its calibration" in " ".join(said.err.split())
-    assert "disturbed, calibrated figures" in said.out
+    output = capsys.readouterr()
+    assert "others disturbed 66% of its calibration" in " ".join(output.err.split())
+    assert "disturbed, calibrated figures" in output.out
     assert zosim(*words, "--json") == 0
     assert json.loads(capsys.readouterr().out)["disturbed_share"] == 0.66
     for profile in (DISTURBED, GOOD):

@@ -209,9 +209,9 @@ def test_a_reward_that_fails_loses_nothing_and_a_replay_needs_none(inputs, tmp_p
     (tmp_path / "calls").unlink()
     (tmp_path / "broken").write_text("6")  # the second point of the third step
     assert run(inputs, interrupted, 4) != 0
-    told = " ".join(capsys.readouterr().err.split())
-    assert "reward rewarding_of_runs:fond gave nan for text 0" in told
-    assert "Traceback" not in told
+    reported = " ".join(capsys.readouterr().err.split())
+    assert "reward rewarding_of_runs:fond gave nan for text 0" in reported
+    assert "Traceback" not in reported
     assert len(rows_of(interrupted)) == 2
     (tmp_path / "broken").unlink()
     assert run(inputs, interrupted, 4, "--resume", reward="rewarding_of_runs:other") != 0
@@ -262,9 +262,9 @@ def test_a_reward_that_fails_a_rank_ends_all_in_its_words(inputs, tmp_path, capf
     out = tmp_path / "out"
     more = ("--batch", 4, "--residency", "resident", "--threads", 1, "--mesh", "data=2", "--timeout", 60)
     assert run(inputs, out, 6, *more, reward="rewarding_of_runs:tiring", launched=True) != 0
-    told = " ".join(capfd.readouterr().err.split())
-    assert "reward rewarding_of_runs:tiring gave nan for text" in told
-    assert "Traceback" not in told
+    reported = " ".join(capfd.readouterr().err.split())
+    assert "reward rewarding_of_runs:tiring gave nan for text" in reported
+    assert "Traceback" not in reported
     assert 0 < len(rows_of(out)) < 6
 
 

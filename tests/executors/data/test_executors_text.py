@@ -45,7 +45,7 @@ def metrics_of(out):
 def test_text_is_planned_for_its_longest_line_and_its_own_tokens_are_counted(model, data, tmp_path, capsys):
     plain, named = tmp_path / "plain", tmp_path / "named"
     assert train(model, data, plain, *OPTIONS) == 0
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert train(model, data, named, *OPTIONS, "--seq", 12) == 0
     assert Plan.load(plain / "plan.json") == Plan.load(named / "plan.json")
     assert Plan.load(plain / "plan.json").seq == 12
@@ -59,7 +59,7 @@ def test_text_is_planned_for_its_longest_line_and_its_own_tokens_are_counted(mod
     finished = json.loads((plain / "run.json").read_text())["finished"]
     assert finished["tokens_per_step"] == steady
     assert finished["tokens_per_s"] == pytest.approx(steady / finished["step_time_s"])
-    assert f"{20 / rows[-1]['seconds']:,.0f} tokens/s" in said
+    assert f"{20 / rows[-1]['seconds']:,.0f} tokens/s" in output
     found = [compare(out) for out in (plain, named)]
     assert (found[0].planned_tokens, found[0].measured_tokens) == (24, steady)
     assert found[0].predicted_step_s == found[1].predicted_step_s
@@ -98,10 +98,10 @@ def test_lines_longer_than_the_model_has_positions(is_text, tmp_path, capsys):
         data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = OPTIONS if is_text else ()
     assert train(model, data, tmp_path / "out", *options) == 2
-    said = capsys.readouterr().err
-    assert "line 2 has 40 tokens, the model 32 positions" in said
-    assert "--truncate cuts long examples" in said
-    assert "--seq" not in said
+    output = capsys.readouterr().err
+    assert "line 2 has 40 tokens, the model 32 positions" in output
+    assert "--truncate cuts long examples" in output
+    assert "--seq" not in output
     assert train(model, data, tmp_path / "out", *options, "--truncate", steps=1) == 0
     assert Plan.load(tmp_path / "out" / "plan.json").seq == 32
     assert metrics_of(tmp_path / "out")[0]["tokens_per_s"] > 0
@@ -109,9 +109,9 @@ def test_lines_longer_than_the_model_has_positions(is_text, tmp_path, capsys):
 
 def test_a_line_longer_than_the_length_that_is_named_says_what_would_read_it(model, data, tmp_path, capsys):
     assert train(model, data, tmp_path / "out", *OPTIONS, "--seq", 11) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "line 1 has 12 tokens, the run's sequences have 11" in said
-    assert "--seq 12 reads this one whole" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "line 1 has 12 tokens, the run's sequences have 11" in output
+    assert "--seq 12 reads this one whole" in output
 
 
 def test_a_label_without_a_word_is_refused_on_whichever_line(model, tmp_path, capsys):
@@ -119,9 +119,9 @@ def test_a_label_without_a_word_is_refused_on_whichever_line(model, tmp_path, ca
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert train(model, data, tmp_path / "out", *OPTIONS, "--seq", 8, steps=1) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "line 2501: label '2' has no label word" in said
-    assert "label words are 0=terrible, 1=great" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "line 2501: label '2' has no label word" in output
+    assert "label words are 0=terrible, 1=great" in output
 
 
 @pytest.mark.crossed(quick=9, slow=2)

@@ -108,9 +108,9 @@ def test_a_number_is_rounded_to_a_neighbour_and_on_average_to_itself(name):
 
 
 def test_the_group_that_is_proposed_divides_the_inputs_of_all_layers():
-    with pytest.raises(PlanError) as told:
+    with pytest.raises(PlanError) as reported:
         QuantConfig("int4", "group", group_elements=24).check([(32, 32), (32, 48)])
-    assert "--weight-group 16," in told.value.hint
+    assert "--weight-group 16," in reported.value.hint
 
 
 @pytest.mark.parametrize("quant_config", QUANT_CONFIGS)

@@ -231,12 +231,12 @@ def test_schemes_without_a_counterpart_are_refused_before_weights_are_read(tmp_p
             "format": "pack-quantized",
         }
     }
-    said = {
+    output = {
         "quant_method": "compressed-tensors",
         "config_groups": config,
         "quantization_status": "compressed",
     }
-    tiny = {"model_type": "opt", "hidden_size": 32, "num_attention_heads": 2, "quantization_config": said}
+    tiny = {"model_type": "opt", "hidden_size": 32, "num_attention_heads": 2, "quantization_config": output}
     (tmp_path / "config.json").write_text(json.dumps(tiny))
     assert stored_quantization_in(tmp_path).weights == "int4"
     amend(tmp_path, **{f"quantization_config__{name}": value for name, value in fields.items()})

@@ -150,8 +150,8 @@ def test_a_dry_run_of_two_hosts_does_what_a_rank_alone_does(mesh):
 
 @pytest.mark.dist
 def test_two_ranks_on_one_device_are_refused_before_they_exchange_anything():
-    said = launch(partial(steps_on_own_host, has_own_name=False), staged.Case(("block.0",)), world_size=2)
-    assert "ranks 0 and 1 have one device" in said
+    output = launch(partial(steps_on_own_host, has_own_name=False), staged.Case(("block.0",)), world_size=2)
+    assert "ranks 0 and 1 have one device" in output
 
 
 def test_figures_of_a_device_are_measured_on_its_streams():
@@ -240,7 +240,7 @@ def test_the_command_calibrates_a_device(tmp_path, monkeypatch, capsys):
     with simulated(), small_probes():
         words = ("calibrate", "--device", "cuda:0", "--budget", "0.1", "--no-save", "--json")
         assert zosim(*words, "-o", tmp_path / "profile.json") == 0
-    told = json.loads(capsys.readouterr().out)
-    constants = {constant["name"]: constant["value"] for constant in told["profile"]["constants"]}
-    assert told["device"]["context_bytes"] == constants["context_bytes"] == CONTEXT_BYTES
+    reported = json.loads(capsys.readouterr().out)
+    constants = {constant["name"]: constant["value"] for constant in reported["profile"]["constants"]}
+    assert reported["device"]["context_bytes"] == constants["context_bytes"] == CONTEXT_BYTES
     assert json.loads((tmp_path / "profile.json").read_text())["origin"] == "calibrated"

@@ -30,10 +30,10 @@ def test_replicas_that_agree_are_let_through():
 
 def test_who_is_outvoted_is_named_with_what_differs():
     good, bad = holding(), holding(**{"block.1": 7})
-    said = refused([good, bad, good, good])
-    assert said == "replicas differ: rank 1 differs from the other 3 in block.1"
-    said = refused([good, bad, holding(**{"block.0": 0}), good, good])
-    assert said == "replicas differ: ranks 1 and 2 differ from the other 3 in block.0, block.1"
+    output = refused([good, bad, good, good])
+    assert output == "replicas differ: rank 1 differs from the other 3 in block.1"
+    output = refused([good, bad, holding(**{"block.0": 0}), good, good])
+    assert output == "replicas differ: ranks 1 and 2 differ from the other 3 in block.0, block.1"
 
 
 def test_of_two_neither_is_right():
@@ -43,16 +43,16 @@ def test_of_two_neither_is_right():
 def test_stages_are_compared_with_those_that_hold_the_same():
     first, last = RankReport({"block.0": 1}), RankReport({"block.1": 2})
     refuse_disagreement([first, last, first, last], 7, 10)
-    said = refused([first, last, first, RankReport({"block.1": 3})])
-    assert said == "replicas differ: ranks 1 and 3 differ in block.1"
+    output = refused([first, last, first, RankReport({"block.1": 3})])
+    assert output == "replicas differ: ranks 1 and 3 differ in block.1"
 
 
 def test_the_earliest_disturbance_is_named_with_the_owner_of_the_share():
     late = Disturbance(9, "step/block.0/update[q0]", "block.0")
     early = Disturbance(8, "step/block.1/update[q0]", "block.1", "host", 1)
     reports = [RankReport(GOOD, [late]), RankReport(GOOD, [early]), RankReport(GOOD, [early])]
-    said = refused(reports, {"host": (0, 2)}.get)
-    assert said == (
+    output = refused(reports, {"host": (0, 2)}.get)
+    assert output == (
         "ranks 1 and 2 found other bits in block.1 (the share of rank 2) than were left there, in step 8, "
         "step/block.1/update[q0]"
     )
@@ -68,15 +68,15 @@ def noted(num_steps, *, odd_step=-1, **odd):
 
 def test_the_first_step_with_another_input_is_named():
     good, bad = noted(9), noted(9, odd_step=4, learning_rate=0.2)
-    said = refused([good, good, bad])
-    assert said == "ranks did other steps: rank 2 differs from the other 2 in the learning rate of step 4"
+    output = refused([good, good, bad])
+    assert output == "ranks did other steps: rank 2 differs from the other 2 in the learning rate of step 4"
     nan = [noted(9, odd_step=4, learning_rate=float("nan")) for _ in range(2)]
     refuse_disagreement(nan, 7, 10)
 
 
 def test_inputs_of_steps_that_are_no_longer_kept_are_compared_too():
-    said = refused([noted(1500), noted(1500, odd_step=3, epsilon=1.0)])
-    assert said == "ranks did other steps: ranks 0 and 1 differ"
+    output = refused([noted(1500), noted(1500, odd_step=3, epsilon=1.0)])
+    assert output == "ranks did other steps: ranks 0 and 1 differ"
 
 
 @given(st.binary(min_size=64, max_size=64), st.integers(0, 511))

@@ -21,28 +21,28 @@ pytestmark = pytest.mark.dist
 @pytest.mark.slow
 def test_a_fault_of_one_rank_is_named_in_every_mode():
     """Without a checksum after every change but where the weights are resident."""
-    said = launch(distributed.plant_faults, world_size=3)
+    output = launch(distributed.plant_faults, world_size=3)
     differs = "replicas differ: rank 1 differs from the other 2 in block.1"
     inputs = "ranks did other steps: rank 1 differs from the other 2 in the "
-    assert said["resident", "bit at rest"].startswith(differs)
-    assert said["sliced", "bit in a forward"].startswith(differs)
-    assert said["private", "learning rate"].startswith(inputs)
-    assert "learning rate" in said["private", "learning rate"]
-    assert said["shared", "batch"].startswith(inputs)
-    assert "batch" in said["shared", "batch"]
+    assert output["resident", "bit at rest"].startswith(differs)
+    assert output["sliced", "bit in a forward"].startswith(differs)
+    assert output["private", "learning rate"].startswith(inputs)
+    assert "learning rate" in output["private", "learning rate"]
+    assert output["shared", "batch"].startswith(inputs)
+    assert "batch" in output["shared", "batch"]
     found = "; rank 1 found other bits in block.1 than were left there, in step 3, step/block.1/perturb[q0"
-    assert found in said["resident", "bit at rest"]
+    assert found in output["resident", "bit at rest"]
 
 
 def test_ranks_that_begin_with_other_weights_are_named():
-    said = launch(distributed.start_unlike, world_size=2)
-    assert said.startswith("ranks do not begin with the same base digest: rank 1 not with that of rank 0 (")
+    output = launch(distributed.start_unlike, world_size=2)
+    assert output.startswith("ranks do not begin with the same base digest: rank 1 not with that of rank 0 (")
 
 
 def test_who_is_waited_for_in_vain_is_named_and_memory_leaves_nothing():
-    told = launch(distributed.wait_for_peer, world_size=2)
-    said = "block.1/offload of rank 1: waited 1 s for rank 1, last at rank 1 at work"
-    assert told == {"said": said, "left": [], "given_up": [1]}
+    reported = launch(distributed.wait_for_peer, world_size=2)
+    output = "block.1/offload of rank 1: waited 1 s for rank 1, last at rank 1 at work"
+    assert reported == {"said": output, "left": [], "given_up": [1]}
 
 
 def test_a_plan_of_another_number_of_ranks_is_refused():

@@ -16,8 +16,8 @@ def test_a_file_takes_its_room_at_once(tmp_path):
 
 
 def test_where_there_is_no_room_the_sizes_are_told(tmp_path):
-    said = rf"share 1024 PiB, but {tmp_path} has [\d.]+ [GT]iB"
-    with pytest.raises(DoesNotFit, match=said) as caught, memory_file(1 << 60, [tmp_path]):
+    output = rf"share 1024 PiB, but {tmp_path} has [\d.]+ [GT]iB"
+    with pytest.raises(DoesNotFit, match=output) as caught, memory_file(1 << 60, [tmp_path]):
         pass
     assert "--transfers private" in caught.value.hint
     assert list(tmp_path.iterdir()) == []

@@ -67,7 +67,7 @@ def plan_and_model(placement):
     return plan_for(case), lambda: model_of("opt")
 
 
-def said_by_all(placement, fault):
+def outputs_of_all(placement, fault):
     """Return what each rank is told when rank 1, or the only one, has a fault."""
     plan, model = plan_and_model(placement)
     lines = batches(faults.STEPS, size=4)
@@ -86,7 +86,7 @@ def said_by_all(placement, fault):
 @pytest.mark.crossed(quick=11, slow=3)
 @pytest.mark.parametrize("placement", [*ALONE, *STAGES, *SEVERAL])
 def test_nothing_is_said_of_a_run_without_a_fault(placement):
-    assert set(said_by_all(placement, None)) == {""}
+    assert set(outputs_of_all(placement, None)) == {""}
 
 
 def _pairs_of_bits():
@@ -104,15 +104,15 @@ def test_bits_are_named_on_all_ranks(placement, fault):
         pytest.skip(
             "an evaluation point that is written apart is no weight: it is drawn anew in the next step"
         )
-    told = set(said_by_all(placement, fault))
-    assert len(told) == 1
-    (said,) = told
-    assert said.startswith("after 4 steps, and not yet after 2, ")
+    reported = set(outputs_of_all(placement, fault))
+    assert len(reported) == 1
+    (output,) = reported
+    assert output.startswith("after 4 steps, and not yet after 2, ")
     who = "this process" if placement in ALONE else "rank 1|ranks 0(, 1, 2)? and [13]"
     seen = re.search(
-        rf"({who}) found other bits in block\.1.* than were left there, in step 3, step/block\.1/", said
+        rf"({who}) found other bits in block\.1.* than were left there, in step 3, step/block\.1/", output
     )
-    assert seen, said
+    assert seen, output
 
 
 def _pairs_of_inputs():
@@ -126,14 +126,14 @@ def _pairs_of_inputs():
 @pytest.mark.crossed(quick=4, slow=4)
 @pytest.mark.parametrize(("placement", "fault"), list(_pairs_of_inputs()))
 def test_other_inputs_of_one_rank_are_named_on_all_ranks(placement, fault):
-    told = set(said_by_all(placement, fault))
+    reported = set(outputs_of_all(placement, fault))
     who = r"(ranks 0 and 1 differ|rank 1 differs from the other \d)"
-    assert len(told) == 1
-    (said,) = told
+    assert len(reported) == 1
+    (output,) = reported
     assert re.fullmatch(
         rf"after 4 steps, and not yet after 2, ranks did other steps: {who} in the .*{fault}.* of step 3",
-        said,
-    ), said
+        output,
+    ), output
 
 
 def train(inputs, out, *more, steps=7):
@@ -160,9 +160,9 @@ def test_a_run_that_was_refused_goes_on_to_the_right_bits(inputs, tmp_path, caps
     with monkeypatch.context() as planted:
         planted.setattr(Session, "begin_step", step)
         assert train(inputs, out, "--residency", residency) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "after 6 steps, and not yet after 4, this process found other bits in block.1" in said
-    assert "`--resume` goes on after 4 steps" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "after 6 steps, and not yet after 4, this process found other bits in block.1" in output
+    assert "`--resume` goes on after 4 steps" in output
     assert [row["step"] for row in rows_of(out)] == [0, 1, 2, 3]
     refused = [json.loads(line) for line in (out / "steps-refused.jsonl").read_text().splitlines()]
     assert [row["step"] for row in refused] == [4, 5]
@@ -183,9 +183,9 @@ def test_a_bit_that_ruins_the_loss_is_named_as_what_it_is(inputs, tmp_path, caps
     real = Session.begin_step
     monkeypatch.setattr(Session, "begin_step", step)
     assert train(inputs, tmp_path / "out") == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "after 4 steps, and not yet after 3, this process found other bits in block.1" in said
-    assert "lower --lr" not in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "after 4 steps, and not yet after 3, this process found other bits in block.1" in output
+    assert "lower --lr" not in output
     assert len(rows_of(tmp_path / "out")) == 3
 
 
@@ -271,9 +271,9 @@ def test_what_nobody_verified_before_a_death_is_run_again(inputs, tmp_path, capf
     resumed = launch(
         run_in_rank, replace(settings, run=merge(settings.run, RunOptions(resume=True))), world_size=num_ranks
     )
-    said = " ".join(capfd.readouterr().err.split())
-    assert "going on after 4 steps" in said
-    assert "4 of these were not verified before the run ended, and are run again" in said
+    output = " ".join(capfd.readouterr().err.split())
+    assert "going on after 4 steps" in output
+    assert "4 of these were not verified before the run ended, and are run again" in output
     logs = [
         [
             {name: value for name, value in row.items() if name != "seconds"}
@@ -285,7 +285,7 @@ def test_what_nobody_verified_before_a_death_is_run_again(inputs, tmp_path, capf
     assert resumed["digest"] == undisturbed["digest"]
     refused = tmp_path / "out" / "steps-refused.jsonl"
     if refused.exists():  # a fault that shows in no row so far leaves nothing wrong behind
-        assert "comes out with other numbers than those logged" in said
+        assert "comes out with other numbers than those logged" in output
         assert [json.loads(line)["step"] for line in refused.read_text().splitlines()][-1] == 3
 
 

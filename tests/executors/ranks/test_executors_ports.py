@@ -68,7 +68,7 @@ def _listening_alone(process):
     return set()
 
 
-def said_by(command, each_turn):
+def output_of(command, each_turn):
     """Do something again and again until a command has ended; return what it wrote to stderr."""
     while command.is_running:
         each_turn()
@@ -100,8 +100,8 @@ def test_nothing_of_a_launch_listens_beyond_this_host(inputs, tmp_path, more):
     # Whatever a machine's profile says of an interface: it is for several hosts.
     with Command(*options(inputs, tmp_path / "out", *more), GLOO_SOCKET_IFNAME="no-such-interface") as run:
         process = psutil.Process(run.pid)
-        said = said_by(run, lambda: places.update(listening(process)))
-    assert run.exit_code == 0, said
+        output = output_of(run, lambda: places.update(listening(process)))
+    assert run.exit_code == 0, output
     assert len(places) >= 2
     assert {address for address, _ in places if not ipaddress.ip_address(address).is_loopback} == set()
 
@@ -123,9 +123,9 @@ def test_ranks_that_another_launcher_starts_join_and_listen_on_this_host_alone(i
     ):
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         processes = [psutil.Process(rank.pid) for rank in (first, second)]
-        said = said_by(first, lambda: places.update(*map(listening, processes))) + second.end()
+        output = output_of(first, lambda: places.update(*map(listening, processes))) + second.end()
         del store
-    assert (first.exit_code, second.exit_code) == (0, 0), said
+    assert (first.exit_code, second.exit_code) == (0, 0), output
     assert len(places) >= 2
     assert {address for address, _ in places} == {"127.0.0.1"}
     assert (
@@ -150,9 +150,9 @@ def test_ranks_that_torchrun_starts_on_one_host_join_and_listen_there_alone(inpu
     words = options(
         inputs, tmp_path / "out", "--method", "pertp", "--residency", "resident", "--json", steps=STEPS
     )
-    said, answer = tmp_path / "said", tmp_path / "answer"
+    output, answer = tmp_path / "said", tmp_path / "answer"
     with (
-        said.open("w") as stderr,
+        output.open("w") as stderr,
         answer.open("w") as stdout,
         subprocess.Popen(
             list(map(str, [*torchrun, "-m", "zosim", *words])),
@@ -171,7 +171,7 @@ def test_ranks_that_torchrun_starts_on_one_host_join_and_listen_there_alone(inpu
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(run.pid, signal.SIGKILL)
-    assert run.returncode == 0, said.read_text()
+    assert run.returncode == 0, output.read_text()
     assert len(places) >= 2
     assert {address for address, _ in places} == {"127.0.0.1"}
     assert json.loads(answer.read_text())["num_steps"] == STEPS
@@ -245,13 +245,13 @@ def test_an_unauthenticated_peer_who_writes_to_every_port_runs_no_code(inputs, t
             if begins == "at the start" or (out / "steps.jsonl").exists():
                 peer.attack({port for _, port in listening(process)})
 
-        said = said_by(run, attack)
+        output = output_of(run, attack)
     assert peer.num_sent > 0
-    assert "Traceback" not in said
+    assert "Traceback" not in output
     if begins == "at the start" and run.exit_code == 2:
-        assert "error: " in said
+        assert "error: " in output
         return
-    assert run.exit_code == 0, said
+    assert run.exit_code == 0, output
     assert zosim(*options(inputs, alone, "--no-launch", "--residency", "resident")) == 0
     assert numbers_of(out) == numbers_of(alone)
 
@@ -286,12 +286,12 @@ def test_an_unauthenticated_peer_who_writes_under_every_key_runs_no_code(inputs,
     ):
         writer.start()
         try:
-            said = [rank.end() for rank in (first, second)]
+            output = [rank.end() for rank in (first, second)]
         finally:
             ended.set()
             writer.join()
     assert peer.num_sent > 0
-    for code, words in zip((first.exit_code, second.exit_code), said, strict=True):
+    for code, words in zip((first.exit_code, second.exit_code), output, strict=True):
         # gloo takes what torchrun's store holds for structures of its own: rubbish there may crash a rank, but runs nothing.
         is_crash = code in (-signal.SIGSEGV, -signal.SIGABRT)
         assert code == 0 or is_crash or (code == 2 and "error: " in words), words
@@ -336,8 +336,8 @@ def test_another_user_neither_reads_nor_writes_the_store_of_a_launch(inputs, tmp
             tried = subprocess.run(command, user=NOBODY, capture_output=True, text=True, check=False)
             assert tried.returncode != 0, words
             assert "ermission denied" in tried.stderr or "not permitted" in tried.stderr, words
-        said = run.end()
-    assert run.exit_code == 0, said
+        output = run.end()
+    assert run.exit_code == 0, output
 
 
 def _as_in_a_file(part):

@@ -104,8 +104,8 @@ def test_one_rank_replays_stages(runs, inputs, tmp_path):
 
 def test_a_killed_stage_is_named_and_one_rank_goes_on(runs, inputs, tmp_path):
     out = tmp_path / "out"
-    said = killed(inputs, out, 1, "--mesh", "stage=2", "--residency", "resident")
-    assert "rank 1 (stage 2 of 2, behind split point block.0.mlp) died (SIGKILL), last at step[" in said
+    output = killed(inputs, out, 1, "--mesh", "stage=2", "--residency", "resident")
+    assert "rank 1 (stage 2 of 2, behind split point block.0.mlp) died (SIGKILL), last at step[" in output
     shorten(out, STEPS)
     assert train(inputs, out, "--resume", "--no-launch", "--mesh", "data=1", "--steps", STEPS) == 0
     assert numbers_of(out) == numbers_of(runs / "alone")
@@ -124,8 +124,8 @@ def test_a_run_of_one_goes_on_on_stages(runs, inputs, tmp_path):
 
 @pytest.mark.slow
 def test_a_stage_that_dies_while_it_sends_is_named():
-    said = r"rank 0 \(stage 1 of 2, before split point block\.1\.mlp\) died \(SIGKILL\), last at step\["
-    with pytest.raises(RunError, match=said):
+    output = r"rank 0 \(stage 1 of 2, before split point block\.1\.mlp\) died \(SIGKILL\), last at step\["
+    with pytest.raises(RunError, match=output):
         launch(staged.die_while_sending, world_size=2)
 
 
@@ -196,9 +196,9 @@ def test_a_stage_that_stands_still_is_named_by_all_that_wait_for_it(inputs, tmp_
     """The third stage waits for the second, which waits for the first; only the first is named."""
     split_points = ("--split-points", "block.0.mlp,block.1", "--residency", "resident")
     wanted = ("waited {} s for rank 0 (stage 1 of 3, before split point block.0.mlp), last at ",)
-    said = stopped(inputs, tmp_path, 0, *split_points, wanted=wanted)
-    assert "for rank 1" not in said
-    assert "for rank 2" not in said
+    output = stopped(inputs, tmp_path, 0, *split_points, wanted=wanted)
+    assert "for rank 1" not in output
+    assert "for rank 2" not in output
 
 
 @pytest.mark.slow

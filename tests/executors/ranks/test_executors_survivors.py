@@ -45,9 +45,9 @@ def test_who_is_left_ends_by_itself_and_names_a_killed_rank_0(inputs, tmp_path):
     with started_by_hand(inputs, tmp_path / "out", *more) as ranks:
         wait_for_steps(ranks[0], tmp_path / "out", 1)
         ranks[0].kill()
-        said = ranks[1].end()
+        output = ranks[1].end()
         assert ranks[1].exit_code == 2
-    assert "rank 0, last at step[" in said
+    assert "rank 0, last at step[" in output
 
 
 @pytest.mark.slow
@@ -61,8 +61,8 @@ def test_who_is_left_does_not_wait_for_ever_for_a_stopped_rank_0(inputs, tmp_pat
             except AssertionError:
                 continue
             ranks[0].send_signal(signal.SIGSTOP)
-            said = ranks[1].end()
+            output = ranks[1].end()
             assert ranks[1].exit_code == 2
-        if f"waited {patience_s} s for rank 0, last at step[" in said:
+        if f"waited {patience_s} s for rank 0, last at step[" in output:
             return
-    raise AssertionError(said)
+    raise AssertionError(output)

@@ -35,7 +35,7 @@ def run(tmp_path):
     return model, begun(model, tmp_path / "data.jsonl", tmp_path / "out", *more)
 
 
-def told(capsys):
+def reported(capsys):
     return " ".join(capsys.readouterr().err.split())
 
 
@@ -57,7 +57,7 @@ def test_another_configuration_of_the_same_weights_is_refused_by_name(
         ("adapter", out, "--model", model, "-o", tmp_path / "adapter"),
     ):
         assert zosim(*command) == 2
-        assert f"config {field} was {was}, and is {is_now!r}" in told(capsys)
+        assert f"config {field} was {was}, and is {is_now!r}" in reported(capsys)
     assert len(rows_of(out)) == 2
 
 
@@ -67,7 +67,7 @@ def test_what_decides_nothing_may_change(run, capsys):
         model / "config.json", transformers_version="4.0", architectures=["OPTForCausalLM"], use_cache=False
     )
     assert resume(out) == 0
-    assert "not compared" not in told(capsys)
+    assert "not compared" not in reported(capsys)
 
 
 def test_a_record_of_an_earlier_version_is_gone_on_with_and_completed(run, tmp_path, capsys):
@@ -76,12 +76,14 @@ def test_a_record_of_an_earlier_version_is_gone_on_with_and_completed(run, tmp_p
     header.pop("base")
     write_header(out, header)
     assert zosim("replay", out, "--model", model, "-o", tmp_path / "again") == 0
-    assert "without the configuration and the tokenizer of the base: they are not compared" in told(capsys)
+    assert "without the configuration and the tokenizer of the base: they are not compared" in reported(
+        capsys
+    )
     assert resume(out) == 0
-    assert "they are not compared" in told(capsys)
+    assert "they are not compared" in reported(capsys)
     change(model / "config.json", activation_function="gelu")
     assert zosim("replay", out, "--model", model, "-o", tmp_path / "again") == 2
-    assert "activation_function" in told(capsys)
+    assert "activation_function" in reported(capsys)
 
 
 def test_another_tokenizer_is_refused_where_lines_are_text(tmp_path, capsys):
@@ -93,8 +95,8 @@ def test_another_tokenizer_is_refused_where_lines_are_text(tmp_path, capsys):
     tokens = begun(model, tmp_path / "tokens.jsonl", tmp_path / "tokens")
     (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text() + "\n")
     assert resume(text) == 2
-    assert "is not the base of" in (said := told(capsys))
-    assert "tokenizer tokenizer.json was" in said
+    assert "is not the base of" in (output := reported(capsys))
+    assert "tokenizer tokenizer.json was" in output
     assert resume(tokens) == 0
 
 

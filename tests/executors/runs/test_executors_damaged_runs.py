@@ -200,9 +200,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_serves(inputs, run, 
     truncate(run, 11)
     damage(run / "checkpoints" / "step-00000010.safetensors")
     assert zosim(*options(inputs, run, "--resume")) == 0
-    said = capsys.readouterr().err.replace("\n", " ")
-    assert says in said
-    assert "from the checkpoint of 5" in said
+    output = capsys.readouterr().err.replace("\n", " ")
+    assert says in output
+    assert "from the checkpoint of 5" in output
     assert same(run, whole)
 
 

@@ -66,8 +66,8 @@ def test_a_run_of_several_is_replayed_by_one(pertp, inputs, tmp_path):
 def test_a_killed_rank_is_named_and_the_run_goes_on_on_one(pertp, inputs, tmp_path):
     """Killed after some steps; resumed by one rank, it ends as if nothing had been."""
     out = tmp_path / "out"
-    said = killed(inputs, out, 1, "--method", "pertp", "--residency", "resident")
-    assert "rank 1 died (SIGKILL), last at step[" in said
+    output = killed(inputs, out, 1, "--method", "pertp", "--residency", "resident")
+    assert "rank 1 died (SIGKILL), last at step[" in output
     shorten(out, STEPS)
     assert train(inputs, out, "--resume", "--no-launch", "--mesh", "data=1", "--steps", STEPS) == 0
     assert numbers_of(out) == numbers_of(pertp / "alone")
@@ -147,7 +147,7 @@ def test_ranks_that_begin_unlike_are_refused_in_words(pertp, inputs, tmp_path):
         learning_rate=LearningRate(learning_rate=1e-3, num_steps=STEPS),
         run=RunOptions(model=str(inputs[0]), digest_every=0, out=str(tmp_path / "out")),
     )
-    said = launch(distributed.run_unlike, settings, world_size=2)
+    output = launch(distributed.run_unlike, settings, world_size=2)
     here = read_header(pertp / "pair")
     values = {
         "number of steps": (20, STEPS),
@@ -157,12 +157,12 @@ def test_ranks_that_begin_unlike_are_refused_in_words(pertp, inputs, tmp_path):
         "instruction set": ("NONE", here["instruction_set"]),
         "zosim version": ("0.0", zosim_version),
     }
-    assert list(said) == list(values)
+    assert list(output) == list(values)
     for name, (other, value) in values.items():
         assert re.fullmatch(
             rf"ranks do not begin with the same {name}: rank 1.* not with that of rank 0 "
             rf"\({re.escape(f'{other}, not {value}')}\)",
-            said[name],
+            output[name],
         )
     assert not (tmp_path / "out" / "steps.jsonl").exists()
 
@@ -172,8 +172,8 @@ def test_a_run_that_diverges_leaves_its_last_good_weights(inputs, tmp_path, caps
     out = tmp_path / "out"
     more = ("--method", "pertp", "--transfers", "sliced", "--lr", "1e30")
     assert train(inputs, out, *more) == 2
-    said = capsys.readouterr().err
-    assert "the run was stopped, and" in said
+    output = capsys.readouterr().err
+    assert "the run was stopped, and" in output
     assert (out / "model.safetensors").exists()
 
 
@@ -183,7 +183,7 @@ def test_a_plan_on_several_hosts_is_explained(pertp, inputs, tmp_path, capsys):
     Plan.model_validate(data).save(tmp_path / "plan.json")
     capsys.readouterr()
     assert train(inputs, tmp_path / "out", tmp_path / "plan.json") == 0
-    told = capsys.readouterr().out
-    assert "ssh b " in told
-    assert "srun --nodes 2" in told
+    reported = capsys.readouterr().out
+    assert "ssh b " in reported
+    assert "srun --nodes 2" in reported
     assert not (tmp_path / "out").exists()

@@ -90,9 +90,9 @@ def test_a_directory_with_an_adapter_is_not_said_to_have_nothing_to_train(inputs
     (model / "adapter_config.json").write_bytes((tmp_path / "lora/adapter/adapter_config.json").read_bytes())
     capsys.readouterr()
     assert train(model, data, tmp_path / "out") == 2
-    said = capsys.readouterr().err
-    assert "no trainable parameter" not in said
-    assert "adapter" in said
+    output = capsys.readouterr().err
+    assert "no trainable parameter" not in output
+    assert "adapter" in output
 
 
 def test_too_few_open_files_for_shared_blocks_is_no_mistake_of_ours(tmp_path, monkeypatch):
@@ -154,11 +154,11 @@ def test_without_torch_what_needs_it_says_so_first(program, tmp_path):
         text=True,
         check=False,
     )
-    said = done.stdout + done.stderr
-    assert "this needs torch, which is not installed" in said
-    assert "pip install -e '.[run]'" in said
-    assert "Traceback" not in said
-    assert "1 of " not in said
+    output = done.stdout + done.stderr
+    assert "this needs torch, which is not installed" in output
+    assert "pip install -e '.[run]'" in output
+    assert "Traceback" not in output
+    assert "1 of " not in output
     assert list(tmp_path.iterdir()) == []
 
 

@@ -40,10 +40,10 @@ def train(inputs, out, *more):
 def test_a_plan_for_a_gpu_is_not_run_on_the_cpu_unless_that_is_named(inputs, plan, tmp_path, capsys):
     out = tmp_path / "out"
     assert train(inputs, out, plan) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "the plan is for gpu0 of a100-80gb-milan, and torch" in said
-    assert "finds no cuda device here" in said
-    assert "--device cpu runs it on the CPU anyway" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "the plan is for gpu0 of a100-80gb-milan, and torch" in output
+    assert "finds no cuda device here" in output
+    assert "--device cpu runs it on the CPU anyway" in output
     assert not out.exists()
     with pytest.raises(PlanError, match="the plan is for gpu0 of a100-80gb-milan"):
         zosim.run(Plan.load(plan), model=str(inputs[0]), data=str(inputs[1]), steps=2, out=str(out))
@@ -106,9 +106,9 @@ def test_lines_for_several_hosts_are_printed_where_there_is_no_gpu(inputs, plan,
     file = tmp_path / "two.json"
     placed(plan, "two", "a/gpu0", "b/gpu0", hosts=("a", "b")).save(file)
     assert train(inputs, tmp_path / "out", file, "--launch") == 0
-    told = capsys.readouterr()
-    assert "Every rank runs on cuda" in told.out
-    assert told.err.splitlines()[0] == "2 ranks, on cuda, planned for a/gpu0 and b/gpu0 of two"
+    reported = capsys.readouterr()
+    assert "Every rank runs on cuda" in reported.out
+    assert reported.err.splitlines()[0] == "2 ranks, on cuda, planned for a/gpu0 and b/gpu0 of two"
     model, data = map(str, inputs)
     with pytest.raises(RunError, match="ranks on 2 hosts, which one Python does not start"):
         zosim.run(file, model=model, data=data, steps=2, out=str(tmp_path / "out"))

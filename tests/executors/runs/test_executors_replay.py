@@ -18,9 +18,9 @@ from tests.support.reference_mezo import differing
 def test_replay_rebuilds_every_bit(inputs, whole, tmp_path, residency, start, capsys):
     assert zosim("replay", whole, "--model", inputs[0], "-o", tmp_path, *residency, *start, "--json") == 0
     assert differing(loaded(tmp_path), loaded(whole)) == []
-    told = json.loads(capsys.readouterr().out)
-    assert told["digests_checked"] == (1 if start else 3)
-    assert told["digest"] == json.loads((whole / "run.json").read_text())["finished"]["digest"]
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["digests_checked"] == (1 if start else 3)
+    assert reported["digest"] == json.loads((whole / "run.json").read_text())["finished"]["digest"]
 
 
 def test_drift_of_the_restore_is_part_of_a_replay(inputs, tmp_path):
@@ -62,6 +62,6 @@ def test_replay_refuses_another_base(inputs, whole, tmp_path, capsys):
 def test_another_machine_is_told(inputs, run, tmp_path, capsys):
     write_header(run, read_header(run) | {"instruction_set": "AVX9", "torch": "1.0"})
     assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "o") == 0
-    said = capsys.readouterr().err
-    assert "instruction_set was AVX9" in said
-    assert "torch was 1.0" in said
+    output = capsys.readouterr().err
+    assert "instruction_set was AVX9" in output
+    assert "torch was 1.0" in output

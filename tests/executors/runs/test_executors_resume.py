@@ -180,8 +180,8 @@ def test_divergence_is_told_by_levels_and_not_by_single_batches():
     losses = [3.0] * 15 + [50.0] + [2.9] * 15
     assert not any(watch.diverges(i + 1, loss) for i, loss in enumerate(losses))
     good = watch.best_step
-    told = [watch.diverges(len(losses) + i + 1, 40.0) for i in range(7)]
-    assert told.index(True) == 4
+    reported = [watch.diverges(len(losses) + i + 1, 40.0) for i in range(7)]
+    assert reported.index(True) == 4
     assert (watch.best_step, watch.last_good(99)) == (good, good)
     early = DivergenceWatch()
     assert [early.diverges(i + 1, loss) for i, loss in enumerate([3.0, 40, 40, 40, 40])] == [False] * 4 + [

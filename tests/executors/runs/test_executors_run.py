@@ -286,5 +286,5 @@ def test_a_run_says_what_nothing_watches(inputs, tmp_path, capsys):
     assert train(model, data, tmp_path / "watched", "--residency", "resident") == 0
     assert "checksums" not in capsys.readouterr().err
     assert train(model, data, tmp_path / "not", "--residency", "resident", "--no-checksums") == 0
-    said = " ".join(capsys.readouterr().err.split())
-    assert "weights have no checksums: a bit that changes in memory is noticed by nothing" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "weights have no checksums: a bit that changes in memory is noticed by nothing" in output

@@ -60,8 +60,8 @@ def test_a_plan_for_adapters_is_not_run_on_the_whole_model(inputs, tmp_path, cap
     plan = tmp_path / "plan.json"
     assert zosim("plan", "--model", model, "--seq", 16, *adapters, "-o", plan) == 0
     assert train(model, data, tmp_path / "out", plan) == 2
-    assert "the plan is for" in (said := " ".join(capsys.readouterr().err.split()))
-    assert "--lora-rank and --lora-targets" in said
+    assert "the plan is for" in (output := " ".join(capsys.readouterr().err.split()))
+    assert "--lora-rank and --lora-targets" in output
     assert train(model, data, tmp_path / "out", plan, "--batch", BATCH, *adapters) == 0
 
 
@@ -105,12 +105,12 @@ def test_a_ruined_run_stops_at_its_last_good_state(inputs, tmp_path, capsys, res
     model, data = inputs
     out = tmp_path / "out"
     assert train(model, data, out, "--residency", residency, "--lr", rate, steps=200) == 2
-    said = capsys.readouterr().err
-    assert says in said
-    assert "lower --lr" in said
-    assert "holds the weights after" in said
+    output = capsys.readouterr().err
+    assert says in output
+    assert "lower --lr" in output
+    assert "holds the weights after" in output
     assert len(rows_of(out)) < 200
-    kept = int(said.split("the weights after ")[1].split()[0])
+    kept = int(output.split("the weights after ")[1].split()[0])
     assert zosim("replay", out, "--model", model, "-o", tmp_path / "replayed", "--steps", kept) == 0
     assert differing(loaded(out), loaded(tmp_path / "replayed")) == []
     assert all(torch.isfinite(p).all() and p.abs().max() < 100 for p in loaded(out).parameters())

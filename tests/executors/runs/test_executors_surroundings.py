@@ -89,9 +89,9 @@ def test_a_run_on_a_full_disk_goes_on_once_there_is_room(
     with monkeypatch.context() as planted:
         before_step(planted, 4, lambda: fill(small_disk))
         assert zosim(*options(inputs, out, *more)) == 2
-    said = capsys.readouterr().err
-    assert f"{named}: No space left on device" in said.replace("\n", "")
-    assert "free some space there" in said
+    output = capsys.readouterr().err
+    assert f"{named}: No space left on device" in output.replace("\n", "")
+    assert "free some space there" in output
     (small_disk / "ballast").unlink()
     assert zosim(*options(inputs, out, *more, "--resume")) == 0
     assert same(out, undisturbed(*more))
@@ -133,9 +133,9 @@ def test_a_file_over_the_limit_of_files_is_said_in_words(tmp_path):
 def test_a_disk_that_may_not_be_written_is_said_in_words(inputs, small_disk, capsys, name):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     assert zosim(*options(inputs, small_disk / name)) == 2
-    said = capsys.readouterr().err
-    assert "Read-only file system" in said
-    assert str(small_disk) in said
+    output = capsys.readouterr().err
+    assert "Read-only file system" in output
+    assert str(small_disk) in output
 
 
 def test_a_directory_that_is_not_ones_own_is_said_in_words(inputs, tmp_path, capsys):
@@ -218,10 +218,10 @@ def test_a_run_that_still_runs_is_not_gone_on_with(inputs, undisturbed, tmp_path
 def test_of_two_runs_that_begin_at_once_in_one_directory_one_is_refused(inputs, undisturbed, tmp_path):
     words = options(inputs, tmp_path / "out")
     with Command(*words) as first, Command(*words) as second:
-        said = [run.end() for run in (first, second)]
+        output = [run.end() for run in (first, second)]
     codes = first.exit_code, second.exit_code
-    assert sorted(codes) == [0, 2], said
-    refused = said[0] if codes[0] else said[1]
+    assert sorted(codes) == [0, 2], output
+    refused = output[0] if codes[0] else output[1]
     assert "is writing to" in refused or "holds a run already" in refused
     assert same(tmp_path / "out", undisturbed())
 
@@ -281,9 +281,9 @@ def test_names_that_are_not_utf_8_are_refused_and_a_link_serves(
     else:
         model = Path(shutil.copytree(model, strange / "opt"))
     assert zosim(*options((model, data), out)) == 2
-    said = capsys.readouterr().err
-    assert r"\xff\xfe" in said
-    assert "is not UTF-8" in said
+    output = capsys.readouterr().err
+    assert r"\xff\xfe" in output
+    assert "is not UTF-8" in output
     assert not out.exists()
     link.symlink_to(strange)
     model, data, out = (link / p.name if strange in p.parents else p for p in (model, data, out))

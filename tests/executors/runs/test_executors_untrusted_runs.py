@@ -72,9 +72,9 @@ def test_what_a_record_names_is_not_run(inputs, untrusted, capsys, name, value):
     write_header(out, header)
     capsys.readouterr()
     assert zosim("run", "--out", ".", "--resume", "--steps", 3, "--no-launch", "--no-tensorboard") == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert f"{name}={value!r}" in told
-    assert f"--{name} {value}" in told
+    reported = " ".join(capsys.readouterr().err.split())
+    assert f"{name}={value!r}" in reported
+    assert f"--{name} {value}" in reported
     assert len(rows_of(out)) == 2
 
 
@@ -229,9 +229,9 @@ def test_nothing_waits_for_what_is_no_file(finished, run, tmp_path, capsys, name
     ]
     for command in commands:
         assert zosim(*command) == 2, command[0]
-        said = capsys.readouterr().err
-        assert "not a regular file" in " ".join(said.split())
-        assert "Traceback" not in said
+        output = capsys.readouterr().err
+        assert "not a regular file" in " ".join(output.split())
+        assert "Traceback" not in output
 
 
 def test_a_partial_file_that_is_a_link_is_not_written_through(run, tmp_path):

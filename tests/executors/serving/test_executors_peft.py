@@ -33,10 +33,10 @@ INT4 = {"num_bits": 4, "symmetric": True, "strategy": "group", "group_size": 16}
 
 def with_peft(model, folder):
     """Let PEFT put the adapter in `folder` beside a model; nothing that it has may be missing there, nor be left over."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as output:
         warnings.simplefilter("always")
         adapted = PeftModel.from_pretrained(model, str(folder)).eval()
-    assert not [str(one.message) for one in said if "adapter" in str(one.message)]
+    assert not [str(one.message) for one in output if "adapter" in str(one.message)]
     return adapted
 
 

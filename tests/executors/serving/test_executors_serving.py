@@ -771,13 +771,13 @@ def test_a_tuning_of_a_base_with_another_activation_is_not_gone_on_with(folder, 
 
 
 @pytest.mark.parametrize("told", ["digest", "root"])
-def test_a_base_that_is_exchanged_behind_a_tuning_is_noticed(folder, tmp_path, told):
+def test_a_base_that_is_exchanged_behind_a_tuning_is_noticed(folder, tmp_path, reported):
     """By its digest where zosim serves it, and where vLLM does by the directory that it names."""
     model_of("opt", seed=1, num_hidden_layers=2).save_pretrained(tmp_path / "other")
     entry = {
         "digest": lambda path, model: {"base_digest": weights_digest(model), "base_dtype": "float32"},
         "root": lambda path, model: {"root": str(path), "parent": None},
-    }[told]
+    }[reported]
     entries = [
         {"id": "base"} | entry(path, AutoModelForCausalLM.from_pretrained(path))
         for path in (folder / "base", tmp_path / "other")

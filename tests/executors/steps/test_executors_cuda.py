@@ -69,7 +69,7 @@ class _Near(Ticket):
 @pytest.mark.gpu
 @pytest.mark.parametrize("placement", ["offloaded", "sample-ahead", "fresh-buffers"])
 def test_issuing_from_a_thread_per_stream_changes_no_bit(placement, monkeypatch):
-    found, told = [], []
+    found, reported = [], []
     for far in (False, True):
         model = model_of("opt")
         plan = plan_of(model, **PLACEMENTS[placement])
@@ -79,7 +79,7 @@ def test_issuing_from_a_thread_per_stream_changes_no_bit(placement, monkeypatch)
             def task(item, *arguments, real=real):
                 made = real(item, *arguments)
                 made.after = [*made.after, _Near()]
-                made.done = lambda: told.append(made.instruction.id)
+                made.done = lambda: reported.append(made.instruction.id)
                 return made
 
             if far:
@@ -89,7 +89,7 @@ def test_issuing_from_a_thread_per_stream_changes_no_bit(placement, monkeypatch)
             )
             assert bool(session.interpreter.backend._threads) == far
     assert found[0] == found[1]
-    assert {i.id for i in session.program.step} <= set(told)
+    assert {i.id for i in session.program.step} <= set(reported)
 
 
 def test_a_device_that_is_not_there_is_refused():

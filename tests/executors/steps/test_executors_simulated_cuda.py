@@ -335,16 +335,16 @@ def test_a_stream_that_waits_for_no_event_is_found(monkeypatch):
     assert {finding.kind for finding in device.findings} >= {"race"}
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_memory_that_another_stream_still_uses_is_found(is_told):
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_memory_that_another_stream_still_uses_is_found(is_reported):
     with simulated() as device:
         backend, side = AcceleratorBackend("cuda:0"), torch.cuda.Stream()
         with torch.cuda.stream(side):
             made = torch.ones(4, device="cuda")
         torch.cuda.current_stream().wait_stream(side)
-        used = (backend.borrow(made) if is_told else made) + 1
+        used = (backend.borrow(made) if is_reported else made) + 1
         del made
-    assert [finding.kind for finding in device.findings] == ([] if is_told else ["freed"])
+    assert [finding.kind for finding in device.findings] == ([] if is_reported else ["freed"])
     assert used.sum() == 8
 
 

@@ -618,14 +618,14 @@ def _where() -> str:
     """Return the innermost line of the executor, of a model or of a test that is being run."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if (name := _told_by(frame.f_code.co_filename)) is not None:
+        if (name := _reported_by(frame.f_code.co_filename)) is not None:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown line"
 
 
 @cache
-def _told_by(file: str) -> str | None:
+def _reported_by(file: str) -> str | None:
     """Return the name of a file whose lines tell something, None of other files."""
-    is_told = any(part in file for part in ("/executors/", "/transformers/", "/tests/"))
-    return "/".join(file.split("/")[-3:]) if is_told and "simulated_cuda" not in file else None
+    is_reported = any(part in file for part in ("/executors/", "/transformers/", "/tests/"))
+    return "/".join(file.split("/")[-3:]) if is_reported and "simulated_cuda" not in file else None

@@ -147,11 +147,11 @@ def buy(
         simulate=simulate,
         **settings,
     )
-    _say_what_prices_are(answer.market.prices, {offer.machine.name for offer in answer.offers})
+    _describe_prices(answer.market.prices, {offer.machine.name for offer in answer.offers})
     emit(answer.to_data(), json=as_json, text=answer.report())
 
 
-def _say_what_prices_are(table: PriceTable, names: Collection[str]) -> None:
+def _describe_prices(table: PriceTable, names: Collection[str]) -> None:
     """Say on stderr what the prices are worth."""
     assumed = sorted(
         name

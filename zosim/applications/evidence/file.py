@@ -174,14 +174,14 @@ class Evidence(FrozenModel):
     @property
     def row(self) -> Row:
         """The step time, as it is predicted and measured."""
-        said = self.prediction
+        reported = self.prediction
         return Row(
             self.plan.describe(),
             "step_s",
             self.measurement.step_time_s,
-            said.step_time_s,
-            said.low_s,
-            said.high_s,
+            reported.step_time_s,
+            reported.low_s,
+            reported.high_s,
         )
 
     def comparison(self) -> Comparison:

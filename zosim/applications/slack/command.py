@@ -172,7 +172,7 @@ _WORDS: dict[Policy, str] = {
 def _view(data: dict[str, Any], p99_ms: float | None) -> Report:
     rows = []
     for row in data["policies"]:
-        said = {None: "", True: "yes", False: "no"}[row["within_objective"]]
+        within = {None: "", True: "yes", False: "no"}[row["within_objective"]]
         rows.append(
             (
                 _WORDS[row["policy"]],
@@ -182,7 +182,7 @@ def _view(data: dict[str, Any], p99_ms: float | None) -> Report:
                 _number(row["closed_mean_s"], 1e3, ".2f"),
                 f"{row['p50_s'] * 1e3:.2f}",
                 f"{row['p99_s'] * 1e3:.2f}",
-                *((said,) if p99_ms is not None else ()),
+                *((within,) if p99_ms is not None else ()),
             )
         )
     heads: tuple[str, ...] = ("policy", "steps/h", "formula", "mean ms", "formula", "p50 ms", "p99 ms")

@@ -50,12 +50,12 @@ def validate(
         for row in rows:
             outcomes.append((row, outcome(row, sites)))
             bar.advance(task)
-    judged = [joined(row, said) for row, said in outcomes]
+    judged = [joined(row, forecast) for row, forecast in outcomes]
     by_group = scores(judged)
     if output is not None:
-        write_table(output, rows, [columns_of(said) for _, said in outcomes], REQUIRED)
+        write_table(output, rows, [columns_of(forecast) for _, forecast in outcomes], REQUIRED)
         stderr.print(f"wrote {output}", markup=False, soft_wrap=True)
-    reasons = Counter(said for _, said in outcomes if isinstance(said, str))
+    reasons = Counter(forecast for _, forecast in outcomes if isinstance(forecast, str))
     num_predicted, mean = len(judged) - reasons.total(), mean_over_groups(by_group)
     data = {
         "rows": len(rows),
@@ -65,11 +65,13 @@ def validate(
         "mean_of_p90": None if mean is None else mean[1],
         "not_predicted": dict(reasons.most_common()),
     }
-    said = f"{num_predicted} of {len(rows)} rows predicted"
+    forecast = f"{num_predicted} of {len(rows)} rows predicted"
     why = Bullets(f"{count} not predicted: {reason}" for reason, count in reasons.most_common(10))
     if mean is None:
-        emit(data, json=as_json, text=Report("", f"{said}; none of them is measured", why))
+        emit(data, json=as_json, text=Report("", f"{forecast}; none of them is measured", why))
         return
     shown = score_table([*by_group, Score.of(judged, "all")])
-    summary = f"{said}; mean over groups: median {100 * mean[0]:.1f} %, 90th percentile {100 * mean[1]:.1f} %"
+    summary = (
+        f"{forecast}; mean over groups: median {100 * mean[0]:.1f} %, 90th percentile {100 * mean[1]:.1f} %"
+    )
     emit(data, json=as_json, text=Report("", shown, summary, why))

@@ -53,8 +53,8 @@ def _attention(row: MeasuredRow) -> Work:
     if heads % shared:
         raise Unpredictable(f"kv_heads={shared} does not divide heads={heads}")
     code = row["code"].lower()
-    said = row.choice("attention_kernel", KERNEL_NAMES)
-    is_stored = said == "eager" or (said is None and code == "math")
+    reported = row.choice("attention_kernel", KERNEL_NAMES)
+    is_stored = reported == "eager" or (reported is None and code == "math")
     part = Attention(
         num=row.count("batch") * heads,
         query=row.count("seq"),

@@ -42,7 +42,7 @@ class Lesson:
     sources: Counter[str]
 
     @property
-    def said_by(self) -> str:
+    def source(self) -> str:
         """Sources with their numbers of measurements, most first."""
         return ", ".join(f"{source} ({count})" for source, count in self.sources.most_common())
 
@@ -159,11 +159,11 @@ def _seconds(measurement: Measurement, profile: Profile) -> float:
 
 def _as_profile(fitted: Profile, site: Site, lessons: Sequence[Lesson]) -> Profile:
     """Return the fitted profile with launches as on the data sheet, long steps slowed as there, and sources named."""
-    said = {lesson.name: lesson.said_by for lesson in lessons}
+    reported = {lesson.name: lesson.source for lesson in lessons}
     changed: list[Constant] = [
-        constant.model_copy(update={"source": f"{constant.source}: {said[constant.name]}"})
+        constant.model_copy(update={"source": f"{constant.source}: {reported[constant.name]}"})
         for constant in fitted.constants
-        if constant.name in said
+        if constant.name in reported
     ]
     launching = [constant for constant in site.profile.constants if constant.kind in _LAUNCHING]
     return sustained(fitted.with_constants(*changed, *launching, origin="calibrated"))

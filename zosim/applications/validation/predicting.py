@@ -65,7 +65,7 @@ def outcome(row: MeasuredRow, sites: Sites) -> Forecast | str:
         if is_float8 and site.device.type == "gpu" and not multiplies_float8(site.device):
             return f"{site.device.name} has no units for floats of 8 bits, and torch does not multiply them there"
         missing = {column: value for column, value in _likely(row["kind"], site).items() if not row[column]}
-        said = predictor(MeasuredRow({**row.fields, **missing}, row.where), site)
+        forecast = predictor(MeasuredRow({**row.fields, **missing}, row.where), site)
         assumed = [f"{column} {value}" for column, value in missing.items()]
         if _multiplies(row) and is_widened(site.device, row.dtype):
             assumed.append(f"{row.dtype} multiplied in float32")
@@ -75,7 +75,7 @@ def outcome(row: MeasuredRow, sites: Sites) -> Forecast | str:
             assumed += filter(None, [likeness(row)])
             if row["code"].lower() not in CODES:
                 assumed.append(f"code {row['code']} does as torch does")
-        return replace(said, assumed=(*assumed, *said.assumed))
+        return replace(forecast, assumed=(*assumed, *forecast.assumed))
     except RowsError as error:
         return "; ".join(filter(None, (error.message, error.hint)))
     except ZosimError as error:

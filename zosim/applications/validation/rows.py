@@ -136,14 +136,14 @@ def columns_of(outcome: Outcome) -> dict[str, str]:
 
 def joined(row: MeasuredRow, outcome: Outcome) -> Row:
     """Return a measurement beside what is predicted for it."""
-    said = outcome if isinstance(outcome, Forecast) else None
+    forecast = outcome if isinstance(outcome, Forecast) else None
     return Row(
         case=row.name,
         what=row["kind"],
         measured=row.measured if row.is_counted else None,  # a flagged cell may hold anything
-        predicted=None if said is None else said.predicted,
-        low=None if said is None else said.low,
-        high=None if said is None else said.high,
+        predicted=None if forecast is None else forecast.predicted,
+        low=None if forecast is None else forecast.low,
+        high=None if forecast is None else forecast.high,
         group=row.group,
         flag=row["flag"],
         provenance=row["source"],
