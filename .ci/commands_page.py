@@ -16,7 +16,7 @@ INTRODUCTION = """\
 
 Written by `python3 .ci/tasks.py docs` from the commands themselves; a test fails where the two differ.
 
-Data goes to stdout, everything said about it to stderr; `--json` makes the data one JSON document. Exit codes:
+Data goes to stdout, messages go to stderr; `--json` makes the data one JSON document. Exit codes:
 0 done, 1 a check that was asked for did not hold, 2 a mistake that you can mend (`error:` and `hint:`),
 130 interrupted. `NO_COLOR=1` switches colours off. `zosim --version` names the versions that numbers depend on.
 """

@@ -141,7 +141,7 @@ def locked(directory: Path) -> Iterator[None]:
         raise refusal_of_machine(error) or error from error
     with file:
         _lock(file, directory)
-        with suppress(OSError):  # who holds it is only said; a disk may be full
+        with suppress(OSError):  # the holder is only reported; a disk may be full
             file.truncate(0)
             file.write(f"{os.getpid()}\n")
             file.flush()

@@ -31,7 +31,7 @@ class Role(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What is said of a statement, computed by :func:`verdict_of` from what its checks return."""
+    """The verdict on a statement, computed by :func:`verdict_of` from what its checks return."""
 
     HOLDS = "holds"
     CONDITION = "holds under a condition that the paper does not state"
@@ -258,7 +258,7 @@ def _leading(roles: set[Role]) -> Role:
 
 
 def verdict_of(claim: Claim, outcomes: tuple[Outcome, ...]) -> Verdict:
-    """Return what is said of a statement whose checks returned `outcomes`, by the table of :class:`Claim`."""
+    """Return the verdict on a statement whose checks returned `outcomes`, by the table of :class:`Claim`."""
     leading = _leading({check.role for check in claim.checks})
     if leading is Role.READING:
         raised = any(outcome.error for outcome in outcomes)

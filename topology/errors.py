@@ -16,7 +16,7 @@
     ├── DataError          training data that cannot be read
     ├── CodecError         values that a codec cannot carry, or a message that is damaged
     ├── RunError           a run that could not go on
-    ├── DependencyError    a package that does not do what it was told
+    ├── DependencyError    a package that ignores an argument
     └── MachineError       a disk or a memory that refused
 
 Each names the thing, shows the value and offers the fix. The command line prints it without a traceback;
@@ -105,7 +105,7 @@ class RunError(ZosimError):
 
 
 class DependencyError(ZosimError):
-    """A package of another version than zosim was written for, which does not do what it was told."""
+    """A package of another version than zosim was written for, which ignores an argument."""
 
 
 class MachineError(ZosimError):
@@ -171,6 +171,6 @@ def refusing_ignored() -> Iterator[None]:
             if not re.match(_IGNORED, str(warning), re.IGNORECASE):
                 raise
             raise DependencyError(
-                f"a package does not do what it was told: {warning}",
+                f"a package ignores an argument: {warning}",
                 hint="install the versions that zosim is tested with, those of requirements.txt in a clone of it",
             ) from warning

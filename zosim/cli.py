@@ -1,6 +1,6 @@
 """The ``zosim`` command: subcommands from every package, one way of failing.
 
-Data goes to stdout and everything said about it to stderr, so that output can be piped. Exit codes: 0 done,
+Data goes to stdout and messages go to stderr, so that output can be piped. Exit codes: 0 done,
 1 a check that was asked for did not hold (or our own mistake, with its traceback), 2 a mistake that the user can
 mend, 130 interrupted.
 """

@@ -195,7 +195,7 @@ class PlanConfig(Section):
 
 
 def filled(config: PlanConfig) -> PlanConfig:
-    """Return a config with what data and model leave to be said: a sequence's tokens, how a quantized model keeps its weights."""
+    """Return a config completed from data and model: a sequence's tokens, how a quantized model keeps its weights."""
     if config.seq is None:
         config = config.model_copy(update={"seq": USUAL_SEQ})
     stored = config.spec.stored

@@ -1,4 +1,4 @@
-"""What commands print: data on stdout, everything said about it on stderr.
+"""What commands print: data on stdout, messages on stderr.
 
 rich leaves colours and animation out where the stream is not a terminal or ``NO_COLOR`` is set.
 """

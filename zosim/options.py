@@ -137,7 +137,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.", rich
 
 
 def axis(kind: type[_Model], **fields: object) -> _Model:
-    """Return one axis of a plan from what options said."""
+    """Return one axis of a plan from options."""
     with readable(f"option of {kind.__name__.lower()}", PlanError, model=kind):
         return kind.model_validate(fields)
 

@@ -1,4 +1,4 @@
-"""What is said about a result, once: shown in a terminal, written as Markdown, handed on as data.
+"""The report of a result, written once: shown in a terminal, written as Markdown, handed on as data.
 
 A report is a sequence of parts: paragraphs (plain strings), :class:`Table`, :class:`Bullets`, :class:`Code`,
 :class:`Picture`, and reports again, which are its sections::
@@ -16,7 +16,7 @@ A report is a sequence of parts: paragraphs (plain strings), :class:`Table`, :cl
     >>> made.to_data()
     {'title': 'Steps', 'parts': ['Two plans:', [{'plan': 'zo2', 'ms': 1.5}, {'plan': 'mezo', 'ms': 2}]]}
 
-Whatever is said may name what an untrusted file calls itself. So a text is emphasised (``**``) and quoted (backticks) as Markdown
+A report may name what an untrusted file calls itself. So a text is emphasised (``**``) and quoted (backticks) as Markdown
 does, but it holds neither links, nor images, nor HTML, and nothing in it reaches what comes after it: in Markdown each text is
 one line, whatever ends of lines it has.
 """

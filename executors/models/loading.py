@@ -380,7 +380,7 @@ def _weight_files(directory: Path, weights_name: str = WEIGHTS_NAME) -> list[Pat
         # Plain names alone: an untrusted index must not lead out of its directory.
         if not isinstance(file, str) or file != Path(file).name or not file.endswith(".safetensors"):
             raise ModelError(
-                f"{index}: {name!r:.60} is said to be in {file!r:.60}",
+                f"{index}: {name!r:.60} is listed in {file!r:.60}",
                 hint="weights lie in .safetensors files beside their index",
             )
     files = sorted({directory / file for file in where.values()})

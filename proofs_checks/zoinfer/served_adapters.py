@@ -105,13 +105,13 @@ def check_windows(context: Context) -> Outcome:
             parts[f"rank {max_rank}, error of {len(parts)}"] = at_most(
                 float((outer @ inner - whole).norm()),
                 float(module.lora_lost) + 1e-10 * size,
-                what="error made, and told",
+                what="error made, and reported",
             )
         if max_rank == 16:
             parts["all windows"] = equal(
                 1 + off / size, 1.0, what="1 + relative distance to the sum of steps"
             )
-            parts["nothing is lost"] = is_true(most == 0, what="no error is told")
+            parts["nothing is lost"] = is_true(most == 0, what="no error is reported")
         else:
             parts["compacted"] = exceeds(off, 1e-6 * size, what="distance to the sum of steps")
             windows = lazy_windows_of(model)
@@ -530,7 +530,7 @@ CHECKS: Checks = {
             f"{_WINDOWS}:LazyWindows.opens",
             lambda shipped, self, step: shipped(self, step - 1),
         ),
-        left_by_closing("an error that is not told", lambda module: module.lora_lost),
+        left_by_closing("an error that is not reported", lambda module: module.lora_lost),
         Fault(
             "closed increments that a resumed run does not read",
             f"{_WINDOWS}:LazyWindows.stand_at",

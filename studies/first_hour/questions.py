@@ -117,7 +117,7 @@ def _capture_that_asks(setting: Setting) -> tuple[bool, str]:
     is_so = total == [8.0] * 4 and num_graphs == 1 and len(reported) == 1
     return (
         is_so,
-        f"sums {total[0]:g} of 8, {num_graphs} graph of what asks nothing; said: {reported or 'nothing'}",
+        f"sums {total[0]:g} of 8, {num_graphs} graph of what asks nothing; reported: {reported or 'nothing'}",
     )
 
 

@@ -44,7 +44,7 @@ class CellPrediction:
     Attributes
     ----------
     predicted, low, high : float or None
-        In the row's unit, with the ends of the 90 % interval; None where nothing can be said.
+        In the row's unit, with the ends of the 90 % interval; None where there is no prediction.
     bottleneck : str
         What takes most of the step, or most of the memory.
     note : str

@@ -47,7 +47,7 @@ _BITS_ANCHORS = (1, 4, 8)
 
 
 class NotPredicted(ZosimError):  # noqa: N818 - reads as the statement it makes
-    """A row of these tables about which nothing can be said, with the reason."""
+    """A row of these tables without a prediction, with the reason."""
 
 
 @dataclass(frozen=True)

@@ -256,7 +256,7 @@ def main() -> None:
         f"linears of the embedded model, batch {TaskSettings().batch}, {options.draws} perturbations, {options.steps} steps"
     )
     print(
-        f"{'rank':>6}{'E g2|z|2':>11}{'said':>9}{'kurtosis':>11}{'said':>8}{'ms':>11}{'loss':>11}{'right %':>9}"
+        f"{'rank':>6}{'E g2|z|2':>11}{'theory':>9}{'kurtosis':>11}{'theory':>8}{'ms':>11}{'loss':>11}{'right %':>9}"
     )
     made = []
     for row in rows:

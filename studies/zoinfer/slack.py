@@ -57,7 +57,7 @@ def main() -> None:
     options = _options()
     with tempfile.TemporaryDirectory() as folder:
         _write_model(Path(folder), options)
-        reported = Path(folder) / "said"
+        reported = Path(folder) / "output"
         with reported.open("w") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "zosim", "serve", "--model", f"{folder}/model", "--port", "0", "--threads", "1",

@@ -148,7 +148,7 @@ def test_a_warning_that_something_is_ignored_is_an_error(
         warnings.simplefilter("ignore")  # as outside tests, where a warning stops nothing
         code, out, err = run(["ignored"], capsys)
         assert (code, out) == (2, "")
-        assert "a package does not do what it was told: Using `cache=None`" in err
+        assert "a package ignores an argument: Using `cache=None`" in err
         assert "hint: install the versions that zosim is tested with" in err
         assert run(["slow"], capsys)[:2] == (0, "done\n")
 

@@ -118,7 +118,7 @@ def from_hwloc_xml(
     _add_bridges(tree, machine, numas[0])
     _add_nvlinks(tree, root, machine)
     if machine.find(".//object[@type='PCIDev']") is None:
-        builder.notes.append("The file has no PCI devices: whether the machine has GPUs is not told.")
+        builder.notes.append("The file has no PCI devices: whether the machine has GPUs is unknown.")
     return builder.build_imported(f"Imported from the hwloc file {Path(path).name}.")
 
 
@@ -240,7 +240,7 @@ def _add_bridges(tree: _HwlocTree, parent: ET.Element, numa: str) -> None:
 
 
 def _pci_type(device: ET.Element) -> tuple[str, int, int]:
-    """Class, vendor and device of a PCI object; empty and zeros where they are not told."""
+    """Class, vendor and device of a PCI object; empty and zeros where they are unknown."""
     match = _PCI_TYPE.match(device.get("pci_type", ""))
     return ("", 0, 0) if match is None else (match[1].lower(), int(match[2], 16), int(match[3], 16))
 

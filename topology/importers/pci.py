@@ -99,7 +99,7 @@ def link_above(
     Parameters
     ----------
     builder : MachineBuilder
-        Gets a note where the link is not told, or not believed.
+        Gets a note where the link is unknown, or not believed.
     name : str
         The device, for the note.
     reported : LinkType or None
@@ -133,7 +133,7 @@ def _of_gpu(builder: MachineBuilder, name: str, reported: LinkType | None, gpu: 
     if reported is None:
         link_type = connector_type(gpu)
         builder.notes.append(
-            f"The PCIe link of {gpu.name} is not told; its connector's is assumed, {link_type.name}."
+            f"The PCIe link of {gpu.name} is unknown; its connector's is assumed, {link_type.name}."
         )
         return link_type
     width = reported.pcie

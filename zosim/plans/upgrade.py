@@ -83,7 +83,7 @@ def upgrade(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_full_range(model: object) -> bool:
-    """Whether the quantized values in a model's files use their lowest number, which plans once said, too."""
+    """Whether the quantized values in a model's files use their lowest number, which plans once stated, too."""
     stored = model.get("stored") if isinstance(model, dict) else None
     return isinstance(stored, dict) and stored.get("full_range") is True
 

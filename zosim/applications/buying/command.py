@@ -132,7 +132,7 @@ def buy(
         print(shipped_prices_text(), end="")
         return
     if model is None:
-        raise PlanError("what is to be tuned was not said", hint="--model opt-66b, for instance")
+        raise PlanError("no model was given", hint="name the model to tune, such as --model opt-66b")
     answer = answer_for(
         model,
         steps=steps,

@@ -1,4 +1,4 @@
-"""What is told about a run without telling who ran it, where, on which files."""
+"""What evidence reports of a run: not who ran it, where, or on which files."""
 
 from __future__ import annotations
 

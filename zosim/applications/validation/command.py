@@ -65,13 +65,13 @@ def validate(
         "mean_of_p90": None if mean is None else mean[1],
         "not_predicted": dict(reasons.most_common()),
     }
-    forecast = f"{num_predicted} of {len(rows)} rows predicted"
+    counted = f"{num_predicted} of {len(rows)} rows predicted"
     why = Bullets(f"{count} not predicted: {reason}" for reason, count in reasons.most_common(10))
     if mean is None:
-        emit(data, json=as_json, text=Report("", f"{forecast}; none of them is measured", why))
+        emit(data, json=as_json, text=Report("", f"{counted}; none of them is measured", why))
         return
     shown = score_table([*by_group, Score.of(judged, "all")])
     summary = (
-        f"{forecast}; mean over groups: median {100 * mean[0]:.1f} %, 90th percentile {100 * mean[1]:.1f} %"
+        f"{counted}; mean over groups: median {100 * mean[0]:.1f} %, 90th percentile {100 * mean[1]:.1f} %"
     )
     emit(data, json=as_json, text=Report("", shown, summary, why))
