@@ -227,7 +227,7 @@ def _attention_s(part: Attention, dtype: str, width: int, values: Mapping[str, f
         # What a GPU computes meanwhile hides the reading, but short sequences compute little.
         return max(computing_s, part.elements * width / values["memory_bandwidth"])
     scores = Matmul(m=part.query, n=part.key, k=part.head_dim, num=part.num)
-    mixing = Matmul(m=part.query, n=part.head_dim, k=part.key, num=part.num)
+    mixing = Matmul(m=part.query, n=part.value_dim or part.head_dim, k=part.key, num=part.num)
     return sum(_matmul_s(product, dtype, width, values, batched=True) for product in (scores, mixing))
 
 

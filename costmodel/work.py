@@ -73,7 +73,8 @@ class Attention(_FrozenCounts):
     ``materialised`` says that the score matrix is written out (the ``eager`` implementation); a fused
     kernel keeps it on chip. Neither skips the masked half: FLOPs are those of the full square unless
     ``causal_skip``. ``kernel`` names a fused kernel where it is not the device's usual one. A fused ``backward`` makes the
-    scores again: five products in place of two. ``sharing`` query heads read the same keys and values; code that repeats
+    scores again: five products in place of two. ``value_dim`` is the width of values where it is not that of queries and keys.
+    ``sharing`` query heads read the same keys and values; code that repeats
     these for every head before the kernel shares nothing.
     """
 
@@ -81,6 +82,7 @@ class Attention(_FrozenCounts):
     query: PositiveInt
     key: PositiveInt
     head_dim: PositiveInt
+    value_dim: PositiveInt | None = None
     materialised: bool = False
     causal_skip: bool = False
     kernel: AttentionKernel | None = None
@@ -90,15 +92,20 @@ class Attention(_FrozenCounts):
     @property
     def elements(self) -> int:
         """Elements that a fused kernel reads and writes once: queries, keys, values and output, backwards their gradients too."""
-        ends = 2 * self.num * self.query + 2 * self.num * self.key // self.sharing
-        return ends * self.head_dim * (2 if self.backward else 1)
+        ends = self.num * self.query + self.num * self.key // self.sharing
+        return ends * self._widths * (2 if self.backward else 1)
 
     @property
     def flops(self) -> int:
         """Floating-point operations of both products (scores, and scores times values), of a backward's five."""
-        num_products = 5 if self.backward else 2
-        full = 2 * num_products * self.num * self.query * self.key * self.head_dim
+        # Backwards three of five products are as wide as queries, two as values.
+        widths = self._widths + (2 * self.head_dim + (self.value_dim or self.head_dim)) * self.backward
+        full = 2 * self.num * self.query * self.key * widths
         return full // 2 if self.causal_skip else full
+
+    @property
+    def _widths(self) -> int:
+        return self.head_dim + (self.value_dim or self.head_dim)
 
     @property
     def score_elements(self) -> int:

@@ -219,31 +219,32 @@ def spec_of_config(
             hint=f"families are {', '.join(FAMILIES)}; the executor reads any other model by instantiating it: "
             "save its executors.spec_of_model(model).model_dump_json() to a file and pass that file",
         )
-    arch = family.architecture()
-    tensors = list(family.tensors(arch))
+    shape, tensors = family.shape, list(family.tensors())
     lora = trainable if isinstance(trainable, LoRA) else None
     num_prefix_tokens = trainable.num_tokens if isinstance(trainable, Prefix) else 0
     adapters = [] if lora is None else _adapted_linears(tensors, lora, name)
     if num_prefix_tokens:
-        entries = _with_prefixes(tensors, (num_prefix_tokens, arch.num_key_value_heads * arch.head_dim))
+        entries = _with_prefixes(
+            tensors, (num_prefix_tokens, shape["num_key_value_heads"] * shape["head_dim"])
+        )
     else:
         entries = _entries(tensors, trainable)
     split = tuple(sorted(set(split_blocks)))
-    if not arch.is_causal and (num_prefix_tokens or split):
+    if not family.is_causal and (num_prefix_tokens or split):
         what = "a prefix" if num_prefix_tokens else "a split inside a block"
         message = f"model {name} is a masked language model: {what} is not for it"
         hint = "tune all of it or LoRA adapters" if num_prefix_tokens else "split between its blocks"
         raise ModelError(message, hint=hint)
-    segments_of(arch.num_blocks, split)
+    segments_of(shape["num_blocks"], split)
     # Sizes that are possible one by one may have a product that no dimension of a tensor has.
     with readable(f"a tensor of {source or name}", ModelError):
         param_groups = group_parameters(
-            split_blocks_inside(entries, split, norm_after_mlp=arch.norm_after_mlp)
+            split_blocks_inside(entries, split, norm_after_mlp=family.sizes.get("norm_after_mlp", False))
         )
     return ModelSpec(
         name=name,
         family=family.family,
-        **{field: value for field, value in vars(arch).items() if field in ModelSpec.model_fields},
+        **shape,
         adapter_rank=lora.rank + lora.closed_rank if lora else 0,
         adapter_shapes=tuple((inputs, outputs) for outputs, inputs in adapters),
         adapter_lazy_steps=(lora.lazy_steps or 0) if lora else 0,
@@ -385,11 +386,17 @@ def _without_variants(name: str) -> Iterator[str]:
             yield from _without_variants(name.removesuffix(end))
 
 
+_OF_ONE_FAMILY = ("opt", "gpt2", "llama", "qwen2", "qwen3", "mistral", "roberta")
+"""Files of sizes that are of one family each."""
+
+
 @cache
 def _family_files() -> tuple[dict[str, Any], ...]:
     """Read once, for sizes and for aliases: what YAML takes is a good part of what a model takes."""
     folder = resources.files("costmodel") / "data" / "models"
-    files = ((folder / f"{family}.yaml").read_text(encoding="utf-8") for family in (*FAMILIES, "others"))
+    files = (
+        (folder / f"{family}.yaml").read_text(encoding="utf-8") for family in (*_OF_ONE_FAMILY, "others")
+    )
     return tuple(map(shipped_yaml, files))
 
 

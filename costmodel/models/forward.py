@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from costmodel.formats import FORMATS, DType
 from costmodel.models.kernel_trace import KernelTrace, TracedBuffer
-from costmodel.models.model_spec import BACK, EMBED, FRONT, HEAD, ModelSpec
-from costmodel.models.pieces import AttentionImpl, Pass, attention_part, lookup, norm
+from costmodel.models.model_spec import BACK, EMBED, FRONT, HEAD, ModelSpec, block_index
+from costmodel.models.pieces import TANH, AttentionImpl, Pass, attention_part, lookup, norm, seen_tokens
 from costmodel.work import ModelCode, Work
 from topology.errors import ModelError
 
@@ -82,6 +82,7 @@ def forward_work(
         loss_chunk=loss_chunk,
         padded=padded,
         num_kept=num_kept,
+        block=0 if segment in (EMBED, HEAD) else block_index(segment),
     )
     code: ModelCode = "embed" if segment == EMBED else "head" if segment == HEAD else "block"
     ending = next((end for end in (FRONT, BACK) if segment.endswith(end)), "")
@@ -125,9 +126,13 @@ def shared_activation_bytes(
     padding fused attention takes a flag that it is causal.
     """
     width = FORMATS[dtype].element_bytes
-    mask = batch * seq * seq * (width if attention == "eager" else is_padded)
-    rotary = 2 * seq * spec.head_dim * width if spec.positions == "rotary" else 0
-    return mask + rotary
+    # Blocks that see as many tokens share a mask; one of a window is needed without padding, too.
+    spans = {seen_tokens(spec, block, seq) for block in range(spec.num_blocks)}
+    stores_scores = attention == "eager" or (spec.stores_scores == "always" and attention == "sdpa")
+    masks = sum(width if stores_scores else bool(is_padded or span) for span in spans)
+    rotary = 2 * seq * (spec.rotary_dim or spec.head_dim) * width if spec.positions == "rotary" else 0
+    alibi = batch * spec.num_heads * seq * width if spec.positions == "alibi" else 0
+    return batch * seq * seq * masks + rotary * len(spans) + alibi + spec.buffer_bytes
 
 
 def _embed_work(spec: ModelSpec, shape: Pass) -> Work:
@@ -143,6 +148,8 @@ def _embed_work(spec: ModelSpec, shape: Pass) -> Work:
             narrow, hidden = hidden, trace.linear(shape.rows, spec.embed_dim, spec.hidden_size)
             trace.free(narrow)
         hidden = trace.map(hidden, table, drop=(hidden, table))
+    for _ in range(spec.embedding_passes):
+        hidden = trace.map(hidden, drop=(hidden,))
     return trace.work(output_bytes=hidden.size_bytes)
 
 
@@ -181,6 +188,8 @@ def _head_work(spec: ModelSpec, shape: Pass) -> Work:
 
 def _loss(trace: KernelTrace, spec: ModelSpec, rows: int) -> None:
     logits = trace.linear(rows, spec.embed_dim, spec.vocab_size)
+    for number in range(spec.logit_passes):
+        logits = trace.map(logits, drop=(logits,), exponentials=TANH if number == 1 else 0)
     upcast = logits  # transformers' masked models take the loss of logits as they are
     if spec.is_causal:
         if trace.dtype == "float64":  # which a cast of the trace takes for as wide
@@ -218,26 +227,138 @@ def _up_to_mlp(
 ) -> tuple[TracedBuffer, TracedBuffer, tuple[TracedBuffer, ...]]:
     """Play a block up to its MLP; return the residual stream, the MLP's input, and what stays alive meanwhile."""
     entry = TracedBuffer(shape.rows * spec.hidden_size, shape.dtype)
-    normed = norm(trace, spec, entry)
+    normed = _normed_before(trace, spec, entry)
     attended, kept = attention_part(trace, spec, shape)
+    attended = _normed_after(trace, spec, attended)
     if shape.num_kept:
         entry = lookup(trace, shape.kept_rows * spec.hidden_size)
-    residual = trace.map(entry, attended, drop=(normed, attended) if spec.family != "gpt2" else (normed,))
-    return residual, norm(trace, spec, residual), (kept, attended)
+    is_held = spec.family == "gpt2" or "holds attention" in spec.habits
+    done = () if "holds norm" in spec.habits else (normed,)
+    residual = _added(trace, spec, entry, attended, drop=done if is_held else (*done, attended))
+    return residual, _normed_before(trace, spec, residual), (kept, attended, normed)
+
+
+def _normed_before(trace: KernelTrace, spec: ModelSpec, hidden: TracedBuffer) -> TracedBuffer:
+    """Play the norm before attention or MLP, where there is one."""
+    return norm(trace, spec, hidden) if spec.norm_placement != "after" else hidden
+
+
+def _normed_after(trace: KernelTrace, spec: ModelSpec, change: TracedBuffer) -> TracedBuffer:
+    """Play the norm behind attention or MLP, where there is one."""
+    if spec.norm_placement == "before":
+        return change
+    normed = norm(trace, spec, change)
+    trace.free(change)
+    return normed
+
+
+def _added(
+    trace: KernelTrace,
+    spec: ModelSpec,
+    residual: TracedBuffer,
+    change: TracedBuffer,
+    *,
+    drop: tuple[TracedBuffer, ...],
+) -> TracedBuffer:
+    if not spec.scaled_residual:
+        return trace.map(residual, change, drop=drop)
+    scaled = trace.map(change)
+    return trace.map(residual, scaled, drop=(scaled, *drop))
 
 
 def _block_work(spec: ModelSpec, shape: Pass) -> Work:
     trace = KernelTrace(shape.dtype)
     if not spec.is_causal:
         return _masked_block_work(trace, spec, shape)
+    if spec.residual != "serial":
+        return _parallel_block_work(trace, spec, shape)
     residual, normed, kept = _up_to_mlp(trace, spec, shape)
-    inner = _first_of_mlp(trace, spec, shape, normed)
-    output = trace.linear(shape.kept_rows, spec.intermediate_size, spec.hidden_size)
-    trace.free(inner, normed)
-    output = trace.map(residual, output, drop=(residual, output))
+    output = _normed_after(trace, spec, _mlp(trace, spec, shape, normed))
+    if normed is not residual:
+        trace.free(normed)
+    output = _added(trace, spec, residual, output, drop=(residual, output))
     trace.free(*kept)
     _adapters(trace, spec, shape)
     return trace.work(output_bytes=output.size_bytes)
+
+
+def _parallel_block_work(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> Work:
+    """Play a block whose attention and MLP read the same hidden state."""
+    entry = TracedBuffer(shape.rows * spec.hidden_size, shape.dtype)
+    normed = norm(trace, spec, entry)
+    attended, kept = attention_part(trace, spec, shape)
+    other = norm(trace, spec, entry) if spec.residual == "parallel" else normed
+    output = _mlp(trace, spec, shape, other)
+    total = trace.map(attended, output)
+    summed = trace.map(total, entry, drop=(attended, output, total, normed, other, kept))
+    _adapters(trace, spec, shape)
+    return trace.work(output_bytes=summed.size_bytes)
+
+
+def _mlp(trace: KernelTrace, spec: ModelSpec, shape: Pass, normed: TracedBuffer) -> TracedBuffer:
+    """Play a block's MLP, or its experts."""
+    if spec.has_experts(shape.block):
+        return _mixture(trace, spec, shape, normed)
+    inner = _first_of_mlp(trace, spec, shape, normed)
+    output = trace.linear(shape.kept_rows, spec.intermediate_size, spec.hidden_size)
+    trace.free(inner)
+    return output
+
+
+_NUM_ROUTING_KERNELS = 13
+"""Kernels that choose experts and put visits in order, on a few numbers a token each."""
+_ORDER_BYTES = 48
+"""Of a visit's expert, its weight, and its place in the order of experts and in that of tokens."""
+
+
+def _mixture(trace: KernelTrace, spec: ModelSpec, shape: Pass, normed: TracedBuffer) -> TracedBuffer:
+    """Play a mixture of experts: visits in the order of experts, two products for each expert that is visited, and their sum.
+
+    What is alive does not depend on who is visited: a row for each visit.
+    """
+    experts, rows, hidden = spec.experts, shape.kept_rows, spec.hidden_size
+    assert experts is not None
+    shared = _shared_expert(trace, spec, shape)
+    scores = trace.linear(rows, hidden, experts.num_experts)
+    trace.free(trace.map(scores, drop=(scores,), exponentials=1))
+    trace.num_kernels += _NUM_ROUTING_KERNELS
+    visits, inner = rows * experts.num_per_token, experts.intermediate_size
+    num_visited = round(experts.num_visited(rows))
+    order = trace.new(visits * _ORDER_BYTES // 4, "float32")
+    picked = lookup(trace, visits * hidden)
+    biases = [lookup(trace, visits * 2 * inner)] if experts.has_biases else []
+    both = trace.grouped(visits, hidden, 2 * inner, num_visited)
+    half = TracedBuffer(visits * inner, shape.dtype)
+    if experts.has_biases:  # gpt-oss clamps both halves, and writes its activation out
+        parts = [trace.map(half, exponentials=number == 3) for number in range(6)]
+        activated = trace.map(*parts[:2], drop=tuple(parts))
+    else:
+        gate = trace.map(half, exponentials=1)
+        activated = trace.map(gate, half, drop=(gate,))
+    trace.free(both, *biases)
+    biases = [lookup(trace, visits * hidden)] if experts.has_biases else []
+    down = trace.grouped(visits, inner, hidden, num_visited)
+    trace.free(activated)
+    weighted = trace.map(down)
+    ordered = lookup(trace, visits * hidden)
+    trace.free(weighted)
+    output = trace.map(ordered, num_elements=rows * hidden, drop=(ordered, down, picked, order, *biases))
+    return output if shared is None else trace.map(output, shared, drop=(output, shared))
+
+
+def _shared_expert(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> TracedBuffer | None:
+    """Play the MLP that all tokens go through besides; None where there is none."""
+    experts, rows, hidden = spec.experts, shape.kept_rows, spec.hidden_size
+    if experts is None or not experts.shared_size:
+        return None
+    inner = _gated(trace, spec, rows, experts.shared_size)
+    shared = trace.linear(rows, experts.shared_size, hidden)
+    trace.free(inner)
+    if not experts.gates_shared:
+        return shared
+    gate = trace.linear(rows, hidden, 1)
+    gate = trace.map(gate, drop=(gate,), exponentials=1)
+    return trace.map(shared, gate, drop=(shared, gate))
 
 
 def _masked_block_work(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> Work:
@@ -265,27 +386,38 @@ def _added_and_normed(
 def _first_of_mlp(trace: KernelTrace, spec: ModelSpec, shape: Pass, normed: TracedBuffer) -> TracedBuffer:
     """Play the MLP up to the input of its second linear."""
     if spec.mlp == "gated":
-        gate = trace.linear(shape.kept_rows, spec.hidden_size, spec.intermediate_size)
-        gate = _activate(trace, spec, gate)
-        up = trace.linear(shape.kept_rows, spec.hidden_size, spec.intermediate_size)
-        return trace.map(gate, up, drop=(gate, up))
+        return _gated(trace, spec, shape.kept_rows, spec.intermediate_size)
     inner = trace.linear(shape.kept_rows, spec.hidden_size, spec.intermediate_size)
     if spec.family == "opt":
         trace.free(normed)  # OPT's block overwrites its only name for it; the others keep it in the caller
     return _activate(trace, spec, inner)
 
 
+def _gated(trace: KernelTrace, spec: ModelSpec, rows: int, width: int) -> TracedBuffer:
+    if spec.fused_gate:
+        both, half = trace.linear(rows, spec.hidden_size, 2 * width), TracedBuffer(rows * width, trace.dtype)
+        gate = trace.map(half, exponentials=1)
+        return trace.map(gate, half, drop=(gate, both))
+    gate = _activate(trace, spec, trace.linear(rows, spec.hidden_size, width))
+    up = trace.linear(rows, spec.hidden_size, width)
+    return trace.map(gate, up, drop=(gate, up))
+
+
 def _activate(trace: KernelTrace, spec: ModelSpec, inner: TracedBuffer) -> TracedBuffer:
-    """Play the activation: one kernel, or eight for ``gelu_new``, which transformers writes out."""
-    if spec.activation != "gelu_new":
+    """Play the activation: one kernel, or several for those that transformers writes out."""
+    if spec.activation == "relu2":
+        positive = trace.map(inner)
+        return trace.map(positive, drop=(positive, inner))
+    if spec.activation not in ("gelu_new", "bloom_gelu"):
         return trace.map(inner, drop=(inner,), exponentials=0 if spec.activation == "relu" else 1)
     half = trace.map(inner)
+    scaled = (trace.map(inner),) if spec.activation == "bloom_gelu" else ()
     term = trace.map(inner)
     term = trace.map(term, drop=(term,))
     term = trace.map(inner, term, drop=(term,))
-    for exponentials in (0, _TANH, 0):
+    for exponentials in (0, TANH, 0):
         term = trace.map(term, drop=(term,), exponentials=exponentials)
-    return trace.map(half, term, drop=(half, term, inner))
+    return trace.map(half, term, drop=(half, term, inner, *scaled))
 
 
 def _adapters(trace: KernelTrace, spec: ModelSpec, shape: Pass, *, behind: bool | None = None) -> None:
@@ -299,9 +431,6 @@ def _adapters(trace: KernelTrace, spec: ModelSpec, shape: Pass, *, behind: bool 
         total = trace.map(TracedBuffer(scaled.num_elements, shape.dtype), scaled, drop=(scaled,))
         trace.free(total)
 
-
-_TANH = 4
-"""Exponentials that a hyperbolic tangent counts as: torch's takes about four times as long on a CPU."""
 
 _PLAYERS: dict[str, Callable[[ModelSpec, Pass], Work]] = {
     "embed": _embed_work,

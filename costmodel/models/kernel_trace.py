@@ -102,6 +102,15 @@ class KernelTrace:
         self.num_kernels += 1
         return self.new(rows * outputs)
 
+    def grouped(self, rows: int, inputs: int, outputs: int, num_groups: int) -> TracedBuffer:
+        """Return the output of products in one kernel, rows shared out as evenly as they can be among so many weights."""
+        few, rest = divmod(rows, num_groups)
+        for m, num in ((few + 1, rest), (few, num_groups - rest)):
+            if m and num:
+                self.matmuls.append(Matmul(m=m, n=outputs, k=inputs, num=num, alive_bytes=self.live_bytes))
+        self.num_kernels += 1
+        return self.new(rows * outputs)
+
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
         """Count what is recorded meanwhile `times` times; it has no attention in it and leaves nothing alive."""

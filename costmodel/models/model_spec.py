@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import cache, cached_property
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, model_validator
 
 from costmodel.formats import StorageFormat
 from costmodel.formats.stored_quantization import StoredQuantization
@@ -28,6 +28,17 @@ HEAD = "head"
 
 FRONT = ".front"
 BACK = ".back"
+
+Habit = Literal[
+    "holds attention", "holds norm", "holds projections", "holds scores", "late head norms", "narrow softmax", "shifted norm",
+    "wide norm", "wide products", "wide rotation", "wide scores",
+]  # fmt: skip
+"""What models' code does with temporaries.
+
+Names hold attention's output or input to the end of the block, queries and keys or scores before the mask while they are attended to.
+Heads are normalised when all three projections are made; one is added to a norm's weight. In half precision, norms without
+weights, rotations, or products of them, or scores are computed in float32; or the softmax is not.
+"""
 
 Part = Literal["all", "matrices", "linears"]
 """What is tuned of a model's own parameters."""
@@ -125,6 +136,97 @@ class ParamGroup(BaseModel):
         return len(self.segments) > 1
 
 
+class Experts(BaseModel):
+    """Experts of a mixture, of which each token visits a few; every block has as many of its own.
+
+    Attributes
+    ----------
+    num_experts, num_per_token : int
+        How many there are in a block, and how many of them a token visits.
+    intermediate_size : int
+        Width of one expert's gated MLP.
+    shared_size : int
+        Width of the MLP that all tokens go through besides, 0 where there is none.
+    gates_shared : bool
+        Whether that MLP's output is scaled by a gate of its own (Qwen2-MoE).
+    has_biases : bool
+        Whether experts have biases, which are picked for every visit.
+    dense_blocks : tuple of int
+        Blocks that have one MLP in place of experts.
+    shares : tuple of float
+        Share of the visits that each expert gets; empty where nobody has measured it, which counts as even.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_experts: Extent
+    num_per_token: Extent
+    intermediate_size: Extent
+    shared_size: ElementsOrNone = 0
+    gates_shared: bool = False
+    has_biases: bool = False
+    dense_blocks: tuple[NonNegativeInt, ...] = ()
+    shares: tuple[NonNegativeFloat, ...] = ()
+
+    @model_validator(mode="after")
+    def _are_enough(self) -> Experts:
+        if self.num_per_token > self.num_experts:
+            message = f"a token visits {self.num_per_token} of {self.num_experts} experts"
+            raise ModelError(message, hint="num_experts_per_tok may be as many as there are")
+        if self.shares and (len(self.shares) != self.num_experts or not sum(self.shares)):
+            message = f"shares are of {len(self.shares)} experts, the model has {self.num_experts}"
+            raise ModelError(message, hint="state one share for each, not all of them 0")
+        return self
+
+    def num_visited(self, num_tokens: int) -> float:
+        """Return how many experts of a block so many tokens are expected to visit.
+
+        Notes
+        -----
+        Tokens choose ``k`` of ``E`` experts independently of each other, expert ``e`` with probability ``p_e``, which add up to
+        ``k``. The number of experts that at least one of ``T`` tokens visits is expected to be ``Σ 1 - (1 - p_e)^T``; where all
+        are as likely, ``E (1 - (1 - k/E)^T)``. Even shares visit the most.
+
+        Examples
+        --------
+        >>> mixtral = Experts(num_experts=8, num_per_token=2, intermediate_size=14336)
+        >>> mixtral.num_visited(1), mixtral.num_visited(4), round(mixtral.num_visited(2048), 6)
+        (2.0, 5.46875, 8.0)
+        """
+        even = (1.0,) * self.num_experts
+        total, left = self.shares or even, float(self.num_per_token)
+        # No token visits an expert twice: what a large share has above 1 goes to the others.
+        chances = sorted(total, reverse=True)
+        rest, visited = sum(chances), 0.0
+        for share in chances:
+            chance = min(1.0, left * share / rest) if rest else 0.0
+            visited += 1 - (1 - chance) ** num_tokens
+            left, rest = left - chance, rest - share
+        return visited
+
+    def visited_bounds(self, num_tokens: int) -> tuple[int, int]:
+        """Return the fewest and the most experts of a block that so many tokens can visit."""
+        return self.num_per_token, min(self.num_experts, num_tokens * self.num_per_token)
+
+
+class Latents(BaseModel):
+    """Multi-head latent attention: queries, keys and values go through narrow latents (DeepSeek-V2 and V3).
+
+    Attributes
+    ----------
+    query_rank, key_value_rank : int
+        Widths of the latents; 0 where queries have none.
+    value_dim : int
+        Width of a head's values; those of queries and keys are the model's ``head_dim``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    query_rank: ElementsOrNone
+    key_value_rank: Extent
+    value_dim: Extent
+
+
 class ModelSpec(BaseModel):
     """A language model that is one ordered list of blocks, a causal decoder or a masked encoder.
 
@@ -146,11 +248,42 @@ class ModelSpec(BaseModel):
     activation : str
         Name of the MLP's activation as transformers spells it; some are one kernel, ``gelu_new`` is eight.
     positions : str
-        ``"learned"`` (a table added by the embed segment) or ``"rotary"`` (applied to q and k in each block).
+        ``"learned"`` (a table added by the embed segment), ``"rotary"`` (applied to q and k in each block) or ``"alibi"`` (added to
+        the scores).
+    rotary_dim : int
+        Numbers of a head that rotary positions turn; 0 for all of them.
     qk_norm : bool
         Whether each head of q and k is normalised (Qwen3).
-    fused_qkv : bool
-        Whether q, k and v come out of one matrix product (GPT-2).
+    fused_qkv, fused_gate : bool
+        Whether q, k and v come out of one matrix product (GPT-2), and both halves of a gated MLP (Phi-3).
+    norm_placement : str
+        Where a block's norms are: ``"before"`` attention and MLP, ``"after"`` them (OLMo 2) or ``"around"`` (Gemma 2).
+    residual : str
+        ``"serial"``, or ``"parallel"`` where attention and MLP read the same hidden state, each behind a norm of its own or behind
+        one (``"parallel-one-norm"``, Phi).
+    scaled_residual : bool
+        Whether what is added to the hidden state is scaled first (Granite).
+    attention_softcap : bool
+        Whether scores go through a hyperbolic tangent (Gemma 2).
+    logit_passes : int
+        Element-wise kernels that logits go through before the loss: 1 scales them, 3 cap them.
+    embedding_passes : int
+        Element-wise kernels that embedded tokens go through before the first block: a norm (BLOOM), a scaling (Gemma).
+    stores_scores : str
+        Where ``sdpa`` stores scores, too, because torch's fused attention does not fit its heads: ``"never"``, on a ``"cpu"`` or
+        ``"always"``.
+    has_sinks : bool
+        Whether each head has a score of its own that takes attention from all tokens (gpt-oss).
+    habits : tuple of str
+        What its code does besides that takes memory; :data:`Habit` lists them.
+    buffer_bytes : int
+        Bytes that its modules keep besides parameters.
+    windows : tuple of int
+        Tokens that each block's attention sees, 0 for all of them; empty where all blocks see all.
+    latent : Latents or None
+        Where attention goes through latents.
+    experts : Experts or None
+        Where blocks are mixtures of experts; ``intermediate_size`` is then that of the blocks that are none.
     final_norm : bool
         Whether the head segment begins with a norm (OPT-350M has none).
     is_causal : bool
@@ -191,9 +324,24 @@ class ModelSpec(BaseModel):
     embed_dim: Extent
     tied_head: bool
     activation: str = "relu"
-    positions: Literal["learned", "rotary"] = "learned"
+    positions: Literal["learned", "rotary", "alibi"] = "learned"
+    rotary_dim: ElementsOrNone = 0
     qk_norm: bool = False
     fused_qkv: bool = False
+    fused_gate: bool = False
+    norm_placement: Literal["before", "after", "around"] = "before"
+    residual: Literal["serial", "parallel", "parallel-one-norm"] = "serial"
+    scaled_residual: bool = False
+    attention_softcap: bool = False
+    logit_passes: NonNegativeInt = 0
+    embedding_passes: NonNegativeInt = 0
+    stores_scores: Literal["never", "cpu", "always"] = "never"
+    has_sinks: bool = False
+    habits: tuple[Habit, ...] = ()
+    buffer_bytes: ElementsOrNone = 0
+    windows: tuple[ElementsOrNone, ...] = ()
+    latent: Latents | None = None
+    experts: Experts | None = None
     final_norm: bool = True
     is_causal: bool = True
     adapter_rank: ElementsOrNone = 0
@@ -222,6 +370,15 @@ class ModelSpec(BaseModel):
             message = f"model {self.name}: groups name segments that do not exist: {sorted(unknown)}"
             raise ModelError(message)
         return self
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    def has_experts(self, block: int) -> bool:
+        """Whether a block is a mixture of experts."""
+        return self.experts is not None and block not in self.experts.dense_blocks
 
     @property
     def segments(self) -> tuple[str, ...]:

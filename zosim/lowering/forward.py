@@ -84,7 +84,7 @@ class Forwards(AxisWriter):
             batch=rank.num_sequences,
             seq=plan.seq,
             dtype=plan.compute_dtype,
-            attention=plan.forward.attention,
+            attention=plan.attention,
             is_padded=not rank.is_together,
         )
         if shared:
@@ -321,7 +321,7 @@ class Forwards(AxisWriter):
             seq=seq or plan.seq,
             dtype=plan.compute_dtype,
             storage_dtype="tf32" if plan.compute_dtype == "tf32" else plan.weights.dtype,
-            attention=plan.forward.attention,
+            attention=plan.attention,
             loss_chunk=plan.forward.loss_chunk_tokens,
             num_kept=num_kept,
         )

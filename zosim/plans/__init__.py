@@ -150,6 +150,13 @@ class Plan(Axis, Document):
         return self.forward.compute_dtype or self.weights.dtype
 
     @property
+    def attention(self) -> AttentionImpl:
+        """How attention is computed: with scores stored, too, where torch's fused kernels do not fit the model."""
+        stores = self.model.stores_scores
+        has_none = stores == "always" or (stores == "cpu" and not self.placement.is_on_gpus)
+        return "eager" if has_none and self.forward.attention == "sdpa" else self.forward.attention
+
+    @property
     def transfer_dtype(self) -> TransferDType:
         """Format in which offloaded blocks are kept on the host and cross the bus."""
         return self.residency.transfer_dtype or self.weights.dtype

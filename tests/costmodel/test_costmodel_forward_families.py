@@ -1,0 +1,140 @@
+"""The forward's work of every family against what transformers' own code does, on tiny models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from costmodel import spec_of_config
+from costmodel.models.families import FAMILIES
+from costmodel.models.forward import forward_work
+from costmodel.models.model_spec import Experts
+from tests.costmodel.test_costmodel_forward_torch import DTYPES, LiveStorages
+from tests.support.tiny_families import TINY
+from topology.errors import ModelError
+
+NEW = [family for family in TINY if family not in ("opt", "gpt2", "llama", "qwen3", "roberta")]
+"""Families that are not told kernel by kernel elsewhere."""
+
+
+def _model(family, attention, dtype="float32"):
+    fields = {"pad_token_id": 1, **TINY[family]}
+    config = AutoConfig.for_model(family, **fields)
+    torch.manual_seed(0)
+    auto = AutoModelForCausalLM if FAMILIES[family].is_causal else AutoModelForMaskedLM
+    model = auto.from_config(config, attn_implementation=attention).to(DTYPES[dtype]).eval()
+    return model, spec_of_config({"model_type": family, **fields}, name=family)
+
+
+def _tokens(spec, batch, seq):
+    return torch.randint(2, spec.vocab_size, (batch, seq))
+
+
+def _run_block(model, spec, batch, seq):
+    """Return what running the second block, which has experts where any has, allocates, launches and leaves."""
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == spec.num_blocks]
+    block, called = lists[0][1], {}
+    hook = block.register_forward_pre_hook(
+        lambda _, args, kwargs: called.update(args=args, kwargs=kwargs), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(input_ids=_tokens(spec, batch, seq), use_cache=False)
+        hook.remove()
+        given = [leaf for leaf in tree_leaves(called) if isinstance(leaf, torch.Tensor)]
+        with LiveStorages([*model.parameters(), *model.buffers(), *given]) as mode:
+            output = block(*called["args"], **called["kwargs"])
+    output = output[0] if isinstance(output, tuple) else output
+    return mode.peak - output.untyped_storage().nbytes(), len(mode.kernels)
+
+
+@pytest.mark.parametrize("family", NEW)
+@pytest.mark.parametrize(("attention", "dtype"), [("sdpa", "float32"), ("eager", "bfloat16")])
+def test_blocks_take_the_memory_and_the_kernels_that_are_counted(family, attention, dtype):
+    try:
+        model, spec = _model(family, attention, dtype)
+    except ValueError as error:
+        assert "does not support an attention implementation" in str(error)
+        pytest.skip("transformers has no fused attention for it")
+    assert (
+        spec.stores_scores == "never"
+        or attention == "eager"
+        or family in ("falcon", "deepseek_v2", "deepseek_v3")
+    )
+    as_on_a_cpu = "eager" if spec.stores_scores == "cpu" else attention
+    for batch, seq in ((3, 28), (1, 24)):
+        peak, num_kernels = _run_block(model, spec, batch, seq)
+        work = forward_work(
+            spec, "block.1", batch=batch, seq=seq, dtype=dtype, attention=as_on_a_cpu, padded=True
+        )
+        # Never too low, but for a few numbers per row.
+        assert peak - 40 * batch * seq <= work.workspace_bytes <= 1.35 * peak, (batch, seq)
+        # A router's few numbers take a dozen kernels more or less, and so do masks that kernels make for themselves.
+        slack = 16 if spec.experts else 8 if spec.stores_scores != "never" else 4
+        assert abs(work.num_kernels - num_kernels) <= slack + 0.1 * num_kernels, (batch, seq)
+
+
+def _grouped_flops(rows, weights, *args, out_shape=None, **kwargs) -> int:
+    return 2 * rows[0] * rows[1] * weights[2]
+
+
+@pytest.mark.parametrize("family", NEW)
+def test_flops_equal_an_independent_count(family):
+    model, spec = _model(family, "eager")
+    tokens = _tokens(spec, 2, 30)
+    # The counter knows no product of many weights.
+    with (
+        torch.no_grad(),
+        FlopCounterMode(
+            display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops}
+        ) as counter,
+    ):
+        model(tokens, labels=tokens, use_cache=False)
+    works = [
+        forward_work(spec, segment, batch=2, seq=30, attention="eager", padded=True)
+        for segment in spec.segments
+    ]
+    assert sum(work.flops for work in works) == counter.get_total_flops()
+
+
+def test_a_window_is_a_band_for_kernels_that_know_windows_and_a_mask_for_others():
+    spec = spec_of_config({"model_type": "gemma3_text", "sliding_window": 512}, name="gemma")
+    assert spec.windows[:6] == (512, 512, 512, 512, 512, 0)
+
+    def attention(block, kernel, seq=2048):
+        work = forward_work(spec, f"block.{block}", batch=1, seq=seq, dtype="bfloat16", attention=kernel)
+        return work.attention[0]
+
+    assert (attention(0, "flash").key, attention(0, "flash").causal_skip) == (512, False)
+    assert (attention(0, "sdpa").key, attention(0, "sdpa").causal_skip) == (2048, False)
+    assert attention(5, "flash").causal_skip
+    # What is no longer than the window is attended to as ever.
+    assert attention(0, "sdpa", seq=512) == attention(5, "sdpa", seq=512)
+
+
+def test_experts_that_are_visited_are_counted_as_they_are_when_tokens_choose():
+    experts = Experts(num_experts=16, num_per_token=3, intermediate_size=1)
+    torch.manual_seed(0)
+    for num_tokens in (1, 4, 16, 64):
+        chosen = torch.rand(2000, num_tokens, 16).topk(3).indices.flatten(1)
+        visited = torch.tensor([len(row.unique()) for row in chosen], dtype=torch.float64)
+        error = visited.std() / 2000**0.5
+        assert (
+            abs(visited.mean() - experts.num_visited(num_tokens)) <= 4 * error + 1e-4
+        )  # where all were visited in all of 2000 draws
+        low, high = experts.visited_bounds(num_tokens)
+        assert low <= visited.min()
+        assert visited.max() <= high
+
+
+def test_uneven_experts_are_visited_by_no_more_than_even_ones():
+    shares = (0.9, *15 * (0.1 / 15,))
+    uneven = Experts(num_experts=16, num_per_token=2, intermediate_size=1, shares=shares)
+    even = uneven.model_copy(update={"shares": ()})
+    for num_tokens in (1, 2, 8, 100):
+        assert uneven.num_visited(num_tokens) <= even.num_visited(num_tokens) + 1e-9
+    assert uneven.num_visited(1) == pytest.approx(2)
+    with pytest.raises(ModelError, match="shares are of 3 experts"):
+        Experts(num_experts=16, num_per_token=2, intermediate_size=1, shares=(1, 1, 1))
