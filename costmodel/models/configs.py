@@ -120,7 +120,8 @@ Trainable = Part | LoRA | Prefix
 def shipped_models() -> tuple[str, ...]:
     """Return the names of the model sizes that come with the package, by family and size.
 
-    Those of other families than :data:`~costmodel.models.families.FAMILIES` come last; their shape is not read from a configuration.
+    Of some families nothing but sizes is known (:data:`~costmodel.models.families.FAMILIES` lists the others): `zosim validate`
+    takes models of these sizes for them.
     """
     return tuple(_shipped())
 
@@ -212,12 +213,13 @@ def spec_of_config(
     ModelError
         If a field has a wrong type, is out of range or contradicts another, or LoRA targets match nothing.
     """
+    config, whole = text_config(config), config
     family = checked_config(config, source or f"the configuration of {name}")
     if family is None:
         raise UnknownFamily(
-            f"model {name}: model_type {config.get('model_type')!r:.60} cannot be read from its configuration alone",
-            hint=f"families are {', '.join(FAMILIES)}; the executor reads any other model by instantiating it: "
-            "save its executors.spec_of_model(model).model_dump_json() to a file and pass that file",
+            f"model {name}: of models of type {config.get('model_type')!r:.60} zosim does not know which parameters they have",
+            hint=f"where torch and transformers are installed, count it once: {COUNTING}. "
+            f"Known types are {', '.join(FAMILIES)}",
         )
     shape, tensors = family.shape, list(family.tensors())
     lora = trainable if isinstance(trainable, LoRA) else None
@@ -245,6 +247,7 @@ def spec_of_config(
         name=name,
         family=family.family,
         **shape,
+        text_of=str(whole["model_type"]) if whole is not config else "",
         adapter_rank=lora.rank + lora.closed_rank if lora else 0,
         adapter_shapes=tuple((inputs, outputs) for outputs, inputs in adapters),
         adapter_lazy_steps=(lora.lazy_steps or 0) if lora else 0,
@@ -254,6 +257,22 @@ def spec_of_config(
         stored=stored_quantization(config, source or name),
         checkpoint_dtype=family.checkpoint_dtype,
     )
+
+
+COUNTING = "python -m executors.models.spec MODEL spec.json, and give spec.json as the model; MODEL is a directory with config.json"
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of a multimodal model's text model, of other models their own.
+
+    What the whole says of tied tables and formats holds for the text model where that says nothing of its own.
+    """
+    inner = config.get("text_config")
+    is_own = not isinstance(inner, Mapping) or _family_of(config) is not None
+    if is_own or _family_of(inner) is None:
+        return config
+    inherited = ("tie_word_embeddings", "dtype", "torch_dtype", "pad_token_id", "quantization_config")
+    return {name: config[name] for name in inherited if name in config} | dict(inner)
 
 
 def checked_config(config: Mapping[str, Any], source: str) -> FamilyConfig | None:
@@ -270,12 +289,16 @@ def checked_config(config: Mapping[str, Any], source: str) -> FamilyConfig | Non
     ModelError
         If a field has a wrong type, is out of range, or contradicts another.
     """
-    model_type = config.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = _family_of(config)
     if family is None:
         return None
     with readable(source, ModelError, model=family):
         return family.model_validate(config)
+
+
+def _family_of(config: Mapping[str, Any]) -> type[FamilyConfig] | None:
+    model_type = config.get("model_type")
+    return FAMILIES.get(model_type) if isinstance(model_type, str) else None
 
 
 def _is_in_block(entry: ParameterEntry) -> bool:
@@ -365,8 +388,9 @@ def _shipped_name(source: str) -> str:
     known_as = next((names[form] for form in _without_variants(wanted) if form in names), None)
     if known_as is not None:
         return known_as
-    close = difflib.get_close_matches(wanted.rsplit("/", 1)[-1], _shipped(), n=3, cutoff=0.5)
-    known = "did you mean " + ", ".join(close) if close else "shipped sizes are " + ", ".join(_shipped())
+    planned = [name for name, config in _shipped().items() if config["model_type"] in FAMILIES]
+    close = difflib.get_close_matches(wanted.rsplit("/", 1)[-1], planned, n=3, cutoff=0.5)
+    known = "did you mean " + ", ".join(close) if close else "shipped sizes are " + ", ".join(planned)
     message = f"there is no model {source!r}: neither a shipped size nor a directory with config.json"
     raise ModelError(
         message,

@@ -298,7 +298,7 @@ def _parallel_block_work(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> Wo
 def _mlp(trace: KernelTrace, spec: ModelSpec, shape: Pass, normed: TracedBuffer) -> TracedBuffer:
     """Play a block's MLP, or its experts."""
     if spec.has_experts(shape.block):
-        return _mixture(trace, spec, shape, normed)
+        return _mixture(trace, spec, shape)
     inner = _first_of_mlp(trace, spec, shape, normed)
     output = trace.linear(shape.kept_rows, spec.intermediate_size, spec.hidden_size)
     trace.free(inner)
@@ -311,7 +311,7 @@ _ORDER_BYTES = 48
 """Of a visit's expert, its weight, and its place in the order of experts and in that of tokens."""
 
 
-def _mixture(trace: KernelTrace, spec: ModelSpec, shape: Pass, normed: TracedBuffer) -> TracedBuffer:
+def _mixture(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> TracedBuffer:
     """Play a mixture of experts: visits in the order of experts, two products for each expert that is visited, and their sum.
 
     What is alive does not depend on who is visited: a row for each visit.

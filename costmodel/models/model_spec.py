@@ -303,6 +303,8 @@ class ModelSpec(BaseModel):
         In registration order.
     stored : StoredQuantization or None
         How its files keep the weights of linear layers, where another tool has quantised them.
+    text_of : str
+        ``model_type`` of the multimodal model that it is the text model of; empty where it is a model of its own.
     checkpoint_dtype : str or None
         Format of the weights in its files, where its configuration states one.
     """
@@ -351,6 +353,7 @@ class ModelSpec(BaseModel):
     split_blocks: tuple[NonNegativeInt, ...] = ()
     param_groups: tuple[ParamGroup, ...]
     stored: StoredQuantization | None = None
+    text_of: str = ""
     checkpoint_dtype: StorageFormat | None = None
 
     @model_validator(mode="before")
@@ -397,12 +400,13 @@ class ModelSpec(BaseModel):
 
     def describe(self) -> str:
         """Return the model's name, and what is tuned of it where that is not all."""
+        name = f"{self.name} (its text model)" if self.text_of else self.name
         if self.adapter_rank:
-            return f"{self.name} beside adapters of rank {self.adapter_rank}"
+            return f"{name} beside adapters of rank {self.adapter_rank}"
         if self.num_prefix_tokens:
-            return f"{self.name} behind a prefix of {self.num_prefix_tokens} tokens"
+            return f"{name} behind a prefix of {self.num_prefix_tokens} tokens"
         share = self.num_trainable / self.num_parameters
-        return self.name if share == 1 else f"{self.name}, {share:.3g} of whose parameters are tuned"
+        return name if share == 1 else f"{name}, {share:.3g} of whose parameters are tuned"
 
     @property
     def tunes_left_factors(self) -> bool:

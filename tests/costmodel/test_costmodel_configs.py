@@ -53,7 +53,78 @@ PUBLISHED_COUNTS = {
     "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-72b": 72_706_203_648,
+    # Sizes that the Hub prints of the weights' files, tied tables once.
+    "phi-1_5": 1_418_270_720,
+    "phi-2": 2_779_683_840,
+    "phi-3-mini-4k": 3_821_079_552,
+    "phi-4": 14_659_507_200,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b": 999_885_952,
+    "falcon-7b": 6_921_720_704,
+    "bloom-560m": 559_214_592,
+    "bloom-1b1": 1_065_314_304,
+    "bloom-3b": 3_002_557_440,
+    "bloom-7b1": 7_069_016_064,
+    "bloom": 176_247_271_424,
+    "gpt-neo-125m": 125_198_592,
+    "gpt-neo-1.3b": 1_315_575_808,
+    "gpt-neo-2.7b": 2_651_307_520,
+    "gpt-j-6b": 6_050_882_784,
+    "mpt-7b": 6_649_286_656,
+    "stablelm-2-1_6b": 1_644_515_328,
+    "stablelm-3b-4e1t": 2_795_443_200,
+    "starcoder": 15_517_456_384,
+    "starcoder2-3b": 3_030_371_328,
+    "starcoder2-7b": 7_173_923_840,
+    "starcoder2-15b": 15_957_889_024,
+    "olmo-7b": 6_888_095_744,
+    "olmo-2-7b": 7_298_617_344,
+    "granite-3.1-8b": 8_170_848_256,
+    "glm-4-9b": 9_399_951_360,
+    "command-r": 34_980_831_232,
+    "aya-23-8b": 8_028_033_024,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "olmoe-1b-7b": 6_919_161_856,
+    "phi-3.5-moe": 41_873_153_344,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v2-lite": 15_706_484_224,
+    # Table 1 of "Pythia" (arXiv:2304.01373).
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+    # "GPT-NeoX-20B" (arXiv:2204.06745), section 3: 20,554,567,680.
+    "gpt-neox-20b": 20_554_567_680,
 }
+PRINTED_BILLIONS = {
+    # Of models whose cards and reports print no more: DeepSeek-V3 (arXiv:2412.19437), gpt-oss (arXiv:2508.10925, table 1), Gemma 3
+    # (arXiv:2503.19786, table 1: without the vision encoder's 417M), Mixtral 8x22B, Falcon (arXiv:2311.16867).
+    "deepseek-v3": 671,
+    "gpt-oss-20b": 20.91,
+    "gpt-oss-120b": 116.83,
+    "gemma-3-4b": 3.88,
+    "gemma-3-12b": 11.77,
+    "gemma-3-27b": 27.01,
+    "mixtral-8x22b": 141,
+    "falcon-40b": 41.3,
+    "mpt-30b": 30.0,
+}
+
+
+@pytest.mark.parametrize(("name", "billions"), PRINTED_BILLIONS.items())
+def test_shipped_sizes_have_as_many_billions_as_are_printed(name, billions):
+    assert read_model_spec(name).num_parameters == pytest.approx(1e9 * billions, rel=0.005)
 
 
 @pytest.mark.parametrize(("name", "count"), PUBLISHED_COUNTS.items())
@@ -105,9 +176,46 @@ def test_sizes_are_found_by_the_names_people_use(alias, name):
 
 
 def test_a_size_of_a_family_that_is_not_read_says_so_and_what_to_do():
-    with pytest.raises(UnknownFamily, match="model phi-2: model_type 'phi'"):
-        read_model_spec("microsoft/phi-2")
-    assert shipped_config("phi-2")["hidden_size"] == 2560
+    with pytest.raises(
+        UnknownFamily, match=r"model internlm2-7b: of models of type 'internlm2'(?s:.*)count it once"
+    ):
+        read_model_spec("internlm/internlm2-7b")
+    assert shipped_config("internlm2-7b")["hidden_size"] == 4096
+
+
+def test_no_name_is_suggested_that_would_be_refused_as_well():
+    for wrong in (
+        "internlm2-6b",
+        "baichuan2-8b",
+        "qwen-8b",
+        "mixtral-8x8b",
+        "deepseek-v4",
+        "nothing-like-it",
+    ):
+        with pytest.raises(ModelError, match="there is no model") as raised:
+            read_model_spec(wrong)
+        suggested = (
+            raised.value.hint.removeprefix("did you mean ").removeprefix("shipped sizes are ").split(", ")
+        )
+        assert all(read_model_spec(name).num_parameters for name in suggested[:3])
+
+
+def test_of_a_multimodal_model_the_text_model_is_read_and_said_to_be_it():
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+            "num_attention_heads": 8, "num_key_value_heads": 4}  # fmt: skip
+    spec = spec_of_config({"model_type": "gemma3", "text_config": text, "vision_config": {}}, name="seen")
+    assert spec.param_groups == read_model_spec("gemma-3-4b").param_groups
+    assert spec.describe() == "seen (its text model)"
+    untied = spec_of_config(
+        {
+            "model_type": "llava",
+            "tie_word_embeddings": False,
+            "torch_dtype": "float16",
+            "text_config": {"model_type": "llama"},
+        },
+        name="l",
+    )
+    assert (untied.tied_head, untied.checkpoint_dtype, untied.text_of) == (False, "float16", "llava")
 
 
 def test_a_configuration_file_a_directory_and_a_name_read_alike(tmp_path):
@@ -171,8 +279,8 @@ def test_lora_trains_two_narrow_matrices_per_target():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "mamba"}, "'mamba' cannot be read from its configuration"),
-        ({}, "None cannot be read"),
+        ({"model_type": "mamba"}, "of models of type 'mamba' zosim does not know"),
+        ({}, "of models of type None"),
         (
             {"model_type": "opt", "hidden_size": 100, "num_attention_heads": 12},
             "not a multiple of num_heads=12",
@@ -227,7 +335,7 @@ def test_lora_trains_two_narrow_matrices_per_target():
             {"model_type": "llama", "rope_parameters": [1]},
             "rope_parameters: input should be a valid dictionary",
         ),
-        ({"model_type": ["llama"]}, "cannot be read from its configuration"),
+        ({"model_type": ["llama"]}, "zosim does not know which parameters"),
         ({"model_type": "gpt2", "n_layer": 0, "n_embd": "x"}, r"2 problems(?s:.*)n_embd(?s:.*)n_layer"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "cross-attention"),
     ],
@@ -250,7 +358,7 @@ def test_gpt2_takes_sizes_under_the_names_that_transformers_takes_too():
 
 
 def test_unknown_families_are_pointed_to_the_executor():
-    with pytest.raises(UnknownFamily, match="instantiating it"):
+    with pytest.raises(UnknownFamily, match=r"python -m executors\.models\.spec MODEL"):
         spec_of_config({"model_type": "mamba"}, name="odd")
 
 
@@ -292,7 +400,7 @@ def test_weights_of_mlx_are_not_planned_as_numbers(twice):
 
 def test_mistral_without_shared_heads_has_as_many_as_queries():
     config = checked_config({"model_type": "mistral", "num_key_value_heads": None}, "config.json")
-    assert config.architecture().num_key_value_heads == config.num_attention_heads == 32
+    assert config.shape["num_key_value_heads"] == config.num_attention_heads == 32
 
 
 def test_sizes_whose_product_no_tensor_has_are_refused_in_words() -> None:

@@ -15,6 +15,7 @@ from pydantic import model_validator
 
 from costmodel.formats import FORMATS, DType
 from costmodel.models.model_spec import ModelSpec
+from costmodel.models.pieces import AttentionImpl
 from costmodel.storage import DenseStorage
 from topology.errors import PlanError
 from topology.limits import Extent

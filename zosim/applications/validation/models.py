@@ -1,7 +1,7 @@
 """The model of a row: a known size, or the configuration that the row brings, whatever its family calls its sizes.
 
-A prediction needs a model's shapes and no code that runs it. So a family that zosim cannot run stands as one of two that it
-can, with the same sizes: a Llama, or a GPT-2 where MLPs are not gated and every head has keys of its own.
+A prediction needs a model's shapes and no code that runs it. So a family of which nothing but sizes is known stands as one of two
+others with the same sizes: a Llama, or a GPT-2 where MLPs are not gated and every head has keys of its own.
 """
 
 from __future__ import annotations
@@ -19,44 +19,10 @@ from topology.reading import parse_json
 from zosim.applications.validation.rows import MeasuredRow, Unpredictable
 
 _GATED = frozenset(
-    {
-        "baichuan", "cohere", "deepseek", "exaone", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "internlm", "internlm2",
-        "minicpm", "olmo", "olmo2", "orion", "phi3", "qwen", "smollm3", "stablelm", "xverse", "yi",
-    }
-)  # fmt: skip
-_PLAIN = frozenset(
-    {
-        "bloom",
-        "codegen",
-        "falcon",
-        "gpt_bigcode",
-        "gpt_neo",
-        "gpt_neox",
-        "gptj",
-        "mpt",
-        "nemotron",
-        "persimmon",
-        "phi",
-        "starcoder2",
-    }
+    {"baichuan", "deepseek", "exaone", "internlm", "internlm2", "minicpm", "orion", "qwen", "xverse", "yi"}
 )
+_PLAIN = frozenset({"persimmon"})
 """Values of ``model_type`` by their MLP: three matrices, or two."""
-
-_TIED = frozenset(
-    {
-        "bloom",
-        "cohere",
-        "falcon",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gpt_bigcode",
-        "gpt_neo",
-        "mpt",
-        "starcoder2",
-    }
-)
-"""Whose classes in transformers have one table for tokens and head, unless a configuration says otherwise."""
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -83,7 +49,8 @@ def model_of(row: MeasuredRow) -> ModelSpec:
     Unpredictable
         If it has experts, or a configuration does not tell its sizes.
     """
-    model = _model(row["model"], row["model_config"])
+    # What was measured brings kernels of its own.
+    model = _model(row["model"], row["model_config"]).model_copy(update={"stores_scores": "never"})
     longest = row.count_or("seq", 1) + row.count_or("generated_tokens", 1)
     if longest <= model.max_positions:
         return model
@@ -109,7 +76,9 @@ def _model(name: str, config: str) -> ModelSpec:
     if family in FAMILIES:
         return spec_of_config(data, name=name)
     if any(data.get(key) for key in _EXPERTS):
-        raise Unpredictable(f"model {name} has experts, which are not modelled")
+        raise Unpredictable(
+            f"model {name} has experts, and zosim does not know how models of type {family} use them"
+        )
     if family in _GATED or family in _PLAIN:
         return spec_of_config(_translated(data, family, name), name=name)
     return spec_of_config(data, name=name)
@@ -143,16 +112,16 @@ def _translated(data: Mapping[str, Any], family: str, name: str) -> dict[str, An
         return default
 
     hidden, heads = size("hidden"), size("heads")
-    kv_heads = _num_key_value_heads(data, family, heads, size)
-    # Qwen's first generation states both matrices of a gate together, MPT a factor.
-    inner = size("inner", int(data.get("expansion_ratio", 4)) * hidden) // (2 if family == "qwen" else 1)
+    kv_heads = size("kv_heads", heads)
+    # Qwen's first generation states both matrices of a gate together.
+    inner = size("inner", 4 * hidden) // (2 if family == "qwen" else 1)
     common = {
         "vocab_size": size("vocab"),
         "max_position_embeddings": size("positions", 2048),
         "hidden_size": hidden,
         "num_hidden_layers": size("blocks"),
         "num_attention_heads": heads,
-        "tie_word_embeddings": bool(data.get("tie_word_embeddings", family in _TIED)),
+        "tie_word_embeddings": bool(data.get("tie_word_embeddings", False)),
     }
     head_dim = size("head_dim", hidden // heads)
     if family in _PLAIN and kv_heads == heads and head_dim * heads == hidden:
@@ -165,14 +134,3 @@ def _translated(data: Mapping[str, Any], family: str, name: str) -> dict[str, An
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
     }
-
-
-def _num_key_value_heads(data: Mapping[str, Any], family: str, heads: int, size: Any) -> int:
-    attention = data.get("attn_config")
-    if isinstance(attention, dict) and isinstance(shared := attention.get("kv_n_heads"), int):
-        return shared
-    if family == "falcon" and not data.get("new_decoder_architecture"):
-        return 1 if data.get("multi_query", True) else heads
-    if family == "gpt_bigcode":
-        return 1 if data.get("multi_query", True) else heads
-    return int(size("kv_heads", heads))
