@@ -232,11 +232,15 @@ def spec_of_config(
     else:
         entries = _entries(tensors, trainable)
     split = tuple(sorted(set(split_blocks)))
-    if not family.is_causal and (num_prefix_tokens or split):
-        what = "a prefix" if num_prefix_tokens else "a split inside a block"
-        message = f"model {name} is a masked language model: {what} is not for it"
-        hint = "tune all of it or LoRA adapters" if num_prefix_tokens else "split between its blocks"
-        raise ModelError(message, hint=hint)
+    if num_prefix_tokens and not (family.is_causal and shape.get("latent") is None):
+        message = (
+            f"model {name}: a prefix is for causal models whose keys and values are made of the hidden state"
+        )
+        raise ModelError(message, hint="tune all of it or LoRA adapters")
+    splits_inside = _splits_inside(tensors, shape, is_causal=family.is_causal)
+    if split and not splits_inside:
+        message = f"model {name}: its blocks do not add the second linear of one MLP to the residual stream, and cannot be split inside"
+        raise ModelError(message, hint="split between its blocks")
     segments_of(shape["num_blocks"], split)
     # Sizes that are possible one by one may have a product that no dimension of a tensor has.
     with readable(f"a tensor of {source or name}", ModelError):
@@ -247,6 +251,7 @@ def spec_of_config(
         name=name,
         family=family.family,
         **shape,
+        splits_inside=splits_inside,
         text_of=str(whole["model_type"]) if whole is not config else "",
         adapter_rank=lora.rank + lora.closed_rank if lora else 0,
         adapter_shapes=tuple((inputs, outputs) for outputs, inputs in adapters),
@@ -268,8 +273,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     What the whole says of tied tables and formats holds for the text model where that says nothing of its own.
     """
     inner = config.get("text_config")
-    is_own = not isinstance(inner, Mapping) or _family_of(config) is not None
-    if is_own or _family_of(inner) is None:
+    if _family_of(config) is not None or not isinstance(inner, Mapping) or _family_of(inner) is None:
         return config
     inherited = ("tie_word_embeddings", "dtype", "torch_dtype", "pad_token_id", "quantization_config")
     return {name: config[name] for name in inherited if name in config} | dict(inner)
@@ -299,6 +303,16 @@ def checked_config(config: Mapping[str, Any], source: str) -> FamilyConfig | Non
 def _family_of(config: Mapping[str, Any]) -> type[FamilyConfig] | None:
     model_type = config.get("model_type")
     return FAMILIES.get(model_type) if isinstance(model_type, str) else None
+
+
+def _splits_inside(tensors: Iterable[ParameterEntry], shape: Mapping[str, Any], *, is_causal: bool) -> bool:
+    """Whether blocks can be cut at the input of their MLP's second linear."""
+    usual = {"residual": "serial", "norm_placement": "before", "experts": None, "scaled_residual": False}
+    is_plain = is_causal and all(shape.get(name, value) == value for name, value in usual.items())
+    names = {".".join(entry.name.split(".")[-3:-1]) for entry in tensors if entry.segments == ("block.0",)}
+    modules = names | {name.rpartition(".")[2] for name in names}
+    pairs = {"fc2": "fc1", "mlp.c_proj": "ln_2", "mlp.down_proj": "post_attention_layernorm"}
+    return is_plain and any({second, other} <= modules for second, other in pairs.items())
 
 
 def _is_in_block(entry: ParameterEntry) -> bool:
@@ -352,17 +366,26 @@ def _with_prefixes(tensors: Iterable[ParameterEntry], shape: tuple[int, int]) ->
 
 def _adapted_linears(tensors: Iterable[ParameterEntry], lora: LoRA, name: str) -> list[tuple[int, int]]:
     """Return outputs and inputs of each linear of a block that carries an adapter."""
-    linears = [
-        (_module_name(entry), entry.linear)
-        for entry in tensors
-        if entry.segments == ("block.0",) and entry.linear
-    ]
-    names = [module for module, _ in linears]
+    by_block: dict[str, list[tuple[str, tuple[int, int]]]] = {}
+    for entry in tensors:
+        if _is_in_block(entry) and entry.linear:
+            by_block.setdefault(entry.segments[0], []).append((_module_name(entry), entry.linear))
+    names = [module for linears in by_block.values() for module, _ in linears]
     missing = [target for target in lora.target_modules if target not in names]
     if missing:
         message = f"model {name}: no linear of its blocks is called {', '.join(missing)}"
         raise ModelError(message, hint="linears are " + ", ".join(dict.fromkeys(names)))
-    return [linear for module, linear in linears if module in lora.target_modules]
+    adapted = [
+        [linear for module, linear in linears if module in lora.target_modules]
+        for linears in by_block.values()
+    ]
+    if any(linears != adapted[0] for linears in adapted):
+        message = f"model {name}: not all of its blocks have the same linears called {', '.join(lora.target_modules)}"
+        alike = dict.fromkeys(
+            module for module in names if all(module in dict(linears) for linears in by_block.values())
+        )
+        raise ModelError(message, hint="all of its blocks have " + ", ".join(alike))
+    return adapted[0]
 
 
 def _saved_spec(

@@ -303,6 +303,8 @@ class ModelSpec(BaseModel):
         In registration order.
     stored : StoredQuantization or None
         How its files keep the weights of linear layers, where another tool has quantised them.
+    splits_inside : bool
+        Whether its blocks can be split inside: an MLP of two linears, the second of which is added to the residual stream as it is.
     text_of : str
         ``model_type`` of the multimodal model that it is the text model of; empty where it is a model of its own.
     checkpoint_dtype : str or None
@@ -353,6 +355,7 @@ class ModelSpec(BaseModel):
     split_blocks: tuple[NonNegativeInt, ...] = ()
     param_groups: tuple[ParamGroup, ...]
     stored: StoredQuantization | None = None
+    splits_inside: bool = True
     text_of: str = ""
     checkpoint_dtype: StorageFormat | None = None
 
@@ -371,6 +374,9 @@ class ModelSpec(BaseModel):
         unknown = used - set(self.segments)
         if unknown:
             message = f"model {self.name}: groups name segments that do not exist: {sorted(unknown)}"
+            raise ModelError(message)
+        if len(self.windows) not in (0, self.num_blocks):
+            message = f"model {self.name}: windows are stated of {len(self.windows)} blocks, and it has {self.num_blocks}"
             raise ModelError(message)
         return self
 

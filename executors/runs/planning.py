@@ -103,7 +103,7 @@ def _begun(
         config = merge(merge(kept, _numbers_of(base)), config)
     if config.mesh.stage > 1 and not config.split.split_points:
         # Split points that codecs go with decide numbers, which must not depend on how fast a machine is.
-        split_points = even_split_points(model.num_blocks, config.mesh.stage)
+        split_points = even_split_points(model.num_blocks, config.mesh.stage, inside=model.splits_inside)
         config = merge(config, PlanConfig(split=Split(split_points=split_points)))
     is_named = config.residency.given("blocks") and not (config.search.given("method") or config.search.ranks)
     if not is_named:

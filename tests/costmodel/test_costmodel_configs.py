@@ -4,7 +4,15 @@ import json
 
 import pytest
 
-from costmodel import LoRA, ModelSpec, group_parameters, read_model_spec, shipped_models, spec_of_config
+from costmodel import (
+    LoRA,
+    ModelSpec,
+    Prefix,
+    group_parameters,
+    read_model_spec,
+    shipped_models,
+    spec_of_config,
+)
 from costmodel.formats.stored_quantization import stored_quantization
 from costmodel.models.configs import checked_config, shipped_config
 from topology.errors import ModelError, UnknownFamily
@@ -410,3 +418,52 @@ def test_sizes_whose_product_no_tensor_has_are_refused_in_words() -> None:
     }  # fmt: skip
     with pytest.raises(ModelError, match=r"a tensor of large is not valid(.|\n)*value 20000000000"):
         spec_of_config(config, name="large")
+
+
+def test_blocks_that_do_more_than_add_a_second_linear_are_not_split_inside():
+    for name in ("opt-1m", "gpt2", "llama-1m", "qwen3-0.6b"):
+        assert read_model_spec(name, split_blocks=(1,)).split_blocks == (1,)
+    for name in ("phi-2", "gemma-2-2b", "mixtral-8x7b", "granite-3.1-8b", "roberta-1m", "starcoder2-3b"):
+        assert not read_model_spec(name).splits_inside
+        with pytest.raises(ModelError, match=r"cannot be split inside(?s:.*)between its blocks"):
+            read_model_spec(name, split_blocks=(1,))
+
+
+def test_adapters_are_refused_where_blocks_differ():
+    attention = read_model_spec(
+        "deepseek-v2-lite", trainable=LoRA(rank=2, target_modules=("q_proj", "o_proj"))
+    )
+    assert attention.num_trainable == 27 * 2 * (2048 + 3072 + 2048 + 2048)
+    with pytest.raises(
+        ModelError, match=r"not all of its blocks(?s:.*)all of its blocks have q_proj, kv_a_proj_with_mqa"
+    ):
+        read_model_spec("deepseek-v2-lite", trainable=LoRA(rank=2, target_modules=("gate_proj",)))
+
+
+def test_a_prefix_needs_keys_and_values_of_the_hidden_state():
+    for name in ("deepseek-v2-lite", "roberta-1m"):
+        with pytest.raises(ModelError, match="a prefix is for causal models"):
+            read_model_spec(name, trainable=Prefix(num_tokens=4))
+
+
+def test_specifications_of_earlier_versions_still_load(tmp_path):
+    spec = read_model_spec("llama-1m")
+    defaults = {name for name, field in ModelSpec.model_fields.items() if not field.is_required()}
+    old = {
+        name: value
+        for name, value in spec.model_dump(mode="json").items()
+        if name in _FIELDS_OF_OLD or name not in defaults
+    }
+    (tmp_path / "model.json").write_text(json.dumps(old))
+    assert read_model_spec(tmp_path / "model.json") == spec
+
+
+_FIELDS_OF_OLD = (
+    "activation",
+    "positions",
+    "qk_norm",
+    "fused_qkv",
+    "final_norm",
+    "is_causal",
+    "checkpoint_dtype",
+)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from costmodel import read_model_spec
+from costmodel import read_model_spec, spec_of_config
 from costmodel.models.model_spec import ModelSpec
 from topology import load_preset
 from zosim.applications.closed_form import step_time_bound
@@ -120,6 +120,41 @@ def test_blocks_that_are_unlike_are_written_out(machine: Machine) -> None:
     made, program = Sketcher(unlike).sketch(whole, 0, machine), lower(whole)
     assert made.num_instructions == len(program.step)
     assert made.period_s == pytest.approx(step_time_bound(program, machine), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gemma3_text", "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 16},
+        {
+            "model_type": "qwen2_moe",
+            "num_key_value_heads": 2,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [0, 3],
+        },
+    ],
+    ids=["windows", "experts"],
+)
+def test_blocks_of_other_windows_or_without_experts_are_unlike(
+    machine: Machine, config: dict[str, Any]
+) -> None:
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 7,
+        "vocab_size": 500,
+    }
+    model = spec_of_config({**sizes, **config}, name="mixed")
+    whole = plan(model, Residency(blocks="offloaded"), schedule=Schedule(update="delayed"))
+    made, program = Sketcher(model).sketch(whole, 0, machine), lower(whole)
+    blocks = {
+        item.work.flops for item in program.step if item.id.startswith("block") and "/forward" in item.id
+    }
+    assert len(blocks) == 2
+    assert made.period_s == pytest.approx(step_time_bound(program, machine), rel=1e-9)
+    assert made.footprint == footprint(program, machine.profile)
 
 
 @pytest.mark.parametrize("transfers", ["private", "shared", "sliced"])

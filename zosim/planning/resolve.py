@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from costmodel.models.model_spec import block_segment
 from topology.errors import PlanError
 from topology.validation import readable
 from zosim.config import PlanConfig, filled, merge
 from zosim.planning.planner import Decision, choose
 from zosim.planning.request import Hardware, Request
 from zosim.planning.split_options import SplitModel, SplitOptions
-from zosim.plans import ForwardPass, Plan, Residency, Schedule, Split
+from zosim.plans import INSIDE, ForwardPass, Plan, Residency, Schedule, Split
 
 WHAT = "options of the plan"
 """What is at fault where fields of a plan contradict each other."""
@@ -129,7 +130,7 @@ def spread(config: PlanConfig, split_model: SplitModel, known: Plan | None = Non
         and (known is None or split_points == known.split.split_points)
     ):
         # A plan's own split points go where they no longer fit the stages; others stay, and are refused if they do not fit.
-        split_points = even_split_points(config.spec.num_blocks, mesh.stage)
+        split_points = even_split_points(config.spec.num_blocks, mesh.stage, inside=config.spec.splits_inside)
     if known is not None and split_points != known.split.split_points:
         # Densities were measured at the old split points.
         split = split.model_copy(update={"densities": ()})
@@ -151,12 +152,13 @@ def spread(config: PlanConfig, split_model: SplitModel, known: Plan | None = Non
     )
 
 
-def even_split_points(num_blocks: int, num_stages: int) -> tuple[str, ...]:
-    """Return splits inside blocks, behind their activation functions, that part the blocks as evenly as can be.
+def even_split_points(num_blocks: int, num_stages: int, *, inside: bool = True) -> tuple[str, ...]:
+    """Return split points that part the blocks as evenly as can be, inside blocks behind their activation functions, or between blocks.
 
     Examples
     --------
     >>> even_split_points(12, 3)
     ('block.3.mlp', 'block.7.mlp')
     """
-    return tuple(f"block.{max(0, num_blocks * i // num_stages - 1)}.mlp" for i in range(1, num_stages))
+    end = INSIDE if inside else ""
+    return tuple(block_segment(max(0, num_blocks * i // num_stages - 1)) + end for i in range(1, num_stages))

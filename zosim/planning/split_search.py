@@ -111,7 +111,7 @@ class Costs:
     def whole(self) -> ModelSpec:
         """The model with every block split that can be."""
         split_model, model = self.split_options.split_model, self.model
-        return model if split_model is None else split_model(tuple(range(model.num_blocks)))
+        return split_model(tuple(range(model.num_blocks))) if split_model and model.splits_inside else model
 
     @cached_property
     def names(self) -> list[str]:
@@ -183,7 +183,7 @@ class Costs:
         split_model, model = self.split_options.split_model, self.model
         if shortest(model) is model:
             return self.whole
-        return shortened(model if split_model is None else split_model((0, 1)))
+        return shortened(split_model((0, 1)) if split_model and model.splits_inside else model)
 
 
 def _standing_for(segment: str, small: ModelSpec) -> str:

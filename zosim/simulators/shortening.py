@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from costmodel.models.model_spec import (
     BACK,
@@ -39,7 +40,13 @@ def shortest(model: ModelSpec) -> ModelSpec:
             blocks[segment].append(group)
     # Blocks without their names: equal ones do the same work.
     kinds = {
-        tuple(group.model_copy(update={"name": "", "segments": ()}) for group in blocks[block_segment(index)])
+        (
+            *(
+                group.model_copy(update={"name": "", "segments": ()})
+                for group in blocks[block_segment(index)]
+            ),
+            *model.windows[index : index + 1],
+        )
         for index in range(model.num_blocks)
     }
     are_whole = set(model.segments) == {"embed", "head", *map(block_segment, range(model.num_blocks))}
@@ -67,10 +74,18 @@ def with_blocks(model: ModelSpec, kept: Sequence[int]) -> ModelSpec:
         if set(group.segments) <= set(segments)
     )
     split_blocks = tuple(number[block] for block in model.split_blocks if block in number)
+    of_blocks: dict[str, Any] = {"windows": tuple(model.windows[old] for old in number if model.windows)}
+    if model.experts is not None:
+        dense = tuple(number[old] for old in model.experts.dense_blocks if old in number)
+        of_blocks["experts"] = model.experts.model_copy(update={"dense_blocks": dense})
     # Not model_copy, which would take the cached values along.
-    return ModelSpec(
-        **{**dict(model), "num_blocks": len(kept), "param_groups": param_groups, "split_blocks": split_blocks}
-    )
+    changed = {
+        "num_blocks": len(kept),
+        "param_groups": param_groups,
+        "split_blocks": split_point,
+        **of_blocks,
+    }
+    return ModelSpec(**{**dict(model), **changed})
 
 
 def shortened_stages(plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
