@@ -82,7 +82,7 @@ def with_blocks(model: ModelSpec, kept: Sequence[int]) -> ModelSpec:
     changed = {
         "num_blocks": len(kept),
         "param_groups": param_groups,
-        "split_blocks": split_point,
+        "split_blocks": split_blocks,
         **of_blocks,
     }
     return ModelSpec(**{**dict(model), **changed})
