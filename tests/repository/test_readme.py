@@ -6,10 +6,14 @@ A block of commands is preceded by a comment that says how it is run:
     Every line that begins with ``$`` is run, in order, and must exit with 0.
 ``<!-- run: compare -->``
     The output must also be what the block shows; ``...`` stands for anything.
+``<!-- run with: OLD -> NEW; OLD -> NEW -->``
+    The same as ``run``, with these texts replaced: a small model in place of a large one, for example.
+``<!-- run by: FILE -->``
+    FILE, which CI runs, names the commands and runs them, or what they call; so they are not run again.
 ``<!-- not run: REASON -->``
-    Left alone, for the reason given.
+    Left alone, for the reason given. Not in README.md.
 
-The blocks of one page share a directory that starts out empty.
+A block of Python may be ``run``, too. The blocks of one page share a directory that starts out empty.
 """
 
 from __future__ import annotations
@@ -26,8 +30,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("studies/**/*.md"))]
-BLOCK = re.compile(r"(?:<!-- (?P<mark>[^>]*?) -->\n+)?```(?:console|bash|sh)\n(?P<body>.*?)```", re.DOTALL)
-MODES = ("run", "run: compare")
+BLOCK = re.compile(
+    r"(?:<!-- (?P<mark>(?:(?!-->).)*?) -->\n+)?```(?P<language>console|bash|sh|python)\n(?P<body>.*?)```",
+    re.DOTALL,
+)
+RUN = re.compile(r"run$|run: |run with: ")
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,18 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     found = BLOCK.finditer(page.read_text(encoding="utf-8"))
-    return [Block(match["mark"] or "", tuple(commands(match["body"]))) for match in found]
+    return [Block(match["mark"] or "", tuple(_commands_of(match))) for match in found]
+
+
+def _commands_of(block: re.Match[str]) -> list[tuple[str, str]]:
+    body = block["body"]
+    if block["language"] == "python":
+        return [(f"python - <<'END'\n{body}END\n", "...")]
+    for replaced in (block["mark"] or "").removeprefix("run with: ").split("; "):
+        old, arrow, new = replaced.partition(" -> ")
+        assert not arrow or old in body, f"the block has no {old!r}"
+        body = body.replace(old, new) if arrow else body
+    return commands(body)
 
 
 def commands(body: str) -> list[tuple[str, str]]:
@@ -76,14 +94,14 @@ def run(command: str, directory: Path) -> str:
 
 
 def with_commands() -> list[Path]:
-    return [page for page in PAGES if any(block.mark in MODES for block in blocks(page))]
+    return [page for page in PAGES if any(RUN.match(block.mark) for block in blocks(page))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", with_commands(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_do_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     for block in blocks(page):
-        for command, shown in block.commands if block.mark in MODES else ():
+        for command, shown in block.commands if RUN.match(block.mark) else ():
             actual = run(command, tmp_path)
             if block.mark == "run: compare":
                 assert is_as_shown(shown, actual), (
@@ -91,10 +109,17 @@ def test_commands_do_what_the_page_shows(page: Path, tmp_path: Path) -> None:
                 )
 
 
-def test_every_block_of_the_readme_says_how_it_is_run() -> None:
-    marks = [block.mark for block in blocks(ROOT / "README.md")]
-    assert [mark for mark in marks if mark not in MODES and not mark.startswith("not run: ")] == []
-    assert any(mark in MODES for mark in marks)
+def test_every_block_of_the_readme_is_run() -> None:
+    by = "run by: "
+    found = blocks(ROOT / "README.md")
+    assert [
+        block.mark for block in found if not RUN.match(block.mark) and not block.mark.startswith(by)
+    ] == []
+    assert len(found) == (ROOT / "README.md").read_text(encoding="utf-8").count("```") // 2
+    for block in found:
+        if block.mark.startswith(by):
+            runner = (ROOT / block.mark.removeprefix(by)).read_text(encoding="utf-8")
+            assert all(command in runner for command, _ in block.commands)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The demo, whole, with a model that is pretrained for a moment."""
+"""All of ``python3 .ci/tasks.py demo``, with a model that is pretrained for a moment."""
 
 from __future__ import annotations
 
