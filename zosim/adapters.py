@@ -125,7 +125,7 @@ def adapters_of(
         lora = (lora or {"seed": seed}) | changed
         if not {"rank", "target_modules"} <= set(lora):
             raise PlanError(
-                "adapters need a rank and the linears that they stand beside",
+                "LoRA adapters need a rank and target layers",
                 hint="such as --lora-rank 8 --lora-targets q_proj,v_proj",
             )
     with readable("the adapters", PlanError):
@@ -144,10 +144,10 @@ def tuned_by(part: Part, lora: LoRA | None, prefix: Prefix | None) -> Trainable:
         If there are several.
     """
     if lora is not None and prefix is not None:
-        raise PlanError("adapters or a prefix are tuned, not both", hint="leave --lora-rank or --prefix out")
+        raise PlanError("--lora-rank and --prefix exclude each other", hint="leave one of them out")
     if part != "all" and (lora or prefix):
         raise PlanError(
-            f"adapters and prefixes are tuned in place of the model's own parameters, --tune {part} is part of these",
-            hint="leave one of the two out",
+            f"--tune {part} selects parameters of the model, but adapters or a prefix keep the model frozen",
+            hint="leave --tune, or the adapters or prefix, out",
         )
     return lora or prefix or part

@@ -166,7 +166,7 @@ def simulate(
         devices = ", ".join(node.id for node in topology.compute_devices)
         raise PlanError(
             f"the plan runs on {missing[0]}, but {name} has no such device",
-            hint=f"plan again for this hardware (its devices: {devices}), or name the one it was made for",
+            hint=f"plan again for this hardware (its devices: {devices}), or give the hardware of the plan",
         )
     plan = plan.model_copy(update={"placement": plan.placement.model_copy(update={"topology": name})})
     profiles = Profiles(topology, path=profile, num_threads=threads, is_host=name == HOST)
@@ -214,7 +214,7 @@ def compare(
     directory = Path(run)
     if plan is not None and directory.is_file():
         if rank is not None:
-            raise PlanError("--rank is of a run, and two plans are compared", hint="leave it out")
+            raise PlanError("--rank applies to a run, but two plans are compared", hint="leave --rank out")
         from zosim.planning.views import PlanComparison
 
         where: dict[str, Any] = {"hardware": hardware, "profile": profile, "threads": threads}
@@ -222,7 +222,7 @@ def compare(
     if not directory.is_dir():
         raise TimelineError(
             f"{directory} is not the directory of a run",
-            hint="`zosim run --out DIR` writes one; two plans are compared by naming both files",
+            hint="`zosim run --out DIR` writes one; to compare two plans, name both files",
         )
     refuse_irregular_run(directory, TimelineError)
     ran = directory / "program.json"
@@ -274,8 +274,8 @@ def plan_of_run(directory: Path) -> Plan:
         return Plan.load(file)
     if not header.is_file():
         raise TimelineError(
-            f"no plan of the run {directory}: neither {file} nor {header} is there",
-            hint=f"name the plan that it ran: zosim compare PLAN {directory}",
+            f"the run {directory} has no plan: {file} and {header} are missing",
+            hint=f"give the plan of the run: zosim compare PLAN {directory}",
         )
     fields = read_json_object(header, "run's header", TimelineError).get("plan")
     with readable(f"the plan in {header}", TimelineError, model=Plan):

@@ -78,11 +78,14 @@ def lower(
         subject = baseline_subject(subject, baseline)
     programs = subject.programs
     if rank is not None and rank >= programs.world_size:
-        raise PlanError(f"--rank {rank} of {programs.world_size} ranks", hint="ranks count from 0")
+        raise PlanError(
+            f"--rank {rank} does not exist among {programs.world_size} ranks",
+            hint="ranks are numbered from 0",
+        )
     program = programs.program_of(rank or 0)
     if check is not None:
         several = f" on each of {programs.world_size} ranks" if programs.world_size > 1 else ""
-        stderr.print(f"{check} keeps the rules: {len(program.step)} instructions a step{several}")
+        stderr.print(f"{check} is valid: {len(program.step)} instructions per step{several}")
         return
     text = programs.to_json() if rank is None else program.to_json()
     if output is None:
@@ -91,7 +94,7 @@ def lower(
     output.write_text(text)
     several = f"; {len(programs.programs)} programs for {programs.world_size} ranks"
     stderr.print(
-        f"wrote {output}: {len(program.step)} instructions a step, {len(program.flush)} in the flush"
+        (f"wrote {output}: {len(program.step)} instructions per step, {len(program.flush)} in the flush")
         + (several if rank is None and programs.world_size > 1 else "")
     )
 
@@ -150,7 +153,7 @@ def simulate(
         first_order, **{option.name: asked.pop(option.name) for option in options_of(FirstOrder)}
     )
     if first_order is None and first_order_trace is not None:
-        raise PlanError("--first-order-trace without --first-order", hint="such as --first-order sgd")
+        raise PlanError("--first-order-trace needs --first-order", hint="such as --first-order sgd")
     subject = api.simulate(plan_file, **asked)
     if code == "published":
         from zosim.applications.published_code import all_as_published

@@ -61,7 +61,8 @@ def _memory_limit(option: str, text: str) -> int:
         raise PlanError(f"{option} {text}: {error.message}", hint=error.hint) from None
     if size_bytes == 0:
         raise PlanError(
-            f"{option} {text} leaves no memory", hint="such as 20GiB; all of it without the option"
+            f"{option} {text} must be above 0",
+            hint="such as 20GiB; without the option, all memory may be used",
         )
     return size_bytes
 

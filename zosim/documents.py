@@ -75,7 +75,8 @@ class Document(ABC):
         data = read_json_object(path, kind.name, kind.error, hint=kind.make)
         if data.get("version") not in range(kind.oldest, kind.version + 1):
             raise kind.error(
-                f"{path} is a {kind.name} of version {data.get('version')!r}, this zosim reads {kind.version}",
+                f"{path} is a {kind.name} of version {data.get('version')!r}, but this zosim reads version "
+                f"{kind.version}",
                 hint=kind.make,
             )
         return cls.from_data(data, str(path))
@@ -93,11 +94,13 @@ def check_writable(path: Path | None) -> None:
         return
     folder = path.parent
     if path.is_dir():
-        raise MachineError(f"{path}: Is a directory", hint="name a file")
+        raise MachineError(f"{path} is a directory", hint="give the name of a file")
     if not folder.is_dir():
-        raise MachineError(f"{path}: there is no directory {folder}", hint=f"mkdir -p {folder}")
+        raise MachineError(
+            f"{path}: the directory {folder} does not exist", hint=f"create it: mkdir -p {folder}"
+        )
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise MachineError(f"{path} may not be written", hint="choose another path")
+        raise MachineError(f"{path} is not writable", hint="choose another path")
 
 
 def json_by_lines(data: Mapping[str, Any]) -> str:

@@ -275,7 +275,7 @@ def config_of(tree: type[_Tree], settings: dict[str, Any], only: Collection[str]
     stated: dict[tuple[str, ...], dict[str, Any]] = defaultdict(dict)
     for name, value in settings.items():
         if name not in options:
-            raise PlanError(f"there is no setting {name!r}", hint=did_you_mean(name, tuple(options)))
+            raise PlanError(f"there is no option {name!r}", hint=did_you_mean(name, tuple(options)))
         if value is not None:
             stated[options[name].path] |= options[name].read(value)
     return _built(tree, (), stated)

@@ -89,7 +89,7 @@ def load(entry: EntryPoint) -> Any:
 def _unavailable(entry: EntryPoint, reason: str) -> CommandUnavailable:
     return CommandUnavailable(
         f"the command {entry.name!r} is registered as {entry.value}, but {reason}",
-        hint="install again, so that commands and code are of one version: python -m pip install -e .",
+        hint="reinstall, so that commands and code have the same version: python -m pip install -e .",
     )
 
 

@@ -403,7 +403,7 @@ def merged(timelines: Sequence[Timeline]) -> Timeline:
         runs = "; ".join(
             f"{name} ({source}, {steps} steps)" for name, source, steps, _ in sorted(kinds, key=repr)
         )
-        message = f"timelines of different runs cannot be merged: {runs or 'none given'}"
+        message = f"cannot merge timelines of different runs: {runs or 'none given'}"
         raise TimelineError(message, hint="give one timeline per rank of the same run")
     return replace(
         timelines[0],
@@ -415,9 +415,12 @@ def merged(timelines: Sequence[Timeline]) -> Timeline:
 def _check_span(span: Span, num_steps: int) -> None:
     if not (math.isfinite(span.start_s) and math.isfinite(span.end_s) and span.start_s <= span.end_s):
         message = (
-            f"span {span.instruction!r} of step {span.step} runs from {span.start_s} s to {span.end_s} s"
+            f"span {span.instruction!r} of step {span.step} starts at {span.start_s} s and ends at "
+            f"{span.end_s} s"
         )
-        raise TimelineError(message, hint="a span ends no earlier than it starts, at finite times")
+        raise TimelineError(message, hint="a span must end at or after its start, at finite times")
     if not 0 <= span.step <= num_steps or (span.part == "step" and span.step == num_steps):
-        message = f"span {span.instruction!r} is of step {span.step}, but the run has {num_steps} steps"
-        raise TimelineError(message, hint="steps count from 0; only the flush stands one past the last")
+        message = f"span {span.instruction!r} belongs to step {span.step}, but the run has {num_steps} steps"
+        raise TimelineError(
+            message, hint="steps are numbered from 0; only the flush comes after the last step"
+        )

@@ -124,7 +124,7 @@ def test_what_is_tuned_beside_a_model_is_planned_as_it_is_run() -> None:
     assert decision.plan.points_are_adapters
     assert "opt-125m beside adapters of rank 8" in repr(decision._repr_html_())
     assert zosim.plan("opt-125m", **where, prefix=5).plan.model.num_prefix_tokens == 5
-    with pytest.raises(zosim.ZosimError, match="need a rank and the linears"):
+    with pytest.raises(zosim.ZosimError, match="need a rank and target layers"):
         zosim.plan("opt-125m", **where, lora_rank=2)
     with pytest.raises(zosim.ZosimError, match="not both"):
         zosim.plan("opt-125m", **where, prefix=5, **stated)
@@ -152,7 +152,7 @@ def test_facts_of_a_batch_count_where_a_packed_forward_saves_by_them() -> None:
 
 
 def test_a_setting_that_there_is_not_is_named_with_its_neighbour() -> None:
-    with pytest.raises(zosim.ZosimError, match="no setting 'staging_bufers'") as caught:
+    with pytest.raises(zosim.ZosimError, match="no option 'staging_bufers'") as caught:
         zosim.plan("opt-125m", "a100-80gb-milan", staging_bufers=2)
     assert "staging_buffers" in (caught.value.hint or "")
 

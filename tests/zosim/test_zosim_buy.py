@@ -130,7 +130,7 @@ def test_what_does_not_fit_says_what_it_lacks_and_what_that_would_bring():
     assert isinstance(refused, Refusal)
     assert "of host memory" in refused.reason
     assert "more than 16 GiB" in refused.reason
-    assert refused.remedy.startswith("with that much it takes ")
+    assert refused.remedy.startswith("with more budget it takes ")
 
 
 def test_more_devices_are_used_only_if_they_help_and_are_paid_for():
@@ -238,13 +238,13 @@ def test_the_shipped_table_can_be_printed_changed_and_used(tmp_path):
         (("--budget", "5 EUR"), "is not in USD"),
         (("--budget", "lots"), "no sum of money"),
         (("--budget", "0"), "no sum of money"),
-        (("--deadline", "0h"), "over already"),
+        (("--deadline", "0h"), "must be more than 0"),
         (("--deadline", "soon"), "soon"),
         (("--deadline", "3"), "--deadline 3: a number without a unit"),
         (("--seq", "9999"), "exceeds the 2048 positions"),
-        (("--machines", ","), "names none"),
-        (("--count", "0"), "no list of numbers"),
-        (("--count", "two"), "no list of numbers"),
+        (("--machines", ","), "names no machine"),
+        (("--count", "0"), "must be numbers of devices"),
+        (("--count", "two"), "must be numbers of devices"),
         (("--machines", "dgx-h1OO"), "neither host"),
         (("--prices", "none.yaml"), "no price table at"),
     ],
@@ -348,17 +348,17 @@ def test_functions_take_what_the_command_line_takes():
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
-        ({"by": "fun"}, "--by 'fun' is none of its values"),
-        ({"pay": "steal"}, "--pay 'steal' is none of its values"),
+        ({"by": "fun"}, "--by 'fun' is not one of its choices"),
+        ({"pay": "steal"}, "--pay 'steal' is not one of its choices"),
         ({"method": "magic"}, "--method magic is not valid: must be one of"),
-        ({"count": "many"}, "--count many is no list of numbers"),
-        ({"count": 0}, "--count 0 is no list of numbers"),
-        ({"count": None}, "--count None is no list of numbers"),
-        ({"machines": ","}, "--machines ',' names none"),
+        ({"count": "many"}, "--count many is must be numbers of devices"),
+        ({"count": 0}, "--count 0 must be numbers of devices"),
+        ({"count": None}, "--count None is must be numbers of devices"),
+        ({"machines": ","}, "--machines ',' names no machine"),
         ({"machines": "x"}, "x"),
-        ({"steps": 0}, "--steps 0 is no whole number of 1 or more"),
+        ({"steps": 0}, "--steps 0 must be a whole number of at least 1"),
         ({"batch": 1.5}, r"--batch 1\.5 is not valid"),
-        ({"simulate": -1}, "--simulate -1 is no whole number of 0 or more"),
+        ({"simulate": -1}, "--simulate -1 must be a whole number of at least 0"),
     ],
 )
 def test_what_a_function_cannot_take_is_said(wrong, complaint):

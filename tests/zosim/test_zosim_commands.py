@@ -134,7 +134,7 @@ def test_what_is_about_a_first_order_step_is_not_passed_over(
     plan_file: Path, command: str, option: str
 ) -> None:
     error = call(command, plan_file, option, 3, fails=True).stderr
-    assert f"{option} 3 without --first-order" in error
+    assert f"{option} 3 needs --first-order" in error
 
 
 def test_lower_prints_a_program(plan_file: Path, tmp_path: Path) -> None:
@@ -150,11 +150,15 @@ def test_lower_prints_a_program(plan_file: Path, tmp_path: Path) -> None:
         (["--eps", "0"], "--eps 0.0 is not valid", None),
         (["--max-device-memory", "lots"], "lots", None),
         (["--max-device-memory", "20"], "--max-device-memory 20: a number without a unit", "80 GiB"),
-        (["--max-device-memory", "0GiB"], "--max-device-memory 0GiB leaves no memory", "all of it without"),
+        (
+            ["--max-device-memory", "0GiB"],
+            "--max-device-memory 0GiB leaves no memory",
+            "all memory may be used",
+        ),
         (["--max-host-memory", "0 B"], "--max-host-memory 0 B leaves no memory", None),
         (
             ["--residency", "resident", "--staging-buffers", "2"],
-            "num_staging_buffers=2 is about offloaded",
+            "num_staging_buffers=2 applies to offloaded",
             "offloaded",
         ),
         (["--method", "mezo", "--no-overlap"], "overlap=False is about offloaded", None),
@@ -275,7 +279,7 @@ def test_lower_writes_all_programs_or_one_ranks(plan_of_four: Path, tmp_path: Pa
     assert "on each of 4 ranks" in call("lower", plan_of_four, "--check", tmp_path / "set.json").stderr
     assert "--rank 4 of 4 ranks" in call("lower", plan_of_four, "--rank", "4", fails=True).stderr
     error = call("simulate", plan_of_four, "--program", tmp_path / "one.json", fails=True).stderr
-    assert "programs of 1 ranks for a plan of 4" in error or "members of" in error
+    assert "programs are for 1 ranks, but the plan has 4" in error or "members of" in error
 
 
 @pytest.mark.slow
@@ -305,17 +309,17 @@ def test_compare_looks_at_the_slowest_rank_or_the_one_named(plan_of_four: Path, 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--mesh", "data=2,stge=2"], "'stge' is no axis of a mesh"),
+        (["--mesh", "data=2,stge=2"], "'stge' is not a mesh axis"),
         (["--mesh", "data=4", "--ranks", "2"], "has 4 ranks, not 2"),
-        (["--mesh", "data=4", "--batch", "3"], "cannot be shared by data=4"),
-        (["--mesh", "perturb=4"], "some rank has none"),
+        (["--mesh", "data=4", "--batch", "3"], "is too small for data=4"),
+        (["--mesh", "perturb=4"], "some rank would have none"),
         (["--mesh", "data=2", "--method", "zo2"], "no plan for data=2"),
         (["--ranks", "9", "--batch", "9"], "9 ranks need 9 GPUs"),
         (["--transfers", "slices"], "'sliced'"),
         (["--residency", "gone"], "'resident' or 'offloaded'"),
         (["--method", "mezo", "--residency", "offloaded"], "--method mezo keeps blocks resident"),
         (["--mesh", "data=2,data=2"], "names data twice"),
-        (["--mesh", "stage=3", "--split-points", "block.5,block.3"], "are not in the model's order"),
+        (["--mesh", "stage=3", "--split-points", "block.5,block.3"], "must be in the model's order"),
     ],
 )
 def test_mistakes_about_ranks_are_answered_in_words(words: list[str], says: str) -> None:

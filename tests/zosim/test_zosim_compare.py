@@ -142,5 +142,5 @@ def test_a_run_that_found_its_core_slow_shows_what_is_predicted_there():
 
 def test_timelines_of_different_programs_are_refused():
     other = replace(simulate(WHOLE, unshared()), program="other")
-    with pytest.raises(TimelineError, match="predicted is of program other"):
+    with pytest.raises(TimelineError, match="the prediction is of program other"):
         compare(other, measurement(WHOLE, unshared()), WHOLE)

@@ -105,5 +105,5 @@ def test_spans_of_another_program_and_missing_ranks_are_refused():
 
 def test_an_empty_path_has_no_bottleneck():
     whole = program([instruction("work", "compute", 0.0)])
-    with pytest.raises(TimelineError, match="nothing limits it"):
+    with pytest.raises(TimelineError, match="has no bottleneck"):
         bottleneck(step_path(simulate(whole, unshared(), num_steps=2), whole))

@@ -30,7 +30,7 @@ def test_what_can_be_written_is_found_without_writing(tmp_path: Path) -> None:
     check_writable(None)
     check_writable(tmp_path / "new.json")
     assert not list(tmp_path.iterdir())
-    for path, says in ((tmp_path, "Is a directory"), (tmp_path / "no" / "new.json", "there is no directory")):
+    for path, says in ((tmp_path, "is a directory"), (tmp_path / "no" / "new.json", "does not exist")):
         with pytest.raises(MachineError, match=says):
             check_writable(path)
 
@@ -46,7 +46,7 @@ def test_what_can_be_written_is_found_without_writing(tmp_path: Path) -> None:
 def test_minutes_are_not_spent_on_what_cannot_be_written(tmp_path: Path, words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, [*words, str(tmp_path / "no" / "new")])
     assert result.exit_code == 2
-    assert f"there is no directory {tmp_path / 'no'}" in result.stderr
+    assert f"the directory {tmp_path / 'no'} does not exist" in result.stderr
 
 
 def test_there_is_one_way_to_calibrate_at_a_time() -> None:

@@ -168,7 +168,7 @@ def changed(file, change, *, resign=True):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda c: c.update(format="zosim-profile"), "is not evidence"),
+        (lambda c: c.update(format="zosim-profile"), "is not an evidence file"),
         (lambda c: c.update(version=2), "of version 2, this zosim reads 1"),
         (lambda c: c.update(plan=None), "plan"),
         (lambda c: c.pop("profile"), "profile: missing"),
@@ -304,7 +304,7 @@ def test_the_commands_make_and_check(tmp_path):
 
 def test_a_run_on_other_threads_than_predicted_is_refused(tmp_path):
     subject = subject_of()
-    with pytest.raises(EvidenceError, match="had 4 threads, the profile is for 8") as caught:
+    with pytest.raises(EvidenceError, match="used 4 threads, but the profile is for 8") as caught:
         evidence_of(run_of(subject, tmp_path / "run", num_threads=4), subject)
     assert "--threads 4" in caught.value.hint
 

@@ -246,12 +246,12 @@ def test_frozen_weights_are_uploaded_and_not_offloaded() -> None:
         ({"weights": Weights(dtype="float16"), "residency": Residency(transfer_dtype="float32")}, "wider"),
         (
             {"estimator": Estimator(num_queries=4096)},
-            "114688 forwards of segments a step and rank, more than",
+            "114688 segment forwards per step and rank, more than",
         ),
         ({"weights": Weights(dtype="float16"), "forward": ForwardPass(compute_dtype="tf32")}, "tf32"),
         (
             {"weights": Weights(dtype="float16"), "forward": ForwardPass(compute_dtype="bfloat16")},
-            "compute_dtype=bfloat16 with dtype=float16: two formats",
+            "compute_dtype=bfloat16 and dtype=float16 are two different",
         ),
     ],
 )

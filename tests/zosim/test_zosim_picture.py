@@ -51,7 +51,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
     with pytest.raises(TimelineError, match="holds no step"):
         draw_timeline(replace(timeline, spans=(), repeat=None), tmp_path / "none.svg")
     many = simulate_ranks([PIPELINE] * 22, [unshared()] * 22, num_steps=2)
-    with pytest.raises(TimelineError, match="66 streams would have too many rows"):
+    with pytest.raises(TimelineError, match="66 streams has too many rows"):
         draw_timeline(many, tmp_path / "many.svg")
 
 

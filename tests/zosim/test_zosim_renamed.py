@@ -106,7 +106,7 @@ def test_a_function_takes_earlier_keywords_and_values():
     assert caught[0].filename == __file__
     with pytest.warns(DeprecationWarning, match=f"^dtype='real' is now dtype='float32'; {GONE}$"):
         zosim.plan("opt-1m", "cpu-laptop", seq=16, dtype="real")
-    with pytest.raises(PlanError, match="there is no setting 'size'"):
+    with pytest.raises(PlanError, match="there is no option 'size'"):
         zosim.plan("opt-1m", "cpu-laptop", size=3, batch=3, **here)
 
 

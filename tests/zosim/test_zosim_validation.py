@@ -133,7 +133,7 @@ def test_a_row_does_not_need_what_was_measured() -> None:
         ("first_order_step", {"recompute": "selective"}, "selective"),
         ("attention", {"attention_kernel": "paged"}, "paged"),
         ("attention", {"kv_heads": "7"}, "kv_heads=7 does not divide heads=16"),
-        ("copy", {"bytes": "1 GB"}, "bytes is '1 GB'; write a whole number above 0"),
+        ("copy", {"bytes": "1 GB"}, "bytes is '1 GB'; it must be a whole number above 0"),
         ("first_order_step", {"optimizer": "lion"}, "lion"),
         ("forward", {"model_config": json.dumps({**LIKE_DEEPSEEK, "n_routed_experts": 8})}, "experts"),
         ("forward", {"model_config": '{"model_type": "mamba", "hidden_size": 64}'}, "mamba"),
@@ -371,7 +371,7 @@ def test_a_row_joins_what_was_measured_and_what_is_predicted() -> None:
 def test_a_file_without_the_columns_is_refused_in_words(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rows.csv"
     path.write_text(text)
-    with pytest.raises(ZosimError, match="lacks the columns"):
+    with pytest.raises(ZosimError, match="lacks columns"):
         read_rows(path)
 
 

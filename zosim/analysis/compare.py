@@ -210,7 +210,9 @@ def compare(
         If the timelines are of different programs, or one has no steps of the rank.
     """
     if predicted.program != measured.program:
-        message = f"predicted is of program {predicted.program}, measured of {measured.program}"
+        message = (
+            f"the prediction is of program {predicted.program}, the measurement of program {measured.program}"
+        )
         raise TimelineError(message, hint="compare a run with the simulation of its own program")
     paths = step_path(predicted, program, rank), step_path(measured, program, rank)
     return Comparison(

@@ -138,8 +138,8 @@ def bottleneck(path: CriticalPath) -> Bottleneck:
         If the path is empty or takes no time.
     """
     if not path.duration_s > 0:
-        message = f"the critical path of rank {path.rank} takes {path.duration_s} s, so nothing limits it"
-        raise TimelineError(message, hint="look at a timeline with at least one step that takes time")
+        message = f"the critical path of rank {path.rank} takes {path.duration_s} s, so it has no bottleneck"
+        raise TimelineError(message, hint="use a timeline with at least one step that takes time")
     groups: dict[tuple[str, str, bool], float] = defaultdict(float)
     for item in path.segments:
         groups[item.label, item.limiter, item.stream in (Stream.H2D, Stream.D2H)] += item.duration_s
@@ -299,9 +299,9 @@ def _spans_by_place(timeline: Timeline, graph: StepGraph, rank: int) -> dict[Pla
         raise TimelineError(message, hint=f"it has ranks {', '.join(map(str, timeline.ranks)) or 'none'}")
     for place, span in spans.items():
         if not graph.has(place):
-            message = f"timeline has a span of {span.part}/{span.instruction}, which program "
+            message = f"the timeline has a span of {span.part}/{span.instruction}, which program "
             message += f"{graph.program.name} does not have"
-            raise TimelineError(message, hint="give the program that the timeline is of")
+            raise TimelineError(message, hint="give the program that the timeline belongs to")
     return spans
 
 
@@ -311,6 +311,6 @@ def _latest(spans: dict[Place, Span], timeline: Timeline, rank: int, step: int |
         item for item in spans.items() if step is None or (item[1].part == "step" and item[1].step == step)
     ]
     if not chosen:
-        message = f"timeline of {timeline.program} has no spans of step {step} of rank {rank}"
+        message = f"timeline of {timeline.program} has no spans of rank {rank} in step {step}"
         raise TimelineError(message, hint="every rank needs spans in every step")
     return max(chosen, key=lambda item: item[1].end_s)[0]

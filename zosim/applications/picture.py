@@ -49,8 +49,8 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> Path:
     """
     file = Path(path)
     if file.suffix.lower() not in FORMATS:
-        message = f"cannot draw into {str(path)!r}: the format {file.suffix!r} is unknown"
-        raise TimelineError(message, hint=f"end its name with one of {', '.join(FORMATS)}")
+        message = f"cannot draw to {str(path)!r}: unknown format {file.suffix!r}"
+        raise TimelineError(message, hint=f"use a name that ends with one of {', '.join(FORMATS)}")
     title = f"{timeline.program}: {format_seconds(timeline.step_time_s)} a step, {timeline.source}"
     step = timeline.steady_steps[0]
     begin_s = timeline.step_end_s(step - 1) if step else timeline.begin_s
@@ -64,9 +64,9 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> Path:
         {(span.rank, span.stream) for span in shown}, key=lambda row: (row[0], streams.index(row[1]))
     )
     if len(rows) > MOST_ROWS:
-        message = f"a picture of {len(rows)} streams would have too many rows"
+        message = f"a picture of {len(rows)} streams has too many rows"
         raise TimelineError(
-            message, hint=f"at most {MOST_ROWS}; a trace for Perfetto holds any number (--trace)"
+            message, hint=f"at most {MOST_ROWS} rows fit; --trace writes any number for Perfetto"
         )
     labels = sorted({span.label for span in shown}, key=lambda label: order.get(label, len(order)))
     spare = iter(_OTHERS * len(labels))

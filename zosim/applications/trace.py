@@ -100,7 +100,7 @@ def save_trace(
             Path(path).write_text(text)
     except OSError as error:
         message = f"cannot write the trace {str(path)!r}: {error.strerror}"
-        raise TimelineError(message, hint="name a file in a folder that exists") from error
+        raise TimelineError(message, hint="name a file in an existing folder") from error
 
 
 def _us(seconds: float) -> float:
@@ -215,7 +215,7 @@ def _arrows(timeline: Timeline, program: Program, rank: int) -> Iterator[Event]:
     for place, target in spans.items():
         if not graph.has(place):
             message = f"program {program.name} has no {target.part}/{target.instruction}"
-            raise TimelineError(message, hint="give the program that the timeline is of")
+            raise TimelineError(message, hint="give the program that the timeline belongs to")
         for before in graph.waits_for(place):
             source = spans.get(before)
             if source is not None and source.stream != target.stream:

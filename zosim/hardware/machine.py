@@ -208,7 +208,7 @@ class Machine:
         named.update(name for known in paths for path in known.values() for name, _ in path.uses)
         missing = sorted(named - set(self.capacities))
         if missing:
-            message = f"machine {self.profile.device_name} shares {missing[0]!r} but gives it no capacity"
+            message = f"machine {self.profile.device_name} shares {missing[0]!r}, which has no capacity"
             raise ProfileError(
                 message, hint=f"resources with a capacity: {', '.join(self.capacities) or 'none'}"
             )
@@ -301,7 +301,7 @@ class Machine:
         """
         spec = topology.device_spec(device)
         if spec.type != profile.device_type:
-            message = f"device {device!r} is a {spec.type}, the profile is of a {profile.device_type}"
+            message = f"device {device!r} is a {spec.type}, but the profile is of a {profile.device_type}"
             raise ProfileError(message, hint=f"use a profile of {spec.name}")
         host, memory = topology.host_of(device).id, topology.host_memory(device).id
         cores = f"{host}:cores"
@@ -423,8 +423,11 @@ class Machine:
             return Activity(cost.seconds, limiter=cost.limiter)
         ring = self.rings.get(group)
         if ring is None:
-            message = f"{instruction.id} is a collective of {group}, to which {self.profile.device_name} has no path"
-            raise ProfileError(message, hint="make the ranks' machines together, with machines_for")
+            message = (
+                f"{instruction.id} is a collective of {group}, but {self.profile.device_name} has no path to "
+                "its ranks"
+            )
+            raise ProfileError(message, hint="create the machines of all ranks with machines_for")
         exchange_s = ring.seconds(function, COLLECTIVES[function].whole(size_bytes, ring.num_ranks), bound)
         # Weights come ahead of the blocks that need them, while ranks compute; losses are what ranks wait for.
         is_ahead = any(
@@ -444,11 +447,11 @@ class Machine:
         hop = (self.host_channels if on_host and op in self.host_channels else self.channels).get(op)
         if hop is None:
             message = (
-                f"{instruction.id} goes {op.offset:+d} places along {op.group}, to which "
-                f"{self.profile.device_name} has no path"
+                f"{instruction.id} sends {op.offset:+d} ranks along {op.group}, but "
+                f"{self.profile.device_name} has no path there"
             )
             raise ProfileError(
-                message, hint="make the ranks' machines together, with machines_for; it joins neighbours"
+                message, hint="create the machines of all ranks with machines_for, which connects neighbours"
             )
         seconds = cost.seconds + hop.message_s(size_bytes, bound)
         if isinstance(op, Recv) and hop.wire != "memory":

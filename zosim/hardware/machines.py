@@ -357,7 +357,7 @@ class _Builder:
         route = topology.route(here, there)
         if not route.resource_ids:
             message = f"the route from {here!r} to {there!r} has no bandwidth"
-            raise TopologyError(message, hint="give one of its links a bandwidth")
+            raise TopologyError(message, hint="give a bandwidth to one of its links")
         narrowest = min(route.links, key=lambda link: link.bandwidth_bytes_per_s)
         uses = tuple((name, 1.0) for name in route.resource_ids)
         # Sockets of two hosts cost what those of one do, and there they take a core.

@@ -131,7 +131,7 @@ def profile_for(
     spec = topology.device_spec(device)
     if spec.type == "cpu" and (num_threads or 1) > spec.num_cores:
         raise TopologyError(
-            f"{num_threads} threads on {device}, which has {spec.num_cores} cores",
+            f"--threads {num_threads} is more than the {spec.num_cores} cores of {device}",
             hint=f"use --threads {spec.num_cores} or less",
         )
     sheet = datasheet_profile(topology, device, num_threads=num_threads)
@@ -148,7 +148,8 @@ def profile_for(
     except ProfileError as error:
         reason = error.message.splitlines()[0]
         stderr.print(
-            f"predicting from data-sheet figures: {reason}; `zosim calibrate` makes a new one", markup=False
+            f"predicting from data-sheet figures, because {reason}; `zosim calibrate` measures this machine",
+            markup=False,
         )
         return sheet
     _warn_if_disturbed(profile)
@@ -158,7 +159,7 @@ def profile_for(
 def _warn_if_disturbed(profile: Profile) -> None:
     if profile.is_disturbed:
         stderr.print(
-            f"predicting from a disturbed profile: others disturbed {profile.disturbed_share:.0%} of its calibration, and steps "
-            "may take far less; `zosim calibrate` on an idle machine makes a better one",
+            f"predicting from a disturbed profile: other processes ran in {profile.disturbed_share:.0%} "
+            "of its calibration, so steps may be much faster; calibrate again on an idle machine",
             markup=False,
         )

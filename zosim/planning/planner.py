@@ -257,10 +257,11 @@ def _enough_s(times: list[float]) -> float:
 def _nothing_fits(request: Request, rejected: list[Candidate]) -> DoesNotFit:
     closest = min(rejected, key=lambda candidate: candidate.footprints.largest.device_bytes)
     message = (
-        f"no plan fits {request.config.spec.name} with batch {request.config.batch} and {request.config.seq} tokens on "
-        f"{request.hardware.device} of {request.hardware.name}; the closest, {closest.describe()}, {closest.missing}"
+        f"no plan for {request.config.spec.name} with batch {request.config.batch} and "
+        f"{request.config.seq} tokens fits {request.hardware.device} of {request.hardware.name}; the "
+        f"closest, {closest.describe()}, {closest.missing}"
     )
-    hint = "a smaller batch or sequence, a narrower --dtype, or hardware with more memory"
+    hint = "use a smaller batch or sequence, a narrower --dtype, or hardware with more memory"
     if ASSUMED_SIZE in closest.missing:
         hint += f"; the host's memory is assumed: {HOW_TO_STATE_MEMORY}"
     return DoesNotFit(message, hint=hint)

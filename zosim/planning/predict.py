@@ -157,9 +157,10 @@ class Subject:
         programs = self.edited or lower_all(self.plan)
         if programs.world_size != self.plan.placement.world_size:
             message = (
-                f"programs of {programs.world_size} ranks for a plan of {self.plan.placement.world_size}"
+                f"the programs are for {programs.world_size} ranks, but the plan has "
+                f"{self.plan.placement.world_size}"
             )
-            raise ProgramError(message, hint="lower this plan, and edit what comes of it")
+            raise ProgramError(message, hint="lower this plan with `zosim lower`, and edit that")
         validate_set(programs)
         return programs
 
@@ -297,7 +298,7 @@ class Subject:
         """
         if not 0 <= rank < self.plan.placement.world_size:
             message = f"the plan has no rank {rank}"
-            hint = f"it has {self.plan.placement.world_size}, counted from 0"
+            hint = f"ranks are numbered from 0 to {self.plan.placement.world_size} - 1"
             raise TimelineError(message, hint=hint)
         return self.timeline if rank in self.timeline.ranks else self.simulated(rank=rank)
 

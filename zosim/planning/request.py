@@ -136,15 +136,15 @@ class Request:
         mesh, search = self.config.given("mesh"), self.config.search
         if mesh is not None and search.ranks not in (None, mesh.world_size):
             raise PlanError(
-                f"--mesh {mesh.describe()} has {mesh.world_size} ranks, not {search.ranks}",
+                f"--mesh {mesh.describe()} has {mesh.world_size} ranks, but --ranks is {search.ranks}",
                 hint="leave --ranks out",
             )
         if mesh is not None and not self.admits(mesh):
             shape = mesh.describe() or "one rank"
             raise PlanError(
-                f"--method {self.config.search.method} is no plan for {shape}",
-                hint="leave one of the two out; pertp has several ranks along perturb, ddp along data, 2d along both, "
-                "sparq several stages",
+                f"--method {self.config.search.method} does not allow {shape}",
+                hint="leave one of them out; pertp uses ranks along perturb, ddp along data, 2d along both, "
+                "sparq along stage",
             )
         if (
             self.split_options.split_points
@@ -152,7 +152,7 @@ class Request:
             and (mesh is None or not mesh.is_staged)
         ):
             raise PlanError(
-                f"--split-points {', '.join(self.split_options.split_points)} without stages",
+                f"--split-points {', '.join(self.split_options.split_points)} needs several stages",
                 hint=f"add --mesh stage={len(self.split_options.split_points) + 1}",
             )
 
@@ -173,8 +173,8 @@ class Request:
         # Where that is allowed, weights are multiplied as numbers.
         if not low_bits.may_dequantise:
             raise PlanError(
-                f"{spec.name} has no product of e4m3 matrices"
-                + (" (its data sheet states no peak of fp8)" if spec.type == "gpu" else ""),
+                f"{spec.name} has no float8 matrix units"
+                + ("(its data sheet has no fp8 peak)" if spec.type == "gpu" else ""),
                 hint="use --kernel dequantise, or --activation-format int8-token with an integer format",
             )
         object.__setattr__(

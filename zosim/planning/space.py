@@ -124,16 +124,16 @@ def check(request: Request) -> None:
     stored, transferred = request.axis(Weights).dtype, request.axis(Residency).transfer_dtype
     if transferred not in (None, stored) and not request.config.search.allow_lossy:
         raise PlanError(
-            f"transfer format {transferred} is narrower than storage format "
-            f"{stored} and loses precision at every offload",
-            hint="add --allow-lossy if that is meant",
+            f"--transfer-dtype {transferred} is narrower than --dtype {stored}, so every offload loses "
+            "precision",
+            hint="add --allow-lossy to accept that",
         )
     split_options = request.split_options
     if split_options.is_lossy and not request.config.search.allow_lossy:
         codecs = dict.fromkeys(name for name in split_options.codecs if name != "none")
         raise PlanError(
-            f"codecs {', '.join(codecs)} change what arrives at the next stage",
-            hint="add --allow-lossy if that is meant",
+            f"codecs {', '.join(codecs)} are lossy: they change the activations sent between stages",
+            hint="add --allow-lossy to accept that",
         )
     _check_devices(request)
 
@@ -247,20 +247,22 @@ def _check_devices(request: Request) -> None:
     )
     if request.hardware.topology.node(request.hardware.device).type == "gpu" and num_ranks > num_devices:
         raise PlanError(
-            f"{num_ranks} ranks need {num_ranks} GPUs, and {request.hardware.name} has {num_devices}",
+            f"{num_ranks} ranks need {num_ranks} GPUs, but {request.hardware.name} has {num_devices}",
             hint=f"use --ranks {num_devices} or less, or a smaller --mesh",
         )
     residency = request.config.residency
     blocks = residency.given("blocks")
     if blocks in get_args(Blocks) and blocks not in request.blocks:
         raise PlanError(
-            f"--method {request.config.search.method} keeps blocks {request.blocks[0]}, not {blocks}",
+            f"--method {request.config.search.method} keeps blocks {request.blocks[0]}, but --residency "
+            f"is {blocks}",
             hint="leave --residency or --method out",
         )
     moving = [name for name in ("num_staging_buffers", "overlap") if name in residency.model_fields_set]
     if moving and "offloaded" not in ((blocks,) if blocks is not None else request.blocks):
         raise PlanError(
-            f"{moving[0]}={getattr(residency, moving[0])} is about offloaded blocks, and these are resident",
+            f"{moving[0]}={getattr(residency, moving[0])} applies to offloaded blocks, but blocks are "
+            "resident",
             hint="leave it out, or use --residency offloaded",
         )
 
@@ -306,8 +308,9 @@ def too_few_ranks(request: Request) -> PlanError:
         "2d": "4 ranks and 2 sequences",
     }
     return PlanError(
-        f"--method {request.config.search.method} needs {least.get(request.config.search.method, 'a device')} at least, and was given "
-        f"{request.max_ranks} of the devices of {request.hardware.name} and a batch of {request.config.batch}",
+        f"--method {request.config.search.method} needs at least "
+        f"{least.get(request.config.search.method, 'a device')}, but has {request.max_ranks} of the "
+        f"devices of {request.hardware.name} and a batch of {request.config.batch}",
         hint="raise --ranks (several may share a CPU, a GPU takes one) or --batch",
     )
 

@@ -76,8 +76,8 @@ class Probed:
         if (tensor, name) not in self.symbols:
             known = sorted({codec for _, codec in self.symbols})
             raise PlanError(
-                f"split point {self.split_point}: the probe has nothing of codec {name}, but of {', '.join(known)}",
-                hint=f"zosim probe --codec {name}",
+                f"split point {self.split_point}: the probe did not measure codec {name}, only {', '.join(known)}",
+                hint=f"measure it: zosim probe --codec {name}",
             )
         return self.symbols[tensor, name]
 
@@ -123,7 +123,10 @@ class SplitOptions:
         densities = {split_point: density_of(value) for split_point, value in self.densities.items()}
         wrong = {split_point: value for split_point, value in densities.items() if not 0 <= value <= 1}
         if wrong:
-            raise PlanError(f"densities must be from 0 to 1, not {wrong}", hint="the part that is not zero")
+            raise PlanError(
+                f"densities {wrong} must be from 0 to 1",
+                hint="a density is the fraction of values that are not zero",
+            )
         check_split_points((*self.split_points, *densities))
 
     def symbols(
@@ -157,9 +160,9 @@ class SplitOptions:
             return model
         if self.split_model is None:
             raise PlanError(
-                f"the model {model.name} was saved with the blocks {list(model.split_blocks)} split inside, not "
-                f"{list(blocks)}",
-                hint="name a model, its directory or its config.json",
+                f"{model.name} was saved with split points inside the blocks {list(model.split_blocks)}, but "
+                f"the plan needs them inside {list(blocks)}",
+                hint="give the model's name, its directory or its config.json",
             )
         return self.split_model(blocks)
 
@@ -211,7 +214,7 @@ def read_densities(path: Path) -> dict[str, float | Probed]:
             for split_point, symbols in tensors.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, ZosimError) as error:
-        raise PlanError(f"{path} holds no densities: {_reason(error)}", hint=_DENSITIES_HINT) from None
+        raise PlanError(f"{path} has no densities: {_reason(error)}", hint=_DENSITIES_HINT) from None
 
 
 _DENSITIES_HINT = 'write one with `zosim probe --json`, or {"block.5.mlp": 0.1}'

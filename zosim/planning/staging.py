@@ -56,7 +56,7 @@ def staged_plans(request: Request, fastest_s: float = inf) -> Iterator[Plan]:
     listed = sorted(_shapes(request), key=lambda shape: shape.sort_key)
     if not listed and request.config.search.method == "sparq":
         raise PlanError(
-            f"--method sparq needs 2 ranks at least, and was given {request.max_ranks} of the devices of "
+            f"--method sparq needs at least 2 ranks, but has {request.max_ranks} of the devices of "
             f"{request.hardware.name} and a batch of {request.config.batch}",
             hint="raise --ranks (several may share a CPU, a GPU takes one)",
         )

@@ -110,7 +110,7 @@ class Plan(Axis, Document):
     def _axes_agree(self) -> Plan:
         if self.seq > self.model.max_positions:
             complaint = (
-                f"seq={self.seq} exceeds the {self.model.max_positions} positions of {self.model.name}"
+                f"--seq {self.seq} exceeds the {self.model.max_positions} positions of {self.model.name}"
             )
             raise PlanError(complaint, hint=f"use --seq {self.model.max_positions} or less")
         for complaint, hint in chain.from_iterable(axis.conflicts(self) for axis in self.axes.values()):

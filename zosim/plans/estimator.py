@@ -71,12 +71,12 @@ class Estimator(Axis):
         )
         if num_forwards > MAX_FORWARDS:
             complaint = (
-                f"num_queries={self.num_queries} on {len(plan.model.segments)} segments are {num_forwards} forwards of "
-                f"segments a step and rank, more than {MAX_FORWARDS}"
+                f"{self.num_queries} perturbations of {len(plan.model.segments)} segments take "
+                f"{num_forwards} segment forwards per step and rank, more than the maximum of {MAX_FORWARDS}"
             )
             yield (
                 complaint,
-                "ask for fewer queries a step, or share them out along the mesh's perturb axis",
+                "use fewer perturbations per step, or more ranks along the mesh axis perturb",
             )
 
     @property

@@ -113,19 +113,28 @@ class ForwardPass(Axis):
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what the products cannot read."""
         if plan.compute_dtype == "tf32" and plan.weights.dtype != "float32":
-            yield f"compute_dtype=tf32 reads float32, but dtype={plan.weights.dtype}", "use dtype=float32"
+            yield (
+                f"compute_dtype=tf32 needs float32 weights, but dtype={plan.weights.dtype}",
+                "use dtype=float32",
+            )
         if {plan.compute_dtype, plan.weights.dtype} == {"float16", "bfloat16"}:
             # Layer norms of a CPU do not mix them, nor does autocast where it joins tensors, on any device.
             yield (
-                f"compute_dtype={plan.compute_dtype} with dtype={plan.weights.dtype}: two formats of 16 bits do not mix",
-                "use one of the two for both, or float32 weights",
+                (
+                    f"compute_dtype={plan.compute_dtype} and dtype={plan.weights.dtype} are two different 16-bit "
+                    "formats"
+                ),
+                "use one of them for both, or --dtype float32",
             )
         if self.num_new_tokens is not None:
             yield from self._conflicts_of_text(plan)
         if (self.num_shared or 0) >= (self.num_tokens or plan.seq) or (self.num_tokens or 0) > plan.seq:
             yield (
-                f"sequences of {self.num_tokens or plan.seq} tokens on average, at most {plan.seq}, cannot share {self.num_shared or 0}",
-                "shared tokens are fewer than those of a sequence",
+                (
+                    f"{self.num_shared or 0} shared tokens are too many for sequences of "
+                    f"{self.num_tokens or plan.seq} tokens on average and {plan.seq} at most"
+                ),
+                "the shared tokens must be fewer than those of a sequence",
             )
 
     def _conflicts_of_text(self, plan: Plan) -> Iterator[Conflict]:
@@ -153,4 +162,4 @@ class ForwardPass(Axis):
             (self.loss_chunk_tokens is not None, "a loss in chunks", "leave --loss-chunk-tokens out"),
         ):
             if is_stated:
-                yield f"max_new_tokens={self.num_new_tokens}: text is not generated with {what}", remedy
+                yield f"--max-new-tokens {self.num_new_tokens}: text cannot be generated with {what}", remedy

@@ -255,8 +255,8 @@ class LowBits(Axis):
             stated = self.model_dump(exclude_defaults=True)
             if stated:
                 yield (
-                    f"{', '.join(stated)} without quantized weights",
-                    f"name their format: --weight-format {QuantFormat.__args__[0]}",  # type: ignore[attr-defined]
+                    f"{', '.join(stated)} need quantized weights",
+                    f"add --weight-format, such as --weight-format {QuantFormat.__args__[0]}",  # type: ignore[attr-defined]
                 )
             return
         yield from self._conflicts_of_model(plan)
@@ -266,34 +266,46 @@ class LowBits(Axis):
             yield from self._conflicts_of_float8(plan)
         if self.sparsity and not any(map(plan.storage.tuned, plan.model.param_groups)):
             yield (
-                f"sparsity={self.sparsity:g} of quantized weights, none of which is trained",
-                "leave --sparsity out, or train the linear layers",
+                f"--sparsity {self.sparsity:g} applies to quantized weights that are tuned, but none is",
+                "leave --sparsity out, or tune the linear layers",
             )
         if self.update_rounding == "step" and plan.estimator.num_queries == 1:
             yield (
-                "update_rounding=step adds up the updates of a step's queries, of which there is one",
-                "ask for more (--queries), or leave it out",
+                "--update-rounding step sums the updates of several perturbations, but a step has one",
+                "raise --queries, or leave --update-rounding out",
             )
         if plan.schedule.traversal == "sweep" and not plan.perturbations.kept:
             yield (
-                "traversal=sweep forgets a perturbation before the forward that adds it to quantized weights",
-                "use traversal=blockwise, or keep perturbations (--keep-perturbations), a byte for each number that is tuned",
+                (
+                    "traversal=sweep discards a perturbation before the forward that adds it to quantized "
+                    "weights"
+                ),
+                "use traversal=blockwise, or --keep-perturbations, which takes a byte per tuned parameter",
             )
         if plan.perturbations.kept and self.estimator == "q-rge2":
             yield (
-                "q-rge2 rounds a perturbation anew for its update, which kept perturbations are not",
-                "drop --keep-perturbations",
+                (
+                    "q-rge2 rounds each perturbation a second time for its update, but kept ones are rounded "
+                    "once"
+                ),
+                "leave --keep-perturbations out",
             )
         if plan.weights.perturbation != "serial" and not (
             plan.points_are_adapters and plan.model.tunes_left_factors
         ):
             yield (
-                f"weights={plan.weights.perturbation}, but quantized weights are read where they lie",
+                (
+                    f"weights={plan.weights.perturbation} does not apply to quantized weights, which are read in "
+                    "place"
+                ),
                 "use weights=serial",
             )
         if plan.residency.transfer_dtype is not None:
             yield (
-                f"transfer_dtype={plan.residency.transfer_dtype}, but quantized values cross the bus as they are",
+                (
+                    f"transfer_dtype={plan.residency.transfer_dtype} does not apply to quantized weights, which "
+                    "are transferred as they are"
+                ),
                 "leave it out",
             )
 
@@ -305,8 +317,8 @@ class LowBits(Axis):
             asked = getattr(self, name)
             if name != "activations" and asked != kept:
                 yield (
-                    f"{plan.model.name} is quantised, with {name}={kept}, but the plan has {name}={asked}",
-                    "leave the options of quantized values out, or give the model in 16 bits",
+                    f"{plan.model.name} is quantized with {name}={kept}, but the plan has {name}={asked}",
+                    "leave the quantization options out, or use the model in 16 bits",
                 )
                 return
 
@@ -315,7 +327,10 @@ class LowBits(Axis):
         assert quant_config is not None
         linears = [one for group in groups for one in (*group.linears, *group.frozen_linears)]
         if not linears:
-            yield f"{plan.model.name} states no linear layers that could be quantized", "read the model again"
+            yield (
+                f"{plan.model.name} lists no linear layers to quantize",
+                "make the ModelSpec again from the model's config.json",
+            )
         try:
             quant_config.check(linears)
         except PlanError as error:
@@ -325,32 +340,41 @@ class LowBits(Axis):
         if self.adapters == "none":
             return
         if not plan.model.adapter_rank:
-            yield f"adapters={self.adapters}, but no adapters are tuned", "add --lora-rank, or leave it out"
+            yield (
+                f"--adapter-format {self.adapters} needs adapters",
+                "add --lora-rank, or leave --adapter-format out",
+            )
         if plan.model.tunes_left_factors:
             yield (
-                f"adapters={self.adapters}, but A is drawn anew and B begins again as zeros, which numbers are for",
-                "leave --lora-lazy-steps out, or --adapter-format",
+                (
+                    f"--adapter-format {self.adapters} does not apply where A is sampled anew: B begins again as "
+                    "zeros, unquantized"
+                ),
+                "leave --lora-lazy-steps or --adapter-format out",
             )
 
     def _conflicts_of_kernel(self) -> Iterator[Conflict]:
         is_float = FORMATS[self.weights].is_float
         if is_float and self.zero_point:
             yield (
-                f"zero_point with {self.weights}, whose quantized values have a sign of their own",
-                "use it with integers",
+                f"--zero-point does not apply to {self.weights}, whose values have a sign",
+                "use an integer --weight-format, or leave --zero-point out",
             )
         if self.product != "int_mm":
             return
         if is_float:
-            yield f"kernel=int_mm multiplies integers, not {self.weights}", "use --kernel dequantise"
+            yield (
+                f"kernel=int_mm multiplies integers, but weights are {self.weights}",
+                "use --kernel dequantise",
+            )
         if self.input_format != "int8":
             yield (
-                f"kernel=int_mm multiplies int8 activations, but activations={self.activations}",
+                f"kernel=int_mm needs int8 activations, but activations={self.activations}",
                 "use --activation-format int8-token",
             )
         if self.scales not in _OF_WHOLE_ROWS or self.zero_point:
             yield (
-                "kernel=int_mm multiplies whole rows of symmetric quantized weights",
+                "kernel=int_mm needs one scale per row and no zero point",
                 "use --weight-scales channel without --zero-point, or --kernel dequantise",
             )
 
@@ -361,12 +385,15 @@ class LowBits(Axis):
             or self.scales not in _OF_WHOLE_ROWS
         ):
             yield (
-                f"kernel=scaled_mm multiplies whole rows of e4m3 by e4m3, not {self.weights} by activations={self.activations}",
+                (
+                    "kernel=scaled_mm needs float8_e4m3 weights with a scale per row and float8 activations, "
+                    f"but has {self.weights} and activations={self.activations}"
+                ),
                 "use --weight-format float8_e4m3 --activation-format float8-token, or --kernel dequantise",
             )
         if self.perturbation_bits > _FLOAT8_PERTURBATION_BITS:
             yield (
-                f"kernel=scaled_mm adds perturbations in e4m3, which does not hold quantized values of perturbation_bits={self.perturbation_bits}",
+                f"kernel=scaled_mm adds perturbations in float8_e4m3, which cannot hold perturbation_bits={self.perturbation_bits}",
                 f"use --perturbation-bits {_FLOAT8_PERTURBATION_BITS} or fewer",
             )
         storage = plan.storage
@@ -378,7 +405,10 @@ class LowBits(Axis):
         odd = next((inputs for _, inputs in matrices if inputs % _FLOAT8_MULTIPLE), None)
         if odd is not None:
             yield (
-                f"kernel=scaled_mm multiplies rows of multiples of {_FLOAT8_MULTIPLE}, not of {odd} inputs",
+                (
+                    f"kernel=scaled_mm needs a number of inputs that is a multiple of {_FLOAT8_MULTIPLE}, but a "
+                    f"layer has {odd}"
+                ),
                 "use --kernel dequantise",
             )
 

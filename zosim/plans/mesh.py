@@ -84,17 +84,15 @@ class Mesh(Axis):
         for item in text.split(","):
             name, _, size = (part.strip() for part in item.partition("="))
             if name not in known:
-                raise PlanError(
-                    f"--mesh {text}: {name!r} is no axis of a mesh", hint=did_you_mean(name, known)
-                )
+                raise PlanError(f"--mesh {text}: {name!r} is not a mesh axis", hint=did_you_mean(name, known))
             if name in sizes:
                 raise PlanError(f"--mesh {text} names {name} twice", hint="such as data=2,perturb=2")
             if not (number := whole_number(size)):
                 raise PlanError(
-                    f"--mesh {text}: {item.strip()!r} gives {name} no size", hint="such as data=2,perturb=2"
+                    f"--mesh {text}: {item.strip()!r} has no size for {name}", hint="such as data=2,perturb=2"
                 )
             if number > MAX_RANKS:
-                raise PlanError(f"--mesh {text}: a mesh of {number} ranks is larger than {MAX_RANKS}")
+                raise PlanError(f"--mesh {text} has {number} ranks, more than the maximum of {MAX_RANKS}")
             sizes[name] = number
         inner = (
             [name for name in sizes if name != "stage"][-1]
@@ -113,7 +111,7 @@ class Mesh(Axis):
     @model_validator(mode="after")
     def _has_not_too_many(self) -> Mesh:
         if self.world_size > MAX_RANKS:
-            raise PlanError(f"a mesh of {self.world_size} ranks is larger than {MAX_RANKS}")
+            raise PlanError(f"a mesh of {self.world_size} ranks exceeds the maximum of {MAX_RANKS}")
         return self
 
     @property
@@ -171,16 +169,25 @@ class Mesh(Axis):
             )
         if self.data > plan.batch:
             yield (
-                f"a batch of {plan.batch} cannot be shared by data={self.data}: some rank would have none",
+                (
+                    f"a batch of {plan.batch} is too small for data={self.data}: some rank would have no "
+                    "sequence"
+                ),
                 f"use data={plan.batch} or less, or a larger batch",
             )
         if self.perturb > len(plan.points):
             yield (
-                f"perturb={self.perturb} shares out {len(plan.points)} evaluation points: some rank has none",
-                f"use perturb={len(plan.points)} or less, or more queries",
+                (
+                    f"perturb={self.perturb} is more than the {len(plan.points)} evaluation points of a step: "
+                    "some rank would have none"
+                ),
+                f"use perturb={len(plan.points)} or less, or more perturbations",
             )
         if self.stage > 1 and len(plan.split.split_points) != self.stage - 1:
             yield (
-                f"stage={self.stage} needs {self.stage - 1} split points, not {len(plan.split.split_points)}",
-                "see --split-points",
+                (
+                    f"stage={self.stage} needs {self.stage - 1} split points, but {len(plan.split.split_points)} are "
+                    "given"
+                ),
+                "set them with --split-points",
             )

@@ -68,6 +68,7 @@ class Placement(Axis):
     def _every_device_has_its_host(self) -> Placement:
         if self.hosts and len(self.hosts) != self.world_size:
             raise PlanError(
-                f"{len(self.hosts)} hosts for {self.world_size} devices", hint="name one per device"
+                f"{len(self.hosts)} hosts are given for {self.world_size} devices",
+                hint="give one host per device",
             )
         return self

@@ -123,10 +123,13 @@ class Residency(Axis):
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what does not move, or not so."""
         if self.edges == "offloaded" and self.blocks == "resident":
-            yield "edges=offloaded with blocks=resident saves little", "offload the blocks first"
+            yield "edges=offloaded needs blocks=offloaded", "offload the blocks as well"
         if self.edges == "offloaded" and plan.model.tied_head:
             yield (
-                f"{plan.model.name} ties its head to its token table, so edges=offloaded frees no memory",
+                (
+                    f"{plan.model.name} shares one table between embeddings and LM head, so edges=offloaded "
+                    "frees no memory"
+                ),
                 "use edges=resident",
             )
         if FORMATS[plan.transfer_dtype].element_bytes > FORMATS[plan.weights.dtype].element_bytes:
@@ -140,13 +143,19 @@ class Residency(Axis):
     def _conflicts_of_shares(self, plan: Plan) -> Iterator[Conflict]:
         transfers = self.transfers
         if self.blocks == "resident":
-            yield f"transfers={transfers}, but blocks=resident are not moved", "use blocks=offloaded"
+            yield (
+                f"transfers={transfers} applies to offloaded blocks, but blocks=resident",
+                "use blocks=offloaded",
+            )
         if plan.placement.world_size == 1:
             yield f"transfers={transfers} needs several ranks", "use transfers=private"
         if plan.mesh.stage > 1:
-            yield f"transfers={transfers} with stages, which hold unlike blocks", "use transfers=private"
+            yield (
+                f"transfers={transfers} does not apply to stages, which hold different blocks",
+                "use transfers=private",
+            )
         if len({len(ranks) for ranks in plan.process_groups["host"]}) > 1:
             yield (
-                f"transfers={transfers} with unlike numbers of ranks per host",
-                "use as many on every host",
+                f"transfers={transfers} needs the same number of ranks on every host",
+                "use the same number of ranks on every host, or transfers=private",
             )

@@ -58,11 +58,11 @@ class Schedule(Axis):
         """Yield what the traversal cannot do."""
         if plan.residency.blocks == "offloaded" and self.traversal == "sweep":
             yield (
-                "traversal=sweep needs every block at once, but residency.blocks=offloaded",
+                "traversal=sweep needs all blocks on the device, but blocks=offloaded",
                 "use traversal=blockwise",
             )
         if self.traversal == "sweep" and self.update == "delayed":
             yield (
-                "update=delayed is fused into a segment's turn, which traversal=sweep does not have",
-                "use traversal=blockwise or update=immediate",
+                "update=delayed needs traversal=blockwise",
+                "use traversal=blockwise, or update=immediate",
             )

@@ -146,25 +146,28 @@ class Split(Axis):
         if unknown:
             inside = unknown[0].endswith(INSIDE)
             yield (
-                f"there is no split point {unknown[0]!r} in {plan.model.name}",
-                "read the model with that block split"
+                f"{plan.model.name} has no split point {unknown[0]!r}",
+                "read the model with a split point inside that block"
                 if inside
-                else f"split points are block.0.mlp to block.{plan.model.num_blocks - 1}",
+                else f"split points: block.0.mlp to block.{plan.model.num_blocks - 1}",
             )
         elif list(self.split_points) != sorted(
             set(self.split_points), key=lambda split_point: segments.index(last_before(split_point, segments))
         ):
             yield (
-                f"split points {', '.join(self.split_points)} are not in the model's order",
-                "sort them, name each once",
+                f"split points {', '.join(self.split_points)} must be in the model's order, each once",
+                "sort them, and remove duplicates",
             )
         if self.densities and len(self.densities) != len(self.split_points):
             yield (
-                f"{len(self.densities)} densities for {len(self.split_points)} split points",
-                "give one per split point",
+                f"{len(self.densities)} densities are given for {len(self.split_points)} split points",
+                "give one density per split point",
             )
         if any(isinstance(density, float) and not 0 <= density <= 1 for density in self.densities):
-            yield f"densities={self.densities} must be from 0 to 1", "the part that is not zero"
+            yield (
+                f"densities={self.densities} must be from 0 to 1",
+                "a density is the fraction of values that are not zero",
+            )
         for name in (self.codec, self.residual_codec):
             codec_spec(name)
 
@@ -182,8 +185,8 @@ def check_split_points(names: Iterable[str]) -> None:
     for name in names:
         if not _SPLIT_POINT_NAME.fullmatch(name):
             raise PlanError(
-                f"{name!r} is no split point",
-                hint="block.5 is the split point behind block 5, block.5.mlp the one inside it",
+                f"{name!r} is not the name of a split point",
+                hint="block.5 is the split point after block 5, block.5.mlp the one inside it",
             )
 
 

@@ -91,13 +91,14 @@ class Weights(Axis):
         num_linear = sum(outputs * inputs for g in plan.model.param_groups for outputs, inputs in g.linears)
         if num_linear != plan.model.num_trainable:
             complaint = (
-                f"weights=adapters tunes linear layers of blocks alone, but of {plan.model.num_trainable} trainable "
-                f"parameters of {plan.model.name} {plan.model.num_trainable - num_linear} are others"
+                "weights=adapters tunes only the linear layers of blocks, but "
+                f"{plan.model.num_trainable - num_linear} of the {plan.model.num_trainable} trainable "
+                f"parameters of {plan.model.name} are others"
             )
-            yield complaint, "add --tune linears, or --lora-lazy-steps beside adapters"
+            yield complaint, "add --tune linears, or --lora-lazy-steps with adapters"
         if plan.low_bits.quantizes_weights:
             yield (
-                "weights=adapters does not go with quantized weights that are tuned",
+                "weights=adapters does not support quantized weights that are tuned",
                 "leave --weight-format out",
             )
 
@@ -127,4 +128,4 @@ class Weights(Axis):
             ),
         ):
             if is_stated:
-                yield f"weights=adapters does not go with {what}", remedy
+                yield f"weights=adapters does not support {words}", remedy

@@ -110,7 +110,7 @@ class Program(Document):
             return self.buffer_by_name[name]
         except KeyError:
             raise ProgramError(
-                f"program {self.name} names a buffer that it does not declare: {name!r}",
+                f"program {self.name} uses buffer {name!r}, which it does not declare",
                 hint="declare it under `buffers`, or correct the name",
             ) from None
 

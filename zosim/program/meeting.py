@@ -131,8 +131,8 @@ class Side:
             for first, second in itertools.pairwise(items):
                 if not self.run.ordered(first.index, second.index):
                     raise Hazard(
-                        f"program {self.program.name}: nothing orders {name_of(first)} and {name_of(second)}, both of "
-                        f"kind {first.instruction.op.kind} in one group",
+                        f"program {self.program.name}: {name_of(first)} and {name_of(second)}, both "
+                        f"{first.instruction.op.kind} in one group, are not ordered",
                         hint="put them on one stream",
                     )
 
@@ -187,8 +187,10 @@ class Joint:
         if stuck:
             names = " and ".join(name_of(item) for item in stuck[:2])
             raise Hazard(
-                f"ranks {self._pair.ranks[0]} and {self._pair.ranks[1]} can never go on: {names} wait for each other",
-                hint="run collectives in one order on all ranks, and let no two ranks wait for each other's later work",
+                f"deadlock between ranks {self._pair.ranks[0]} and {self._pair.ranks[1]}: {names} wait for "
+                "each other",
+                hint="run collectives in the same order on all ranks, and avoid waits for each other's later "
+                "work",
             )
 
     def _advance(self, number: int, stream: Stream) -> bool:
@@ -251,7 +253,9 @@ class Joint:
             return self._sides[1 - number].index[wanted.part, wanted.step, wanted.instruction.id]
         except KeyError:
             message = (
-                f"rank {self._pair.ranks[number]} waits for {name_of(wanted)} on rank {self._pair.ranks[1 - number]}, "
-                "which has no such instruction"
+                f"rank {self._pair.ranks[number]} waits for {name_of(wanted)} on rank "
+                f"{self._pair.ranks[1 - number]}, which has no such instruction"
             )
-            raise ProgramError(message, hint="wait only for what every member of the group runs") from None
+            raise ProgramError(
+                message, hint="wait only for instructions that every member of the group runs"
+            ) from None

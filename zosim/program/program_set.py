@@ -43,17 +43,20 @@ class ProgramSet(Document):
         unknown = sorted(set(self.roles) - set(range(len(self.programs))))
         if unknown or not self.roles:
             message = f"ranks have the roles {list(self.roles)}, but there are {len(self.programs)} programs"
-            raise ProgramError(message, hint="give every rank the number of a program")
+            raise ProgramError(message, hint="give every rank the index of a program as its role")
         for name, parts in self.process_groups.items():
             if sorted(rank for part in parts for rank in part) != list(range(self.world_size)):
-                message = f"group {name} is {[list(part) for part in parts]}, not a partition of {self.world_size} ranks"
+                message = (
+                    f"group {name} must list each of the {self.world_size} ranks once, but is "
+                    f"{[list(part) for part in parts]}"
+                )
                 raise ProgramError(message, hint="list every rank once")
         for rank, role in enumerate(self.roles):
             for name, size in self.programs[role].process_groups.items():
                 if len(self.members(name, rank)) != size:
                     message = (
-                        f"program {self.programs[role].name} counts {size} members of {name}, but rank {rank} has "
-                        f"{len(self.members(name, rank))}"
+                        f"program {self.programs[role].name} is for groups {name} of {size} ranks, but that of rank "
+                        f"{rank} has {len(self.members(name, rank))}"
                     )
                     raise ProgramError(message, hint="lower the plan again for this mesh")
 
@@ -87,7 +90,7 @@ class ProgramSet(Document):
         try:
             return self._members[group][rank]
         except KeyError:
-            message = f"program {self.name} speaks of the group {group!r}, which the ranks do not have"
+            message = f"program {self.name} uses group {group!r}, which the ranks do not have"
             raise ProgramError(message, hint=f"groups: {', '.join(self.process_groups) or 'none'}") from None
 
     @cached_property
@@ -128,6 +131,6 @@ class ProgramSet(Document):
                 for name, parts in data["process_groups"].items()
             }
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            message = f"{where} is not a set of programs: {type(error).__name__}: {error}"
+            message = f"{where} is not a program set: {type(error).__name__}: {error}"
             raise ProgramError(message, hint="it needs `programs`, `roles` and `process_groups`") from None
         return cls(programs, roles, process_groups)

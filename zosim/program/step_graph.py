@@ -471,7 +471,7 @@ class StepGraph:
             if len(self.number[part]) < len(ids):
                 twice = next(name for name in ids if ids.count(name) > 1)
                 raise ProgramError(
-                    f"program {self.program.name}: instruction {twice!r} stands twice in {part}"
+                    f"program {self.program.name}: instruction {twice!r} is listed twice in {part}"
                 )
         # Deeper positions only repeat what these name.
         for position in (*range(min(self.num_steps, self.max_distance + 1) + 1), self.num_steps + 1):
@@ -483,9 +483,9 @@ class StepGraph:
 
     def _names_nothing(self, position: int, item: Instruction, edge: Dependency) -> ProgramError:
         return ProgramError(
-            f"program {self.program.name}: {self.part(position)}/{item.id} waits for {edge.instruction!r} "
-            f"(distance {edge.distance}), which does not exist",
-            hint="name an instruction of the same part, or of the step before with distance 1",
+            f"program {self.program.name}: {self.part(position)}/{item.id} waits for "
+            f"{edge.instruction!r} (distance {edge.distance}), which does not exist",
+            hint="name an instruction of the same phase, or of the previous step with distance 1",
         )
 
     # -- other ranks -------------------------------------------------------------------------------------------

@@ -80,8 +80,9 @@ def _check_operands(program: Program) -> None:
     unit = program.alignment_bytes
     if unit < ALIGNMENT_BYTES or unit & (unit - 1):
         raise ProgramError(
-            f"program {program.name}: alignment_bytes={unit} is no power of two from {ALIGNMENT_BYTES} on",
-            hint=f"leave it out for {ALIGNMENT_BYTES}",
+            f"program {program.name}: alignment_bytes={unit} must be a power of two of at least "
+            f"{ALIGNMENT_BYTES}",
+            hint=f"leave it out; the default is {ALIGNMENT_BYTES}",
         )
     names = [buffer.name for buffer in program.buffers]
     if len(set(names)) != len(names):
@@ -105,7 +106,7 @@ def _check_groups(program: Program, where: str, instruction: Instruction) -> Non
     for group in filter(None, named):
         if group not in program.process_groups:
             raise ProgramError(
-                f"program {program.name}: {where} speaks of the group {group!r}, of which the rank is no member",
+                f"program {program.name}: {where} uses group {group!r}, but this rank is not in it",
                 hint=f"its groups are {', '.join(program.process_groups) or 'none'}",
             )
 
@@ -114,21 +115,22 @@ def _check_range(program: Program, where: str, access: Access) -> None:
     buffer = program.buffer(access.buffer)
     if access.share and access.size_bytes % program.process_groups.get(access.share, 1):
         raise ProgramError(
-            f"program {program.name}: {where} cuts {access.size_bytes} bytes of {buffer.name} into "
-            f"{program.process_groups[access.share]} shares",
-            hint="a range that is shared out must be divisible by the members of the group",
+            f"program {program.name}: {where} divides {access.size_bytes} bytes of {buffer.name} into "
+            f"{program.process_groups[access.share]} shares, which leaves a remainder",
+            hint="the size of a shared range must be divisible by the size of the group",
         )
     if access.offset_bytes < 0 or access.size_bytes < 0 or access.end_bytes > buffer.size_bytes:
         raise ProgramError(
-            f"program {program.name}: {where} touches bytes {access.offset_bytes}..{access.end_bytes} of "
-            f"{buffer.name}, which has {buffer.size_bytes}",
-            hint="enlarge the buffer or correct the range",
+            f"program {program.name}: {where} accesses bytes {access.offset_bytes}..{access.end_bytes} "
+            f"of {buffer.name}, which has {buffer.size_bytes}",
+            hint="enlarge the buffer, or correct the range",
         )
     if access.offset_bytes % program.alignment_bytes and parameters_of(access.what) is not None:
         raise ProgramError(
-            f"program {program.name}: {where} has {access.what} from byte {access.offset_bytes} of {buffer.name} on, which is no "
-            f"multiple of the program's {program.alignment_bytes}",
-            hint="parameters and perturbations start at multiples of `alignment_bytes`",
+            f"program {program.name}: {where} has {access.what} at byte {access.offset_bytes} of "
+            f"{buffer.name}, which is not a multiple of the program's alignment of "
+            f"{program.alignment_bytes}",
+            hint="parameters and perturbations must start at multiples of `alignment_bytes`",
         )
 
 
@@ -167,8 +169,8 @@ class _State:
         for access in program.initial:
             if any(held.access for held in self._over(access)):
                 raise ProgramError(
-                    f"program {program.name}: two of its initial contents are in one place: {access.buffer} from byte "
-                    f"{access.offset_bytes} on",
+                    f"program {program.name}: two initial contents overlap in {access.buffer} at byte "
+                    f"{access.offset_bytes}",
                     hint="give every byte one content",
                 )
             self._put(access, _Held(access))
@@ -195,7 +197,7 @@ class _State:
                 raise Hazard(
                     f"program {self._program.name}: after the flush {access.buffer} must hold "
                     f"{_show(wanted, step)}, but holds {contents}",
-                    hint="every pending update has to be applied, and every block offloaded, before the end",
+                    hint="apply every pending update, and offload every block, before the end",
                 )
 
     def _read(self, item: Listed, wanted: Access) -> None:

@@ -50,8 +50,8 @@ def _refuse_messages_to_nobody(programs: ProgramSet) -> None:
     for program in programs.programs:
         for part, item in program.instructions():
             if isinstance(item.op, Send | Recv) and not item.op.offset:
-                message = f"program {program.name}: {part}/{item.id} is a message to the rank itself"
-                raise ProgramError(message, hint="name another member of the group: an offset other than 0")
+                message = f"program {program.name}: {part}/{item.id} sends a message to its own rank"
+                raise ProgramError(message, hint="use an offset other than 0")
     channels = [
         {channel_of(item): item for _, item in program.instructions()} for program in programs.programs
     ]
@@ -62,9 +62,9 @@ def _refuse_messages_to_nobody(programs: ProgramSet) -> None:
             members = programs.members(channel.group, rank)
             if not 0 <= members.index(rank) + channel.peer_offset < len(members):
                 raise ProgramError(
-                    f"{item.id} of rank {rank} {'sends to' if channel.sends else 'receives from'} a place of {channel.group} "
-                    "that nobody has",
-                    hint="the first and the last of a group have one neighbour",
+                    f"{item.id} of rank {rank} {'sends to' if channel.sends else 'receives from'} a member of "
+                    f"{channel.group} that does not exist",
+                    hint="the first and the last rank of a group have one neighbour",
                 )
 
 
@@ -81,7 +81,8 @@ def _check(first: Side, second: Side, pair: Pair) -> None:
     left, right = _versions(first.program), _versions(second.program)
     if any(left[what] != right[what] for what in set(left) & set(right)):
         raise Hazard(
-            f"programs of ranks {pair.ranks[0]} and {pair.ranks[1]} promise other contents after the flush",
+            f"the programs of ranks {pair.ranks[0]} and {pair.ranks[1]} end with different contents "
+            "after the flush",
             hint="every rank must end with the same version of every parameter",
         )
 
@@ -102,14 +103,14 @@ def _refuse_unlike_messages(sender: Side, receiver: Side, pair: Pair, *, flipped
         for one, other in zip(sent, received, strict=False):
             if _message(one.instruction.reads) != _message(other.instruction.writes):
                 raise Hazard(
-                    f"{name_of(one)} on rank {source} sends {_describe(one.instruction.reads)}, but {name_of(other)} on rank "
-                    f"{target} takes it for {_describe(other.instruction.writes)}",
-                    hint="messages between two ranks are taken in the order in which they are sent",
+                    f"{name_of(one)} on rank {source} sends {_describe(one.instruction.reads)}, but "
+                    f"{name_of(other)} on rank {target} receives it as {_describe(other.instruction.writes)}",
+                    hint="messages between two ranks are received in the order in which they are sent",
                 )
         if len(sent) != len(received):
             raise Hazard(
                 f"rank {source} sends {len(sent)} messages to rank {target}, which receives {len(received)}",
-                hint="every message needs its receiver",
+                hint="every message needs one send and one receive",
             )
 
 
@@ -126,16 +127,16 @@ def _refuse_unlike_collectives(first: Side, second: Side, group: str, pair: Pair
     for one, other in zip(mine, others, strict=False):
         if _signature(one.instruction) != _signature(other.instruction):
             raise Hazard(
-                f"collectives of {group} do not match: rank {pair.ranks[0]} runs {name_of(one)} "
-                f"({_sizes(one.instruction)}) where rank {pair.ranks[1]} runs {name_of(other)} "
-                f"({_sizes(other.instruction)})",
-                hint="all members of a group must run the same collectives, of the same sizes, in one order",
+                f"collectives of {group} do not match: rank {pair.ranks[0]} runs {name_of(one)} ({_sizes(one.instruction)}), "
+                f"rank {pair.ranks[1]} runs {name_of(other)} ({_sizes(other.instruction)})",
+                hint="all members of a group must run the same collectives, with the same sizes, in the same "
+                "order",
             )
     if len(mine) != len(others):
         alone = (mine or others)[min(len(mine), len(others))] if mine and others else (mine or others)[0]
         raise Hazard(
-            f"rank {pair.ranks[0]} runs {len(mine)} collectives of {group}, rank {pair.ranks[1]} runs {len(others)}: "
-            f"{name_of(alone)} has no partner",
+            f"rank {pair.ranks[0]} runs {len(mine)} collectives of {group}, but rank {pair.ranks[1]} "
+            f"runs {len(others)}: {name_of(alone)} has no counterpart",
             hint="all members of a group must run the same collectives",
         )
 
@@ -163,8 +164,8 @@ def _refuse_shared_hazards(mine: Side, other: Side, joint: Joint, *, flipped: bo
                     earlier.append(theirs)
                 elif not joint.ordered((here, touch.item.index), (there, theirs.item.index)):
                     raise Hazard(
-                        f"nothing orders {name_of(touch.item)} on rank {pair.ranks[here]} and {name_of(theirs.item)} on "
-                        f"rank {pair.ranks[there]}: both touch {buffer}, which they share",
+                        f"{name_of(touch.item)} on rank {pair.ranks[here]} and {name_of(theirs.item)} on rank "
+                        f"{pair.ranks[there]} both access {buffer}, which they share, but are not ordered",
                         hint="make one wait for the other (an entry in its `after` with a group)",
                     )
             _refuse_stale(touch, earlier, pair.ranks[here], pair.ranks[there])
@@ -177,8 +178,8 @@ def _refuse_stale(touch: Touch, earlier: Sequence[Touch], rank: int, other: int)
         return
     step = touch.item.step
     raise Hazard(
-        f"{name_of(touch.item)} on rank {rank} needs {touch.access.shifted(step).describe()} of {touch.access.buffer}, "
-        f"but finds {writes[-1].access.shifted(step).describe()} in the share of rank {other}, left by "
-        f"{name_of(writes[-1].item)}",
-        hint="wait for the peers' write of that version, and let them wait for this read before the next",
+        f"{name_of(touch.item)} on rank {rank} needs {touch.access.shifted(step).describe()} of "
+        f"{touch.access.buffer}, but the share of rank {other} holds "
+        f"{writes[-1].access.shifted(step).describe()}, written by {name_of(writes[-1].item)}",
+        hint="wait for the peers to write that version, and let their next write wait for this read",
     )

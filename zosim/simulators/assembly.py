@@ -76,7 +76,7 @@ def played(world: World, start: Callable[[int], Playing], num_steps: int | None)
     """
     if num_steps is not None and num_steps < 0:
         message = f"cannot simulate {num_steps} steps"
-        raise ProgramError(message, hint="num_steps counts from 0")
+        raise ProgramError(message, hint="num_steps must be 0 or more")
     wanted = MAX_UNLIKE_STEPS if num_steps is None else num_steps
     with without_garbage_collection():
         run = start(wanted)

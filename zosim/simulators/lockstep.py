@@ -257,7 +257,7 @@ class Lockstep:
             from zosim.simulators.simulate import simulate_world
 
             simulate_world(self.world, num_steps=min(self.num_steps, self._depth + 1))
-            message = f"program {self.world.program(0).name} can never go on"
+            message = f"deadlock in program {self.world.program(0).name}"
             raise ProgramError(message, hint="look for instructions that wait for each other")
         for position in sorted(self._unfinished):
             self._close(position)

@@ -102,7 +102,7 @@ class RunGraph:
                 self.name(rank, Place(position, self.graphs[rank].ids[part][number]))
                 for rank, number in (self.members[part][node][0] for node in reversed(error.args[1]))
             )
-            message = f"program {self.graphs[0].program.name} can never go on: {circle}"
+            message = f"deadlock in program {self.graphs[0].program.name}: {circle}"
             raise ProgramError(
                 message, hint="remove one of these dependencies, or reorder a stream"
             ) from None

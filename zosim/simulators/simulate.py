@@ -276,7 +276,7 @@ def _refuse_deadlock(run: _SimpyRun) -> None:
     for rank in run.ranks:
         if rank.waiting:
             circle = " waits for ".join(_circle(run, rank))
-            message = f"program {rank.program.name} can never go on: {circle}"
+            message = f"deadlock in program {rank.program.name}: {circle}"
             raise ProgramError(message, hint="remove one of these dependencies, or reorder a stream")
 
 

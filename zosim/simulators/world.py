@@ -156,7 +156,7 @@ class World:
             If a profile has no rate for an instruction's formats.
         """
         if len(machines) != programs.world_size or not machines:
-            message = f"{len(machines)} machines for {programs.world_size} ranks"
+            message = f"{len(machines)} machines are given for {programs.world_size} ranks"
             raise ProgramError(message, hint="give one machine per rank")
         process_groups = {name: ProcessGroup(tuple(parts)) for name, parts in programs.process_groups.items()}
         return cls._made(programs.programs, programs.roles, machines, process_groups, bound)

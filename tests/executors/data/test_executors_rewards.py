@@ -147,7 +147,7 @@ def test_the_head_reads_all_weights_at_its_point_and_takes_a_forward_for_every_f
             "chunks",
         ),
         ({"residency": {"blocks": "offloaded"}}, "would cross the bus 4 times a step"),
-        ({**SWEPT, "low_bits": {"weights": "int8"}}, "--keep-perturbations|forgets a perturbation"),
+        ({**SWEPT, "low_bits": {"weights": "int8"}}, "--keep-perturbations|discards a perturbation"),
     ],
     ids=["blockwise", "adapters", "chunks", "offloaded", "forgotten"],
 )

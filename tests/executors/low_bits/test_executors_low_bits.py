@@ -470,7 +470,7 @@ def test_a_kernel_that_is_missing_is_refused_or_replaced(monkeypatch):
         linear.present_product(asked, CPU)
     assert linear.present_product(asked.model_copy(update={"fallback": True}), CPU) == "dequantise"
     float8 = LowBits(weights="float8_e4m3", activations="float8-token", perturbation_bits=5)
-    with pytest.raises(PlanError, match="no product of e4m3 matrices"):
+    with pytest.raises(PlanError, match="no float8 matrix units"):
         linear.present_product(float8, CPU)
 
 
@@ -499,16 +499,16 @@ def test_a_product_of_e4m3_numbers_is_that_of_the_numbers_they_stand_for(monkeyp
 
 def test_a_step_in_e4m3_is_run_where_the_kernel_is_and_refused_where_it_cannot_be(monkeypatch):
     stated = {"weights": "float8_e4m3", "activations": "float8-token", "perturbation_bits": 5}
-    with pytest.raises(PlanError, match="cpu has no product of e4m3 matrices"):
+    with pytest.raises(PlanError, match="cpu has no float8 matrix units"):
         tuned(stated, shape="opt-untied")
     monkeypatch.setattr(linear, "has_byte_product", lambda *_: True)
     records, _ = tuned(stated, shape="opt-untied")
     replaced, _ = tuned(stated | {"kernel": "dequantise"}, shape="opt-untied")
     assert records[0][0] == pytest.approx(replaced[0][0], rel=1e-5)
     for changed, reason in (
-        ({"perturbation_bits": 8}, "does not hold quantized values of perturbation_bits=8"),
-        ({"weights": "int8"}, "multiplies whole rows of e4m3"),
-        ({"scales": "group", "group_elements": 16}, "multiplies whole rows of e4m3"),
+        ({"perturbation_bits": 8}, "cannot hold perturbation_bits=8"),
+        ({"weights": "int8"}, "needs float8_e4m3 weights"),
+        ({"scales": "group", "group_elements": 16}, "needs float8_e4m3 weights"),
     ):
         with pytest.raises(PlanError, match=reason):
             plan_of(model_of("opt-untied", num_hidden_layers=1), low_bits=stated | changed)
@@ -802,9 +802,9 @@ def test_adapters_in_codes_are_tuned_on_their_grid_beside_codes_that_stay():
 @pytest.mark.parametrize(
     ("stated", "lora", "reason"),
     [
-        ({"weights": "int4", "adapters": "int8"}, None, "no adapters are tuned"),
+        ({"weights": "int4", "adapters": "int8"}, None, "needs adapters"),
         ({"weights": "int4", "adapters": "int8"}, "windows", "A is drawn anew"),
-        ({"adapters": "int8"}, ADAPTERS, "without quantized weights"),
+        ({"adapters": "int8"}, ADAPTERS, "need quantized weights"),
     ],
 )
 def test_adapters_that_cannot_be_codes_are_refused(stated, lora, reason):
@@ -821,15 +821,15 @@ def test_adapters_that_cannot_be_codes_are_refused(stated, lora, reason):
         ({"weights": "int4", "scales": "group", "group_elements": 128}, {}, "groups of 128 do not divide"),
         ({"weights": "float8_e4m3", "activations": "int8-token"}, {}, "int_mm multiplies integers"),
         ({"weights": "int8", "kernel": "int_mm"}, {}, "activations=none"),
-        ({"perturbation_bits": 4}, {}, "without quantized weights"),
+        ({"perturbation_bits": 4}, {}, "need quantized weights"),
         ({"weights": "int8", "update_rounding": "step"}, {}, "of which there is one"),
         ({"weights": "int8"}, {"schedule": {"traversal": "sweep"}}, "sweep"),
         (
             {"weights": "int8", "estimator": "q-rge2"},
             {"perturbations": {"kept": True}},
-            "rounds a perturbation anew",
+            "rounds each perturbation a second time",
         ),
-        ({"weights": "int8"}, {"weights": {"perturbation": "copies"}}, "read where they lie"),
+        ({"weights": "int8"}, {"weights": {"perturbation": "copies"}}, "read in place"),
         (
             {"weights": "int8"},
             {"residency": {"blocks": "offloaded", "transfer_dtype": "float16"}},

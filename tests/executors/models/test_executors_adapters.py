@@ -167,7 +167,7 @@ def test_an_update_from_factors_has_the_bits_of_one_from_their_product():
 def test_what_cannot_be_adapters_is_refused():
     model = model_of("opt", num_hidden_layers=1)
     adapters = {"weights": {"perturbation": "adapters"}}
-    with pytest.raises(PlanError, match="linear layers of blocks alone"):
+    with pytest.raises(PlanError, match="only the linear layers of blocks"):
         plan_of(model, perturbations=LOZO, **adapters)
     attach(model, "linears")
     with pytest.raises(PlanError, match="not gaussian"):

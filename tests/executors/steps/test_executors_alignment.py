@@ -106,10 +106,12 @@ def test_parameters_and_perturbations_of_any_plan_on_gpus_start_at_multiples_of_
 def test_a_program_whose_pieces_start_elsewhere_is_refused():
     plan = plan_of(model_of("opt"), **OFFLOADED)
     data = lower(plan).to_data()
-    with pytest.raises(ProgramError, match="no multiple of the program's 256"):
+    with pytest.raises(ProgramError, match="not a multiple of the program's alignment of 256"):
         validate(Program.from_data(data | {"alignment_bytes": 256}, "edited"))
     for unit in (0, 32, 96):
-        with pytest.raises(ProgramError, match=f"alignment_bytes={unit} is no power of two from 64 on"):
+        with pytest.raises(
+            ProgramError, match=f"alignment_bytes={unit} must be a power of two of at least 64"
+        ):
             validate(Program.from_data(data | {"alignment_bytes": unit}, "edited"))
 
 

@@ -195,7 +195,7 @@ def buy(
         ("simulate", simulate, 0),
     ):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise PlanError(f"--{name} {number!r} is no whole number of {least} or more")
+            raise PlanError(f"--{name} {number!r} must be a whole number of at least {least}")
     table = shipped_prices() if prices is None else load_prices(prices)
     options = config_of(PlanConfig, settings, only=JOB_OPTIONS)
     config = merge(PlanConfig(model=read_model_spec(model)), options)
@@ -223,7 +223,7 @@ def buy(
 def _one_of(name: str, value: object, choices: Sequence[object]) -> None:
     if value not in choices:
         raise PlanError(
-            f"--{name} {value!r} is none of its values",
+            f"--{name} {value!r} is not one of its choices",
             hint=f"use {', '.join(map(str, filter(None, choices)))}",
         )
 
@@ -233,7 +233,7 @@ def _names(machines: str | Sequence[str]) -> list[str]:
     listed = machines.split(",") if isinstance(machines, str) else machines
     names = [name.strip() for name in listed if name.strip()]
     if not names:
-        raise PlanError(f"--machines {machines!r} names none", hint="such as h200-1x,dgx-h100")
+        raise PlanError(f"--machines {machines!r} names no machine", hint="such as h200-1x,dgx-h100")
     return names
 
 
@@ -255,7 +255,9 @@ def _counts(count: int | str | Sequence[int]) -> list[int]:
     except (TypeError, ValueError):
         counts = []
     if not counts or counts[0] < 1:
-        raise PlanError(f"--count {count} is no list of numbers of devices", hint="such as 1,2,4,8")
+        raise PlanError(
+            f"--count {count} must be numbers of devices, separated by commas", hint="such as 1,2,4,8"
+        )
     return counts
 
 
@@ -265,11 +267,11 @@ def _money(budget: str | float | None, table: PriceTable) -> float | None:
         return None
     match = re.fullmatch(r"\s*([\d,]*\.?\d+)\s*([A-Za-z]*)\s*", f"{budget}")
     if match is None or float(match[1].replace(",", "")) <= 0:
-        raise PlanError(f"--budget {budget} is no sum of money", hint=f"such as '5000 {table.currency}'")
+        raise PlanError(f"--budget {budget} is not a sum of money", hint=f"such as '5000 {table.currency}'")
     if match[2] and match[2].upper() != table.currency:
         raise PlanError(
-            f"--budget {budget} is not in {table.currency}, the price table's currency",
-            hint="convert it, or give a table in that currency with --prices",
+            f"--budget {budget} must be in {table.currency}, the currency of the price table",
+            hint="convert it, or give a price table in its currency with --prices",
         )
     return float(match[1].replace(",", ""))
 
@@ -285,7 +287,7 @@ def _hours(deadline: str | float | None) -> float | None:
     except QuantityError as error:
         raise PlanError(f"--deadline {text}: {error.message}", hint="such as 48h or 3d") from None
     if hours <= 0:
-        raise PlanError(f"--deadline {text} is over already", hint="such as 48h")
+        raise PlanError(f"--deadline {text} must be more than 0", hint="such as 48h")
     return hours
 
 

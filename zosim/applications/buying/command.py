@@ -132,7 +132,7 @@ def buy(
         print(shipped_prices_text(), end="")
         return
     if model is None:
-        raise PlanError("no model was given", hint="name the model to tune, such as --model opt-66b")
+        raise PlanError("--model is missing", hint="such as --model opt-66b")
     answer = answer_for(
         model,
         steps=steps,
@@ -161,17 +161,20 @@ def _describe_prices(table: PriceTable, names: Collection[str]) -> None:
         if quote is not None and quote.basis in ("assumed", "estimated")
     )
     stderr.print(
-        f"prices of {table.date}, {table.currency}; owned machines are written off over {table.life_years.value:g} "
-        f"years at {table.utilisation.value:.0%} use",
+        f"prices of {table.date} in {table.currency}; the purchase price is spread over "
+        f"{table.life_years.value:g} years at {table.utilisation.value:.0%} use",
         markup=False,
         soft_wrap=True,
     )
     if assumed:
         stderr.print(
-            f"estimated rather than quoted: {', '.join(dict.fromkeys(assumed))}; use --prices for quotes of your own",
+            f"prices that are estimates, not quotes: {', '.join(dict.fromkeys(assumed))}; give your own "
+            "with --prices",
             markup=False,
             soft_wrap=True,
         )
     stderr.print(
-        "steps marked >= are the closed form; --simulate N simulates more", markup=False, soft_wrap=True
+        ">= marks a lower bound from the closed form; --simulate N simulates more offers",
+        markup=False,
+        soft_wrap=True,
     )

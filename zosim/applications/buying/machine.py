@@ -51,7 +51,7 @@ class Job:
         object.__setattr__(self, "config", config)
         if (config.seq or 0) > config.spec.max_positions:
             raise PlanError(
-                f"seq={config.seq} exceeds the {config.spec.max_positions} positions of {config.spec.name}",
+                f"--seq {config.seq} exceeds the {config.spec.max_positions} positions of {config.spec.name}",
                 hint=f"use --seq {config.spec.max_positions} or less",
             )
 

@@ -202,7 +202,9 @@ class Market:
         except PlanError as error:
             return Refusal(name, count, (Need("plan", error.message),), payments=tuple(payments))
         if not listed:
-            description = f"--method {self.job.config.search.method} has no placement on so many devices"
+            description = (
+                f"--method {self.job.config.search.method} has no placement on this number of devices"
+            )
             return Refusal(name, count, (Need("plan", description),), payments=tuple(payments))
         if listed[0].missing:
             # The placement that comes closest, as if it had the memory: time and money may lack as well.
@@ -220,7 +222,7 @@ class Market:
         )
         needs = [*self._lacking(best), *self._beyond(machine)]
         hours = self.job.hours(machine.step_s).value
-        remedy = f"with that much it takes {plain(hours)} hours" if best.missing else ""
+        remedy = f"with more budget it takes {plain(hours)} hours" if best.missing else ""
         return Refusal(name, count, tuple(needs), remedy, tuple(payments)) if needs else machine
 
     def _lacking(self, candidate: Candidate) -> Iterator[Need]:
@@ -240,7 +242,9 @@ class Market:
             yield Need("hours", f"at least {plain(hours)} hours, deadline {plain(deadline)}", hours)
         least = min(cost.spent.low for cost in costs)
         if budget is not None and least > budget:
-            description = f"at least {plain(least)} {self.prices.currency}, budget {plain(budget)}"
+            description = (
+                f"costs at least {plain(least)} {self.prices.currency}, above the budget of {plain(budget)}"
+            )
             yield Need("money", description, min(cost.spent.value for cost in costs))
 
     def _costs(self, machine: PricedMachine) -> tuple[JobCost, ...]:

@@ -144,11 +144,11 @@ def refuse_private(text: str, error: type[ZosimError]) -> None:
     ZosimError
         Of type `error`, saying what stands in it.
     """
-    hint = "rename what bears it in the topology or the profile"
+    hint = "rename it in the topology or the profile"
     name = platform.node()
     if not _GENERIC.fullmatch(name) and re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text):
-        raise error(f"the file would hold this machine's name, {name!r}", hint=hint)
+        raise error(f"the evidence would contain this machine's name, {name!r}", hint=hint)
     if (home := str(Path.home())) != "/" and home in text:
-        raise error(f"the file would hold the path {home!r}", hint=hint)
+        raise error(f"the evidence would contain the path {home!r}", hint=hint)
     if match := _PATH.search(text):
-        raise error(f"the file would hold the path {match[0].strip()!r}", hint=hint)
+        raise error(f"the evidence would contain the path {match[0].strip()!r}", hint=hint)

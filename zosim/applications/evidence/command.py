@@ -71,5 +71,5 @@ def check_file(
     emit(data, json=as_json, text=Report("", shown, comparison.report(), verdict))
     if not data["holds"]:
         made_by = evidence.versions.get("zosim", "another version")
-        stderr.print(f"made by zosim {made_by}; another version may predict otherwise", markup=False)
+        stderr.print(f"made by zosim {made_by}; another version may predict differently", markup=False)
         raise typer.Exit(1)

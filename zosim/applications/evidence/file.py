@@ -157,8 +157,8 @@ class Evidence(FrozenModel):
     @model_validator(mode="after")
     def _is_a_run(self) -> Evidence:
         if self.timeline.source != "measured":
-            message = f"its timeline is {self.timeline.source}, not measured"
-            raise RuleError(message, hint="evidence is made of a run: `zosim evidence make RUN`")
+            message = f"the timeline is {self.timeline.source}, not measured"
+            raise RuleError(message, hint="`zosim evidence make RUN` makes evidence of a run")
         return self
 
     @cached_property
@@ -217,8 +217,8 @@ class Evidence(FrozenModel):
         content, is_unchanged = without_digest(_read(path))
         if not is_unchanged:
             raise EvidenceError(
-                f"{path} was changed or is damaged: its digest does not match its content",
-                hint="get it again from whoever made it",
+                f"{path} is damaged or was edited: its digest does not match its content",
+                hint="get the file again from its author",
             )
         try:
             with readable(f"evidence {path}", EvidenceError, model=cls):
@@ -321,13 +321,13 @@ def evidence_of(run: str | Path, subject: Subject) -> Evidence:
     profile, threads = subject.profile, int(header["num_threads"])
     if profile.device_type == "cpu" and profile.num_threads != threads:
         raise EvidenceError(
-            f"the run had {threads} threads, the profile is for {profile.num_threads}",
-            hint=f"--threads {threads}, or a profile that was calibrated with so many",
+            f"the run used {threads} threads, but the profile is for {profile.num_threads}",
+            hint=f"give --threads {threads}, or a profile calibrated with {threads} threads",
         )
     if len(set(subject.rank_profiles)) > 1:
         raise EvidenceError(
-            f"the ranks of {directory} ran on unlike devices, evidence holds one profile",
-            hint="make evidence of a run on like devices",
+            f"the ranks of {directory} ran on different types of devices, but evidence holds one profile",
+            hint="make evidence of a run on devices of one type",
         )
     anonymous = Anonymous(subject)
     timeline = anonymous.timeline(Timeline.load(directory / "timeline.json"))
@@ -370,14 +370,14 @@ def _read(path: str | Path) -> dict[str, Any]:
     hint = "`zosim evidence make RUN -o FILE` writes one"
     content = read_json_object(path, "run's evidence", EvidenceError, hint=hint)
     if content.get("format") != EVIDENCE_FORMAT:
-        raise EvidenceError(f"{path} is not evidence of a run", hint=hint)
+        raise EvidenceError(f"{path} is not an evidence file", hint=hint)
     version = content.get("version")
     if version != EVIDENCE_VERSION:
         newer = isinstance(version, int) and version > EVIDENCE_VERSION
         versions = content.get("versions")
         made_by = versions.get("zosim", "another") if isinstance(versions, dict) else "another"
         raise EvidenceError(
-            f"{path} is evidence of version {version!r}, this zosim reads {EVIDENCE_VERSION}",
-            hint=f"install zosim {made_by} or later" if newer else "have it made again",
+            f"{path} is evidence of version {version!r}, but this zosim reads version {EVIDENCE_VERSION}",
+            hint=f"install zosim {made_by} or later" if newer else "make it again with this zosim",
         )
     return content

@@ -42,14 +42,15 @@ def learned(paths: Sequence[str | Path]) -> tuple[Profile, FitReport]:
     for path, evidence in read:
         if _device(evidence) != _device(first):
             raise EvidenceError(
-                f"{path} is of {_device(evidence)}, {read[0][0]} of {_device(first)}",
-                hint="learn from the runs of one device at a time",
+                f"{path} is of {_device(evidence)}, but {read[0][0]} is of {_device(first)}",
+                hint="give evidence of one device at a time",
             )
         measurements += measurements_of(evidence)
     if all(measurement.contended for measurement in measurements):
         raise EvidenceError(
-            f"no operation of {', '.join(str(path) for path in paths)} ran alone, so none says what it costs",
-            hint="take a run with resident blocks, or of a larger model",
+            f"no operation in {', '.join(str(path) for path in paths)} ran without others at the same "
+            "time, so no rate can be fitted",
+            hint="use a run with resident blocks, or of a larger model",
         )
     return fit_profile(measurements, first.profile)
 
@@ -60,7 +61,7 @@ def _sound(path: str | Path) -> Evidence:
     broken = [finding.what for finding in check(evidence) if not finding.holds]
     if broken:
         raise EvidenceError(
-            f"{path} does not hold: {', '.join(broken)}", hint="`zosim evidence check` shows what it states"
+            f"{path} failed its checks: {', '.join(broken)}", hint="`zosim evidence check` shows the details"
         )
     return evidence
 

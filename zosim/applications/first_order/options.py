@@ -38,11 +38,14 @@ def first_order_of(name: FirstOrderName | None, **settings: Any) -> FirstOrder |
             if value != getattr(AQ_SGD, field):
                 option = fields_of(FirstOrder)[field].setting.flag
                 text = option if value is True else f"{option} {value}"
-                raise PlanError(f"{text} without --first-order", hint="such as --first-order sgd")
+                raise PlanError(f"{text} needs --first-order", hint="such as --first-order sgd")
         return None
     preset = PRESETS[name]
     if changed.get("foreach") and preset.optimizer != "adam":
-        raise PlanError(f"--foreach with --first-order {name}", hint="only --first-order adam has it")
+        raise PlanError(
+            f"--foreach does not apply to --first-order {name}",
+            hint="use --first-order adam, or leave --foreach out",
+        )
     if not preset.num_kept_samples:
         changed.pop("num_kept_samples", None)
     return preset.model_copy(update=changed)

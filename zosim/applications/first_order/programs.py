@@ -40,8 +40,11 @@ def baseline_plan(plan: Plan) -> Plan:
         If there are fewer sequences than that takes, or part of the model is frozen.
     """
     if plan.model.num_trainable != plan.model.num_parameters:
-        message = f"{plan.model.num_parameters - plan.model.num_trainable} parameters of {plan.model.name} are frozen"
-        raise PlanError(message, hint="first-order steps are counted for models that are tuned whole")
+        message = (
+            f"{plan.model.num_parameters - plan.model.num_trainable} parameters of {plan.model.name} are "
+            "frozen, but a first-order step tunes all"
+        )
+        raise PlanError(message, hint="plan with --tune all")
     return Plan(
         model=plan.model,
         placement=plan.placement,
@@ -67,7 +70,8 @@ def lower_first_order(plan: Plan, settings: FirstOrder) -> ProgramSet:
     fewest = min(len(plan.rows_of(rank)) for rank in range(plan.placement.world_size))
     if settings.num_microbatches > fewest:
         message = (
-            f"{settings.num_microbatches} microbatches of a batch of which a rank has {fewest} sequences"
+            f"--microbatches {settings.num_microbatches} is more than the {fewest} sequences that one "
+            "rank has"
         )
         raise PlanError(message, hint=f"use --microbatches {fewest} or less, or a larger batch")
     roles: dict[tuple[int, int], int] = {}

@@ -40,14 +40,14 @@ def poisson(rate_per_s: float, duration_s: float, seed: int, *, burst: float = 1
     """
     if not (rate_per_s > 0 and duration_s > 0 and burst >= 1):
         raise TrafficError(
-            f"{rate_per_s} requests a second in bursts of {burst} over {duration_s} s are no arrivals",
-            hint="a rate and a duration above 0, bursts of 1 or more",
+            f"--rate {rate_per_s}, --burst {burst} and --duration {duration_s} give no arrivals",
+            hint="use a rate and a duration above 0, and bursts of 1 or more",
         )
     if rate_per_s * duration_s > _LARGEST:
-        message = f"{rate_per_s * duration_s:.3g} requests are more than the {_LARGEST} that are simulated"
-        raise TrafficError(message, hint="shorten --duration")
+        message = f"{rate_per_s * duration_s:.3g} requests are more than the maximum of {_LARGEST}"
+        raise TrafficError(message, hint="reduce --duration")
     if burst > _LARGEST:
-        raise TrafficError(f"bursts of {burst:g} requests are more than the {_LARGEST} that are simulated")
+        raise TrafficError(f"--burst {burst:g} is more than the maximum of {_LARGEST} requests")
     random = np.random.default_rng(seed)
     num = int(random.poisson(rate_per_s * duration_s / burst))
     starts = np.sort(random.uniform(0, duration_s, num))
@@ -71,7 +71,7 @@ def recorded(path: str | Path) -> Times:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             times = list(_parsed(csv.DictReader(file), path))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise TrafficError(f"the trace {path} cannot be read: {error}") from error
+        raise TrafficError(f"cannot read the trace {path}: {error}") from error
     if not times:
         raise TrafficError(f"the trace {path} has no arrivals")
     seconds = np.sort(np.array(times))
@@ -84,12 +84,14 @@ def _parsed(rows: csv.DictReader[str], path: str | Path) -> Iterator[float]:
     column = next((names[name] for name in _COLUMNS if name in names), None)
     if column is None:
         raise TrafficError(
-            f"the trace {path} has no column of arrivals, only {', '.join(names) or 'none'}",
-            hint=f"call it one of {', '.join(_COLUMNS)}",
+            f"the trace {path} has no column of arrival times; its columns: {', '.join(names) or 'none'}",
+            hint=f"name the column one of {', '.join(_COLUMNS)}",
         )
     for row in rows:
         if rows.line_num > _LARGEST:
-            raise TrafficError(f"the trace {path} has more than {_LARGEST} lines", hint="shorten it")
+            raise TrafficError(
+                f"the trace {path} has more than the maximum of {_LARGEST} lines", hint="cut it"
+            )
         text = (row[column] or "").strip()
         try:
             number = float(text)
@@ -98,9 +100,10 @@ def _parsed(rows: csv.DictReader[str], path: str | Path) -> Iterator[float]:
                 number = datetime.fromisoformat(text).timestamp()
             except (ValueError, OverflowError):
                 message = (
-                    f"{path}, line {rows.line_num}: {text!r:.60} is neither seconds nor a date with a time"
+                    f"{path}, line {rows.line_num}: {text!r:.60} is neither a number of seconds nor a date with "
+                    "a time"
                 )
                 raise TrafficError(message) from None
         if not np.isfinite(number):
-            raise TrafficError(f"{path}, line {rows.line_num}: {text!r:.60} is no time")
+            raise TrafficError(f"{path}, line {rows.line_num}: {text!r:.60} is not a finite time")
         yield number

@@ -87,8 +87,8 @@ def slack(
     """Count the training steps that fit between live requests, and the delay that they cause."""
     if p99_ms is not None and not p99_ms > 0:
         raise TrafficError(
-            f"--p99-ms {p99_ms:g} is no latency that requests could stay below",
-            hint="use milliseconds above 0",
+            f"--p99-ms {p99_ms:g} must be above 0",
+            hint="give a latency in milliseconds",
         )
     server = _server(plan, probe_ms, parts, batch_ms, request_ms, max_batch, profile)
     arrivals = _arrivals(rate, burst, trace, duration, seed)
@@ -120,7 +120,8 @@ def _server(
 ) -> Server:
     if (plan_file is None) == (probe_ms is None):
         raise TrafficError(
-            "a probe is a step of a plan, or takes so long", hint="add --plan or --probe-ms, one of them"
+            "give exactly one of --plan and --probe-ms",
+            hint="--plan predicts the time of a background step, --probe-ms states it",
         )
     segments = 1
     seconds = 0.0 if probe_ms is None else probe_ms / 1e3
@@ -134,7 +135,8 @@ def _server(
 def _arrivals(rate: float | None, burst: float, trace: Path | None, duration: float, seed: int) -> Times:
     if (rate is None) == (trace is None):
         raise TrafficError(
-            "requests arrive at a rate, or as a trace says", hint="add --rate or --trace, one of them"
+            "give exactly one of --rate and --trace",
+            hint="--rate samples arrivals at random, --trace reads them",
         )
     if trace is not None:
         return recorded(trace)
@@ -223,6 +225,6 @@ def _draw(path: Path, outcomes: list[Served], p99_ms: float | None) -> None:
     try:
         figure.savefig(path, dpi=120)
     except ValueError as error:  # a format that matplotlib does not have
-        raise TrafficError(f"--plot {path} cannot be written: {error}", hint="such as slack.svg") from None
+        raise TrafficError(f"cannot write --plot {path}: {error}", hint="such as slack.svg") from None
     finally:
         plt.close(figure)

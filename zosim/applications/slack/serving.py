@@ -74,9 +74,9 @@ class Server:
         is_finite = math.isfinite(self.batch_s + self.request_s + self.probe_s)
         if not (is_timed and is_finite and self.probe_s > 0 and self.max_batch > 0 and self.num_parts > 0):
             raise TrafficError(
-                f"a batch of {self.batch_s} s and {self.request_s} s a request, and a probe of {self.probe_s} s in "
-                f"{self.num_parts} parts cannot be served",
-                hint="finite seconds above 0, whole numbers of 1 and more",
+                f"invalid times or counts: batch {self.batch_s} s, request {self.request_s} s, background "
+                f"step {self.probe_s} s in {self.num_parts} parts",
+                hint="times must be finite and above 0, counts whole numbers of 1 or more",
             )
 
     def service_s(self, num_requests: int) -> float:
@@ -135,13 +135,13 @@ def serve(server: Server, arrivals: Times, policy: Policy) -> Served:
         If there are no arrivals, or too many events.
     """
     if not len(arrivals):
-        raise TrafficError("no request arrives", hint="raise --rate or --duration")
+        raise TrafficError("the trace has no arrivals", hint="raise --rate or --duration")
     num_parts = 0.0 if policy == "none" else float(arrivals[-1]) * server.num_parts / server.probe_s
     if len(arrivals) + num_parts + server.num_parts > _MOST_EVENTS:
         raise TrafficError(
-            f"{len(arrivals)} requests and up to {num_parts:.3g} parts of probes between them are more than the "
-            f"{_MOST_EVENTS} events that are simulated",
-            hint="a shorter --duration or trace, or fewer --parts",
+            f"{len(arrivals)} requests with up to {num_parts:.3g} parts of background steps are more "
+            f"than the maximum of {_MOST_EVENTS} events",
+            hint="use a shorter --duration or trace, or fewer --parts",
         )
     run = _ServedRun(server, arrivals, policy)
     run.environment.run(run.environment.process(run.serving()))

@@ -77,13 +77,13 @@ def learned_from_rows(path: Path, hardware: str | None = None) -> tuple[Profile,
     if not by_device:
         of = "" if hardware is None else f" of {hardware}"
         raise ProfileError(
-            f"{path} has no measured kernel or copy{of} to learn from",
-            hint=f"kinds are {', '.join((*kernels.WORKS, 'copy'))}; rows with a flag do not count",
+            f"{path} has no measured kernel or copy{of} to fit rates to",
+            hint=f"types of rows: {', '.join((*kernels.WORKS, 'copy'))}; rows with a flag are ignored",
         )
     if len(by_device) > 1:
         counts = ", ".join(f"{name} ({len(own)})" for name, own in by_device.items())
         raise ProfileError(
-            f"{path} has rows of several devices: {counts}", hint="name one machine with --hardware"
+            f"{path} has rows of several devices: {counts}", hint="choose one machine with --hardware"
         )
     site = sites.of(rows[0]["hardware"])
     base = _without_launches(site.burst_profile)
@@ -104,7 +104,7 @@ def _measurement(row: MeasuredRow, num_threads: int) -> Measurement:
     try:
         work = copy_work(row.count("bytes")) if row["kind"] == "copy" else kernels.WORKS[row["kind"]](row)
     except ZosimError as error:
-        raise ProfileError(f"{row.name} cannot be learnt from: {error.message}", hint=error.hint) from error
+        raise ProfileError(f"cannot fit rates to {row.name}: {error.message}", hint=error.hint) from error
     return Measurement(
         name=f"{row['kind']} {row.name}",
         work=work,

@@ -44,7 +44,7 @@ def copy(row: MeasuredRow, site: Site) -> Forecast:
 
         return bounded(seconds)
     if direction not in get_args(CopyDirection):
-        raise Unpredictable(f"direction {direction!r} is none of h2d, d2h, d2d")
+        raise Unpredictable(f"direction {direction!r} must be one of h2d, d2h, d2d")
     copied: CopyDirection = "h2d" if direction == "h2d" else "d2h"
     work, profile = copy_work(size_bytes), site.profile
     return bounded(
@@ -84,7 +84,7 @@ def collective(row: MeasuredRow, site: Site) -> Forecast:
     """
     num_ranks, size_bytes = row.count("ranks"), row.count("bytes")
     if num_ranks < 2:
-        raise Unpredictable("a collective of one rank takes no time")
+        raise Unpredictable("a collective needs at least 2 ranks")
     devices = site.devices_of(row, num_ranks)
     machines = machines_for(site.topology, devices, site.profile, {"world": (tuple(range(num_ranks)),)})
     function = cast("CollectiveName", row["kind"])

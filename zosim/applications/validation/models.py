@@ -76,9 +76,7 @@ def _model(name: str, config: str) -> ModelSpec:
     if family in FAMILIES:
         return spec_of_config(data, name=name)
     if any(data.get(key) for key in _EXPERTS):
-        raise Unpredictable(
-            f"model {name} has experts, and zosim does not know how models of type {family} use them"
-        )
+        raise Unpredictable(f"model {name} is a mixture of experts, which is not supported")
     if family in _GATED or family in _PLAIN:
         return spec_of_config(_translated(data, family, name), name=name)
     return spec_of_config(data, name=name)
@@ -94,7 +92,7 @@ def _config(name: str, config: str) -> dict[str, Any]:
         return shipped_config(name)
     data = parse_json(config, f"the configuration of {name}", ModelError)
     if not isinstance(data, dict):
-        raise ModelError(f"the configuration of {name} is no JSON object")
+        raise ModelError(f"the configuration of {name} is not a JSON object")
     return data
 
 
@@ -107,7 +105,7 @@ def _translated(data: Mapping[str, Any], family: str, name: str) -> dict[str, An
                 return value
         if default is None:
             raise Unpredictable(
-                f"the configuration of {name} does not say its {what}: none of {', '.join(_NAMES[what])}"
+                f"the configuration of {name} has no {what}, under none of {', '.join(_NAMES[what])}"
             )
         return default
 

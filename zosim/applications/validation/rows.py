@@ -89,7 +89,7 @@ class MeasuredRow(TableRow):
         name = _EIGHT_BITS if name.startswith(_EIGHT_BIT_FLOATS) else name
         known = next((dtype for dtype in COMPUTE_FORMATS if dtype == name), None)
         if known is None:
-            raise Unpredictable(f"dtype {self['dtype']!r} is none of {', '.join(COMPUTE_FORMATS)}")
+            raise Unpredictable(f"dtype {self['dtype']!r} must be one of {', '.join(COMPUTE_FORMATS)}")
         return known
 
     def count_or(self, column: str, default: int) -> int:
@@ -110,7 +110,7 @@ class MeasuredRow(TableRow):
         """
         name = self[column].lower()
         if name not in known:
-            raise Unpredictable(f"{column} {self[column]!r} is none of {', '.join(filter(None, known))}")
+            raise Unpredictable(f"{column} {self[column]!r} must be one of {', '.join(filter(None, known))}")
         return known[name]
 
 

@@ -59,7 +59,9 @@ class Site:
             If there are fewer.
         """
         if count > len(self.devices):
-            raise Unpredictable(f"{row['hardware']} has {len(self.devices)} devices, the row used {count}")
+            raise Unpredictable(
+                f"the row used {count} devices, but {row['hardware']} has {len(self.devices)}"
+            )
         return self.devices[:count]
 
 

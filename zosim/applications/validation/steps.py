@@ -71,7 +71,7 @@ def host_memory(row: MeasuredRow, site: Site) -> Forecast:
     subject = _zeroth_order(row, site)
     size = float(sum(host.size_bytes for host in subject.footprints.hosts))
     if not size:
-        raise Unpredictable("nothing of the plan is in host memory")
+        raise Unpredictable("the plan keeps nothing in host memory")
     # torch's allocator of pinned memory rounds each block up to a power of two (c10, CachingHostAllocator).
     return Forecast(size, size, 2 * size)
 

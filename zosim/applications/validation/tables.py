@@ -51,7 +51,7 @@ class TableRow:
         text = self[column]
         number = _whole(text)
         if not 0 < number < below:
-            raise RowsError(f"{self.where}: {column} is {text!r}", hint="write a whole number above 0")
+            raise RowsError(f"{self.where}: {column} is {text!r}", hint="it must be a whole number above 0")
         return number
 
     def number(self, column: str) -> float:
@@ -69,7 +69,7 @@ class TableRow:
             number = -1.0
         if not 0 < number < float("inf"):
             raise RowsError(
-                f"{self.where}: {column} is {text!r}", hint="write a number above 0, or leave it empty"
+                f"{self.where}: {column} is {text!r}", hint="it must be a number above 0, or empty"
             )
         return number
 
@@ -107,12 +107,12 @@ def read_table(path: str | Path, required: Sequence[str]) -> list[TableRow]:
             reader = csv.reader(file)
             lines = [(reader.line_num, line) for line in reader if line]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise RowsError(f"the rows {path} cannot be read: {error}") from error
+        raise RowsError(f"cannot read the rows {path}: {error}") from error
     columns = [name.strip() for name in lines[0][1]] if lines else []
     missing = [name for name in required if name not in columns]
     if missing:
         raise RowsError(
-            f"{path} lacks the columns {', '.join(missing)}", hint=f"columns needed are {', '.join(required)}"
+            f"{path} lacks columns: {', '.join(missing)}", hint=f"required columns: {', '.join(required)}"
         )
     return [TableRow(_fields(columns, line), f"{path}, line {number}") for number, line in lines[1:]]
 
@@ -158,7 +158,7 @@ def write_table(
             for row, extra in zip(rows, added, strict=True):
                 writer.writerow({**row.fields, **extra})
     except OSError as error:
-        raise RowsError(f"the predictions cannot be written to {path}: {error}") from error
+        raise RowsError(f"cannot write the predictions to {path}: {error}") from error
 
 
 def _columns(items: Iterable[Mapping[str, str]]) -> list[str]:
