@@ -147,7 +147,10 @@ def probe_boundaries(
         raise PlanError(f"epsilon={epsilon} must be above 0", hint="1e-3 is usual")
     for spec in specs:
         if spec.is_lossless:
-            raise PlanError("the codec none leaves nothing to measure", hint="name one with bits, such as q4")
+            raise PlanError(
+                "the codec none is lossless, so there is nothing to measure",
+                hint="name a codec with bits, such as q4",
+            )
     with torch.no_grad():
         found = [boundary_tensors(model, batch) for batch in batches]
         signs = _both_signs(model, batches[0], epsilon, seed)

@@ -84,16 +84,16 @@ def calibrate(
     Exit status 3: other processes disturbed the measurements too much; the profile is not saved.
     """
     if evidence and rows is not None:
-        raise ProfileError(
-            "--rows and --evidence are two ways to make a profile", hint="leave one of them out"
-        )
+        raise ProfileError("--rows and --evidence exclude each other", hint="leave one of them out")
     is_table = evidence is not None and any(path.suffix.lower() == ".csv" for path in evidence)
     if hardware is not None and not is_table:
-        raise ProfileError("--hardware without rows", hint="it chooses rows of --evidence FILE.csv")
+        raise ProfileError(
+            "--hardware needs --evidence FILE.csv", hint="it selects the rows of one machine in that file"
+        )
     check_writable(output)
     if evidence and is_table:
         if len(evidence) > 1:
-            raise ProfileError("rows are learnt from one file at a time", hint="name one --evidence FILE.csv")
+            raise ProfileError("only one CSV file of rows can be given", hint="name one --evidence FILE.csv")
         from zosim.applications.validation.learning import learned_from_rows
 
         learnt, report, lessons = learned_from_rows(evidence[0], hardware)
@@ -150,8 +150,8 @@ def _report_not_kept(profile: Profile, *, keep_disturbed: bool) -> None:
         if keep_disturbed:
             force = ", or write this one elsewhere with -o FILE, for --profile FILE"
     stderr.print(
-        f"not kept: others disturbed {profile.disturbed_share:.0%} of the calibration{reason}",
-        f"hint: stop what else runs and calibrate again{force}",
+        f"not saved: other processes disturbed {profile.disturbed_share:.0%} of the calibration{reason}",
+        f"hint: end other processes and calibrate again{force}",
         sep="\n",
         markup=False,
         soft_wrap=True,

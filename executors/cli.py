@@ -140,8 +140,10 @@ def _run(
     if len(placement.ranks_by_host) > 1 and not is_launched():
         if arguments is None:
             raise RunError(
-                f"the plan has ranks on {len(placement.ranks_by_host)} hosts, which one Python does not start",
-                hint="save the plan: `zosim run plan.json ...` prints the lines to start; or start this script with torchrun on all",
+                f"the plan has ranks on {len(placement.ranks_by_host)} hosts, but one Python process starts "
+                "ranks on its own host only",
+                hint="save the plan: `zosim run plan.json ...` prints the command for each host; or start this "
+                "script with torchrun on every host",
             )
         lines = launch_lines(settings.plan, arguments, device=settings.run.device)
         return {"launch": lines}
@@ -149,7 +151,9 @@ def _run(
         check_data(settings.data, settings.evaluation)
     world_size = placement.world_size
     if not launch and world_size > 1 and not is_launched():
-        raise RunError(f"--no-launch runs one rank, the plan has {world_size}", hint="leave it out")
+        raise RunError(
+            f"--no-launch runs one rank, but the plan has {world_size}", hint="leave --no-launch out"
+        )
     summary = launch_ranks(run_in_rank, settings, world_size=world_size) if launch else run_in_rank(settings)
     return summary if is_first else {}
 
@@ -175,9 +179,9 @@ def _recorded_base(header: Mapping[str, Any], directory: Path) -> str:
     model: str | None = (header.get("run") or {}).get("model")
     if model is None:
         raise RunError(
-            f"{directory} does not say from which base weights it began", hint="name them with --model"
+            f"{directory} does not record its base weights", hint="name the base weights with --model"
         )
-    stderr.print(f"base weights: {model}, as {directory} says", markup=False, soft_wrap=True)
+    stderr.print(f"base weights: {model}, as recorded in {directory}", markup=False, soft_wrap=True)
     return model
 
 

@@ -365,9 +365,9 @@ def _check_out(out: Path) -> None:
     RunError
     """
     if out.exists() and not out.is_dir():
-        raise RunError(f"{out} is a file, and a run is a directory", hint="give another --out")
+        raise RunError(f"--out {out} is a file, not a directory", hint="give another --out")
     if out.exists() and any(out.iterdir()) and not (out / "run.json").exists():
-        raise RunError(f"{out} is not empty and holds no run", hint="give another --out")
+        raise RunError(f"--out {out} is not empty and holds no run", hint="give another --out")
 
 
 def _clear(out: Path) -> None:

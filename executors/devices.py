@@ -32,13 +32,14 @@ def device_named(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise RunError(f"there is no device {name!r}", hint="use cpu, or cuda:0 and so on") from None
+        raise RunError(f"unknown device {name!r}", hint="use cpu, or cuda:0 and so on") from None
     if device.type == "cpu":
         return device
     num_devices, index = num_devices_of(device.type), device.index or 0
     if index >= num_devices:
         raise RunError(
-            f"there is no device {name!r}: torch {torch.__version__} finds {num_devices} {_SPELT.get(device.type, device.type)} devices",
+            f"device {name!r} does not exist: torch {torch.__version__} finds {num_devices} "
+            f"{_SPELT.get(device.type, device.type)} devices",
             hint="use --device cpu, or install a torch build that supports this machine's GPU",
         )
     return torch.device(device.type, index)
@@ -76,7 +77,9 @@ def check_device(name: str) -> None:
     PlanError
     """
     if not re.fullmatch(rf"cpu|({'|'.join(ACCELERATORS)})(:[0-9]{{1,4}})?", name):
-        raise PlanError(f"--device {name!r} is no device", hint="cpu, cuda, or cuda:N; or xpu or npu")
+        raise PlanError(
+            f"--device {name!r} is not the name of a device", hint="use cpu, cuda or cuda:N; or xpu or npu"
+        )
 
 
 def device_module(device: torch.device) -> Any:

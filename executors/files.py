@@ -75,8 +75,8 @@ def refuse_other_names(paths: Iterable[str | Path]) -> None:
         except UnicodeEncodeError:
             shown = os.fsencode(path).decode(errors="backslashreplace")
             raise RunError(
-                f"the name {shown} is not UTF-8, so that no file of a run could hold it",
-                hint="rename it, or give a link to it that has another name",
+                f"the name {shown} is not UTF-8, so it cannot be recorded",
+                hint="rename it, or use a symbolic link with another name",
             ) from None
 
 
@@ -93,7 +93,7 @@ def refuse_irregular_run(directory: Path) -> None:
         folder = directory / name
         if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
             kind = irregular(folder.lstat()) or "a file"
-            raise RunError(f"{folder} is {kind}, not a directory of the run", hint=_LINK_HINT)
+            raise RunError(f"{folder} is {kind}, not a directory", hint=_LINK_HINT)
         for path, folders, files in os.walk(folder):
             inside = [name for name in folders if Path(path, name).is_symlink()]
             refuse_irregular((Path(path, name) for name in (*inside, *files)), RunError, hint=_LINK_HINT)
@@ -118,7 +118,7 @@ def open_own(path: Path, flags: int) -> int:
     os.close(file)
     kind = irregular(status) or f"a file of {status.st_nlink} names (hard links)"
     raise RunError(
-        f"{path} is {kind}, not a file of the run alone", hint="copy the directory (cp -r), and use the copy"
+        f"{path} is {kind}, not a regular file", hint="copy the directory (cp -r), and use the copy"
     )
 
 
@@ -163,7 +163,7 @@ def _lock(file: IO[str], directory: Path) -> None:
                 file.seek(0)
                 raise RunError(
                     f"another process ({file.read().strip() or 'of another host'}) is writing to {directory}",
-                    hint="wait for that run, or end it; or give another --out",
+                    hint="wait for that run or end it, or give another --out",
                 ) from None
             time.sleep(0.05)
 

@@ -48,5 +48,5 @@ def format_of(dtype: torch.dtype) -> DType:
         if TORCH_DTYPES[name] == dtype and name != "tf32":
             return name
     raise PlanError(
-        f"nothing is computed in {dtype}", hint="load the model in one of " + ", ".join(COMPUTE_FORMATS)
+        f"{dtype} is not a compute format", hint="load the model in one of " + ", ".join(COMPUTE_FORMATS)
     )

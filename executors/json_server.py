@@ -67,11 +67,11 @@ class JsonServer:
         except ValueError:  # a host in half a bracket, a port beyond all
             parts, port = urlsplit(""), None
         if parts.scheme not in ("", "http", "https") or not parts.hostname:
-            raise RunError(f"{url!r} is no address of the {kind}", hint="such as http://127.0.0.1:8000")
+            raise RunError(f"{url!r} is not an http or https URL", hint="such as http://127.0.0.1:8000")
         if is_local and not _is_loopback(parts.hostname):
             raise RunError(
                 f"the {kind} at {url} is not on this machine",
-                hint="its address is http://127.0.0.1:PORT/PATH",
+                hint="use an address such as http://127.0.0.1:PORT/PATH",
             )
         is_secure = parts.scheme == "https"
         query = f"?{parts.query}" if parts.query else ""
@@ -105,7 +105,7 @@ class JsonServer:
                 break
             time.sleep(pause_s)
         if len(raw) > _MOST_BYTES:
-            raise RunError(f"{self.name} answers with more than {_MOST_BYTES >> 20} MiB")
+            raise RunError(f"{self.name} answered with more than {_MOST_BYTES >> 20} MiB")
         return status, read_answer(raw)
 
     def _answer(self, method: str, path: str, data: str | None, end: float) -> tuple[int, str, bytes]:
@@ -122,8 +122,8 @@ class JsonServer:
                     return response.status, retry_after, response.read(_MOST_BYTES + 1)
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise RunError(
-                f"{self.name} cannot be reached: {error or type(error).__name__}",
-                hint="start it, or give another address; a tuning, and a run with --resume, goes on from its log",
+                f"cannot reach {self.name}: {error or type(error).__name__}",
+                hint="start it, or give another address; tuning and runs with --resume continue from their logs",
             ) from error
         finally:
             connection.close()
@@ -174,8 +174,8 @@ def checked_limit_s(timeout_s: float, kind: Kind) -> float:
         If nothing can be waited for as long.
     """
     if not 0 < timeout_s <= _MOST_SECONDS:
-        message = f"{_FLAGS[kind]} {timeout_s:g} is no time to wait for an answer"
-        raise RunError(message, hint=f"use seconds, {_MOST_SECONDS:g} at most")
+        message = f"{_FLAGS[kind]} {timeout_s:g} is not a valid time to wait"
+        raise RunError(message, hint=f"give seconds above 0, at most {_MOST_SECONDS:g}")
     return timeout_s
 
 
@@ -183,7 +183,7 @@ def late(kind: Kind, name: str, timeout_s: float, path: str = "") -> RunError:
     """Return the error of what has not answered in time."""
     return RunError(
         f"{name} did not answer {path + ' ' if path else ''}within {timeout_s:g} s",
-        hint=f"it may have too much to do; a longer {_FLAGS[kind]} waits for it",
+        hint=f"it may be overloaded; wait longer with {_FLAGS[kind]}",
     )
 
 

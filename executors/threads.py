@@ -45,8 +45,8 @@ def _refuse_what_cannot_start(num_threads: int) -> None:
             started.append(thread)
     except RuntimeError:
         raise RunError(
-            f"the system does not start {num_threads} threads in this process",
-            hint="give fewer --threads; more than the machine has processors are of no use",
+            f"the system refuses {num_threads} threads in this process",
+            hint="reduce --threads; more than the number of processors do not help",
         ) from None
     finally:
         may_end.set()

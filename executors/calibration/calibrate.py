@@ -141,7 +141,9 @@ def calibrate(
     torch's number of threads and gradient mode are as before afterwards, its generators untouched.
     """
     if budget_s <= 0:
-        raise RunError(f"budget_s={budget_s} must be above 0", hint="20 seconds suit a small machine")
+        raise RunError(
+            f"budget_s={budget_s} must be above 0", hint="20 seconds are enough for a small machine"
+        )
     threads = num_threads or torch.get_num_threads()
     if threads < 1:
         raise RunError(f"num_threads={threads} must be at least 1")

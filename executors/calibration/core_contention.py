@@ -115,13 +115,13 @@ def _measured(world_size: int) -> CrowdedCores:
             return CrowdedCores(**json.loads(output))
         except (subprocess.TimeoutExpired, json.JSONDecodeError) as error:
             raise RunError(
-                f"{world_size} processes did not measure what they take from each other: "
+                f"{world_size} processes could not measure how they slow each other down: "
                 + (
-                    "not done in time"
+                    "they did not finish in time"
                     if isinstance(error, subprocess.TimeoutExpired)
                     else "one of them failed"
                 ),
-                hint="calibrate again when the machine has memory and cores free",
+                hint="calibrate again when memory and cores are free",
             ) from error
         finally:
             for rank in ranks:

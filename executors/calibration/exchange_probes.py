@@ -69,8 +69,9 @@ def _met(store: Path) -> _ProbeRank:
         return _ProbeRank(store, 0)
     except RuntimeError as error:  # torch's word for a peer that has not come
         raise RunError(
-            f"a second process did not join in {_TIMEOUT.total_seconds():.0f} s, and exchanges were not measured",
-            hint="calibrate again when the machine has memory and cores free",
+            f"a second process did not join within {_TIMEOUT.total_seconds():.0f} s, so exchanges were "
+            "not measured",
+            hint="calibrate again when memory and cores are free",
         ) from error
 
 

@@ -44,8 +44,9 @@ def in_fresh_process(device: str, size_bytes: int) -> float:
     except (subprocess.SubprocessError, ValueError, IndexError) as error:
         lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         raise RunError(
-            f"a process of its own could not measure how fast memory is pinned for {device}: {lines[-1] if lines else error}",
-            hint=f"the device and {size_bytes} bytes of memory must be free for a second process",
+            f"the process that measures how fast memory is pinned for {device} failed: "
+            f"{lines[-1] if lines else error}",
+            hint=f"the device and {size_bytes} bytes of memory must be free for it",
         ) from error
 
 

@@ -182,7 +182,7 @@ def decode(
         return dequantise(_quantised(header, body, torch.device(device)))
     expected = header.num_elements * header.dtype.itemsize
     if len(body) != expected:
-        raise CodecError(f"plain numbers take {len(body)} bytes where {expected} are due")
+        raise CodecError(f"the numbers take {len(body)} bytes, but {expected} were expected")
     if not expected:  # no bytes have no stride that another format could be read with
         return torch.empty(header.shape, dtype=header.dtype, device=device)
     (numbers,) = _on_device([body.copy()], torch.device(device))
@@ -199,7 +199,7 @@ def decode_quantised(message: Message) -> Quantised:
     """Return the symbols and grids in a message that is not plain."""
     header, body = disassemble(_bytes_of(message), None)
     if not header.bits:
-        raise CodecError("a message of plain numbers has no symbols")
+        raise CodecError("a message of unencoded numbers has no symbols")
     return _quantised(header, body, torch.device("cpu"))
 
 
@@ -208,7 +208,8 @@ def _bytes_of(message: Message) -> Bytes:
         return np.frombuffer(message, dtype=np.uint8)
     if message.dtype != torch.uint8 or message.dim() != 1:
         raise CodecError(
-            f"a message is one-dimensional uint8, not {message.dim()}-dimensional {message.dtype}"
+            f"a message must be a one-dimensional uint8 tensor, but is {message.dim()}-dimensional "
+            f"{message.dtype}"
         )
     return message.cpu().contiguous().numpy()
 
@@ -220,7 +221,7 @@ def _quantised(header: Header, body: Bytes, device: torch.device) -> Quantised:
     payload = Payload(spec.encoding, body, header.background, header.gap_bits, header.num_items)  # type: ignore[arg-type]
     columns = _num_columns(header.shape)
     if header.background >= 2**header.bits:
-        raise CodecError(f"background {header.background} is no symbol of {header.bits} bits")
+        raise CodecError(f"background {header.background} must be a symbol of {header.bits} bits")
     symbols = BY_NAME[payload.encoding].decode(
         payload, MessageLayout(header.num_elements, columns, header.bits)
     )
@@ -247,12 +248,12 @@ def _parameters(header: Header, spec: CodecSpec, body: Bytes) -> tuple[tuple[Ten
     for dtype in formats:
         size = groups * dtype.itemsize
         if size > len(body):
-            raise CodecError(f"a message ends within the parameters of its {groups} grids")
+            raise CodecError(f"the message ends within the parameters of its {groups} grids")
         parameters.append(torch.from_numpy(body[:size].copy()).view(dtype).reshape(layout))
         body = body[size:]
     grids = fitted(tuple(parameters), spec)
     if not bool(torch.isfinite(grids.offset).all() & torch.isfinite(grids.step).all()):
-        raise CodecError("a message's grids have steps that are not finite")
+        raise CodecError("the message has a grid whose step is not finite")
     return tuple(parameters), body
 
 

@@ -115,23 +115,25 @@ def disassemble(message: Bytes, shape: Sequence[int] | None) -> tuple[Header, By
     magic, version, dtype, bits, grid, scope, encoding, background, gap_bits, num_dims = fields[:10]
     length, num_items, checksum = fields[10:]
     if magic != MAGIC:
-        raise CodecError(f"a message begins with {magic!r}, not with {MAGIC!r}", hint="it is no codec's")
+        raise CodecError(
+            f"the message begins with {magic!r} instead of {MAGIC!r}", hint="it was not written by a codec"
+        )
     if version != VERSION:
         raise CodecError(
-            f"a message has version {version}, this program reads version {VERSION}",
+            f"the message has version {version}, but this zosim reads version {VERSION}",
             hint="run the same release on both sides",
         )
     if length > len(message):
-        raise CodecError(f"a message of {length} bytes is cut off after {len(message)}")
+        raise CodecError(f"the message of {length} bytes is truncated after {len(message)}")
     message = message[:length]
     if checksum != _checksum(message):
-        raise CodecError(f"a message of {length} bytes is damaged: its checksum is not that of its bytes")
+        raise CodecError(f"the message of {length} bytes is damaged: its checksum does not match")
     begin = PREAMBLE_BYTES + DIM_BYTES * num_dims
     known = dtype < len(DTYPES) and grid < len(GRIDS) and scope < len(SCOPES) and encoding <= len(ENCODINGS)
     if not (
         known and bits <= 8 and num_dims <= MOST_DIMS and begin <= length and (bits > 0) == (encoding > 0)
     ):
-        raise CodecError(f"a message's header contradicts itself: {fields[2:10]}")
+        raise CodecError(f"the fields of the message's header contradict each other: {fields[2:10]}")
     dims = tuple(int(d) for d in message[PREAMBLE_BYTES:begin].view("<u8"))
     header = Header(DTYPES[dtype], dims, bits, grid, scope, encoding, background, gap_bits, num_items)
     _check_shape(header, shape)
@@ -148,7 +150,8 @@ def length_of(message: Bytes) -> int:
     """
     if len(message) < PREAMBLE_BYTES:
         raise CodecError(
-            f"a message of {len(message)} bytes is cut off: its header alone has {PREAMBLE_BYTES} or more"
+            f"the message of {len(message)} bytes is truncated: its header alone takes {PREAMBLE_BYTES} "
+            "or more"
         )
     return int(_PREAMBLE.unpack(message[:PREAMBLE_BYTES].tobytes())[10])
 
@@ -156,20 +159,21 @@ def length_of(message: Bytes) -> int:
 def _check_shape(header: Header, shape: Sequence[int] | None) -> None:
     if shape is not None and tuple(shape) != header.shape:
         raise CodecError(
-            f"a message holds a tensor of shape {header.shape}, and {tuple(shape)} is expected",
-            hint="sender and receiver disagree on the boundary or the batch",
+            f"the message holds a tensor of shape {header.shape}, but {tuple(shape)} was expected",
+            hint="sender and receiver disagree on the split point or the batch",
         )
     if math.prod(max(1, dim) for dim in header.shape) >= 2**63:  # of no elements, too
-        raise CodecError(f"a message holds a tensor of shape {header.shape}, which no tensor has")
+        raise CodecError(f"the message has an impossible tensor shape, {header.shape}")
     if shape is None and header.num_elements > MOST_ELEMENTS:
         raise CodecError(
-            f"a message claims {header.num_elements} elements", hint="name the shape if that is meant"
+            f"the message announces {header.num_elements} elements, more than allowed",
+            hint="pass the expected shape to allow it",
         )
 
 
 def _header_bytes(header: Header, length: int) -> bytes:
     if len(header.shape) > MOST_DIMS:
-        raise CodecError(f"a tensor of {len(header.shape)} dimensions has more than {MOST_DIMS}")
+        raise CodecError(f"a tensor of {len(header.shape)} dimensions exceeds the maximum of {MOST_DIMS}")
     preamble = _PREAMBLE.pack(
         MAGIC,
         VERSION,
@@ -199,7 +203,8 @@ def dtype_number(dtype: torch.dtype) -> int:
     if dtype not in DTYPES:
         known = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
         raise CodecError(
-            f"no codec takes tensors of {str(dtype).removeprefix('torch.')}", hint=f"formats are {known}"
+            f"codecs do not support {str(dtype).removeprefix('torch.')} tensors",
+            hint=f"supported formats: {known}",
         )
     return DTYPES.index(dtype)
 

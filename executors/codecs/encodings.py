@@ -217,7 +217,8 @@ class Index(SymbolEncoding):
         column = unpack_wide(packed_places, num, place_bits)
         if int(counts.sum()) != num or bool((column >= layout.num_columns).any()):
             raise CodecError(
-                f"an index names {int(counts.sum())} places within {layout.num_columns} columns, for {num}"
+                f"an index lists {int(counts.sum())} positions within {layout.num_columns} columns, but "
+                f"{num} were expected"
             )
         row = np.repeat(np.arange(num_rows, dtype=np.int64), counts)
         return _filled(
@@ -253,7 +254,9 @@ class Bitmap(SymbolEncoding):
         )
         present = np.unpackbits(packed, count=layout.num_elements, bitorder="little").view(np.bool_)
         if int(np.count_nonzero(present)) != num:
-            raise CodecError(f"a bitmap has {int(np.count_nonzero(present))} bits set for {num} symbols")
+            raise CodecError(
+                f"a bitmap has {int(np.count_nonzero(present))} bits set, but {num} symbols were expected"
+            )
         out = np.full(layout.num_elements, payload.background, dtype=np.uint8)
         out[present] = unpack(kept, num, layout.bits)
         return out
@@ -297,7 +300,9 @@ class RunLength(SymbolEncoding):
         )
         places = np.cumsum(unpack_wide(packed_runs, num, gap_bits) + 1) - 1
         if num and int(places[-1]) >= layout.num_elements:
-            raise CodecError(f"run lengths reach element {int(places[-1])} of {layout.num_elements}")
+            raise CodecError(
+                f"run lengths reach element {int(places[-1])}, but there are {layout.num_elements}"
+            )
         return _filled(
             layout.num_elements, payload.background, places, unpack(packed_values, num, layout.bits)
         )
@@ -344,7 +349,7 @@ class Entropy(SymbolEncoding):
         frequency[mask.view(np.bool_)] = units.view("<u2").astype(np.int64) + 1
         expected = 2**FREQUENCY_BITS if layout.num_elements else 0
         if int(frequency.sum()) != expected:
-            raise CodecError(f"frequencies of symbols add up to {int(frequency.sum())}, not to {expected}")
+            raise CodecError(f"symbol frequencies sum to {int(frequency.sum())} instead of {expected}")
         if num_present < 2:  # there is nothing to tell apart, and no word was written
             return np.full(layout.num_elements, mask.argmax(), dtype=np.uint8)
         return decode_entropy(encoded.view("<u4").astype(np.uint32), layout.num_elements, frequency.tolist())
@@ -381,7 +386,7 @@ def _sections(payload: Payload, *lengths: int) -> list[Bytes]:
     """Return the parts of a body, which are as long as `lengths` say."""
     body = payload.body
     if sum(lengths) != len(body):
-        raise CodecError(f"a {payload.encoding} payload has {len(body)} bytes where {sum(lengths)} are due")
+        raise CodecError(f"a {payload.encoding} payload has {len(body)} bytes instead of {sum(lengths)}")
     ends = np.cumsum(lengths)
     return [np.ascontiguousarray(body[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
 

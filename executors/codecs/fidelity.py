@@ -96,8 +96,8 @@ def visibility(
     true = plus.detach().double() - minus.detach().double()
     if not bool(true.any()):
         raise CodecError(
-            f"the activations at ε={epsilon:g} do not differ at all",
-            hint="nothing before the split point is perturbed, or ε is below the format's resolution",
+            f"the activations at +eps and -eps are identical, with eps={epsilon:g}",
+            hint="nothing before the split point is perturbed, or eps is below the resolution of the format",
         )
     seeds = (seed, seed if shared_noise else seed + 1)
     generators = [torch.Generator(plus.device).manual_seed(number) for number in seeds]

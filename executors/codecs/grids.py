@@ -105,8 +105,8 @@ def fit(
     def infinite() -> CodecError:
         num = rows.numel() - int(torch.isfinite(rows).sum())
         return CodecError(
-            f"{num} of {rows.numel()} values are infinite or not numbers, and {spec.name} has no quantized value for them",
-            hint='find out what diverged, or send plain numbers with the codec "none"',
+            f"{num} of {rows.numel()} values are infinite or NaN, which {spec.name} cannot encode",
+            hint='find the cause of the divergence, or use the codec "none"',
         )
 
     largest = torch.maximum(-least, most)
@@ -181,8 +181,8 @@ def _zero_point(least: Tensor, most: Tensor, spec: CodecSpec, doubt: Doubting) -
 
         def has_both_signs() -> CodecError:
             return CodecError(
-                f"one bit and a 0 leave one other value, and values of both signs need two ({spec.name})",
-                hint="take two bits, or the symmetric grid",
+                f"{spec.name} has 1 bit and a zero, so only one other value, but the values have both signs",
+                hint="use 2 bits, or the symmetric grid",
             )
 
         doubt(Doubt(torch.isinf(step).any(), has_both_signs))
@@ -204,8 +204,9 @@ def _refuse_wide(largest: Tensor, doubt: Doubting) -> None:
 
     def wide() -> CodecError:
         return CodecError(
-            f"values up to {largest.max().item():.3g} are too far apart for a grid between the smallest and the largest",
-            hint="take the grid affine-zero, or symmetric with two bits or more",
+            f"values up to {largest.max().item():.3g} are too far apart for a grid from the smallest to "
+            "the largest",
+            hint="use the grid affine-zero, or symmetric with 2 bits or more",
         )
 
     doubt(Doubt((largest > torch.finfo(largest.dtype).max / 2).any(), wide))

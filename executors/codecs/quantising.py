@@ -70,7 +70,7 @@ def quantise(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None
     """
     assert spec.bits is not None
     if spec.rounding == "stochastic" and generator is None:
-        raise CodecError(f"{spec.name} rounds at random", hint="pass a generator")
+        raise CodecError(f"{spec.name} rounds at random, but no generator is given", hint="pass a generator")
     rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.dim() and tensor.shape[-1] else 1)
     symbols = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
     shape = tuple(tensor.shape)

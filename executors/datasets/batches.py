@@ -62,13 +62,14 @@ def check_batch(batch: Mapping[str, object], max_positions: int) -> None:
         shape = tensor.shape if shape is None else shape
         if tensor.shape != shape or len(shape) != 2:
             raise DataError(
-                f"the batch's {name} is of shape {tuple(tensor.shape)}, its input_ids of {tuple(shape)}",
-                hint="both are (sequences, tokens)",
+                f"the batch's {name} has shape {tuple(tensor.shape)}, but its input_ids have {tuple(shape)}",
+                hint="both must be (sequences, tokens)",
             )
     if shape is not None and shape[1] > max_positions:
         raise DataError(
-            f"the batch has {shape[1]} tokens per sequence, the model {max_positions} positions",
-            hint="cut the sequences",
+            f"the batch has {shape[1]} tokens per sequence, more than the {max_positions} positions of "
+            "the model",
+            hint="truncate the sequences",
         )
 
 
@@ -94,7 +95,7 @@ def pad(examples: Sequence[Example], *, length: int | None = None, pad_token: in
     """
     longest = max(len(example) for example in examples)
     if length is not None and longest > length:
-        raise DataError(f"an example of {longest} tokens does not fit a batch of length {length}")
+        raise DataError(f"an example of {longest} tokens does not fit into a batch of length {length}")
     shape = (len(examples), length or longest)
     input_ids = torch.full(shape, pad_token, dtype=torch.long)
     labels = torch.full(shape, IGNORED_LABEL, dtype=torch.long)

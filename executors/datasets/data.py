@@ -77,7 +77,7 @@ class LineFile:
                     if len(line) > MAX_LINE_BYTES:
                         raise DataError(
                             f"{path}, line {number} has more than {MAX_LINE_BYTES // 2**20} MiB",
-                            hint="write one example a line; a JSON array on one line is not JSON lines",
+                            hint="write one example per line; a JSON array on one line is not JSON lines",
                         )
                     digest.update(line)
                     if line.removeprefix(_BYTE_ORDER_MARK).strip():
@@ -87,7 +87,7 @@ class LineFile:
         except OSError as error:
             raise _unreadable(path, error) from None
         if not offsets:
-            raise DataError(f"{path} is empty", hint='write one example a line: {"input_ids": [...]}')
+            raise DataError(f"{path} is empty", hint='write one example per line: {"input_ids": [...]}')
         return cls(path, np.array(offsets, np.int64), np.array(numbers, np.int64), digest.hexdigest())
 
     def __len__(self) -> int:
@@ -122,11 +122,11 @@ class LineFile:
             text,
             f"{self.where(index)} is not JSON",
             DataError,
-            hint=f"each line is one JSON object of its own; this one begins with {text[:60].strip()!r}",
+            hint=f"each line must be a JSON object; this one begins with {text[:60].strip()!r}",
         )
         if not isinstance(value, dict):
             raise DataError(
-                f"{self.where(index)} holds a JSON {type(value).__name__}, an example is an object",
+                f"{self.where(index)} holds a JSON {type(value).__name__}, but an example must be an object",
                 hint='write {"input_ids": [...], "labels": [...]} or the fields of a template',
             )
         return value
@@ -155,7 +155,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
-            raise DataError(f"max_length={self.max_length} leaves nothing to predict", hint="use at least 2")
+            raise DataError(f"max_length={self.max_length} leaves no token to predict", hint="use at least 2")
 
     def fit(self, example: Example, where: str, *, num_kept: int = 0) -> Example:
         """Return the example, cut if it may be; raise if it cannot be used.
@@ -174,28 +174,29 @@ class Limits:
             self._check_vocabulary("labels", [x for x in example.labels if x != IGNORED_LABEL], where)
         if not any(at > 0 for at in example.asked):
             raise DataError(
-                f"{where} asks for nothing: no position after the first carries a label",
-                hint="labels of -100 are ignored, and nothing predicts the first token; give at least one label",
+                f"{where} has no label after its first token, so there is nothing to predict",
+                hint="label at least one later token; -100 marks unlabelled ones, and nothing predicts the first",
             )
         return example
 
     def _too_long(self, num_tokens: int, where: str) -> DataError:
         if self.num_positions is not None and num_tokens > self.num_positions:
             return DataError(
-                f"{where} has {num_tokens} tokens, the model {self.num_positions} positions",
-                hint="--truncate cuts long examples",
+                f"{where} has {num_tokens} tokens, more than the {self.num_positions} positions of the model",
+                hint="--truncate truncates long examples",
             )
         return DataError(
-            f"{where} has {num_tokens} tokens, the run's sequences have {self.max_length}",
-            hint=f"--truncate cuts long examples; --seq {num_tokens} reads this one whole"
-            + ("" if self.num_positions is not None else ", where the model has as many positions"),
+            f"{where} has {num_tokens} tokens, more than the maximum of {self.max_length}",
+            hint=f"--truncate truncates long examples; --seq {num_tokens} keeps this one"
+            + ("" if self.num_positions is not None else ", if the model has that many positions"),
         )
 
     def _check_vocabulary(self, name: str, tokens: Sequence[int], where: str) -> None:
         if tokens and max(tokens) >= (self.vocab_size or 0):
             raise DataError(
-                f"{where}: {name} holds {max(tokens)}, the model's vocabulary has {self.vocab_size} tokens",
-                hint="was the file made with another model's tokenizer?",
+                f"{where}: {name} has token {max(tokens)}, but the model's vocabulary has {self.vocab_size} "
+                "tokens",
+                hint="tokenize the data with this model's tokenizer",
             )
 
 
@@ -258,8 +259,9 @@ class Dataset:
             example = self.limits.fit(_tokens_of(line, where), where)
             if self.fills_masks and all(example.input_ids[at] == example.labels[at] for at in example.asked):
                 raise DataError(
-                    f"{where} shows what it asks for: its input_ids hold the labels",
-                    hint="a masked model's input_ids hold the mask's token where labels are, and labels of -100 elsewhere",
+                    f"{where} reveals its labels: its input_ids contain them",
+                    hint="for a masked model, input_ids need the mask token where labels are, and labels -100 "
+                    "elsewhere",
                 )
             return Question((example,), 0)
         with _named(where):
@@ -268,8 +270,8 @@ class Dataset:
         if self.fills_masks:
             if (mask_token := self.tokenizer.mask_token_id) is None:
                 raise DataError(
-                    "the model fills in masks, but its tokenizer has no mask token",
-                    hint="copy the tokenizer's files again, or give lines of input_ids with the mask's token in them",
+                    "the model is a masked model, but its tokenizer has no mask token",
+                    hint="copy the tokenizer's files again, or give input_ids that contain the mask token",
                 )
             fitted = (example.masked(mask_token) for example in fitted)
         return Question(tuple(fitted), question.answer)
@@ -302,17 +304,17 @@ def open_dataset(
         tokenizer = None
     elif tokenizer is None:
         raise DataError(
-            f"{path} holds text, but the model comes without a tokenizer",
-            hint="put the tokenizer's files beside the model's, or give lines of input_ids",
+            f"{path} holds text, but the model has no tokenizer",
+            hint="put the tokenizer's files next to the model's, or give input_ids",
         )
     elif not tokenizer.is_fast:
         raise DataError(
-            f"{path} holds text, but the model's tokenizer cannot tell which token covers a label word",
-            hint="install its fast version (the tokenizers package), or give lines of input_ids",
+            f"{path} holds text, but the model's tokenizer cannot locate the tokens of a label word",
+            hint="install the fast tokenizer (the tokenizers package), or give input_ids",
         )
     elif fills_masks and not template.asks_for_label:
         raise DataError(
-            f"{path}: a masked model is asked for words at masks, and nothing says which",
+            f"{path}: a masked model needs a template that places its mask",
             hint='give a --template with {label}, such as "{text} It was {label}."',
         )
     dataset = Dataset(lines, limits, template, tokenizer, fills_masks)
@@ -347,13 +349,14 @@ def _lines_and_template(
     if "input_ids" not in first:
         if template is None and ("text" not in first or "label" in first):
             raise DataError(
-                f"{lines.where(0)} has neither input_ids nor a template to read its fields with",
+                f"{lines.where(0)} has no input_ids, and no template for its fields is given",
                 hint=f'its fields are {", ".join(first) or "none"}; give --template, such as "{{text}} It was {{label}}."',
             )
         return lines, template or PromptTemplate("{text}")
     if template is not None:
         raise DataError(
-            f"{path} holds tokens, so the template {template.text!r} has no use", hint="leave it out"
+            f"{path} holds tokens, so the template {template.text!r} does not apply",
+            hint="leave --template out",
         )
     return lines, None
 
@@ -371,7 +374,9 @@ def _opened(path: Path) -> BinaryIO:
     """Open a file of data; raise for a directory, a pipe or a device, which could not be read twice or might hang."""
     if path.exists() and not path.is_file():
         kind = "a directory" if path.is_dir() else "a pipe or a device"
-        raise DataError(f"{path} is {kind}, not a file", hint="write the lines into a file, and give that")
+        raise DataError(
+            f"{path} is {kind}, not a regular file", hint="write the lines to a file, and give that"
+        )
     return path.open("rb")
 
 
@@ -380,7 +385,7 @@ def _unreadable(path: Path, error: OSError) -> DataError:
         parent = path.parent
         near = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
         return DataError(
-            f"there is no data file {path}",
+            f"the data file {path} does not exist",
             hint=did_you_mean(path.name, near[:1000], kind=f"files in {parent}"),
         )
     return DataError(f"{path} cannot be read: {error.strerror}")
@@ -398,8 +403,8 @@ def _tokens_of(line: JsonObject, where: str) -> Example:
     labels = _token_list(line, "labels", where, lowest=IGNORED_LABEL)
     if len(labels) != len(input_ids):
         raise DataError(
-            f"{where} has {len(input_ids)} input_ids and {len(labels)} labels",
-            hint="one label for each token, -100 where nothing is asked; the model shifts them itself",
+            f"{where} has {len(input_ids)} input_ids, but {len(labels)} labels",
+            hint="give one label per token, and -100 for unlabelled ones; the model shifts them",
         )
     return Example(input_ids, labels)
 
@@ -412,11 +417,15 @@ def _refuse_ignored(line: JsonObject, where: str) -> None:
         )
         if close:
             raise DataError(
-                f"{where} has {close[0]!r} beside its input_ids, but no labels",
-                hint="labels are a list, one for each token, -100 where nothing is asked; without them all are asked",
+                f"{where} has {close[0]!r} with its input_ids, but no labels",
+                hint="labels are a list with one entry per token, -100 for unlabelled ones; without it all "
+                "tokens are labelled",
             )
     if isinstance(mask := line.get("attention_mask"), list) and 0 in mask:
-        raise DataError(f"{where} is padded: its attention_mask has zeros", hint="leave padding to zosim")
+        raise DataError(
+            f"{where} is padded: its attention_mask contains zeros",
+            hint="remove the padding; zosim pads batches itself",
+        )
 
 
 def _token_list(line: Mapping[str, Any], name: str, where: str, *, lowest: int) -> tuple[int, ...]:
@@ -427,5 +436,5 @@ def _token_list(line: Mapping[str, Any], name: str, where: str, *, lowest: int) 
         # Of the negative numbers -100 alone stands for something; a bool is an int to Python, and no token.
         if type(token) is not int or token < lowest or lowest < token < 0:
             rule = "whole numbers from 0" + (" (or -100)" if lowest else "")
-            raise DataError(f"{where}: {name} holds {token!r:.60}, token ids are {rule}")
+            raise DataError(f"{where}: {name} contains {token!r:.60}, but token ids must be {rule}")
     return tuple(value)

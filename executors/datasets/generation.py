@@ -52,8 +52,8 @@ def prompt_of(example: Example) -> tuple[int, ...]:
     prompt = example.input_ids[: example.asked[0]] if example.asked else example.input_ids
     if not prompt:
         raise DataError(
-            "a line carries labels from its first token on, so there is no prompt to answer",
-            hint="label the answer's tokens only and -100 before, or measure perplexity",
+            "a line is labelled from its first token on, so it has no prompt to answer",
+            hint="label only the answer's tokens, with -100 before, or use --eval-task perplexity",
         )
     return prompt
 

@@ -77,8 +77,9 @@ def objective_named(name: str, *, from_here: bool = True) -> Objective | None:
         return _NAMED[name]
     if not names_code(name):
         raise RunError(
-            f"there is no objective {name!r}",
-            hint=f"objectives are {LOSS}, {', '.join(_NAMED)}, or module:function of logits and batch",
+            f"unknown objective {name!r}",
+            hint=f"use {LOSS}, {', '.join(_NAMED)}, or your function of logits and batch, such as "
+            "module:function",
         )
     return _checked(name, imported("objective", name, from_here=from_here))
 
@@ -109,7 +110,7 @@ def imported(what: str, name: str, *, from_here: bool = True) -> Callable[..., A
     except (ImportError, AttributeError, SyntaxError, ValueError) as error:
         places = "on PYTHONPATH and among installed packages"
         raise RunError(
-            f"{what} {name!r} cannot be imported: {error}",
+            f"cannot import {what} {name!r}: {error}",
             hint=f"the module is looked for in the working directory, {places}"
             if from_here
             else f"a resumed run looks for the module {places}, and not in the working directory",
@@ -138,7 +139,7 @@ def _checked(name: str, objective: Objective) -> Objective:
             value = torch.tensor(value, dtype=torch.float64)
         if value.numel() != 1:
             raise RunError(
-                f"objective {name} returned a tensor of shape {tuple(value.shape)}, not one number"
+                f"objective {name} returned a tensor of shape {tuple(value.shape)} instead of one number"
             )
         return value.reshape(())
 

@@ -127,16 +127,18 @@ class PromptTemplate:
         fields = [name for _, name in self._pieces if name is not None]
         if not fields:
             raise DataError(
-                f"template {self.text!r} names no field", hint='name one in braces: "{text} It was {label}."'
+                f"template {self.text!r} has no field",
+                hint='write fields in braces: "{text} It was {label}."',
             )
         if fields.count(LABEL_FIELD) > 1:
             raise DataError(
-                f"template {self.text!r} has {{label}} {fields.count(LABEL_FIELD)} times; once is enough"
+                f"template {self.text!r} has {{label}} {fields.count(LABEL_FIELD)} times, but only one is "
+                "allowed"
             )
         if self.label_words and LABEL_FIELD not in fields:
             raise DataError(
                 f"label words are given, but template {self.text!r} has no {{label}}",
-                hint='say where the word goes: "{text} It was {label}."',
+                hint='add {label} where the word belongs: "{text} It was {label}."',
             )
 
     @cached_property
@@ -146,15 +148,15 @@ class PromptTemplate:
             parsed = list(string.Formatter().parse(self.text))
         except ValueError as error:
             raise DataError(
-                f"template {self.text!r} cannot be read: {error}",
-                hint="double a brace that is meant literally",
+                f"cannot read template {self.text!r}: {error}",
+                hint="double literal braces",
             ) from None
         for _, name, spec, conversion in parsed:
             if name is not None and (not name.isidentifier() or spec or conversion):
                 shown = f"{{{name}{'!' + conversion if conversion else ''}{':' + spec if spec else ''}}}"
                 raise DataError(
                     f"template {self.text!r}: {shown} is not a plain field name",
-                    hint="write {name}, where name is a field of every line; double a literal brace",
+                    hint="write {name}, where name is a field of every line; double literal braces",
                 )
         return tuple((literal, name) for literal, name, _, _ in parsed)
 
@@ -235,7 +237,10 @@ def parse_label_words(text: str) -> dict[str, str]:
         label, equals, word = part.partition("=")
         label = label.strip()
         if not equals or not word.strip() or not label:
-            raise DataError(f"label words {text!r}: cannot read {part!r}", hint="write label=word,label=word")
+            raise DataError(
+                f"label words {text!r}: cannot read {part!r}",
+                hint="write label=word,label=word, such as 0=terrible,1=great",
+            )
         if label in words or word in words.values():
             raise DataError(f"label words {text!r}: {part!r} repeats a label or a word")
         words[label] = word
@@ -273,7 +278,7 @@ def _field(line: JsonObject, name: str, template: str) -> object:
         return line[name]
     except KeyError:
         raise DataError(
-            f"template {template!r} names {{{name}}}, which the line does not have",
+            f"template {template!r} uses {{{name}}}, but the line has no such field",
             hint=did_you_mean(name, list(line), kind="its fields"),
         ) from None
 

@@ -46,8 +46,9 @@ def reward_named(name: str, timeout_s: float, *, from_here: bool = True) -> Rewa
         ask = _in_time(name, imported("reward", name, from_here=from_here), timeout_s)
     else:
         raise RunError(
-            f"there is no reward {name!r}",
-            hint="a reward is module:function of prompts and texts, or http://127.0.0.1:PORT/PATH",
+            f"unknown reward {name!r}",
+            hint="use your function of prompts and texts, such as module:function, or "
+            "http://127.0.0.1:PORT/PATH",
         )
 
     def reward(prompts: Sequence[Text], texts: Sequence[Text]) -> list[float]:
@@ -138,7 +139,7 @@ def _endpoint(url: str, timeout_s: float) -> Callable[..., Any]:
         if status >= 400 or not isinstance(answer, dict) or "rewards" not in answer:
             raise RunError(
                 f"{server.name} answered ({status}) {str(answer)[:120]!r}",
-                hint='it answers {"rewards": [...]}',
+                hint='the answer must be {"rewards": [...]}',
             )
         return answer["rewards"]
 
@@ -149,12 +150,12 @@ def _checked(name: str, answer: object, num: int) -> list[float]:
     try:
         rewards = [float(value) for value in answer]  # type: ignore[attr-defined]
     except (TypeError, ValueError, OverflowError):
-        raise RunError(f"reward {name} gave {str(answer)[:120]}, not a list of numbers") from None
+        raise RunError(f"reward {name} returned {str(answer)[:120]} instead of a list of numbers") from None
     if len(rewards) != num:
-        raise RunError(f"reward {name} gave {len(rewards)} numbers for {num} texts")
+        raise RunError(f"reward {name} returned {len(rewards)} numbers for {num} texts")
     for number, value in enumerate(rewards):
         if not math.isfinite(value):
             raise RunError(
-                f"reward {name} gave {value} for text {number}", hint="a reward is a finite number"
+                f"reward {name} gave {value} for text {number}", hint="a reward must be a finite number"
             )
     return rewards

@@ -398,7 +398,7 @@ def present_product(low_bits: LowBits, device: torch.device) -> KernelName:
     kind = "int8" if low_bits.product == "int_mm" else "e4m3"
     raise PlanError(
         f"{device} has no product of {kind} matrices (torch._{low_bits.product}), which the plan counts on",
-        hint="let it dequantise in its place (--kernel-fallback), or plan with --kernel dequantise",
+        hint="add --kernel-fallback, or plan with --kernel dequantise",
     )
 
 

@@ -123,8 +123,8 @@ class BatchedModel(SegmentedModel):
             module.register_forward_hook(self._beside)
         if tuned:
             raise ModelError(
-                f"{next(iter(tuned.values()))} is tuned, and is no weight of a linear layer of a block",
-                hint="add --tune linears, or tune the B of adapters alone: --lora-lazy-steps",
+                f"{next(iter(tuned.values()))} is tuned, but is not the weight of a linear layer of a block",
+                hint="add --tune linears, or tune only the B of adapters with --lora-lazy-steps",
             )
         own = set(map(id, self.blocks[-1].modules()))
         for _, module, _, _ in block_linears(model):
@@ -287,12 +287,15 @@ class BatchedModel(SegmentedModel):
                     whole = self.run(segment, batch, padded, whole)
         except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
             raise ModelError(
-                f"{kind} cannot be run on packed sequences: {str(error)[:300]}",
+                f"packed sequences do not work with {kind}: {str(error)[:300]}",
                 hint="use --weights serial or copies",
             ) from error
         assert hidden is not None
         if not torch.allclose(hidden.double(), whole.double().reshape(1), rtol=2e-2, atol=1e-3):
-            message = f"{kind} has a loss of {hidden.item():.6g} on packed sequences, and of {whole.item():.6g} on padded ones"
+            message = (
+                f"the loss of {kind} is {hidden.item():.6g} on packed sequences, but {whole.item():.6g} on "
+                "padded ones"
+            )
             raise ModelError(message, hint="use --weights serial or copies")
 
     def _can_narrow(self) -> bool:

@@ -72,14 +72,14 @@ def refuse_unsupported(model: nn.Module) -> None:
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(
-            f"{type(model).__name__} is an encoder-decoder",
-            hint="zosim runs causal decoders and masked encoders",
+            f"{type(model).__name__} is an encoder-decoder, which is not supported",
+            hint="zosim supports causal decoders and masked encoders",
         )
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             raise ModelError(
-                f"embedding {path} rescales its rows while it is read (max_norm={module.max_norm})",
-                hint="a forward must not change weights; build the model without max_norm",
+                f"embedding {path} rescales its rows when it is read (max_norm={module.max_norm})",
+                hint="a forward must not change weights: build the model without max_norm",
             )
 
 

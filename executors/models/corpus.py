@@ -71,8 +71,9 @@ class Corpus:
             size_bytes = sum(len(contents) for _, contents in documents)
             if size_bytes < _LEAST_BYTES:
                 raise DataError(
-                    f"this Python installation has {size_bytes} bytes of {kind}, pretraining needs {_LEAST_BYTES}",
-                    hint="use a full CPython installation, or give a model with --model and data with --data",
+                    f"this Python installation has {size_bytes} bytes of {kind}, but pretraining needs "
+                    f"{_LEAST_BYTES}",
+                    hint="use a full CPython installation, or give --model and --data",
                 )
 
     @cached_property

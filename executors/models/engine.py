@@ -90,7 +90,8 @@ def engine_for(
     if plan.points_are_adapters:
         if objective is not None:
             raise ModelError(
-                "an objective is made of the logits of all tokens, of which weights=adapters makes those with labels",
+                "an objective needs the logits of all tokens, but weights=adapters computes only those with "
+                "labels",
                 hint="leave --objective out, or use --weights serial or copies",
             )
         return BatchedModel(model, loss_dtype=loss_dtype, autocast_dtype=autocast_dtype)

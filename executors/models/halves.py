@@ -81,7 +81,8 @@ class HalvedBlock:
         if path is None:
             raise ModelError(
                 f"{type(block).__name__} has no MLP whose second linear is one of {', '.join(_NORMS_BEFORE)}",
-                hint="zosim splits inside blocks of OPT, GPT-2, Llama, Mistral and Qwen; split others between blocks",
+                hint="zosim splits inside the blocks of OPT, GPT-2, Llama, Mistral and Qwen; split others "
+                "between blocks",
             )
         self._linear, norm = modules[path], modules[_NORMS_BEFORE[path]]
         self._norm_behind = norm if normalises_last(block) else None
@@ -135,8 +136,9 @@ class HalvedBlock:
         # NaNs are equal here: damaged weights are not this check's to find.
         if not bool(((joined == whole) | (joined.isnan() & whole.isnan())).all()):
             raise ModelError(
-                f"{type(self._block).__name__} does more behind its MLP's second linear than to add the residual stream",
-                hint="split between its blocks",
+                f"{type(self._block).__name__} does more after the second linear of its MLP than add the "
+                "residual stream",
+                hint="split the model between its blocks",
             )
         return halfway
 

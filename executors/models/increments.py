@@ -124,8 +124,8 @@ class AdapterState:
             return
         if next_rank >= self.max_rank:
             raise ModelError(
-                f"a bound of {self.max_rank} leaves no rank for what has been learnt: updates between two draws of V have rank "
-                f"{next_rank}",
+                f"--max-rank {self.max_rank} leaves no rank for earlier increments: updates between two "
+                f"samples of V have rank {next_rank}",
                 hint=f"use --max-rank {2 * next_rank} or more",
             )
         for increments in self.increments.values():
@@ -172,7 +172,7 @@ class AdapterState:
             raise ModelError(
                 f"{strange[0]} is no weight of a linear layer of a block, and an adapter cannot stand beside it"
                 if strange
-                else "nothing has been updated, and an adapter needs a rank"
+                else "there are no updates yet, so the adapter would have rank 0"
             )
         tensors: dict[str, Tensor] = {}
         for name, increments in self.increments.items():

@@ -76,8 +76,8 @@ def load_model(
     config = load_config(source, allow_download=allow_download, shipped=random_weights)
     if stored_quantization_in(source) is not None:
         raise ModelError(
-            f"{source} is quantised, and only a plan with its quantized values says how it is kept in memory",
-            hint="`zosim plan` and `zosim run` read it; or give the model in 16 bits",
+            f"{source} is quantized, so a plan must say how it is kept in memory",
+            hint="use `zosim plan` and `zosim run`, or the model in 16 bits",
         )
     auto = _auto_class(config)
     own = attention_of(model_class(config), attention)
@@ -200,15 +200,17 @@ def _refuse_irregular(directory: Path) -> None:
     Links are followed: caches and users' own directories are made of them, and nothing is written there.
     """
     entries = [path for path in directory.iterdir() if path.suffix in _READ or not path.is_dir()]
-    refuse_irregular(entries, ModelError, links=True, hint="a model directory holds files, or links to files")
+    refuse_irregular(
+        entries, ModelError, links=True, hint="a model directory must hold files, or links to files"
+    )
     if (directory / _ADAPTER_NAME).exists():
         raise _with_adapter(directory)
 
 
 def _with_adapter(source: str | Path) -> ModelError:
     return ModelError(
-        f"{source} holds an adapter ({_ADAPTER_NAME}), which transformers would load too, perhaps on another base",
-        hint="give the directory of its base; where base and adapter lie in one directory, move the adapter's files away",
+        f"{source} also holds an adapter ({_ADAPTER_NAME}), which transformers would load with the model",
+        hint="give the directory of its base; if they share a directory, move the adapter's files away",
     )
 
 
@@ -224,8 +226,8 @@ def _config_class(fields: Mapping[str, Any], where: str) -> Any:
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         code = " and brings code of its own, which zosim never runs" if "auto_map" in fields else ""
         raise ModelError(
-            f"{where} names model_type {model_type!r:.60}, which transformers does not know{code}",
-            hint="give a model whose architecture comes with transformers",
+            f"{where} has model_type {model_type!r:.60}, which transformers does not know{code}",
+            hint="use a model whose architecture is part of transformers",
         )
     config_class = CONFIG_MAPPING[model_type]
     fields = {name: _with_floats(value) for name, value in fields.items()}
@@ -301,9 +303,9 @@ def _refuse_too_large(source: str | Path, skeleton: nn.Module) -> None:
     limits = host_limits()
     if size_bytes > limits.available_bytes:
         raise ModelError(
-            f"the model {source} has {format_bytes(size_bytes)} of weights, {format_bytes(limits.available_bytes)} of "
-            f"memory are available ({limits.limited_by})",
-            hint="give a smaller model, or a narrower --dtype",
+            f"the model {source} has {format_bytes(size_bytes)} of weights, but "
+            f"{format_bytes(limits.available_bytes)} of memory are available ({limits.limited_by})",
+            hint="use a smaller model, or a narrower --dtype",
         )
 
 
@@ -323,8 +325,9 @@ def _check_weights(directory: Path, names: set[str]) -> None:
                     kind = file.get_slice(name).get_dtype()
                     if name in names and kind not in _FLOATING:
                         raise ModelError(
-                            f"{path}: {name} is of type {kind}, weights are {', '.join(_FLOATING)}",
-                            hint="give the model in float32, float16 or bfloat16; of quantised ones, config.json says so",
+                            f"{path}: {name} has type {kind}, but weights must be {', '.join(_FLOATING)}",
+                            hint="use the model in float32, float16 or bfloat16; a quantized model needs a "
+                            "quantization_config in its config.json",
                         )
         except (SafetensorError, OSError) as error:
             raise _damaged(path, error) from error
@@ -351,7 +354,7 @@ def opened_weights(directory: Path, weights_name: str = WEIGHTS_NAME) -> dict[st
 def _damaged(path: Path, error: BaseException) -> ModelError:
     return ModelError(
         f"{path} cannot be read: {one_line(error)}",
-        hint="the file is damaged or was copied in part; copy it again",
+        hint="the file is damaged or incomplete; copy it again",
     )
 
 
@@ -363,32 +366,32 @@ def _weight_files(directory: Path, weights_name: str = WEIGHTS_NAME) -> list[Pat
         pickled = [name for name in _PICKLED if (directory / name).exists()]
         if pickled:
             raise ModelError(
-                f"{directory} holds its weights as {pickled[0]}, a pickle, which can run code when it is read",
-                hint="where you trust it, convert it once: AutoModelForCausalLM.from_pretrained(DIR)"
-                ".save_pretrained(NEW) writes safetensors",
+                f"{directory} has its weights in {pickled[0]}, a pickle, which can run code when it is "
+                "loaded",
+                hint="if you trust it, convert it once: "
+                "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW) writes safetensors",
             )
         raise ModelError(
-            f"{directory} holds no weights: neither {weights_name} nor {INDEX_NAME}",
+            f"{directory} has no weights: {weights_name} and {INDEX_NAME} are missing",
             hint="copy them there, or add --random-weights",
         )
     where = read_json_object(index, "weight index", ModelError).get("weight_map")
     if not isinstance(where, dict) or not where:
-        raise ModelError(
-            f"{index} has no weight_map", hint="it maps each tensor's name to the file that holds it"
-        )
+        raise ModelError(f"{index} has no weight_map", hint="it must map each tensor's name to its file")
     for name, file in where.items():
         # Plain names alone: an untrusted index must not lead out of its directory.
         if not isinstance(file, str) or file != Path(file).name or not file.endswith(".safetensors"):
             raise ModelError(
-                f"{index}: {name!r:.60} is listed in {file!r:.60}",
-                hint="weights lie in .safetensors files beside their index",
+                f"{index}: {name!r:.60} is listed in {file!r:.60}, which is not a .safetensors file next to "
+                "it",
+                hint="weights must be in .safetensors files next to their index",
             )
     files = sorted({directory / file for file in where.values()})
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise ModelError(
-            f"{index} names {_some(missing)}, which is not there",
-            hint="copy the missing files; the model is not whole",
+            f"{index} lists {_some(missing)}, which is missing",
+            hint="copy the missing files; the model is incomplete",
         )
     return files
 
@@ -414,7 +417,7 @@ def refusing(source: str | Path, *, allow_download: bool = False) -> Iterator[No
             raise
         hint = "these are the words of a library; what they name is in the configuration or in the files"
         if isinstance(error, SafetensorError):
-            hint = "the file is damaged or was copied in part; copy it again"
+            hint = "the file is damaged or incomplete; copy it again"
         if not allow_download and not Path(source).exists():
             hint = (
                 "give a directory written by save_pretrained, or allow the download of a model that the Hub knows "
@@ -449,14 +452,14 @@ def _refuse_incomplete(source: str | Path, loading_info: Mapping[str, Any]) -> N
     wrong = [str(name) for name, *_ in loading_info["mismatched_keys"]]
     if wrong:
         raise ModelError(
-            f"the weights in {source} do not fit its config.json: {_some(wrong)} has another shape",
-            hint="the two are of different models; copy both from one place",
+            f"the weights in {source} do not match its config.json: {_some(wrong)} has another shape",
+            hint="they belong to different models; copy both from one source",
         )
     missing = [str(name) for name in loading_info["missing_keys"]]
     if missing:
         raise ModelError(
             f"the weights in {source} are incomplete: {_some(missing)} is missing",
-            hint="copy or convert the model again; without them these parameters would be random",
+            hint="copy or convert the model again; otherwise these parameters would be random",
         )
 
 

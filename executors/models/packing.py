@@ -205,10 +205,10 @@ def pack(
     lengths = _lengths(mask) if mask is not None else [len(row) for row in tokens]
     asked = [[at for at in range(1, len(row)) if row[at] != _IGNORED] for row in labels]
     if not any(asked):
-        raise DataError("the batch has no label that a token before it could predict")
+        raise DataError("the batch has no label after the first token of a sequence")
     for row, (places, length) in enumerate(zip(asked, lengths, strict=True)):
         if places and places[-1] > length:
-            raise DataError(f"sequence {row} of the batch has labels behind its {length} tokens")
+            raise DataError(f"sequence {row} of the batch has labels after its {length} tokens")
     # The token before a label predicts it: nothing is computed from a sequence's last label on.
     forest = _Forest(
         [row[: places[-1]] if places else [] for row, places in zip(tokens, asked, strict=True)], least_saved
@@ -293,7 +293,7 @@ def _lengths(mask: Tensor) -> list[int]:
     ones_first = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
     if not torch.equal(ones_first, mask.bool()):
         raise DataError(
-            "a sequence of the batch is padded elsewhere than behind its last token",
+            "a sequence of the batch is not padded on the right",
             hint="pad on the right",
         )
     return [int(length) for length in lengths.tolist()]
@@ -358,7 +358,8 @@ def packed_attention(
     is_windowed = sliding_window is not None and int(packing.on_host["position_ids"].max()) >= sliding_window
     if is_windowed or softcap is not None or s_aux is not None:
         raise ModelError(
-            f"{type(module).__name__} does more than softmax over all tokens before, which packed sequences are not run with",
+            f"{type(module).__name__} does more than causal softmax attention, which packed sequences do "
+            "not support",
             hint="use --weights serial or copies",
         )
     num_points, num_heads, num_places, width = query.shape

@@ -160,7 +160,7 @@ def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
     tensors = tuple(stored_parameters(model))
     if not any(tensor.trainable for tensor in tensors):
         raise ModelError(
-            "the model has no trainable parameter", hint="set requires_grad on what is to be tuned"
+            "the model has no trainable parameter", hint="set requires_grad on the parameters to tune"
         )
     return tensors
 

@@ -44,15 +44,15 @@ def attach_prefix(model: nn.Module, prefix: Prefix) -> None:
     """
     if fills_masks(model):
         raise ModelError(
-            f"{type(model).__name__} fills in masks, and a prefix is for causal models",
-            hint="tune LoRA adapters",
+            f"{type(model).__name__} is a masked model, but a prefix needs a causal one",
+            hint="use LoRA adapters instead",
         )
     generator = torch.Generator().manual_seed(prefix.seed)
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     if prefix.num_tokens > config.max_position_embeddings:
         raise ModelError(
-            f"a prefix of {prefix.num_tokens} tokens is longer than the {config.max_position_embeddings} positions "
-            f"of {type(model).__name__}"
+            f"a prefix of {prefix.num_tokens} tokens exceeds the {config.max_position_embeddings} "
+            f"positions of {type(model).__name__}"
         )
     tokens = torch.randint(0, config.vocab_size, (1, prefix.num_tokens), generator=generator)
     with torch.no_grad():
@@ -85,7 +85,7 @@ def load_prefix(model: nn.Module, directory: str | Path) -> None:
         keys, values = (held.get(f"{where}.{part}") for part in _PARTS)
         if keys is None or values is None or keys.shape[1] % _head_width(model):
             raise ModelError(
-                f"the prefix {path} is not one of {type(model).__name__}: it has nothing that fits {where}"
+                f"the prefix {path} does not match {type(model).__name__}: nothing in it fits {where}"
             )
         like = next(attention.parameters())
         _attach(attention, keys.to(like), values.to(like), keys.shape[1] // _head_width(model))
@@ -114,8 +114,9 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
         inside = attention_modules(block)
         if len(inside) != 1:
             raise ModelError(
-                f"block {index} of {type(model).__name__} has {len(inside)} attention modules, a prefix needs one",
-                hint="tune adapters (--lora-rank) or all parameters instead",
+                f"block {index} of {type(model).__name__} has {len(inside)} attention modules, but a prefix "
+                "needs exactly one",
+                hint="use LoRA adapters (--lora-rank), or tune all parameters",
             )
         attentions += inside
     return attentions
@@ -165,7 +166,7 @@ class _Prepend:
         if not kwargs[self._arguments.cache].was_read:
             raise ModelError(
                 f"{type(module).__name__} ignores its prefix",
-                hint="install a transformers release that zosim is tested with: its versions are in pyproject.toml",
+                hint="install a tested release of transformers: pyproject.toml lists them",
             )
 
     def _heads(self, part: Tensor) -> Tensor:

@@ -179,8 +179,8 @@ def pretrained_model(
             return _intact(target) or _make(recipe, target, on_step)
     except OSError as error:
         raise ModelError(
-            f"the pretrained model cannot be kept in {models}: {error.strerror or error}",
-            hint=f"set {CACHE_VARIABLE} to a directory that can be written",
+            f"cannot cache the pretrained model in {models}: {error.strerror or error}",
+            hint=f"set {CACHE_VARIABLE} to a writable directory",
         ) from error
 
 

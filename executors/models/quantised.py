@@ -109,8 +109,9 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
     if quant_config is None or quant_config.is_full_range != stored.full_range or not all(agrees):
         asked = "numbers" if quant_config is None else f"{quant_config.format} ({quant_config.scales} scales)"
         raise ModelError(
-            f"{source} is quantised to {stored.weights} with {stored.scales} scales, and the plan wants {asked}",
-            hint="make the plan from this directory, or give the model in 16 bits",
+            f"{source} is quantized to {stored.weights} with {stored.scales} scales, but the plan wants "
+            f"{asked}",
+            hint="make the plan from this directory, or use the model in 16 bits",
         )
     config = load_config(source)
     with quietly_loading(source), torch.device("meta"):
@@ -131,8 +132,8 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
     for name in layers:
         if f"{name}.weight" in tensors and not files.is_quantized(name):
             raise ModelError(
-                f"{source}: {name} is not quantized, and the plan has quantized values in all layers of its blocks",
-                hint="give the model in 16 bits, and a --weight-format",
+                f"{source}: {name} is not quantized, but the plan quantizes all layers of its blocks",
+                hint="use the model in 16 bits with a --weight-format",
             )
         rest[f"{name}.weight"] = torch.zeros((), dtype=storage).expand(parameters[f"{name}.weight"])
     with quietly_loading(source):
@@ -148,7 +149,7 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
     wrong = [*(str(name) for name, *_ in report["mismatched_keys"]), *map(str, report["missing_keys"])]
     if wrong:
         raise ModelError(
-            f"{source}: {min(wrong)} is missing, or of another shape than its config.json says",
+            f"{source}: {min(wrong)} is missing, or has another shape than in its config.json",
             hint="copy the model again",
         )
     make_quantizable(find_blocks(loaded), quant_config)
@@ -222,7 +223,7 @@ class _Files:
                 raise ModelError(
                     f"{self.directory}: {layer}.{part} has shape {tuple(tensor.shape)} and format {kind}, "
                     f"not shape {wanted} and format {' or '.join(sorted(allowed))}",
-                    hint="the files and quantization_config are of different models, or the size of groups is another",
+                    hint="files and quantization_config belong to different models, or the group size differs",
                 )
         if (
             order := self.tensors.get(f"{layer}.g_idx", self.tensors.get(f"{layer}.weight_g_idx"))
@@ -230,8 +231,8 @@ class _Files:
             group = self.quant_config.group_elements if self.quant_config.scales == "group" else shape[1]
             if not torch.equal(order.long(), torch.arange(shape[1]) // group):
                 raise ModelError(
-                    f"{self.directory}: {layer} groups its inputs in another order than they come in (g_idx)",
-                    hint="quantise the model without act-order, or give it in 16 bits",
+                    f"{self.directory}: {layer} reorders its inputs (g_idx)",
+                    hint="quantize the model without act-order, or use it in 16 bits",
                 )
 
     def tensor(self, layer: str, part: str) -> Tensor:
@@ -247,7 +248,7 @@ class _Files:
         except KeyError:
             raise ModelError(
                 f"{self.directory} lacks {layer}.{part}",
-                hint="copy the model again; quantized values mean nothing without their scales",
+                hint="copy the model again; quantized weights need their scales",
             ) from None
 
     def read(self, layer: str, shape: tuple[int, int]) -> QuantizedTensor:
@@ -281,21 +282,22 @@ class _Files:
         """Raise where something in a layer's quantized values stands for nothing."""
         if is_none:
             raise ModelError(
-                f"{self.directory}: a quantized value of {layer} is none of {self.quant_config.format}",
+                f"{self.directory}: a value of {layer} is not valid in {self.quant_config.format}",
                 hint="copy the model again",
             )
 
     def _scales(self, layer: str, scales: Tensor) -> Tensor:
         if not bool((torch.isfinite(scales) & (scales > 0)).all()):
             raise ModelError(
-                f"{self.directory}: a scale of {layer} is zero, negative, infinite or not a number",
-                hint="quantise the model again",
+                f"{self.directory}: a scale of {layer} is zero, negative, infinite or NaN",
+                hint="quantize the model again",
             )
         kept = scales.to(TORCH_DTYPES[self.quant_config.dtype])
         if not torch.equal(kept.to(scales.dtype), scales):
             own = str(scales.dtype).removeprefix("torch.")
             raise ModelError(
-                f"{self.directory}: scales of {layer} are in {own}, and would be rounded in {self.quant_config.dtype}",
+                f"{self.directory}: the scales of {layer} are in {own}, and would be rounded to "
+                f"{self.quant_config.dtype}",
                 hint=f"use --dtype {own}",
             )
         return kept.contiguous()
@@ -538,13 +540,11 @@ def _read_gptq(files: _Files, layer: str, shape: tuple[int, int]) -> _Read:
     zeros = zeros + 1 if files.layout == "gptq" else zeros
     if is_signed and not bool((zeros == 2 ** (bits - 1)).all()):
         raise ModelError(
-            f"{files.directory}: {layer} has zero points, but its quantization_config says that it has none (sym)",
+            f"{files.directory}: {layer} has zero points, but its quantization_config says it has none (sym)",
             hint="correct quantization_config",
         )
     if not is_signed and bool((zeros > 2**bits - 1).any()):
-        raise ModelError(
-            f"{files.directory}: a zero point of {layer} is beyond the quantized values of {bits} bits"
-        )
+        raise ModelError(f"{files.directory}: a zero point of {layer} exceeds {bits} bits")
     return symbols, files.tensor(layer, "scales").T, zeros.to(torch.uint8).contiguous()
 
 

@@ -48,8 +48,8 @@ class AttentionArguments:
 
             raise ModelError(
                 f"{type(attention).__name__} of transformers {transformers.__version__} takes ({', '.join(self._names)}), "
-                "and zosim needs hidden_states, attention_mask and a cache",
-                hint="install a transformers release that zosim is tested with: its versions are in pyproject.toml",
+                "but zosim needs hidden_states, attention_mask and a cache",
+                hint="install a tested release of transformers: pyproject.toml lists them",
             )
         self.cache = known[0]
 

@@ -208,5 +208,5 @@ def sampler_named(name: str) -> DistributionSampler:
         return SAMPLERS[name]
     except KeyError:
         raise PlanError(
-            f"there is no perturbation {name!r}", hint="perturbations are " + ", ".join(SAMPLERS)
+            f"unknown distribution {name!r}", hint="distributions: " + ", ".join(SAMPLERS)
         ) from None

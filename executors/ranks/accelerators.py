@@ -36,9 +36,10 @@ def own_accelerator(device_type: str, info: RankInfo) -> torch.device:
     num_devices, index = num_devices_of(device_type), own_index(device_type, info.local_rank)
     if 0 < num_devices <= index:
         raise RunError(
-            f"rank {info.rank} is number {info.local_rank} on its host, which shows {num_devices} of {device_type}: every rank "
-            "takes a device of its own",
-            hint=f"start {num_devices} ranks there (--nproc-per-node {num_devices}), or look at CUDA_VISIBLE_DEVICES",
+            f"rank {info.rank} is number {info.local_rank} on its host, but only {num_devices} "
+            f"{device_type} devices are visible there; each rank needs its own",
+            hint=f"start {num_devices} ranks there (--nproc-per-node {num_devices}), or check "
+            "CUDA_VISIBLE_DEVICES",
         )
     return device_named(f"{device_type}:{index}")
 
@@ -85,7 +86,7 @@ def refuse_shared(identities: Sequence[str]) -> None:
         if device == other:
             host, _, own = device.partition(" ")
             raise RunError(
-                f"ranks {first} and {second} have one device, {own} of {host}",
-                hint="give --device without a number, so that every rank takes its own, and start no more ranks than devices; a "
-                "launcher that shows each rank one device must show each another",
+                f"ranks {first} and {second} use the same device, {own} of {host}",
+                hint="give --device without a number, so that every rank takes its own, and start no more ranks "
+                "than devices; a launcher that shows each rank one device must show each a different one",
             )

@@ -73,8 +73,9 @@ class Communicator:
     ) -> None:
         if not dist.is_initialized():
             raise RunError(
-                "the ranks have no process group yet",
-                hint="start the script with torchrun, and make sessions inside executors.ranks.launch.process_group()",
+                "the ranks have no process group",
+                hint="start the script with torchrun, and create sessions inside "
+                "executors.ranks.launch.process_group()",
             )
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.timeout_s, self._timeout = timeout_s, timedelta(seconds=timeout_s)
@@ -218,7 +219,7 @@ class Communicator:
 
     def _messages(self, group: str) -> Messages:
         if self.messages is None or group != PIPELINE:
-            raise RunError(f"the members of group {group} send each other no messages")
+            raise RunError(f"group {group} has no channel for messages between its members")
         return self.messages
 
     # -- of host loops -----------------------------------------------------------------------------------------
@@ -301,10 +302,10 @@ class Communicator:
             others = [rank for rank, row in enumerate(rows) if row[name] != value]
             if others:
                 raise RunError(
-                    f"ranks do not begin with the same {name}: {named_ranks(others)} not with that of rank 0"
+                    f"ranks must start with the same {name}, but {named_ranks(others)} and rank 0 differ"
                     + _compared(rows[others[0]][name], value),
-                    hint="give all ranks the same files, options and packages; where their processors differ, "
-                    "ATEN_CPU_CAPABILITY=avx2 names instructions that all have",
+                    hint="give all ranks the same files, options and packages; for different processors set "
+                    "ATEN_CPU_CAPABILITY=avx2",
                 )
 
     def barrier(self, what: str) -> None:
@@ -357,7 +358,7 @@ def _parsed(adapter: TypeAdapter[T], payload: bytes, rank: int, what: str) -> T:
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
         raise RunError(
-            f"{what}: rank {rank} sent what it cannot have meant ({reason})",
+            f"{what}: rank {rank} sent an invalid message ({reason})",
             hint="run all ranks on one release; see SECURITY.md if other users reach the ports of a run",
         ) from None
 
@@ -387,7 +388,7 @@ def default_communicator(
         return None
     if not is_launched() and not dist.is_initialized():
         raise RunError(
-            f"the plan has {world_size} ranks, and this process is alone",
-            hint="`zosim run` starts the ranks of a host; a loop of one's own is started by torchrun",
+            f"the plan has {world_size} ranks, but this process runs alone",
+            hint="`zosim run` starts the ranks of a host; start your own loop with torchrun",
         )
     return Communicator(process_groups, device=device, timeout_s=timeout_s)

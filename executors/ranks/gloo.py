@@ -87,7 +87,7 @@ def refuse_unauthenticated_peers(group: dist.ProcessGroupGloo, store: Store, ran
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             raise RunError(
-                f"rank {peer} has not joined rank {rank}: {reason}", hint=_UNAUTHENTICATED_HINT
+                f"rank {peer} did not join rank {rank}: {reason}", hint=_UNAUTHENTICATED_HINT
             ) from error
         if not torch.equal(shown[peer], proof(peer, rank)):
             raise RunError(

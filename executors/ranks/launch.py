@@ -185,9 +185,10 @@ def _store(info: RankInfo, timeout: timedelta) -> Store:
         except (RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise RunError(
-                f"rank {info.rank} could not join the others of {info.world_size} ranks: the store at MASTER_ADDR={host} "
-                f"MASTER_PORT={port} cannot be had ({reason})",
-                hint="all ranks need the same address and a free port there; look at the rank or launcher that keeps the store",
+                f"rank {info.rank} cannot join the {info.world_size} ranks: the store at MASTER_ADDR={host} "
+                f"MASTER_PORT={port} is not available ({reason})",
+                hint="all ranks need the same address and a free port there; check the rank or launcher that "
+                "hosts the store",
             ) from error
     store.set_timeout(timeout)
     return PrefixStore("default_pg", store)
@@ -198,9 +199,7 @@ def _loopback_interface() -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == "127.0.0.1" for address in addresses):
             return name
-    raise RunError(
-        "no network interface of this host has the address 127.0.0.1, over which its ranks connect"
-    )
+    raise RunError("no network interface of this host has the address 127.0.0.1, which its ranks need")
 
 
 @contextmanager
@@ -376,7 +375,7 @@ def _report(
     if failure.is_mistake:
         return RunError(
             f"{who} failed{at}: {failure.message}",
-            hint="a traceback above is a mistake of ours; please report it",
+            hint="a traceback above is a bug in zosim; please report it",
         )
     # What an instruction could not do begins with its name.
     at = "" if failure.message.startswith(left.line) else at
@@ -389,13 +388,16 @@ def _ended(template: str, exit_code: int) -> RunError:
     number = -exit_code if exit_code < 0 else exit_code - 128
     if number not in {member.value for member in signal.Signals}:
         return RunError(
-            template.format(f"ended with exit code {exit_code}"), hint="look at what it printed before"
+            template.format(f"ended with exit code {exit_code}"), hint="see what it printed before"
         )
     name = signal.Signals(number).name
     hint = (
-        "where the system was short of memory, its log names the process that it killed"
+        "if the system ran out of memory, its log names the process that it killed"
         if number == signal.SIGKILL
-        else f"something sent that process {name}: a user, or a scheduler at the end of a job's time; `--resume` goes on from the log"
+        else (
+            f"the process received {name}, from a user or from a scheduler at a time limit; `--resume` "
+            "continues from the log"
+        )
         if number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
         else "please report it, with what it printed before"
     )

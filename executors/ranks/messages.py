@@ -148,7 +148,7 @@ def check_length(length: int, most_bytes: int, what: str) -> None:
     """Raise RunError unless a message may have so many bytes."""
     if not 0 < length <= most_bytes:
         raise RunError(
-            f"{what}: a message of {length} bytes is announced, at most {most_bytes} can be",
+            f"{what}: a message of {length} bytes is outside 1 to {most_bytes}",
             hint="run both ranks on one release and one plan",
         )
 
@@ -194,7 +194,7 @@ def unpack(packed: Packed, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         begin += aligned(size, GPU_ALIGNMENT_BYTES)
     if begin != packed.num_bytes:
         raise CodecError(
-            f"a message of {packed.num_bytes} bytes for tensors of {begin}",
+            f"a message of {packed.num_bytes} bytes arrived for tensors of {begin}",
             hint="run both ranks on one release and one plan",
         )
     return tensors

@@ -157,7 +157,7 @@ def _shared_directory(path: Path) -> Path:
         status = path.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise RunError(
-                f"{path} is not a directory of this user alone (mode 0700), where ranks would say what they are doing",
+                f"{path} must be a directory that only this user can access (mode 0700)",
                 hint="remove it, start with another --master-port, or set TMPDIR to a directory of your own",
             )
         with suppress(FileNotFoundError):  # another process took it for a stale one before it was locked

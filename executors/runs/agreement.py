@@ -111,8 +111,8 @@ def refuse_disagreement(
         return
     error = Disagreement(
         f"after {num_steps} steps, and not yet after {num_agreed_steps}, {differences}",
-        hint="a bit changed in memory, a program wrote where it must not, or ranks were given, drew or rounded otherwise: "
-        "run every rank on the same files, torch build and thread count",
+        hint="a bit changed in memory, a program wrote to a wrong place, or ranks had different files, "
+        "torch builds or thread counts: give every rank the same",
     )
     error.num_agreed_steps = num_agreed_steps
     raise error

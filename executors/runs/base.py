@@ -110,7 +110,7 @@ def refuse_other_base(header: Mapping[str, Any], present: Mapping[str, Any], sou
     if not isinstance(recorded, dict):
         raise RunError(
             f"{run} is damaged: it records {recorded!r} as its base",
-            hint="restore it, or begin in another directory",
+            hint="restore it, or start in another directory",
         )
     is_same_library = recorded.get("transformers") == present.get("transformers")
     for what, hint in (

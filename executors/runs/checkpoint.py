@@ -102,18 +102,18 @@ def _checked(path: Path, history: History, model: nn.Module) -> Checkpoint:
         facts: Mapping[str, str] = file.metadata() or {}
         num_steps = whole_number(facts.get("num_steps", ""))
         if num_steps is None:
-            raise RunError(f"checkpoint {path} does not say after which step it was written")
+            raise RunError(f"checkpoint {path} does not record its step")
         # What is cheap first: the digest reads the whole file.
         if facts.get("base_digest") != history.header["base_digest"]:
-            raise RunError(f"checkpoint {path} is another run's: it began from other base weights")
+            raise RunError(f"checkpoint {path} belongs to another run, which began from other base weights")
         if num_steps > history.num_steps:
             raise RunError(
                 f"checkpoint {path} is ahead of the log, which ends after {history.num_steps} steps"
             )
         if facts.get("history_digest") != history.digest(num_steps):
-            raise RunError(f"checkpoint {path} is another run's: other steps led to it")
+            raise RunError(f"checkpoint {path} belongs to another run, with other steps before it")
         if facts.get("digest") != _digest(file, model, path):
-            raise RunError(f"checkpoint {path} is damaged: its parameters do not have the digest it states")
+            raise RunError(f"checkpoint {path} is damaged: its parameters do not match its digest")
     return Checkpoint(path, num_steps)
 
 

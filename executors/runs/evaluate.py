@@ -265,8 +265,9 @@ def _with_candidates(questions: list[Question], data: Dataset) -> list[Question]
     answers = sorted({_answer(question.candidates[0]) for question in questions})
     if not 2 <= len(answers) <= MOST_CLASSES:
         raise DataError(
-            f"{data.lines.path} has {len(answers)} distinct answers, a classification has 2 to {MOST_CLASSES}",
-            hint="give label words or choices, or measure perplexity or generation instead",
+            f"{data.lines.path} has {len(answers)} distinct answers, but a classification needs 2 to "
+            f"{MOST_CLASSES}",
+            hint="give label words or choices, or use --eval-task perplexity or generation",
         )
     return [_among(question.candidates[0], answers) for question in questions]
 
@@ -289,8 +290,8 @@ def _among(example: Example, answers: Sequence[tuple[int, ...]]) -> Question:
         # Masks stand in the answer's place: the tokens stay, and labels alone differ.
         if len(answer) != len(positions):
             raise DataError(
-                f"an answer of {len(answer)} tokens has no place at {len(positions)} masks",
-                hint="answers that are chosen among have as many tokens; give the one token of each label word",
+                f"an answer of {len(answer)} tokens does not fit {len(positions)} masks",
+                hint="all choices need the same number of tokens; use one token per label word",
             )
         labels = list(example.labels)
         for at, token in zip(positions, answer, strict=True):

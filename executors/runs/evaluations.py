@@ -89,7 +89,7 @@ class Evaluations:
             except (KeyError, TypeError) as error:
                 raise RunError(
                     f"{directory / METRICS_NAME} is damaged in the evaluation after {row['num_steps']} steps: {error}",
-                    hint="restore the file from a copy, or remove it: training goes on without",
+                    hint="restore the file from a copy, or remove it; training continues without it",
                 ) from error
             self.latest = row
 
@@ -129,8 +129,8 @@ class Evaluations:
             self._task = wanted.task if wanted.task != "auto" else "choice" if offers else "perplexity"
             if self._task == "generation" and not is_causal:
                 raise RunError(
-                    "a masked model generates nothing: it fills in masks",
-                    hint="evaluate choices or perplexity",
+                    "a masked model cannot generate text",
+                    hint="use --eval-task choice or perplexity",
                 )
 
         def evaluated(evaluate: Callable[..., Any], *how: Any) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def _steps_of(path: Path, lines: Sequence[Line], queries: int) -> list[list[Line
             raise RunError(
                 f"{path} line {line.number} is of step {numbers[0]!r}, query {numbers[1]!r}, where step {step}, "
                 f"query {query} belongs",
-                hint="lines are missing or from another run; restore the file from a copy",
+                hint="lines are missing or belong to another run; restore the file from a copy",
             )
     return steps
 
@@ -156,7 +156,7 @@ class _RowCheck:
             raise RunError(f"{self._path} line {line.number} is damaged: a number is missing or not finite")
         if row["seconds"] < _SHORTEST_STEP_S:
             raise RunError(
-                f"{self._path} line {line.number} is damaged: seconds={row['seconds']!r} of a step"
+                f"{self._path} line {line.number} is damaged: a step has seconds={row['seconds']!r}"
             )
         if self._learning_rate is not None:
             self._refuse_unless(line, "seed", seed_of(self._seed, step, row["query"]), "the run's seed")
@@ -182,8 +182,8 @@ class _RowCheck:
     def _refuse_unless(self, line: Line, name: str, wanted: float, source: str) -> None:
         if line.row[name] != wanted:
             raise RunError(
-                f"{self._path} line {line.number} is damaged or another run's: {name}={line.row[name]!r}, "
-                f"but {source} makes it {wanted!r}"
+                f"{self._path} line {line.number} is damaged or belongs to another run: {name}={line.row[name]!r}, "
+                f"but {source} gives {wanted!r}"
             )
 
 
@@ -208,7 +208,7 @@ def _digests(path: Path) -> dict[int, str]:
     for line in read_lines(path):
         step, digest = line.row.get("num_steps"), line.row.get("digest")
         if type(step) is not int or not isinstance(digest, str):
-            raise RunError(f"{path} line {line.number} is damaged: it holds no digest")
+            raise RunError(f"{path} line {line.number} is damaged: it has no digest")
         # A run that goes on may take a digest again, but not another one.
         if digests.setdefault(step, digest) != digest:
             raise RunError(f"{path} line {line.number} contradicts an earlier digest of step {step}")
@@ -220,14 +220,14 @@ def _refuse_truncated(history: History, path: Path) -> None:
     reached = max(history.digests, default=0)
     if reached > history.num_steps:
         raise RunError(
-            f"{path} is truncated: it ends after step {history.num_steps - 1}, but a digest was taken after "
-            f"{reached} steps",
-            hint=f"restore the file from a copy, or remove {DIGESTS_NAME} to go on from where it ends",
+            f"{path} is truncated: it ends after step {history.num_steps - 1}, but there is a digest "
+            f"after {reached} steps",
+            hint=f"restore the file from a copy, or remove {DIGESTS_NAME} to continue from its end",
         )
     finished = history.header.get("finished")
     if finished and finished["num_steps"] > history.num_steps:
         raise RunError(
-            f"{path} is truncated: the run ended after {finished['num_steps']} steps, the log has "
+            f"{path} is truncated: the run ended after {finished['num_steps']} steps, but the log has "
             f"{history.num_steps}",
             hint="restore the file from a copy",
         )

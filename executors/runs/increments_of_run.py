@@ -64,7 +64,7 @@ def write_adapter(
     history = read_history(directory)
     wanted = history.num_steps if num_steps is None else num_steps
     if not 0 < wanted <= history.num_steps:
-        raise RunError(f"{directory} has {history.num_steps} steps, and {wanted} make no adapter")
+        raise RunError(f"{directory} has {history.num_steps} steps, so {wanted} cannot be exported")
     if isinstance(tuned := recorded_adapters(history.settings), LoRA):
         return _replayed(history, tuned, base, Path(out), wanted, max_rank, on_step)
     _refuse_other(history)
@@ -102,8 +102,8 @@ def _replayed(
 ) -> dict[str, Any]:
     """Write the adapters that a run tuned, as its first steps left them."""
     if max_rank is not None:
-        message = f"{history.directory} tuned adapters, whose rank the run has bounded itself"
-        raise RunError(message, hint="leave --max-rank out; a run bounds it with --lora-max-rank")
+        message = f"{history.directory} tuned adapters, whose rank the run itself limited"
+        raise RunError(message, hint="leave --max-rank out; --lora-max-rank limits it in a run")
     model = load_base(str(base), history.plan, adapters=lora, run=history.directory)
     check_base(history, model, base)
     storage = history.plan.storage_dtype
@@ -129,17 +129,19 @@ def _refuse_other(history: History) -> None:
     """Raise RunError unless all that a run did is a sum of products of factors."""
     plan, where = history.plan, history.directory
     if plan.perturbations.rank is None:
-        message = f"{where} went along {plan.perturbations.family.name} perturbations, which are no adapters"
-        raise RunError(message, hint="runs with --distribution lozo or factorised are")
+        message = f"{where} used {plan.perturbations.family.name} perturbations, which cannot be exported as adapters"
+        raise RunError(message, hint="use a run with --distribution lozo or factorised")
     if recorded_adapters(history.settings) != "linears":
         raise RunError(
-            f"{where} tuned more than the linear layers of its blocks, beside which adapters stand",
-            hint="runs with --tune linears have an adapter",
+            f"{where} tuned more than the linear layers of its blocks, so it cannot be exported as an "
+            "adapter",
+            hint="use a run with --tune linears",
         )
     if history.header["weight_decay"]:
         raise RunError(
-            f"{where} decayed its weights by {history.header['weight_decay']}, which is no update of low rank",
-            hint="run without --weight-decay",
+            f"{where} used a weight decay of {history.header['weight_decay']}, whose updates do not have "
+            "low rank",
+            hint="use a run without --weight-decay",
         )
 
 

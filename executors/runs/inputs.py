@@ -141,7 +141,7 @@ def _check_tokenizer_files(directory: Path) -> None:
     if tried.returncode:
         reason = tried.stdout.strip() or "it takes too much time or memory"
         raise ModelError(
-            f"{path} is not a tokenizer that can be used: {reason}", hint="copy the tokenizer's files again"
+            f"{path} is not a valid tokenizer: {reason}", hint="copy the tokenizer's files again"
         )
 
 

@@ -64,7 +64,7 @@ def read_lines(path: str | Path) -> list[Line]:
 
 def _object(path: Path, number: int, text: bytes) -> dict[str, Any]:
     complaint = f"{path} line {number} is damaged"
-    hint = "restore the file from a copy, or cut it before that line and resume from there"
+    hint = "restore the file from a copy, or truncate it before that line and resume"
     try:
         row = parse_json(text.decode(), complaint, RunError, hint=hint)
     except UnicodeDecodeError as error:
@@ -98,7 +98,7 @@ class JsonLines:
             os.ftruncate(self._file, keep_bytes)
         except OSError as error:
             raise RunError(
-                f"cannot write to {self.path}: {error.strerror}", hint="give an --out that can be written"
+                f"cannot write to {self.path}: {error.strerror}", hint="give a writable --out"
             ) from error
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -120,7 +120,7 @@ class JsonLines:
         if not is_same:
             raise RunError(
                 f"{self.path} was removed, moved or replaced while the run wrote it",
-                hint="put it back, or begin again with another --out; a run whose directory was moved goes on from there "
+                hint="put it back, or start again with another --out; a moved run continues from its new place "
                 "with --resume",
             )
 

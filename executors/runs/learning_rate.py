@@ -72,7 +72,7 @@ class LearningRate(Section):
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
             raise RunError(
                 f"learning_rate={self.learning_rate} must be a finite number of at least 0",
-                hint="zeroth-order runs often start from 1e-6 (large models) to 1e-4 (small ones)",
+                hint="zeroth-order runs often use 1e-6 (large models) to 1e-4 (small ones)",
             )
         if self.num_steps < 1:
             raise RunError(f"num_steps={self.num_steps} must be at least 1")

@@ -71,7 +71,7 @@ def settings_from(
     run, data = config.run, config.data
     if is_resumed and not header and not run.model:
         raise RunError(
-            f"{out} holds no run to go on with", hint="look for another --out, or begin one with --model DIR"
+            f"{out} holds no run to resume", hint="give another --out, or start a run with --model DIR"
         )
     model = _required(run.model, "a model", "--model DIR")
     _required(data.path, "data", "--data FILE (JSON lines)")
@@ -92,8 +92,8 @@ def settings_from(
     is_of_part = base is not None and base.model.num_trainable < base.model.num_parameters
     if plan_file is not None and base is not None and is_of_part and not is_stated:
         raise PlanError(
-            f"the plan is for {base.model.describe()}, and this run would tune all of {split_model(()).name}",
-            hint="say what the plan was made with: --lora-rank and --lora-targets, --prefix, or --tune",
+            f"the plan is for {base.model.describe()}, but this run would tune all of {split_model(()).name}",
+            hint="repeat the options of the plan: --lora-rank and --lora-targets, --prefix, or --tune",
         )
     data, evaluation = data.complete(), evaluation_in(config.evaluation)
     plan_config = merge(config.plan, PlanConfig(search=Search(ranks=ranks))) if ranks else config.plan
@@ -191,8 +191,8 @@ def _refuse_unnamed_code(recorded: Recorded, options: RunOptions, out: str) -> N
         value = recorded.get(name)
         if value is not None and ":" in value and name not in options.model_fields_set:
             raise RunError(
-                f"the record of {out} names {what}: {name}={value!r}, and this command does not",
-                hint=f"where you trust it, name it again: --{name} {shlex.quote(value)}",
+                f"the run in {out} used {what} {name}={value!r}, which this command does not name",
+                hint=f"if you trust it, name it again: --{name} {shlex.quote(value)}",
             )
 
 

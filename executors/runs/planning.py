@@ -165,27 +165,28 @@ def _refuse_unasked_loss(plan: Plan, config: PlanConfig, base: Plan | None) -> N
     split, allows = config.split, config.search.allow_lossy
     if plan.num_stages == 1 and not plan.split.is_lossy and split.split_points:
         raise PlanError(
-            f"--split-points {','.join(split.split_points)} with one stage changes nothing: nothing crosses, and no codec rounds",
+            f"--split-points {','.join(split.split_points)} has no effect with one stage: no activation is sent, and no "
+            "codec is used",
             hint="add --codec, or leave out --mesh",
         )
     if not plan.split_points and split.model_fields_set - {"split_points"}:
         raise PlanError(
-            "codecs are for what crosses a boundary, and the plan has none",
+            "codecs apply to activations sent between stages, but the plan has no split point",
             hint="add --mesh stage=2, or --mesh stage=1 --split-points block.N.mlp for one process",
         )
     known_to_lose = base is not None and base.split == plan.split
     if plan.split.is_lossy and not (allows or known_to_lose):
         raise PlanError(
-            f"codec {plan.split.codec} (residual stream: {plan.split.residual_codec}) changes what crosses a boundary, and with "
-            "it losses and updates",
-            hint="add --allow-lossy if that is meant; `zosim probe` measures what is lost",
+            f"codec {plan.split.codec} (residual stream: {plan.split.residual_codec}) is lossy: it "
+            "changes losses and updates",
+            hint="add --allow-lossy to accept that; `zosim probe` measures the loss",
         )
     may_lose = allows or (base is not None and base.is_transfer_lossy)
     if plan.is_transfer_lossy and plan.is_offloaded and not may_lose:
         raise PlanError(
-            f"transfer format {plan.transfer_dtype} is narrower than storage format {plan.storage_dtype} "
-            "and loses precision at every offload",
-            hint="add --allow-lossy if that is meant",
+            f"--transfer-dtype {plan.transfer_dtype} is narrower than --dtype {plan.storage_dtype}, so "
+            "every offload loses precision",
+            hint="add --allow-lossy to accept that",
         )
 
 
@@ -231,8 +232,8 @@ def refuse_absent(device: str, why: str) -> None:
     device_type = device.partition(":")[0]
     if device_type != "cpu" and not num_devices_of(device_type):
         raise PlanError(
-            f"{why}, and torch {torch.__version__} finds no {device_type} device here",
-            hint="--device cpu runs it on the CPU anyway; its predictions remain those of the hardware that it was planned for",
+            f"{why}, but torch {torch.__version__} finds no {device_type} device here",
+            hint="--device cpu runs it on the CPU; its predictions remain those of the planned hardware",
         )
 
 

@@ -43,7 +43,7 @@ def recorded_programs(directory: str | Path, header: Mapping[str, Any]) -> Progr
         return ProgramSet.load(path)
     if header.get("run", {}).get("edited_program", False):
         raise RunError(
-            f"{path} is missing or damaged, and the run's program was edited by hand",
+            f"{path} is missing or damaged, but the run used an edited program",
             hint="restore the file from a copy, or resume with the program again (--program)",
         )
     return None

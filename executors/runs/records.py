@@ -132,8 +132,8 @@ def refuse_nonfinite(record: StepRecord) -> None:
     raise LossNotFinite(
         f"step {record.step}: the projected gradient is {record.projected_gradients}, from losses "
         f"{record.losses_plus} and {record.losses_minus or record.losses_before or record.loss_base}",
-        hint="lower the learning rate; where the first step fails already, look for a batch without labels, or use "
-        "--dtype float32 or bfloat16 in place of float16",
+        hint="lower the learning rate; if the first step fails, look for a batch without labels, or use "
+        "--dtype float32 or bfloat16 instead of float16",
     )
 
 

@@ -146,11 +146,12 @@ def check_base(history: History, model: nn.Module, source: str | Path) -> None:
     recorded = history.header["trainable"]
     if names != recorded:
         first = next((n for n in [*recorded, *names] if n not in names or n not in recorded), "their order")
-        raise RunError(f"{source} is not the model that {history.directory} tuned: they differ in {first}")
+        raise RunError(f"{source} is not the model that {history.directory} tuned: {first} differs")
     if weights_digest(model, history.plan.storage_dtype) != history.header["base_digest"]:
         raise RunError(
-            f"{source} does not hold the base weights of {history.directory}: their hashes differ",
-            hint=f"{HEADER_NAME} names {history.settings.get('model', 'the base')}; tuned weights are not the base",
+            f"{source} is not the base of {history.directory}: their hashes differ",
+            hint=f"{HEADER_NAME} names {history.settings.get('model', 'the base')}; give the base weights, "
+            "not the tuned ones",
         )
     refuse_other_base(history.header, base_facts(model), str(source), str(history.directory))
 
@@ -192,14 +193,15 @@ def session_at(
         program = program or recorded_programs(history.directory, history.header)
     elif alone(plan) != alone(history.plan) and (plan.is_transfer_lossy or history.plan.is_transfer_lossy):
         raise RunError(
-            f"{history.directory} and the placement asked for differ, and one of them rounds weights in transfer",
-            hint="replay it as it was run",
+            f"{history.directory} and the requested placement differ, and one of them rounds weights in "
+            "transfers",
+            hint="replay it with the placement of the run",
         )
     elif (named := plan.identity()["weights"]) != (recorded := history.plan.identity()["weights"]):
         raise RunError(
-            f"{history.directory} went to its points by weights={recorded}, the placement asked for by {named}: their bits "
-            "differ",
-            hint="replay it as it was run",
+            f"{history.directory} used weights={recorded}, but the requested placement uses {named}: "
+            "their bits differ",
+            hint="replay it with the placement of the run",
         )
     if checkpoint is not None:
         checkpoint.load(model)
@@ -251,9 +253,9 @@ def advance(
         if done in history.digests:
             if (digest := session.digest()) != history.digests[done]:
                 raise RunError(
-                    f"{history.directory}: after {done} steps the parameters have digest {digest}, the run recorded "
-                    f"{history.digests[done]}",
-                    hint="bits hold for one torch build, instruction set, device type and thread count; "
+                    f"{history.directory}: after {done} steps the parameters have digest {digest}, but the run "
+                    f"recorded {history.digests[done]}",
+                    hint="bits are reproducible for one torch build, instruction set, device type and thread count; "
                     f"{HEADER_NAME} has the run's",
                 )
             checked += 1

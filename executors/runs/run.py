@@ -114,8 +114,8 @@ class Run:
         self._refuse_unlike()
         if settings.plan.batch > len(self.data):
             self._warn(
-                f"a batch of {settings.plan.batch} is larger than {settings.data.path} with its {len(self.data)} lines: every step "
-                "forwards some of them more than once"
+                f"a batch of {settings.plan.batch} exceeds the {len(self.data)} lines of "
+                f"{settings.data.path}: every step repeats some of them"
             )
         self.batches = Batches(
             self.data,
@@ -200,7 +200,7 @@ class Run:
             recorded = self.history.settings.get("identity")
             if recorded is None:
                 raise RunError(
-                    f"{self.out} was not written by `zosim run`", hint="go on with the loop that wrote it"
+                    f"{self.out} was not written by `zosim run`", hint="resume it with the loop that wrote it"
                 )
             asked = settings.identity(self.data.lines.sha256, self.history.plan)
             refuse_other_identity(recorded, asked, str(self.out))
@@ -397,8 +397,8 @@ class Run:
         """Remove unverified steps from the log: run again, they have other numbers."""
         if self._unverified:
             self._warn(
-                f"step {self._unverified[0].step} comes out with other numbers than those logged: it and what followed "
-                f"are run anew, and {REFUSED_NAME} keeps the others"
+                f"step {self._unverified[0].step} gives other numbers than logged: it and later steps run "
+                f"again; {REFUSED_NAME} keeps the old ones"
             )
             self._unverified.clear()
             if self.writes:
@@ -538,9 +538,9 @@ class Run:
 
         self._on_rank_0(rebuild, "rebuilding the last good weights")
         raise RunError(
-            f"{why}; the run was stopped, and {self.out} holds the weights after {num_steps} steps",
-            hint="lower --lr (by 3 to 10), or raise --queries; where the first step fails already, look for a batch "
-            "without labels, or use --dtype float32 or bfloat16 in place of float16",
+            f"{why}; the run stopped, and {self.out} holds the weights after {num_steps} steps",
+            hint="lower --lr (by 3 to 10 times), or raise --queries; if the first step fails, look for a "
+            "batch without labels, or use --dtype float32 or bfloat16 instead of float16",
         )
 
     # -- words -------------------------------------------------------------------------------------------------

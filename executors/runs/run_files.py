@@ -214,16 +214,14 @@ def is_begun(out: Path, *, resume: bool) -> bool:
     """Whether an earlier process left steps to resume from; raise if there are any without ``--resume``."""
     if not (out / HEADER_NAME).exists():
         if (out / STEPS_NAME).exists():
-            raise RunError(f"{out} has a log but no {HEADER_NAME}, so it is not known what run it is of")
+            raise RunError(f"{out} has a log, but {HEADER_NAME} is missing, so its run is unknown")
         if (out / "config.json").exists():
-            raise RunError(
-                f"{out} holds a model, which that of the run would replace", hint="give another --out"
-            )
+            raise RunError(f"{out} holds a model, which the run would replace", hint="give another --out")
         return False
     if not resume:
         raise RunError(
-            f"{out} holds a run already",
-            hint="go on with it (--resume), give another --out, or remove that directory",
+            f"{out} already holds a run",
+            hint="resume it (--resume), give another --out, or remove that directory",
         )
     # Killed before the first step, nothing is lost by beginning again.
     return (out / STEPS_NAME).exists()

@@ -128,8 +128,8 @@ class RunLog:
         """Write ``run.json`` and an empty log; raise if there is a log already."""
         if (self.directory / STEPS_NAME).exists():
             raise RunError(
-                f"{self.directory} holds the log of a run already ({STEPS_NAME})",
-                hint="go on with it (--resume), give another --out, or remove that directory",
+                f"{self.directory} already holds the log of a run ({STEPS_NAME})",
+                hint="resume it (--resume), give another --out, or remove that directory",
             )
         write_header(self.directory, header)
         self._steps = self._opened.enter_context(JsonLines(self.directory / STEPS_NAME))
@@ -189,18 +189,17 @@ def read_header(directory: str | Path) -> dict[str, Any]:
     header = parse_json(text, f"{path} is damaged", RunError, hint="restore the file from a copy")
     version = header.get("version") if isinstance(header, dict) else type(header).__name__
     if version not in (*OLDER_VERSIONS, RUNLOG_VERSION):
-        raise RunError(f"{path} is not the header of a run (version {version!r}, known is {RUNLOG_VERSION})")
+        raise RunError(f"{path} is not a run's header of version {RUNLOG_VERSION} (its version: {version!r})")
+    missing = [name for name in _HEADER_FIELDS if name not in upgrade(header)]
+    if missing:
+        raise RunError(f"{path} is damaged: it lacks {', '.join(missing)}")
     header, is_whole = without_digest(header)
     if not is_whole:
         raise RunError(
-            f"{path} is damaged: it does not have the digest it states",
-            hint="restore the file from a copy; options are changed on the command line, not in it",
+            f"{path} is damaged: its digest does not match",
+            hint="restore the file from a copy; to change options, use the command line",
         )
-    header = upgrade(header)
-    missing = [name for name in _HEADER_FIELDS if name not in header]
-    if missing:
-        raise RunError(f"{path} is damaged: it lacks {', '.join(missing)}")
-    return _checked(header, path)
+    return _checked(upgrade(header), path)
 
 
 def _checked(header: Mapping[str, Any], path: Path) -> dict[str, Any]:

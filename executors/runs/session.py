@@ -225,7 +225,7 @@ class Session:
         if self._windows is not None:
             if any(buffer.shared for buffer in self.program.buffers):
                 raise PlanError(
-                    "adapters whose A is drawn anew cannot lie in one host copy that several ranks share",
+                    "adapters whose A is sampled anew do not support a host copy that several ranks share",
                     hint="use --transfers private, or keep blocks on the devices",
                 )
             self._windows.stand_at(0)
@@ -341,7 +341,7 @@ class Session:
         num_rows, rows = batch["input_ids"].shape[0], self.plan.rows_of(self.rank)
         if num_rows != self.plan.batch:
             raise RunError(
-                f"a batch of {num_rows} sequences cannot be shared out as planned: the plan has {self.plan.batch}"
+                f"the plan has a batch of {self.plan.batch} sequences, but this one has {num_rows}"
             )
         return {name: tensor[rows.start : rows.stop] for name, tensor in batch.items()}
 

@@ -103,7 +103,7 @@ class DataSettings(Section):
             return PromptTemplate(self.template, self.label_words or {})
         if self.label_words:
             raise DataError(
-                "label words are given, but no template says where they go",
+                "label words are given, but no template places them",
                 hint='add --template, such as "{text} It was {label}."',
             )
         return None
@@ -158,10 +158,14 @@ class EvaluationSettings(Section):
         if self.max_new_tokens < 1:
             raise RunError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if self.every < 0:
-            raise RunError(f"evaluations every {self.every} steps", hint="--eval-every is 1 or more")
+            raise RunError(
+                f"--eval-every {self.every} must be at least 1",
+                hint="leave it out to evaluate before the first step and after the last",
+            )
         if self.num_examples is not None and self.num_examples < 1:
             raise RunError(
-                f"evaluations of {self.num_examples} examples", hint="--eval-examples is 1 or more"
+                f"--eval-examples {self.num_examples} must be at least 1",
+                hint="leave it out to evaluate all examples",
             )
         return self
 
@@ -177,7 +181,7 @@ def evaluation_in(settings: EvaluationSettings) -> EvaluationSettings | None:
     if settings.path:
         return settings.complete()
     if settings.every or settings.keep_best:
-        raise RunError("there is nothing to evaluate on", hint="add --eval-data FILE")
+        raise RunError("--eval-every and --keep-best need --eval-data", hint="add --eval-data FILE")
     return None
 
 
@@ -456,8 +460,8 @@ class RunSettings:
         is_parted = self.run.accumulate * self.plan.num_batch_shards > 1
         if is_parted and self.run.objective not in ("loss", "accuracy"):
             raise PlanError(
-                f"objective={self.run.objective} of parts of a batch does not make up that of the batch",
-                hint="leave --accumulate and the mesh's data axis out",
+                f"objective={self.run.objective} cannot be computed from shards of a batch",
+                hint="leave --accumulate out, and use data=1 in the mesh",
             )
         self._refuse_other_objectives()
         tuned_by(self.tuned, self.lora, self.prefix)
@@ -469,8 +473,8 @@ class RunSettings:
             self.run.loss_dtype != "model" or self.plan.forward.loss_chunk_tokens
         ):
             raise PlanError(
-                f"objective={self.run.objective} is made of all logits at once, in a format of its own",
-                hint="leave --loss-dtype and a chunked loss out",
+                f"objective={self.run.objective} needs all logits at once, in the model's own format",
+                hint="leave --loss-dtype and --loss-chunk-tokens out",
             )
 
     def _refuse_other_objectives(self) -> None:
@@ -479,17 +483,17 @@ class RunSettings:
         if self.run.reward is None:
             if num_new_tokens is not None:
                 raise PlanError(
-                    f"the plan generates {num_new_tokens} tokens at each point, and no reward asks for them",
+                    f"the plan generates {num_new_tokens} tokens per prompt, but no reward is given",
                     hint="add --reward, or leave --max-new-tokens out",
                 )
             return
         if num_new_tokens is None:
             raise PlanError(
-                "a reward is of generated text, and the plan generates none", hint="add --max-new-tokens"
+                "--reward needs generated text, but the plan generates none", hint="add --max-new-tokens"
             )
         if self.run.objective != "loss" or self.run.loss_dtype != "model":
             raise PlanError(
-                "a reward is of texts, in place of any other objective",
+                "--reward excludes --objective and --loss-dtype",
                 hint="leave --objective and --loss-dtype out",
             )
         if not self.run.reward_timeout_s > 0:
@@ -504,15 +508,16 @@ class RunSettings:
                 else "what is tuned here lies beside them"
             )
             raise PlanError(
-                f"--save-as {self.run.save_as} writes the quantized values that were tuned, and {what}",
+                f"--save-as {self.run.save_as} needs quantized weights that are tuned, but {what}",
                 hint="leave it out" if quant_config is not None else "add --weight-format",
             )
         if self.run.save_as == "zosim":
             return
         if self.plan.model.fused_qkv:
             raise PlanError(
-                f"--save-as compressed-tensors: {self.plan.model.name} keeps its linear layers transposed, which compressed-tensors does not read",
-                hint="write zosim's own layout (--save-as zosim), or numbers (--save-as numbers)",
+                f"--save-as compressed-tensors: {self.plan.model.name} stores its linear layers transposed, which "
+                "compressed-tensors does not support",
+                hint="use --save-as zosim, or --save-as numbers",
             )
         refuse_unwritable(quant_config)
 
@@ -523,8 +528,9 @@ class RunSettings:
         if any(part % self.run.accumulate for part in parts):
             of = f" over data={plan.num_batch_shards}" if plan.num_batch_shards > 1 else ""
             raise PlanError(
-                f"batch={plan.batch}{of} cannot be forwarded in {self.run.accumulate} equal micro-batches",
-                hint="let --accumulate divide --batch" + (", and every rank's part of it" if of else ""),
+                f"batch={plan.batch}{of} cannot be divided into {self.run.accumulate} equal micro-batches",
+                hint="choose --accumulate so that it divides --batch"
+                + (", and each rank's share of it" if of else ""),
             )
 
     @property
@@ -610,7 +616,7 @@ def refuse_other_identity(recorded: dict[str, Any], stated: dict[str, Any], wher
         was, is_now = (values.get(name, _USUAL.get(name)) for values in (recorded, stated))
         if was != is_now:
             raise RunError(
-                f"{where} was run with {name}={was!r}, this command says {is_now!r}",
+                f"{where} was run with {name}={was!r}, but this command says {is_now!r}",
                 hint="a resumed run must compute the same numbers: leave the option out, or give another --out",
             )
 

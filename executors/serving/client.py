@@ -71,8 +71,8 @@ class RemoteEngine:
         known = self._stated_digest or self._root
         if known not in (None, digest or root):
             raise RunError(
-                f"the engine at {self.url} has another base than it had: {digest or root} in place of {known}",
-                hint="start it again with the base that the tuning began with; the log has the steps until here",
+                f"the engine at {self.url} has changed its base: {digest or root} instead of {known}",
+                hint="restart it with the base of the tuning; the log has all steps until here",
             )
         self._stated_digest, self.base_dtype = digest, stated.get("base_dtype")
         self._root = root if isinstance(root, str) else None
@@ -144,7 +144,7 @@ class RemoteEngine:
         if named not in (None, body["model"]):
             raise RunError(
                 f"the engine at {self.url} was asked for {body['model']!r} and answered for {str(named)[:120]!r}",
-                hint="whatever stands between the two routes requests elsewhere",
+                hint="a proxy in between may route requests elsewhere",
             )
         return answer
 
@@ -177,8 +177,8 @@ class RemoteEngine:
             )
         if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
             raise RunError(
-                f"the engine at {self.url} answered log-probabilities that are not finite numbers",
-                hint="JSON has no infinity: a token may be impossible to it, its weights or the adapter damaged, or --lr or --epsilon too large",
+                f"the engine at {self.url} returned log-probabilities that are not finite",
+                hint="a token may be impossible, the weights or the adapter damaged, or --lr or --eps too large",
             )
         return [float(value) for value in values]
 
@@ -193,7 +193,10 @@ class RemoteEngine:
         kind = ModelError if path.endswith("lora_adapter") else RunError
         hint = None
         if status == 404 and path.endswith("lora_adapter"):
-            hint = "vLLM has adapters that come and go with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+            hint = (
+                "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, so that adapters "
+                "can be loaded"
+            )
         raise kind(f"the engine at {self.url} refused {path} ({status}): {str(message)[:300]}", hint=hint)
 
     def _strange(self, path: str, answer: object) -> RunError:

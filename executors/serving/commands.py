@@ -113,7 +113,7 @@ def serve(
         called, separator, directory = stated.partition("=")
         if not (separator and called) or called == (name or model):
             raise RunError(
-                f"--adapter {stated!r} names no directory, or calls it nothing or what the base is called",
+                f"--adapter {stated!r} must be NAME=DIRECTORY, with another name than the base",
                 hint="such as first=adapters/first",
             )
         runtime.load(called, Path(directory))
@@ -265,8 +265,8 @@ def canary(
         return
     if version is None or data is None:
         raise RunError(
-            "a canary compares a version on data",
-            hint="name the version, and add --data FILE; or --roll-back",
+            "a canary needs a version and data",
+            hint="name the version and add --data FILE; or use --roll-back",
         )
     dataset, _ = _examples(model or "", data, template, label_words)
     lines = dataset.examples(list(range(min(examples, len(dataset)))))

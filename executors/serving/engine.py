@@ -82,7 +82,7 @@ def mean_losses(
     # No token stands before the first one: its label has no score.
     firsts = [(example, max(1, example.asked[0])) for example in examples if example.asked]
     if not firsts:
-        raise RunError("nothing is asked of the examples")
+        raise RunError("the examples have no labels")
     scores = iter(
         engine.score(
             [Request(example.input_ids, first, name) for name in adapters for example, first in firsts]

@@ -140,9 +140,9 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
             )
         if not _is_targeted(path, stated, directory):
             raise ModelError(
-                f"{directory} has factors beside {path}, which target_modules, exclude_modules or layers_to_transform in its "
-                f"{PEFT_CONFIG} leave out: PEFT would pass over them",
-                hint="the two files belong to different adapters, or one was edited: write both again",
+                f"{directory} has factors for {path}, which target_modules, exclude_modules or "
+                f"layers_to_transform in its {PEFT_CONFIG} exclude, so that PEFT would ignore them",
+                hint="the two files belong to different adapters, or one was edited; write both again",
             )
         if not (
             inner.is_floating_point()
@@ -187,7 +187,7 @@ def _refuse_other_adapters(directory: Path, config: Mapping[str, Any], stated: _
     if stated.peft_type != "LORA":
         raise ModelError(
             f"{directory} is an adapter of another kind (peft_type={stated.peft_type})",
-            hint="LoRA adapters without biases are served",
+            hint="only LoRA adapters without biases are supported",
         )
     for name, value in config.items():
         if name in _Config.model_fields or name in WITHOUT_EFFECT or not value or value == "none":
@@ -208,8 +208,8 @@ def _refuse_other_adapters(directory: Path, config: Mapping[str, Any], stated: _
             "save_pretrained(..., path_initial_model_for_weight_conversion=DIRECTORY_OF_THE_FIRST); or merge it into its base and serve that",
         )
     raise ModelError(
-        f"{directory} was initialised in a way that is not known here: init_lora_weights={initial[:80]!r}",
-        hint=f"true, false, {', '.join(_SERVED_INITIALISATIONS)} are served",
+        f"{directory} has an unknown initialisation: init_lora_weights={initial[:80]!r}",
+        hint=f"supported: true, false, {', '.join(_SERVED_INITIALISATIONS)}",
     )
 
 
@@ -218,8 +218,8 @@ def _path_of(name: str, directory: Path) -> str:
     path, separator, factor = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
     if not (separator and name.startswith(PEFT_PREFIX) and factor in ("A.weight", "B.weight")):
         raise ModelError(
-            f"{directory / PEFT_WEIGHTS} holds {name[:120]!r}, which is no factor of a linear",
-            hint=f"factors are called {PEFT_PREFIX}PATH.lora_A.weight and {PEFT_PREFIX}PATH.lora_B.weight",
+            f"{directory / PEFT_WEIGHTS} contains {name[:120]!r}, which is not a factor of a linear",
+            hint=f"factors must be called {PEFT_PREFIX}PATH.lora_A.weight and {PEFT_PREFIX}PATH.lora_B.weight",
         )
     return path
 
@@ -285,7 +285,7 @@ def _tame(pattern: str, directory: Path) -> re.Pattern[str]:
     compiled = _compiled(pattern)
     if compiled is None:
         raise ModelError(
-            f"{directory / PEFT_CONFIG} holds a regular expression that is not read here: {pattern[:80]!r}",
+            f"{directory / PEFT_CONFIG} has an unsupported regular expression: {pattern[:80]!r}",
             hint="write names of modules: a list for target_modules, paths for rank_pattern and alpha_pattern",
         )
     return compiled

@@ -100,9 +100,9 @@ class Runtime:
         wanted = adapter.facts.get(BASE_DIGEST)
         if wanted is not None and wanted != self.base_digest:
             raise ModelError(
-                f"{directory} is an adapter of another base: it was made beside weights of digest {wanted}, these have "
-                f"{self.base_digest}",
-                hint="serve the base that the run began from, in the format that it was run in",
+                f"{directory} is an adapter of another base: its base has digest {wanted}, these weights "
+                f"have {self.base_digest}",
+                hint="serve the base of the run, in the format of the run",
             )
         return adapter
 
@@ -146,7 +146,7 @@ class Runtime:
             if not 1 <= request.first <= len(request.tokens):
                 raise DataError(
                     f"a request of {len(request.tokens)} tokens has none to score from token {request.first} on",
-                    hint="no token stands before the first one",
+                    hint="the first token has no token before it to predict it",
                 )
         asked = [number for number, request in enumerate(requests) if request.first < len(request.tokens)]
         if not asked:
@@ -179,7 +179,7 @@ class Runtime:
         longer = [replace(one, tokens=(*one.tokens, 0), first=len(one.tokens)) for one in requests]
         for request in longer:
             if request.first < 1:
-                raise DataError("a prompt has no token, and nothing says what is most probable behind none")
+                raise DataError("the prompt is empty, and the model has no token to start from")
         order, logits, _ = self._logits(longer)
         tokens = [0] * len(requests)
         for place, token in zip(order, logits.argmax(-1).tolist(), strict=True):
@@ -216,10 +216,11 @@ class Runtime:
             )
         vocabulary = self._engine.embedding.num_embeddings
         if not all(0 <= token < vocabulary for token in request.tokens):
-            raise DataError(f"a request names a token that is none of the {vocabulary} of the vocabulary")
+            raise DataError(f"a request has a token outside the vocabulary of {vocabulary}")
         if len(request.tokens) > self.max_positions + 1:
             raise DataError(
-                f"a request has {len(request.tokens)} tokens, the model {self.max_positions} positions"
+                f"a request has {len(request.tokens)} tokens, more than the {self.max_positions} positions "
+                "of the model"
             )
 
 

@@ -161,8 +161,8 @@ class ScoringServer:
             self._listening = socket.create_server((LOOPBACK, port), backlog=_BACKLOG)
         except OSError as error:
             raise RunError(
-                f"nothing can be served at {LOOPBACK}:{port}: {error.strerror or error}",
-                hint="give another --port, or 0 for any that is free",
+                f"cannot listen at {LOOPBACK}:{port}: {error.strerror or error}",
+                hint="give another --port, or 0 for a free one",
             ) from error
         self.port: int = self._listening.getsockname()[1]
         self.batcher = Batcher(runtime)
@@ -456,7 +456,8 @@ class _Application:
             ]
         else:
             raise DataError(
-                "prompts are scored with echo=true, logprobs=0 and max_tokens=0, or continued without echo and logprobs"
+                "unsupported request: to score, use echo=true, logprobs=0 and max_tokens=0; to continue, "
+                "leave echo and logprobs out"
             )
         return {
             "id": f"cmpl-{time.monotonic_ns()}",
@@ -485,13 +486,14 @@ class _Application:
     async def _load(self, body: bytes) -> Mapping[str, Any]:
         asked = await run_in_threadpool(_read, body, _Adapter)
         if asked.lora_name == self._model:
-            raise DataError(f"{asked.lora_name!r} is what the base is called")
+            raise DataError(f"{asked.lora_name!r} is the name of the base")
 
         def load() -> None:
             there = self._runtime.adapters()
             if asked.lora_name not in there and len(there) >= self._limits.adapters:
                 raise DataError(
-                    f"{asked.lora_name!r} would be adapter {len(there) + 1}, and this server keeps {self._limits.adapters}",
+                    f"{asked.lora_name!r} would be adapter {len(there) + 1}, but this server holds at most "
+                    f"{self._limits.adapters}",
                     hint="unload one (/v1/unload_lora_adapter), or start the server with a larger --max-adapters",
                 )
             adapter = self._runtime.read(Path(asked.lora_path))
@@ -528,7 +530,7 @@ def _read(body: bytes, model: type[_Body]) -> _Body:
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"the request is no UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise DataError(f"the request is not UTF-8: {error.reason} at byte {error.start}") from None
     with readable("the request", DataError, model=model):
         return model.model_validate(parse_json(text, "the request is no JSON", DataError))
 

@@ -63,11 +63,12 @@ class TuningSettings:
     def __post_init__(self) -> None:
         for flag, value in (("--lr", self.learning_rate), ("--epsilon", self.epsilon)):
             if not 0 <= value <= _LARGEST:
-                message = f"{flag} {value:g} is no size of a step or probe that float32 has numbers for"
+                message = f"{flag} {value:g} is outside the range of float32"
                 raise RunError(message, hint="such as --lr 1e-4 --epsilon 1e-3")
         if self.max_rank < 3 * self.rank:
             raise RunError(
-                f"a bound of {self.max_rank} does not hold a closed increment, an open one and a probe of rank {self.rank} each",
+                f"--max-rank {self.max_rank} is too small for a closed increment, an open one and a "
+                f"perturbation, each of rank {self.rank}",
                 hint=f"use --max-rank {3 * self.rank} or more, and let the engine take as much",
             )
 
@@ -115,12 +116,13 @@ class Tuning:
         known = dict.fromkeys(path.rpartition(".")[2] for path in shapes)
         missing = [name for name in settings.targets if name not in known]
         if missing or not self._names:
-            message = f"{model} has no linear called {', '.join(missing) or 'nothing at all'}"
+            message = f"{model} has no linear called {', '.join(missing) or '(nothing)'}"
             raise RunError(message, hint="linears are " + ", ".join(known))
         least, narrow = min((min(shapes[name]), name) for name in self._names)
         if settings.rank > least:
             raise RunError(
-                f"--rank {settings.rank} is more than {narrow} has: it maps {shapes[narrow][0]} numbers to {shapes[narrow][1]}",
+                f"--rank {settings.rank} is too large for {narrow}, which maps {shapes[narrow][0]} inputs to "
+                f"{shapes[narrow][1]} outputs",
                 hint=f"use --rank {least} or less; 1 to 4 are usual",
             )
         self._shapes = shapes
@@ -144,8 +146,8 @@ class Tuning:
         own = None if served is None else digest_of_files(model, self.engine.base_dtype)
         if own not in (None, served):
             raise RunError(
-                f"{model} has weights of digest {own}, the engine serves a base of digest {served}",
-                hint="give --model the directory that is served, or serve that one",
+                f"{model} has weights of digest {own}, but the engine serves a base of digest {served}",
+                hint="give --model the directory that is served, or serve that directory",
             )
 
     def _begin(self, model: str) -> None:
@@ -158,15 +160,17 @@ class Tuning:
             if unlike:
                 name = unlike[0]
                 raise RunError(
-                    f"{self.directory} was tuned with {name}={recorded.get(name)!r}, this asks for {stated[name]!r}",
-                    hint="give the same, or another --out",
+                    f"{self.directory} was tuned with {name}={recorded.get(name)!r}, but this command says "
+                    f"{stated[name]!r}",
+                    hint="give the same value, or another --out",
                 )
             refuse_other_base(recorded, base, model, str(self.directory))
             known, served = recorded.get(BASE_DIGEST), self.engine.base_digest
             if known is not None and served is not None and known != served:
                 raise RunError(
-                    f"{self.directory} was tuned beside weights of digest {known}, the engine serves a base of digest {served}",
-                    hint="start the engine with the base that the tuning began with, or give another --out",
+                    f"{self.directory} was tuned on weights of digest {known}, but the engine serves a base of "
+                    f"digest {served}",
+                    hint="start the engine with the base of the tuning, or give another --out",
                 )
         else:
             facts = {"model": str(model), BASE_DIGEST: self.engine.base_digest, BASE: base}
@@ -238,7 +242,7 @@ class Tuning:
                         self.engine.unload(probe)
         gradient = (plus - minus) / (2 * self.settings.epsilon)
         if not math.isfinite(gradient):
-            raise RunError(f"step {self.num_steps}: losses of {plus} and {minus} give no projected gradient")
+            raise RunError(f"step {self.num_steps}: losses of {plus} and {minus} are not finite")
         row = {
             "step": self.num_steps,
             "loss_plus": plus,
@@ -305,7 +309,7 @@ class Tuning:
             Before the first step.
         """
         if not self.num_steps:
-            raise RunError(f"{self.directory} has no step, and an adapter needs a rank")
+            raise RunError(f"{self.directory} has no steps, so the adapter would have rank 0")
         self._save(directory, {})
 
     # -- end ---------------------------------------------------------------------------------------------------

@@ -89,7 +89,9 @@ class Versions:
 
     def _path(self, version: str) -> Path:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", version):
-            raise RunError(f"{version!r} cannot name a version", hint="letters, digits, '.', '_' and '-'")
+            raise RunError(
+                f"{version!r} is not a valid name of a version", hint="use letters, digits, '.', '_' and '-'"
+            )
         return self.directory / version
 
     def keep(self, version: str, adapter: Path) -> None:
@@ -102,9 +104,9 @@ class Versions:
         """
         path = self._path(version)
         if path.exists():
-            raise RunError(f"{path} is there already", hint="versions stay as they are: choose another name")
+            raise RunError(f"{path} already exists", hint="versions do not change: choose another name")
         if not (adapter / PEFT_CONFIG).is_file():
-            raise RunError(f"{adapter} holds no adapter: it lacks {PEFT_CONFIG}")
+            raise RunError(f"{adapter} holds no adapter: {PEFT_CONFIG} is missing")
         refuse_irregular(
             (path for path in adapter.rglob("*") if not path.is_dir() or path.is_symlink()),
             RunError,
@@ -158,14 +160,14 @@ class Versions:
             If it does; what was served goes on being served.
         """
         if math.isnan(tolerance):
-            raise RunError("--tolerance nan allows and forbids nothing", hint="use a number, such as 0.01")
+            raise RunError("--tolerance nan is not a number", hint="such as 0.01")
         canary = self.compare(version, examples)
         # So put, NaN does not pass.
         if not canary.difference <= tolerance:
             raise RunError(
-                f"version {version} loses {canary.candidate:.6g} on the canary's {canary.num_tokens} tokens, the served one "
-                f"{canary.served:.6g}: it is not served",
-                hint=f"a --tolerance above {tolerance:g} would let it pass",
+                f"version {version} has a loss of {canary.candidate:.6g} on the canary's {canary.num_tokens} "
+                f"tokens, the served one of {canary.served:.6g}: it is not promoted",
+                hint=f"a --tolerance above {tolerance:g} would accept it",
             )
         self._promoted = version
         self._load(self.name, version)
@@ -182,7 +184,7 @@ class Versions:
         """
         history = self._history()
         if not history:
-            raise RunError(f"{self.directory} serves no version that could be rolled back")
+            raise RunError(f"{self.directory} has no earlier version to roll back to")
         before = history[-2] if len(history) > 1 else None
         if before is not None:
             self._load(self.name, before)

@@ -239,8 +239,8 @@ class BufferStore:
         flat = self._flat.get(name)
         if flat is None:
             raise ProgramError(
-                f"buffer {name} is used while it has no memory",
-                hint="order its users between allocate and free",
+                f"buffer {name} is used when it is not allocated",
+                hint="order its users between its allocate and its free",
             )
         return flat
 
@@ -323,7 +323,7 @@ class BufferStore:
                 f"program {self._program.name}: {where} names {access.size_bytes} bytes from byte "
                 f"{access.offset_bytes} of {buffer.name} ({buffer.dtype}) for {access.what}, but the model's take "
                 f"{wanted} bytes, aligned to {part.alignment_bytes}",
-                hint="lower a plan that was made for this model",
+                hint="lower a plan of this model",
             )
 
     def _check_groups_known(self) -> None:
@@ -342,8 +342,8 @@ class BufferStore:
         for what, part in self.parts.items():
             if part.tensors and run & set(part.segments) and what not in self.held:
                 raise ProgramError(
-                    f"program {self._program.name} does not say where {what} lies when the first step begins",
-                    hint="lower a plan that was made for this model",
+                    f"program {self._program.name} does not state where {what} is at the start of the first step",
+                    hint="lower a plan of this model",
                 )
 
 

@@ -46,7 +46,7 @@ def refuse_graphs(device: torch.device, *, keeps_buffers: bool) -> None:
         raise PlanError(f"--graphs needs a CUDA device, not {device.type}", hint="leave --graphs out")
     if not keeps_buffers:
         raise PlanError(
-            "--graphs needs blocks that stay where they are, but every step takes new memory for its staging buffers",
+            "--graphs needs resident blocks, but this plan allocates staging buffers in every step",
             hint="leave --graphs out, or plan with residency.reuse_staging_buffers=true",
         )
 

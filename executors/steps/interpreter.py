@@ -216,7 +216,7 @@ class Interpreter:
 
     def _check_queries(self, seeds: Sequence[int]) -> None:
         if len(seeds) != self.num_queries:
-            raise RunError(f"the program takes {self.num_queries} seeds a step, but got {len(seeds)}")
+            raise RunError(f"the program needs {self.num_queries} seeds per step, but got {len(seeds)}")
 
     def _advance(self, frame: StepFrame) -> StepFrame:
         if self._frame is None:
@@ -419,9 +419,12 @@ def _refuse_first_order(program: Program) -> None:
         op = instruction.op
         is_not_run = isinstance(op, Collective) and not hasattr(Communicator, op.function)
         if is_not_run or isinstance(op, Backward | Optimize):
-            message = f"program {program.name}: {part}/{instruction.id} belongs to a first-order step, which is simulated only"
+            message = (
+                f"program {program.name}: {part}/{instruction.id} belongs to a first-order step, which can "
+                "only be simulated"
+            )
             raise ProgramError(
-                message, hint="run a zeroth-order plan; zosim simulate --first-order compares them"
+                message, hint="run a zeroth-order plan; `zosim simulate --first-order` compares the two"
             )
 
 

@@ -28,8 +28,8 @@ def micro_batches(
     num_sequences = batch["input_ids"].shape[0]
     if num_sequences % count:
         raise RunError(
-            f"a batch of {num_sequences} sequences cannot be forwarded in {count} equal micro-batches",
-            hint="let the number of micro-batches divide the batch",
+            f"a batch of {num_sequences} sequences cannot be divided into {count} equal micro-batches",
+            hint="choose a number of micro-batches that divides the batch",
         )
     chunks = {name: tensor.chunk(count) for name, tensor in batch.items()}
     places = [None] * count if positions is None else positions.chunk(count)

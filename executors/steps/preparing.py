@@ -52,7 +52,7 @@ def autocast_dtype(plan: Plan) -> torch.dtype | None:
         or FORMATS[compute].element_bytes > FORMATS[storage].element_bytes
     ):
         raise PlanError(
-            f"compute={compute} with storage={storage} cannot be run",
+            f"compute={compute} does not support storage={storage}",
             hint=f"use compute={storage}, or bfloat16 or float16 with wider storage",
         )
     return TORCH_DTYPES[compute]

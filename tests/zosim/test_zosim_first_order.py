@@ -430,11 +430,11 @@ def test_options_of_a_first_order_step_change_what_they_say():
 def test_what_is_about_a_first_order_step_asks_for_one():
     assert first_order_of(None, microbatches=1, schedule="gpipe", recompute=False, samples=1) is None
     for stated, words in (
-        ({"recompute": True}, "--recompute without"),
-        ({"sharding": "full"}, "--sharding full without"),
-        ({"microbatches": 2}, "--microbatches 2 without"),
+        ({"recompute": True}, "--recompute needs"),
+        ({"sharding": "full"}, "--sharding full needs"),
+        ({"microbatches": 2}, "--microbatches 2 needs"),
     ):
         with pytest.raises(PlanError, match=words):
             first_order_of(None, **stated)
-    with pytest.raises(PlanError, match="--foreach with --first-order sgd"):
+    with pytest.raises(PlanError, match="--foreach does not apply to --first-order sgd"):
         first_order_of("sgd", foreach=True)

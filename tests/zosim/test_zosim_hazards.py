@@ -146,7 +146,7 @@ def test_the_validator_refuses_what_breaks_a_rule_for_some_byte(
 
 def test_two_initial_contents_in_one_place_are_refused() -> None:
     program = replace(program_of(()), initial=(access("a", 0, 4), access("a", 3, 6)))
-    with pytest.raises(ProgramError, match="two of its initial contents are in one place: a from byte 3 on"):
+    with pytest.raises(ProgramError, match="two initial contents overlap in a at byte 3"):
         validate(program)
 
 

@@ -241,8 +241,8 @@ def test_frozen_weights_are_uploaded_and_not_offloaded() -> None:
             "traversal=sweep",
         ),
         ({"schedule": Schedule(traversal="sweep", update="delayed")}, "update=delayed"),
-        ({"residency": Residency(blocks="offloaded", edges="offloaded")}, "ties its head"),
-        ({"residency": Residency(edges="offloaded")}, "blocks=resident"),
+        ({"residency": Residency(blocks="offloaded", edges="offloaded")}, "shares one table"),
+        ({"residency": Residency(edges="offloaded")}, "needs blocks=offloaded"),
         ({"weights": Weights(dtype="float16"), "residency": Residency(transfer_dtype="float32")}, "wider"),
         (
             {"estimator": Estimator(num_queries=4096)},

@@ -106,7 +106,7 @@ def test_resources_without_capacity_and_profiles_of_other_devices_are_refused():
     with pytest.raises(ProfileError, match="'link'"):
         Machine(make_profile("gpu"), {}, routes={"h2d": ("link",)})
     topology, device = of_type("gpu")
-    with pytest.raises(ProfileError, match="is a gpu, the profile is of a cpu"):
+    with pytest.raises(ProfileError, match="is a gpu, but the profile is of a cpu"):
         Machine.from_topology(topology, device, make_profile("cpu"))
 
 

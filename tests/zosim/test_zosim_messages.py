@@ -158,7 +158,7 @@ def test_a_message_needs_a_neighbour():
 def test_a_message_goes_to_another_rank(op):
     listed, _ = pipelines([[1 * MS]] * 2, [[1 * MS]])
     to_itself = replace(listed.programs[0], step=(message("own", op, "link", 1 * MS),))
-    with pytest.raises(ProgramError, match="step/own is a message to the rank itself"):
+    with pytest.raises(ProgramError, match="step/own sends a message to its own rank"):
         validate_set(replace(listed, programs=(to_itself, to_itself)))
 
 

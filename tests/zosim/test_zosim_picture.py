@@ -44,7 +44,7 @@ def test_the_same_timeline_has_the_same_picture_with_a_bar_for_each_instruction_
 
 def test_what_cannot_be_drawn_is_refused(tmp_path):
     timeline = simulate(PIPELINE, unshared(), num_steps=2)
-    with pytest.raises(TimelineError, match=r"the format '\.gif' is unknown"):
+    with pytest.raises(TimelineError, match=r"unknown format '\.gif'"):
         draw_timeline(timeline, tmp_path / "step.gif")
     with pytest.raises(TimelineError, match="cannot write"):
         draw_timeline(timeline, tmp_path / "missing" / "step.svg")

@@ -142,7 +142,7 @@ def test_several_ranks_share_a_cpu_and_its_cores_only_where_asked() -> None:
 
 
 def test_a_gpu_takes_one_rank() -> None:
-    with pytest.raises(PlanError, match="3 ranks need 3 GPUs, and rtx4090-2x has 2"):
+    with pytest.raises(PlanError, match="3 ranks need 3 GPUs, but rtx4090-2x has 2"):
         choose(request("rtx4090-2x", mesh=Mesh(data=3)))
 
 

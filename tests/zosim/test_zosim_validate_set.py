@@ -147,7 +147,7 @@ def test_reading_more_than_a_share_without_peers_is_refused() -> None:
         )
 
     both = edited(edited(programs, 0, whole), 1, whole)
-    with pytest.raises(Hazard, match=r"nothing orders .*block.1/upload"):
+    with pytest.raises(Hazard, match=r"block.1/upload .* not ordered"):
         validate_set(both)
 
 
@@ -241,7 +241,7 @@ def test_every_point_of_every_sequence_is_forwarded_once(
     [
         ((0, 1), {}, "there are 1 programs"),
         ((0, 0), {"world": ((0,),)}, "must list each of"),
-        ((0, 0), {"world": ((0, 1),), "host": ((0,), (1,))}, "counts 2 members of host"),
+        ((0, 0), {"world": ((0, 1),), "host": ((0,), (1,))}, "is for groups host of 2 ranks"),
     ],
 )
 def test_a_set_that_contradicts_itself_is_refused(
@@ -307,7 +307,7 @@ def test_both_holders_of_a_tied_table_do_the_same_to_it() -> None:
     [
         (
             lambda item: replace(item, op=Recv("pipeline", 1)) if item.id == "recv[q0-]" else item,
-            "a place of pipeline that nobody has",
+            "a member of pipeline that does not exist",
         ),
         (
             lambda item: (
@@ -347,7 +347,7 @@ def test_messages_out_of_order_are_refused() -> None:
 @pytest.mark.parametrize(
     ("split_points", "split", "says"),
     [
-        (("block.12",), {}, "no cut 'block.12'"),
+        (("block.12",), {}, "no split point 'block.12'"),
         (("block.11.mlp", "block.3"), {}, "must be in the model's order"),
         (("block.3",), {"densities": (0.5, 0.5)}, "2 densities are given for 1 split points"),
         (("block.3",), {"densities": (1.5,)}, "from 0 to 1"),

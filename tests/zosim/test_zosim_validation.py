@@ -124,7 +124,7 @@ def test_a_row_does_not_need_what_was_measured() -> None:
         ("matmul", {"kind": "matmulx"}, "matmulx"),
         ("copy", {"direction": "up"}, "up"),
         ("all_reduce", {"ranks": "9"}, "9"),
-        ("all_reduce", {"ranks": "1"}, "one rank"),
+        ("all_reduce", {"ranks": "1"}, "2 ranks"),
         ("step", {"model_config": "[1]"}, "JSON object"),
         ("step", {"model_config": "", "model": "opt-9z"}, "opt-9z"),
         ("step", {"method": "sgd"}, "sgd"),
@@ -574,8 +574,8 @@ def test_calibrate_learns_from_rows_and_prints_who_taught_what(tmp_path: Path) -
         20e9, rel=0.05
     )
     for options, words in (
-        (["--hardware", PRESET], "--hardware without rows"),
-        (["--evidence", str(path), "--evidence", str(path)], "one file at a time"),
+        (["--hardware", PRESET], "--hardware needs --evidence"),
+        (["--evidence", str(path), "--evidence", str(path)], "only one CSV file"),
     ):
         refused = CliRunner().invoke(app, ["calibrate", *options])
         assert refused.exit_code == 2

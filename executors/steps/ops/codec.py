@@ -134,7 +134,7 @@ class BoundaryActions:
             tensors.append(decode(part, shape=shape, device=self._backend.device))
             begin += size
         if begin != message.numel():
-            raise CodecError(f"{message.numel() - begin} bytes follow the end of a message of {begin}")
+            raise CodecError(f"a message of {begin} bytes is followed by {message.numel() - begin} more")
         return tensors
 
     def send(self, instruction: Instruction) -> Action:
@@ -178,8 +178,8 @@ class BoundaryActions:
     def _ranks(self, instruction: Instruction) -> Ranks:
         if self._context.ranks is None:
             raise ProgramError(
-                f"program {self._program.name}: {instruction.id} takes other stages",
-                hint="run it as the rank of a run that has as many",
+                f"program {self._program.name}: {instruction.id} needs the other stages",
+                hint="run it as a rank of a run with all stages",
             )
         return self._context.ranks
 

@@ -48,7 +48,7 @@ class Exchanges:
         if ranks is None:
             raise ProgramError(
                 f"program {self._program.name}: {instruction.id} takes {self._program.process_groups[op.group]} ranks",
-                hint="run it as the rank of a run that has as many",
+                hint="run it as a rank of a run with all ranks",
             )
         pairs = list(zip(instruction.reads, instruction.writes, strict=True))
         if all(self._store.is_weights(access) for pair in pairs for access in pair):
@@ -65,7 +65,7 @@ class Exchanges:
                 raise ProgramError(
                     f"program {self._program.name}: {instruction.id} gathers {own.describe()} into "
                     f"{whole.describe()} of {whole.buffer}",
-                    hint="shares are gathered in place, among the ranks that they are shares of",
+                    hint="shares must be gathered in place, among the ranks that hold them",
                 )
 
         def gather(_frame: StepFrame) -> None:
@@ -143,7 +143,7 @@ class Exchanges:
         for instruction in self._program.step:
             if isinstance(instruction.op, Scalar) and instruction.op.function == "mean_loss":
                 return _points_of(instruction.writes)
-        raise ProgramError(f"program {self._program.name} packs losses that it makes no mean of")
+        raise ProgramError(f"program {self._program.name} packs losses but does not average them")
 
     def _pack(self, instruction: Instruction) -> Action:
         places = {point: place for place, point in enumerate(self._points())}
@@ -175,7 +175,7 @@ class Exchanges:
             for place, point in enumerate(points):
                 mean_loss = _mean_of(frame.gathered[:, place], dtype, self._context.backend.device)
                 if mean_loss is None:
-                    message = f"no rank forwarded {point} in step {frame.step}"
+                    message = f"no rank computed {point} in step {frame.step}"
                     raise RunError(message, hint="run every rank on the program of its own role")
                 frame.losses[point] = mean_loss
 

@@ -128,7 +128,9 @@ def test_processes_that_do_not_answer_in_time_cost_no_calibration(monkeypatch: p
 
     def crowded() -> list[object]:
         if measured_s:
-            raise RunError("2 processes did not measure what they take from each other: not done in time")
+            raise RunError(
+                "2 processes could not measure how they slow each other down: they did not finish in time"
+            )
         measured_s.append("once")
         return ["once"]
 
@@ -138,7 +140,7 @@ def test_processes_that_do_not_answer_in_time_cost_no_calibration(monkeypatch: p
         crowding.measure()
     assert crowding.measured == ["once"]
     (words,) = crowding.failures
-    assert "not done in time" in words
+    assert "they did not finish in time" in words
 
 
 def test_a_mark_stays_in_the_file_and_with_what_is_made_of_the_profile(tmp_path: Path) -> None:
@@ -248,7 +250,7 @@ def test_a_second_process_that_does_not_come_is_named(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(exchange_probes_module, "loopback_pair", alone)
     with (
-        pytest.raises(RunError, match="a second process did not join in 120 s"),
+        pytest.raises(RunError, match="a second process did not join within 120 s"),
         exchange_probes_module.exchange_probes(),
     ):
         pass

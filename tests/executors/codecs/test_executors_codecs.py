@@ -239,7 +239,7 @@ def test_values_without_a_code_are_refused_by_name():
         tensor = torch.ones(3, 4)
         tensor[1, 2] = bad
         for spec in SPECS:
-            with pytest.raises(CodecError, match="1 of 12 values are infinite or not numbers"):
+            with pytest.raises(CodecError, match="1 of 12 values are infinite or NaN"):
                 codec_of(spec).encode(tensor, seeded())
     with pytest.raises(CodecError, match="both signs"):
         codec_of(codec_spec("q1:affine-zero")).encode(torch.tensor([-1.0, 1.0]))
@@ -366,5 +366,5 @@ def test_tensors_without_elements_go_and_come(shape, spec):
 @pytest.mark.parametrize("bits", [0, 4])
 def test_a_message_of_a_shape_that_no_tensor_has_is_refused(shape, bits):
     message = torch.from_numpy(assemble(Header(torch.float32, shape, bits, 0, 0, int(bits > 0)), []))
-    with pytest.raises(CodecError, match="which no tensor has"):
+    with pytest.raises(CodecError, match="impossible tensor shape"):
         decode(message)

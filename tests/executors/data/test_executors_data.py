@@ -66,7 +66,7 @@ class TestBatches:
 
     def test_pads_to_a_fixed_length_when_asked(self, five: Dataset) -> None:
         assert Batches(five, 2, length=6).batch(1).input_ids.shape == (2, 6)
-        with pytest.raises(DataError, match="4 tokens does not fit a batch of length 3"):
+        with pytest.raises(DataError, match="4 tokens does not fit into a batch of length 3"):
             Batches(five, 2, length=3).batch(0)
 
     @settings(deadline=None)
@@ -130,18 +130,18 @@ class TestLines:
             ),
             ([{"input_ids": "abc"}], "line 1: input_ids must be a list"),
             ([{"input_ids": []}], "line 1: input_ids must be a list"),
-            ([{"input_ids": [1, 2.5]}], "input_ids holds 2.5"),
-            ([{"input_ids": [1, True]}], "input_ids holds True"),
-            ([{"input_ids": [1, -1]}], "input_ids holds -1"),
-            ([{"input_ids": [1, 2], "labels": [1, -2]}], "labels holds -2"),
-            ([{"input_ids": [1, 2], "labels": [1]}], "2 input_ids and 1 labels"),
-            ([{"input_ids": [1, 2], "labels": [1, -100]}], "line 1 asks for nothing"),
-            ([{"input_ids": [1]}], "line 1 asks for nothing"),
-            ([{"input_ids": [1, 50]}], "input_ids holds 50, the model's vocabulary has 50"),
-            ([{"input_ids": [1, 2], "labels": [-100, 77]}], "labels holds 77"),
-            ([{"input_ids": [1] * 9}], "9 tokens, the run's sequences have 8"),
-            ([{"question": "a", "label": 1}], "neither input_ids nor a template"),
-            ([{"text": "a"}], "without a tokenizer"),
+            ([{"input_ids": [1, 2.5]}], "input_ids contains 2.5"),
+            ([{"input_ids": [1, True]}], "input_ids contains True"),
+            ([{"input_ids": [1, -1]}], "input_ids contains -1"),
+            ([{"input_ids": [1, 2], "labels": [1, -2]}], "labels contains -2"),
+            ([{"input_ids": [1, 2], "labels": [1]}], "2 input_ids, but 1 labels"),
+            ([{"input_ids": [1, 2], "labels": [1, -100]}], "line 1 has no label after its first token"),
+            ([{"input_ids": [1]}], "line 1 has no label after its first token"),
+            ([{"input_ids": [1, 50]}], "input_ids has token 50, but the model's vocabulary has 50"),
+            ([{"input_ids": [1, 2], "labels": [-100, 77]}], "labels has token 77"),
+            ([{"input_ids": [1] * 9}], "9 tokens, more than the maximum of 8"),
+            ([{"question": "a", "label": 1}], "no input_ids, and no template"),
+            ([{"text": "a"}], "has no tokenizer"),
         ],
     )
     def test_says_what_is_wrong_and_where(self, tmp_path: Path, lines: list[Any], words: str) -> None:
@@ -168,7 +168,9 @@ class TestLines:
 
     def test_a_missing_file_offers_its_neighbour(self, tmp_path: Path) -> None:
         write_lines(tmp_path, [{"input_ids": [1, 2]}], "train.jsonl")
-        with pytest.raises(DataError, match=r"no data file .*trian.jsonl\n\nhint: did you mean train.jsonl"):
+        with pytest.raises(
+            DataError, match=r"the data file .*trian.jsonl does not exist\n\nhint: did you mean train.jsonl"
+        ):
             open_dataset(tmp_path / "trian.jsonl")
 
     def test_a_folder_is_not_a_file(self, tmp_path: Path) -> None:
@@ -260,8 +262,8 @@ class TestPrompts:
     @pytest.mark.parametrize(
         ("template", "words", "complaint"),
         [
-            ("no field", {}, "names no field"),
-            ("{text", {}, "cannot be read"),
+            ("no field", {}, "has no field"),
+            ("{text", {}, "cannot read"),
             ("{0} {label}", {}, "{0} is not a plain field name"),
             ("{text:>3} {label}", {}, "{text:>3} is not a plain field name"),
             ("{label} {label}", {}, "{label} 2 times"),
@@ -325,8 +327,8 @@ class TestPrompts:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ({"input_ids": [1, 2], "lables": [1, 2]}, "has 'lables' beside its input_ids, but no labels"),
-        ({"input_ids": [1, 2], "label": 1}, "has 'label' beside its input_ids, but no labels"),
+        ({"input_ids": [1, 2], "lables": [1, 2]}, "has 'lables' with its input_ids, but no labels"),
+        ({"input_ids": [1, 2], "label": 1}, "has 'label' with its input_ids, but no labels"),
         ({"input_ids": [1, 0], "attention_mask": [1, 0]}, "is padded"),
     ],
 )

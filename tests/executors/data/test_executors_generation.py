@@ -129,4 +129,4 @@ def test_text_needs_a_tokenizer(tmp_path, capsys):
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "some"}\n')
     assert train(saved_model("opt", tmp_path), text, tmp_path / "out") == 2
-    assert "comes without a tokenizer" in capsys.readouterr().err
+    assert "has no tokenizer" in capsys.readouterr().err

@@ -99,8 +99,8 @@ def test_lines_longer_than_the_model_has_positions(is_text, tmp_path, capsys):
     options = OPTIONS if is_text else ()
     assert train(model, data, tmp_path / "out", *options) == 2
     output = capsys.readouterr().err
-    assert "line 2 has 40 tokens, the model 32 positions" in output
-    assert "--truncate cuts long examples" in output
+    assert "line 2 has 40 tokens, more than the 32 positions" in output
+    assert "--truncate truncates long examples" in output
     assert "--seq" not in output
     assert train(model, data, tmp_path / "out", *options, "--truncate", steps=1) == 0
     assert Plan.load(tmp_path / "out" / "plan.json").seq == 32
@@ -110,8 +110,8 @@ def test_lines_longer_than_the_model_has_positions(is_text, tmp_path, capsys):
 def test_a_line_longer_than_the_length_that_is_named_says_what_would_read_it(model, data, tmp_path, capsys):
     assert train(model, data, tmp_path / "out", *OPTIONS, "--seq", 11) == 2
     output = " ".join(capsys.readouterr().err.split())
-    assert "line 1 has 12 tokens, the run's sequences have 11" in output
-    assert "--seq 12 reads this one whole" in output
+    assert "line 1 has 12 tokens, more than the maximum of 11" in output
+    assert "--seq 12 keeps this one" in output
 
 
 def test_a_label_without_a_word_is_refused_on_whichever_line(model, tmp_path, capsys):
@@ -128,13 +128,13 @@ def test_a_label_without_a_word_is_refused_on_whichever_line(model, tmp_path, ca
 @pytest.mark.parametrize(
     ("content", "options", "says"),
     [
-        (None, OPTIONS, "there is no data file"),
+        (None, OPTIONS, "the data file"),
         ("", OPTIONS, "is empty"),
         ('{"text": "a", "label": 0}\n{"text"', OPTIONS, "line 2 is not JSON"),
         ('{"words": "a", "label": 0}', OPTIONS, "line 1: template '{text} it was {label}' names {text}"),
         ('{"text": "a", "label": 0}', ("--template", "{text"), "template '{text' cannot be read"),
-        ('{"text": "a", "label": 0}', ("--template", ""), "template '' names no field"),
-        ('{"text": "a"}', ("--label-words", "0=terrible"), "no template says where they go"),
+        ('{"text": "a", "label": 0}', ("--template", ""), "template '' has no field"),
+        ('{"text": "a"}', ("--label-words", "0=terrible"), "no template places them"),
         ('{"text": "a", "label": 2}', OPTIONS, "line 1: label '2' has no label word"),
         ('{"input_ids": [1, "2"]}', (), "line 1: input_ids holds '2'"),
     ],

@@ -50,7 +50,7 @@ def changed(path: Path, **fields: Any) -> None:
         ({"hidden_size": "32"}, r"config\.json is not valid: hidden_size: .*value '32'"),
         ({"vocab_size": 2**31, "hidden_size": 2**12, "ffn_dim": 8, "num_attention_heads": 2}, "of weights, .* available"),
         ({"use_cache": "maybe"}, "use_cache"),
-        ({"model_type": "evil"}, "names model_type 'evil', which transformers does not know"),
+        ({"model_type": "evil"}, "has model_type 'evil', which transformers does not know"),
         ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}, "brings code of its own, which zosim never runs"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"dtype": "load"}, "dtype: must be one of"),
@@ -108,12 +108,12 @@ def test_code_of_a_directory_is_never_run(directory: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("target", "reason"),
     [
-        ("../outside.safetensors", "weights lie in .safetensors files beside their index"),
-        ("/etc/passwd", "weights lie in"),
-        ("..", "weights lie in"),
-        ("weights.bin", "weights lie in"),
-        (["a"], "weights lie in"),
-        ("gone.safetensors", "names gone.safetensors, which is not there"),
+        ("../outside.safetensors", "weights must be in .safetensors files next to their index"),
+        ("/etc/passwd", "weights must be in"),
+        ("..", "weights must be in"),
+        ("weights.bin", "weights must be in"),
+        (["a"], "weights must be in"),
+        ("gone.safetensors", "lists gone.safetensors, which is missing"),
     ],
 )
 def test_an_index_names_files_beside_itself(shards: Path, target: Any, reason: str) -> None:
@@ -148,7 +148,7 @@ def test_weights_that_are_no_plain_numbers_are_named(directory: Path, dtype: tor
     name = "model.decoder.layers.1.fc1.weight"
     tensors[name] = tensors[name].to(dtype)
     save_file(tensors, path)
-    with pytest.raises(ModelError, match=f"{name} is of type"):
+    with pytest.raises(ModelError, match=f"{name} has type"):
         load_model(directory)
 
 
@@ -198,7 +198,7 @@ def test_pipes_folders_and_loops_in_place_of_weights_are_not_waited_for(director
     for make in (os.mkfifo, Path.mkdir, lambda at: at.symlink_to(at)):
         path.rmdir() if path.is_dir() else path.unlink()
         make(path)
-        with pytest.raises(ModelError, match=r"holds no weights|not a regular file"):
+        with pytest.raises(ModelError, match=r"has no weights|not a regular file"):
             load_model(directory)
         assert own_format(directory) is None
 

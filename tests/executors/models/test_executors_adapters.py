@@ -182,7 +182,7 @@ def test_what_cannot_be_adapters_is_refused():
 
 def test_a_batch_that_cannot_be_packed_is_refused():
     batch = ragged([9, 7, 8, 8, 8])
-    with pytest.raises(DataError, match="behind its last token"):
+    with pytest.raises(DataError, match="padded on the right"):
         pack(batch | {"attention_mask": batch["attention_mask"].flip(1)})
     with pytest.raises(DataError, match="no label"):
         pack(batch | {"labels": torch.full_like(batch["labels"], -100)})

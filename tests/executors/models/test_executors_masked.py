@@ -167,14 +167,14 @@ def test_what_a_masked_model_cannot_be_asked_is_refused(lines, tmp_path):
         open_dataset(lines, template=TEMPLATE, tokenizer=tokenizer_of(), fills_masks=True)
     plain = tmp_path / "plain.jsonl"
     plain.write_text('{"text": "good film"}\n')
-    with pytest.raises(DataError, match="nothing says which"):
+    with pytest.raises(DataError, match="places its mask"):
         open_dataset(plain, tokenizer=tokenizer_of(mask_token="<mask>"), fills_masks=True)
     tokens = tmp_path / "tokens.jsonl"
     tokens.write_text('{"input_ids": [0, 5, 6], "labels": [-100, 5, -100]}\n')
-    with pytest.raises(DataError, match="shows what it asks for"):
+    with pytest.raises(DataError, match="reveals its labels"):
         open_dataset(tokens, fills_masks=True)
     model = model_of("roberta")
-    with pytest.raises(ModelError, match="fills in masks"):
+    with pytest.raises(ModelError, match="is a masked model"):
         attach_prefix(model, Prefix(num_tokens=2))
     with pytest.raises(ModelError, match="a split inside a block"):
         read_model_spec("roberta-base", split_blocks=(1,))

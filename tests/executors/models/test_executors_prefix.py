@@ -214,7 +214,7 @@ def test_the_planner_plans_it(inputs, tmp_path):
 def test_not_beside_adapters_and_not_another_on_resuming(inputs, tmp_path, capsys):
     both = ("--prefix", 3, "--lora-rank", 2, "--lora-targets", "q_proj")
     assert train(inputs, tmp_path / "out", *both) == 2
-    assert "not both" in capsys.readouterr().err
+    assert "exclude each other" in capsys.readouterr().err
     assert train(inputs, tmp_path / "out", "--prefix", 3, "--residency", "resident") == 0
     assert train(inputs, tmp_path / "out", "--resume", "--prefix", 4) == 2
     assert capsys.readouterr().err

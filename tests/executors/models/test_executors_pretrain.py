@@ -165,7 +165,7 @@ class TestCache:
 
     def test_a_cache_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
-        with pytest.raises(ModelError, match=f"cannot be kept in .*\n\nhint: set {pretrain.CACHE_VARIABLE}"):
+        with pytest.raises(ModelError, match=f"cannot cache .*\n\nhint: set {pretrain.CACHE_VARIABLE}"):
             pretrain.pretrained_model(TINY, cache=tmp_path / "file")
 
     def test_the_environment_chooses_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

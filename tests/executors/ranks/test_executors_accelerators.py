@@ -44,9 +44,7 @@ def test_a_rank_takes_the_device_of_its_number():
         assert own_accelerator("cuda", RankInfo(5, 0, 8)) == torch.device("cuda:0")
         with mock.patch.object(torch.accelerator, "device_count", return_value=2):
             assert own_accelerator("cuda", RankInfo(5, 1, 8)) == torch.device("cuda:1")
-            with pytest.raises(
-                RunError, match="rank 5 is number 2 on its host, which shows 2 of cuda"
-            ) as raised:
+            with pytest.raises(RunError, match="rank 5 is number 2 on its host, but only 2 cuda") as raised:
                 own_accelerator("cuda", RankInfo(5, 2, 8))
     assert "--nproc-per-node 2" in raised.value.hint
 
@@ -102,7 +100,7 @@ def test_a_device_of_a_kind_that_torch_is_not_built_for_is_refused_in_words():
 
 def test_two_ranks_on_one_device_are_named():
     refuse_shared(["a 0", "a 1", "b 0"])
-    with pytest.raises(RunError, match="ranks 1 and 3 have one device, 1 of a"):
+    with pytest.raises(RunError, match="ranks 1 and 3 use the same device, 1 of a"):
         refuse_shared(["a 0", "a 1", "b 1", "a 1"])
 
 
@@ -151,7 +149,7 @@ def test_a_dry_run_of_two_hosts_does_what_a_rank_alone_does(mesh):
 @pytest.mark.dist
 def test_two_ranks_on_one_device_are_refused_before_they_exchange_anything():
     output = launch(partial(steps_on_own_host, has_own_name=False), staged.Case(("block.0",)), world_size=2)
-    assert "ranks 0 and 1 have one device" in output
+    assert "ranks 0 and 1 use the same device" in output
 
 
 def test_figures_of_a_device_are_measured_on_its_streams():

@@ -36,7 +36,7 @@ def test_a_fault_of_one_rank_is_named_in_every_mode():
 
 def test_ranks_that_begin_with_other_weights_are_named():
     output = launch(distributed.start_unlike, world_size=2)
-    assert output.startswith("ranks do not begin with the same base digest: rank 1 not with that of rank 0 (")
+    assert output.startswith("ranks must start with the same base digest, but rank 1 and rank 0 differ (")
 
 
 def test_who_is_waited_for_in_vain_is_named_and_memory_leaves_nothing():

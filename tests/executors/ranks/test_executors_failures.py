@@ -27,8 +27,8 @@ def refused_by_the_disk() -> None:
 
 
 def mistaken() -> None:
-    """Fail as a mistake of ours does."""
-    message = "a mistake of ours"
+    """Fail as a bug in zosim does."""
+    message = "a bug in zosim"
     raise LookupError(message)
 
 
@@ -40,7 +40,7 @@ def test_a_full_disk_is_no_mistake_of_ours(capfd):
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(capfd):
-    with pytest.raises(RunError, match=r"^the run failed: LookupError: a mistake of ours") as caught:
+    with pytest.raises(RunError, match=r"^the run failed: LookupError: a bug in zosim") as caught:
         launch(mistaken)
     assert "memory" not in caught.value.hint
     assert "Traceback" in capfd.readouterr().err

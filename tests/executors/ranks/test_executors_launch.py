@@ -60,7 +60,7 @@ def test_of_several_ranks_the_one_that_refuses_is_named():
 def test_a_rank_that_is_asked_to_end_is_no_mistake_and_no_want_of_memory(end, capfd):
     with pytest.raises(RunError, match=r"^the run died \(SIGTERM\)") as caught:
         launch(end)
-    assert "something sent that process SIGTERM" in caught.value.hint
+    assert "the process received SIGTERM" in caught.value.hint
     assert "Traceback" not in capfd.readouterr().err
 
 

@@ -353,7 +353,7 @@ def test_a_directory_that_another_user_made_is_refused(tmp_path, monkeypatch):
     made = tmp_path / f"{PREFIX}{os.getppid()}-1"
     made.mkdir()
     os.chown(made, NOBODY, NOBODY)
-    with pytest.raises(RunError, match="is not a directory of this user alone"):
+    with pytest.raises(RunError, match="must be a directory that only this user can access"):
         launch_directory()
 
 

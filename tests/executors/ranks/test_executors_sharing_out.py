@@ -59,4 +59,4 @@ def test_a_mesh_of_another_number_of_ranks_is_refused(tmp_path, capsys):
     saved_lines(tmp_path / "data.jsonl")
     words = ["run", "--model", model, "--data", tmp_path / "data.jsonl", "--out", tmp_path / "out"]
     assert zosim(*words, "--mesh", "data=2", "--ranks", 3) == 2
-    assert "--mesh data=2 has 2 ranks, not 3" in capsys.readouterr().err
+    assert "--mesh data=2 has 2 ranks, but --ranks is 3" in capsys.readouterr().err

@@ -87,7 +87,7 @@ class TestRefusals:
         model = model_of("llama")
         for block in model.model.layers:
             block.mlp.register_forward_hook(lambda _module, _args, output: output * 0.5)
-        with pytest.raises(ModelError, match="does more behind its MLP's second linear"):
+        with pytest.raises(ModelError, match="does more after the second linear"):
             SegmentedModel(model, split_blocks=(1,))
 
     def test_a_block_that_does_not_exist(self):

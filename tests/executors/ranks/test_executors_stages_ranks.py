@@ -120,12 +120,12 @@ def flipped(message):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda m: m[:-3], "a message of .* is cut off"),
-        (flipped, "a message of .* bytes is damaged"),
-        (lambda m: torch.cat([m, m[:5]]), "5 bytes follow the end"),
+        (lambda m: m[:-3], "message of .* is truncated"),
+        (flipped, "message of .* bytes is damaged"),
+        (lambda m: torch.cat([m, m[:5]]), "is followed by 5 more"),
         (
             lambda _: codec_of(codec_spec("none")).encode(torch.zeros(4, 9, 5)),
-            r"\(4, 9, 5\), and \(4, 9, 52\)",
+            r"\(4, 9, 5\), but \(4, 9, 52\)",
         ),
     ],
     ids=["cut-off", "damaged", "longer", "other-shape"],
@@ -140,14 +140,14 @@ def test_a_spoilt_message_is_told_with_its_place(change, says):
 def test_a_message_that_is_too_long_is_not_received():
     error = error_after(lambda _: torch.zeros(10**6, dtype=torch.uint8))
     assert isinstance(error, RunError)
-    assert "split point block.1.mlp at q0+: a message of 1000000 bytes is announced, at most" in error.message
+    assert "cut block.1.mlp at q0+: a message of 1000000 bytes is outside 1 to" in error.message
 
 
 @pytest.mark.parametrize("length", [-1, 0, 11])
 def test_lengths_are_bounded(length):
     check_length(10, 10, "")
-    with pytest.raises(RunError, match=f"a message of {length} bytes is announced, at most 10 can be"):
-        check_length(length, 10, "split point block.1.mlp")
+    with pytest.raises(RunError, match=f"a message of {length} bytes is outside 1 to 10"):
+        check_length(length, 10, "cut block.1.mlp")
 
 
 def test_messages_are_no_longer_than_the_program_says():

@@ -97,17 +97,17 @@ def plant_digest(run):
     [
         (plant_digit, "line 5 is damaged: projected_grad"),
         (plant_loss, "line 5 is damaged: projected_grad"),
-        (plant_seed, "line 5 is damaged or another run's: seed"),
-        (plant_rate, "line 5 is damaged or another run's: learning_rate"),
-        (plant_no_time, "line 5 is damaged: seconds=0.0"),
+        (plant_seed, "line 5 is damaged or belongs to another run: seed"),
+        (plant_rate, "line 5 is damaged or belongs to another run: learning_rate"),
+        (plant_no_time, "line 5 is damaged: a step has seconds=0.0"),
         (plant_nan, "line 5 is damaged: it holds NaN"),
         (plant_garbage, "line 5 is damaged"),
         (plant_gap, "line 5 is of step 5, query 0, where step 4"),
         (plant_truncation, "steps.jsonl is truncated"),
         (plant_header, "run.json is damaged"),
         (plant_foreign_header, "run.json is damaged: it lacks"),
-        (plant_setting, "run.json is damaged: it does not have the digest"),
-        (plant_format, "run.json is damaged: it does not have the digest"),
+        (plant_setting, "run.json is damaged: its digest does not match"),
+        (plant_format, "run.json is damaged: its digest does not match"),
         (plant_last_digit, "line 5 is damaged: projected_grad"),
         (plant_digest, "after 4 steps the parameters have digest"),
     ],
@@ -151,7 +151,7 @@ def test_spoilt_programs_that_were_edited_by_hand_are_refused(inputs, run, capsy
     write_header(run, header)
     (run / "program.json").write_text((run / "program.json").read_text() + " ")
     assert zosim("run", "--out", run, "--resume") == 2
-    assert "edited by hand" in capsys.readouterr().err
+    assert "used an edited program" in capsys.readouterr().err
 
 
 @pytest.mark.crossed(quick=2)
@@ -191,7 +191,7 @@ def damage_origin(path):
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (damage_bits, "do not have the digest"),
+        (damage_bits, "do not match its digest"),
         (damage_length, "is damaged"),
         (damage_origin, "other base weights"),
     ],
@@ -212,5 +212,5 @@ def test_a_checkpoint_of_another_run_is_refused(inputs, run, whole, tmp_path, ca
     truncate(run, 10)
     shutil.copy(other / "checkpoints" / "step-00000010.safetensors", run / "checkpoints")
     assert zosim(*options(inputs, run, "--resume")) == 0
-    assert "other steps led to it" in capsys.readouterr().err
+    assert "with other steps before it" in capsys.readouterr().err
     assert same(run, whole)

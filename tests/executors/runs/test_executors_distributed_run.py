@@ -160,7 +160,7 @@ def test_ranks_that_begin_unlike_are_refused_in_words(pertp, inputs, tmp_path):
     assert list(output) == list(values)
     for name, (other, value) in values.items():
         assert re.fullmatch(
-            rf"ranks do not begin with the same {name}: rank 1.* not with that of rank 0 "
+            rf"ranks must start with the same {name}, but rank 1.* and rank 0 differ "
             rf"\({re.escape(f'{other}, not {value}')}\)",
             output[name],
         )
@@ -173,7 +173,7 @@ def test_a_run_that_diverges_leaves_its_last_good_weights(inputs, tmp_path, caps
     more = ("--method", "pertp", "--transfers", "sliced", "--lr", "1e30")
     assert train(inputs, out, *more) == 2
     output = capsys.readouterr().err
-    assert "the run was stopped, and" in output
+    assert "the run stopped, and" in output
     assert (out / "model.safetensors").exists()
 
 

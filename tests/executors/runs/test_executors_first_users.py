@@ -183,4 +183,4 @@ def test_the_data_of_a_run_that_is_resumed_are_looked_at_first_as_well(inputs, t
     data.write_text(json.dumps({"input_id": [1, 2]}) + "\n")
     capsys.readouterr()
     assert zosim("run", "--out", tmp_path / "out", "--resume", "--steps", 4, "--no-launch") == 2
-    assert "nor a template to read its fields with" in capsys.readouterr().err
+    assert "no template for its fields" in capsys.readouterr().err

@@ -130,7 +130,7 @@ def test_versions_stand_beside_each_other_and_are_compacted(inputs, tmp_path):
     ("more", "says"),
     [
         (("--distribution", "lozo"), "more than the linear layers"),
-        (("--distribution", "lozo", "--tune", "linears", "--weight-decay", 0.1), "decayed its weights"),
+        (("--distribution", "lozo", "--tune", "linears", "--weight-decay", 0.1), "used a weight decay"),
     ],
 )
 def test_what_is_no_adapter_is_refused(inputs, tmp_path, more, says):

@@ -41,9 +41,9 @@ def test_a_plan_for_a_gpu_is_not_run_on_the_cpu_unless_that_is_named(inputs, pla
     out = tmp_path / "out"
     assert train(inputs, out, plan) == 2
     output = " ".join(capsys.readouterr().err.split())
-    assert "the plan is for gpu0 of a100-80gb-milan, and torch" in output
+    assert "the plan is for gpu0 of a100-80gb-milan, but torch" in output
     assert "finds no cuda device here" in output
-    assert "--device cpu runs it on the CPU anyway" in output
+    assert "--device cpu runs it on the CPU" in output
     assert not out.exists()
     with pytest.raises(PlanError, match="the plan is for gpu0 of a100-80gb-milan"):
         zosim.run(Plan.load(plan), model=str(inputs[0]), data=str(inputs[1]), steps=2, out=str(out))
@@ -110,5 +110,5 @@ def test_lines_for_several_hosts_are_printed_where_there_is_no_gpu(inputs, plan,
     assert "Every rank runs on cuda" in reported.out
     assert reported.err.splitlines()[0] == "2 ranks, on cuda, planned for a/gpu0 and b/gpu0 of two"
     model, data = map(str, inputs)
-    with pytest.raises(RunError, match="ranks on 2 hosts, which one Python does not start"):
+    with pytest.raises(RunError, match="ranks on 2 hosts, but one Python process"):
         zosim.run(file, model=model, data=data, steps=2, out=str(tmp_path / "out"))

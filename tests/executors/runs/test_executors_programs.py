@@ -62,7 +62,7 @@ def test_a_left_out_instruction_is_refused(opt):
 def test_a_program_for_another_model_is_refused_naming_the_difference(opt):
     _, plan, program = opt
     with pytest.raises(
-        ProgramError, match=r"for embed\.tokens, but the model's take|does not say where|names"
+        ProgramError, match=r"for embed\.tokens, but the model's take|does not state where|names"
     ):
         losses(program, plan, model_of("opt-projected"))
     with pytest.raises(ProgramError):

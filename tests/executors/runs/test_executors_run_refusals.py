@@ -43,7 +43,7 @@ def test_a_narrower_transfer_format_needs_leave(inputs, tmp_path, capsys):
         (["--residency", "offloaded", "--traversal", "sweep"], "traversal=sweep needs all blocks"),
         (["--objective", "nonsense"], "module:function"),
         (["--objective", "accuracy", "--loss-dtype", "fp64"], "--loss-dtype"),
-        (["--accumulate", 2], "--accumulate divide"),
+        (["--accumulate", 2], "--accumulate so that it divides"),
         (["--device", "cuda:7"], "7"),
     ],
 )
@@ -84,7 +84,7 @@ def test_ranks_are_not_started_for_files_that_are_missing(inputs, tmp_path, caps
     model, data = inputs
     options = ("--mesh", "data=3", "--launch", missing, tmp_path / "nothing.jsonl")
     assert train(model, data, tmp_path / "out", *options) == 2
-    assert f"there is no data file {tmp_path / 'nothing.jsonl'}" in capsys.readouterr().err
+    assert f"the data file {tmp_path / 'nothing.jsonl'} does not exist" in capsys.readouterr().err
     with pytest.raises(AssertionError, match="ranks were started"):
         train(model, data, tmp_path / "out", "--mesh", "data=3", "--launch")
 
@@ -139,7 +139,7 @@ def other_shape(model, folder):
     ("damage", "says"),
     [
         (incomplete, "fc1.weight is missing"),
-        (cut_off, "copied in part"),
+        (cut_off, "damaged or incomplete"),
         (other_shape, "has another shape"),
     ],
 )
@@ -166,7 +166,7 @@ def test_an_out_that_is_a_file_is_refused_in_words(inputs, tmp_path, capsys):
 
 def test_a_directory_without_a_run_cannot_be_gone_on_with(tmp_path, capsys):
     assert zosim("run", "--out", tmp_path / "none", "--resume") == 2
-    assert "holds no run to go on with" in capsys.readouterr().err
+    assert "holds no run to resume" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("field", "value"), [("num_examples", 0), ("num_examples", -1), ("every", -1)])

@@ -306,7 +306,7 @@ def test_adapters_of_another_base_are_refused(folder, tmp_path):
     with pytest.raises(ModelError, match="another base: its factors beside"):
         runtime.load("x", tmp_path / "wide")
     save_adapters(carrying(0), tmp_path / "moved", facts={"base_digest": "0" * 32})
-    with pytest.raises(ModelError, match="another base: it was made beside weights of digest 0000"):
+    with pytest.raises(ModelError, match="another base: its base has digest 0000"):
         runtime.load("x", tmp_path / "moved")
     save_adapters(carrying(0), tmp_path / "own", facts={"base_digest": runtime.base_digest})
     runtime.load("x", tmp_path / "own")
@@ -351,13 +351,13 @@ def test_factors_that_are_no_numbers_are_refused_and_would_reach_nobody_else(fol
 
 def test_requests_that_cannot_be_are_refused():
     runtime = Runtime(base())
-    with pytest.raises(DataError, match="no token stands before"):
+    with pytest.raises(DataError, match="no token before"):
         runtime.score([Request((5, 6), 0)])
-    with pytest.raises(DataError, match="none of the 96"):
+    with pytest.raises(DataError, match="vocabulary of 96"):
         runtime.score([Request((5, 96))])
     with pytest.raises(ModelError, match="'nobody'"):
         runtime.score([Request((5, 6), 1, "nobody")])
-    with pytest.raises(DataError, match="a prompt has no token"):
+    with pytest.raises(DataError, match="the prompt is empty"):
         runtime.generate([()], None, max_new_tokens=2)
 
 
@@ -440,7 +440,7 @@ def test_engines_that_are_gone_late_or_others_are_named():
         with pytest.raises(RunError, match="does not serve 'opt-13b'"):
             RemoteEngine(url, "opt-13b")
         engine = RemoteEngine(url)
-    with pytest.raises(RunError, match="cannot be reached"):
+    with pytest.raises(RunError, match="cannot reach"):
         engine.score([Request((5, 6))])
     may_go_on = threading.Event()
 
@@ -461,11 +461,11 @@ def test_engines_that_are_gone_late_or_others_are_named():
     ):
         RemoteEngine(other.url).load("x", Path("adapters"))
     for url in ("ftp://somewhere", "http://[", "http://here:99999", "http://here:x"):
-        with pytest.raises(RunError, match="no address"):
+        with pytest.raises(RunError, match="not an http or https URL"):
             RemoteEngine(url)
-        with pytest.raises(RunError, match=r"is no address|not on this machine"):
+        with pytest.raises(RunError, match=r"not an http or https URL|not on this machine"):
             reward_named(url, 1.0)
-    with pytest.raises(RunError, match="cannot be reached"):
+    with pytest.raises(RunError, match="cannot reach"):
         RemoteEngine("http://127.0.0.1:1/\u00e9")
 
 
@@ -494,10 +494,10 @@ def test_the_time_limit_is_of_the_whole_answer_however_it_drips(header):
 
 @pytest.mark.parametrize("limit_s", [math.nan, math.inf, 0.0, -1.0, 1e9])
 def test_time_limits_that_nobody_waits_for_are_refused(limit_s):
-    with pytest.raises(RunError, match=r"--timeout .* is no time to wait"):
+    with pytest.raises(RunError, match=r"--timeout .* is not a valid time"):
         RemoteEngine("http://127.0.0.1:1", timeout_s=limit_s)
     for name in ("http://127.0.0.1:1/", f"{__name__}:small_tokens"):
-        with pytest.raises(RunError, match=r"--reward-timeout .* is no time to wait"):
+        with pytest.raises(RunError, match=r"--reward-timeout .* is not a valid time"):
             reward_named(name, limit_s)
 
 
@@ -514,7 +514,7 @@ def test_a_port_that_is_taken_is_refused_and_leaves_no_thread():
     before = set(threading.enumerate())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(RunError, match=f"nothing can be served at 127.0.0.1:{port}"):
+        with pytest.raises(RunError, match=f"cannot listen at 127.0.0.1:{port}"):
             ScoringServer(Runtime(base()), "base", port)
     assert set(threading.enumerate()) <= before
 
@@ -716,9 +716,9 @@ def test_a_tuning_that_another_process_holds_is_refused(folder, tmp_path, monkey
         ({"learning_rate": math.nan}, "--lr nan"),
         ({"learning_rate": -1.0}, "--lr -1"),
         ({"epsilon": 1e300}, r"--epsilon 1e\+300"),
-        ({"rank": 33, "max_rank": 99}, "--rank 33 is more than .* has: it maps 32 numbers to 32"),
+        ({"rank": 33, "max_rank": 99}, "--rank 33 is too large for .*, which maps 32 inputs to 32"),
         ({"targets": ("q_proj", "nothing")}, "no linear called nothing"),
-        ({"targets": ()}, "no linear called nothing at all"),
+        ({"targets": ()}, "no linear called \\(nothing\\)"),
     ],
 )
 def test_numbers_that_make_no_step_are_refused_before_one(folder, tmp_path, numbers, complaint):
@@ -732,11 +732,11 @@ def test_scores_that_are_no_numbers_come_as_none_over_http(folder, tmp_path, mon
     monkeypatch.setattr(runtime, "score", lambda requests: [[math.nan, -math.inf] for _ in requests])
     with serving(runtime, "base") as server:
         engine = RemoteEngine(server.url)
-        with pytest.raises(RunError, match="not finite numbers"):
+        with pytest.raises(RunError, match="not finite"):
             engine.score([Request((5, 6, 7))])
         with (
             Tuning(engine, str(folder / "base"), tmp_path, SETTINGS) as tuning,
-            pytest.raises(RunError, match="not finite numbers"),
+            pytest.raises(RunError, match="not finite"),
         ):
             tuning.step([Example((5, 6, 7), (5, 6, 7))])
         assert (tmp_path / "steps.jsonl").read_text() == ""
@@ -745,11 +745,11 @@ def test_scores_that_are_no_numbers_come_as_none_over_http(folder, tmp_path, mon
 
 def test_a_tuning_with_other_numbers_is_not_gone_on_with(folder, tmp_path):
     Tuning(Runtime(base()), str(folder / "base"), tmp_path, SETTINGS).close()
-    with pytest.raises(RunError, match="seed=4, this asks for 5"):
+    with pytest.raises(RunError, match="seed=4, but this command says 5"):
         Tuning(Runtime(base()), str(folder / "base"), tmp_path, replace(SETTINGS, seed=5))
     other = model_of("opt", seed=1, num_hidden_layers=2)
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(RunError, match="tuned beside weights of digest"):
+    with pytest.raises(RunError, match="tuned on weights of digest"):
         Tuning(Runtime(copy.deepcopy(other)), str(tmp_path / "other"), tmp_path, SETTINGS)
     with pytest.raises(RunError, match=r"has weights of digest .* the engine serves a base of digest"):
         Tuning(Runtime(other), str(folder / "base"), tmp_path / "new", SETTINGS)
@@ -789,7 +789,7 @@ def test_a_base_that_is_exchanged_behind_a_tuning_is_noticed(folder, tmp_path, r
         with pytest.raises(RunError, match="has weights of digest"):
             Tuning(engine, str(tmp_path / "other"), tmp_path / "new", SETTINGS)
         served[0] = entries[1]
-        with pytest.raises(RunError, match="has another base than it had"):
+        with pytest.raises(RunError, match="has changed its base"):
             engine.load("x", folder / "one")
         with pytest.raises(RunError, match="has weights of digest"):
             Tuning(RemoteEngine(other.url), str(folder / "base"), tmp_path / "out", SETTINGS)
@@ -835,21 +835,21 @@ def test_rewards_that_cannot_be_are_refused_in_words(monkeypatch):
     for name, complaint in {
         "nan": "gave nan for text 0",
         "few": "1 numbers for 2 texts",
-        "words": "not a list of numbers",
+        "words": "instead of a list of numbers",
         "fails": "failed: ZeroDivisionError",
         "late": "within 0.1 s",
     }.items():
         with pytest.raises(RunError, match=complaint):
             reward_named(f"rewarding:{name}", 0.1 if name == "late" else 60)(["a", "b"], ["c", "d"])
     never.set()
-    with pytest.raises(RunError, match="cannot be imported"):
+    with pytest.raises(RunError, match="cannot import"):
         reward_named("rewarding:nothing", 1)
     with pytest.raises(RunError, match="not on this machine"):
         reward_named("http://example.org/reward", 1)
     with Answering(lambda _path: (200, {"rewards": [0.5, 2]})) as endpoint:
         url = f"{endpoint.url}/reward"
         assert reward_named(url, 60)(["a", "b"], ["c", "d"]) == [0.5, 2.0]
-    with pytest.raises(RunError, match="cannot be reached"):
+    with pytest.raises(RunError, match="cannot reach"):
         reward_named(url, 60)(["a"], ["b"])
     for status, body in ((500, {"rewards": [1]}), (200, {"scores": [1]}), (200, b"[")):
         with (
@@ -874,7 +874,7 @@ def test_versions_are_compared_served_and_rolled_back(folder, tmp_path):
     assert (canary.served, canary.candidate) == pytest.approx((losses[None], losses["one"]), abs=1e-4)
     assert canary.num_tokens == sum(len(line) - 1 for line in lines)
     worse = losses["one"] - losses[None]
-    with pytest.raises(RunError, match="it is not served"):
+    with pytest.raises(RunError, match="it is not promoted"):
         versions.promote("one", lines, tolerance=worse - 0.01)
     assert (versions.served, runtime.adapters()) == (None, ())
     versions.promote("one", lines, tolerance=worse + 0.01)
@@ -889,27 +889,27 @@ def test_versions_are_compared_served_and_rolled_back(folder, tmp_path):
     assert again.adapters() == ("served",)
     assert versions.roll_back() is None
     assert runtime.adapters() == ()
-    with pytest.raises(RunError, match="no version that could be rolled back"):
+    with pytest.raises(RunError, match="no earlier version to roll back"):
         versions.roll_back()
     with pytest.raises(RunError, match="--tolerance nan"):
         versions.promote("two", lines, tolerance=math.nan)
-    with pytest.raises(RunError, match="there already"):
+    with pytest.raises(RunError, match="already exists"):
         versions.keep("one", folder / "two")
     with pytest.raises(RunError, match="has no version 'three'"):
         versions.compare("three", lines)
-    with pytest.raises(RunError, match="cannot name a version"):
+    with pytest.raises(RunError, match="is not a valid name of a version"):
         versions.keep("../one", folder / "one")
 
 
 def test_a_version_that_is_refused_is_not_kept(folder, tmp_path):
     lines = [Example(tokens, (-100, *tokens[1:])) for tokens in tokens_of(3)]
     versions = Versions(tmp_path / "versions", Runtime(base()), "served")
-    with pytest.raises(RunError, match="it is not served"), versions.trying("one", folder / "one"):
+    with pytest.raises(RunError, match="it is not promoted"), versions.trying("one", folder / "one"):
         versions.promote("one", lines, tolerance=-100)
     assert versions.kept() == ()
     with versions.trying("one", folder / "two"):
         versions.promote("one", lines, tolerance=100)
-    with pytest.raises(RunError, match="there already"), versions.trying("one", folder / "one"):
+    with pytest.raises(RunError, match="already exists"), versions.trying("one", folder / "one"):
         pytest.fail("a version stays as it is")
     assert versions.kept() == ("one",)
 
@@ -942,14 +942,14 @@ def test_commands_tune_and_compare_on_a_server(tmp_path, capsys):
         assert zosim(*versions, "--roll-back") == 0
         assert zosim(*versions, "first") == 2
     assert zosim(*tuned, "--steps", 4) != 0
-    assert "cannot be reached" in capsys.readouterr().err
+    assert "cannot reach" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stated", ["one", "=one", "base=one"])
 def test_adapters_are_served_under_names_of_their_own(folder, capsys, monkeypatch, stated):
     monkeypatch.chdir(folder)
     assert zosim("serve", "--model", folder / "base", "--name", "base", "--adapter", stated, "--port", 0) == 2
-    assert f"--adapter '{stated}' names no directory, or calls it nothing" in capsys.readouterr().err
+    assert f"--adapter '{stated}' must be NAME=DIRECTORY" in capsys.readouterr().err
 
 
 def test_models_of_other_layouts_are_served(tmp_path):

@@ -245,7 +245,7 @@ def test_more_adapters_than_are_kept_are_refused_until_one_is_unloaded(tmp_path)
         assert call("load", "first")[0] == 200
         status, answer = call("load", "second")
         assert status == 400
-        assert "would be adapter 2, and this server keeps 1" in answer["error"]["message"]
+        assert "would be adapter 2, but this server holds at most 1" in answer["error"]["message"]
         assert call("load", "first")[0] == 200
         assert call("unload", "first")[0] == 200
         assert call("load", "second")[0] == 200

@@ -142,15 +142,15 @@ def edited(folder, **fields):
     ]
     + [
         ({"something_new": 3}, "something_new=3 is a field whose meaning is not known here"),
-        ({"init_lora_weights": "something new"}, "was initialised in a way that is not known here"),
+        ({"init_lora_weights": "something new"}, "has an unknown initialisation"),
         ({"init_lora_weights": "corda"}, "PEFT changes the base"),
         ({"init_lora_weights": "loftq"}, "PEFT changes the base"),
-        ({"target_modules": ["fc2"]}, "factors beside .*q_proj, which target_modules"),
-        ({"layers_to_transform": [0]}, r"factors beside .*layers\.1\..*, which target_modules"),
+        ({"target_modules": ["fc2"]}, "factors for .*q_proj, which target_modules"),
+        ({"layers_to_transform": [0]}, r"factors for .*layers\.1\..*, which target_modules"),
         ({"init_lora_weights": False, "target_modules": ["q_proj", "fc2", "k_proj"]}, "fills with random numbers"),
-        ({"target_modules": "(.+)+x"}, "a regular expression that is not read here"),
-        ({"target_modules": ".*.*.*.*.*x"}, "a regular expression that is not read here"),
-        ({"rank_pattern": {"(": 4}}, "a regular expression that is not read here"),
+        ({"target_modules": "(.+)+x"}, "an unsupported regular expression"),
+        ({"target_modules": ".*.*.*.*.*x"}, "an unsupported regular expression"),
+        ({"rank_pattern": {"(": 4}}, "an unsupported regular expression"),
         ({"rank_pattern": {"q_proj": 3}}, "says r=3, the factors beside .*q_proj have rank 4"),
         ({"peft_type": "IA3"}, r"another kind \(peft_type=IA3\)"),
     ],
@@ -182,7 +182,7 @@ def test_tensors_that_are_no_factors_are_named(tmp_path, name):
     folder = written(tmp_path / "adapter")
     path = folder / "adapter_model.safetensors"
     save_file(load_file(path) | {name: torch.ones(3)}, path)
-    with pytest.raises(ModelError, match=f"holds {name!r}, which is no factor"):
+    with pytest.raises(ModelError, match=f"contains {name!r}, which is not a factor"):
         read_adapter(folder, linear_shapes(base()))
 
 

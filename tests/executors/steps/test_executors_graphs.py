@@ -492,5 +492,5 @@ def test_graphs_are_refused_where_none_can_be():
     with pytest.raises(PlanError, match="needs a CUDA device"):
         Session(plan_of(model), model, graphs=True)
     plan = plan_of(model, residency={"blocks": "offloaded", "reuse_staging_buffers": False})
-    with simulated(), pytest.raises(PlanError, match="blocks that stay"):
+    with simulated(), pytest.raises(PlanError, match="resident blocks"):
         Session(plan, model, device="cuda:0", graphs=True)

@@ -31,7 +31,7 @@ def test_packed_tensors_come_out_as_they_went_in() -> None:
 def test_a_message_of_another_length_is_refused(change: int) -> None:
     packed = pack([torch.ones(4, 9, 16)])
     data = torch.zeros(packed.num_bytes + change, dtype=torch.uint8)
-    with pytest.raises(CodecError, match="bytes for tensors of"):
+    with pytest.raises(CodecError, match="bytes arrived for tensors of"):
         unpack(Packed(data, packed.formats), [(4, 9, 16)])
 
 

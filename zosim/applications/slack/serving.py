@@ -135,7 +135,7 @@ def serve(server: Server, arrivals: Times, policy: Policy) -> Served:
         If there are no arrivals, or too many events.
     """
     if not len(arrivals):
-        raise TrafficError("the trace has no arrivals", hint="raise --rate or --duration")
+        raise TrafficError("there are no arrivals", hint="raise --rate or --duration")
     num_parts = 0.0 if policy == "none" else float(arrivals[-1]) * server.num_parts / server.probe_s
     if len(arrivals) + num_parts + server.num_parts > _MOST_EVENTS:
         raise TrafficError(
