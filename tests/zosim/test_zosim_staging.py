@@ -119,5 +119,5 @@ def test_sparq_without_a_mesh_finds_one() -> None:
     "settings", [{"mesh": "stage=2"}, {"method": "sparq"}, {"mesh": "stage=2", "traversal": "sweep"}]
 )
 def test_text_is_refused_for_the_stages_that_were_asked_for_and_not_for_where_blocks_might_be(settings):
-    with pytest.raises(PlanError, match="text cannot be generated with cuts or stages"):
+    with pytest.raises(PlanError, match="text cannot be generated with split points or stages"):
         zosim.plan("opt-125m", "rtx4090-2x", batch=2, seq=16, max_new_tokens=4, **settings)
