@@ -128,4 +128,4 @@ class Weights(Axis):
             ),
         ):
             if is_stated:
-                yield f"weights=adapters does not support {words}", remedy
+                yield f"weights=adapters does not support {what}", remedy

@@ -76,7 +76,9 @@ def _model(name: str, config: str) -> ModelSpec:
     if family in FAMILIES:
         return spec_of_config(data, name=name)
     if any(data.get(key) for key in _EXPERTS):
-        raise Unpredictable(f"model {name} is a mixture of experts, which is not supported")
+        raise Unpredictable(
+            f"model {name} has experts, and zosim does not know how models of type {family} use them"
+        )
     if family in _GATED or family in _PLAIN:
         return spec_of_config(_translated(data, family, name), name=name)
     return spec_of_config(data, name=name)
