@@ -381,9 +381,9 @@ CHECKS: Checks = {
     "rge-rademacher-second-moment": printed(
         _both(partial(check_applied, "rademacher"), partial(check_energy, "rademacher")),
         Fault(
-            "one sign for all of a word",
+            "one sign for all of a raw output",
             "executors.randomness.samplers:Rademacher.spread",
-            lambda shipped, words, out: shipped(words >> 63, out),
+            lambda shipped, raw, out: shipped(raw >> 63, out),
         ),
     ),
 }
